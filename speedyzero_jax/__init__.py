@@ -1,0 +1,1 @@
+"""SpeedyZero in JAX."""

@@ -1,0 +1,234 @@
+"""Checkpoints of a run, written by Orbax in a background thread; atomic, the newest few kept.
+
+A checkpoint at step N is `checkpoints/N/` with the network, the optimiser, the weights each role acts with, the
+replay's mutable part, the actor and a JSON of counters; the frames, which never change, are appended to `replay/` once each and a
+checkpoint lists the files it stands on. Every array's CRC-32 is stored and checked, so damage is noticed and the
+checkpoint before is used. Nothing is ever unpickled. Knows nothing of roles: it moves pytrees of arrays.
+"""
+
+import logging
+import os
+import shutil
+import threading
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from speedyzero_jax.types import Params
+
+logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every step of every save
+
+_ITEMS = ("network", "optimizer", "weights", "replay", "actor")
+
+
+class CheckpointError(Exception):
+  """A checkpoint can't be written or read; the message names it."""
+
+
+class Snapshot(NamedTuple):
+  """All of a run at one learner step. Leaves are host arrays that nobody else writes to, or jax arrays."""
+
+  step: int
+  network: Params  # Variables
+  optimizer: Params
+  weights: dict[str, Params]  # subscriber -> Variables
+  replay: dict[str, np.ndarray]  # the mutable part
+  actor: dict[str, np.ndarray]
+  meta: dict[str, Any]  # JSON: counters
+  slots: dict[str, np.ndarray]  # frames that came since the snapshot before, and where they belong
+  heads: np.ndarray  # [L] the replay's heads: where the next snapshot's slots begin
+
+
+def _crcs(tree: Params) -> list[int]:
+  return [zlib.crc32(np.ascontiguousarray(leaf)) for leaf in jax.tree.leaves(tree)]
+
+
+def _take_empty(items: dict[str, Any], name: str) -> dict[str, tuple[str, list[int]]]:
+  """Takes arrays without elements, which Orbax refuses, out of an item; returns their types and shapes."""
+  empty = {key: array for key, array in items[name].items() if not array.size}
+  items[name] = {key: array for key, array in items[name].items() if array.size}
+  return {key: (array.dtype.str, list(array.shape)) for key, array in empty.items()}
+
+
+class Checkpoints:
+  """Writes and reads the checkpoints of one run folder.
+
+  Args:
+    run_dir: the folder; `checkpoints/` and `replay/` are made in it.
+    keep: how many of the newest checkpoints stay.
+  """
+
+  def __init__(self, run_dir: Path, keep: int = 3):
+    self._directory, self._segments = run_dir.resolve() / "checkpoints", run_dir.resolve() / "replay"
+    self._keep = keep
+    self._manager: ocp.CheckpointManager | None = None
+    self._thread: threading.Thread | None = None
+    self._error: BaseException | None = None
+    self._files: list[str] = []  # segments that the newest checkpoint stands on
+    self.heads: np.ndarray | int = 0  # of the newest checkpoint's replay
+
+  def steps(self) -> list[int]:
+    """Steps of the checkpoints there are, oldest first."""
+    if not self._directory.is_dir():
+      return []
+    return sorted(int(path.name) for path in self._directory.iterdir() if path.name.isdigit())
+
+  # --- writing ---
+
+  def save(self, snapshot: Snapshot) -> None:
+    """Starts writing; waits for the save before.
+
+    Raises:
+      CheckpointError: the save *before* failed (nothing of this one is written).
+    """
+    self.wait()
+    self._thread = threading.Thread(target=self._write_in_background, args=(snapshot,), name="checkpoint")
+    self._thread.start()
+
+  def wait(self) -> None:
+    """Waits until what was started is on disk. Raises CheckpointError if it failed."""
+    if self._thread is not None:
+      self._thread.join()
+      self._thread = None
+    if self._error is not None:
+      error, self._error = self._error, None
+      raise CheckpointError(f"saving to {self._directory} failed: {_reason(error)}") from error
+
+  def _write_in_background(self, snapshot: Snapshot) -> None:
+    try:
+      self._write(snapshot)
+    except Exception as error:  # handed to the next `save` or `wait`
+      self._error = error
+
+  def _write(self, snapshot: Snapshot) -> None:
+    files = list(self._files)
+    if len(snapshot.slots["frame"]):
+      name = f"slots-{snapshot.step:012d}.npz"
+      self._write_segment(self._segments / name, snapshot.slots)
+      files.append(name)
+    items = {name: jax.tree.map(np.asarray, getattr(snapshot, name)) for name in _ITEMS}
+    empty = {name: _take_empty(items, name) for name in ("replay", "actor")}
+    items = {name: tree for name, tree in items.items() if jax.tree.leaves(tree)}
+    crcs = {name: _crcs(tree) for name, tree in items.items()}
+    meta = {"step": snapshot.step, "segments": files, "crc32": crcs, "empty": empty, **snapshot.meta}
+    saves = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
+    if not self._open().save(snapshot.step, args=ocp.args.Composite(meta=ocp.args.JsonSave(meta), **saves), force=True):
+      raise OSError(f"Orbax refused to save step {snapshot.step}")
+    self._files, self.heads = files, snapshot.heads
+
+  @staticmethod
+  def _write_segment(path: Path, slots: Mapping[str, np.ndarray]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    try:
+      with temporary.open("wb") as file:
+        np.savez_compressed(file, **slots)
+        file.flush()
+        os.fsync(file.fileno())
+      os.replace(temporary, path)
+    except BaseException:
+      temporary.unlink(missing_ok=True)
+      raise
+
+  def _open(self) -> ocp.CheckpointManager:
+    if self._manager is None:
+      self._directory.mkdir(parents=True, exist_ok=True)
+      options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, enable_async_checkpointing=False)
+      self._manager = ocp.CheckpointManager(self._directory, options=options)
+    return self._manager
+
+  def close(self) -> None:
+    """Waits and lets go of Orbax's threads."""
+    try:
+      self.wait()
+    finally:
+      if self._manager is not None:
+        self._manager.close()
+        self._manager = None
+
+  # --- reading ---
+
+  def restore_network(self, abstract: Params, report: Callable[[str], None]) -> tuple[int, Params]:
+    """The newest readable network: (step, Variables). See `restore`."""
+    return self._newest(lambda step: (step, self._read(step, {"network": abstract})[0]["network"]), report)
+
+  def restore(self, abstract: Mapping[str, Params], report: Callable[[str], None]) -> tuple[Snapshot, list[dict]]:
+    """Reads the newest checkpoint that is whole; damaged ones are named to `report` and moved aside.
+
+    Args:
+      abstract: shapes of `network`, `optimizer` and each subscriber's `weights`; a leaf's sharding says where it goes.
+      report: takes a line for each checkpoint that could not be read.
+
+    Returns:
+      The snapshot (its slots left empty) and its segments of slots, oldest first.
+
+    Raises:
+      CheckpointError: there is none, or none is readable.
+    """
+
+    def read(step: int) -> tuple[Snapshot, list[dict]]:
+      items, meta = self._read(step, {"replay": None, "actor": None, **abstract})
+      segments = []
+      for name in meta["segments"]:
+        with np.load(self._segments / name, allow_pickle=False) as archive:  # checks the archive's own CRCs
+          segments.append({key: archive[key] for key in archive.files})
+      for name, arrays in meta["empty"].items():
+        items[name] = items.get(name, {}) | {key: np.zeros(shape, dtype) for key, (dtype, shape) in arrays.items()}
+      known = {"step", "segments", "crc32", "empty"}
+      rest = {key: value for key, value in meta.items() if key not in known}
+      self._files, self.heads = list(meta["segments"]), items["replay"]["head"]
+      parts = {name: items.get(name, {}) for name in _ITEMS}
+      return Snapshot(step=step, meta=rest, slots={}, heads=items["replay"]["head"], **parts), segments
+
+    snapshot, segments = self._newest(read, report)
+    self._set_aside(after=snapshot.step)
+    return snapshot, segments
+
+  def _newest(self, read: Callable[[int], Any], report: Callable[[str], None]) -> Any:
+    steps = self.steps()
+    if not steps:
+      raise CheckpointError(f"there is no checkpoint in {self._directory}")
+    for step in reversed(steps):
+      try:
+        return read(step)
+      except Exception as error:  # whatever a damaged file makes its reader raise
+        report(f"checkpoint {self._directory / str(step)} is damaged or of another kind: {_reason(error)}")
+    raise CheckpointError(f"none of the {len(steps)} checkpoints in {self._directory} can be read")
+
+  def _read(self, step: int, abstract: Mapping[str, Params]) -> tuple[dict[str, Params], dict]:
+    directory = self._directory / str(step)
+    with ocp.CheckpointManager(self._directory, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
+      meta = dict(manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta)
+      wanted = {name: tree for name, tree in abstract.items() if (directory / name).is_dir()}
+      missing = set(meta["crc32"]) & set(abstract) - set(wanted)
+      if missing or not set(wanted) <= set(meta["crc32"]):
+        raise ValueError(f"items are missing: {', '.join(sorted(missing)) or 'checksums'}")
+      args = {name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
+      restored = manager.restore(step, args=ocp.args.Composite(**args))
+    items = {name: restored[name] for name in wanted}
+    for name, tree in items.items():
+      if _crcs(tree) != list(meta["crc32"][name]):
+        raise ValueError(f"checksum of '{name}' differs")
+    return items, meta
+
+  def _set_aside(self, after: int) -> None:
+    """Moves checkpoints newer than the one restored out of the way, and drops segments it does not stand on."""
+    for step in self.steps():
+      if step > after:
+        target = self._directory.parent / "damaged" / str(step)
+        target.parent.mkdir(exist_ok=True)
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(self._directory / str(step), target)
+    for path in self._segments.glob("slots-*.npz"):
+      if path.name not in self._files:
+        path.unlink()
+
+
+def _reason(error: BaseException) -> str:
+  text = str(error).strip().splitlines()
+  return f"{type(error).__name__}: {text[0][:300] if text else ''}"

@@ -1,0 +1,163 @@
+"""The training step: one jitted shard_map over a mesh with one axis, `data`.
+
+Parameters are replicated, the batch is sharded; gradients, batch statistics (if synchronised) and the largest
+importance weight are the only collectives. The same global batch gives the same update on any number of devices.
+Knows nothing of replay, threads or files.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from speedyzero_jax import losses, optim
+from speedyzero_jax.config import Config
+from speedyzero_jax.networks import Blueprint, Variables, make_blueprint, variables_of
+from speedyzero_jax.types import LearnerBatch, Params
+
+AXIS = "data"
+
+
+class LearnerState(NamedTuple):
+  """All that a training step changes; replicated over the mesh."""
+
+  variables: Variables
+  opt_state: optax.OptState
+  step: jax.Array  # [] int32, steps taken
+
+
+@chex.dataclass(frozen=True)
+class StepResult:
+  """What a step reports; stays on the device until somebody asks."""
+
+  metrics: dict[str, chex.Array]  # scalars, by metric name
+  td_error: chex.Array  # [B] |v - z| of the sampled states
+
+
+def make_mesh(devices: Sequence[jax.Device]) -> Mesh:
+  """The learner's mesh over these devices."""
+  return Mesh(np.asarray(devices), (AXIS,))
+
+
+class Learner:
+  """Compiles and runs the training step.
+
+  Args:
+    config: of the run.
+    observation_shape: [H, W, S*C].
+    num_actions: |A|.
+    mesh: from `make_mesh`.
+
+  Raises:
+    ValueError: the batch can't be shared equally among the devices.
+  """
+
+  def __init__(self, config: Config, observation_shape: tuple[int, int, int], num_actions: int, mesh: Mesh):
+    if config.learner.batch_size % mesh.size:
+      raise ValueError(f"learner.batch_size={config.learner.batch_size} is not a multiple of {mesh.size} devices")
+    self.mesh = mesh
+    self._config = config
+    self._sync = config.learner.batch_norm == "sync"
+    self._blueprint = make_blueprint(
+      config.network, observation_shape, num_actions, axis_name=AXIS if self._sync else None
+    )
+    self._optimizer = optim.make_optimizer(config.optim)
+    self._schedule = optim.learning_rate_schedule(config.optim)
+    self._replicated = NamedSharding(mesh, PartitionSpec())
+    self._sharded = NamedSharding(mesh, PartitionSpec(AXIS))
+    self._step = jax.jit(self._make_step(), donate_argnums=0)
+
+  @property
+  def blueprint(self) -> Blueprint:
+    """The network's, for inference elsewhere."""
+    return self._blueprint
+
+  def init(self, key: jax.Array) -> LearnerState:
+    """A fresh state on the mesh."""
+    return jax.jit(self._fresh, out_shardings=self._replicated)(key)
+
+  def abstract(self) -> LearnerState:
+    """Shapes and shardings of the state, for restoring a checkpoint."""
+    shapes = jax.eval_shape(self._fresh, jax.random.key(0))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._replicated), shapes)
+
+  def restore(self, variables: Variables, opt_state: optax.OptState, step: int) -> LearnerState:
+    """A state from its parts, for a checkpoint that was read."""
+    return jax.device_put(LearnerState(variables, opt_state, jnp.asarray(step, jnp.int32)), self._replicated)
+
+  def put(self, batch: LearnerBatch) -> LearnerBatch:
+    """Moves a host batch [B, ...] onto the mesh, each device its share."""
+    return jax.device_put(batch, self._sharded)
+
+  def step(self, state: LearnerState, batch: LearnerBatch, key: jax.Array) -> tuple[LearnerState, StepResult]:
+    """One update. `state` is donated: don't use it again. `key` is the run's; the step number is folded in."""
+    return self._step(state, batch, key)
+
+  def _fresh(self, key: jax.Array) -> LearnerState:
+    variables = self._blueprint.init(key)
+    return LearnerState(variables, self._optimizer.init(variables.params), jnp.zeros((), jnp.int32))
+
+  def _make_step(self):
+    replicated, sharded = PartitionSpec(), PartitionSpec(AXIS)
+    return jax.shard_map(
+      self._local_step,
+      mesh=self.mesh,
+      in_specs=(replicated, sharded, replicated),
+      out_specs=(replicated, StepResult(metrics=replicated, td_error=sharded)),
+      check_vma=False,  # gradients of replicated parameters are averaged by hand below
+    )
+
+  def _local_step(self, state: LearnerState, batch: LearnerBatch, key: jax.Array) -> tuple[LearnerState, StepResult]:
+    local = batch.action.shape[0]
+    # One key per sample by its place in the global batch, so that sharding changes no augmentation.
+    index = jax.lax.axis_index(AXIS) * local + jnp.arange(local)
+    keys = jax.vmap(partial(jax.random.fold_in, jax.random.fold_in(key, state.step)))(index)
+    weight = batch.weight / jax.lax.pmax(jnp.max(batch.weight), AXIS)
+    batch = batch.replace(weight=jnp.maximum(weight, self._config.replay.min_weight))
+
+    def loss_fn(params: Params):
+      network = self._blueprint.bind(Variables(params, state.variables.batch_stats))
+      loss, terms = losses.unrolled_loss(
+        network,
+        batch,
+        keys,
+        self._config.learner,
+        frame_stack=self._config.env.frame_stack,
+        horizon=self._config.network.value_prefix_horizon,
+      )
+      return loss, (terms, variables_of(network).batch_stats)
+
+    (loss, (terms, stats)), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.variables.params)
+    grads = jax.lax.pmean(grads, AXIS)
+    if not self._sync:
+      stats = jax.lax.pmean(stats, AXIS)
+    params = state.variables.params
+    updates, opt_state = self._optimizer.update(grads, state.opt_state, params)
+    params = optax.apply_updates(params, updates)
+    means = jax.lax.pmean(
+      {
+        "losses/total": loss,
+        "losses/value": terms.value,
+        "losses/value_prefix": terms.value_prefix,
+        "losses/policy": terms.policy,
+        "losses/consistency": terms.consistency,
+        "losses/policy_entropy": terms.policy_entropy,
+        "losses/td_error": jnp.mean(terms.td_error),
+      },
+      AXIS,
+    )
+    metrics = means | {
+      "charts/learning_rate": jnp.asarray(self._schedule(state.step), jnp.float32),
+      "learner/gradient_norm": optax.tree.norm(grads),
+      "learner/update_norm": optax.tree.norm(updates),
+      "learner/parameter_norm": optax.tree.norm(params),
+    }
+    metrics |= {f"learner/trust_ratio_{k}": v for k, v in optim.trust_ratio_summary(opt_state).items()}
+    new = LearnerState(Variables(params, stats), opt_state, state.step + 1)
+    return new, StepResult(metrics=metrics, td_error=terms.td_error)

@@ -1,0 +1,203 @@
+"""Value coding, augmentation and the unrolled loss of EfficientZero. Pure functions; no optimiser, no devices.
+
+Source: MuZero (Schrittwieser et al. 2020) appendix F for value coding, EfficientZero (Ye et al. 2021) for the loss.
+"""
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from speedyzero_jax.config import LearnerConfig
+from speedyzero_jax.networks import Network
+from speedyzero_jax.types import LearnerBatch
+
+_EPSILON = 0.001  # of the invertible value transform (MuZero, appendix F)
+
+
+# --- value coding ---------------------------------------------------------------------------------------------------
+
+
+def transform(x: jax.Array) -> jax.Array:
+  """h(x) = sign(x)(sqrt(|x|+1)-1) + 0.001x, which compresses large values."""
+  return jnp.sign(x) * (jnp.sqrt(jnp.abs(x) + 1) - 1) + _EPSILON * x
+
+
+def inverse_transform(y: jax.Array) -> jax.Array:
+  """h's inverse, in a form that keeps its digits near zero in float32."""
+  y_abs = jnp.abs(y)
+  # The root u = sqrt(|x|+1)-1 of eps*u^2 + (1+2*eps)*u - |y| = 0; then |x| = u*(u+2).
+  b = 1 + 2 * _EPSILON
+  u = 2 * y_abs / (b + jnp.sqrt(b * b + 4 * _EPSILON * y_abs))
+  return jnp.sign(y) * u * (u + 2)
+
+
+def two_hot(x: jax.Array, support: int) -> jax.Array:
+  """Scalars [...] -> probabilities [..., 2*support+1] on the two integers around h(x); beyond the support, its edge."""
+  y = jnp.clip(transform(x), -support, support)
+  low = jnp.floor(y)
+  share = (y - low)[..., None]
+  index = (low + support).astype(jnp.int32)
+  atoms = 2 * support + 1
+  high = jnp.minimum(index + 1, atoms - 1)
+  return jax.nn.one_hot(index, atoms) * (1 - share) + jax.nn.one_hot(high, atoms) * share
+
+
+def decode(logits: jax.Array) -> jax.Array:
+  """Logits [..., 2*support+1] -> the scalar they stand for: h's inverse of the mean atom."""
+  support = logits.shape[-1] // 2
+  atoms = jnp.arange(-support, support + 1, dtype=jnp.float32)
+  return inverse_transform(jnp.sum(jax.nn.softmax(logits) * atoms, axis=-1))
+
+
+# --- observations ---------------------------------------------------------------------------------------------------
+
+
+def stack_frames(frames: jax.Array, stack: int) -> jax.Array:
+  """Frames [B, S+K, H, W, C], oldest first -> observations [B, K+1, H, W, S*C]; observation k ends with frame S-1+k."""
+  batch, length, height, width, channels = frames.shape
+  views = [frames[:, i : length - stack + 1 + i] for i in range(stack)]
+  stacked = jnp.stack(views, axis=5)  # [B, K+1, H, W, C, S]
+  stacked = jnp.moveaxis(stacked, 5, 4)
+  return stacked.reshape(batch, length - stack + 1, height, width, stack * channels)
+
+
+def normalise(observation: jax.Array) -> jax.Array:
+  """uint8 images -> float32 in [0, 1]; vectors stay as they are."""
+  if observation.dtype == jnp.uint8:
+    return observation.astype(jnp.float32) / 255
+  return observation.astype(jnp.float32)
+
+
+def augment(keys: jax.Array, observation: jax.Array, shift: int, intensity: float) -> jax.Array:
+  """Random shift (edge-padded) and random brightness, one draw for each of `keys`.
+
+  Args:
+    keys: [N] one key per observation, so that a sample's augmentation does not depend on how a batch is sharded.
+    observation: [N, H, W, C], uint8 or float.
+    shift: largest shift, pixels; ignored for vectors.
+    intensity: scale s of the factor 1 + s*clip(normal, -2, 2) (DrQ; Yarats et al. 2020).
+
+  Returns:
+    float32 [N, H, W, C], normalised.
+  """
+  height, width, channels = observation.shape[1:]
+
+  def one(key: jax.Array, image: jax.Array) -> jax.Array:
+    shift_key, intensity_key = jax.random.split(key)
+    if shift and height > 1:
+      padded = jnp.pad(image, ((shift, shift), (shift, shift), (0, 0)), mode="edge")
+      y, x = jax.random.randint(shift_key, (2,), 0, 2 * shift + 1)
+      image = jax.lax.dynamic_slice(padded, (y, x, 0), (height, width, channels))
+    image = normalise(image)
+    if intensity:
+      image = image * (1 + intensity * jnp.clip(jax.random.normal(intensity_key), -2, 2))
+    return image
+
+  return jax.vmap(one)(keys, observation)
+
+
+# --- the loss -------------------------------------------------------------------------------------------------------
+
+
+@chex.dataclass(frozen=True)
+class LossTerms:
+  """Means over the batch, unweighted, and what replay wants back."""
+
+  value: chex.Array  # [] cross-entropy over all K+1 states
+  value_prefix: chex.Array  # []
+  policy: chex.Array  # []
+  consistency: chex.Array  # [] in [-1, 1], -1 when perfect
+  policy_entropy: chex.Array  # [] of the root's predicted policy, nats
+  td_error: chex.Array  # [B] |v(s_t) - z_t|, the new priorities
+
+
+def _cross_entropy(logits: jax.Array, target: jax.Array) -> jax.Array:
+  return -jnp.sum(target * jax.nn.log_softmax(logits), axis=-1)
+
+
+def _halve_gradient(x: jax.Array) -> jax.Array:
+  return x * 0.5 + jax.lax.stop_gradient(x) * 0.5
+
+
+def _negative_cosine(x: jax.Array, y: jax.Array) -> jax.Array:
+  x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+  norms = jnp.sqrt(jnp.sum(x * x, -1) + 1e-10) * jnp.sqrt(jnp.sum(y * y, -1) + 1e-10)
+  return -jnp.sum(x * y, -1) / norms
+
+
+def unrolled_loss(
+  network: Network, batch: LearnerBatch, keys: jax.Array, config: LearnerConfig, *, frame_stack: int, horizon: int
+) -> tuple[jax.Array, LossTerms]:
+  """The loss of one batch; updates the network's running statistics.
+
+  The state after k model steps is trained towards the targets of time t + k. Recurrent terms count 1/K each and
+  the gradient into the hidden state is halved at every step; consistency is SimSiam's negative cosine between the
+  predicted projection of the imagined state and the stopped projection of the real next observation.
+
+  Args:
+    network: bound, in training mode throughout.
+    batch: weights already normalised; B here may be one device's share.
+    keys: [B] one key per sample, for the augmentation.
+    config: coefficients and augmentation.
+    frame_stack: S.
+    horizon: unroll steps after which the value prefix and its LSTM start anew.
+
+  Returns:
+    The weighted mean loss [] and its terms.
+  """
+  steps = batch.action.shape[1]
+  size = batch.action.shape[0]
+  support = network.config.support
+  observations = stack_frames(batch.frames, frame_stack)
+  view_keys = jax.vmap(lambda key: jax.random.split(key, steps + 1))(keys)  # [B, K+1]
+
+  root = augment(view_keys[:, 0], observations[:, 0], config.shift, config.intensity)
+  state = network.represent(root, True)
+  if config.consistency_coefficient:
+    following = observations[:, 1:].reshape(size * steps, *observations.shape[2:])
+    following = augment(view_keys[:, 1:].reshape(-1), following, config.shift, config.intensity)
+    real = jax.lax.stop_gradient(network.consistency.project(network.represent(following, True), True))
+    real = real.reshape(size, steps, -1)
+
+  value_target = two_hot(batch.value, support)  # [B, K+1, atoms]
+  prefix_target = two_hot(batch.value_prefix, support)
+  value_logits, policy_logits = network.predict(state, True)
+  td_error = jnp.abs(decode(value_logits) - batch.value[:, 0])
+  log_policy = jax.nn.log_softmax(policy_logits)
+  entropy = -jnp.sum(jnp.exp(log_policy) * log_policy, axis=-1)
+  value_loss = [_cross_entropy(value_logits, value_target[:, 0]) * batch.value_mask[:, 0]]
+  policy_loss = [_cross_entropy(policy_logits, batch.policy[:, 0]) * batch.policy_mask[:, 0]]
+  prefix_loss: list[jax.Array] = []
+  consistency_loss: list[jax.Array] = []
+
+  carry = network.initial_carry(size)
+  for k in range(steps):
+    if k % horizon == 0:
+      carry = network.initial_carry(size)
+    state, carry, prefix_logits = network.step(_halve_gradient(state), carry, batch.action[:, k], True)
+    value_logits, policy_logits = network.predict(state, True)
+    value_loss.append(_cross_entropy(value_logits, value_target[:, k + 1]) * batch.value_mask[:, k + 1])
+    policy_loss.append(_cross_entropy(policy_logits, batch.policy[:, k + 1]) * batch.policy_mask[:, k + 1])
+    prefix_loss.append(_cross_entropy(prefix_logits, prefix_target[:, k]) * batch.prefix_mask[:, k])
+    if config.consistency_coefficient:
+      imagined = network.consistency.predict(network.consistency.project(state, True), True)
+      consistency_loss.append(_negative_cosine(imagined, real[:, k]) * batch.consistency_mask[:, k])
+    else:
+      consistency_loss.append(jnp.zeros(size))
+
+  recurrent = sum(
+    config.value_coefficient * v + config.policy_coefficient * p + config.value_prefix_coefficient * r
+    + config.consistency_coefficient * c
+    for v, p, r, c in zip(value_loss[1:], policy_loss[1:], prefix_loss, consistency_loss, strict=True)
+  )  # fmt: skip
+  per_sample = config.value_coefficient * value_loss[0] + config.policy_coefficient * policy_loss[0] + recurrent / steps
+  loss = jnp.mean(batch.weight * per_sample)
+  mean = lambda terms: jnp.mean(jnp.stack(terms))  # noqa: E731
+  return loss, LossTerms(
+    value=mean(value_loss),
+    value_prefix=mean(prefix_loss),
+    policy=mean(policy_loss),
+    consistency=mean(consistency_loss),
+    policy_entropy=jnp.mean(entropy),
+    td_error=td_error,
+  )

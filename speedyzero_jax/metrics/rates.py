@@ -1,0 +1,165 @@
+"""Events into numbers: rates over a sliding window, statistics of finished episodes, means between log lines.
+
+Counting must cost nothing beside what is counted, and any thread may count. Clocks are handed in; nothing here knows of
+files or screens.
+"""
+
+import collections
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from speedyzero_jax.metrics import names
+
+if TYPE_CHECKING:
+  from speedyzero_jax.types import EnvStep
+
+_BUCKETS = 60  # of a rate meter's window
+
+
+class RateMeter:
+  """Events per second over the last `window` seconds, in constant memory. Thread-safe.
+
+  Time is cut into 60 buckets per window and events are counted in the current one. A rate is the count of the newest 60
+  buckets over the time since the oldest of them began, so it spans between 59/60 of the window and all of it, less
+  only while the meter is younger than that.
+  """
+
+  def __init__(self, window: float = 60.0, clock: Callable[[], float] = time.monotonic):
+    """Raises ValueError unless `window` (seconds) is positive."""
+    if not window > 0:
+      raise ValueError(f"window is {window} seconds, it must be positive")
+    self._width = window / _BUCKETS
+    self._clock = clock
+    self._started = clock()
+    self._bucket = 0  # number of the newest bucket
+    self._counts = collections.deque([0.0], maxlen=_BUCKETS)
+    self._lock = threading.Lock()
+
+  def add(self, events: float = 1) -> None:
+    """Counts events happening now."""
+    with self._lock:
+      self._advance()
+      self._counts[-1] += events
+
+  def rate(self) -> float:
+    """Events per second; 0 before any time has passed."""
+    with self._lock:
+      elapsed = self._advance()
+      oldest = (self._bucket - len(self._counts) + 1) * self._width
+      span = elapsed - oldest
+      return sum(self._counts) / span if span > 0 else 0.0
+
+  def _advance(self) -> float:
+    elapsed = self._clock() - self._started
+    bucket = max(self._bucket, int(elapsed / self._width))
+    self._counts.extend([0.0] * min(bucket - self._bucket, _BUCKETS))
+    self._bucket = bucket
+    return elapsed
+
+
+@dataclasses.dataclass(frozen=True)
+class Episode:
+  """A finished game: from its reset to its end or its cap, across lost lives."""
+
+  score: float  # sum of raw rewards
+  length: int  # agent steps
+
+
+class EpisodeStats:
+  """Returns and lengths of the last `window` finished games. Thread-safe: an actor updates, anyone reads."""
+
+  def __init__(self, lanes: int, window: int = 100):
+    """Raises ValueError unless `lanes` and `window` are positive."""
+    if lanes < 1 or window < 1:
+      raise ValueError(f"lanes is {lanes} and window is {window}, both must be at least 1")
+    self._score = np.zeros(lanes, np.float64)
+    self._length = np.zeros(lanes, np.int64)
+    self._recent: collections.deque[Episode] = collections.deque(maxlen=window)
+    self._best = -np.inf
+    self._count = 0
+    self._lock = threading.Lock()
+
+  def update(self, step: "EnvStep") -> list[Episode]:
+    """Adds what all lanes showed after one step.
+
+    A game ends where `game_over` or `truncated` is set; a lost life alone (`terminated`) does not end it, nor does the
+    `first` frame after it count as a step.
+
+    Returns:
+      The games that ended with this step, in the order of their lanes.
+
+    Raises:
+      ValueError: the step has another number of lanes.
+    """
+    if step.reward.shape != self._score.shape:
+      raise ValueError(f"a step of {self._score.size} lanes has rewards of shape {step.reward.shape}")
+    with self._lock:
+      self._score += np.where(step.first, 0.0, step.reward)
+      self._length += ~step.first
+      ended = np.flatnonzero(step.game_over | step.truncated)
+      finished = [Episode(float(self._score[lane]), int(self._length[lane])) for lane in ended]
+      self._score[ended] = 0.0
+      self._length[ended] = 0
+    for episode in finished:
+      self.record(episode)
+    return finished
+
+  def record(self, episode: Episode) -> None:
+    """Adds a game that was finished elsewhere, by an actor in another process."""
+    with self._lock:
+      self._recent.append(episode)
+      self._best = max(self._best, episode.score)
+      self._count += 1
+
+  def summary(self) -> dict[str, float]:
+    """The `charts/episode*` metrics. Without a finished game, only their number: 0."""
+    with self._lock:
+      if not self._recent:
+        return {names.EPISODES: self._count}
+      return {
+        names.EPISODES: self._count,
+        names.EPISODE_RETURN: float(np.mean([episode.score for episode in self._recent])),
+        names.EPISODE_RETURN_LAST: self._recent[-1].score,
+        names.EPISODE_RETURN_BEST: float(self._best),
+        names.EPISODE_LENGTH: float(np.mean([episode.length for episode in self._recent])),
+      }
+
+
+class RunningMeans:
+  """Gathers metrics step by step and gives one value for each: their mean, or whatever `names` says of it. Thread-safe.
+
+  Values may be device arrays of one element. They are not waited for when added: the step that computes them may still
+  be running, and its caller has the next one to launch.
+  """
+
+  def __init__(self) -> None:
+    self._values: dict[str, list[Any]] = {}
+    self._lock = threading.Lock()
+
+  def add(self, values: Mapping[str, Any]) -> None:
+    """Adds one value for each metric named."""
+    for value in values.values():
+      if hasattr(value, "copy_to_host_async"):  # a jax array: on its way to the host by the time it is asked for
+        value.copy_to_host_async()
+    with self._lock:
+      for name, value in values.items():
+        self._values.setdefault(name, []).append(value)
+
+  def take(self) -> dict[str, float]:
+    """One value for each metric added since the last call, then starts anew. A NaN among them gives NaN."""
+    with self._lock:
+      gathered, self._values = self._values, {}
+    return {
+      name: _reduce(names.reduction(name), [float(value) for value in values]) for name, values in gathered.items()
+    }
+
+
+def _reduce(reduction: names.Reduction, values: list[float]) -> float:
+  if reduction == "mean":
+    return float(np.mean(values))
+  return float(np.min(values) if reduction == "min" else np.max(values))  # unlike min and max, these keep a NaN

@@ -1,0 +1,126 @@
+"""The two ways to run the roles of a `Training` in one process: taking turns, or overlapping in threads."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from speedyzero_jax.feed import Fed
+from speedyzero_jax.learner import StepResult
+from speedyzero_jax.metrics import names
+from speedyzero_jax.pacing import Stopped
+from speedyzero_jax.reanalyser import Sweeper
+from speedyzero_jax.training import Training
+
+
+def run(training: Training) -> bool:
+  """Runs to the end in the configured mode. Returns False if stopped before it; raises what a role raised."""
+  if training.config.run.mode == "lockstep":
+    _lockstep(training)
+  else:
+    _Overlapped(training).run()
+  return training.pacer.finished
+
+
+def _lockstep(training: Training) -> None:
+  """A fixed order in one thread: the same seed gives the same run, bit for bit."""
+  pacer = training.pacer
+  while not pacer.finished and not pacer.stopping:
+    if not (pacer.may_learn() and training.replay.num_eligible):
+      training.collect()
+      continue
+    for sweeper in training.sweepers:
+      while sweeper.due(training.replay, pacer.learner_steps):
+        training.sweep(sweeper)
+    step = pacer.learner_steps
+    fed = training.draw(step)
+    training.learned(fed, training.learn(fed), step)
+    training.bookkeeping()
+
+
+class _Overlapped:
+  """One thread per role beside the learner's; the pacer's condition is what they all wait on."""
+
+  def __init__(self, training: Training):
+    self._training, self._pacer = training, training.pacer
+    self._ready: deque[Fed] = deque()
+    self._drawn = training.pacer.learner_steps  # batches drawn so far, by learner step
+    self._errors: list[BaseException] = []
+
+  def run(self) -> None:
+    """Starts the roles, learns in this thread, and ends them however it ends."""
+    roles: list[Callable[[], None]] = [self._collect, self._draw]
+    roles += [lambda sweeper=sweeper: self._sweep(sweeper) for sweeper in self._training.sweepers]
+    threads = [threading.Thread(target=self._guard, args=(role,), daemon=True) for role in roles]
+    for thread in threads:
+      thread.start()
+    try:
+      self._learn()
+    except Stopped:
+      pass
+    finally:
+      self._pacer.stop()
+      for thread in threads:
+        thread.join()
+    if self._errors:
+      raise self._errors[0]
+
+  def _guard(self, role: Callable[[], None]) -> None:
+    try:
+      role()
+    except Stopped:
+      pass
+    except BaseException as error:  # raised again in the learner's thread
+      self._errors.append(error)
+      self._pacer.stop()
+
+  def _collect(self) -> None:
+    while not self._pacer.collected:
+      begin = time.monotonic()
+      self._pacer.wait_until(self._pacer.may_collect)
+      self._training.reporter.mean({names.ACTOR_WAIT: time.monotonic() - begin})
+      self._training.collect()
+
+  def _sweep(self, sweeper: Sweeper) -> None:
+    training, pacer = self._training, self._pacer
+    while True:
+      pacer.wait_until(lambda: training.replay.num_eligible and sweeper.due(training.replay, pacer.learner_steps))
+      training.sweep(sweeper)
+      pacer.notify()
+
+  def _draw(self) -> None:
+    training, pacer = self._training, self._pacer
+    prefetch = max(training.config.learner.prefetch, 1)
+
+    def may_draw() -> bool:
+      enough = pacer.env_steps >= pacer.required(self._drawn) and training.replay.num_eligible > 0
+      return enough and len(self._ready) < prefetch
+
+    while self._drawn < training.config.learner.steps:
+      pacer.wait_until(may_draw)
+      fed = training.draw(self._drawn)
+      self._ready.append(fed)
+      self._drawn += 1
+      pacer.notify()
+
+  def _learn(self) -> None:
+    training, pacer = self._training, self._pacer
+    pending: tuple[Fed, StepResult, int] | None = None  # told to the replay one step late, so the device never waits
+
+    def may_learn() -> bool:
+      overdue = any(sweeper.overdue(training.replay, pacer.learner_steps) for sweeper in training.sweepers)
+      return bool(self._ready) and not overdue
+
+    while pacer.learner_steps < training.config.learner.steps:
+      begin = time.monotonic()
+      pacer.wait_until(may_learn)
+      training.reporter.mean({names.LEARNER_WAIT: time.monotonic() - begin})
+      step, fed = pacer.learner_steps, self._ready.popleft()
+      result = training.learn(fed)
+      if pending is not None:
+        training.learned(*pending)
+      pending = fed, result, step
+      training.bookkeeping()
+    if pending is not None:
+      training.learned(*pending)
+    pacer.wait_until(lambda: pacer.collected)

@@ -1,0 +1,114 @@
+"""Who may run ahead of whom, by how much: learner steps are tied to agent steps, whatever the machine's speed.
+
+After the random play, each learner step is due for a fixed number of agent steps (samples per insert is constant);
+`tail_steps` of them wait until everything is collected. Counts only; knows nothing of roles.
+"""
+
+import math
+import threading
+
+from speedyzero_jax.config import Config
+
+
+class Stopped(Exception):
+  """The run is stopping; the waiting role should return."""
+
+
+class Pacer:
+  """The two counters of a run and the rule between them. Thread-safe.
+
+  Learner step k (from 0) may be taken once random_steps + ceil(k * ratio) agent steps are collected, with
+  ratio = (env_steps - random_steps) / (steps - tail_steps); the last tail_steps only once all are. Collection may go
+  on while it is less than `slack` agent steps ahead of what the learner has earned.
+
+  Args:
+    config: of the run.
+    env_steps: agent steps already collected (a resumed run).
+    learner_steps: learner steps already taken.
+  """
+
+  def __init__(self, config: Config, *, env_steps: int = 0, learner_steps: int = 0):
+    self._total_env, self._total_learner = config.run.env_steps, config.learner.steps
+    self._start = min(config.actor.random_steps, self._total_env)
+    self._paced = self._total_learner - config.learner.tail_steps
+    self._ratio = (self._total_env - self._start) / self._paced if self._paced else 0.0
+    self._slack = max(2 * config.actor.lanes, 2 * math.ceil(self._ratio))
+    self._env_steps, self._learner_steps = env_steps, learner_steps
+    self._stopping = False
+    self._changed = threading.Condition()
+
+  @property
+  def env_steps(self) -> int:
+    """Agent steps collected."""
+    return self._env_steps
+
+  @property
+  def learner_steps(self) -> int:
+    """Learner steps taken."""
+    return self._learner_steps
+
+  @property
+  def collected(self) -> bool:
+    """Whether every agent step has been taken."""
+    return self._env_steps >= self._total_env
+
+  @property
+  def finished(self) -> bool:
+    """Whether every learner step has been taken and everything is collected."""
+    return self._learner_steps >= self._total_learner and self.collected
+
+  @property
+  def progress(self) -> float:
+    """Share of the learner steps taken, in [0, 1]."""
+    return self._learner_steps / self._total_learner if self._total_learner else 1.0
+
+  def required(self, step: int) -> int:
+    """Agent steps that learner step `step` (from 0) waits for."""
+    if step >= self._paced:
+      return self._total_env
+    return self._start + math.ceil(step * self._ratio)
+
+  def may_learn(self) -> bool:
+    """Whether the next learner step is due."""
+    return self._learner_steps < self._total_learner and self._env_steps >= self.required(self._learner_steps)
+
+  def may_collect(self) -> bool:
+    """Whether collection may go on."""
+    if self.collected:
+      return False
+    return self._env_steps < self.required(self._learner_steps) + self._slack
+
+  def add_env_steps(self, count: int) -> None:
+    """The actor took `count` agent steps."""
+    with self._changed:
+      self._env_steps += count
+      self._changed.notify_all()
+
+  def add_learner_step(self) -> None:
+    """The learner took a step."""
+    with self._changed:
+      self._learner_steps += 1
+      self._changed.notify_all()
+
+  def notify(self) -> None:
+    """Something that a `wait_until` looks at has changed."""
+    with self._changed:
+      self._changed.notify_all()
+
+  def stop(self) -> None:
+    """Wakes every waiting role with `Stopped`."""
+    with self._changed:
+      self._stopping = True
+      self._changed.notify_all()
+
+  @property
+  def stopping(self) -> bool:
+    """Whether `stop` was called."""
+    return self._stopping
+
+  def wait_until(self, predicate) -> None:
+    """Blocks until `predicate()` holds; raises Stopped if the run stops first."""
+    with self._changed:
+      self._changed.wait_for(lambda: self._stopping or predicate())
+      if self._stopping:
+        raise Stopped

@@ -1,0 +1,429 @@
+"""The replay as its users see it: append, sample, build targets, keep them fresh, save and restore.
+
+One lock makes every method atomic. Knows which transitions may be sampled; must not know who calls it, from which
+process, or with what network.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+
+from speedyzero_jax.config import ReanalyseConfig, ReplayConfig
+from speedyzero_jax.replay import snapshot
+from speedyzero_jax.replay.lanes import LaneStore
+from speedyzero_jax.replay.priorities import SumTree
+from speedyzero_jax.replay.sweep import Sweep
+from speedyzero_jax.replay.targets import TargetSpec, bootstrap_times, compute_targets, n_step_values
+from speedyzero_jax.types import Batch, Segment
+
+SweepName = Literal["refresh", "reanalyse"]
+
+
+class Replay:
+  """Prioritized replay over lanes of slots (see `types.py` for slots and letters).
+
+  A transition is *eligible* for sampling when an action was taken in its state, all frames of the state's stack are
+  stored, and its targets are as good as they will get: its episode has ended, or K + n further slots are there.
+
+  Index arrays are (lane [B] integer, time [B] integer). Slots evicted between two calls are no error: their results
+  are dropped, and in a batch their masks are 0.
+  """
+
+  def __init__(self, *, lanes: int, capacity: int, frame_shape: tuple[int, ...], frame_dtype: np.dtype | type,
+               num_actions: int, replay: ReplayConfig, reanalyse: ReanalyseConfig, unroll_steps: int,
+               value_prefix_horizon: int, frame_stack: int, discount: float, rng_seed: int):
+    """Makes an empty replay of `capacity` slots per lane.
+
+    Raises:
+      ValueError: a size is impossible, min_priority is not positive (eligible transitions must stay reachable), or
+        a lane is too short for anything in an unfinished episode to become eligible.
+    """
+    shortest = frame_stack + unroll_steps + replay.td_steps
+    if capacity < shortest:
+      raise ValueError(f"capacity must be at least {shortest} slots per lane (stack + unroll + n), got {capacity}")
+    if not replay.min_priority > 0:
+      raise ValueError(f"replay.min_priority must be positive, got {replay.min_priority}")
+    for name, value in (("unroll_steps", unroll_steps), ("value_prefix_horizon", value_prefix_horizon),
+                        ("frame_stack", frame_stack), ("replay.td_steps", replay.td_steps)):
+      if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+    self._config = replay
+    self._ratio = reanalyse.ratio
+    self._unroll, self._stack = unroll_steps, frame_stack
+    self._lookahead = unroll_steps + replay.td_steps
+    self._spec = TargetSpec(
+      unroll_steps=unroll_steps, value_prefix_horizon=value_prefix_horizon, td_steps=replay.td_steps,
+      age_interval=replay.age_interval, discount=discount, value_target=reanalyse.value_target,
+      mixed_start=reanalyse.mixed_start, mixed_newest=reanalyse.mixed_newest)
+    self._one_state = TargetSpec(
+      unroll_steps=0, value_prefix_horizon=1, td_steps=replay.td_steps, age_interval=replay.age_interval,
+      discount=discount)
+    self._store = LaneStore(lanes, capacity, frame_shape, frame_dtype, num_actions)
+    self._tree = SumTree(lanes * capacity)  # priority ** alpha of eligible transitions, 0 elsewhere
+    self._priority_step = np.zeros((lanes, capacity), np.int32)
+    self._num_eligible = 0
+    self._sweeps = {"refresh": Sweep(lanes, capacity), "reanalyse": Sweep(lanes, capacity)}
+    self._rng = np.random.Generator(np.random.PCG64(rng_seed))
+    self._lock = threading.RLock()
+
+  # --- collecting
+
+  @property
+  def num_transitions(self) -> int:
+    """Transitions ever added, evicted ones included."""
+    return self._store.num_transitions
+
+  @property
+  def num_eligible(self) -> int:
+    """Transitions that can be sampled now."""
+    return self._num_eligible
+
+  @property
+  def heads(self) -> np.ndarray:
+    """[L] int64, the absolute time of each lane's next slot."""
+    with self._lock:
+      return self._store.head.copy()
+
+  def append(self, segment: Segment) -> None:
+    """`append_many` of one segment."""
+    self.append_many([segment])
+
+  def append_many(self, segments: Sequence[Segment]) -> None:
+    """Appends segments of different lanes; transitions that become eligible get the current maximum priority.
+
+    Raises:
+      ValueError: anything is wrong with any of them (see `LaneStore.append`); then nothing has changed.
+    """
+    if not segments:
+      return
+    with self._lock:
+      lane = np.array([segment.lane for segment in segments])
+      old_head = self._store.head.copy()
+      self._store.append(segments)
+      self._grow_sweeps(old_head)
+      self._update_eligible(lane, old_head[lane], np.array([segment.step[-1] for segment in segments]))
+
+  def truncate(self, lane: int) -> None:
+    """Ends a lane's open episode where it is, because its environment was lost (see `LaneStore.truncate`).
+
+    Raises ValueError for an unknown lane.
+    """
+    with self._lock:
+      if not 0 <= lane < self._store.lanes:
+        raise ValueError(f"lane must be in 0..{self._store.lanes - 1}, got {lane}")
+      self._store.truncate(lane)
+      if self._store.head[lane]:
+        at, head = np.array([lane]), self._store.head[[lane]]
+        self._update_eligible(at, head, self._store.policy_step[at, self._store.cell(head - 1)])
+
+  def _grow_sweeps(self, old_head: np.ndarray) -> None:
+    capacity = self._store.capacity
+    before, after = np.minimum(old_head, capacity), np.minimum(self._store.head, capacity)
+    for lane in np.flatnonzero(before != after):
+      for sweep in self._sweeps.values():
+        sweep.grow(int(lane), int(before[lane]), int(after[lane]))
+
+  def _eligible(self, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
+    store = self._store
+    cell = store.cell(time)
+    last = store.last(lane, time)
+    complete = (store.action[lane, last % store.capacity] < 0) | (time + self._lookahead <= last)
+    stacked = np.maximum(time - self._stack + 1, store.episode_start[lane, cell]) >= store.tail[lane]
+    return (store.action[lane, cell] >= 0) & complete & stacked
+
+  def _update_eligible(self, lane: np.ndarray, old_head: np.ndarray, step: np.ndarray) -> None:
+    """Brings the tree up to date after lanes [m] grew from `old_head` by slots of learner step `step`."""
+    store = self._store
+    head, tail = store.head[lane], store.tail[lane]
+    # What can have changed: slots too close to the old head, new slots, and those whose stack was just evicted.
+    recent = np.maximum(tail, old_head - self._lookahead)
+    near_head = recent[:, None] + np.arange(max(int((head - recent).max()), 1))
+    near_tail = tail[:, None] + np.arange(self._stack - 1)
+    time = np.concatenate([near_head, near_tail], axis=1)
+    valid = np.concatenate([near_head < head[:, None], near_tail < recent[:, None]], axis=1)
+    row, _ = np.nonzero(valid)
+    lane, time, is_new, step = lane[row], time[valid], time[valid] >= old_head[row], step[row]
+    leaf = self._leaf(lane, time)
+    was = self._tree.get(leaf) > 0  # for new slots: whether the one they evicted was eligible
+    now = self._eligible(lane, time)
+    enters, leaves = now & (is_new | ~was), was & ~now
+    self._priority_step[lane[enters], store.cell(time[enters])] = step[enters]
+    changed = enters | leaves
+    self._tree.set(leaf[changed], np.where(enters[changed], self._tree.max or 1.0, 0.0))
+    self._num_eligible += int(now.sum()) - int(was.sum())
+
+  def _leaf(self, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
+    return np.asarray(lane, np.int64) * self._store.capacity + self._store.cell(time)
+
+  # --- sampling
+
+  def sample(self, batch_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Draws eligible transitions in proportion to priority ** alpha, with replacement.
+
+    Returns:
+      lane [B] int32, time [B] int64, probability [B] float64.
+
+    Raises:
+      ValueError: nothing is eligible.
+    """
+    with self._lock:
+      leaf, probability = self._tree.sample(batch_size, self._rng)
+      lane, cell = leaf // self._store.capacity, leaf % self._store.capacity
+      return lane.astype(np.int32), self._store.time_of(lane, cell), probability
+
+  def make_batch(self, lane: np.ndarray, time: np.ndarray, probability: np.ndarray, learner_step: int) -> Batch:
+    """Actions and targets for sampled transitions, from what is stored at this moment.
+
+    Actions after the end of an episode are random, from the replay's own generator.
+    """
+    with self._lock:
+      store = self._store
+      present, safe = self._present(lane, time)
+      targets = compute_targets(store, lane, safe, self._spec, learner_step)
+      if not present.all():
+        targets = targets._replace(**{name: mask * present.reshape(-1, 1).astype(np.float32)
+                                      for name, mask in targets._asdict().items() if name.endswith("_mask")})
+      states = self._states(lane, safe)
+      real = safe[:, None] + np.arange(self._unroll + 1) == states
+      cell = store.cell(states)
+      at = lane[:, None]
+      action = store.action[at, cell][:, :-1]
+      anything = self._rng.integers(0, store.num_actions, action.shape, np.int32)
+      action = np.where(real[:, :-1] & (action >= 0), action, anything)
+      age = np.where(real, learner_step - store.policy_step[at, cell], 0)
+    return Batch(lane=lane.astype(np.int32), time=time.astype(np.int64), action=action, targets=targets,
+                 probability=probability, age=age.astype(np.int32))
+
+  def set_priorities(self, lane: np.ndarray, time: np.ndarray, td_error: np.ndarray, step: int) -> None:
+    """Priorities |td_error| + min_priority of trained transitions, found with weights of learner step `step`.
+
+    A priority found with newer weights is kept. Raises ValueError for a TD error that is not finite.
+    """
+    td_error = _finite("td_error", td_error, lane)
+    with self._lock:
+      keep, _ = self._present(lane, time)
+      self._write_priorities(lane[keep], time[keep], td_error[keep], np.full(int(keep.sum()), step, np.int32))
+
+  def _write_priorities(self, lane: np.ndarray, time: np.ndarray, td_error: np.ndarray, step: np.ndarray) -> None:
+    cell, leaf = self._store.cell(time), self._leaf(lane, time)
+    keep = (self._tree.get(leaf) > 0) & (step >= self._priority_step[lane, cell])
+    priority = (np.abs(td_error[keep]) + self._config.min_priority) ** self._config.alpha
+    self._tree.set(leaf[keep], priority)
+    self._priority_step[lane[keep], cell[keep]] = step[keep]
+
+  def _present(self, lane: np.ndarray, time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Whether slots are stored, and their times with the evicted ones replaced by some stored slot's."""
+    present = self._store.live(lane, time)
+    if np.any(time >= self._store.head[lane]):
+      raise ValueError("some of the slots were never appended")
+    return present, np.where(present, time, self._store.tail[lane])
+
+  def _states(self, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
+    """Times of states time .. time+K, clamped to the episode's last stored frame, [B, K+1] int64."""
+    return np.minimum(time[:, None] + np.arange(self._unroll + 1), self._store.last(lane, time)[:, None])
+
+  # --- keeping targets and priorities fresh
+
+  def windows(self, lane: np.ndarray, time: np.ndarray, after: int = 0) -> np.ndarray:
+    """Frames of the states time .. time+after with their stacks, [B, S+after, H, W, C].
+
+    State time+i is frames i .. i+S-1 of it. An episode's first and last stored frames are repeated at its edges.
+    """
+    with self._lock:
+      _, safe = self._present(lane, time)
+      index = self._store.window_index(lane, safe, self._stack - 1, after)
+    # Copied outside the lock, being large. A slot evicted meanwhile shows the frame that took its place; whatever
+    # is computed from that is dropped when written, like everything about evicted slots.
+    return self._store.gather(index)
+
+  def states_to_search(self, lane: np.ndarray, time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The states of a sampled batch whose policy is to be searched anew: (lane, time), each [m, K+1].
+
+    m is `reanalyse.ratio` of the batch, rounded: its first m samples (they are drawn independently). States beyond
+    an episode's end are its last frame.
+    """
+    with self._lock:
+      _, safe = self._present(lane, time)
+      m = round(self._ratio * len(time))
+      states = self._states(lane, safe)[:m]
+      return np.broadcast_to(lane[:m, None], states.shape), states
+
+  def states_to_bootstrap(self, lane: np.ndarray, time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The states whose value ends the n-step returns of a sampled batch: (lane, time), each [B, K+1]."""
+    with self._lock:
+      _, safe = self._present(lane, time)
+      states = bootstrap_times(self._store, lane, safe, self._spec)
+      return np.broadcast_to(lane[:, None], states.shape), states
+
+  def write_search(self, lane: np.ndarray, time: np.ndarray, policy: np.ndarray, search_value: np.ndarray,
+                   bootstrap_value: np.ndarray, step: int) -> None:
+    """Stores search results [B] (policy [B, A]) and root values, found with weights of learner step `step`.
+
+    What was found with newer weights is kept. Raises ValueError for shapes that do not fit or values not finite.
+    """
+    policy = np.asarray(policy, np.float32)
+    if policy.shape != (len(time), self._store.num_actions) or not np.isfinite(policy).all():
+      raise ValueError(f"policy must be finite and [{len(time)}, {self._store.num_actions}], got {policy.shape}")
+    search_value = _finite("search_value", search_value, lane)
+    bootstrap_value = _finite("bootstrap_value", bootstrap_value, lane)
+    with self._lock:
+      store = self._store
+      self._write_newer(store.policy_step, lane, time, step, (store.policy, policy),
+                        (store.search_value, search_value))
+      self._write_newer(store.bootstrap_step, lane, time, step, (store.bootstrap, bootstrap_value))
+
+  def write_bootstrap(self, lane: np.ndarray, time: np.ndarray, value: np.ndarray, step: int) -> None:
+    """Stores values [B] for the ends of n-step returns; as `write_search`, for states that are not searched."""
+    value = _finite("value", value, lane)
+    with self._lock:
+      self._write_newer(self._store.bootstrap_step, lane, time, step, (self._store.bootstrap, value))
+
+  def write_values(self, lane: np.ndarray, time: np.ndarray, value: np.ndarray, step: int) -> None:
+    """Priority Refresh: stores values [B] found with weights of learner step `step`; older ones are replaced.
+
+    `refresh_priorities` of the same slots is to follow. Raises ValueError for values that are not finite.
+    """
+    value = _finite("value", value, lane)
+    with self._lock:
+      self._write_newer(self._store.value_step, lane, time, step, (self._store.value, value))
+
+  def _write_newer(self, stamps: np.ndarray, lane: np.ndarray, time: np.ndarray, step: int,
+                   *writes: tuple[np.ndarray, np.ndarray]) -> None:
+    present, safe = self._present(lane, time)
+    keep = present & (stamps[lane, self._store.cell(safe)] <= step)
+    lane, cell = lane[keep], self._store.cell(time[keep])
+    for array, values in writes:
+      array[lane, cell] = values[keep]
+    stamps[lane, cell] = step
+
+  def refresh_priorities(self, lane: np.ndarray, time: np.ndarray) -> None:
+    """Priorities |v - z| + min_priority of every transition that rests on the values of these slots.
+
+    Both v and the end of the n-step return z are stored values, so besides the slots themselves the n before each
+    are scored anew. The stamp of a priority is the older one of the two: if all values are at most so old, so are all
+    priorities.
+    """
+    with self._lock:
+      store = self._store
+      present, _ = self._present(lane, time)
+      back = np.arange(self._config.td_steps + 1)
+      times = time[present][:, None] - back
+      lanes = np.broadcast_to(lane[present][:, None], times.shape)
+      stored = times >= store.tail[lanes]
+      leaf = np.unique(self._leaf(lanes[stored], times[stored]))
+      leaf = leaf[self._tree.get(leaf) > 0]
+      at, cell = leaf // store.capacity, leaf % store.capacity
+      when = store.time_of(at, cell)
+      z = n_step_values(store, store.value, at, when, self._one_state)[:, 0]
+      end = store.cell(bootstrap_times(store, at, when, self._one_state)[:, 0])
+      v_step = store.value_step[at, cell]
+      z_step = np.where(store.terminated[at, end], v_step, store.value_step[at, end])
+      self._write_priorities(at, when, store.value[at, cell] - z, np.minimum(v_step, z_step))
+
+  # --- sweeps
+
+  def next_block(self, sweep: SweepName, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """The n states a sweep is to recompute next: lane [n] int32, time [n] int64 (see `Sweep.next_block`)."""
+    with self._lock:
+      used = np.minimum(self._store.head, self._store.capacity)
+      lane, cell = self._sweeps[sweep].next_block(n, used)
+      return lane.astype(np.int32), self._store.time_of(lane, cell)
+
+  def quota(self, sweep: SweepName, n: int, max_age: int, delay: int = 0) -> int:
+    """States a sweep must recompute per learner step for its bound to hold (see `Sweep.quota`)."""
+    with self._lock:
+      return self._sweeps[sweep].quota(n, max_age, delay)
+
+  def oldest_step(self, sweep: SweepName) -> int:
+    """The learner step of the oldest weights behind any stored value (refresh), or policy (reanalyse).
+
+    Exact, by a scan of int32 stamps (40 us for 300k slots). Raises ValueError while the buffer is empty.
+    """
+    with self._lock:
+      if not self._store.num_slots():
+        raise ValueError("oldest_step: the buffer is empty")
+      stamps = self._store.value_step if sweep == "refresh" else self._store.policy_step
+      return int(stamps.min())
+
+  def stats(self, learner_step: int) -> dict[str, float]:
+    """Sizes, and ages in learner steps of all priorities and policy targets. O(slots), meant for logging."""
+    with self._lock:
+      store = self._store
+      lane, time = snapshot.live_index(store)
+      cell = store.cell(time)
+      eligible = self._tree.get(self._leaf(lane, time)) > 0
+      priority_age = learner_step - self._priority_step[lane, cell][eligible]
+      target_age = learner_step - store.policy_step[lane, cell][store.action[lane, cell] >= 0]
+      memory = store.memory()
+      return {
+        "transitions": float(self.num_transitions),
+        "eligible": float(self._num_eligible),
+        "slots": float(len(time)),
+        "bytes": memory["bytes"],
+        "bytes_per_transition": memory["bytes_per_transition"],
+        "priority_age_mean": float(priority_age.mean()) if len(priority_age) else 0.0,
+        "priority_age_max": float(priority_age.max(initial=0)),
+        "target_age_mean": float(target_age.mean()) if len(target_age) else 0.0,
+        "target_age_max": float(target_age.max(initial=0)),
+      }
+
+  # --- saving and restoring
+
+  def export_slots(self, start: np.ndarray) -> dict[str, np.ndarray]:
+    """The frames of slots from start [L] on, which never change once appended (see `snapshot.export_frames`).
+
+    Saving `export_slots(heads at the last save)` and `state_dict()` each time saves every frame once.
+    """
+    with self._lock:
+      return snapshot.export_frames(self._store, np.asarray(start, np.int64))
+
+  def import_slots(self, exported: Mapping[str, np.ndarray]) -> None:
+    """Restores exported frames into a new replay, oldest export first; `load_state_dict` is to follow.
+
+    Raises:
+      ValueError: they do not fit, do not follow, or this replay has been appended to; then nothing has changed.
+    """
+    with self._lock:
+      if self.num_transitions or self._tree.total or self._sweeps["refresh"].state().size:
+        raise ValueError("slots can only be imported into a new replay")
+      snapshot.import_frames(self._store, exported)
+
+  def state_dict(self) -> dict[str, np.ndarray]:
+    """Everything but the frames, as numpy arrays."""
+    with self._lock:
+      lane, time = snapshot.live_index(self._store)
+      return snapshot.export_store(self._store) | {
+        "priority": self._tree.get(self._leaf(lane, time)),
+        "priority_step": self._priority_step[lane, self._store.cell(time)],
+        "rng": snapshot.pack_rng(self._rng),
+        **{f"sweep_{name}": sweep.state() for name, sweep in self._sweeps.items()},
+      }
+
+  def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+    """Restores what `state_dict` gave, after the frames; from then on both replays behave alike, bit for bit.
+
+    Raises:
+      ValueError: the state is not of the slots imported; then nothing has changed.
+    """
+    with self._lock:
+      store = self._store
+      snapshot.check_store(store, state)
+      lane, time = snapshot.live_index(store)
+      if state["priority"].shape != time.shape or state["priority_step"].shape != time.shape:
+        raise ValueError(f"state has {len(state['priority'])} priorities for {len(time)} slots")
+      self._tree.set(self._leaf(lane, time), state["priority"])
+      snapshot.import_store(store, state)
+      self._priority_step[lane, store.cell(time)] = state["priority_step"]
+      self._num_eligible = int((state["priority"] > 0).sum())
+      self._rng = snapshot.unpack_rng(state["rng"])
+      for name, sweep in self._sweeps.items():
+        sweep.load(state[f"sweep_{name}"])
+
+
+def _finite(name: str, values: np.ndarray, lane: np.ndarray) -> np.ndarray:
+  values = np.asarray(values, np.float32)
+  if values.shape != lane.shape or not np.isfinite(values).all():
+    raise ValueError(f"{name} must be finite and {list(lane.shape)}, got {list(values.shape)}")
+  return values

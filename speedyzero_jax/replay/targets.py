@@ -1,0 +1,114 @@
+"""What the learner trains towards, computed from stored slots: n-step returns, value prefixes, policies and masks.
+
+Pure functions of a LaneStore. Must not know of sampling, threads, or who computes the values.
+"""
+
+import dataclasses
+from typing import Literal
+
+import numpy as np
+
+from speedyzero_jax.replay.lanes import LaneStore
+from speedyzero_jax.types import Targets
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetSpec:
+  """The choices behind the targets; meanings and sources in `config.py`."""
+
+  unroll_steps: int
+  value_prefix_horizon: int
+  td_steps: int
+  age_interval: int
+  discount: float
+  value_target: Literal["bootstrap", "search", "mixed"] = "bootstrap"
+  mixed_start: int = 0
+  mixed_newest: int = 0
+
+
+def transition_age(store: LaneStore, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
+  """Transitions collected in all lanes since each one was, itself included; [B] int64."""
+  return store.num_transitions - store.inserted[lane, store.cell(time)]
+
+
+def td_horizon(store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec) -> np.ndarray:
+  """n of the n-step return for each sample, [B] int64: shorter for old data (EZ's off-policy correction)."""
+  shrink = transition_age(store, lane, time) // spec.age_interval if spec.age_interval else np.zeros_like(time)
+  return np.clip(spec.td_steps - shrink, 1, spec.td_steps)
+
+
+def bootstrap_times(store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec) -> np.ndarray:
+  """Slots whose value ends the n-step return of states time .. time+K, [B, K+1] int64.
+
+  Clamped to the last stored frame of the episode; the value is used unless that frame is a terminal one.
+  """
+  states = time[:, None] + np.arange(spec.unroll_steps + 1)
+  return np.minimum(states + td_horizon(store, lane, time, spec)[:, None], store.last(lane, time)[:, None])
+
+
+def n_step_values(store: LaneStore, values: np.ndarray, lane: np.ndarray, time: np.ndarray,
+                  spec: TargetSpec) -> np.ndarray:
+  """n-step returns of states time .. time+K, [B, K+1] float64, bootstrapping from `values` [L, C].
+
+  z = sum_{i<m} discount^i reward[s+i] + discount^m values[s+m], m = n unless the episode's last stored frame comes
+  first. A terminal frame is worth 0. States beyond the last stored frame get 0.
+  """
+  unroll = spec.unroll_steps
+  last = store.last(lane, time)[:, None]
+  horizon = td_horizon(store, lane, time, spec)[:, None]
+  window = time[:, None] + np.arange(unroll + spec.td_steps)
+  reward = np.where(window < last, store.reward[lane[:, None], store.cell(window)], 0.0)
+  states = window[:, : unroll + 1]
+  at = bootstrap_times(store, lane, time, spec)
+  cell = store.cell(at)
+  worth = np.where(store.terminated[lane[:, None], cell], 0.0, values[lane[:, None], cell])
+  z = np.where(states <= last, spec.discount ** np.maximum(at - states, 0) * worth, 0.0)
+  for i in range(spec.td_steps):
+    z += np.where(i < horizon, spec.discount**i * reward[:, i : i + unroll + 1], 0.0)
+  return z
+
+
+def compute_targets(store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec,
+                    learner_step: int) -> Targets:
+  """Targets of the unroll from each live slot (lane [B], time [B]).
+
+  After a terminal frame come absorbing states: value and reward 0, trained on. After a truncated episode's last
+  frame, or past a lane's head, nothing is known: masks are 0 (and so are the targets).
+  """
+  unroll = spec.unroll_steps
+  at = lane[:, None]
+  states = time[:, None] + np.arange(unroll + 1)  # [B, K+1]
+  last = store.last(lane, time)[:, None]
+  cell = store.cell(np.minimum(states, last))
+  real = states <= last
+  terminal = store.terminated[at, store.cell(last)]  # [B, 1], never so in an open episode
+  acted = real & (store.action[at, cell] >= 0)
+  known = acted[:, :unroll] | (terminal & (states[:, :unroll] >= last))  # the transition out of the state
+
+  reward = np.where(acted, store.reward[at, cell], 0.0)
+  prefix = np.zeros((len(time), unroll))
+  for k in range(unroll):
+    before = prefix[:, k - 1] if k % spec.value_prefix_horizon else 0.0
+    prefix[:, k] = before + reward[:, k]
+
+  z = n_step_values(store, store.bootstrap, lane, time, spec)
+  searched = np.where(real & ~(terminal & (states == last)), store.search_value[at, cell], 0.0)
+  value = np.where(_use_search(store, lane, time, spec, learner_step)[:, None], searched, z)
+  policy = np.where(acted[..., None], store.policy[at, cell], 0.0)
+  return Targets(
+    value=value.astype(np.float32),
+    value_prefix=np.where(known, prefix, 0.0).astype(np.float32),
+    policy=policy.astype(np.float32),
+    value_mask=(real | terminal).astype(np.float32),
+    prefix_mask=known.astype(np.float32),
+    policy_mask=acted.astype(np.float32),
+    consistency_mask=real[:, 1:].astype(np.float32),
+  )
+
+
+def _use_search(store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec,
+                learner_step: int) -> np.ndarray:
+  """Which samples take the search's value rather than the n-step return, [B] bool (EZ-V2's mixed target)."""
+  if spec.value_target != "mixed":
+    return np.full(len(time), spec.value_target == "search")
+  return (transition_age(store, lane, time) > spec.mixed_newest) & (learner_step >= spec.mixed_start)

@@ -1,0 +1,294 @@
+"""A whole run in one process: builds the roles from a configuration, connects them, saves and restores them.
+
+`Training` has one method for each thing a role does; `modes.py` decides who does it when and in which thread.
+"""
+
+import hashlib
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from speedyzero_jax import feed
+from speedyzero_jax.actor import Actor, ActorState
+from speedyzero_jax.checkpoint import CheckpointError, Checkpoints, Snapshot
+from speedyzero_jax.config import Config
+from speedyzero_jax.envs import make_env
+from speedyzero_jax.evaluation import Evaluation, evaluate
+from speedyzero_jax.inference import Inference
+from speedyzero_jax.learner import Learner, StepResult, make_mesh
+from speedyzero_jax.metrics import names
+from speedyzero_jax.metrics.rates import EpisodeStats
+from speedyzero_jax.pacing import Pacer
+from speedyzero_jax.reanalyser import REANALYSER, REFRESHER, BatchReanalyser, Sweeper
+from speedyzero_jax.replay.buffer import Replay, SweepName
+from speedyzero_jax.reporting import Reporter
+from speedyzero_jax.weights import Version, WeightsStore
+
+ACTOR = "actor"  # subscriber of weights
+_INIT, _LEARN, _ACT, _SEARCH, _SWEEP = range(5)  # what a key is for
+
+
+class TrainingError(Exception):
+  """The run can't go on; the message says why and what is safe."""
+
+
+class Training:
+  """The roles of a run and what connects them.
+
+  Args:
+    config: of the run.
+    run_dir: its folder, held by this process.
+    reporter: takes what there is to tell.
+    resume: go on from the newest readable checkpoint.
+
+  Raises:
+    CheckpointError: resuming, but no checkpoint can be read.
+  """
+
+  def __init__(self, config: Config, run_dir: Path, reporter: Reporter, *, resume: bool):
+    self.config, self.reporter = config, reporter
+    self.interrupted = False
+    self.checkpoints = Checkpoints(run_dir, config.run.keep_checkpoints)
+    self._env = make_env(config.env, config.actor.lanes, config.run.seed, training=True)
+    height, width, channels = self._env.frame_shape
+    devices = jax.local_devices()
+    mesh = make_mesh(devices[: config.learner.devices or len(devices)])
+    shape = (height, width, channels * config.env.frame_stack)
+    self.learner = Learner(config, shape, self._env.num_actions, mesh)
+    self.inference = Inference(config, self.learner.blueprint)
+    self.replay = make_replay(config, self._env.frame_shape, self._env.frame_dtype, self._env.num_actions)
+    self.episodes = EpisodeStats(config.actor.lanes)
+    self._collect_lock = threading.Lock()  # held while actor and replay disagree
+
+    restored, segments = self._read_checkpoint() if resume else (None, [])
+    if restored is None:
+      self.state = self.learner.init(self._purpose(_INIT))
+    else:
+      self.state = self.learner.restore(restored.network, restored.optimizer, restored.step)
+    intervals = {
+      ACTOR: config.actor.weights_interval,
+      REANALYSER: config.reanalyse.weights_interval,
+      REFRESHER: config.refresh.weights_interval,
+    }
+    self.weights = WeightsStore(intervals, devices[0], self.state.variables)
+    self.actor = Actor(config, self._env, self.inference, self._purpose(_ACT), self.episodes)
+    self.reanalyser = (
+      BatchReanalyser(config, self.inference, self.weights, self._purpose(_SEARCH))
+      if config.reanalyse.schedule == "batch"
+      else None
+    )
+    self.sweepers = [
+      Sweeper(config, kind, self.inference, self.weights, self._purpose(_SWEEP)) for kind in sweeps(config)
+    ]
+    self.pacer = Pacer(config)
+    if restored is not None:
+      self._restore_roles(restored, segments)
+
+  # --- what the roles do ---
+
+  def collect(self) -> None:
+    """One step of all lanes, into the replay. Call while `pacer.may_collect`."""
+    version = self.weights.latest(ACTOR)
+    taken = self.pacer.env_steps
+    with self._collect_lock:
+      segments, count = self.actor.step(
+        version,
+        budget=self.config.run.env_steps - taken,
+        progress=self.pacer.progress,
+        random=taken < self.config.actor.random_steps,
+      )
+      self.replay.append_many(segments)
+      self.pacer.add_env_steps(count)
+    self.reporter.count(names.AGENT_STEPS_PER_SECOND, count)
+    self.reporter.mean({names.POLICY_LAG: self.pacer.learner_steps - version.step})
+
+  def sweep(self, sweeper: Sweeper) -> None:
+    """One block of a whole-buffer pass. Call while `sweeper.due`."""
+    before = sweeper.states
+    sweeper.sweep(self.replay)
+    name = names.REFRESHED_PER_SECOND if sweeper.kind == "refresh" else names.REANALYSED_PER_SECOND
+    self.reporter.count(name, sweeper.states - before)
+
+  def draw(self, learner_step: int) -> feed.Fed:
+    """The batch of a learner step, reanalysed if the schedule says so."""
+    before = self.reanalyser.states if self.reanalyser else 0
+    fed = feed.draw(self.config, self.replay, self.reanalyser, learner_step)
+    if self.reanalyser:
+      self.reporter.count(names.REANALYSED_PER_SECOND, self.reanalyser.states - before)
+    return fed
+
+  def learn(self, fed: feed.Fed) -> StepResult:
+    """One learner step; its results stay on the device."""
+    batch = self.learner.put(fed.batch)
+    self.state, result = self.learner.step(self.state, batch, self._purpose(_LEARN))
+    self.pacer.add_learner_step()
+    self.weights.publish(self.pacer.learner_steps, self.state.variables)
+    self.reporter.mean({**result.metrics, names.TARGET_AGE_MEAN: fed.age, names.TARGET_AGE_MAX: fed.age_max})
+    self.reporter.count(names.LEARNER_STEPS_PER_SECOND, 1)
+    self.reporter.count(names.SAMPLES_PER_SECOND, len(fed.lane))
+    return result
+
+  def learned(self, fed: feed.Fed, result: StepResult, step: int) -> None:
+    """Takes the new priorities of learner step `step` (from 0) into the replay; waits for the device.
+
+    Raises:
+      TrainingError: they are not finite: training has diverged.
+    """
+    td_error = np.asarray(result.td_error)
+    if not np.isfinite(td_error).all():
+      raise TrainingError(
+        f"learner step {step + 1} gave values that are not finite: training has diverged. Checkpoints are intact; "
+        "lower optim.learning_rate or optim.clip_norm and start again, or resume from before."
+      )
+    self.replay.set_priorities(fed.lane, fed.time, td_error, step)
+
+  def bookkeeping(self) -> None:
+    """What is due after a learner step: a line of metrics, a checkpoint, an evaluation."""
+    step, config = self.pacer.learner_steps, self.config
+    if step % config.run.log_interval == 0 or step == config.learner.steps:
+      self.log()
+    if step % config.run.checkpoint_interval == 0 and step < config.learner.steps:
+      self.save()
+    if config.evaluation.interval and step % config.evaluation.interval == 0 and step < config.learner.steps:
+      self.evaluate()
+
+  def log(self) -> None:
+    """Writes a line of metrics now."""
+    step = self.pacer.learner_steps
+    self.reporter.line(
+      learner_steps=step, env_steps=self.pacer.env_steps, replay=self.replay.stats(step), episodes=self.episodes
+    )
+
+  def evaluate(self) -> Evaluation | None:
+    """Plays full episodes with the current weights; None if the run is being stopped."""
+    result = evaluate(
+      self.config,
+      self.inference,
+      Version(self.pacer.learner_steps, self.weights.to_device(self.state.variables)),
+      episodes=self.config.evaluation.episodes,
+      seed=evaluation_seed(self.config),
+      should_stop=lambda: self.interrupted,
+    )
+    if result is not None:
+      self.reporter.evaluated(result)
+    return result
+
+  def parameters_hash(self) -> str:
+    """SHA-256 of the learner's variables: equal for equal lockstep runs."""
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(jax.device_get(self.state.variables)):
+      digest.update(np.ascontiguousarray(leaf).tobytes())
+    return digest.hexdigest()
+
+  def interrupt(self) -> None:
+    """Ends the run soon; safe to call from a signal handler."""
+    self.interrupted = True
+    self.pacer.stop()
+
+  def close(self) -> None:
+    """Lets go of environments and files."""
+    self._env.close()
+    self.checkpoints.close()
+
+  # --- saving and restoring ---
+
+  def save(self, *, required: bool = False) -> None:
+    """Starts a checkpoint of this learner step in the background, and shows it when the one before failed.
+
+    Args:
+      required: wait for it.
+
+    Raises:
+      CheckpointError: it is required and failed. Otherwise training goes on and the next one is tried.
+    """
+    try:
+      self.checkpoints.wait()
+    except CheckpointError as error:
+      self.reporter.message(f"{error}; training goes on, earlier checkpoints are intact")
+    step = self.pacer.learner_steps
+    with self._collect_lock:
+      heads, slots = self.replay.heads, self.replay.export_slots(self.checkpoints.heads)
+      replay, actor, env_steps = self.replay.state_dict(), self.actor.state(), self.pacer.env_steps
+    versions = self.weights.snapshot()
+    network, optimizer, weights = jax.device_get(
+      (self.state.variables, self.state.opt_state, {name: version.variables for name, version in versions.items()})
+    )
+    meta = {
+      "env_steps": env_steps,
+      "weights": {name: version.step for name, version in versions.items()},
+      "sweepers": {sweeper.kind: sweeper.counters() for sweeper in self.sweepers},
+      "reanalyser_calls": self.reanalyser.calls if self.reanalyser else 0,
+    }
+    actions = {"actions": actor.actions, "frames_crc": np.array([actor.frames_crc], np.int64)}
+    self.checkpoints.save(Snapshot(step, network, optimizer, weights, replay, actions, meta, slots, heads))
+    self.reporter.latest({names.CHECKPOINT_STEP: step})
+    if required:
+      self.checkpoints.wait()
+
+  def _read_checkpoint(self) -> tuple[Snapshot, list[dict[str, np.ndarray]]]:
+    state = self.learner.abstract()
+    weights = {name: state.variables for name in (ACTOR, REANALYSER, REFRESHER)}
+    abstract = {"network": state.variables, "optimizer": state.opt_state, "weights": weights}
+    return self.checkpoints.restore(abstract, self.reporter.message)
+
+  def _restore_roles(self, snapshot: Snapshot, segments: list[dict[str, np.ndarray]]) -> None:
+    meta = snapshot.meta
+    for slots in segments:
+      self.replay.import_slots(slots)
+    self.replay.load_state_dict(snapshot.replay)
+    steps = meta["weights"]
+    self.weights.restore({name: Version(steps[name], variables) for name, variables in snapshot.weights.items()})
+    for sweeper in self.sweepers:
+      sweeper.restore(meta["sweepers"][sweeper.kind])
+    if self.reanalyser:
+      self.reanalyser.calls = meta["reanalyser_calls"]
+    self.pacer = Pacer(self.config, env_steps=meta["env_steps"], learner_steps=snapshot.step)
+    self.reporter.message(f"resuming at learner step {snapshot.step}, agent step {meta['env_steps']}")
+    try:
+      self.actor.restore(ActorState(snapshot.actor["actions"], int(snapshot.actor["frames_crc"][0])))
+    except RuntimeError as error:
+      raise TrainingError(f"can't go on from step {snapshot.step}: {error}") from error
+
+  def _purpose(self, purpose: int) -> jax.Array:
+    return jax.random.fold_in(jax.random.key(self.config.run.seed), purpose)
+
+
+def make_replay(config: Config, frame_shape: tuple[int, ...], frame_dtype: np.dtype, num_actions: int) -> Replay:
+  """The replay that a configuration asks for.
+
+  With `replay.capacity` 0 it is as long as a run can make it: one frame per agent step and one more per episode. Memory
+  is committed only as it is used.
+  """
+  wanted = config.replay.capacity or 2 * config.run.env_steps
+  shortest = config.env.frame_stack + config.learner.unroll_steps + config.replay.td_steps
+  return Replay(
+    lanes=config.actor.lanes,
+    capacity=max(-(-wanted // config.actor.lanes), shortest),
+    frame_shape=frame_shape,
+    frame_dtype=frame_dtype,
+    num_actions=num_actions,
+    replay=config.replay,
+    reanalyse=config.reanalyse,
+    unroll_steps=config.learner.unroll_steps,
+    value_prefix_horizon=config.network.value_prefix_horizon,
+    frame_stack=config.env.frame_stack,
+    discount=config.env.discount,
+    rng_seed=config.run.seed,
+  )
+
+
+def sweeps(config: Config) -> list[SweepName]:
+  """The whole-buffer passes a configuration needs. Sweep reanalysis refreshes priorities too, so one may do for both."""
+  passes: list[SweepName] = []
+  if config.reanalyse.schedule == "sweep":
+    passes.append("reanalyse")
+  if config.refresh.enabled and not (passes and config.reanalyse.max_age <= config.refresh.max_age):
+    passes.append("refresh")
+  return passes
+
+
+def evaluation_seed(config: Config) -> int:
+  """Of the environments that a run's evaluations play in."""
+  return config.run.seed + 1_000_003

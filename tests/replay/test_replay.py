@@ -1,0 +1,418 @@
+import numpy as np
+import pytest
+import reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_lanes import bad
+
+from speedyzero_jax.config import ReanalyseConfig, ReplayConfig
+from speedyzero_jax.replay import Replay
+
+LANES, UNROLL, STACK, TD, DISCOUNT = 2, 3, 2, 2, 0.9
+CONFIG = ReplayConfig(alpha=0.7, min_priority=0.01, td_steps=TD, age_interval=12)
+
+
+def make_replay(capacity, seed=0, config=CONFIG, lanes=LANES, **reanalyse):
+  return Replay(
+    lanes=lanes, capacity=capacity, frame_shape=reference.FRAME_SHAPE, frame_dtype=np.uint8,
+    num_actions=reference.NUM_ACTIONS, replay=config, reanalyse=ReanalyseConfig(**reanalyse), unroll_steps=UNROLL,
+    value_prefix_horizon=2, frame_stack=STACK, discount=DISCOUNT, rng_seed=seed)
+
+
+def play(replay, stream, rng, step, longest=5):
+  lanes = rng.permutation(len(stream.heads))[: rng.integers(1, len(stream.heads) + 1)]
+  replay.append_many([stream.segment(int(l), int(rng.integers(1, longest + 1)), step) for l in lanes])
+
+
+def slots(stream, capacity):
+  """(lane, time) arrays of all live slots, in the order of `Replay.state_dict`."""
+  live = stream.live(capacity)
+  return tuple(np.array(x) for x in zip(*live, strict=True))
+
+
+def eligible(stream, capacity):
+  return np.array([stream.eligible(l, t, capacity, STACK, UNROLL, TD) for l, t in stream.live(capacity)])
+
+
+def assert_same(a, b):
+  assert a.keys() == b.keys()
+  for key in a:
+    np.testing.assert_array_equal(a[key], b[key], err_msg=key)
+
+
+@given(capacity=st.integers(7, 30), seed=st.integers(0, 2**32 - 1), end=st.sampled_from([0.02, 0.15, 0.5]))
+def test_exactly_the_eligible_transitions_are_in_the_tree(capacity, seed, end):
+  rng = np.random.default_rng(seed)
+  replay, stream = make_replay(capacity), reference.Stream(LANES, seed, end)
+  for step in range(12):
+    play(replay, stream, rng, step, longest=7)
+    expected = eligible(stream, capacity)
+    np.testing.assert_array_equal(replay.state_dict()["priority"] > 0, expected)
+    assert replay.num_eligible == expected.sum()
+    assert replay.num_transitions == stream.transitions
+    np.testing.assert_array_equal(replay.heads, stream.heads)
+
+
+@given(capacity=st.integers(7, 25), seed=st.integers(0, 2**32 - 1), end=st.sampled_from([0.05, 0.2, 0.5]))
+def test_sampled_unrolls_never_cross_an_episode_unmasked(capacity, seed, end):
+  """Seen from the raw stream of flags, which knows nothing of episodes' bounds."""
+  rng = np.random.default_rng(seed)
+  replay, stream = make_replay(capacity), reference.Stream(LANES, seed, end)
+  for step in range(8):
+    play(replay, stream, rng, step, longest=7)
+  if not replay.num_eligible:
+    return
+  batch = replay.make_batch(*replay.sample(32), learner_step=8)
+  frames = replay.windows(batch.lane, batch.time, after=UNROLL)
+  for i, (l, t) in enumerate(zip(batch.lane, batch.time, strict=True)):
+    for k in range(UNROLL):
+      following = stream.slot(l, t + k + 1) if t + k + 1 < stream.heads[l] else None
+      crossed = following is None or any(
+        stream.find(l, u)[1] == 0 for u in range(t + 1, t + k + 2))
+      assert batch.targets.consistency_mask[i, k] == (not crossed)
+      if not crossed:
+        assert tuple(frames[i, STACK + k].ravel()) == following.frame
+      if batch.targets.policy_mask[i, k]:
+        assert batch.action[i, k] == stream.slot(l, t + k).action
+      assert 0 <= batch.action[i, k] < reference.NUM_ACTIONS
+      if crossed and stream.find(l, t)[0].ending != "terminated":
+        assert batch.targets.value_mask[i, k + 1] == 0
+        assert batch.targets.policy_mask[i, k + 1] == 0
+
+
+@given(capacity=st.integers(7, 25), seed=st.integers(0, 2**32 - 1), value_target=st.sampled_from(["bootstrap", "mixed"]))
+def test_batches_follow_reanalysis(capacity, seed, value_target):
+  """Written searches and bootstraps reach the targets unless older than what is there; ages tell the steps."""
+  rng = np.random.default_rng(seed)
+  replay = make_replay(capacity, value_target=value_target, mixed_start=10, mixed_newest=8)
+  stream = reference.Stream(LANES, seed)
+  newest_bootstrap: dict[tuple[int, int], int] = {}
+  for step in range(10):
+    play(replay, stream, rng, step)
+    lane, time = slots(stream, capacity)
+    chosen = rng.permutation(len(lane))[:8]
+    lane, time, weights = lane[chosen], time[chosen], int(rng.integers(0, step + 3))
+    policy = rng.dirichlet(np.ones(reference.NUM_ACTIONS), len(lane)).astype(np.float32)
+    search, value, other = rng.normal(size=(3, len(lane))).astype(np.float32)
+    replay.write_search(lane, time, policy, search, value, weights)
+    replay.write_bootstrap(lane[:3], time[:3], other[:3], weights + 1)
+    for i, key in enumerate(zip(lane, time, strict=True)):
+      slot = stream.slot(*key)
+      if weights >= slot.policy_step:
+        if weights >= newest_bootstrap.get(key, slot.policy_step):
+          slot.bootstrap, newest_bootstrap[key] = float(value[i]), weights
+        slot.policy, slot.search_value, slot.policy_step = policy[i].tolist(), float(search[i]), weights
+      elif weights >= newest_bootstrap.get(key, slot.policy_step):
+        slot.bootstrap, newest_bootstrap[key] = float(value[i]), weights
+      if i < 3 and weights + 1 >= newest_bootstrap.get(key, slot.policy_step):
+        slot.bootstrap, newest_bootstrap[key] = float(other[i]), weights + 1
+  if not replay.num_eligible:
+    return
+  batch = replay.make_batch(*replay.sample(20), learner_step=12)
+  expected = [reference.targets(
+    stream, l, t, unroll=UNROLL, prefix_horizon=2, td_steps=TD, age_interval=CONFIG.age_interval, discount=DISCOUNT,
+    value_target=value_target, mixed_start=10, mixed_newest=8, learner_step=12)
+    for l, t in zip(batch.lane, batch.time, strict=True)]
+  for name, array in batch.targets._asdict().items():
+    np.testing.assert_allclose(array, [e[name] for e in expected], rtol=1e-5, atol=1e-6, err_msg=name)
+  for i, (l, t) in enumerate(zip(batch.lane, batch.time, strict=True)):
+    episode, place = stream.find(l, t)
+    for k in range(UNROLL + 1):
+      real = place + k < len(episode.slots)
+      assert batch.age[i, k] == (12 - episode.slots[place + k].policy_step if real else 0)
+
+
+def test_what_a_batch_needs_searched_and_bootstrapped():
+  """One terminated episode of 4 frames, then an open one."""
+  replay, stream = make_replay(30, ratio=0.5), reference.Stream(LANES, 0, end_probability=0.0)
+  episode = stream.segment(0, 4)
+  end = np.array([False, False, False, True])
+  replay.append(episode._replace(terminated=end, action=np.where(end, -1, 1).astype(np.int32)))
+  replay.append(stream.segment(0, 20)._replace(first=np.arange(20) == 0))
+  lane, time = np.array([0, 0, 0, 0]), np.array([1, 5, 2, 0])
+  at, states = replay.states_to_search(lane, time)
+  assert states.tolist() == [[1, 2, 3, 3], [5, 6, 7, 8]]
+  assert at.shape == states.shape
+  _, ends = replay.states_to_bootstrap(lane, time)
+  # 23 transitions so far, n shrinks by one for each 12: n = 1 for the first eleven.
+  assert ends.tolist() == [[2, 3, 3, 3], [6, 7, 8, 9], [3, 3, 3, 3], [1, 2, 3, 3]]
+
+
+def test_new_transitions_enter_at_the_current_maximum():
+  replay, stream = make_replay(40), reference.Stream(LANES, 0, end_probability=0.0)
+  replay.append(stream.segment(0, 10))
+  priority = replay.state_dict()["priority"]
+  assert set(priority[priority > 0]) == {1.0}
+  everyone = np.flatnonzero(priority)
+  replay.set_priorities(np.zeros(len(everyone), int), everyone, np.linspace(-3, 2, len(everyone)), step=1)
+  expected = (np.abs(np.linspace(-3, 2, len(everyone))) + CONFIG.min_priority) ** CONFIG.alpha
+  np.testing.assert_allclose(replay.state_dict()["priority"][everyone], expected, rtol=1e-6)
+  replay.append(stream.segment(0, 1))
+  priority = replay.state_dict()["priority"]
+  assert priority[everyone[-1] + 1] == priority.max() == pytest.approx(3.01**0.7)
+  replay.set_priorities(np.zeros(1, int), np.array([0]), np.array([0.5]), step=0)  # older weights: refused
+  np.testing.assert_array_equal(replay.state_dict()["priority"], priority)
+
+
+def test_priorities_of_what_cannot_be_sampled_are_not_set():
+  replay, stream = make_replay(10), reference.Stream(LANES, 0, end_probability=0.0)
+  replay.append_many([stream.segment(0, 10), stream.segment(1, 4)])
+  replay.append(stream.segment(0, 2))
+  before = replay.state_dict()
+  lane, time = np.array([0, 0, 0, 1]), np.array([0, 2, 11, 1])  # evicted, no stack, too new, too new
+  replay.set_priorities(lane, time, np.full(4, 9.0), step=50)
+  replay.write_values(lane[:1], time[:1], np.full(1, 9.0), step=50)
+  replay.write_search(lane[:1], time[:1], np.full((1, 3), 9.0), np.full(1, 9.0), np.full(1, 9.0), step=50)
+  replay.refresh_priorities(lane[:1], time[:1])
+  assert_same(replay.state_dict(), before)
+
+
+def test_sampling_follows_priorities():
+  replay, stream = make_replay(40, seed=3), reference.Stream(LANES, 0, end_probability=0.2)
+  rng = np.random.default_rng(1)
+  for step in range(12):
+    play(replay, stream, rng, step)
+  lane, time = slots(stream, 40)
+  replay.set_priorities(lane, time, rng.normal(size=len(lane)) ** 3, step=20)
+  priority = replay.state_dict()["priority"]
+  draws = 100_000
+  got_lane, got_time, probability = replay.sample(draws)
+  key = {slot: i for i, slot in enumerate(zip(lane, time, strict=True))}
+  index = np.array([key[slot] for slot in zip(got_lane, got_time, strict=True)])
+  p = priority / priority.sum()
+  np.testing.assert_allclose(probability, p[index], rtol=1e-12)
+  count = np.bincount(index, minlength=len(p))
+  assert not count[p == 0].any()
+  expected = draws * p[p > 0]
+  assert ((count[p > 0] - expected) ** 2 / expected).sum() < len(expected) + 5 * np.sqrt(2 * len(expected))
+
+
+@given(capacity=st.integers(7, 30), seed=st.integers(0, 2**32 - 1))
+def test_refreshed_priorities_equal_brute_force(capacity, seed):
+  """After values change anywhere, the priorities that rest on them are those of the stored values."""
+  rng = np.random.default_rng(seed)
+  config = ReplayConfig(alpha=0.7, min_priority=0.01, td_steps=TD, age_interval=0)
+  replay, stream = make_replay(capacity, config=config), reference.Stream(LANES, seed)
+  for step in range(8):
+    play(replay, stream, rng, step)
+  lane, time = slots(stream, capacity)
+  stamp = {key: stream.slot(*key).policy_step for key in zip(lane, time, strict=True)}
+  replay.refresh_priorities(lane, time)
+  for step in range(8, 14):
+    start, n = int(rng.integers(len(lane))), int(rng.integers(1, 6))
+    block = slice(start, start + n)
+    values = rng.normal(size=len(lane[block])).astype(np.float32)
+    replay.write_values(lane[block], time[block], values, step)
+    replay.refresh_priorities(lane[block], time[block])
+    for key, value in zip(zip(lane[block], time[block], strict=True), values, strict=True):
+      stream.slot(*key).value, stamp[key] = float(value), step
+  state = replay.state_dict()
+  for i, (l, t) in enumerate(zip(lane, time, strict=True)):
+    if not stream.eligible(l, t, capacity, STACK, UNROLL, TD):
+      assert state["priority"][i] == 0
+      continue
+    episode, place = stream.find(l, t)
+    z = reference.n_step(episode, place, TD, DISCOUNT, field="value")
+    error = abs(episode.slots[place].value - z)
+    np.testing.assert_allclose(state["priority"][i], (error + 0.01) ** 0.7, rtol=1e-5)
+    end = min(place + TD, len(episode.slots) - 1)
+    terminal = episode.ending == "terminated" and end == len(episode.slots) - 1
+    rests_on = stamp[l, t] if terminal else min(stamp[l, t], stamp[l, episode.slots[end].time])
+    # Entering is a scoring by the appended segment's weights, which may be newer than the values.
+    assert state["priority_step"][i] == rests_on or rests_on < state["priority_step"][i] < 8
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 2**32 - 1), capacity=st.integers(20, 80), block=st.integers(16, 50),
+       max_age=st.integers(8, 30), stale=st.integers(0, 5))
+def test_the_quota_bounds_the_age_of_every_value_and_priority(seed, capacity, block, max_age, stale):
+  rng = np.random.default_rng(seed)
+  replay, stream = make_replay(capacity, lanes=3), reference.Stream(3, seed)
+  credit = 0
+  for step in range(60):
+    if stream.transitions:
+      credit += replay.quota("refresh", block, max_age, stale)
+      while credit >= block:
+        credit -= block
+        lane, time = replay.next_block("refresh", block)
+        assert lane.shape == time.shape == (block,)
+        replay.write_values(lane, time, rng.normal(size=block), max(0, step - int(rng.integers(stale + 1))))
+        replay.refresh_priorities(lane, time)
+    if step < 40:
+      play(replay, stream, rng, max(0, step - int(rng.integers(stale + 1))))
+    if stream.transitions:
+      live = replay.state_dict()
+      assert replay.oldest_step("refresh") == live["slot_value_step"].min() >= step - max_age
+      assert replay.stats(step)["priority_age_max"] <= max_age
+  assert replay.oldest_step("reanalyse") < 60 - max_age  # the other sweep did not run
+
+
+def test_without_refresh_priorities_age():
+  replay, stream = make_replay(40), reference.Stream(LANES, 0, end_probability=0.0)
+  replay.append(stream.segment(0, 21, step=3))
+  replay.set_priorities(np.zeros(4, int), np.arange(4), np.ones(4), step=9)
+  stats = replay.stats(learner_step=10)
+  assert stats["eligible"] == 16
+  assert stats["priority_age_max"] == 7
+  assert stats["priority_age_mean"] == (4 * 1 + 12 * 7) / 16
+  assert stats["target_age_max"] == stats["target_age_mean"] == 7
+  assert (stats["transitions"], stats["slots"]) == (21, 21)
+
+
+def twin(replay, exports, capacity, **kwargs):
+  other = make_replay(capacity, seed=999, **kwargs)
+  for exported in exports:
+    other.import_slots(exported)
+  other.load_state_dict(replay.state_dict())
+  return other
+
+
+@settings(max_examples=30)
+@given(capacity=st.integers(7, 40), seed=st.integers(0, 2**32 - 1))
+def test_a_restored_replay_behaves_alike_bit_for_bit(capacity, seed):
+  rng = np.random.default_rng(seed)
+  replay, stream = make_replay(capacity), reference.Stream(LANES, seed)
+  exports, saved = [], np.zeros(LANES, int)
+
+  def work(step, *replays):
+    """The same random day for all replays; returns what each of them showed."""
+    lanes = rng.permutation(LANES)[: rng.integers(1, LANES + 1)]
+    segments = [stream.segment(int(l), int(rng.integers(1, 6)), step) for l in lanes]
+    noise = rng.normal(size=(3, 16))
+    shown = []
+    for r in replays:
+      r.append_many(segments)
+      lane, time = r.next_block("refresh", 16)
+      r.write_values(lane, time, noise[0], step)
+      r.refresh_priorities(lane, time)
+      searched = r.next_block("reanalyse", 16)
+      r.write_search(*searched, np.full((16, 3), 1 / 3), noise[1], noise[2], step)
+      seen = {"block": lane, "time": time}
+      if r.num_eligible:
+        drawn = r.sample(8)
+        batch = r.make_batch(*drawn, learner_step=step)
+        r.set_priorities(*drawn[:2], noise[0, :8], step)
+        seen |= {k: v for k, v in batch._asdict().items() if k != "targets"} | batch.targets._asdict()
+        seen["frames"] = r.windows(*drawn[:2], after=UNROLL)
+      shown.append(seen)
+    return shown
+
+  for step in range(int(rng.integers(1, 15))):
+    work(step, replay)
+    if rng.random() < 0.3:  # an incremental save
+      exports.append(replay.export_slots(saved))
+      saved = replay.heads
+  exports.append(replay.export_slots(saved))
+  other = twin(replay, exports, capacity)
+  assert_same(other.state_dict(), replay.state_dict())
+  assert all(isinstance(v, np.ndarray) for v in replay.state_dict().values())
+  for step in range(15, 20):
+    mine, theirs = work(step, replay, other)
+    assert_same(mine, theirs)
+  assert_same(other.state_dict(), replay.state_dict())
+  assert_same(other.export_slots(np.zeros(LANES)), replay.export_slots(np.zeros(LANES)))
+
+
+def test_restoring_refuses_what_does_not_fit():
+  replay, stream = make_replay(20), reference.Stream(LANES, 0)
+  rng = np.random.default_rng(0)
+  for step in range(6):
+    play(replay, stream, rng, step)
+  exported, state = replay.export_slots(np.zeros(LANES)), replay.state_dict()
+  other = make_replay(20)
+  with pytest.raises(ValueError, match="not of the slots"):
+    other.load_state_dict(state)
+  for broken in (exported | {"frame": exported["frame"][:-1]}, exported | {"frame": exported["frame"].astype(float)},
+                 exported | {"start": exported["start"][:1]}):
+    with pytest.raises(ValueError, match="exported"):
+      other.import_slots(broken)
+  assert not other.heads.any()
+  other.import_slots(exported)
+  with pytest.raises(ValueError, match="do not follow"):
+    other.import_slots(exported)
+  with pytest.raises(ValueError, match="slot_reward"):
+    other.load_state_dict(state | {"slot_reward": state["slot_reward"][:-1]})
+  with pytest.raises(ValueError, match="new replay"):
+    replay.import_slots(exported)
+  other.load_state_dict(state)
+  assert_same(other.state_dict(), state)
+
+
+def test_refused_segments_change_nothing():
+  replay, stream = make_replay(20), reference.Stream(LANES, 0, end_probability=0.0)
+  replay.append(stream.segment(0, 9))
+  before, frames = replay.state_dict(), replay.export_slots(np.zeros(LANES))
+  good, fine = stream.segment(0, 4), stream.segment(1, 4)
+  for refused in (bad(good, reward=(1, np.nan)), bad(good, action=(2, -1)), good._replace(start=8)):
+    with pytest.raises(ValueError, match="lane 0"):
+      replay.append_many([fine, refused])
+  assert_same(replay.state_dict(), before)
+  assert_same(replay.export_slots(np.zeros(LANES)), frames)
+  replay.append_many([fine, good])
+
+
+@pytest.mark.parametrize("call", [
+  lambda r, l, t: r.write_values(l, t, np.array([1.0, np.nan]), 5),
+  lambda r, l, t: r.write_values(l, t, np.zeros(3), 5),
+  lambda r, l, t: r.write_values(l, t + 99, np.zeros(2), 5),
+  lambda r, l, t: r.write_bootstrap(l, t, np.array([np.inf, 0.0]), 5),
+  lambda r, l, t: r.write_search(l, t, np.zeros((2, 2)), np.zeros(2), np.zeros(2), 5),
+  lambda r, l, t: r.write_search(l, t, np.zeros((2, 3)), np.zeros(2), np.array([0.0, np.nan]), 5),
+  lambda r, l, t: r.set_priorities(l, t, np.array([np.nan, 0.0]), 5),
+  lambda r, l, t: r.windows(l, t + 99),
+  lambda r, l, t: r.truncate(7),
+])
+def test_refused_writes_change_nothing(call):
+  replay, stream = make_replay(20), reference.Stream(LANES, 0, end_probability=0.0)
+  replay.append(stream.segment(0, 12))
+  before = replay.state_dict()
+  with pytest.raises(ValueError):
+    call(replay, np.array([0, 0]), np.array([1, 3]))
+  assert_same(replay.state_dict(), before)
+
+
+def test_an_empty_replay_says_so():
+  replay = make_replay(20)
+  with pytest.raises(ValueError, match="nothing to sample"):
+    replay.sample(4)
+  with pytest.raises(ValueError, match="empty"):
+    replay.oldest_step("refresh")
+  with pytest.raises(ValueError, match="empty"):
+    replay.next_block("refresh", 32)
+  replay.append_many([])
+  assert replay.stats(0)["slots"] == 0
+
+
+@pytest.mark.parametrize("kwargs, message", [
+  (dict(capacity=6), "capacity"), (dict(capacity=20, lanes=0), "lanes"),
+  (dict(capacity=20, config=ReplayConfig(min_priority=0.0)), "min_priority"),
+  (dict(capacity=20, config=ReplayConfig(td_steps=0)), "td_steps"),
+])
+def test_impossible_sizes_are_refused(kwargs, message):
+  with pytest.raises(ValueError, match=message):
+    make_replay(**kwargs)
+
+
+def test_samples_evicted_before_their_batch_is_made_are_masked():
+  replay, stream = make_replay(12), reference.Stream(LANES, 0, end_probability=0.0)
+  replay.append(stream.segment(0, 12))
+  lane, time, probability = np.zeros(2, int), np.array([1, 5]), np.array([0.1, 0.1])
+  replay.append(stream.segment(0, 3))
+  targets = replay.make_batch(lane, time, probability, learner_step=0).targets
+  for name in ("value_mask", "prefix_mask", "policy_mask", "consistency_mask"):
+    assert getattr(targets, name)[0].tolist() == [0.0] * getattr(targets, name).shape[1]
+    assert getattr(targets, name)[1].all()
+
+
+def test_truncate_makes_an_abandoned_episode_usable():
+  replay, stream = make_replay(20), reference.Stream(LANES, 0, end_probability=0.0)
+  replay.append(stream.segment(0, 4, step=2))
+  assert replay.num_eligible == 0
+  replay.truncate(0)
+  assert replay.num_eligible == 3  # the transition out of the last frame is lost
+  assert set(replay.sample(50)[1]) == {0, 1, 2}
+  assert replay.stats(10)["priority_age_max"] == 8
+  replay.truncate(0)
+  replay.truncate(1)
+  assert replay.num_eligible == 3
+  replay.append(reference.Stream(1, 1, 0.0).segment(0, 2)._replace(start=4))

@@ -1,0 +1,124 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from speedyzero_jax.replay.sweep import Sweep
+
+
+def test_a_pass_visits_every_cell_once_in_neighbouring_stretches():
+  sweep = Sweep(lanes=3, capacity=10, stretch=4)
+  used = np.array([10, 5, 0])
+  sweep.grow(0, 0, 10)
+  sweep.grow(1, 0, 2)
+  sweep.grow(1, 2, 5)
+  assert len(sweep) == 5  # 4 + 4 + 2 cells, and 4 + 1
+  visits = np.zeros((3, 10), int)
+  for _ in range(5):
+    lane, cell = sweep.next_block(4, used)
+    assert np.unique(lane).size == 1
+    assert cell.max() - cell.min() < 4
+    distinct = np.unique(cell)
+    visits[lane[0], distinct] += 1
+  assert visits[0].tolist() == [1] * 10
+  assert visits[1].tolist() == [1] * 5 + [0] * 5
+  assert not visits[2].any()
+
+
+def test_blocks_are_filled_by_repetition():
+  sweep = Sweep(lanes=2, capacity=10, stretch=4)
+  sweep.grow(1, 0, 3)
+  lane, cell = sweep.next_block(11, np.array([0, 3]))
+  assert lane.tolist() == [1] * 11
+  assert cell.tolist() == [0, 1, 2, 2] * 2 + [0, 1, 2]
+
+
+@pytest.mark.parametrize("call, message", [
+  (lambda s: s.next_block(3, np.zeros(1)), "at least 4"),
+  (lambda s: s.next_block(4, np.zeros(1)), "empty"),
+  (lambda s: s.quota(3, 10), "at least 4"),
+  (lambda s: s.quota(4, 6, delay=5), "max_age must be at least 7"),
+])
+def test_bad_arguments(call, message):
+  with pytest.raises(ValueError, match=message):
+    call(Sweep(lanes=1, capacity=10, stretch=4))
+
+
+def test_state_roundtrip():
+  sweep, other = (Sweep(lanes=2, capacity=20, stretch=4) for _ in range(2))
+  used = np.array([20, 9])
+  sweep.grow(0, 0, 20)
+  sweep.grow(1, 0, 9)
+  sweep.next_block(9, used)
+  other.load(sweep.state())
+  for _ in range(6):
+    for mine, theirs in zip(sweep.next_block(8, used), other.next_block(8, used), strict=True):
+      np.testing.assert_array_equal(mine, theirs)
+
+
+@settings(max_examples=40)
+@given(lanes=st.integers(1, 4), capacity=st.integers(1, 40), stretch=st.integers(1, 5),
+       n_extra=st.integers(0, 20), staleness=st.integers(0, 4), flight=st.integers(0, 4), slack=st.integers(2, 25),
+       seed=st.integers(0, 2**32 - 1))
+def test_no_stamp_gets_older_than_the_bound(lanes, capacity, stretch, n_extra, staleness, flight, slack, seed):
+  """Random appends (stale weights), random staleness and flight times of blocks, the caller only honours the quota."""
+  rng = np.random.default_rng(seed)
+  delay = staleness + flight
+  max_age = delay + slack
+  n = stretch + n_extra
+  sweep = Sweep(lanes, capacity, stretch)
+  stamps = np.full((lanes, capacity), np.iinfo(np.int32).max)
+  heads = np.zeros(lanes, int)
+  in_flight: list[tuple[int, int, np.ndarray, np.ndarray]] = []
+  credit = 0
+  append_rate = rng.choice([0.1, 1.0, 5.0])
+  stop_growing = rng.integers(20, 120)
+
+  def land(step):
+    for block in [b for b in in_flight if b[0] <= step]:
+      _, weights, lane, cell = block
+      stamps[lane, cell] = np.maximum(weights, stamps[lane, cell])
+      in_flight.remove(block)
+
+  for step in range(120):
+    land(step)
+    if len(sweep):
+      credit += sweep.quota(n, max_age, delay)
+      while credit >= n:
+        credit -= n
+        lane, cell = sweep.next_block(n, np.minimum(heads, capacity))
+        weights = max(step - int(rng.integers(0, staleness + 1)), 0)
+        in_flight.append((step + int(rng.integers(0, flight + 1)), weights, lane, cell))
+      land(step)
+    if step < stop_growing:
+      for lane in range(lanes):
+        for _ in range(rng.poisson(append_rate)):
+          before = min(heads[lane], capacity)
+          stamps[lane, heads[lane] % capacity] = max(step - rng.integers(0, staleness + 1), 0)
+          heads[lane] += 1
+          sweep.grow(lane, before, min(heads[lane], capacity))
+    assert stamps.min() >= step - max_age
+
+
+def test_the_quota_is_close_to_the_least_that_could_do():
+  """Each of N slots once per max_age steps, plus the stated losses: one block, one step."""
+  sweep = Sweep(lanes=16, capacity=1600, stretch=16)
+  for lane in range(16):
+    sweep.grow(lane, 0, 1600)
+  assert sweep.quota(256, max_age=101) == -(-(25_600 + 256) // 100)
+
+
+def test_half_the_quota_would_not_do():
+  """The bound is the quota's doing: at half of it, ages pass max_age."""
+  sweep = Sweep(lanes=1, capacity=400, stretch=4)
+  sweep.grow(0, 0, 400)
+  stamps, credit = np.zeros(400, int), 0
+  worst = 0
+  for step in range(1, 100):
+    credit += sweep.quota(4, max_age=20) // 2
+    while credit >= 4:
+      credit -= 4
+      _, cell = sweep.next_block(4, np.array([400]))
+      stamps[cell] = step
+    worst = max(worst, step - stamps.min())
+  assert worst > 20
