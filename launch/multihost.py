@@ -29,7 +29,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     epilog=config_io.help_text(),
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
-  parser.add_argument("--config", nargs="+", metavar="PRESET", default=[], help="presets from configs/, the later ones win")
+  parser.add_argument(
+    "--config", nargs="+", metavar="PRESET", default=[], help="presets from configs/, the later ones win"
+  )
   parser.add_argument("--resume", type=Path, metavar="RUN_DIR", help="go on with the run in this folder")
   parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, listed below")
   arguments = parser.parse_args(argv)
@@ -69,11 +71,10 @@ def train(folder: RunFolder, resume: bool) -> int:
   from speedyzero_jax import modes
   from speedyzero_jax.checkpoint import CheckpointError
   from speedyzero_jax.reporting import Reporter
-  from speedyzero_jax.training import Training, TrainingError
+  from speedyzero_jax.training import Training, TrainingError, enable_compilation_cache
 
   config = folder.config
-  cache = config.run.compile_cache or str(Path.home() / ".cache" / "speedyzero_jax" / "xla")
-  jax.config.update("jax_compilation_cache_dir", cache)
+  enable_compilation_cache(config)
   checkpoints = folder.path / "checkpoints"
   resume_step = None
   if resume:
@@ -97,7 +98,9 @@ def train(folder: RunFolder, resume: bool) -> int:
       finished = modes.run(training)
       training.save(required=True)
       if not finished:
-        reporter.message(f"stopped and saved at learner step {training.pacer.learner_steps}; go on: --resume {folder.path}")
+        reporter.message(
+          f"stopped and saved at learner step {training.pacer.learner_steps}; go on: --resume {folder.path}"
+        )
         return 128 + received[0]
       reporter.message(
         f"trained: {training.pacer.env_steps} agent steps, {training.pacer.learner_steps} learner steps; "

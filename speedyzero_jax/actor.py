@@ -134,7 +134,7 @@ class Actor:
     ]  # fmt: skip
 
   def _segment(
-    self, i: int, shown: EnvStep, cut: bool | np.bool_, action: int, reward: float, policy: np.ndarray,
+    self, i: int | np.integer, shown: EnvStep, cut: bool | np.bool_, action: int, reward: float, policy: np.ndarray,
     search_value: float, value: float, step: int,
   ) -> Segment:  # fmt: skip
     return Segment(
@@ -161,7 +161,7 @@ class Actor:
     """For a checkpoint."""
     shape = (len(self._actions), len(self._lanes))
     actions = np.stack(self._actions) if self._actions else np.zeros(shape, np.int16)
-    return ActorState(actions, zlib.crc32(np.ascontiguousarray(self._shown.frame)))
+    return ActorState(actions, zlib.crc32(self._shown.frame.tobytes()))
 
   def restore(self, state: ActorState) -> None:
     """Replays a fresh actor's environments to where another one stood (about 3,000 agent steps a second and core).
@@ -174,7 +174,7 @@ class Actor:
       self._show(self._env.step(np.where(ended, 0, action).astype(np.int32)))
     self._actions = list(state.actions)
     self._slot += len(state.actions)
-    if zlib.crc32(np.ascontiguousarray(self._shown.frame)) != state.frames_crc:
+    if zlib.crc32(self._shown.frame.tobytes()) != state.frames_crc:
       raise RuntimeError("replaying the environments' actions led to other frames than when they were recorded")
 
 

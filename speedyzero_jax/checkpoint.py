@@ -1,8 +1,8 @@
 """Checkpoints of a run, written by Orbax in a background thread; atomic, the newest few kept.
 
 A checkpoint at step N is `checkpoints/N/` with the network, the optimiser, the weights each role acts with, the
-replay's mutable part, the actor and a JSON of counters; the frames, which never change, are appended to `replay/` once each and a
-checkpoint lists the files it stands on. Every array's CRC-32 is stored and checked, so damage is noticed and the
+replay's mutable part, the actor and a JSON of counters. Frames, which never change, are appended to `replay/` once
+each, and a checkpoint lists the files it stands on. Every array's CRC-32 is stored and checked, so damage is noticed and the
 checkpoint before is used. Nothing is ever unpickled. Knows nothing of roles: it moves pytrees of arrays.
 """
 
@@ -45,7 +45,7 @@ class Snapshot(NamedTuple):
 
 
 def _crcs(tree: Params) -> list[int]:
-  return [zlib.crc32(np.ascontiguousarray(leaf)) for leaf in jax.tree.leaves(tree)]
+  return [zlib.crc32(np.asarray(leaf).tobytes()) for leaf in jax.tree.leaves(tree)]
 
 
 def _take_empty(items: dict[str, Any], name: str) -> dict[str, tuple[str, list[int]]]:
@@ -70,7 +70,7 @@ class Checkpoints:
     self._thread: threading.Thread | None = None
     self._error: BaseException | None = None
     self._files: list[str] = []  # segments that the newest checkpoint stands on
-    self.heads: np.ndarray | int = 0  # of the newest checkpoint's replay
+    self.heads: np.ndarray | None = None  # of the newest checkpoint's replay; None before the first
 
   def steps(self) -> list[int]:
     """Steps of the checkpoints there are, oldest first."""
@@ -127,7 +127,7 @@ class Checkpoints:
     temporary = path.with_suffix(".tmp")
     try:
       with temporary.open("wb") as file:
-        np.savez_compressed(file, **slots)
+        np.savez_compressed(file, allow_pickle=False, **slots)
         file.flush()
         os.fsync(file.fileno())
       os.replace(temporary, path)

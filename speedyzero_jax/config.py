@@ -39,7 +39,9 @@ class NetworkConfig:
   """Sizes of h, g, f and the consistency heads (EZ's by default)."""
 
   channels: int = opt(64, "channels of the hidden state; the first stages of h use half (EZ: 64)")
-  downsample: int = opt(16, "side of a frame over side of the hidden state: 16, 8 or 4 for images, 1 for vectors (EZ: 16)")
+  downsample: int = opt(
+    16, "side of a frame over side of the hidden state: 16, 8 or 4 for images, 1 for vectors (EZ: 16)"
+  )
   blocks: int = opt(1, "residual blocks at each place where EZ has one (EZ: 1)")
   reduced_channels: int = opt(16, "channels of the 1x1 convolution before each head (EZ: 16)")
   head_hidden: int = opt(32, "width of the hidden layer in the value, policy and value-prefix heads (EZ: 32)")
@@ -49,7 +51,9 @@ class NetworkConfig:
   projection_hidden: int = opt(1024, "SimSiam projection, hidden width (EZ: 1024)")
   projection_out: int = opt(1024, "SimSiam projection, output width (EZ: 1024)")
   prediction_hidden: int = opt(512, "SimSiam predictor, hidden width (EZ: 512)")
-  action_encoding: Literal["plane", "one_hot"] = opt("plane", "one plane holding a/|A| (EZ), or one plane per action (ours)")
+  action_encoding: Literal["plane", "one_hot"] = opt(
+    "plane", "one plane holding a/|A| (EZ), or one plane per action (ours)"
+  )
   bn_momentum: float = opt(0.9, "share of the old running statistics kept at each update (EZ: 0.9, PyTorch's 0.1)")
   dtype: Literal["float32", "bfloat16"] = opt("float32", "compute type of activations; parameters are always float32")
 
@@ -61,7 +65,9 @@ class SearchConfig:
   algorithm: Literal["gumbel", "puct"] = opt("gumbel", "Gumbel MuZero with sequential halving (EZ-V2), or PUCT (EZ)")
   simulations: int = opt(16, "simulations per root (EZ: 50, EZ-V2: 16)")
   max_depth: int = opt(0, "deepest node visited; 0 means the number of simulations (ours)")
-  max_considered: int = opt(8, "Gumbel: root actions considered, at most the number of actions (EZ-V2: 4 if |A|<16, else 8)")
+  max_considered: int = opt(
+    8, "Gumbel: root actions considered, at most the number of actions (EZ-V2: 4 if |A|<16, else 8)"
+  )
   c_visit: float = opt(50.0, "Gumbel: visit offset in the value transformation (EZ-V2: 50)")
   c_scale: float = opt(0.1, "Gumbel: scale of the value transformation (EZ-V2: 0.1)")
   c1: float = opt(1.25, "PUCT: exploration constant c1 (EZ: 1.25)")
@@ -82,7 +88,9 @@ class ActorConfig:
   random_steps: int = opt(2000, "agent steps of uniformly random play before training starts (EZ: 2,000)")
   weights_interval: int = opt(10, "learner steps between updates of the actor's weights (SZ: 10)")
   temperatures: tuple[float, ...] = opt((1.0, 0.5, 0.25), "PUCT: temperature of the sampled action, by stage (EZ)")
-  temperature_stages: tuple[float, ...] = opt((0.5, 0.75), "shares of training at which the next temperature begins (EZ)")
+  temperature_stages: tuple[float, ...] = opt(
+    (0.5, 0.75), "shares of training at which the next temperature begins (EZ)"
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +116,9 @@ class ReanalyseConfig:
   schedule: Literal["batch", "sweep", "off"] = opt(
     "batch", "search the states of each sampled batch (EZ, SZ), or the whole buffer round and round (ours), or never"
   )
-  ratio: float = opt(1.0, "share of a batch's samples whose policy is searched anew; others keep their stored one (EZ: 0.99)")
+  ratio: float = opt(
+    1.0, "share of a batch's samples whose policy is searched anew; others keep their stored one (EZ: 0.99)"
+  )
   weights_interval: int = opt(
     25, "learner steps between updates of the reanalyser's weights, which are also the target network (SZ: 25, EZ: 200)"
   )
@@ -135,7 +145,9 @@ class RefreshConfig:
 class OptimConfig:
   """The optimiser and its schedule."""
 
-  name: Literal["clipped_lars", "lars", "sgd", "adam"] = opt("clipped_lars", "Clipped LARS (SZ), LARS, SGD (EZ) or Adam")
+  name: Literal["clipped_lars", "lars", "sgd", "adam"] = opt(
+    "clipped_lars", "Clipped LARS (SZ), LARS, SGD (EZ) or Adam"
+  )
   learning_rate: float = opt(0.2, "base learning rate (EZ: 0.2 at batch 256)")
   momentum: float = opt(0.9, "momentum; Adam's b1 (EZ: 0.9)")
   weight_decay: float = opt(1e-4, "weight decay on leaves of rank 2 and more (EZ: 1e-4)")
@@ -144,7 +156,9 @@ class OptimConfig:
   trust_max: float = opt(1.0, "Clipped LARS: upper bound, 1 = never faster than SGD at the base rate (our reading)")
   clip_norm: float = opt(5.0, "gradients are clipped to this global norm; 0: never (EZ: 5)")
   warmup_steps: int = opt(1000, "learner steps over which the rate rises linearly from 0 (EZ: 1,000)")
-  decay_steps: int = opt(100_000, "learner steps at which the rate is multiplied by decay_rate, again and again; 0: never (EZ: 100k)")
+  decay_steps: int = opt(
+    100_000, "learner steps at which the rate is multiplied by decay_rate, again and again; 0: never (EZ: 100k)"
+  )
   decay_rate: float = opt(0.1, "factor applied every decay_steps (EZ: 0.1)")
 
 
@@ -154,7 +168,9 @@ class LearnerConfig:
 
   batch_size: int = opt(256, "samples per learner step, over all devices (EZ: 256, SZ: 8 x 256)")
   steps: int = opt(100_000, "learner steps in all (EZ: 100k + 20k, SZ: 15k)")
-  tail_steps: int = opt(0, "of these, steps taken after the last agent step; the others are spread over collection (EZ: 20k)")
+  tail_steps: int = opt(
+    0, "of these, steps taken after the last agent step; the others are spread over collection (EZ: 20k)"
+  )
   unroll_steps: int = opt(5, "K, model steps unrolled in the loss (EZ: 5)")
   value_coefficient: float = opt(0.25, "weight of the value loss (EZ: 0.25)")
   value_prefix_coefficient: float = opt(1.0, "weight of the value-prefix loss (EZ: 1)")
@@ -162,7 +178,9 @@ class LearnerConfig:
   consistency_coefficient: float = opt(2.0, "weight of the SimSiam consistency loss (EZ: 2, EZ-V2: 5)")
   shift: int = opt(4, "augmentation: random shift by up to this many pixels; 0: none (EZ: 4)")
   intensity: float = opt(0.05, "augmentation: scale of the random brightness; 0: none (EZ: 0.05)")
-  batch_norm: Literal["sync", "local"] = opt("sync", "batch statistics over the whole batch, or over each device's share")
+  batch_norm: Literal["sync", "local"] = opt(
+    "sync", "batch statistics over the whole batch, or over each device's share"
+  )
   devices: int = opt(0, "devices in the learner's mesh; 0 takes all local devices")
   prefetch: int = opt(2, "async mode: batches prepared ahead of the learner")
 

@@ -64,9 +64,7 @@ class BatchedEnv:
     seeds = np.random.SeedSequence(seed).generate_state(lanes) >> 1  # envpool wants an int32
     options = {**task.options, "num_envs": lanes, "env_seed": seeds.tolist(), "num_threads": min(threads, lanes)}
     self._new_pool = functools.partial(_registry(task.family).make_gymnasium, task.name, **options)
-    with warnings.catch_warnings():
-      warnings.filterwarnings("ignore", message=".*precision lowered", category=UserWarning)  # CartPole's bounds
-      self._pool: Any = self._new_pool()
+    self._pool: Any = self._new_pool()
     self._family = task.family
     self._episodic_life = task.options.get("episodic_life", False)
     self._ended: np.ndarray | None = None  # [L] bool, the frame shown last ends its episode; None before the reset
@@ -87,7 +85,9 @@ class BatchedEnv:
     self._check_open()
     if self._ended is not None:
       self._pool = self._new_pool()  # envpool's own reset would go on with a game whose lives are left
-    obs, info = self._pool.reset()
+    with warnings.catch_warnings():
+      warnings.filterwarnings("ignore", message=".*precision lowered", category=UserWarning)  # of CartPole's bounds
+      obs, info = self._pool.reset()
     no = np.zeros(self.num_lanes, bool)
     return self._show(obs, np.zeros(self.num_lanes, np.float32), ~no, no, no, info)
 

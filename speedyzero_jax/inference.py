@@ -8,7 +8,6 @@ from collections.abc import Callable
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 
 from speedyzero_jax import losses
 from speedyzero_jax.config import Config

@@ -18,10 +18,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from speedyzero_jax import losses, optim
 from speedyzero_jax.config import Config
+from speedyzero_jax.metrics import names
 from speedyzero_jax.networks import Blueprint, Variables, make_blueprint, variables_of
 from speedyzero_jax.types import LearnerBatch, Params
 
 AXIS = "data"
+_TRUST_RATIOS = {
+  "min": names.TRUST_RATIO_MIN,
+  "mean": names.TRUST_RATIO_MEAN,
+  "max": names.TRUST_RATIO_MAX,
+  "fraction_clipped": names.TRUST_RATIO_CLIPPED,
+}
 
 
 class LearnerState(NamedTuple):
@@ -32,8 +39,7 @@ class LearnerState(NamedTuple):
   step: jax.Array  # [] int32, steps taken
 
 
-@chex.dataclass(frozen=True)
-class StepResult:
+class StepResult(NamedTuple):
   """What a step reports; stays on the device until somebody asks."""
 
   metrics: dict[str, chex.Array]  # scalars, by metric name
@@ -97,7 +103,8 @@ class Learner:
 
   def step(self, state: LearnerState, batch: LearnerBatch, key: jax.Array) -> tuple[LearnerState, StepResult]:
     """One update. `state` is donated: don't use it again. `key` is the run's; the step number is folded in."""
-    return self._step(state, batch, key)
+    state, (metrics, td_error) = self._step(state, batch, key)
+    return state, StepResult(metrics, td_error)
 
   def _fresh(self, key: jax.Array) -> LearnerState:
     variables = self._blueprint.init(key)
@@ -109,17 +116,19 @@ class Learner:
       self._local_step,
       mesh=self.mesh,
       in_specs=(replicated, sharded, replicated),
-      out_specs=(replicated, StepResult(metrics=replicated, td_error=sharded)),
+      out_specs=(replicated, (replicated, sharded)),
       check_vma=False,  # gradients of replicated parameters are averaged by hand below
     )
 
-  def _local_step(self, state: LearnerState, batch: LearnerBatch, key: jax.Array) -> tuple[LearnerState, StepResult]:
+  def _local_step(
+    self, state: LearnerState, batch: LearnerBatch, key: jax.Array
+  ) -> tuple[LearnerState, tuple[dict[str, jax.Array], jax.Array]]:
     local = batch.action.shape[0]
     # One key per sample by its place in the global batch, so that sharding changes no augmentation.
     index = jax.lax.axis_index(AXIS) * local + jnp.arange(local)
     keys = jax.vmap(partial(jax.random.fold_in, jax.random.fold_in(key, state.step)))(index)
     weight = batch.weight / jax.lax.pmax(jnp.max(batch.weight), AXIS)
-    batch = batch.replace(weight=jnp.maximum(weight, self._config.replay.min_weight))
+    batch = batch._replace(weight=jnp.maximum(weight, self._config.replay.min_weight))
 
     def loss_fn(params: Params):
       network = self._blueprint.bind(Variables(params, state.variables.batch_stats))
@@ -142,22 +151,22 @@ class Learner:
     params = optax.apply_updates(params, updates)
     means = jax.lax.pmean(
       {
-        "losses/total": loss,
-        "losses/value": terms.value,
-        "losses/value_prefix": terms.value_prefix,
-        "losses/policy": terms.policy,
-        "losses/consistency": terms.consistency,
-        "losses/policy_entropy": terms.policy_entropy,
-        "losses/td_error": jnp.mean(terms.td_error),
+        names.LOSS_TOTAL: loss,
+        names.LOSS_VALUE: terms.value,
+        names.LOSS_VALUE_PREFIX: terms.value_prefix,
+        names.LOSS_POLICY: terms.policy,
+        names.LOSS_CONSISTENCY: terms.consistency,
+        names.POLICY_ENTROPY: terms.policy_entropy,
+        names.TD_ERROR: jnp.mean(terms.td_error),
       },
       AXIS,
     )
     metrics = means | {
-      "charts/learning_rate": jnp.asarray(self._schedule(state.step), jnp.float32),
-      "learner/gradient_norm": optax.tree.norm(grads),
-      "learner/update_norm": optax.tree.norm(updates),
-      "learner/parameter_norm": optax.tree.norm(params),
+      names.LEARNING_RATE: jnp.asarray(self._schedule(state.step), jnp.float32),
+      names.GRADIENT_NORM: optax.tree.norm(grads),
+      names.UPDATE_NORM: optax.tree.norm(updates),
+      names.PARAMETER_NORM: optax.tree.norm(params),
     }
-    metrics |= {f"learner/trust_ratio_{k}": v for k, v in optim.trust_ratio_summary(opt_state).items()}
+    metrics |= {_TRUST_RATIOS[name]: value for name, value in optim.trust_ratio_summary(opt_state).items()}
     new = LearnerState(Variables(params, stats), opt_state, state.step + 1)
-    return new, StepResult(metrics=metrics, td_error=terms.td_error)
+    return new, (metrics, terms.td_error)

@@ -3,6 +3,8 @@
 Source: MuZero (Schrittwieser et al. 2020) appendix F for value coding, EfficientZero (Ye et al. 2021) for the loss.
 """
 
+from typing import NamedTuple
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -99,8 +101,7 @@ def augment(keys: jax.Array, observation: jax.Array, shift: int, intensity: floa
 # --- the loss -------------------------------------------------------------------------------------------------------
 
 
-@chex.dataclass(frozen=True)
-class LossTerms:
+class LossTerms(NamedTuple):
   """Means over the batch, unweighted, and what replay wants back."""
 
   value: chex.Array  # [] cross-entropy over all K+1 states
@@ -192,12 +193,11 @@ def unrolled_loss(
   )  # fmt: skip
   per_sample = config.value_coefficient * value_loss[0] + config.policy_coefficient * policy_loss[0] + recurrent / steps
   loss = jnp.mean(batch.weight * per_sample)
-  mean = lambda terms: jnp.mean(jnp.stack(terms))  # noqa: E731
   return loss, LossTerms(
-    value=mean(value_loss),
-    value_prefix=mean(prefix_loss),
-    policy=mean(policy_loss),
-    consistency=mean(consistency_loss),
+    value=jnp.mean(jnp.stack(value_loss)),
+    value_prefix=jnp.mean(jnp.stack(prefix_loss)),
+    policy=jnp.mean(jnp.stack(policy_loss)),
+    consistency=jnp.mean(jnp.stack(consistency_loss)),
     policy_entropy=jnp.mean(entropy),
     td_error=td_error,
   )

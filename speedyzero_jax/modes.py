@@ -1,5 +1,6 @@
 """The two ways to run the roles of a `Training` in one process: taking turns, or overlapping in threads."""
 
+import functools
 import threading
 import time
 from collections import deque
@@ -50,7 +51,7 @@ class _Overlapped:
   def run(self) -> None:
     """Starts the roles, learns in this thread, and ends them however it ends."""
     roles: list[Callable[[], None]] = [self._collect, self._draw]
-    roles += [lambda sweeper=sweeper: self._sweep(sweeper) for sweeper in self._training.sweepers]
+    roles += [functools.partial(self._sweep, sweeper) for sweeper in self._training.sweepers]
     threads = [threading.Thread(target=self._guard, args=(role,), daemon=True) for role in roles]
     for thread in threads:
       thread.start()
@@ -108,8 +109,7 @@ class _Overlapped:
     pending: tuple[Fed, StepResult, int] | None = None  # told to the replay one step late, so the device never waits
 
     def may_learn() -> bool:
-      overdue = any(sweeper.overdue(training.replay, pacer.learner_steps) for sweeper in training.sweepers)
-      return bool(self._ready) and not overdue
+      return bool(self._ready) and not any(s.overdue(training.replay, pacer.learner_steps) for s in training.sweepers)
 
     while pacer.learner_steps < training.config.learner.steps:
       begin = time.monotonic()

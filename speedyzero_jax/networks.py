@@ -7,9 +7,9 @@ Knows nothing of losses, search, processes or files.
 Source: EfficientZero (Ye et al. 2021), appendix A and the facts in its released code, written afresh.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -152,7 +152,9 @@ class Dynamics(nnx.Module):
       planes = jax.nn.one_hot(action, self.num_actions, dtype=state.dtype)
     else:
       planes = (action[:, None] / self.num_actions).astype(state.dtype)
-    planes = jnp.broadcast_to(planes[:, None, None, :], (*state.shape[:3], planes.shape[-1]))
+    planes = jnp.broadcast_to(
+      planes[:, None, None, :], (state.shape[0], state.shape[1], state.shape[2], planes.shape[-1])
+    )
     x = self.norm(self.conv(jnp.concatenate([state, planes], axis=-1)), use_running_average=not train)
     x = nnx.relu(x + state)
     for block in self.blocks:
@@ -185,7 +187,10 @@ class Consistency(nnx.Module):
     sizes = [(inputs, hidden), (hidden, hidden), (hidden, out)]
     self.linears = nnx.List([layers.linear(i, o) for i, o in sizes])
     self.norms = nnx.List([layers.norm(o) for _, o in sizes])
-    self.predict1, self.predict_norm = layers.linear(out, config.prediction_hidden), layers.norm(config.prediction_hidden)
+    self.predict1, self.predict_norm = (
+      layers.linear(out, config.prediction_hidden),
+      layers.norm(config.prediction_hidden),
+    )
     self.predict2 = layers.linear(config.prediction_hidden, out)
 
   def project(self, state: jax.Array, train: bool) -> jax.Array:
@@ -251,9 +256,7 @@ class Network(nnx.Module):
       state = block(state, train)
     return self.value(state, train), self.policy(state, train)
 
-  def step(
-    self, state: jax.Array, carry: Carry, action: jax.Array, train: bool
-  ) -> tuple[jax.Array, Carry, jax.Array]:
+  def step(self, state: jax.Array, carry: Carry, action: jax.Array, train: bool) -> tuple[jax.Array, Carry, jax.Array]:
     """(state, carry, action [B]) -> next state, next carry, value-prefix logits [B, 2*support+1]."""
     state = self.dynamics(state, action, train)
     carry, prefix_logits = self.value_prefix(state, carry, train)
@@ -264,7 +267,7 @@ class Network(nnx.Module):
     return initial_carry(self.config, batch)
 
 
-@chex.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Blueprint:
   """A network without its values: makes variables, and turns variables back into a network inside jit."""
 

@@ -74,9 +74,7 @@ class Reporter:
     with self._lock:
       self._latest.update(values)
 
-  def line(
-    self, *, learner_steps: int, env_steps: int, replay: Mapping[str, float], episodes: EpisodeStats
-  ) -> None:
+  def line(self, *, learner_steps: int, env_steps: int, replay: Mapping[str, float], episodes: EpisodeStats) -> None:
     """Writes a line and updates the display."""
     collected = max(env_steps - self._config.actor.random_steps, 1)
     with self._lock:

@@ -87,7 +87,9 @@ def open_existing(path: Path, changes: list[str]) -> RunFolder:
     raise RunFolderError(str(error)) from error
   different = [line for line in config_io.diff(stored, config) if not line.startswith(_MAY_CHANGE)]
   if different:
-    raise RunFolderError(f"{path} was started with another configuration ({'; '.join(different)}); start a new run instead")
+    raise RunFolderError(
+      f"{path} was started with another configuration ({'; '.join(different)}); start a new run instead"
+    )
   try:
     return RunFolder(path, config, _lock(path))
   except OSError as error:
@@ -106,7 +108,11 @@ def read_config(path: Path) -> Config:
 
 def _occupied(path: Path, config: Config) -> str:
   different = config_io.diff(read_config(path), config)
-  what = f"another configuration ({'; '.join(different[:3])}{'; ...' if len(different) > 3 else ''})" if different else "this"
+  what = (
+    f"another configuration ({'; '.join(different[:3])}{'; ...' if len(different) > 3 else ''})"
+    if different
+    else "this"
+  )
   return f"{path} already holds a run of {what}. Go on with it: --resume {path}. Or choose another run.dir."
 
 

@@ -136,7 +136,7 @@ def make_search(
     )
     mctx_root = mctx.RootFnOutput(prior_logits=root.policy_logits.astype(jnp.float32), value=value, embedding=node)
     output = run(params, key, mctx_root, step, explore, temperature)
-    return SearchResult(  # type: ignore[call-arg]  # mypy does not see the fields of a chex.dataclass
+    return SearchResult(
       action=output.action.astype(jnp.int32),
       policy=output.action_weights,
       search_value=output.search_tree.summary().value,

@@ -5,6 +5,7 @@
 
 import hashlib
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -20,6 +21,7 @@ from speedyzero_jax.inference import Inference
 from speedyzero_jax.learner import Learner, StepResult, make_mesh
 from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.rates import EpisodeStats
+from speedyzero_jax.networks import make_blueprint
 from speedyzero_jax.pacing import Pacer
 from speedyzero_jax.reanalyser import REANALYSER, REFRESHER, BatchReanalyser, Sweeper
 from speedyzero_jax.replay.buffer import Replay, SweepName
@@ -209,7 +211,8 @@ class Training:
       self.reporter.message(f"{error}; training goes on, earlier checkpoints are intact")
     step = self.pacer.learner_steps
     with self._collect_lock:
-      heads, slots = self.replay.heads, self.replay.export_slots(self.checkpoints.heads)
+      heads, saved = self.replay.heads, self.checkpoints.heads
+      slots = self.replay.export_slots(np.zeros_like(heads) if saved is None else saved)
       replay, actor, env_steps = self.replay.state_dict(), self.actor.state(), self.pacer.env_steps
     versions = self.weights.snapshot()
     network, optimizer, weights = jax.device_get(
@@ -229,7 +232,7 @@ class Training:
 
   def _read_checkpoint(self) -> tuple[Snapshot, list[dict[str, np.ndarray]]]:
     state = self.learner.abstract()
-    weights = {name: state.variables for name in (ACTOR, REANALYSER, REFRESHER)}
+    weights = dict.fromkeys((ACTOR, REANALYSER, REFRESHER), state.variables)
     abstract = {"network": state.variables, "optimizer": state.opt_state, "weights": weights}
     return self.checkpoints.restore(abstract, self.reporter.message)
 
@@ -280,13 +283,32 @@ def make_replay(config: Config, frame_shape: tuple[int, ...], frame_dtype: np.dt
 
 
 def sweeps(config: Config) -> list[SweepName]:
-  """The whole-buffer passes a configuration needs. Sweep reanalysis refreshes priorities too, so one may do for both."""
+  """The whole-buffer passes a configuration needs. Sweep reanalysis refreshes priorities too: one may do for both."""
   passes: list[SweepName] = []
   if config.reanalyse.schedule == "sweep":
     passes.append("reanalyse")
   if config.refresh.enabled and not (passes and config.reanalyse.max_age <= config.refresh.max_age):
     passes.append("refresh")
   return passes
+
+
+def restore_for_evaluation(config: Config, run_dir: Path, report: Callable[[str], None]) -> tuple[Inference, Version]:
+  """What is needed to play with the newest readable checkpoint of a run. Raises CheckpointError if there is none."""
+  env = make_env(config.env, 1, 0, training=False)
+  height, width, channels = env.frame_shape
+  blueprint = make_blueprint(config.network, (height, width, channels * config.env.frame_stack), env.num_actions)
+  env.close()
+  here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+  shapes = jax.eval_shape(blueprint.init, jax.random.key(0))
+  abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
+  step, variables = Checkpoints(run_dir).restore_network(abstract, report)
+  return Inference(config, blueprint), Version(step, variables)
+
+
+def enable_compilation_cache(config: Config) -> None:
+  """Keeps compiled programs between runs."""
+  folder = config.run.compile_cache or str(Path.home() / ".cache" / "speedyzero_jax" / "xla")
+  jax.config.update("jax_compilation_cache_dir", folder)
 
 
 def evaluation_seed(config: Config) -> int:

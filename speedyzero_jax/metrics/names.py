@@ -49,6 +49,7 @@ LOSS_VALUE = _metric("losses/value", "nats", "Cross-entropy of the value, before
 LOSS_POLICY = _metric("losses/policy", "nats", "Cross-entropy of the policy, before its coefficient.")
 LOSS_VALUE_PREFIX = _metric("losses/value_prefix", "nats", "Cross-entropy of the value prefix, before its coefficient.")
 LOSS_CONSISTENCY = _metric("losses/consistency", "1", "Negative cosine of the SimSiam pair, before its coefficient.")
+POLICY_ENTROPY = _metric("losses/policy_entropy", "nats", "Entropy of the policy predicted at the sampled states.")
 TD_ERROR = _metric("losses/td_error", "points", "Mean |value - target| of the sampled states.")
 
 GRADIENT_NORM = _metric("learner/gradient_norm", "1", "Global norm of the gradient before it is clipped.")

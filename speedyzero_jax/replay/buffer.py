@@ -31,9 +31,22 @@ class Replay:
   are dropped, and in a batch their masks are 0.
   """
 
-  def __init__(self, *, lanes: int, capacity: int, frame_shape: tuple[int, ...], frame_dtype: np.dtype | type,
-               num_actions: int, replay: ReplayConfig, reanalyse: ReanalyseConfig, unroll_steps: int,
-               value_prefix_horizon: int, frame_stack: int, discount: float, rng_seed: int):
+  def __init__(
+    self,
+    *,
+    lanes: int,
+    capacity: int,
+    frame_shape: tuple[int, ...],
+    frame_dtype: np.dtype | type,
+    num_actions: int,
+    replay: ReplayConfig,
+    reanalyse: ReanalyseConfig,
+    unroll_steps: int,
+    value_prefix_horizon: int,
+    frame_stack: int,
+    discount: float,
+    rng_seed: int,
+  ):
     """Makes an empty replay of `capacity` slots per lane.
 
     Raises:
@@ -45,8 +58,12 @@ class Replay:
       raise ValueError(f"capacity must be at least {shortest} slots per lane (stack + unroll + n), got {capacity}")
     if not replay.min_priority > 0:
       raise ValueError(f"replay.min_priority must be positive, got {replay.min_priority}")
-    for name, value in (("unroll_steps", unroll_steps), ("value_prefix_horizon", value_prefix_horizon),
-                        ("frame_stack", frame_stack), ("replay.td_steps", replay.td_steps)):
+    for name, value in (
+      ("unroll_steps", unroll_steps),
+      ("value_prefix_horizon", value_prefix_horizon),
+      ("frame_stack", frame_stack),
+      ("replay.td_steps", replay.td_steps),
+    ):
       if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
     self._config = replay
@@ -54,12 +71,22 @@ class Replay:
     self._unroll, self._stack = unroll_steps, frame_stack
     self._lookahead = unroll_steps + replay.td_steps
     self._spec = TargetSpec(
-      unroll_steps=unroll_steps, value_prefix_horizon=value_prefix_horizon, td_steps=replay.td_steps,
-      age_interval=replay.age_interval, discount=discount, value_target=reanalyse.value_target,
-      mixed_start=reanalyse.mixed_start, mixed_newest=reanalyse.mixed_newest)
+      unroll_steps=unroll_steps,
+      value_prefix_horizon=value_prefix_horizon,
+      td_steps=replay.td_steps,
+      age_interval=replay.age_interval,
+      discount=discount,
+      value_target=reanalyse.value_target,
+      mixed_start=reanalyse.mixed_start,
+      mixed_newest=reanalyse.mixed_newest,
+    )
     self._one_state = TargetSpec(
-      unroll_steps=0, value_prefix_horizon=1, td_steps=replay.td_steps, age_interval=replay.age_interval,
-      discount=discount)
+      unroll_steps=0,
+      value_prefix_horizon=1,
+      td_steps=replay.td_steps,
+      age_interval=replay.age_interval,
+      discount=discount,
+    )
     self._store = LaneStore(lanes, capacity, frame_shape, frame_dtype, num_actions)
     self._tree = SumTree(lanes * capacity)  # priority ** alpha of eligible transitions, 0 elsewhere
     self._priority_step = np.zeros((lanes, capacity), np.int32)
@@ -103,7 +130,7 @@ class Replay:
       old_head = self._store.head.copy()
       self._store.append(segments)
       self._grow_sweeps(old_head)
-      self._update_eligible(lane, old_head[lane], np.array([segment.step[-1] for segment in segments]))
+      self._update_eligible(lane, old_head[lane])
 
   def truncate(self, lane: int) -> None:
     """Ends a lane's open episode where it is, because its environment was lost (see `LaneStore.truncate`).
@@ -115,8 +142,7 @@ class Replay:
         raise ValueError(f"lane must be in 0..{self._store.lanes - 1}, got {lane}")
       self._store.truncate(lane)
       if self._store.head[lane]:
-        at, head = np.array([lane]), self._store.head[[lane]]
-        self._update_eligible(at, head, self._store.policy_step[at, self._store.cell(head - 1)])
+        self._update_eligible(np.array([lane]), self._store.head[[lane]])
 
   def _grow_sweeps(self, old_head: np.ndarray) -> None:
     capacity = self._store.capacity
@@ -133,8 +159,8 @@ class Replay:
     stacked = np.maximum(time - self._stack + 1, store.episode_start[lane, cell]) >= store.tail[lane]
     return (store.action[lane, cell] >= 0) & complete & stacked
 
-  def _update_eligible(self, lane: np.ndarray, old_head: np.ndarray, step: np.ndarray) -> None:
-    """Brings the tree up to date after lanes [m] grew from `old_head` by slots of learner step `step`."""
+  def _update_eligible(self, lane: np.ndarray, old_head: np.ndarray) -> None:
+    """Brings the tree up to date after lanes [m] grew from `old_head` [m]."""
     store = self._store
     head, tail = store.head[lane], store.tail[lane]
     # What can have changed: slots too close to the old head, new slots, and those whose stack was just evicted.
@@ -144,12 +170,13 @@ class Replay:
     time = np.concatenate([near_head, near_tail], axis=1)
     valid = np.concatenate([near_head < head[:, None], near_tail < recent[:, None]], axis=1)
     row, _ = np.nonzero(valid)
-    lane, time, is_new, step = lane[row], time[valid], time[valid] >= old_head[row], step[row]
+    lane, time, is_new = lane[row], time[valid], time[valid] >= old_head[row]
     leaf = self._leaf(lane, time)
     was = self._tree.get(leaf) > 0  # for new slots: whether the one they evicted was eligible
     now = self._eligible(lane, time)
     enters, leaves = now & (is_new | ~was), was & ~now
-    self._priority_step[lane[enters], store.cell(time[enters])] = step[enters]
+    # Not scored yet, so as old as the score would be that the stored values give.
+    self._priority_step[lane[enters], store.cell(time[enters])] = self._rests_on(lane[enters], time[enters])
     changed = enters | leaves
     self._tree.set(leaf[changed], np.where(enters[changed], self._tree.max or 1.0, 0.0))
     self._num_eligible += int(now.sum()) - int(was.sum())
@@ -183,8 +210,13 @@ class Replay:
       present, safe = self._present(lane, time)
       targets = compute_targets(store, lane, safe, self._spec, learner_step)
       if not present.all():
-        targets = targets._replace(**{name: mask * present.reshape(-1, 1).astype(np.float32)
-                                      for name, mask in targets._asdict().items() if name.endswith("_mask")})
+        targets = targets._replace(
+          **{
+            name: mask * present.reshape(-1, 1).astype(np.float32)
+            for name, mask in targets._asdict().items()
+            if name.endswith("_mask")
+          }
+        )
       states = self._states(lane, safe)
       real = safe[:, None] + np.arange(self._unroll + 1) == states
       cell = store.cell(states)
@@ -193,8 +225,14 @@ class Replay:
       anything = self._rng.integers(0, store.num_actions, action.shape, np.int32)
       action = np.where(real[:, :-1] & (action >= 0), action, anything)
       age = np.where(real, learner_step - store.policy_step[at, cell], 0)
-    return Batch(lane=lane.astype(np.int32), time=time.astype(np.int64), action=action, targets=targets,
-                 probability=probability, age=age.astype(np.int32))
+    return Batch(
+      lane=lane.astype(np.int32),
+      time=time.astype(np.int64),
+      action=action,
+      targets=targets,
+      probability=probability,
+      age=age.astype(np.int32),
+    )
 
   def set_priorities(self, lane: np.ndarray, time: np.ndarray, td_error: np.ndarray, step: int) -> None:
     """Priorities |td_error| + min_priority of trained transitions, found with weights of learner step `step`.
@@ -257,8 +295,15 @@ class Replay:
       states = bootstrap_times(self._store, lane, safe, self._spec)
       return np.broadcast_to(lane[:, None], states.shape), states
 
-  def write_search(self, lane: np.ndarray, time: np.ndarray, policy: np.ndarray, search_value: np.ndarray,
-                   bootstrap_value: np.ndarray, step: int) -> None:
+  def write_search(
+    self,
+    lane: np.ndarray,
+    time: np.ndarray,
+    policy: np.ndarray,
+    search_value: np.ndarray,
+    bootstrap_value: np.ndarray,
+    step: int,
+  ) -> None:
     """Stores search results [B] (policy [B, A]) and root values, found with weights of learner step `step`.
 
     What was found with newer weights is kept. Raises ValueError for shapes that do not fit or values not finite.
@@ -270,8 +315,7 @@ class Replay:
     bootstrap_value = _finite("bootstrap_value", bootstrap_value, lane)
     with self._lock:
       store = self._store
-      self._write_newer(store.policy_step, lane, time, step, (store.policy, policy),
-                        (store.search_value, search_value))
+      self._write_newer(store.policy_step, lane, time, step, (store.policy, policy), (store.search_value, search_value))
       self._write_newer(store.bootstrap_step, lane, time, step, (store.bootstrap, bootstrap_value))
 
   def write_bootstrap(self, lane: np.ndarray, time: np.ndarray, value: np.ndarray, step: int) -> None:
@@ -289,8 +333,9 @@ class Replay:
     with self._lock:
       self._write_newer(self._store.value_step, lane, time, step, (self._store.value, value))
 
-  def _write_newer(self, stamps: np.ndarray, lane: np.ndarray, time: np.ndarray, step: int,
-                   *writes: tuple[np.ndarray, np.ndarray]) -> None:
+  def _write_newer(
+    self, stamps: np.ndarray, lane: np.ndarray, time: np.ndarray, step: int, *writes: tuple[np.ndarray, np.ndarray]
+  ) -> None:
     present, safe = self._present(lane, time)
     keep = present & (stamps[lane, self._store.cell(safe)] <= step)
     lane, cell = lane[keep], self._store.cell(time[keep])
@@ -317,10 +362,14 @@ class Replay:
       at, cell = leaf // store.capacity, leaf % store.capacity
       when = store.time_of(at, cell)
       z = n_step_values(store, store.value, at, when, self._one_state)[:, 0]
-      end = store.cell(bootstrap_times(store, at, when, self._one_state)[:, 0])
-      v_step = store.value_step[at, cell]
-      z_step = np.where(store.terminated[at, end], v_step, store.value_step[at, end])
-      self._write_priorities(at, when, store.value[at, cell] - z, np.minimum(v_step, z_step))
+      self._write_priorities(at, when, store.value[at, cell] - z, self._rests_on(at, when))
+
+  def _rests_on(self, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
+    """The older of the stamps of the two values behind each priority |v - z|, int32 [B]."""
+    stamps = self._store.value_step
+    v_step = stamps[lane, self._store.cell(time)]
+    end = self._store.cell(bootstrap_times(self._store, lane, time, self._one_state)[:, 0])
+    return np.where(self._store.terminated[lane, end], v_step, np.minimum(v_step, stamps[lane, end]))
 
   # --- sweeps
 
@@ -355,10 +404,12 @@ class Replay:
       cell = store.cell(time)
       eligible = self._tree.get(self._leaf(lane, time)) > 0
       priority_age = learner_step - self._priority_step[lane, cell][eligible]
-      target_age = learner_step - store.policy_step[lane, cell][store.action[lane, cell] >= 0]
+      acted = store.action[lane, cell] >= 0
+      target_age = learner_step - store.policy_step[lane, cell][acted]
       memory = store.memory()
       return {
-        "transitions": float(self.num_transitions),
+        "transitions": float(acted.sum()),
+        "collected": float(self.num_transitions),
         "eligible": float(self._num_eligible),
         "slots": float(len(time)),
         "bytes": memory["bytes"],

@@ -26,8 +26,9 @@ class LaneStore:
   times (`OPEN` while unfinished). The live slots of a lane are tail[lane] <= t < head[lane].
   """
 
-  def __init__(self, lanes: int, capacity: int, frame_shape: tuple[int, ...], frame_dtype: np.dtype | type,
-               num_actions: int):
+  def __init__(
+    self, lanes: int, capacity: int, frame_shape: tuple[int, ...], frame_dtype: np.dtype | type, num_actions: int
+  ):
     """Raises ValueError for sizes below 1."""
     for name, size in (("lanes", lanes), ("capacity", capacity), ("num_actions", num_actions)):
       if size < 1:
@@ -96,11 +97,13 @@ class LaneStore:
     for name, (shape, dtype) in self._form.items():
       array = getattr(segment, name)
       if array.shape != (n, *shape) or array.dtype != dtype:
-        raise ValueError(f"segment of lane {lane}: {name} must be {dtype}{[n, *shape]}, "
-                         f"got {array.dtype}{list(array.shape)}")
+        raise ValueError(
+          f"segment of lane {lane}: {name} must be {dtype}{[n, *shape]}, got {array.dtype}{list(array.shape)}"
+        )
 
-  def _check_content(self, lane: np.ndarray, offset: np.ndarray, slots: dict[str, np.ndarray],
-                     frames: list[np.ndarray]) -> None:
+  def _check_content(
+    self, lane: np.ndarray, offset: np.ndarray, slots: dict[str, np.ndarray], frames: list[np.ndarray]
+  ) -> None:
     """Values and how they hang together."""
     ended = slots["terminated"] | slots["truncated"]
     expected_first = np.concatenate([[False], ended[:-1]])
@@ -119,8 +122,9 @@ class LaneStore:
     if self.frame.dtype.kind == "f" and not all(np.isfinite(frame).all() for frame in frames):
       raise ValueError(f"segments of lanes {lane[offset].tolist()}: frame must be finite")
 
-  def _write(self, lane: np.ndarray, size: np.ndarray, offset: np.ndarray, slots: dict[str, np.ndarray],
-             frames: list[np.ndarray]) -> None:
+  def _write(
+    self, lane: np.ndarray, size: np.ndarray, offset: np.ndarray, slots: dict[str, np.ndarray], frames: list[np.ndarray]
+  ) -> None:
     position = np.arange(len(lane))
     start = self.head[lane[offset]]
     time = position + np.repeat(start - offset, size)
@@ -176,12 +180,14 @@ class LaneStore:
     if not 0 <= lane < self.lanes or start < self.head[lane]:
       raise ValueError(f"frames of lane {lane} from {start} on do not follow what is there")
     if frame.shape[1:] != self.frame.shape[2:] or frame.dtype != self.frame.dtype:
-      raise ValueError(f"frames of lane {lane} must be {self.frame.dtype}{list(self.frame.shape[2:])} each, "
-                       f"got {frame.dtype}{list(frame.shape[1:])}")
+      raise ValueError(
+        f"frames of lane {lane} must be {self.frame.dtype}{list(self.frame.shape[2:])} each, "
+        f"got {frame.dtype}{list(frame.shape[1:])}"
+      )
     if start > self.head[lane]:
       self.tail[lane] = start
     stop = start + len(frame)
-    kept = frame[-self.capacity:]
+    kept = frame[-self.capacity :]
     self.frame[lane, np.arange(stop - len(kept), stop) % self.capacity] = kept
     self.head[lane] = stop
     self.tail[lane] = max(self.tail[lane], stop - self.capacity)

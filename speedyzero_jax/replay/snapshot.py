@@ -21,8 +21,12 @@ def unpack_rng(words: np.ndarray) -> np.random.Generator:
   """The generator that `pack_rng` described."""
   state, inc = ((int(words[i]) << 64) | int(words[i + 1]) for i in (0, 2))
   bits = np.random.PCG64()
-  bits.state = {"bit_generator": "PCG64", "state": {"state": state, "inc": inc}, "has_uint32": int(words[4]),
-                "uinteger": int(words[5])}
+  bits.state = {
+    "bit_generator": "PCG64",
+    "state": {"state": state, "inc": inc},
+    "has_uint32": int(words[4]),
+    "uinteger": int(words[5]),
+  }
   return np.random.Generator(bits)
 
 
@@ -43,8 +47,7 @@ def export_frames(store: LaneStore, start: np.ndarray) -> dict[str, np.ndarray]:
   lane, time = live_index(store)
   chosen = time >= begin[lane]
   lane, time = lane[chosen], time[chosen]
-  return {"start": begin, "count": store.head - begin,
-          "frame": store.gather(lane * store.capacity + store.cell(time))}
+  return {"start": begin, "count": store.head - begin, "frame": store.gather(lane * store.capacity + store.cell(time))}
 
 
 def import_frames(store: LaneStore, exported: Mapping[str, np.ndarray]) -> None:
@@ -57,13 +60,15 @@ def import_frames(store: LaneStore, exported: Mapping[str, np.ndarray]) -> None:
   if start.shape != (store.lanes,) or count.shape != (store.lanes,):
     raise ValueError(f"exported slots are of {len(start)} lanes, this replay has {store.lanes}")
   if frame.shape != (int(count.sum()), *store.frame.shape[2:]) or frame.dtype != store.frame.dtype:
-    raise ValueError(f"exported frames are {frame.dtype}{list(frame.shape)}, expected "
-                     f"{store.frame.dtype}{[int(count.sum()), *store.frame.shape[2:]]}")
+    raise ValueError(
+      f"exported frames are {frame.dtype}{list(frame.shape)}, expected "
+      f"{store.frame.dtype}{[int(count.sum()), *store.frame.shape[2:]]}"
+    )
   if count.min() < 0 or np.any((start < store.head) & (count > 0)):
     raise ValueError("exported slots do not follow the ones already here")
   stop = np.cumsum(count)
   for lane in np.flatnonzero(count):
-    store.put_frames(int(lane), int(start[lane]), frame[stop[lane] - count[lane]: stop[lane]])
+    store.put_frames(int(lane), int(start[lane]), frame[stop[lane] - count[lane] : stop[lane]])
 
 
 def export_store(store: LaneStore) -> dict[str, np.ndarray]:
@@ -71,8 +76,11 @@ def export_store(store: LaneStore) -> dict[str, np.ndarray]:
   lane, time = live_index(store)
   cell = store.cell(time)
   state = {f"slot_{name}": array[lane, cell] for name, array in store.fields().items()}
-  return state | {"head": store.head.copy(), "tail": store.tail.copy(),
-                  "num_transitions": np.array(store.num_transitions, np.int64)}
+  return state | {
+    "head": store.head.copy(),
+    "tail": store.tail.copy(),
+    "num_transitions": np.array(store.num_transitions, np.int64),
+  }
 
 
 def check_store(store: LaneStore, state: Mapping[str, np.ndarray]) -> None:
@@ -83,8 +91,9 @@ def check_store(store: LaneStore, state: Mapping[str, np.ndarray]) -> None:
   for name, array in store.fields().items():
     saved = state[f"slot_{name}"]
     if saved.shape != (slots, *array.shape[2:]) or saved.dtype != array.dtype:
-      raise ValueError(f"slot_{name} is {saved.dtype}{list(saved.shape)}, expected "
-                       f"{array.dtype}{[slots, *array.shape[2:]]}")
+      raise ValueError(
+        f"slot_{name} is {saved.dtype}{list(saved.shape)}, expected {array.dtype}{[slots, *array.shape[2:]]}"
+      )
 
 
 def import_store(store: LaneStore, state: Mapping[str, np.ndarray]) -> None:

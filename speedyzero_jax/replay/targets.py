@@ -46,8 +46,9 @@ def bootstrap_times(store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: 
   return np.minimum(states + td_horizon(store, lane, time, spec)[:, None], store.last(lane, time)[:, None])
 
 
-def n_step_values(store: LaneStore, values: np.ndarray, lane: np.ndarray, time: np.ndarray,
-                  spec: TargetSpec) -> np.ndarray:
+def n_step_values(
+  store: LaneStore, values: np.ndarray, lane: np.ndarray, time: np.ndarray, spec: TargetSpec
+) -> np.ndarray:
   """n-step returns of states time .. time+K, [B, K+1] float64, bootstrapping from `values` [L, C].
 
   z = sum_{i<m} discount^i reward[s+i] + discount^m values[s+m], m = n unless the episode's last stored frame comes
@@ -68,8 +69,9 @@ def n_step_values(store: LaneStore, values: np.ndarray, lane: np.ndarray, time: 
   return z
 
 
-def compute_targets(store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec,
-                    learner_step: int) -> Targets:
+def compute_targets(
+  store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec, learner_step: int
+) -> Targets:
   """Targets of the unroll from each live slot (lane [B], time [B]).
 
   After a terminal frame come absorbing states: value and reward 0, trained on. After a truncated episode's last
@@ -106,8 +108,9 @@ def compute_targets(store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: 
   )
 
 
-def _use_search(store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec,
-                learner_step: int) -> np.ndarray:
+def _use_search(
+  store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec, learner_step: int
+) -> np.ndarray:
   """Which samples take the search's value rather than the n-step return, [B] bool (EZ-V2's mixed target)."""
   if spec.value_target != "mixed":
     return np.full(len(time), spec.value_target == "search")

@@ -52,9 +52,17 @@ class Stream:
       reward, search_value, value = (float(np.float32(x)) for x in self.rng.normal(size=3))
       time = self.heads[lane]
       slot = Slot(
-        time=time, frame=(lane, time // 256, time % 256), action=int(self.rng.integers(NUM_ACTIONS)), reward=reward,
-        policy=policy.tolist(), search_value=search_value, value=value, bootstrap=value, policy_step=step,
-        inserted=self.transitions)
+        time=time,
+        frame=(lane, time // 256, time % 256),
+        action=int(self.rng.integers(NUM_ACTIONS)),
+        reward=reward,
+        policy=policy.tolist(),
+        search_value=search_value,
+        value=value,
+        bootstrap=value,
+        policy_step=step,
+        inserted=self.transitions,
+      )
       if ending != "open":
         slot.action = -1
       else:
@@ -65,7 +73,8 @@ class Stream:
       rows.append((slot, first, ending))
     slots = [row[0] for row in rows]
     return Segment(
-      lane=lane, start=start,
+      lane=lane,
+      start=start,
       frame=np.array([s.frame for s in slots], np.uint8).reshape(n, *FRAME_SHAPE),
       first=np.array([row[1] for row in rows]),
       terminated=np.array([row[2] == "terminated" for row in rows]),
@@ -75,7 +84,8 @@ class Stream:
       policy=np.array([s.policy for s in slots], np.float32),
       search_value=np.array([s.search_value for s in slots], np.float32),
       value=np.array([s.value for s in slots], np.float32),
-      step=np.full(n, step, np.int32))
+      step=np.full(n, step, np.int32),
+    )
 
   def find(self, lane: int, time: int) -> tuple[Episode, int]:
     """The episode of a slot, and the slot's place in it."""
@@ -123,17 +133,30 @@ def horizon(age: int, td_steps: int, age_interval: int) -> int:
   return n
 
 
-def targets(stream: Stream, lane: int, time: int, *, unroll: int, prefix_horizon: int, td_steps: int,
-            age_interval: int, discount: float, value_target: str = "bootstrap", mixed_start: int = 0,
-            mixed_newest: int = 0, learner_step: int = 0) -> dict[str, list]:
+def targets(
+  stream: Stream,
+  lane: int,
+  time: int,
+  *,
+  unroll: int,
+  prefix_horizon: int,
+  td_steps: int,
+  age_interval: int,
+  discount: float,
+  value_target: str = "bootstrap",
+  mixed_start: int = 0,
+  mixed_newest: int = 0,
+  learner_step: int = 0,
+) -> dict[str, list]:
   """The fields of `types.Targets` for one sample, as nested lists."""
   episode, i = stream.find(lane, time)
   age = stream.transitions - episode.slots[i].inserted
   n = horizon(age, td_steps, age_interval)
-  search = value_target == "search" or (
-    value_target == "mixed" and learner_step >= mixed_start and age > mixed_newest)
-  out: dict[str, list] = {name: [] for name in (
-    "value", "value_prefix", "policy", "value_mask", "prefix_mask", "policy_mask", "consistency_mask")}
+  search = value_target == "search" or (value_target == "mixed" and learner_step >= mixed_start and age > mixed_newest)
+  out: dict[str, list] = {
+    name: []
+    for name in ("value", "value_prefix", "policy", "value_mask", "prefix_mask", "policy_mask", "consistency_mask")
+  }
   prefix = 0.0
   length = len(episode.slots)
   for k in range(unroll + 1):

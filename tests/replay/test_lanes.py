@@ -25,8 +25,12 @@ def snapshot(store):
   return {name: array.copy() for name, array in arrays.items()} | {"n": store.num_transitions}
 
 
-@given(lanes=st.integers(1, 3), capacity=st.integers(1, 12), seed=st.integers(0, 2**32 - 1),
-       end=st.sampled_from([0.02, 0.2, 0.9]))
+@given(
+  lanes=st.integers(1, 3),
+  capacity=st.integers(1, 12),
+  seed=st.integers(0, 2**32 - 1),
+  end=st.sampled_from([0.02, 0.2, 0.9]),
+)
 def test_store_holds_exactly_the_newest_slots(lanes, capacity, seed, end):
   stream, store = reference.Stream(lanes, seed, end), make_store(lanes, capacity)
   fill(store, stream, seed)
@@ -132,8 +136,12 @@ def segment_with_an_end(stream, lane):
   """Four slots: the second ends the lane's open episode."""
   s = stream.segment(lane, 4, 1)
   end = np.array([False, True, False, False])
-  return s._replace(terminated=end, truncated=~end & False, first=np.array([False, False, True, False]),
-                    action=np.where(end, -1, 1).astype(np.int32))
+  return s._replace(
+    terminated=end,
+    truncated=~end & False,
+    first=np.array([False, False, True, False]),
+    action=np.where(end, -1, 1).astype(np.int32),
+  )
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -156,7 +164,7 @@ def test_a_lane_twice_or_a_segment_longer_than_the_ring_is_refused():
   first, second = stream.segment(0, 2), stream.segment(0, 2)
   with pytest.raises(ValueError, match="one segment per lane"):
     store.append([first, second])
-  with pytest.raises(ValueError, match="1..4 slots"):
+  with pytest.raises(ValueError, match="must hold"):
     store.append([reference.Stream(1, 0).segment(0, 5)])
   assert store.head[0] == 0
 

@@ -76,10 +76,17 @@ def test_sampling_an_empty_tree_is_refused():
     SumTree(5).sample(3, np.random.default_rng(0))
 
 
-@pytest.mark.parametrize("leaf, priority", [
-  ([0, 1], [1.0, -1e-9]), ([0, 1], [1.0, np.nan]), ([0], [np.inf]), ([0, 5], [1.0, 1.0]), ([-1], [1.0]),
-  ([0, 1], [1.0]),
-])
+@pytest.mark.parametrize(
+  "leaf, priority",
+  [
+    ([0, 1], [1.0, -1e-9]),
+    ([0, 1], [1.0, np.nan]),
+    ([0], [np.inf]),
+    ([0, 5], [1.0, 1.0]),
+    ([-1], [1.0]),
+    ([0, 1], [1.0]),
+  ],
+)
 def test_bad_updates_are_refused_and_change_nothing(leaf, priority):
   tree = SumTree(5)
   tree.set(np.arange(5), np.arange(5.0))
@@ -104,3 +111,13 @@ def test_importance_weights_undo_the_sampling_bias():
   tree.set(np.arange(50), priority)
   leaf, probability = tree.sample(400_000, rng)
   np.testing.assert_allclose((importance_weights(probability, 50, 1.0) * x[leaf]).mean(), x.mean(), atol=0.01)
+
+
+def test_rounding_never_leads_into_a_subtree_of_zeros():
+  """Numbers for which the largest draw, less the left half, rounds to all of the right half."""
+  ulp = 2.0**-52
+  tree = SumTree(4)
+  tree.set(np.arange(4), np.array([1.5 * ulp, 0.0, 1 + 2 * ulp, 0.0]))
+  leaf, probability = tree.sample(1, _Edge())
+  assert leaf.tolist() == [2]
+  assert probability[0] > 0

@@ -1,3 +1,5 @@
+import threading
+
 import numpy as np
 import pytest
 import reference
@@ -6,7 +8,7 @@ from hypothesis import strategies as st
 from test_lanes import bad
 
 from speedyzero_jax.config import ReanalyseConfig, ReplayConfig
-from speedyzero_jax.replay import Replay
+from speedyzero_jax.replay import Replay, snapshot
 
 LANES, UNROLL, STACK, TD, DISCOUNT = 2, 3, 2, 2, 0.9
 CONFIG = ReplayConfig(alpha=0.7, min_priority=0.01, td_steps=TD, age_interval=12)
@@ -14,9 +16,19 @@ CONFIG = ReplayConfig(alpha=0.7, min_priority=0.01, td_steps=TD, age_interval=12
 
 def make_replay(capacity, seed=0, config=CONFIG, lanes=LANES, **reanalyse):
   return Replay(
-    lanes=lanes, capacity=capacity, frame_shape=reference.FRAME_SHAPE, frame_dtype=np.uint8,
-    num_actions=reference.NUM_ACTIONS, replay=config, reanalyse=ReanalyseConfig(**reanalyse), unroll_steps=UNROLL,
-    value_prefix_horizon=2, frame_stack=STACK, discount=DISCOUNT, rng_seed=seed)
+    lanes=lanes,
+    capacity=capacity,
+    frame_shape=reference.FRAME_SHAPE,
+    frame_dtype=np.uint8,
+    num_actions=reference.NUM_ACTIONS,
+    replay=config,
+    reanalyse=ReanalyseConfig(**reanalyse),
+    unroll_steps=UNROLL,
+    value_prefix_horizon=2,
+    frame_stack=STACK,
+    discount=DISCOUNT,
+    rng_seed=seed,
+  )
 
 
 def play(replay, stream, rng, step, longest=5):
@@ -67,8 +79,7 @@ def test_sampled_unrolls_never_cross_an_episode_unmasked(capacity, seed, end):
   for i, (l, t) in enumerate(zip(batch.lane, batch.time, strict=True)):
     for k in range(UNROLL):
       following = stream.slot(l, t + k + 1) if t + k + 1 < stream.heads[l] else None
-      crossed = following is None or any(
-        stream.find(l, u)[1] == 0 for u in range(t + 1, t + k + 2))
+      crossed = following is None or any(stream.find(l, u)[1] == 0 for u in range(t + 1, t + k + 2))
       assert batch.targets.consistency_mask[i, k] == (not crossed)
       if not crossed:
         assert tuple(frames[i, STACK + k].ravel()) == following.frame
@@ -80,7 +91,9 @@ def test_sampled_unrolls_never_cross_an_episode_unmasked(capacity, seed, end):
         assert batch.targets.policy_mask[i, k + 1] == 0
 
 
-@given(capacity=st.integers(7, 25), seed=st.integers(0, 2**32 - 1), value_target=st.sampled_from(["bootstrap", "mixed"]))
+@given(
+  capacity=st.integers(7, 25), seed=st.integers(0, 2**32 - 1), value_target=st.sampled_from(["bootstrap", "mixed"])
+)
 def test_batches_follow_reanalysis(capacity, seed, value_target):
   """Written searches and bootstraps reach the targets unless older than what is there; ages tell the steps."""
   rng = np.random.default_rng(seed)
@@ -109,10 +122,23 @@ def test_batches_follow_reanalysis(capacity, seed, value_target):
   if not replay.num_eligible:
     return
   batch = replay.make_batch(*replay.sample(20), learner_step=12)
-  expected = [reference.targets(
-    stream, l, t, unroll=UNROLL, prefix_horizon=2, td_steps=TD, age_interval=CONFIG.age_interval, discount=DISCOUNT,
-    value_target=value_target, mixed_start=10, mixed_newest=8, learner_step=12)
-    for l, t in zip(batch.lane, batch.time, strict=True)]
+  expected = [
+    reference.targets(
+      stream,
+      l,
+      t,
+      unroll=UNROLL,
+      prefix_horizon=2,
+      td_steps=TD,
+      age_interval=CONFIG.age_interval,
+      discount=DISCOUNT,
+      value_target=value_target,
+      mixed_start=10,
+      mixed_newest=8,
+      learner_step=12,
+    )
+    for l, t in zip(batch.lane, batch.time, strict=True)
+  ]
   for name, array in batch.targets._asdict().items():
     np.testing.assert_allclose(array, [e[name] for e in expected], rtol=1e-5, atol=1e-6, err_msg=name)
   for i, (l, t) in enumerate(zip(batch.lane, batch.time, strict=True)):
@@ -218,13 +244,17 @@ def test_refreshed_priorities_equal_brute_force(capacity, seed):
     end = min(place + TD, len(episode.slots) - 1)
     terminal = episode.ending == "terminated" and end == len(episode.slots) - 1
     rests_on = stamp[l, t] if terminal else min(stamp[l, t], stamp[l, episode.slots[end].time])
-    # Entering is a scoring by the appended segment's weights, which may be newer than the values.
-    assert state["priority_step"][i] == rests_on or rests_on < state["priority_step"][i] < 8
+    assert state["priority_step"][i] == rests_on
 
 
 @settings(max_examples=25)
-@given(seed=st.integers(0, 2**32 - 1), capacity=st.integers(20, 80), block=st.integers(16, 50),
-       max_age=st.integers(8, 30), stale=st.integers(0, 5))
+@given(
+  seed=st.integers(0, 2**32 - 1),
+  capacity=st.integers(20, 80),
+  block=st.integers(16, 50),
+  max_age=st.integers(8, 30),
+  stale=st.integers(0, 5),
+)
 def test_the_quota_bounds_the_age_of_every_value_and_priority(seed, capacity, block, max_age, stale):
   rng = np.random.default_rng(seed)
   replay, stream = make_replay(capacity, lanes=3), reference.Stream(3, seed)
@@ -256,7 +286,9 @@ def test_without_refresh_priorities_age():
   assert stats["priority_age_max"] == 7
   assert stats["priority_age_mean"] == (4 * 1 + 12 * 7) / 16
   assert stats["target_age_max"] == stats["target_age_mean"] == 7
-  assert (stats["transitions"], stats["slots"]) == (21, 21)
+  replay.append(stream.segment(0, 30, step=3))
+  stats = replay.stats(learner_step=10)
+  assert (stats["collected"], stats["transitions"], stats["slots"]) == (51, 40, 40)
 
 
 def twin(replay, exports, capacity, **kwargs):
@@ -322,8 +354,11 @@ def test_restoring_refuses_what_does_not_fit():
   other = make_replay(20)
   with pytest.raises(ValueError, match="not of the slots"):
     other.load_state_dict(state)
-  for broken in (exported | {"frame": exported["frame"][:-1]}, exported | {"frame": exported["frame"].astype(float)},
-                 exported | {"start": exported["start"][:1]}):
+  for broken in (
+    exported | {"frame": exported["frame"][:-1]},
+    exported | {"frame": exported["frame"].astype(float)},
+    exported | {"start": exported["start"][:1]},
+  ):
     with pytest.raises(ValueError, match="exported"):
       other.import_slots(broken)
   assert not other.heads.any()
@@ -351,17 +386,20 @@ def test_refused_segments_change_nothing():
   replay.append_many([fine, good])
 
 
-@pytest.mark.parametrize("call", [
-  lambda r, l, t: r.write_values(l, t, np.array([1.0, np.nan]), 5),
-  lambda r, l, t: r.write_values(l, t, np.zeros(3), 5),
-  lambda r, l, t: r.write_values(l, t + 99, np.zeros(2), 5),
-  lambda r, l, t: r.write_bootstrap(l, t, np.array([np.inf, 0.0]), 5),
-  lambda r, l, t: r.write_search(l, t, np.zeros((2, 2)), np.zeros(2), np.zeros(2), 5),
-  lambda r, l, t: r.write_search(l, t, np.zeros((2, 3)), np.zeros(2), np.array([0.0, np.nan]), 5),
-  lambda r, l, t: r.set_priorities(l, t, np.array([np.nan, 0.0]), 5),
-  lambda r, l, t: r.windows(l, t + 99),
-  lambda r, l, t: r.truncate(7),
-])
+@pytest.mark.parametrize(
+  "call",
+  [
+    lambda r, l, t: r.write_values(l, t, np.array([1.0, np.nan]), 5),
+    lambda r, l, t: r.write_values(l, t, np.zeros(3), 5),
+    lambda r, l, t: r.write_values(l, t + 99, np.zeros(2), 5),
+    lambda r, l, t: r.write_bootstrap(l, t, np.array([np.inf, 0.0]), 5),
+    lambda r, l, t: r.write_search(l, t, np.zeros((2, 2)), np.zeros(2), np.zeros(2), 5),
+    lambda r, l, t: r.write_search(l, t, np.zeros((2, 3)), np.zeros(2), np.array([0.0, np.nan]), 5),
+    lambda r, l, t: r.set_priorities(l, t, np.array([np.nan, 0.0]), 5),
+    lambda r, l, t: r.windows(l, t + 99),
+    lambda r, l, t: r.truncate(7),
+  ],
+)
 def test_refused_writes_change_nothing(call):
   replay, stream = make_replay(20), reference.Stream(LANES, 0, end_probability=0.0)
   replay.append(stream.segment(0, 12))
@@ -383,11 +421,15 @@ def test_an_empty_replay_says_so():
   assert replay.stats(0)["slots"] == 0
 
 
-@pytest.mark.parametrize("kwargs, message", [
-  (dict(capacity=6), "capacity"), (dict(capacity=20, lanes=0), "lanes"),
-  (dict(capacity=20, config=ReplayConfig(min_priority=0.0)), "min_priority"),
-  (dict(capacity=20, config=ReplayConfig(td_steps=0)), "td_steps"),
-])
+@pytest.mark.parametrize(
+  "kwargs, message",
+  [
+    ({"capacity": 6}, "capacity"),
+    ({"capacity": 20, "lanes": 0}, "lanes"),
+    ({"capacity": 20, "config": ReplayConfig(min_priority=0.0)}, "min_priority"),
+    ({"capacity": 20, "config": ReplayConfig(td_steps=0)}, "td_steps"),
+  ],
+)
 def test_impossible_sizes_are_refused(kwargs, message):
   with pytest.raises(ValueError, match=message):
     make_replay(**kwargs)
@@ -416,3 +458,57 @@ def test_truncate_makes_an_abandoned_episode_usable():
   replay.truncate(1)
   assert replay.num_eligible == 3
   replay.append(reference.Stream(1, 1, 0.0).segment(0, 2)._replace(start=4))
+
+
+def test_threads_may_append_sample_and_refresh_at_once():
+  replay, stream = make_replay(30), reference.Stream(LANES, 0)
+  rng = np.random.default_rng(0)
+  for step in range(10):
+    play(replay, stream, rng, step)
+  failures: list[Exception] = []
+  done = threading.Event()
+
+  def consume():
+    try:
+      while not done.is_set():
+        batch = replay.make_batch(*replay.sample(8), learner_step=0)
+        replay.set_priorities(batch.lane, batch.time, np.full(8, 2.0), 50)
+        lane, time = replay.next_block("refresh", 16)
+        assert replay.windows(lane, time).shape[1] == STACK
+        replay.write_values(lane, time, np.ones(16), 40)
+        replay.refresh_priorities(lane, time)
+    except Exception as error:
+      failures.append(error)
+
+  threads = [threading.Thread(target=consume) for _ in range(3)]
+  for thread in threads:
+    thread.start()
+  for step in range(10, 150):
+    play(replay, stream, rng, step)
+  done.set()
+  for thread in threads:
+    thread.join()
+  assert not failures
+  expected = eligible(stream, 30)
+  np.testing.assert_array_equal(replay.state_dict()["priority"] > 0, expected)
+  assert replay.num_eligible == expected.sum()
+
+
+def test_the_generator_survives_in_full():
+  """Odd numbers of 32-bit draws leave half a word behind, which counts too."""
+  rng = np.random.Generator(np.random.PCG64(5))
+  rng.integers(0, 7, 3, np.int32)
+  other = snapshot.unpack_rng(snapshot.pack_rng(rng))
+  assert other.bit_generator.state == rng.bit_generator.state
+  assert rng.bit_generator.state["has_uint32"] == 1
+  np.testing.assert_array_equal(other.integers(0, 7, 9, np.int32), rng.integers(0, 7, 9, np.int32))
+
+
+def test_a_transition_does_not_inherit_the_priority_of_the_one_it_evicts():
+  replay, stream = make_replay(12), reference.Stream(LANES, 0, end_probability=0.0)
+  replay.append(stream.segment(0, 12))
+  replay.set_priorities(np.zeros(12, int), np.arange(12), np.arange(12.0), step=1)
+  largest = replay.state_dict()["priority"].max()
+  replay.append(stream.segment(0, 12))
+  priority = replay.state_dict()["priority"]
+  assert set(priority[priority > 0]) == {largest}

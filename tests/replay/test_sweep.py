@@ -33,12 +33,15 @@ def test_blocks_are_filled_by_repetition():
   assert cell.tolist() == [0, 1, 2, 2] * 2 + [0, 1, 2]
 
 
-@pytest.mark.parametrize("call, message", [
-  (lambda s: s.next_block(3, np.zeros(1)), "at least 4"),
-  (lambda s: s.next_block(4, np.zeros(1)), "empty"),
-  (lambda s: s.quota(3, 10), "at least 4"),
-  (lambda s: s.quota(4, 6, delay=5), "max_age must be at least 7"),
-])
+@pytest.mark.parametrize(
+  "call, message",
+  [
+    (lambda s: s.next_block(3, np.zeros(1)), "at least 4"),
+    (lambda s: s.next_block(4, np.zeros(1)), "empty"),
+    (lambda s: s.quota(3, 10), "at least 4"),
+    (lambda s: s.quota(4, 6, delay=5), "max_age must be at least 7"),
+  ],
+)
 def test_bad_arguments(call, message):
   with pytest.raises(ValueError, match=message):
     call(Sweep(lanes=1, capacity=10, stretch=4))
@@ -57,9 +60,16 @@ def test_state_roundtrip():
 
 
 @settings(max_examples=40)
-@given(lanes=st.integers(1, 4), capacity=st.integers(1, 40), stretch=st.integers(1, 5),
-       n_extra=st.integers(0, 20), staleness=st.integers(0, 4), flight=st.integers(0, 4), slack=st.integers(2, 25),
-       seed=st.integers(0, 2**32 - 1))
+@given(
+  lanes=st.integers(1, 4),
+  capacity=st.integers(1, 40),
+  stretch=st.integers(1, 5),
+  n_extra=st.integers(0, 20),
+  staleness=st.integers(0, 4),
+  flight=st.integers(0, 4),
+  slack=st.integers(2, 25),
+  seed=st.integers(0, 2**32 - 1),
+)
 def test_no_stamp_gets_older_than_the_bound(lanes, capacity, stretch, n_extra, staleness, flight, slack, seed):
   """Random appends (stale weights), random staleness and flight times of blocks, the caller only honours the quota."""
   rng = np.random.default_rng(seed)
@@ -122,3 +132,13 @@ def test_half_the_quota_would_not_do():
       stamps[cell] = step
     worst = max(worst, step - stamps.min())
   assert worst > 20
+
+
+def test_blocks_of_several_stretches_go_round_without_overlap():
+  sweep, used = Sweep(lanes=2, capacity=40, stretch=4), np.array([40, 20])
+  sweep.grow(0, 0, 40)
+  sweep.grow(1, 0, 20)
+  seen = np.zeros((2, 40), int)
+  for _ in range(5 * 2):  # 15 stretches, three in a block: two passes
+    seen[sweep.next_block(12, used)] += 1
+  assert seen.tolist() == [[2] * 40, [2] * 20 + [0] * 20]

@@ -9,16 +9,29 @@ from speedyzero_jax.replay.targets import TargetSpec, bootstrap_times, compute_t
 
 SPECS = st.builds(
   TargetSpec,
-  unroll_steps=st.integers(1, 6), value_prefix_horizon=st.integers(1, 7), td_steps=st.integers(1, 6),
-  age_interval=st.sampled_from([0, 1, 3, 10]), discount=st.sampled_from([0.5, 0.9, 1.0]),
-  value_target=st.sampled_from(["bootstrap", "search", "mixed"]), mixed_start=st.just(5),
-  mixed_newest=st.sampled_from([0, 4, 15]))
+  unroll_steps=st.integers(1, 6),
+  value_prefix_horizon=st.integers(1, 7),
+  td_steps=st.integers(1, 6),
+  age_interval=st.sampled_from([0, 1, 3, 10]),
+  discount=st.sampled_from([0.5, 0.9, 1.0]),
+  value_target=st.sampled_from(["bootstrap", "search", "mixed"]),
+  mixed_start=st.just(5),
+  mixed_newest=st.sampled_from([0, 4, 15]),
+)
 
 
 def arguments(spec, learner_step):
-  return dict(unroll=spec.unroll_steps, prefix_horizon=spec.value_prefix_horizon, td_steps=spec.td_steps,
-              age_interval=spec.age_interval, discount=spec.discount, value_target=spec.value_target,
-              mixed_start=spec.mixed_start, mixed_newest=spec.mixed_newest, learner_step=learner_step)
+  return {
+    "unroll": spec.unroll_steps,
+    "prefix_horizon": spec.value_prefix_horizon,
+    "td_steps": spec.td_steps,
+    "age_interval": spec.age_interval,
+    "discount": spec.discount,
+    "value_target": spec.value_target,
+    "mixed_start": spec.mixed_start,
+    "mixed_newest": spec.mixed_newest,
+    "learner_step": learner_step,
+  }
 
 
 def filled(capacity, seed, end=0.15):
@@ -34,13 +47,17 @@ def filled(capacity, seed, end=0.15):
   return stream, store, lane, time
 
 
-@given(spec=SPECS, capacity=st.integers(2, 16), seed=st.integers(0, 2**32 - 1),
-       end=st.sampled_from([0.02, 0.15, 0.6]), learner_step=st.sampled_from([0, 4, 5, 9]))
+@given(
+  spec=SPECS,
+  capacity=st.integers(2, 16),
+  seed=st.integers(0, 2**32 - 1),
+  end=st.sampled_from([0.02, 0.15, 0.6]),
+  learner_step=st.sampled_from([0, 4, 5, 9]),
+)
 def test_targets_equal_brute_force(spec, capacity, seed, end, learner_step):
   stream, store, lane, time = filled(capacity, seed, end)
   got = compute_targets(store, lane, time, spec, learner_step)._asdict()
-  expected = [reference.targets(stream, l, t, **arguments(spec, learner_step))
-              for l, t in zip(lane, time, strict=True)]
+  expected = [reference.targets(stream, l, t, **arguments(spec, learner_step)) for l, t in zip(lane, time, strict=True)]
   for name, array in got.items():
     assert array.dtype == np.float32
     np.testing.assert_allclose(array, [e[name] for e in expected], rtol=1e-5, atol=1e-6, err_msg=name)
@@ -66,20 +83,41 @@ def hand_made(ending):
   s = stream.segment(0, 4)
   last = np.array([False, False, False, True])
   s = s._replace(
-    terminated=last & (ending == "terminated"), truncated=last & (ending == "truncated"),
-    action=np.array([0, 1, 2, 1 if ending == "open" else -1], np.int32), reward=np.array([1, 2, 4, 8], np.float32),
-    value=np.array([10, 20, 30, 40], np.float32), search_value=np.array([11, 21, 31, 41], np.float32))
+    terminated=last & (ending == "terminated"),
+    truncated=last & (ending == "truncated"),
+    action=np.array([0, 1, 2, 1 if ending == "open" else -1], np.int32),
+    reward=np.array([1, 2, 4, 8], np.float32),
+    value=np.array([10, 20, 30, 40], np.float32),
+    search_value=np.array([11, 21, 31, 41], np.float32),
+  )
   store.append([s])
   return store
 
 
-@pytest.mark.parametrize("ending, value, value_mask, prefix, prefix_mask, policy_mask, consistency_mask", [
-  ("terminated", [9.5, 4, 4, 0, 0, 0], [1] * 6, [1, 3, 7, 7, 7], [1] * 5, [1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0]),
-  ("truncated", [9.5, 14, 24, 40, 0, 0], [1, 1, 1, 1, 0, 0], [1, 3, 7, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0],
-   [1, 1, 1, 0, 0]),
-  ("open", [9.5, 14, 24, 40, 0, 0], [1, 1, 1, 1, 0, 0], [1, 3, 7, 15, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0],
-   [1, 1, 1, 0, 0]),
-])
+@pytest.mark.parametrize(
+  "ending, value, value_mask, prefix, prefix_mask, policy_mask, consistency_mask",
+  [
+    ("terminated", [9.5, 4, 4, 0, 0, 0], [1] * 6, [1, 3, 7, 7, 7], [1] * 5, [1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0]),
+    (
+      "truncated",
+      [9.5, 14, 24, 40, 0, 0],
+      [1, 1, 1, 1, 0, 0],
+      [1, 3, 7, 0, 0],
+      [1, 1, 1, 0, 0],
+      [1, 1, 1, 0, 0, 0],
+      [1, 1, 1, 0, 0],
+    ),
+    (
+      "open",
+      [9.5, 14, 24, 40, 0, 0],
+      [1, 1, 1, 1, 0, 0],
+      [1, 3, 7, 15, 0],
+      [1, 1, 1, 1, 0],
+      [1, 1, 1, 1, 0, 0],
+      [1, 1, 1, 0, 0],
+    ),
+  ],
+)
 def test_worked_example(ending, value, value_mask, prefix, prefix_mask, policy_mask, consistency_mask):
   """Two-step returns with discount 1/2, worked by hand."""
   spec = TargetSpec(unroll_steps=5, value_prefix_horizon=5, td_steps=2, age_interval=0, discount=0.5)
@@ -111,8 +149,16 @@ def test_old_data_gets_shorter_returns():
 
 
 def test_mixed_value_targets():
-  spec = TargetSpec(unroll_steps=3, value_prefix_horizon=5, td_steps=1, age_interval=0, discount=1.0,
-                    value_target="mixed", mixed_start=10, mixed_newest=2)
+  spec = TargetSpec(
+    unroll_steps=3,
+    value_prefix_horizon=5,
+    td_steps=1,
+    age_interval=0,
+    discount=1.0,
+    value_target="mixed",
+    mixed_start=10,
+    mixed_newest=2,
+  )
   store = hand_made("open")
   time = np.array([0, 2])  # four and two transitions old
   late = compute_targets(store, np.zeros(2, int), time, spec, 10)

@@ -1,0 +1,79 @@
+"""Plays full episodes with a run's last checkpoint: python launch/evaluate.py RUN_DIR [--episodes 32]
+
+No noise, best action, raw rewards, capped at 27,000 agent steps. Prints mean, median, standard deviation and the
+human-normalised score, and writes evaluation.json into the run folder. Reads only: a run may be going on.
+
+Exit codes: 0 done, 1 no checkpoint can be read or the result can't be written, 2 wrong use.
+"""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
+
+from speedyzero_jax import runfolder
+from speedyzero_jax.runfolder import RunFolderError
+
+FAILED, WRONG_USE = 1, 2
+
+
+def _positive(text: str) -> int:
+  number = int(text)
+  if number < 1:
+    raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+  return number
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+  """The command line."""
+  parser = argparse.ArgumentParser(prog="launch/evaluate.py", description="Evaluates the last checkpoint of a run.")
+  parser.add_argument("run_dir", type=Path, help="the run's folder")
+  parser.add_argument("--episodes", type=_positive, help="episodes to play (default: the run's evaluation.episodes)")
+  parser.add_argument("--max-episode-steps", type=_positive, help="cap in agent steps (default: the run's)")
+  parser.add_argument("--seed", type=int, help="of the environments (default: the one the run itself evaluates with)")
+  return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Returns the exit code."""
+  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+  logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+  arguments = parse(sys.argv[1:] if argv is None else argv)
+  try:
+    config = runfolder.read_config(arguments.run_dir)
+  except RunFolderError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return WRONG_USE
+
+  from speedyzero_jax import evaluation
+  from speedyzero_jax.checkpoint import CheckpointError
+  from speedyzero_jax.training import enable_compilation_cache, evaluation_seed, restore_for_evaluation
+
+  enable_compilation_cache(config)
+  try:
+    inference, version = restore_for_evaluation(
+      config, arguments.run_dir, lambda line: print(f"warning: {line}", file=sys.stderr)
+    )
+    result = evaluation.evaluate(
+      config,
+      inference,
+      version,
+      episodes=arguments.episodes or config.evaluation.episodes,
+      seed=evaluation_seed(config) if arguments.seed is None else arguments.seed,
+      max_episode_steps=arguments.max_episode_steps,
+    )
+    assert result is not None  # nobody stops it
+    print(result)
+    result.write(arguments.run_dir / "evaluation.json")
+  except (CheckpointError, OSError) as error:
+    print(f"error: {error}", file=sys.stderr)
+    return FAILED
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())
