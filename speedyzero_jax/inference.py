@@ -21,7 +21,7 @@ def make_recurrent_fn(blueprint: Blueprint) -> Callable[..., ModelStep]:
 
   def recurrent(variables: Params, state: jax.Array, carry: Params, action: jax.Array) -> ModelStep:
     network = blueprint.bind(variables)
-    state, carry, prefix_logits = network.step(state, carry, action, False)
+    state, carry, prefix_logits = network.step(state, carry, action)
     value_logits, policy_logits = network.predict(state, False)
     return ModelStep(
       value_prefix=losses.decode(prefix_logits),

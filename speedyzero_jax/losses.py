@@ -135,6 +135,10 @@ def unrolled_loss(
   the gradient into the hidden state is halved at every step; consistency is SimSiam's negative cosine between the
   predicted projection of the imagined state and the stopped projection of the real next observation.
 
+  The states are unrolled first and the heads see all K+1 of them as one batch, where EfficientZero applies them step
+  by step. So batch norm normalises roots and imagined states alike in training, as it does with its running
+  statistics in search; normalised separately, a root's value in search can be far from the trained one.
+
   Args:
     network: bound, in training mode throughout.
     batch: weights already normalised; B here may be one device's share.
@@ -146,58 +150,48 @@ def unrolled_loss(
   Returns:
     The weighted mean loss [] and its terms.
   """
-  steps = batch.action.shape[1]
-  size = batch.action.shape[0]
+  size, steps = batch.action.shape
   support = network.config.support
   observations = stack_frames(batch.frames, frame_stack)
   view_keys = jax.vmap(lambda key: jax.random.split(key, steps + 1))(keys)  # [B, K+1]
 
   root = augment(view_keys[:, 0], observations[:, 0], config.shift, config.intensity)
-  state = network.represent(root, True)
+  states = [network.represent(root, True)]
+  for k in range(steps):
+    states.append(network.dynamics(_halve_gradient(states[-1]), batch.action[:, k], True))
+  imagined = jnp.stack(states[1:])  # [K, B, ...]
+  _, prefix_logits = network.value_prefix(imagined, network.initial_carry(size), True, horizon)
+  value_logits, policy_logits = network.predict(jnp.concatenate(states), True)
+  value_logits = value_logits.reshape(steps + 1, size, -1)
+  policy_logits = policy_logits.reshape(steps + 1, size, -1)
+
+  # All [K+1, B] or [K, B].
+  value_loss = _cross_entropy(value_logits, two_hot(batch.value.T, support)) * batch.value_mask.T
+  policy_loss = _cross_entropy(policy_logits, jnp.swapaxes(batch.policy, 0, 1)) * batch.policy_mask.T
+  prefix_loss = _cross_entropy(prefix_logits, two_hot(batch.value_prefix.T, support)) * batch.prefix_mask.T
+  consistency_loss = jnp.zeros((steps, size))
   if config.consistency_coefficient:
     following = observations[:, 1:].reshape(size * steps, *observations.shape[2:])
     following = augment(view_keys[:, 1:].reshape(-1), following, config.shift, config.intensity)
     real = jax.lax.stop_gradient(network.consistency.project(network.represent(following, True), True))
-    real = real.reshape(size, steps, -1)
+    real = jnp.swapaxes(real.reshape(size, steps, -1), 0, 1)
+    projected = network.consistency.project(imagined.reshape(-1, *imagined.shape[2:]), True)
+    predicted = network.consistency.predict(projected, True).reshape(steps, size, -1)
+    consistency_loss = _negative_cosine(predicted, real) * batch.consistency_mask.T
 
-  value_target = two_hot(batch.value, support)  # [B, K+1, atoms]
-  prefix_target = two_hot(batch.value_prefix, support)
-  value_logits, policy_logits = network.predict(state, True)
-  td_error = jnp.abs(decode(value_logits) - batch.value[:, 0])
-  log_policy = jax.nn.log_softmax(policy_logits)
-  entropy = -jnp.sum(jnp.exp(log_policy) * log_policy, axis=-1)
-  value_loss = [_cross_entropy(value_logits, value_target[:, 0]) * batch.value_mask[:, 0]]
-  policy_loss = [_cross_entropy(policy_logits, batch.policy[:, 0]) * batch.policy_mask[:, 0]]
-  prefix_loss: list[jax.Array] = []
-  consistency_loss: list[jax.Array] = []
-
-  carry = network.initial_carry(size)
-  for k in range(steps):
-    if k % horizon == 0:
-      carry = network.initial_carry(size)
-    state, carry, prefix_logits = network.step(_halve_gradient(state), carry, batch.action[:, k], True)
-    value_logits, policy_logits = network.predict(state, True)
-    value_loss.append(_cross_entropy(value_logits, value_target[:, k + 1]) * batch.value_mask[:, k + 1])
-    policy_loss.append(_cross_entropy(policy_logits, batch.policy[:, k + 1]) * batch.policy_mask[:, k + 1])
-    prefix_loss.append(_cross_entropy(prefix_logits, prefix_target[:, k]) * batch.prefix_mask[:, k])
-    if config.consistency_coefficient:
-      imagined = network.consistency.predict(network.consistency.project(state, True), True)
-      consistency_loss.append(_negative_cosine(imagined, real[:, k]) * batch.consistency_mask[:, k])
-    else:
-      consistency_loss.append(jnp.zeros(size))
-
-  recurrent = sum(
-    config.value_coefficient * v + config.policy_coefficient * p + config.value_prefix_coefficient * r
-    + config.consistency_coefficient * c
-    for v, p, r, c in zip(value_loss[1:], policy_loss[1:], prefix_loss, consistency_loss, strict=True)
+  here = config.value_coefficient * value_loss + config.policy_coefficient * policy_loss
+  recurrent = (
+    here[1:]
+    + config.value_prefix_coefficient * prefix_loss
+    + config.consistency_coefficient * consistency_loss
   )  # fmt: skip
-  per_sample = config.value_coefficient * value_loss[0] + config.policy_coefficient * policy_loss[0] + recurrent / steps
-  loss = jnp.mean(batch.weight * per_sample)
-  return loss, LossTerms(
-    value=jnp.mean(jnp.stack(value_loss)),
-    value_prefix=jnp.mean(jnp.stack(prefix_loss)),
-    policy=jnp.mean(jnp.stack(policy_loss)),
-    consistency=jnp.mean(jnp.stack(consistency_loss)),
-    policy_entropy=jnp.mean(entropy),
-    td_error=td_error,
+  per_sample = here[0] + jnp.mean(recurrent, axis=0)
+  log_policy = jax.nn.log_softmax(policy_logits[0])
+  return jnp.mean(batch.weight * per_sample), LossTerms(
+    value=jnp.mean(value_loss),
+    value_prefix=jnp.mean(prefix_loss),
+    policy=jnp.mean(policy_loss),
+    consistency=jnp.mean(consistency_loss),
+    policy_entropy=-jnp.mean(jnp.sum(jnp.exp(log_policy) * log_policy, axis=-1)),
+    td_error=jnp.abs(decode(value_logits[0]) - batch.value[:, 0]),
   )

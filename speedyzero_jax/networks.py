@@ -163,7 +163,7 @@ class Dynamics(nnx.Module):
 
 
 class ValuePrefix(nnx.Module):
-  """Next hidden state and LSTM carry -> next carry and logits of the value prefix [B, 2*support+1]."""
+  """Logits of the value prefix [.., 2*support+1] from hidden states, by an LSTM over the steps of an unroll."""
 
   def __init__(self, config: NetworkConfig, layers: _Layers, pixels: int):
     self.conv = layers.conv(config.channels, config.reduced_channels, kernel=(1, 1))
@@ -172,11 +172,20 @@ class ValuePrefix(nnx.Module):
     self.lstm_norm = layers.norm(config.lstm_hidden)
     self.mlp = Mlp(layers, config.lstm_hidden, config.head_hidden, 2 * config.support + 1)
 
-  def __call__(self, state: jax.Array, carry: Carry, train: bool) -> tuple[Carry, jax.Array]:
-    x = nnx.relu(self.norm(self.conv(state), use_running_average=not train))
-    carry, x = self.lstm(carry, x.reshape(x.shape[0], -1))
+  def __call__(self, states: jax.Array, carry: Carry, train: bool, horizon: int) -> tuple[Carry, jax.Array]:
+    """States [K, B, ...] that follow each other -> last carry, logits [K, B, atoms]; reset before k % horizon == 0."""
+    steps, batch = states.shape[:2]
+    x = states.reshape(-1, *states.shape[2:])
+    x = nnx.relu(self.norm(self.conv(x), use_running_average=not train)).reshape(steps, batch, -1)
+    outputs = []
+    for k in range(steps):
+      if k and k % horizon == 0:
+        carry = jax.tree.map(jnp.zeros_like, carry)
+      carry, output = self.lstm(carry, x[k])
+      outputs.append(output)
+    x = jnp.concatenate(outputs)
     x = nnx.relu(self.lstm_norm(x, use_running_average=not train))
-    return carry, self.mlp(x, train)
+    return carry, self.mlp(x, train).reshape(steps, batch, -1)
 
 
 class Consistency(nnx.Module):
@@ -256,11 +265,11 @@ class Network(nnx.Module):
       state = block(state, train)
     return self.value(state, train), self.policy(state, train)
 
-  def step(self, state: jax.Array, carry: Carry, action: jax.Array, train: bool) -> tuple[jax.Array, Carry, jax.Array]:
-    """(state, carry, action [B]) -> next state, next carry, value-prefix logits [B, 2*support+1]."""
-    state = self.dynamics(state, action, train)
-    carry, prefix_logits = self.value_prefix(state, carry, train)
-    return state, carry, prefix_logits
+  def step(self, state: jax.Array, carry: Carry, action: jax.Array) -> tuple[jax.Array, Carry, jax.Array]:
+    """One step of the search: (state, carry, action [B]) -> next state, next carry, value-prefix logits [B, atoms]."""
+    state = self.dynamics(state, action, False)
+    carry, prefix_logits = self.value_prefix(state[None], carry, False, 1)
+    return state, carry, prefix_logits[0]
 
   def initial_carry(self, batch: int) -> Carry:
     """The LSTM's carry at a reset of the value prefix."""

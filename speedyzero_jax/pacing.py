@@ -4,7 +4,6 @@ After the random play, each learner step is due for a fixed number of agent step
 `tail_steps` of them wait until everything is collected. Counts only; knows nothing of roles.
 """
 
-import math
 import threading
 
 from speedyzero_jax.config import Config
@@ -31,8 +30,7 @@ class Pacer:
     self._total_env, self._total_learner = config.run.env_steps, config.learner.steps
     self._start = min(config.actor.random_steps, self._total_env)
     self._paced = self._total_learner - config.learner.tail_steps
-    self._ratio = (self._total_env - self._start) / self._paced if self._paced else 0.0
-    self._slack = max(2 * config.actor.lanes, 2 * math.ceil(self._ratio))
+    self._slack = max(2 * config.actor.lanes, 2 * (self._earned(1) if self._paced else 0))
     self._env_steps, self._learner_steps = env_steps, learner_steps
     self._stopping = False
     self._changed = threading.Condition()
@@ -66,7 +64,11 @@ class Pacer:
     """Agent steps that learner step `step` (from 0) waits for."""
     if step >= self._paced:
       return self._total_env
-    return self._start + math.ceil(step * self._ratio)
+    return self._start + self._earned(step)
+
+  def _earned(self, step: int) -> int:
+    """ceil(step * ratio), in integers: rounding would make some steps wait for one agent step too many."""
+    return -(-step * (self._total_env - self._start) // self._paced)
 
   def may_learn(self) -> bool:
     """Whether the next learner step is due."""

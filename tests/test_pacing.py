@@ -1,0 +1,168 @@
+"""The pacing rule: exact, free of deadlock, and indifferent to who is fast."""
+
+import math
+import threading
+import time
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from speedyzero_jax import config
+from speedyzero_jax.pacing import Pacer, Stopped
+
+
+@st.composite
+def configs(draw):
+  env_steps = draw(st.integers(1, 3000))
+  steps = draw(st.integers(1, 500))
+  return config.Config(
+    actor=config.ActorConfig(lanes=draw(st.integers(1, 40)), random_steps=draw(st.integers(0, env_steps))),
+    learner=config.LearnerConfig(steps=steps, tail_steps=draw(st.integers(0, steps))),
+    run=config.RunConfig(env_steps=env_steps),
+  )
+
+
+def make(*, env_steps, random_steps, steps, tail_steps=0, lanes=1):
+  return config.Config(
+    actor=config.ActorConfig(lanes=lanes, random_steps=random_steps),
+    learner=config.LearnerConfig(steps=steps, tail_steps=tail_steps),
+    run=config.RunConfig(env_steps=env_steps),
+  )
+
+
+def reference(c, step):
+  """Agent steps that learner step `step` waits for, in exact arithmetic."""
+  paced = c.learner.steps - c.learner.tail_steps
+  if step >= paced:
+    return c.run.env_steps
+  return c.actor.random_steps + math.ceil(Fraction(step * (c.run.env_steps - c.actor.random_steps), paced))
+
+
+@given(configs())
+def test_the_schedule_is_exact(c):
+  pacer = Pacer(c)
+  schedule = [pacer.required(k) for k in range(c.learner.steps + 1)]
+  assert schedule == [reference(c, k) for k in range(c.learner.steps + 1)]
+  assert schedule == sorted(schedule) and schedule[-1] == c.run.env_steps
+  assert schedule[0] == (c.actor.random_steps if c.learner.tail_steps < c.learner.steps else c.run.env_steps)
+
+
+def test_the_schedule_is_exact_where_floating_point_is_not():
+  assert math.ceil(7 * (58 / 14)) == 30  # why it isn't computed so
+  pacer = Pacer(make(env_steps=58, random_steps=0, steps=14))
+  assert [pacer.required(k) for k in range(14)] == [-(-58 * k // 14) for k in range(14)]
+
+
+def test_the_papers_pace():
+  """100k learner steps over 100k agent steps, then 20k more (EfficientZero)."""
+  pacer = Pacer(make(env_steps=100_000, random_steps=2_000, steps=120_000, tail_steps=20_000))
+  assert (pacer.required(0), pacer.required(50_000), pacer.required(99_999)) == (2_000, 51_000, 100_000)
+  assert {pacer.required(k) for k in (100_000, 110_000, 119_999)} == {100_000}
+
+
+def play(c, choose):
+  """Lets `choose(may_learn, may_collect)` run both roles to the end; returns agent steps seen at each learner step."""
+  pacer, seen = Pacer(c), []
+  slack = max(2 * c.actor.lanes, 2 * math.ceil(Fraction(c.run.env_steps, max(c.learner.steps - c.learner.tail_steps, 1))))
+  while not pacer.finished:
+    may_learn, may_collect = pacer.may_learn(), pacer.may_collect()
+    assert may_learn or may_collect, "both roles wait for one another"
+    if choose(may_learn, may_collect):
+      assert pacer.env_steps >= reference(c, pacer.learner_steps)
+      seen.append(pacer.env_steps)
+      pacer.add_learner_step()
+    else:
+      assert pacer.env_steps < reference(c, pacer.learner_steps) + slack
+      pacer.add_env_steps(min(c.actor.lanes, c.run.env_steps - pacer.env_steps))
+  assert not pacer.may_learn() and not pacer.may_collect()
+  assert pacer.env_steps == c.run.env_steps and pacer.learner_steps == c.learner.steps and pacer.progress == 1.0
+  return seen
+
+
+@given(configs(), st.integers(0, 2**32 - 1), st.floats(0, 1))
+def test_one_of_the_roles_may_always_go_on(c, seed, learner_share):
+  rng = np.random.default_rng(seed)
+  play(c, lambda learn, collect: learn and (not collect or rng.random() < learner_share))
+
+
+@given(configs())
+def test_samples_per_insert_do_not_depend_on_who_is_faster(c):
+  fast_learner = play(c, lambda learn, collect: learn)
+  fast_actor = play(c, lambda learn, collect: not collect)
+  slack = 2 * c.actor.lanes + 2 * math.ceil(Fraction(c.run.env_steps, max(c.learner.steps - c.learner.tail_steps, 1)))
+  for k, (early, late) in enumerate(zip(fast_learner, fast_actor, strict=True)):
+    assert reference(c, k) <= early <= late
+    assert late < reference(c, k) + slack + c.actor.lanes
+    assert early < max(reference(c, k), 1) + c.actor.lanes  # a waiting learner learns as soon as it may
+
+
+def test_tail_steps_wait_for_everything():
+  c = make(env_steps=30, random_steps=10, steps=8, tail_steps=3, lanes=1)
+  pacer = Pacer(c)
+  for _ in range(5):
+    pacer.add_env_steps(pacer.required(pacer.learner_steps) - pacer.env_steps)
+    pacer.add_learner_step()
+  pacer.add_env_steps(29 - pacer.env_steps)
+  assert not pacer.may_learn() and pacer.may_collect() and not pacer.collected
+  pacer.add_env_steps(1)
+  assert pacer.collected and not pacer.finished
+  for _ in range(3):
+    assert pacer.may_learn()
+    pacer.add_learner_step()
+  assert pacer.finished
+
+
+def test_a_resumed_pacer_goes_on():
+  c = make(env_steps=50, random_steps=10, steps=8)
+  pacer = Pacer(c, env_steps=15, learner_steps=2)
+  assert (pacer.env_steps, pacer.learner_steps, pacer.progress) == (15, 2, 0.25)
+  assert not pacer.may_learn()
+  pacer.add_env_steps(5)
+  assert pacer.may_learn()
+
+
+def waiting(pacer, predicate):
+  """A thread in `wait_until`, and the list that says how it ended."""
+  ended = []
+
+  def body():
+    try:
+      pacer.wait_until(predicate)
+      ended.append("done")
+    except Stopped:
+      ended.append("stopped")
+
+  thread = threading.Thread(target=body, daemon=True)
+  thread.start()
+  time.sleep(0.05)
+  assert thread.is_alive() and not ended
+  return thread, ended
+
+
+@pytest.mark.parametrize("event", ["env_steps", "learner_step", "notify"])
+def test_every_change_wakes_who_waits_for_it(event):
+  pacer, box = Pacer(make(env_steps=50, random_steps=10, steps=8)), []
+  predicate, change = {
+    "env_steps": (pacer.may_learn, lambda: pacer.add_env_steps(10)),
+    "learner_step": (lambda: pacer.learner_steps == 1, pacer.add_learner_step),
+    "notify": (lambda: bool(box), lambda: (box.append(1), pacer.notify())),
+  }[event]
+  thread, ended = waiting(pacer, predicate)
+  change()
+  thread.join(10)
+  assert ended == ["done"]
+
+
+def test_stop_wakes_everybody_with_stopped_and_for_good():
+  pacer = Pacer(make(env_steps=50, random_steps=10, steps=8))
+  waiters = [waiting(pacer, lambda: False) for _ in range(3)]
+  pacer.stop()
+  for thread, ended in waiters:
+    thread.join(10)
+    assert ended == ["stopped"]
+  assert pacer.stopping
+  with pytest.raises(Stopped):  # even if there is nothing to wait for
+    pacer.wait_until(lambda: True)
