@@ -65,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       episodes=arguments.episodes or config.evaluation.episodes,
       seed=evaluation_seed(config) if arguments.seed is None else arguments.seed,
       max_episode_steps=arguments.max_episode_steps,
+      report=lambda line: print(line, file=sys.stderr),
     )
     assert result is not None  # nobody stops it
     print(result)

@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
 from speedyzero_jax import config_io, runfolder
+from speedyzero_jax.config import Config
 from speedyzero_jax.config_io import ConfigError
 from speedyzero_jax.runfolder import RunFolder, RunFolderError
 
@@ -49,15 +50,24 @@ def open_folder(arguments: argparse.Namespace) -> RunFolder:
   if arguments.resume is not None:
     return runfolder.open_existing(arguments.resume, arguments.overrides)
   config = config_io.load(arguments.config, arguments.overrides)
-  envs_check(config)
+  check_possible(config)
   preset = "+".join(Path(name).stem for name in arguments.config)
   return runfolder.create(config, f"{preset}-{config.env.game}-s{config.run.seed}")
 
 
-def envs_check(config) -> None:
-  """Makes the environment once, so that an impossible game is known before anything is written."""
+def check_possible(config: Config) -> None:
+  """Raises ConfigError for what only this machine can tell, so that it is known before anything is written."""
+  import jax
+
   from speedyzero_jax.envs import make_env
 
+  devices = len(jax.local_devices())
+  if config.learner.devices > devices:
+    raise ConfigError(f"learner.devices: there are {devices} here, got {config.learner.devices}")
+  if config.learner.batch_size % (config.learner.devices or devices):
+    raise ConfigError(
+      f"learner.batch_size: must be a multiple of the {devices} devices here, got {config.learner.batch_size}"
+    )
   try:
     make_env(config.env, 1, config.run.seed, training=True).close()
   except ValueError as error:
@@ -69,17 +79,16 @@ def train(folder: RunFolder, resume: bool) -> int:
   import jax
 
   from speedyzero_jax import modes
-  from speedyzero_jax.checkpoint import CheckpointError
+  from speedyzero_jax.checkpoint import CheckpointError, Checkpoints
   from speedyzero_jax.reporting import Reporter
   from speedyzero_jax.training import Training, TrainingError, enable_compilation_cache
 
   config = folder.config
   enable_compilation_cache(config)
-  checkpoints = folder.path / "checkpoints"
   resume_step = None
   if resume:
-    resume_step = max((int(p.name) for p in checkpoints.glob("[0-9]*") if p.name.isdigit()), default=0)
-    resume = resume_step > 0
+    steps = Checkpoints(folder.path).steps()
+    resume, resume_step = bool(steps), max(steps, default=0)  # it may have ended before its first checkpoint
   received: list[int] = []
   with Reporter(config, folder.path, folder.path.name, resume_step) as reporter:
     devices = jax.local_devices()
@@ -137,4 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  code = main()
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(code)  # all is saved and closed; a library's thread must not keep a finished run from ending

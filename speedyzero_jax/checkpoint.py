@@ -2,10 +2,14 @@
 
 A checkpoint at step N is `checkpoints/N/` with the network, the optimiser, the weights each role acts with, the
 replay's mutable part, the actor and a JSON of counters. Frames, which never change, are appended to `replay/` once
-each, and a checkpoint lists the files it stands on. Every array's CRC-32 is stored and checked, so damage is noticed and the
-checkpoint before is used. Nothing is ever unpickled. Knows nothing of roles: it moves pytrees of arrays.
+each, and a checkpoint lists the files it stands on. CRC-32s of all arrays, of the JSON and of those files are stored and
+checked, so damage is noticed and the checkpoint before is used. Nothing is ever unpickled. Knows nothing of roles: it
+moves pytrees of arrays.
 """
 
+import io
+import json
+import errno
 import logging
 import os
 import shutil
@@ -45,7 +49,18 @@ class Snapshot(NamedTuple):
 
 
 def _crcs(tree: Params) -> list[int]:
-  return [zlib.crc32(np.asarray(leaf).tobytes()) for leaf in jax.tree.leaves(tree)]
+  """Of each leaf's bytes, type, shape and place in the tree."""
+  crcs = []
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    array = np.asarray(leaf)
+    form = f"{jax.tree_util.keystr(path)} {array.dtype.str} {array.shape}"
+    crcs.append(zlib.crc32(array.tobytes(), zlib.crc32(form.encode())))
+  return crcs
+
+
+def _crc_of_json(meta: Mapping[str, Any]) -> int:
+  text = json.dumps({key: value for key, value in meta.items() if key != "meta_crc32"}, sort_keys=True)
+  return zlib.crc32(text.encode())
 
 
 def _take_empty(items: dict[str, Any], name: str) -> dict[str, tuple[str, list[int]]]:
@@ -69,7 +84,7 @@ class Checkpoints:
     self._manager: ocp.CheckpointManager | None = None
     self._thread: threading.Thread | None = None
     self._error: BaseException | None = None
-    self._files: list[str] = []  # segments that the newest checkpoint stands on
+    self._files: list[tuple[str, int]] = []  # segments that the newest checkpoint stands on, with their CRCs
     self.heads: np.ndarray | None = None  # of the newest checkpoint's replay; None before the first
 
   def steps(self) -> list[int]:
@@ -81,7 +96,7 @@ class Checkpoints:
   # --- writing ---
 
   def save(self, snapshot: Snapshot) -> None:
-    """Starts writing; waits for the save before.
+    """Starts writing; waits for the save before. A learner step that has its checkpoint is not saved again.
 
     Raises:
       CheckpointError: the save *before* failed (nothing of this one is written).
@@ -106,34 +121,63 @@ class Checkpoints:
       self._error = error
 
   def _write(self, snapshot: Snapshot) -> None:
+    if snapshot.step in self.steps():
+      return  # stopped twice at one step, or a finished run resumed: what is there, later ones may stand on
     files = list(self._files)
     if len(snapshot.slots["frame"]):
       name = f"slots-{snapshot.step:012d}.npz"
-      self._write_segment(self._segments / name, snapshot.slots)
-      files.append(name)
+      files.append((name, self._write_segment(self._segments / name, snapshot.slots)))
     items = {name: jax.tree.map(np.asarray, getattr(snapshot, name)) for name in _ITEMS}
     empty = {name: _take_empty(items, name) for name in ("replay", "actor")}
     items = {name: tree for name, tree in items.items() if jax.tree.leaves(tree)}
     crcs = {name: _crcs(tree) for name, tree in items.items()}
     meta = {"step": snapshot.step, "segments": files, "crc32": crcs, "empty": empty, **snapshot.meta}
+    meta["meta_crc32"] = _crc_of_json(meta)
+    self._check_space(sum(leaf.nbytes for leaf in jax.tree.leaves(items)))
     saves = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
-    if not self._open().save(snapshot.step, args=ocp.args.Composite(meta=ocp.args.JsonSave(meta), **saves), force=True):
-      raise OSError(f"Orbax refused to save step {snapshot.step}")
+    args = ocp.args.Composite(meta=ocp.args.JsonSave(meta), **saves)
+    try:
+      if not self._open().save(snapshot.step, args=args, force=True):
+        raise OSError(f"Orbax refused to save step {snapshot.step}")
+    except Exception:
+      # What Orbax has begun is of no use, takes space, and its manager may wait for threads that have died.
+      self._manager = None
+      for leftover in self._directory.glob(f"{snapshot.step}.orbax-checkpoint-tmp*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+      raise
     self._files, self.heads = files, snapshot.heads
 
+  def _check_space(self, size: int) -> None:
+    """Raises OSError when `size` bytes do not fit; Orbax recovers badly from finding that out half-way."""
+    self._directory.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(self._directory).free
+    if free < 1.1 * size + 2**20:
+      raise OSError(errno.ENOSPC, f"{size / 1e6:.1f} MB to write, but {free / 1e6:.1f} MB are free on the disk")
+
   @staticmethod
-  def _write_segment(path: Path, slots: Mapping[str, np.ndarray]) -> None:
+  def _write_segment(path: Path, slots: Mapping[str, np.ndarray]) -> int:
+    """Returns the file's CRC."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
+    archive = io.BytesIO()
+    np.savez_compressed(archive, **slots)  # type: ignore[arg-type]
     try:
       with temporary.open("wb") as file:
-        np.savez_compressed(file, allow_pickle=False, **slots)
+        file.write(archive.getbuffer())
         file.flush()
         os.fsync(file.fileno())
       os.replace(temporary, path)
     except BaseException:
       temporary.unlink(missing_ok=True)
       raise
+    return zlib.crc32(archive.getbuffer())
+
+  def _read_segment(self, name: str, crc: int) -> dict[str, np.ndarray]:
+    content = (self._segments / name).read_bytes()
+    if zlib.crc32(content) != crc:  # NumPy stops reading before zipfile would compare its own
+      raise ValueError(f"checksum of '{name}' differs")
+    with np.load(io.BytesIO(content), allow_pickle=False) as archive:
+      return {key: archive[key] for key in archive.files}
 
   def _open(self) -> ocp.CheckpointManager:
     if self._manager is None:
@@ -173,15 +217,13 @@ class Checkpoints:
 
     def read(step: int) -> tuple[Snapshot, list[dict]]:
       items, meta = self._read(step, {"replay": None, "actor": None, **abstract})
-      segments = []
-      for name in meta["segments"]:
-        with np.load(self._segments / name, allow_pickle=False) as archive:  # checks the archive's own CRCs
-          segments.append({key: archive[key] for key in archive.files})
+      files = [(name, crc) for name, crc in meta["segments"]]
+      segments = [self._read_segment(name, crc) for name, crc in files]
       for name, arrays in meta["empty"].items():
         items[name] = items.get(name, {}) | {key: np.zeros(shape, dtype) for key, (dtype, shape) in arrays.items()}
-      known = {"step", "segments", "crc32", "empty"}
+      known = {"step", "segments", "crc32", "empty", "meta_crc32"}
       rest = {key: value for key, value in meta.items() if key not in known}
-      self._files, self.heads = list(meta["segments"]), items["replay"]["head"]
+      self._files, self.heads = files, items["replay"]["head"]
       parts = {name: items.get(name, {}) for name in _ITEMS}
       return Snapshot(step=step, meta=rest, slots={}, heads=items["replay"]["head"], **parts), segments
 
@@ -204,6 +246,8 @@ class Checkpoints:
     directory = self._directory / str(step)
     with ocp.CheckpointManager(self._directory, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
       meta = dict(manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta)
+      if meta.get("meta_crc32") != _crc_of_json(meta) or meta["step"] != step:
+        raise ValueError("checksum of 'meta' differs")
       wanted = {name: tree for name, tree in abstract.items() if (directory / name).is_dir()}
       missing = set(meta["crc32"]) & set(abstract) - set(wanted)
       if missing or not set(wanted) <= set(meta["crc32"]):
@@ -224,8 +268,9 @@ class Checkpoints:
         target.parent.mkdir(exist_ok=True)
         shutil.rmtree(target, ignore_errors=True)
         os.replace(self._directory / str(step), target)
+    known = {name for name, _ in self._files}
     for path in self._segments.glob("slots-*.npz"):
-      if path.name not in self._files:
+      if path.name not in known:
         path.unlink()
 
 

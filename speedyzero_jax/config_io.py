@@ -330,8 +330,8 @@ _RANGES = {
     network.channels network.blocks network.reduced_channels network.head_hidden network.lstm_hidden
     network.value_prefix_horizon network.support network.projection_hidden network.projection_out
     network.prediction_hidden search.simulations search.max_considered actor.lanes actor.weights_interval
-    replay.td_steps reanalyse.weights_interval reanalyse.max_age reanalyse.block
-    refresh.max_age refresh.weights_interval refresh.block learner.batch_size learner.steps learner.unroll_steps
+    replay.td_steps reanalyse.weights_interval reanalyse.max_age
+    refresh.max_age refresh.weights_interval learner.batch_size learner.steps learner.unroll_steps
     learner.prefetch evaluation.episodes evaluation.max_episode_steps run.env_steps run.checkpoint_interval
     run.keep_checkpoints run.log_interval
   """,
@@ -343,6 +343,7 @@ _RANGES = {
     learner.policy_coefficient learner.consistency_coefficient learner.shift learner.intensity learner.devices
     evaluation.interval
   """,
+  "[16, inf)": "reanalyse.block refresh.block",  # a stretch of replay/sweep.py
   "[0, 4294967296)": "run.seed",  # the 32 bits that a jax key takes without 64-bit types
   "(0, inf)": """
     search.c2 search.dirichlet_alpha search.min_value_range actor.temperatures replay.min_priority
@@ -395,6 +396,13 @@ def _problems(config: Config) -> Iterable[str]:
     yield f"learner.tail_steps: must be at most learner.steps ({learner.steps}), got {learner.tail_steps}"
   if learner.devices and learner.batch_size % learner.devices:
     yield f"learner.batch_size: must be a multiple of learner.devices ({learner.devices}), got {learner.batch_size}"
+  for name, part, used in (
+    ("refresh", config.refresh, config.refresh.enabled),
+    ("reanalyse", config.reanalyse, config.reanalyse.schedule == "sweep"),
+  ):
+    delay = max(part.weights_interval, actor.weights_interval)  # how old weights are when they are used first
+    if used and part.max_age < delay + 2:
+      yield f"{name}.max_age: must be at least {delay + 2}, the weights' interval and two, got {part.max_age}"
   if config.optim.trust_min > config.optim.trust_max:
     yield f"optim.trust_min: must be at most optim.trust_max ({config.optim.trust_max}), got {config.optim.trust_min}"
 

@@ -6,6 +6,7 @@ Knows nothing of checkpoints or processes; `launch/evaluate.py` restores, a run 
 import dataclasses
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,11 +15,12 @@ import numpy as np
 
 from speedyzero_jax.actor import FrameStacker
 from speedyzero_jax.config import Config
-from speedyzero_jax.envs import make_env
+from speedyzero_jax.envs import BatchedEnv, make_env
 from speedyzero_jax.inference import Inference
 from speedyzero_jax.scores import human_normalised
 from speedyzero_jax.weights import Version
 
+_REPORT_SECONDS = 10
 _MAX_LANES = 64  # environments played at once; more episodes are played in turns
 
 
@@ -64,10 +66,11 @@ def evaluate(
   seed: int,
   max_episode_steps: int | None = None,
   should_stop: Callable[[], bool] = lambda: False,
+  report: Callable[[str], None] = lambda line: None,
 ) -> Evaluation | None:
   """Plays `episodes` full episodes, each cut after `max_episode_steps` agent steps (default: the configuration's).
 
-  Returns None if `should_stop` said so before the end. Environments' seeds differ from training's.
+  Returns None if `should_stop` said so before the end. `report` takes a line of progress every ten seconds.
   """
   cap = max_episode_steps or config.evaluation.max_episode_steps
   returns: list[float] = []
@@ -78,7 +81,7 @@ def evaluate(
   for turn in range(rounds):
     env = make_env(config.env, lanes, _seed(seed, turn), training=False, max_episode_steps=cap)
     try:
-      played = _play(config, inference, version, env, should_stop)
+      played = _play(config, inference, version, env, should_stop, report)
     finally:
       env.close()
     if played is None:
@@ -109,16 +112,27 @@ def _seed(seed: int, turn: int) -> int:
   return int(np.random.SeedSequence([seed, turn, 0xE7A1]).generate_state(1)[0] >> 1)
 
 
-def _play(config, inference, version, env, should_stop) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+def _play(
+  config: Config,
+  inference: Inference,
+  version: Version,
+  env: BatchedEnv,
+  should_stop: Callable[[], bool],
+  report: Callable[[str], None],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
   """One episode in every lane -> returns [L], lengths [L], whether each was capped [L]."""
   stacker = FrameStacker(config.env.frame_stack)
   key = jax.random.key(0)  # without exploration the search uses no randomness that matters
   score, length = np.zeros(env.num_lanes), np.zeros(env.num_lanes, np.int64)
   playing, capped = np.ones(env.num_lanes, bool), np.zeros(env.num_lanes, bool)
   step = env.reset()
+  told = time.monotonic()
   while playing.any():
     if should_stop():
       return None
+    if time.monotonic() - told > _REPORT_SECONDS:
+      told = time.monotonic()
+      report(f"evaluating: {playing.sum()} of {len(playing)} episodes still on, at step {length.max()}")
     result = inference.search(version.variables, stacker.push(step), key, 1.0, explore=False)
     step = env.step(np.asarray(result.action[:, 0]))
     score += np.where(playing, step.reward, 0)

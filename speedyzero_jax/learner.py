@@ -106,6 +106,10 @@ class Learner:
     state, (metrics, td_error) = self._step(state, batch, key)
     return state, StepResult(metrics, td_error)
 
+  def lower(self, state: LearnerState, batch: LearnerBatch, key: jax.Array) -> jax.stages.Lowered:
+    """The step before compilation, to look at its cost."""
+    return self._step.lower(state, batch, key)
+
   def _fresh(self, key: jax.Array) -> LearnerState:
     variables = self._blueprint.init(key)
     return LearnerState(variables, self._optimizer.init(variables.params), jnp.zeros((), jnp.int32))

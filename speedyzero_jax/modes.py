@@ -46,6 +46,7 @@ class _Overlapped:
     self._training, self._pacer = training, training.pacer
     self._ready: deque[Fed] = deque()
     self._drawn = training.pacer.learner_steps  # batches drawn so far, by learner step
+    self._pending: tuple[Fed, StepResult, int] | None = None  # told to the replay a step late: no waiting for the device
     self._errors: list[BaseException] = []
 
   def run(self) -> None:
@@ -63,6 +64,7 @@ class _Overlapped:
       self._pacer.stop()
       for thread in threads:
         thread.join()
+    self._settle()  # a role may have failed for what shows here as divergence
     if self._errors:
       raise self._errors[0]
 
@@ -76,9 +78,12 @@ class _Overlapped:
       self._pacer.stop()
 
   def _collect(self) -> None:
+    def may_collect() -> bool:  # the learner may be due, but have nothing to draw from yet
+      return self._pacer.may_collect() or not self._training.replay.num_eligible
+
     while not self._pacer.collected:
       begin = time.monotonic()
-      self._pacer.wait_until(self._pacer.may_collect)
+      self._pacer.wait_until(may_collect)
       self._training.reporter.mean({names.ACTOR_WAIT: time.monotonic() - begin})
       self._training.collect()
 
@@ -106,7 +111,6 @@ class _Overlapped:
 
   def _learn(self) -> None:
     training, pacer = self._training, self._pacer
-    pending: tuple[Fed, StepResult, int] | None = None  # told to the replay one step late, so the device never waits
 
     def may_learn() -> bool:
       return bool(self._ready) and not any(s.overdue(training.replay, pacer.learner_steps) for s in training.sweepers)
@@ -117,10 +121,12 @@ class _Overlapped:
       training.reporter.mean({names.LEARNER_WAIT: time.monotonic() - begin})
       step, fed = pacer.learner_steps, self._ready.popleft()
       result = training.learn(fed)
-      if pending is not None:
-        training.learned(*pending)
-      pending = fed, result, step
+      self._settle()
+      self._pending = fed, result, step
       training.bookkeeping()
-    if pending is not None:
-      training.learned(*pending)
     pacer.wait_until(lambda: pacer.collected)
+
+  def _settle(self) -> None:
+    pending, self._pending = self._pending, None
+    if pending is not None:
+      self._training.learned(*pending)

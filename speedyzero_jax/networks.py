@@ -292,6 +292,8 @@ class Blueprint:
 
   def bind(self, variables: Variables) -> Network:
     """The network with these variables; cheap, meant for use while tracing."""
+    # As jax arrays: into numpy ones flax would write new running statistics in place, behind the caller's back.
+    variables = jax.tree.map(jnp.asarray, variables)
     return nnx.merge(self.graph, variables.params, variables.batch_stats)
 
 

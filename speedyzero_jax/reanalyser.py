@@ -72,6 +72,7 @@ class Sweeper:
     part = config.refresh if kind == "refresh" else config.reanalyse
     self.kind: SweepName = kind
     self.max_age, self._block = part.max_age, part.block
+    self._refresh = config.refresh.enabled  # switched off, a sweep leaves priorities alone
     self._subscriber = REFRESHER if kind == "refresh" else REANALYSER
     # Stamps are old already when written: weights are, by their interval, and so are slots that an actor appends.
     self._delay = max(part.weights_interval, config.actor.weights_interval)
@@ -112,8 +113,9 @@ class Sweeper:
       replay.write_search(lane, time, result.policy[:, 0], result.search_value[:, 0], value, step)
     else:
       value = np.asarray(self._inference.value(variables, frames))[:, 0]
-    replay.write_values(lane, time, value, step)
-    replay.refresh_priorities(lane, time)
+    if self._refresh:
+      replay.write_values(lane, time, value, step)
+      replay.refresh_priorities(lane, time)
     self.calls += 1
     self.states += len(lane)
     self.credit = max(self.credit - self._block, 0)

@@ -37,7 +37,7 @@ class Reporter:
   """
 
   def __init__(self, config: Config, run_dir: Path, preset: str, resume_step: int | None):
-    self._config = config
+    self._config, self._run_dir, self._resume_step = config, run_dir, resume_step
     self._recorder = Recorder(run_dir, resume_step=resume_step)
     self._display = make_display(
       Header(game=config.env.game, preset=preset, run_dir=str(run_dir), seed=config.run.seed),
@@ -56,6 +56,12 @@ class Reporter:
   def __exit__(self, *error: object) -> None:
     self._display.__exit__(*error)
     self._recorder.close()
+
+  def rewind(self, step: int) -> None:
+    """The run goes on from this learner step, maybe an earlier one than expected: lines of later steps are removed."""
+    if step != self._resume_step:
+      self._recorder.close()
+      self._recorder, self._resume_step = Recorder(self._run_dir, resume_step=step), step
 
   def message(self, text: str) -> None:
     """Shows an event."""

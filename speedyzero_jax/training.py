@@ -5,6 +5,7 @@
 
 import hashlib
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,18 +48,23 @@ class Training:
 
   Raises:
     CheckpointError: resuming, but no checkpoint can be read.
+    TrainingError: the run can't go on here: another number of devices, environments that play differently.
   """
 
   def __init__(self, config: Config, run_dir: Path, reporter: Reporter, *, resume: bool):
     self.config, self.reporter = config, reporter
     self.interrupted = False
+    self._compiled = False  # the training step
     self.checkpoints = Checkpoints(run_dir, config.run.keep_checkpoints)
     self._env = make_env(config.env, config.actor.lanes, config.run.seed, training=True)
     height, width, channels = self._env.frame_shape
     devices = jax.local_devices()
     mesh = make_mesh(devices[: config.learner.devices or len(devices)])
     shape = (height, width, channels * config.env.frame_stack)
-    self.learner = Learner(config, shape, self._env.num_actions, mesh)
+    try:
+      self.learner = Learner(config, shape, self._env.num_actions, mesh)
+    except ValueError as error:  # a batch that these devices can't share
+      raise TrainingError(str(error)) from error
     self.inference = Inference(config, self.learner.blueprint)
     self.replay = make_replay(config, self._env.frame_shape, self._env.frame_dtype, self._env.num_actions)
     self.episodes = EpisodeStats(config.actor.lanes)
@@ -124,7 +130,13 @@ class Training:
   def learn(self, fed: feed.Fed) -> StepResult:
     """One learner step; its results stay on the device."""
     batch = self.learner.put(fed.batch)
+    begin = time.monotonic()
+    if not self._compiled:
+      self.reporter.message("compiling the training step: up to a minute or two, less when it was compiled before")
     self.state, result = self.learner.step(self.state, batch, self._purpose(_LEARN))
+    if not self._compiled:
+      self._compiled = True
+      self.reporter.message(f"compiled in {time.monotonic() - begin:.0f} s")
     self.pacer.add_learner_step()
     self.weights.publish(self.pacer.learner_steps, self.state.variables)
     self.reporter.mean({**result.metrics, names.TARGET_AGE_MEAN: fed.age, names.TARGET_AGE_MAX: fed.age_max})
@@ -136,14 +148,11 @@ class Training:
     """Takes the new priorities of learner step `step` (from 0) into the replay; waits for the device.
 
     Raises:
-      TrainingError: they are not finite: training has diverged.
+      TrainingError: they, or the parameters after the step, are not finite: training has diverged.
     """
     td_error = np.asarray(result.td_error)
-    if not np.isfinite(td_error).all():
-      raise TrainingError(
-        f"learner step {step + 1} gave values that are not finite: training has diverged. Checkpoints are intact; "
-        "lower optim.learning_rate or optim.clip_norm and start again, or resume from before."
-      )
+    if not (np.isfinite(td_error).all() and np.isfinite(result.metrics[names.PARAMETER_NORM])):
+      raise _diverged(step + 1)
     self.replay.set_priorities(fed.lane, fed.time, td_error, step)
 
   def bookkeeping(self) -> None:
@@ -172,6 +181,7 @@ class Training:
       episodes=self.config.evaluation.episodes,
       seed=evaluation_seed(self.config),
       should_stop=lambda: self.interrupted,
+      report=self.reporter.message,
     )
     if result is not None:
       self.reporter.evaluated(result)
@@ -192,7 +202,10 @@ class Training:
   def close(self) -> None:
     """Lets go of environments and files."""
     self._env.close()
-    self.checkpoints.close()
+    try:
+      self.checkpoints.close()
+    except CheckpointError as error:  # of a save that nobody waited for
+      self.reporter.message(f"{error}; earlier checkpoints are intact")
 
   # --- saving and restoring ---
 
@@ -204,6 +217,7 @@ class Training:
 
     Raises:
       CheckpointError: it is required and failed. Otherwise training goes on and the next one is tried.
+      TrainingError: training has diverged; what is not finite is never saved.
     """
     try:
       self.checkpoints.wait()
@@ -218,6 +232,8 @@ class Training:
     network, optimizer, weights = jax.device_get(
       (self.state.variables, self.state.opt_state, {name: version.variables for name, version in versions.items()})
     )
+    if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(network)):
+      raise _diverged(step)
     meta = {
       "env_steps": env_steps,
       "weights": {name: version.step for name, version in versions.items()},
@@ -238,6 +254,7 @@ class Training:
 
   def _restore_roles(self, snapshot: Snapshot, segments: list[dict[str, np.ndarray]]) -> None:
     meta = snapshot.meta
+    self.reporter.rewind(snapshot.step)
     for slots in segments:
       self.replay.import_slots(slots)
     self.replay.load_state_dict(snapshot.replay)
@@ -256,6 +273,13 @@ class Training:
 
   def _purpose(self, purpose: int) -> jax.Array:
     return jax.random.fold_in(jax.random.key(self.config.run.seed), purpose)
+
+
+def _diverged(step: int) -> TrainingError:
+  return TrainingError(
+    f"learner step {step} gave values that are not finite: training has diverged. Checkpoints are intact; "
+    "lower optim.learning_rate or optim.clip_norm and start again, or resume from before."
+  )
 
 
 def make_replay(config: Config, frame_shape: tuple[int, ...], frame_dtype: np.dtype, num_actions: int) -> Replay:

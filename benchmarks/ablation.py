@@ -1,0 +1,163 @@
+"""Ablations on Catch: Priority Refresh on and off, Clipped LARS / LARS / SGD, batch 64 and 1024, several seeds each.
+
+    python benchmarks/ablation.py [--seeds 5] [--out benchmarks/results/ablation.json]
+
+Every run is a whole run of launch/multihost.py in its own process, pinned to one core, as many at once as there are
+cores. The score is the mean return of 100 greedy episodes with the last weights (-1 never catches, 1 always does), and
+beside it the mean training return over the second half of collection, which says how fast it learned. Learning rates
+were chosen per optimiser and batch with --tune, on a seed that is not in the table. Finished runs are not repeated.
+"""
+
+import argparse
+import concurrent.futures
+import itertools
+import json
+import os
+import queue
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from common import ROOT, write
+
+from speedyzero_jax.metrics import names
+from speedyzero_jax.metrics.jsonl import read_rows
+
+BASE = ["run.env_steps=8000", "evaluation.episodes=100", "run.checkpoint_interval=100000", "optim.decay_steps=0"]
+STEPS = {64: 2000, 1024: 300}  # learner steps; the larger batch still sees 2.4 times the samples
+RATES = {  # tried by --tune
+  "sgd": [0.02, 0.1, 0.5],
+  "lars": [2.0, 10.0, 50.0],
+  "clipped_lars": [2.0, 10.0, 50.0],
+}
+CHOSEN = {  # by --tune
+  ("sgd", 64): 0.1,
+  ("sgd", 1024): 0.1,
+  ("lars", 64): 10.0,
+  ("lars", 1024): 10.0,
+  ("clipped_lars", 64): 10.0,
+  ("clipped_lars", 1024): 10.0,
+}
+
+
+def overrides(optimizer: str, batch: int, refresh: bool, rate: float, seed: int) -> list[str]:
+  """The settings of one run, besides the preset `quickstart`."""
+  return [
+    *BASE,
+    f"optim.name={optimizer}",
+    f"optim.learning_rate={rate}",
+    f"optim.warmup_steps={STEPS[batch] // 20}",
+    f"learner.batch_size={batch}",
+    f"learner.steps={STEPS[batch]}",
+    f"refresh.enabled={str(refresh).lower()}",
+    f"run.seed={seed}",
+  ]
+
+
+def run_one(settings: list[str], folder: Path, cores: "queue.Queue[int]") -> dict:
+  """Runs it, unless its folder holds a result; returns score, training return and wall time."""
+  evaluation = folder / "evaluation.json"
+  if not evaluation.exists():
+    subprocess.run(["rm", "-rf", str(folder)], check=True)
+    core = cores.get()
+    try:
+      command = [sys.executable, "launch/multihost.py", "--config", "quickstart", *settings, f"run.dir={folder}"]
+      done = subprocess.run(
+        ["taskset", "-c", str(core), *command], cwd=ROOT, capture_output=True, text=True, check=False
+      )
+    finally:
+      cores.put(core)
+    if done.returncode:
+      # Divergence is a result, not a fault of the benchmark; anything else is.
+      if "diverged" in done.stderr:
+        return {"score": -1.0, "training": -1.0, "diverged": True}
+      raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+  rows, _ = read_rows(folder / "metrics.jsonl")
+  half = [
+    row[names.EPISODE_RETURN] for row in rows if row.get(names.EPISODE_RETURN) is not None and row["env_steps"] >= 4000
+  ]
+  ages = [row[names.PRIORITY_AGE_MEAN] for row in rows if row["env_steps"] >= 4000]
+  return {
+    "score": json.loads(evaluation.read_text())["mean"],
+    "training": statistics.mean(half),
+    "priority_age": statistics.mean(ages),
+    "seconds": rows[-1]["time"],
+    "diverged": False,
+  }
+
+
+def stderr(values: list[float]) -> float:
+  """Standard error of the mean."""
+  return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--seeds", type=int, default=5)
+  parser.add_argument("--work", type=Path, default=ROOT / "runs" / "ablation", help="where the runs go")
+  parser.add_argument("--out", type=Path, help="JSON file for the results")
+  parser.add_argument("--tune", action="store_true", help="try the learning rates on seed 100, with refresh, instead")
+  arguments = parser.parse_args()
+  if arguments.tune:
+    grid = [(o, b, True, r, 100) for o, b in itertools.product(RATES, STEPS) for r in RATES[o]]
+  else:
+    seeds = range(arguments.seeds)
+    grid = [(o, b, f, CHOSEN[o, b], s) for b, o, f, s in itertools.product(STEPS, RATES, (True, False), seeds)]
+  available = sorted(os.sched_getaffinity(0))
+  cores: queue.Queue[int] = queue.Queue()
+  for core in available:
+    cores.put(core)
+  begin = time.time()
+  with concurrent.futures.ThreadPoolExecutor(len(available)) as pool:
+    futures = {
+      key: pool.submit(
+        run_one,
+        overrides(*key),
+        arguments.work.resolve() / f"{key[0]}-b{key[1]}-{'on' if key[2] else 'off'}-lr{key[3]}-s{key[4]}",
+        cores,
+      )
+      for key in grid
+    }
+    results = {key: future.result() for key, future in futures.items()}
+
+  groups: dict[tuple, list[dict]] = {}
+  for (optimizer, batch, refresh, rate, _), result in results.items():
+    groups.setdefault((batch, optimizer, rate, refresh), []).append(result)
+  table = []
+  print(f"{'batch':>5}  {'optimiser':<13}{'rate':>6}  {'refresh':<8}{'score':>15}  {'training':>15}  diverged")
+  for (batch, optimizer, rate, refresh), runs in groups.items():
+    scores, training = [r["score"] for r in runs], [r["training"] for r in runs]
+    row = {
+      "batch": batch,
+      "optimizer": optimizer,
+      "learning_rate": rate,
+      "refresh": refresh,
+      "score_mean": statistics.mean(scores),
+      "score_stderr": stderr(scores),
+      "training_mean": statistics.mean(training),
+      "training_stderr": stderr(training),
+      "diverged": sum(r["diverged"] for r in runs),
+      "runs": runs,
+    }
+    table.append(row)
+    print(
+      f"{batch:>5}  {optimizer:<13}{rate:>6}  {'on' if refresh else 'off':<8}"
+      f"{row['score_mean']:>7.2f} ± {row['score_stderr']:<5.2f}  {row['training_mean']:>7.2f} ± {row['training_stderr']:<5.2f}"
+      f"  {row['diverged']}"
+    )
+  write(
+    arguments.out,
+    {
+      "minutes": round((time.time() - begin) / 60, 1),
+      "placement": f"{len(available)} runs at once, one core each",
+      "preset": "quickstart",
+      "settings": {"base": BASE, "steps": {str(k): v for k, v in STEPS.items()}},
+      "table": table,
+    },
+  )
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,55 @@
+"""What the benchmarks share: timing, where a figure comes from, writing results."""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # a clone works without being installed
+
+
+def provenance() -> dict[str, Any]:
+  """The command, machine and versions behind a result."""
+  cores = len(os.sched_getaffinity(0))
+  names = ("jax", "jaxlib", "flax", "optax", "mctx", "envpool", "numpy")
+  versions = {}
+  for name in names:
+    try:
+      versions[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+      versions[name] = "unknown"
+  return {
+    "command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
+    "date": datetime.date.today().isoformat(),
+    "hardware": f"{cores} cores of {platform.machine()}",
+    "python": platform.python_version(),
+    "versions": versions,
+  }
+
+
+def seconds(call: Callable[[], Any], repeat: int) -> tuple[float, float]:
+  """Runs `call`, which must wait for its own results; (time of the first call, median of `repeat` more)."""
+  begin = time.perf_counter()
+  call()
+  first = time.perf_counter() - begin
+  times = []
+  for _ in range(repeat):
+    begin = time.perf_counter()
+    call()
+    times.append(time.perf_counter() - begin)
+  return first, statistics.median(times)
+
+
+def write(path: Path | None, result: dict[str, Any]) -> None:
+  """Writes a result with its provenance, if there is a path."""
+  if path is not None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(provenance() | result, indent=1) + "\n")

@@ -1,0 +1,307 @@
+"""The commands people run, as real processes: exit codes, signals, kills, and that nothing is lost by any of them."""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tiny
+
+from launch import evaluate, multihost
+from speedyzero_jax import runfolder
+from speedyzero_jax.checkpoint import Checkpoints
+from speedyzero_jax.metrics import jsonl
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = f"run.compile_cache={os.environ['JAX_COMPILATION_CACHE_DIR']}"
+STEPS = 60
+# A checkpoint at every step, so that a signal at any moment is likely to come while one is being written.
+SETTINGS = [*tiny.OVERRIDES, CACHE, f"learner.steps={STEPS}", "run.checkpoint_interval=1", "run.log_interval=1",
+            "evaluation.at_end=true"]  # fmt: skip
+NEW = ["--config", "quickstart", *SETTINGS]
+
+
+def start(*arguments, devices=1, script="multihost.py", cwd=ROOT, log=None):
+  """A process whose standard output goes to the file `log`, if given."""
+  environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)}
+  out = subprocess.PIPE if log is None else log.open("w")
+  command = [sys.executable, ROOT / "launch" / script, *map(str, arguments)]
+  return subprocess.Popen(command, cwd=cwd, env=environment, stdout=out, stderr=subprocess.PIPE, text=True)
+
+
+def listing(folder):
+  return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+  """Two runs that nobody disturbs, going on while other tests work: name -> (folder, process, log)."""
+  base = tmp_path_factory.mktemp("runs")
+  runs = {
+    "reference": (NEW, 1),
+    "four": (["--config", "quickstart", *tiny.OVERRIDES, CACHE, "learner.devices=0", "run.mode=async"], 4),
+  }
+  processes = {}
+  for name, (arguments, devices) in runs.items():
+    folder, log = base / name, base / f"{name}.log"
+    processes[name] = folder, start(*arguments, f"run.dir={folder}", devices=devices, log=log), log
+  yield processes
+  for _, process, _ in processes.values():
+    process.kill()
+    process.communicate()
+
+
+def finish(started, name):
+  folder, process, log = started[name]
+  _, errors = process.communicate(timeout=200)
+  assert process.returncode == 0, errors
+  return folder, log.read_text()
+
+
+@pytest.fixture(scope="module")
+def finished(started):
+  """Folder and output of an undisturbed run, after its end."""
+  return finish(started, "reference")
+
+
+def hash_in(output):
+  (digest,) = re.findall(r"learner steps; parameters (\w{16})", output)
+  return digest
+
+
+# --- Wrong use: exit code 2, one line, nothing written
+
+
+def test_a_misspelt_key_is_named_with_the_nearest(started, tmp_path):
+  process = start("--config", "quickstart", "learner.batchsize=8", cwd=tmp_path)
+  out, errors = process.communicate(timeout=60)
+  assert process.returncode == 2 and out == ""
+  assert errors == "error: unknown key 'learner.batchsize'; the nearest is learner.batch_size\n"
+  assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    (["--config", "quikstart"], "unknown preset 'quikstart'; the nearest: quickstart"),
+    ([*NEW, "env.game=Brekout", "network.downsample=16"], "unknown game 'Brekout'; did you mean Breakout"),
+    ([*NEW, "learner.batch_size=many"], "learner.batch_size: expected an integer, got 'many'"),
+    ([*NEW, "refresh.max_age=3"], "refresh.max_age"),
+    ([*NEW, "learner.devices=4000"], "learner.devices"),
+    ([*NEW, "learner.devices=0", "learner.batch_size=7"], "learner.batch_size: must be a multiple of the"),
+    (["--resume", "nothing"], "nothing holds no run"),
+    ([*NEW, "run.dir=/proc/run"], "can't make a run in /proc/run"),
+  ],
+)
+def test_wrong_use_is_said_in_a_line(tmp_path, monkeypatch, capsys, arguments, message):
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(multihost, "train", lambda *args, **kwargs: pytest.fail("trains"))
+  if "learner.batch_size=7" in arguments and len(__import__("jax").local_devices()) == 1:
+    pytest.skip("one device shares any batch")
+  assert multihost.main(arguments) == 2
+  captured = capsys.readouterr()
+  assert captured.out == "" and captured.err.count("\n") == 1
+  assert captured.err.startswith("error: ") and message in captured.err
+  assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("arguments", [[], ["--resume", "x", "--config", "quickstart"], ["--episodes", "1"]])
+def test_a_command_line_that_makes_no_sense(arguments, capsys):
+  with pytest.raises(SystemExit) as exited:
+    multihost.main(arguments)
+  assert exited.value.code == 2 and "usage:" in capsys.readouterr().err
+
+
+def test_a_folder_in_use_is_refused(started, capsys):
+  folder, process, _ = started["reference"]
+  deadline = time.monotonic() + 60
+  while not (folder / "config.yaml").exists():
+    assert process.poll() is None and time.monotonic() < deadline
+    time.sleep(0.05)
+  for arguments in (["--resume", str(folder)], [*NEW, f"run.dir={folder}"]):
+    assert process.poll() is None
+    assert multihost.main(arguments) == 2
+    assert "in use by another process" in capsys.readouterr().err or arguments[0] == "--config"
+
+
+# --- Stopping and killing
+
+
+def newest(folder):
+  return max(Checkpoints(folder).steps(), default=-1)
+
+
+def wait_for_checkpoint(folder, process, step):
+  deadline = time.monotonic() + 120
+  while newest(folder) < step:
+    assert time.monotonic() < deadline, "no checkpoint is written"
+    if process.poll() is not None:
+      return False
+    time.sleep(0.01)
+  return True
+
+
+def test_signals_and_kills_at_any_moment_change_nothing(started, tmp_path):
+  """One run, stopped by SIGTERM and Ctrl-C and killed six times, ends as the one that was left alone."""
+  folder, log, rng = tmp_path / "run", tmp_path / "log", random.Random(3)
+  first = start(*NEW, f"run.dir={folder}", log=log)
+  while not (folder / "metrics.jsonl").exists():  # it has begun, but has no checkpoint
+    assert first.poll() is None
+    time.sleep(0.02)
+  first.kill()
+  assert first.wait() == -signal.SIGKILL and newest(folder) == -1
+  kills = 1
+  for number, expected in ((signal.SIGTERM, 143), (signal.SIGINT, 130), *[(signal.SIGKILL, -signal.SIGKILL)] * 5):
+    before = newest(folder)
+    process = start("--resume", folder, log=log)
+    if not wait_for_checkpoint(folder, process, before + 2):
+      break
+    time.sleep(rng.uniform(0, 0.5))
+    if process.poll() is not None:
+      break
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == expected, errors
+    output = log.read_text()
+    assert (f"resuming at learner step {before}," in output) == (before >= 0)
+    if number == signal.SIGKILL:
+      kills += 1
+    else:
+      saved = int(re.findall(r"stopped and saved at learner step (\d+); go on: --resume", output)[0])
+      assert saved == newest(folder) > before and errors == ""
+  assert kills >= 4
+  process = start("--resume", folder, log=log)
+  _, errors = process.communicate(timeout=120)
+  assert process.returncode == 0, errors
+  reference, output = finish(started, "reference")
+  assert hash_in(log.read_text()) == hash_in(output)
+  ours, theirs = (json.loads((path / "evaluation.json").read_text()) for path in (folder, reference))
+  assert ours == theirs
+  rows, damaged = jsonl.read_rows(folder / "metrics.jsonl")
+  assert not damaged and [row["step"] for row in rows] == [*range(1, STEPS + 1), STEPS]
+  assert not (folder / "damaged").exists()
+  assert Checkpoints(folder).steps() == [STEPS - 2, STEPS - 1, STEPS]
+
+
+# --- A run that is done
+
+
+def test_an_undisturbed_run_leaves_everything(finished):
+  folder, output = finished
+  assert f"trained: 150 agent steps, {STEPS} learner steps" in output
+  assert {"config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "replay", "evaluation.json", "run.lock"} == {
+    path.name for path in folder.iterdir()
+  }
+  assert runfolder.read_config(folder).run.env_steps == 150
+  evaluation = json.loads((folder / "evaluation.json").read_text())
+  assert (evaluation["step"], evaluation["episodes"], evaluation["game"]) == (STEPS, 2, "Catch")
+  rows, _ = jsonl.read_rows(folder / "metrics.jsonl")
+  assert (rows[-1]["step"], rows[-1]["env_steps"]) == (STEPS, 150)
+  assert rows[-1]["evaluation/mean"] == evaluation["mean"]
+
+
+@pytest.fixture
+def signals():
+  """Puts back the signal handlers that a run in this process leaves."""
+  kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+  yield
+  for number, handler in kept.items():
+    signal.signal(number, handler)
+
+
+def test_resuming_a_finished_run_does_not_train(finished, tmp_path, capsys, signals):
+  folder, output = finished
+  copy = tmp_path / "copy"
+  shutil.copytree(folder, copy)
+  (copy / "evaluation.json").unlink()
+  assert multihost.main(["--resume", str(copy), "evaluation.episodes=3", CACHE]) == 0
+  captured = capsys.readouterr()
+  assert hash_in(captured.out) == hash_in(output) and "compiling the training step" not in captured.out
+  before, after = listing(folder), listing(copy)
+  changed = {name for name in before | after if before.get(name) != after.get(name) and "tensorboard" not in name}
+  assert changed == {"metrics.jsonl", "evaluation.json"}
+  assert json.loads((copy / "evaluation.json").read_text())["episodes"] == 3
+
+
+def test_another_configuration_in_its_folder_is_refused(finished, capsys):
+  folder, _ = finished
+  before = listing(folder)
+  assert multihost.main([*NEW, f"run.dir={folder}", "run.seed=1"]) == 2
+  assert "run.seed: 0 != 1" in capsys.readouterr().err
+  assert multihost.main(["--resume", str(folder), "learner.steps=99"]) == 2
+  assert f"learner.steps: {STEPS} != 99" in capsys.readouterr().err
+  assert multihost.main([*NEW, f"run.dir={folder}"]) == 2
+  assert f"--resume {folder}" in capsys.readouterr().err
+  assert listing(folder) == before
+
+
+def test_a_run_on_four_devices(started):
+  folder, output = finish(started, "four")
+  assert "4 x cpu" in output and "trained: 150 agent steps, 12 learner steps" in output
+  assert newest(folder) == 12
+  rows, _ = jsonl.read_rows(folder / "metrics.jsonl")
+  assert rows[-1]["charts/samples_per_insert"] == 12 * 8 / 110
+
+
+@pytest.mark.parametrize("part", ["checkpoints", "replay"])
+def test_a_run_that_cannot_go_on_fails_in_a_line(finished, tmp_path, capsys, signals, part):
+  """All checkpoints damaged: exit code 1, the reason, and no traceback."""
+  copy = tmp_path / "copy"
+  shutil.copytree(finished[0], copy)
+  for path in (copy / part).rglob("*"):
+    if path.is_file():
+      path.write_bytes(b"")
+  assert multihost.main(["--resume", str(copy), CACHE]) == 1
+  captured = capsys.readouterr()
+  assert "none of the 3 checkpoints" in captured.err and captured.err.startswith("error: ")
+  assert captured.out.count("is damaged or of another kind") == 3
+  assert Checkpoints(copy).steps() == [STEPS - 2, STEPS - 1, STEPS]  # left for whoever can repair them
+
+
+# --- Evaluating
+
+
+def test_evaluating_a_run(finished, tmp_path):
+  folder, _ = finished
+  copy = tmp_path / "copy"
+  shutil.copytree(folder, copy)
+  (copy / "evaluation.json").unlink()
+  before = listing(copy)
+  process = start(copy, "--episodes", 5, script="evaluate.py")
+  out, errors = process.communicate(timeout=120)
+  assert process.returncode == 0, errors
+  written = json.loads((copy / "evaluation.json").read_text())
+  assert written["episodes"] == len(written["returns"]) == 5 and written["step"] == STEPS
+  assert out.startswith(f"Catch after {STEPS} learner steps, 5 episodes: mean {written['mean']:.2f}")
+  assert {name for name in listing(copy) if name not in before} == {"evaluation.json"}
+  assert {name: listing(copy)[name] for name in before} == before  # it only reads
+
+
+def test_evaluating_as_the_run_itself_does_gives_the_same(finished, tmp_path, capsys):
+  folder, _ = finished
+  copy = tmp_path / "copy"
+  shutil.copytree(folder, copy)
+  (copy / "evaluation.json").unlink()
+  assert evaluate.main([str(copy)]) == 0
+  assert (copy / "evaluation.json").read_bytes() == (folder / "evaluation.json").read_bytes()
+  assert evaluate.main([str(copy), "--seed", "4", "--max-episode-steps", "5"]) == 0
+  assert "cap of 5" not in capsys.readouterr().out  # Catch knows no cap
+
+
+def test_what_evaluation_refuses(finished, tmp_path, capsys):
+  assert evaluate.main([str(tmp_path)]) == 2
+  assert capsys.readouterr().err.startswith(f"error: {tmp_path} holds no run")
+  shutil.copy(finished[0] / "config.yaml", tmp_path)
+  assert evaluate.main([str(tmp_path)]) == 1
+  assert "there is no checkpoint in" in capsys.readouterr().err
+  assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+  with pytest.raises(SystemExit) as exited:
+    evaluate.main([str(tmp_path), "--episodes", "0"])
+  assert exited.value.code == 2 and "must be at least 1" in capsys.readouterr().err
