@@ -2,14 +2,14 @@
 
 A checkpoint at step N is `checkpoints/N/` with the network, the optimiser, the weights each role acts with, the
 replay's mutable part, the actor and a JSON of counters. Frames, which never change, are appended to `replay/` once
-each, and a checkpoint lists the files it stands on. CRC-32s of all arrays, of the JSON and of those files are stored and
-checked, so damage is noticed and the checkpoint before is used. Nothing is ever unpickled. Knows nothing of roles: it
-moves pytrees of arrays.
+each, and a checkpoint lists the files it stands on. CRC-32s of all arrays, of the JSON and of those files are stored
+and checked, so damage is noticed and the checkpoint before is used. Nothing is ever unpickled. Knows nothing of roles:
+it moves pytrees of arrays.
 """
 
+import errno
 import io
 import json
-import errno
 import logging
 import os
 import shutil

@@ -46,7 +46,7 @@ class _Overlapped:
     self._training, self._pacer = training, training.pacer
     self._ready: deque[Fed] = deque()
     self._drawn = training.pacer.learner_steps  # batches drawn so far, by learner step
-    self._pending: tuple[Fed, StepResult, int] | None = None  # told to the replay a step late: no waiting for the device
+    self._pending: tuple[Fed, StepResult, int] | None = None  # told to the replay a step late, not to wait for it
     self._errors: list[BaseException] = []
 
   def run(self) -> None:

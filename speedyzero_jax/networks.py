@@ -299,8 +299,7 @@ class Blueprint:
 
 def variables_of(network: Network) -> Variables:
   """What a (bound) network holds now, as plain pytrees."""
-  _, params, stats = nnx.split(network, nnx.Param, nnx.BatchStat)
-  return Variables(params=nnx.to_pure_dict(params), batch_stats=nnx.to_pure_dict(stats))
+  return Variables(*(nnx.to_pure_dict(nnx.state(network, kind)) for kind in (nnx.Param, nnx.BatchStat)))
 
 
 def make_blueprint(

@@ -98,8 +98,8 @@ class Sweeper:
     return self.credit >= self._block or self.overdue(replay, learner_step)
 
   def overdue(self, replay: Replay, learner_step: int) -> bool:
-    """Whether something stored is older than the bound; the learner must not go on."""
-    return learner_step - replay.oldest_step(self.kind) > self.max_age
+    """Whether something stored would be older than the bound after one more step; the learner must not take it."""
+    return learner_step + 1 - replay.oldest_step(self.kind) > self.max_age
 
   def sweep(self, replay: Replay) -> None:
     """Computes one block."""

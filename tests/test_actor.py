@@ -134,7 +134,7 @@ def test_what_was_pushed_earlier_is_not_written_over():
 
 
 def test_random_play_is_uniform_and_asks_no_network():
-  actor, env = make(4, seed=1)
+  actor, _ = make(4, seed=1)
   calls, _ = collect(actor, 300, random=lambda taken: taken < 300)
   assert not actor._inference.temperatures
   policies = np.concatenate([segment.policy for segments in calls for segment in segments])

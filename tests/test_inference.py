@@ -1,4 +1,4 @@
-"""Windows of frames give what their states give one by one, from running statistics; the model's parts fit the search."""
+"""Windows of frames give what their states give one by one, from running statistics; and the model fits the search."""
 
 import functools
 
@@ -33,8 +33,11 @@ def _inference():
 def _variables():
   """Nothing zero or one in them, so that values, policies and rewards differ from state to state."""
   rng = np.random.default_rng(1)
-  fresh = jax.jit(_BLUEPRINT.init)(jax.random.key(0))
-  return jax.tree.map(lambda x: x + rng.uniform(-0.5, 0.5, x.shape).astype(np.float32), fresh)
+
+  def number(path, x):
+    return ((path[-1].key in ("scale", "var")) + rng.uniform(-0.7, 0.7, x.shape)).astype(x.dtype)
+
+  return jax.tree.map_with_path(number, jax.eval_shape(_BLUEPRINT.init, _KEY))
 
 
 @functools.cache

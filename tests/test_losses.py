@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
@@ -229,8 +230,9 @@ def _batch():
 @functools.partial(jax.jit, static_argnums=2)
 def _loss(weights, batch, config=_CONFIG):
   keys = jax.random.split(jax.random.key(0), _B)
+  network: Any = Linear(weights)
   with jax.default_matmul_precision("float32"):
-    return losses.unrolled_loss(Linear(weights), batch, keys, config, frame_stack=_S, horizon=_HORIZON)
+    return losses.unrolled_loss(network, batch, keys, config, frame_stack=_S, horizon=_HORIZON)
 
 
 def _two_hot(x):
@@ -248,7 +250,7 @@ def _log_softmax(logits):
 def _reference(batch, w, config):
   """One sample and one step after another, in float64."""
   w = {name: x.astype(np.float64) for name, x in w.items()}
-  terms = {"value": [], "value_prefix": [], "policy": [], "consistency": []}
+  terms: dict[str, list] = {"value": [], "value_prefix": [], "policy": [], "consistency": []}
   total, entropies, errors = 0.0, [], []
   for b in range(_B):
 
@@ -351,7 +353,7 @@ def test_consistency_pulls_the_imagined_towards_the_real_and_never_the_other_way
   def with_fixed_target(projection):
     """The same loss with the target's projection held in numbers."""
     frames = jnp.asarray(batch.frames) / 255
-    network, state, total = Linear(weights | {"project": projection}), None, 0.0
+    network, state, total = Linear(weights | {"project": projection}), None, jnp.zeros(())
     for k in range(_K + 1):
       stack = jnp.concatenate([frames[:, k + i] for i in range(_S)], axis=-1).reshape(_B, -1)
       if k == 0:
@@ -390,7 +392,8 @@ def test_every_view_is_augmented_by_itself_and_by_its_samples_key():
         seen.append(observation[:, 0, 0, 0] / (200 / 255))
         return super().represent(observation, train)
 
-    losses.unrolled_loss(Watching(_weights()), batch, keys, config, frame_stack=_S, horizon=_HORIZON)
+    network: Any = Watching(_weights())
+    losses.unrolled_loss(network, batch, keys, config, frame_stack=_S, horizon=_HORIZON)
     return seen[0], seen[1].reshape(-1, _K)
 
   root, following = factors(batch, keys)

@@ -63,19 +63,26 @@ def test_the_papers_pace():
   assert {pacer.required(k) for k in (100_000, 110_000, 119_999)} == {100_000}
 
 
+def slack_of(c):
+  """Agent steps that collection may be ahead: two steps of all lanes, or what two learner steps are worth."""
+  paced = c.learner.steps - c.learner.tail_steps
+  ratio = math.ceil(Fraction(c.run.env_steps - c.actor.random_steps, paced)) if paced else 0
+  return max(2 * c.actor.lanes, 2 * ratio)
+
+
 def play(c, choose):
   """Lets `choose(may_learn, may_collect)` run both roles to the end; returns agent steps seen at each learner step."""
   pacer, seen = Pacer(c), []
-  slack = max(2 * c.actor.lanes, 2 * math.ceil(Fraction(c.run.env_steps, max(c.learner.steps - c.learner.tail_steps, 1))))
   while not pacer.finished:
     may_learn, may_collect = pacer.may_learn(), pacer.may_collect()
     assert may_learn or may_collect, "both roles wait for one another"
+    ahead = pacer.env_steps - reference(c, pacer.learner_steps)
+    assert may_collect == (ahead < slack_of(c) and pacer.env_steps < c.run.env_steps)
     if choose(may_learn, may_collect):
-      assert pacer.env_steps >= reference(c, pacer.learner_steps)
+      assert ahead >= 0
       seen.append(pacer.env_steps)
       pacer.add_learner_step()
     else:
-      assert pacer.env_steps < reference(c, pacer.learner_steps) + slack
       pacer.add_env_steps(min(c.actor.lanes, c.run.env_steps - pacer.env_steps))
   assert not pacer.may_learn() and not pacer.may_collect()
   assert pacer.env_steps == c.run.env_steps and pacer.learner_steps == c.learner.steps and pacer.progress == 1.0
@@ -92,10 +99,9 @@ def test_one_of_the_roles_may_always_go_on(c, seed, learner_share):
 def test_samples_per_insert_do_not_depend_on_who_is_faster(c):
   fast_learner = play(c, lambda learn, collect: learn)
   fast_actor = play(c, lambda learn, collect: not collect)
-  slack = 2 * c.actor.lanes + 2 * math.ceil(Fraction(c.run.env_steps, max(c.learner.steps - c.learner.tail_steps, 1)))
   for k, (early, late) in enumerate(zip(fast_learner, fast_actor, strict=True)):
     assert reference(c, k) <= early <= late
-    assert late < reference(c, k) + slack + c.actor.lanes
+    assert late < reference(c, k) + slack_of(c) + c.actor.lanes
     assert early < max(reference(c, k), 1) + c.actor.lanes  # a waiting learner learns as soon as it may
 
 

@@ -1,6 +1,7 @@
 """Batch reanalysis, whole-buffer sweeps and the feed, on a real replay with a real network."""
 
 import dataclasses
+from time import sleep
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from speedyzero_jax.metrics import jsonl
 from speedyzero_jax.reanalyser import REANALYSER, REFRESHER
 from speedyzero_jax.training import ACTOR, sweeps
 
-UNROLL, TD, STACK = 3, 3, 2
+UNROLL, TD, STACK = 2, 3, 2
 
 
 @pytest.fixture(autouse=True)
@@ -115,14 +116,15 @@ def assert_close(stored, expected):
 def test_batch_reanalysis_writes_exactly_the_states_of_the_batch(started, ratio):
   training = started("reanalyse.schedule=batch", f"reanalyse.ratio={ratio}", "refresh.enabled=false")
   replay = training.replay
-  lane, time, _ = replay.sample(8)
+  batch = 16 if ratio == 0.5 else 8
+  lane, time, _ = replay.sample(batch)
   before = Slots(replay)
   training.reanalyser(replay, lane, time)
   after = Slots(replay)
   searched, bootstrapped = set(), set()
-  for i in range(8):
+  for i in range(batch):
     states, ends = states_of(before, int(lane[i]), int(time[i]))
-    searched |= states if i < round(8 * ratio) else set()
+    searched |= states if i < round(batch * ratio) else set()
     bootstrapped |= ends
   step, variables = training.weights.latest(REANALYSER)
   assert {at for at, stamp in after.column("policy_step").items() if stamp} == searched
@@ -204,6 +206,21 @@ def test_credit_is_earned_by_learner_steps_and_survives_a_restart(started):
   assert other.counters() == counters
 
 
+def test_what_is_overdue_is_due_without_credit(started):
+  training = started()
+  (sweeper,) = (s for s in training.sweepers if s.kind == "refresh")
+  replay = training.replay
+  assert not sweeper.overdue(replay, 5) and sweeper.overdue(replay, 6)  # stamps are 0, the bound is 6
+  sweeper.restore({"calls": 0, "credit": 0, "credited": 6})
+  assert sweeper.due(replay, 6)
+  blocks = 0
+  while sweeper.due(replay, 6):
+    sweeper.sweep(replay)
+    blocks += 1
+  assert blocks == -(-len(replay._sweeps["refresh"]) // 2) and sweeper.credit == 0
+  assert replay.oldest_step("refresh") == 2
+
+
 def test_which_passes_a_configuration_needs():
   needs = lambda *overrides: sweeps(tiny.config(*overrides))  # noqa: E731
   assert needs() == ["reanalyse", "refresh"]  # the reanalysis is slower than the bound on priorities
@@ -239,7 +256,11 @@ def test_nothing_stored_is_older_than_the_bound(tmp_path, mode, bounds):
                        "run.log_interval=1", "run.checkpoint_interval=1000")  # fmt: skip
   ages = []
   with tiny.training(config, tmp_path) as training:
-    learn = training.learn
+    learn, sweep = training.learn, training.sweep
+
+    def slow(sweeper):
+      sleep(0.01 if mode == "async" else 0)  # slower than the learner, who must wait
+      sweep(sweeper)
 
     def checked(fed):
       step = training.pacer.learner_steps
@@ -247,7 +268,7 @@ def test_nothing_stored_is_older_than_the_bound(tmp_path, mode, bounds):
       ages.append((stats["priority_age_max"], stats["target_age_max"], step - training.replay.oldest_step("refresh")))
       return learn(fed)
 
-    training.learn = checked
+    training.learn, training.sweep = checked, slow
     assert modes.run(training)
   priority, target, value = np.array(ages).T
   assert len(ages) == 24
@@ -297,7 +318,8 @@ def test_a_drawn_batch_has_exact_weights_and_ages(started, schedule):
     assert (fed.age, fed.age_max) == (pytest.approx(np.mean(ages)), max(0, *ages))
     for i, (lane, time) in enumerate(at):
       np.testing.assert_array_equal(fed.batch.frames[i, :STACK], slots.stack(lane, time))
-      np.testing.assert_array_equal(fed.batch.frames[i, -1], slots.rows[lane, min(time + UNROLL, slots.last(lane, time))]["frame"])  # fmt: skip
+      end = min(time + UNROLL, slots.last(lane, time))
+      np.testing.assert_array_equal(fed.batch.frames[i, -1], slots.rows[lane, end]["frame"])
 
 
 def test_a_batch_drawn_is_reanalysed_first(started):

@@ -16,7 +16,8 @@ from speedyzero_jax.weights import Version, WeightsStore
 
 
 def _variables(number):
-  return Variables(params={"w": np.full((2, 3), number, np.float32)}, batch_stats={"m": np.full(3, -number, np.float32)})
+  params, stats = np.full((2, 3), number, np.float32), np.full(3, -number, np.float32)
+  return Variables(params={"w": params}, batch_stats={"m": stats})
 
 
 def _on_mesh(variables, devices):
@@ -60,9 +61,13 @@ def test_a_version_once_taken_does_not_change():
 
 def test_subscribers_due_together_share_one_copy_and_others_cost_none(monkeypatch):
   store = WeightsStore({"actor": 2, "refresher": 2, "reanalyser": 3}, jax.devices()[0], _variables(0))
-  copies = []
-  to_device = store.to_device
-  monkeypatch.setattr(store, "to_device", lambda variables: copies.append(1) or to_device(variables))
+  copies, to_device = [], store.to_device
+
+  def counted(variables):
+    copies.append(variables)
+    return to_device(variables)
+
+  monkeypatch.setattr(store, "to_device", counted)
   for step, total in ((1, 0), (2, 1), (3, 2), (4, 3), (5, 3), (6, 4)):
     store.publish(step, _variables(step))
     assert len(copies) == total

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,7 +18,7 @@ from speedyzero_jax import training as training_module
 from speedyzero_jax.config import Config
 from speedyzero_jax.envs import BatchedEnv
 from speedyzero_jax.inference import Inference
-from speedyzero_jax.learner import Learner
+from speedyzero_jax.learner import Learner, LearnerState
 from speedyzero_jax.networks import Blueprint
 from speedyzero_jax.reporting import Reporter
 from speedyzero_jax.training import Training
@@ -27,10 +28,11 @@ from speedyzero_jax.types import EnvStep, SearchResult
 OVERRIDES = (
   "env.frame_stack=2", "network.channels=8", "network.reduced_channels=4", "network.head_hidden=8",
   "network.lstm_hidden=8", "network.projection_hidden=8", "network.projection_out=8", "network.prediction_hidden=8",
-  "search.simulations=2", "search.max_considered=2", "actor.lanes=3", "actor.random_steps=40", "actor.weights_interval=2",
-  "reanalyse.schedule=sweep", "reanalyse.max_age=8", "reanalyse.weights_interval=3", "reanalyse.block=32",
-  "refresh.max_age=6", "refresh.weights_interval=2", "refresh.block=32", "optim.warmup_steps=4", "learner.batch_size=8",
-  "learner.steps=12", "learner.tail_steps=2", "learner.unroll_steps=3", "learner.devices=1", "replay.td_steps=3",
+  "search.simulations=2", "search.max_considered=2", "actor.lanes=3", "actor.random_steps=40",
+  "actor.weights_interval=2", "reanalyse.schedule=sweep", "reanalyse.max_age=8", "reanalyse.weights_interval=3",
+  "reanalyse.block=32", "refresh.max_age=6", "refresh.weights_interval=2", "refresh.block=32",
+  "optim.warmup_steps=4", "learner.batch_size=8",
+  "learner.steps=12", "learner.tail_steps=2", "learner.unroll_steps=2", "learner.devices=1", "replay.td_steps=3",
   "evaluation.episodes=2", "evaluation.at_end=false", "run.env_steps=150", "run.mode=lockstep",
   "run.checkpoint_interval=4", "run.log_interval=3",
 )  # fmt: skip
@@ -124,7 +126,7 @@ def _numeric(config: Config) -> Config:
   default = Config()
   return dataclasses.replace(
     config, run=default.run, refresh=default.refresh, reanalyse=default.reanalyse, actor=default.actor,
-    evaluation=default.evaluation,
+    evaluation=default.evaluation, learner=dataclasses.replace(config.learner, steps=1, tail_steps=0),
   )  # fmt: skip
 
 
@@ -132,9 +134,27 @@ def _learner(config: Config, *rest: Any) -> Learner:
   return _make_learner(_numeric(config), *rest)
 
 
+class _SharedLearner(Learner):
+  """Traces initialisation and its shapes once."""
+
+  def __init__(self, *args: Any):
+    super().__init__(*args)
+    self._initial: dict[bytes, LearnerState] = {}
+    self._abstract = super().abstract()
+
+  def init(self, key: jax.Array) -> LearnerState:
+    name = np.asarray(jax.random.key_data(key)).tobytes()
+    if name not in self._initial:
+      self._initial[name] = super().init(key)
+    return jax.tree.map(jnp.copy, self._initial[name])  # the copy will be donated
+
+  def abstract(self) -> LearnerState:
+    return self._abstract
+
+
 @functools.cache
 def _make_learner(config: Config, *rest: Any) -> Learner:
-  return Learner(config, *rest)
+  return _SharedLearner(config, *rest)
 
 
 @functools.cache
