@@ -144,8 +144,8 @@ def main() -> None:
     table.append(row)
     print(
       f"{batch:>5}  {optimizer:<13}{rate:>6}  {'on' if refresh else 'off':<8}"
-      f"{row['score_mean']:>7.2f} ± {row['score_stderr']:<5.2f}  {row['training_mean']:>7.2f} ± {row['training_stderr']:<5.2f}"
-      f"  {row['diverged']}"
+      f"{row['score_mean']:>7.2f} ± {row['score_stderr']:<5.2f}"
+      f"  {row['training_mean']:>7.2f} ± {row['training_stderr']:<5.2f}  {row['diverged']}"
     )
   write(
     arguments.out,

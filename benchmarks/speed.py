@@ -1,9 +1,10 @@
-"""How fast the pieces are: search, reanalysis of values, the training step; with FLOPs and the share of this machine's peak.
+"""How fast the pieces are: search, evaluation of values, the training step with its FLOPs and share of the peak.
 
-    python benchmarks/speed.py --config atari100k --roots 256 1024 4096 --batch 256 2048 --out benchmarks/results/speed.json
+    python benchmarks/speed.py --config atari100k --roots 256 1024 4096 --batch 256 2048 --out benchmarks/results/x.json
     python benchmarks/speed.py --config atari_small --roots 8 64 --batch 64          # on a CPU
 
-One command, a table and a JSON file. The peak is measured in the same run: a large matrix product in the network's type.
+One command, a table and a JSON file. The peak is measured in the same run: a large matrix product in the network's
+type.
 """
 
 import argparse

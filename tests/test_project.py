@@ -61,7 +61,8 @@ def test_package_reads_its_version_from_one_place(project):
   ],
 )
 def test_make_targets(target, command):
-  environment = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL", "ARGS", "CONFIG")}
+  outer = ("MAKEFLAGS", "MAKELEVEL", "ARGS", "CONFIG")
+  environment = {key: value for key, value in os.environ.items() if key not in outer}
   dry_run = ["make", "--no-print-directory", "--dry-run", "--always-make", target]
   done = subprocess.run(dry_run, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
   lines = [line.strip() for line in done.stdout.splitlines()]
