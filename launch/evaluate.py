@@ -1,7 +1,7 @@
 """Plays full episodes with a run's last checkpoint: python launch/evaluate.py RUN_DIR [--episodes 32]
 
 No noise, best action, raw rewards, capped at 27,000 agent steps. Prints mean, median, standard deviation and the
-human-normalised score, and writes evaluation.json into the run folder. Reads only: a run may be going on.
+human-normalised score, and writes evaluation.json into the run folder; a run may be going on there.
 
 Exit codes: 0 done, 1 no checkpoint can be read or the result can't be written, 2 wrong use.
 """
@@ -28,13 +28,22 @@ def _positive(text: str) -> int:
   return number
 
 
+def _natural(text: str) -> int:
+  number = int(text)
+  if number < 0:
+    raise argparse.ArgumentTypeError(f"must be at least 0, got {number}")
+  return number
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
   """The command line."""
   parser = argparse.ArgumentParser(prog="launch/evaluate.py", description="Evaluates the last checkpoint of a run.")
   parser.add_argument("run_dir", type=Path, help="the run's folder")
   parser.add_argument("--episodes", type=_positive, help="episodes to play (default: the run's evaluation.episodes)")
   parser.add_argument("--max-episode-steps", type=_positive, help="cap in agent steps (default: the run's)")
-  parser.add_argument("--seed", type=int, help="of the environments (default: the one the run itself evaluates with)")
+  parser.add_argument(
+    "--seed", type=_natural, help="of the environments (default: the one the run itself evaluates with)"
+  )
   return parser.parse_args(argv)
 
 

@@ -90,7 +90,12 @@ def train(folder: RunFolder, resume: bool) -> int:
     steps = Checkpoints(folder.path).steps()
     resume, resume_step = bool(steps), max(steps, default=0)  # it may have ended before its first checkpoint
   received: list[int] = []
-  with Reporter(config, folder.path, folder.path.name, resume_step) as reporter:
+  try:
+    opened = Reporter(config, folder.path, folder.path.name, resume_step)
+  except OSError as error:
+    print(f"error: can't write into {folder.path}: {error.strerror or error}", file=sys.stderr)
+    return FAILED
+  with opened as reporter:
     devices = jax.local_devices()
     reporter.message(f"run folder {folder.path}; {len(devices)} x {devices[0].device_kind}; mode {config.run.mode}")
     training = None

@@ -261,7 +261,7 @@ class Checkpoints:
     return items, meta
 
   def _set_aside(self, after: int) -> None:
-    """Moves checkpoints newer than the one restored out of the way, and drops segments it does not stand on."""
+    """Moves checkpoints newer than the one restored out of the way, with the segments it does not stand on."""
     for step in self.steps():
       if step > after:
         target = self._directory.parent / "damaged" / str(step)
@@ -271,7 +271,11 @@ class Checkpoints:
     known = {name for name, _ in self._files}
     for path in self._segments.glob("slots-*.npz"):
       if path.name not in known:
-        path.unlink()
+        target = self._directory.parent / "damaged" / path.name
+        target.parent.mkdir(exist_ok=True)
+        os.replace(path, target)
+    for leftover in self._segments.glob("slots-*.tmp"):  # of a process that was killed
+      leftover.unlink()
 
 
 def _reason(error: BaseException) -> str:

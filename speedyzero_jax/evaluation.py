@@ -44,7 +44,7 @@ class Evaluation:
 
   def write(self, path: Path) -> None:
     """Writes JSON, atomically."""
-    temporary = path.with_suffix(".tmp")
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
     os.replace(temporary, path)
 

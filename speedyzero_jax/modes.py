@@ -123,6 +123,8 @@ class _Overlapped:
       result = training.learn(fed)
       self._settle()
       self._pending = fed, result, step
+      if training.saving_due:
+        self._settle()
       training.bookkeeping()
     pacer.wait_until(lambda: pacer.collected)
 

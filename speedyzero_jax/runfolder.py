@@ -59,7 +59,7 @@ def create(config: Config, name: str) -> RunFolder:
     path.mkdir(parents=True, exist_ok=True)
     if (path / "config.yaml").exists():
       raise RunFolderError(_occupied(path, config))
-    if any(entry.name != "run.lock" for entry in path.iterdir()):
+    if any(entry.name not in ("run.lock", "config.yaml.tmp") for entry in path.iterdir()):
       raise RunFolderError(f"{path} is not empty and holds no run; choose another run.dir")
     lock = _lock(path)
     temporary = path / "config.yaml.tmp"

@@ -155,12 +155,18 @@ class Training:
       raise _diverged(step + 1)
     self.replay.set_priorities(fed.lane, fed.time, td_error, step)
 
+  @property
+  def saving_due(self) -> bool:
+    """Whether `bookkeeping` will save a checkpoint at this learner step."""
+    step = self.pacer.learner_steps
+    return step % self.config.run.checkpoint_interval == 0 and step < self.config.learner.steps
+
   def bookkeeping(self) -> None:
     """What is due after a learner step: a line of metrics, a checkpoint, an evaluation."""
     step, config = self.pacer.learner_steps, self.config
     if step % config.run.log_interval == 0 or step == config.learner.steps:
       self.log()
-    if step % config.run.checkpoint_interval == 0 and step < config.learner.steps:
+    if self.saving_due:
       self.save()
     if config.evaluation.interval and step % config.evaluation.interval == 0 and step < config.learner.steps:
       self.evaluate()

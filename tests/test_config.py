@@ -394,3 +394,10 @@ def test_help_tells_every_key_its_default_type_and_meaning():
       assert " ".join(field.metadata["help"].split()) in words
   assert "search.algorithm=gumbel  (one of gumbel, puct)" in text
   assert "actor.temperatures=[1.0, 0.5, 0.25]  (a list of numbers)" in text
+
+
+@pytest.mark.parametrize("on_top", ["sweep", "tryout"])
+@pytest.mark.parametrize("preset", ["atari_small", "atari100k", "atari300k", "efficientzero", "ez_v2"])
+def test_presets_that_stack_on_any_do(preset, on_top):
+  config = config_io.load([preset, on_top], ["env.game=Pong"])
+  assert config.reanalyse.schedule == "sweep" if on_top == "sweep" else config.learner.steps == 20
