@@ -261,21 +261,24 @@ class Checkpoints:
     return items, meta
 
   def _set_aside(self, after: int) -> None:
-    """Moves checkpoints newer than the one restored out of the way, with the segments it does not stand on."""
-    for step in self.steps():
-      if step > after:
-        target = self._directory.parent / "damaged" / str(step)
-        target.parent.mkdir(exist_ok=True)
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(self._directory / str(step), target)
+    """Moves checkpoints newer than the one restored, and the segments only they stand on, out of the way.
+
+    Segments without any checkpoint are what a killed process had begun to save: they are removed.
+    """
+    aside = self._directory.parent / "damaged"
+    newer = [step for step in self.steps() if step > after]
+    for step in newer:
+      aside.mkdir(exist_ok=True)
+      shutil.rmtree(aside / str(step), ignore_errors=True)
+      os.replace(self._directory / str(step), aside / str(step))
     known = {name for name, _ in self._files}
-    for path in self._segments.glob("slots-*.npz"):
-      if path.name not in known:
-        target = self._directory.parent / "damaged" / path.name
-        target.parent.mkdir(exist_ok=True)
-        os.replace(path, target)
-    for leftover in self._segments.glob("slots-*.tmp"):  # of a process that was killed
-      leftover.unlink()
+    for path in self._segments.glob("slots-*"):
+      if path.name in known:
+        continue
+      if newer and path.suffix == ".npz":
+        os.replace(path, aside / path.name)
+      else:
+        path.unlink()
 
 
 def _reason(error: BaseException) -> str:
