@@ -137,7 +137,7 @@ def unrolled_loss(
 
   The states are unrolled first and the heads see all K+1 of them as one batch, where EfficientZero applies them step
   by step. So batch norm normalises roots and imagined states alike in training, as it does with its running
-  statistics in search; normalised separately, a root's value in search can be far from the trained one.
+  statistics in search.
 
   Args:
     network: bound, in training mode throughout.
