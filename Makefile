@@ -18,7 +18,7 @@ help:
 	@echo "make lint      ruff and mypy"
 	@echo "make setup     install into $(VENV) (train, test and lint do it when needed)"
 	@echo "make cuda12    setup, and jax for CUDA 12 GPUs; make cuda13 for CUDA 13"
-	@echo "make lock      resolve requirements.lock anew from pyproject.toml (needs uv)"
+	@echo "make lock      resolve requirements*.lock anew from pyproject.toml (needs uv)"
 	@echo "make clean     remove $(VENV), caches and build leftovers; runs/ stays"
 
 setup: $(STAMP)
@@ -34,7 +34,7 @@ $(STAMP): requirements.lock pyproject.toml
 
 cuda12 cuda13: setup
 	@echo "Installing jax's CUDA plugin and libraries: 3 GB to download, some minutes."
-	$(BIN)/python -m pip install --no-build-isolation -e '.[$@]'
+	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --only-binary :all: -r requirements-$@.lock
 
 train: setup
 	$(BIN)/python launch/multihost.py --config $(CONFIG) $(ARGS)
@@ -46,9 +46,15 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+COMPILE := uv pip compile --universal --python-version 3.11 --generate-hashes --no-header --no-annotate --quiet \
+  --no-emit-package colorama --no-emit-package nest-asyncio pyproject.toml
+
 lock:
-	uv pip compile --upgrade --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
-	  --no-emit-package colorama --no-emit-package nest-asyncio --extra dev pyproject.toml -o requirements.lock
+	$(COMPILE) --upgrade --extra dev -o requirements.lock
+	@# What each CUDA adds to it.
+	for cuda in cuda12 cuda13; do \
+	  $(COMPILE) --extra $$cuda -c requirements.lock | grep -vxFf requirements.lock > requirements-$$cuda.lock || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info

@@ -37,8 +37,9 @@ class FrameStacker:
 class ActorState(NamedTuple):
   """What an actor needs to go on as if it had never stopped: its actions, from which its environments are replayed."""
 
-  actions: np.ndarray  # [T, L] int16, every action handed to the environments so far
+  actions: np.ndarray  # [T, L] int16, every action handed to the environments since they were made
   frames_crc: int  # of the frames shown last, to notice that a replay went another way
+  start: np.ndarray  # [L] int64, slots of the environments' first frames
 
 
 class Actor:
@@ -51,6 +52,7 @@ class Actor:
     key: randomness of the search.
     stats: returns of finished games go here.
     lane_offset: number of this actor's first lane in the replay.
+    start: [L], slots of the environments' first frames: the replay's heads, if it holds slots of others. None: 0.
   """
 
   def __init__(
@@ -62,12 +64,14 @@ class Actor:
     stats: EpisodeStats,
     *,
     lane_offset: int = 0,
+    start: np.ndarray | None = None,
   ):
     self._config, self._env, self._inference, self._key, self.stats = config, env, inference, key, stats
     self._lanes = lane_offset + np.arange(env.num_lanes)
     self._actions: list[np.ndarray] = []
     self._stacker = FrameStacker(config.env.frame_stack)
-    self._slot = np.zeros(env.num_lanes, np.int64)  # absolute time of the frames shown now
+    self._start = np.zeros(env.num_lanes, np.int64) if start is None else np.asarray(start, np.int64)
+    self._slot = self._start.copy()  # absolute time of the frames shown now
     self._show(env.reset())
 
   def step(self, version: Version, *, budget: int, progress: float, random: bool) -> tuple[list[Segment], int]:
@@ -113,11 +117,14 @@ class Actor:
     self, version: Version, stacked: np.ndarray, progress: float, random: bool
   ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     lanes, actions = len(self._lanes), self._env.num_actions
-    key = jax.random.fold_in(self._key, len(self._actions))
+    key = jax.random.fold_in(self._key, int(self._slot.max()))  # new with every step, whoever took those before
     if random:
       rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
+      action = rng.integers(actions, size=lanes)
+      if self._actions:
+        action = np.where(rng.random(lanes) * self._config.actor.random_hold < 1, action, self._actions[-1])
       zeros = np.zeros(lanes, np.float32)
-      return rng.integers(actions, size=lanes), np.full((lanes, actions), 1 / actions, np.float32), zeros, zeros
+      return action, np.full((lanes, actions), 1 / actions, np.float32), zeros, zeros
     temperature = temperature_at(self._config, progress)
     result = jax.device_get(self._inference.search(version.variables, stacked, key, temperature, explore=True))
     return result.action[:, 0], result.policy[:, 0], result.search_value[:, 0], result.value[:, 0]
@@ -161,7 +168,7 @@ class Actor:
     """For a checkpoint."""
     shape = (len(self._actions), len(self._lanes))
     actions = np.stack(self._actions) if self._actions else np.zeros(shape, np.int16)
-    return ActorState(actions, zlib.crc32(self._shown.frame.tobytes()))
+    return ActorState(actions, zlib.crc32(self._shown.frame.tobytes()), self._start.copy())
 
   def restore(self, state: ActorState) -> None:
     """Replays a fresh actor's environments to where another one stood (about 3,000 agent steps a second and core).
@@ -173,7 +180,8 @@ class Actor:
       ended = self._shown.terminated | self._shown.truncated
       self._show(self._env.step(np.where(ended, 0, action).astype(np.int32)))
     self._actions = list(state.actions)
-    self._slot += len(state.actions)
+    self._start = state.start.copy()
+    self._slot = self._start + len(state.actions)
     if zlib.crc32(self._shown.frame.tobytes()) != state.frames_crc:
       raise RuntimeError("replaying the environments' actions led to other frames than when they were recorded")
 

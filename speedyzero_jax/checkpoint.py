@@ -2,9 +2,13 @@
 
 A checkpoint at step N is `checkpoints/N/` with the network, the optimiser, the weights each role acts with, the
 replay's mutable part, the actor and a JSON of counters. Frames, which never change, are appended to `replay/` once
-each, and a checkpoint lists the files it stands on. CRC-32s of all arrays, of the JSON and of those files are stored
-and checked, so damage is noticed and the checkpoint before is used. Nothing is ever unpickled. Knows nothing of roles:
-it moves pytrees of arrays.
+each, and a checkpoint lists the files (segments) it stands on; those that the replay has wholly evicted are deleted
+once no checkpoint lists them. CRC-32s of all arrays, of the JSON and of the segments are stored and checked, so damage
+is noticed and the checkpoint before is used. Nothing is ever unpickled. Knows nothing of roles: it moves pytrees of
+arrays.
+
+While a newer state of step N is being written, the older one is `checkpoints/N.replaced/`; a process killed then leaves
+it there to be read. Readers take N first, then N.replaced, then the step before.
 """
 
 import errno
@@ -14,8 +18,9 @@ import logging
 import os
 import shutil
 import threading
+import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +33,18 @@ from speedyzero_jax.types import Params
 logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every step of every save
 
 _ITEMS = ("network", "optimizer", "weights", "replay", "actor")
+_REPLACED = ".replaced"
+
+# What readers raise for bytes that are missing, torn or of another shape. TensorStore says ValueError of everything,
+# but begins with a code; these codes are about the machine, not the bytes.
+_DAMAGE = (
+  ValueError, LookupError, NotImplementedError, zipfile.BadZipFile,
+  FileNotFoundError, IsADirectoryError, NotADirectoryError,
+)  # fmt: skip
+_TROUBLE = (
+  "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "UNKNOWN", "INTERNAL", "ABORTED", "CANCELLED",
+  "DEADLINE_EXCEEDED",
+)  # fmt: skip
 
 
 class CheckpointError(Exception):
@@ -38,14 +55,23 @@ class Snapshot(NamedTuple):
   """All of a run at one learner step. Leaves are host arrays that nobody else writes to, or jax arrays."""
 
   step: int
+  env_steps: int  # agent steps collected; a run's snapshots with both steps equal are of one moment
   network: Params  # Variables
   optimizer: Params
   weights: dict[str, Params]  # subscriber -> Variables
-  replay: dict[str, np.ndarray]  # the mutable part
+  replay: dict[str, np.ndarray]  # the mutable part; of its own, `tail` [L] is looked at: slots before it are evicted
   actor: dict[str, np.ndarray]
-  meta: dict[str, Any]  # JSON: counters
+  meta: dict[str, Any]  # JSON: other counters
   slots: dict[str, np.ndarray]  # frames that came since the snapshot before, and where they belong
   heads: np.ndarray  # [L] the replay's heads: where the next snapshot's slots begin
+
+
+class _Segment(NamedTuple):
+  """A file of frames in `replay/`."""
+
+  name: str
+  crc32: int
+  heads: list[int]  # [L] where each lane's frames in it end
 
 
 def _crcs(tree: Params) -> list[int]:
@@ -84,19 +110,25 @@ class Checkpoints:
     self._manager: ocp.CheckpointManager | None = None
     self._thread: threading.Thread | None = None
     self._error: BaseException | None = None
-    self._files: list[tuple[str, int]] = []  # segments that the newest checkpoint stands on, with their CRCs
-    self.heads: np.ndarray | None = None  # of the newest checkpoint's replay; None before the first
+    self._newest: tuple[int, int] | None = None  # learner and agent steps of the newest checkpoint
+    self._listed: list[_Segment] = []  # what it stands on, oldest first
+    self.heads: np.ndarray | None = None  # of its replay; None before the first
 
   def steps(self) -> list[int]:
     """Steps of the checkpoints there are, oldest first."""
     if not self._directory.is_dir():
       return []
-    return sorted(int(path.name) for path in self._directory.iterdir() if path.name.isdigit())
+    names = {path.name.removesuffix(_REPLACED) for path in self._directory.iterdir()}
+    return sorted(int(name) for name in names if name.isdigit())
+
+  def _folders(self, step: int) -> list[Path]:
+    """Where a step's checkpoint may be, the better place first."""
+    return [self._directory / str(step), self._directory / f"{step}{_REPLACED}"]
 
   # --- writing ---
 
   def save(self, snapshot: Snapshot) -> None:
-    """Starts writing; waits for the save before. A learner step that has its checkpoint is not saved again.
+    """Starts writing; waits for the save before. An older state of the same learner step is replaced.
 
     Raises:
       CheckpointError: the save *before* failed (nothing of this one is written).
@@ -121,38 +153,73 @@ class Checkpoints:
       self._error = error
 
   def _write(self, snapshot: Snapshot) -> None:
-    if snapshot.step in self.steps():
-      return  # stopped twice at one step, or a finished run resumed: what is there, later ones may stand on
-    files = list(self._files)
+    if self._newest == (snapshot.step, snapshot.env_steps):
+      return  # stopped twice at one moment, or a finished run resumed
+    listed = [segment for segment in self._listed if np.any(np.array(segment.heads) > snapshot.replay["tail"])]
     if len(snapshot.slots["frame"]):
-      name = f"slots-{snapshot.step:012d}.npz"
-      files.append((name, self._write_segment(self._segments / name, snapshot.slots)))
+      name = f"slots-{snapshot.step:012d}-{snapshot.env_steps:012d}.npz"
+      crc = self._write_segment(self._segments / name, snapshot.slots)
+      listed.append(_Segment(name, crc, snapshot.heads.tolist()))
     items = {name: jax.tree.map(np.asarray, getattr(snapshot, name)) for name in _ITEMS}
     empty = {name: _take_empty(items, name) for name in ("replay", "actor")}
     items = {name: tree for name, tree in items.items() if jax.tree.leaves(tree)}
-    crcs = {name: _crcs(tree) for name, tree in items.items()}
-    meta = {"step": snapshot.step, "segments": files, "crc32": crcs, "empty": empty, **snapshot.meta}
+    meta = {
+      "step": snapshot.step,
+      "env_steps": snapshot.env_steps,
+      "segments": listed,
+      "crc32": {name: _crcs(tree) for name, tree in items.items()},
+      "empty": empty,
+      **snapshot.meta,
+    }
     meta["meta_crc32"] = _crc_of_json(meta)
-    self._check_space(sum(leaf.nbytes for leaf in jax.tree.leaves(items)))
+    try:
+      self._check_space(sum(leaf.nbytes for leaf in jax.tree.leaves(items)))
+      self._commit(snapshot.step, items, meta)
+      self._newest, self._listed, self.heads = (snapshot.step, snapshot.env_steps), listed, snapshot.heads
+    finally:
+      self._remove_unlisted()
+
+  def _commit(self, step: int, items: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+    """Writes `checkpoints/step/`. Whenever this ends, and however, it or what it replaces is there whole."""
     saves = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
     args = ocp.args.Composite(meta=ocp.args.JsonSave(meta), **saves)
+    folder, replaced = self._folders(step)
+    if folder.is_dir():
+      shutil.rmtree(replaced, ignore_errors=True)
+      self._close_manager()  # it believes in the steps that it saw when it was opened
+      os.replace(folder, replaced)
     try:
-      if not self._open().save(snapshot.step, args=args, force=True):
-        raise OSError(f"Orbax refused to save step {snapshot.step}")
+      if not self._open().save(step, args=args, force=True):
+        raise OSError(f"Orbax refused to save step {step}")
     except Exception:
       # What Orbax has begun is of no use, takes space, and its manager may wait for threads that have died.
       self._manager = None
-      for leftover in self._directory.glob(f"{snapshot.step}.orbax-checkpoint-tmp*"):
+      for leftover in self._directory.glob(f"{step}.orbax-checkpoint-tmp*"):
         shutil.rmtree(leftover, ignore_errors=True)
+      if replaced.is_dir() and not folder.is_dir():
+        os.replace(replaced, folder)
       raise
-    self._files, self.heads = files, snapshot.heads
+    shutil.rmtree(replaced, ignore_errors=True)
+
+  def _remove_unlisted(self) -> None:
+    """Deletes segments that no checkpoint stands on: evicted from the replay, or of saves that failed."""
+    listed = {segment.name for segment in self._listed}
+    unlisted = {path.name for path in self._segments.glob("slots-*.npz")} - listed
+    try:
+      for folder in (folder for step in self.steps() for folder in self._folders(step)):
+        if unlisted and folder.is_dir():
+          unlisted -= {name for name, _, _ in self._read_meta(folder)["segments"]}
+      for name in unlisted:
+        (self._segments / name).unlink()
+    except (OSError, *_DAMAGE):
+      pass  # a checkpoint that can't be read now may stand on any of them: the next save tries again
 
   def _check_space(self, size: int) -> None:
     """Raises OSError when `size` bytes do not fit; Orbax recovers badly from finding that out half-way."""
     self._directory.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(self._directory).free
-    if free < 1.1 * size + 2**20:
-      raise OSError(errno.ENOSPC, f"{size / 1e6:.1f} MB to write, but {free / 1e6:.1f} MB are free on the disk")
+    free, needed = shutil.disk_usage(self._directory).free, 1.1 * size + 2**20
+    if free < needed:
+      raise OSError(errno.ENOSPC, f"{needed / 1e6:.2f} MB are needed, but {free / 1e6:.2f} MB are free on the disk")
 
   @staticmethod
   def _write_segment(path: Path, slots: Mapping[str, np.ndarray]) -> int:
@@ -172,12 +239,26 @@ class Checkpoints:
       raise
     return zlib.crc32(archive.getbuffer())
 
-  def _read_segment(self, name: str, crc: int) -> dict[str, np.ndarray]:
-    content = (self._segments / name).read_bytes()
-    if zlib.crc32(content) != crc:  # NumPy stops reading before zipfile would compare its own
-      raise ValueError(f"checksum of '{name}' differs")
-    with np.load(io.BytesIO(content), allow_pickle=False) as archive:
-      return {key: archive[key] for key in archive.files}
+  def _check_segment(self, segment: _Segment) -> None:
+    """Raises ValueError, BadZipFile or OSError unless the file is as it was written. Holds a megabyte of it."""
+    path, crc = self._segments / segment.name, 0
+    with path.open("rb") as file:
+      while piece := file.read(2**20):
+        crc = zlib.crc32(piece, crc)
+    if crc != segment.crc32:  # NumPy stops reading before zipfile would compare its own
+      raise ValueError(f"checksum of '{segment.name}' differs")
+    with zipfile.ZipFile(path) as archive:
+      for name in archive.namelist():
+        with archive.open(name) as array:
+          np.lib.format.read_magic(array)
+          _, _, dtype = np.lib.format.read_array_header_1_0(array)
+          if dtype.hasobject:
+            raise ValueError(f"'{segment.name}' holds pickled objects")
+
+  def _load_segments(self, segments: list[_Segment]) -> Iterator[dict[str, np.ndarray]]:
+    for segment in segments:
+      with np.load(self._segments / segment.name, allow_pickle=False) as archive:
+        yield {key: archive[key] for key in archive.files}
 
   def _open(self) -> ocp.CheckpointManager:
     if self._manager is None:
@@ -191,17 +272,26 @@ class Checkpoints:
     try:
       self.wait()
     finally:
-      if self._manager is not None:
-        self._manager.close()
-        self._manager = None
+      self._close_manager()
+
+  def _close_manager(self) -> None:
+    if self._manager is not None:
+      self._manager.close()
+      self._manager = None
 
   # --- reading ---
 
   def restore_network(self, abstract: Params, report: Callable[[str], None]) -> tuple[int, Params]:
-    """The newest readable network: (step, Variables). See `restore`."""
-    return self._newest(lambda step: (step, self._read(step, {"network": abstract})[0]["network"]), report)
+    """The newest readable network: (step, Variables). Changes nothing: a run may be going on there. See `restore`."""
 
-  def restore(self, abstract: Mapping[str, Params], report: Callable[[str], None]) -> tuple[Snapshot, list[dict]]:
+    def read(step: int, folder: Path) -> tuple[int, Params]:
+      return step, self._read(step, folder, {"network": abstract})[0]["network"]
+
+    return self._first_readable(read, report)
+
+  def restore(
+    self, abstract: Mapping[str, Params], report: Callable[[str], None]
+  ) -> tuple[Snapshot, Iterator[dict[str, np.ndarray]]]:
     """Reads the newest checkpoint that is whole; damaged ones are named to `report` and moved aside.
 
     Args:
@@ -209,76 +299,103 @@ class Checkpoints:
       report: takes a line for each checkpoint that could not be read.
 
     Returns:
-      The snapshot (its slots left empty) and its segments of slots, oldest first.
+      The snapshot (its slots left empty) and its segments of slots, oldest first: all checked, each loaded when asked
+      for.
 
     Raises:
-      CheckpointError: there is none, or none is readable.
+      CheckpointError: there is none, none is readable, or the machine failed (memory, permissions, files open) while
+        one was read, which is no reason to use an older one. Nothing has been changed then.
     """
 
-    def read(step: int) -> tuple[Snapshot, list[dict]]:
-      items, meta = self._read(step, {"replay": None, "actor": None, **abstract})
-      files = [(name, crc) for name, crc in meta["segments"]]
-      segments = [self._read_segment(name, crc) for name, crc in files]
+    def read(step: int, folder: Path) -> tuple[Path, Snapshot, list[_Segment]]:
+      items, meta = self._read(step, folder, {"replay": None, "actor": None, **abstract})
+      listed = [_Segment(name, crc32, heads) for name, crc32, heads in meta["segments"]]
+      for segment in listed:
+        self._check_segment(segment)
       for name, arrays in meta["empty"].items():
         items[name] = items.get(name, {}) | {key: np.zeros(shape, dtype) for key, (dtype, shape) in arrays.items()}
-      known = {"step", "segments", "crc32", "empty", "meta_crc32"}
+      known = {"step", "env_steps", "segments", "crc32", "empty", "meta_crc32"}
       rest = {key: value for key, value in meta.items() if key not in known}
-      self._files, self.heads = files, items["replay"]["head"]
       parts = {name: items.get(name, {}) for name in _ITEMS}
-      return Snapshot(step=step, meta=rest, slots={}, heads=items["replay"]["head"], **parts), segments
+      heads, env_steps = items["replay"]["head"], meta["env_steps"]
+      return folder, Snapshot(step=step, env_steps=env_steps, meta=rest, slots={}, heads=heads, **parts), listed
 
-    snapshot, segments = self._newest(read, report)
-    self._set_aside(after=snapshot.step)
-    return snapshot, segments
+    folder, snapshot, listed = self._first_readable(read, report)
+    self._newest, self._listed, self.heads = (snapshot.step, snapshot.env_steps), listed, snapshot.heads
+    self._make_newest(snapshot.step, folder)
+    return snapshot, self._load_segments(listed)
 
-  def _newest(self, read: Callable[[int], Any], report: Callable[[str], None]) -> Any:
+  def _first_readable(self, read: Callable[[int, Path], Any], report: Callable[[str], None]) -> Any:
     steps = self.steps()
     if not steps:
       raise CheckpointError(f"there is no checkpoint in {self._directory}")
     for step in reversed(steps):
-      try:
-        return read(step)
-      except Exception as error:  # whatever a damaged file makes its reader raise
-        report(f"checkpoint {self._directory / str(step)} is damaged or of another kind: {_reason(error)}")
+      for folder in self._folders(step):
+        if not folder.is_dir():  # asked late, and again below: a run that goes on here may just have renamed it
+          continue
+        try:
+          return read(step, folder)
+        except Exception as error:
+          if not isinstance(error, _DAMAGE) or str(error).startswith(_TROUBLE):
+            raise CheckpointError(
+              f"can't read checkpoint {folder}, which may be whole: {_reason(error)}; nothing was changed"
+            ) from error
+          if folder.is_dir():
+            report(f"checkpoint {folder} is damaged or of another kind: {_reason(error)}")
     raise CheckpointError(f"none of the {len(steps)} checkpoints in {self._directory} can be read")
 
-  def _read(self, step: int, abstract: Mapping[str, Params]) -> tuple[dict[str, Params], dict]:
-    directory = self._directory / str(step)
-    with ocp.CheckpointManager(self._directory, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
-      meta = dict(manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta)
-      if meta.get("meta_crc32") != _crc_of_json(meta) or meta["step"] != step:
-        raise ValueError("checksum of 'meta' differs")
-      wanted = {name: tree for name, tree in abstract.items() if (directory / name).is_dir()}
-      missing = set(meta["crc32"]) & set(abstract) - set(wanted)
-      if missing or not set(wanted) <= set(meta["crc32"]):
-        raise ValueError(f"items are missing: {', '.join(sorted(missing)) or 'checksums'}")
-      args = {name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
-      restored = manager.restore(step, args=ocp.args.Composite(**args))
+  def _read(self, step: int, folder: Path, abstract: Mapping[str, Params]) -> tuple[dict[str, Params], dict]:
+    meta = self._read_meta(folder)
+    if meta["step"] != step:
+      raise ValueError(f"it is of step {meta['step']}")
+    wanted = {name: tree for name, tree in abstract.items() if (folder / name).is_dir()}
+    missing = set(meta["crc32"]) & set(abstract) - set(wanted)
+    if missing or not set(wanted) <= set(meta["crc32"]):
+      raise ValueError(f"items are missing: {', '.join(sorted(missing)) or 'checksums'}")
+    args = {name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
+    restored = _restore(folder, ocp.args.Composite(**args))
     items = {name: restored[name] for name in wanted}
     for name, tree in items.items():
       if _crcs(tree) != list(meta["crc32"][name]):
         raise ValueError(f"checksum of '{name}' differs")
     return items, meta
 
-  def _set_aside(self, after: int) -> None:
-    """Moves checkpoints newer than the one restored, and the segments only they stand on, out of the way.
+  @staticmethod
+  def _read_meta(folder: Path) -> dict[str, Any]:
+    meta = _restore(folder, ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
+    if not isinstance(meta, dict) or meta.get("meta_crc32") != _crc_of_json(meta):
+      raise ValueError("checksum of 'meta' differs")
+    return meta
 
-    Segments without any checkpoint are what a killed process had begun to save: they are removed.
+  def _make_newest(self, step: int, folder: Path) -> None:
+    """Moves what is newer than the checkpoint restored out of the way, and ends a replacement that was cut short.
+
+    Segments newer than any checkpoint are what a killed process had begun to save: they are removed.
     """
     aside = self._directory.parent / "damaged"
-    newer = [step for step in self.steps() if step > after]
-    for step in newer:
+    place, replaced = self._folders(step)
+    damaged = [newer for later in self.steps() if later > step for newer in self._folders(later) if newer.is_dir()]
+    if folder == replaced and place.is_dir():
+      damaged.append(place)
+    for newer in damaged:
       aside.mkdir(exist_ok=True)
-      shutil.rmtree(aside / str(step), ignore_errors=True)
-      os.replace(self._directory / str(step), aside / str(step))
-    known = {name for name, _ in self._files}
+      shutil.rmtree(aside / newer.name, ignore_errors=True)
+      os.replace(newer, aside / newer.name)
+    if folder == replaced:
+      os.replace(replaced, place)
+    else:
+      shutil.rmtree(replaced, ignore_errors=True)
+    newest = max((segment.name for segment in self._listed), default="")  # older checkpoints list none beyond it
     for path in self._segments.glob("slots-*"):
-      if path.name in known:
-        continue
-      if newer and path.suffix == ".npz":
-        os.replace(path, aside / path.name)
-      else:
+      if path.suffix == ".tmp" or (path.name > newest and not damaged):
         path.unlink()
+      elif path.name > newest:
+        os.replace(path, aside / path.name)
+
+
+def _restore(folder: Path, args: ocp.args.Composite) -> Any:
+  with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+    return reader.restore(folder, args=args)
 
 
 def _reason(error: BaseException) -> str:

@@ -86,6 +86,10 @@ class ActorConfig:
 
   lanes: int = opt(16, "environments stepped together (SZ collects in parallel; its number is not published: ours)")
   random_steps: int = opt(2000, "agent steps of uniformly random play before training starts (EZ: 2,000)")
+  random_hold: float = opt(
+    1.0,
+    "random play holds an action for this many steps on average; more reaches rewards that lie far away (ours, EZ: 1)",
+  )
   weights_interval: int = opt(10, "learner steps between updates of the actor's weights (SZ: 10)")
   temperatures: tuple[float, ...] = opt((1.0, 0.5, 0.25), "PUCT: temperature of the sampled action, by stage (EZ)")
   temperature_stages: tuple[float, ...] = opt(
@@ -98,6 +102,11 @@ class ReplayConfig:
   """The prioritized buffer and the targets made from it."""
 
   capacity: int = opt(0, "frames kept, the oldest leave first; 0 keeps everything the run collects (EZ: everything)")
+  frames: Literal["auto", "device", "host"] = opt(
+    "auto",
+    "where batches are gathered: on the learner's devices, which then hold all frames (each a share of the lanes), in "
+    "host memory, or on devices that are no CPUs and have twice the room (ours)",
+  )
   alpha: float = opt(0.6, "exponent of the priorities (EZ: 0.6, EZ-V2: 1)")
   beta_start: float = opt(0.4, "importance exponent at the start (EZ: 0.4, EZ-V2: 1)")
   beta_end: float = opt(1.0, "importance exponent at the end of training (EZ: 1)")
@@ -117,7 +126,7 @@ class ReanalyseConfig:
     "batch", "search the states of each sampled batch (EZ, SZ), or the whole buffer round and round (ours), or never"
   )
   ratio: float = opt(
-    1.0, "share of a batch's samples whose policy is searched anew; others keep their stored one (EZ: 0.99)"
+    1.0, "batch: share of the samples whose policy is searched anew; others keep their stored one (EZ: 0.99)"
   )
   weights_interval: int = opt(
     25, "learner steps between updates of the reanalyser's weights, which are also the target network (SZ: 25, EZ: 200)"
@@ -133,12 +142,17 @@ class ReanalyseConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RefreshConfig:
-  """Priority Refresh: the priorities of the whole buffer, recomputed continuously."""
+  """Priority Refresh: the priorities of the whole buffer, recomputed continuously.
+
+  A reanalyse sweep with a bound as tight refreshes them in passing; then `weights_interval` and `block` are not used.
+  """
 
   enabled: bool = opt(True, "recompute all priorities continuously (SZ); off: only those of sampled transitions (EZ)")
   max_age: int = opt(100, "no priority is older than this many learner steps (our reading: the paper gives no bound)")
-  weights_interval: int = opt(10, "learner steps between updates of the refresher's weights (SZ: 10)")
-  block: int = opt(512, "states evaluated in one call (ours)")
+  weights_interval: int = opt(
+    10, "learner steps between updates of the refresher's weights (SZ: 10); unused if a reanalyse sweep does its work"
+  )
+  block: int = opt(512, "states evaluated in one call (ours); unused if a reanalyse sweep does its work")
 
 
 @dataclasses.dataclass(frozen=True)

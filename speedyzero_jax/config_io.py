@@ -329,7 +329,8 @@ _RANGES = {
     env.frame_size env.frame_stack env.frame_skip env.noop_max env.max_episode_steps
     network.channels network.blocks network.reduced_channels network.head_hidden network.lstm_hidden
     network.value_prefix_horizon network.support network.projection_hidden network.projection_out
-    network.prediction_hidden search.simulations search.max_considered actor.lanes actor.weights_interval
+    network.prediction_hidden search.simulations search.max_considered actor.lanes actor.random_hold
+    actor.weights_interval
     replay.td_steps reanalyse.weights_interval reanalyse.max_age
     refresh.max_age refresh.weights_interval learner.batch_size learner.steps learner.unroll_steps
     learner.prefetch evaluation.episodes evaluation.max_episode_steps run.env_steps run.checkpoint_interval

@@ -1,6 +1,7 @@
 """From the replay to the learner: draw, reanalyse, assemble, gather.
 
-What travels is a `Batch` of indices and targets; frames are gathered at the very end, where the learner is.
+What travels is a `Batch` of indices and targets; frames are gathered at the very end, on the learner's devices if the
+replay has them there.
 """
 
 from typing import NamedTuple
@@ -35,7 +36,7 @@ def draw(config: Config, replay: Replay, reanalyser: BatchReanalyser | None, lea
   batch = replay.make_batch(lane, time, probability, learner_step)
   share = min(learner_step / max(config.learner.steps, 1), 1.0)
   beta = config.replay.beta_start + share * (config.replay.beta_end - config.replay.beta_start)
-  weight = importance_weights(probability, replay.num_eligible, beta)
+  weight = importance_weights(probability, beta)
   known = batch.targets.policy_mask > 0
   ages = batch.age[known]
   return Fed(
@@ -51,9 +52,9 @@ def gather(replay: Replay, batch: Batch, weight: np.ndarray) -> LearnerBatch:
   """Adds the frames of K+1 states and their stacks."""
   targets = batch.targets
   return LearnerBatch(
-    frames=replay.windows(batch.lane, batch.time, after=batch.action.shape[1]),
+    frames=replay.windows(batch.lane, batch.time, after=batch.action.shape[1], spread=True),
     action=batch.action,
-    weight=weight.astype(np.float32),
+    weight=weight,
     value=targets.value,
     value_prefix=targets.value_prefix,
     policy=targets.policy,

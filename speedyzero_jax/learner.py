@@ -47,7 +47,7 @@ class StepResult(NamedTuple):
 
 
 def make_mesh(devices: Sequence[jax.Device]) -> Mesh:
-  """The learner's mesh over these devices."""
+  """The learner's mesh over these devices, of one process or of several."""
   return Mesh(np.asarray(devices), (AXIS,))
 
 
@@ -98,8 +98,18 @@ class Learner:
     return jax.device_put(LearnerState(variables, opt_state, jnp.asarray(step, jnp.int32)), self._replicated)
 
   def put(self, batch: LearnerBatch) -> LearnerBatch:
-    """Moves a host batch [B, ...] onto the mesh, each device its share."""
-    return jax.device_put(batch, self._sharded)
+    """Puts this process' share of a batch, [B / processes, ...], onto its devices of the mesh, each its own part.
+
+    What lies on them already, so spread, stays where it is.
+    """
+
+    def place(x: chex.Array) -> jax.Array:
+      if not isinstance(x, jax.Array):
+        return jax.make_array_from_process_local_data(self._sharded, x)
+      shape = (x.shape[0] * self.mesh.size // len(self.mesh.local_devices), *x.shape[1:])
+      return jax.make_array_from_single_device_arrays(shape, self._sharded, [s.data for s in x.addressable_shards])
+
+    return jax.tree.map(place, batch)
 
   def step(self, state: LearnerState, batch: LearnerBatch, key: jax.Array) -> tuple[LearnerState, StepResult]:
     """One update. `state` is donated: don't use it again. `key` is the run's; the step number is folded in."""

@@ -5,6 +5,8 @@ After the random play, each learner step is due for a fixed number of agent step
 """
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 from speedyzero_jax.config import Config
 
@@ -28,12 +30,14 @@ class Pacer:
 
   def __init__(self, config: Config, *, env_steps: int = 0, learner_steps: int = 0):
     self._total_env, self._total_learner = config.run.env_steps, config.learner.steps
-    self._start = min(config.actor.random_steps, self._total_env)
+    self._random = config.actor.random_steps
+    self._start = min(self._random, self._total_env)
     self._paced = self._total_learner - config.learner.tail_steps
     self._slack = max(2 * config.actor.lanes, 2 * (self._earned(1) if self._paced else 0))
     self._env_steps, self._learner_steps = env_steps, learner_steps
+    self._reserved = 0  # agent steps promised to somebody who has not taken them yet
     self._stopping = False
-    self._changed = threading.Condition()
+    self._changed = threading.Condition()  # its lock may be taken again by who holds it
 
   @property
   def env_steps(self) -> int:
@@ -56,6 +60,16 @@ class Pacer:
     return self._learner_steps >= self._total_learner and self.collected
 
   @property
+  def pool(self) -> int:
+    """Agent steps that are neither taken nor promised."""
+    return self._total_env - self._env_steps - self._reserved
+
+  @property
+  def playing_randomly(self) -> bool:
+    """Whether the next agent steps belong to the random play at the start."""
+    return self._env_steps < self._random
+
+  @property
   def progress(self) -> float:
     """Share of the learner steps taken, in [0, 1]."""
     return self._learner_steps / self._total_learner if self._total_learner else 1.0
@@ -76,14 +90,36 @@ class Pacer:
 
   def may_collect(self) -> bool:
     """Whether collection may go on."""
-    if self.collected:
+    if not self.pool:
       return False
-    return self._env_steps < self.required(self._learner_steps) + self._slack
+    return self._env_steps + self._reserved < self.required(self._learner_steps) + self._slack
 
-  def add_env_steps(self, count: int) -> None:
-    """The actor took `count` agent steps."""
+  def reserve(self, steps: int, seconds: float, urgent: Callable[[], bool]) -> int | None:
+    """Promises up to `steps` agent steps to somebody, as soon as collection may go on or `urgent()`.
+
+    Returns how many, 0 if everything is collected, None if nothing could be promised for so many seconds.
+    """
+    with self._changed:
+      self.wait_for(lambda: self.collected or (self.pool and (self.may_collect() or urgent())), seconds)
+      if self._stopping or self.collected:
+        return None if self._stopping else 0
+      if not self.pool or not (self.may_collect() or urgent()):
+        return None
+      count = min(steps, self.pool)
+      self._reserved += count
+      return count
+
+  def release(self, steps: int) -> None:
+    """Takes a promise back."""
+    with self._changed:
+      self._reserved -= steps
+      self._changed.notify_all()
+
+  def add_env_steps(self, count: int, *, reserved: int = 0) -> None:
+    """An actor took `count` agent steps, of so many promised."""
     with self._changed:
       self._env_steps += count
+      self._reserved -= reserved
       self._changed.notify_all()
 
   def add_learner_step(self) -> None:
@@ -108,7 +144,12 @@ class Pacer:
     """Whether `stop` was called."""
     return self._stopping
 
-  def wait_until(self, predicate) -> None:
+  def wait_for(self, predicate: Callable[[], Any], seconds: float) -> None:
+    """Blocks until `predicate()` holds, the run stops, or so many seconds have passed."""
+    with self._changed:
+      self._changed.wait_for(lambda: self._stopping or predicate(), seconds)
+
+  def wait_until(self, predicate: Callable[[], Any]) -> None:
     """Blocks until `predicate()` holds; raises Stopped if the run stops first."""
     with self._changed:
       self._changed.wait_for(lambda: self._stopping or predicate())

@@ -1,20 +1,71 @@
 """The reanalyser: fresh policies, values and priorities for stored states, with weights newer than the actor's were.
 
-`BatchReanalyser` searches the states of a sampled batch (EfficientZero, SpeedyZero). `Sweeper` goes over the whole
+`BatchReanalyser` takes the states of a sampled batch (EfficientZero, SpeedyZero). `Sweeper` goes over the whole
 buffer round and round: evaluating values and priorities only, it is SpeedyZero's Priority Refresh; searching as well,
-it is sweep reanalysis, of which Priority Refresh is a by-product. What to compute is the replay's decision, when is
-the caller's. Both write their results into the replay; targets are then made from what is stored.
+it is sweep reanalysis, of which Priority Refresh is a by-product. Both say which states are to be looked at (`Work`);
+`examine` looks, here or in another process; `record` writes what it found (`Findings`) into the replay.
 """
+
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from speedyzero_jax.config import Config
 from speedyzero_jax.inference import Inference
-from speedyzero_jax.replay.buffer import Replay, SweepName
-from speedyzero_jax.weights import WeightsStore
+from speedyzero_jax.replay.buffer import Array, Replay, SweepName
+from speedyzero_jax.weights import REANALYSER, REFRESHER, Version, WeightsStore
 
-REANALYSER, REFRESHER = "reanalyser", "refresher"  # subscribers of weights
+
+class Work(NamedTuple):
+  """States to be looked at anew: n in a row from each of B slots on."""
+
+  search: bool  # policies and search values are wanted, not only values
+  subscriber: str  # whose weights are to be used
+  lane: np.ndarray  # [B]
+  time: np.ndarray  # [B]
+  real: np.ndarray  # [B, n] bool: state k is a stored one, not a repetition of its episode's last frame
+  refresh: bool  # priorities are to follow the values
+
+  def frames(self, replay: Replay) -> Array:
+    """What is to be looked at, [B, S-1+n, H, W, C]."""
+    return replay.windows(self.lane, self.time, after=self.real.shape[1] - 1)
+
+
+class Findings(NamedTuple):
+  """What was seen in them."""
+
+  step: int  # learner step of the weights used
+  value: np.ndarray  # [B, n] float32, the network's
+  policy: np.ndarray | None  # [B, n, A] float32; None if not searched
+  search_value: np.ndarray | None  # [B, n] float32
+
+
+def examine(inference: Inference, version: Version, frames: Array, *, search: bool, key: jax.Array) -> Findings:
+  """Looks at frames [B, S-1+n, H, W, C] with these weights."""
+  if not search:
+    return Findings(version.step, np.asarray(inference.value(version.variables, frames)), None, None)
+  result = jax.device_get(inference.search(version.variables, frames, key, 1.0, explore=True))
+  return Findings(version.step, result.value, result.policy, result.search_value)
+
+
+def record(replay: Replay, work: Work, findings: Findings) -> None:
+  """Writes findings into the replay, where newer ones are not there already. Raises ValueError if they don't fit."""
+  if findings.value.shape != work.real.shape:
+    raise ValueError(f"values must be {list(work.real.shape)}, got {list(findings.value.shape)}")
+  real = work.real
+  time = (work.time[:, None] + np.arange(real.shape[1]))[real]
+  lane = np.broadcast_to(work.lane[:, None], real.shape)[real]
+  value = findings.value[real]
+  if work.search:
+    if findings.policy is None or findings.search_value is None or findings.search_value.shape != real.shape:
+      raise ValueError("a search finds policies and search values")
+    replay.write_search(lane, time, findings.policy[real], findings.search_value[real], value, findings.step)
+  elif not work.refresh:
+    replay.write_bootstrap(lane, time, value, findings.step)
+  if work.refresh:
+    replay.write_values(lane, time, value, findings.step)
+    replay.refresh_priorities(lane, time, findings.step)
 
 
 class BatchReanalyser:
@@ -29,32 +80,28 @@ class BatchReanalyser:
 
   def __init__(self, config: Config, inference: Inference, weights: WeightsStore, key: jax.Array):
     self._unroll, self._inference, self._weights, self._key = config.learner.unroll_steps, inference, weights, key
-    self.calls = 0  # of the search; part of a checkpoint
+    self.calls = 0  # part of a checkpoint
     self.states = 0  # searched so far
 
-  def __call__(self, replay: Replay, lane: np.ndarray, time: np.ndarray) -> None:
-    """Brings everything stored that the targets of these samples (lane [B], time [B]) are made from up to date."""
-    step, variables = self._weights.latest(REANALYSER)
-    at, states = replay.states_to_search(lane, time)
-    if len(at):
-      frames = replay.windows(at[:, 0], states[:, 0], after=self._unroll)
-      key = jax.random.fold_in(self._key, self.calls)
-      result = self._inference.search(variables, frames, key, 1.0, explore=True)
-      result = jax.device_get(result)
-      real = self._real(states)
-      replay.write_search(
-        at[real], states[real], result.policy[real], result.search_value[real], result.value[real], step
-      )
-      self.states += int(real.sum())
-    self.calls += 1
-    at, states = replay.states_to_bootstrap(lane, time)
-    value = np.asarray(self._inference.value(variables, replay.windows(lane, states[:, 0], after=self._unroll)))
-    real = self._real(states)
-    replay.write_bootstrap(at[real], states[real], value[real], step)
+  def works(self, replay: Replay, lane: np.ndarray, time: np.ndarray) -> list[Work]:
+    """All that the targets of these samples (lane [B], time [B]) are made from."""
+    works = []
+    for search, (at, states) in (
+      (True, replay.states_to_search(lane, time)),
+      (False, replay.states_to_bootstrap(lane, time)),
+    ):
+      if len(at):
+        real = states == states[:, :1] + np.arange(self._unroll + 1)
+        works.append(Work(search, REANALYSER, at[:, 0], states[:, 0], real, refresh=False))
+    return works
 
-  def _real(self, states: np.ndarray) -> np.ndarray:
-    """[B, K+1] where window state k is a stored one, not a repetition of its episode's last frame."""
-    return states == states[:, :1] + np.arange(self._unroll + 1)
+  def __call__(self, replay: Replay, lane: np.ndarray, time: np.ndarray) -> None:
+    """Brings it up to date."""
+    version, key = self._weights.latest(REANALYSER), jax.random.fold_in(self._key, self.calls)
+    for work in self.works(replay, lane, time):
+      record(replay, work, examine(self._inference, version, work.frames(replay), search=work.search, key=key))
+      self.states += int(work.real.sum()) if work.search else 0
+    self.calls += 1
 
 
 class Sweeper:
@@ -101,21 +148,17 @@ class Sweeper:
     """Whether something stored would be older than the bound after one more step; the learner must not take it."""
     return learner_step + 1 - replay.oldest_step(self.kind) > self.max_age
 
+  def next(self, replay: Replay) -> Work:
+    """Takes the next block; what was owed for it is paid."""
+    lane, time = replay.next_block(self.kind, self._block)
+    self.credit = max(self.credit - self._block, 0)
+    real = np.ones((len(lane), 1), bool)
+    return Work(self.kind == "reanalyse", self._subscriber, lane, time, real, self._refresh)
+
   def sweep(self, replay: Replay) -> None:
     """Computes one block."""
-    step, variables = self._weights.latest(self._subscriber)
-    lane, time = replay.next_block(self.kind, self._block)
-    frames = replay.windows(lane, time)
-    if self.kind == "reanalyse":
-      key = jax.random.fold_in(self._key, self.calls)
-      result = jax.device_get(self._inference.search(variables, frames, key, 1.0, explore=True))
-      value = result.value[:, 0]
-      replay.write_search(lane, time, result.policy[:, 0], result.search_value[:, 0], value, step)
-    else:
-      value = np.asarray(self._inference.value(variables, frames))[:, 0]
-    if self._refresh:
-      replay.write_values(lane, time, value, step)
-      replay.refresh_priorities(lane, time)
+    version, key = self._weights.latest(self._subscriber), jax.random.fold_in(self._key, self.calls)
+    work = self.next(replay)
+    record(replay, work, examine(self._inference, version, work.frames(replay), search=work.search, key=key))
     self.calls += 1
-    self.states += len(lane)
-    self.credit = max(self.credit - self._block, 0)
+    self.states += len(work.lane)

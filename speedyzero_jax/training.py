@@ -6,17 +6,19 @@
 import hashlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from speedyzero_jax import feed
 from speedyzero_jax.actor import Actor, ActorState
 from speedyzero_jax.checkpoint import CheckpointError, Checkpoints, Snapshot
 from speedyzero_jax.config import Config
-from speedyzero_jax.envs import make_env
+from speedyzero_jax.envs import BatchedEnv, make_env
 from speedyzero_jax.evaluation import Evaluation, evaluate
 from speedyzero_jax.inference import Inference
 from speedyzero_jax.learner import Learner, StepResult, make_mesh
@@ -26,6 +28,8 @@ from speedyzero_jax.networks import make_blueprint
 from speedyzero_jax.pacing import Pacer
 from speedyzero_jax.reanalyser import REANALYSER, REFRESHER, BatchReanalyser, Sweeper
 from speedyzero_jax.replay.buffer import Replay, SweepName
+from speedyzero_jax.replay.device_frames import place_frames
+from speedyzero_jax.replay.lanes import LaneStore
 from speedyzero_jax.reporting import Reporter
 from speedyzero_jax.weights import Version, WeightsStore
 
@@ -48,15 +52,17 @@ class Training:
 
   Raises:
     CheckpointError: resuming, but no checkpoint can be read.
-    TrainingError: the run can't go on here: another number of devices, environments that play differently.
+    TrainingError: the run can't go on here: a batch that the devices can't share, or, in lockstep, environments that
+      play differently.
   """
 
   def __init__(self, config: Config, run_dir: Path, reporter: Reporter, *, resume: bool):
     self.config, self.reporter = config, reporter
     self.interrupted = False
     self._compiled = False  # the training step
+    self._generation = 0  # how often the environments could not be replayed and were made anew
     self.checkpoints = Checkpoints(run_dir, config.run.keep_checkpoints)
-    self._env = make_env(config.env, config.actor.lanes, config.run.seed, training=True)
+    self._env = self._make_env()
     height, width, channels = self._env.frame_shape
     devices = jax.local_devices()
     mesh = make_mesh(devices[: config.learner.devices or len(devices)])
@@ -66,11 +72,11 @@ class Training:
     except ValueError as error:  # a batch that these devices can't share
       raise TrainingError(str(error)) from error
     self.inference = Inference(config, self.learner.blueprint)
-    self.replay = make_replay(config, self._env.frame_shape, self._env.frame_dtype, self._env.num_actions)
+    self.replay = make_replay(config, self._env, mesh, reporter.message)
     self.episodes = EpisodeStats(config.actor.lanes)
     self._collect_lock = threading.Lock()  # held while actor and replay disagree
 
-    restored, segments = self._read_checkpoint() if resume else (None, [])
+    restored, segments = self._read_checkpoint() if resume else (None, iter(()))
     if restored is None:
       self.state = self.learner.init(self._purpose(_INIT))
     else:
@@ -120,20 +126,19 @@ class Training:
     self.reporter.count(name, sweeper.states - before)
 
   def draw(self, learner_step: int) -> feed.Fed:
-    """The batch of a learner step, reanalysed if the schedule says so."""
+    """The batch of a learner step on its devices, reanalysed if the schedule says so."""
     before = self.reanalyser.states if self.reanalyser else 0
     fed = feed.draw(self.config, self.replay, self.reanalyser, learner_step)
     if self.reanalyser:
       self.reporter.count(names.REANALYSED_PER_SECOND, self.reanalyser.states - before)
-    return fed
+    return fed._replace(batch=self.learner.put(fed.batch))
 
   def learn(self, fed: feed.Fed) -> StepResult:
     """One learner step; its results stay on the device."""
-    batch = self.learner.put(fed.batch)
     begin = time.monotonic()
     if not self._compiled:
       self.reporter.message("compiling the training step: up to a minute or two, less when it was compiled before")
-    self.state, result = self.learner.step(self.state, batch, self._purpose(_LEARN))
+    self.state, result = self.learner.step(self.state, fed.batch, self._purpose(_LEARN))
     if not self._compiled:
       self._compiled = True
       self.reporter.message(f"compiled in {time.monotonic() - begin:.0f} s")
@@ -241,28 +246,33 @@ class Training:
     if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(network)):
       raise _diverged(step)
     meta = {
-      "env_steps": env_steps,
       "weights": {name: version.step for name, version in versions.items()},
       "sweepers": {sweeper.kind: sweeper.counters() for sweeper in self.sweepers},
       "reanalyser_calls": self.reanalyser.calls if self.reanalyser else 0,
     }
-    actions = {"actions": actor.actions, "frames_crc": np.array([actor.frames_crc], np.int64)}
-    self.checkpoints.save(Snapshot(step, network, optimizer, weights, replay, actions, meta, slots, heads))
+    acted = {
+      "actions": actor.actions,
+      "frames_crc": np.array([actor.frames_crc], np.int64),
+      "start": actor.start,
+      "generation": np.array([self._generation], np.int64),
+    }
+    self.checkpoints.save(Snapshot(step, env_steps, network, optimizer, weights, replay, acted, meta, slots, heads))
     self.reporter.latest({names.CHECKPOINT_STEP: step})
     if required:
       self.checkpoints.wait()
 
-  def _read_checkpoint(self) -> tuple[Snapshot, list[dict[str, np.ndarray]]]:
+  def _read_checkpoint(self) -> tuple[Snapshot, Iterator[dict[str, np.ndarray]]]:
     state = self.learner.abstract()
     weights = dict.fromkeys((ACTOR, REANALYSER, REFRESHER), state.variables)
     abstract = {"network": state.variables, "optimizer": state.opt_state, "weights": weights}
     return self.checkpoints.restore(abstract, self.reporter.message)
 
-  def _restore_roles(self, snapshot: Snapshot, segments: list[dict[str, np.ndarray]]) -> None:
+  def _restore_roles(self, snapshot: Snapshot, segments: Iterator[dict[str, np.ndarray]]) -> None:
     meta = snapshot.meta
     self.reporter.rewind(snapshot.step)
     for slots in segments:
       self.replay.import_slots(slots)
+      del slots  # before the next ones are loaded
     self.replay.load_state_dict(snapshot.replay)
     steps = meta["weights"]
     self.weights.restore({name: Version(steps[name], variables) for name, variables in snapshot.weights.items()})
@@ -270,12 +280,39 @@ class Training:
       sweeper.restore(meta["sweepers"][sweeper.kind])
     if self.reanalyser:
       self.reanalyser.calls = meta["reanalyser_calls"]
-    self.pacer = Pacer(self.config, env_steps=meta["env_steps"], learner_steps=snapshot.step)
-    self.reporter.message(f"resuming at learner step {snapshot.step}, agent step {meta['env_steps']}")
+    self.pacer = Pacer(self.config, env_steps=snapshot.env_steps, learner_steps=snapshot.step)
+    self.reporter.message(f"resuming at learner step {snapshot.step}, agent step {snapshot.env_steps}")
+    self._restore_actor(snapshot)
+
+  def _restore_actor(self, snapshot: Snapshot) -> None:
+    saved = snapshot.actor
+    if generation := int(saved["generation"][0]):
+      self._replace_actor(generation)
     try:
-      self.actor.restore(ActorState(snapshot.actor["actions"], int(snapshot.actor["frames_crc"][0])))
+      self.actor.restore(ActorState(saved["actions"], int(saved["frames_crc"][0]), saved["start"]))
     except RuntimeError as error:
-      raise TrainingError(f"can't go on from step {snapshot.step}: {error}") from error
+      if self.config.run.mode == "lockstep":
+        raise TrainingError(
+          f"can't go on from step {snapshot.step}: {error}. A lockstep run goes on bit for bit or not at all: resume "
+          "it with the envpool and on the kind of machine that it began with, or start a new run."
+        ) from error
+      self.reporter.message(f"warning: {error}; games begin anew, those that were going on are cut where they stood")
+      for lane in range(self.config.actor.lanes):
+        self.replay.truncate(lane)
+      self._replace_actor(generation + 1)
+
+  def _replace_actor(self, generation: int) -> None:
+    """Environments from another seed, whose first frames come after all that the replay holds."""
+    self._generation = generation
+    self._env.close()
+    self._env = self._make_env()
+    self.episodes = EpisodeStats(self.config.actor.lanes)
+    key = self._purpose(_ACT)
+    self.actor = Actor(self.config, self._env, self.inference, key, self.episodes, start=self.replay.heads)
+
+  def _make_env(self) -> BatchedEnv:
+    seed = self.config.run.seed + (self._generation << 32)  # far from any other run's, and from the evaluation's
+    return make_env(self.config.env, self.config.actor.lanes, seed, training=True)
 
   def _purpose(self, purpose: int) -> jax.Array:
     return jax.random.fold_in(jax.random.key(self.config.run.seed), purpose)
@@ -288,20 +325,35 @@ def _diverged(step: int) -> TrainingError:
   )
 
 
-def make_replay(config: Config, frame_shape: tuple[int, ...], frame_dtype: np.dtype, num_actions: int) -> Replay:
-  """The replay that a configuration asks for.
+def replay_bytes(config: Config) -> int:
+  """Host memory that the replay has in use when a run ends, at least: a slot for each agent step, as far as they are
+  kept. An episode has one slot more than it has steps.
+  """
+  env = make_env(config.env, 1, 0, training=True)
+  slot = LaneStore(1, 1, env.frame_shape, env.frame_dtype, env.num_actions).memory()["reserved_bytes"]
+  env.close()
+  return int(slot) * min(config.replay.capacity or config.run.env_steps, config.run.env_steps)
 
-  With `replay.capacity` 0 it is as long as a run can make it: one frame per agent step and one more per episode. Memory
-  is committed only as it is used.
+
+def make_replay(config: Config, env: BatchedEnv, mesh: Mesh, report: Callable[[str], None]) -> Replay:
+  """The replay that a configuration asks for, its frames also on the devices of the mesh if it says so.
+
+  With `replay.capacity` 0 it is as long as a run can make it: one frame per agent step and one more per episode. Host
+  memory is committed only as it is used; devices start with room for episodes of ten steps and more.
   """
   wanted = config.replay.capacity or 2 * config.run.env_steps
   shortest = config.env.frame_stack + config.learner.unroll_steps + config.replay.td_steps
+  capacity = max(-(-wanted // config.actor.lanes), shortest)
+  rows = capacity if config.replay.capacity else max(-(-11 * capacity // 20), shortest)
+  form: dict[str, Any] = {
+    "lanes": config.actor.lanes,
+    "capacity": capacity,
+    "frame_shape": env.frame_shape,
+    "frame_dtype": env.frame_dtype,
+  }
   return Replay(
-    lanes=config.actor.lanes,
-    capacity=max(-(-wanted // config.actor.lanes), shortest),
-    frame_shape=frame_shape,
-    frame_dtype=frame_dtype,
-    num_actions=num_actions,
+    **form,
+    num_actions=env.num_actions,
     replay=config.replay,
     reanalyse=config.reanalyse,
     unroll_steps=config.learner.unroll_steps,
@@ -309,6 +361,7 @@ def make_replay(config: Config, frame_shape: tuple[int, ...], frame_dtype: np.dt
     frame_stack=config.env.frame_stack,
     discount=config.env.discount,
     rng_seed=config.run.seed,
+    device_frames=place_frames(config.replay.frames, mesh, rows=rows, report=report, **form),
   )
 
 

@@ -81,7 +81,7 @@ class LearnerBatch(NamedTuple):
 
   frames: chex.Array  # [B, S+K, H, W, C] frames t-S+1 .. t+K, repeated at an episode's edges
   action: chex.Array  # [B, K]
-  weight: chex.Array  # [B] float32
+  weight: chex.Array  # [B] float32, p^-beta
   value: chex.Array  # [B, K+1]
   value_prefix: chex.Array  # [B, K]
   policy: chex.Array  # [B, K+1, A]

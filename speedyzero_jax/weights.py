@@ -15,6 +15,9 @@ import jax.numpy as jnp
 from speedyzero_jax.networks import Variables
 
 
+ACTOR, REANALYSER, REFRESHER = "actor", "reanalyser", "refresher"  # subscribers
+
+
 class Version(NamedTuple):
   """Weights and the learner step they were taken at."""
 
@@ -33,13 +36,14 @@ class WeightsStore:
 
   def __init__(self, intervals: Mapping[str, int], device: jax.Device, initial: Variables):
     self._intervals, self._device = dict(intervals), device
-    self._lock = threading.Lock()
+    self._changed = threading.Condition()
     first = Version(0, self.to_device(initial))
     self._versions = dict.fromkeys(intervals, first)
 
   def to_device(self, variables: Variables) -> Variables:
-    """A copy on the subscribers' device; the learner donates its own buffers to its next step."""
-    return jax.tree.map(jnp.copy, jax.device_put(variables, self._device))
+    """A copy on the subscribers' device, of a network that may lie on many; the learner donates its own buffers."""
+    here = jax.tree.map(lambda x: x.addressable_data(0) if isinstance(x, jax.Array) else x, variables)
+    return jax.tree.map(jnp.copy, jax.device_put(here, self._device))
 
   def publish(self, step: int, variables: Variables) -> None:
     """Offers the weights after `step` learner steps; copies them once if any subscriber is due."""
@@ -47,21 +51,33 @@ class WeightsStore:
     if not due:
       return
     version = Version(step, self.to_device(variables))
-    with self._lock:
+    with self._changed:
       self._versions.update(dict.fromkeys(due, version))
+      self._changed.notify_all()
 
   def latest(self, subscriber: str) -> Version:
     """The newest version meant for a subscriber."""
-    with self._lock:
+    with self._changed:
       return self._versions[subscriber]
+
+  def wait_newer(self, subscriber: str, have: int, seconds: float) -> Version | None:
+    """The newest version meant for a subscriber once it is of a later step than `have`; None after so many seconds.
+
+    Raises ValueError for a subscriber there is none of.
+    """
+    if subscriber not in self._intervals:
+      raise ValueError(f"nobody subscribes as '{subscriber}'; there are {', '.join(self._intervals)}")
+    with self._changed:
+      found = self._changed.wait_for(lambda: self._versions[subscriber].step > have, seconds)
+      return self._versions[subscriber] if found else None
 
   def snapshot(self) -> dict[str, Version]:
     """All subscribers' versions, for a checkpoint."""
-    with self._lock:
+    with self._changed:
       return dict(self._versions)
 
   def restore(self, versions: Mapping[str, Version]) -> None:
     """Puts a snapshot back. Raises KeyError if it is of other subscribers."""
     placed = {name: Version(versions[name].step, self.to_device(versions[name].variables)) for name in self._intervals}
-    with self._lock:
+    with self._changed:
       self._versions = placed

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speedyzero_jax.actor import Actor, ActorState, FrameStacker, temperature_at
+from speedyzero_jax.learner import make_mesh
 from speedyzero_jax.metrics.rates import EpisodeStats
 from speedyzero_jax.training import make_replay
 from speedyzero_jax.weights import Version
@@ -54,7 +55,7 @@ def naive_stacks(frames, first, stack):
 def test_collects_exactly_its_budget_and_exactly_what_the_environment_showed(lanes, budget, seed, clip):
   config = tiny.config(f"actor.lanes={lanes}", f"env.clip_rewards={clip}", "actor.random_steps=0")
   actor, env = make(lanes, seed, config)
-  replay = make_replay(config, env.frame_shape, env.frame_dtype, env.num_actions)
+  replay = make_replay(config, env, make_mesh(jax.local_devices()[:1]), print)
   calls, taken = collect(actor, budget)
   for segments in calls:
     assert sorted(segment.lane for segment in segments) == list(range(lanes))
@@ -166,6 +167,7 @@ def test_a_restored_actor_goes_on_as_if_it_had_never_stopped(lanes, steps, seed)
     actor.step(Version(0, None), budget=1000, progress=0.0, random=i % 2 == 0)
   state = actor.state()
   assert state.actions.shape == (steps, lanes) and state.actions.dtype == np.int16
+  np.testing.assert_array_equal(state.start, np.zeros(lanes))
   restored, _ = make(lanes, seed)
   restored.restore(state)
   assert restored.stats.summary() == actor.stats.summary()
@@ -177,6 +179,24 @@ def test_a_restored_actor_goes_on_as_if_it_had_never_stopped(lanes, steps, seed)
     ours, theirs = (a.step(Version(3, None), **arguments) for a in (actor, restored))
     assert_same_segments(ours[0], theirs[0])
     assert ours[1] == theirs[1]
+
+
+def test_an_actor_may_start_behind_the_slots_of_another():
+  """It says so when it is saved, numbers its slots from there, and searches with keys that were not used before."""
+  start = np.array([7, 7])
+  actor, _ = make(2, seed=1, start=start)
+  first, _ = make(2, seed=1)
+  calls, from_zero = (collect(a, 20, until=6)[0] for a in (actor, first))
+  assert [segment.start for segment in calls[0]] == [7, 7] and [segment.start for segment in calls[-1]] == [12, 12]
+  played = lambda calls: [segment.action[0] for segments in calls for segment in segments]  # noqa: E731
+  assert played(calls) != played(from_zero)
+  state = actor.state()
+  np.testing.assert_array_equal(state.start, start)
+  restored, _ = make(2, seed=1)
+  restored.restore(state)
+  ours, theirs = (a.step(Version(3, None), budget=99, progress=0.0, random=False)[0] for a in (actor, restored))
+  assert_same_segments(ours, theirs)
+  np.testing.assert_array_equal(restored.state().start, start)
 
 
 def test_the_state_saved_is_not_changed_by_going_on():
@@ -217,3 +237,15 @@ def test_temperatures_follow_the_stages():
   for share in shares:
     actor.step(Version(0, None), budget=1000, progress=share, random=False)
   assert actor._inference.temperatures == list(shares.values())
+
+
+@pytest.mark.parametrize("hold", [1.0, 5.0])
+def test_random_play_holds_actions_as_long_as_it_is_told(hold):
+  """The share of steps that keep the action before: held, or drawn again by chance. All actions come up equally."""
+  actor, env = make(6, config=tiny.config("actor.lanes=6", f"actor.random_hold={hold}"))
+  for _ in range(1500):
+    actor.step(Version(0, None), budget=1000, progress=0.0, random=True)
+  actions = actor.state().actions
+  kept = (actions[1:] == actions[:-1]).mean()
+  assert kept == pytest.approx(1 - 1 / hold + 1 / hold / env.num_actions, abs=0.03)
+  np.testing.assert_allclose(np.bincount(actions.ravel(), minlength=env.num_actions) / actions.size, 1 / 3, atol=0.05)

@@ -13,11 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 import tiny
 
 from launch import evaluate, multihost
-from speedyzero_jax import runfolder
+from speedyzero_jax import memory, runfolder
 from speedyzero_jax.checkpoint import Checkpoints
 from speedyzero_jax.metrics import jsonl
 
@@ -99,6 +100,7 @@ def test_a_misspelt_key_is_named_with_the_nearest(started, tmp_path):
     ([*NEW, "learner.devices=4000"], "learner.devices"),
     ([*NEW, "learner.devices=0", "learner.batch_size=7"], "learner.batch_size: must be a multiple of the"),
     (["--resume", "nothing"], "nothing holds no run"),
+    (["--resume", "nothing", "run.dir=else"], "run.dir: --resume says already that the folder is nothing"),
     ([*NEW, "run.dir=/proc/run"], "can't make a run in /proc/run"),
   ],
 )
@@ -199,6 +201,108 @@ def test_signals_and_kills_at_any_moment_change_nothing(started, tmp_path):
     assert Checkpoints(folder).steps() == [STEPS - 4, STEPS - 2, STEPS]
 
 
+STOPPED = """
+import os, signal, sys
+sys.path[:0] = [sys.argv[1]]
+from launch import multihost
+from speedyzero_jax import training
+def stopped(function):
+  def wrapper(*args, **kwargs):
+    os.kill(os.getpid(), signal.Signals[sys.argv[3]])
+    return function(*args, **kwargs)
+  return wrapper
+if sys.argv[2] == "folder":
+  multihost.check_possible = stopped(multihost.check_possible)
+elif sys.argv[2] == "building":
+  training.make_replay = stopped(training.make_replay)
+else:
+  training.Training.collect = stopped(training.Training.collect)
+code = multihost.main(sys.argv[4:])
+sys.stdout.flush()
+os._exit(code)
+"""
+
+
+@pytest.mark.parametrize(
+  ("moment", "name", "code"), [("folder", "SIGINT", 130), ("building", "SIGTERM", 143), ("collecting", "SIGTERM", 143)]
+)
+def test_a_stop_while_a_run_is_starting(tmp_path, moment, name, code):
+  """The signal comes from within the process, so that its moment is known."""
+  folder = tmp_path / "run"
+  command = [sys.executable, "-c", STOPPED, ROOT, moment, name, *NEW, f"run.dir={folder}"]
+  done = subprocess.run(
+    command, env=os.environ | {"JAX_NUM_CPU_DEVICES": "1"}, capture_output=True, text=True, timeout=120, check=False
+  )
+  assert (done.returncode, done.stderr) == (code, ""), done.stdout
+  if moment == "collecting":
+    assert "stopped and saved at learner step 0" in done.stdout and Checkpoints(folder).steps() == [0]
+  else:
+    assert f"stopped before there was anything to save; begin again: --resume {folder}" in done.stdout
+    assert Checkpoints(folder).steps() == []
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_the_process_at_once(tmp_path, second):
+  code = (
+    "import os, signal, sys, time\nsys.path[:0] = [sys.argv[1]]\nfrom launch import multihost\n"
+    "with multihost.Signals() as signals:\n  os.kill(os.getpid(), signal.SIGTERM)\n"
+    "  assert signals.exit_code == 143\n  os.kill(os.getpid(), int(sys.argv[2]))\n  time.sleep(60)\n"
+  )
+  done = subprocess.run([sys.executable, "-c", code, ROOT, str(int(second))], timeout=60, check=False)
+  assert done.returncode == -second
+
+
+# --- Memory
+
+
+def test_memory_that_runs_out_is_said_in_a_line(tmp_path, monkeypatch, capsys):
+  """Whichever role it is that meets the end of it."""
+
+  def more(*args):
+    np.zeros(2**55, np.uint8)
+
+  def more_on_the_device(*args):
+    jax.block_until_ready(jax.numpy.zeros(2**42))
+
+  part = "speedyzero_jax.training.Training."
+  for number, (method, fail) in enumerate((("collect", more), ("draw", more_on_the_device), ("learn", more))):
+    with monkeypatch.context() as patch:
+      patch.setattr(part + method, fail)
+      folder = tmp_path / str(number)
+      assert multihost.main([*NEW, "run.mode=async", f"run.dir={folder}"]) == 1
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: out of host memory: ") and errors.count("\n") == 1
+    assert re.search(r"The replay holds [\d.]+ MB of the [\d.]+ MB that it will take", errors)
+    assert all(key in errors for key in ("replay.capacity", "learner.batch_size", "reanalyse.block"))
+
+
+def test_memory_that_runs_out_while_the_run_is_built(tmp_path, monkeypatch, capsys):
+  monkeypatch.setattr("speedyzero_jax.training.make_replay", lambda *args: np.zeros(2**55, np.uint8))
+  assert multihost.main([*NEW, f"run.dir={tmp_path / 'run'}"]) == 1
+  assert "out of host memory: Unable to allocate" in capsys.readouterr().err
+
+
+def test_what_a_device_says_otherwise_is_not_called_memory(tmp_path, monkeypatch):
+  def broken(*args):
+    raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
+
+  monkeypatch.setattr("speedyzero_jax.training.Training.collect", broken)
+  with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
+    multihost.main([*NEW, f"run.dir={tmp_path / 'run'}"])
+
+
+@pytest.mark.parametrize(("room", "warned"), [(10_000, True), (10**12, False), (None, False)])
+def test_a_replay_that_will_not_fit_is_said_before_training(tmp_path, monkeypatch, capsys, room, warned):
+  monkeypatch.setattr(memory, "available", lambda: room)
+
+  def end_here(*args, **kwargs):
+    raise OSError("far enough")
+
+  monkeypatch.setattr("speedyzero_jax.training.Training.__init__", end_here)
+  assert multihost.main([*NEW, f"run.dir={tmp_path / 'run'}"]) == 1
+  assert ("warning: the replay will take" in capsys.readouterr().out) == warned
+
+
 # --- A run that is done
 
 
@@ -216,16 +320,7 @@ def test_an_undisturbed_run_leaves_everything(finished):
   assert rows[-1]["evaluation/mean"] == evaluation["mean"]
 
 
-@pytest.fixture
-def signals():
-  """Puts back the signal handlers that a run in this process leaves."""
-  kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-  yield
-  for number, handler in kept.items():
-    signal.signal(number, handler)
-
-
-def test_resuming_a_finished_run_does_not_train(finished, tmp_path, capsys, signals):
+def test_resuming_a_finished_run_does_not_train(finished, tmp_path, capsys):
   folder, output = finished
   copy = tmp_path / "copy"
   shutil.copytree(folder, copy)
@@ -251,6 +346,28 @@ def test_another_configuration_in_its_folder_is_refused(finished, capsys):
   assert listing(folder) == before
 
 
+def test_a_run_made_for_more_devices_is_not_resumed_on_fewer(started, monkeypatch, capsys):
+  """Nor with a batch that those here can't share. Nothing is touched, and the folder is free again."""
+  monkeypatch.setattr(multihost, "train", lambda *args, **kwargs: pytest.fail("trains"))
+  folder, _ = finish(started, "four")
+  before = listing(folder)
+  three = jax.local_devices() * 3
+  monkeypatch.setattr(jax, "local_devices", lambda: three[:3])
+  for _ in range(2):
+    assert multihost.main(["--resume", str(folder)]) == 2
+    assert "learner.batch_size: must be a multiple of the 3 devices used, got 8" in capsys.readouterr().err
+  stored = (folder / "config.yaml").read_text()
+  asked = stored.replace("devices: 0", "devices: 4")
+  assert asked != stored
+  try:
+    (folder / "config.yaml").write_text(asked)
+    assert multihost.main(["--resume", str(folder)]) == 2
+  finally:
+    (folder / "config.yaml").write_text(stored)
+  assert "learner.devices: there are 3 here, got 4" in capsys.readouterr().err
+  assert listing(folder) == before
+
+
 def test_a_run_on_four_devices(started):
   folder, output = finish(started, "four")
   assert "4 x cpu" in output and "trained: 150 agent steps, 12 learner steps" in output
@@ -260,7 +377,7 @@ def test_a_run_on_four_devices(started):
 
 
 @pytest.mark.parametrize("part", ["checkpoints", "replay"])
-def test_a_run_that_cannot_go_on_fails_in_a_line(finished, tmp_path, capsys, signals, part):
+def test_a_run_that_cannot_go_on_fails_in_a_line(finished, tmp_path, capsys, part):
   """All checkpoints damaged: exit code 1, the reason, and no traceback."""
   copy = tmp_path / "copy"
   shutil.copytree(finished[0], copy)

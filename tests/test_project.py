@@ -15,9 +15,20 @@ PIN = re.compile(r"([a-z0-9-]+)==(\S+)((?: ; [^\\]*)?) \\")
 HASH = re.compile(r"    --hash=sha256:[0-9a-f]{64}( \\)?")
 
 
+LOCKS = ("requirements.lock", "requirements-cuda12.lock", "requirements-cuda13.lock")
+
+
 @pytest.fixture(scope="module")
 def lock():
-  return (ROOT / "requirements.lock").read_text().splitlines()
+  return lines_of("requirements.lock")
+
+
+def lines_of(name):
+  return (ROOT / name).read_text().splitlines()
+
+
+def pins_of(lines):
+  return {pin[1]: pin[2] for pin in map(PIN.fullmatch, lines) if pin}
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +36,10 @@ def project():
   return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def test_lock_holds_names_versions_and_hashes_only(lock):
+@pytest.mark.parametrize("name", LOCKS)
+def test_locks_hold_names_versions_and_hashes_only(name):
   hashes = {}
-  for line in lock:
+  for line in lines_of(name):
     pin = PIN.fullmatch(line)
     if pin:
       hashes[pin[1]] = 0
@@ -39,10 +51,17 @@ def test_lock_holds_names_versions_and_hashes_only(lock):
 
 
 def test_lock_pins_what_the_project_needs(lock, project):
-  pins = {pin[1]: pin[2] for pin in map(PIN.fullmatch, lock) if pin}
+  pins = pins_of(lock)
   for text in project["dependencies"] + project["optional-dependencies"]["dev"]:
     requirement = Requirement(text)
     assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), text
+
+
+@pytest.mark.parametrize("cuda", ["cuda12", "cuda13"])
+def test_cuda_locks_add_the_plugin_of_the_same_jax(lock, cuda):
+  pins, more = pins_of(lock), pins_of(lines_of(f"requirements-{cuda}.lock"))
+  assert not pins.keys() & more.keys()
+  assert more[f"jax-{cuda}-plugin"] == more[f"jax-{cuda}-pjrt"] == pins["jax"] == pins["jaxlib"]
 
 
 def test_package_reads_its_version_from_one_place(project):

@@ -34,7 +34,7 @@ def everything(training):
     "weights": [(name, v.step, jax.tree.leaves(jax.device_get(v.variables))) for name, v in sorted(versions.items())],
     "replay": sorted(training.replay.state_dict().items()),
     "frames": sorted(training.replay.export_slots(np.zeros_like(training.replay.heads)).items()),
-    "actor": [actor.actions, actor.frames_crc],
+    "actor": [actor.actions, actor.frames_crc, actor.start],
     "counters": [(s.kind, s.counters()) for s in training.sweepers]
     + [training.reanalyser.calls if training.reanalyser else 0, training.pacer.env_steps, training.pacer.learner_steps],
     "episodes": training.episodes.summary(),
@@ -142,7 +142,7 @@ STOPS = {
 @pytest.mark.parametrize("schedule", ["sweep", "batch"])
 def test_an_interrupted_run_goes_on_bit_for_bit(uninterrupted, tmp_path, schedule):
   config, state, digest, _ = uninterrupted(schedule)
-  resume_step, before = None, None
+  resume_step, saved, before = None, None, None
   for stop in STOPS[schedule]:
     with tiny.training(config, tmp_path, resume_step=resume_step) as training:
       if before is not None:
@@ -150,9 +150,9 @@ def test_an_interrupted_run_goes_on_bit_for_bit(uninterrupted, tmp_path, schedul
       interrupt_at(training, **stop)
       assert not modes.run(training)
       training.save(required=True)
-      # A learner step has one checkpoint: what was collected since is collected again, and the same.
-      before = None if training.pacer.learner_steps == resume_step else everything(training)
-      resume_step = training.pacer.learner_steps
+      resume_step, now = training.pacer.learner_steps, (training.pacer.learner_steps, training.pacer.env_steps)
+      # A stop that came before any agent step has its checkpoint; lanes that only restarted do so again, and the same.
+      before, saved = (None if now == saved else everything(training)), now
   final, final_digest = run(config, tmp_path, resume_step)
   assert final_digest == digest
   assert_same(state, final)
@@ -189,7 +189,7 @@ def test_a_damaged_checkpoint_costs_steps_but_not_the_result(uninterrupted, tmp_
   """And the metrics of the steps that are taken again are not there twice."""
   config, state, digest, folder = uninterrupted("sweep")
   shutil.copytree(folder, tmp_path / "run")
-  path = tmp_path / "run" / "replay" / "slots-000000000012.npz"
+  path = tmp_path / "run" / "replay" / "slots-000000000012-000000000150.npz"
   path.write_bytes(path.read_bytes()[:-9])
   said = []
   with tiny.training(config, tmp_path / "run", resume_step=12) as training:
@@ -217,10 +217,32 @@ def test_environments_that_play_differently_are_noticed(uninterrupted, tmp_path,
   make_env = training_module.make_env
   monkeypatch.setattr(training_module, "make_env", lambda c, lanes, seed, **kw: make_env(c, lanes, seed + 1, **kw))
   with (
-    pytest.raises(TrainingError, match=r"can't go on from step 12: .*other frames"),
+    pytest.raises(TrainingError, match=r"can't go on from step 12: .*other frames.*or start a new run"),
     tiny.training(config, tmp_path / "run", resume_step=12),
   ):
     pytest.fail("opened")
+
+
+def test_a_ring_that_forgets_goes_on_bit_for_bit(tmp_path):
+  """Segments that were wholly evicted are gone from the disk, and nobody misses them."""
+  config = tiny.config("replay.capacity=48", "run.checkpoint_interval=2", "run.keep_checkpoints=2")
+  reference, digest = run(config, tmp_path / "reference")
+  resume_step, before = None, None
+  for stop in ({"collects": 4}, {"learner_step": 3}, {"learner_step": 6}, {"collects": 2}, {"learner_step": 9}):
+    with tiny.training(config, tmp_path / "run", resume_step=resume_step) as training:
+      if before is not None:
+        assert_same(before, everything(training))
+      interrupt_at(training, **stop)
+      assert not modes.run(training)
+      training.save(required=True)
+      resume_step, before = training.pacer.learner_steps, everything(training)
+  final, final_digest = run(config, tmp_path / "run", resume_step)
+  assert final_digest == digest
+  assert_same(reference, final)
+  left = sorted(path.name for path in (tmp_path / "run" / "replay").iterdir())
+  assert int(left[0].split("-")[1]) >= 6  # 16 slots per lane
+  with tiny.training(config, tmp_path / "run", resume_step=12) as training:
+    assert_same(reference, everything(training))
 
 
 def test_evaluations_do_not_change_the_run(uninterrupted, tmp_path):
@@ -238,6 +260,20 @@ def test_evaluations_do_not_change_the_run(uninterrupted, tmp_path):
     training.interrupt()
     assert training.evaluate() is None
   assert rows_of(tmp_path)[-1]["evaluation/step"] == 10
+
+
+@pytest.mark.parametrize("schedule", ["sweep", "batch"])
+def test_frames_on_the_devices_change_nothing(uninterrupted, tmp_path, schedule):
+  """Nor does being stopped, when they have to be brought there again."""
+  _, _, digest, _ = uninterrupted(schedule)
+  config = tiny.config(f"reanalyse.schedule={schedule}", "replay.frames=device")
+  with tiny.training(config, tmp_path) as training:
+    interrupt_at(training, learner_step=5)
+    assert not modes.run(training)
+    training.save(required=True)
+    lane, time, _ = training.replay.sample(4)
+    assert isinstance(training.replay.windows(lane, time), jax.Array)
+  assert run(config, tmp_path, 5)[1] == digest
 
 
 @pytest.mark.skipif(len(jax.local_devices()) < 3, reason="needs three devices")
@@ -321,6 +357,38 @@ def test_an_interrupted_overlapping_run_saves_and_goes_on(tmp_path):
     assert (training.pacer.env_steps, training.replay.num_transitions, int(training.state.step)) == (150, 150, 12)
 
 
+def test_an_overlapping_run_goes_on_where_environments_play_differently(tmp_path, monkeypatch, capsys):
+  """Games begin anew behind what the replay holds, as often as that happens; later resumptions replay the new games."""
+  config, resume_step, machine, previous, left, written = tiny.config("run.mode=async"), None, 0, 0, {}, False
+  make_env = training_module.make_env
+  monkeypatch.setattr(
+    training_module, "make_env", lambda c, lanes, seed, **kw: make_env(c, lanes, seed + machine, **kw)
+  )
+  for machine, collects in ((0, 25), (0, 2), (7, 4), (7, 3), (8, 4), (8, 2), (8, None)):
+    moved = machine != previous
+    capsys.readouterr()
+    with tiny.training(config, tmp_path, resume_step=resume_step) as training:
+      found = everything(training)
+      assert ("warning: replaying the environments' actions led to other frames" in capsys.readouterr().out) == moved
+      if moved:
+        heads = training.replay.heads
+        np.testing.assert_array_equal(found["actor"][2], heads)
+        assert len(found["actor"][0]) == 0 and found["counters"][-2:] == left["counters"][-2:]
+        replay = dict(found["replay"])
+        newest = np.cumsum(heads - replay["tail"]) - 1
+        np.testing.assert_array_equal(replay["slot_episode_end"][newest], heads - 1)  # no game goes on over the gap
+      elif left and written:
+        assert_same(left, found)
+      interrupt_at(training, collects=collects)
+      assert finish(training) is (collects is None)
+      training.checkpoints.wait()
+      # Unless this very moment was saved by the way: then what the sweeps have done since is not saved again.
+      written = (training.pacer.learner_steps, training.pacer.env_steps) != training.checkpoints._newest
+      training.save(required=True)
+      resume_step, previous, left = training.pacer.learner_steps, machine, everything(training)
+  assert left["counters"][-2:] == [150, 12] and dict(left["replay"])["num_transitions"] == 150
+
+
 def test_a_learner_that_is_due_before_anything_can_be_drawn(tmp_path):
   """Lanes of a few open steps hold nothing eligible; the actor must go on although the learner owes steps."""
   config = tiny.config("run.mode=async", "actor.random_steps=0", "run.env_steps=40", "learner.steps=20",
@@ -399,7 +467,7 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(uninterrupted, tmp_path
   write, failed, said = Checkpoints._write_segment, [], []
 
   def refuse_once(path, slots):
-    if path.name == "slots-000000000004.npz":
+    if path.name.startswith("slots-000000000004"):
       failed.append(path)
       raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return write(path, slots)

@@ -4,28 +4,32 @@ One lock makes every method atomic. Knows which transitions may be sampled; must
 process, or with what network.
 """
 
+import dataclasses
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+import jax
 import numpy as np
 
 from speedyzero_jax.config import ReanalyseConfig, ReplayConfig
 from speedyzero_jax.replay import snapshot
+from speedyzero_jax.replay.device_frames import DeviceFrames
+from speedyzero_jax.replay.eligible import Eligible
 from speedyzero_jax.replay.lanes import LaneStore
-from speedyzero_jax.replay.priorities import SumTree
 from speedyzero_jax.replay.sweep import Sweep
-from speedyzero_jax.replay.targets import TargetSpec, bootstrap_times, compute_targets, n_step_values
+from speedyzero_jax.replay.targets import TargetSpec, bootstrap_times, compute_targets, refreshed_errors, rests_on
+from speedyzero_jax.replay.write_log import WriteLog
 from speedyzero_jax.types import Batch, Segment
 
 SweepName = Literal["refresh", "reanalyse"]
+Array = np.ndarray | jax.Array
 
 
 class Replay:
   """Prioritized replay over lanes of slots (see `types.py` for slots and letters).
 
-  A transition is *eligible* for sampling when an action was taken in its state, all frames of the state's stack are
-  stored, and its targets are as good as they will get: its episode has ended, or K + n further slots are there.
+  What may be sampled is `eligible.py`'s to say, with K + n slots of lookahead.
 
   Index arrays are (lane [B] integer, time [B] integer). Slots evicted between two calls are no error: their results
   are dropped, and in a batch their masks are 0.
@@ -46,8 +50,13 @@ class Replay:
     frame_stack: int,
     discount: float,
     rng_seed: int,
+    device_frames: DeviceFrames | None = None,
+    frame_memory: np.ndarray | None = None,
   ):
     """Makes an empty replay of `capacity` slots per lane.
+
+    With `device_frames`, windows are gathered there. `frame_memory` [lanes, capacity, H, W, C] is where frames are
+    kept, if others are to see it.
 
     Raises:
       ValueError: a size is impossible, min_priority is not positive (eligible transitions must stay reachable), or
@@ -69,7 +78,6 @@ class Replay:
     self._config = replay
     self._ratio = reanalyse.ratio
     self._unroll, self._stack = unroll_steps, frame_stack
-    self._lookahead = unroll_steps + replay.td_steps
     self._spec = TargetSpec(
       unroll_steps=unroll_steps,
       value_prefix_horizon=value_prefix_horizon,
@@ -80,17 +88,17 @@ class Replay:
       mixed_start=reanalyse.mixed_start,
       mixed_newest=reanalyse.mixed_newest,
     )
-    self._one_state = TargetSpec(
-      unroll_steps=0,
-      value_prefix_horizon=1,
-      td_steps=replay.td_steps,
-      age_interval=replay.age_interval,
-      discount=discount,
+    self._one_state = dataclasses.replace(self._spec, unroll_steps=0)
+    self._store = LaneStore(lanes, capacity, frame_shape, frame_dtype, num_actions, frame_memory)
+    self._log = WriteLog(lanes * capacity)
+    self._device_frames = device_frames
+    self._eligible = Eligible(
+      self._store,
+      stack=frame_stack,
+      lookahead=unroll_steps + replay.td_steps,
+      alpha=replay.alpha,
+      min_priority=replay.min_priority,
     )
-    self._store = LaneStore(lanes, capacity, frame_shape, frame_dtype, num_actions)
-    self._tree = SumTree(lanes * capacity)  # priority ** alpha of eligible transitions, 0 elsewhere
-    self._priority_step = np.zeros((lanes, capacity), np.int32)
-    self._num_eligible = 0
     self._sweeps = {"refresh": Sweep(lanes, capacity), "reanalyse": Sweep(lanes, capacity)}
     self._rng = np.random.Generator(np.random.PCG64(rng_seed))
     self._lock = threading.RLock()
@@ -105,7 +113,7 @@ class Replay:
   @property
   def num_eligible(self) -> int:
     """Transitions that can be sampled now."""
-    return self._num_eligible
+    return self._eligible.count
 
   @property
   def heads(self) -> np.ndarray:
@@ -130,7 +138,13 @@ class Replay:
       old_head = self._store.head.copy()
       self._store.append(segments)
       self._grow_sweeps(old_head)
-      self._update_eligible(lane, old_head[lane])
+      self._admit(lane, old_head[lane])
+      at = np.repeat(lane, [len(segment.frame) for segment in segments])
+      time = np.concatenate([segment.start + np.arange(len(segment.frame)) for segment in segments])
+      self._log.append(at * self._store.capacity + self._store.cell(time))
+      if self._device_frames is not None:  # while the lock is held: whoever sees the slots finds their frames there
+        frames = np.concatenate([segment.frame for segment in segments])
+        self._device_frames.write(at, self._store.cell(time), frames)
 
   def truncate(self, lane: int) -> None:
     """Ends a lane's open episode where it is, because its environment was lost (see `LaneStore.truncate`).
@@ -142,7 +156,7 @@ class Replay:
         raise ValueError(f"lane must be in 0..{self._store.lanes - 1}, got {lane}")
       self._store.truncate(lane)
       if self._store.head[lane]:
-        self._update_eligible(np.array([lane]), self._store.head[[lane]])
+        self._admit(np.array([lane]), self._store.head[[lane]])
 
   def _grow_sweeps(self, old_head: np.ndarray) -> None:
     capacity = self._store.capacity
@@ -151,38 +165,11 @@ class Replay:
       for sweep in self._sweeps.values():
         sweep.grow(int(lane), int(before[lane]), int(after[lane]))
 
-  def _eligible(self, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
-    store = self._store
-    cell = store.cell(time)
-    last = store.last(lane, time)
-    complete = (store.action[lane, last % store.capacity] < 0) | (time + self._lookahead <= last)
-    stacked = np.maximum(time - self._stack + 1, store.episode_start[lane, cell]) >= store.tail[lane]
-    return (store.action[lane, cell] >= 0) & complete & stacked
-
-  def _update_eligible(self, lane: np.ndarray, old_head: np.ndarray) -> None:
-    """Brings the tree up to date after lanes [m] grew from `old_head` [m]."""
-    store = self._store
-    head, tail = store.head[lane], store.tail[lane]
-    # What can have changed: slots too close to the old head, new slots, and those whose stack was just evicted.
-    recent = np.maximum(tail, old_head - self._lookahead)
-    near_head = recent[:, None] + np.arange(max(int((head - recent).max()), 1))
-    near_tail = tail[:, None] + np.arange(self._stack - 1)
-    time = np.concatenate([near_head, near_tail], axis=1)
-    valid = np.concatenate([near_head < head[:, None], near_tail < recent[:, None]], axis=1)
-    row, _ = np.nonzero(valid)
-    lane, time, is_new = lane[row], time[valid], time[valid] >= old_head[row]
-    leaf = self._leaf(lane, time)
-    was = self._tree.get(leaf) > 0  # for new slots: whether the one they evicted was eligible
-    now = self._eligible(lane, time)
-    enters, leaves = now & (is_new | ~was), was & ~now
+  def _admit(self, lane: np.ndarray, old_head: np.ndarray) -> None:
+    """Makes eligible what has become so since lanes [m] had `old_head` [m]."""
+    lane, time = self._eligible.update(lane, old_head)
     # Not scored yet, so as old as the score would be that the stored values give.
-    self._priority_step[lane[enters], store.cell(time[enters])] = self._rests_on(lane[enters], time[enters])
-    changed = enters | leaves
-    self._tree.set(leaf[changed], np.where(enters[changed], self._tree.max or 1.0, 0.0))
-    self._num_eligible += int(now.sum()) - int(was.sum())
-
-  def _leaf(self, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
-    return np.asarray(lane, np.int64) * self._store.capacity + self._store.cell(time)
+    self._eligible.stamp(lane, time, rests_on(self._store, lane, time, self._one_state))
 
   # --- sampling
 
@@ -196,9 +183,7 @@ class Replay:
       ValueError: nothing is eligible.
     """
     with self._lock:
-      leaf, probability = self._tree.sample(batch_size, self._rng)
-      lane, cell = leaf // self._store.capacity, leaf % self._store.capacity
-      return lane.astype(np.int32), self._store.time_of(lane, cell), probability
+      return self._eligible.sample(batch_size, self._rng)
 
   def make_batch(self, lane: np.ndarray, time: np.ndarray, probability: np.ndarray, learner_step: int) -> Batch:
     """Actions and targets for sampled transitions, from what is stored at this moment.
@@ -242,14 +227,7 @@ class Replay:
     td_error = _finite("td_error", td_error, lane)
     with self._lock:
       keep, _ = self._present(lane, time)
-      self._write_priorities(lane[keep], time[keep], td_error[keep], np.full(int(keep.sum()), step, np.int32))
-
-  def _write_priorities(self, lane: np.ndarray, time: np.ndarray, td_error: np.ndarray, step: np.ndarray) -> None:
-    cell, leaf = self._store.cell(time), self._leaf(lane, time)
-    keep = (self._tree.get(leaf) > 0) & (step >= self._priority_step[lane, cell])
-    priority = (np.abs(td_error[keep]) + self._config.min_priority) ** self._config.alpha
-    self._tree.set(leaf[keep], priority)
-    self._priority_step[lane[keep], cell[keep]] = step[keep]
+      self._eligible.score(lane[keep], time[keep], td_error[keep], np.full(int(keep.sum()), step, np.int32))
 
   def _present(self, lane: np.ndarray, time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Whether slots are stored, and their times with the evicted ones replaced by some stored slot's."""
@@ -264,17 +242,41 @@ class Replay:
 
   # --- keeping targets and priorities fresh
 
-  def windows(self, lane: np.ndarray, time: np.ndarray, after: int = 0) -> np.ndarray:
+  def windows(self, lane: np.ndarray, time: np.ndarray, after: int = 0, *, spread: bool = False) -> Array:
     """Frames of the states time .. time+after with their stacks, [B, S+after, H, W, C].
 
     State time+i is frames i .. i+S-1 of it. An episode's first and last stored frames are repeated at its edges.
+    With frames on devices the result is a jax array there: on the first device, or with `spread` each device its
+    share of B; otherwise it is a numpy array.
     """
-    with self._lock:
-      _, safe = self._present(lane, time)
-      index = self._store.window_index(lane, safe, self._stack - 1, after)
+    cells, _ = self.window_cells(lane, time, after)
     # Copied outside the lock, being large. A slot evicted meanwhile shows the frame that took its place; whatever
     # is computed from that is dropped when written, like everything about evicted slots.
-    return self._store.gather(index)
+    lanes = np.broadcast_to(lane[:, None], cells.shape)
+    if self._device_frames is not None:
+      return self._device_frames.gather(lanes, cells, spread=spread)
+    return self._store.gather(lanes, cells)
+
+  def window_cells(self, lane: np.ndarray, time: np.ndarray, after: int = 0) -> tuple[np.ndarray, int]:
+    """Where the frames of `windows` are: their cells [B, S+after] in each lane's ring, and `frames_written`."""
+    with self._lock:
+      _, safe = self._present(lane, time)
+      return self._store.window_cells(lane, safe, self._stack - 1, after), self._log.count
+
+  @property
+  def frames_written(self) -> int:
+    """Frames ever written to cells, by which a copy elsewhere knows how much it has."""
+    return self._log.count
+
+  def frames_since(self, number: int, n: int) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
+    """Up to n of the frames written, from `number` on or what is left of them (see `WriteLog.since`).
+
+    Returns the number of the first, and lane [m], cell [m] and frames [m, H, W, C].
+    """
+    with self._lock:
+      first, flat = self._log.since(number, n)
+      lane, cell = np.divmod(flat, self._store.capacity)
+      return first, lane, cell, self._store.gather(lane, cell)
 
   def states_to_search(self, lane: np.ndarray, time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The states of a sampled batch whose policy is to be searched anew: (lane, time), each [m, K+1].
@@ -343,33 +345,22 @@ class Replay:
       array[lane, cell] = values[keep]
     stamps[lane, cell] = step
 
-  def refresh_priorities(self, lane: np.ndarray, time: np.ndarray) -> None:
-    """Priorities |v - z| + min_priority of every transition that rests on the values of these slots.
+  def refresh_priorities(self, lane: np.ndarray, time: np.ndarray, step: int) -> None:
+    """Scores every transition that rests on the values of these slots: they themselves and the n before each.
 
-    Both v and the end of the n-step return z are stored values, so besides the slots themselves the n before each
-    are scored anew. The stamp of a priority is the older one of the two: if all values are at most so old, so are all
-    priorities.
+    See `refreshed_errors`; `step` is the learner step.
     """
     with self._lock:
       store = self._store
       present, _ = self._present(lane, time)
-      back = np.arange(self._config.td_steps + 1)
-      times = time[present][:, None] - back
-      lanes = np.broadcast_to(lane[present][:, None], times.shape)
+      times = time[present][:, None] - np.arange(self._config.td_steps + 1)
+      lanes = np.broadcast_to(lane[present].astype(np.int64)[:, None], times.shape)
       stored = times >= store.tail[lanes]
-      leaf = np.unique(self._leaf(lanes[stored], times[stored]))
-      leaf = leaf[self._tree.get(leaf) > 0]
-      at, cell = leaf // store.capacity, leaf % store.capacity
+      at, cell = np.divmod(np.unique(lanes[stored] * store.capacity + store.cell(times[stored])), store.capacity)
       when = store.time_of(at, cell)
-      z = n_step_values(store, store.value, at, when, self._one_state)[:, 0]
-      self._write_priorities(at, when, store.value[at, cell] - z, self._rests_on(at, when))
-
-  def _rests_on(self, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
-    """The older of the stamps of the two values behind each priority |v - z|, int32 [B]."""
-    stamps = self._store.value_step
-    v_step = stamps[lane, self._store.cell(time)]
-    end = self._store.cell(bootstrap_times(self._store, lane, time, self._one_state)[:, 0])
-    return np.where(self._store.terminated[lane, end], v_step, np.minimum(v_step, stamps[lane, end]))
+      held = self._eligible.holds(at, when)
+      at, when = at[held], when[held]
+      self._eligible.score(at, when, *refreshed_errors(store, at, when, self._one_state, step))
 
   # --- sweeps
 
@@ -402,15 +393,14 @@ class Replay:
       store = self._store
       lane, time = snapshot.live_index(store)
       cell = store.cell(time)
-      eligible = self._tree.get(self._leaf(lane, time)) > 0
-      priority_age = learner_step - self._priority_step[lane, cell][eligible]
+      priority_age = self._eligible.ages(lane, time, learner_step)
       acted = store.action[lane, cell] >= 0
       target_age = learner_step - store.policy_step[lane, cell][acted]
       memory = store.memory()
       return {
         "transitions": float(acted.sum()),
         "collected": float(self.num_transitions),
-        "eligible": float(self._num_eligible),
+        "eligible": float(self.num_eligible),
         "slots": float(len(time)),
         "bytes": memory["bytes"],
         "bytes_per_transition": memory["bytes_per_transition"],
@@ -437,7 +427,7 @@ class Replay:
       ValueError: they do not fit, do not follow, or this replay has been appended to; then nothing has changed.
     """
     with self._lock:
-      if self.num_transitions or self._tree.total or self._sweeps["refresh"].state().size:
+      if self.num_transitions or self.num_eligible or self._sweeps["refresh"].state().size:
         raise ValueError("slots can only be imported into a new replay")
       snapshot.import_frames(self._store, exported)
 
@@ -446,8 +436,7 @@ class Replay:
     with self._lock:
       lane, time = snapshot.live_index(self._store)
       return snapshot.export_store(self._store) | {
-        "priority": self._tree.get(self._leaf(lane, time)),
-        "priority_step": self._priority_step[lane, self._store.cell(time)],
+        **self._eligible.export(lane, time),
         "rng": snapshot.pack_rng(self._rng),
         **{f"sweep_{name}": sweep.state() for name, sweep in self._sweeps.items()},
       }
@@ -464,10 +453,14 @@ class Replay:
       lane, time = snapshot.live_index(store)
       if state["priority"].shape != time.shape or state["priority_step"].shape != time.shape:
         raise ValueError(f"state has {len(state['priority'])} priorities for {len(time)} slots")
-      self._tree.set(self._leaf(lane, time), state["priority"])
+      self._eligible.load(lane, time, state["priority"], state["priority_step"])
       snapshot.import_store(store, state)
-      self._priority_step[lane, store.cell(time)] = state["priority_step"]
-      self._num_eligible = int((state["priority"] > 0).sum())
+      self._log.append(lane * store.capacity + store.cell(time))
+      if self._device_frames is not None:
+        for begin in range(0, len(lane), 4096):  # not all in memory twice
+          some = slice(begin, begin + 4096)
+          cell = store.cell(time[some])
+          self._device_frames.write(lane[some], cell, store.gather(lane[some], cell))
       self._rng = snapshot.unpack_rng(state["rng"])
       for name, sweep in self._sweeps.items():
         sweep.load(state[f"sweep_{name}"])

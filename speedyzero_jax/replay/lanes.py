@@ -27,15 +27,23 @@ class LaneStore:
   """
 
   def __init__(
-    self, lanes: int, capacity: int, frame_shape: tuple[int, ...], frame_dtype: np.dtype | type, num_actions: int
+    self,
+    lanes: int,
+    capacity: int,
+    frame_shape: tuple[int, ...],
+    frame_dtype: np.dtype | type,
+    num_actions: int,
+    frame_memory: np.ndarray | None = None,
   ):
-    """Raises ValueError for sizes below 1."""
+    """`frame_memory` [L, C, ...] is where frames are kept, if others are to see it. Raises ValueError for sizes below 1."""
     for name, size in (("lanes", lanes), ("capacity", capacity), ("num_actions", num_actions)):
       if size < 1:
         raise ValueError(f"{name} must be at least 1, got {size}")
     cells = (lanes, capacity)
     self.lanes, self.capacity, self.num_actions = lanes, capacity, num_actions
-    self.frame = np.zeros((*cells, *frame_shape), frame_dtype)
+    self.frame = np.zeros((*cells, *frame_shape), frame_dtype) if frame_memory is None else frame_memory
+    if self.frame.shape != (*cells, *frame_shape) or self.frame.dtype != frame_dtype:
+      raise ValueError(f"frame_memory is {self.frame.dtype}{list(self.frame.shape)}, not {[*cells, *frame_shape]}")
     self.first = np.zeros(cells, bool)
     self.terminated = np.zeros(cells, bool)
     self.truncated = np.zeros(cells, bool)
@@ -214,8 +222,8 @@ class LaneStore:
     """Live slots in all lanes."""
     return int((self.head - self.tail).sum())
 
-  def window_index(self, lane: np.ndarray, time: np.ndarray, before: int, after: int) -> np.ndarray:
-    """Flat cells of frames time-before .. time+after, [B, before+1+after], for `gather`.
+  def window_cells(self, lane: np.ndarray, time: np.ndarray, before: int, after: int) -> np.ndarray:
+    """Cells of frames time-before .. time+after of each lane, [B, before+1+after], for `gather`.
 
     Beyond an episode's first or last stored frame that frame is repeated. Raises ValueError for slots not stored.
     """
@@ -223,16 +231,11 @@ class LaneStore:
       raise ValueError("windows: some of the slots are not stored")
     lo = np.maximum(self.episode_start[lane, self.cell(time)], self.tail[lane])
     hi = self.last(lane, time)
-    times = np.clip(time[:, None] + np.arange(-before, after + 1), lo[:, None], hi[:, None])
-    return lane.astype(np.int64)[:, None] * self.capacity + self.cell(times)
+    return self.cell(np.clip(time[:, None] + np.arange(-before, after + 1), lo[:, None], hi[:, None]))
 
-  def gather(self, index: np.ndarray) -> np.ndarray:
-    """Frames [..., H, W, C] of flat cells [...]."""
-    return np.take(self._frames, index, axis=0)
-
-  def windows(self, lane: np.ndarray, time: np.ndarray, before: int, after: int) -> np.ndarray:
-    """Frames time-before .. time+after, [B, before+1+after, H, W, C]; see `window_index`."""
-    return self.gather(self.window_index(lane, time, before, after))
+  def gather(self, lane: np.ndarray, cell: np.ndarray) -> np.ndarray:
+    """Frames [..., H, W, C] of cells (lane [...], cell [...])."""
+    return np.take(self._frames, np.asarray(lane, np.int64) * self.capacity + cell, axis=0)
 
   def memory(self) -> dict[str, float]:
     """Bytes of the slots in use (all, and frames alone), bytes reserved, and bytes per stored transition."""

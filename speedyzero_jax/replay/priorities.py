@@ -85,9 +85,10 @@ class SumTree:
     return node - self._base, self._sum[node] / self.total
 
 
-def importance_weights(probability: np.ndarray, num_eligible: int, beta: float) -> np.ndarray:
-  """(N p)^-beta, float32 [B], of samples drawn with `probability` from N transitions (Schaul et al. 2016, sec. 3.4).
+def importance_weights(probability: np.ndarray, beta: float) -> np.ndarray:
+  """p^-beta, float32 [B], of samples drawn with these probabilities (Schaul et al. 2016, sec. 3.4).
 
-  Not divided by the maximum yet: only the learner sees the whole batch.
+  Neither multiplied by N^-beta nor divided by their maximum: the learner does the latter, which cancels the former.
+  So shards need not know of each other: of S shards that draw equally often, each sample's probability is p / S.
   """
-  return ((num_eligible * probability) ** -beta).astype(np.float32)
+  return (probability**-beta).astype(np.float32)

@@ -47,7 +47,7 @@ def export_frames(store: LaneStore, start: np.ndarray) -> dict[str, np.ndarray]:
   lane, time = live_index(store)
   chosen = time >= begin[lane]
   lane, time = lane[chosen], time[chosen]
-  return {"start": begin, "count": store.head - begin, "frame": store.gather(lane * store.capacity + store.cell(time))}
+  return {"start": begin, "count": store.head - begin, "frame": store.gather(lane, store.cell(time))}
 
 
 def import_frames(store: LaneStore, exported: Mapping[str, np.ndarray]) -> None:

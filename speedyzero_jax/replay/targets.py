@@ -95,7 +95,7 @@ def compute_targets(
 
   z = n_step_values(store, store.bootstrap, lane, time, spec)
   searched = np.where(real & ~(terminal & (states == last)), store.search_value[at, cell], 0.0)
-  value = np.where(_use_search(store, lane, time, spec, learner_step)[:, None], searched, z)
+  value = np.where(use_search(store, lane, time, spec, learner_step)[:, None], searched, z)
   policy = np.where(acted[..., None], store.policy[at, cell], 0.0)
   return Targets(
     value=value.astype(np.float32),
@@ -108,10 +108,39 @@ def compute_targets(
   )
 
 
-def _use_search(
-  store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec, learner_step: int
-) -> np.ndarray:
+def use_search(store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec, learner_step: int) -> np.ndarray:
   """Which samples take the search's value rather than the n-step return, [B] bool (EZ-V2's mixed target)."""
   if spec.value_target != "mixed":
     return np.full(len(time), spec.value_target == "search")
   return (transition_age(store, lane, time) > spec.mixed_newest) & (learner_step >= spec.mixed_start)
+
+
+def refreshed_errors(
+  store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec, learner_step: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """Priority Refresh: v - z of transitions (lane [B], time [B]) from stored values, and how old that is.
+
+  v is the refreshed value. z is what training would take at `learner_step`: the n-step return, ended by a
+  refreshed value, or the search's value where the spec says so and it is as new as v (a refresh alone does not search).
+
+  Args:
+    spec: with unroll_steps 0.
+
+  Returns:
+    Errors float64 [B], and learner steps int32 [B], of the oldest weights behind each: if all values are at most so
+    old, so are all errors.
+  """
+  cell = store.cell(time)
+  value, stamp = store.value[lane, cell], store.value_step[lane, cell]
+  searched = use_search(store, lane, time, spec, learner_step) & (store.policy_step[lane, cell] >= stamp)
+  returns = n_step_values(store, store.value, lane, time, spec)[:, 0]
+  z = np.where(searched, store.search_value[lane, cell], returns)
+  return value - z, np.where(searched, stamp, rests_on(store, lane, time, spec))
+
+
+def rests_on(store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec) -> np.ndarray:
+  """The older of the stamps of the two values behind each |v - n-step return|, int32 [B]; spec as above."""
+  stamps = store.value_step
+  v_step = stamps[lane, store.cell(time)]
+  end = store.cell(bootstrap_times(store, lane, time, spec)[:, 0])
+  return np.where(store.terminated[lane, end], v_step, np.minimum(v_step, stamps[lane, end]))

@@ -70,7 +70,8 @@ def test_windows_repeat_the_episodes_edges(capacity, seed, before, after):
   fill(store, stream, seed)
   live = stream.live(capacity)
   lane, time = (np.array(x) for x in zip(*live, strict=True))
-  frames = store.windows(lane, time, before, after)
+  cells = store.window_cells(lane, time, before, after)
+  frames = store.gather(np.broadcast_to(lane[:, None], cells.shape), cells)
   assert frames.shape == (len(live), before + 1 + after, *reference.FRAME_SHAPE)
   expected = [reference.window(stream, l, t, before, after, capacity) for l, t in live]
   np.testing.assert_array_equal(frames.reshape(len(live), -1, 3), expected)
@@ -81,7 +82,7 @@ def test_windows_of_what_is_not_stored_are_refused():
   fill(store, stream, 0, rounds=5)
   for time in (store.tail[0] - 1, store.head[0]):
     with pytest.raises(ValueError, match="not stored"):
-      store.windows(np.array([0]), np.array([time]), 0, 0)
+      store.window_cells(np.array([0]), np.array([time]), 0, 0)
 
 
 @given(seed=st.integers(0, 2**32 - 1))

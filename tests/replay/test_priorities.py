@@ -98,9 +98,9 @@ def test_bad_updates_are_refused_and_change_nothing(leaf, priority):
 
 def test_importance_weights():
   p = np.array([0.5, 0.25, 0.125])
-  np.testing.assert_allclose(importance_weights(p, 8, 1.0), [0.25, 0.5, 1.0])
-  np.testing.assert_allclose(importance_weights(p, 8, 0.5), [0.5, 0.5**0.5, 1.0], rtol=1e-6)
-  np.testing.assert_allclose(importance_weights(p, 8, 0.0), np.ones(3))
+  np.testing.assert_allclose(importance_weights(p, 1.0), [2, 4, 8])
+  np.testing.assert_allclose(importance_weights(p, 0.5), [2**0.5, 2, 8**0.5], rtol=1e-6)
+  np.testing.assert_allclose(importance_weights(p, 0.0), np.ones(3))
 
 
 def test_importance_weights_undo_the_sampling_bias():
@@ -110,7 +110,7 @@ def test_importance_weights_undo_the_sampling_bias():
   tree = SumTree(50)
   tree.set(np.arange(50), priority)
   leaf, probability = tree.sample(400_000, rng)
-  np.testing.assert_allclose((importance_weights(probability, 50, 1.0) * x[leaf]).mean(), x.mean(), atol=0.01)
+  np.testing.assert_allclose((importance_weights(probability, 1.0) / 50 * x[leaf]).mean(), x.mean(), atol=0.01)
 
 
 def test_rounding_never_leads_into_a_subtree_of_zeros():
@@ -121,3 +121,17 @@ def test_rounding_never_leads_into_a_subtree_of_zeros():
   leaf, probability = tree.sample(1, _Edge())
   assert leaf.tolist() == [2]
   assert probability[0] > 0
+
+
+def test_importance_weights_of_shards_are_those_of_one():
+  """Shards of other sizes and totals, drawn from equally often: weighted by p^-beta their means are the whole's."""
+  rng = np.random.default_rng(0)
+  priority, x = rng.random(60) ** 2 + 0.01, rng.normal(size=60)
+  total = weights = 0.0
+  for part in (slice(0, 12), slice(12, 60)):
+    tree = SumTree(len(x[part]))
+    tree.set(np.arange(tree.size), priority[part])
+    leaf, probability = tree.sample(200_000, rng)
+    weight = importance_weights(probability, 1.0)
+    total, weights = total + (weight * x[part][leaf]).sum(), weights + weight.sum()
+  np.testing.assert_allclose(total / weights, x.mean(), atol=0.01)

@@ -14,7 +14,7 @@ LANES, UNROLL, STACK, TD, DISCOUNT = 2, 3, 2, 2, 0.9
 CONFIG = ReplayConfig(alpha=0.7, min_priority=0.01, td_steps=TD, age_interval=12)
 
 
-def make_replay(capacity, seed=0, config=CONFIG, lanes=LANES, **reanalyse):
+def make_replay(capacity, seed=0, config=CONFIG, lanes=LANES, device_frames=None, **reanalyse):
   return Replay(
     lanes=lanes,
     capacity=capacity,
@@ -28,6 +28,7 @@ def make_replay(capacity, seed=0, config=CONFIG, lanes=LANES, **reanalyse):
     frame_stack=STACK,
     discount=DISCOUNT,
     rng_seed=seed,
+    device_frames=device_frames,
   )
 
 
@@ -189,7 +190,7 @@ def test_priorities_of_what_cannot_be_sampled_are_not_set():
   replay.set_priorities(lane, time, np.full(4, 9.0), step=50)
   replay.write_values(lane[:1], time[:1], np.full(1, 9.0), step=50)
   replay.write_search(lane[:1], time[:1], np.full((1, 3), 9.0), np.full(1, 9.0), np.full(1, 9.0), step=50)
-  replay.refresh_priorities(lane[:1], time[:1])
+  replay.refresh_priorities(lane[:1], time[:1], 50)
   assert_same(replay.state_dict(), before)
 
 
@@ -213,38 +214,69 @@ def test_sampling_follows_priorities():
   assert ((count[p > 0] - expected) ** 2 / expected).sum() < len(expected) + 5 * np.sqrt(2 * len(expected))
 
 
-@given(capacity=st.integers(7, 30), seed=st.integers(0, 2**32 - 1))
-def test_refreshed_priorities_equal_brute_force(capacity, seed):
+@given(
+  capacity=st.integers(7, 30), seed=st.integers(0, 2**32 - 1), value_target=st.sampled_from(["bootstrap", "search"])
+)
+def test_refreshed_priorities_equal_brute_force(capacity, seed, value_target):
   """After values change anywhere, the priorities that rest on them are those of the stored values."""
   rng = np.random.default_rng(seed)
   config = ReplayConfig(alpha=0.7, min_priority=0.01, td_steps=TD, age_interval=0)
-  replay, stream = make_replay(capacity, config=config), reference.Stream(LANES, seed)
+  replay = make_replay(capacity, config=config, value_target=value_target)
+  stream = reference.Stream(LANES, seed)
   for step in range(8):
     play(replay, stream, rng, step)
   lane, time = slots(stream, capacity)
   stamp = {key: stream.slot(*key).policy_step for key in zip(lane, time, strict=True)}
-  replay.refresh_priorities(lane, time)
+  replay.refresh_priorities(lane, time, 8)
   for step in range(8, 14):
     start, n = int(rng.integers(len(lane))), int(rng.integers(1, 6))
     block = slice(start, start + n)
-    values = rng.normal(size=len(lane[block])).astype(np.float32)
+    values, searched = rng.normal(size=(2, len(lane[block]))).astype(np.float32)
+    if value_target == "search":  # as a reanalyse sweep does
+      policy = np.full((len(values), reference.NUM_ACTIONS), 1 / reference.NUM_ACTIONS)
+      replay.write_search(lane[block], time[block], policy, searched, values, step)
     replay.write_values(lane[block], time[block], values, step)
-    replay.refresh_priorities(lane[block], time[block])
-    for key, value in zip(zip(lane[block], time[block], strict=True), values, strict=True):
-      stream.slot(*key).value, stamp[key] = float(value), step
+    replay.refresh_priorities(lane[block], time[block], step)
+    for i, key in enumerate(zip(lane[block], time[block], strict=True)):
+      slot = stream.slot(*key)
+      slot.value, stamp[key] = float(values[i]), step
+      if value_target == "search":
+        slot.search_value = float(searched[i])
   state = replay.state_dict()
   for i, (l, t) in enumerate(zip(lane, time, strict=True)):
     if not stream.eligible(l, t, capacity, STACK, UNROLL, TD):
       assert state["priority"][i] == 0
       continue
     episode, place = stream.find(l, t)
-    z = reference.n_step(episode, place, TD, DISCOUNT, field="value")
-    error = abs(episode.slots[place].value - z)
-    np.testing.assert_allclose(state["priority"][i], (error + 0.01) ** 0.7, rtol=1e-5)
+    slot = episode.slots[place]
+    z = slot.search_value if value_target == "search" else reference.n_step(episode, place, TD, DISCOUNT, field="value")
+    np.testing.assert_allclose(state["priority"][i], (abs(slot.value - z) + 0.01) ** 0.7, rtol=1e-5)
     end = min(place + TD, len(episode.slots) - 1)
-    terminal = episode.ending == "terminated" and end == len(episode.slots) - 1
-    rests_on = stamp[l, t] if terminal else min(stamp[l, t], stamp[l, episode.slots[end].time])
+    alone = value_target == "search" or (episode.ending == "terminated" and end == len(episode.slots) - 1)
+    rests_on = stamp[l, t] if alone else min(stamp[l, t], stamp[l, episode.slots[end].time])
     assert state["priority_step"][i] == rests_on
+
+
+def test_a_refresh_does_not_lean_on_searches_older_than_its_values():
+  """With search values as targets but no sweep that searches, the n-step return stands in, so the bound holds."""
+  config = ReplayConfig(alpha=1.0, min_priority=0.01, td_steps=TD, age_interval=0)
+  replay = make_replay(20, config=config, value_target="search")
+  stream = reference.Stream(LANES, 0, end_probability=0.0)
+  replay.append(stream.segment(0, 12, step=0))
+  lane, time = np.zeros(12, int), np.arange(12)
+  values = np.linspace(-1, 1, 12, dtype=np.float32)
+  replay.write_values(lane, time, values, step=30)
+  replay.refresh_priorities(lane, time, 30)
+  for t, value in enumerate(values):
+    stream.slot(0, t).value = float(value)
+  state, (episode, _) = replay.state_dict(), stream.find(0, 0)
+  expected = [
+    abs(slot.value - reference.n_step(episode, i, TD, DISCOUNT, field="value")) + 0.01
+    for i, slot in enumerate(episode.slots)
+    if stream.eligible(0, i, 20, STACK, UNROLL, TD)
+  ]
+  np.testing.assert_allclose(state["priority"][: len(expected)], expected, rtol=1e-5)
+  assert len(expected) == replay.num_eligible and (state["priority_step"][: len(expected)] == 30).all()
 
 
 @settings(max_examples=25)
@@ -267,7 +299,7 @@ def test_the_quota_bounds_the_age_of_every_value_and_priority(seed, capacity, bl
         lane, time = replay.next_block("refresh", block)
         assert lane.shape == time.shape == (block,)
         replay.write_values(lane, time, rng.normal(size=block), max(0, step - int(rng.integers(stale + 1))))
-        replay.refresh_priorities(lane, time)
+        replay.refresh_priorities(lane, time, step)
     if step < 40:
       play(replay, stream, rng, max(0, step - int(rng.integers(stale + 1))))
     if stream.transitions:
@@ -316,7 +348,7 @@ def test_a_restored_replay_behaves_alike_bit_for_bit(capacity, seed):
       r.append_many(segments)
       lane, time = r.next_block("refresh", 16)
       r.write_values(lane, time, noise[0], step)
-      r.refresh_priorities(lane, time)
+      r.refresh_priorities(lane, time, step)
       searched = r.next_block("reanalyse", 16)
       r.write_search(*searched, np.full((16, 3), 1 / 3), noise[1], noise[2], step)
       seen = {"block": lane, "time": time}
@@ -476,7 +508,7 @@ def test_threads_may_append_sample_and_refresh_at_once():
         lane, time = replay.next_block("refresh", 16)
         assert replay.windows(lane, time).shape[1] == STACK
         replay.write_values(lane, time, np.ones(16), 40)
-        replay.refresh_priorities(lane, time)
+        replay.refresh_priorities(lane, time, 40)
     except Exception as error:
       failures.append(error)
 
