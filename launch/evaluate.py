@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
   from speedyzero_jax import evaluation
   from speedyzero_jax.checkpoint import CheckpointError
-  from speedyzero_jax.training import enable_compilation_cache, evaluation_seed, restore_for_evaluation
+  from speedyzero_jax.parts import enable_compilation_cache, evaluation_seed, restore_for_evaluation
 
   enable_compilation_cache(config)
   try:

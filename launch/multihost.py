@@ -1,5 +1,8 @@
 """Trains SpeedyZero: python launch/multihost.py --config PRESET [PRESET ...] [key=value ...]
 
+One process does it all, unless --processes, a cluster (Slurm, Open MPI, Kubernetes, ...) or --coordinator says that it
+is one of several.
+
 Exit codes: 0 finished, 1 the run failed, 2 wrong use (an unknown key, a folder that can't be used),
 130 or 143 stopped by Ctrl-C or SIGTERM, after saving what there was; go on with --resume RUN_DIR.
 """
@@ -7,11 +10,10 @@ Exit codes: 0 finished, 1 the run failed, 2 wrong use (an unknown key, a folder 
 import argparse
 import logging
 import os
-import signal
+import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
@@ -20,45 +22,15 @@ from speedyzero_jax.config import Config
 from speedyzero_jax.config_io import ConfigError
 from speedyzero_jax.runfolder import RunFolder, RunFolderError
 
-if TYPE_CHECKING:
-  from speedyzero_jax.reporting import Reporter
-
-FAILED, WRONG_USE = 1, 2
-
-
-class Signals:
-  """Inside this context Ctrl-C and SIGTERM are remembered and told to `on_stop`; a second one ends the process."""
-
-  def __init__(self) -> None:
-    self.received: int | None = None
-    self.on_stop: Callable[[], None] = lambda: None
-
-  def __enter__(self) -> "Signals":
-    self._before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    return self
-
-  def __exit__(self, *_: object) -> None:
-    for number, handler in self._before.items():
-      signal.signal(number, handler)
-
-  def _stop(self, number: int, _frame: object) -> None:
-    self.received = number
-    for caught in self._before:
-      signal.signal(caught, signal.SIG_DFL)
-    self.on_stop()
-
-  @property
-  def exit_code(self) -> int:
-    """What shells make of the signal received."""
-    assert self.received is not None
-    return 128 + self.received
+WRONG_USE = 2
+_KINDS = {"learner": "learners", "actor": "actors", "reanalyser": "reanalysers"}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
   """The command line. Overrides may stand anywhere, also right after the presets."""
   parser = argparse.ArgumentParser(
     prog="launch/multihost.py",
-    description="Trains SpeedyZero on one machine: collects, reanalyses, refreshes priorities, learns, evaluates.",
+    description="Trains SpeedyZero: collects, reanalyses, refreshes priorities, learns, evaluates.",
     epilog=config_io.help_text(),
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
@@ -66,15 +38,43 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     "--config", nargs="+", metavar="PRESET", default=[], help="presets from configs/, the later ones win"
   )
   parser.add_argument("--resume", type=Path, metavar="RUN_DIR", help="go on with the run in this folder")
+  parser.add_argument(
+    "--processes",
+    metavar="KIND=N,...",
+    help="start and supervise so many on this machine, e.g. learner=1,actor=1,reanalyser=2",
+  )
+  parser.add_argument("--coordinator", metavar="HOST:PORT", help="be one of several: where process 0 listens")
+  parser.add_argument("--num-processes", type=int, metavar="N", help="how many there are")
+  parser.add_argument("--process-id", type=int, metavar="I", help="which of them this is, from 0")
+  parser.add_argument("--devices", metavar="I,...", help="the accelerators of this machine to use; all by default")
   parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, listed below")
   arguments = parser.parse_args(argv)
-  arguments.overrides += [text for text in arguments.config if "=" in text]
+  overrides = {*arguments.overrides, *(text for text in arguments.config if "=" in text)}
+  arguments.overrides = [text for text in argv if text in overrides]  # the later ones win
   arguments.config = [text for text in arguments.config if "=" not in text]
   if arguments.resume is None and not arguments.config:
     parser.error("say what to train with --config PRESET, or what to go on with by --resume RUN_DIR")
   if arguments.resume is not None and arguments.config:
     parser.error("--resume takes its configuration from the run folder; leave --config out")
+  given = [arguments.coordinator, arguments.num_processes, arguments.process_id]
+  if any(x is not None for x in given) and (None in given or arguments.processes):
+    parser.error("--coordinator, --num-processes and --process-id go together, and without --processes")
+  if arguments.processes:
+    arguments.overrides += counts(parser, arguments.processes)
   return arguments
+
+
+def counts(parser: argparse.ArgumentParser, text: str) -> list[str]:
+  """`learner=1,actor=2` as settings."""
+  found = {}
+  for part in text.split(","):
+    kind, _, count = part.partition("=")
+    if kind not in _KINDS or not count.isdecimal():
+      parser.error(f"--processes: expected learner=N,actor=N,reanalyser=N, got {part!r}")
+    found[kind] = int(count)
+  if not found.get("learner"):
+    parser.error("--processes: at least one learner is needed")
+  return [f"topology.{_KINDS[kind]}={found.get(kind, 0)}" for kind in _KINDS]
 
 
 def open_folder(arguments: argparse.Namespace) -> RunFolder:
@@ -115,106 +115,81 @@ def check_possible(config: Config) -> None:
     raise ConfigError(f"env: {error}") from error
 
 
-def train(folder: RunFolder, resume: bool, signals: Signals) -> int:
-  """Runs to the end, or until a signal. Returns the exit code."""
-  import jax
+def supervise(arguments: argparse.Namespace) -> int:
+  """Starts all processes on this machine, and again those that die. Returns the exit code."""
+  from speedyzero_jax import topology
+  from speedyzero_jax.cluster.supervisor import Child, Supervisor
 
-  from speedyzero_jax import memory, modes
-  from speedyzero_jax.checkpoint import CheckpointError, Checkpoints
-  from speedyzero_jax.reporting import Reporter
-  from speedyzero_jax.training import Training, TrainingError, enable_compilation_cache, replay_bytes
+  config = runfolder.read_config(arguments.resume) if arguments.resume else config_io.load(arguments.config, [])
+  config = config_io.override(config, arguments.overrides)
+  shape = topology.resolve(config)
+  with _folder_for_many(arguments) as folder:
+    path = folder.path
+  gpus = topology.deal_devices(shape, topology.local_gpus())
 
-  config = folder.config
-  enable_compilation_cache(config)
-  resume_step = None
-  if resume:
-    steps = Checkpoints(folder.path).steps()
-    resume, resume_step = bool(steps), max(steps, default=0)  # it may have ended before its first checkpoint
-  try:
-    opened = Reporter(config, folder.path, folder.path.name, resume_step)
-  except OSError as error:
-    print(f"error: can't write into {folder.path}: {error.strerror or error}", file=sys.stderr)
-    return FAILED
-  with opened as reporter:
-    devices = jax.local_devices()
-    reporter.message(f"run folder {folder.path}; {len(devices)} x {devices[0].device_kind}; mode {config.run.mode}")
-    full, room = replay_bytes(config), memory.available()
-    if room is not None and full > room:
-      reporter.message(
-        f"warning: the replay will take {_size(full)}, but {_size(room)} of memory are there; "
-        "replay.capacity bounds it, env.frame_size and env.grayscale make frames smaller"
+  def make(_: bool) -> list[Child]:
+    with socket.socket() as probe:
+      probe.bind(("127.0.0.1", 0))
+      address = f"127.0.0.1:{probe.getsockname()[1]}"
+    children = []
+    for process_id in range(shape.num_processes):
+      role, dealt = shape.role(process_id), gpus[process_id]
+      command = [sys.executable, __file__, "--resume", str(path), "--coordinator", address]
+      command += ["--num-processes", str(shape.num_processes), "--process-id", str(process_id)]
+      environment = {"JAX_COORDINATOR_BIND_ADDRESS": address}
+      if dealt is not None:
+        command += ["--devices", ",".join(map(str, dealt.ids))]
+        environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{dealt.memory:.2f}"
+      children.append(Child(str(role), command, environment, vital=role.kind == "learner"))
+    return children
+
+  return Supervisor(make, path / "logs", lambda text: print(text, flush=True)).run()
+
+
+def _folder_for_many(arguments: argparse.Namespace) -> RunFolder:
+  """As `open_folder`, without a look at this machine's devices: its processes will have them."""
+  if arguments.resume is not None:
+    return runfolder.open_existing(arguments.resume, arguments.overrides)
+  config = config_io.load(arguments.config, arguments.overrides)
+  preset = "+".join(Path(name).stem for name in arguments.config)
+  return runfolder.create(config, f"{preset}-{config.env.game}-s{config.run.seed}")
+
+
+def be_one(arguments: argparse.Namespace) -> int:
+  """Runs this process' part of the run, which may be all of it. Returns the exit code."""
+  from speedyzero_jax.cluster import process, rendezvous
+  from speedyzero_jax.running import Signals, train
+
+  place = rendezvous.detect()
+  if arguments.coordinator is not None:
+    place = rendezvous.Place(arguments.coordinator, arguments.num_processes, arguments.process_id)
+  resume = arguments.resume is not None
+  with Signals() as signals:
+    if place is not None:
+      devices = [int(x) for x in arguments.devices.split(",")] if arguments.devices else None
+      return process.main(
+        place,
+        lambda: open_folder(arguments),
+        resume=resume,
+        signals=signals,
+        loopback=place.coordinator.startswith("127."),
+        devices=devices,
       )
-    training = None
-    try:
-      if not signals.received:
-        training = Training(config, folder.path, reporter, resume=resume)
-        signals.on_stop = training.interrupt
-        if signals.received:  # while it was built
-          training.interrupt()
-        finished = modes.run(training)
-      if training is None or (signals.received and not training.pacer.env_steps):
-        reporter.message(f"stopped before there was anything to save; begin again: --resume {folder.path}")
-        return signals.exit_code
-      training.save(required=True)
-      if not finished:
-        reporter.message(
-          f"stopped and saved at learner step {training.pacer.learner_steps}; go on: --resume {folder.path}"
-        )
-        return signals.exit_code
-      reporter.message(
-        f"trained: {training.pacer.env_steps} agent steps, {training.pacer.learner_steps} learner steps; "
-        f"parameters {training.parameters_hash()[:16]}"
-      )
-      if config.evaluation.at_end:
-        evaluation = training.evaluate()
-        if evaluation is None:
-          reporter.message(f"evaluation stopped; do it with launch/evaluate.py {folder.path}")
-          return signals.exit_code
-        evaluation.write(folder.evaluation)
-        training.log()
-      return 0
-    except (TrainingError, CheckpointError, OSError) as error:
-      return _fail(reporter, str(error))
-    except (MemoryError, jax.errors.JaxRuntimeError) as error:
-      where = memory.ran_out(error)
-      if where is None:
-        raise
-      held = training.replay.stats(0)["bytes"] if training else 0
-      return _fail(reporter, _out_of_memory(where, error, held, full))
-    finally:
-      if training is not None:
-        training.close()
-
-
-def _fail(reporter: "Reporter", reason: str) -> int:
-  reporter.message(f"error: {reason}")
-  print(f"error: {reason}", file=sys.stderr)
-  return FAILED
-
-
-def _out_of_memory(where: str, error: BaseException, held: float, full: float) -> str:
-  """What to say: `held` and `full` are the replay's bytes now and at the run's end."""
-  smaller = "learner.batch_size, reanalyse.block, refresh.block, env.frame_size"
-  smaller += ", replay.capacity" if where == "host" else " or replay.frames=host"
-  said = str(error).strip().splitlines() or [type(error).__name__]
-  return (
-    f"out of {where} memory: {said[0][:200]}. The replay holds {_size(held)} of the {_size(full)} that it will take. "
-    f"Start a run with less of {smaller}, or resume this one where there is more memory; checkpoints are intact"
-  )
-
-
-def _size(size: float) -> str:
-  return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+    with open_folder(arguments) as folder:
+      wanted = folder.config.topology
+      if wanted.learners > 1 or wanted.actors or wanted.reanalysers:
+        raise ConfigError("topology: asks for several processes; start them with --processes, or on a cluster")
+      return train(folder.config, folder.path, resume=resume, signals=signals)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Returns the exit code."""
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's notes about its cache
+  os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC's about servers that stop
   logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
   arguments = parse(sys.argv[1:] if argv is None else argv)
   try:
-    with Signals() as signals, open_folder(arguments) as folder:
-      return train(folder, arguments.resume is not None, signals)
+    return supervise(arguments) if arguments.processes else be_one(arguments)
   except (ConfigError, RunFolderError) as error:
     print(f"error: {error}", file=sys.stderr)
     return WRONG_USE

@@ -12,7 +12,7 @@ import numpy as np
 from speedyzero_jax.config import Config
 from speedyzero_jax.envs import BatchedEnv, training_reward
 from speedyzero_jax.inference import Inference
-from speedyzero_jax.metrics.rates import EpisodeStats
+from speedyzero_jax.metrics.rates import Episode, EpisodeStats
 from speedyzero_jax.types import EnvStep, Segment
 from speedyzero_jax.weights import Version
 
@@ -74,7 +74,9 @@ class Actor:
     self._slot = self._start.copy()  # absolute time of the frames shown now
     self._show(env.reset())
 
-  def step(self, version: Version, *, budget: int, progress: float, random: bool) -> tuple[list[Segment], int]:
+  def step(
+    self, version: Version, *, budget: int, progress: float, random: bool, last: bool = True
+  ) -> tuple[list[Segment], int]:
     """Plays one action in every lane, fewer if the budget ends.
 
     Args:
@@ -83,6 +85,7 @@ class Actor:
         last frame becomes the truncated end of its episode.
       progress: share of training done, for the temperature.
       random: play uniformly at random instead of searching (the first steps of a run).
+      last: whether the budget is all there is. If not, its end closes no lane but those it does not reach.
 
     Returns:
       One segment per lane and the number of agent steps in them. Steps in which a lane only resets do not count.
@@ -108,7 +111,7 @@ class Actor:
     ]  # fmt: skip
     self._slot += 1
     self._show(following)
-    if count == budget:
+    if count == budget and last:
       for i, end in zip(np.flatnonzero(acting), self._close(acting, version, progress, random), strict=True):
         segments[i] = _join(segments[i], end)
     return segments, count
@@ -128,6 +131,11 @@ class Actor:
     temperature = temperature_at(self._config, progress)
     result = jax.device_get(self._inference.search(version.variables, stacked, key, temperature, explore=True))
     return result.action[:, 0], result.policy[:, 0], result.search_value[:, 0], result.value[:, 0]
+
+  def close(self, version: Version, *, progress: float, random: bool) -> list[Segment]:
+    """The frames shown now, as the truncated ends of all lanes' episodes: this actor takes no further step."""
+    self.finished.clear()
+    return self._close(np.ones(len(self._lanes), bool), version, progress, random)
 
   def _close(self, acted: np.ndarray, version: Version, progress: float, random: bool) -> list[Segment]:
     """The frames shown now, as the ends of their lanes, where the last action led to one."""
@@ -162,7 +170,7 @@ class Actor:
   def _show(self, step: EnvStep) -> None:
     self._shown = step
     self._stacked = self._stacker.push(step)
-    self.stats.update(step)
+    self.finished: list[Episode] = self.stats.update(step)  # games that ended with this step
 
   def state(self) -> ActorState:
     """For a checkpoint."""

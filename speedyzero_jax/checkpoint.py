@@ -263,7 +263,12 @@ class Checkpoints:
   def _open(self) -> ocp.CheckpointManager:
     if self._manager is None:
       self._directory.mkdir(parents=True, exist_ok=True)
-      options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, enable_async_checkpointing=False)
+      options = ocp.CheckpointManagerOptions(
+        max_to_keep=self._keep,
+        enable_async_checkpointing=False,
+        create=False,
+        multiprocessing_options=_alone(),
+      )
       self._manager = ocp.CheckpointManager(self._directory, options=options)
     return self._manager
 
@@ -290,13 +295,14 @@ class Checkpoints:
     return self._first_readable(read, report)
 
   def restore(
-    self, abstract: Mapping[str, Params], report: Callable[[str], None]
+    self, abstract: Mapping[str, Params], report: Callable[[str], None], *, newest: int | None = None
   ) -> tuple[Snapshot, Iterator[dict[str, np.ndarray]]]:
     """Reads the newest checkpoint that is whole; damaged ones are named to `report` and moved aside.
 
     Args:
       abstract: shapes of `network`, `optimizer` and each subscriber's `weights`; a leaf's sharding says where it goes.
       report: takes a line for each checkpoint that could not be read.
+      newest: later steps are not wanted; they are set aside like damaged ones.
 
     Returns:
       The snapshot (its slots left empty) and its segments of slots, oldest first: all checked, each loaded when asked
@@ -320,13 +326,15 @@ class Checkpoints:
       heads, env_steps = items["replay"]["head"], meta["env_steps"]
       return folder, Snapshot(step=step, env_steps=env_steps, meta=rest, slots={}, heads=heads, **parts), listed
 
-    folder, snapshot, listed = self._first_readable(read, report)
+    folder, snapshot, listed = self._first_readable(read, report, newest)
     self._newest, self._listed, self.heads = (snapshot.step, snapshot.env_steps), listed, snapshot.heads
     self._make_newest(snapshot.step, folder)
     return snapshot, self._load_segments(listed)
 
-  def _first_readable(self, read: Callable[[int, Path], Any], report: Callable[[str], None]) -> Any:
-    steps = self.steps()
+  def _first_readable(
+    self, read: Callable[[int, Path], Any], report: Callable[[str], None], newest: int | None = None
+  ) -> Any:
+    steps = [step for step in self.steps() if newest is None or step <= newest]
     if not steps:
       raise CheckpointError(f"there is no checkpoint in {self._directory}")
     for step in reversed(steps):
@@ -393,8 +401,18 @@ class Checkpoints:
         os.replace(path, aside / path.name)
 
 
+def _alone() -> ocp.options.MultiprocessingOptions:
+  """Orbax is to wait for no other process: each learner writes checkpoints of its own."""
+  here = jax.process_index()
+  return ocp.options.MultiprocessingOptions(
+    primary_host=here, active_processes={here}, barrier_sync_key_prefix=f"process-{here}"
+  )
+
+
 def _restore(folder: Path, args: ocp.args.Composite) -> Any:
-  with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+  alone = _alone()
+  handler = ocp.CompositeCheckpointHandler(composite_options=ocp.CompositeOptions(multiprocessing_options=alone))
+  with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
     return reader.restore(folder, args=args)
 
 

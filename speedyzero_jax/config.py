@@ -200,6 +200,33 @@ class LearnerConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class TopologyConfig:
+  """Which processes a run is made of. Alone, a process has all roles, and of these settings none matters."""
+
+  learners: int = opt(
+    0, "processes that learn as one mesh, each with its own lanes; 0: all that are not actors or reanalysers"
+  )
+  actors: int = opt(0, "processes that only act, dealt to the learners; 0: learners act themselves")
+  reanalysers: int = opt(0, "processes that only reanalyse and refresh; 0: learners do it themselves")
+  host: str = opt(
+    "", "address that others reach this machine's learners by; empty: its host name, or 127.0.0.1 with --processes"
+  )
+  token_file: str = opt("", "file with the secret that all processes show; empty: made at the start, told by process 0")
+  tls_certificate: str = opt("", "PEM file of this process, for TLS between actors, reanalysers and learners")
+  tls_key: str = opt("", "PEM file with its key")
+  tls_authority: str = opt("", "PEM file of the authority that signed all processes' certificates")
+  weights_dtype: Literal["float32", "bfloat16"] = opt(
+    "float32", "how weights travel to actors and reanalysers; bfloat16 is half the traffic, but not what was trained"
+  )
+  block_timeout: float = opt(
+    30.0, "seconds after which a block of states is given to another reanalyser, and a batch goes on without it"
+  )
+  bound_age: bool = opt(
+    False, "the learner waits for reanalyser processes rather than exceed reanalyse.max_age and refresh.max_age"
+  )
+
+
+@dataclasses.dataclass(frozen=True)
 class EvaluationConfig:
   """Playing full episodes with the trained network: no noise, best action, raw rewards."""
 
@@ -236,5 +263,6 @@ class Config:
   refresh: RefreshConfig = RefreshConfig()
   optim: OptimConfig = OptimConfig()
   learner: LearnerConfig = LearnerConfig()
+  topology: TopologyConfig = TopologyConfig()
   evaluation: EvaluationConfig = EvaluationConfig()
   run: RunConfig = RunConfig()

@@ -342,13 +342,13 @@ _RANGES = {
     reanalyse.mixed_start reanalyse.mixed_newest optim.weight_decay optim.trust_min optim.clip_norm optim.warmup_steps
     optim.decay_steps learner.tail_steps learner.value_coefficient learner.value_prefix_coefficient
     learner.policy_coefficient learner.consistency_coefficient learner.shift learner.intensity learner.devices
-    evaluation.interval
+    evaluation.interval topology.learners topology.actors topology.reanalysers
   """,
   "[16, inf)": "reanalyse.block refresh.block",  # a stretch of replay/sweep.py
   "[0, 4294967296)": "run.seed",  # the 32 bits that a jax key takes without 64-bit types
   "(0, inf)": """
     search.c2 search.dirichlet_alpha search.min_value_range actor.temperatures replay.min_priority
-    optim.learning_rate optim.trust_coefficient optim.trust_max
+    optim.learning_rate optim.trust_coefficient optim.trust_max topology.block_timeout
   """,
   "[0, 1]": """
     env.sticky_actions network.bn_momentum search.dirichlet_fraction actor.temperature_stages replay.min_weight
@@ -404,6 +404,9 @@ def _problems(config: Config) -> Iterable[str]:
     delay = max(part.weights_interval, actor.weights_interval)  # how old weights are when they are used first
     if used and part.max_age < delay + 2:
       yield f"{name}.max_age: must be at least {delay + 2}, the weights' interval and two, got {part.max_age}"
+  tls = [key for key in ("certificate", "key", "authority") if getattr(config.topology, f"tls_{key}")]
+  if tls and len(tls) < 3:
+    yield f"topology.tls_{tls[0]}: needs topology.tls_certificate, tls_key and tls_authority together"
   if config.optim.trust_min > config.optim.trust_max:
     yield f"optim.trust_min: must be at most optim.trust_max ({config.optim.trust_max}), got {config.optim.trust_min}"
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from speedyzero_jax.config import Config
-from speedyzero_jax.reanalyser import BatchReanalyser
+from speedyzero_jax.reanalyser import Reanalyse
 from speedyzero_jax.replay.buffer import Replay
 from speedyzero_jax.replay.priorities import importance_weights
 from speedyzero_jax.types import Batch, LearnerBatch
@@ -25,14 +25,14 @@ class Fed(NamedTuple):
   age_max: float
 
 
-def draw(config: Config, replay: Replay, reanalyser: BatchReanalyser | None, learner_step: int) -> Fed:
+def draw(config: Config, replay: Replay, reanalyse: Reanalyse | None, learner_step: int) -> Fed:
   """Draws the batch of learner step `learner_step` (from 0).
 
   Raises ValueError while nothing in the replay can be sampled.
   """
   lane, time, probability = replay.sample(config.learner.batch_size)
-  if reanalyser is not None:
-    reanalyser(replay, lane, time)
+  if reanalyse is not None:
+    reanalyse(replay, lane, time)
   batch = replay.make_batch(lane, time, probability, learner_step)
   share = min(learner_step / max(config.learner.steps, 1), 1.0)
   beta = config.replay.beta_start + share * (config.replay.beta_end - config.replay.beta_start)

@@ -44,6 +44,7 @@ class StepResult(NamedTuple):
 
   metrics: dict[str, chex.Array]  # scalars, by metric name
   td_error: chex.Array  # [B] |v - z| of the sampled states
+  stopping: chex.Array  # [] bool, some process wants to leave
 
 
 def make_mesh(devices: Sequence[jax.Device]) -> Mesh:
@@ -78,6 +79,10 @@ class Learner:
     self._replicated = NamedSharding(mesh, PartitionSpec())
     self._sharded = NamedSharding(mesh, PartitionSpec(AXIS))
     self._step = jax.jit(self._make_step(), donate_argnums=0)
+    here = len(mesh.local_devices)
+    self._flags = {
+      value: jax.make_array_from_process_local_data(self._sharded, np.full(here, value)) for value in (False, True)
+    }
 
   @property
   def blueprint(self) -> Blueprint:
@@ -89,13 +94,15 @@ class Learner:
     return jax.jit(self._fresh, out_shardings=self._replicated)(key)
 
   def abstract(self) -> LearnerState:
-    """Shapes and shardings of the state, for restoring a checkpoint."""
+    """Shapes of the state, for restoring a checkpoint onto one device of this process."""
+    here = jax.sharding.SingleDeviceSharding(self.mesh.local_devices[0])
     shapes = jax.eval_shape(self._fresh, jax.random.key(0))
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._replicated), shapes)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
 
   def restore(self, variables: Variables, opt_state: optax.OptState, step: int) -> LearnerState:
     """A state from its parts, for a checkpoint that was read."""
-    return jax.device_put(LearnerState(variables, opt_state, jnp.asarray(step, jnp.int32)), self._replicated)
+    state = jax.device_get(LearnerState(variables, opt_state, jnp.asarray(step, jnp.int32)))
+    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self._replicated, x), state)
 
   def put(self, batch: LearnerBatch) -> LearnerBatch:
     """Puts this process' share of a batch, [B / processes, ...], onto its devices of the mesh, each its own part.
@@ -111,14 +118,27 @@ class Learner:
 
     return jax.tree.map(place, batch)
 
-  def step(self, state: LearnerState, batch: LearnerBatch, key: jax.Array) -> tuple[LearnerState, StepResult]:
-    """One update. `state` is donated: don't use it again. `key` is the run's; the step number is folded in."""
-    state, (metrics, td_error) = self._step(state, batch, key)
-    return state, StepResult(metrics, td_error)
+  @staticmethod
+  def local(x: jax.Array) -> np.ndarray:
+    """This process' part of something sharded over the mesh, [B / processes, ...]; waits for it."""
+    if x.is_fully_addressable:
+      return np.asarray(x)
+    shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+    return np.concatenate([np.asarray(shard.data) for shard in shards])
+
+  def step(
+    self, state: LearnerState, batch: LearnerBatch, key: jax.Array, *, stop: bool = False
+  ) -> tuple[LearnerState, StepResult]:
+    """One update. `state` is donated: don't use it again. `key` is the run's; the step number is folded in.
+
+    `stop` says that this process wants to leave; all learn of it from the same step's result.
+    """
+    state, result = self._step(state, batch, key, self._flags[stop])
+    return state, StepResult(*result)
 
   def lower(self, state: LearnerState, batch: LearnerBatch, key: jax.Array) -> jax.stages.Lowered:
     """The step before compilation, to look at its cost."""
-    return self._step.lower(state, batch, key)
+    return self._step.lower(state, batch, key, self._flags[False])
 
   def _fresh(self, key: jax.Array) -> LearnerState:
     variables = self._blueprint.init(key)
@@ -129,14 +149,14 @@ class Learner:
     return jax.shard_map(
       self._local_step,
       mesh=self.mesh,
-      in_specs=(replicated, sharded, replicated),
-      out_specs=(replicated, (replicated, sharded)),
+      in_specs=(replicated, sharded, replicated, sharded),
+      out_specs=(replicated, (replicated, sharded, replicated)),
       check_vma=False,  # gradients of replicated parameters are averaged by hand below
     )
 
   def _local_step(
-    self, state: LearnerState, batch: LearnerBatch, key: jax.Array
-  ) -> tuple[LearnerState, tuple[dict[str, jax.Array], jax.Array]]:
+    self, state: LearnerState, batch: LearnerBatch, key: jax.Array, stop: jax.Array
+  ) -> tuple[LearnerState, tuple[dict[str, jax.Array], jax.Array, jax.Array]]:
     local = batch.action.shape[0]
     # One key per sample by its place in the global batch, so that sharding changes no augmentation.
     index = jax.lax.axis_index(AXIS) * local + jnp.arange(local)
@@ -183,4 +203,5 @@ class Learner:
     }
     metrics |= {_TRUST_RATIOS[name]: value for name, value in optim.trust_ratio_summary(opt_state).items()}
     new = LearnerState(Variables(params, stats), opt_state, state.step + 1)
-    return new, (metrics, terms.td_error)
+    stopping = jax.lax.pmax(jnp.any(stop).astype(jnp.int32), AXIS) > 0
+    return new, (metrics, terms.td_error, stopping)

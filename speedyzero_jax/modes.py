@@ -51,8 +51,11 @@ class _Overlapped:
 
   def run(self) -> None:
     """Starts the roles, learns in this thread, and ends them however it ends."""
-    roles: list[Callable[[], None]] = [self._collect, self._draw]
-    roles += [functools.partial(self._sweep, sweeper) for sweeper in self._training.sweepers]
+    roles: list[Callable[[], None]] = [self._draw]
+    if self._training.part.acts:
+      roles.append(self._collect)
+    if self._training.part.reanalyses:
+      roles += [functools.partial(self._sweep, sweeper) for sweeper in self._training.sweepers]
     threads = [threading.Thread(target=self._guard, args=(role,), daemon=True) for role in roles]
     for thread in threads:
       thread.start()
@@ -65,8 +68,8 @@ class _Overlapped:
       for thread in threads:
         thread.join()
     self._settle()  # a role may have failed for what shows here as divergence
-    if self._errors:
-      raise self._errors[0]
+    if self._errors or self._training.failure:
+      raise self._errors[0] if self._errors else self._training.failure or AssertionError
 
   def _guard(self, role: Callable[[], None]) -> None:
     try:
@@ -99,7 +102,7 @@ class _Overlapped:
     prefetch = max(training.config.learner.prefetch, 1)
 
     def may_draw() -> bool:
-      enough = pacer.env_steps >= pacer.required(self._drawn) and training.replay.num_eligible > 0
+      enough = pacer.may_draw(self._drawn) and training.replay.num_eligible > 0
       return enough and len(self._ready) < prefetch
 
     while self._drawn < training.config.learner.steps:
@@ -112,8 +115,10 @@ class _Overlapped:
   def _learn(self) -> None:
     training, pacer = self._training, self._pacer
 
+    bounded = training.sweepers if training.part.reanalyses or training.config.topology.bound_age else []
+
     def may_learn() -> bool:
-      return bool(self._ready) and not any(s.overdue(training.replay, pacer.learner_steps) for s in training.sweepers)
+      return bool(self._ready) and not any(s.overdue(training.replay, pacer.learner_steps) for s in bounded)
 
     while pacer.learner_steps < training.config.learner.steps:
       begin = time.monotonic()
@@ -126,6 +131,8 @@ class _Overlapped:
       if training.saving_due:
         self._settle()
       training.bookkeeping()
+      if training.leaving:
+        return
     pacer.wait_until(lambda: pacer.collected)
 
   def _settle(self) -> None:

@@ -36,7 +36,7 @@ class Pacer:
     self._slack = max(2 * config.actor.lanes, 2 * (self._earned(1) if self._paced else 0))
     self._env_steps, self._learner_steps = env_steps, learner_steps
     self._reserved = 0  # agent steps promised to somebody who has not taken them yet
-    self._stopping = False
+    self._stopping = self._hurrying = False
     self._changed = threading.Condition()  # its lock may be taken again by who holds it
 
   @property
@@ -132,6 +132,16 @@ class Pacer:
     """Something that a `wait_until` looks at has changed."""
     with self._changed:
       self._changed.notify_all()
+
+  def hurry(self) -> None:
+    """From now on the learner waits for no agent steps: others wait for it."""
+    with self._changed:
+      self._hurrying = True
+      self._changed.notify_all()
+
+  def may_draw(self, step: int) -> bool:
+    """Whether the batch of learner step `step` is due."""
+    return self._hurrying or self._env_steps >= self.required(step)
 
   def stop(self) -> None:
     """Wakes every waiting role with `Stopped`."""

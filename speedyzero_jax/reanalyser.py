@@ -6,6 +6,7 @@ it is sweep reanalysis, of which Priority Refresh is a by-product. Both say whic
 `examine` looks, here or in another process; `record` writes what it found (`Findings`) into the replay.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -15,6 +16,8 @@ from speedyzero_jax.config import Config
 from speedyzero_jax.inference import Inference
 from speedyzero_jax.replay.buffer import Array, Replay, SweepName
 from speedyzero_jax.weights import REANALYSER, REFRESHER, Version, WeightsStore
+
+Reanalyse = Callable[[Replay, np.ndarray, np.ndarray], None]  # brings up to date what samples (lane, time) rest on
 
 
 class Work(NamedTuple):

@@ -12,7 +12,10 @@ from speedyzero_jax.config import Config
 from speedyzero_jax.config_io import ConfigError
 
 # Keys that may change when a run is resumed: they say where and how to go on, not what the run is.
-_MAY_CHANGE = ("run.compile_cache", "run.keep_checkpoints", "run.log_interval", "env.threads", "evaluation.")
+_MAY_CHANGE = (
+  "run.compile_cache", "run.keep_checkpoints", "run.log_interval", "env.threads", "evaluation.", "topology.actors",
+  "topology.reanalysers", "topology.host", "topology.t", "topology.weights_dtype", "topology.b",
+)  # fmt: skip
 
 
 class RunFolderError(Exception):

@@ -1,4 +1,4 @@
-"""A whole run in one process: builds the roles from a configuration, connects them, saves and restores them.
+"""A whole run, or a unit's part of one: builds the roles from a configuration, connects them, saves and restores them.
 
 `Training` has one method for each thing a role does; `modes.py` decides who does it when and in which thread.
 """
@@ -6,34 +6,32 @@
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from speedyzero_jax import feed
-from speedyzero_jax.actor import Actor, ActorState
 from speedyzero_jax.checkpoint import CheckpointError, Checkpoints, Snapshot
+from speedyzero_jax.collecting import Collecting
 from speedyzero_jax.config import Config
-from speedyzero_jax.envs import BatchedEnv, make_env
 from speedyzero_jax.evaluation import Evaluation, evaluate
 from speedyzero_jax.inference import Inference
 from speedyzero_jax.learner import Learner, StepResult, make_mesh
 from speedyzero_jax.metrics import names
-from speedyzero_jax.metrics.rates import EpisodeStats
-from speedyzero_jax.networks import make_blueprint
+from speedyzero_jax.metrics.rates import Episode, EpisodeStats
 from speedyzero_jax.pacing import Pacer
-from speedyzero_jax.reanalyser import REANALYSER, REFRESHER, BatchReanalyser, Sweeper
-from speedyzero_jax.replay.buffer import Replay, SweepName
-from speedyzero_jax.replay.device_frames import place_frames
-from speedyzero_jax.replay.lanes import LaneStore
+from speedyzero_jax.parts import evaluation_seed, game_of, make_replay, sweeps
+from speedyzero_jax.reanalyser import BatchReanalyser, Reanalyse, Sweeper
+from speedyzero_jax.replay.journal import Journal, JournalError
 from speedyzero_jax.reporting import Reporter
-from speedyzero_jax.weights import Version, WeightsStore
+from speedyzero_jax.topology import derived_seed, unit_config
+from speedyzero_jax.types import Segment
+from speedyzero_jax.weights import ACTOR, REANALYSER, REFRESHER, Version, WeightsStore
 
-ACTOR = "actor"  # subscriber of weights
 _INIT, _LEARN, _ACT, _SEARCH, _SWEEP = range(5)  # what a key is for
 
 
@@ -41,14 +39,31 @@ class TrainingError(Exception):
   """The run can't go on; the message says why and what is safe."""
 
 
+class Part(NamedTuple):
+  """What of a run this process has. The defaults: all of it."""
+
+  unit: int = 0
+  units: int = 1
+  mesh: Mesh | None = None  # of all units; None: this process' devices
+  acts: bool = True  # with an actor of its own
+  reanalyses: bool = True  # with a reanalyser of its own
+  journal: Journal | None = None  # where experience is made durable before it counts
+  frame_memory: np.ndarray | None = None  # where the replay's frames are to be kept
+  agree: Callable[[int], Sequence[int]] = lambda step: [step]  # tells all units a number and returns all of theirs
+
+
+WHOLE = Part()
+
+
 class Training:
   """The roles of a run and what connects them.
 
   Args:
     config: of the run.
-    run_dir: its folder, held by this process.
+    run_dir: its folder, or the unit's, held by this process.
     reporter: takes what there is to tell.
     resume: go on from the newest readable checkpoint.
+    part: what of the run this process has.
 
   Raises:
     CheckpointError: resuming, but no checkpoint can be read.
@@ -56,29 +71,31 @@ class Training:
       play differently.
   """
 
-  def __init__(self, config: Config, run_dir: Path, reporter: Reporter, *, resume: bool):
-    self.config, self.reporter = config, reporter
+  def __init__(self, config: Config, run_dir: Path, reporter: Reporter, *, resume: bool, part: Part = WHOLE):
+    self.config, self.reporter, self.part = config, reporter, part
+    self.own = unit_config(config, part.unit, part.units)  # this unit's share
     self.interrupted = False
+    self.leaving = False  # all units know that one of them was interrupted
+    self.failure: Exception | None = None  # of somebody who could tell nobody else
     self._compiled = False  # the training step
-    self._generation = 0  # how often the environments could not be replayed and were made anew
     self.checkpoints = Checkpoints(run_dir, config.run.keep_checkpoints)
-    self._env = self._make_env()
-    height, width, channels = self._env.frame_shape
-    devices = jax.local_devices()
-    mesh = make_mesh(devices[: config.learner.devices or len(devices)])
-    shape = (height, width, channels * config.env.frame_stack)
+    game, devices = game_of(config), jax.local_devices()
+    local = make_mesh(devices[: config.learner.devices or len(devices)])
     try:
-      self.learner = Learner(config, shape, self._env.num_actions, mesh)
+      self.learner = Learner(config, game.observation_shape(config), game.num_actions, part.mesh or local)
     except ValueError as error:  # a batch that these devices can't share
       raise TrainingError(str(error)) from error
     self.inference = Inference(config, self.learner.blueprint)
-    self.replay = make_replay(config, self._env, mesh, reporter.message)
-    self.episodes = EpisodeStats(config.actor.lanes)
-    self._collect_lock = threading.Lock()  # held while actor and replay disagree
+    self.replay = make_replay(
+      self.own, game, local, reporter.message, seed=self._seed("replay"), frame_memory=part.frame_memory
+    )
+    self.episodes = EpisodeStats(self.own.actor.lanes)
+    self._saved_heads: list[np.ndarray] = []  # of the last checkpoints; the journal is kept from the oldest on
+    self._collect_lock = threading.Lock()  # held while actor, journal and replay disagree
 
-    restored, segments = self._read_checkpoint() if resume else (None, iter(()))
-    if restored is None:
-      self.state = self.learner.init(self._purpose(_INIT))
+    restored, segments = self._read_checkpoint() if resume else (None, None)
+    if restored is None or segments is None:
+      self.state = self.learner.init(jax.random.fold_in(jax.random.key(config.run.seed), _INIT))
     else:
       self.state = self.learner.restore(restored.network, restored.optimizer, restored.step)
     intervals = {
@@ -87,36 +104,81 @@ class Training:
       REFRESHER: config.refresh.weights_interval,
     }
     self.weights = WeightsStore(intervals, devices[0], self.state.variables)
-    self.actor = Actor(config, self._env, self.inference, self._purpose(_ACT), self.episodes)
-    self.reanalyser = (
-      BatchReanalyser(config, self.inference, self.weights, self._purpose(_SEARCH))
-      if config.reanalyse.schedule == "batch"
-      else None
-    )
+    self.collecting = self._make_collecting() if part.acts else None
     self.sweepers = [
-      Sweeper(config, kind, self.inference, self.weights, self._purpose(_SWEEP)) for kind in sweeps(config)
+      Sweeper(self.own, kind, self.inference, self.weights, self._purpose(_SWEEP)) for kind in sweeps(config)
     ]
-    self.pacer = Pacer(config)
-    if restored is not None:
+    self.batch_reanalyser = BatchReanalyser(self.own, self.inference, self.weights, self._purpose(_SEARCH))
+    self.reanalyse: Reanalyse | None = self.batch_reanalyser if config.reanalyse.schedule == "batch" else None
+    self.pacer = Pacer(self.own)
+    if restored is not None and segments is not None:
       self._restore_roles(restored, segments)
+    self._replay_journal()
+
+  def _make_collecting(self) -> Collecting:
+    return Collecting(
+      self.own,
+      self.inference,
+      self.replay,
+      seed=self._seed("environments"),
+      key=self._purpose(_ACT),
+      stats=self.episodes,
+    )
+
+  def _seed(self, name: str) -> int:
+    """Of what each unit has for itself."""
+    seed = self.config.run.seed
+    return derived_seed(seed, f"{name} of unit {self.part.unit}") if self.part.unit else seed
+
+  def _purpose(self, purpose: int) -> jax.Array:
+    """A key of what each unit has for itself."""
+    return jax.random.fold_in(jax.random.key(self._seed("search")), purpose)
 
   # --- what the roles do ---
 
   def collect(self) -> None:
     """One step of all lanes, into the replay. Call while `pacer.may_collect`."""
+    assert self.collecting is not None
     version = self.weights.latest(ACTOR)
-    taken = self.pacer.env_steps
     with self._collect_lock:
-      segments, count = self.actor.step(
-        version,
-        budget=self.config.run.env_steps - taken,
-        progress=self.pacer.progress,
-        random=taken < self.config.actor.random_steps,
+      segments, count = self.collecting.actor.step(
+        version, budget=self.pacer.pool, progress=self.pacer.progress, random=self.pacer.playing_randomly
       )
-      self.replay.append_many(segments)
+      self._take(segments)
       self.pacer.add_env_steps(count)
     self.reporter.count(names.AGENT_STEPS_PER_SECOND, count)
     self.reporter.mean({names.POLICY_LAG: self.pacer.learner_steps - version.step})
+
+  def take(self, segments: Sequence[Segment], episodes: Sequence[Episode], *, granted: int) -> None:
+    """Takes what an actor in another process collected, of so many steps granted: durably, then into the replay.
+
+    Raises ValueError if anything is wrong with it, JournalError if it can't be made durable; nothing has changed then.
+    """
+    count = sum(int((segment.action >= 0).sum()) for segment in segments)
+    try:
+      with self._collect_lock:
+        self._take(segments)
+        self.pacer.add_env_steps(count, reserved=granted)
+    except JournalError as error:  # the run must not go on with what would be lost
+      self.failure = error
+      self.pacer.stop()
+      raise
+    for episode in episodes:
+      self.episodes.record(episode)
+    self.reporter.count(names.AGENT_STEPS_PER_SECOND, count)
+    self.reporter.mean({names.POLICY_LAG: self.pacer.learner_steps - min(int(s.step.min()) for s in segments)})
+
+  def _take(self, segments: Sequence[Segment]) -> None:
+    if self.part.journal is not None:
+      self.replay.check(segments)  # what the replay would refuse must not be on disk
+      self.part.journal.append(segments)
+    self.replay.append_many(segments)
+
+  def cut(self, lanes: Sequence[int]) -> None:
+    """The environments of these lanes are lost: what comes next begins new episodes."""
+    with self._collect_lock:
+      for lane in lanes:
+        self.replay.truncate(lane)
 
   def sweep(self, sweeper: Sweeper) -> None:
     """One block of a whole-buffer pass. Call while `sweeper.due`."""
@@ -127,10 +189,9 @@ class Training:
 
   def draw(self, learner_step: int) -> feed.Fed:
     """The batch of a learner step on its devices, reanalysed if the schedule says so."""
-    before = self.reanalyser.states if self.reanalyser else 0
-    fed = feed.draw(self.config, self.replay, self.reanalyser, learner_step)
-    if self.reanalyser:
-      self.reporter.count(names.REANALYSED_PER_SECOND, self.reanalyser.states - before)
+    before = self.batch_reanalyser.states
+    fed = feed.draw(self.own, self.replay, self.reanalyse, learner_step)
+    self.reporter.count(names.REANALYSED_PER_SECOND, self.batch_reanalyser.states - before)
     return fed._replace(batch=self.learner.put(fed.batch))
 
   def learn(self, fed: feed.Fed) -> StepResult:
@@ -138,7 +199,8 @@ class Training:
     begin = time.monotonic()
     if not self._compiled:
       self.reporter.message("compiling the training step: up to a minute or two, less when it was compiled before")
-    self.state, result = self.learner.step(self.state, fed.batch, self._purpose(_LEARN))
+    key = jax.random.fold_in(jax.random.key(self.config.run.seed), _LEARN)
+    self.state, result = self.learner.step(self.state, fed.batch, key, stop=self.interrupted)
     if not self._compiled:
       self._compiled = True
       self.reporter.message(f"compiled in {time.monotonic() - begin:.0f} s")
@@ -155,10 +217,11 @@ class Training:
     Raises:
       TrainingError: they, or the parameters after the step, are not finite: training has diverged.
     """
-    td_error = np.asarray(result.td_error)
+    td_error = self.learner.local(result.td_error)
     if not (np.isfinite(td_error).all() and np.isfinite(result.metrics[names.PARAMETER_NORM])):
       raise _diverged(step + 1)
     self.replay.set_priorities(fed.lane, fed.time, td_error, step)
+    self.leaving = self.leaving or bool(result.stopping)
 
   @property
   def saving_due(self) -> bool:
@@ -206,13 +269,21 @@ class Training:
     return digest.hexdigest()
 
   def interrupt(self) -> None:
-    """Ends the run soon; safe to call from a signal handler."""
+    """Ends the run soon; safe to call from a signal handler.
+
+    One process stops where it is. Of several, each takes steps until all know, so that none waits for another forever.
+    """
     self.interrupted = True
-    self.pacer.stop()
+    step_ahead = self.pacer.learner_steps < self.config.learner.steps and self.replay.num_eligible
+    if self.part.units > 1 and step_ahead:
+      self.pacer.hurry()
+    else:
+      self.pacer.stop()
 
   def close(self) -> None:
     """Lets go of environments and files."""
-    self._env.close()
+    if self.collecting is not None:
+      self.collecting.close()
     try:
       self.checkpoints.close()
     except CheckpointError as error:  # of a save that nobody waited for
@@ -238,7 +309,8 @@ class Training:
     with self._collect_lock:
       heads, saved = self.replay.heads, self.checkpoints.heads
       slots = self.replay.export_slots(np.zeros_like(heads) if saved is None else saved)
-      replay, actor, env_steps = self.replay.state_dict(), self.actor.state(), self.pacer.env_steps
+      replay, env_steps = self.replay.state_dict(), self.pacer.env_steps
+      acted = self.collecting.state() if self.collecting is not None else {}
     versions = self.weights.snapshot()
     network, optimizer, weights = jax.device_get(
       (self.state.variables, self.state.opt_state, {name: version.variables for name, version in versions.items()})
@@ -248,24 +320,31 @@ class Training:
     meta = {
       "weights": {name: version.step for name, version in versions.items()},
       "sweepers": {sweeper.kind: sweeper.counters() for sweeper in self.sweepers},
-      "reanalyser_calls": self.reanalyser.calls if self.reanalyser else 0,
-    }
-    acted = {
-      "actions": actor.actions,
-      "frames_crc": np.array([actor.frames_crc], np.int64),
-      "start": actor.start,
-      "generation": np.array([self._generation], np.int64),
+      "reanalyser_calls": self.batch_reanalyser.calls,
     }
     self.checkpoints.save(Snapshot(step, env_steps, network, optimizer, weights, replay, acted, meta, slots, heads))
     self.reporter.latest({names.CHECKPOINT_STEP: step})
     if required:
       self.checkpoints.wait()
+    if self.part.journal is not None:  # what the oldest checkpoint kept has need not be read again
+      self._saved_heads = [*self._saved_heads, heads][-self.config.run.keep_checkpoints - 1 :]
+      self.part.journal.evict(self._saved_heads[0])
 
-  def _read_checkpoint(self) -> tuple[Snapshot, Iterator[dict[str, np.ndarray]]]:
+  def _read_checkpoint(self) -> tuple[Snapshot | None, Iterator[dict[str, np.ndarray]]]:
+    """The newest checkpoint that every unit has; None if a unit has none."""
     state = self.learner.abstract()
     weights = dict.fromkeys((ACTOR, REANALYSER, REFRESHER), state.variables)
     abstract = {"network": state.variables, "optimizer": state.opt_state, "weights": weights}
-    return self.checkpoints.restore(abstract, self.reporter.message)
+    newest = None
+    while True:
+      snapshot: Snapshot | None = None
+      segments: Iterator[dict[str, np.ndarray]] = iter(())
+      if self.checkpoints.steps() and newest != -1:
+        snapshot, segments = self.checkpoints.restore(abstract, self.reporter.message, newest=newest)
+      steps = self.part.agree(-1 if snapshot is None else snapshot.step)
+      if len(set(steps)) == 1:
+        return snapshot, segments
+      newest = min(steps)
 
   def _restore_roles(self, snapshot: Snapshot, segments: Iterator[dict[str, np.ndarray]]) -> None:
     meta = snapshot.meta
@@ -278,18 +357,17 @@ class Training:
     self.weights.restore({name: Version(steps[name], variables) for name, variables in snapshot.weights.items()})
     for sweeper in self.sweepers:
       sweeper.restore(meta["sweepers"][sweeper.kind])
-    if self.reanalyser:
-      self.reanalyser.calls = meta["reanalyser_calls"]
-    self.pacer = Pacer(self.config, env_steps=snapshot.env_steps, learner_steps=snapshot.step)
+    self.batch_reanalyser.calls = meta["reanalyser_calls"]
+    self.pacer = Pacer(self.own, env_steps=snapshot.env_steps, learner_steps=snapshot.step)
     self.reporter.message(f"resuming at learner step {snapshot.step}, agent step {snapshot.env_steps}")
-    self._restore_actor(snapshot)
+    if self.collecting is not None:
+      self._restore_collecting(self.collecting, snapshot)
 
-  def _restore_actor(self, snapshot: Snapshot) -> None:
-    saved = snapshot.actor
-    if generation := int(saved["generation"][0]):
-      self._replace_actor(generation)
+  def _restore_collecting(self, collecting: Collecting, snapshot: Snapshot) -> None:
     try:
-      self.actor.restore(ActorState(saved["actions"], int(saved["frames_crc"][0]), saved["start"]))
+      if not snapshot.actor:
+        raise RuntimeError("the games went on in other processes")
+      collecting.restore(snapshot.actor)
     except RuntimeError as error:
       if self.config.run.mode == "lockstep":
         raise TrainingError(
@@ -297,25 +375,25 @@ class Training:
           "it with the envpool and on the kind of machine that it began with, or start a new run."
         ) from error
       self.reporter.message(f"warning: {error}; games begin anew, those that were going on are cut where they stood")
-      for lane in range(self.config.actor.lanes):
-        self.replay.truncate(lane)
-      self._replace_actor(generation + 1)
+      collecting.cut()
 
-  def _replace_actor(self, generation: int) -> None:
-    """Environments from another seed, whose first frames come after all that the replay holds."""
-    self._generation = generation
-    self._env.close()
-    self._env = self._make_env()
-    self.episodes = EpisodeStats(self.config.actor.lanes)
-    key = self._purpose(_ACT)
-    self.actor = Actor(self.config, self._env, self.inference, key, self.episodes, start=self.replay.heads)
-
-  def _make_env(self) -> BatchedEnv:
-    seed = self.config.run.seed + (self._generation << 32)  # far from any other run's, and from the evaluation's
-    return make_env(self.config.env, self.config.actor.lanes, seed, training=True)
-
-  def _purpose(self, purpose: int) -> jax.Array:
-    return jax.random.fold_in(jax.random.key(self.config.run.seed), purpose)
+  def _replay_journal(self) -> None:
+    """Takes in what was made durable after the checkpoint."""
+    journal = self.part.journal
+    if journal is None:
+      return
+    journal.begin_at(self.replay.heads)
+    self._saved_heads, before = [self.replay.heads], self.pacer.env_steps
+    for segments in journal.read(self.replay.heads):
+      for segment in segments:
+        if segment.first[0]:
+          self.replay.truncate(segment.lane)  # its environment was lost then
+      self.replay.append_many(segments)
+      self.pacer.add_env_steps(sum(int((segment.action >= 0).sum()) for segment in segments))
+    if self.pacer.env_steps > before:
+      self.reporter.message(f"{self.pacer.env_steps - before} agent steps more from the journal")
+      if self.collecting is not None:
+        self.collecting.cut()
 
 
 def _diverged(step: int) -> TrainingError:
@@ -323,77 +401,3 @@ def _diverged(step: int) -> TrainingError:
     f"learner step {step} gave values that are not finite: training has diverged. Checkpoints are intact; "
     "lower optim.learning_rate or optim.clip_norm and start again, or resume from before."
   )
-
-
-def replay_bytes(config: Config) -> int:
-  """Host memory that the replay has in use when a run ends, at least: a slot for each agent step, as far as they are
-  kept. An episode has one slot more than it has steps.
-  """
-  env = make_env(config.env, 1, 0, training=True)
-  slot = LaneStore(1, 1, env.frame_shape, env.frame_dtype, env.num_actions).memory()["reserved_bytes"]
-  env.close()
-  return int(slot) * min(config.replay.capacity or config.run.env_steps, config.run.env_steps)
-
-
-def make_replay(config: Config, env: BatchedEnv, mesh: Mesh, report: Callable[[str], None]) -> Replay:
-  """The replay that a configuration asks for, its frames also on the devices of the mesh if it says so.
-
-  With `replay.capacity` 0 it is as long as a run can make it: one frame per agent step and one more per episode. Host
-  memory is committed only as it is used; devices start with room for episodes of ten steps and more.
-  """
-  wanted = config.replay.capacity or 2 * config.run.env_steps
-  shortest = config.env.frame_stack + config.learner.unroll_steps + config.replay.td_steps
-  capacity = max(-(-wanted // config.actor.lanes), shortest)
-  rows = capacity if config.replay.capacity else max(-(-11 * capacity // 20), shortest)
-  form: dict[str, Any] = {
-    "lanes": config.actor.lanes,
-    "capacity": capacity,
-    "frame_shape": env.frame_shape,
-    "frame_dtype": env.frame_dtype,
-  }
-  return Replay(
-    **form,
-    num_actions=env.num_actions,
-    replay=config.replay,
-    reanalyse=config.reanalyse,
-    unroll_steps=config.learner.unroll_steps,
-    value_prefix_horizon=config.network.value_prefix_horizon,
-    frame_stack=config.env.frame_stack,
-    discount=config.env.discount,
-    rng_seed=config.run.seed,
-    device_frames=place_frames(config.replay.frames, mesh, rows=rows, report=report, **form),
-  )
-
-
-def sweeps(config: Config) -> list[SweepName]:
-  """The whole-buffer passes a configuration needs. Sweep reanalysis refreshes priorities too: one may do for both."""
-  passes: list[SweepName] = []
-  if config.reanalyse.schedule == "sweep":
-    passes.append("reanalyse")
-  if config.refresh.enabled and not (passes and config.reanalyse.max_age <= config.refresh.max_age):
-    passes.append("refresh")
-  return passes
-
-
-def restore_for_evaluation(config: Config, run_dir: Path, report: Callable[[str], None]) -> tuple[Inference, Version]:
-  """What is needed to play with the newest readable checkpoint of a run. Raises CheckpointError if there is none."""
-  env = make_env(config.env, 1, 0, training=False)
-  height, width, channels = env.frame_shape
-  blueprint = make_blueprint(config.network, (height, width, channels * config.env.frame_stack), env.num_actions)
-  env.close()
-  here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-  shapes = jax.eval_shape(blueprint.init, jax.random.key(0))
-  abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
-  step, variables = Checkpoints(run_dir).restore_network(abstract, report)
-  return Inference(config, blueprint), Version(step, variables)
-
-
-def enable_compilation_cache(config: Config) -> None:
-  """Keeps compiled programs between runs."""
-  folder = config.run.compile_cache or str(Path.home() / ".cache" / "speedyzero_jax" / "xla")
-  jax.config.update("jax_compilation_cache_dir", folder)
-
-
-def evaluation_seed(config: Config) -> int:
-  """Of the environments that a run's evaluations play in."""
-  return config.run.seed + 1_000_003

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from speedyzero_jax.networks import Variables
 
-
 ACTOR, REANALYSER, REFRESHER = "actor", "reanalyser", "refresher"  # subscribers
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from speedyzero_jax.actor import Actor, ActorState, FrameStacker, temperature_at
 from speedyzero_jax.learner import make_mesh
 from speedyzero_jax.metrics.rates import EpisodeStats
-from speedyzero_jax.training import make_replay
+from speedyzero_jax.parts import Game, make_replay
 from speedyzero_jax.weights import Version
 
 CONFIG = tiny.config()
@@ -55,7 +55,9 @@ def naive_stacks(frames, first, stack):
 def test_collects_exactly_its_budget_and_exactly_what_the_environment_showed(lanes, budget, seed, clip):
   config = tiny.config(f"actor.lanes={lanes}", f"env.clip_rewards={clip}", "actor.random_steps=0")
   actor, env = make(lanes, seed, config)
-  replay = make_replay(config, env, make_mesh(jax.local_devices()[:1]), print)
+  replay = make_replay(
+    config, Game(env.frame_shape, env.frame_dtype, env.num_actions), make_mesh(jax.local_devices()[:1]), print, seed=0
+  )
   calls, taken = collect(actor, budget)
   for segments in calls:
     assert sorted(segment.lane for segment in segments) == list(range(lanes))

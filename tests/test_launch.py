@@ -18,7 +18,7 @@ import pytest
 import tiny
 
 from launch import evaluate, multihost
-from speedyzero_jax import memory, runfolder
+from speedyzero_jax import memory, runfolder, running
 from speedyzero_jax.checkpoint import Checkpoints
 from speedyzero_jax.metrics import jsonl
 
@@ -106,7 +106,7 @@ def test_a_misspelt_key_is_named_with_the_nearest(started, tmp_path):
 )
 def test_wrong_use_is_said_in_a_line(tmp_path, monkeypatch, capsys, arguments, message):
   monkeypatch.chdir(tmp_path)
-  monkeypatch.setattr(multihost, "train", lambda *args, **kwargs: pytest.fail("trains"))
+  monkeypatch.setattr(running, "train", lambda *args, **kwargs: pytest.fail("trains"))
   if "learner.batch_size=7" in arguments and len(jax.local_devices()) == 1:
     pytest.skip("one device shares any batch")
   assert multihost.main(arguments) == 2
@@ -244,9 +244,10 @@ def test_a_stop_while_a_run_is_starting(tmp_path, moment, name, code):
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_ends_the_process_at_once(tmp_path, second):
   code = (
-    "import os, signal, sys, time\nsys.path[:0] = [sys.argv[1]]\nfrom launch import multihost\n"
-    "with multihost.Signals() as signals:\n  os.kill(os.getpid(), signal.SIGTERM)\n"
-    "  assert signals.exit_code == 143\n  os.kill(os.getpid(), int(sys.argv[2]))\n  time.sleep(60)\n"
+    "import os, signal, sys, time\nsys.path[:0] = [sys.argv[1]]\nfrom speedyzero_jax import running\n"
+    "with running.Signals() as signals:\n  os.kill(os.getpid(), signal.SIGTERM)\n"
+    "  os.kill(os.getpid(), signal.SIGTERM)\n"  # an echo, as of timeout(1)
+    "  assert signals.exit_code == 143\n  time.sleep(1.1)\n  os.kill(os.getpid(), int(sys.argv[2]))\n  time.sleep(60)\n"
   )
   done = subprocess.run([sys.executable, "-c", code, ROOT, str(int(second))], timeout=60, check=False)
   assert done.returncode == -second
@@ -277,7 +278,7 @@ def test_memory_that_runs_out_is_said_in_a_line(tmp_path, monkeypatch, capsys):
 
 
 def test_memory_that_runs_out_while_the_run_is_built(tmp_path, monkeypatch, capsys):
-  monkeypatch.setattr("speedyzero_jax.training.make_replay", lambda *args: np.zeros(2**55, np.uint8))
+  monkeypatch.setattr("speedyzero_jax.training.make_replay", lambda *args, **kw: np.zeros(2**55, np.uint8))
   assert multihost.main([*NEW, f"run.dir={tmp_path / 'run'}"]) == 1
   assert "out of host memory: Unable to allocate" in capsys.readouterr().err
 
@@ -348,7 +349,7 @@ def test_another_configuration_in_its_folder_is_refused(finished, capsys):
 
 def test_a_run_made_for_more_devices_is_not_resumed_on_fewer(started, monkeypatch, capsys):
   """Nor with a batch that those here can't share. Nothing is touched, and the folder is free again."""
-  monkeypatch.setattr(multihost, "train", lambda *args, **kwargs: pytest.fail("trains"))
+  monkeypatch.setattr(running, "train", lambda *args, **kwargs: pytest.fail("trains"))
   folder, _ = finish(started, "four")
   before = listing(folder)
   three = jax.local_devices() * 3

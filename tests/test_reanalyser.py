@@ -11,8 +11,9 @@ import tiny
 from speedyzero_jax import feed, modes
 from speedyzero_jax.config_io import ConfigError
 from speedyzero_jax.metrics import jsonl
+from speedyzero_jax.parts import sweeps
 from speedyzero_jax.reanalyser import REANALYSER, REFRESHER
-from speedyzero_jax.training import ACTOR, sweeps
+from speedyzero_jax.weights import ACTOR
 
 UNROLL, TD, STACK = 2, 3, 2
 
@@ -119,7 +120,7 @@ def test_batch_reanalysis_writes_exactly_the_states_of_the_batch(started, ratio)
   batch = 16 if ratio == 0.5 else 8
   lane, time, _ = replay.sample(batch)
   before = Slots(replay)
-  training.reanalyser(replay, lane, time)
+  training.reanalyse(replay, lane, time)
   after = Slots(replay)
   searched, bootstrapped = set(), set()
   for i in range(batch):
@@ -138,17 +139,17 @@ def test_batch_reanalysis_writes_exactly_the_states_of_the_batch(started, ratio)
     assert changed <= allowed, at
   np.testing.assert_allclose([after.rows[at]["policy"].sum() for at in searched], 1, rtol=1e-5)
   assert_close(after.column("bootstrap"), values_by(training, variables, before, searched | bootstrapped))
-  assert training.reanalyser.calls == 1
+  assert training.batch_reanalyser.calls == 1
 
 
 def test_older_weights_do_not_overwrite_newer_results(started):
   training = started("reanalyse.schedule=batch", "refresh.enabled=false")
   lane, time, _ = training.replay.sample(8)
-  training.reanalyser(training.replay, lane, time)
+  training.reanalyse(training.replay, lane, time)
   before = training.replay.state_dict()
   old = training.weights.snapshot() | {REANALYSER: training.weights.latest(REFRESHER)}
   training.weights.restore(old)
-  training.reanalyser(training.replay, lane, time)
+  training.reanalyse(training.replay, lane, time)
   after = training.replay.state_dict()
   for name in ("slot_policy", "slot_search_value", "slot_bootstrap", "slot_policy_step"):
     np.testing.assert_array_equal(before[name], after[name], err_msg=name)
@@ -285,7 +286,7 @@ def test_nothing_stored_is_older_than_the_bound(tmp_path, mode, bounds):
 def test_without_refresh_priorities_age(tmp_path):
   config = tiny.config("reanalyse.schedule=off", "refresh.enabled=false", "run.log_interval=1")
   with tiny.training(config, tmp_path) as training:
-    assert training.reanalyser is None and training.sweepers == []
+    assert training.reanalyse is None and training.sweepers == []
     assert modes.run(training)
     assert training.replay.stats(12)["priority_age_max"] == 12  # some of the random play was never drawn
     assert training.replay.stats(12)["target_age_max"] == 12

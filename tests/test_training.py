@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny
 
-from speedyzero_jax import modes
+from speedyzero_jax import collecting, modes
 from speedyzero_jax import training as training_module
 from speedyzero_jax.checkpoint import CheckpointError, Checkpoints
 from speedyzero_jax.metrics import jsonl, names
@@ -28,7 +28,7 @@ def everything(training):
   """All that a run is, as arrays: two runs with equal ones go on alike."""
   state = jax.device_get(training.state)
   versions = training.weights.snapshot()
-  actor = training.actor.state()
+  actor = training.collecting.actor.state()
   return {
     "learner": jax.tree.leaves(state),
     "weights": [(name, v.step, jax.tree.leaves(jax.device_get(v.variables))) for name, v in sorted(versions.items())],
@@ -36,7 +36,7 @@ def everything(training):
     "frames": sorted(training.replay.export_slots(np.zeros_like(training.replay.heads)).items()),
     "actor": [actor.actions, actor.frames_crc, actor.start],
     "counters": [(s.kind, s.counters()) for s in training.sweepers]
-    + [training.reanalyser.calls if training.reanalyser else 0, training.pacer.env_steps, training.pacer.learner_steps],
+    + [training.batch_reanalyser.calls, training.pacer.env_steps, training.pacer.learner_steps],
     "episodes": training.episodes.summary(),
   }
 
@@ -214,8 +214,8 @@ def test_without_any_readable_checkpoint(uninterrupted, tmp_path):
 def test_environments_that_play_differently_are_noticed(uninterrupted, tmp_path, monkeypatch):
   config, *_, folder = uninterrupted("sweep")
   shutil.copytree(folder, tmp_path / "run")
-  make_env = training_module.make_env
-  monkeypatch.setattr(training_module, "make_env", lambda c, lanes, seed, **kw: make_env(c, lanes, seed + 1, **kw))
+  make_env = collecting.make_env
+  monkeypatch.setattr(collecting, "make_env", lambda c, lanes, seed, **kw: make_env(c, lanes, seed + 1, **kw))
   with (
     pytest.raises(TrainingError, match=r"can't go on from step 12: .*other frames.*or start a new run"),
     tiny.training(config, tmp_path / "run", resume_step=12),
@@ -360,10 +360,8 @@ def test_an_interrupted_overlapping_run_saves_and_goes_on(tmp_path):
 def test_an_overlapping_run_goes_on_where_environments_play_differently(tmp_path, monkeypatch, capsys):
   """Games begin anew behind what the replay holds, as often as that happens; later resumptions replay the new games."""
   config, resume_step, machine, previous, left, written = tiny.config("run.mode=async"), None, 0, 0, {}, False
-  make_env = training_module.make_env
-  monkeypatch.setattr(
-    training_module, "make_env", lambda c, lanes, seed, **kw: make_env(c, lanes, seed + machine, **kw)
-  )
+  make_env = collecting.make_env
+  monkeypatch.setattr(collecting, "make_env", lambda c, lanes, seed, **kw: make_env(c, lanes, seed + machine, **kw))
   for machine, collects in ((0, 25), (0, 2), (7, 4), (7, 3), (8, 4), (8, 2), (8, None)):
     moved = machine != previous
     capsys.readouterr()
@@ -419,7 +417,7 @@ def break_after(calls, function):
 def test_whatever_breaks_is_raised_and_ends_every_thread(tmp_path, mode, part):
   with tiny.training(tiny.config(f"run.mode={mode}"), tmp_path) as training:
     threads = set(threading.enumerate())
-    owner, name = (training._env, "step") if part == "env" else (training, part)
+    owner, name = (training.collecting.env, "step") if part == "env" else (training, part)
     setattr(owner, name, break_after({"env": 30, "learned": 2}.get(part, 3), getattr(owner, name)))
     error = finish(training)
     assert isinstance(error, Broken)

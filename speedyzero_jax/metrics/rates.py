@@ -116,6 +116,13 @@ class EpisodeStats:
       self._best = max(self._best, episode.score)
       self._count += 1
 
+  def clear(self) -> None:
+    """Forgets all games, finished or not: the lanes begin anew."""
+    with self._lock:
+      self._score[:], self._length[:] = 0.0, 0
+      self._recent.clear()
+      self._best, self._count = -np.inf, 0
+
   def summary(self) -> dict[str, float]:
     """The `charts/episode*` metrics. Without a finished game, only their number: 0."""
     with self._lock:

@@ -146,6 +146,11 @@ class Replay:
         frames = np.concatenate([segment.frame for segment in segments])
         self._device_frames.write(at, self._store.cell(time), frames)
 
+  def check(self, segments: Sequence[Segment]) -> None:
+    """Raises the ValueError that `append_many` of these segments would raise."""
+    with self._lock:
+      self._store.check(segments)
+
   def truncate(self, lane: int) -> None:
     """Ends a lane's open episode where it is, because its environment was lost (see `LaneStore.truncate`).
 
@@ -269,14 +274,14 @@ class Replay:
     return self._log.count
 
   def frames_since(self, number: int, n: int) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
-    """Up to n of the frames written, from `number` on or what is left of them (see `WriteLog.since`).
+    """Up to n of the frames written, from `number` on (see `WriteLog.since`).
 
-    Returns the number of the first, and lane [m], cell [m] and frames [m, H, W, C].
+    Returns the number to go on from, and lane [m], cell [m] and frames [m, H, W, C].
     """
     with self._lock:
-      first, flat = self._log.since(number, n)
+      following, flat = self._log.since(number, n)
       lane, cell = np.divmod(flat, self._store.capacity)
-      return first, lane, cell, self._store.gather(lane, cell)
+      return following, lane, cell, self._store.gather(lane, cell)
 
   def states_to_search(self, lane: np.ndarray, time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The states of a sampled batch whose policy is to be searched anew: (lane, time), each [m, K+1].

@@ -35,7 +35,7 @@ class LaneStore:
     num_actions: int,
     frame_memory: np.ndarray | None = None,
   ):
-    """`frame_memory` [L, C, ...] is where frames are kept, if others are to see it. Raises ValueError for sizes below 1."""
+    """`frame_memory` [L, C, ...] is where frames are kept, if others are to see it. Raises ValueError for bad sizes."""
     for name, size in (("lanes", lanes), ("capacity", capacity), ("num_actions", num_actions)):
       if size < 1:
         raise ValueError(f"{name} must be at least 1, got {size}")
@@ -79,6 +79,15 @@ class LaneStore:
     Raises:
       ValueError: anything is wrong with any of them; then nothing has changed.
     """
+    lane, size, offset, slots = self._checked(segments)
+    self._write(lane, size, offset, slots, [segment.frame for segment in segments])
+
+  def check(self, segments: Sequence[Segment]) -> None:
+    """Raises the ValueError that `append` would raise."""
+    self._checked(segments)
+
+  def _checked(self, segments: Sequence[Segment]) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """Lanes of all slots, sizes and offsets of the segments, and one array per field."""
     lanes = [int(segment.lane) for segment in segments]
     if len(set(lanes)) != len(lanes):
       raise ValueError(f"one append takes one segment per lane, got lanes {lanes}")
@@ -91,7 +100,7 @@ class LaneStore:
     lane = np.repeat(lanes, size)
     offset = np.cumsum(size) - size  # of each segment's first slot
     self._check_content(lane, offset, slots, [segment.frame for segment in segments])
-    self._write(lane, size, offset, slots, [segment.frame for segment in segments])
+    return lane, size, offset, slots
 
   def _check_form(self, segment: Segment) -> None:
     """Sizes and types."""

@@ -4,27 +4,39 @@ import numpy as np
 
 
 class WriteLog:
-  """Numbers every write of a cell; remembers as many of the latest as there are cells.
+  """Numbers every write of a cell; remembers the latest of each cell at least, whichever lanes are written more often.
 
   Args:
     cells: flat cells of the store.
   """
 
   def __init__(self, cells: int):
-    self._cell = np.zeros(cells, np.int64)
+    self._cell = np.zeros(2 * cells, np.int64)
+    self._number = np.zeros(2 * cells, np.int64)  # ascending
+    self._used = 0
     self.count = 0  # writes so far
 
   def append(self, cell: np.ndarray) -> None:
-    """Flat cells [n] were written, in this order."""
-    kept = cell[-len(self._cell) :]
-    place = np.arange(self.count + len(cell) - len(kept), self.count + len(cell)) % len(self._cell)
-    self._cell[place] = kept
+    """Flat cells [n], each of them once, were written, in this order."""
+    if self._used + len(cell) > len(self._cell):
+      self._forget()
+    place = slice(self._used, self._used + len(cell))
+    self._cell[place], self._number[place] = cell, self.count + np.arange(len(cell))
+    self._used += len(cell)
     self.count += len(cell)
 
-  def since(self, number: int, n: int) -> tuple[int, np.ndarray]:
-    """Up to n writes from `number` (from 0) on: the number of the first, and flat cells.
+  def _forget(self) -> None:
+    """Drops the writes whose cells were written again since: half of the room, or more."""
+    _, from_end = np.unique(self._cell[: self._used][::-1], return_index=True)
+    kept = np.sort(self._used - 1 - from_end)
+    self._used = len(kept)
+    self._cell[: self._used], self._number[: self._used] = self._cell[kept], self._number[kept]
 
-    Of writes too long ago to be remembered nothing is left: their cells have all been written again since.
+  def since(self, number: int, n: int) -> tuple[int, np.ndarray]:
+    """Up to n writes from `number` (from 0) on: the number to go on from, and flat cells.
+
+    Writes of cells that were written again since may be left out; whoever goes on to `count` has seen every cell.
     """
-    number = max(number, self.count - len(self._cell))
-    return number, self._cell[np.arange(number, min(number + n, self.count)) % len(self._cell)]
+    begin = int(np.searchsorted(self._number[: self._used], number))
+    end = min(begin + n, self._used)
+    return (int(self._number[end - 1]) + 1 if end > begin else number), self._cell[begin:end].copy()

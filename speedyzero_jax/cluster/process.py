@@ -1,0 +1,129 @@
+"""What a process does that is one of several: meets the others, learns what it is, and is it until the run is over."""
+
+import json
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from speedyzero_jax import config_io, topology
+from speedyzero_jax.cluster.client import Client, Refused, Unreachable
+from speedyzero_jax.cluster.rendezvous import Place, Rendezvous, RendezvousError
+from speedyzero_jax.config import Config
+from speedyzero_jax.replay.journal import JournalError
+from speedyzero_jax.runfolder import RunFolder
+from speedyzero_jax.running import FAILED, Signals, train
+from speedyzero_jax.topology import Role, Topology
+
+_PATIENCE = 600.0  # seconds for which learners wait for each other to save
+
+
+class Run(NamedTuple):
+  """What process 0 tells all."""
+
+  folder: str
+  config: str  # YAML
+  resume: bool
+  token: str  # hexadecimal
+
+
+def main(
+  place: Place,
+  open_folder: Callable[[], RunFolder],
+  *,
+  resume: bool,
+  signals: Signals,
+  loopback: bool,
+  devices: Sequence[int] | None,
+) -> int:
+  """Runs this process' role. Returns the exit code.
+
+  Args:
+    place: of this process.
+    open_folder: opens the run's folder; called by process 0 only.
+    resume: the run has begun before; process 0's word counts.
+    signals: entered.
+    loopback: all processes are on this machine.
+    devices: ids of the accelerators to use; None for all.
+
+  Raises:
+    ConfigError, RunFolderError: the run is impossible.
+  """
+  try:
+    rendezvous = Rendezvous(place, devices=devices)
+    if place.process_id:
+      return _run(Run(**json.loads(rendezvous.lookup("run", _PATIENCE))), rendezvous, signals, loopback)
+    with open_folder() as folder:
+      token = _token(folder.config)
+      run = Run(str(folder.path.resolve()), config_io.to_yaml(folder.config), resume, token.hex())
+      topology.resolve(folder.config, place.num_processes)
+      rendezvous.publish("run", json.dumps(run._asdict()))
+      return _run(run, rendezvous, signals, loopback)
+  except (RendezvousError, JournalError, Refused, Unreachable) as error:
+    print(f"error: {error}", file=sys.stderr)
+    return FAILED
+
+
+def _token(config: Config) -> bytes:
+  name = config.topology.token_file
+  try:
+    return Path(name).read_bytes().strip() if name else secrets.token_bytes(32)
+  except OSError as error:
+    raise config_io.ConfigError(f"topology.token_file: can't read {name}: {error.strerror or error}") from error
+
+
+def _run(run: Run, rendezvous: Rendezvous, signals: Signals, loopback: bool) -> int:
+  config = config_io.from_yaml(run.config)
+  shape = topology.resolve(config, rendezvous.place.num_processes)
+  role = shape.role(rendezvous.place.process_id)
+  try:
+    if role.kind == "learner":
+      host = config.topology.host or ("127.0.0.1" if loopback else socket.gethostname())
+      return _learn(config, run, shape, role, rendezvous, signals, host)
+    return _serve(config, bytes.fromhex(run.token), shape, role, rendezvous)
+  finally:
+    rendezvous.close()
+
+
+def _learn(
+  config: Config, run: Run, shape: Topology, role: Role, rendezvous: Rendezvous, signals: Signals, host: str
+) -> int:
+  from speedyzero_jax.cluster import unit
+
+  folder = Path(run.folder) / f"units/{role.unit}" if role.unit else Path(run.folder)
+  folder.mkdir(parents=True, exist_ok=True)
+  learners = range(shape.learners)
+  if not role.unit:
+    print(f"topology: {shape}", flush=True)
+  with unit.part_of(config, folder, shape, role, rendezvous) as part:
+    return train(
+      config,
+      folder,
+      resume=run.resume,
+      signals=signals,
+      part=part,
+      around=lambda training: unit.serving(
+        training, shape, role, rendezvous, host=host, token=bytes.fromhex(run.token)
+      ),
+      saved=lambda: rendezvous.barrier("saved", _PATIENCE, learners),
+    )
+
+
+def _serve(config: Config, token: bytes, shape: Topology, role: Role, rendezvous: Rendezvous) -> int:
+  from speedyzero_jax.cluster import unit
+  from speedyzero_jax.cluster.remote_actor import act
+  from speedyzero_jax.cluster.remote_reanalyser import reanalyse
+  from speedyzero_jax.parts import blueprint_of, enable_compilation_cache, game_of
+
+  enable_compilation_cache(config)
+  own = topology.unit_config(config, role.unit, shape.learners)
+  form, blueprint = unit.form_of(config, own), blueprint_of(config, game_of(config))
+  incarnation = rendezvous.count(f"incarnation/{role}")
+  with Client(unit.address_of(role.unit, rendezvous), token, form, tls=unit.tls_of(config)) as client:
+    if role.kind == "actor":
+      act(own, blueprint, client, role, incarnation)
+    else:
+      reanalyse(own, blueprint, client, form, role, incarnation)
+  return 0

@@ -1,0 +1,63 @@
+"""An actor in a process of its own: asks for steps, takes them, hands over what came of them."""
+
+import jax
+import numpy as np
+
+from speedyzero_jax.actor import Actor
+from speedyzero_jax.cluster import messages
+from speedyzero_jax.cluster.client import Client
+from speedyzero_jax.cluster.remote_weights import RemoteWeights
+from speedyzero_jax.cluster.service import RunOver
+from speedyzero_jax.config import Config
+from speedyzero_jax.envs import make_env
+from speedyzero_jax.inference import Inference
+from speedyzero_jax.metrics.rates import EpisodeStats
+from speedyzero_jax.networks import Blueprint
+from speedyzero_jax.topology import Role, derived_seed
+from speedyzero_jax.weights import ACTOR
+
+
+def act(config: Config, blueprint: Blueprint, client: Client, role: Role, incarnation: int) -> None:
+  """Acts until the run is over.
+
+  Args:
+    config: of the unit.
+    blueprint: of the network.
+    client: of the unit.
+    role: of this process.
+    incarnation: larger than that of any earlier process in this role.
+
+  Raises what `Client`'s calls raise, besides RunOver.
+  """
+  number = role.number
+  welcome = client.join_actor(messages.ActorJoin(number, incarnation))
+  lanes = len(welcome.heads)
+  own_seed = derived_seed(config.run.seed, str(role), incarnation)
+  env = make_env(config.env, lanes, own_seed, training=True)
+  device = jax.local_devices()[0]
+  like = jax.eval_shape(blueprint.init, jax.random.key(0))
+  weights = RemoteWeights(client, (ACTOR,), like, device)
+  inference, stats = Inference(config, blueprint), EpisodeStats(lanes)
+  actor = Actor(config, env, inference, jax.random.key(own_seed), stats, lane_offset=welcome.first, start=welcome.heads)
+  sequence, closed = 0, False
+  try:
+    while True:
+      grant = client.grant(messages.GrantRequest(number, incarnation, sequence, lanes))
+      if not grant.steps and closed:
+        return
+      version = weights.latest(ACTOR)
+      if grant.steps:
+        segments, count = actor.step(
+          version, budget=grant.steps, progress=grant.progress, random=grant.random, last=grant.closing
+        )
+        closed = grant.closing and count == grant.steps
+      else:
+        segments, closed = actor.close(version, progress=grant.progress, random=grant.random), True
+      scores = np.array([episode.score for episode in actor.finished], np.float64)
+      lengths = np.array([episode.length for episode in actor.finished], np.int64)
+      client.append(messages.Append(number, incarnation, sequence, segments, scores, lengths))
+      sequence += 1
+  except RunOver:
+    return
+  finally:
+    env.close()

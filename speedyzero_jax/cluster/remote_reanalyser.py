@@ -1,0 +1,97 @@
+"""A reanalyser in a process of its own: takes blocks of states, looks at them, hands over what it found.
+
+Holds the unit's frames: mapped, on the learner's own machine; fetched once, elsewhere.
+"""
+
+import os
+import threading
+
+import jax
+import numpy as np
+
+from speedyzero_jax.cluster import messages, wire
+from speedyzero_jax.cluster.client import Client
+from speedyzero_jax.cluster.remote_weights import RemoteWeights
+from speedyzero_jax.cluster.service import RunOver
+from speedyzero_jax.config import Config
+from speedyzero_jax.inference import Inference
+from speedyzero_jax.networks import Blueprint
+from speedyzero_jax.reanalyser import examine
+from speedyzero_jax.topology import Role, derived_seed, machine_name
+from speedyzero_jax.weights import REANALYSER, REFRESHER
+
+_EMPTY = np.zeros(0, np.float32)
+
+
+class MappedFrames:
+  """The learner's own frames, read where they are."""
+
+  def __init__(self, path: str, form: wire.Form):
+    shape = (form.lanes, form.capacity, *form.frame_shape)
+    self._frames = np.memmap(path, form.frame_dtype, "r", shape=shape)
+
+  def gather(self, lane: np.ndarray, cell: np.ndarray, written: int) -> np.ndarray:
+    """Frames [n, w, ...] of cells; `written` is for those who must fetch them."""
+    return self._frames[lane[:, None], cell]
+
+
+class FetchedFrames:
+  """A copy of the frames, fetched as they are written."""
+
+  def __init__(self, client: Client, number: int, incarnation: int, form: wire.Form):
+    self._client, self._session = client, (number, incarnation)
+    self._frames = np.zeros((form.lanes, form.capacity, *form.frame_shape), form.frame_dtype)
+    self._written = 0
+    self._changed = threading.Condition()
+    self._error: BaseException | None = None
+    threading.Thread(target=self._follow, name="frames", daemon=True).start()
+
+  def _follow(self) -> None:
+    try:
+      while True:
+        chunk = self._client.frames(messages.FramesRequest(*self._session, self._written))
+        self._frames[chunk.lane, chunk.cell] = chunk.frame
+        with self._changed:
+          self._written = chunk.sequence
+          self._changed.notify_all()
+    except BaseException as error:  # raised again where frames are asked for
+      with self._changed:
+        self._error = error
+        self._changed.notify_all()
+
+  def gather(self, lane: np.ndarray, cell: np.ndarray, written: int) -> np.ndarray:
+    """Frames [n, w, ...] of cells, once so many have been written. Raises whatever ended the fetching before."""
+    with self._changed:
+      self._changed.wait_for(lambda: self._error or self._written >= written)
+      if self._error and self._written < written:
+        raise self._error
+    return self._frames[lane[:, None], cell]
+
+
+def reanalyse(
+  config: Config, blueprint: Blueprint, client: Client, form: wire.Form, role: Role, incarnation: int
+) -> None:
+  """Looks at what it is given until the run is over. Arguments as for `remote_actor.act`, and the unit's form."""
+  number = role.number
+  welcome = client.join_reanalyser(messages.ReanalyserJoin(number, incarnation, machine_name()))
+  mapped = welcome.frames_file and os.access(welcome.frames_file, os.R_OK)
+  frames = MappedFrames(welcome.frames_file, form) if mapped else FetchedFrames(client, number, incarnation, form)
+  like = jax.eval_shape(blueprint.init, jax.random.key(0))
+  weights = RemoteWeights(client, (REANALYSER, REFRESHER), like, jax.local_devices()[0])
+  inference = Inference(config, blueprint)
+  key = jax.random.key(derived_seed(config.run.seed, str(role), incarnation))
+  try:
+    while True:
+      block = client.work(messages.WorkRequest(number, incarnation))
+      version = weights.latest(block.subscriber, at_least=block.step)
+      windows = frames.gather(block.lane, block.cell, block.frames)
+      findings = examine(inference, version, windows, search=block.search, key=jax.random.fold_in(key, block.block))
+      policy, search_value = findings.policy, findings.search_value
+      if policy is None or search_value is None:
+        states = findings.value.shape[1]
+        policy, search_value = _EMPTY.reshape(0, states, form.actions), _EMPTY.reshape(0, states)
+      client.result(
+        messages.Result(number, incarnation, block.block, findings.step, policy, search_value, findings.value)
+      )
+  except RunOver:
+    return

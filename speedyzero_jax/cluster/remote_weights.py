@@ -1,0 +1,69 @@
+"""A subscriber's end of the weights: keeps the newest version at hand, fetched in a thread of its own."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+
+from speedyzero_jax.cluster import messages
+from speedyzero_jax.cluster.client import Client
+from speedyzero_jax.cluster.service import RunOver
+from speedyzero_jax.networks import Variables
+from speedyzero_jax.weights import Version
+
+
+class RemoteWeights:
+  """The newest weights of some subscribers.
+
+  Args:
+    client: of the unit.
+    subscribers: whose versions to keep.
+    like: shapes and types of the network's variables.
+    device: where to put them.
+  """
+
+  def __init__(self, client: Client, subscribers: tuple[str, ...], like: Variables, device: jax.Device):
+    self._client, self._like, self._device = client, like, device
+    self._versions: dict[str, Version] = {}
+    self._changed = threading.Condition()
+    self._error: BaseException | None = None
+    for subscriber in subscribers:
+      threading.Thread(target=self._follow, args=(subscriber,), name=f"weights-{subscriber}", daemon=True).start()
+
+  def _follow(self, subscriber: str) -> None:
+    have = -1
+    try:
+      while True:
+        sent = self._client.weights(messages.WeightsRequest(subscriber, have))
+        version = Version(sent.step, self._unpack(sent))
+        have = sent.step
+        with self._changed:
+          self._versions[subscriber] = version
+          self._changed.notify_all()
+    except BaseException as error:  # raised again where the weights are asked for
+      with self._changed:
+        self._error = error
+        self._changed.notify_all()
+
+  def _unpack(self, sent: messages.Weights) -> Variables:
+    def place(like: jax.ShapeDtypeStruct, array) -> jax.Array:
+      if array.shape != like.shape:
+        raise ValueError(f"the unit's network is another: an array is {array.shape}, here {like.shape}")
+      return jnp.asarray(jax.device_put(array, self._device), like.dtype)
+
+    return jax.tree.map(place, self._like, messages.unnamed(self._like, sent.arrays))
+
+  def latest(self, subscriber: str, at_least: int = 0) -> Version:
+    """The newest version, once it is of this learner step or later. Raises whatever ended the following of it.
+
+    That the run is over is raised only if there is no such version: with one, the caller's work can still be done.
+    """
+    with self._changed:
+      self._changed.wait_for(lambda: self._error or self._at(subscriber) >= at_least)
+      if self._error and not (isinstance(self._error, RunOver) and self._at(subscriber) >= at_least):
+        raise self._error
+      return self._versions[subscriber]
+
+  def _at(self, subscriber: str) -> int:
+    version = self._versions.get(subscriber)
+    return -1 if version is None else version.step

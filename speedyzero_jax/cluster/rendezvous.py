@@ -1,0 +1,124 @@
+"""Where the processes of a run meet: jax.distributed's membership, key-value store, barriers and liveness.
+
+The only module that touches jax's private parts (its distributed client and its detection of clusters). Must not know
+what the processes do.
+"""
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax._src import distributed
+from jax._src.clusters import cluster
+
+_HEARTBEAT_TIMEOUT = 20  # seconds; after them a silent process counts as dead
+_PREFIX = "speedyzero/"
+
+logger = logging.getLogger(__name__)
+
+
+class RendezvousError(Exception):
+  """The processes could not meet; the message says who and where."""
+
+
+class Place(NamedTuple):
+  """One process among others."""
+
+  coordinator: str  # host:port
+  num_processes: int
+  process_id: int
+
+
+def detect() -> Place | None:
+  """This process' place in a cluster that jax knows (Slurm, Open MPI, Kubernetes, ...); None outside of one.
+
+  Raises:
+    RendezvousError: there is a cluster, but it does not say enough.
+  """
+  for kind in cluster.ClusterEnv._cluster_types:
+    if kind.opt_in_only_method or not kind.is_env_present():
+      continue
+    try:
+      count = kind.get_process_count()
+      if count < 2:
+        return None
+      port = os.environ.get("JAX_COORDINATOR_PORT")
+      address = kind.get_coordinator_address(timeout_secs=300, override_coordinator_port=port)
+      return Place(address, count, kind.get_process_id())
+    except (KeyError, ValueError, RuntimeError, OSError) as error:
+      raise RendezvousError(f"{kind.__name__} was detected, but {type(error).__name__}: {error}") from error
+  return None
+
+
+class Rendezvous:
+  """A member of the run. Make one before anything of jax is used.
+
+  Args:
+    place: of this process.
+    devices: ids of the accelerators this process may see; None for all (also where jax itself would take one each).
+    timeout: seconds to wait for the coordinator.
+
+  Raises:
+    RendezvousError: the coordinator could not be reached or refused.
+  """
+
+  def __init__(self, place: Place, *, devices: Sequence[int] | None = None, timeout: int = 300):
+    self.place = place
+    jax.config.update("jax_enable_recoverability", True)  # an actor's death is not everybody's
+    try:
+      jax.distributed.initialize(
+        coordinator_address=place.coordinator,
+        num_processes=place.num_processes,
+        process_id=place.process_id,
+        local_device_ids=devices,
+        cluster_detection_method="deactivate",  # Slurm's and Open MPI's would leave one device
+        initialization_timeout=timeout,
+        heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT,
+      )
+    except (RuntimeError, ValueError) as error:
+      raise RendezvousError(f"process {place.process_id} could not join {place.coordinator}: {error}") from error
+    self._client: Any = distributed.global_state.client
+    jax.local_devices()  # now, together: every process waits here until all have said what devices they have
+
+  def publish(self, name: str, value: str) -> None:
+    """Says something small to all, under a name that replaces what it said before."""
+    self._client.key_value_set(_PREFIX + name, value, allow_overwrite=True)
+
+  def lookup(self, name: str, timeout: float) -> str:
+    """What was published under a name; waits for it. Raises RendezvousError after `timeout` seconds."""
+    try:
+      return self._client.blocking_key_value_get(_PREFIX + name, int(timeout * 1000))
+    except jax.errors.JaxRuntimeError as error:
+      raise RendezvousError(f"nobody published '{name}' within {timeout:.0f} s") from error
+
+  def count(self, name: str) -> int:
+    """How often this was asked of a name before, by anybody."""
+    return int(self._client.key_value_increment(_PREFIX + name, 1)) - 1
+
+  def barrier(self, name: str, timeout: float, processes: Sequence[int] | None = None) -> None:
+    """Waits until these processes (None: all) are here. A name serves once.
+
+    Raises RendezvousError after `timeout` seconds, or when one of them has died.
+    """
+    try:
+      self._client.wait_at_barrier(_PREFIX + name, int(timeout * 1000), processes)
+    except jax.errors.JaxRuntimeError as error:
+      raise RendezvousError(f"not everybody came to '{name}' within {timeout:.0f} s: {error}") from error
+
+  def alive(self) -> list[int]:
+    """Ids of the processes whose heart beats."""
+    return sorted(self._client.get_live_nodes(list(range(self.place.num_processes))))
+
+  def devices(self, processes: Sequence[int]) -> list[jax.Device]:
+    """Devices of these processes, in the order of their ids: what a mesh is made of."""
+    wanted = set(processes)
+    return sorted((d for d in jax.devices() if d.process_index in wanted), key=lambda d: (d.process_index, d.id))
+
+  def close(self) -> None:
+    """Leaves. Processes that leave at the end should meet at a barrier first."""
+    try:
+      jax.distributed.shutdown()
+    except jax.errors.JaxRuntimeError as error:
+      logger.warning("leaving the rendezvous: %s", error)

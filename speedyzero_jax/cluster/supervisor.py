@@ -1,0 +1,419 @@
+"""Starts, watches and restarts the processes of a run on this machine. Knows nothing of jax, or of what they do.
+
+Processes are vital (learners: they share collectives, so one that is lost takes all with it) or not (they are started
+again alone). None outlives the supervisor, however that ends: each is started as `python supervisor.py ...`, which asks
+the kernel for that and then turns into the command.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import selectors
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+FAILED, WRONG_USE = 1, 2  # exit codes, of processes and of the supervisor
+
+_STOPS = (signal.SIGINT, signal.SIGTERM)
+_ECHO = 0.3  # seconds in which a repeated signal is the same one: timeout(1) sends it to the process and to its group
+_SETTLE = 0.5  # seconds for which a failed vital process waits for another that may be the cause
+_TAIL_LINES, _TAIL_BYTES = 20, 1 << 16  # how much of a log is shown
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class Child(NamedTuple):
+  """A process to start: its name, e.g. actor-3; command; variables on top of this environment; whether it is vital."""
+
+  name: str
+  command: list[str]
+  env: Mapping[str, str]
+  vital: bool
+
+
+class Supervisor:
+  """Runs processes until the vital ones have finished. All times are in seconds.
+
+  The first vital process writes to this one's output, the others to `logs/NAME.log`. `logs/supervisor.json` holds
+  {pid, children: [{name, pid, started, restarts}]}; pid and started (Unix time) are null while a child is not running.
+
+  Attributes:
+    restarts: how often each child was started again, by name.
+
+  Args:
+    make: gives the children, at least one of them vital, with distinct names; called before the first start with False
+      and before each start of all again with True (they should go on from what is saved).
+    logs: a folder, made if it is not there.
+    report: is told what people should know, mostly single lines.
+    quick: a process that lives shorter dies quickly.
+    max_quick_deaths: of a process that is not vital, in a row, before the run fails.
+    max_restarts: of all processes, in a row after vital ones that died quickly, before the run fails.
+    pause: before a process is started again; doubles with every death in a row up to `longest_pause`.
+    healthy: the pause is short again for who lived as long.
+    grace: for which the others may go on when all vital ones have ended.
+    save_patience: for which vital processes may save after a signal.
+    kill_after: between SIGTERM and SIGKILL.
+  """
+
+  def __init__(
+    self,
+    make: Callable[[bool], Sequence[Child]],
+    logs: Path,
+    report: Callable[[str], None],
+    *,
+    quick: float = 20.0,
+    max_quick_deaths: int = 5,
+    max_restarts: int = 20,
+    pause: float = 1.0,
+    longest_pause: float = 30.0,
+    healthy: float = 60.0,
+    grace: float = 20.0,
+    save_patience: float = 300.0,
+    kill_after: float = 5.0,
+  ):
+    self._make, self._logs, self._report = make, logs, report
+    self._new_streak = lambda: _Streak(quick, healthy, pause, longest_pause)
+    self._max_quick_deaths, self._max_restarts = max_quick_deaths, max_restarts
+    self._grace, self._save_patience, self._kill_after = grace, save_patience, kill_after
+    self.restarts: dict[str, int] = {}
+    self._running: dict[str, _Process] = {}
+    self._signals: list[signal.Signals] = []  # received and not yet acted upon
+
+  def run(self) -> int:
+    """Starts the processes and returns when none is left. Call it once, from the main thread.
+
+    SIGINT and SIGTERM are passed to the vital processes, which may save; a second one kills everything.
+
+    Returns:
+      0 when all vital processes ended with 0; 128 + n when signal n stopped them; the code of a vital process that
+      failed; WRONG_USE when another's was that; FAILED when something died too often.
+
+    Raises:
+      ValueError: `make` gave no vital child, or two of the same name.
+      OSError: the logs can't be written, or processes not be started.
+    """
+    self._logs.mkdir(parents=True, exist_ok=True)
+    with _Inbox() as self._inbox, selectors.DefaultSelector() as self._selector:
+      self._selector.register(self._inbox, selectors.EVENT_READ)
+      try:
+        return self._run()
+      finally:
+        self._kill_all()
+
+  def _run(self) -> int:
+    streak = self._new_streak()
+    self._start_all(resume=False)
+    while True:
+      outcome = self._watch()
+      if isinstance(outcome, int):
+        return outcome
+      self._kill_all()  # nothing of theirs is needed
+      pause = streak.add(outcome.lived)
+      if streak.quick > self._max_restarts:
+        self._report(self._obituary(outcome) + f"\nIt was the last of {streak.quick} quick deaths in a row.")
+        return FAILED
+      self._report(f"{outcome}; starting all again in {pause:g} s")
+      until = time.monotonic() + pause
+      while time.monotonic() < until and not self._signals:
+        self._wait(until)
+      if self._signals:
+        return self._stop(self._signals.pop(0))
+      self._start_all(resume=True)
+
+  def _watch(self) -> "int | _Process":
+    """Returns the exit code, or the lost vital process for which all must start again."""
+    due: list[tuple[float, Child]] = []  # when to start whom again
+    streaks = {name: self._new_streak() for name in self._running}
+    while True:
+      ended = self._wait(min((at for at, _ in due), default=None))
+      if self._signals:
+        return self._stop(self._signals.pop(0))
+      failed = [process for process in ended if process.child.vital and process.code]
+      if failed:
+        return self._judge(failed)
+      if not self._vital():
+        self._end_all(self._grace)
+        return 0
+      for process in ended:
+        if not process.code:
+          continue
+        streak = streaks[process.child.name]
+        pause = streak.add(process.lived)
+        if process.code == WRONG_USE or streak.quick >= self._max_quick_deaths:
+          often = "" if process.code == WRONG_USE else f"\nIt was the last of {streak.quick} quick deaths in a row."
+          self._report(self._obituary(process) + often)
+          self._stop(signal.SIGTERM)
+          return WRONG_USE if process.code == WRONG_USE else FAILED
+        self._report(f"{process}; starting it again in {pause:g} s")
+        due.append((time.monotonic() + pause, process.child))
+      now = time.monotonic()
+      for at, child in due:
+        if at <= now:
+          self._start(child)
+      due = [(at, child) for at, child in due if at > now]
+
+  def _judge(self, failed: "list[_Process]") -> "int | _Process":
+    """What becomes of the run now that vital processes have failed. As `_watch`."""
+    # Who loses a peer aborts, or fails, and may be seen before the peer is.
+    until = time.monotonic() + _SETTLE
+    while time.monotonic() < until and not self._signals and self._vital() and not any(map(_was_shot, failed)):
+      failed += [process for process in self._wait(until) if process.child.vital and process.code]
+    cause = min(failed, key=lambda process: (not _was_shot(process), process.killed_by == signal.SIGABRT))
+    if cause.killed_by:
+      return cause
+    self._report(self._obituary(cause))
+    if cause.code - 128 in _STOPS:  # somebody told it alone to stop
+      self._stop(signal.Signals(cause.code - 128))
+    else:
+      self._end_all(0.0)
+    return cause.code
+
+  def _stop(self, number: signal.Signals) -> int:
+    """Ends all, the vital ones first: they save. Returns the exit code."""
+    vital = self._vital()
+    names = ", ".join(process.child.name for process in vital)
+    what = f"waiting for {names} to save; a second signal kills" if names else "nothing has to be saved"
+    self._report(f"stopping ({number.name}): {what}")
+    for process in vital:
+      process.send(number)
+    self._await(vital, self._save_patience)
+    for process in vital:
+      if process.running:
+        self._report(f"{process.child.name} has not ended in {self._save_patience:g} s and is killed")
+        process.kill()
+    self._end_all(self._grace)
+    unsaved = [process for process in vital if process.code not in (0, 128 + number, -number)]
+    for process in unsaved:
+      self._report(self._obituary(process))
+    return next((process.code for process in unsaved if not process.killed_by), 128 + number)
+
+  def _end_all(self, grace: float) -> None:
+    """Ends everything that runs, which has `grace` seconds to do so by itself."""
+    self._await(self._running.values(), grace)
+    for process in self._running.values():
+      process.send(signal.SIGTERM)
+    self._await(self._running.values(), self._kill_after)
+    self._kill_all()
+
+  def _await(self, processes: "Iterable[_Process]", patience: float) -> None:
+    """Waits until these have ended, for at most `patience` seconds; a signal meanwhile kills everything."""
+    processes, until = list(processes), time.monotonic() + patience
+    while any(process.running for process in processes) and time.monotonic() < until:
+      self._wait(until)
+      if self._signals:
+        self._kill_all()
+
+  def _kill_all(self) -> None:
+    for process in self._running.values():
+      process.kill()
+    while self._running:
+      self._wait(None)
+
+  def _start_all(self, resume: bool) -> None:
+    children = self._make(resume)
+    if len({child.name for child in children}) < len(children) or not any(child.vital for child in children):
+      raise ValueError("children need distinct names, and one of them must be vital")
+    self._shown = next(child.name for child in children if child.vital)
+    for child in children:
+      self._start(child)
+
+  def _start(self, child: Child) -> None:
+    log = None if child.name == self._shown else self._logs / f"{child.name}.log"
+    process = self._running[child.name] = _Process(child, log)
+    self._selector.register(process, selectors.EVENT_READ)
+    self.restarts[child.name] = self.restarts.get(child.name, -1) + 1
+    self._write_status()
+
+  def _wait(self, until: float | None) -> "list[_Process]":
+    """Waits for the end of a process, for a signal, or until then (monotonic); None: as long as it takes.
+
+    Returns the processes that ended; `_signals` has the signals.
+    """
+    ended = []
+    for key, _ in self._selector.select(None if until is None else max(until - time.monotonic(), 0.0)):
+      if isinstance(key.fileobj, _Process):
+        process = key.fileobj
+        self._selector.unregister(process)
+        del self._running[process.child.name]
+        process.bury()
+        ended.append(process)
+      else:
+        self._signals += self._inbox.take()
+    if ended:
+      self._write_status()
+    return ended
+
+  def _vital(self) -> "list[_Process]":
+    return [process for process in self._running.values() if process.child.vital]
+
+  def _obituary(self, process: "_Process") -> str:
+    if process.log is None:
+      return f"{process}; what it said is above"
+    lines = "\n".join(f"  {line}" for line in _tail(process.log))
+    return f"{process}; the end of {process.log}:\n{lines}"
+
+  def _write_status(self) -> None:
+    children = []
+    for name, restarts in self.restarts.items():
+      process = self._running.get(name)
+      pid, started = (process.pid, process.started) if process else (None, None)
+      children.append({"name": name, "pid": pid, "started": started, "restarts": restarts})
+    path = self._logs / "supervisor.json"
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps({"pid": os.getpid(), "children": children}, indent=2) + "\n")
+    new.replace(path)
+
+
+class _Process:
+  """A started child. It leads a process group of its own, so that a terminal's Ctrl-C reaches it only through us."""
+
+  running = True
+  code = 0  # once it has ended; -n: killed by signal n
+  lived = 0.0  # seconds, likewise
+
+  def __init__(self, child: Child, log: Path | None):
+    self.child, self.log, self.started = child, log, time.time()
+    self._begin = time.monotonic()
+    bootstrap = [sys.executable, "-I", "-S", __file__, str(os.getpid()), "quiet" if log is None else "announce"]
+    with contextlib.nullcontext() if log is None else log.open("ab") as out:
+      self._process = subprocess.Popen(
+        bootstrap + child.command,
+        env=os.environ | child.env,
+        stdin=subprocess.DEVNULL,  # reading a terminal from the background would stop it
+        stdout=out,
+        stderr=None if out is None else subprocess.STDOUT,
+        process_group=0,
+      )
+    self.pid = self._process.pid
+    self._pidfd = os.pidfd_open(self.pid)
+
+  def fileno(self) -> int:
+    """Readable once the process has ended."""
+    return self._pidfd
+
+  def send(self, number: signal.Signals) -> None:
+    """To the process alone: what else is in its group is its own business."""
+    signal.pidfd_send_signal(self._pidfd, number)
+
+  def kill(self) -> None:
+    """Kills its whole group. Only before `bury`: until then its number is nobody else's."""
+    with contextlib.suppress(ProcessLookupError):
+      os.killpg(self.pid, signal.SIGKILL)
+
+  def bury(self) -> None:
+    """After its end: kills what it left behind, sets `code` and `lived`."""
+    self.kill()
+    self.code, self.running = self._process.wait(), False
+    self.lived = time.monotonic() - self._begin
+    os.close(self._pidfd)
+
+  @property
+  def killed_by(self) -> int | None:
+    """The signal that ended it, also where a shell reports that; exits after catching SIGINT or SIGTERM don't count."""
+    if self.code < 0:
+      return -self.code
+    return self.code - 128 if 128 < self.code <= 192 and self.code - 128 not in _STOPS else None
+
+  def __str__(self) -> str:
+    """How it ended."""
+    if self.code < 0:
+      how = f"was killed by {_signal_name(-self.code)}"
+    else:
+      how = f"exited with code {self.code}" + (f" ({_signal_name(self.code - 128)})" if self.killed_by else "")
+    return f"{self.child.name} {how} after {self.lived:.0f} s"
+
+
+def _was_shot(process: _Process) -> bool:
+  """Whether a signal from outside ended it. An abort may be its own doing, after another's death."""
+  return process.killed_by not in (None, signal.SIGABRT)
+
+
+class _Streak:
+  """The deaths of one in a row: how many were quick, and how long to wait after each."""
+
+  def __init__(self, quick: float, healthy: float, pause: float, longest_pause: float):
+    self._limit, self._healthy, self._first, self._longest = quick, healthy, pause, longest_pause
+    self._next = pause
+    self.quick = 0
+
+  def add(self, lived: float) -> float:
+    """Counts a death after `lived` seconds, returns the pause in seconds."""
+    self.quick = self.quick + 1 if lived < self._limit else 0
+    pause = self._first if lived >= self._healthy else self._next
+    self._next = min(2 * pause, self._longest)
+    return pause
+
+
+class _Inbox:
+  """Inside this context, SIGINT and SIGTERM do nothing but arrive here; readable when one has."""
+
+  def __enter__(self) -> "_Inbox":
+    self._out, self._in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    self._last = -_ECHO
+    self._before = {number: signal.signal(number, _do_nothing) for number in _STOPS}
+    self._fd_before = signal.set_wakeup_fd(self._in)
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    signal.set_wakeup_fd(self._fd_before)
+    for number, handler in self._before.items():
+      signal.signal(number, handler)
+    os.close(self._out)
+    os.close(self._in)
+
+  def fileno(self) -> int:
+    return self._out
+
+  def take(self) -> list[signal.Signals]:
+    """What has arrived, without echoes."""
+    taken = []
+    for number in os.read(self._out, 4096):
+      now = time.monotonic()
+      if number in _STOPS and now - self._last > _ECHO:
+        taken.append(signal.Signals(number))
+        self._last = now
+    return taken
+
+
+def _do_nothing(_number: int, _frame: FrameType | None) -> None:
+  """A handler that exists so that Python writes the number into the pipe."""
+
+
+def _signal_name(number: int) -> str:
+  try:
+    return signal.Signals(number).name
+  except ValueError:
+    return f"signal {number}"
+
+
+def _tail(path: Path) -> list[str]:
+  with path.open("rb") as file:
+    file.seek(max(file.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
+    return file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
+
+
+def _become(supervisor: int, announce: bool, command: list[str]) -> int:
+  """In the new process: binds its life to the supervisor's, then turns into the command. Returns only if it can't."""
+  if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+    print(f"error: prctl: {os.strerror(ctypes.get_errno())}", file=sys.stderr)
+    return FAILED
+  if os.getppid() != supervisor:  # it died before that took effect
+    return FAILED
+  if announce:
+    print(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} pid {os.getpid()}: {shlex.join(command)}", flush=True)
+  try:
+    os.execvp(command[0], command)
+  except OSError as error:
+    print(f"error: can't run {command[0]}: {error.strerror}", file=sys.stderr)
+    return WRONG_USE
+
+
+if __name__ == "__main__":
+  sys.exit(_become(int(sys.argv[1]), sys.argv[2] == "announce", sys.argv[3:]))

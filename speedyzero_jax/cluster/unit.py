@@ -1,0 +1,174 @@
+"""A learner process among others: its part of the run, and the service that its actors and reanalysers use."""
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from speedyzero_jax.cluster import messages, wire
+from speedyzero_jax.cluster.hub import Hub
+from speedyzero_jax.cluster.rendezvous import Rendezvous
+from speedyzero_jax.cluster.service import Tls, serve
+from speedyzero_jax.config import Config
+from speedyzero_jax.learner import make_mesh
+from speedyzero_jax.parts import blueprint_of, game_of, replay_capacity
+from speedyzero_jax.replay.buffer import Replay
+from speedyzero_jax.replay.journal import Journal
+from speedyzero_jax.topology import Role, Topology, lanes_of_actors, machine_name, unit_config
+from speedyzero_jax.training import Part, Training
+
+_PATIENCE = 600.0  # seconds that units wait for each other at the start: one may have a long journal to read
+_FAREWELL = 10.0  # seconds in which actors and reanalysers should finish a step and hear that the run is over
+
+
+def form_of(config: Config, own: Config) -> wire.Form:
+  """The sizes of a unit's messages; `own` is the unit's share of the configuration."""
+  game = game_of(config)
+  variables = jax.eval_shape(blueprint_of(config, game).init, jax.random.key(0))
+  half = config.topology.weights_dtype == "bfloat16"
+
+  def sent(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, jax.numpy.bfloat16 if half and x.dtype == jax.numpy.float32 else x.dtype)
+
+  weights = {name: sent(leaf) for name, leaf in messages.named(variables).items()}
+  size = sum(leaf.size * leaf.dtype.itemsize for leaf in weights.values())
+  return wire.Form(
+    lanes=own.actor.lanes,
+    capacity=replay_capacity(own),
+    actions=game.num_actions,
+    frame_shape=game.frame_shape,
+    frame_dtype=game.frame_dtype,
+    weights=weights,
+    max_bytes=max(64 << 20, size + (1 << 20)),
+  )
+
+
+def tls_of(config: Config) -> Tls | None:
+  """TLS as configured."""
+  part = config.topology
+  return Tls(Path(part.tls_certificate), Path(part.tls_key), Path(part.tls_authority)) if part.tls_certificate else None
+
+
+@contextlib.contextmanager
+def part_of(config: Config, folder: Path, topology: Topology, role: Role, rendezvous: Rendezvous) -> Iterator[Part]:
+  """This learner's part of the run.
+
+  Args:
+    config: of the run.
+    folder: where this unit keeps what is its own.
+    topology: of the run.
+    role: of this process.
+    rendezvous: with the others.
+
+  Raises JournalError.
+  """
+  own, game = unit_config(config, role.unit, topology.learners), game_of(config)
+  devices = rendezvous.devices(range(topology.learners))
+  per_process = config.learner.devices or len(jax.local_devices())
+  chosen = [
+    d for unit in range(topology.learners) for d in [x for x in devices if x.process_index == unit][:per_process]
+  ]
+  journal = Journal(folder / "journal.sqlite", own.actor.lanes, game.frame_shape, game.frame_dtype, game.num_actions)
+  reanalysers = topology.serving("reanalyser", role.unit)
+  shape = (own.actor.lanes, replay_capacity(own), *game.frame_shape)
+  memory = None
+  with contextlib.ExitStack() as stack:
+    stack.callback(journal.close)
+    if reanalysers:
+      memory = stack.enter_context(_shared_memory(shape, game.frame_dtype))
+    yield Part(
+      unit=role.unit,
+      units=topology.learners,
+      mesh=make_mesh(chosen),
+      acts=not topology.serving("actor", role.unit),
+      reanalyses=not reanalysers,
+      journal=journal,
+      frame_memory=memory,
+      agree=_agreement(rendezvous, role.unit, topology.learners),
+    )
+
+
+@contextlib.contextmanager
+def _shared_memory(shape: tuple[int, ...], dtype: np.dtype) -> Iterator[np.ndarray]:
+  """An array that other processes of this machine can map by `path_of`. Without a name, it goes when all have gone."""
+  descriptor = os.memfd_create("speedyzero-frames")
+  try:
+    os.ftruncate(descriptor, int(np.prod(shape)) * dtype.itemsize)
+    yield np.memmap(f"/proc/self/fd/{descriptor}", dtype, "r+", shape=shape)
+  finally:
+    os.close(descriptor)
+
+
+def _path_of(memory: np.ndarray | None) -> str:
+  """Where others find it."""
+  filename = getattr(memory, "filename", None)
+  return "" if filename is None else f"/proc/{os.getpid()}/fd/{Path(filename).name}"
+
+
+def _agreement(rendezvous: Rendezvous, unit: int, units: int) -> Callable[[int], Sequence[int]]:
+  rounds = 0
+
+  def agree(step: int) -> list[int]:
+    nonlocal rounds
+    rounds += 1
+    rendezvous.publish(f"resume/{rounds}/{unit}", str(step))
+    return [int(rendezvous.lookup(f"resume/{rounds}/{other}", _PATIENCE)) for other in range(units)]
+
+  return agree
+
+
+@contextlib.contextmanager
+def serving(
+  training: Training, topology: Topology, role: Role, rendezvous: Rendezvous, *, host: str, token: bytes
+) -> Iterator[None]:
+  """Serves this unit's actors and reanalysers, and tells them where.
+
+  Args:
+    training: of this process.
+    topology: of the run.
+    role: of this process.
+    rendezvous: with the others.
+    host: address to listen on and to be reached by.
+    token: secret of the run.
+  """
+  config = training.config
+  actors, reanalysers = (topology.serving(kind, role.unit) for kind in ("actor", "reanalyser"))
+  if not actors + reanalysers:
+    yield
+    return
+  hub = Hub(
+    replay=training.replay,
+    pacer=training.pacer,
+    weights=training.weights,
+    collector=training,
+    sweepers=training.sweepers if reanalysers else (),
+    lanes=lanes_of_actors(training.own.actor.lanes, actors) if actors else (),
+    reanalysers=reanalysers,
+    block_timeout=config.topology.block_timeout,
+    machine=machine_name(),
+    frames_file=_path_of(training.part.frame_memory),
+    half_weights=config.topology.weights_dtype == "bfloat16",
+    count=training.reporter.count,
+  )
+  if reanalysers and training.reanalyse is not None:
+
+    def reanalyse(replay: Replay, lane: np.ndarray, time: np.ndarray) -> None:
+      hub.reanalyse(training.batch_reanalyser.works(replay, lane, time))
+
+    training.reanalyse = reanalyse
+  form = form_of(config, training.own)
+  with serve(hub, f"{host}:0", token, form, clients=actors + reanalysers, tls=tls_of(config)) as server:
+    rendezvous.publish(f"unit/{role.unit}", json.dumps({"address": server.address}))
+    try:
+      yield
+    finally:
+      hub.finish(_FAREWELL)
+
+
+def address_of(unit: int, rendezvous: Rendezvous) -> str:
+  """Where a unit is served, once it is."""
+  return str(json.loads(rendezvous.lookup(f"unit/{unit}", _PATIENCE))["address"])

@@ -1,0 +1,128 @@
+"""Makes the parts of a run from its configuration, the same way for training, for evaluation and in every process."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from speedyzero_jax.checkpoint import Checkpoints
+from speedyzero_jax.config import Config
+from speedyzero_jax.envs import make_env
+from speedyzero_jax.inference import Inference
+from speedyzero_jax.networks import Blueprint, make_blueprint
+from speedyzero_jax.replay.buffer import Replay, SweepName
+from speedyzero_jax.replay.device_frames import place_frames
+from speedyzero_jax.replay.lanes import LaneStore
+from speedyzero_jax.weights import Version
+
+
+class Game(NamedTuple):
+  """What must be known of a game before anything can be made for it."""
+
+  frame_shape: tuple[int, int, int]
+  frame_dtype: np.dtype
+  num_actions: int
+
+  def observation_shape(self, config: Config) -> tuple[int, int, int]:
+    """[H, W, S*C], what the network sees."""
+    height, width, channels = self.frame_shape
+    return height, width, channels * config.env.frame_stack
+
+
+def game_of(config: Config) -> Game:
+  """The configured game. Raises ValueError for one there is not."""
+  env = make_env(config.env, 1, 0, training=True)
+  env.close()
+  return Game(env.frame_shape, env.frame_dtype, env.num_actions)
+
+
+def blueprint_of(config: Config, game: Game) -> Blueprint:
+  """The network, for those who only look."""
+  return make_blueprint(config.network, game.observation_shape(config), game.num_actions)
+
+
+def replay_capacity(config: Config) -> int:
+  """Slots per lane. With `replay.capacity` 0 as many as a run can need: one per agent step and one more per episode."""
+  wanted = config.replay.capacity or 2 * config.run.env_steps
+  shortest = config.env.frame_stack + config.learner.unroll_steps + config.replay.td_steps
+  return max(-(-wanted // config.actor.lanes), shortest)
+
+
+def make_replay(
+  config: Config,
+  game: Game,
+  mesh: Mesh,
+  report: Callable[[str], None],
+  *,
+  seed: int,
+  frame_memory: np.ndarray | None = None,
+) -> Replay:
+  """The replay that a configuration asks for, its frames also on the devices of the mesh if it says so.
+
+  Host memory is committed only as it is used; devices start with room for episodes of ten steps and more.
+  """
+  capacity = replay_capacity(config)
+  shortest = config.env.frame_stack + config.learner.unroll_steps + config.replay.td_steps
+  rows = capacity if config.replay.capacity else max(-(-11 * capacity // 20), shortest)
+  form: dict[str, Any] = {
+    "lanes": config.actor.lanes,
+    "capacity": capacity,
+    "frame_shape": game.frame_shape,
+    "frame_dtype": game.frame_dtype,
+  }
+  return Replay(
+    **form,
+    num_actions=game.num_actions,
+    replay=config.replay,
+    reanalyse=config.reanalyse,
+    unroll_steps=config.learner.unroll_steps,
+    value_prefix_horizon=config.network.value_prefix_horizon,
+    frame_stack=config.env.frame_stack,
+    discount=config.env.discount,
+    rng_seed=seed,
+    device_frames=place_frames(config.replay.frames, mesh, rows=rows, report=report, **form),
+    frame_memory=frame_memory,
+  )
+
+
+def replay_bytes(config: Config) -> int:
+  """Host memory that the replay has in use when a run ends, at least: a slot for each agent step, as far as they are
+  kept. An episode has one slot more than it has steps.
+  """
+  game = game_of(config)
+  slot = LaneStore(1, 1, game.frame_shape, game.frame_dtype, game.num_actions).memory()["reserved_bytes"]
+  return int(slot) * min(config.replay.capacity or config.run.env_steps, config.run.env_steps)
+
+
+def sweeps(config: Config) -> list[SweepName]:
+  """The whole-buffer passes a configuration needs. Sweep reanalysis refreshes priorities too: one may do for both."""
+  passes: list[SweepName] = []
+  if config.reanalyse.schedule == "sweep":
+    passes.append("reanalyse")
+  if config.refresh.enabled and not (passes and config.reanalyse.max_age <= config.refresh.max_age):
+    passes.append("refresh")
+  return passes
+
+
+def restore_for_evaluation(config: Config, run_dir: Path, report: Callable[[str], None]) -> tuple[Inference, Version]:
+  """What is needed to play with the newest readable checkpoint of a run. Raises CheckpointError if there is none."""
+  blueprint = blueprint_of(config, game_of(config))
+  here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+  shapes = jax.eval_shape(blueprint.init, jax.random.key(0))
+  abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
+  step, variables = Checkpoints(run_dir).restore_network(abstract, report)
+  return Inference(config, blueprint), Version(step, variables)
+
+
+def enable_compilation_cache(config: Config) -> None:
+  """Keeps compiled programs between runs."""
+  folder = config.run.compile_cache or str(Path.home() / ".cache" / "speedyzero_jax" / "xla")
+  jax.config.update("jax_compilation_cache_dir", folder)
+
+
+def evaluation_seed(config: Config) -> int:
+  """Of the environments that a run's evaluations play in."""
+  return config.run.seed + 1_000_003

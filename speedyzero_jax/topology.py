@@ -1,0 +1,168 @@
+"""Which process is what, and what share of the run each unit has.
+
+A *unit* is a learner process, the lanes of its replay, and the actors and reanalysers that serve it. Pure functions of
+the configuration: every process works out the same.
+"""
+
+import dataclasses
+import itertools
+import os
+import socket
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from speedyzero_jax.config import Config
+from speedyzero_jax.config_io import ConfigError
+
+Kind = Literal["learner", "actor", "reanalyser"]
+
+
+class Role(NamedTuple):
+  """What a process is."""
+
+  kind: Kind
+  unit: int  # the learner it is or serves
+  number: int  # among those of its kind in the unit
+
+  def __str__(self) -> str:
+    return f"{self.kind}-{self.unit}" if self.kind == "learner" else f"{self.kind}-{self.unit}.{self.number}"
+
+
+class Topology(NamedTuple):
+  """How many processes of each kind. Ids: learners first, then actors, then reanalysers, dealt to the units in turn."""
+
+  learners: int
+  actors: int
+  reanalysers: int
+
+  @property
+  def num_processes(self) -> int:
+    return self.learners + self.actors + self.reanalysers
+
+  def role(self, process_id: int) -> Role:
+    """What the process with this id is."""
+    place = process_id
+    for kind, count in zip(("learner", "actor", "reanalyser"), self, strict=True):
+      if place < count:
+        return Role(kind, place % self.learners, place // self.learners)  # type: ignore[arg-type]
+      place -= count
+    raise ValueError(f"there are {self.num_processes} processes, no number {process_id}")
+
+  def serving(self, kind: Kind, unit: int) -> int:
+    """How many processes of a kind a unit has."""
+    roles = (self.role(process_id) for process_id in range(self.num_processes))
+    return sum(role.kind == kind and role.unit == unit for role in roles)
+
+  def __str__(self) -> str:
+    named = zip(self._fields, self, strict=True)
+    return ", ".join(f"{count} {name if count > 1 else name[:-1]}" for name, count in named if count)
+
+
+def resolve(config: Config, num_processes: int | None = None) -> Topology:
+  """The topology that a configuration asks for.
+
+  Args:
+    config: of the run.
+    num_processes: that there are; None if it is for the configuration to say.
+
+  Raises:
+    ConfigError: the numbers do not fit each other, or the lanes, the batch or the steps can't be shared equally.
+  """
+  wanted = config.topology
+  helpers = wanted.actors + wanted.reanalysers
+  learners = wanted.learners or max((num_processes or 0) - helpers, 1)
+  topology = Topology(learners, wanted.actors, wanted.reanalysers)
+  if num_processes is not None and topology.num_processes != num_processes:
+    raise ConfigError(
+      f"topology: {num_processes} processes were started, but {learners} learners, {wanted.actors} actors and "
+      f"{wanted.reanalysers} reanalysers make {topology.num_processes}"
+    )
+  for name, count in (("actors", wanted.actors), ("reanalysers", wanted.reanalysers)):
+    if count and count < learners:
+      raise ConfigError(f"topology.{name}: must be 0 or one for each of the {learners} learners at least, got {count}")
+  for key, value in (("actor.lanes", config.actor.lanes), ("learner.batch_size", config.learner.batch_size)):
+    if value % learners:
+      raise ConfigError(f"{key}: must be a multiple of the {learners} learners, got {value}")
+  most = -(-wanted.actors // learners)
+  if config.actor.lanes // learners < most:
+    raise ConfigError(f"actor.lanes: {wanted.actors} actors need a lane each, got {config.actor.lanes}")
+  if config.run.mode == "lockstep" and topology.num_processes > 1:
+    raise ConfigError("run.mode: lockstep is for one process; many overlap, whatever they agree on")
+  return topology
+
+
+def unit_config(config: Config, unit: int, units: int) -> Config:
+  """A unit's share of a run: what counts lanes, samples or transitions is divided, what counts learner steps is not.
+
+  All units' shares add up to the whole, but for an age interval of fewer transitions than there are units: 0 would
+  switch it off.
+  """
+
+  def share(value: int) -> int:
+    return value // units + (unit < value % units)
+
+  replace = dataclasses.replace
+  age_interval = max(share(config.replay.age_interval), min(config.replay.age_interval, 1))
+  return replace(
+    config,
+    actor=replace(config.actor, lanes=share(config.actor.lanes), random_steps=share(config.actor.random_steps)),
+    replay=replace(config.replay, capacity=share(config.replay.capacity), age_interval=age_interval),
+    reanalyse=replace(config.reanalyse, mixed_newest=share(config.reanalyse.mixed_newest)),
+    learner=replace(config.learner, batch_size=share(config.learner.batch_size)),
+    run=replace(config.run, env_steps=share(config.run.env_steps)),
+  )
+
+
+def lanes_of_actors(lanes: int, actors: int) -> list[range]:
+  """Each actor's lanes of a unit, as equal as can be."""
+  bounds = np.linspace(0, lanes, actors + 1).round().astype(int).tolist()
+  return [range(a, b) for a, b in itertools.pairwise(bounds)]
+
+
+def derived_seed(seed: int, name: str, incarnation: int = 0) -> int:
+  """Of what is a process' own (its environments, its search): another for each name, and after every start."""
+  return int(np.random.SeedSequence([seed, incarnation, *name.encode()]).generate_state(1)[0])
+
+
+def machine_name() -> str:
+  """Tells machines apart, and containers that see no process of each other, whatever host names they have."""
+  boot, processes = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+  known = [boot.read_text().strip()] if boot.exists() else []
+  return "-".join([socket.gethostname(), *known, *([os.readlink(processes)] if processes.is_symlink() else [])])
+
+
+class Devices(NamedTuple):
+  """What a process of this machine may use of its accelerators."""
+
+  ids: list[int]
+  memory: float  # share of each one's
+
+
+def local_gpus() -> int:
+  """NVIDIA devices of this machine that may be used."""
+  visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+  if visible is not None:
+    return len([part for part in visible.split(",") if part])
+  driver = Path("/proc/driver/nvidia/gpus")
+  return len(list(driver.iterdir())) if driver.is_dir() else 0
+
+
+def deal_devices(topology: Topology, count: int) -> list[Devices | None]:
+  """Shares a machine's devices among its processes, by id; None for all if there are no devices.
+
+  Where there is one for each process, actors and reanalysers have one each, the last ones, and the learners share the
+  others equally. Where there are fewer, learners share them all, and the others live on them too.
+  """
+  learners, helpers = topology.learners, topology.actors + topology.reanalysers
+  if not count:
+    return [None] * topology.num_processes
+  apart = count >= learners + helpers
+  most = 0.9  # of a device's memory
+  free = count - helpers if apart else count
+  each = free // learners
+  dealt = [list(range(i * each, (i + 1) * each)) if each else [i % free] for i in range(learners)]
+  dealt += [[count - 1 - i % (helpers if apart else count)] for i in range(helpers)]
+  crowd = [max(sum(device in other for other in dealt) for device in ids) for ids in dealt]
+  return [Devices(ids, most / crowded) for ids, crowded in zip(dealt, crowd, strict=True)]

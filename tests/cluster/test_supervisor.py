@@ -1,0 +1,504 @@
+"""Real processes that end in every way, under a real supervisor, which is killed too."""
+
+import contextlib
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from speedyzero_jax.cluster import supervisor
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+LIMITS = {"quick": 5.0, "pause": 0.05, "longest_pause": 0.2, "grace": 0.3, "save_patience": 10.0, "kill_after": 0.3}
+
+# Arguments: children as [name, command, vital], limits. Prints what is reported and asked, and at the end the restarts.
+SUPERVISOR = """
+import json, os, sys
+from pathlib import Path
+from speedyzero_jax.cluster.supervisor import Child, Supervisor
+
+if os.isatty(0):
+  os.close(os.open(os.ttyname(0), os.O_RDWR))  # makes it the terminal that Ctrl-C is typed on
+children, limits = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+say = lambda text: print(text, flush=True)
+
+def make(resume):
+  say(f"make {resume}")
+  environment = {"RESUME": "1" if resume else ""}
+  return [Child(name, command, environment, vital) for name, command, vital in children]
+
+supervisor = Supervisor(make, Path("logs"), say, **limits)
+code = supervisor.run()
+say("restarts " + json.dumps(supervisor.restarts))
+assert not {"jax", "numpy", "grpc"} & sys.modules.keys()
+sys.exit(code)
+"""
+
+# What the children have in common.
+COMMON = """
+import os, signal, sys, time
+from pathlib import Path
+
+name, resumed = sys.argv[1], bool(os.environ["RESUME"])
+
+def touch(what):
+  Path(what).write_text(str(os.getpid()))
+
+def until(what):
+  while not Path(what).exists():
+    time.sleep(0.01)
+
+def save(number, _frame):  # as launch/multihost.py: a second signal has its usual effect
+  signal.signal(signal.SIGINT, signal.SIG_DFL)
+  signal.signal(signal.SIGTERM, signal.SIG_DFL)
+  time.sleep(0.2)
+  touch(f"saved-{name}")
+  sys.exit(128 + number)
+
+def ready():
+  touch(f"ready-{name}")
+"""
+SLEEP = "ready(); time.sleep(100)"
+SAVE = "signal.signal(signal.SIGINT, save); signal.signal(signal.SIGTERM, save); ready(); time.sleep(100)"
+STUBBORN = """
+for number in (signal.SIGINT, signal.SIGTERM):
+  signal.signal(number, signal.SIG_IGN)
+ready(); time.sleep(100)
+"""
+STOP = """
+signal.signal(signal.SIGTERM, lambda *_: (print("told to"), sys.exit()))
+ready(); time.sleep(100)
+"""
+NOW_AND_THEN = """
+n = len(list(Path().glob("was-*")))
+touch(f"was-{n}")
+if n > 3: touch("finish")
+"""
+SHOT = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+class Run:
+  """A supervisor in a folder of its own, and its children's traces."""
+
+  def __init__(self, folder, children, stdin=None, **limits):
+    self.folder, self.mark = folder, f"mark-{uuid.uuid4().hex}"  # all processes have the mark on their command lines
+    commands = []
+    for name, code, vital in children:
+      (folder / f"{name}.py").write_text(f"{COMMON}\n{code}\n")
+      commands.append((name, [sys.executable, "-S", f"{name}.py", name, self.mark], vital))
+    self.process = subprocess.Popen(
+      [sys.executable, "-c", SUPERVISOR, json.dumps(commands), json.dumps(LIMITS | limits)],
+      cwd=folder,
+      env=os.environ | {"PYTHONPATH": str(ROOT)},
+      stdin=stdin,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      start_new_session=True,
+      text=True,
+    )
+
+  def until(self, *names):
+    wait_for(lambda: all((self.folder / name).exists() for name in names))
+    return self
+
+  def status(self):
+    return json.loads((self.folder / "logs" / "supervisor.json").read_text())
+
+  def child(self, name):
+    return next(child for child in self.status()["children"] if child["name"] == name)
+
+  def ready(self, name):
+    """What it says its number is."""
+    return (self.folder / f"ready-{name}").read_text()
+
+  def log(self, name):
+    return (self.folder / "logs" / f"{name}.log").read_text()
+
+  def end(self, code):
+    """Waits for the end and checks that it left nobody. Returns the output."""
+    self.output = self.process.communicate(timeout=30)[0]
+    assert self.process.returncode == code, self.output
+    assert not pids(self.mark)
+    assert {child["pid"] for child in self.status()["children"]} == {None}
+    return self.output
+
+  def restarts(self):
+    return json.loads(self.output.splitlines()[-1].removeprefix("restarts "))
+
+
+@pytest.fixture
+def run(tmp_path):
+  runs = []
+
+  def start(*children, **options):
+    runs.append(Run(tmp_path, children, **options))
+    return runs[-1]
+
+  yield start
+  for one in runs:
+    one.process.kill()
+    one.process.wait()
+    one.process.stdout.close()
+    wait_for(lambda one=one: not pids(one.mark))
+
+
+def wait_for(condition, seconds=20.0):
+  until = time.monotonic() + seconds
+  while not (result := condition()):
+    assert time.monotonic() < until, "waited in vain"
+    time.sleep(0.01)
+  return result
+
+
+def pids(mark):
+  """Of the processes with the mark on their command line, zombies not among them."""
+  found = []
+  for path in Path("/proc").glob("[0-9]*/cmdline"):
+    with contextlib.suppress(OSError):
+      if mark.encode() in path.read_bytes():
+        found.append(int(path.parent.name))
+  return found
+
+
+def test_ends_when_the_vital_ones_have(run, tmp_path):
+  (tmp_path / "typed").write_text("not for them")
+  with (tmp_path / "typed").open() as typed:
+    one = run(
+      (
+        "learner-0",
+        "print('hello', repr(sys.stdin.read())); [until(f'ready-{n}') for n in ('slow', 'stubborn')]",
+        True,
+      ),
+      ("learner-1", "print('in a log'); time.sleep(0.2)", True),
+      ("done", "print('done'); print('broken', file=sys.stderr)", False),
+      ("willing", "until('ready-slow'); time.sleep(0.3); print('by itself')", False),
+      ("slow", STOP, False),
+      ("stubborn", STUBBORN, False),
+      stdin=typed,
+      grace=1.0,
+    )
+  output = one.end(0)
+  assert output.splitlines()[:2] == ["make False", "hello ''"] and len(output.splitlines()) == 3
+  assert one.restarts() == dict.fromkeys(("learner-0", "learner-1", "done", "willing", "slow", "stubborn"), 0)
+  command = re.escape(f"{sys.executable} -S learner-1.py learner-1 {one.mark}")
+  assert re.fullmatch(rf"--- [0-9]{{4}}-[0-9-]+ [0-9:]+ pid [0-9]+: {command}\nin a log\n", one.log("learner-1"))
+  assert set(one.log("done").splitlines()[1:]) == {"done", "broken"}
+  assert one.log("willing").endswith("by itself\n") and one.log("slow").endswith("told to\n")
+  assert not (one.folder / "logs" / "learner-0.log").exists()
+
+
+def test_starts_again_who_is_killed(run):
+  one = run(("learner-0", "until('finish')", True), ("actor-0", SLEEP, False), ("actor-1", SLEEP, False))
+  one.until("ready-actor-0", "ready-actor-1")
+  before = one.status()
+  assert before["pid"] == one.process.pid
+  assert [child["name"] for child in before["children"]] == ["learner-0", "actor-0", "actor-1"]
+  wait_for(lambda: one.ready("actor-1") == str(one.child("actor-1")["pid"]))
+  assert abs(one.child("actor-1")["started"] - time.time()) < 20
+  for _ in range(2):
+    old = one.child("actor-1")["pid"]
+    os.kill(old, signal.SIGKILL)
+    wait_for(lambda old=old: one.ready("actor-1") not in ("", str(old)))
+    assert one.child("actor-1")["pid"] == int(one.ready("actor-1"))
+  assert one.child("actor-0") == before["children"][1]
+  (one.folder / "finish").touch()
+  output = one.end(0)
+  assert one.restarts() == {"learner-0": 0, "actor-0": 0, "actor-1": 2}
+  line = r"actor-1 was killed by SIGKILL after \d s; starting it again in (\S+) s"
+  assert re.findall(line, output) == ["0.05", "0.1"]
+  assert one.log("actor-1").count("--- ") == 3
+
+
+@pytest.mark.parametrize(
+  ("end", "words"),
+  [
+    ("sys.exit(3)", "exited with code 3"),
+    ("os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV"),
+    ("os._exit(134)", "exited with code 134 (SIGABRT)"),
+  ],
+)
+def test_gives_up_on_who_dies_quickly(run, end, words):
+  code = f"until('ready-learner-0'); [print(f'line {{i}}.') for i in range(30)]; sys.stdout.flush(); {end}"
+  one = run(("learner-0", SAVE, True), ("actor-0", code, False), ("actor-1", SLEEP, False), max_quick_deaths=3)
+  output = one.end(1)
+  assert output.count(f"actor-0 {words} after") == 3
+  log, after = output.split("; the end of logs/actor-0.log:\n")[1].split(
+    "\nIt was the last of 3 quick deaths in a row."
+  )
+  assert log.splitlines() == [f"  line {i}." for i in range(10, 30)]
+  assert "stopping (SIGTERM): waiting for learner-0 to save" in after
+  assert (one.folder / "saved-learner-0").exists()
+  assert one.restarts() == {"learner-0": 0, "actor-0": 2, "actor-1": 0}
+
+
+def test_goes_on_with_who_dies_now_and_then(run):
+  learner, actor = ("learner-0", "until('finish')", True), ("actor-0", NOW_AND_THEN + "time.sleep(0.3); 1/0", False)
+  output = run(learner, actor, quick=0.2, max_quick_deaths=1).end(0)
+  assert re.findall("starting it again in (.*) s", output)[:4] == ["0.05", "0.1", "0.2", "0.2"]
+
+
+def test_pause_is_short_again_for_the_healthy(run):
+  learner, actor = (
+    ("learner-0", "until('finish')", True),
+    ("actor-0", NOW_AND_THEN + "n == 2 and time.sleep(2); 1/0", False),
+  )
+  output = run(learner, actor, healthy=2.0, max_quick_deaths=9).end(0)
+  assert re.findall("starting it again in (.*) s", output)[:4] == ["0.05", "0.1", "0.05", "0.1"]
+
+
+def test_wrong_use_is_not_tried_again(run):
+  wrong = "until('ready-learner-0'); print('no such key'); sys.exit(2)"
+  one = run(("learner-0", SAVE, True), ("actor-0", wrong, False))
+  output = one.end(2)
+  assert "actor-0 exited with code 2 after" in output and "\n  no such key\n" in output
+  assert one.restarts() == {"learner-0": 0, "actor-0": 0}
+  one.until("saved-learner-0")
+
+
+def test_a_command_that_is_not_there_is_wrong_use(tmp_path):
+  sleep = supervisor.Child("learner-0", ["sleep", "100"], {}, True)
+  missing = supervisor.Child("actor-0", ["/not/there"], {}, False)
+  said: list[str] = []
+  assert supervisor.Supervisor(lambda _: [sleep, missing], tmp_path / "logs", said.append, grace=0.0).run() == 2
+  assert "actor-0 exited with code 2" in said[0] and "error: can't run /not/there: No such file or directory" in said[0]
+
+
+@pytest.mark.parametrize("code", [1, 2, 77])
+def test_fails_with_a_vital_one(run, code):
+  fail = f"until('ready-actor-0'); print('no space'); sys.exit({code})"
+  learners = [("learner-0", SLEEP, True), ("learner-1", fail, True)]
+  one = run(*learners, ("actor-0", STOP, False), ("actor-1", STUBBORN, False))
+  output = one.end(code)
+  assert re.search(
+    rf"learner-1 exited with code {code} after .*; the end of logs/learner-1.log:\n.*\n  no space", output
+  )
+  assert one.log("actor-0").endswith("told to\n")
+  assert set(one.restarts().values()) == {0}
+
+
+def test_what_the_first_vital_one_says_is_not_repeated(run):
+  output = run(("learner-0", "print('no space'); sys.exit(1)", True)).end(1)
+  assert output.count("no space") == 1 and "learner-0 exited with code 1 after 0 s; what it said is above" in output
+
+
+def test_starts_all_again_when_a_vital_one_is_killed(run):
+  one = run(
+    ("learner-0", f"if resumed: until('finish')\nelse: {SLEEP}", True),
+    ("actor-0", f"if resumed: until('finish'); sys.exit()\n{STUBBORN}", False),
+    ("actor-1", "pass", False),  # done, and yet wanted after a restart
+    grace=100.0,
+    kill_after=100.0,
+  )
+  one.until("ready-learner-0", "ready-actor-0")
+  old = one.child("learner-0")["pid"], one.child("actor-0")["pid"]
+  os.kill(old[0], signal.SIGKILL)
+  wait_for(lambda: one.child("actor-1")["restarts"])
+  assert not set(old) & set(pids(one.mark))
+  (one.folder / "finish").touch()
+  output = one.end(0)
+  assert re.findall("make .*", output) == ["make False", "make True"]
+  line = r"^learner-0 was killed by SIGKILL after \d+ s; starting all again in 0.05 s$"
+  assert len(re.findall(line, output, re.MULTILINE)) == 1
+  assert one.restarts() == {"learner-0": 1, "actor-0": 1, "actor-1": 1}
+
+
+@pytest.mark.parametrize(
+  ("first", "second", "cause"),
+  [
+    ("os.abort()", SHOT, "learner-0 was killed by SIGKILL"),
+    ("os._exit(134)", SHOT, "learner-0 was killed by SIGKILL"),
+    ("sys.exit(1)", SHOT, "learner-0 was killed by SIGKILL"),  # an exception about a lost peer
+    ("os.abort()", "sys.exit(1)", None),  # a failure, and who was hurt by it
+    ("os.abort()", "time.sleep(100)", "learner-1 was killed by SIGABRT"),
+  ],
+)
+def test_finds_the_first_cause(run, first, second, cause):
+  """learner-1 dies first, and learner-0 shortly after."""
+  one = run(
+    ("learner-0", f"if not resumed: ready(); until('dying'); time.sleep(0.05); {second}", True),
+    ("learner-1", f"if not resumed: until('ready-learner-0'); touch('dying'); {first}", True),
+  )
+  output = one.end(0 if cause else 1)
+  if cause:
+    assert re.findall("(.*) after .* s; starting all again", output) == [cause]
+    assert one.restarts() == {"learner-0": 1, "learner-1": 1}
+  else:
+    assert "learner-0 exited with code 1 after" in output and "again" not in output
+
+
+def test_restarts_of_all_are_bounded(run):
+  one = run(("learner-0", "os.abort()", True), ("actor-0", SLEEP, False), max_restarts=3)
+  output = one.end(1)
+  assert re.findall("make .*", output) == ["make False"] + 3 * ["make True"]
+  assert re.findall("starting all again in (.*) s", output) == ["0.05", "0.1", "0.2"]
+  assert "It was the last of 4 quick deaths in a row." in output
+  assert one.restarts() == {"learner-0": 3, "actor-0": 3}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_the_vital_ones_save_first(run, number):
+  watch = """
+def stop(*_):
+  touch("early" if not (Path("saved-learner-0").exists() and Path("saved-learner-1").exists()) else "late")
+  sys.exit()
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGINT, stop)
+ready(); time.sleep(100)
+"""
+  learners = [("learner-0", SAVE, True), ("learner-1", SAVE, True)]
+  one = run(*learners, ("actor-0", watch, False), ("actor-1", STUBBORN, False))
+  one.until("ready-learner-0", "ready-learner-1", "ready-actor-0", "ready-actor-1")
+  one.process.send_signal(number)
+  output = one.end(128 + number)
+  assert f"stopping ({number.name}): waiting for learner-0, learner-1 to save" in output and "exited" not in output
+  one.until("saved-learner-0", "saved-learner-1", "late")
+  assert not (one.folder / "early").exists()
+  assert set(one.restarts().values()) == {0}
+
+
+def test_ctrl_c_in_a_terminal_reaches_each_once(run):
+  ours, theirs = pty.openpty()
+  try:
+    one = run(("learner-0", SAVE, True), ("actor-0", STUBBORN, False), stdin=theirs)
+    one.until("ready-learner-0", "ready-actor-0")
+    os.write(ours, b"\x03")
+    one.end(130)
+    one.until("saved-learner-0")
+  finally:
+    os.close(ours)
+    os.close(theirs)
+
+
+def test_a_second_signal_kills(run):
+  one = run(("learner-0", STUBBORN, True), ("actor-0", STUBBORN, False), save_patience=100.0, grace=100.0)
+  one.until("ready-learner-0", "ready-actor-0")
+  one.process.send_signal(signal.SIGINT)
+  time.sleep(0.5)
+  assert one.process.poll() is None
+  begin = time.monotonic()
+  one.process.send_signal(signal.SIGTERM)
+  assert "learner-0 was killed by SIGKILL" in one.end(130)
+  assert time.monotonic() - begin < 5.0
+
+
+def test_an_echo_is_no_second_signal(run):
+  one = run(("learner-0", SAVE, True)).until("ready-learner-0")
+  one.process.send_signal(signal.SIGTERM)
+  time.sleep(0.02)
+  one.process.send_signal(signal.SIGTERM)
+  one.end(143)
+  one.until("saved-learner-0")
+
+
+def test_a_signal_while_others_have_their_grace_kills(run):
+  one = run(("learner-0", "until('ready-actor-0')", True), ("actor-0", STUBBORN, False), grace=100.0)
+  one.until("ready-actor-0")
+  wait_for(lambda: one.child("learner-0")["pid"] is None)
+  one.process.send_signal(signal.SIGTERM)
+  one.end(0)
+
+
+def test_patience_with_saving_ends(run):
+  one = run(("learner-0", STUBBORN, True), ("learner-1", SAVE, True), save_patience=1.0)
+  one.until("ready-learner-0", "ready-learner-1").process.send_signal(signal.SIGTERM)
+  output = one.end(143)
+  assert "learner-0 has not ended in 1 s and is killed" in output
+  one.until("saved-learner-1")
+
+
+def test_a_save_that_fails_is_a_failure(run):
+  code = "signal.signal(signal.SIGTERM, lambda *_: (print('disk full'), sys.exit(1))); ready(); time.sleep(100)"
+  one = run(("learner-0", SAVE, True), ("learner-1", code, True)).until("ready-learner-0", "ready-learner-1")
+  one.process.send_signal(signal.SIGTERM)
+  output = one.end(1)
+  assert "learner-1 exited with code 1 after" in output and output.count("  disk full") == 1
+
+
+def test_a_signal_ends_the_pause_before_a_restart(run):
+  one = run(("learner-0", SHOT, True), pause=100.0)
+  one.until("logs/supervisor.json")
+  wait_for(lambda: one.child("learner-0")["pid"] is None)
+  one.process.send_signal(signal.SIGTERM)
+  output = one.end(143)
+  assert "starting all again in 100 s" in output and "stopping (SIGTERM): nothing has to be saved" in output
+
+
+def test_a_vital_one_that_was_told_to_stop_takes_all_with_it(run):
+  one = run(("learner-0", SAVE, True), ("learner-1", SAVE, True), ("actor-0", SLEEP, False))
+  one.until("ready-learner-0", "ready-learner-1", "ready-actor-0")
+  os.kill(one.child("learner-1")["pid"], signal.SIGTERM)
+  assert "learner-1 exited with code 143 after" in one.end(143)
+  one.until("saved-learner-0", "saved-learner-1")
+
+
+def test_kill_of_the_supervisor_leaves_nobody(run):
+  one = run(("learner-0", STUBBORN, True), ("actor-0", STUBBORN, False), ("done", "pass", False))
+  one.until("ready-learner-0", "ready-actor-0")
+  assert len(pids(one.mark)) >= 3
+  one.process.kill()
+  one.process.wait()
+  wait_for(lambda: not pids(one.mark), seconds=5.0)
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.02, 0.05, 0.1])
+def test_kill_while_starting_leaves_nobody(run, delay):
+  one = run(*((f"learner-{i}", STUBBORN, True) for i in range(6)))
+  wait_for(lambda: (one.folder / "logs" / "supervisor.json").exists())
+  time.sleep(delay)
+  one.process.kill()
+  one.process.wait()
+  wait_for(lambda: not pids(one.mark), seconds=5.0)
+
+
+def test_whose_supervisor_died_early_does_not_run(tmp_path):
+  command = [sys.executable, "-c", "open('ran', 'w')"]
+  bootstrap = [sys.executable, "-I", "-S", supervisor.__file__, str(os.getpid()), "quiet", *command]
+  orphan = ["sh", "-c", '"$@"; exit $?', "sh", *bootstrap]  # its parent is the shell
+  assert subprocess.run(orphan, cwd=tmp_path, check=False).returncode == 1
+  assert not (tmp_path / "ran").exists()
+  assert subprocess.run(bootstrap, cwd=tmp_path, check=False).returncode == 0
+  assert (tmp_path / "ran").exists()
+
+
+def test_what_a_process_leaves_behind_is_killed(run):
+  code = """
+if os.fork() == 0:
+  signal.signal(signal.SIGTERM, signal.SIG_IGN)
+  touch("ready-grandchild"); time.sleep(100)
+until("ready-grandchild")
+"""
+  run(("learner-0", code, True)).end(0)
+
+
+def test_waiting_takes_no_time(run):
+  one = run(("learner-0", SLEEP, True), ("actor-0", "pass", False)).until("ready-learner-0")
+  wait_for(lambda: one.child("actor-0")["pid"] is None)
+
+  def used():
+    """Times it woke up, and ticks of 10 ms that it computed."""
+    process = Path(f"/proc/{one.process.pid}")
+    wakeups = re.search(r"^voluntary_ctxt_switches:\s*(\d+)", (process / "status").read_text(), re.M)
+    return np.array([int(wakeups[1]), sum(map(int, (process / "stat").read_text().rsplit(")")[1].split()[11:13]))])
+
+  time.sleep(0.2)
+  before = used()
+  time.sleep(1.0)
+  assert np.all(used() - before <= [10, 2])
+
+
+@pytest.mark.parametrize("children", [[], [("actor-0", "pass", False)], 2 * [("learner-0", "pass", True)]])
+def test_refuses_children_it_can_not_tell_apart_or_wait_for(tmp_path, children):
+  made = [supervisor.Child(name, ["true"], {}, vital) for name, _, vital in children]
+  before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+  with pytest.raises(ValueError, match="distinct names, and one of them must be vital"):
+    supervisor.Supervisor(lambda _: made, tmp_path / "logs", print).run()
+  assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
