@@ -12,17 +12,19 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
-from speedyzero_jax import config_io, runfolder
+from speedyzero_jax import config_io, runfolder, topology
 from speedyzero_jax.config import Config
 from speedyzero_jax.config_io import ConfigError
+from speedyzero_jax.replay.journal import JournalError
 from speedyzero_jax.runfolder import RunFolder, RunFolderError
 
-WRONG_USE = 2
+FAILED, WRONG_USE = 1, 2
 _KINDS = {"learner": "learners", "actor": "actors", "reanalyser": "reanalysers"}
 
 
@@ -77,20 +79,29 @@ def counts(parser: argparse.ArgumentParser, text: str) -> list[str]:
   return [f"topology.{_KINDS[kind]}={found.get(kind, 0)}" for kind in _KINDS]
 
 
-def open_folder(arguments: argparse.Namespace) -> RunFolder:
-  """The run folder to work in. Raises ConfigError or RunFolderError."""
+def open_folder(arguments: argparse.Namespace, num_processes: int | None, check: Callable[[Config], None]) -> RunFolder:
+  """The run folder to work in.
+
+  Args:
+    arguments: of the command line.
+    num_processes: that there are; None if it is for the configuration to say.
+    check: raises ConfigError if the configuration is not for this machine.
+
+  Raises ConfigError or RunFolderError.
+  """
   if arguments.resume is not None:
     if any(text.partition("=")[0].strip() == "run.dir" for text in arguments.overrides):
       raise ConfigError(f"run.dir: --resume says already that the folder is {arguments.resume}; leave run.dir out")
     folder = runfolder.open_existing(arguments.resume, arguments.overrides)
     try:
-      check_possible(folder.config)
+      check(folder.config)
     except ConfigError:
       folder.close()
       raise
     return folder
-  config = config_io.load(arguments.config, arguments.overrides)
-  check_possible(config)
+  # With the number of learners settled: each has its share of the run in the folder.
+  config = topology.settle(config_io.load(arguments.config, arguments.overrides), num_processes)
+  check(config)
   preset = "+".join(Path(name).stem for name in arguments.config)
   return runfolder.create(config, f"{preset}-{config.env.game}-s{config.run.seed}")
 
@@ -117,15 +128,15 @@ def check_possible(config: Config) -> None:
 
 def supervise(arguments: argparse.Namespace) -> int:
   """Starts all processes on this machine, and again those that die. Returns the exit code."""
-  from speedyzero_jax import topology
   from speedyzero_jax.cluster.supervisor import Child, Supervisor
 
-  config = runfolder.read_config(arguments.resume) if arguments.resume else config_io.load(arguments.config, [])
-  config = config_io.override(config, arguments.overrides)
-  shape = topology.resolve(config)
-  with _folder_for_many(arguments) as folder:
-    path = folder.path
-  gpus = topology.deal_devices(shape, topology.local_gpus())
+  def check(config: Config) -> None:  # its devices are looked at by the processes that will have them
+    topology.resolve(config)
+
+  with open_folder(arguments, None, check) as folder:
+    path, shape, batch_size = folder.path, topology.resolve(folder.config), folder.config.learner.batch_size
+  gpus = topology.deal_devices(shape, topology.local_gpus(), batch_size)
+  changes = arguments.overrides if arguments.resume is not None else []
 
   def make(_: bool) -> list[Child]:
     with socket.socket() as probe:
@@ -135,7 +146,7 @@ def supervise(arguments: argparse.Namespace) -> int:
     for process_id in range(shape.num_processes):
       role, dealt = shape.role(process_id), gpus[process_id]
       command = [sys.executable, __file__, "--resume", str(path), "--coordinator", address]
-      command += ["--num-processes", str(shape.num_processes), "--process-id", str(process_id)]
+      command += ["--num-processes", str(shape.num_processes), "--process-id", str(process_id), *changes]
       environment = {"JAX_COORDINATOR_BIND_ADDRESS": address}
       if dealt is not None:
         command += ["--devices", ",".join(map(str, dealt.ids))]
@@ -143,43 +154,43 @@ def supervise(arguments: argparse.Namespace) -> int:
       children.append(Child(str(role), command, environment, vital=role.kind == "learner"))
     return children
 
-  return Supervisor(make, path / "logs", lambda text: print(text, flush=True)).run()
-
-
-def _folder_for_many(arguments: argparse.Namespace) -> RunFolder:
-  """As `open_folder`, without a look at this machine's devices: its processes will have them."""
-  if arguments.resume is not None:
-    return runfolder.open_existing(arguments.resume, arguments.overrides)
-  config = config_io.load(arguments.config, arguments.overrides)
-  preset = "+".join(Path(name).stem for name in arguments.config)
-  return runfolder.create(config, f"{preset}-{config.env.game}-s{config.run.seed}")
+  with runfolder.supervised(path):
+    return Supervisor(make, path / "logs", lambda text: print(text, flush=True)).run()
 
 
 def be_one(arguments: argparse.Namespace) -> int:
   """Runs this process' part of the run, which may be all of it. Returns the exit code."""
-  from speedyzero_jax.cluster import process, rendezvous
+  from speedyzero_jax.cluster import process, rendezvous, unit
   from speedyzero_jax.running import Signals, train
 
-  place = rendezvous.detect()
   if arguments.coordinator is not None:
-    place = rendezvous.Place(arguments.coordinator, arguments.num_processes, arguments.process_id)
+    place: rendezvous.Place | None = rendezvous.Place(
+      arguments.coordinator, arguments.num_processes, arguments.process_id
+    )
+  else:
+    place = rendezvous.detect()
   resume = arguments.resume is not None
-  with Signals() as signals:
-    if place is not None:
-      devices = [int(x) for x in arguments.devices.split(",")] if arguments.devices else None
-      return process.main(
-        place,
-        lambda: open_folder(arguments),
-        resume=resume,
-        signals=signals,
-        loopback=place.coordinator.startswith("127."),
-        devices=devices,
-      )
-    with open_folder(arguments) as folder:
-      wanted = folder.config.topology
-      if wanted.learners > 1 or wanted.actors or wanted.reanalysers:
-        raise ConfigError("topology: asks for several processes; start them with --processes, or on a cluster")
-      return train(folder.config, folder.path, resume=resume, signals=signals)
+  if place is not None:
+    devices = [int(x) for x in arguments.devices.split(",")] if arguments.devices else None
+    return process.main(
+      place,
+      lambda: open_folder(arguments, place.num_processes, check_possible),
+      resume=resume,
+      loopback=place.coordinator.startswith("127."),
+      devices=devices,
+    )
+
+  def check(config: Config) -> None:
+    if topology.resolve(config).num_processes > 1:
+      raise ConfigError("topology: asks for several processes; start them with --processes, or on a cluster")
+    check_possible(config)
+
+  with (
+    Signals() as signals,
+    open_folder(arguments, None, check) as folder,
+    unit.whole(folder.config, folder.path) as part,
+  ):
+    return train(folder.config, folder.path, resume=resume, signals=signals, part=part)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -193,10 +204,17 @@ def main(argv: Sequence[str] | None = None) -> int:
   except (ConfigError, RunFolderError) as error:
     print(f"error: {error}", file=sys.stderr)
     return WRONG_USE
+  except JournalError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return FAILED
 
 
 if __name__ == "__main__":
-  code = main()
+  try:
+    code = main()
+  except Exception:
+    traceback.print_exc()
+    code = FAILED
   sys.stdout.flush()
   sys.stderr.flush()
-  os._exit(code)  # all is saved and closed; a library's thread must not keep a finished run from ending
+  os._exit(code)  # all is saved and closed; a library's threads and farewells must not keep a run from ending

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from orbax.checkpoint._src.multihost import multihost
 
 from speedyzero_jax.types import Params
 
@@ -403,10 +404,8 @@ class Checkpoints:
 
 def _alone() -> ocp.options.MultiprocessingOptions:
   """Orbax is to wait for no other process: each learner writes checkpoints of its own."""
-  here = jax.process_index()
-  return ocp.options.MultiprocessingOptions(
-    primary_host=here, active_processes={here}, barrier_sync_key_prefix=f"process-{here}"
-  )
+  multihost.process_index = lambda: 0  # in any other process it writes JSON and arrays of NumPy as empty folders
+  return ocp.options.MultiprocessingOptions(primary_host=0, active_processes={0}, barrier_sync_key_prefix="alone")
 
 
 def _restore(folder: Path, args: ocp.args.Composite) -> Any:

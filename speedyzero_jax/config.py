@@ -219,7 +219,7 @@ class TopologyConfig:
     "float32", "how weights travel to actors and reanalysers; bfloat16 is half the traffic, but not what was trained"
   )
   block_timeout: float = opt(
-    30.0, "seconds after which a block of states is given to another reanalyser, and a batch goes on without it"
+    30.0, "seconds after which a block of states is given to another reanalyser; after two times, none waits for it"
   )
   bound_age: bool = opt(
     False, "the learner waits for reanalyser processes rather than exceed reanalyse.max_age and refresh.max_age"

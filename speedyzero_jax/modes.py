@@ -1,5 +1,6 @@
 """The two ways to run the roles of a `Training` in one process: taking turns, or overlapping in threads."""
 
+import contextlib
 import functools
 import threading
 import time
@@ -118,8 +119,16 @@ class _Overlapped:
     bounded = training.sweepers if training.part.reanalyses or training.config.topology.bound_age else []
 
     def may_learn() -> bool:
-      return bool(self._ready) and not any(s.overdue(training.replay, pacer.learner_steps) for s in bounded)
+      if not self._ready or training.interrupted:
+        return bool(self._ready)
+      return not any(s.overdue(training.replay, pacer.learner_steps) for s in bounded)
 
+    if pacer.learner_steps < training.config.learner.steps:
+      with contextlib.suppress(Stopped):
+        pacer.wait_until(may_learn)
+      failed = pacer.stopping and not training.interrupted
+      if failed or not training.begin_learning():
+        return
     while pacer.learner_steps < training.config.learner.steps:
       begin = time.monotonic()
       pacer.wait_until(may_learn)
@@ -133,7 +142,8 @@ class _Overlapped:
       training.bookkeeping()
       if training.leaving:
         return
-    pacer.wait_until(lambda: pacer.collected)
+    if not training.interrupted:
+      pacer.wait_until(lambda: pacer.collected)
 
   def _settle(self) -> None:
     pending, self._pending = self._pending, None

@@ -3,8 +3,10 @@
 Refuses a folder that belongs to another run or to a running process, before anything in it is touched.
 """
 
+import contextlib
 import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from speedyzero_jax import config_io
@@ -119,9 +121,22 @@ def _occupied(path: Path, config: Config) -> str:
   return f"{path} already holds a run of {what}. Go on with it: --resume {path}. Or choose another run.dir."
 
 
-def _lock(path: Path) -> int:
+@contextlib.contextmanager
+def supervised(path: Path) -> Iterator[None]:
+  """Inside this context nobody else supervises the run in this folder. Raises RunFolderError if somebody does."""
+  try:
+    lock = _lock(path, "supervisor.lock")
+  except OSError as error:
+    raise RunFolderError(f"can't use {path}: {error.strerror or error}") from error
+  try:
+    yield
+  finally:
+    os.close(lock)
+
+
+def _lock(path: Path, name: str = "run.lock") -> int:
   """Takes the folder for this process; the kernel lets go of it however the process ends."""
-  descriptor = os.open(path / "run.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+  descriptor = os.open(path / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
   try:
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
   except BlockingIOError:

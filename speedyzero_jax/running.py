@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -45,6 +45,17 @@ class Signals:
     elif time.monotonic() - self._when > _ECHO:
       signal.signal(number, signal.SIG_DFL)
       os.kill(os.getpid(), number)
+
+  @staticmethod
+  @contextlib.contextmanager
+  def at_once() -> Iterator[None]:
+    """Inside this context, where there is nothing to save, they end the process whatever it waits for."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+      yield
+    finally:
+      for number, handler in before.items():
+        signal.signal(number, handler)
 
   def came(self) -> bool:
     """Whether there was one."""

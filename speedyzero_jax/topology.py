@@ -93,6 +93,12 @@ def resolve(config: Config, num_processes: int | None = None) -> Topology:
   return topology
 
 
+def settle(config: Config, num_processes: int | None = None) -> Config:
+  """The configuration with the number of learners that `resolve` finds. Raises as it does."""
+  learners = resolve(config, num_processes).learners
+  return dataclasses.replace(config, topology=dataclasses.replace(config.topology, learners=learners))
+
+
 def unit_config(config: Config, unit: int, units: int) -> Config:
   """A unit's share of a run: what counts lanes, samples or transitions is divided, what counts learner steps is not.
 
@@ -149,8 +155,10 @@ def local_gpus() -> int:
   return len(list(driver.iterdir())) if driver.is_dir() else 0
 
 
-def deal_devices(topology: Topology, count: int) -> list[Devices | None]:
+def deal_devices(topology: Topology, count: int, batch_size: int) -> list[Devices | None]:
   """Shares a machine's devices among its processes, by id; None for all if there are no devices.
+
+  A learner has no more than it can share its part of the batch among equally.
 
   Where there is one for each process, actors and reanalysers have one each, the last ones, and the learners share the
   others equally. Where there are fewer, learners share them all, and the others live on them too.
@@ -161,7 +169,7 @@ def deal_devices(topology: Topology, count: int) -> list[Devices | None]:
   apart = count >= learners + helpers
   most = 0.9  # of a device's memory
   free = count - helpers if apart else count
-  each = free // learners
+  each = next((n for n in range(free // learners, 0, -1) if batch_size % (n * learners) == 0), 0)
   dealt = [list(range(i * each, (i + 1) * each)) if each else [i % free] for i in range(learners)]
   dealt += [[count - 1 - i % (helpers if apart else count)] for i in range(helpers)]
   crowd = [max(sum(device in other for other in dealt) for device in ids) for ids in dealt]

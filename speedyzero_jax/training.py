@@ -26,7 +26,7 @@ from speedyzero_jax.metrics.rates import Episode, EpisodeStats
 from speedyzero_jax.pacing import Pacer
 from speedyzero_jax.parts import evaluation_seed, game_of, make_replay, sweeps
 from speedyzero_jax.reanalyser import BatchReanalyser, Reanalyse, Sweeper
-from speedyzero_jax.replay.journal import Journal, JournalError
+from speedyzero_jax.replay.journal import Journal
 from speedyzero_jax.reporting import Reporter
 from speedyzero_jax.topology import derived_seed, unit_config
 from speedyzero_jax.types import Segment
@@ -50,6 +50,7 @@ class Part(NamedTuple):
   journal: Journal | None = None  # where experience is made durable before it counts
   frame_memory: np.ndarray | None = None  # where the replay's frames are to be kept
   agree: Callable[[int], Sequence[int]] = lambda step: [step]  # tells all units a number and returns all of theirs
+  total: Callable[[int], int] = lambda count: count  # tells this unit's agent steps, returns what all told last
 
 
 WHOLE = Part()
@@ -67,8 +68,8 @@ class Training:
 
   Raises:
     CheckpointError: resuming, but no checkpoint can be read.
-    TrainingError: the run can't go on here: a batch that the devices can't share, or, in lockstep, environments that
-      play differently.
+    TrainingError: the run can't go on here: a batch that the devices can't share, another number of learners, or, in
+      lockstep, environments that play differently.
   """
 
   def __init__(self, config: Config, run_dir: Path, reporter: Reporter, *, resume: bool, part: Part = WHOLE):
@@ -77,6 +78,7 @@ class Training:
     self.interrupted = False
     self.leaving = False  # all units know that one of them was interrupted
     self.failure: Exception | None = None  # of somebody who could tell nobody else
+    self._begun = False  # from here on it is the learner steps that tell units of an interruption
     self._compiled = False  # the training step
     self.checkpoints = Checkpoints(run_dir, config.run.keep_checkpoints)
     game, devices = game_of(config), jax.local_devices()
@@ -155,14 +157,15 @@ class Training:
     Raises ValueError if anything is wrong with it, JournalError if it can't be made durable; nothing has changed then.
     """
     count = sum(int((segment.action >= 0).sum()) for segment in segments)
-    try:
-      with self._collect_lock:
+    with self._collect_lock:
+      self.replay.check(segments)
+      try:
         self._take(segments)
-        self.pacer.add_env_steps(count, reserved=granted)
-    except JournalError as error:  # the run must not go on with what would be lost
-      self.failure = error
-      self.pacer.stop()
-      raise
+      except Exception as error:  # the run must not go on with what would be lost, or is on disk and not in the replay
+        self.failure = error
+        self.pacer.stop()
+        raise
+      self.pacer.add_env_steps(count, reserved=granted)
     for episode in episodes:
       self.episodes.record(episode)
     self.reporter.count(names.AGENT_STEPS_PER_SECOND, count)
@@ -170,7 +173,6 @@ class Training:
 
   def _take(self, segments: Sequence[Segment]) -> None:
     if self.part.journal is not None:
-      self.replay.check(segments)  # what the replay would refuse must not be on disk
       self.part.journal.append(segments)
     self.replay.append_many(segments)
 
@@ -223,6 +225,12 @@ class Training:
     self.replay.set_priorities(fed.lane, fed.time, td_error, step)
     self.leaving = self.leaving or bool(result.stopping)
 
+  def begin_learning(self) -> bool:
+    """To be called before the first step. Waits for all units; False if one of them is not going to take it."""
+    self._begun = True
+    self.part.total(self.pacer.env_steps)
+    return not any(self.part.agree(int(self.interrupted)))
+
   @property
   def saving_due(self) -> bool:
     """Whether `bookkeeping` will save a checkpoint at this learner step."""
@@ -240,11 +248,9 @@ class Training:
       self.evaluate()
 
   def log(self) -> None:
-    """Writes a line of metrics now."""
-    step = self.pacer.learner_steps
-    self.reporter.line(
-      learner_steps=step, env_steps=self.pacer.env_steps, replay=self.replay.stats(step), episodes=self.episodes
-    )
+    """Writes a line of metrics now, with the agent steps of all units."""
+    step, total = self.pacer.learner_steps, self.part.total(self.pacer.env_steps)
+    self.reporter.line(learner_steps=step, env_steps=total, replay=self.replay.stats(step), episodes=self.episodes)
 
   def evaluate(self) -> Evaluation | None:
     """Plays full episodes with the current weights; None if the run is being stopped."""
@@ -271,11 +277,11 @@ class Training:
   def interrupt(self) -> None:
     """Ends the run soon; safe to call from a signal handler.
 
-    One process stops where it is. Of several, each takes steps until all know, so that none waits for another forever.
+    One process stops where it is. Of several that have begun to learn, each takes steps until all know, so that none
+    waits for another forever.
     """
     self.interrupted = True
-    step_ahead = self.pacer.learner_steps < self.config.learner.steps and self.replay.num_eligible
-    if self.part.units > 1 and step_ahead:
+    if self.part.units > 1 and self._begun and self.pacer.learner_steps < self.config.learner.steps:
       self.pacer.hurry()
     else:
       self.pacer.stop()
@@ -321,14 +327,18 @@ class Training:
       "weights": {name: version.step for name, version in versions.items()},
       "sweepers": {sweeper.kind: sweeper.counters() for sweeper in self.sweepers},
       "reanalyser_calls": self.batch_reanalyser.calls,
+      "units": self.part.units,
     }
     self.checkpoints.save(Snapshot(step, env_steps, network, optimizer, weights, replay, acted, meta, slots, heads))
     self.reporter.latest({names.CHECKPOINT_STEP: step})
     if required:
       self.checkpoints.wait()
-    if self.part.journal is not None:  # what the oldest checkpoint kept has need not be read again
-      self._saved_heads = [*self._saved_heads, heads][-self.config.run.keep_checkpoints - 1 :]
-      self.part.journal.evict(self._saved_heads[0])
+    if self.part.journal is not None and saved is not None:
+      # What the oldest checkpoint kept holds need not be read again. `saved` is of the one before this: it is there.
+      kept = self.config.run.keep_checkpoints + 1
+      self._saved_heads = [*self._saved_heads, saved][-kept:]
+      if len(self._saved_heads) == kept:
+        self.part.journal.evict(self._saved_heads[0])
 
   def _read_checkpoint(self) -> tuple[Snapshot | None, Iterator[dict[str, np.ndarray]]]:
     """The newest checkpoint that every unit has; None if a unit has none."""
@@ -348,6 +358,10 @@ class Training:
 
   def _restore_roles(self, snapshot: Snapshot, segments: Iterator[dict[str, np.ndarray]]) -> None:
     meta = snapshot.meta
+    if meta["units"] != self.part.units:
+      raise TrainingError(
+        f"the run's experience lies with {meta['units']} learners, it can't go on with {self.part.units}"
+      )
     self.reporter.rewind(snapshot.step)
     for slots in segments:
       self.replay.import_slots(slots)
@@ -383,12 +397,13 @@ class Training:
     if journal is None:
       return
     journal.begin_at(self.replay.heads)
-    self._saved_heads, before = [self.replay.heads], self.pacer.env_steps
+    before = self.pacer.env_steps
     for segments in journal.read(self.replay.heads):
       for segment in segments:
         if segment.first[0]:
           self.replay.truncate(segment.lane)  # its environment was lost then
-      self.replay.append_many(segments)
+      now = self.pacer.learner_steps  # they may be of later ones, that are lost
+      self.replay.append_many([segment._replace(step=np.minimum(segment.step, now)) for segment in segments])
       self.pacer.add_env_steps(sum(int((segment.action >= 0).sum()) for segment in segments))
     if self.pacer.env_steps > before:
       self.reporter.message(f"{self.pacer.env_steps - before} agent steps more from the journal")

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from speedyzero_jax.actor import Actor, ActorState, FrameStacker, temperature_at
 from speedyzero_jax.learner import make_mesh
+from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.rates import EpisodeStats
 from speedyzero_jax.parts import Game, make_replay
 from speedyzero_jax.weights import Version
@@ -251,3 +252,59 @@ def test_random_play_holds_actions_as_long_as_it_is_told(hold):
   kept = (actions[1:] == actions[:-1]).mean()
   assert kept == pytest.approx(1 - 1 / hold + 1 / hold / env.num_actions, abs=0.03)
   np.testing.assert_allclose(np.bincount(actions.ravel(), minlength=env.num_actions) / actions.size, 1 / 3, atol=0.05)
+
+
+def replay_of(config, env):
+  game = Game(env.frame_shape, env.frame_dtype, env.num_actions)
+  return make_replay(config, game, make_mesh(jax.local_devices()[:1]), print, seed=0)
+
+
+@given(lanes=st.integers(1, 5), seed=st.integers(0, 999), calls=st.integers(0, 20))
+def test_a_budget_that_is_not_the_last_closes_nothing(lanes, seed, calls):
+  """Steps of exactly as many as there are lanes in motion, again and again, then one that is the last; or `close`."""
+  config = tiny.config(f"actor.lanes={lanes}")
+  actor, env = make(lanes, seed, config)
+  other, _ = make(lanes, seed, config)
+  replay = replay_of(config, env)
+  version, arguments = Version(4, None), {"progress": 0.0, "random": False}
+  for _ in range(calls):
+    ended = env.shown[-1].terminated | env.shown[-1].truncated
+    moving = int((~ended).sum())
+    segments, count = actor.step(version, budget=max(moving, 1), last=False, **arguments)
+    theirs, _ = other.step(version, budget=1000, **arguments)
+    assert count == moving and [len(segment.frame) for segment in segments] == [1] * lanes
+    assert_same_segments(segments, theirs)
+    replay.append_many(segments)
+  finished = list(env.shown[-1].terminated | env.shown[-1].truncated)
+  closing = actor.close(version, **arguments)
+  assert not actor.finished  # games that were told of already
+  replay.append_many(closing)
+  state = replay.state_dict()
+  ends = np.cumsum(replay.heads) - 1
+  assert (state["slot_action"][ends] == -1).all()
+  np.testing.assert_array_equal(state["slot_truncated"][ends] & ~np.array(finished), ~np.array(finished))
+  for segment, shown in zip(closing, env.shown[-1].frame, strict=True):
+    np.testing.assert_array_equal(segment.frame[0], shown)
+  calls_of = lambda segments: [(s.lane, s.start, s.value[0], s.policy[0].tolist()) for s in segments]  # noqa: E731
+  theirs, _ = other.step(version, budget=1000, **arguments)
+  assert calls_of(closing) == calls_of(theirs)  # what the actor would have said of these frames anyway
+
+
+def test_lanes_beyond_a_budget_are_closed_even_if_it_is_not_the_last():
+  actor, _ = make(3, seed=8, config=tiny.config("actor.lanes=3"))
+  segments, count = actor.step(Version(0, None), budget=2, progress=0.0, random=False, last=False)
+  assert count == 2 and [s.action[0] >= 0 for s in segments] == [True, True, False]
+  assert [bool(s.truncated[0]) for s in segments] == [False, False, True]
+
+
+def test_games_that_finish_are_told_once():
+  actor, env = make(2, seed=5)
+  told = []
+  for _ in range(60):
+    actor.step(Version(0, None), budget=1000, progress=0.0, random=False)
+    over = env.shown[-1].game_over | env.shown[-1].truncated
+    assert len(actor.finished) == over.sum()
+    told += actor.finished
+  assert len(told) > 3
+  assert actor.stats.summary()[names.EPISODES] == len(told)
+  assert actor.stats.summary()[names.EPISODE_RETURN_BEST] == max(episode.score for episode in told)

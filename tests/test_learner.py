@@ -238,6 +238,33 @@ def test_a_restored_state_goes_on_bit_for_bit():
   _same(saved, kept)  # what was restored from is not written to
 
 
+@pytest.mark.parametrize("devices", [1, 4])
+def test_who_wants_to_leave_is_heard_with_the_step_and_changes_nothing_else(devices):
+  learner = _learner(devices)
+  plain, result = learner.step(_restored(learner), learner.put(_batch()), _KEY)
+  told, last = learner.step(_restored(learner), learner.put(_batch()), _KEY, stop=True)
+  assert not bool(result.stopping) and bool(last.stopping)
+  _same(plain, told)
+  _same(result.metrics, last.metrics)
+
+
+def test_one_of_many_is_enough_to_be_heard():
+  """Each process sets the flags of its own devices."""
+  learner = _learner(4)
+  flags = jax.device_put(np.array([False, False, True, False]), learner._sharded)
+  _, (_, _, stopping) = learner._step(_restored(learner), learner.put(_batch()), _KEY, flags)
+  assert bool(stopping)
+  assert [bool(np.asarray(shard.data)) for shard in stopping.addressable_shards] == [True] * 4
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_what_is_sharded_comes_back_in_its_order(devices):
+  learner, batch = _learner(devices), _batch()
+  np.testing.assert_array_equal(learner.local(learner.put(batch).weight), batch.weight)
+  _, result = learner.step(_restored(learner), learner.put(batch), _KEY)
+  np.testing.assert_array_equal(learner.local(result.td_error), np.asarray(result.td_error))
+
+
 def test_a_state_is_used_up_by_its_step():
   learner = _learner()
   state = _restored(learner)

@@ -172,3 +172,98 @@ def test_stop_wakes_everybody_with_stopped_and_for_good():
   assert pacer.stopping
   with pytest.raises(Stopped):  # even if there is nothing to wait for
     pacer.wait_until(lambda: True)
+
+
+def never():
+  return False
+
+
+@given(configs(), st.integers(0, 2**32 - 1))
+def test_steps_that_are_promised_are_taken_or_come_back_and_nobody_is_stuck(c, seed):
+  """Several actors that use some of what they were promised, or none, or never answer; and a learner."""
+  rng, pacer = np.random.default_rng(seed), Pacer(c)
+  held = [0] * int(rng.integers(1, 5))
+  lost = int(rng.integers(-1, len(held) - 1))  # -1 or one of several that keeps what it was promised
+  share = -(-c.actor.lanes // len(held))
+  while not pacer.finished:
+    moved = pacer.may_learn()
+    if moved and rng.random() < 0.7:
+      pacer.add_learner_step()
+    for i in rng.permutation(len(held)).tolist():
+      if held[i]:
+        if i != lost or (pacer.pool == 0 and not pacer.may_learn()):
+          used = int(rng.integers(0, held[i] + 1))
+          pacer.add_env_steps(used, reserved=held[i])
+          held[i], moved = 0, True
+      elif pacer.pool:
+        before, may = pacer.pool, pacer.may_collect()
+        count = pacer.reserve(int(rng.integers(1, share + 1)), 0.0, never)
+        assert (count is not None) == may
+        if count is not None:
+          assert 0 < count <= share and pacer.pool == before - count
+          held[i], moved = count, True
+      assert pacer.pool == c.run.env_steps - pacer.env_steps - sum(held) >= 0
+    assert moved, "everybody waits for somebody"
+  assert pacer.env_steps == c.run.env_steps
+
+
+def test_a_promise_says_why_there_is_none():
+  pacer = Pacer(make(env_steps=20, random_steps=10, steps=8, lanes=2))
+  assert pacer.reserve(20, 0.0, never) == 20  # the rule looks at what was promised before
+  assert pacer.reserve(1, 0.0, never) is None and pacer.reserve(1, 0.0, lambda: True) is None  # may come back
+  pacer.release(5)
+  assert not pacer.may_collect() and pacer.reserve(9, 0.01, never) is None  # too far ahead
+  assert pacer.reserve(9, 0.0, lambda: True) == 5  # somebody needs them
+  pacer.add_env_steps(20, reserved=20)
+  assert pacer.collected and pacer.reserve(1, 10.0, never) == 0
+
+
+@pytest.mark.parametrize("event", ["release", "learner_step", "stop", "collected"])
+def test_who_waits_for_a_promise_is_woken(event):
+  pacer, got = Pacer(make(env_steps=20, random_steps=2, steps=9, lanes=2)), []
+  assert pacer.reserve(20 if event in ("release", "collected") else 7, 0.0, never)
+  thread = threading.Thread(target=lambda: got.append(pacer.reserve(3, 20.0, never)), daemon=True)
+  thread.start()
+  time.sleep(0.05)
+  assert not got
+  expected, change = {
+    "release": (3, lambda: pacer.release(18)),
+    "learner_step": (3, lambda: [pacer.add_learner_step() for _ in range(3)]),
+    "stop": (None, pacer.stop),
+    "collected": (0, lambda: pacer.add_env_steps(20, reserved=20)),
+  }[event]
+  change()
+  thread.join(10)
+  assert got == [expected]
+
+
+def test_waiting_for_a_while_ends_with_the_while_the_stop_or_what_was_waited_for():
+  pacer, box = Pacer(make(env_steps=50, random_steps=10, steps=8)), []
+  begin = time.monotonic()
+  pacer.wait_for(never, 0.05)
+  assert 0.05 <= time.monotonic() - begin < 5
+  for change in (lambda: (box.append(1), pacer.notify()), pacer.stop):
+    thread = threading.Thread(target=pacer.wait_for, args=(lambda: bool(box), 20.0), daemon=True)
+    box.clear()
+    thread.start()
+    time.sleep(0.02)
+    assert thread.is_alive()
+    change()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_in_a_hurry_batches_are_due_at_once_and_nothing_else_changes():
+  pacer = Pacer(make(env_steps=50, random_steps=10, steps=8))
+  assert not pacer.may_draw(0)
+  thread, ended = waiting(pacer, lambda: pacer.may_draw(3))
+  pacer.hurry()
+  thread.join(10)
+  assert ended == ["done"] and pacer.may_draw(7)
+  assert not (pacer.may_learn() or pacer.stopping or pacer.collected) and pacer.may_collect() and pacer.pool == 50
+
+
+def test_batches_are_due_with_their_steps():
+  pacer = Pacer(make(env_steps=58, random_steps=0, steps=14))
+  pacer.add_env_steps(30)
+  assert [pacer.may_draw(k) for k in range(14)] == [k <= 7 for k in range(14)]

@@ -9,10 +9,13 @@ import pytest
 import tiny
 
 from speedyzero_jax import feed, modes
+from speedyzero_jax.collecting import Collecting
 from speedyzero_jax.config_io import ConfigError
 from speedyzero_jax.metrics import jsonl
-from speedyzero_jax.parts import sweeps
+from speedyzero_jax.metrics.rates import EpisodeStats
+from speedyzero_jax.parts import game_of, make_replay, sweeps
 from speedyzero_jax.reanalyser import REANALYSER, REFRESHER
+from speedyzero_jax.topology import unit_config
 from speedyzero_jax.weights import ACTOR
 
 UNROLL, TD, STACK = 2, 3, 2
@@ -328,6 +331,37 @@ def test_a_batch_drawn_is_reanalysed_first(started):
   training = started("reanalyse.schedule=batch", "refresh.enabled=false")
   fed = training.draw(7)
   assert (fed.age, fed.age_max) == (4, 4)  # version 3 at learner step 7
+
+
+def test_units_that_draw_from_replays_of_their_own_weigh_as_one_would(started):
+  """Each draws its share; a sample's probability in the whole is that in its shard, over the number of shards."""
+  training = started("learner.batch_size=8", "reanalyse.schedule=off", "actor.lanes=4")
+  config, units = training.config, 2
+  shards = []
+  for unit in range(units):
+    own = unit_config(config, unit, units)
+    replay = make_replay(own, game_of(config), training.learner.mesh, print, seed=unit)
+    stats = EpisodeStats(own.actor.lanes)
+    acting = Collecting(own, training.inference, replay, seed=unit, key=jax.random.key(unit), stats=stats)
+    for _ in range(12 + 20 * unit):  # one unit has more to choose from
+      replay.append_many(acting.actor.step(training.weights.latest(ACTOR), budget=999, progress=0.0, random=True)[0])
+    acting.close()
+    lane, time, _ = replay.sample(64)
+    replay.set_priorities(lane, time, np.random.default_rng(unit).random(64), 2)
+    shards.append((own, replay))
+  fed = [feed.draw(own, replay, None, 6) for own, replay in shards]
+  assert [len(part.lane) for part in fed] == [4, 4]
+  whole = []
+  for (_, replay), part in zip(shards, fed, strict=True):
+    slots = Slots(replay)
+    priority = {at: row["priority"] for at, row in slots.rows.items()}
+    total = sum(priority.values())
+    whole += [priority[at] / total / units for at in zip(part.lane.tolist(), part.time.tolist(), strict=True)]
+  beta = config.replay.beta_start + 0.5 * (config.replay.beta_end - config.replay.beta_start)
+  expected = np.array(whole) ** -beta
+  weight = np.concatenate([part.batch.weight for part in fed])
+  np.testing.assert_allclose(weight / weight.max(), expected / expected.max(), rtol=1e-5)
+  assert len(set(weight.tolist())) > 3
 
 
 def test_nothing_to_draw_is_an_error(tmp_path):

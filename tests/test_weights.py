@@ -1,6 +1,8 @@
 """The weights store: who gets which version, and that versions are copies."""
 
 import functools
+import threading
+import time
 
 import hypothesis
 import hypothesis.strategies as st
@@ -145,3 +147,28 @@ def test_publishing_computes_on_nothing_but_copies():
     held.append(store.latest("actor"))
   totals = [functools.reduce(lambda a, x: a + float(x.sum()), jax.tree.leaves(v.variables.params), 0.0) for v in held]
   assert totals == [6.0 * k for k in range(1, 6)]
+
+
+def test_newer_versions_are_waited_for():
+  store = WeightsStore({"actor": 2, "reanalyser": 4}, jax.devices()[0], _variables(0))
+  _is(store.wait_newer("actor", -1, 0.0), 0, 0)
+  begin = time.monotonic()
+  assert store.wait_newer("actor", 0, 0.05) is None and time.monotonic() - begin >= 0.05
+  got = []
+  threads = [
+    threading.Thread(target=lambda name=name: got.append(store.wait_newer(name, 0, 20.0)), daemon=True)
+    for name in ("actor", "reanalyser")
+  ]
+  for thread in threads:
+    thread.start()
+  for step in (1, 2):
+    store.publish(step, _variables(step))
+  threads[0].join(10)
+  (version,) = got
+  _is(version, 2, 2)  # the other still waits: nothing was meant for it
+  store.publish(4, _variables(4))
+  threads[1].join(10)
+  _is(got[1], 4, 4)
+  _is(store.wait_newer("actor", 2, 0.0), 4, 4)
+  with pytest.raises(ValueError, match=r"nobody subscribes as 'evaluator'; there are actor, reanalyser"):
+    store.wait_newer("evaluator", -1, 0.0)

@@ -75,7 +75,8 @@ class Hub:
     sweepers: whole-buffer passes that the reanalysers do.
     lanes: of each actor.
     reanalysers: how many there are.
-    block_timeout: seconds after which a block that did not come back is given to somebody else.
+    block_timeout: seconds after which a block that did not come back is given to somebody else; after twice as long
+      nobody waits for it any more.
     machine: what this machine is called; frames are mapped by reanalysers of the same name.
     frames_file: where they are mapped from; empty: nowhere.
     half_weights: send weights as bfloat16.
@@ -124,14 +125,17 @@ class Hub:
   def _go_on(self, who: str) -> None:
     """Raises RunOver for whom there is nothing more to do."""
     if self._over:
-      with self._sent_home:
-        self._joined.discard(who)
-        self._sent_home.notify_all()
+      self._goodbye(who)
       raise RunOver("the run has ended")
 
   def _welcome(self, who: str) -> None:
     with self._sent_home:
       self._joined.add(who)
+
+  def _goodbye(self, who: str) -> None:
+    with self._sent_home:
+      self._joined.discard(who)
+      self._sent_home.notify_all()
 
   # --- actors
 
@@ -174,7 +178,10 @@ class Hub:
       wanted = min(request.steps, len(actor.lanes))
       if actor.closed:
         self._pacer.wait_for(lambda: self._pacer.collected, seconds)
-        steps = 0 if self._pacer.collected else None
+        steps = None
+        if self._pacer.collected:  # which is all it was waiting for
+          steps = 0
+          self._goodbye(f"actor {request.actor}")
       else:
         steps = self._pacer.reserve(wanted, seconds, urgent=lambda: not self._replay.num_eligible)
       if steps is None:
@@ -336,13 +343,13 @@ class Hub:
     return messages.Ok()
 
   def reanalyse(self, works: Sequence[Work]) -> bool:
-    """Has a sampled batch's works done; waits for them until the timeout. Returns whether all were done."""
+    """Has a sampled batch's works done; waits for them, but not forever. Returns whether all were done."""
     parts = [part for work in works for part in _split(work, len(self._reanalysers))]
     batch = Batch(parts)
     with self._lock:
       self._waiting.extend((part, batch) for part in parts)
     self._pacer.notify()
-    self._pacer.wait_for(lambda: batch.left == 0, self._block_timeout)
+    self._pacer.wait_for(lambda: batch.left == 0, 2 * self._block_timeout)  # once handed out again, maybe
     with self._lock:  # what is being computed may still come back, but is not worth being handed out again
       self._waiting = deque(item for item in self._waiting if item[1] is not batch)
       self._batches = {number: other for number, other in self._batches.items() if other is not batch}

@@ -34,7 +34,6 @@ def main(
   open_folder: Callable[[], RunFolder],
   *,
   resume: bool,
-  signals: Signals,
   loopback: bool,
   devices: Sequence[int] | None,
 ) -> int:
@@ -44,24 +43,29 @@ def main(
     place: of this process.
     open_folder: opens the run's folder; called by process 0 only.
     resume: the run has begun before; process 0's word counts.
-    signals: entered.
     loopback: all processes are on this machine.
     devices: ids of the accelerators to use; None for all.
 
   Raises:
     ConfigError, RunFolderError: the run is impossible.
   """
+  signals = Signals()
   try:
-    rendezvous = Rendezvous(place, devices=devices)
-    if place.process_id:
-      return _run(Run(**json.loads(rendezvous.lookup("run", _PATIENCE))), rendezvous, signals, loopback)
-    with open_folder() as folder:
-      token = _token(folder.config)
-      run = Run(str(folder.path.resolve()), config_io.to_yaml(folder.config), resume, token.hex())
-      topology.resolve(folder.config, place.num_processes)
-      rendezvous.publish("run", json.dumps(run._asdict()))
-      return _run(run, rendezvous, signals, loopback)
+    with Signals.at_once():
+      rendezvous = Rendezvous(place, devices=devices)
+      said = rendezvous.lookup("run", _PATIENCE) if place.process_id else ""
+    with signals:
+      if said:
+        return _run(Run(**json.loads(said)), rendezvous, signals, loopback)
+      with open_folder() as folder:
+        token = _token(folder.config)
+        run = Run(str(folder.path.resolve()), config_io.to_yaml(folder.config), resume, token.hex())
+        topology.resolve(folder.config, place.num_processes)
+        rendezvous.publish("run", json.dumps(run._asdict()))
+        return _run(run, rendezvous, signals, loopback)
   except (RendezvousError, JournalError, Refused, Unreachable) as error:
+    if signals.came():  # so it did to others, and who comes last finds nobody
+      return signals.exit_code
     print(f"error: {error}", file=sys.stderr)
     return FAILED
 
@@ -84,7 +88,7 @@ def _run(run: Run, rendezvous: Rendezvous, signals: Signals, loopback: bool) -> 
       return _learn(config, run, shape, role, rendezvous, signals, host)
     return _serve(config, bytes.fromhex(run.token), shape, role, rendezvous)
   finally:
-    rendezvous.close()
+    rendezvous.leave()
 
 
 def _learn(

@@ -1,5 +1,7 @@
 """An actor in a process of its own: asks for steps, takes them, hands over what came of them."""
 
+import contextlib
+
 import jax
 import numpy as np
 
@@ -29,6 +31,11 @@ def act(config: Config, blueprint: Blueprint, client: Client, role: Role, incarn
 
   Raises what `Client`'s calls raise, besides RunOver.
   """
+  with contextlib.suppress(RunOver):
+    _act(config, blueprint, client, role, incarnation)
+
+
+def _act(config: Config, blueprint: Blueprint, client: Client, role: Role, incarnation: int) -> None:
   number = role.number
   welcome = client.join_actor(messages.ActorJoin(number, incarnation))
   lanes = len(welcome.heads)
@@ -57,7 +64,5 @@ def act(config: Config, blueprint: Blueprint, client: Client, role: Role, incarn
       lengths = np.array([episode.length for episode in actor.finished], np.int64)
       client.append(messages.Append(number, incarnation, sequence, segments, scores, lengths))
       sequence += 1
-  except RunOver:
-    return
   finally:
     env.close()

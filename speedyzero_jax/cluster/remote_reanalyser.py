@@ -3,6 +3,7 @@
 Holds the unit's frames: mapped, on the learner's own machine; fetched once, elsewhere.
 """
 
+import contextlib
 import os
 import threading
 
@@ -72,6 +73,13 @@ def reanalyse(
   config: Config, blueprint: Blueprint, client: Client, form: wire.Form, role: Role, incarnation: int
 ) -> None:
   """Looks at what it is given until the run is over. Arguments as for `remote_actor.act`, and the unit's form."""
+  with contextlib.suppress(RunOver):
+    _reanalyse(config, blueprint, client, form, role, incarnation)
+
+
+def _reanalyse(
+  config: Config, blueprint: Blueprint, client: Client, form: wire.Form, role: Role, incarnation: int
+) -> None:
   number = role.number
   welcome = client.join_reanalyser(messages.ReanalyserJoin(number, incarnation, machine_name()))
   mapped = welcome.frames_file and os.access(welcome.frames_file, os.R_OK)
@@ -80,18 +88,15 @@ def reanalyse(
   weights = RemoteWeights(client, (REANALYSER, REFRESHER), like, jax.local_devices()[0])
   inference = Inference(config, blueprint)
   key = jax.random.key(derived_seed(config.run.seed, str(role), incarnation))
-  try:
-    while True:
-      block = client.work(messages.WorkRequest(number, incarnation))
-      version = weights.latest(block.subscriber, at_least=block.step)
-      windows = frames.gather(block.lane, block.cell, block.frames)
-      findings = examine(inference, version, windows, search=block.search, key=jax.random.fold_in(key, block.block))
-      policy, search_value = findings.policy, findings.search_value
-      if policy is None or search_value is None:
-        states = findings.value.shape[1]
-        policy, search_value = _EMPTY.reshape(0, states, form.actions), _EMPTY.reshape(0, states)
-      client.result(
-        messages.Result(number, incarnation, block.block, findings.step, policy, search_value, findings.value)
-      )
-  except RunOver:
-    return
+  while True:
+    block = client.work(messages.WorkRequest(number, incarnation))
+    version = weights.latest(block.subscriber, at_least=block.step)
+    windows = frames.gather(block.lane, block.cell, block.frames)
+    findings = examine(inference, version, windows, search=block.search, key=jax.random.fold_in(key, block.block))
+    policy, search_value = findings.policy, findings.search_value
+    if policy is None or search_value is None:
+      states = findings.value.shape[1]
+      policy, search_value = _EMPTY.reshape(0, states, form.actions), _EMPTY.reshape(0, states)
+    client.result(
+      messages.Result(number, incarnation, block.block, findings.step, policy, search_value, findings.value)
+    )

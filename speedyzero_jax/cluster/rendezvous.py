@@ -1,11 +1,12 @@
-"""Where the processes of a run meet: jax.distributed's membership, key-value store, barriers and liveness.
+"""Where the processes of a run meet: jax.distributed's membership, key-value store and barriers.
 
 The only module that touches jax's private parts (its distributed client and its detection of clusters). Must not know
 what the processes do.
 """
 
-import logging
+import contextlib
 import os
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,9 +15,8 @@ from jax._src import distributed
 from jax._src.clusters import cluster
 
 _HEARTBEAT_TIMEOUT = 20  # seconds; after them a silent process counts as dead
+_FAREWELL = 5.0  # seconds
 _PREFIX = "speedyzero/"
-
-logger = logging.getLogger(__name__)
 
 
 class RendezvousError(Exception):
@@ -67,6 +67,7 @@ class Rendezvous:
   def __init__(self, place: Place, *, devices: Sequence[int] | None = None, timeout: int = 300):
     self.place = place
     jax.config.update("jax_enable_recoverability", True)  # an actor's death is not everybody's
+    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM for itself
     try:
       jax.distributed.initialize(
         coordinator_address=place.coordinator,
@@ -93,6 +94,10 @@ class Rendezvous:
     except jax.errors.JaxRuntimeError as error:
       raise RendezvousError(f"nobody published '{name}' within {timeout:.0f} s") from error
 
+  def said(self, folder: str) -> dict[str, str]:
+    """What has been published until now under names of this folder, `folder/...`."""
+    return dict(self._client.key_value_dir_get(_PREFIX + folder + "/"))
+
   def count(self, name: str) -> int:
     """How often this was asked of a name before, by anybody."""
     return int(self._client.key_value_increment(_PREFIX + name, 1)) - 1
@@ -107,18 +112,21 @@ class Rendezvous:
     except jax.errors.JaxRuntimeError as error:
       raise RendezvousError(f"not everybody came to '{name}' within {timeout:.0f} s: {error}") from error
 
-  def alive(self) -> list[int]:
-    """Ids of the processes whose heart beats."""
-    return sorted(self._client.get_live_nodes(list(range(self.place.num_processes))))
-
   def devices(self, processes: Sequence[int]) -> list[jax.Device]:
     """Devices of these processes, in the order of their ids: what a mesh is made of."""
     wanted = set(processes)
     return sorted((d for d in jax.devices() if d.process_index in wanted), key=lambda d: (d.process_index, d.id))
 
-  def close(self) -> None:
-    """Leaves. Processes that leave at the end should meet at a barrier first."""
-    try:
-      jax.distributed.shutdown()
-    except jax.errors.JaxRuntimeError as error:
-      logger.warning("leaving the rendezvous: %s", error)
+  def leave(self) -> None:
+    """Says goodbye; the process should end now, without Python's clean-up: jax's own farewell aborts who comes late.
+
+    Process 0, with which the rendezvous ends, waits for the others a little: whom it leaves behind is aborted, too.
+    """
+    if self.place.process_id:
+      with contextlib.suppress(jax.errors.JaxRuntimeError):
+        self.publish(f"left/{self.place.process_id}", "")
+      return
+    until = time.monotonic() + _FAREWELL
+    for other in range(1, self.place.num_processes):
+      with contextlib.suppress(RendezvousError):
+        self.lookup(f"left/{other}", max(until - time.monotonic(), 0.01))

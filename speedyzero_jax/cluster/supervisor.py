@@ -188,7 +188,7 @@ class Supervisor:
       if process.running:
         self._report(f"{process.child.name} has not ended in {self._save_patience:g} s and is killed")
         process.kill()
-    self._end_all(self._grace)
+    self._end_all(0.0)  # all is saved, and who is left may wait for others that never come
     unsaved = [process for process in vital if process.code not in (0, 128 + number, -number)]
     for process in unsaved:
       self._report(self._obituary(process))
@@ -267,8 +267,9 @@ class Supervisor:
       children.append({"name": name, "pid": pid, "started": started, "restarts": restarts})
     path = self._logs / "supervisor.json"
     new = path.with_suffix(".new")
-    new.write_text(json.dumps({"pid": os.getpid(), "children": children}, indent=2) + "\n")
-    new.replace(path)
+    with contextlib.suppress(OSError):  # of a full disk, whose owners can say so themselves
+      new.write_text(json.dumps({"pid": os.getpid(), "children": children}, indent=2) + "\n")
+      new.replace(path)
 
 
 class _Process:

@@ -19,7 +19,7 @@ from speedyzero_jax.parts import blueprint_of, game_of, replay_capacity
 from speedyzero_jax.replay.buffer import Replay
 from speedyzero_jax.replay.journal import Journal
 from speedyzero_jax.topology import Role, Topology, lanes_of_actors, machine_name, unit_config
-from speedyzero_jax.training import Part, Training
+from speedyzero_jax.training import WHOLE, Part, Training
 
 _PATIENCE = 600.0  # seconds that units wait for each other at the start: one may have a long journal to read
 _FAREWELL = 10.0  # seconds in which actors and reanalysers should finish a step and hear that the run is over
@@ -53,6 +53,21 @@ def tls_of(config: Config) -> Tls | None:
   return Tls(Path(part.tls_certificate), Path(part.tls_key), Path(part.tls_authority)) if part.tls_certificate else None
 
 
+def _journal(own: Config, folder: Path) -> Journal:
+  game = game_of(own)
+  return Journal(folder / "journal.sqlite", own.actor.lanes, game.frame_shape, game.frame_dtype, game.num_actions)
+
+
+@contextlib.contextmanager
+def whole(config: Config, folder: Path) -> Iterator[Part]:
+  """All of a run, in one process. If it was several once, what they made durable is kept so. Raises JournalError."""
+  if not (folder / "journal.sqlite").exists():
+    yield WHOLE
+    return
+  with contextlib.closing(_journal(config, folder)) as journal:
+    yield WHOLE._replace(journal=journal)
+
+
 @contextlib.contextmanager
 def part_of(config: Config, folder: Path, topology: Topology, role: Role, rendezvous: Rendezvous) -> Iterator[Part]:
   """This learner's part of the run.
@@ -72,7 +87,7 @@ def part_of(config: Config, folder: Path, topology: Topology, role: Role, rendez
   chosen = [
     d for unit in range(topology.learners) for d in [x for x in devices if x.process_index == unit][:per_process]
   ]
-  journal = Journal(folder / "journal.sqlite", own.actor.lanes, game.frame_shape, game.frame_dtype, game.num_actions)
+  journal = _journal(own, folder)
   reanalysers = topology.serving("reanalyser", role.unit)
   shape = (own.actor.lanes, replay_capacity(own), *game.frame_shape)
   memory = None
@@ -89,6 +104,7 @@ def part_of(config: Config, folder: Path, topology: Topology, role: Role, rendez
       journal=journal,
       frame_memory=memory,
       agree=_agreement(rendezvous, role.unit, topology.learners),
+      total=_total(rendezvous, role.unit),
     )
 
 
@@ -112,13 +128,21 @@ def _path_of(memory: np.ndarray | None) -> str:
 def _agreement(rendezvous: Rendezvous, unit: int, units: int) -> Callable[[int], Sequence[int]]:
   rounds = 0
 
-  def agree(step: int) -> list[int]:
+  def agree(number: int) -> list[int]:
     nonlocal rounds
     rounds += 1
-    rendezvous.publish(f"resume/{rounds}/{unit}", str(step))
-    return [int(rendezvous.lookup(f"resume/{rounds}/{other}", _PATIENCE)) for other in range(units)]
+    rendezvous.publish(f"agree/{rounds}/{unit}", str(number))
+    return [int(rendezvous.lookup(f"agree/{rounds}/{other}", _PATIENCE)) for other in range(units)]
 
   return agree
+
+
+def _total(rendezvous: Rendezvous, unit: int) -> Callable[[int], int]:
+  def total(count: int) -> int:
+    rendezvous.publish(f"env_steps/{unit}", str(count))
+    return sum(map(int, rendezvous.said("env_steps").values()))
+
+  return total
 
 
 @contextlib.contextmanager

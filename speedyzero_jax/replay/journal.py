@@ -208,17 +208,19 @@ class Journal:
       self._tails = tails
 
   def begin_at(self, heads: np.ndarray) -> None:
-    """Lets segments start at heads [L]: lanes of which less is known forget what they had. Others stay as they are.
+    """Makes sure that what is stored goes on from heads [L]: lanes of which something is missing begin anew there.
 
-    For a journal that was begun, or lost, when the lanes were there already. Raises as `evict` does.
+    For a journal that was begun, or lost, when the lanes were there already, or that has forgotten what a checkpoint
+    older than expected would need. Raises as `evict` does.
     """
     heads = self._times("heads", heads)
     with self._lock:
-      behind = np.flatnonzero(heads > self._heads)
+      apart = (heads > self._heads) | (heads < self._tails)
+      lanes = np.flatnonzero(apart).tolist()
       with self._errors("can't be written"), self._transaction():
-        self._db.executemany("DELETE FROM segment WHERE lane = ?", [(int(lane),) for lane in behind])
-        self._db.executemany("UPDATE lane SET tail = ? WHERE lane = ?", [(int(heads[i]), int(i)) for i in behind])
-      self._heads, self._tails = (np.where(heads > self._heads, heads, old) for old in (self._heads, self._tails))
+        self._db.executemany("DELETE FROM segment WHERE lane = ?", [(lane,) for lane in lanes])
+        self._db.executemany("UPDATE lane SET tail = ? WHERE lane = ?", [(int(heads[lane]), lane) for lane in lanes])
+      self._heads, self._tails = (np.where(apart, heads, old) for old in (self._heads, self._tails))
 
   def close(self) -> None:
     """Lets others open the file. May be called twice; nothing else may be called afterwards."""

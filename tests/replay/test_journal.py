@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import reference
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_replay import assert_same, make_replay
 
@@ -210,6 +210,32 @@ def test_truncate_and_evict(appends, seed, data):
       again = reference.Stream(LANES, seed + 1).segment(1, 1)._replace(start=int(heads[1]))
       journal.append([again])
       assert everything(journal)[1, heads[1]] == by_slot([again])[1, heads[1]]
+
+
+@settings(max_examples=15)
+@given(cuts, st.integers(0, 2**32), st.lists(st.integers(0, 30), min_size=LANES, max_size=LANES))
+def test_begin_at(appends, seed, begin):
+  """Lanes that are elsewhere further on go on from there; the others keep what they have. Also after reopening."""
+  stream, begin = reference.Stream(LANES, seed), np.array(begin)
+  written = [[stream.segment(lane, n, step) for lane, n in cut] for step, cut in enumerate(appends)]
+  old = np.array(stream.heads)
+  kept = {name: slot for name, slot in by_slot(flat(written)).items() if begin[name[0]] <= old[name[0]]}
+  with tempfile.TemporaryDirectory() as folder:
+    path = Path(folder) / "journal"
+    with opened(path) as journal:
+      for segments in written:
+        journal.append(segments)
+      journal.begin_at(begin)
+      assert journal.heads.tolist() == np.maximum(old, begin).tolist()
+      assert journal.tails.tolist() == np.where(begin > old, begin, 0).tolist()
+      assert everything(journal) == kept
+      journal.begin_at(begin)
+    with opened(path) as journal:
+      assert journal.heads.tolist() == np.maximum(old, begin).tolist() and everything(journal) == kept
+      more = [stream.segment(lane, 2)._replace(start=int(head)) for lane, head in enumerate(journal.heads)]
+      journal.append(more)
+    with opened(path) as journal:
+      assert everything(journal) == kept | by_slot(more)
 
 
 def test_bounds_that_make_no_sense_change_nothing(tmp_path):

@@ -151,8 +151,10 @@ def test_refused_segments_change_nothing(name):
   store.append([stream.segment(0, 3), stream.segment(1, 6)])
   fine, good = stream.segment(0, 2), segment_with_an_end(stream, 1)
   before = snapshot(store)
-  with pytest.raises(ValueError):
-    store.append([fine, REFUSED[name](good)])
+  for call in (store.check, store.append):
+    with pytest.raises(ValueError):
+      call([fine, REFUSED[name](good)])
+  store.check([fine, good])
   after = snapshot(store)
   for key, value in before.items():
     np.testing.assert_array_equal(after[key], value, err_msg=key)
@@ -194,3 +196,22 @@ def test_memory_counts_what_is_used_not_what_is_reserved():
   assert memory["frame_bytes"] == 40 * 3
   assert memory["reserved_bytes"] == 50 * memory["bytes"]
   assert memory["bytes_per_transition"] == memory["bytes"] / 40
+
+
+def test_frames_may_be_kept_in_memory_of_others():
+  memory = np.zeros((2, 5, *reference.FRAME_SHAPE), np.uint8)
+  shared = LaneStore(2, 5, reference.FRAME_SHAPE, np.uint8, reference.NUM_ACTIONS, memory)
+  own, streams = make_store(2, 5), [reference.Stream(2, 3) for _ in range(2)]
+  for store, stream in zip((shared, own), streams, strict=True):
+    fill(store, stream, 3)
+  assert shared.frame is memory and memory.any()
+  np.testing.assert_array_equal(memory, own.frame)
+  lane, time = (np.array(x) for x in zip(*streams[0].live(5), strict=True))
+  np.testing.assert_array_equal(shared.gather(lane, time % 5), own.gather(lane, time % 5))
+  assert shared.memory() == own.memory()
+
+
+@pytest.mark.parametrize("memory", [np.zeros((2, 5, 1, 1, 3), np.int8), np.zeros((5, 2, 1, 1, 3), np.uint8)])
+def test_memory_that_does_not_fit_is_refused(memory):
+  with pytest.raises(ValueError, match="frame_memory is"):
+    LaneStore(2, 5, reference.FRAME_SHAPE, np.uint8, reference.NUM_ACTIONS, memory)

@@ -14,7 +14,7 @@ LANES, UNROLL, STACK, TD, DISCOUNT = 2, 3, 2, 2, 0.9
 CONFIG = ReplayConfig(alpha=0.7, min_priority=0.01, td_steps=TD, age_interval=12)
 
 
-def make_replay(capacity, seed=0, config=CONFIG, lanes=LANES, device_frames=None, **reanalyse):
+def make_replay(capacity, seed=0, config=CONFIG, lanes=LANES, device_frames=None, frame_memory=None, **reanalyse):
   return Replay(
     lanes=lanes,
     capacity=capacity,
@@ -29,6 +29,7 @@ def make_replay(capacity, seed=0, config=CONFIG, lanes=LANES, device_frames=None
     discount=DISCOUNT,
     rng_seed=seed,
     device_frames=device_frames,
+    frame_memory=frame_memory,
   )
 
 
@@ -411,8 +412,10 @@ def test_refused_segments_change_nothing():
   before, frames = replay.state_dict(), replay.export_slots(np.zeros(LANES))
   good, fine = stream.segment(0, 4), stream.segment(1, 4)
   for refused in (bad(good, reward=(1, np.nan)), bad(good, action=(2, -1)), good._replace(start=8)):
-    with pytest.raises(ValueError, match="lane 0"):
-      replay.append_many([fine, refused])
+    for call in (replay.check, replay.append_many):
+      with pytest.raises(ValueError, match="lane 0"):
+        call([fine, refused])
+  replay.check([fine, good])
   assert_same(replay.state_dict(), before)
   assert_same(replay.export_slots(np.zeros(LANES)), frames)
   replay.append_many([fine, good])
@@ -544,3 +547,50 @@ def test_a_transition_does_not_inherit_the_priority_of_the_one_it_evicts():
   replay.append(stream.segment(0, 12))
   priority = replay.state_dict()["priority"]
   assert set(priority[priority > 0]) == {largest}
+
+
+def follow(replay, number, copy):
+  """Brings a copy of the frames up to date; returns the number to go on from."""
+  while True:
+    number, lane, cell, frames = replay.frames_since(number, 3)
+    if not len(lane):
+      return number
+    copy[lane, cell] = frames
+
+
+@given(capacity=st.integers(7, 20), seed=st.integers(0, 2**32 - 1))
+def test_a_copy_of_the_frames_shows_the_same_windows(capacity, seed):
+  """Also where one lane is played more than others, and after a restart."""
+  rng = np.random.default_rng(seed)
+  replay, stream = make_replay(capacity), reference.Stream(LANES, seed)
+  copy, late, restarted = (np.zeros((LANES, capacity, *reference.FRAME_SHAPE), np.uint8) for _ in range(3))
+  number = 0
+  for step in range(12):
+    if step < 4 or rng.random() < 0.2:
+      play(replay, stream, rng, step)
+    else:
+      replay.append(stream.segment(0, int(rng.integers(1, 6)), step))
+    if rng.random() < 0.5:
+      number = follow(replay, number, copy)
+  assert follow(replay, number, copy) == follow(replay, 0, late) == replay.frames_written == sum(stream.heads)
+  other = make_replay(capacity)
+  other.import_slots(replay.export_slots(np.zeros(LANES)))
+  other.load_state_dict(replay.state_dict())
+  follow(other, 0, restarted)
+  lane, time = slots(stream, capacity)
+  wanted = replay.windows(lane, time, after=UNROLL)
+  for made, held in ((replay, copy), (replay, late), (other, restarted)):
+    cells, written = made.window_cells(lane, time, UNROLL)
+    assert written == made.frames_written
+    np.testing.assert_array_equal(held[lane[:, None], cells], wanted)
+
+
+def test_frames_are_where_others_can_see_them():
+  memory = np.zeros((LANES, 9, *reference.FRAME_SHAPE), np.uint8)
+  replay, stream = make_replay(9, frame_memory=memory), reference.Stream(LANES, 5)
+  for step in range(9):
+    play(replay, stream, np.random.default_rng(step), step)
+  lane, time = slots(stream, 9)
+  cells, _ = replay.window_cells(lane, time, 2)
+  np.testing.assert_array_equal(memory[lane[:, None], cells], replay.windows(lane, time, after=2))
+  assert memory.any()

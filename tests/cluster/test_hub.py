@@ -1,0 +1,736 @@
+"""The hub: what becomes of grants, experience and work when callers die, repeat themselves or come too late."""
+
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_unit import Blueprint, Direct, Seer, Unit, assert_same
+
+from speedyzero_jax.actor import Actor
+from speedyzero_jax.cluster import messages, remote_actor
+from speedyzero_jax.cluster.service import RunOver
+from speedyzero_jax.metrics.rates import Episode, EpisodeStats
+from speedyzero_jax.reanalyser import BatchReanalyser, examine
+from speedyzero_jax.topology import Role
+from speedyzero_jax.weights import ACTOR, REANALYSER, REFRESHER
+
+NONE = np.zeros(0)
+QUICK = 0.02
+
+
+def join(unit, actor=0, incarnation=0):
+  return unit.hub.join_actor(messages.ActorJoin(actor, incarnation))
+
+
+def grant(unit, sequence=0, steps=9, actor=0, incarnation=0, seconds=QUICK):
+  return unit.hub.grant(messages.GrantRequest(actor, incarnation, sequence, steps), seconds)
+
+
+def append(unit, segments, sequence=0, actor=0, incarnation=0, episodes=()):
+  score, length = np.array([e.score for e in episodes]), np.array([e.length for e in episodes], np.int64)
+  return unit.hub.append(messages.Append(actor, incarnation, sequence, list(segments), score, length))
+
+
+def player(unit, actor=0, seed=0):
+  """An actor as its process has it."""
+  lanes = unit.lanes[actor]
+  return Actor(
+    unit.config, tiny.FakeEnv(len(lanes), seed), Seer(), jax.random.key(seed), EpisodeStats(len(lanes)),
+    lane_offset=lanes.start, start=unit.replay.heads[lanes.start : lanes.stop],
+  )  # fmt: skip
+
+
+def play(unit, who, granted):
+  segments, count = who.step(
+    unit.weights.latest(ACTOR), budget=granted.steps, progress=0.0, random=False, last=granted.closing
+  )
+  return segments, count
+
+
+def unchanged(unit, call, match):
+  """`call` is refused and the replay, the pacer and what would be on disk are as they were."""
+  before = unit.replay.state_dict(), unit.pacer.pool, unit.pacer.env_steps, len(unit.taken)
+  with pytest.raises(ValueError, match=match):
+    call()
+  after = unit.replay.state_dict(), unit.pacer.pool, unit.pacer.env_steps, len(unit.taken)
+  assert before[1:] == after[1:]
+  for name, array in before[0].items():
+    np.testing.assert_array_equal(array, after[0][name], err_msg=name)
+
+
+# --- actors
+
+
+def test_a_new_incarnation_begins_behind_what_its_forerunner_handed_over():
+  unit = Unit("actor.lanes=5", actors=2)
+  assert [list(lanes) for lanes in unit.lanes] == [[0, 1], [2, 3, 4]]
+  welcome = join(unit, 1)
+  assert welcome.first == 2 and welcome.heads.tolist() == [0, 0, 0]
+  segments, _ = play(unit, player(unit, 1), grant(unit, actor=1))
+  acknowledged = append(unit, segments, actor=1)
+  assert acknowledged.heads.tolist() == [1, 1, 1] and unit.replay.heads.tolist() == [0, 0, 1, 1, 1]
+  unit.cuts.clear()
+  assert join(unit, 1).heads.tolist() == [1, 1, 1] and not unit.cuts  # the same one: its answer was lost
+  assert join(unit, 1, 4).heads.tolist() == [1, 1, 1] and unit.cuts == [[2, 3, 4]]
+  segments, _ = play(unit, player(unit, 1), grant(unit, actor=1, incarnation=4))
+  assert append(unit, segments, actor=1, incarnation=4).heads.tolist() == [2, 2, 2]
+  assert all(segment.first[0] for segment in segments)
+
+
+def test_an_older_incarnation_is_refused_whatever_it_asks():
+  unit = Unit("actor.lanes=2", kinds=["refresh"])
+  join(unit, 0, 0)
+  segments, _ = play(unit, player(unit), grant(unit))
+  join(unit, 0, 1)
+  for call in (lambda: join(unit, 0, 0), lambda: grant(unit, 1), lambda: append(unit, segments)):
+    unchanged(unit, call, "actor 0 has incarnation 1 now, this is 0")
+  hello = lambda i: unit.hub.join_reanalyser(messages.ReanalyserJoin(0, i, "there"))  # noqa: E731
+  hello(1)
+  for call in (
+    lambda: hello(0),
+    lambda: unit.hub.work(messages.WorkRequest(0, 0), QUICK),
+    lambda: unit.hub.frames(messages.FramesRequest(0, 0, 0), QUICK),
+  ):
+    unchanged(unit, call, "reanalyser 0 has incarnation 1 now, this is 0")
+
+
+def test_numbers_that_nobody_has_are_refused_and_not_waited_for_in_the_end():
+  unit = Unit(actors=2, reanalysers=2)
+  for call in (
+    lambda: join(unit, 2),
+    lambda: grant(unit, actor=2),
+    lambda: append(unit, [], actor=2),
+    lambda: unit.hub.join_reanalyser(messages.ReanalyserJoin(2, 0, "here")),
+    lambda: unit.hub.work(messages.WorkRequest(2, 0), QUICK),
+    lambda: unit.hub.result(messages.Result(2, 0, 1, 0, NONE, NONE, NONE)),
+    lambda: unit.hub.frames(messages.FramesRequest(2, 0, 0), QUICK),
+  ):
+    unchanged(unit, call, "there are 2 .*, this is number 2")
+  begin = time.monotonic()
+  unit.hub.finish(10)
+  assert time.monotonic() - begin < 5
+
+
+def test_experience_that_is_not_an_actors_own_or_not_granted_is_refused_and_can_be_put_right():
+  unit = Unit("actor.lanes=4", actors=2)
+  join(unit, 0), join(unit, 1)
+  unchanged(unit, lambda: append(unit, play(unit, player(unit), messages.Grant(2, False, 0, 0, False))[0]), "granted")
+  granted = grant(unit)
+  good, _ = play(unit, player(unit), granted)
+  theirs, _ = play(unit, player(unit, 1), granted)
+  policy = good[0].policy * np.nan
+  for segments, match in (
+    ([good[0], theirs[0]], "lane 2 is not actor 0's"),
+    ([good[0], good[1]._replace(start=5)], "start must be the lane's head 0, got 5"),
+    ([good[0]._replace(policy=policy), good[1]], "policy must be finite"),
+    ([good[0], good[1]._replace(first=~good[1].first)], "first must hold"),
+    ([good[0], good[0]], "one segment per lane"),
+  ):
+    unchanged(unit, lambda segments=segments: append(unit, segments), match)
+  unchanged(unit, lambda: append(unit, good, sequence=1), "was not granted")
+  append(unit, good)
+  assert unit.pacer.env_steps == 2
+
+
+def test_more_steps_than_were_granted_are_refused():
+  unit = Unit("actor.lanes=3")
+  join(unit)
+  granted = grant(unit, steps=2)
+  assert granted.steps == 2
+  segments, count = play(unit, player(unit), granted._replace(steps=3))
+  assert count == 3
+  unchanged(unit, lambda: append(unit, segments), "took 3 steps of 2 granted")
+
+
+def test_an_append_that_is_sent_again_is_acknowledged_and_counts_once():
+  unit = Unit("actor.lanes=2")
+  join(unit)
+  who, ended = player(unit), [Episode(1.0, 3)]
+  segments, count = play(unit, who, grant(unit))
+  first = append(unit, segments, episodes=ended)
+  again = append(unit, segments, episodes=ended)
+  assert first.heads.tolist() == again.heads.tolist() == [1, 1]
+  more, more_count = play(unit, who, grant(unit, 1))
+  append(unit, more, 1)
+  assert append(unit, segments, episodes=ended).heads.tolist() == [2, 2]  # very late
+  assert unit.pacer.env_steps == unit.replay.num_transitions == count + more_count and len(unit.taken) == 2
+  assert unit.episodes == ended
+
+
+def test_a_grant_asked_for_again_is_the_same_and_one_that_was_used_is_refused():
+  unit = Unit("actor.lanes=2")
+  join(unit)
+  pool = unit.pacer.pool
+  granted = grant(unit)
+  assert grant(unit) == granted and unit.pacer.pool == pool - granted.steps
+  segments, _ = play(unit, player(unit), granted)
+  append(unit, segments)
+  unchanged(unit, lambda: grant(unit), "grant 0 of actor 0 was used already")
+  assert grant(unit, 1).steps == 2
+
+
+def test_what_an_actor_did_not_use_goes_back():
+  unit = Unit("actor.lanes=4", actors=2, reanalysers=0)
+  join(unit, 0), join(unit, 1)
+  pool = unit.pacer.pool
+  assert grant(unit, 0).steps == 2 and unit.pacer.pool == pool - 2
+  assert grant(unit, 1, steps=1).steps == 1  # a grant that was never used, when the next one is asked for
+  assert unit.pacer.pool == pool - 1
+  join(unit, 0, 1)  # it died
+  assert unit.pacer.pool == pool
+  who, sequence, resets = player(unit, 1), 0, 0
+  while resets < 3:  # lanes that only reset
+    granted = grant(unit, sequence, actor=1)
+    segments, count = play(unit, who, granted)
+    append(unit, segments, sequence, actor=1)
+    resets += 2 - count
+    sequence += 1
+    assert unit.pacer.pool == pool - unit.pacer.env_steps
+    unit.pacer.add_learner_step()
+
+
+def test_grants_wait_for_the_learner_and_a_dead_actor_holds_nobody_up():
+  unit = Unit("actor.lanes=4", "actor.random_steps=10", actors=2)
+  unit.fill(3)
+  assert unit.replay.num_eligible
+  join(unit, 0), join(unit, 1)
+  assert grant(unit).steps == 2  # and then it dies
+  sequence, who = 0, player(unit, 1)
+  join(unit, 1, 1)
+  who = player(unit, 1)
+  while granted := grant(unit, sequence, actor=1, incarnation=1):
+    append(unit, play(unit, who, granted)[0], sequence, actor=1, incarnation=1)
+    sequence += 1
+  assert unit.pacer.may_learn() and unit.pacer.env_steps < 60
+  waited = []
+  thread = threading.Thread(target=lambda: waited.append(grant(unit, sequence, actor=1, incarnation=1, seconds=20)))
+  thread.start()
+  time.sleep(0.05)
+  assert not waited
+  for _ in range(3):
+    unit.pacer.add_learner_step()
+  thread.join(10)
+  assert waited[0].steps == 2 and waited[0].learner_step >= 1 and not waited[0].closing
+
+
+def test_the_last_steps_close_every_lane():
+  unit = Unit("actor.lanes=3", "run.env_steps=7", "actor.random_steps=0")
+  join(unit)
+  who, sequence = player(unit, seed=3), 0
+  while not unit.pacer.collected:
+    granted = grant(unit, sequence)
+    assert granted.steps == min(3, 7 - unit.pacer.env_steps)
+    assert granted.closing == (unit.pacer.env_steps + granted.steps == 7)
+    append(unit, play(unit, who, granted)[0], sequence)
+    sequence += 1
+  last = grant(unit, sequence)
+  assert (last.steps, last.closing) == (0, True)
+  assert unit.replay.num_transitions == 7
+  state = unit.replay.state_dict()
+  assert all(state["slot_action"][np.cumsum(unit.replay.heads) - 1] == -1)
+
+
+def test_who_has_closed_is_granted_nothing_more_but_hears_when_all_is_collected():
+  unit = Unit("actor.lanes=4", "run.env_steps=4", "actor.random_steps=0", actors=2)
+  join(unit, 0), join(unit, 1)
+  other = grant(unit, actor=1)
+  mine = grant(unit)
+  assert (mine.steps, mine.closing, other.closing) == (2, True, False)
+  append(unit, play(unit, player(unit), mine)[0])
+  join(unit, 1, 1)  # the other died, so that two steps are left
+  assert unit.pacer.pool == 2 and grant(unit, 1) is None
+  theirs = grant(unit, actor=1, incarnation=1)
+  append(unit, play(unit, player(unit, 1), theirs)[0], actor=1, incarnation=1)
+  assert (grant(unit, 1).steps, unit.pacer.env_steps, unit.pacer.pool) == (0, 4, 0)
+
+
+def test_who_has_closed_and_begins_anew_may_take_what_is_left():
+  unit = Unit("actor.lanes=4", "run.env_steps=4", "actor.random_steps=0", actors=2)
+  join(unit, 0), join(unit, 1)
+  grant(unit, actor=1)
+  append(unit, play(unit, player(unit), grant(unit))[0])
+  assert grant(unit, 1) is None
+  join(unit, 0, 1), join(unit, 1, 1)
+  granted = grant(unit, incarnation=1)
+  assert (granted.steps, granted.closing) == (2, True)
+  append(unit, play(unit, player(unit), granted)[0], incarnation=1)
+  assert unit.pacer.collected and grant(unit, actor=1, incarnation=1).steps == 0
+
+
+def test_a_grant_of_less_than_a_step_closes_whatever_comes_back_meanwhile(monkeypatch):
+  """Or the lanes beyond it would be cut, and then go on."""
+  unit = Unit("actor.lanes=4", "run.env_steps=5", "actor.random_steps=0")
+  join(unit)
+  reserve = unit.pacer.reserve
+
+  def with_a_race(steps, seconds, urgent):
+    count = reserve(steps, seconds, urgent)
+    if count == 1:
+      unit.pacer._total_env += 2  # as if another actor gave two steps back
+    return count
+
+  monkeypatch.setattr(unit.pacer, "reserve", with_a_race)
+  append(unit, play(unit, player(unit), grant(unit))[0])
+  granted = grant(unit, 1)
+  assert granted.steps == 1 and granted.closing
+
+
+class Killed(Exception):
+  """What happens to an actor's process."""
+
+
+class Unlucky(Direct):
+  """A client that dies now and then, before or after the hub hears it, and asks again for lost answers."""
+
+  def __init__(self, hub, seed, danger):
+    super().__init__(hub)
+    self._rng, self._danger, self.dead, self.acknowledged = np.random.default_rng(seed), danger, False, 0
+
+  def _fate(self):
+    if self.dead or self._rng.random() < self._danger:
+      self.dead = True
+      raise Killed
+
+  def __getattr__(self, name):
+    ask = super().__getattr__(name)
+
+    def unlucky(request):
+      if name == "weights":
+        if self.dead:
+          raise Killed
+        return ask(request)
+      self._fate()
+      answer = ask(request)
+      if self._rng.random() < 0.2 and name in ("grant", "append", "join_actor"):
+        answer = ask(request)
+      self._fate()
+      if name == "append":
+        self.acknowledged += sum(int((s.action >= 0).sum()) for s in request.segments)
+      time.sleep(self._rng.random() * 0.002)
+      return answer
+
+    return unlucky
+
+
+@pytest.fixture
+def fake_games(monkeypatch):
+  monkeypatch.setattr(remote_actor, "make_env", lambda _, lanes, seed, training: tiny.FakeEnv(lanes, seed))
+  monkeypatch.setattr(remote_actor, "Inference", lambda config, blueprint: Seer())
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("danger", [0.0, 0.02, 0.1])
+def test_exactly_what_was_asked_for_is_collected_whoever_dies_and_whenever(fake_games, seed, danger):
+  rng = np.random.default_rng(seed)
+  lanes, actors, total = int(rng.integers(3, 7)), int(rng.integers(1, 4)), int(rng.integers(40, 120))
+  unit = Unit(f"actor.lanes={lanes}", f"run.env_steps={total}", "actor.random_steps=20", actors=actors, reanalysers=0)
+  clients, errors = [], []
+
+  def live(number):
+    incarnation, returned = 0, False
+    while not returned:
+      client = Unlucky(unit.hub, [seed, number, incarnation], danger)
+      clients.append(client)
+      try:
+        remote_actor.act(unit.config, Blueprint, client, Role("actor", 0, number), incarnation)
+        returned = True
+      except Killed:
+        incarnation += 1
+      except Exception as error:
+        errors.append(error)
+        unit.pacer.stop()
+        raise
+      finally:
+        client.dead = True
+
+  threads = [threading.Thread(target=live, args=(number,), daemon=True) for number in range(actors)]
+  learner = unit.learn()
+  for thread in threads:
+    thread.start()
+  unit.pacer.wait_for(lambda: unit.pacer.collected, 60)
+  assert not errors and unit.pacer.collected
+  learner.join(10)
+  early = bool(seed % 2)  # while some still close their lanes
+  for thread in threads if not early else ():
+    thread.join(10)
+  begin = time.monotonic()
+  unit.hub.finish(10)
+  assert time.monotonic() - begin < 5
+  for thread in threads:
+    thread.join(10)
+    assert not thread.is_alive()
+  assert not errors
+  assert unit.pacer.env_steps == unit.replay.num_transitions == total
+  assert unit.pacer.pool == 0 and unit.pacer.finished  # no promise is left
+  assert (len(clients) > actors) == (danger > 0) or danger == 0.02
+  assert sum(client.acknowledged for client in clients) <= total
+  if not danger and not early:
+    assert sum(client.acknowledged for client in clients) == total
+  if not early:  # all lanes are closed
+    assert all(unit.replay.state_dict()["slot_action"][np.cumsum(unit.replay.heads) - 1] == -1)
+  again = unit.twin()
+  unit.append_to(again)
+  for lane in range(lanes):  # the only thing that a journal does not say
+    again.truncate(lane), unit.replay.truncate(lane)
+  assert_same(unit.replay, again)
+
+
+# --- weights
+
+
+def ask_weights(unit, subscriber=ACTOR, have=-1):
+  return unit.hub.weights(messages.WeightsRequest(subscriber, have), QUICK)
+
+
+def test_each_version_is_sent_once_and_the_latest_wins():
+  unit = Unit()
+  assert ask_weights(unit).step == 0 and ask_weights(unit, have=0) is None
+  for step in (2, 4, 5):
+    unit.publish(step)
+  sent = ask_weights(unit, have=0)
+  assert sent.step == 4 and ask_weights(unit, have=4) is None
+  assert {name: (a.dtype.name, a.tolist()) for name, a in sent.arrays.items()} == {
+    name: (leaf.dtype.name, leaf.tolist()) for name, leaf in messages.named(Blueprint.init(number=4)).items()
+  }
+  assert ask_weights(unit, REANALYSER, have=-1).step == 0 and ask_weights(unit, REFRESHER, have=2).step == 4
+  with pytest.raises(ValueError, match="nobody subscribes as 'evaluator'"):
+    ask_weights(unit, "evaluator")
+  waited = []
+  thread = threading.Thread(
+    target=lambda: waited.append(unit.hub.weights(messages.WeightsRequest(ACTOR, 4), 20.0).step)
+  )
+  thread.start()
+  unit.publish(6)
+  thread.join(10)
+  assert waited == [6]
+
+
+def test_half_weights_are_rounded_floats_and_whole_counters():
+  unit = Unit(half=True)
+  unit.weights.publish(2, Blueprint.init(number=1 / 3))
+  arrays = ask_weights(unit, have=0).arrays
+  assert {a.dtype.name for name, a in arrays.items() if "w" in name} == {"bfloat16"}
+  assert {a.dtype.name for name, a in arrays.items() if "w" not in name} == {"int32"}
+  np.testing.assert_array_equal(arrays[next(n for n in arrays if "w" in n)], np.full((2, 3), jnp.bfloat16(1 / 3)))
+
+
+# --- reanalysers
+
+
+def hello(unit, reanalyser=0, incarnation=0, machine="there"):
+  return unit.hub.join_reanalyser(messages.ReanalyserJoin(reanalyser, incarnation, machine))
+
+
+def work(unit, reanalyser=0, incarnation=0, seconds=QUICK):
+  return unit.hub.work(messages.WorkRequest(reanalyser, incarnation), seconds)
+
+
+def look(unit, block):
+  """What a reanalyser that holds the frames finds in a block."""
+  lane = np.broadcast_to(block.lane[:, None], block.cell.shape).astype(np.int64)
+  frames = unit.replay._store.gather(lane, block.cell)
+  return examine(Seer(), unit.weights.latest(block.subscriber), frames, search=block.search, key=jax.random.key(9))
+
+
+def answer(unit, block, reanalyser=0, incarnation=0, shift=0.0):
+  found = look(unit, block)
+  empty = np.zeros((0, found.value.shape[1]), np.float32)
+  policy, search_value = (empty[..., None], empty) if found.policy is None else (found.policy, found.search_value)
+  unit.hub.result(
+    messages.Result(reanalyser, incarnation, block.block, found.step, policy, search_value, found.value + shift)
+  )
+
+
+def same_states(a, b):
+  return a.lane.tolist() == b.lane.tolist() and a.cell.tolist() == b.cell.tolist()
+
+
+def test_frames_are_mapped_on_the_same_machine_only():
+  unit = Unit(frames_file="/somewhere")
+  assert (hello(unit, machine="here").frames_file, hello(unit, machine="there").frames_file) == ("/somewhere", "")
+
+
+@pytest.mark.parametrize("kind", ["refresh", "reanalyse"])
+def test_a_sweep_done_by_reanalysers_is_the_local_one(kind):
+  unit = Unit("actor.lanes=3", kinds=[kind])
+  unit.fill(20)
+  other = unit.twin()
+  unit.append_to(other)
+  unit.publish(6)
+  hello(unit)
+  assert work(unit) is None  # nothing is owed
+  for _ in range(8):
+    unit.pacer.add_learner_step()
+  blocks = 0
+  while block := work(unit):
+    assert (block.step, block.frames) == (6, unit.replay.frames_written)
+    answer(unit, block)
+    blocks += 1
+  local = Unit("actor.lanes=3", kinds=[kind])
+  local.publish(6)
+  for _ in range(blocks):
+    local.sweepers[0].due(other, 8)
+    local.sweepers[0].sweep(other)
+  assert blocks > 1
+  assert_same(unit.replay, other)
+  assert list(unit.counted.values()) == [32 * blocks]
+
+
+def test_a_sweeps_block_that_never_comes_back_is_come_round_to():
+  unit = Unit("actor.lanes=3", reanalysers=2, kinds=["refresh"], block_timeout=0.1)
+  unit.fill(20)
+  hello(unit, 0), hello(unit, 1)
+  unit.publish(8)
+  for _ in range(8):
+    unit.pacer.add_learner_step()
+  assert work(unit, 0)
+  while unit.replay.oldest_step("refresh") < 8:
+    answer(unit, work(unit, 1), 1)
+
+
+def batch_of(unit, size=4):
+  """Works of a sampled batch, and a thread that waits for them."""
+  lane, at, _ = unit.replay.sample(size)
+  works = BatchReanalyser(unit.config, Seer(), unit.weights, jax.random.key(0)).works(unit.replay, lane, at)
+  done = []
+  thread = threading.Thread(target=lambda: done.append(unit.hub.reanalyse(works)), daemon=True)
+  thread.start()
+  return (lane, at), thread, done
+
+
+def waiting_unit(**kwargs):
+  unit = Unit("actor.lanes=3", "reanalyse.schedule=batch", **kwargs)
+  unit.fill(20)
+  unit.publish(3)
+  return unit
+
+
+def test_a_batch_is_split_and_waited_for_and_is_what_one_process_would_find():
+  unit = waiting_unit(reanalysers=2)
+  other = unit.twin()
+  unit.append_to(other)
+  hello(unit, 0), hello(unit, 1)
+  (lane, at), thread, done = batch_of(unit, 5)
+  blocks = [work(unit, 0, seconds=5), work(unit, 1, seconds=5)]
+  assert [len(block.lane) for block in blocks] == [2, 3] and all(block.search for block in blocks)
+  for number, block in enumerate(blocks):
+    answer(unit, block, number)
+  blocks = [work(unit, 0, seconds=5), work(unit, 1, seconds=5)]
+  assert not any(block.search for block in blocks)  # the ends of the n-step returns
+  answer(unit, blocks[0], 0)
+  time.sleep(0.05)
+  assert not done
+  answer(unit, blocks[1], 1)
+  thread.join(10)
+  assert done == [True] and work(unit) is None
+  BatchReanalyser(unit.config, Seer(), unit.weights, jax.random.key(5))(other, lane, at)
+  assert_same(unit.replay, other, besides={"rng"})
+
+
+def test_without_answers_the_learner_goes_on_and_nobody_is_given_what_it_no_longer_waits_for():
+  unit = waiting_unit(block_timeout=0.1)
+  hello(unit)
+  _, thread, done = batch_of(unit)
+  held = work(unit, seconds=5)
+  thread.join(10)
+  assert done == [False]
+  time.sleep(0.1)  # the block is overdue
+  assert unit.replay.state_dict()["slot_policy_step"].max() == 0
+  answer(unit, held)  # better late than never
+  assert unit.replay.state_dict()["slot_policy_step"].max() == 3
+  assert work(unit) is None
+  _, thread, done = batch_of(unit)
+  held = work(unit, seconds=5)
+  thread.join(10)
+  time.sleep(0.1)
+  assert done == [False] and work(unit) is None  # nor what somebody still holds
+  _, thread, done = batch_of(unit)
+  for _ in range(2):
+    answer(unit, work(unit, seconds=5))
+  thread.join(10)
+  assert done == [True]
+
+
+def test_a_block_that_is_overdue_is_given_to_another_and_its_late_result_is_dropped():
+  unit = waiting_unit(reanalysers=2, block_timeout=0.5)
+  hello(unit, 0), hello(unit, 1)
+  _, thread, done = batch_of(unit, 1)
+  held = work(unit, 0, seconds=5)
+  answer(unit, work(unit, 1), 1)  # the values
+  assert work(unit, 1) is None
+  time.sleep(0.5)
+  again = work(unit, 1, seconds=QUICK)
+  assert same_states(again, held) and again.block != held.block
+  before = unit.replay.state_dict()["slot_policy"]
+  answer(unit, held, 0, shift=5.0)
+  answer(unit, again, 0, shift=5.0)  # not the one who has it
+  np.testing.assert_array_equal(unit.replay.state_dict()["slot_policy"], before)
+  answer(unit, again, 1)
+  thread.join(10)
+  assert done == [True]
+
+
+def test_what_a_dead_reanalyser_held_is_given_to_others_at_once():
+  unit = waiting_unit(reanalysers=2)
+  hello(unit, 0), hello(unit, 1)
+  _, thread, done = batch_of(unit, 2)
+  held = work(unit, 0, seconds=5)
+  hello(unit, 0, 1)
+  again = work(unit, 1, seconds=5)
+  assert same_states(held, again)
+  answer(unit, held, 0)  # by the old one, from the grave
+  answer(unit, again, 1)
+  for _ in range(3):
+    answer(unit, work(unit, 0, 1, seconds=5), 0, 1)
+  thread.join(10)
+  assert done == [True]
+
+
+def test_a_block_whose_answer_was_lost_is_given_again_to_who_asks_again():
+  unit = waiting_unit(reanalysers=2)
+  hello(unit, 0)
+  _, thread, done = batch_of(unit, 1)
+  lost = work(unit, seconds=5)
+  block = work(unit, seconds=5)
+  assert same_states(lost, block)
+  answer(unit, block)
+  answer(unit, work(unit, seconds=5))
+  thread.join(10)
+  assert done == [True]
+
+
+def test_findings_that_do_not_fit_are_refused():
+  unit = waiting_unit()
+  hello(unit)
+  _, thread, done = batch_of(unit, 1)
+  block = work(unit, seconds=5)
+  found = look(unit, block)
+  empty = np.zeros((0, 3), np.float32)
+  for policy, search_value, value, match in (
+    (empty[..., None], empty, found.value, "a search finds policies"),
+    (found.policy, found.search_value, found.value[:, :2], "values must be"),
+    (found.policy, found.search_value, found.value * np.nan, "must be finite"),
+  ):
+    result = messages.Result(0, 0, block.block, 3, policy, search_value, value)
+    unchanged(unit, lambda result=result: unit.hub.result(result), match)
+  answer(unit, block)
+  answer(unit, work(unit, seconds=5))
+  thread.join(10)
+  assert done == [True]
+
+
+# --- frames
+
+
+def fetch(unit, sequence=0, copy=None):
+  """Follows the frames to where there are no more; returns the copy and the number to go on from."""
+  copy = np.zeros_like(unit.replay._store.frame) if copy is None else copy
+  while chunk := unit.hub.frames(messages.FramesRequest(0, 0, sequence), 0.0):
+    assert len(chunk.lane) and chunk.sequence > sequence
+    copy[chunk.lane, chunk.cell] = chunk.frame
+    sequence = chunk.sequence
+  return copy, sequence
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 2**32 - 1), late=st.booleans())
+def test_frames_that_are_followed_are_the_replays_also_where_lanes_forget(seed, late):
+  """However unevenly the lanes are played, and however late somebody comes to copy them."""
+  rng = np.random.default_rng(seed)
+  unit = Unit("actor.lanes=3", "replay.capacity=30", actors=3)
+  hello(unit)
+  players = [player(unit, actor, seed % 1000 + actor) for actor in range(3)]
+  copy, sequence = None, 0
+  for actor in range(3):
+    for _ in range(int(rng.choice([1, 5, 40]))):
+      segments, _ = players[actor].step(unit.weights.latest(ACTOR), budget=99, progress=0.0, random=False, last=False)
+      unit.take(segments, [], granted=0)
+      if not late and rng.random() < 0.3:
+        copy, sequence = fetch(unit, sequence, copy)
+  copy, sequence = fetch(unit, sequence, copy)
+  np.testing.assert_array_equal(copy, unit.replay._store.frame)
+  assert sequence == unit.replay.frames_written
+
+
+def test_who_follows_frames_waits_for_them():
+  unit = Unit()
+  hello(unit)
+  assert unit.hub.frames(messages.FramesRequest(0, 0, 0), QUICK) is None
+  got = []
+  thread = threading.Thread(target=lambda: got.append(unit.hub.frames(messages.FramesRequest(0, 0, 0), 20.0)))
+  thread.start()
+  time.sleep(0.05)
+  unit.fill(1)
+  thread.join(10)
+  assert len(got[0].lane) == 3 == got[0].sequence
+
+
+# --- the end
+
+
+def test_everybody_is_sent_home_and_waited_for():
+  unit = Unit("actor.lanes=2", actors=2, reanalysers=1)
+  unit.fill(4)
+  join(unit, 0), join(unit, 1), hello(unit)
+  granted = grant(unit)
+  ended = threading.Thread(target=unit.hub.finish, args=(30,), daemon=True)
+  ended.start()
+  time.sleep(0.05)
+  # What somebody may need to finish what it is doing is still to be had, and does not say that it has gone.
+  fetch_all = messages.FramesRequest(0, 0, 0)
+  assert len(unit.hub.frames(fetch_all, QUICK).lane) == 8
+  assert ask_weights(unit).step == 0
+  for call in (
+    lambda: unit.hub.frames(fetch_all._replace(sequence=unit.replay.frames_written), QUICK),
+    lambda: ask_weights(unit, have=0),
+    lambda: unit.hub.beat(messages.Beat(0, 0)),
+  ):
+    with pytest.raises(RunOver):
+      call()
+  for call in (
+    lambda: append(unit, play(unit, player(unit), granted)[0]),
+    lambda: grant(unit, actor=1),
+    lambda: work(unit),
+  ):
+    assert ended.is_alive()
+    with pytest.raises(RunOver):
+      call()
+  ended.join(10)
+  assert not ended.is_alive() and not unit.pacer.env_steps - 8 > 0
+  for call in (lambda: join(unit, 0, 1), lambda: hello(unit, 0, 1)):
+    with pytest.raises(RunOver):
+      call()
+
+
+def test_those_who_do_not_come_are_not_waited_for_forever():
+  unit = Unit()
+  join(unit)
+  begin = time.monotonic()
+  unit.hub.finish(0.1)
+  assert 0.1 <= time.monotonic() - begin < 5
+
+
+def test_a_waiting_reanalyser_hears_the_end_at_once():
+  unit = Unit()
+  hello(unit)
+  heard = []
+
+  def wait():
+    try:
+      work(unit, seconds=20)
+    except RunOver:
+      heard.append(time.monotonic())
+
+  thread = threading.Thread(target=wait)
+  thread.start()
+  time.sleep(0.05)
+  begin = time.monotonic()
+  unit.hub.finish(10)
+  thread.join(10)
+  assert heard[0] - begin < 5
