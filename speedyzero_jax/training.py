@@ -80,6 +80,7 @@ class Training:
     self.failure: Exception | None = None  # of somebody who could tell nobody else
     self._begun = False  # from here on it is the learner steps that tell units of an interruption
     self._compiled = False  # the training step
+    self._key = jax.random.fold_in(jax.random.key(config.run.seed), _LEARN)
     self.checkpoints = Checkpoints(run_dir, config.run.keep_checkpoints)
     game, devices = game_of(config), jax.local_devices()
     local = make_mesh(devices[: config.learner.devices or len(devices)])
@@ -198,14 +199,9 @@ class Training:
 
   def learn(self, fed: feed.Fed) -> StepResult:
     """One learner step; its results stay on the device."""
-    begin = time.monotonic()
     if not self._compiled:
-      self.reporter.message("compiling the training step: up to a minute or two, less when it was compiled before")
-    key = jax.random.fold_in(jax.random.key(self.config.run.seed), _LEARN)
-    self.state, result = self.learner.step(self.state, fed.batch, key, stop=self.interrupted)
-    if not self._compiled:
-      self._compiled = True
-      self.reporter.message(f"compiled in {time.monotonic() - begin:.0f} s")
+      self._compile(fed)
+    self.state, result = self.learner.step(self.state, fed.batch, self._key, stop=self.interrupted)
     self.pacer.add_learner_step()
     self.weights.publish(self.pacer.learner_steps, self.state.variables)
     self.reporter.mean({**result.metrics, names.TARGET_AGE_MEAN: fed.age, names.TARGET_AGE_MAX: fed.age_max})
@@ -225,8 +221,20 @@ class Training:
     self.replay.set_priorities(fed.lane, fed.time, td_error, step)
     self.leaving = self.leaving or bool(result.stopping)
 
-  def begin_learning(self) -> bool:
-    """To be called before the first step. Waits for all units; False if one of them is not going to take it."""
+  def _compile(self, fed: feed.Fed) -> None:
+    begin = time.monotonic()
+    self.reporter.message("compiling the training step: up to a minute or two, less when it was compiled before")
+    self.learner.lower(self.state, fed.batch, self._key).compile()
+    self._compiled = True
+    self.reporter.message(f"compiled in {time.monotonic() - begin:.0f} s")
+
+  def begin_learning(self, fed: feed.Fed | None) -> bool:
+    """To be called before the first step, with its batch. False if a unit is not going to take it.
+
+    Compiles it and waits for all units to have done so: in the step, they would not wait long for each other.
+    """
+    if fed is not None and not self.interrupted:
+      self._compile(fed)
     self._begun = True
     self.part.total(self.pacer.env_steps)
     return not any(self.part.agree(int(self.interrupted)))

@@ -28,6 +28,7 @@ import numpy as np
 from speedyzero_jax.types import Segment
 
 _APPLICATION = int.from_bytes(b"SZjl")  # in the file's header, for whoever wonders what it is
+_PATIENCE = 3.0  # seconds for which a killed process may still hold the file
 _SCHEMA = 1  # changes with the tables and with what is in their blobs
 _SLOTS = {  # arrays of a row's blob `slots`, one after the other
   "first": "?", "terminated": "?", "truncated": "?", "action": "<i4", "reward": "<f4", "policy": "<f4",
@@ -91,7 +92,7 @@ class Journal:
       "num_actions": num_actions,
     }
     with self._errors("can't be opened"):
-      self._db = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
+      self._db = sqlite3.connect(path, timeout=_PATIENCE, isolation_level=None, check_same_thread=False)
       try:
         self._open(form)
         self._tails, self._heads, self._batch = self._load(lanes)
