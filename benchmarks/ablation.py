@@ -9,21 +9,16 @@ were chosen per optimiser on a seed that is not in the table (--tune). Finished 
 """
 
 import argparse
-import concurrent.futures
 import itertools
-import json
 import os
-import queue
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import grid
 from common import ROOT, write
 
 from speedyzero_jax.metrics import names
-from speedyzero_jax.metrics.jsonl import read_rows
 
 BASE = ["run.env_steps=8000", "evaluation.episodes=100", "run.checkpoint_interval=100000", "optim.decay_steps=0"]
 STEPS = {64: 2000, 1024: 1000}  # learner steps; with 300 of batch 1024 nothing was learned at any rate
@@ -32,9 +27,12 @@ RATES = {  # tried by --tune
   "lars": [0.5, 1.0, 2.0, 4.0],
   "clipped_lars": [0.5, 1.0, 2.0, 4.0],
 }
-# Best on seed 100 at batch 64 of SGD 0.02, 0.1, 0.5 and (Clipped) LARS 2, 10, 50. All three stand at the edge of what
-# was tried, and batch 1024 takes them over untried: --tune looks further.
-CHOSEN = {"sgd": 0.5, "lars": 2.0, "clipped_lars": 2.0}
+# Best on seed 100 of what --tune tries; at batch 64 of SGD 0.02, 0.1, 0.5 and (Clipped) LARS 2, 10, 50: all at the
+# edge.
+CHOSEN = {
+  64: {"sgd": 0.5, "lars": 2.0, "clipped_lars": 2.0},
+  1024: {"sgd": 1.0, "lars": 2.0, "clipped_lars": 2.0},
+}
 
 
 def overrides(optimizer: str, batch: int, refresh: bool, rate: float, seed: int) -> list[str]:
@@ -51,41 +49,19 @@ def overrides(optimizer: str, batch: int, refresh: bool, rate: float, seed: int)
   ]
 
 
-def run_one(settings: list[str], folder: Path, cores: "queue.Queue[int]") -> dict:
-  """Runs it, unless its folder holds a result; returns score, training return and wall time."""
-  evaluation = folder / "evaluation.json"
-  if not evaluation.exists():
-    subprocess.run(["rm", "-rf", str(folder)], check=True)
-    core = cores.get()
-    try:
-      command = [sys.executable, "launch/multihost.py", "--config", "quickstart", *settings, f"run.dir={folder}"]
-      done = subprocess.run(
-        ["taskset", "-c", str(core), *command], cwd=ROOT, capture_output=True, text=True, check=False
-      )
-    finally:
-      cores.put(core)
-    if done.returncode:
-      # Divergence is a result, not a fault of the benchmark; anything else is.
-      if "diverged" in done.stderr:
-        return {"score": -1.0, "training": -1.0, "diverged": True}
-      raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-  rows, _ = read_rows(folder / "metrics.jsonl")
-  half = [
-    row[names.EPISODE_RETURN] for row in rows if row.get(names.EPISODE_RETURN) is not None and row["env_steps"] >= 4000
-  ]
-  ages = [row[names.PRIORITY_AGE_MEAN] for row in rows if row["env_steps"] >= 4000]
+def learnt(rows: list[grid.Row]) -> dict:
+  """How fast: the training return, and the age of priorities, over the second half of collection."""
+  half = [row for row in rows if row["env_steps"] >= 4000]
   return {
-    "score": json.loads(evaluation.read_text())["mean"],
-    "training": statistics.mean(half),
-    "priority_age": statistics.mean(ages),
-    "seconds": rows[-1]["time"],
-    "diverged": False,
+    "training": statistics.mean(row[names.EPISODE_RETURN] for row in half if row.get(names.EPISODE_RETURN) is not None),
+    "priority_age": statistics.mean(row[names.PRIORITY_AGE_MEAN] for row in half),
   }
 
 
-def stderr(values: list[float]) -> float:
-  """Standard error of the mean."""
-  return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+def folder(key: tuple) -> str:
+  """A run's name."""
+  optimizer, batch, refresh, rate, seed = key
+  return f"{optimizer}-b{batch}-{'on' if refresh else 'off'}-lr{rate}-s{seed}"
 
 
 def main() -> None:
@@ -97,26 +73,14 @@ def main() -> None:
   parser.add_argument("--tune", action="store_true", help="try the learning rates on seed 100, with refresh, instead")
   arguments = parser.parse_args()
   if arguments.tune:
-    grid = [(o, b, True, r, 100) for o, b in itertools.product(RATES, arguments.batches) for r in RATES[o]]
+    keys = [(o, b, True, r, 100) for o, b in itertools.product(RATES, arguments.batches) for r in RATES[o]]
   else:
     seeds = range(arguments.seeds)
-    grid = [(o, b, f, CHOSEN[o], s) for b, o, f, s in itertools.product(arguments.batches, RATES, (True, False), seeds)]
-  available = sorted(os.sched_getaffinity(0))
-  cores: queue.Queue[int] = queue.Queue()
-  for core in available:
-    cores.put(core)
+    keys = [
+      (o, b, f, CHOSEN[b][o], s) for b, o, f, s in itertools.product(arguments.batches, RATES, (True, False), seeds)
+    ]
   begin = time.time()
-  with concurrent.futures.ThreadPoolExecutor(len(available)) as pool:
-    futures = {
-      key: pool.submit(
-        run_one,
-        overrides(*key),
-        arguments.work.resolve() / f"{key[0]}-b{key[1]}-{'on' if key[2] else 'off'}-lr{key[3]}-s{key[4]}",
-        cores,
-      )
-      for key in grid
-    }
-    results = {key: future.result() for key, future in futures.items()}
+  results = grid.run_all({key: overrides(*key) for key in keys}, arguments.work, learnt, folder)
 
   groups: dict[tuple, list[dict]] = {}
   for (optimizer, batch, refresh, rate, _), result in results.items():
@@ -124,16 +88,16 @@ def main() -> None:
   table = []
   print(f"{'batch':>5}  {'optimiser':<13}{'rate':>6}  {'refresh':<8}{'score':>15}  {'training':>15}  diverged")
   for (batch, optimizer, rate, refresh), runs in groups.items():
-    scores, training = [r["score"] for r in runs], [r["training"] for r in runs]
+    (score, score_error), (training, training_error) = grid.spread(runs, "score"), grid.spread(runs, "training")
     row = {
       "batch": batch,
       "optimizer": optimizer,
       "learning_rate": rate,
       "refresh": refresh,
-      "score_mean": statistics.mean(scores),
-      "score_stderr": stderr(scores),
-      "training_mean": statistics.mean(training),
-      "training_stderr": stderr(training),
+      "score_mean": score,
+      "score_stderr": score_error,
+      "training_mean": training,
+      "training_stderr": training_error,
       "diverged": sum(r["diverged"] for r in runs),
       "runs": runs,
     }
@@ -147,7 +111,7 @@ def main() -> None:
     arguments.out,
     {
       "minutes": round((time.time() - begin) / 60, 1),
-      "placement": f"{len(available)} runs at once, one core each",
+      "placement": f"{len(os.sched_getaffinity(0))} runs at once, one core each",
       "preset": "quickstart",
       "settings": {"base": BASE, "steps": {str(k): v for k, v in STEPS.items()}},
       "table": table,

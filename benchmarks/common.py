@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -16,8 +17,25 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # a clone works without being installed
 
 
+def _revision() -> dict[str, Any]:
+  """The commit that is checked out, and whether anything but results differs from it."""
+
+  def git(*arguments: str) -> str:
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+  try:
+    changed = git("status", "--porcelain", "--", ".", ":!benchmarks/results")
+    return {"commit": git("rev-parse", "HEAD"), "dirty": bool(changed)}
+  except (OSError, subprocess.CalledProcessError):  # a copy without its history
+    return {"commit": "unknown", "dirty": True}
+
+
+_REVISION = _revision()  # at the start, whatever is changed while a benchmark runs
+
+
 def provenance() -> dict[str, Any]:
-  """The command, machine and versions behind a result."""
+  """The command, code, machine and versions behind a result."""
   cores = len(os.sched_getaffinity(0))
   names = ("jax", "jaxlib", "flax", "optax", "mctx", "envpool", "numpy")
   versions = {}
@@ -28,6 +46,7 @@ def provenance() -> dict[str, Any]:
       versions[name] = "unknown"
   return {
     "command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
+    **_REVISION,
     "date": datetime.date.today().isoformat(),
     "hardware": f"{cores} cores of {platform.machine()}",
     "python": platform.python_version(),

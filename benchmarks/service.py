@@ -77,7 +77,7 @@ def loads() -> tuple[Load, ...]:
   return (
     Load("append", messages.Append(0, 0, 0, segments, np.zeros(0), np.zeros(0, np.int64)), "segments/s", LANES),
     Load("result", messages.Result(0, 0, 0, 0, policy, values, values), "results/s", 1),
-    Load("weights", messages.WeightsRequest("actor", 0), "MB/s", megabytes),
+    Load("weights", messages.WeightsRequest(0, "actor", 0), "MB/s", megabytes),
   )
 
 

@@ -16,24 +16,11 @@ import numpy as np
 from common import seconds, write
 
 from speedyzero_jax import config_io
+from speedyzero_jax.costs import cost_of, peak_flops
 from speedyzero_jax.inference import Inference
 from speedyzero_jax.learner import Learner, make_mesh
+from speedyzero_jax.profiling import search_cost
 from speedyzero_jax.types import LearnerBatch
-
-
-def peak_flops(dtype: str) -> float:
-  """FLOP/s of a square matrix product on one device."""
-  size = 8192 if jax.default_backend() != "cpu" else 2048
-  x = jnp.ones((size, size), dtype)
-  product = jax.jit(lambda a: a @ a)
-  _, time = seconds(lambda: product(x).block_until_ready(), 5)
-  return 2 * size**3 / time
-
-
-def flops(compiled: jax.stages.Compiled) -> float:
-  """What XLA counts for one execution; loops count once, so a search's figure is too low and not used."""
-  analysis = compiled.cost_analysis()
-  return float((analysis[0] if isinstance(analysis, list) else analysis).get("flops", float("nan")))
 
 
 def random_batch(config, frame_shape, num_actions: int, size: int) -> LearnerBatch:
@@ -82,7 +69,7 @@ def main() -> None:
     state = learner.init(jax.random.key(0))
     batch = learner.put(random_batch(config, frame_shape, arguments.actions, size))
     key = jax.random.key(1)
-    work = flops(learner.lower(state, batch, key).compile())
+    work = cost_of(learner.lower(state, batch, key)).flops  # on each device
 
     def step(learner=learner, batch=batch, key=key) -> None:
       nonlocal state
@@ -92,7 +79,7 @@ def main() -> None:
     first, time = seconds(step, arguments.repeat)
     rows.append({
       "piece": "train step", "size": size, "first_s": first, "median_s": time, "per_second": size / time,
-      "tflop": work / 1e12, "mfu": work / time / (peak * len(devices)),
+      "tflop": work / 1e12, "mfu": work / time / peak,
     })  # fmt: skip
     print(
       f"train step, batch {size}: {time * 1e3:.1f} ms, {size / time:.0f} samples/s, first call {first:.1f} s, "
@@ -101,7 +88,8 @@ def main() -> None:
 
   variables = jax.device_put(state.variables, devices[0])
   for simulations in arguments.simulations:
-    inference = Inference(config_io.override(base, [f"search.simulations={simulations}"]), learner.blueprint)
+    config = config_io.override(base, [f"search.simulations={simulations}"])
+    inference = Inference(config, learner.blueprint)
     for roots in arguments.roots:
       frames = jnp.asarray(rng.integers(0, 256, (roots, base.env.frame_stack, *frame_shape), dtype=np.uint8))
       first, time = seconds(
@@ -110,13 +98,16 @@ def main() -> None:
         ),
         arguments.repeat,
       )
+      lowered = inference.search.lower(variables, frames, jax.random.key(0), 1.0, explore=True)
+      work = search_cost(lowered, config, learner.blueprint, variables, roots).flops
       rows.append({
         "piece": "search", "size": roots, "simulations": simulations, "first_s": first, "median_s": time,
-        "per_second": roots / time,
+        "per_second": roots / time, "tflop": work / 1e12, "mfu": work / time / peak,
       })  # fmt: skip
       print(
         f"search, {roots} roots x {simulations}: {time * 1e3:.1f} ms, {roots / time:.0f} roots/s, "
-        f"{roots * simulations / time:.0f} simulations/s, first call {first:.1f} s"
+        f"{roots * simulations / time:.0f} simulations/s, first call {first:.1f} s, "
+        f"{work / 1e12:.3f} TFLOP by XLA's count, {100 * rows[-1]['mfu']:.1f}% of peak"
       )
   for roots in arguments.roots:
     frames = jnp.asarray(rng.integers(0, 256, (roots, base.env.frame_stack, *frame_shape), dtype=np.uint8))

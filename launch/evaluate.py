@@ -3,12 +3,14 @@
 No noise, best action, raw rewards, capped at 27,000 agent steps. Prints mean, median, standard deviation and the
 human-normalised score, and writes evaluation.json into the run folder; a run may be going on there.
 
-Exit codes: 0 done, 1 no checkpoint can be read or the result can't be written, 2 wrong use.
+Exit codes: 0 done, 1 no checkpoint can be read, memory ran out, or the result can't be written, 2 wrong use,
+130 stopped by Ctrl-C, which leaves an earlier evaluation.json as it is.
 """
 
 import argparse
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,15 +18,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
 from speedyzero_jax import runfolder
+from speedyzero_jax.config import Config
 from speedyzero_jax.runfolder import RunFolderError
 
 FAILED, WRONG_USE = 1, 2
+_MOST = 10**9  # as in a run's settings
 
 
 def _positive(text: str) -> int:
   number = int(text)
-  if number < 1:
-    raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+  if not 1 <= number <= _MOST:
+    raise argparse.ArgumentTypeError(f"must be at least 1 and at most {_MOST}, got {number}")
   return number
 
 
@@ -54,11 +58,20 @@ def main(argv: Sequence[str] | None = None) -> int:
   arguments = parse(sys.argv[1:] if argv is None else argv)
   try:
     config = runfolder.read_config(arguments.run_dir)
+    return evaluate(arguments, config)
   except RunFolderError as error:
     print(f"error: {error}", file=sys.stderr)
     return WRONG_USE
+  except KeyboardInterrupt:
+    print("stopped; no evaluation was written", file=sys.stderr)
+    return 128 + signal.SIGINT
 
-  from speedyzero_jax import evaluation
+
+def evaluate(arguments: argparse.Namespace, config: Config) -> int:
+  """Plays, prints and writes. Returns the exit code."""
+  import jax
+
+  from speedyzero_jax import evaluation, memory
   from speedyzero_jax.checkpoint import CheckpointError
   from speedyzero_jax.parts import enable_compilation_cache, evaluation_seed, restore_for_evaluation
 
@@ -81,6 +94,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     result.write(arguments.run_dir / "evaluation.json")
   except (CheckpointError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
+    return FAILED
+  except (MemoryError, jax.errors.JaxRuntimeError) as error:
+    where = memory.ran_out(error)
+    if where is None:
+      raise
+    said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    print(f"error: out of {where} memory: {said[:200]}", file=sys.stderr)
     return FAILED
   return 0
 

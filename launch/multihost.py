@@ -4,11 +4,14 @@ One process does it all, unless --processes, a cluster (Slurm, Open MPI, Kuberne
 is one of several.
 
 Exit codes: 0 finished, 1 the run failed, 2 wrong use (an unknown key, a folder that can't be used),
-130 or 143 stopped by Ctrl-C or SIGTERM, after saving what there was; go on with --resume RUN_DIR.
+129, 130 or 143 stopped by a closed terminal, Ctrl-C or SIGTERM, after saving what there was; go on with
+--resume RUN_DIR.
 """
 
 import argparse
+import contextlib
 import logging
+import math
 import os
 import socket
 import sys
@@ -37,7 +40,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
   parser.add_argument(
-    "--config", nargs="+", metavar="PRESET", default=[], help="presets from configs/, the later ones win"
+    "--config",
+    nargs="+",
+    action="extend",
+    metavar="PRESET",
+    default=[],
+    help="presets from configs/, the later ones win",
   )
   parser.add_argument("--resume", type=Path, metavar="RUN_DIR", help="go on with the run in this folder")
   parser.add_argument(
@@ -51,9 +59,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   parser.add_argument("--devices", metavar="I,...", help="the accelerators of this machine to use; all by default")
   parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, listed below")
   arguments = parser.parse_args(argv)
-  overrides = {*arguments.overrides, *(text for text in arguments.config if "=" in text)}
-  arguments.overrides = [text for text in argv if text in overrides]  # the later ones win
-  arguments.config = [text for text in arguments.config if "=" not in text]
+  tell_apart(arguments, argv)
   if arguments.resume is None and not arguments.config:
     parser.error("say what to train with --config PRESET, or what to go on with by --resume RUN_DIR")
   if arguments.resume is not None and arguments.config:
@@ -64,6 +70,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   if arguments.processes:
     arguments.overrides += counts(parser, arguments.processes)
   return arguments
+
+
+def tell_apart(arguments: argparse.Namespace, argv: Sequence[str]) -> None:
+  """Presets and overrides, which argparse takes for presets if they stand right after those; overrides as in `argv`."""
+  overrides = {*arguments.overrides, *(text for text in arguments.config if "=" in text)}
+  arguments.overrides = [text for text in argv if text in overrides]  # the later ones win
+  arguments.config = [text for text in arguments.config if "=" not in text]
 
 
 def counts(parser: argparse.ArgumentParser, text: str) -> list[str]:
@@ -110,7 +123,9 @@ def check_possible(config: Config) -> None:
   """Raises ConfigError for what only this machine can tell, so that it is known before anything is touched."""
   import jax
 
-  from speedyzero_jax.envs import make_env
+  from speedyzero_jax.envs import largest_value, make_env
+  from speedyzero_jax.losses import transform
+  from speedyzero_jax.parts import blueprint_of, game_of
 
   here = len(jax.local_devices())
   if config.learner.devices > here:
@@ -120,10 +135,27 @@ def check_possible(config: Config) -> None:
     raise ConfigError(
       f"learner.batch_size: must be a multiple of the {devices} devices used, got {config.learner.batch_size}"
     )
+  most = largest_value(config.env)
+  needed = 0 if most is None else math.ceil(transform(most))
+  if config.network.support < needed:
+    raise ConfigError(
+      f"network.support: must be at least {needed} for values of up to {most:.0f}, which {config.env.game} has, got "
+      f"{config.network.support}"
+    )
   try:
-    make_env(config.env, 1, config.run.seed, training=True).close()
-  except ValueError as error:
-    raise ConfigError(f"env: {error}") from error
+    game = game_of(config)
+    cap = config.evaluation.max_episode_steps
+    make_env(config.env, 1, config.run.seed, training=False, max_episode_steps=cap).close()
+  except (ValueError, TypeError) as error:  # TypeError: envpool's, of numbers that it can't take
+    raise ConfigError(f"env: {_first_line(error)}") from error
+  try:
+    blueprint_of(config, game)  # nothing is computed
+  except (ValueError, TypeError, ArithmeticError) as error:
+    raise ConfigError(f"network: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+  return str(error).strip().partition("\n")[0]
 
 
 def supervise(arguments: argparse.Namespace) -> int:
@@ -172,11 +204,18 @@ def be_one(arguments: argparse.Namespace) -> int:
   resume = arguments.resume is not None
   if place is not None:
     devices = [int(x) for x in arguments.devices.split(",")] if arguments.devices else None
+
+    def open_with(meet: Callable[[Config], None]) -> RunFolder:
+      def check(config: Config) -> None:
+        meet(config)
+        check_possible(config)
+
+      return open_folder(arguments, place.num_processes, check)
+
     return process.main(
       place,
-      lambda: open_folder(arguments, place.num_processes, check_possible),
+      open_with,
       resume=resume,
-      loopback=place.coordinator.startswith("127."),
       devices=devices,
     )
 
@@ -215,6 +254,7 @@ if __name__ == "__main__":
   except Exception:
     traceback.print_exc()
     code = FAILED
-  sys.stdout.flush()
-  sys.stderr.flush()
+  for stream in (sys.stdout, sys.stderr):
+    with contextlib.suppress(OSError):  # of a terminal that was closed
+      stream.flush()
   os._exit(code)  # all is saved and closed; a library's threads and farewells must not keep a run from ending

@@ -14,7 +14,7 @@ from speedyzero_jax.envs import BatchedEnv, training_reward
 from speedyzero_jax.inference import Inference
 from speedyzero_jax.metrics.rates import Episode, EpisodeStats
 from speedyzero_jax.types import EnvStep, Segment
-from speedyzero_jax.weights import Version
+from speedyzero_jax.weights import Version, fetched
 
 
 class FrameStacker:
@@ -129,7 +129,7 @@ class Actor:
       zeros = np.zeros(lanes, np.float32)
       return action, np.full((lanes, actions), 1 / actions, np.float32), zeros, zeros
     temperature = temperature_at(self._config, progress)
-    result = jax.device_get(self._inference.search(version.variables, stacked, key, temperature, explore=True))
+    result = fetched(version, self._inference.search(version.variables, stacked, key, temperature, explore=True))
     return result.action[:, 0], result.policy[:, 0], result.search_value[:, 0], result.value[:, 0]
 
   def close(self, version: Version, *, progress: float, random: bool) -> list[Segment]:

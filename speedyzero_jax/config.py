@@ -26,6 +26,7 @@ class EnvConfig:
   frame_stack: int = opt(4, "frames stacked into an observation (EZ: 4)")
   frame_skip: int = opt(4, "raw frames per agent step, max over the last two (EZ: 4)")
   noop_max: int = opt(30, "up to this many no-op raw frames after a reset, at least 1 (EZ: 30)")
+  fire_reset: bool = opt(False, "press fire after a reset in games that wait for it (EZ: no)")
   episodic_life: bool = opt(True, "a lost life ends the training episode (EZ: yes)")
   clip_rewards: bool = opt(True, "train on the sign of the reward (EZ: yes); evaluation is always raw")
   sticky_actions: float = opt(0.0, "probability that the emulator repeats the last action (EZ: 0, NoFrameskip-v4)")
@@ -128,6 +129,7 @@ class ReanalyseConfig:
   ratio: float = opt(
     1.0, "batch: share of the samples whose policy is searched anew; others keep their stored one (EZ: 0.99)"
   )
+  explore: bool = opt(True, "search with noise at the root, as the actor does (EZ: yes)")
   weights_interval: int = opt(
     25, "learner steps between updates of the reanalyser's weights, which are also the target network (SZ: 25, EZ: 200)"
   )
@@ -168,6 +170,7 @@ class OptimConfig:
   trust_coefficient: float = opt(0.001, "LARS eta (You et al. 2017: 0.001; SZ's value is not published)")
   trust_min: float = opt(0.0, "Clipped LARS: lower bound of a layer's trust ratio (our reading)")
   trust_max: float = opt(1.0, "Clipped LARS: upper bound, 1 = never faster than SGD at the base rate (our reading)")
+  trust_eps: float = opt(0.0, "(Clipped) LARS: added to the denominator of a layer's trust ratio (ours, as optax: 0)")
   clip_norm: float = opt(5.0, "gradients are clipped to this global norm; 0: never (EZ: 5)")
   warmup_steps: int = opt(1000, "learner steps over which the rate rises linearly from 0 (EZ: 1,000)")
   decay_steps: int = opt(
@@ -186,6 +189,7 @@ class LearnerConfig:
     0, "of these, steps taken after the last agent step; the others are spread over collection (EZ: 20k)"
   )
   unroll_steps: int = opt(5, "K, model steps unrolled in the loss (EZ: 5)")
+  state_gradient: float = opt(0.5, "share of the gradient that passes into the hidden state at each of them (EZ: 0.5)")
   value_coefficient: float = opt(0.25, "weight of the value loss (EZ: 0.25)")
   value_prefix_coefficient: float = opt(1.0, "weight of the value-prefix loss (EZ: 1)")
   policy_coefficient: float = opt(1.0, "weight of the policy loss (EZ: 1)")
@@ -209,9 +213,13 @@ class TopologyConfig:
   actors: int = opt(0, "processes that only act, dealt to the learners; 0: learners act themselves")
   reanalysers: int = opt(0, "processes that only reanalyse and refresh; 0: learners do it themselves")
   host: str = opt(
-    "", "address that others reach this machine's learners by; empty: its host name, or 127.0.0.1 with --processes"
+    "",
+    "address or name of the learners' machine, if it is one; empty: the address that each learner has on its way to "
+    "the coordinator or, with TLS, its host name",
   )
-  token_file: str = opt("", "file with the secret that all processes show; empty: made at the start, told by process 0")
+  token_file: str = opt(
+    "", "file, on every machine, with the secret that all processes show; empty: made at the start, told by process 0"
+  )
   tls_certificate: str = opt("", "PEM file of this process, for TLS between actors, reanalysers and learners")
   tls_key: str = opt("", "PEM file with its key")
   tls_authority: str = opt("", "PEM file of the authority that signed all processes' certificates")
@@ -234,6 +242,17 @@ class EvaluationConfig:
   max_episode_steps: int = opt(27_000, "cap on an episode, agent steps (EZ: 27,000 = 108k frames)")
   interval: int = opt(0, "learner steps between evaluations during training; 0: none")
   at_end: bool = opt(True, "evaluate the last checkpoint when training ends")
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfileConfig:
+  """A look at where the time goes, which changes nothing of what the run does."""
+
+  steps: int = opt(
+    0,
+    "learner steps to profile once nothing compiles any more, also after --resume: profile.json and a trace in the "
+    "run folder, tables on the screen; 0: none",
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,4 +284,5 @@ class Config:
   learner: LearnerConfig = LearnerConfig()
   topology: TopologyConfig = TopologyConfig()
   evaluation: EvaluationConfig = EvaluationConfig()
+  profile: ProfileConfig = ProfileConfig()
   run: RunConfig = RunConfig()

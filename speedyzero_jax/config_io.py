@@ -1,7 +1,7 @@
 """Text to settings and back: presets, `key=value` overrides, `--help`, the saved `config.yaml` of a run.
 
 `config.py` is the schema; everything here is derived from it, so that a new field needs no change but its range in
-`_RANGES`. Whoever gets a value wrong gets one `ConfigError` that names the key. Knows nothing of jax, devices,
+`config_checks.py`. Whoever gets a value wrong gets one `ConfigError` that names the key. Knows nothing of jax, devices,
 processes or run folders.
 
 YAML is read without YAML's own guesses at types (under which `off` is a bool and `1e5` a string): every scalar stays
@@ -20,9 +20,8 @@ from typing import Any
 
 import yaml
 
+from speedyzero_jax import config_checks
 from speedyzero_jax.config import Config
-
-VECTOR_GAMES = ("Catch", "CartPole")  # games whose frames are vectors: no image to downsample
 
 _BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
@@ -322,101 +321,12 @@ def help_text() -> str:
   return "\n".join(lines) + "\n"
 
 
-# --- Ranges ---
-
-_RANGES = {
-  "[1, inf)": """
-    env.frame_size env.frame_stack env.frame_skip env.noop_max env.max_episode_steps
-    network.channels network.blocks network.reduced_channels network.head_hidden network.lstm_hidden
-    network.value_prefix_horizon network.support network.projection_hidden network.projection_out
-    network.prediction_hidden search.simulations search.max_considered actor.lanes actor.random_hold
-    actor.weights_interval
-    replay.td_steps reanalyse.weights_interval reanalyse.max_age
-    refresh.max_age refresh.weights_interval learner.batch_size learner.steps learner.unroll_steps
-    learner.prefetch evaluation.episodes evaluation.max_episode_steps run.env_steps run.checkpoint_interval
-    run.keep_checkpoints run.log_interval
-  """,
-  "[0, inf)": """
-    env.threads search.max_depth search.c_visit search.c_scale search.c1 actor.random_steps
-    replay.capacity replay.alpha replay.beta_start replay.beta_end replay.age_interval
-    reanalyse.mixed_start reanalyse.mixed_newest optim.weight_decay optim.trust_min optim.clip_norm optim.warmup_steps
-    optim.decay_steps learner.tail_steps learner.value_coefficient learner.value_prefix_coefficient
-    learner.policy_coefficient learner.consistency_coefficient learner.shift learner.intensity learner.devices
-    evaluation.interval topology.learners topology.actors topology.reanalysers
-  """,
-  "[16, inf)": "reanalyse.block refresh.block",  # a stretch of replay/sweep.py
-  "[0, 4294967296)": "run.seed",  # the 32 bits that a jax key takes without 64-bit types
-  "(0, inf)": """
-    search.c2 search.dirichlet_alpha search.min_value_range actor.temperatures replay.min_priority
-    optim.learning_rate optim.trust_coefficient optim.trust_max topology.block_timeout
-  """,
-  "[0, 1]": """
-    env.sticky_actions network.bn_momentum search.dirichlet_fraction actor.temperature_stages replay.min_weight
-    reanalyse.ratio
-  """,
-  "(0, 1]": "env.discount optim.decay_rate",
-  "[0, 1)": "optim.momentum",
-}
-
-
-def _inside(value: float, interval: str) -> bool:
-  low, high = (float(end) for end in interval[1:-1].split(","))
-  above = value >= low if interval[0] == "[" else value > low
-  return above and (value <= high if interval[-1] == "]" else value < high)
-
-
-def _problems(config: Config) -> Iterable[str]:
-  values = _flat(config)
-  for interval, keys in _RANGES.items():
-    for key in keys.split():
-      value = values[key]
-      if not all(_inside(v, interval) for v in (value if isinstance(value, tuple) else (value,))):
-        yield f"{key}: must lie in {interval}, got {_format(value)}"
-
-  env, network, actor, learner = config.env, config.network, config.actor, config.learner
-  if not env.game:
-    yield "env.game: must name a game"
-  if env.game in VECTOR_GAMES and network.downsample != 1:
-    yield f"network.downsample: must be 1 for {env.game}, which shows vectors, got {network.downsample}"
-  if env.game not in VECTOR_GAMES:
-    if network.downsample not in (4, 8, 16):
-      yield f"network.downsample: must be 4, 8 or 16 for {env.game}, which shows images, got {network.downsample}"
-    elif env.frame_size % network.downsample:
-      yield f"env.frame_size: must be a multiple of network.downsample ({network.downsample}), got {env.frame_size}"
-  stages = actor.temperature_stages
-  if len(actor.temperatures) != len(stages) + 1:
-    yield (
-      f"actor.temperatures: must be one more than actor.temperature_stages ({len(stages)}), "
-      f"got {_format(actor.temperatures)}"
-    )
-  if list(stages) != sorted(stages):
-    yield f"actor.temperature_stages: must not fall, got {_format(stages)}"
-  if actor.random_steps > config.run.env_steps:
-    yield f"actor.random_steps: must be at most run.env_steps ({config.run.env_steps}), got {actor.random_steps}"
-  if learner.tail_steps > learner.steps:
-    yield f"learner.tail_steps: must be at most learner.steps ({learner.steps}), got {learner.tail_steps}"
-  if learner.devices and learner.batch_size % learner.devices:
-    yield f"learner.batch_size: must be a multiple of learner.devices ({learner.devices}), got {learner.batch_size}"
-  for name, part, used in (
-    ("refresh", config.refresh, config.refresh.enabled),
-    ("reanalyse", config.reanalyse, config.reanalyse.schedule == "sweep"),
-  ):
-    delay = max(part.weights_interval, actor.weights_interval)  # how old weights are when they are used first
-    if used and part.max_age < delay + 2:
-      yield f"{name}.max_age: must be at least {delay + 2}, the weights' interval and two, got {part.max_age}"
-  tls = [key for key in ("certificate", "key", "authority") if getattr(config.topology, f"tls_{key}")]
-  if tls and len(tls) < 3:
-    yield f"topology.tls_{tls[0]}: needs topology.tls_certificate, tls_key and tls_authority together"
-  if config.optim.trust_min > config.optim.trust_max:
-    yield f"optim.trust_min: must be at most optim.trust_max ({config.optim.trust_max}), got {config.optim.trust_min}"
-
-
 def validate(config: Config) -> None:
   """Checks ranges, and settings against each other.
 
   Raises:
     ConfigError: one line for each key whose value cannot be used.
   """
-  problems = list(_problems(config))
+  problems = list(config_checks.problems(config, _format))
   if problems:
     raise ConfigError("\n".join(problems))

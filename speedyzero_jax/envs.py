@@ -3,15 +3,17 @@
 All games come from envpool, which runs the lanes in C++ threads. This module knows nothing of networks, search or
 replay; nothing outside it knows of envpool, of lives, or of how an environment restarts itself.
 
-What an episode is (checked in tests/test_envs.py, against a plain ALE where one is installed):
+What an episode is (checked in tests/test_envs.py, also against a plain ALE):
 
 - Atari is NoFrameskip-v4: no sticky actions unless asked for, `frame_skip` raw frames an agent step, the maximum over
-  the last two of them shown, 1 to `noop_max` raw no-op frames before the first frame, no fire pressed for the agent.
+  the last two of them shown, 1 to `noop_max` raw no-op frames before the first frame, no fire pressed for the agent
+  unless asked for.
 - In training with `episodic_life` a lost life ends the episode, but the game goes on: the next one begins, after no-ops
   again, where the life was lost. The loss of the last life ends the episode when the game is over.
 - A cap counts the agent steps of the *game*, over all its lives, as in EfficientZero, whose time limit sits under
   its episodic life; steps that only restart an episode are not counted. After a cap a new game begins.
 - CartPole ends by itself or, truncated, after 500 steps. Catch always lasts nine steps: no cap applies to it.
+
 """
 
 import difflib
@@ -178,6 +180,21 @@ def make_env(
   return BatchedEnv(_task(config, training, cap), lanes, seed, config.threads)
 
 
+def episode_cap(game: str, cap: int) -> int:
+  """Agent steps after which a game is truncated that is to be capped at `cap`: CartPole has a cap of its own."""
+  return min(cap, _CARTPOLE_STEPS) if game == "CartPole" else cap
+
+
+def largest_value(config: EnvConfig) -> float | None:
+  """The largest discounted return of a training episode, where it is known: Catch ends with the only reward, 1 or -1;
+  CartPole gives 1 in each step. None for Atari's games.
+  """
+  if config.game == "CartPole":
+    steps = episode_cap(config.game, config.max_episode_steps)
+    return sum(config.discount**t for t in range(steps))
+  return 1.0 if config.game == "Catch" else None
+
+
 def training_reward(config: EnvConfig, reward: np.ndarray) -> np.ndarray:
   """Rewards as they are trained on, float32: their sign if `config.clip_rewards`, otherwise unchanged."""
   return (np.sign(reward) if config.clip_rewards else np.asarray(reward)).astype(np.float32)
@@ -189,14 +206,22 @@ def game_names() -> list[str]:
   return known + sorted(_atari_games() - set(known))
 
 
+def check_game(game: str) -> None:
+  """Raises ValueError for a game there is not; the message names the nearest ones, or those of Atari-100k."""
+  known = (*_VECTOR_GAMES, *scores.atari100k_games())
+  if game not in known and game not in _atari_games():  # all of them are seconds away, see `_registry`
+    near = _nearest(game)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)} and more of Atari's"
+    raise ValueError(f"unknown game {game!r}; {hint}")
+
+
 def _task(config: EnvConfig, training: bool, cap: int) -> _Task:
   """Translates the settings for envpool, or raises ValueError."""
   if config.game == "Catch":
     return _Task("toy_text", "Catch-v0", {})
   if config.game == "CartPole":
-    return _Task("classic_control", "CartPole-v1", {"max_episode_steps": min(cap, _CARTPOLE_STEPS)})
-  if config.game not in _atari_games():
-    raise ValueError(f"unknown game {config.game!r}{_nearest(config.game)}")
+    return _Task("classic_control", "CartPole-v1", {"max_episode_steps": episode_cap(config.game, cap)})
+  check_game(config.game)
   _check_range("env.frame_size", config.frame_size, _MIN_SIDE, _MAX_SIDE)
   _check_range("env.frame_skip", config.frame_skip, 1)
   _check_range("env.noop_max", config.noop_max, 1)  # at 0 envpool crashes the process
@@ -208,7 +233,7 @@ def _task(config: EnvConfig, training: bool, cap: int) -> _Task:
     "stack_num": 1,  # frames are stored once; whoever needs a stack makes it
     "frame_skip": config.frame_skip,
     "noop_max": config.noop_max,
-    "use_fire_reset": False,
+    "use_fire_reset": config.fire_reset,
     "episodic_life": training and config.episodic_life,
     "repeat_action_probability": config.sticky_actions,
     "max_episode_steps": cap,
@@ -221,13 +246,13 @@ def _check_range(name: str, value: float, low: float, high: float = math.inf) ->
     raise ValueError(f"{name} must be at least {low}{f' and at most {high}' if high < math.inf else ''}, got {value}")
 
 
-def _nearest(game: str) -> str:
-  """Suggests names for an unknown one, looking past case, separators and the decoration that gym puts around a name."""
+def _nearest(game: str) -> list[str]:
+  """Names like an unknown one, looking past case, separators and the decoration that gym puts around a name."""
   plain = {re.sub(r"[^a-z0-9]", "", name.lower()): name for name in game_names()}
   wanted = re.sub(r"[^a-z0-9]", "", re.sub(r"^ale/|(noframeskip|deterministic)?-v\d+$", "", game.lower()))
   close = difflib.get_close_matches(wanted, plain, n=3)
   close = [wanted] if wanted in plain else close
-  return f"; did you mean {' or '.join(plain[name] for name in close)}?" if close else "; see envs.game_names()"
+  return [plain[name] for name in close]
 
 
 @functools.cache

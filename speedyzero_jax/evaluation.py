@@ -15,7 +15,7 @@ import numpy as np
 
 from speedyzero_jax.actor import FrameStacker
 from speedyzero_jax.config import Config
-from speedyzero_jax.envs import BatchedEnv, make_env
+from speedyzero_jax.envs import BatchedEnv, episode_cap, make_env
 from speedyzero_jax.inference import Inference
 from speedyzero_jax.scores import human_normalised
 from speedyzero_jax.weights import Version
@@ -72,7 +72,7 @@ def evaluate(
 
   Returns None if `should_stop` said so before the end. `report` takes a line of progress every ten seconds.
   """
-  cap = max_episode_steps or config.evaluation.max_episode_steps
+  cap = episode_cap(config.env.game, max_episode_steps or config.evaluation.max_episode_steps)
   returns: list[float] = []
   lengths: list[int] = []
   capped = 0

@@ -5,9 +5,12 @@ states in them. Knows nothing of replay, environments or processes.
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from speedyzero_jax import losses
 from speedyzero_jax.config import Config
@@ -40,11 +43,13 @@ class Inference:
   Args:
     config: of the run.
     blueprint: of the network.
+    mesh: devices of this process, of one axis, that share the windows among them; weights lie on all. None for one.
   """
 
-  def __init__(self, config: Config, blueprint: Blueprint):
+  def __init__(self, config: Config, blueprint: Blueprint, mesh: Mesh | None = None):
     self._blueprint = blueprint
     self._stack = config.env.frame_stack
+    self.devices = 1 if mesh is None else mesh.size
     self._search: SearchFn = make_search(
       config.search,
       num_actions=blueprint.num_actions,
@@ -53,8 +58,14 @@ class Inference:
       recurrent_fn=make_recurrent_fn(blueprint),
       initial_carry=partial(initial_carry, config.network),
     )
-    self.search = jax.jit(self._search_windows, static_argnames="explore")
-    self.value = jax.jit(self._value_windows)
+    self.search: Callable[..., SearchResult]
+    self.value: Callable[..., jax.Array]
+    if mesh is None or mesh.size == 1:
+      self.search = jax.jit(self._search_windows, static_argnames="explore")
+      self.value = jax.jit(self._value_windows)
+    else:
+      self.search = _Shared(partial(self._search_part, mesh), mesh, 2)
+      self.value = _Shared(self._value_windows, mesh, 0)
 
   def _roots(self, variables: Variables, frames: jax.Array) -> Root:
     network = self._blueprint.bind(variables)
@@ -74,6 +85,42 @@ class Inference:
     states = length - self._stack + 1
     return jax.tree.map(lambda x: x.reshape(batch, states, *x.shape[1:]), result)
 
+  def _search_part(self, mesh: Mesh, variables, frames, key, temperature, *, explore: bool) -> SearchResult:
+    """A device's part of `search`, with randomness of its own."""
+    key = jax.random.fold_in(key, jax.lax.axis_index(mesh.axis_names[0]))
+    return self._search_windows(variables, frames, key, temperature, explore=explore)
+
   def _value_windows(self, variables: Variables, frames: jax.Array) -> jax.Array:
     """frames [B, S-1+n, H, W, C] -> the network's values [B, n]. Compiled as `value`."""
     return self._roots(variables, frames).value.reshape(frames.shape[0], -1)
+
+
+class _Shared:
+  """`function(variables, frames, *rest)` of frames [B, ...], computed by each device of a mesh for its part of B."""
+
+  def __init__(self, function: Callable, mesh: Mesh, rest: int):
+    self._devices = mesh.size
+    parts, whole = PartitionSpec(mesh.axis_names[0]), PartitionSpec()
+    self._specs, self._sharding = (whole, parts, *[whole] * rest), NamedSharding(mesh, parts)
+
+    @lru_cache
+    def compiled(**static: Any) -> Any:
+      of_parts = partial(function, **static)
+      return jax.jit(jax.shard_map(of_parts, mesh=mesh, in_specs=self._specs, out_specs=parts, check_vma=False))
+
+    self._compiled = compiled
+
+  def __call__(self, variables: Variables, frames: jax.Array, *rest: Any, **static: Any) -> Any:
+    batch = len(frames)
+    found = self._compiled(**static)(variables, self._dealt(frames), *rest)
+    return found if batch % self._devices == 0 else jax.tree.map(lambda x: x[:batch], found)
+
+  def lower(self, variables: Variables, frames: jax.Array, *rest: Any, **static: Any) -> jax.stages.Lowered:
+    """As of a jitted function."""
+    return self._compiled(**static).lower(variables, self._dealt(frames), *rest)
+
+  def _dealt(self, frames: jax.Array) -> jax.Array:
+    missing = -len(frames) % self._devices
+    if missing:  # any windows will do
+      frames = jnp.concatenate([frames, jnp.repeat(frames[-1:], missing, axis=0)])
+    return jax.device_put(frames, self._sharding)

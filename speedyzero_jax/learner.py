@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from speedyzero_jax import losses, optim
 from speedyzero_jax.config import Config
+from speedyzero_jax.dispatch import in_order
 from speedyzero_jax.metrics import names
 from speedyzero_jax.networks import Blueprint, Variables, make_blueprint, variables_of
 from speedyzero_jax.types import LearnerBatch, Params
@@ -53,7 +54,7 @@ def make_mesh(devices: Sequence[jax.Device]) -> Mesh:
 
 
 class Learner:
-  """Compiles and runs the training step.
+  """Compiles and runs the training step; `update` is the jitted function itself.
 
   Args:
     config: of the run.
@@ -78,7 +79,7 @@ class Learner:
     self._schedule = optim.learning_rate_schedule(config.optim)
     self._replicated = NamedSharding(mesh, PartitionSpec())
     self._sharded = NamedSharding(mesh, PartitionSpec(AXIS))
-    self._step = jax.jit(self._make_step(), donate_argnums=0)
+    self.update = jax.jit(self._make_step(), donate_argnums=0)
     here = len(mesh.local_devices)
     self._flags = {
       value: jax.make_array_from_process_local_data(self._sharded, np.full(here, value)) for value in (False, True)
@@ -133,12 +134,13 @@ class Learner:
 
     `stop` says that this process wants to leave; all learn of it from the same step's result.
     """
-    state, result = self._step(state, batch, key, self._flags[stop])
+    with in_order(self.mesh):
+      state, result = self.update(state, batch, key, self._flags[stop])
     return state, StepResult(*result)
 
   def lower(self, state: LearnerState, batch: LearnerBatch, key: jax.Array) -> jax.stages.Lowered:
     """The step before compilation, to look at its cost."""
-    return self._step.lower(state, batch, key, self._flags[False])
+    return self.update.lower(state, batch, key, self._flags[False])
 
   def _fresh(self, key: jax.Array) -> LearnerState:
     variables = self._blueprint.init(key)

@@ -116,8 +116,8 @@ def _cross_entropy(logits: jax.Array, target: jax.Array) -> jax.Array:
   return -jnp.sum(target * jax.nn.log_softmax(logits), axis=-1)
 
 
-def _halve_gradient(x: jax.Array) -> jax.Array:
-  return x * 0.5 + jax.lax.stop_gradient(x) * 0.5
+def _scale_gradient(x: jax.Array, scale: float) -> jax.Array:
+  return x * scale + jax.lax.stop_gradient(x) * (1 - scale)
 
 
 def _negative_cosine(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -132,8 +132,8 @@ def unrolled_loss(
   """The loss of one batch; updates the network's running statistics.
 
   The state after k model steps is trained towards the targets of time t + k. Recurrent terms count 1/K each and
-  the gradient into the hidden state is halved at every step; consistency is SimSiam's negative cosine between the
-  predicted projection of the imagined state and the stopped projection of the real next observation.
+  the gradient into the hidden state is scaled at every step (EfficientZero: halved); consistency is SimSiam's negative
+  cosine between the predicted projection of the imagined state and the stopped projection of the real next observation.
 
   The states are unrolled first and the heads see all K+1 of them as one batch, where EfficientZero applies them step
   by step. So batch norm normalises roots and imagined states alike in training, as it does with its running
@@ -143,7 +143,7 @@ def unrolled_loss(
     network: bound, in training mode throughout.
     batch: weights already normalised; B here may be one device's share.
     keys: [B] one key per sample, for the augmentation.
-    config: coefficients and augmentation.
+    config: coefficients, the scale of that gradient, and augmentation.
     frame_stack: S.
     horizon: unroll steps after which the value prefix and its LSTM start anew.
 
@@ -158,7 +158,7 @@ def unrolled_loss(
   root = augment(view_keys[:, 0], observations[:, 0], config.shift, config.intensity)
   states = [network.represent(root, True)]
   for k in range(steps):
-    states.append(network.dynamics(_halve_gradient(states[-1]), batch.action[:, k], True))
+    states.append(network.dynamics(_scale_gradient(states[-1], config.state_gradient), batch.action[:, k], True))
   imagined = jnp.stack(states[1:])  # [K, B, ...]
   _, prefix_logits = network.value_prefix(imagined, network.initial_carry(size), True, horizon)
   value_logits, policy_logits = network.predict(jnp.concatenate(states), True)

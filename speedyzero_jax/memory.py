@@ -1,11 +1,19 @@
-"""How much host memory a process can have, and whether an error says that memory ran out."""
+"""How much memory a process can have and has had, some that costs nothing until it is used, and whether an error says
+that memory ran out.
+"""
 
+import contextlib
+import math
+import mmap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import jax
+import numpy as np
 
 _CGROUPS = Path("/sys/fs/cgroup")
+_NORESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python names from 3.13 on
 
 
 def available(proc: Path = Path("/proc"), cgroups: Path = _CGROUPS) -> int | None:
@@ -31,6 +39,40 @@ def available(proc: Path = Path("/proc"), cgroups: Path = _CGROUPS) -> int | Non
       if folder == root:
         break
   return min(known, default=None)
+
+
+def resident(proc: Path = Path("/proc"), *, peak: bool = False) -> int | None:
+  """Bytes of host memory that this process has now, or the most it ever had. Linux only; None where it is not known."""
+  name = "VmHWM:" if peak else "VmRSS:"
+  found = [line.split()[1] for line in _lines(proc / "self" / "status") if line.startswith(name)]
+  return int(found[0]) * 1024 if found else None
+
+
+def of_devices(devices: Sequence[jax.Device], what: str) -> int | None:
+  """A figure of `Device.memory_stats` that all devices know, of the one where it is largest; None if one doesn't."""
+  known = [(device.memory_stats() or {}).get(what) for device in devices]
+  return max((x for x in known if x is not None), default=None) if None not in known else None
+
+
+def zeros(shape: Sequence[int], dtype: np.dtype | type) -> np.ndarray:
+  """As np.zeros, but it may be more than the machine has: what is written to is taken from it, nothing else.
+
+  Linux, as it is set up usually, refuses np.zeros more than all its memory. Raises MemoryError where there are not
+  even as many addresses.
+  """
+  count = math.prod(shape)
+  try:
+    buffer = mmap.mmap(-1, max(count * np.dtype(dtype).itemsize, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+  except (OSError, OverflowError) as error:
+    raise MemoryError(f"Unable to allocate an array of {list(shape)} {np.dtype(dtype)}") from error
+  with contextlib.suppress(OSError):  # of kernels without them
+    buffer.madvise(mmap.MADV_HUGEPAGE)  # as numpy does
+  return np.frombuffer(buffer, dtype, count).reshape(shape)
+
+
+def size(bytes_: float) -> str:
+  """A number of bytes in words."""
+  return f"{bytes_ / 1e9:.1f} GB" if bytes_ >= 1e8 else f"{bytes_ / 1e6:.1f} MB"
 
 
 def _lines(path: Path) -> list[str]:

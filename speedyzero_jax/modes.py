@@ -94,17 +94,18 @@ class _Overlapped:
   def _sweep(self, sweeper: Sweeper) -> None:
     training, pacer = self._training, self._pacer
     while True:
+      begin = time.monotonic()
       pacer.wait_until(lambda: training.replay.num_eligible and sweeper.due(training.replay, pacer.learner_steps))
+      training.reporter.mean({names.REANALYSER_WAIT: time.monotonic() - begin})
       training.sweep(sweeper)
       pacer.notify()
 
   def _draw(self) -> None:
     training, pacer = self._training, self._pacer
-    prefetch = max(training.config.learner.prefetch, 1)
 
     def may_draw() -> bool:
       enough = pacer.may_draw(self._drawn) and training.replay.num_eligible > 0
-      return enough and len(self._ready) < prefetch
+      return enough and len(self._ready) < training.config.learner.prefetch
 
     while self._drawn < training.config.learner.steps:
       pacer.wait_until(may_draw)
@@ -131,7 +132,8 @@ class _Overlapped:
         return
     while pacer.learner_steps < training.config.learner.steps:
       begin = time.monotonic()
-      pacer.wait_until(may_learn)
+      with training.times.part("wait"):
+        pacer.wait_until(may_learn)
       training.reporter.mean({names.LEARNER_WAIT: time.monotonic() - begin})
       step, fed = pacer.learner_steps, self._ready.popleft()
       result = training.learn(fed)

@@ -28,6 +28,35 @@ class Variables(NamedTuple):
   batch_stats: Params
 
 
+_CHUNK = 32  # images in one piece of a weight gradient on a CPU
+
+
+def _convolve(x: jax.Array, kernel: jax.Array, strides: tuple[int, ...], padding: Any, **options: Any) -> jax.Array:
+  """`jax.lax.conv_general_dilated`; on a CPU the gradient of its kernel is summed over pieces of a large batch.
+
+  There XLA contracts that gradient over the batch itself: with 256 images of 24x24 and more at half the speed of 32.
+  """
+
+  def whole(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jax.lax.conv_general_dilated(x, kernel, strides, padding, **options)
+
+  if jax.default_backend() != "cpu" or len(x) <= _CHUNK or x.shape[1] * x.shape[2] < 24 * 24:
+    return whole(x, kernel)
+
+  @jax.custom_vjp
+  def convolve(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return whole(x, kernel)
+
+  def backward(saved: tuple[jax.Array, jax.Array], y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, kernel = saved
+    (dx,) = jax.linear_transpose(lambda x: whole(x, kernel), x)(y)
+    pieces = [slice(i, i + _CHUNK) for i in range(0, len(x), _CHUNK)]
+    return dx, sum(jax.linear_transpose(lambda k, at=at: whole(x[at], k), kernel)(y[at])[0] for at in pieces)
+
+  convolve.defvjp(lambda x, kernel: (whole(x, kernel), (x, kernel)), backward)
+  return convolve(x, kernel)
+
+
 class _Layers:
   """Makes layers that share one configuration."""
 
@@ -41,6 +70,7 @@ class _Layers:
     pad = kernel[0] // 2
     return nnx.Conv(
       inputs, outputs, kernel, strides=stride, padding=pad, use_bias=False, dtype=self.dtype, rngs=self._rngs,
+      conv_general_dilated=_convolve,
       kernel_init=nnx.initializers.variance_scaling(2.0, "fan_out", "truncated_normal"),
     )  # fmt: skip
 

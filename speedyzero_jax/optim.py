@@ -120,6 +120,7 @@ def clipped_lars(
   trust_min: jax.typing.ArrayLike = 0.0,
   trust_max: jax.typing.ArrayLike = 1.0,
   weight_decay: jax.typing.ArrayLike = 0.0,
+  eps: jax.typing.ArrayLike = 0.0,
   momentum: jax.typing.ArrayLike = 0.9,
   mask: optax.MaskOrFn = None,
 ) -> optax.GradientTransformation:
@@ -138,6 +139,7 @@ def clipped_lars(
     trust_min: Lower bound of the trust ratio.
     trust_max: Upper bound of the trust ratio.
     weight_decay: Strength of the weight decay.
+    eps: Added to the denominator of the trust ratio.
     momentum: Decay rate of the momentum buffer.
     mask: Leaves to decay and adapt, by default those of rank 2 and more; the others take plain momentum SGD.
 
@@ -164,6 +166,7 @@ def clipped_lars(
       trust_min=trust_min,
       trust_max=trust_max,
       weight_decay=weight_decay,
+      eps=eps,
       mask=mask,
     ),
     optax.trace(decay=momentum),
@@ -176,6 +179,7 @@ def lars(
   *,
   trust_coefficient: jax.typing.ArrayLike = 0.001,
   weight_decay: jax.typing.ArrayLike = 0.0,
+  eps: jax.typing.ArrayLike = 0.0,
   momentum: jax.typing.ArrayLike = 0.9,
   mask: optax.MaskOrFn = None,
 ) -> optax.GradientTransformation:
@@ -188,6 +192,7 @@ def lars(
     learning_rate: Global step size, a number or a schedule of the update count.
     trust_coefficient: The coefficient eta of LARS.
     weight_decay: Strength of the weight decay.
+    eps: Added to the denominator of the trust ratio.
     momentum: Decay rate of the momentum buffer.
     mask: Leaves to decay and adapt, by default those of rank 2 and more; the others take plain momentum SGD.
 
@@ -206,6 +211,7 @@ def lars(
     trust_min=0.0,
     trust_max=float("inf"),
     weight_decay=weight_decay,
+    eps=eps,
     momentum=momentum,
     mask=mask,
   )
@@ -270,6 +276,7 @@ def make_optimizer(config: OptimConfig) -> optax.GradientTransformation:
         trust_min=config.trust_min,
         trust_max=config.trust_max,
         weight_decay=config.weight_decay,
+        eps=config.trust_eps,
         momentum=config.momentum,
       )
     case "lars":
@@ -277,6 +284,7 @@ def make_optimizer(config: OptimConfig) -> optax.GradientTransformation:
         rate,
         trust_coefficient=config.trust_coefficient,
         weight_decay=config.weight_decay,
+        eps=config.trust_eps,
         momentum=config.momentum,
       )
     case "sgd":

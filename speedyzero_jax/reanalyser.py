@@ -14,8 +14,10 @@ import numpy as np
 
 from speedyzero_jax.config import Config
 from speedyzero_jax.inference import Inference
-from speedyzero_jax.replay.buffer import Array, Replay, SweepName
-from speedyzero_jax.weights import REANALYSER, REFRESHER, Version, WeightsStore
+from speedyzero_jax.replay.buffer import Replay, SweepName
+from speedyzero_jax.replay.device_frames import host_bytes
+from speedyzero_jax.replay.experience import Array
+from speedyzero_jax.weights import REANALYSER, REFRESHER, Version, WeightsStore, fetched
 
 Reanalyse = Callable[[Replay, np.ndarray, np.ndarray], None]  # brings up to date what samples (lane, time) rest on
 
@@ -30,9 +32,10 @@ class Work(NamedTuple):
   real: np.ndarray  # [B, n] bool: state k is a stored one, not a repetition of its episode's last frame
   refresh: bool  # priorities are to follow the values
 
-  def frames(self, replay: Replay) -> Array:
-    """What is to be looked at, [B, S-1+n, H, W, C]."""
-    return replay.windows(self.lane, self.time, after=self.real.shape[1] - 1)
+  def frames(self, replay: Replay, devices: int) -> Array:
+    """What is to be looked at, [B, S-1+n, H, W, C], by so many devices."""
+    spread = len(self.lane) % devices == 0
+    return replay.windows(self.lane, self.time, after=self.real.shape[1] - 1, spread=spread)
 
 
 class Findings(NamedTuple):
@@ -44,11 +47,16 @@ class Findings(NamedTuple):
   search_value: np.ndarray | None  # [B, n] float32
 
 
-def examine(inference: Inference, version: Version, frames: Array, *, search: bool, key: jax.Array) -> Findings:
-  """Looks at frames [B, S-1+n, H, W, C] with these weights."""
+def examine(
+  inference: Inference, version: Version, frames: Array, *, search: bool, key: jax.Array, explore: bool
+) -> Findings:
+  """Looks at frames [B, S-1+n, H, W, C] with these weights; `explore`: a search has noise at its root.
+
+  Raises DivergedError if what they say is not finite.
+  """
   if not search:
-    return Findings(version.step, np.asarray(inference.value(version.variables, frames)), None, None)
-  result = jax.device_get(inference.search(version.variables, frames, key, 1.0, explore=True))
+    return Findings(version.step, fetched(version, inference.value(version.variables, frames)), None, None)
+  result = fetched(version, inference.search(version.variables, frames, key, 1.0, explore=explore))
   return Findings(version.step, result.value, result.policy, result.search_value)
 
 
@@ -83,8 +91,10 @@ class BatchReanalyser:
 
   def __init__(self, config: Config, inference: Inference, weights: WeightsStore, key: jax.Array):
     self._unroll, self._inference, self._weights, self._key = config.learner.unroll_steps, inference, weights, key
+    self._explore = config.reanalyse.explore
     self.calls = 0  # part of a checkpoint
     self.states = 0  # searched so far
+    self.host_bytes = 0  # handed to the device so far
 
   def works(self, replay: Replay, lane: np.ndarray, time: np.ndarray) -> list[Work]:
     """All that the targets of these samples (lane [B], time [B]) are made from."""
@@ -102,7 +112,10 @@ class BatchReanalyser:
     """Brings it up to date."""
     version, key = self._weights.latest(REANALYSER), jax.random.fold_in(self._key, self.calls)
     for work in self.works(replay, lane, time):
-      record(replay, work, examine(self._inference, version, work.frames(replay), search=work.search, key=key))
+      frames = work.frames(replay, self._inference.devices)
+      found = examine(self._inference, version, frames, search=work.search, key=key, explore=self._explore)
+      record(replay, work, found)
+      self.host_bytes += host_bytes(frames)
       self.states += int(work.real.sum()) if work.search else 0
     self.calls += 1
 
@@ -123,6 +136,7 @@ class Sweeper:
     self.kind: SweepName = kind
     self.max_age, self._block = part.max_age, part.block
     self._refresh = config.refresh.enabled  # switched off, a sweep leaves priorities alone
+    self._explore = config.reanalyse.explore
     self._subscriber = REFRESHER if kind == "refresh" else REANALYSER
     # Stamps are old already when written: weights are, by their interval, and so are slots that an actor appends.
     self._delay = max(part.weights_interval, config.actor.weights_interval)
@@ -162,6 +176,8 @@ class Sweeper:
     """Computes one block."""
     version, key = self._weights.latest(self._subscriber), jax.random.fold_in(self._key, self.calls)
     work = self.next(replay)
-    record(replay, work, examine(self._inference, version, work.frames(replay), search=work.search, key=key))
+    frames = work.frames(replay, self._inference.devices)
+    found = examine(self._inference, version, frames, search=work.search, key=key, explore=self._explore)
+    record(replay, work, found)
     self.calls += 1
     self.states += len(work.lane)

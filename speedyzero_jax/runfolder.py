@@ -15,7 +15,8 @@ from speedyzero_jax.config_io import ConfigError
 
 # Keys that may change when a run is resumed: they say where and how to go on, not what the run is.
 _MAY_CHANGE = (
-  "run.compile_cache", "run.keep_checkpoints", "run.log_interval", "env.threads", "evaluation.", "topology.actors",
+  "run.compile_cache", "run.keep_checkpoints", "run.log_interval", "env.threads", "evaluation.", "profile.",
+  "topology.actors",
   "topology.reanalysers", "topology.host", "topology.t", "topology.weights_dtype", "topology.b",
 )  # fmt: skip
 
@@ -112,7 +113,8 @@ def read_config(path: Path) -> Config:
 
 
 def _occupied(path: Path, config: Config) -> str:
-  different = config_io.diff(read_config(path), config)
+  # It is this folder, however it is spelled.
+  different = [line for line in config_io.diff(read_config(path), config) if not line.startswith("run.dir:")]
   what = (
     f"another configuration ({'; '.join(different[:3])}{'; ...' if len(different) > 3 else ''})"
     if different

@@ -12,18 +12,26 @@ import jax
 
 from speedyzero_jax import memory, modes
 from speedyzero_jax.checkpoint import CheckpointError, Checkpoints
+from speedyzero_jax.compilations import Compilations, WarmUp
 from speedyzero_jax.config import Config
+from speedyzero_jax.estimate import Forecast
 from speedyzero_jax.parts import enable_compilation_cache, replay_bytes
+from speedyzero_jax.profiling import Profiler
 from speedyzero_jax.replay.journal import JournalError
 from speedyzero_jax.reporting import Reporter
+from speedyzero_jax.topology import unit_config
 from speedyzero_jax.training import WHOLE, Part, Training, TrainingError
+from speedyzero_jax.weights import DivergedError
 
 FAILED, WRONG_USE = 1, 2  # exit codes
 _ECHO = 1.0  # seconds in which a repeated signal is the same one, sent to the process and to its group
 
 
 class Signals:
-  """Inside this context Ctrl-C and SIGTERM are remembered and told to `on_stop`; a second one ends the process."""
+  """Inside this context Ctrl-C, SIGTERM and SIGHUP are remembered and told to `on_stop`; a second one ends the process.
+
+  SIGHUP is what a terminal that is closed sends; where it is ignored (nohup) it stays so.
+  """
 
   def __init__(self) -> None:
     self.received: int | None = None
@@ -31,7 +39,7 @@ class Signals:
     self._when = 0.0
 
   def __enter__(self) -> "Signals":
-    self._before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    self._before = {number: signal.signal(number, self._stop) for number in _stops()}
     return self
 
   def __exit__(self, *_: object) -> None:
@@ -50,7 +58,7 @@ class Signals:
   @contextlib.contextmanager
   def at_once() -> Iterator[None]:
     """Inside this context, where there is nothing to save, they end the process whatever it waits for."""
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in _stops()}
     try:
       yield
     finally:
@@ -66,6 +74,11 @@ class Signals:
     """What shells make of the signal received."""
     assert self.received is not None
     return 128 + self.received
+
+
+def _stops() -> set[signal.Signals]:
+  ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+  return {signal.SIGINT, signal.SIGTERM, signal.SIGHUP} - ignored
 
 
 def train(
@@ -85,31 +98,39 @@ def train(
     folder: of the run, or of the unit, held by this process.
     resume: go on from what is there.
     signals: entered.
-    part: what of the run this process has; the first unit evaluates.
+    part: what of the run this process has; the first unit evaluates, and reports on all.
     around: what is to be open while the roles work.
     saved: called when all that there is is saved.
   """
   enable_compilation_cache(config)
   steps = Checkpoints(folder).steps()
+  reported = unit_config(config, part.unit, part.units) if part.unit else config
   try:
-    opened = Reporter(config, folder, folder.name, max(steps, default=0) if resume else None)
+    opened = Reporter(reported, folder, folder.name, max(steps, default=0) if resume else None, part.share)
   except OSError as error:
     print(f"error: can't write into {folder}: {error.strerror or error}", file=sys.stderr)
     return FAILED
-  with opened as reporter:
+  with opened as reporter, Compilations() as compilations, contextlib.ExitStack() as onlookers:
     devices = jax.local_devices()
     reporter.message(f"run folder {folder}; {len(devices)} x {devices[0].device_kind}; mode {config.run.mode}")
     full, room = replay_bytes(config) // part.units, memory.available()
     if room is not None and full > room:
       reporter.message(
-        f"warning: the replay will take {_size(full)}, but {_size(room)} of memory are there; "
+        f"warning: the replay will take {memory.size(full)}, but {memory.size(room)} of memory are there; "
         "replay.capacity bounds it, env.frame_size and env.grayscale make frames smaller"
       )
+    forecast = Forecast(unit_config(config, part.unit, part.units), reporter.message)
     training = None
     try:
       if not signals.came():
         training = Training(config, folder, reporter, resume=resume, part=part)
         signals.on_stop = training.interrupt
+        warm_up = WarmUp(compilations, lambda: training.in_full_work)
+        training.after_step.append(warm_up.step)
+        forecast.watch(training, warm_up)
+        if config.profile.steps:
+          profiler = Profiler(folder, config.profile.steps, compilations, reporter.message)
+          onlookers.enter_context(profiler).watch(training, warm_up)
         if signals.came():  # while it was built
           training.interrupt()
         finished = False
@@ -127,6 +148,7 @@ def train(
         f"trained: {training.pacer.env_steps} agent steps, {training.pacer.learner_steps} learner steps; "
         f"parameters {training.parameters_hash()[:16]}"
       )
+      forecast.ended()
       if config.evaluation.at_end and part.unit == 0:
         evaluation = training.evaluate()
         if evaluation is None:
@@ -135,7 +157,7 @@ def train(
         evaluation.write(folder / "evaluation.json")
         training.log()
       return 0
-    except (TrainingError, CheckpointError, JournalError, OSError) as error:
+    except (TrainingError, DivergedError, CheckpointError, JournalError, OSError) as error:
       return _fail(reporter, str(error))
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
       where = memory.ran_out(error)
@@ -163,10 +185,7 @@ def _out_of_memory(where: str, error: BaseException, held: float, full: float) -
   smaller += ", replay.capacity" if where == "host" else " or replay.frames=host"
   said = str(error).strip().splitlines() or [type(error).__name__]
   return (
-    f"out of {where} memory: {said[0][:200]}. The replay holds {_size(held)} of the {_size(full)} that it will take. "
+    f"out of {where} memory: {said[0][:200]}. The replay holds {memory.size(held)} of the {memory.size(full)} that it "
+    "will take. "
     f"Start a run with less of {smaller}, or resume this one where there is more memory; checkpoints are intact"
   )
-
-
-def _size(size: float) -> str:
-  return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"

@@ -4,7 +4,9 @@ A *unit* is a learner process, the lanes of its replay, and the actors and reana
 the configuration: every process works out the same.
 """
 
+import contextlib
 import dataclasses
+import ipaddress
 import itertools
 import os
 import socket
@@ -90,6 +92,8 @@ def resolve(config: Config, num_processes: int | None = None) -> Topology:
     raise ConfigError(f"actor.lanes: {wanted.actors} actors need a lane each, got {config.actor.lanes}")
   if config.run.mode == "lockstep" and topology.num_processes > 1:
     raise ConfigError("run.mode: lockstep is for one process; many overlap, whatever they agree on")
+  if config.profile.steps and learners > 1:
+    raise ConfigError("profile.steps: is for one learner; several would wait for the one that looks, and give up")
   return topology
 
 
@@ -118,6 +122,7 @@ def unit_config(config: Config, unit: int, units: int) -> Config:
     reanalyse=replace(config.reanalyse, mixed_newest=share(config.reanalyse.mixed_newest)),
     learner=replace(config.learner, batch_size=share(config.learner.batch_size)),
     run=replace(config.run, env_steps=share(config.run.env_steps)),
+    topology=replace(config.topology, **{kind: share(getattr(config.topology, kind)) for kind in Topology._fields}),
   )
 
 
@@ -132,11 +137,34 @@ def derived_seed(seed: int, name: str, incarnation: int = 0) -> int:
   return int(np.random.SeedSequence([seed, incarnation, *name.encode()]).generate_state(1)[0])
 
 
-def machine_name() -> str:
-  """Tells machines apart, and containers that see no process of each other, whatever host names they have."""
-  boot, processes = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-  known = [boot.read_text().strip()] if boot.exists() else []
-  return "-".join([socket.gethostname(), *known, *([os.readlink(processes)] if processes.is_symlink() else [])])
+def is_loopback(host: str) -> bool:
+  """Whether this name or address is one that each machine has for itself."""
+  try:
+    return ipaddress.ip_address(host).is_loopback
+  except ValueError:
+    return host == "localhost"
+
+
+def own_address(coordinator: str) -> str:
+  """Where others reach this machine: its address on the way to the coordinator (host:port).
+
+  The coordinator's machine may know its own name as a loopback's (127.0.1.1 on Debian): then it is its address on the
+  way to anywhere. Nothing is sent. Raises OSError where there is no way.
+  """
+  host, _, port = coordinator.rpartition(":")
+  host = host.strip("[]")
+  address = _address_towards(host, int(port))
+  if is_loopback(address) and not is_loopback(host):
+    with contextlib.suppress(OSError):
+      return _address_towards("192.0.2.1", 9)  # nobody's, by RFC 5737
+  return address
+
+
+def _address_towards(host: str, port: int) -> str:
+  family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+  with socket.socket(family, kind) as probe:
+    probe.connect(where)
+    return str(probe.getsockname()[0])
 
 
 class Devices(NamedTuple):

@@ -6,23 +6,24 @@
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from speedyzero_jax import feed
 from speedyzero_jax.checkpoint import CheckpointError, Checkpoints, Snapshot
 from speedyzero_jax.collecting import Collecting
 from speedyzero_jax.config import Config
+from speedyzero_jax.costs import memory_of
 from speedyzero_jax.evaluation import Evaluation, evaluate
 from speedyzero_jax.inference import Inference
 from speedyzero_jax.learner import Learner, StepResult, make_mesh
 from speedyzero_jax.metrics import names
-from speedyzero_jax.metrics.rates import Episode, EpisodeStats
+from speedyzero_jax.metrics.rates import Episode, EpisodeStats, PartTimes
 from speedyzero_jax.pacing import Pacer
 from speedyzero_jax.parts import evaluation_seed, game_of, make_replay, sweeps
 from speedyzero_jax.reanalyser import BatchReanalyser, Reanalyse, Sweeper
@@ -30,7 +31,7 @@ from speedyzero_jax.replay.journal import Journal
 from speedyzero_jax.reporting import Reporter
 from speedyzero_jax.topology import derived_seed, unit_config
 from speedyzero_jax.types import Segment
-from speedyzero_jax.weights import ACTOR, REANALYSER, REFRESHER, Version, WeightsStore
+from speedyzero_jax.weights import ACTOR, REANALYSER, REFRESHER, DivergedError, Version, WeightsStore
 
 _INIT, _LEARN, _ACT, _SEARCH, _SWEEP = range(5)  # what a key is for
 
@@ -50,7 +51,9 @@ class Part(NamedTuple):
   journal: Journal | None = None  # where experience is made durable before it counts
   frame_memory: np.ndarray | None = None  # where the replay's frames are to be kept
   agree: Callable[[int], Sequence[int]] = lambda step: [step]  # tells all units a number and returns all of theirs
-  total: Callable[[int], int] = lambda count: count  # tells this unit's agent steps, returns what all told last
+  # Tells this unit's numbers, returns what there is to report on: in unit 0 what all told last.
+  share: Callable[[Mapping[str, float]], Sequence[Mapping[str, float]]] = lambda numbers: [numbers]
+  meet: Callable[[], None] = lambda: None  # waits for all units, as long as it takes
 
 
 WHOLE = Part()
@@ -80,6 +83,11 @@ class Training:
     self.failure: Exception | None = None  # of somebody who could tell nobody else
     self._begun = False  # from here on it is the learner steps that tell units of an interruption
     self._compiled = False  # the training step
+    self.step_bytes: int | None = None  # that it needs on each device beside its arguments; None while not known
+    self.host_bytes = 0  # handed to devices for batches so far
+    self.times = PartTimes(mark=jax.profiler.TraceAnnotation)  # parts show in a trace too
+    self.on_compiled: Callable[[], object] = lambda: None  # called when the training step is, before it is taken
+    self.after_step: list[Callable[[], object]] = []  # called after each learner step, in its thread
     self._key = jax.random.fold_in(jax.random.key(config.run.seed), _LEARN)
     self.checkpoints = Checkpoints(run_dir, config.run.keep_checkpoints)
     game, devices = game_of(config), jax.local_devices()
@@ -88,7 +96,7 @@ class Training:
       self.learner = Learner(config, game.observation_shape(config), game.num_actions, part.mesh or local)
     except ValueError as error:  # a batch that these devices can't share
       raise TrainingError(str(error)) from error
-    self.inference = Inference(config, self.learner.blueprint)
+    self.inference = Inference(config, self.learner.blueprint, local)
     self.replay = make_replay(
       self.own, game, local, reporter.message, seed=self._seed("replay"), frame_memory=part.frame_memory
     )
@@ -106,7 +114,8 @@ class Training:
       REANALYSER: config.reanalyse.weights_interval,
       REFRESHER: config.refresh.weights_interval,
     }
-    self.weights = WeightsStore(intervals, devices[0], self.state.variables)
+    everywhere = NamedSharding(local, PartitionSpec())
+    self.weights = WeightsStore(intervals, everywhere, self.state.variables)
     self.collecting = self._make_collecting() if part.acts else None
     self.sweepers = [
       Sweeper(self.own, kind, self.inference, self.weights, self._purpose(_SWEEP)) for kind in sweeps(config)
@@ -117,6 +126,7 @@ class Training:
     if restored is not None and segments is not None:
       self._restore_roles(restored, segments)
     self._replay_journal()
+    reporter.watch(lambda: {names.ENV_STEPS: self.pacer.env_steps})
 
   def _make_collecting(self) -> Collecting:
     return Collecting(
@@ -143,19 +153,20 @@ class Training:
     """One step of all lanes, into the replay. Call while `pacer.may_collect`."""
     assert self.collecting is not None
     version = self.weights.latest(ACTOR)
-    with self._collect_lock:
+    with self.times.part("act"), self._collect_lock:
       segments, count = self.collecting.actor.step(
         version, budget=self.pacer.pool, progress=self.pacer.progress, random=self.pacer.playing_randomly
       )
       self._take(segments)
       self.pacer.add_env_steps(count)
     self.reporter.count(names.AGENT_STEPS_PER_SECOND, count)
-    self.reporter.mean({names.POLICY_LAG: self.pacer.learner_steps - version.step})
+    self._report_lag(version.step)
 
   def take(self, segments: Sequence[Segment], episodes: Sequence[Episode], *, granted: int) -> None:
     """Takes what an actor in another process collected, of so many steps granted: durably, then into the replay.
 
-    Raises ValueError if anything is wrong with it, JournalError if it can't be made durable; nothing has changed then.
+    Raises ValueError if anything is wrong with it; nothing has changed then. If it can't be made durable, or anything
+    else fails, the run ends with that error, which is raised here too.
     """
     count = sum(int((segment.action >= 0).sum()) for segment in segments)
     with self._collect_lock:
@@ -170,7 +181,11 @@ class Training:
     for episode in episodes:
       self.episodes.record(episode)
     self.reporter.count(names.AGENT_STEPS_PER_SECOND, count)
-    self.reporter.mean({names.POLICY_LAG: self.pacer.learner_steps - min(int(s.step.min()) for s in segments)})
+    self._report_lag(min(int(segment.step.min()) for segment in segments))
+
+  def _report_lag(self, acted_with: int) -> None:
+    lag = self.pacer.learner_steps - acted_with
+    self.reporter.mean({names.POLICY_LAG: lag, names.POLICY_LAG_MAX: lag})
 
   def _take(self, segments: Sequence[Segment]) -> None:
     if self.part.journal is not None:
@@ -186,24 +201,31 @@ class Training:
   def sweep(self, sweeper: Sweeper) -> None:
     """One block of a whole-buffer pass. Call while `sweeper.due`."""
     before = sweeper.states
-    sweeper.sweep(self.replay)
+    with self.times.part("refresh" if sweeper.kind == "refresh" else "search"):
+      sweeper.sweep(self.replay)
     name = names.REFRESHED_PER_SECOND if sweeper.kind == "refresh" else names.REANALYSED_PER_SECOND
     self.reporter.count(name, sweeper.states - before)
 
   def draw(self, learner_step: int) -> feed.Fed:
     """The batch of a learner step on its devices, reanalysed if the schedule says so."""
-    before = self.batch_reanalyser.states
-    fed = feed.draw(self.own, self.replay, self.reanalyse, learner_step)
-    self.reporter.count(names.REANALYSED_PER_SECOND, self.batch_reanalyser.states - before)
-    return fed._replace(batch=self.learner.put(fed.batch))
+    states, moved = self.batch_reanalyser.states, self.batch_reanalyser.host_bytes
+    fed = feed.draw(self.own, self.replay, self.reanalyse, learner_step, self.times)
+    moved = fed.host_bytes + self.batch_reanalyser.host_bytes - moved
+    self.host_bytes += moved
+    self.reporter.count(names.REANALYSED_PER_SECOND, self.batch_reanalyser.states - states)
+    self.reporter.mean({names.HOST_TO_DEVICE_BYTES: moved})
+    with self.times.part("gather"):
+      return fed._replace(batch=self.learner.put(fed.batch))
 
   def learn(self, fed: feed.Fed) -> StepResult:
     """One learner step; its results stay on the device."""
     if not self._compiled:
       self._compile(fed)
-    self.state, result = self.learner.step(self.state, fed.batch, self._key, stop=self.interrupted)
+    with self.times.part("train"):
+      self.state, result = self.learner.step(self.state, fed.batch, self._key, stop=self.interrupted)
     self.pacer.add_learner_step()
-    self.weights.publish(self.pacer.learner_steps, self.state.variables)
+    with self.times.part("publish"):
+      self.weights.publish(self.pacer.learner_steps, self.state.variables)
     self.reporter.mean({**result.metrics, names.TARGET_AGE_MEAN: fed.age, names.TARGET_AGE_MAX: fed.age_max})
     self.reporter.count(names.LEARNER_STEPS_PER_SECOND, 1)
     self.reporter.count(names.SAMPLES_PER_SECOND, len(fed.lane))
@@ -213,20 +235,24 @@ class Training:
     """Takes the new priorities of learner step `step` (from 0) into the replay; waits for the device.
 
     Raises:
-      TrainingError: they, or the parameters after the step, are not finite: training has diverged.
+      DivergedError: they, or the parameters after the step, are not finite.
     """
-    td_error = self.learner.local(result.td_error)
-    if not (np.isfinite(td_error).all() and np.isfinite(result.metrics[names.PARAMETER_NORM])):
-      raise _diverged(step + 1)
+    with self.times.part("train"):
+      td_error = self.learner.local(result.td_error)
+      finite = np.isfinite(td_error).all() and np.isfinite(result.metrics[names.PARAMETER_NORM])
+    if not finite:
+      raise DivergedError(step + 1)
     self.replay.set_priorities(fed.lane, fed.time, td_error, step)
     self.leaving = self.leaving or bool(result.stopping)
 
   def _compile(self, fed: feed.Fed) -> None:
     begin = time.monotonic()
     self.reporter.message("compiling the training step: up to a minute or two, less when it was compiled before")
-    self.learner.lower(self.state, fed.batch, self._key).compile()
+    self.step_bytes = memory_of(self.learner.lower(self.state, fed.batch, self._key).compile())
     self._compiled = True
     self.reporter.message(f"compiled in {time.monotonic() - begin:.0f} s")
+    self.on_compiled()
+    self.times.take(self.pacer.learner_steps)  # what came before belongs to no step
 
   def begin_learning(self, fed: feed.Fed | None) -> bool:
     """To be called before the first step, with its batch. False if a unit is not going to take it.
@@ -236,8 +262,13 @@ class Training:
     if fed is not None and not self.interrupted:
       self._compile(fed)
     self._begun = True
-    self.part.total(self.pacer.env_steps)
+    self.reporter.refresh()  # so that the first line has what all units know
     return not any(self.part.agree(int(self.interrupted)))
+
+  @property
+  def in_full_work(self) -> bool:
+    """Whether the sweeps that are done here, which begin late, have begun."""
+    return not self.part.reanalyses or all(sweeper.states for sweeper in self.sweepers)
 
   @property
   def saving_due(self) -> bool:
@@ -246,19 +277,26 @@ class Training:
     return step % self.config.run.checkpoint_interval == 0 and step < self.config.learner.steps
 
   def bookkeeping(self) -> None:
-    """What is due after a learner step: a line of metrics, a checkpoint, an evaluation."""
+    """What is due after a learner step: a line of metrics, a checkpoint, an evaluation, and whoever looks on."""
     step, config = self.pacer.learner_steps, self.config
     if step % config.run.log_interval == 0 or step == config.learner.steps:
       self.log()
     if self.saving_due:
-      self.save()
+      with self.times.part("save"):
+        self.save()
     if config.evaluation.interval and step % config.evaluation.interval == 0 and step < config.learner.steps:
-      self.evaluate()
+      with self.times.part("evaluate"):
+        if self.part.unit == 0:
+          self.evaluate()
+        self.part.meet()
+    for call in self.after_step:
+      call()
 
   def log(self) -> None:
-    """Writes a line of metrics now, with the agent steps of all units."""
-    step, total = self.pacer.learner_steps, self.part.total(self.pacer.env_steps)
-    self.reporter.line(learner_steps=step, env_steps=total, replay=self.replay.stats(step), episodes=self.episodes)
+    """Writes a line of metrics now."""
+    step = self.pacer.learner_steps
+    self.reporter.latest(self.times.take(step))
+    self.reporter.line(learner_steps=step, replay=self.replay.stats(step), episodes=self.episodes)
 
   def evaluate(self) -> Evaluation | None:
     """Plays full episodes with the current weights; None if the run is being stopped."""
@@ -313,7 +351,7 @@ class Training:
 
     Raises:
       CheckpointError: it is required and failed. Otherwise training goes on and the next one is tried.
-      TrainingError: training has diverged; what is not finite is never saved.
+      DivergedError: what is not finite is never saved.
     """
     try:
       self.checkpoints.wait()
@@ -330,7 +368,7 @@ class Training:
       (self.state.variables, self.state.opt_state, {name: version.variables for name, version in versions.items()})
     )
     if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(network)):
-      raise _diverged(step)
+      raise DivergedError(step)
     meta = {
       "weights": {name: version.step for name, version in versions.items()},
       "sweepers": {sweeper.kind: sweeper.counters() for sweeper in self.sweepers},
@@ -404,7 +442,12 @@ class Training:
     journal = self.part.journal
     if journal is None:
       return
-    journal.begin_at(self.replay.heads)
+    lost = journal.begin_at(self.replay.heads)
+    if lost.any():
+      self.reporter.message(
+        f"warning: the journal has forgotten what came right after this checkpoint: {lost.sum()} later frames of "
+        f"{np.count_nonzero(lost)} lanes are lost, and collected anew"
+      )
     before = self.pacer.env_steps
     for segments in journal.read(self.replay.heads):
       for segment in segments:
@@ -417,10 +460,3 @@ class Training:
       self.reporter.message(f"{self.pacer.env_steps - before} agent steps more from the journal")
       if self.collecting is not None:
         self.collecting.cut()
-
-
-def _diverged(step: int) -> TrainingError:
-  return TrainingError(
-    f"learner step {step} gave values that are not finite: training has diverged. Checkpoints are intact; "
-    "lower optim.learning_rate or optim.clip_norm and start again, or resume from before."
-  )

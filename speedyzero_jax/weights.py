@@ -7,14 +7,17 @@ Knows nothing of sockets; a remote store has the same two methods.
 
 import threading
 from collections.abc import Mapping
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from speedyzero_jax.networks import Variables
 
 ACTOR, REANALYSER, REFRESHER = "actor", "reanalyser", "refresher"  # subscribers
+_copy = jax.jit(partial(jax.tree.map, jnp.copy))  # one call, not one for each of 150 arrays
 
 
 class Version(NamedTuple):
@@ -24,25 +27,43 @@ class Version(NamedTuple):
   variables: Variables
 
 
+class DivergedError(Exception):
+  """Training has diverged: the weights after learner step `step`, or what they say, are not finite."""
+
+  def __init__(self, step: int):
+    super().__init__(
+      f"learner step {step} gave values that are not finite: training has diverged. Checkpoints are intact; "
+      "lower optim.learning_rate or optim.clip_norm and start again, or resume from before."
+    )
+
+
+def fetched(version: Version, said: Any) -> Any:
+  """What was computed with a version (a pytree of arrays), on the host. Raises DivergedError if it is not finite."""
+  said = jax.device_get(said)
+  if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(said)):
+    raise DivergedError(version.step)
+  return said
+
+
 class WeightsStore:
   """Holds one version per subscriber.
 
   Args:
     intervals: learner steps between updates, by subscriber.
-    device: where subscribers compute.
+    where: subscribers compute; a device, or several with a copy on each.
     initial: what everybody starts with, at learner step 0.
   """
 
-  def __init__(self, intervals: Mapping[str, int], device: jax.Device, initial: Variables):
-    self._intervals, self._device = dict(intervals), device
+  def __init__(self, intervals: Mapping[str, int], where: jax.Device | jax.sharding.Sharding, initial: Variables):
+    self._intervals, self._where = dict(intervals), where
     self._changed = threading.Condition()
     first = Version(0, self.to_device(initial))
     self._versions = dict.fromkeys(intervals, first)
 
   def to_device(self, variables: Variables) -> Variables:
-    """A copy on the subscribers' device, of a network that may lie on many; the learner donates its own buffers."""
+    """A copy where subscribers compute, of a network that may lie on many; the learner donates its own buffers."""
     here = jax.tree.map(lambda x: x.addressable_data(0) if isinstance(x, jax.Array) else x, variables)
-    return jax.tree.map(jnp.copy, jax.device_put(here, self._device))
+    return _copy(jax.device_put(here, self._where))
 
   def publish(self, step: int, variables: Variables) -> None:
     """Offers the weights after `step` learner steps; copies them once if any subscriber is due."""

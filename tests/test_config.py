@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import typing
 
 import pytest
@@ -276,6 +277,7 @@ def test_every_preset_is_valid_and_says_what_it_is_for(preset):
 EFFICIENTZERO = {  # the paper and the released code, as in its Atari configuration
   "env.frame_size": 96, "env.frame_stack": 4, "env.frame_skip": 4, "env.noop_max": 30, "env.max_episode_steps": 3000,
   "env.grayscale": False, "env.episodic_life": True, "env.clip_rewards": True, "env.sticky_actions": 0,
+  "env.fire_reset": False, "reanalyse.explore": True, "learner.state_gradient": 0.5,
   "network.channels": 64, "network.lstm_hidden": 512, "network.support": 300, "network.value_prefix_horizon": 5,
   "search.algorithm": "puct", "search.simulations": 50, "search.c1": 1.25, "search.c2": 19652,
   "search.value_scaling": "tree", "search.dirichlet_alpha": 0.3, "search.dirichlet_fraction": 0.25,
@@ -316,6 +318,8 @@ def test_atari100k_samples_each_transition_as_often_as_atari300k():
 
   assert samples_per_transition(small) == samples_per_transition(large)
   assert config_io.load(["atari100k", "atari300k"]) == large
+  # And n-step returns grow shorter over the same share of it.
+  assert small.replay.age_interval / small.run.env_steps == large.replay.age_interval / large.run.env_steps
 
 
 # --- Ranges ---
@@ -323,7 +327,7 @@ def test_atari100k_samples_each_transition_as_often_as_atari300k():
 
 @pytest.mark.parametrize("key", [key for key in KEYS if kind_of(key) in (int, float, tuple[float, ...])])
 def test_every_number_has_a_range(key):
-  for bad in (-1, math.nan, math.inf):
+  for bad in (-1, 10**30, math.nan, math.inf):
     value = (bad,) * len(get(Config(), key)) if isinstance(get(Config(), key), tuple) else bad
     with pytest.raises(ConfigError, match=rf"(?m)^{key}: "):
       config_io.validate(replaced(Config(), key, value))
@@ -335,11 +339,17 @@ def test_every_number_has_a_range(key):
     (["learner.tail_steps=11", "learner.steps=10"], "learner.tail_steps"),
     (["actor.random_steps=11", "run.env_steps=10"], "actor.random_steps"),
     (["optim.trust_min=0.5", "optim.trust_max=0.4"], "optim.trust_min"),
+    (["network.channels=1"], "network.channels"),
+    (["evaluation.max_episode_steps=1e10"], "evaluation.max_episode_steps"),
+    (["replay.alpha=1000"], "replay.alpha"),
+    (["search.c_scale=1e38"], "search.c_scale"),
+    (["env.noop_max=1e30"], "env.noop_max"),
     (["network.downsample=5"], "network.downsample"),
     (["network.downsample=1"], "network.downsample"),
     (["env.game=Catch"], "network.downsample"),
     (["env.frame_size=84"], "env.frame_size"),
     (["env.game="], "env.game"),
+    (["env.game=Catchh", "network.downsample=1"], "env.game"),
     (["actor.temperatures=1,0.5"], "actor.temperatures"),
     (["actor.temperature_stages=0.75,0.5"], "actor.temperature_stages"),
     (["learner.devices=3", "learner.batch_size=256"], "learner.batch_size"),
@@ -367,10 +377,39 @@ def test_settings_that_cannot_go_together_are_refused(overrides, key):
     ["actor.temperatures=1", "actor.temperature_stages=[]"],
     ["learner.devices=8", "learner.batch_size=256"],
     ["env.game=CartPole", "network.downsample=1"],
+    ["env.game=Catch", "network.downsample=1", "network.channels=1"],
+    ["env.game=Venture"],  # of Atari, but not of Atari-100k
   ],
 )
 def test_the_edges_of_the_ranges_are_allowed(overrides):
   config_io.load([], overrides)
+
+
+@pytest.mark.parametrize(
+  ("game", "words"),
+  [("Catchh", "did you mean Catch?"), ("catch", "did you mean Catch?"), ("xyzzy", "Catch, CartPole, Alien, Amidar")],
+)
+def test_an_unknown_game_is_not_taken_for_one_with_images(game, words):
+  with pytest.raises(ConfigError, match=rf"^env.game: unknown game '{game}'; .*{re.escape(words)}[^\n]*$"):
+    config_io.load(["quickstart"], [f"env.game={game}"])
+
+
+@pytest.mark.parametrize(
+  ("overrides", "words"),
+  [
+    (
+      ["actor.weights_interval=1e9"],
+      "refresh.max_age: must be at least two more than actor.weights_interval (1000000000)",
+    ),
+    (
+      ["refresh.weights_interval=200"],
+      "refresh.max_age: must be at least two more than refresh.weights_interval (200)",
+    ),
+  ],
+)
+def test_a_bound_that_weights_cannot_keep_names_their_interval(overrides, words):
+  with pytest.raises(ConfigError, match=re.escape(words)):
+    config_io.load([], overrides)
 
 
 def test_all_problems_are_told_at_once():

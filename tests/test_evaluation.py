@@ -69,6 +69,13 @@ def test_the_cap_can_be_given(envs):
   assert play(1, max_episode_steps=7).max_episode_steps == envs[0].cap == 7
 
 
+@pytest.mark.parametrize(("given", "cap"), [(None, 500), (27_000, 500), (7, 7)])
+def test_a_cap_of_the_game_itself_is_reported_as_what_it_is(envs, given, cap):
+  config = dataclasses.replace(CONFIG, env=dataclasses.replace(CONFIG.env, game="CartPole"))
+  config = dataclasses.replace(config, evaluation=dataclasses.replace(config.evaluation, max_episode_steps=27_000))
+  assert play(1, config=config, max_episode_steps=given).max_episode_steps == envs[0].cap == cap
+
+
 def test_seeds_decide(envs):
   a, b, c = play(4), play(4), play(4, seed=6)
   assert a == b and a.returns != c.returns

@@ -5,10 +5,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from speedyzero_jax import losses
 from speedyzero_jax.config import Config, EnvConfig, NetworkConfig, SearchConfig
 from speedyzero_jax.inference import Inference, make_recurrent_fn
+from speedyzero_jax.learner import make_mesh
 from speedyzero_jax.networks import Variables, make_blueprint
 
 _B, _N, _S, _A = 2, 3, 3, 4
@@ -74,6 +77,28 @@ def test_the_search_of_a_window_is_that_of_its_states():
       np.testing.assert_allclose(ours[b, n], theirs[0, 0], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("batch", [4, 3])  # shares of equal size, and one that is short
+def test_devices_that_share_the_windows_find_the_same(batch):
+  mesh = make_mesh(jax.devices()[:2])
+  shared = Inference(_CONFIG, _BLUEPRINT, mesh)
+  frames = np.concatenate([_windows(), 255 - _windows()])[:batch]
+  variables = jax.device_put(_variables(), NamedSharding(mesh, PartitionSpec()))
+  values = shared.value(variables, frames)
+  np.testing.assert_allclose(values, _inference().value(_variables(), frames), rtol=1e-4, atol=1e-5)
+  assert len(values.sharding.device_set) == 2 or batch == 3
+  ours = shared.search(variables, jnp.asarray(frames), _KEY, 1.0, explore=False)
+  theirs = _inference().search(_variables(), frames, _KEY, 1.0, explore=False)
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4), ours, theirs)
+
+
+def test_devices_that_share_the_windows_explore_apart():
+  mesh = make_mesh(jax.devices()[:2])
+  variables = jax.device_put(_variables(), NamedSharding(mesh, PartitionSpec()))
+  search, same = Inference(_CONFIG, _BLUEPRINT, mesh).search, np.concatenate([_windows(), _windows()])
+  first, second = np.split(np.asarray(search(variables, same, _KEY, 1.0, explore=True).action), 2)
+  assert (first != second).any()
+
+
 def test_exploration_depends_on_the_key():
   def actions(key):
     return np.asarray(_inference().search(_variables(), _windows(), jax.random.key(key), 1.0, explore=True).action)
@@ -127,3 +152,11 @@ def test_the_recurrent_function_steps_state_carry_and_prefix():
   unrolled, logits = network.value_prefix(jnp.stack(states), network.initial_carry(3), False, 2)
   np.testing.assert_allclose(np.stack(prefixes), losses.decode(logits), rtol=1e-4, atol=1e-5)
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), carry, unrolled)
+
+
+def test_what_devices_share_can_be_lowered_and_costs_each_its_part():
+  mesh = make_mesh(jax.devices()[:2])
+  variables, frames = jax.device_put(_variables(), NamedSharding(mesh, PartitionSpec())), _windows()
+  whole = _inference().value.lower(_variables(), frames).compile().cost_analysis()["flops"]
+  part = Inference(_CONFIG, _BLUEPRINT, mesh).value.lower(variables, frames).compile().cost_analysis()["flops"]
+  assert 0.4 < part / whole < 0.7

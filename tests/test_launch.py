@@ -1,7 +1,9 @@
 """The commands people run, as real processes: exit codes, signals, kills, and that nothing is lost by any of them."""
 
+import contextlib
 import json
 import os
+import pty
 import random
 import re
 import shutil
@@ -17,7 +19,7 @@ import numpy as np
 import pytest
 import tiny
 
-from launch import evaluate, multihost
+from launch import evaluate, multihost, profile
 from speedyzero_jax import memory, runfolder, running
 from speedyzero_jax.checkpoint import Checkpoints
 from speedyzero_jax.metrics import jsonl
@@ -95,6 +97,12 @@ def test_a_misspelt_key_is_named_with_the_nearest(started, tmp_path):
   [
     (["--config", "quikstart"], "unknown preset 'quikstart'; the nearest: quickstart"),
     ([*NEW, "env.game=Brekout", "network.downsample=16"], "unknown game 'Brekout'; did you mean Breakout"),
+    ([*NEW, "env.game=Catchh"], "env.game: unknown game 'Catchh'; did you mean Catch?"),
+    (
+      [*NEW, "env.game=CartPole"],
+      "network.support: must be at least 9 for values of up to 84, which CartPole has, got 5",
+    ),
+    ([*NEW, "evaluation.max_episode_steps=1e10"], "evaluation.max_episode_steps: must lie in [1, 1e9]"),
     ([*NEW, "learner.batch_size=many"], "learner.batch_size: expected an integer, got 'many'"),
     ([*NEW, "refresh.max_age=3"], "refresh.max_age"),
     ([*NEW, "learner.devices=4000"], "learner.devices"),
@@ -114,6 +122,31 @@ def test_wrong_use_is_said_in_a_line(tmp_path, monkeypatch, capsys, arguments, m
   assert captured.out == "" and captured.err.count("\n") == 1
   assert captured.err.startswith("error: ") and message in captured.err
   assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+  ("where", "error", "message"),
+  [
+    ("envs.make_env", TypeError("__init__(): incompatible\n 1. envpool"), "error: env: __init__(): incompatible\n"),
+    ("parts.make_blueprint", ZeroDivisionError("by zero"), "error: network: by zero\n"),
+  ],
+)
+def test_what_only_the_libraries_refuse_is_said_before_training(tmp_path, monkeypatch, capsys, where, error, message):
+  """Also when it is the evaluation at the end that would meet it, whose environments are the first of these."""
+
+  def refuse(*args, **kwargs):
+    raise error
+
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(f"speedyzero_jax.{where}", refuse)
+  assert multihost.main(NEW) == 2
+  assert capsys.readouterr().err == message and not list(tmp_path.iterdir())
+
+
+def test_presets_given_one_by_one_stack_too():
+  for arguments in (["--config", "a", "x.y=1", "--config", "b", "x.y=2"], ["x.y=1", "--config", "a", "b", "x.y=2"]):
+    for parsed in (multihost.parse(arguments), profile.parse(arguments)):
+      assert parsed.config == ["a", "b"] and parsed.overrides == ["x.y=1", "x.y=2"]
 
 
 @pytest.mark.parametrize("arguments", [[], ["--resume", "x", "--config", "quickstart"], ["--episodes", "1"]])
@@ -253,6 +286,39 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path, second):
   assert done.returncode == -second
 
 
+ON_A_TERMINAL = """
+import os, runpy, sys
+os.close(os.open(os.ttyname(0), os.O_RDWR))  # makes it this session's
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_terminal_that_is_closed_stops_and_saves(tmp_path):
+  folder = tmp_path / "run"
+  ours, theirs = pty.openpty()
+  command = [sys.executable, "-c", ON_A_TERMINAL, ROOT / "launch/multihost.py", *NEW, f"run.dir={folder}"]
+  process = subprocess.Popen(
+    [*map(str, command)], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+    env=os.environ | {"JAX_NUM_CPU_DEVICES": "1", "TERM": "xterm"}, cwd=ROOT,
+  )  # fmt: skip
+  os.close(theirs)
+  os.set_blocking(ours, False)
+  deadline = time.monotonic() + 120
+  try:
+    while newest(folder) < 4:
+      assert time.monotonic() < deadline and process.poll() is None, "no checkpoint is written"
+      with contextlib.suppress(BlockingIOError):
+        os.read(ours, 1 << 16)
+      time.sleep(0.01)
+    os.close(ours)
+    assert process.wait(timeout=60) == 129
+  finally:
+    process.kill()
+    process.wait()
+  assert newest(folder) >= 4
+
+
 # --- Memory
 
 
@@ -310,6 +376,8 @@ def test_a_replay_that_will_not_fit_is_said_before_training(tmp_path, monkeypatc
 def test_an_undisturbed_run_leaves_everything(finished):
   folder, output = finished
   assert f"trained: 150 agent steps, {STEPS} learner steps" in output
+  assert re.search(r"this configuration on this machine: about [\d.]+ GB of [\d.]+ GB host memory", output)
+  assert re.search(r"took [\d.]+ (seconds|minutes).*, at most [\d.]+ GB of host memory \([\d.]+ GB estimated\)", output)
   assert {"config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "replay", "evaluation.json", "run.lock"} == {
     path.name for path in folder.iterdir()
   }
@@ -422,6 +490,37 @@ def test_evaluating_as_the_run_itself_does_gives_the_same(finished, tmp_path, ca
   assert "cap of 5" not in capsys.readouterr().out  # Catch knows no cap
 
 
+INTERRUPTED = """
+import os, signal, sys
+sys.path[:0] = [sys.argv[1]]
+from launch import evaluate
+from speedyzero_jax import evaluation
+make_env = evaluation.make_env
+def interrupted(*args, **kwargs):
+  os.kill(os.getpid(), signal.SIGINT)
+  return make_env(*args, **kwargs)
+evaluation.make_env = interrupted
+sys.exit(evaluate.main(sys.argv[2:]))
+"""
+
+
+def test_an_evaluation_interrupted_leaves_the_one_before(finished):
+  before = listing(finished[0])
+  command = [sys.executable, "-c", INTERRUPTED, ROOT, finished[0], "--episodes", "3"]
+  done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120, check=False)
+  assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped; no evaluation was written\n")
+  assert listing(finished[0]) == before
+
+
+def test_memory_that_an_evaluation_lacks_is_said_in_a_line(finished, monkeypatch, capsys):
+  monkeypatch.setattr("speedyzero_jax.evaluation.make_env", lambda *args, **kwargs: np.zeros(2**55, np.uint8))
+  before = listing(finished[0])
+  assert evaluate.main([str(finished[0])]) == 1
+  errors = capsys.readouterr().err
+  assert errors.startswith("error: out of host memory: Unable to allocate") and errors.count("\n") == 1
+  assert listing(finished[0]) == before
+
+
 def test_what_evaluation_refuses(finished, tmp_path, capsys):
   assert evaluate.main([str(tmp_path)]) == 2
   assert capsys.readouterr().err.startswith(f"error: {tmp_path} holds no run")
@@ -432,3 +531,6 @@ def test_what_evaluation_refuses(finished, tmp_path, capsys):
   with pytest.raises(SystemExit) as exited:
     evaluate.main([str(tmp_path), "--episodes", "0"])
   assert exited.value.code == 2 and "must be at least 1" in capsys.readouterr().err
+  with pytest.raises(SystemExit) as exited:
+    evaluate.main([str(tmp_path), "--max-episode-steps", "10000000000"])
+  assert exited.value.code == 2 and "at most 1000000000" in capsys.readouterr().err

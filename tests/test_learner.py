@@ -252,7 +252,7 @@ def test_one_of_many_is_enough_to_be_heard():
   """Each process sets the flags of its own devices."""
   learner = _learner(4)
   flags = jax.device_put(np.array([False, False, True, False]), learner._sharded)
-  _, (_, _, stopping) = learner._step(_restored(learner), learner.put(_batch()), _KEY, flags)
+  _, (_, _, stopping) = learner.update(_restored(learner), learner.put(_batch()), _KEY, flags)
   assert bool(stopping)
   assert [bool(np.asarray(shard.data)) for shard in stopping.addressable_shards] == [True] * 4
 

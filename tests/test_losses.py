@@ -328,18 +328,20 @@ def _only(batch, **masks):
   return batch._replace(**(zero | chosen))
 
 
-def test_the_gradient_into_the_root_is_halved_at_every_step():
+@pytest.mark.parametrize("scale", [0.5, 0.8])
+def test_the_gradient_into_the_root_is_scaled_at_every_step(scale):
+  config = dataclasses.replace(_CONFIG, state_gradient=scale)
   weights = _weights() | {"dynamics": np.eye(_D, dtype=np.float32)}
   batch = _batch()._replace(action=np.zeros((_B, _K), np.int32))
   # Nothing moves the state and all steps have the root's targets, so every step has the same gradient but for scale.
   value, policy = (np.repeat(x[:, :1], _K + 1, axis=1) for x in (batch.value, batch.policy))
   batch = batch._replace(value=value, policy=policy)
-  gradient = jax.jit(jax.grad(lambda w, b: _loss(w, b)[0]))
+  gradient = jax.jit(jax.grad(lambda w, b: _loss(w, b, config)[0]))
   for name in ("value_mask", "policy_mask"):
     root, *imagined = [gradient(weights, _only(batch, **{name: np.eye(_K + 1)[k]})) for k in range(_K + 1)]
     assert np.abs(root["root"]).max() > 1e-3
     for k, grads in enumerate(imagined, 1):
-      np.testing.assert_allclose(grads["root"], root["root"] * 0.5**k / _K, rtol=1e-4, atol=1e-8)
+      np.testing.assert_allclose(grads["root"], root["root"] * scale**k / _K, rtol=1e-4, atol=1e-8)
       head = name.removesuffix("_mask")
       np.testing.assert_allclose(grads[head], root[head] / _K, rtol=1e-4, atol=1e-8)  # heads take all of theirs
 

@@ -1,9 +1,13 @@
 """What is known of a machine's memory, and which errors say that it ran out."""
 
+import os
+
 import jax
+import numpy as np
 import pytest
 
 from speedyzero_jax import memory
+from speedyzero_jax.replay.lanes import LaneStore
 
 MEMINFO = "MemTotal:       24000000 kB\nMemFree:         1000000 kB\nMemAvailable:    2000000 kB\n"
 
@@ -47,6 +51,27 @@ def test_where_nothing_is_known(tmp_path):
 
 def test_here_some_is_known():
   assert memory.available() > 2**20
+  now, peak = memory.resident(), memory.resident(peak=True)
+  assert 2**20 < now <= peak
+
+
+def test_what_a_process_has_and_has_had(tmp_path):
+  assert memory.resident(tmp_path) is None
+  (tmp_path / "self").mkdir()
+  (tmp_path / "self" / "status").write_text("Name:\tx\nVmPeak:\t9 kB\nVmHWM:\t     30 kB\nVmRSS:\t     20 kB\n")
+  assert memory.resident(tmp_path) == 20 * 1024 and memory.resident(tmp_path, peak=True) == 30 * 1024
+
+
+def test_of_devices_the_fullest_counts():
+  class Device:
+    def __init__(self, stats):
+      self.memory_stats = lambda: stats
+
+  known = [Device({"peak_bytes_in_use": n, "num_allocs": 1}) for n in (5, 9, 7)]
+  assert memory.of_devices(known, "peak_bytes_in_use") == 9
+  assert memory.of_devices([*known, Device({})], "peak_bytes_in_use") is None
+  assert memory.of_devices([Device(None)], "peak_bytes_in_use") is None  # a CPU
+  assert memory.of_devices([], "peak_bytes_in_use") is None
 
 
 def test_what_runs_out_is_said_by_the_error(monkeypatch):
@@ -58,3 +83,29 @@ def test_what_runs_out_is_said_by_the_error(monkeypatch):
   assert memory.ran_out(device) == "host"
   assert memory.ran_out(jax.errors.JaxRuntimeError("INTERNAL: a bug")) is None
   assert memory.ran_out(ValueError("RESOURCE_EXHAUSTED")) is None
+
+
+def strict():
+  with open("/proc/sys/vm/overcommit_memory") as file:
+    return file.read().strip() == "2"
+
+
+@pytest.mark.skipif(strict(), reason="this machine hands out no more addresses than it has memory")
+def test_frames_may_be_reserved_beyond_what_the_machine_has():
+  frame = 1 << 20  # bytes
+  machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+  before = memory.resident()
+  store = LaneStore(2, 2 * machine // frame, (1024, 1024, 1), np.uint8, 3)
+  assert store.memory()["reserved_bytes"] > 3 * machine
+  store.frame[1, -1] = 7
+  assert store.frame[1, -1].all() and not store.frame[0, 0].any()
+  assert memory.resident() - before < machine / 100
+
+
+def test_zeros_are_those_of_numpy():
+  for shape, dtype in (((2, 3, 4), np.float32), ((), np.uint8), ((0, 5), np.int64), ((1 << 20,), np.uint8)):
+    ours, theirs = memory.zeros(shape, dtype), np.zeros(shape, dtype)
+    assert (ours.shape, ours.dtype, ours.flags.writeable) == (theirs.shape, theirs.dtype, True)
+    np.testing.assert_array_equal(ours, theirs)
+  with pytest.raises(MemoryError, match="Unable to allocate"):
+    memory.zeros((2**55,), np.uint8)

@@ -1,5 +1,6 @@
 """Metrics: what is written survives kills and full disks, what is counted is right, what is shown legible."""
 
+import contextlib
 import errno
 import io
 import json
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from typing import NamedTuple
 
 import numpy as np
@@ -397,11 +399,83 @@ def test_means_between_log_lines():
   assert means.take() == {}
 
 
+def test_values_that_nobody_takes_do_not_pile_up():
+  alive = weakref.WeakSet()
+
+  class Device:
+    def __init__(self, value):
+      self._value = value
+      alive.add(self)
+
+    def __float__(self):
+      return float(self._value)
+
+  means, n = rates.RunningMeans(), 7001
+  for value in range(n):
+    means.add({"losses/total": Device(value), names.TRUST_RATIO_MIN: Device(-value), names.TARGET_AGE_MAX: value})
+  assert len(alive) <= 4000
+  taken = means.take()
+  assert taken == {
+    "losses/total": pytest.approx((n - 1) / 2),
+    names.TRUST_RATIO_MIN: 1 - n,
+    names.TARGET_AGE_MAX: n - 1,
+  }
+
+
 def test_nan_in_a_window_is_not_averaged_away():
   means = rates.RunningMeans()
-  for value in (1.0, float("nan"), 2.0):
+  for value in (1.0, float("nan"), *[2.0] * 5000):
     means.add({"losses/total": value, names.TARGET_AGE_MAX: value})
   assert all(np.isnan(value) for value in means.take().values())
+
+
+def test_parts_are_timed_per_learner_step():
+  clock, marked = Clock(), []
+
+  @contextlib.contextmanager
+  def mark(name):
+    marked.append(name)
+    yield
+
+  times = rates.PartTimes(mark, clock)
+
+  def spend(name, seconds):
+    with times.part(name):
+      clock.now += seconds
+
+  spend("act", 5.0)
+  times.take(10)  # what came before belongs to no step
+  spend("act", 2.0)
+  spend("train", 1.0)
+  spend("act", 1.0)
+  assert times.take(14) == {"time/act": 0.75, "time/train": 0.25}
+  assert times.take(14) == {}
+  spend("train", 3.0)
+  assert times.take(16) == {"time/act": 0.0, "time/train": 1.5}
+  with pytest.raises(KeyError), times.part("save"):
+    clock.now += 7.0
+    raise KeyError
+  assert times.totals() == {"act": 8.0, "train": 4.0, "save": 7.0}
+  assert marked == ["act", "act", "train", "act", "train", "save"]
+
+
+def test_parts_of_many_threads_add_up():
+  times = rates.PartTimes()
+
+  def work():
+    for _ in range(200):
+      with times.part("search"):
+        pass
+      with times.part("search"):
+        time.sleep(0)
+
+  threads = [threading.Thread(target=work) for _ in range(4)]
+  begin = time.monotonic()
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  assert 0 < times.totals()["search"] <= 4 * (time.monotonic() - begin)
 
 
 # --- display ---
@@ -435,17 +509,28 @@ VALUES = {
   names.PRIORITY_AGE_MEAN: 14.2,
   names.PRIORITY_AGE_MAX: 38,
   names.POLICY_LAG: 6.2,
+  names.POLICY_LAG_MAX: 17,
+  names.LEARNER_WAIT: 0.0213,
+  names.ACTOR_WAIT: 3.25,
+  names.REANALYSER_WAIT: 12.5,
+  names.PRESENT_ACTORS: 3,
+  names.PRESENT_REANALYSERS: 15,
+  names.RESTARTS_LEARNERS: 19,
+  names.RESTARTS_ACTORS: 28,
+  names.RESTARTS_REANALYSERS: 37,
 }
 
 
 def make(stream, force="auto", clock=time.monotonic):
   return display.make_display(
-    HEADER, env_steps_total=300_000, learner_steps_total=15_000, stream=stream, force=force, clock=clock
-  )
+    HEADER, env_steps_total=300_000, learner_steps_total=15_000, actors_total=4, reanalysers_total=16, stream=stream,
+    force=force, clock=clock,
+  )  # fmt: skip
 
 
 def screen(values, width=80):
-  board = display._Board(HEADER, 300_000, 15_000, Clock())
+  totals = {names.ENV_STEPS: 300_000, names.STEP: 15_000, names.PRESENT_ACTORS: 4, names.PRESENT_REANALYSERS: 16}
+  board = display._Board(HEADER, totals, Clock())
   board.update(values)
   console = Console(file=io.StringIO(), width=width, record=True)
   console.print(board.screen())
@@ -460,7 +545,8 @@ def test_the_screen_fits_80_by_24_and_says_everything():
   for expected in (
     *("MsPacman", "atari300k", "seed 3", "runs/atari300k-MsPacman-s3", "123,456/300,000 41%", "6,180/15,000 41%"),
     *("312.4", "864", "401", "398.2 ± 101.7", "143.2", "8.82", "14,649", "6,212", "41,211", "4.21", "-0.961", "nan"),
-    *("1.23", "0.0123", "0.00012 / 1", "27.3 / 99", "14.2 / 38", "6.2", "123,000", "3.41 GB", "6,000"),
+    *("1.23", "0.0123", "0.00012 / 1", "27.3 / 99", "14.2 / 38", "6.2 / 17", "123,000", "3.41 GB", "6,000"),
+    *("3/4", "15/16", "0.0213", "3.25", "12.5", "19", "28", "37"),
   ):
     assert expected in text, expected
   assert "eta 0:20:32" in text  # (300,000 - 123,456) / 143.2 s
@@ -488,6 +574,25 @@ def test_plain_lines_come_at_intervals_and_with_events():
   assert out[4] == "checkpoint [6,000]"
   assert out[5].startswith("0:00:25") and len(out) == 6  # what had not been shown at the end
   assert "123,456/300,000 41%" in out[1] and "return 312.4 (best 864)" in out[1] and "\x1b" not in stream.getvalue()
+
+
+def test_between_lines_only_what_moves_is_worth_one():
+  stream, clock = io.StringIO(), Clock()
+  with make(stream, "plain", clock) as shown:
+    shown.update(VALUES)
+    for change, said in (
+      ({names.AGENT_STEPS_PER_SECOND: 0.0, names.LOSS_TOTAL: 9.0}, 0),
+      ({names.PRESENT_ACTORS: 2}, 1),
+      ({names.PRESENT_ACTORS: 2}, 0),
+      ({names.RESTARTS_REANALYSERS: 38}, 1),
+      ({names.ENV_STEPS: 123_457}, 1),
+    ):
+      clock.now += display.PLAIN_INTERVAL
+      before = len(stream.getvalue().splitlines())
+      shown.refresh(change)
+      assert len(stream.getvalue().splitlines()) == before + said, change
+  last = stream.getvalue().splitlines()[-1]
+  assert "actors 2/4 (restarts 28)  reanalysers 15/16 (restarts 38)" in last and "loss 9" in last
 
 
 def test_live_redraws_in_place_seldom_and_leaves_the_cursor_visible(monkeypatch):

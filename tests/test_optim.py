@@ -417,16 +417,24 @@ def test_only_kernels_are_decayed(name):
   _allclose(updates, expected)
 
 
-def test_make_optimizer_reads_every_number_of_clipped_lars():
+@pytest.mark.parametrize("name", ["clipped_lars", "lars"])
+def test_make_optimizer_reads_every_number_of_lars(name):
   config = OptimConfig(
-    learning_rate=0.5, momentum=0.5, weight_decay=0.2, trust_coefficient=0.5, trust_min=0.1, trust_max=0.3,
-    clip_norm=0.0, warmup_steps=2, decay_steps=3, decay_rate=0.5,
+    name=name, learning_rate=0.5, momentum=0.5, weight_decay=0.2, trust_coefficient=0.5, trust_min=0.1, trust_max=0.3,
+    trust_eps=0.7, clip_norm=0.0, warmup_steps=2, decay_steps=3, decay_rate=0.5,
   )  # fmt: skip
-  schedule = optim.learning_rate_schedule(config)
-  bounds = {"trust_coefficient": 0.5, "trust_min": 0.1, "trust_max": 0.3}
+  numbers = {"trust_coefficient": 0.5, "eps": 0.7, "momentum": 0.5, "weight_decay": 0.2}
+  numbers |= {"trust_min": 0.1, "trust_max": 0.3} if name == "clipped_lars" else {}
   ours, _ = _run(optim.make_optimizer(config), 6, _params())
-  expected, _ = _run(optim.clipped_lars(schedule, momentum=0.5, weight_decay=0.2, **bounds), 6, _params())
+  expected, _ = _run(getattr(optim, name)(optim.learning_rate_schedule(config), **numbers), 6, _params())
   _allclose(ours, expected)
+
+
+@pytest.mark.parametrize("alias", [optim.clipped_lars, optim.lars])
+def test_eps_is_added_to_the_denominator_of_the_ratio(alias):
+  g, w = jnp.array([[0.0, 6.0], [8.0, 0.0]]), jnp.array([[3.0, 0.0], [0.0, 4.0]])  # norms 10 and 5
+  updates, _ = _step(alias(1.0, trust_coefficient=0.5, eps=2.5, momentum=0.0), g, w)
+  np.testing.assert_allclose(updates, -0.5 * 5 / 12.5 * g, rtol=1e-6)
 
 
 @pytest.mark.parametrize("clip_norm, factor", [(0.0, 1.0), (1.0, 0.1), (100.0, 1.0)])

@@ -87,6 +87,8 @@ def test_make_targets(target, command):
   lines = [line.strip() for line in done.stdout.splitlines()]
   assert lines[-1] == command
   assert any("--require-hashes" in line and "-r requirements.lock" in line for line in lines)
+  if target == "lint":
+    assert {".venv/bin/ruff check .", ".venv/bin/ruff format --check ."} <= set(lines)
   assert (ROOT / "launch" / "multihost.py").is_file()
 
 

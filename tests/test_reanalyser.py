@@ -145,6 +145,22 @@ def test_batch_reanalysis_writes_exactly_the_states_of_the_batch(started, ratio)
   assert training.batch_reanalyser.calls == 1
 
 
+@pytest.mark.parametrize("explore", [True, False])
+def test_the_noise_of_reanalysis_is_a_choice(started, monkeypatch, explore):
+  training = started("reanalyse.schedule=sweep", f"reanalyse.explore={explore}")
+  search, asked = training.inference.search, []
+
+  def spy(*args, explore):
+    asked.append(explore)
+    return search(*args, explore=True)  # compiled already
+
+  monkeypatch.setattr(training.inference, "search", spy)
+  lane, time, _ = training.replay.sample(8)
+  training.batch_reanalyser(training.replay, lane, time)
+  next(sweeper for sweeper in training.sweepers if sweeper.kind == "reanalyse").sweep(training.replay)
+  assert asked == [explore, explore]
+
+
 def test_older_weights_do_not_overwrite_newer_results(started):
   training = started("reanalyse.schedule=batch", "refresh.enabled=false")
   lane, time, _ = training.replay.sample(8)

@@ -77,6 +77,13 @@ def test_a_folder_of_the_same_run_says_how_to_go_on(tmp_path):
     runfolder.create(config(tmp_path), "x")
 
 
+def test_a_folder_spelled_another_way_is_the_same(tmp_path, monkeypatch):
+  runfolder.create(config(tmp_path), "x").close()
+  monkeypatch.chdir(tmp_path.parent)
+  with pytest.raises(RunFolderError, match="holds a run of this"):
+    runfolder.create(config(tmp_path.name), "x")
+
+
 def test_a_folder_of_another_run_names_what_differs(tmp_path):
   runfolder.create(config(tmp_path), "x").close()
   before = listing(tmp_path)
@@ -120,7 +127,7 @@ def test_where_writing_is_not_allowed(tmp_path):
 @pytest.mark.parametrize(
   "changes",
   [["evaluation.episodes=3", "evaluation.interval=5"], ["run.keep_checkpoints=9"], ["run.log_interval=1"],
-   ["env.threads=1"], ["run.compile_cache=/tmp/x"], []],
+   ["env.threads=1"], ["profile.steps=5"], ["run.compile_cache=/tmp/x"], []],
 )  # fmt: skip
 def test_what_may_change_when_a_run_goes_on(tmp_path, changes):
   runfolder.create(config(tmp_path), "x").close()

@@ -109,6 +109,7 @@ def test_resolving_fills_in_the_learners():
     (["topology.learners=2", "topology.actors=13"], None, "actor.lanes: 13 actors need a lane each, got 12"),
     (["topology.learners=2", "run.mode=lockstep"], None, "run.mode: lockstep is for one process"),
     (["topology.actors=1", "run.mode=lockstep"], None, "run.mode: lockstep is for one process"),
+    (["topology.learners=2", "profile.steps=5"], None, "profile.steps: is for one learner"),
   ],
 )
 def test_numbers_that_do_not_fit_are_refused(overrides, processes, error):
@@ -162,9 +163,28 @@ def test_gpus_that_may_be_used_are_counted(monkeypatch, visible, count):
   assert topology.local_gpus() == count
 
 
-def test_machines_differ_where_a_process_cannot_see_the_others(monkeypatch):
-  """`/proc/PID/fd` of another container is another process'."""
-  mine = topology.machine_name()
-  assert mine == topology.machine_name()
-  monkeypatch.setattr(topology.os, "readlink", lambda _: "pid:[1]")
-  assert topology.machine_name() != mine
+@pytest.mark.parametrize(("coordinator", "address"), [("127.0.0.1:9", "127.0.0.1"), ("[::1]:9", "::1")])
+def test_on_the_way_to_a_loopback_a_machine_has_a_loopback(coordinator, address):
+  try:
+    assert topology.own_address(coordinator) == address
+  except OSError as error:
+    pytest.skip(f"{coordinator}: {error}")
+
+
+@pytest.mark.parametrize(
+  ("coordinator", "ways", "address"),
+  [
+    ("node1:9", {"node1": "10.1.0.2"}, "10.1.0.2"),
+    ("node1:9", {"node1": "127.0.1.1", "192.0.2.1": "10.1.0.2"}, "10.1.0.2"),  # node1 itself, with Debian's /etc/hosts
+    ("node1:9", {"node1": "127.0.1.1"}, "127.0.1.1"),  # no network at all
+    ("localhost:9", {"localhost": "127.0.0.1", "192.0.2.1": "10.1.0.2"}, "127.0.0.1"),
+  ],
+)
+def test_others_reach_a_machine_by_its_address_towards_the_coordinator(monkeypatch, coordinator, ways, address):
+  def towards(host, port):
+    if host not in ways:
+      raise OSError("no way")
+    return ways[host]
+
+  monkeypatch.setattr(topology, "_address_towards", towards)
+  assert topology.own_address(coordinator) == address

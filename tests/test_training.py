@@ -14,7 +14,10 @@ from speedyzero_jax import collecting, modes
 from speedyzero_jax import training as training_module
 from speedyzero_jax.checkpoint import CheckpointError, Checkpoints
 from speedyzero_jax.metrics import jsonl, names
-from speedyzero_jax.training import TrainingError
+from speedyzero_jax.pacing import Pacer
+from speedyzero_jax.reporting import Reporter
+from speedyzero_jax.training import Part, Training, TrainingError
+from speedyzero_jax.weights import DivergedError
 
 TIMES = ("time", "_per_second", "queue/", "time/")  # metrics that measure this machine
 
@@ -262,6 +265,23 @@ def test_evaluations_do_not_change_the_run(uninterrupted, tmp_path):
   assert rows_of(tmp_path)[-1]["evaluation/step"] == 10
 
 
+@pytest.mark.parametrize("unit", [0, 1])
+def test_of_several_units_the_first_evaluates_and_the_others_wait_for_it(tmp_path, unit):
+  done = []
+  config = tiny.config("evaluation.interval=5", "run.log_interval=100")
+  part = Part(unit, 2, meet=lambda: done.append("met"))
+  with Reporter(config, tmp_path, "", None) as reporter:
+    training = Training(config, tmp_path, reporter, resume=False, part=part)
+    training.evaluate = lambda: done.append("evaluated")
+    training.pacer = Pacer(training.own, env_steps=75, learner_steps=5)
+    training.bookkeeping()
+    assert done == (["met"] if unit else ["evaluated", "met"])
+    training.pacer.add_learner_step()
+    training.bookkeeping()
+    assert len(done) == 2 - unit
+    training.close()
+
+
 @pytest.mark.parametrize("schedule", ["sweep", "batch"])
 def test_frames_on_the_devices_change_nothing(uninterrupted, tmp_path, schedule):
   """Nor does being stopped, when they have to be brought there again."""
@@ -446,9 +466,9 @@ def test_divergence_is_said_and_never_saved(tmp_path, mode, step, field):
   with tiny.training(tiny.config(f"run.mode={mode}", "learner.tail_steps=0"), tmp_path) as training:
     poison(training, step, **{field: None})
     error = finish(training)
-    assert isinstance(error, TrainingError), error
+    assert isinstance(error, DivergedError), error
     assert f"learner step {step + 1} gave values that are not finite" in str(error)
-    with pytest.raises(TrainingError, match="diverged"):
+    with pytest.raises(DivergedError, match="diverged"):
       training.save(required=True)
   expected = [s for s in (4, 8) if s <= step]
   assert Checkpoints(tmp_path).steps() == expected

@@ -10,11 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from jax.sharding import NamedSharding, PartitionSpec
 
+from speedyzero_jax.actor import Actor
 from speedyzero_jax.learner import make_mesh
+from speedyzero_jax.metrics.rates import EpisodeStats
 from speedyzero_jax.networks import Variables
-from speedyzero_jax.weights import Version, WeightsStore
+from speedyzero_jax.reanalyser import examine
+from speedyzero_jax.weights import DivergedError, Version, WeightsStore
 
 
 def _variables(number):
@@ -172,3 +176,27 @@ def test_newer_versions_are_waited_for():
   _is(store.wait_newer("actor", 2, 0.0), 4, 4)
   with pytest.raises(ValueError, match=r"nobody subscribes as 'evaluator'; there are actor, reanalyser"):
     store.wait_newer("evaluator", -1, 0.0)
+
+
+@pytest.mark.parametrize("wrong", ["policy", "search_value", "value"])
+def test_weights_that_say_nothing_finite_have_diverged(wrong):
+  """Finite ones may do so too, and before the training step notices."""
+
+  class Diverged(tiny.FakeInference):
+    def search(self, *args, **kwargs):
+      said = super().search(*args, **kwargs)
+      return said._replace(**{wrong: getattr(said, wrong) * np.float32(np.nan)})
+
+    def value(self, variables, frames):  # type: ignore[override]
+      return np.full((len(frames), 1), np.inf, np.float32)
+
+  version, inference, env = Version(7, _variables(0)), Diverged(), tiny.FakeEnv(3)
+  actor = Actor(tiny.config(), env, inference, jax.random.key(0), EpisodeStats(3))
+  frames = np.zeros((2, 2, *env.frame_shape), np.uint8)
+  for look in (
+    lambda: actor.step(version, budget=9, progress=0.0, random=False),
+    lambda: examine(inference, version, frames, search=True, key=jax.random.key(0), explore=True),
+    lambda: examine(inference, version, frames, search=False, key=jax.random.key(0), explore=True),
+  ):
+    with pytest.raises(DivergedError, match="learner step 7 gave values that are not finite"):
+      look()

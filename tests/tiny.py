@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from speedyzero_jax import config_io
 from speedyzero_jax import training as training_module
@@ -84,6 +85,8 @@ class FakeEnv(BatchedEnv):
 class FakeInference(Inference):
   """Says of every root what a checksum of its frames (and, for the action, the key) says."""
 
+  devices = 1
+
   def __init__(self, *, explore: bool = True):
     self._explore = explore
     self.temperatures: list[float] = []
@@ -118,7 +121,11 @@ def training(config: Config, folder: Path, *, resume_step: int | None = None) ->
 def share_compiled(patch: pytest.MonkeyPatch) -> None:
   """Lets all runs of one network and learner share their compiled functions: tracing takes longer than a tiny run."""
   patch.setattr(training_module, "Learner", _learner)
-  patch.setattr(training_module, "Inference", lambda config, blueprint: _inference(_numeric(config), blueprint))
+
+  def inference(config: Config, blueprint: Blueprint, mesh: Mesh) -> Inference:
+    return _inference(_numeric(config), blueprint, mesh)
+
+  patch.setattr(training_module, "Inference", inference)
 
 
 def _numeric(config: Config) -> Config:
@@ -126,7 +133,8 @@ def _numeric(config: Config) -> Config:
   default = Config()
   return dataclasses.replace(
     config, run=default.run, refresh=default.refresh, reanalyse=default.reanalyse, actor=default.actor,
-    evaluation=default.evaluation, learner=dataclasses.replace(config.learner, steps=1, tail_steps=0),
+    evaluation=default.evaluation, replay=dataclasses.replace(config.replay, frames="auto"),
+    profile=default.profile, learner=dataclasses.replace(config.learner, steps=1, tail_steps=0),
   )  # fmt: skip
 
 
@@ -158,5 +166,5 @@ def _make_learner(config: Config, *rest: Any) -> Learner:
 
 
 @functools.cache
-def _inference(config: Config, blueprint: Blueprint) -> Inference:
-  return Inference(config, blueprint)
+def _inference(config: Config, blueprint: Blueprint, mesh: Mesh) -> Inference:
+  return Inference(config, blueprint, mesh)

@@ -96,10 +96,6 @@ class Client:
     """Waits for new frames."""
     return self._call("frames", request)
 
-  def beat(self, request: messages.Beat) -> messages.Ok:
-    """Says that the process is alive."""
-    return self._call("beat", request)
-
   def stop(self) -> None:
     """Ends all polls, now and later, and retries; other calls can still be made, once each. Any thread may call it."""
     self._stopping.set()

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from speedyzero_jax.cluster import messages
+from speedyzero_jax.cluster.presence import Presence
 from speedyzero_jax.cluster.service import RunOver
 from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.rates import Episode
@@ -23,13 +24,16 @@ from speedyzero_jax.pacing import Pacer
 from speedyzero_jax.reanalyser import Findings, Sweeper, Work, record
 from speedyzero_jax.replay.buffer import Replay
 from speedyzero_jax.types import Segment
-from speedyzero_jax.weights import WeightsStore
+from speedyzero_jax.weights import ACTOR, WeightsStore
 
 _CHUNK = 256  # frames in one answer
 
 
 class Collector(Protocol):
-  """Takes experience in: durably, into the replay, and into the counters, as one."""
+  """Takes experience in: durably, into the replay, and into the counters, as one.
+
+  Raises ValueError for what is refused. Whatever else it raises it tells who runs the unit, for which all is over then.
+  """
 
   def take(self, segments: Sequence[Segment], episodes: Sequence[Episode], *, granted: int) -> None: ...
 
@@ -77,10 +81,10 @@ class Hub:
     reanalysers: how many there are.
     block_timeout: seconds after which a block that did not come back is given to somebody else; after twice as long
       nobody waits for it any more.
-    machine: what this machine is called; frames are mapped by reanalysers of the same name.
-    frames_file: where they are mapped from; empty: nowhere.
+    welcome: what reanalysers are told of the frames.
     half_weights: send weights as bfloat16.
     count: takes rates: of states searched, of states refreshed.
+    presence: is told who is there.
   """
 
   def __init__(
@@ -94,14 +98,14 @@ class Hub:
     lanes: Sequence[range],
     reanalysers: int,
     block_timeout: float,
-    machine: str,
-    frames_file: str,
+    welcome: messages.ReanalyserWelcome,
     half_weights: bool,
     count: Callable[[str, float], None],
+    presence: Presence,
   ):
     self._replay, self._pacer, self._weights, self._collector = replay, pacer, weights, collector
     self._sweepers, self._block_timeout = sweepers, block_timeout
-    self._machine, self._frames_file, self._half = machine, frames_file, half_weights
+    self._reanalyser_welcome, self._half = welcome, half_weights
     self._actors = [_Actor(part) for part in lanes]
     self._reanalysers = [-1] * reanalysers  # incarnations
     self._lock = threading.Lock()  # of what follows
@@ -109,7 +113,7 @@ class Hub:
     self._waiting: deque[tuple[Work, Batch]] = deque()
     self._handed: dict[int, _Handed] = {}
     self._batches: dict[int, Batch] = {}
-    self._count = count
+    self._count, self._presence = count, presence
     self._packed: dict[str, messages.Weights] = {}
     self._over = False
     self._joined: set[str] = set()  # who is to be sent home
@@ -151,14 +155,14 @@ class Hub:
         actor.incarnation, actor.sequence, actor.closed = request.incarnation, -1, False
         self._give_back(actor)
         self._collector.cut(actor.lanes)
+        self._presence.joined("actor", request.actor)
       self._welcome(f"actor {request.actor}")
       heads = self._replay.heads[actor.lanes.start : actor.lanes.stop]
     return messages.ActorWelcome(actor.lanes.start, heads)
 
   def _actor(self, number: int) -> _Actor:
     self._go_on(f"actor {number}")
-    if number >= len(self._actors):
-      raise ValueError(f"there are {len(self._actors)} actors, this is number {number}")
+    self._presence.heard("actor", number)
     return self._actors[number]
 
   def _give_back(self, actor: _Actor) -> None:
@@ -183,10 +187,12 @@ class Hub:
           steps = 0
           self._goodbye(f"actor {request.actor}")
       else:
+        self._presence.asks("actor", request.actor)
         steps = self._pacer.reserve(wanted, seconds, urgent=lambda: not self._replay.num_eligible)
       if steps is None:
         self._go_on(f"actor {request.actor}")
         return None
+      self._presence.served("actor", request.actor)
       self._give_back(actor)
       actor.sequence = request.sequence
       actor.grant = messages.Grant(
@@ -216,7 +222,12 @@ class Hub:
         if taken > actor.grant.steps:
           raise ValueError(f"actor {request.actor} took {taken} steps of {actor.grant.steps} granted")
         ended = zip(request.score.tolist(), request.length.tolist(), strict=True)
-        self._collector.take(new, [Episode(*game) for game in ended], granted=actor.grant.steps)
+        try:
+          self._collector.take(new, [Episode(*game) for game in ended], granted=actor.grant.steps)
+        except ValueError:
+          raise
+        except Exception as error:
+          raise RunOver(f"the unit has failed: {error}") from error
         actor.closed = actor.grant.closing and taken == actor.grant.steps
         actor.grant = None
       heads = self._replay.heads[actor.lanes.start : actor.lanes.stop]
@@ -226,6 +237,7 @@ class Hub:
 
   def weights(self, request: messages.WeightsRequest, seconds: float) -> messages.Weights | None:
     """The newest version meant for a subscriber, if it has not got it."""
+    self._presence.heard("actor" if request.subscriber == ACTOR else "reanalyser", request.number)
     version = self._weights.wait_newer(request.subscriber, request.have, 0.0 if self._over else seconds)
     if version is None and self._over:  # not before: a block may want the newest
       raise RunOver("the run has ended")
@@ -250,6 +262,8 @@ class Hub:
       known = self._incarnation(request.reanalyser)
       if request.incarnation < known:
         raise ValueError(f"{who} has incarnation {known} now, this is {request.incarnation}")
+      if request.incarnation > known:
+        self._presence.joined("reanalyser", request.reanalyser)
       self._reanalysers[request.reanalyser] = request.incarnation
       self._welcome(who)
       gone = [
@@ -258,11 +272,10 @@ class Hub:
       for number in gone:
         self._again(number)
     self._pacer.notify()
-    return messages.ReanalyserWelcome(self._frames_file if request.machine == self._machine else "")
+    return self._reanalyser_welcome
 
   def _incarnation(self, reanalyser: int) -> int:
-    if reanalyser >= len(self._reanalysers):
-      raise ValueError(f"there are {len(self._reanalysers)} reanalysers, this is number {reanalyser}")
+    self._presence.heard("reanalyser", reanalyser)
     return self._reanalysers[reanalyser]
 
   def _again(self, number: int) -> None:
@@ -283,10 +296,13 @@ class Hub:
         found.append(block)
       return bool(found) or self._over
 
+    self._presence.asks("reanalyser", request.reanalyser)
     self._pacer.wait_for(look, seconds)
     if not found:
       self._go_on(who)
-    return found[0] if found else None
+      return None
+    self._presence.served("reanalyser", request.reanalyser)
+    return found[0]
 
   def _next(self, holder: tuple[int, int]) -> messages.Block | None:
     with self._lock:
@@ -365,12 +381,6 @@ class Hub:
         raise RunOver("the run has ended")
       return None
     return messages.FramesChunk(following, lane.astype(np.int32), cell.astype(np.int32), frame)
-
-  def beat(self, request: messages.Beat) -> messages.Ok:
-    """A sign of life."""
-    if self._over:
-      raise RunOver("the run has ended")
-    return messages.Ok()
 
 
 def _check(known: int, said: int, who: str) -> None:

@@ -47,13 +47,13 @@ class ReanalyserJoin(NamedTuple):
 
   reanalyser: int
   incarnation: int
-  machine: str  # equal on the hub's own machine, where frames are mapped
 
 
 class ReanalyserWelcome(NamedTuple):
-  """Where the reanalyser finds the frames."""
+  """Where the reanalyser finds the frames: in a file to map, if it can, else it fetches them with `FramesRequest`."""
 
-  frames_file: str  # to map read-only, [lanes, capacity, *frame]; empty: fetch them with `FramesRequest`
+  frames_file: str  # [lanes, capacity, *frame]; empty: there is none
+  frames_link: str  # what that is a link to; a file of this name elsewhere is linked to something else
 
 
 class Append(NamedTuple):
@@ -93,8 +93,9 @@ class Grant(NamedTuple):
 
 
 class WeightsRequest(NamedTuple):
-  """Asks for weights newer than those the subscriber has."""
+  """Asks for weights newer than those the subscriber has. Also a sign of life: asked again while there are none."""
 
+  number: int  # of the actor or reanalyser that asks
   subscriber: str
   have: Annotated[int, Spec("int64", low=-1)]  # learner step; -1: none
 
@@ -154,13 +155,6 @@ class FramesChunk(NamedTuple):
   frame: Annotated[np.ndarray, Spec("frame", ("n", "frame"))]
 
 
-class Beat(NamedTuple):
-  """The process is alive."""
-
-  process: int
-  incarnation: int
-
-
 class Ok(NamedTuple):
   """Understood."""
 
@@ -200,7 +194,6 @@ CALLS: Mapping[str, Call] = {
   "work": Call(WorkRequest, Block, poll=True),
   "result": Call(Result, Ok),
   "frames": Call(FramesRequest, FramesChunk, poll=True),
-  "beat": Call(Beat, Ok),
 }
 
 # A message's number on the wire is its place here.

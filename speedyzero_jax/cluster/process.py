@@ -11,12 +11,15 @@ from typing import NamedTuple
 from speedyzero_jax import config_io, topology
 from speedyzero_jax.cluster.client import Client, Refused, Unreachable
 from speedyzero_jax.cluster.rendezvous import Place, Rendezvous, RendezvousError
+from speedyzero_jax.cluster.service import MIN_TOKEN
 from speedyzero_jax.config import Config
 from speedyzero_jax.replay.journal import JournalError
 from speedyzero_jax.runfolder import RunFolder
 from speedyzero_jax.running import FAILED, Signals, train
 from speedyzero_jax.topology import Role, Topology
+from speedyzero_jax.weights import DivergedError
 
+_TOKEN = 32  # random bytes
 _PATIENCE = 600.0  # seconds for which learners wait for each other to save
 
 
@@ -26,24 +29,22 @@ class Run(NamedTuple):
   folder: str
   config: str  # YAML
   resume: bool
-  token: str  # hexadecimal
+  token: str  # hexadecimal; empty: each process reads topology.token_file
 
 
 def main(
   place: Place,
-  open_folder: Callable[[], RunFolder],
+  open_folder: Callable[[Callable[[Config], None]], RunFolder],
   *,
   resume: bool,
-  loopback: bool,
   devices: Sequence[int] | None,
 ) -> int:
   """Runs this process' role. Returns the exit code.
 
   Args:
     place: of this process.
-    open_folder: opens the run's folder; called by process 0 only.
+    open_folder: opens the run's folder; called by process 0 only, with what is to happen before devices are looked at.
     resume: the run has begun before; process 0's word counts.
-    loopback: all processes are on this machine.
     devices: ids of the accelerators to use; None for all.
 
   Raises:
@@ -53,17 +54,25 @@ def main(
   try:
     with Signals.at_once():
       rendezvous = Rendezvous(place, devices=devices)
-      said = rendezvous.lookup("run", _PATIENCE) if place.process_id else ""
+      if place.process_id:
+        rendezvous.share_devices(int(rendezvous.lookup("learners", _PATIENCE)))
+        said = rendezvous.lookup("run", _PATIENCE)
     with signals:
-      if said:
-        return _run(Run(**json.loads(said)), rendezvous, signals, loopback)
-      with open_folder() as folder:
-        token = _token(folder.config)
-        run = Run(str(folder.path.resolve()), config_io.to_yaml(folder.config), resume, token.hex())
-        topology.resolve(folder.config, place.num_processes)
+      if place.process_id:
+        return _run(Run(**json.loads(said)), rendezvous, signals)
+
+      def meet(config: Config) -> None:
+        learners = topology.resolve(config, place.num_processes).learners
+        rendezvous.publish("learners", str(learners))
+        with Signals.at_once():
+          rendezvous.share_devices(learners)
+
+      with open_folder(meet) as folder:
+        token = "" if folder.config.topology.token_file else secrets.token_hex(_TOKEN)
+        run = Run(str(folder.path.resolve()), config_io.to_yaml(folder.config), resume, token)
         rendezvous.publish("run", json.dumps(run._asdict()))
-        return _run(run, rendezvous, signals, loopback)
-  except (RendezvousError, JournalError, Refused, Unreachable) as error:
+        return _run(run, rendezvous, signals)
+  except (RendezvousError, JournalError, Refused, Unreachable, DivergedError) as error:
     if signals.came():  # so it did to others, and who comes last finds nobody
       return signals.exit_code
     print(f"error: {error}", file=sys.stderr)
@@ -73,18 +82,24 @@ def main(
 def _token(config: Config) -> bytes:
   name = config.topology.token_file
   try:
-    return Path(name).read_bytes().strip() if name else secrets.token_bytes(32)
+    token = Path(name).read_bytes().strip()
   except OSError as error:
     raise config_io.ConfigError(f"topology.token_file: can't read {name}: {error.strerror or error}") from error
+  if len(token) < MIN_TOKEN:
+    raise config_io.ConfigError(f"topology.token_file: {name} must hold {MIN_TOKEN} bytes or more, got {len(token)}")
+  return token
 
 
-def _run(run: Run, rendezvous: Rendezvous, signals: Signals, loopback: bool) -> int:
+def _run(run: Run, rendezvous: Rendezvous, signals: Signals) -> int:
   config = config_io.from_yaml(run.config)
   shape = topology.resolve(config, rendezvous.place.num_processes)
   role = shape.role(rendezvous.place.process_id)
+  if not run.token:
+    run = run._replace(token=_token(config).hex())
   try:
     if role.kind == "learner":
-      host = config.topology.host or ("127.0.0.1" if loopback else socket.gethostname())
+      named = socket.gethostname() if config.topology.tls_certificate else rendezvous.address
+      host = config.topology.host or named  # certificates are for names
       return _learn(config, run, shape, role, rendezvous, signals, host)
     return _serve(config, bytes.fromhex(run.token), shape, role, rendezvous)
   finally:

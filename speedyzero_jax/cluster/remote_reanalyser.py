@@ -9,16 +9,20 @@ import threading
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
+from speedyzero_jax import memory
 from speedyzero_jax.cluster import messages, wire
 from speedyzero_jax.cluster.client import Client
 from speedyzero_jax.cluster.remote_weights import RemoteWeights
 from speedyzero_jax.cluster.service import RunOver
 from speedyzero_jax.config import Config
 from speedyzero_jax.inference import Inference
+from speedyzero_jax.learner import make_mesh
 from speedyzero_jax.networks import Blueprint
+from speedyzero_jax.parts import sweeps
 from speedyzero_jax.reanalyser import examine
-from speedyzero_jax.topology import Role, derived_seed, machine_name
+from speedyzero_jax.topology import Role, derived_seed
 from speedyzero_jax.weights import REANALYSER, REFRESHER
 
 _EMPTY = np.zeros(0, np.float32)
@@ -36,12 +40,20 @@ class MappedFrames:
     return self._frames[lane[:, None], cell]
 
 
+def _mapped(welcome: messages.ReanalyserWelcome, form: wire.Form) -> MappedFrames | None:
+  """The learner's frames, if they can be mapped here: not from another machine, container or user."""
+  with contextlib.suppress(OSError):
+    if welcome.frames_file and os.readlink(welcome.frames_file) == welcome.frames_link:
+      return MappedFrames(welcome.frames_file, form)
+  return None
+
+
 class FetchedFrames:
   """A copy of the frames, fetched as they are written."""
 
   def __init__(self, client: Client, number: int, incarnation: int, form: wire.Form):
     self._client, self._session = client, (number, incarnation)
-    self._frames = np.zeros((form.lanes, form.capacity, *form.frame_shape), form.frame_dtype)
+    self._frames = memory.zeros((form.lanes, form.capacity, *form.frame_shape), form.frame_dtype)
     self._written = 0
     self._changed = threading.Condition()
     self._error: BaseException | None = None
@@ -69,6 +81,12 @@ class FetchedFrames:
     return self._frames[lane[:, None], cell]
 
 
+def _used(config: Config) -> tuple[str, ...]:
+  """Whose weights are needed; the others need not travel."""
+  used = {REANALYSER: config.reanalyse.schedule != "off", REFRESHER: "refresh" in sweeps(config)}
+  return tuple(subscriber for subscriber, needed in used.items() if needed)
+
+
 def reanalyse(
   config: Config, blueprint: Blueprint, client: Client, form: wire.Form, role: Role, incarnation: int
 ) -> None:
@@ -81,18 +99,20 @@ def _reanalyse(
   config: Config, blueprint: Blueprint, client: Client, form: wire.Form, role: Role, incarnation: int
 ) -> None:
   number = role.number
-  welcome = client.join_reanalyser(messages.ReanalyserJoin(number, incarnation, machine_name()))
-  mapped = welcome.frames_file and os.access(welcome.frames_file, os.R_OK)
-  frames = MappedFrames(welcome.frames_file, form) if mapped else FetchedFrames(client, number, incarnation, form)
+  welcome = client.join_reanalyser(messages.ReanalyserJoin(number, incarnation))
+  frames = _mapped(welcome, form) or FetchedFrames(client, number, incarnation, form)
   like = jax.eval_shape(blueprint.init, jax.random.key(0))
-  weights = RemoteWeights(client, (REANALYSER, REFRESHER), like, jax.local_devices()[0])
-  inference = Inference(config, blueprint)
+  mesh = make_mesh(jax.local_devices())
+  everywhere = NamedSharding(mesh, PartitionSpec())
+  weights = RemoteWeights(client, number, _used(config), like, everywhere)
+  inference = Inference(config, blueprint, mesh)
   key = jax.random.key(derived_seed(config.run.seed, str(role), incarnation))
   while True:
     block = client.work(messages.WorkRequest(number, incarnation))
     version = weights.latest(block.subscriber, at_least=block.step)
     windows = frames.gather(block.lane, block.cell, block.frames)
-    findings = examine(inference, version, windows, search=block.search, key=jax.random.fold_in(key, block.block))
+    one_key = jax.random.fold_in(key, block.block)
+    findings = examine(inference, version, windows, search=block.search, key=one_key, explore=config.reanalyse.explore)
     policy, search_value = findings.policy, findings.search_value
     if policy is None or search_value is None:
       states = findings.value.shape[1]

@@ -17,13 +17,21 @@ class RemoteWeights:
 
   Args:
     client: of the unit.
+    number: of the actor or reanalyser that this process is.
     subscribers: whose versions to keep.
     like: shapes and types of the network's variables.
-    device: where to put them.
+    where: to put them; a device, or several with a copy on each.
   """
 
-  def __init__(self, client: Client, subscribers: tuple[str, ...], like: Variables, device: jax.Device):
-    self._client, self._like, self._device = client, like, device
+  def __init__(
+    self,
+    client: Client,
+    number: int,
+    subscribers: tuple[str, ...],
+    like: Variables,
+    where: jax.Device | jax.sharding.Sharding,
+  ):
+    self._client, self._number, self._like, self._where = client, number, like, where
     self._versions: dict[str, Version] = {}
     self._changed = threading.Condition()
     self._error: BaseException | None = None
@@ -34,7 +42,7 @@ class RemoteWeights:
     have = -1
     try:
       while True:
-        sent = self._client.weights(messages.WeightsRequest(subscriber, have))
+        sent = self._client.weights(messages.WeightsRequest(self._number, subscriber, have))
         version = Version(sent.step, self._unpack(sent))
         have = sent.step
         with self._changed:
@@ -49,7 +57,7 @@ class RemoteWeights:
     def place(like: jax.ShapeDtypeStruct, array) -> jax.Array:
       if array.shape != like.shape:
         raise ValueError(f"the unit's network is another: an array is {array.shape}, here {like.shape}")
-      return jnp.asarray(jax.device_put(array, self._device), like.dtype)
+      return jnp.asarray(jax.device_put(array, self._where), like.dtype)
 
     return jax.tree.map(place, self._like, messages.unnamed(self._like, sent.arrays))
 

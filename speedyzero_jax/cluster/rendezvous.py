@@ -5,6 +5,7 @@ what the processes do.
 """
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Sequence
@@ -13,6 +14,9 @@ from typing import Any, NamedTuple
 import jax
 from jax._src import distributed
 from jax._src.clusters import cluster
+from jax._src.lib import _jax
+
+from speedyzero_jax.topology import own_address
 
 _HEARTBEAT_TIMEOUT = 20  # seconds; after them a silent process counts as dead
 _FAREWELL = 5.0  # seconds
@@ -60,6 +64,8 @@ class Rendezvous:
     devices: ids of the accelerators this process may see; None for all (also where jax itself would take one each).
     timeout: seconds to wait for the coordinator.
 
+  `address` is where the others reach this machine.
+
   Raises:
     RendezvousError: the coordinator could not be reached or refused.
   """
@@ -78,10 +84,25 @@ class Rendezvous:
         initialization_timeout=timeout,
         heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT,
       )
-    except (RuntimeError, ValueError) as error:
+      self.address = own_address(place.coordinator)
+    except (RuntimeError, ValueError, OSError) as error:
       raise RendezvousError(f"process {place.process_id} could not join {place.coordinator}: {error}") from error
     self._client: Any = distributed.global_state.client
-    jax.local_devices()  # now, together: every process waits here until all have said what devices they have
+
+  def share_devices(self, processes: int) -> None:
+    """Processes 0 to `processes` - 1 see each other's devices from now on; every other one has its own, alone.
+
+    To be called by all, before anything else of jax; the former wait here for each other. Told apart they may be of
+    different kinds: a process without a GPU keeps none waiting for it, and one that comes back asks nobody.
+    """
+    if self.place.process_id < processes:
+      distributed.global_state.num_processes = processes
+      # Gloo's own choice is the host name, which may be nobody's, or a loopback's.
+      _jax.make_gloo_tcp_collectives = functools.partial(_jax.make_gloo_tcp_collectives, hostname=self.address)
+    else:
+      state = distributed.global_state
+      state.client, state.num_processes, state.process_id = None, 1, 0
+    jax.local_devices()
 
   def publish(self, name: str, value: str) -> None:
     """Says something small to all, under a name that replaces what it said before."""

@@ -5,7 +5,6 @@ host and call. Must not know what the hub does.
 """
 
 import hmac
-import ipaddress
 import logging
 import socket
 from collections.abc import Callable, Iterator
@@ -16,13 +15,14 @@ from typing import Any, NamedTuple, Protocol
 import grpc
 
 from speedyzero_jax.cluster import messages, wire
+from speedyzero_jax.topology import is_loopback
 
 SERVICE = "speedyzero.Unit"
 TOKEN = "speedyzero-token-bin"  # key of the metadata; -bin: its value is bytes
+MIN_TOKEN = 16  # bytes
 POLL_SECONDS = 2.0  # for which the hub may keep a poll waiting: how long a caller that is gone holds a thread
 KEEPALIVE_SECONDS = 5.0  # between pings of a silent peer, and for its answer
 
-_MIN_TOKEN = 16  # bytes
 _THREADS = 6  # per client: the calls it can have open at once, and one to spare
 _MAX_TEXT = 1000  # characters of an error sent: metadata has little room
 _MAX_LOGGED = 1000  # hosts and calls remembered
@@ -49,7 +49,6 @@ class Hub(Protocol):
   def work(self, request: messages.WorkRequest, seconds: float) -> messages.Block | None: ...
   def result(self, request: messages.Result) -> messages.Ok: ...
   def frames(self, request: messages.FramesRequest, seconds: float) -> messages.FramesChunk | None: ...
-  def beat(self, request: messages.Beat) -> messages.Ok: ...
 
 
 class Tls(NamedTuple):
@@ -112,8 +111,8 @@ def serve(hub: Hub, address: str, token: bytes, form: wire.Form, *, clients: int
     OSError: the address cannot be listened on, or a TLS file not be read.
     ValueError: the token is too short, the address is none, or TLS files hold something else.
   """
-  if len(token) < _MIN_TOKEN:
-    raise ValueError(f"the token has {len(token)} bytes, it must have at least {_MIN_TOKEN}")
+  if len(token) < MIN_TOKEN:
+    raise ValueError(f"the token has {len(token)} bytes, it must have at least {MIN_TOKEN}")
   host, colon, port = address.rpartition(":")
   if not colon or not host or not port.isdecimal():
     raise ValueError(f"address must be host:port, got {address!r}")
@@ -131,7 +130,7 @@ def serve(hub: Hub, address: str, token: bytes, form: wire.Form, *, clients: int
       )
   except RuntimeError as error:
     raise _why_not(host.strip("[]"), int(port), tls) from error
-  if tls is None and not _is_loopback(host.strip("[]")):
+  if tls is None and not is_loopback(host.strip("[]")):
     _log.warning("%s is served without TLS: whoever can listen to the network can read the token", address)
   server.start()
   return Server(server, pool, f"{host}:{bound}")
@@ -148,13 +147,6 @@ def _why_not(host: str, port: int, tls: Tls | None) -> Exception:
   if tls is not None:
     return ValueError(f"gRPC takes no such certificate, key and authority: {', '.join(map(str, tls))}")
   return OSError(f"cannot listen on {host}:{port}")
-
-
-def _is_loopback(host: str) -> bool:
-  try:
-    return ipaddress.ip_address(host).is_loopback
-  except ValueError:
-    return host == "localhost"
 
 
 class _Handlers(grpc.GenericRpcHandler):

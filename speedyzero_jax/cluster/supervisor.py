@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 FAILED, WRONG_USE = 1, 2  # exit codes, of processes and of the supervisor
 
-_STOPS = (signal.SIGINT, signal.SIGTERM)
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ECHO = 0.3  # seconds in which a repeated signal is the same one: timeout(1) sends it to the process and to its group
 _SETTLE = 0.5  # seconds for which a failed vital process waits for another that may be the cause
 _TAIL_LINES, _TAIL_BYTES = 20, 1 << 16  # how much of a log is shown
@@ -78,7 +78,7 @@ class Supervisor:
     save_patience: float = 300.0,
     kill_after: float = 5.0,
   ):
-    self._make, self._logs, self._report = make, logs, report
+    self._make, self._logs, self._tell = make, logs, report
     self._new_streak = lambda: _Streak(quick, healthy, pause, longest_pause)
     self._max_quick_deaths, self._max_restarts = max_quick_deaths, max_restarts
     self._grace, self._save_patience, self._kill_after = grace, save_patience, kill_after
@@ -89,7 +89,8 @@ class Supervisor:
   def run(self) -> int:
     """Starts the processes and returns when none is left. Call it once, from the main thread.
 
-    SIGINT and SIGTERM are passed to the vital processes, which may save; a second one kills everything.
+    SIGINT, SIGTERM and SIGHUP (unless it is ignored: nohup) are passed to the vital processes, which may save; a second
+    one kills everything.
 
     Returns:
       0 when all vital processes ended with 0; 128 + n when signal n stopped them; the code of a vital process that
@@ -250,6 +251,10 @@ class Supervisor:
       self._write_status()
     return ended
 
+  def _report(self, text: str) -> None:
+    with contextlib.suppress(OSError):  # of a terminal that was closed: there is more to do than to say so
+      self._tell(text)
+
   def _vital(self) -> "list[_Process]":
     return [process for process in self._running.values() if process.child.vital]
 
@@ -317,7 +322,7 @@ class _Process:
 
   @property
   def killed_by(self) -> int | None:
-    """The signal that ended it, also where a shell reports that; exits after catching SIGINT or SIGTERM don't count."""
+    """The signal that ended it, also where a shell reports that; exits after catching one that stops don't count."""
     if self.code < 0:
       return -self.code
     return self.code - 128 if 128 < self.code <= 192 and self.code - 128 not in _STOPS else None
@@ -353,12 +358,13 @@ class _Streak:
 
 
 class _Inbox:
-  """Inside this context, SIGINT and SIGTERM do nothing but arrive here; readable when one has."""
+  """Inside this context, the signals that stop a run do nothing but arrive here; readable when one has."""
 
   def __enter__(self) -> "_Inbox":
     self._out, self._in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     self._last = -_ECHO
-    self._before = {number: signal.signal(number, _do_nothing) for number in _STOPS}
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+    self._before = {number: signal.signal(number, _do_nothing) for number in set(_STOPS) - ignored}
     self._fd_before = signal.set_wakeup_fd(self._in)
     return self
 

@@ -1,9 +1,11 @@
 """A learner process among others: its part of the run, and the service that its actors and reanalysers use."""
 
 import contextlib
+import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -11,6 +13,7 @@ import numpy as np
 
 from speedyzero_jax.cluster import messages, wire
 from speedyzero_jax.cluster.hub import Hub
+from speedyzero_jax.cluster.presence import Presence
 from speedyzero_jax.cluster.rendezvous import Rendezvous
 from speedyzero_jax.cluster.service import Tls, serve
 from speedyzero_jax.config import Config
@@ -18,10 +21,11 @@ from speedyzero_jax.learner import make_mesh
 from speedyzero_jax.parts import blueprint_of, game_of, replay_capacity
 from speedyzero_jax.replay.buffer import Replay
 from speedyzero_jax.replay.journal import Journal
-from speedyzero_jax.topology import Role, Topology, lanes_of_actors, machine_name, unit_config
+from speedyzero_jax.topology import Role, Topology, lanes_of_actors, unit_config
 from speedyzero_jax.training import WHOLE, Part, Training
 
 _PATIENCE = 600.0  # seconds that units wait for each other at the start: one may have a long journal to read
+_EVALUATION = 24 * 3600.0  # seconds for which units wait while one evaluates; if that dies, they hear of it at once
 _FAREWELL = 10.0  # seconds in which actors and reanalysers should finish a step and hear that the run is over
 
 
@@ -104,14 +108,15 @@ def part_of(config: Config, folder: Path, topology: Topology, role: Role, rendez
       journal=journal,
       frame_memory=memory,
       agree=_agreement(rendezvous, role.unit, topology.learners),
-      total=_total(rendezvous, role.unit),
+      share=_sharing(rendezvous, role.unit),
+      meet=_meetings(rendezvous, topology.learners),
     )
 
 
 @contextlib.contextmanager
 def _shared_memory(shape: tuple[int, ...], dtype: np.dtype) -> Iterator[np.ndarray]:
-  """An array that other processes of this machine can map by `path_of`. Without a name, it goes when all have gone."""
-  descriptor = os.memfd_create("speedyzero-frames")
+  """An array that other processes of this machine can map, `_welcome_to` says where; it goes when all have gone."""
+  descriptor = os.memfd_create(f"speedyzero-{secrets.token_hex()}")  # no other machine has one of this name
   try:
     os.ftruncate(descriptor, int(np.prod(shape)) * dtype.itemsize)
     yield np.memmap(f"/proc/self/fd/{descriptor}", dtype, "r+", shape=shape)
@@ -119,10 +124,12 @@ def _shared_memory(shape: tuple[int, ...], dtype: np.dtype) -> Iterator[np.ndarr
     os.close(descriptor)
 
 
-def _path_of(memory: np.ndarray | None) -> str:
-  """Where others find it."""
+def _welcome_to(memory: np.ndarray | None) -> messages.ReanalyserWelcome:
+  """Says where others find it."""
   filename = getattr(memory, "filename", None)
-  return "" if filename is None else f"/proc/{os.getpid()}/fd/{Path(filename).name}"
+  if filename is None:
+    return messages.ReanalyserWelcome("", "")
+  return messages.ReanalyserWelcome(f"/proc/{os.getpid()}/fd/{Path(filename).name}", os.readlink(filename))
 
 
 def _agreement(rendezvous: Rendezvous, unit: int, units: int) -> Callable[[int], Sequence[int]]:
@@ -137,12 +144,20 @@ def _agreement(rendezvous: Rendezvous, unit: int, units: int) -> Callable[[int],
   return agree
 
 
-def _total(rendezvous: Rendezvous, unit: int) -> Callable[[int], int]:
-  def total(count: int) -> int:
-    rendezvous.publish(f"env_steps/{unit}", str(count))
-    return sum(map(int, rendezvous.said("env_steps").values()))
+def _sharing(rendezvous: Rendezvous, unit: int) -> Callable[[Mapping[str, float]], Sequence[Mapping[str, float]]]:
+  def share(numbers: Mapping[str, float]) -> list[Mapping[str, float]]:
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # of somebody lost, whom the learner will miss itself
+      rendezvous.publish(f"numbers/{unit}", json.dumps(dict(numbers)))
+      if not unit:
+        return [json.loads(said) for said in rendezvous.said("numbers").values()]
+    return [numbers]
 
-  return total
+  return share
+
+
+def _meetings(rendezvous: Rendezvous, units: int) -> Callable[[], None]:
+  number = itertools.count()
+  return lambda: rendezvous.barrier(f"meeting/{next(number)}", _EVALUATION, range(units))
 
 
 @contextlib.contextmanager
@@ -164,6 +179,8 @@ def serving(
   if not actors + reanalysers:
     yield
     return
+  presence = Presence({"actor": actors, "reanalyser": reanalysers}, training.reporter.mean)
+  training.reporter.watch(presence.summary)
   hub = Hub(
     replay=training.replay,
     pacer=training.pacer,
@@ -173,10 +190,10 @@ def serving(
     lanes=lanes_of_actors(training.own.actor.lanes, actors) if actors else (),
     reanalysers=reanalysers,
     block_timeout=config.topology.block_timeout,
-    machine=machine_name(),
-    frames_file=_path_of(training.part.frame_memory),
+    welcome=_welcome_to(training.part.frame_memory),
     half_weights=config.topology.weights_dtype == "bfloat16",
     count=training.reporter.count,
+    presence=presence,
   )
   if reanalysers and training.reanalyse is not None:
 
@@ -185,7 +202,8 @@ def serving(
 
     training.reanalyse = reanalyse
   form = form_of(config, training.own)
-  with serve(hub, f"{host}:0", token, form, clients=actors + reanalysers, tls=tls_of(config)) as server:
+  address = f"[{host}]:0" if ":" in host else f"{host}:0"
+  with serve(hub, address, token, form, clients=actors + reanalysers, tls=tls_of(config)) as server:
     rendezvous.publish(f"unit/{role.unit}", json.dumps({"address": server.address}))
     try:
       yield

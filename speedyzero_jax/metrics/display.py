@@ -25,6 +25,12 @@ from speedyzero_jax.metrics import names
 PLAIN_INTERVAL = 10.0  # seconds between plain lines
 REFRESHES_PER_SECOND = 2  # of the live screen
 
+# Processes that come and go: how many are there, and how often one came back.
+_PROCESSES = (
+  ("actors", names.PRESENT_ACTORS, names.RESTARTS_ACTORS),
+  ("reanalysers", names.PRESENT_REANALYSERS, names.RESTARTS_REANALYSERS),
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Header:
@@ -49,6 +55,9 @@ class Display:
   def update(self, values: Mapping[str, Any]) -> None:
     """Takes new values, such as the line `Recorder.write` returns. Metrics not among them keep their last value."""
 
+  def refresh(self, values: Mapping[str, Any]) -> None:
+    """The same between lines, when there may be nothing new that is worth a line."""
+
   def message(self, text: str) -> None:
     """Shows an event at once: a checkpoint, an evaluation, a lost actor."""
 
@@ -58,6 +67,8 @@ def make_display(
   *,
   env_steps_total: int,
   learner_steps_total: int,
+  actors_total: int = 0,
+  reanalysers_total: int = 0,
   stream: TextIO | None = None,
   force: Literal["auto", "live", "plain", "off"] = "auto",
   clock: Callable[[], float] = time.monotonic,
@@ -68,6 +79,8 @@ def make_display(
     header: what the run is called.
     env_steps_total: agent steps at which its bar is full.
     learner_steps_total: learner steps at which its bar is full.
+    actors_total: processes that should be there.
+    reanalysers_total: likewise.
     stream: where to show it; None is standard output.
     force: `auto` is live on a capable terminal outside CI and plain elsewhere.
     clock: seconds, from any origin.
@@ -80,7 +93,13 @@ def make_display(
   if force == "off":
     return Display()
   stream = sys.stdout if stream is None else stream
-  board = _Board(header, env_steps_total, learner_steps_total, clock)
+  totals = {
+    names.ENV_STEPS: env_steps_total,
+    names.STEP: learner_steps_total,
+    names.PRESENT_ACTORS: actors_total,
+    names.PRESENT_REANALYSERS: reanalysers_total,
+  }
+  board = _Board(header, totals, clock)
   if force == "live" or (force == "auto" and _can_redraw(stream)):
     return _LiveDisplay(board, stream)
   return _PlainDisplay(board, stream)
@@ -136,10 +155,10 @@ class _QuietStream:
 class _Board:
   """The latest values and how they read. Not thread-safe."""
 
-  def __init__(self, header: Header, env_steps_total: int, learner_steps_total: int, clock: Callable[[], float]):
+  def __init__(self, header: Header, totals: Mapping[str, int], clock: Callable[[], float]):
     self.header = header
     self.clock = clock
-    self._totals = {names.ENV_STEPS: env_steps_total, names.STEP: learner_steps_total}
+    self._totals = totals  # by metric, what it is when all is done or there
     self._rates = {
       names.ENV_STEPS: names.AGENT_STEPS_PER_SECOND,
       names.STEP: names.LEARNER_STEPS_PER_SECOND,
@@ -154,13 +173,21 @@ class _Board:
     if time_ is not None and math.isfinite(time_):
       self._elapsed, self._measured = time_, self.clock()
 
+  def moving(self) -> list[str]:
+    """What shows whether anything goes on: of everything else a change alone is worth no line."""
+    parts = [f"agent {self._progress(names.ENV_STEPS)}", f"learner {self._progress(names.STEP)}"]
+    for label, there, again in _PROCESSES:
+      if self._totals[there]:
+        restarts = f" (restarts {self._text(again)})" if self._values.get(again) else ""
+        parts.append(f"{label} {self._there(there)}{restarts}")
+    return parts
+
   def line(self) -> str:
     """The state in one line of text."""
     text = self._text
     parts = [
       _clock_time(self._now()),
-      f"agent {self._progress(names.ENV_STEPS)}",
-      f"learner {self._progress(names.STEP)}",
+      *self.moving(),
       f"return {text(names.EPISODE_RETURN)} (best {text(names.EPISODE_RETURN_BEST)})",
       f"loss {text(names.LOSS_TOTAL)}",
       f"{text(names.AGENT_STEPS_PER_SECOND)} agent/s",
@@ -219,7 +246,7 @@ class _Board:
     ages = [
       ("target", f"{text(names.TARGET_AGE_MEAN)} / {text(names.TARGET_AGE_MAX)}"),
       ("priority", f"{text(names.PRIORITY_AGE_MEAN)} / {text(names.PRIORITY_AGE_MAX)}"),
-      ("policy lag", text(names.POLICY_LAG)),
+      ("policy lag", f"{text(names.POLICY_LAG)} / {text(names.POLICY_LAG_MAX)}"),
     ]
     optimiser = [
       ("gradient norm", text(names.GRADIENT_NORM)),
@@ -227,12 +254,24 @@ class _Board:
       ("  min / max", f"{text(names.TRUST_RATIO_MIN)} / {text(names.TRUST_RATIO_MAX)}"),
       ("learning rate", text(names.LEARNING_RATE)),
     ]
+    there = [(label, self._there(name) if self._totals[name] else "-") for label, name, _ in _PROCESSES]
+    waits = [
+      ("learner", text(names.LEARNER_WAIT)),
+      ("actor", text(names.ACTOR_WAIT)),
+      ("reanalyser", text(names.REANALYSER_WAIT)),
+    ]
+    restarts = [
+      ("learners", text(names.RESTARTS_LEARNERS)),
+      *((label, text(name)) for label, _, name in _PROCESSES),
+    ]
     columns = Table.grid(padding=(0, 2), expand=True)
     for _ in range(3):
       columns.add_column(ratio=1)
     columns.add_row(_pairs("games, last 100", play), _pairs("per second", rates), _pairs("losses", losses))
     columns.add_row("", "", "")
     columns.add_row(_pairs("replay", replay), _pairs("age, steps: mean / max", ages), _pairs("optimiser", optimiser))
+    columns.add_row("", "", "")
+    columns.add_row(_pairs("processes there", there), _pairs("waits, seconds", waits), _pairs("restarts", restarts))
     header = self.header
     return Panel(
       Group(bars, "", columns),
@@ -249,6 +288,9 @@ class _Board:
       return "-"
     value = self._values[name]
     return "nan" if value is None else format_number(_float(value))
+
+  def _there(self, name: str) -> str:
+    return f"{self._text(name)}/{self._totals[name]}"
 
   def _progress(self, name: str) -> str:
     done, total = _float(self._values.get(name)) or 0.0, self._totals[name]
@@ -286,11 +328,21 @@ class _PlainDisplay(Display):
   def update(self, values: Mapping[str, Any]) -> None:
     with self._lock:
       self._board.update(values)
-      now = self._board.clock()
-      self._unshown = now < self._next
-      if not self._unshown:
-        self._next = now + PLAIN_INTERVAL
-        self._print(self._board.line())
+      self._show()
+
+  def refresh(self, values: Mapping[str, Any]) -> None:
+    with self._lock:
+      before = self._board.moving()
+      self._board.update(values)
+      if self._board.moving() != before:
+        self._show()
+
+  def _show(self) -> None:
+    now = self._board.clock()
+    self._unshown = now < self._next
+    if not self._unshown:
+      self._next = now + PLAIN_INTERVAL
+      self._print(self._board.line())
 
   def message(self, text: str) -> None:
     with self._lock:
@@ -328,6 +380,8 @@ class _LiveDisplay(Display):
   def update(self, values: Mapping[str, Any]) -> None:
     with self._lock:
       self._board.update(values)
+
+  refresh = update
 
   def message(self, text: str) -> None:
     self._console.print(text, markup=False)

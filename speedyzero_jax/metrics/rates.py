@@ -1,14 +1,15 @@
-"""Events into numbers: rates over a sliding window, statistics of finished episodes, means between log lines.
+"""Events into numbers: rates over a sliding window, statistics of finished episodes, means between lines, time spent.
 
 Counting must cost nothing beside what is counted, and any thread may count. Clocks are handed in; nothing here knows of
 files or screens.
 """
 
 import collections
+import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
   from speedyzero_jax.types import EnvStep
 
 _BUCKETS = 60  # of a rate meter's window
+_UNREDUCED = 1000  # values of a metric that are kept apart
 
 
 class RateMeter:
@@ -141,11 +143,11 @@ class RunningMeans:
   """Gathers metrics step by step and gives one value for each: their mean, or whatever `names` says of it. Thread-safe.
 
   Values may be device arrays of one element. They are not waited for when added: the step that computes them may still
-  be running, and its caller has the next one to launch.
+  be running, and its caller has the next one to launch. They do not pile up, however long nobody takes them.
   """
 
   def __init__(self) -> None:
-    self._values: dict[str, list[Any]] = {}
+    self._gathered: dict[str, _Gathered] = {}
     self._lock = threading.Lock()
 
   def add(self, values: Mapping[str, Any]) -> None:
@@ -155,18 +157,87 @@ class RunningMeans:
         value.copy_to_host_async()
     with self._lock:
       for name, value in values.items():
-        self._values.setdefault(name, []).append(value)
+        self._gathered.setdefault(name, _Gathered(names.reduction(name))).add(value)
 
   def take(self) -> dict[str, float]:
     """One value for each metric added since the last call, then starts anew. A NaN among them gives NaN."""
     with self._lock:
-      gathered, self._values = self._values, {}
+      gathered, self._gathered = self._gathered, {}
+    return {name: values.as_one() for name, values in gathered.items()}
+
+
+class _Gathered:
+  """Values of one metric, of which those of long ago are one already."""
+
+  def __init__(self, reduction: names.Reduction):
+    self._reduction = reduction
+    self._values: list[Any] = []
+    self._weight = 1  # how many the first one stands for
+
+  def add(self, value: Any) -> None:
+    self._values.append(value)
+    if len(self._values) == 2 * _UNREDUCED:
+      self._reduce(_UNREDUCED)  # so old that no device is waited for
+
+  def as_one(self) -> float:
+    self._reduce(len(self._values))
+    return self._values[0]
+
+  def _reduce(self, count: int) -> None:
+    """Makes the first `count` values one."""
+    values = [float(value) for value in self._values[:count]]
+    if self._reduction == "mean":
+      one = float(np.average(values, weights=[self._weight] + [1] * (count - 1)))
+    else:  # unlike min and max, these keep a NaN
+      one = float(np.min(values) if self._reduction == "min" else np.max(values))
+    self._values[:count] = [one]
+    self._weight += count - 1
+
+
+class PartTimes:
+  """Seconds that threads spend in named parts of their work. Thread-safe.
+
+  Parts are timed as their thread sees them: one that sends work to a device is short, the one that waits for it long.
+
+  Args:
+    mark: makes a context in which a thread is also marked otherwise as being in a part.
+    clock: seconds, from any origin.
+  """
+
+  def __init__(
+    self,
+    mark: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    self._mark, self._clock = mark, clock
+    self._totals: dict[str, float] = {}
+    self._told: tuple[int, dict[str, float]] = (0, {})
+    self._lock = threading.Lock()
+
+  @contextlib.contextmanager
+  def part(self, name: str) -> Iterator[None]:
+    """Inside this context the thread is in that part. Parts in parts would count twice."""
+    begin = self._clock()
+    try:
+      with self._mark(name):
+        yield
+    finally:
+      seconds = self._clock() - begin
+      with self._lock:
+        self._totals[name] = self._totals.get(name, 0.0) + seconds
+
+  def totals(self) -> dict[str, float]:
+    """Seconds spent in each part so far, over all threads."""
+    with self._lock:
+      return dict(self._totals)
+
+  def take(self, learner_step: int) -> dict[str, float]:
+    """The `time/` metrics: seconds per learner step since the last call; none if no step was taken since then."""
+    totals = self.totals()
+    (step, before), self._told = self._told, (learner_step, totals)
+    if learner_step <= step:
+      return {}
     return {
-      name: _reduce(names.reduction(name), [float(value) for value in values]) for name, values in gathered.items()
+      names.TIME_PREFIX + name: (seconds - before.get(name, 0.0)) / (learner_step - step)
+      for name, seconds in totals.items()
     }
-
-
-def _reduce(reduction: names.Reduction, values: list[float]) -> float:
-  if reduction == "mean":
-    return float(np.mean(values))
-  return float(np.min(values) if reduction == "min" else np.max(values))  # unlike min and max, these keep a NaN

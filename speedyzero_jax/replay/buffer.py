@@ -1,32 +1,29 @@
-"""The replay as its users see it: append, sample, build targets, keep them fresh, save and restore.
+"""The replay as its users see it: experience that is sampled, with targets and priorities that are kept fresh.
 
-One lock makes every method atomic. Knows which transitions may be sampled; must not know who calls it, from which
-process, or with what network.
+The lock of `Experience` makes every method atomic. Must not know who calls it, from which process, or with what
+network.
 """
 
 import dataclasses
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-import jax
 import numpy as np
 
 from speedyzero_jax.config import ReanalyseConfig, ReplayConfig
 from speedyzero_jax.replay import snapshot
 from speedyzero_jax.replay.device_frames import DeviceFrames
 from speedyzero_jax.replay.eligible import Eligible
-from speedyzero_jax.replay.lanes import LaneStore
+from speedyzero_jax.replay.experience import Experience
+from speedyzero_jax.replay.lanes import put, take
 from speedyzero_jax.replay.sweep import Sweep
 from speedyzero_jax.replay.targets import TargetSpec, bootstrap_times, compute_targets, refreshed_errors, rests_on
-from speedyzero_jax.replay.write_log import WriteLog
 from speedyzero_jax.types import Batch, Segment
 
 SweepName = Literal["refresh", "reanalyse"]
-Array = np.ndarray | jax.Array
 
 
-class Replay:
+class Replay(Experience):
   """Prioritized replay over lanes of slots (see `types.py` for slots and letters).
 
   What may be sampled is `eligible.py`'s to say, with K + n slots of lookahead.
@@ -70,14 +67,23 @@ class Replay:
     for name, value in (
       ("unroll_steps", unroll_steps),
       ("value_prefix_horizon", value_prefix_horizon),
-      ("frame_stack", frame_stack),
       ("replay.td_steps", replay.td_steps),
     ):
       if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
+    super().__init__(
+      lanes=lanes,
+      capacity=capacity,
+      frame_shape=frame_shape,
+      frame_dtype=frame_dtype,
+      num_actions=num_actions,
+      frame_stack=frame_stack,
+      device_frames=device_frames,
+      frame_memory=frame_memory,
+    )
     self._config = replay
     self._ratio = reanalyse.ratio
-    self._unroll, self._stack = unroll_steps, frame_stack
+    self._unroll = unroll_steps
     self._spec = TargetSpec(
       unroll_steps=unroll_steps,
       value_prefix_horizon=value_prefix_horizon,
@@ -87,11 +93,9 @@ class Replay:
       value_target=reanalyse.value_target,
       mixed_start=reanalyse.mixed_start,
       mixed_newest=reanalyse.mixed_newest,
+      renewed=reanalyse.schedule != "off",
     )
     self._one_state = dataclasses.replace(self._spec, unroll_steps=0)
-    self._store = LaneStore(lanes, capacity, frame_shape, frame_dtype, num_actions, frame_memory)
-    self._log = WriteLog(lanes * capacity)
-    self._device_frames = device_frames
     self._eligible = Eligible(
       self._store,
       stack=frame_stack,
@@ -101,29 +105,13 @@ class Replay:
     )
     self._sweeps = {"refresh": Sweep(lanes, capacity), "reanalyse": Sweep(lanes, capacity)}
     self._rng = np.random.Generator(np.random.PCG64(rng_seed))
-    self._lock = threading.RLock()
 
   # --- collecting
-
-  @property
-  def num_transitions(self) -> int:
-    """Transitions ever added, evicted ones included."""
-    return self._store.num_transitions
 
   @property
   def num_eligible(self) -> int:
     """Transitions that can be sampled now."""
     return self._eligible.count
-
-  @property
-  def heads(self) -> np.ndarray:
-    """[L] int64, the absolute time of each lane's next slot."""
-    with self._lock:
-      return self._store.head.copy()
-
-  def append(self, segment: Segment) -> None:
-    """`append_many` of one segment."""
-    self.append_many([segment])
 
   def append_many(self, segments: Sequence[Segment]) -> None:
     """Appends segments of different lanes; transitions that become eligible get the current maximum priority.
@@ -134,22 +122,11 @@ class Replay:
     if not segments:
       return
     with self._lock:
+      old_head = self.heads
+      super().append_many(segments)
       lane = np.array([segment.lane for segment in segments])
-      old_head = self._store.head.copy()
-      self._store.append(segments)
       self._grow_sweeps(old_head)
       self._admit(lane, old_head[lane])
-      at = np.repeat(lane, [len(segment.frame) for segment in segments])
-      time = np.concatenate([segment.start + np.arange(len(segment.frame)) for segment in segments])
-      self._log.append(at * self._store.capacity + self._store.cell(time))
-      if self._device_frames is not None:  # while the lock is held: whoever sees the slots finds their frames there
-        frames = np.concatenate([segment.frame for segment in segments])
-        self._device_frames.write(at, self._store.cell(time), frames)
-
-  def check(self, segments: Sequence[Segment]) -> None:
-    """Raises the ValueError that `append_many` of these segments would raise."""
-    with self._lock:
-      self._store.check(segments)
 
   def truncate(self, lane: int) -> None:
     """Ends a lane's open episode where it is, because its environment was lost (see `LaneStore.truncate`).
@@ -157,9 +134,7 @@ class Replay:
     Raises ValueError for an unknown lane.
     """
     with self._lock:
-      if not 0 <= lane < self._store.lanes:
-        raise ValueError(f"lane must be in 0..{self._store.lanes - 1}, got {lane}")
-      self._store.truncate(lane)
+      super().truncate(lane)
       if self._store.head[lane]:
         self._admit(np.array([lane]), self._store.head[[lane]])
 
@@ -209,12 +184,11 @@ class Replay:
         )
       states = self._states(lane, safe)
       real = safe[:, None] + np.arange(self._unroll + 1) == states
-      cell = store.cell(states)
-      at = lane[:, None]
-      action = store.action[at, cell][:, :-1]
+      flat = store.flat(lane[:, None], states)
+      action = take(store.action, flat[:, :-1])
       anything = self._rng.integers(0, store.num_actions, action.shape, np.int32)
       action = np.where(real[:, :-1] & (action >= 0), action, anything)
-      age = np.where(real, learner_step - store.policy_step[at, cell], 0)
+      age = np.where(real, learner_step - take(store.policy_step, flat), 0)
     return Batch(
       lane=lane.astype(np.int32),
       time=time.astype(np.int64),
@@ -234,54 +208,11 @@ class Replay:
       keep, _ = self._present(lane, time)
       self._eligible.score(lane[keep], time[keep], td_error[keep], np.full(int(keep.sum()), step, np.int32))
 
-  def _present(self, lane: np.ndarray, time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Whether slots are stored, and their times with the evicted ones replaced by some stored slot's."""
-    present = self._store.live(lane, time)
-    if np.any(time >= self._store.head[lane]):
-      raise ValueError("some of the slots were never appended")
-    return present, np.where(present, time, self._store.tail[lane])
-
   def _states(self, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
     """Times of states time .. time+K, clamped to the episode's last stored frame, [B, K+1] int64."""
     return np.minimum(time[:, None] + np.arange(self._unroll + 1), self._store.last(lane, time)[:, None])
 
   # --- keeping targets and priorities fresh
-
-  def windows(self, lane: np.ndarray, time: np.ndarray, after: int = 0, *, spread: bool = False) -> Array:
-    """Frames of the states time .. time+after with their stacks, [B, S+after, H, W, C].
-
-    State time+i is frames i .. i+S-1 of it. An episode's first and last stored frames are repeated at its edges.
-    With frames on devices the result is a jax array there: on the first device, or with `spread` each device its
-    share of B; otherwise it is a numpy array.
-    """
-    cells, _ = self.window_cells(lane, time, after)
-    # Copied outside the lock, being large. A slot evicted meanwhile shows the frame that took its place; whatever
-    # is computed from that is dropped when written, like everything about evicted slots.
-    lanes = np.broadcast_to(lane[:, None], cells.shape)
-    if self._device_frames is not None:
-      return self._device_frames.gather(lanes, cells, spread=spread)
-    return self._store.gather(lanes, cells)
-
-  def window_cells(self, lane: np.ndarray, time: np.ndarray, after: int = 0) -> tuple[np.ndarray, int]:
-    """Where the frames of `windows` are: their cells [B, S+after] in each lane's ring, and `frames_written`."""
-    with self._lock:
-      _, safe = self._present(lane, time)
-      return self._store.window_cells(lane, safe, self._stack - 1, after), self._log.count
-
-  @property
-  def frames_written(self) -> int:
-    """Frames ever written to cells, by which a copy elsewhere knows how much it has."""
-    return self._log.count
-
-  def frames_since(self, number: int, n: int) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
-    """Up to n of the frames written, from `number` on (see `WriteLog.since`).
-
-    Returns the number to go on from, and lane [m], cell [m] and frames [m, H, W, C].
-    """
-    with self._lock:
-      following, flat = self._log.since(number, n)
-      lane, cell = np.divmod(flat, self._store.capacity)
-      return following, lane, cell, self._store.gather(lane, cell)
 
   def states_to_search(self, lane: np.ndarray, time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The states of a sampled batch whose policy is to be searched anew: (lane, time), each [m, K+1].
@@ -322,14 +253,14 @@ class Replay:
     bootstrap_value = _finite("bootstrap_value", bootstrap_value, lane)
     with self._lock:
       store = self._store
-      self._write_newer(store.policy_step, lane, time, step, (store.policy, policy), (store.search_value, search_value))
-      self._write_newer(store.bootstrap_step, lane, time, step, (store.bootstrap, bootstrap_value))
+      self._write_newer("policy_step", lane, time, step, (store.policy, policy), (store.search_value, search_value))
+      self._write_newer("bootstrap_step", lane, time, step, (store.bootstrap, bootstrap_value))
 
   def write_bootstrap(self, lane: np.ndarray, time: np.ndarray, value: np.ndarray, step: int) -> None:
     """Stores values [B] for the ends of n-step returns; as `write_search`, for states that are not searched."""
     value = _finite("value", value, lane)
     with self._lock:
-      self._write_newer(self._store.bootstrap_step, lane, time, step, (self._store.bootstrap, value))
+      self._write_newer("bootstrap_step", lane, time, step, (self._store.bootstrap, value))
 
   def write_values(self, lane: np.ndarray, time: np.ndarray, value: np.ndarray, step: int) -> None:
     """Priority Refresh: stores values [B] found with weights of learner step `step`; older ones are replaced.
@@ -338,17 +269,19 @@ class Replay:
     """
     value = _finite("value", value, lane)
     with self._lock:
-      self._write_newer(self._store.value_step, lane, time, step, (self._store.value, value))
+      self._write_newer("value_step", lane, time, step, (self._store.value, value))
 
   def _write_newer(
-    self, stamps: np.ndarray, lane: np.ndarray, time: np.ndarray, step: int, *writes: tuple[np.ndarray, np.ndarray]
+    self, stamps: str, lane: np.ndarray, time: np.ndarray, step: int, *writes: tuple[np.ndarray, np.ndarray]
   ) -> None:
     present, safe = self._present(lane, time)
-    keep = present & (stamps[lane, self._store.cell(safe)] <= step)
-    lane, cell = lane[keep], self._store.cell(time[keep])
-    for array, values in writes:
-      array[lane, cell] = values[keep]
-    stamps[lane, cell] = step
+    known = self._store.stamps[stamps]
+    flat = self._store.flat(lane, safe)
+    keep = present & (take(known.step, flat) <= step)
+    flat = flat[keep]
+    for field, values in writes:
+      put(field, flat, values[keep])
+    known.set(flat, step)
 
   def refresh_priorities(self, lane: np.ndarray, time: np.ndarray, step: int) -> None:
     """Scores every transition that rests on the values of these slots: they themselves and the n before each.
@@ -384,64 +317,40 @@ class Replay:
   def oldest_step(self, sweep: SweepName) -> int:
     """The learner step of the oldest weights behind any stored value (refresh), or policy (reanalyse).
 
-    Exact, by a scan of int32 stamps (40 us for 300k slots). Raises ValueError while the buffer is empty.
+    Raises ValueError while the buffer is empty.
     """
     with self._lock:
       if not self._store.num_slots():
         raise ValueError("oldest_step: the buffer is empty")
-      stamps = self._store.value_step if sweep == "refresh" else self._store.policy_step
-      return int(stamps.min())
+      return self._store.stamps["value_step" if sweep == "refresh" else "policy_step"].oldest()
 
   def stats(self, learner_step: int) -> dict[str, float]:
-    """Sizes, and ages in learner steps of all priorities and policy targets. O(slots), meant for logging."""
+    """Sizes, and ages in learner steps of all priorities and all stored searches."""
     with self._lock:
       store = self._store
-      lane, time = snapshot.live_index(store)
-      cell = store.cell(time)
-      priority_age = self._eligible.ages(lane, time, learner_step)
-      acted = store.action[lane, cell] >= 0
-      target_age = learner_step - store.policy_step[lane, cell][acted]
+      priority_age, priority_age_max = self._eligible.ages(learner_step)
+      target_age, target_age_max = store.stamps["policy_step"].ages(learner_step)
       memory = store.memory()
       return {
-        "transitions": float(acted.sum()),
+        "transitions": float(store.stored_transitions),
         "collected": float(self.num_transitions),
         "eligible": float(self.num_eligible),
-        "slots": float(len(time)),
+        "slots": float(store.num_slots()),
         "bytes": memory["bytes"],
         "bytes_per_transition": memory["bytes_per_transition"],
-        "priority_age_mean": float(priority_age.mean()) if len(priority_age) else 0.0,
-        "priority_age_max": float(priority_age.max(initial=0)),
-        "target_age_mean": float(target_age.mean()) if len(target_age) else 0.0,
-        "target_age_max": float(target_age.max(initial=0)),
+        "priority_age_mean": priority_age,
+        "priority_age_max": priority_age_max,
+        "target_age_mean": target_age,
+        "target_age_max": target_age_max,
       }
 
   # --- saving and restoring
 
-  def export_slots(self, start: np.ndarray) -> dict[str, np.ndarray]:
-    """The frames of slots from start [L] on, which never change once appended (see `snapshot.export_frames`).
-
-    Saving `export_slots(heads at the last save)` and `state_dict()` each time saves every frame once.
-    """
-    with self._lock:
-      return snapshot.export_frames(self._store, np.asarray(start, np.int64))
-
-  def import_slots(self, exported: Mapping[str, np.ndarray]) -> None:
-    """Restores exported frames into a new replay, oldest export first; `load_state_dict` is to follow.
-
-    Raises:
-      ValueError: they do not fit, do not follow, or this replay has been appended to; then nothing has changed.
-    """
-    with self._lock:
-      if self.num_transitions or self.num_eligible or self._sweeps["refresh"].state().size:
-        raise ValueError("slots can only be imported into a new replay")
-      snapshot.import_frames(self._store, exported)
-
   def state_dict(self) -> dict[str, np.ndarray]:
     """Everything but the frames, as numpy arrays."""
     with self._lock:
-      lane, time = snapshot.live_index(self._store)
-      return snapshot.export_store(self._store) | {
-        **self._eligible.export(lane, time),
+      return super().state_dict() | {
+        **self._eligible.export(),
         "rng": snapshot.pack_rng(self._rng),
         **{f"sweep_{name}": sweep.state() for name, sweep in self._sweeps.items()},
       }
@@ -453,19 +362,12 @@ class Replay:
       ValueError: the state is not of the slots imported; then nothing has changed.
     """
     with self._lock:
-      store = self._store
-      snapshot.check_store(store, state)
-      lane, time = snapshot.live_index(store)
-      if state["priority"].shape != time.shape or state["priority_step"].shape != time.shape:
-        raise ValueError(f"state has {len(state['priority'])} priorities for {len(time)} slots")
+      slots = state["slot_action"].shape
+      if state["priority"].shape != slots or state["priority_step"].shape != slots:
+        raise ValueError(f"state has {len(state['priority'])} priorities for {slots[0]} slots")
+      super().load_state_dict(state)
+      lane, time = snapshot.live_index(self._store)
       self._eligible.load(lane, time, state["priority"], state["priority_step"])
-      snapshot.import_store(store, state)
-      self._log.append(lane * store.capacity + store.cell(time))
-      if self._device_frames is not None:
-        for begin in range(0, len(lane), 4096):  # not all in memory twice
-          some = slice(begin, begin + 4096)
-          cell = store.cell(time[some])
-          self._device_frames.write(lane[some], cell, store.gather(lane[some], cell))
       self._rng = snapshot.unpack_rng(state["rng"])
       for name, sweep in self._sweeps.items():
         sweep.load(state[f"sweep_{name}"])

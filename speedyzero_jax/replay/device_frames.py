@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from speedyzero_jax.dispatch import in_order
+
 _UPLOAD = 256  # frames restored in one call
 
 
@@ -48,6 +50,12 @@ def place_frames(
       return None
   report(f"frames on {mesh.size} device(s), {size / 1e9:.1f} GB each")
   return DeviceFrames(mesh, lanes=lanes, capacity=capacity, rows=rows, frame_shape=frame_shape, frame_dtype=frame_dtype)
+
+
+def host_bytes(windows: np.ndarray | jax.Array) -> int:
+  """Bytes that the host hands to devices for windows [B, T, ...]: all of them, or the row of each frame if they were
+  gathered there."""
+  return windows.nbytes if isinstance(windows, np.ndarray) else 4 * windows.shape[0] * windows.shape[1]
 
 
 class DeviceFrames:
@@ -132,7 +140,8 @@ class DeviceFrames:
     """
     with self._lock:
       row = self._row(lane, cell)
-      flat = self._gather[spread](self._frames, row)
+      with in_order(self._mesh):
+        flat = self._gather[spread](self._frames, row)
     if not spread:
       flat = flat.addressable_data(0)
     return flat.reshape(*row.shape, *self._shape)

@@ -5,8 +5,9 @@ Keeps the sum tree in step with a growing, evicting LaneStore. Must not know wha
 
 import numpy as np
 
-from speedyzero_jax.replay.lanes import LaneStore
+from speedyzero_jax.replay.lanes import LaneStore, take
 from speedyzero_jax.replay.priorities import SumTree
+from speedyzero_jax.replay.stamps import NEVER, Stamps
 
 
 class Eligible:
@@ -27,15 +28,12 @@ class Eligible:
     self._store, self._stack, self._lookahead = store, stack, lookahead
     self._alpha, self._min_priority = alpha, min_priority
     self._tree = SumTree(store.lanes * store.capacity)  # priority ** alpha of eligible transitions, 0 elsewhere
-    self._step = np.zeros((store.lanes, store.capacity), np.int32)
+    self._stamps = Stamps((store.lanes, store.capacity))  # of the priorities of eligible transitions
     self.count = 0  # of eligible transitions
-
-  def _leaf(self, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
-    return np.asarray(lane, np.int64) * self._store.capacity + self._store.cell(time)
 
   def holds(self, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
     """Whether the transitions out of these stored slots are eligible, bool."""
-    return self._tree.get(self._leaf(lane, time)) > 0
+    return self._tree.get(self._store.flat(lane, time)) > 0
 
   def update(self, lane: np.ndarray, old_head: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Takes in that lanes [m] grew from `old_head` [m]. What enters gets the current maximum priority.
@@ -52,12 +50,13 @@ class Eligible:
     valid = np.concatenate([near_head < head[:, None], near_tail < recent[:, None]], axis=1)
     row, _ = np.nonzero(valid)
     lane, time, is_new = lane[row], time[valid], time[valid] >= old_head[row]
-    leaf = self._leaf(lane, time)
+    leaf = self._store.flat(lane, time)
     was = self._tree.get(leaf) > 0  # for new slots: whether the one they evicted was eligible
     now = self._may_be_sampled(lane, time)
     enters, leaves = now & (is_new | ~was), was & ~now
     changed = enters | leaves
     self._tree.set(leaf[changed], np.where(enters[changed], self._tree.max or 1.0, 0.0))
+    self._stamps.set(leaf[leaves], NEVER)
     self.count += int(now.sum()) - int(was.sum())
     return lane[enters], time[enters]
 
@@ -71,17 +70,18 @@ class Eligible:
 
   def stamp(self, lane: np.ndarray, time: np.ndarray, step: np.ndarray) -> None:
     """Says that the priorities of these transitions are as old as learner steps [m]."""
-    self._step[lane, self._store.cell(time)] = step
+    self._stamps.set(self._store.flat(lane, time), step)
 
   def score(self, lane: np.ndarray, time: np.ndarray, td_error: np.ndarray, step: np.ndarray) -> None:
     """Priorities |td_error| + min_priority found with weights of learner steps [m].
 
     Of transitions no longer eligible they are dropped; a priority found with newer weights is kept.
     """
-    cell, leaf = self._store.cell(time), self._leaf(lane, time)
-    keep = (self._tree.get(leaf) > 0) & (step >= self._step[lane, cell])
-    self._tree.set(leaf[keep], (np.abs(td_error[keep]) + self._min_priority) ** self._alpha)
-    self._step[lane[keep], cell[keep]] = step[keep]
+    leaf = self._store.flat(lane, time)
+    keep = (self._tree.get(leaf) > 0) & (step >= take(self._stamps.step, leaf))
+    error = np.abs(td_error[keep]).astype(np.float64)  # as float32 its power may be too large or, worse, 0
+    self._tree.set(leaf[keep], (error + self._min_priority) ** self._alpha)
+    self._stamps.set(leaf[keep], step[keep])
 
   def sample(self, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Draws in proportion to priority ** alpha: lane [n] int32, time [n] int64, probability [n] float64.
@@ -92,19 +92,22 @@ class Eligible:
     lane, cell = leaf // self._store.capacity, leaf % self._store.capacity
     return lane.astype(np.int32), self._store.time_of(lane, cell), probability
 
-  def ages(self, lane: np.ndarray, time: np.ndarray, learner_step: int) -> np.ndarray:
-    """Ages in learner steps of the priorities of those among these slots that are eligible, [<= m]."""
-    return learner_step - self._step[lane, self._store.cell(time)][self.holds(lane, time)]
+  def ages(self, learner_step: int) -> tuple[float, float]:
+    """Mean and maximum age of all priorities, learner steps; 0 if there are none."""
+    return self._stamps.ages(learner_step)
 
-  def export(self, lane: np.ndarray, time: np.ndarray) -> dict[str, np.ndarray]:
-    """What `load` needs, for all live slots."""
+  def export(self) -> dict[str, np.ndarray]:
+    """What `load` needs, for all live slots: `priority` float64 and `priority_step` int32."""
+    store = self._store
+    leaves = self._tree.leaves.reshape(store.lanes, store.capacity)
     return {
-      "priority": self._tree.get(self._leaf(lane, time)),
-      "priority_step": self._step[lane, self._store.cell(time)],
+      "priority": store.newest(leaves, store.tail),
+      "priority_step": store.newest(self._stamps.step, store.tail),
     }
 
   def load(self, lane: np.ndarray, time: np.ndarray, priority: np.ndarray, step: np.ndarray) -> None:
     """Restores what `export` gave of the same slots into a new object."""
-    self._tree.set(self._leaf(lane, time), priority)
-    self._step[lane, self._store.cell(time)] = step
+    leaf = self._store.flat(lane, time)
+    self._tree.set(leaf, priority)
+    self._stamps.set(leaf, np.where(priority > 0, step, NEVER))
     self.count = int((priority > 0).sum())

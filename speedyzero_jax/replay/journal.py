@@ -208,20 +208,25 @@ class Journal:
         )
       self._tails = tails
 
-  def begin_at(self, heads: np.ndarray) -> None:
+  def begin_at(self, heads: np.ndarray) -> np.ndarray:
     """Makes sure that what is stored goes on from heads [L]: lanes of which something is missing begin anew there.
 
     For a journal that was begun, or lost, when the lanes were there already, or that has forgotten what a checkpoint
     older than expected would need. Raises as `evict` does.
+
+    Returns:
+      [L] int64, the slots from there on that were stored and are lost.
     """
     heads = self._times("heads", heads)
     with self._lock:
       apart = (heads > self._heads) | (heads < self._tails)
+      lost = np.where(apart, np.maximum(self._heads - heads, 0), 0)
       lanes = np.flatnonzero(apart).tolist()
       with self._errors("can't be written"), self._transaction():
         self._db.executemany("DELETE FROM segment WHERE lane = ?", [(lane,) for lane in lanes])
         self._db.executemany("UPDATE lane SET tail = ? WHERE lane = ?", [(int(heads[lane]), lane) for lane in lanes])
       self._heads, self._tails = (np.where(apart, heads, old) for old in (self._heads, self._tails))
+    return lost
 
   def close(self) -> None:
     """Lets others open the file. May be called twice; nothing else may be called afterwards."""

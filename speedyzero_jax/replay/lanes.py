@@ -8,11 +8,22 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from speedyzero_jax import memory
+from speedyzero_jax.replay.stamps import NEVER, Stamps
 from speedyzero_jax.types import Segment
 
-NEVER = np.iinfo(np.int32).max  # stamp of a cell that holds no slot: never the oldest
 OPEN = -1  # episode_end of an episode that has not ended yet
 _COPIED = ("first", "terminated", "truncated", "action", "reward", "policy", "search_value", "value")
+
+
+def take(field: np.ndarray, flat: np.ndarray) -> np.ndarray:
+  """What a field [L, C, ...] holds in flat cells [...] (see `LaneStore.flat`); half the time of two indices."""
+  return field.reshape(-1, *field.shape[2:]).take(flat, axis=0)
+
+
+def put(field: np.ndarray, flat: np.ndarray, values: np.ndarray) -> None:
+  """Writes them; of a cell named twice the last counts."""
+  field.reshape(-1, *field.shape[2:])[flat] = values
 
 
 class LaneStore:
@@ -21,9 +32,10 @@ class LaneStore:
   Unwritten memory is not committed: capacity costs address space until it is used. Fields besides those of
   `types.Segment`: `bootstrap` [L, C] float32 is the value used at the end of n-step returns (the appended value
   until reanalysis writes another), `policy_step`, `bootstrap_step` and `value_step` [L, C] int32 are the learner
-  steps of the weights behind (policy, search_value), bootstrap and value, `inserted` [L, C] int64 counts the
-  transitions collected in all lanes before the slot, `episode_start` and `episode_end` [L, C] int64 are absolute
-  times (`OPEN` while unfinished). The live slots of a lane are tail[lane] <= t < head[lane].
+  steps of the weights behind (policy, search_value), bootstrap and value, to be written through `stamps` [by name],
+  `inserted` [L, C] int64 counts the transitions collected in all lanes before the slot, `episode_start` and
+  `episode_end` [L, C] int64 are absolute times (`OPEN` while unfinished). The live slots of a lane are
+  tail[lane] <= t < head[lane].
   """
 
   def __init__(
@@ -41,7 +53,7 @@ class LaneStore:
         raise ValueError(f"{name} must be at least 1, got {size}")
     cells = (lanes, capacity)
     self.lanes, self.capacity, self.num_actions = lanes, capacity, num_actions
-    self.frame = np.zeros((*cells, *frame_shape), frame_dtype) if frame_memory is None else frame_memory
+    self.frame = memory.zeros((*cells, *frame_shape), frame_dtype) if frame_memory is None else frame_memory
     if self.frame.shape != (*cells, *frame_shape) or self.frame.dtype != frame_dtype:
       raise ValueError(f"frame_memory is {self.frame.dtype}{list(self.frame.shape)}, not {[*cells, *frame_shape]}")
     self.first = np.zeros(cells, bool)
@@ -53,18 +65,17 @@ class LaneStore:
     self.search_value = np.zeros(cells, np.float32)
     self.value = np.zeros(cells, np.float32)
     self.bootstrap = np.zeros(cells, np.float32)
-    self.policy_step = np.full(cells, NEVER, np.int32)
-    self.bootstrap_step = np.full(cells, NEVER, np.int32)
-    self.value_step = np.full(cells, NEVER, np.int32)
+    self.stamps = {name: Stamps(cells) for name in ("policy_step", "bootstrap_step", "value_step")}
+    self.policy_step, self.bootstrap_step, self.value_step = (stamps.step for stamps in self.stamps.values())
     self.inserted = np.zeros(cells, np.int64)
     self.episode_start = np.zeros(cells, np.int64)
     self.episode_end = np.zeros(cells, np.int64)
     self.head = np.zeros(lanes, np.int64)
     self.tail = np.zeros(lanes, np.int64)
     self.num_transitions = 0  # ever collected, evicted ones included
+    self.stored_transitions = 0
     self._form = {name: (getattr(self, name).shape[2:], getattr(self, name).dtype) for name in ("frame", *_COPIED)}
     self._form["step"] = ((), self.policy_step.dtype)
-    self._frames = self.frame.reshape(lanes * capacity, *frame_shape)
 
   def fields(self) -> dict[str, np.ndarray]:
     """The per-slot arrays besides the frames, by name."""
@@ -145,19 +156,21 @@ class LaneStore:
     position = np.arange(len(lane))
     start = self.head[lane[offset]]
     time = position + np.repeat(start - offset, size)
-    cell = self.cell(time)
+    cell, flat = self.cell(time), self.flat(lane, time)
     # An episode's start: the latest `first` before a slot in its segment, else the lane's open episode's.
     first_time = np.where(slots["first"], time, self.episode_start[lane, self.cell(self.head[lane] - 1)])
     boundary = slots["first"].copy()
     boundary[offset] = True
     self.episode_start[lane, cell] = first_time[np.maximum.accumulate(np.where(boundary, position, 0))]
     self.episode_end[lane, cell] = OPEN
+    acted = slots["action"] >= 0
+    evicted = (self.policy_step[lane, cell] != NEVER) & (self.action[lane, cell] >= 0)
+    self.stored_transitions += int(acted.sum()) - int(evicted.sum())
     for name in _COPIED:
       getattr(self, name)[lane, cell] = slots[name]
     self.bootstrap[lane, cell] = slots["value"]
-    for stamps in (self.policy_step, self.bootstrap_step, self.value_step):
-      stamps[lane, cell] = slots["step"]
-    acted = slots["action"] >= 0
+    for stamps in self.stamps.values():
+      stamps.set(flat, slots["step"])
     self.inserted[lane, cell] = self.num_transitions + np.cumsum(acted) - acted
     self.num_transitions += int(acted.sum())
     for at, n, frame in zip(offset, size, frames, strict=True):
@@ -187,6 +200,7 @@ class LaneStore:
     end = int(self.head[lane]) - 1
     cell = end % self.capacity
     self.truncated[lane, cell], self.action[lane, cell], self.reward[lane, cell] = True, -1, 0.0
+    self.stored_transitions -= 1
     self._close(lane, end)
 
   def put_frames(self, lane: int, start: int, frame: np.ndarray) -> None:
@@ -213,6 +227,10 @@ class LaneStore:
     """Where slots live in their lane's ring."""
     return time % self.capacity
 
+  def flat(self, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
+    """The same as one index into all lanes' cells, int64."""
+    return np.asarray(lane, np.int64) * self.capacity + self.cell(time)
+
   def time_of(self, lane: np.ndarray, cell: np.ndarray) -> np.ndarray:
     """The absolute time of what a cell holds, int64; for cells in use."""
     newest = self.head[lane] - 1
@@ -224,7 +242,7 @@ class LaneStore:
 
   def last(self, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
     """Absolute time of the last stored frame of each live slot's episode, int64."""
-    end = self.episode_end[lane, self.cell(time)]
+    end = take(self.episode_end, self.flat(lane, time))
     return np.where(end == OPEN, self.head[lane] - 1, end)
 
   def num_slots(self) -> int:
@@ -238,13 +256,23 @@ class LaneStore:
     """
     if not self.live(lane, time).all():
       raise ValueError("windows: some of the slots are not stored")
-    lo = np.maximum(self.episode_start[lane, self.cell(time)], self.tail[lane])
+    lo = np.maximum(take(self.episode_start, self.flat(lane, time)), self.tail[lane])
     hi = self.last(lane, time)
     return self.cell(np.clip(time[:, None] + np.arange(-before, after + 1), lo[:, None], hi[:, None]))
 
+  def newest(self, field: np.ndarray, start: np.ndarray) -> np.ndarray:
+    """A copy of a field [L, C, ...] of slots start[lane] .. head[lane]-1, lanes in order, each lane's oldest first.
+
+    All of them must be live.
+    """
+    parts = []
+    for ring, begin, end in zip(field, (start % self.capacity).tolist(), (self.head - start).tolist(), strict=True):
+      parts += [ring[begin : begin + end], ring[: max(begin + end - self.capacity, 0)]]  # the second: around the edge
+    return np.concatenate(parts)
+
   def gather(self, lane: np.ndarray, cell: np.ndarray) -> np.ndarray:
     """Frames [..., H, W, C] of cells (lane [...], cell [...])."""
-    return np.take(self._frames, np.asarray(lane, np.int64) * self.capacity + cell, axis=0)
+    return take(self.frame, np.asarray(lane, np.int64) * self.capacity + cell)
 
   def memory(self) -> dict[str, float]:
     """Bytes of the slots in use (all, and frames alone), bytes reserved, and bytes per stored transition."""
@@ -253,11 +281,9 @@ class LaneStore:
     slots = self.num_slots()
     frames = self.frame.nbytes / cells * slots
     used = frames + sum(a.nbytes for a in arrays) / cells * slots
-    in_use = np.arange(self.capacity) < (self.head - self.tail)[:, None]  # a ring fills its cells in order
-    transitions = int(((self.action >= 0) & in_use).sum())
     return {
       "bytes": used,
       "frame_bytes": frames,
       "reserved_bytes": float(self.frame.nbytes + sum(a.nbytes for a in arrays)),
-      "bytes_per_transition": used / max(transitions, 1),
+      "bytes_per_transition": used / max(self.stored_transitions, 1),
     }

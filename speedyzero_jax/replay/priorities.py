@@ -27,9 +27,14 @@ class SumTree:
   def max(self) -> float:
     return float(self._max[1])
 
+  @property
+  def leaves(self) -> np.ndarray:
+    """Priorities of all leaves, float64 [size]; a view."""
+    return self._sum[self._base : self._base + self.size]
+
   def get(self, leaf: np.ndarray) -> np.ndarray:
     """Priorities of leaves, float64."""
-    return self._sum[self._base + np.asarray(leaf)]
+    return self.leaves.take(leaf)
 
   def set(self, leaf: np.ndarray, priority: np.ndarray) -> None:
     """Sets priorities, [m] each; of a leaf named twice the last counts. O(m log n).

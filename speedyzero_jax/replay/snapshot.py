@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from speedyzero_jax.replay.lanes import LaneStore
+from speedyzero_jax.replay.lanes import LaneStore, put
 
 _WORD = (1 << 64) - 1
 
@@ -44,10 +44,7 @@ def export_frames(store: LaneStore, start: np.ndarray) -> dict[str, np.ndarray]:
   Returns `start` [L], `count` [L] int64 (the slots exported of each lane) and `frame` [sum of count, H, W, C].
   """
   begin = np.clip(start, store.tail, store.head)
-  lane, time = live_index(store)
-  chosen = time >= begin[lane]
-  lane, time = lane[chosen], time[chosen]
-  return {"start": begin, "count": store.head - begin, "frame": store.gather(lane, store.cell(time))}
+  return {"start": begin, "count": store.head - begin, "frame": store.newest(store.frame, begin)}
 
 
 def import_frames(store: LaneStore, exported: Mapping[str, np.ndarray]) -> None:
@@ -73,9 +70,7 @@ def import_frames(store: LaneStore, exported: Mapping[str, np.ndarray]) -> None:
 
 def export_store(store: LaneStore) -> dict[str, np.ndarray]:
   """Everything in a store besides the frames: live slots only, in `live_index` order."""
-  lane, time = live_index(store)
-  cell = store.cell(time)
-  state = {f"slot_{name}": array[lane, cell] for name, array in store.fields().items()}
+  state = {f"slot_{name}": store.newest(array, store.tail) for name, array in store.fields().items()}
   return state | {
     "head": store.head.copy(),
     "tail": store.tail.copy(),
@@ -98,8 +93,11 @@ def check_store(store: LaneStore, state: Mapping[str, np.ndarray]) -> None:
 
 def import_store(store: LaneStore, state: Mapping[str, np.ndarray]) -> None:
   """Restores what `export_store` gave; `check_store` must have passed."""
-  lane, time = live_index(store)
-  cell = store.cell(time)
+  flat = store.flat(*live_index(store))
   for name, array in store.fields().items():
-    array[lane, cell] = state[f"slot_{name}"]
+    if name in store.stamps:
+      store.stamps[name].set(flat, state[f"slot_{name}"])
+    else:
+      put(array, flat, state[f"slot_{name}"])
   store.num_transitions = int(state["num_transitions"])
+  store.stored_transitions = int((state["slot_action"] >= 0).sum())

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from speedyzero_jax.replay.lanes import LaneStore
+from speedyzero_jax.replay.lanes import LaneStore, take
 from speedyzero_jax.types import Targets
 
 
@@ -24,11 +24,12 @@ class TargetSpec:
   value_target: Literal["bootstrap", "search", "mixed"] = "bootstrap"
   mixed_start: int = 0
   mixed_newest: int = 0
+  renewed: bool = True  # what targets are made from is brought up to date for training; else that takes what is stored
 
 
 def transition_age(store: LaneStore, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
   """Transitions collected in all lanes since each one was, itself included; [B] int64."""
-  return store.num_transitions - store.inserted[lane, store.cell(time)]
+  return store.num_transitions - take(store.inserted, store.flat(lane, time))
 
 
 def td_horizon(store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec) -> np.ndarray:
@@ -58,12 +59,14 @@ def n_step_values(
   last = store.last(lane, time)[:, None]
   horizon = td_horizon(store, lane, time, spec)[:, None]
   window = time[:, None] + np.arange(unroll + spec.td_steps)
-  reward = np.where(window < last, store.reward[lane[:, None], store.cell(window)], 0.0)
+  flat = store.flat(lane[:, None], window)
+  reward = np.where(window < last, take(store.reward, flat), 0.0)
   states = window[:, : unroll + 1]
-  at = bootstrap_times(store, lane, time, spec)
-  cell = store.cell(at)
-  worth = np.where(store.terminated[lane[:, None], cell], 0.0, values[lane[:, None], cell])
-  z = np.where(states <= last, spec.discount ** np.maximum(at - states, 0) * worth, 0.0)
+  at = np.minimum(states + horizon, last)  # `bootstrap_times`
+  flat = store.flat(lane[:, None], at)
+  worth = np.where(take(store.terminated, flat), 0.0, take(values, flat))
+  powers = spec.discount ** np.arange(spec.td_steps + 1)
+  z = np.where(states <= last, powers[np.maximum(at - states, 0)] * worth, 0.0)
   for i in range(spec.td_steps):
     z += np.where(i < horizon, spec.discount**i * reward[:, i : i + unroll + 1], 0.0)
   return z
@@ -81,26 +84,27 @@ def compute_targets(
   at = lane[:, None]
   states = time[:, None] + np.arange(unroll + 1)  # [B, K+1]
   last = store.last(lane, time)[:, None]
-  cell = store.cell(np.minimum(states, last))
+  flat = store.flat(at, np.minimum(states, last))
   real = states <= last
-  terminal = store.terminated[at, store.cell(last)]  # [B, 1], never so in an open episode
-  acted = real & (store.action[at, cell] >= 0)
+  terminal = take(store.terminated, store.flat(at, last))  # [B, 1], never so in an open episode
+  acted = real & (take(store.action, flat) >= 0)
   known = acted[:, :unroll] | (terminal & (states[:, :unroll] >= last))  # the transition out of the state
 
-  reward = np.where(acted, store.reward[at, cell], 0.0)
+  reward = np.where(acted, take(store.reward, flat), 0.0)
   prefix = np.zeros((len(time), unroll))
   for k in range(unroll):
     before = prefix[:, k - 1] if k % spec.value_prefix_horizon else 0.0
     prefix[:, k] = before + reward[:, k]
 
   z = n_step_values(store, store.bootstrap, lane, time, spec)
-  searched = np.where(real & ~(terminal & (states == last)), store.search_value[at, cell], 0.0)
+  searched = np.where(real & ~(terminal & (states == last)), take(store.search_value, flat), 0.0)
   value = np.where(use_search(store, lane, time, spec, learner_step)[:, None], searched, z)
-  policy = np.where(acted[..., None], store.policy[at, cell], 0.0)
+  policy = take(store.policy, flat)
+  policy[~acted] = 0
   return Targets(
     value=value.astype(np.float32),
     value_prefix=np.where(known, prefix, 0.0).astype(np.float32),
-    policy=policy.astype(np.float32),
+    policy=policy,
     value_mask=(real | terminal).astype(np.float32),
     prefix_mask=known.astype(np.float32),
     policy_mask=acted.astype(np.float32),
@@ -122,6 +126,7 @@ def refreshed_errors(
 
   v is the refreshed value. z is what training would take at `learner_step`: the n-step return, ended by a
   refreshed value, or the search's value where the spec says so and it is as new as v (a refresh alone does not search).
+  Where nothing is renewed for training, it is what `compute_targets` makes of what is stored.
 
   Args:
     spec: with unroll_steps 0.
@@ -130,17 +135,23 @@ def refreshed_errors(
     Errors float64 [B], and learner steps int32 [B], of the oldest weights behind each: if all values are at most so
     old, so are all errors.
   """
-  cell = store.cell(time)
-  value, stamp = store.value[lane, cell], store.value_step[lane, cell]
-  searched = use_search(store, lane, time, spec, learner_step) & (store.policy_step[lane, cell] >= stamp)
-  returns = n_step_values(store, store.value, lane, time, spec)[:, 0]
-  z = np.where(searched, store.search_value[lane, cell], returns)
+  flat = store.flat(lane, time)
+  value, stamp = take(store.value, flat), take(store.value_step, flat)
+  searched = use_search(store, lane, time, spec, learner_step)
+  if spec.renewed:
+    searched &= take(store.policy_step, flat) >= stamp
+  returns = n_step_values(store, store.value if spec.renewed else store.bootstrap, lane, time, spec)[:, 0]
+  z = np.where(searched, take(store.search_value, flat), returns)
   return value - z, np.where(searched, stamp, rests_on(store, lane, time, spec))
 
 
 def rests_on(store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec) -> np.ndarray:
-  """The older of the stamps of the two values behind each |v - n-step return|, int32 [B]; spec as above."""
-  stamps = store.value_step
-  v_step = stamps[lane, store.cell(time)]
-  end = store.cell(bootstrap_times(store, lane, time, spec)[:, 0])
-  return np.where(store.terminated[lane, end], v_step, np.minimum(v_step, stamps[lane, end]))
+  """The older of the stamps of the two values behind each |v - n-step return|, int32 [B]; spec as above.
+
+  A return that is not renewed has no age: it is what it is.
+  """
+  v_step = take(store.value_step, store.flat(lane, time))
+  if not spec.renewed:
+    return v_step
+  end = store.flat(lane, bootstrap_times(store, lane, time, spec)[:, 0])
+  return np.where(take(store.terminated, end), v_step, np.minimum(v_step, take(store.value_step, end)))

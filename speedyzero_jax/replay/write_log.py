@@ -27,8 +27,10 @@ class WriteLog:
 
   def _forget(self) -> None:
     """Drops the writes whose cells were written again since: half of the room, or more."""
-    _, from_end = np.unique(self._cell[: self._used][::-1], return_index=True)
-    kept = np.sort(self._used - 1 - from_end)
+    cell, order = self._cell[: self._used], np.arange(self._used)
+    latest = np.zeros(len(self._cell) // 2, np.int64)
+    latest[cell] = order  # of a cell named twice the last counts
+    kept = np.flatnonzero(latest[cell] == order)
     self._used = len(kept)
     self._cell[: self._used], self._number[: self._used] = self._cell[kept], self._number[kept]
 

@@ -96,13 +96,13 @@ def one_of_each() -> dict[type, Any]:
   found = [
     messages.ActorJoin(1, 2),
     messages.ActorWelcome(1, np.array([5, 6], np.int64)),
-    messages.ReanalyserJoin(2, 3, "machine"),
-    messages.ReanalyserWelcome("/dev/shm/frames"),
+    messages.ReanalyserJoin(2, 3),
+    messages.ReanalyserWelcome("/proc/7/fd/5", "/memfd:frames (deleted)"),
     messages.Append(1, 2, 3, [segment(0, 5, 2), segment(2, 9)], np.array([1.5]), np.array([7], np.int64)),
     messages.Acknowledged(np.array([7, 8], np.int64)),
     messages.GrantRequest(1, 2, 3, 4),
     messages.Grant(4, True, 11, 0.25, False),
-    messages.WeightsRequest("actor", -1),
+    messages.WeightsRequest(1, "actor", -1),
     messages.Weights(12, weights(0)),
     messages.WorkRequest(2, 3),
     messages.Block(6, True, "reanalyser", lane, np.array([[0, 1, 2], [3, 4, 4]], np.int32), 10, 20),
@@ -110,7 +110,6 @@ def one_of_each() -> dict[type, Any]:
                     np.zeros((2, 3), np.float32)),
     messages.FramesRequest(2, 3, 20),
     messages.FramesChunk(20, lane, cell, frames),
-    messages.Beat(2, 3),
     messages.Ok(),
   ]  # fmt: skip
   return {type(one): one for one in found}

@@ -11,6 +11,7 @@ import tiny
 from speedyzero_jax.actor import Actor
 from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.hub import Hub
+from speedyzero_jax.cluster.presence import Presence
 from speedyzero_jax.inference import Inference
 from speedyzero_jax.learner import make_mesh
 from speedyzero_jax.metrics.rates import EpisodeStats
@@ -36,6 +37,8 @@ class Blueprint:
 
 class Seer(Inference):
   """Says of every state what a checksum of its stack says, plus the network's number."""
+
+  devices = 1
 
   def __init__(self, stack: int = 2, delay: float = 0.0):
     self._stack, self._delay = stack, delay
@@ -64,20 +67,22 @@ class Unit:
   `taken` is what a journal would hold: what was acknowledged, in order.
   """
 
-  def __init__(self, *overrides, actors=1, reanalysers=1, block_timeout=60.0, half=False, kinds=(), frames_file=""):
+  def __init__(self, *overrides, actors=1, reanalysers=1, block_timeout=60.0, half=False, kinds=()):
     self.config = tiny.config("replay.alpha=1", *overrides)
     self.replay = self.twin()
     self.pacer = Pacer(self.config)
     intervals = {ACTOR: 2, REANALYSER: 3, REFRESHER: 2}
     self.weights = WeightsStore(intervals, jax.devices()[0], Blueprint.init())
     self.sweepers = [Sweeper(self.config, kind, Seer(), self.weights, jax.random.key(0)) for kind in kinds]
-    self.taken, self.episodes, self.cuts, self.counted = [], [], [], {}
+    self.taken, self.episodes, self.cuts, self.counted, self.told = [], [], [], {}, []
+    self.presence = Presence({"actor": actors, "reanalyser": reanalysers}, self.told.append)
     self.lanes = lanes_of_actors(self.config.actor.lanes, actors)
     self._lock = threading.Lock()
     self.hub = Hub(
       replay=self.replay, pacer=self.pacer, weights=self.weights, collector=self, sweepers=self.sweepers,
-      lanes=self.lanes, reanalysers=reanalysers, block_timeout=block_timeout, machine="here",
-      frames_file=frames_file, half_weights=half, count=self._count,
+      lanes=self.lanes, reanalysers=reanalysers, block_timeout=block_timeout,
+      welcome=messages.ReanalyserWelcome("", ""), half_weights=half, count=self._count,
+      presence=self.presence,
     )  # fmt: skip
 
   def twin(self):

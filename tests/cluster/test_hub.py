@@ -15,8 +15,10 @@ from small_unit import Blueprint, Direct, Seer, Unit, assert_same
 from speedyzero_jax.actor import Actor
 from speedyzero_jax.cluster import messages, remote_actor
 from speedyzero_jax.cluster.service import RunOver
+from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.rates import Episode, EpisodeStats
 from speedyzero_jax.reanalyser import BatchReanalyser, examine
+from speedyzero_jax.replay.journal import JournalError
 from speedyzero_jax.topology import Role
 from speedyzero_jax.weights import ACTOR, REANALYSER, REFRESHER
 
@@ -90,7 +92,7 @@ def test_an_older_incarnation_is_refused_whatever_it_asks():
   join(unit, 0, 1)
   for call in (lambda: join(unit, 0, 0), lambda: grant(unit, 1), lambda: append(unit, segments)):
     unchanged(unit, call, "actor 0 has incarnation 1 now, this is 0")
-  hello = lambda i: unit.hub.join_reanalyser(messages.ReanalyserJoin(0, i, "there"))  # noqa: E731
+  hello = lambda i: unit.hub.join_reanalyser(messages.ReanalyserJoin(0, i))  # noqa: E731
   hello(1)
   for call in (
     lambda: hello(0),
@@ -106,7 +108,7 @@ def test_numbers_that_nobody_has_are_refused_and_not_waited_for_in_the_end():
     lambda: join(unit, 2),
     lambda: grant(unit, actor=2),
     lambda: append(unit, [], actor=2),
-    lambda: unit.hub.join_reanalyser(messages.ReanalyserJoin(2, 0, "here")),
+    lambda: unit.hub.join_reanalyser(messages.ReanalyserJoin(2, 0)),
     lambda: unit.hub.work(messages.WorkRequest(2, 0), QUICK),
     lambda: unit.hub.result(messages.Result(2, 0, 1, 0, NONE, NONE, NONE)),
     lambda: unit.hub.frames(messages.FramesRequest(2, 0, 0), QUICK),
@@ -217,6 +219,46 @@ def test_grants_wait_for_the_learner_and_a_dead_actor_holds_nobody_up():
     unit.pacer.add_learner_step()
   thread.join(10)
   assert waited[0].steps == 2 and waited[0].learner_step >= 1 and not waited[0].closing
+
+
+def test_who_is_there_how_long_they_wait_and_how_often_they_come_back_is_told():
+  unit = Unit("actor.random_steps=10", kinds=["refresh"])
+  unit.fill(3)
+  join(unit), hello(unit)
+  assert unit.presence.summary() == {
+    names.PRESENT_ACTORS: 1, names.PRESENT_REANALYSERS: 1, names.RESTARTS_ACTORS: 0, names.RESTARTS_REANALYSERS: 0,
+  }  # fmt: skip
+  who, sequence = player(unit), 0
+  while granted := grant(unit, sequence):
+    assert grant(unit, sequence) == granted  # it asks again, which is no other wait
+    append(unit, play(unit, who, granted)[0], sequence)
+    sequence += 1
+  assert len(unit.told) == sequence > 2 and all(names.ACTOR_WAIT in told for told in unit.told)
+  time.sleep(0.1)
+  unit.pacer.add_learner_step()
+  unit.pacer.add_learner_step()
+  assert grant(unit, sequence, seconds=10)
+  assert unit.told[-1][names.ACTOR_WAIT] >= 0.1 and max(told[names.ACTOR_WAIT] for told in unit.told[:-1]) < 0.1
+  assert work(unit) is not None
+  assert unit.told[-1][names.REANALYSER_WAIT] < 0.1
+  join(unit, incarnation=1), join(unit, incarnation=1)  # the second because the first answer was lost
+  hello(unit, incarnation=3)
+  summary = unit.presence.summary()
+  assert (summary[names.RESTARTS_ACTORS], summary[names.RESTARTS_REANALYSERS]) == (1, 1)
+
+
+def test_a_unit_that_fails_sends_its_actors_home():
+  unit = Unit()
+  join(unit)
+  granted = grant(unit)
+  segments, _ = play(unit, player(unit), granted)
+
+  def take(*_, granted):
+    raise JournalError("the disk is full")
+
+  unit.take = take
+  with pytest.raises(RunOver, match="the unit has failed: the disk is full"):
+    append(unit, segments)
 
 
 def test_the_last_steps_close_every_lane():
@@ -385,7 +427,7 @@ def test_exactly_what_was_asked_for_is_collected_whoever_dies_and_whenever(fake_
 
 
 def ask_weights(unit, subscriber=ACTOR, have=-1):
-  return unit.hub.weights(messages.WeightsRequest(subscriber, have), QUICK)
+  return unit.hub.weights(messages.WeightsRequest(0, subscriber, have), QUICK)
 
 
 def test_each_version_is_sent_once_and_the_latest_wins():
@@ -403,7 +445,7 @@ def test_each_version_is_sent_once_and_the_latest_wins():
     ask_weights(unit, "evaluator")
   waited = []
   thread = threading.Thread(
-    target=lambda: waited.append(unit.hub.weights(messages.WeightsRequest(ACTOR, 4), 20.0).step)
+    target=lambda: waited.append(unit.hub.weights(messages.WeightsRequest(0, ACTOR, 4), 20.0).step)
   )
   thread.start()
   unit.publish(6)
@@ -423,8 +465,8 @@ def test_half_weights_are_rounded_floats_and_whole_counters():
 # --- reanalysers
 
 
-def hello(unit, reanalyser=0, incarnation=0, machine="there"):
-  return unit.hub.join_reanalyser(messages.ReanalyserJoin(reanalyser, incarnation, machine))
+def hello(unit, reanalyser=0, incarnation=0):
+  return unit.hub.join_reanalyser(messages.ReanalyserJoin(reanalyser, incarnation))
 
 
 def work(unit, reanalyser=0, incarnation=0, seconds=QUICK):
@@ -435,7 +477,8 @@ def look(unit, block):
   """What a reanalyser that holds the frames finds in a block."""
   lane = np.broadcast_to(block.lane[:, None], block.cell.shape).astype(np.int64)
   frames = unit.replay._store.gather(lane, block.cell)
-  return examine(Seer(), unit.weights.latest(block.subscriber), frames, search=block.search, key=jax.random.key(9))
+  version = unit.weights.latest(block.subscriber)
+  return examine(Seer(), version, frames, search=block.search, key=jax.random.key(9), explore=True)
 
 
 def answer(unit, block, reanalyser=0, incarnation=0, shift=0.0):
@@ -449,11 +492,6 @@ def answer(unit, block, reanalyser=0, incarnation=0, shift=0.0):
 
 def same_states(a, b):
   return a.lane.tolist() == b.lane.tolist() and a.cell.tolist() == b.cell.tolist()
-
-
-def test_frames_are_mapped_on_the_same_machine_only():
-  unit = Unit(frames_file="/somewhere")
-  assert (hello(unit, machine="here").frames_file, hello(unit, machine="there").frames_file) == ("/somewhere", "")
 
 
 @pytest.mark.parametrize("kind", ["refresh", "reanalyse"])
@@ -689,7 +727,6 @@ def test_everybody_is_sent_home_and_waited_for():
   for call in (
     lambda: unit.hub.frames(fetch_all._replace(sequence=unit.replay.frames_written), QUICK),
     lambda: ask_weights(unit, have=0),
-    lambda: unit.hub.beat(messages.Beat(0, 0)),
   ):
     with pytest.raises(RunOver):
       call()

@@ -159,7 +159,7 @@ def test_kills_lose_and_repeat_nothing(tmp_path, monkeypatch):
   """Actors and reanalysers are killed at random, and a learner, for which all start again."""
   folder, rng = tmp_path / "run", random.Random(0)
   helpers = ["actor-0.0", "actor-1.0", "reanalyser-0.0", "reanalyser-1.0"]
-  with Run.new(folder, "--processes", "learner=2,actor=2,reanalyser=2") as run:
+  with Run.new(folder, "--processes", "learner=2,actor=2,reanalyser=2", "evaluation.interval=60") as run:
     run.learn(45)
     run.kill("learner-1")
     run.until("resuming at learner step (20|40|60),")
@@ -174,14 +174,32 @@ def test_kills_lose_and_repeat_nothing(tmp_path, monkeypatch):
   (theirs,) = re.findall(r"trained: .*parameters (\w{16})", (folder / "logs/learner-1.log").read_text())
   assert ours == theirs
   assert "damaged" not in output
+  assert "Catch after 180 learner steps" in output
+  assert "Catch after" not in (folder / "logs/learner-1.log").read_text()  # it waited
+  check_what_is_shown(folder, killed)
   assert audit(folder, 2, monkeypatch) == ENV_STEPS
+
+
+def check_what_is_shown(folder, killed):
+  """Unit 0 tells of all processes, unit 1 of its own."""
+  ours, theirs = (jsonl.read_rows(place / "metrics.jsonl")[0] for place in (folder, folder / "units/1"))
+  assert max(row["env_steps"] for row in ours) > ENV_STEPS / 2 >= max(row["env_steps"] for row in theirs)
+  assert {row["restarts/learners"] for row in ours[-20:]} == {1}
+  assert ours[-1]["restarts/actors"] + ours[-1]["restarts/reanalysers"] in range(killed + 1)
+  assert [max(row["present/actors"] for row in rows) for rows in (ours, theirs)] == [2, 1]
+  assert max(row["present/reanalysers"] for row in ours) in (1, 2)  # nothing waits for them to come
+  for wait in ("learner", "actor", "reanalyser"):
+    assert any(f"queue/{wait}_wait_seconds" in row for row in ours)
+  assert "actors 2/2" in (folder.with_suffix(".log")).read_text()
 
 
 @pytest.mark.timeout(300)
 def test_a_killed_launcher_leaves_nothing_and_its_run_goes_on(tmp_path, monkeypatch):
   """Then it is stopped, in the middle and with another actor, and ends as a single process."""
   folder = tmp_path / "run"
-  with Run.new(folder, "--processes", "learner=1,actor=1,reanalyser=1") as run:
+  secret = tmp_path / "secret"
+  secret.write_text("each process reads this for itself")
+  with Run.new(folder, "--processes", "learner=1,actor=1,reanalyser=1", f"topology.token_file={secret}") as run:
     run.until("run folder")
     second = Run(folder, "--resume", folder, "--processes", "learner=1")
     run.learn(30)

@@ -14,15 +14,16 @@ import tiny
 from small_unit import GAME, Blueprint, Seer, Unit, assert_same
 
 from speedyzero_jax.actor import Actor
-from speedyzero_jax.cluster import messages, remote_actor, remote_reanalyser, service, wire
+from speedyzero_jax.cluster import messages, presence, remote_actor, remote_reanalyser, service, wire
 from speedyzero_jax.cluster.client import Client, Refused
 from speedyzero_jax.cluster.remote_reanalyser import FetchedFrames, MappedFrames
 from speedyzero_jax.cluster.remote_weights import RemoteWeights
+from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.rates import EpisodeStats
 from speedyzero_jax.parts import replay_capacity
 from speedyzero_jax.reanalyser import BatchReanalyser
-from speedyzero_jax.topology import Role, derived_seed, machine_name
-from speedyzero_jax.weights import ACTOR, REANALYSER
+from speedyzero_jax.topology import Role, derived_seed
+from speedyzero_jax.weights import ACTOR, REANALYSER, REFRESHER
 
 TOKEN = bytes(range(32))
 
@@ -32,7 +33,7 @@ def stand_ins(monkeypatch):
   monkeypatch.setattr(service, "POLL_SECONDS", 0.2)
   monkeypatch.setattr(remote_actor, "make_env", lambda _, lanes, seed, training: tiny.FakeEnv(lanes, seed))
   for module in (remote_actor, remote_reanalyser):
-    monkeypatch.setattr(module, "Inference", lambda config, blueprint: Seer())
+    monkeypatch.setattr(module, "Inference", lambda *_: Seer())
 
 
 def form_of(unit):
@@ -97,24 +98,29 @@ def test_an_actor_collects_what_a_local_one_would(seed):
   assert_same(unit.replay, other)
 
 
-def frames_file(unit):
-  """The replay's frames where others can map them."""
+def memory(unit):
+  """The replay's frames where others can map them: the path, and what it is a link to."""
   descriptor = os.memfd_create("test")
   os.write(descriptor, unit.replay._store.frame.tobytes())
-  return f"/proc/{os.getpid()}/fd/{descriptor}"
+  path = f"/proc/{os.getpid()}/fd/{descriptor}"
+  return path, os.readlink(path)
 
 
-@pytest.mark.parametrize("frames", ["mapped", "fetched"])
+@pytest.mark.parametrize("frames", ["mapped", "elsewhere", "gone", "another's", "none"])
 def test_reanalysers_find_what_a_local_one_would(frames, monkeypatch):
-  unit = Unit("reanalyse.schedule=batch", reanalysers=2)
+  unit = Unit("reanalyse.schedule=batch", "reanalyse.explore=false", reanalysers=2)
   unit.fill(30)
-  unit.hub._machine = machine_name()
-  held = []
-  if frames == "mapped":
-    unit.hub._frames_file = frames_file(unit)
-  kind = {"mapped": MappedFrames, "fetched": FetchedFrames}[frames]
+  held, explored, search = [], [], Seer.search
+  path, link = memory(unit)
+  places = {
+    "mapped": (path, link), "elsewhere": (path, "/memfd:other (deleted)"), "gone": (f"{path}000", link),
+    "another's": (__file__, link), "none": ("", ""),
+  }  # fmt: skip
+  unit.hub._reanalyser_welcome = messages.ReanalyserWelcome(*places[frames])
+  kind = MappedFrames if frames == "mapped" else FetchedFrames
   gather = kind.gather
   monkeypatch.setattr(kind, "gather", lambda *a: (held.append(type(a[0])), gather(*a))[1])
+  monkeypatch.setattr(Seer, "search", lambda *a, explore: (explored.append(explore), search(*a, explore=explore))[1])
   other = unit.twin()
   unit.append_to(other)
   local = BatchReanalyser(unit.config, Seer(), unit.weights, jax.random.key(0))
@@ -127,7 +133,7 @@ def test_reanalysers_find_what_a_local_one_would(frames, monkeypatch):
       lane, at, _ = unit.replay.sample(8)
       assert unit.hub.reanalyse(local.works(unit.replay, lane, at))
       local(other, lane, at)
-  assert set(held) == {kind}
+  assert set(held) == {kind} and set(explored) == {False}
   assert unit.replay.state_dict()["slot_policy_step"].max() == 9
   assert_same(unit.replay, other, besides={"rng"})
 
@@ -135,7 +141,8 @@ def test_reanalysers_find_what_a_local_one_would(frames, monkeypatch):
 @pytest.mark.parametrize("kind", ["refresh", "reanalyse"])
 def test_a_reanalyser_keeps_a_growing_buffer_fresh(kind):
   """Its frames follow what is being collected, also where the ring forgets."""
-  unit = Unit("replay.capacity=120", f"reanalyse.schedule={'sweep' if kind == 'reanalyse' else 'off'}", kinds=[kind])
+  schedule = "sweep" if kind == "reanalyse" else "off"
+  unit = Unit("replay.capacity=120", f"reanalyse.schedule={schedule}", "reanalyse.max_age=6", kinds=[kind])
   unit.fill(10)
   role = Role("reanalyser", 0, 0)
   with served(unit) as (client, start):
@@ -147,6 +154,7 @@ def test_a_reanalyser_keeps_a_growing_buffer_fresh(kind):
       unit.publish(step)
     unit.pacer.wait_for(lambda: unit.replay.oldest_step(kind) == 24, 20)
   assert unit.replay.oldest_step(kind) == 24 and unit.replay.heads.min() > 40
+  assert set(unit.hub._packed) == {REFRESHER if kind == "refresh" else REANALYSER}  # other weights did not travel
   state = unit.replay.state_dict()
   lane = np.repeat(np.arange(3), unit.replay.heads - state["tail"])
   at = np.concatenate([np.arange(t, h) for t, h in zip(state["tail"], unit.replay.heads, strict=True)])
@@ -167,7 +175,7 @@ def test_weights_arrive_as_they_are_or_rounded_and_are_there_until_the_end(half)
     service.serve(unit.hub, "127.0.0.1:0", TOKEN, form, clients=1) as server,
     Client(server.address, TOKEN, form) as client,
   ):
-    weights = RemoteWeights(client, (ACTOR, REANALYSER), like, here)
+    weights = RemoteWeights(client, 0, (ACTOR, REANALYSER), like, here)
     got = weights.latest(ACTOR, at_least=2).variables
     number = np.float32(jnp.bfloat16(1 / 3) if half else 1 / 3)
     np.testing.assert_array_equal(got.params["w"], np.full((2, 3), number))
@@ -194,10 +202,10 @@ def test_what_ends_the_following_is_raised_where_its_results_are_asked_for():
     Client(server.address, TOKEN, form) as client,
   ):
     with pytest.raises(Refused, match="nobody subscribes as 'evaluator'"):
-      RemoteWeights(client, ("evaluator",), like, here).latest("evaluator")
+      RemoteWeights(client, 0, ("evaluator",), like, here).latest("evaluator")
     other = like._replace(params={"w": jax.ShapeDtypeStruct((3, 2), np.float32)})
     with pytest.raises(ValueError, match="the unit's network is another"):
-      RemoteWeights(client, (ACTOR,), other, here).latest(ACTOR)
+      RemoteWeights(client, 0, (ACTOR,), other, here).latest(ACTOR)
     with pytest.raises(Refused, match="has incarnation"):
       FetchedFrames(client, 0, 7, form).gather(np.zeros(1, int), np.zeros((1, 2), int), 1)
 
@@ -214,3 +222,32 @@ def test_who_comes_when_the_run_is_over_goes_home(role):
       thread = start(remote_reanalyser.reanalyse, unit.config, Blueprint, client(), form_of(unit), who, 0)
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_who_is_busy_for_long_shows_that_it_is_there(monkeypatch):
+  """In the middle of a search, a process asks for weights."""
+  monkeypatch.setattr(presence, "SILENCE", 0.7)  # it does so every 0.2 seconds
+  for module in (remote_actor, remote_reanalyser):
+    monkeypatch.setattr(module, "Inference", lambda *_: Seer(delay=2.0))
+  unit = Unit("actor.random_steps=0", "reanalyse.schedule=sweep", kinds=["reanalyse"])
+  unit.fill(10)
+  for _ in range(6):
+    unit.pacer.add_learner_step()
+  unit.publish(6)
+
+  def there():
+    summary = unit.presence.summary()
+    return summary[names.PRESENT_ACTORS], summary[names.PRESENT_REANALYSERS]
+
+  with served(unit) as (client, start):
+    start(remote_actor.act, unit.config, Blueprint, client(), Role("actor", 0, 0), 0)
+    start(remote_reanalyser.reanalyse, unit.config, Blueprint, client(), form_of(unit), Role("reanalyser", 0, 0), 0)
+    deadline = time.monotonic() + 20
+    while len(unit.told) < 2 or there() != (1, 1):  # both have got something to do
+      assert time.monotonic() < deadline
+      time.sleep(0.01)
+    for _ in range(12):
+      time.sleep(0.1)
+      assert there() == (1, 1) and len(unit.told) == 2
+  time.sleep(0.8)
+  assert there() == (0, 0)

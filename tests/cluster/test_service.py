@@ -144,7 +144,7 @@ def test_strangers_are_refused_and_logged_once(name, token, hub, server, caplog)
 
 def test_the_token_may_not_come_twice(hub, server):
   with raw(server) as call:
-    code, _ = call("beat", wire.encode(EACH[messages.Beat], FORM), ((service.TOKEN, TOKEN),))
+    code, _ = call("join_actor", wire.encode(EACH[messages.ActorJoin], FORM), ((service.TOKEN, TOKEN),))
   assert code is grpc.StatusCode.UNAUTHENTICATED and not hub.asked
 
 
@@ -156,16 +156,16 @@ def test_what_a_stranger_sends_is_not_read(hub, server):
 
 def test_malformed_messages_are_refused_and_logged_once_per_call(hub, server, caplog):
   with raw(server) as call:
-    for name in ("append", "beat", "append", "beat"):
+    for name in ("append", "join_actor", "append", "join_actor"):
       code, text = call(name, b"not a message of ours")
       assert code is grpc.StatusCode.INVALID_ARGUMENT and text == f"{name}: not a message of this program"
-    assert call("beat", wire.encode(EACH[messages.Append], FORM)) == (
-      grpc.StatusCode.INVALID_ARGUMENT, "beat: expected Beat, got Append"
+    assert call("join_actor", wire.encode(EACH[messages.Append], FORM)) == (
+      grpc.StatusCode.INVALID_ARGUMENT, "join_actor: expected ActorJoin, got Append"
     )  # fmt: skip
     assert not hub.asked
-    assert call("beat", wire.encode(EACH[messages.Beat], FORM))[0] is grpc.StatusCode.OK
+    assert call("join_actor", wire.encode(EACH[messages.ActorJoin], FORM))[0] is grpc.StatusCode.OK
   logged = [record.getMessage() for record in caplog.records if record.name == service.__name__]
-  assert [line.split()[1] for line in logged] == ["append", "beat"]
+  assert [line.split()[1] for line in logged] == ["append", "join_actor"]
 
 
 def test_unknown_calls_are_refused(hub, server):
@@ -198,7 +198,7 @@ def test_a_hub_s_failure_is_logged_with_its_traceback(hub, server, caplog):
   with Client(server.address, TOKEN, FORM) as client:
     with pytest.raises(Refused, match=r"INTERNAL.*ZeroDivisionError"):
       client.result(EACH[messages.Result])
-    client.beat(EACH[messages.Beat])
+    client.join_actor(EACH[messages.ActorJoin])
   assert "Traceback" in caplog.text and "lambda" in caplog.text
   assert len(hub.asked) == 2
 
@@ -217,7 +217,7 @@ def test_an_answer_of_another_kind_is_an_error(hub, server):
     client.grant(EACH[messages.GrantRequest])
 
 
-@pytest.mark.parametrize("name", ["beat", "work"])
+@pytest.mark.parametrize("name", ["join_actor", "work"])
 def test_the_end_of_the_run_reaches_every_caller(name, hub, server):
   def over(_):
     raise RunOver("every learner step is taken")
@@ -228,8 +228,8 @@ def test_the_end_of_the_run_reaches_every_caller(name, hub, server):
 
 
 def test_a_message_that_does_not_fit_is_not_sent(hub, server):
-  with Client(server.address, TOKEN, FORM) as client, pytest.raises(wire.WireError, match="process"):
-    client.beat(messages.Beat(-1, 0))
+  with Client(server.address, TOKEN, FORM) as client, pytest.raises(wire.WireError, match="actor"):
+    client.join_actor(messages.ActorJoin(-1, 0))
   assert not hub.asked
 
 
@@ -338,7 +338,7 @@ def test_nobody_there_is_unreachable_after_a_while():
     Client(f"127.0.0.1:{free_port()}", TOKEN, FORM, patience=1.0) as client,
     pytest.raises(Unreachable, match=r"127.0.0.1:\d+ has not answered for 1 seconds"),
   ):
-    client.beat(EACH[messages.Beat])
+    client.join_actor(EACH[messages.ActorJoin])
   assert 1 <= time.monotonic() - begin < 5
 
 
@@ -346,7 +346,7 @@ def test_stop_ends_retries():
   with Client(f"127.0.0.1:{free_port()}", TOKEN, FORM) as client:
     threading.Timer(0.5, client.stop).start()
     with pytest.raises(Stopped):
-      client.beat(EACH[messages.Beat])
+      client.join_actor(EACH[messages.ActorJoin])
 
 
 def test_strangers_are_not_patient(server):
@@ -389,9 +389,9 @@ def test_tls_lets_in_only_who_shows_a_certificate_of_the_authority(hub, certific
     assert len(hub.asked) == 1
     for wrong in (None, foreign, foreign._replace(authority=ours.authority)):
       with Client(server.address, TOKEN, FORM, patience=0.5, tls=wrong) as client, pytest.raises(Unreachable):
-        client.beat(EACH[messages.Beat])
+        client.join_actor(EACH[messages.ActorJoin])
     with Client(server.address, bytes(32), FORM, tls=ours) as client, pytest.raises(Refused, match="UNAUTHENTICATED"):
-      client.beat(EACH[messages.Beat])
+      client.join_actor(EACH[messages.ActorJoin])
   assert len(hub.asked) == 1
 
 
@@ -466,7 +466,7 @@ def test_a_server_that_is_busy_is_waited_for(monkeypatch):
   process = start_server(port := free_port(), "busy")
   try:
     with Client(f"127.0.0.1:{port}", TOKEN, FORM, patience=0.1) as client:
-      client.beat(EACH[messages.Beat])
+      client.join_actor(EACH[messages.ActorJoin])
       begin = time.monotonic()
       client.result(EACH[messages.Result])
       assert time.monotonic() - begin > 1.5
@@ -541,7 +541,7 @@ def check(request) -> None:
 
 def test_no_noise_reaches_the_hub_or_harms_the_server(hub, server):
   originals = tuple(wire.encode(EACH[call.request], FORM) for call in CALLS.values())
-  beat = wire.encode(EACH[messages.Beat], FORM)
+  join = wire.encode(EACH[messages.ActorJoin], FORM)
   logging.getLogger(service.__name__).addHandler(logging.NullHandler())
 
   with raw(server) as call:
@@ -558,7 +558,7 @@ def test_no_noise_reaches_the_hub_or_harms_the_server(hub, server):
         assert asked == name and wire.encode(request, FORM) == data
         check(request)
       assert (len(hub.asked) > before) == (code is grpc.StatusCode.OK)
-      assert call("beat", beat)[0] is grpc.StatusCode.OK
+      assert call("join_actor", join)[0] is grpc.StatusCode.OK
       hub.asked.clear()
 
     fuzz()

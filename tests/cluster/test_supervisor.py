@@ -1,6 +1,7 @@
 """Real processes that end in every way, under a real supervisor, which is killed too."""
 
 import contextlib
+import errno
 import json
 import os
 import pty
@@ -58,8 +59,8 @@ def until(what):
     time.sleep(0.01)
 
 def save(number, _frame):  # as launch/multihost.py: a second signal has its usual effect
-  signal.signal(signal.SIGINT, signal.SIG_DFL)
-  signal.signal(signal.SIGTERM, signal.SIG_DFL)
+  for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(each, signal.SIG_DFL)
   time.sleep(0.2)
   touch(f"saved-{name}")
   sys.exit(128 + number)
@@ -68,9 +69,13 @@ def ready():
   touch(f"ready-{name}")
 """
 SLEEP = "ready(); time.sleep(100)"
-SAVE = "signal.signal(signal.SIGINT, save); signal.signal(signal.SIGTERM, save); ready(); time.sleep(100)"
+SAVE = """
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+  signal.signal(number, save)
+ready(); time.sleep(100)
+"""
 STUBBORN = """
-for number in (signal.SIGINT, signal.SIGTERM):
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
   signal.signal(number, signal.SIG_IGN)
 ready(); time.sleep(100)
 """
@@ -344,7 +349,7 @@ def test_restarts_of_all_are_bounded(run):
   assert one.restarts() == {"learner-0": 3, "actor-0": 3}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_lets_the_vital_ones_save_first(run, number):
   watch = """
 def stop(*_):
@@ -376,6 +381,46 @@ def test_ctrl_c_in_a_terminal_reaches_each_once(run):
   finally:
     os.close(ours)
     os.close(theirs)
+
+
+def test_a_terminal_that_is_closed_lets_the_vital_ones_save(run):
+  ours, theirs = pty.openpty()
+  try:
+    one = run(("learner-0", SAVE, True), ("actor-0", STUBBORN, False), stdin=theirs)
+    one.until("ready-learner-0", "ready-actor-0")
+  finally:
+    os.close(theirs)
+    os.close(ours)
+  assert "stopping (SIGHUP): waiting for learner-0 to save" in one.end(129)
+  one.until("saved-learner-0")
+
+
+def test_a_hang_up_that_is_ignored_stays_so(run):
+  """As nohup starts it."""
+  before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+  try:
+    one = run(("learner-0", STOP, True))
+  finally:
+    signal.signal(signal.SIGHUP, before)
+  one.until("ready-learner-0").process.send_signal(signal.SIGHUP)
+  time.sleep(0.3)
+  assert one.process.poll() is None
+  one.process.send_signal(signal.SIGTERM)
+  output = one.end(143)
+  assert "stopping (SIGTERM)" in output and "SIGHUP" not in output
+
+
+def test_what_can_not_be_said_stops_nothing(tmp_path):
+  said = []
+
+  def say(text):
+    said.append(text)
+    raise OSError(errno.EIO, "the terminal is gone")
+
+  children = [supervisor.Child("learner-0", ["sh", "-c", "kill -9 $$"], {}, True)]
+  watcher = supervisor.Supervisor(lambda _: children, tmp_path, say, **LIMITS, max_restarts=1)
+  assert watcher.run() == 1
+  assert len(said) == 2 and watcher.restarts == {"learner-0": 1}
 
 
 def test_a_second_signal_kills(run):

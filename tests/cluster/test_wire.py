@@ -153,11 +153,11 @@ WRONG = {
   "shorter": (segment(value=np.zeros(1, np.float32)), "segments.value: not as long as its frames"),
   "one frame's type": (segment(frame=np.zeros((2, 2, 1, 3), np.int8)), "segments.frame"),
   "flag type": (segment(first=np.zeros(2, np.uint8)), "segments.first"),
-  "int": (messages.Beat(-1, 0), "process: must be at least 0"),
-  "int too large": (messages.Beat(2**63, 0), "process"),
-  "have": (WeightsRequest("actor", -2), "have: must be at least -1"),
+  "int": (messages.ActorJoin(-1, 0), "actor: must be at least 0"),
+  "int too large": (messages.ActorJoin(2**63, 0), "actor"),
+  "have": (WeightsRequest(0, "actor", -2), "have: must be at least -1"),
   "not finite": (Grant(1, False, 0, float("nan"), False), "progress: must be finite"),
-  "surrogate": (WeightsRequest("\ud800", 0), "subscriber"),
+  "surrogate": (WeightsRequest(0, "\ud800", 0), "subscriber"),
   "letters": (result(search_value=np.zeros((2, 4), np.float32)), r"search_value: must be \[2, 3\], got \[2, 4\]"),
   "rank": (result(value=np.zeros(2, np.float32)), r"value: must be \[n, 3\], got \[2\]"),
   "actions": (result(policy=np.zeros((2, 3, 4), np.float32)), r"policy: must be \[m, k, 2\]"),
@@ -227,7 +227,7 @@ def test_truth_values_are_0_or_1():
 
 
 def test_padding_and_the_end_are_checked():
-  data = encode(WeightsRequest("actor", 0), FORM)
+  data = encode(WeightsRequest(0, "actor", 0), FORM)
   at = data.index(b"actor") + 7
   with pytest.raises(WireError, match="not padded with zeros"):
     decode(WeightsRequest, data[:at] + b"x" + data[at + 1 :], FORM)
@@ -251,7 +251,7 @@ def test_a_weight_that_comes_twice_is_an_error():
 
 def test_names_must_be_utf_8():
   with pytest.raises(WireError, match="not UTF-8"):
-    decode(WeightsRequest, patched(WeightsRequest("actor", 0), b"actor", b"\xff\xfftor"), FORM)
+    decode(WeightsRequest, patched(WeightsRequest(0, "actor", 0), b"actor", b"\xff\xfftor"), FORM)
 
 
 def test_arrays_need_not_be_contiguous():

@@ -4,7 +4,8 @@ import reference
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speedyzero_jax.replay.lanes import NEVER, OPEN, LaneStore
+from speedyzero_jax.replay.lanes import OPEN, LaneStore
+from speedyzero_jax.replay.stamps import NEVER
 
 
 def make_store(lanes, capacity):
@@ -60,6 +61,12 @@ def test_store_holds_exactly_the_newest_slots(lanes, capacity, seed, end):
     assert store.value[l, c] == store.bootstrap[l, c] == slot.value
     assert store.policy[l, c].tolist() == slot.policy
   np.testing.assert_array_equal(store.last(lane, time), [stream.find(l, t)[0].slots[-1].time for l, t in live])
+  assert store.stored_transitions == (store.action[lane, cell] >= 0).sum()
+  start = np.minimum(store.tail + 2, store.head)
+  chosen = time >= start[lane]
+  for field in (store.reward, store.frame):
+    np.testing.assert_array_equal(store.newest(field, store.tail), field[lane, cell])
+    np.testing.assert_array_equal(store.newest(field, start), field[lane[chosen], cell[chosen]])
   unused = np.arange(capacity) >= (store.head - store.tail)[:, None]
   assert (store.policy_step[unused] == NEVER).all()
 
@@ -180,6 +187,7 @@ def test_truncate_ends_the_open_episode_and_lets_a_new_one_begin():
   assert store.truncated[0, :4].tolist() == [False, False, False, True]
   assert store.reward[0, 3] == 0
   assert store.episode_end[0, :4].tolist() == [3, 3, 3, 3]
+  assert store.stored_transitions == 3
   before = snapshot(store)
   store.truncate(0)  # nothing is open any more
   for key, value in before.items():

@@ -195,6 +195,19 @@ def test_priorities_of_what_cannot_be_sampled_are_not_set():
   assert_same(replay.state_dict(), before)
 
 
+def test_priorities_of_every_size_that_settings_allow_stay_in_the_tree():
+  config = ReplayConfig(alpha=10, min_priority=1e-12, td_steps=TD)
+  replay, stream = make_replay(30, config=config), reference.Stream(LANES, 0, end_probability=0.0)
+  replay.append(stream.segment(0, 20))
+  count = replay.num_eligible
+  lane, time = np.zeros(count, int), np.arange(count)
+  error = np.logspace(-11, 8, count, dtype=np.float32)
+  replay.set_priorities(lane, time, error, 1)
+  expected = (error.astype(np.float64) + 1e-12) ** 10
+  np.testing.assert_allclose(replay.state_dict()["priority"][:count], expected, rtol=1e-6)
+  assert replay._eligible.holds(lane, time).all()
+
+
 def test_sampling_follows_priorities():
   replay, stream = make_replay(40, seed=3), reference.Stream(LANES, 0, end_probability=0.2)
   rng = np.random.default_rng(1)
@@ -280,6 +293,24 @@ def test_a_refresh_does_not_lean_on_searches_older_than_its_values():
   assert len(expected) == replay.num_eligible and (state["priority_step"][: len(expected)] == 30).all()
 
 
+@pytest.mark.parametrize("value_target", ["bootstrap", "search"])
+def test_without_reanalysis_a_refreshed_priority_is_what_training_would_find(value_target):
+  """Training takes what is stored, which no refresh changes; and the bound holds."""
+  config = ReplayConfig(alpha=1.0, min_priority=0.01, td_steps=TD, age_interval=12)
+  replay, stream = make_replay(60, config=config, schedule="off", value_target=value_target), reference.Stream(LANES, 3)
+  for lane in range(LANES):
+    replay.append(stream.segment(lane, 50, step=0))
+  lane, time = slots(stream, 60)
+  values = np.random.default_rng(0).normal(size=len(lane)).astype(np.float32)
+  replay.write_values(lane, time, values, step=30)
+  replay.refresh_priorities(lane, time, 30)
+  target = replay.make_batch(lane, time, np.ones(len(lane)), learner_step=30).targets.value[:, 0]
+  state, held = replay.state_dict(), eligible(stream, 60)
+  np.testing.assert_allclose(state["priority"][held], (np.abs(values - target) + 0.01)[held], rtol=1e-4)
+  assert held.sum() > 50 and (state["priority_step"][held] == 30).all()
+  assert replay.stats(31)["priority_age_max"] == 1
+
+
 @settings(max_examples=25)
 @given(
   seed=st.integers(0, 2**32 - 1),
@@ -308,6 +339,47 @@ def test_the_quota_bounds_the_age_of_every_value_and_priority(seed, capacity, bl
       assert replay.oldest_step("refresh") == live["slot_value_step"].min() >= step - max_age
       assert replay.stats(step)["priority_age_max"] <= max_age
   assert replay.oldest_step("reanalyse") < 60 - max_age  # the other sweep did not run
+
+
+@settings(max_examples=25)
+@given(capacity=st.integers(7, 30), seed=st.integers(0, 2**32 - 1), end=st.sampled_from([0.02, 0.2, 0.6]))
+def test_stats_and_the_oldest_steps_are_those_of_a_look_at_all_slots(capacity, seed, end):
+  """While slots are appended, evicted, searched, refreshed, trained on; after an environment is lost and a restore."""
+  rng = np.random.default_rng(seed)
+  replay, stream = make_replay(capacity), reference.Stream(LANES, seed, end)
+
+  def check(replay, step):
+    state, stats = replay.state_dict(), replay.stats(step)
+    held = state["priority"] > 0
+    assert stats["slots"] == len(held) and stats["eligible"] == held.sum()
+    assert stats["transitions"] == (state["slot_action"] >= 0).sum()
+    assert replay.oldest_step("refresh") == state["slot_value_step"].min()
+    assert replay.oldest_step("reanalyse") == state["slot_policy_step"].min()
+    for name, ages in (
+      ("priority_age", step - state["priority_step"][held]),
+      ("target_age", step - state["slot_policy_step"]),
+    ):
+      assert stats[f"{name}_mean"] == pytest.approx(ages.mean() if ages.size else 0.0)
+      assert stats[f"{name}_max"] == ages.max(initial=0)
+
+  for step in range(15):
+    play(replay, stream, rng, max(step - int(rng.integers(4)), 0), longest=7)
+    lane, time = replay.next_block("refresh", 16)
+    replay.write_values(lane, time, rng.normal(size=16), step)
+    replay.refresh_priorities(lane, time, step)
+    lane, time = replay.next_block("reanalyse", 16)
+    replay.write_search(lane, time, np.full((16, 3), 1 / 3), np.zeros(16), np.zeros(16), step)
+    if replay.num_eligible:
+      lane, time, _ = replay.sample(9)
+      replay.set_priorities(lane, time, rng.normal(size=9), step)
+    check(replay, step + 2)
+  replay.truncate(0)
+  check(replay, 20)
+  state, other = replay.state_dict(), make_replay(capacity)
+  state["priority_step"][state["priority"] == 0] = 0  # says nothing
+  other.import_slots(replay.export_slots(np.zeros(LANES)))
+  other.load_state_dict(state)
+  check(other, 20)
 
 
 def test_without_refresh_priorities_age():

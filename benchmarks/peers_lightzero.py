@@ -1,0 +1,235 @@
+"""LightZero's side of peers.py: its EfficientZero model, C++ tree, game buffer and learn step, by its own calls.
+
+Runs in an environment of its own (peers.py makes it), which knows nothing of ours.
+"""
+
+import importlib.metadata
+import time
+from typing import Any
+
+import envpool
+import gymnasium
+import numpy as np
+import torch
+from easydict import EasyDict
+from lzero.mcts.buffer.game_buffer_efficientzero import EfficientZeroGameBuffer
+from lzero.mcts.buffer.game_segment import GameSegment
+from lzero.policy.efficientzero import EfficientZeroPolicy
+from peers_work import (
+  ACTIONS,
+  EPISODE,
+  SMALL_BATCH,
+  SMALL_LANES,
+  SMALL_RANDOM,
+  SMALL_SIMULATIONS,
+  SMALL_STEPS_EACH,
+  STACK,
+  TD_STEPS,
+  UNROLL,
+  Piece,
+  Work,
+  episodes,
+  resident,
+  serve,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ALL = np.ones(ACTIONS, np.int8)  # every action is legal
+LARGE = {
+  "observation_shape": (3 * STACK, 96, 96), "image_channel": 3, "action_space_size": ACTIONS, "downsample": True,
+  "frame_stack_num": STACK, "num_res_blocks": 1, "num_channels": 64, "reward_head_channels": 16,
+  "value_head_channels": 16, "policy_head_channels": 16, "lstm_hidden_size": 512, "support_scale": 300,
+  "reward_support_size": 601, "value_support_size": 601, "proj_hid": 1024, "proj_out": 1024, "pred_hid": 512,
+  "pred_out": 1024, "self_supervised_learning_loss": True, "discrete_action_encoding_type": "not_one_hot",
+}  # fmt: skip
+SMALL = LARGE | {  # of configs/atari_small.yaml, but 64x64 frames, the smallest it takes; Breakout has 4 actions
+  "observation_shape": (STACK, 64, 64), "image_channel": 1, "action_space_size": 4, "num_channels": 32,
+  "reward_head_channels": 8, "value_head_channels": 8, "policy_head_channels": 8, "lstm_hidden_size": 128,
+  "support_scale": 50, "reward_support_size": 101, "value_support_size": 101, "proj_hid": 256,
+  "proj_out": 256, "pred_hid": 128, "pred_out": 256, "discrete_action_encoding_type": "one_hot",
+}  # fmt: skip
+
+
+def configuration(model: dict[str, Any], **changes: Any) -> EasyDict:
+  """EfficientZero's defaults of LightZero with EfficientZero's sizes, augmentation and priorities."""
+  cfg = EasyDict(EfficientZeroPolicy.default_config())
+  cfg.update(EfficientZeroGameBuffer.default_config())
+  cfg.model.update(model)
+  cfg.update({
+    "cuda": DEVICE == "cuda", "device": DEVICE, "game_segment_length": EPISODE, "use_augmentation": True,
+    "use_priority": True, "num_unroll_steps": UNROLL, "td_steps": TD_STEPS, **changes,
+  })  # fmt: skip
+  return cfg
+
+
+def make_policy(cfg: EasyDict) -> EfficientZeroPolicy:
+  """With a fresh network."""
+  return EfficientZeroPolicy(cfg, enable_field=["learn", "collect"])
+
+
+def observations(count: int) -> torch.Tensor:
+  """[B, S*C, H, W] float32 in [0, 1], as LightZero's environments give them."""
+  return torch.rand(count, *LARGE["observation_shape"], device=DEVICE)
+
+
+def search(roots: int, simulations: int) -> tuple[Work, dict[str, Any]]:
+  """From observations to visits and values, by the call that collects."""
+  policy = make_policy(configuration(LARGE, num_simulations=simulations))
+  there, masks, players = observations(roots), [ALL] * roots, [-1] * roots
+  return lambda: policy._forward_collect(there, masks, to_play=players) and None, {}
+
+
+def value(states: int) -> tuple[Work, dict[str, Any]]:
+  """h and f."""
+  model = make_policy(configuration(LARGE))._collect_model.eval()
+  there = observations(states)
+
+  def work() -> None:
+    with torch.no_grad():
+      model.initial_inference(there).value.cpu()
+
+  return work, {}
+
+
+def filled(cfg: EasyDict, transitions: int) -> EfficientZeroGameBuffer:
+  """A game buffer that holds `episodes`, one segment each."""
+  buffer = EfficientZeroGameBuffer(cfg)
+  space = gymnasium.spaces.Discrete(ACTIONS)
+  for episode in episodes(transitions):
+    frames = np.moveaxis(episode.frames, -1, 1).astype(np.float32) / 255
+    segment = GameSegment(space, game_segment_length=EPISODE, config=cfg)
+    segment.reset([frames[0]] * STACK)
+    for t in range(EPISODE):
+      segment.append(episode.action[t], frames[t + 1], episode.reward[t], ALL, -1)
+      segment.store_search_stats((episode.policy[t] * 1000).tolist(), episode.value[t])
+    push(buffer, segment, episode.priority)
+  return buffer
+
+
+def push(buffer: EfficientZeroGameBuffer, segment: GameSegment, priority: np.ndarray | None) -> None:
+  """Adds a whole episode."""
+  segment.game_segment_to_array()
+  meta = {"done": True, "unroll_plus_td_steps": UNROLL + TD_STEPS, "priorities": priority}
+  buffer.push_game_segments(([segment], [meta]))
+
+
+def draw(batch: int, transitions: int) -> tuple[Work, dict[str, Any]]:
+  """A batch with its observations and the policies stored; without reanalysis and without bootstrap values."""
+  before = resident()
+  buffer = filled(configuration(LARGE, reanalyze_ratio=0, batch_size=batch), transitions)
+  held = buffer.get_num_of_transitions()
+  size = sum(array.nbytes for s in buffer.game_segment_buffer for array in vars(s).values() if hasattr(array, "nbytes"))
+
+  def work() -> None:
+    _, _, policies, _ = buffer._make_batch(batch, 0)
+    buffer._compute_target_policy_non_reanalyzed(policies, ACTIONS)
+
+  return work, {
+    "transitions": held, "bytes_per_transition": size / held,
+    "resident_bytes_per_transition": (resident() - before) / held,
+  }  # fmt: skip
+
+
+def fresh(batch: int, simulations: int, transitions: int) -> tuple[Work, dict[str, Any]]:
+  """A batch of which every policy is searched and every bootstrap value evaluated."""
+  cfg = configuration(LARGE, reanalyze_ratio=1, batch_size=batch, num_simulations=simulations)
+  buffer, policy = filled(cfg, transitions), make_policy(cfg)
+  return lambda: buffer.sample(batch, policy) and None, {}
+
+
+def train(batch: int) -> tuple[Work, dict[str, Any]]:
+  """A learn step on a batch in host memory."""
+  cfg = configuration(LARGE, reanalyze_ratio=0, batch_size=batch)
+  policy = make_policy(cfg)
+  data = filled(cfg, 2 * max(batch, EPISODE)).sample(batch, policy)
+  return lambda: policy._forward_learn(data) and None, {}
+
+
+class Play:
+  """LightZero's collecting on envpool's Breakout, all lanes together, as its collector does it with its own games."""
+
+  def __init__(self, cfg: EasyDict, policy: EfficientZeroPolicy, buffer: EfficientZeroGameBuffer):
+    self._cfg, self._policy, self._buffer = cfg, policy, buffer
+    self._env = envpool.make_gymnasium(
+      "Breakout-v5", num_envs=SMALL_LANES, img_height=64, img_width=64, stack_num=1, episodic_life=True,
+      use_fire_reset=False, max_episode_steps=3000, reward_clip=True, seed=0,
+    )  # fmt: skip
+    self._actions = cfg.model.action_space_size
+    self._mask = np.ones(self._actions, np.int8)
+    self._frames = self._scaled(self._env.reset()[0])
+    self._segments = [self._new(lane) for lane in range(SMALL_LANES)]
+
+  @staticmethod
+  def _scaled(frames: np.ndarray) -> np.ndarray:
+    return frames.astype(np.float32) / 255
+
+  def _new(self, lane: int) -> GameSegment:
+    space = gymnasium.spaces.Discrete(self._actions)
+    segment = GameSegment(space, game_segment_length=EPISODE, config=self._cfg)
+    segment.reset([self._frames[lane]] * STACK)
+    return segment
+
+  def step(self, random: bool) -> None:
+    """One action in every lane."""
+    if random:
+      action = np.random.randint(self._actions, size=SMALL_LANES)
+      visits, values = np.ones((SMALL_LANES, self._actions)).tolist(), np.zeros(SMALL_LANES)
+    else:
+      stacked = torch.from_numpy(np.stack([np.concatenate(segment.get_obs()) for segment in self._segments]))
+      masks, players = [self._mask] * SMALL_LANES, [-1] * SMALL_LANES
+      said = self._policy._forward_collect(stacked.to(DEVICE), masks, to_play=players)
+      action = np.array([said[lane]["action"] for lane in range(SMALL_LANES)])
+      visits = [said[lane]["visit_count_distributions"] for lane in range(SMALL_LANES)]
+      values = [said[lane]["searched_value"] for lane in range(SMALL_LANES)]
+    frames, reward, terminated, truncated, _ = self._env.step(action.astype(np.int32))
+    self._frames = self._scaled(frames)
+    for lane, segment in enumerate(self._segments):
+      segment.store_search_stats(visits[lane], values[lane])
+      segment.append(action[lane], self._frames[lane], reward[lane], self._mask, -1)
+      if terminated[lane] or truncated[lane] or len(segment.action_segment) == EPISODE:
+        push(self._buffer, segment, None)
+        self._segments[lane] = self._new(lane)
+
+
+def small_run(steps: int) -> tuple[Work, dict[str, Any]]:
+  """Collecting, reanalysing all of each batch and learning in turn, small network; the rate over the later half."""
+  cfg = configuration(
+    SMALL, reanalyze_ratio=1, batch_size=SMALL_BATCH, num_simulations=SMALL_SIMULATIONS,
+    replay_buffer_size=SMALL_RANDOM, gray_scale=True,
+  )  # fmt: skip
+  policy, buffer = make_policy(cfg), EfficientZeroGameBuffer(cfg)
+  play = Play(cfg, policy, buffer)
+
+  def learn() -> None:
+    data = buffer.sample(SMALL_BATCH, policy)
+    said = policy._forward_learn(data)
+    buffer.update_priority(data, said["value_priority_orig"].detach().cpu().numpy())
+
+  def work() -> dict[str, Any]:
+    while buffer.get_num_of_transitions() < SMALL_RANDOM:
+      play.step(random=True)
+    collected = 0
+    for step in range(steps):
+      if step == steps // 2:
+        begin = time.perf_counter()
+      while collected < SMALL_STEPS_EACH * (step + 1):
+        play.step(random=False)
+        collected += SMALL_LANES
+      buffer.remove_oldest_data_to_fit()
+      learn()
+    return {"samples_per_second": SMALL_BATCH * (steps - steps // 2) / (time.perf_counter() - begin)}
+
+  return work, {}
+
+
+def versions() -> tuple[Work, dict[str, Any]]:
+  """No work but facts."""
+  names = ("LightZero", "DI-engine", "torch", "numpy")
+  return lambda: None, {"versions": {name: importlib.metadata.version(name) for name in names}, "device": DEVICE}
+
+
+PIECES: dict[str, Piece] = {piece.__name__: piece for piece in (search, value, train, draw, fresh, small_run, versions)}
+
+if __name__ == "__main__":
+  torch.manual_seed(0)
+  serve(PIECES)

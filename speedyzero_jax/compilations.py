@@ -1,0 +1,67 @@
+"""What jax compiles while a run goes on, and when it has compiled all that it needs."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+_CALM = 5  # learner steps without a compilation after which none is expected
+
+
+class Compilations:
+  """Counts what jax compiles in any thread, by the names of functions. A context manager: inside it, it listens.
+
+  What the persistent cache has counts too: a program is made ready once for each shape of its arguments.
+  """
+
+  def __init__(self) -> None:
+    self.names: list[str] = []  # of what was compiled so far
+    self._seconds: dict[str, float] = {}
+    self._lock = threading.Lock()
+
+  def __enter__(self) -> "Compilations":
+    jax.monitoring.register_event_duration_secs_listener(self._heard)
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    jax.monitoring.unregister_event_duration_listener(self._heard)
+
+  def _heard(self, event: str, duration_secs: float, **details: Any) -> None:
+    if not event.startswith("/jax/core/compile/"):
+      return
+    name = str(details.get("fun_name", "?")).removeprefix("jit(").removesuffix(")")
+    with self._lock:
+      self._seconds[name] = self._seconds.get(name, 0.0) + duration_secs
+      if event.endswith("backend_compile_duration"):
+        self.names.append(name)
+
+  def seconds(self, name: str) -> float:
+    """Spent so far on all compilations of a function: on tracing, on lowering, and in XLA or the cache."""
+    with self._lock:
+      return self._seconds.get(name, 0.0)
+
+
+class WarmUp:
+  """The beginning of a run, until its steps are like those that follow.
+
+  Args:
+    compilations: listening.
+    worked: whether everything that works only now and then has done so.
+  """
+
+  def __init__(self, compilations: Compilations, worked: Callable[[], bool] = lambda: True):
+    self._compilations, self._worked = compilations, worked
+    self._before, self._calm = -1, 0
+
+  def step(self) -> None:
+    """To be called after each learner step."""
+    now = len(self._compilations.names)
+    if not self.over:
+      self._calm = self._calm + 1 if now == self._before and self._worked() else 0
+    self._before = now
+
+  @property
+  def over(self) -> bool:
+    """Whether nothing was compiled for some steps, and everything has worked."""
+    return self._calm >= _CALM

@@ -1,0 +1,182 @@
+"""What a run will take of this machine's memory and time: told at its start, compared at its end with what it took."""
+
+import math
+import time
+from collections.abc import Callable
+
+import jax
+
+from speedyzero_jax import memory
+from speedyzero_jax.compilations import WarmUp
+from speedyzero_jax.config import Config
+from speedyzero_jax.parts import Game, game_of, replay_bytes, replay_capacity
+from speedyzero_jax.training import Training
+
+_PROGRAMS = 1.2e9  # bytes of host memory for libraries and compiled programs, as seen on CPUs with small networks
+_COPIES = 3  # of the network, for those who act, reanalyse and refresh with weights of other steps
+_APART = ("evaluate", "profile")  # parts in which nothing else goes on
+# Learner steps over which the time is measured, and seconds: this many of both, or fewer steps if they take long.
+_STEPS, _SECONDS, _FEW_STEPS, _LONG = 20, 5.0, 5, 60.0
+
+
+def batch_bytes(config: Config, game: Game) -> int:
+  """Of a `LearnerBatch`."""
+  learner, stack = config.learner, config.env.frame_stack
+  frames = (stack + learner.unroll_steps) * math.prod(game.frame_shape) * game.frame_dtype.itemsize
+  numbers = (learner.unroll_steps + 1) * (game.num_actions + 3) + 4 * learner.unroll_steps + 1
+  return learner.batch_size * (frames + 4 * numbers)
+
+
+def sweep_growth(config: Config, block: int, collected: int) -> float:
+  """How much more whole-buffer passes cost from now to the run's end, on average, than they do now.
+
+  Args:
+    config: of the run, or the unit.
+    block: states in one call; a pass may compute as many more than there are.
+    collected: agent steps so far.
+  """
+  end = config.run.env_steps
+  if collected >= end:
+    return 1.0
+  full = min(replay_capacity(config) * config.actor.lanes, end)
+  now = min(collected, full)
+  filling = max(full - collected, 0) / (end - collected)  # share of the time in which the buffer still grows
+  mean = filling * (now + full) / 2 + (1 - filling) * full
+  return (mean + block) / (now + block)
+
+
+class Forecast:
+  """Estimates a run's needs, and says at its end how right it was.
+
+  To be made before anything is built.
+
+  Args:
+    config: of the run, or of the unit.
+    report: takes lines.
+    clock: seconds, from any origin.
+  """
+
+  def __init__(self, config: Config, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic):
+    self._config, self._report, self._clock = config, report, clock
+    self._began = clock()
+    self._resident, self._room = memory.resident() or 0, memory.available()
+    self._host = self._device = self._seconds = 0.0  # estimates; 0: none
+    self._since: tuple[int, float, dict[str, float]] | None = None  # learner step, time and parts where measuring began
+    self._training: Training | None = None
+
+  def watch(self, training: Training, warm_up: WarmUp) -> None:
+    """Estimates for this run, and goes on doing so; to be called before it begins to work."""
+    self._training, self._warm_up = training, warm_up
+    training.on_compiled = lambda: self._compiled(training)
+    training.after_step.append(lambda: self._stepped(training))
+    self._estimate_memory(training)
+    self._report(
+      f"this configuration on this machine: {self._memory()}, without the training step; how long it takes is told "
+      "after some learner steps"
+    )
+    self._warn()
+
+  def _estimate_memory(self, training: Training) -> None:
+    config, devices = self._config, training.learner.mesh.local_devices
+    variables, optimizer, _ = (
+      sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(part)) for part in training.learner.abstract()
+    )
+    batches = (config.learner.prefetch + 2 if config.run.mode == "async" else 1) * batch_bytes(config, game_of(config))
+    self._device = (1 + _COPIES) * variables + optimizer + batches / len(devices) + training.replay.bytes_on_devices
+    self._device += training.step_bytes or 0
+    self._host = self._resident + _PROGRAMS + replay_bytes(config) + self._checkpoint()
+    if _devices_are_host():
+      self._host += self._device * len(devices)
+
+  def _checkpoint(self) -> float:
+    """Bytes of the frames that a checkpoint copies."""
+    return replay_bytes(self._config) * min(self._config.run.checkpoint_interval / self._config.learner.steps, 1.0)
+
+  def _memory(self) -> str:
+    room = "" if self._room is None else f" of {memory.size(self._resident + self._room)}"
+    host = f"about {memory.size(self._host)}{room} host memory"
+    limit = memory.of_devices(jax.local_devices(), "bytes_limit")
+    if _devices_are_host() or limit is None:
+      return host
+    return f"{host}, {memory.size(self._device)} of {memory.size(limit)} on each device"
+
+  def _warn(self) -> None:
+    if self._room is not None and self._host - self._resident > self._room:
+      self._report(
+        "warning: that is more host memory than there is; replay.capacity bounds the replay, learner.prefetch and "
+        "learner.batch_size the batches"
+      )
+    limit = memory.of_devices(jax.local_devices(), "bytes_limit")
+    if limit is not None and self._device > limit:
+      self._report(
+        "warning: that is more than a device has; replay.frames=host keeps the frames off it, learner.batch_size makes "
+        "batches and the training step smaller"
+      )
+
+  def _compiled(self, training: Training) -> None:
+    if training.step_bytes:
+      self._estimate_memory(training)
+      self._report(f"with the training step, {memory.size(training.step_bytes)} on each device: {self._memory()}")
+      self._warn()
+
+  def _stepped(self, training: Training) -> None:
+    if self._seconds:
+      return
+    step, now, parts = training.pacer.learner_steps, self._clock(), training.times.totals()
+    if self._since is None:
+      if self._warm_up.over:
+        self._since = step, now, parts
+      return
+    spent = {name: total - self._since[2].get(name, 0.0) for name, total in parts.items()}
+    apart = math.fsum(spent.pop(name, 0.0) for name in _APART)
+    steps, seconds = step - self._since[0], now - self._since[1] - apart
+    if not (steps >= _STEPS and seconds >= _SECONDS) and not (steps >= _FEW_STEPS and seconds >= _LONG):
+      return
+    each = seconds / steps * self._growth(training, spent)
+    left = each * (self._config.learner.steps - step)
+    self._seconds = now - self._began + left
+    self._host = max(self._will_hold(training), memory.resident(peak=True) or 0)
+    self._report(
+      f"this will take about {_duration(self._seconds)}, {_duration(left)} of them from now, evaluations not counted: "
+      f"{each:.3g} s a learner step on average, {seconds / steps:.3g} s now; {self._memory()}"
+    )
+
+  def _growth(self, training: Training, spent: dict[str, float]) -> float:
+    """How much longer a step will take on average than now, by what sweeps take of all work."""
+    work = math.fsum(seconds for name, seconds in spent.items() if name != "wait")
+    growth = 1.0
+    for sweeper in training.sweepers if work and training.part.reanalyses else ():
+      name, part = (
+        ("refresh", self._config.refresh) if sweeper.kind == "refresh" else ("search", self._config.reanalyse)
+      )
+      more = sweep_growth(self._config, part.block, training.pacer.env_steps) - 1
+      growth += spent.get(name, 0.0) / work * more
+    return growth
+
+  def _will_hold(self, training: Training) -> float:
+    """Host memory when the replay is full, from what is held now."""
+    held = training.replay.stats(training.pacer.learner_steps)["bytes"]
+    return (memory.resident() or 0) + max(replay_bytes(self._config) - held, 0) + self._checkpoint()
+
+  def ended(self) -> None:
+    """Says what the run took, beside what was estimated."""
+    took = [f"took {_duration(self._clock() - self._began)}{_estimated(self._seconds, _duration)}"]
+    host = memory.resident(peak=True)
+    if host is not None:
+      took.append(f"at most {memory.size(host)} of host memory{_estimated(self._host, memory.size)}")
+    device = memory.of_devices(jax.local_devices(), "peak_bytes_in_use")
+    if device is not None:
+      took.append(f"{memory.size(device)} of a device's{_estimated(self._device, memory.size)}")
+    self._report(", ".join(took))
+
+
+def _estimated(value: float, words: Callable[[float], str]) -> str:
+  return f" ({words(value)} estimated)" if value else ""
+
+
+def _devices_are_host() -> bool:
+  return jax.default_backend() == "cpu"
+
+
+def _duration(seconds: float) -> str:
+  return f"{seconds:.0f} seconds" if seconds < 100 else f"{seconds / 60:.1f} minutes"

@@ -1,0 +1,74 @@
+"""Real processes meet: learners share their devices, the others have their own and may die and come back."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+MEMBER = """
+import os, sys
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from speedyzero_jax.cluster.rendezvous import Place, Rendezvous
+address, number = sys.argv[1], int(sys.argv[2])
+rendezvous = Rendezvous(Place(address, 3, number))
+rendezvous.share_devices(2)
+print("devices", len(jax.devices()), len(jax.local_devices()), flush=True)
+if number < 2:
+  mesh = Mesh(rendezvous.devices(range(2)), "d")
+  add = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "d"), mesh=mesh, in_specs=P("d"), out_specs=P()))
+  mine = jax.make_array_from_process_local_data(NamedSharding(mesh, P("d")), np.array([1.0, 2.0]) + 2 * number)
+  for turn in range(2):
+    rendezvous.lookup(f"turn/{turn}", 60)
+    print("sum", float(np.asarray(add(mine).addressable_shards[0].data)[0]), flush=True)
+else:
+  print("alone", float(jax.numpy.ones(2).sum()), rendezvous.count("came"), flush=True)
+  rendezvous.publish(f"turn/{rendezvous.count('turn')}", "")
+  sys.stdin.read()
+rendezvous.leave()
+os._exit(0)
+"""
+
+
+def start(address, number):
+  environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+  command = [sys.executable, "-c", MEMBER, address, str(number)]
+  pipe = subprocess.PIPE
+  return subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True)
+
+
+def said(process, word):
+  """What it says next that begins with this word (other libraries talk on standard output too)."""
+  for line in process.stdout:
+    if line.startswith(word + " "):
+      return [float(x) for x in line.split()[1:]]
+  raise AssertionError(f"ended with {process.wait()} before saying '{word}'")
+
+
+def test_learners_share_devices_and_another_dies_and_comes_back():
+  with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{probe.getsockname()[1]}"
+  members = [start(address, number) for number in range(3)]
+  try:
+    helper = members[2]
+    assert said(helper, "devices") == [2, 2]
+    assert said(helper, "alone") == [2, 0]
+    for learner in members[:2]:
+      assert said(learner, "devices") == [4, 2]
+      assert said(learner, "sum") == [10]
+    helper.send_signal(signal.SIGKILL)
+    helper.wait()
+    members.append(start(address, 2))
+    assert said(members[3], "alone") == [2, 1]
+    for learner in members[:2]:
+      assert said(learner, "sum") == [10]
+    members[3].stdin.close()
+    assert [process.wait(60) for process in (members[0], members[1], members[3])] == [0, 0, 0]
+  finally:
+    for process in members:
+      process.kill()
+      process.wait()

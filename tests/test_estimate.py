@@ -1,0 +1,132 @@
+"""What a run will need is computed right, said at the right moment, and compared with what happened."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tiny
+
+from speedyzero_jax import config_io, estimate, memory, parts
+from speedyzero_jax.compilations import Compilations, WarmUp
+from speedyzero_jax.estimate import Forecast
+
+
+@pytest.fixture(autouse=True)
+def shared(monkeypatch):
+  tiny.share_compiled(monkeypatch)
+
+
+@pytest.mark.parametrize("capacity", [0, 3000])
+@pytest.mark.parametrize("collected", [500, 4000, 9999, 10000])
+def test_growth_is_the_mean_over_what_is_to_come(capacity, collected):
+  config = config_io.load(["quickstart"], ["run.env_steps=10000", f"replay.capacity={capacity}", "actor.lanes=4"])
+  stored = np.minimum(np.arange(collected, 10_000) + 0.5, capacity or np.inf)
+  now = min(collected, capacity or collected)
+  expected = (stored.mean() + 64) / (now + 64) if len(stored) else 1.0
+  assert estimate.sweep_growth(config, 64, collected) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("schedule", ["sweep", "batch"])
+def test_a_batch_has_the_bytes_that_are_said_and_moved(tmp_path, schedule):
+  """Frames on the host move with each batch and each search; frames on devices cost a number each."""
+  moved = {}
+  for where in ("host", "device"):
+    config = tiny.config(f"reanalyse.schedule={schedule}", f"replay.frames={where}")
+    with tiny.training(config, tmp_path / where) as training:
+      while not training.replay.num_eligible:
+        training.collect()
+      fed = training.draw(0)
+      moved[where] = fed.host_bytes
+      drawn = sum(x.nbytes for x in fed.batch)
+      assert drawn == estimate.batch_bytes(config, parts.game_of(config))
+      before = training.host_bytes
+      training.draw(1)
+      moved[where, "all"] = training.host_bytes - before
+  frames = 8 * 4  # of a batch: S + K for each sample
+  assert moved["host"] == drawn and moved["device"] == drawn - 200 * frames + 4 * frames
+  searched = 2 * frames if schedule == "batch" else 0  # K+1 states to search, and as many to bootstrap from
+  assert moved["host", "all"] == moved["host"] + 200 * searched
+  assert moved["device", "all"] == moved["device"] + 4 * searched
+
+
+class Machine:
+  """A clock that only the test moves, and memory that only the test takes."""
+
+  def __init__(self, monkeypatch, room=10**12):
+    self.now, self.resident, self.peak = 0.0, 10**9, 2 * 10**9
+    monkeypatch.setattr(memory, "available", lambda: room)
+    monkeypatch.setattr(memory, "resident", lambda peak=False: self.peak if peak else self.resident)
+
+  def __call__(self):
+    return self.now
+
+
+def spend(training, **seconds):
+  """Lets the parts have taken so much time."""
+  totals = {name: training.times.totals().get(name, 0.0) + s for name, s in seconds.items()}
+  training.times.totals = lambda: totals
+
+
+def test_a_forecast_from_the_first_line_to_the_last(tmp_path, monkeypatch):
+  machine, said = Machine(monkeypatch), []
+  config = tiny.config("learner.steps=1020", "run.env_steps=20000", "replay.capacity=0", "actor.random_steps=10000",
+                       "learner.tail_steps=0", "refresh.enabled=false", "run.checkpoint_interval=102")  # fmt: skip
+  forecast = Forecast(config, said.append, machine)
+  replay = parts.replay_bytes(config)
+  with Compilations() as compilations, tiny.training(config, tmp_path) as training:
+    warm_up = WarmUp(compilations)
+    forecast.watch(training, warm_up)
+    (line,) = said
+    assert line.startswith("this configuration on this machine: about 2.2 GB of 1001.0 GB host memory")  # and programs
+    pacer = training.pacer = SimpleNamespace(learner_steps=0, env_steps=10_000)
+
+    def step():
+      pacer.learner_steps += 1
+      machine.now += 1
+      for call in training.after_step:
+        call()
+
+    machine.now = 100.0
+    step()  # not warm yet
+    warm_up._calm = 10**6
+    spend(training, search=0.0, train=0.0, wait=0.0, evaluate=0.0)
+    step()  # from here on it measures
+    spend(training, search=10.0, train=10.0, wait=30.0, evaluate=4.0)  # half of the work is the sweep's
+    for _ in range(19):
+      step()
+    assert len(said) == 1
+    machine.now += 4  # the evaluation
+    step()
+  # One second a step; sweeps will cost 1.5 times as much on average, the buffer growing from 10,000 to 20,000 states.
+  assert "this will take about 22.9 minutes, 20.8 minutes of them from now" in said[1]
+  assert "1.25 s a learner step on average, 1 s now" in said[1]
+  assert "about 2.0 GB of" in said[1] and replay < 10**8  # more than is held with the replay full
+  machine.now, machine.peak = 1300.0, 3 * 10**9
+  forecast.ended()
+  assert said[2:] == ["took 21.7 minutes (22.9 minutes estimated), at most 3.0 GB of host memory (2.0 GB estimated)"]
+
+
+@pytest.mark.parametrize(("room", "warned"), [(10**8, True), (10**12, False)])
+def test_too_little_memory_is_said_with_the_keys_to_change(tmp_path, monkeypatch, room, warned):
+  said = []
+  forecast = Forecast(tiny.config(), said.append, Machine(monkeypatch, room))
+  with tiny.training(tiny.config(), tmp_path) as training:
+    forecast.watch(training, WarmUp(Compilations()))
+  assert any("warning" in line and "replay.capacity" in line for line in said) == warned
+
+
+def test_a_device_with_too_little_memory_is_said(tmp_path, monkeypatch):
+  """As a GPU would say it: 1 MB of memory, and a training step that needs 5 MB."""
+  said: list[str] = []
+  monkeypatch.setattr(memory, "of_devices", lambda devices, what: {"bytes_limit": 10**6}.get(what, 3 * 10**6))
+  monkeypatch.setattr(estimate, "_devices_are_host", lambda: False)
+  forecast = Forecast(tiny.config(), said.append, Machine(monkeypatch))
+  with tiny.training(tiny.config(), tmp_path) as training:
+    forecast.watch(training, WarmUp(Compilations()))
+    assert len(said) == 1 and " of 1.0 MB on each device" in said[0]
+    training.step_bytes = 5 * 10**6
+    training.on_compiled()
+  assert said[1].startswith("with the training step, 5.0 MB on each device: ") and "5." in said[1]
+  assert said[2].startswith("warning") and "replay.frames=host" in said[2] and "learner.batch_size" in said[2]
+  forecast.ended()
+  assert "3.0 MB of a device's (5." in said[3]
