@@ -176,7 +176,7 @@ def newest(folder):
 
 
 def wait_for_checkpoint(folder, process, step):
-  deadline = time.monotonic() + 120
+  deadline = time.monotonic() + 400  # the first comes after a compilation, which takes minutes on a busy machine
   while newest(folder) < step:
     assert time.monotonic() < deadline, "no checkpoint is written"
     if process.poll() is not None:
@@ -201,7 +201,7 @@ def disturb(folder, log, signals, seed):
       break  # it was faster: the rest finds it finished
     number = {"TERM": signal.SIGTERM, "INT": signal.SIGINT}.get(name, signal.SIGKILL)
     process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == {"TERM": 143, "INT": 130}.get(name, -signal.SIGKILL), errors
     output = log.read_text()
     assert (f"resuming at learner step {before}," in output) == (before >= 0)
@@ -210,12 +210,12 @@ def disturb(folder, log, signals, seed):
       assert int(saved) == newest(folder) > before and errors == ""
     got.append(name)
     process = start("--resume", folder, log=log)
-  _, errors = process.communicate(timeout=120)
+  _, errors = process.communicate(timeout=400)
   assert process.returncode == 0, errors
   return got
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_signals_and_kills_at_any_moment_change_nothing(started, tmp_path):
   """Runs stopped by SIGTERM and Ctrl-C and killed again and again end as the one that was left alone."""
   plans = [["TERM", "KILL", "INT", "KILL"], ["early", "KILL", "KILL", "KILL"]]
