@@ -5,7 +5,7 @@ states in them. Knows nothing of replay, environments or processes.
 """
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 from typing import Any
 
 import jax
@@ -50,6 +50,7 @@ class Inference:
     self._blueprint = blueprint
     self._stack = config.env.frame_stack
     self.devices = 1 if mesh is None else mesh.size
+    self._axis = None if mesh is None else mesh.axis_names[0]
     self._search: SearchFn = make_search(
       config.search,
       num_actions=blueprint.num_actions,
@@ -64,7 +65,7 @@ class Inference:
       self.search = jax.jit(self._search_windows, static_argnames="explore")
       self.value = jax.jit(self._value_windows)
     else:
-      self.search = _Shared(partial(self._search_part, mesh), mesh, 2)
+      self.search = _Shared(self._search_part, mesh, 2)
       self.value = _Shared(self._value_windows, mesh, 0)
 
   def _roots(self, variables: Variables, frames: jax.Array) -> Root:
@@ -85,9 +86,9 @@ class Inference:
     states = length - self._stack + 1
     return jax.tree.map(lambda x: x.reshape(batch, states, *x.shape[1:]), result)
 
-  def _search_part(self, mesh: Mesh, variables, frames, key, temperature, *, explore: bool) -> SearchResult:
+  def _search_part(self, variables, frames, key, temperature, *, explore: bool) -> SearchResult:
     """A device's part of `search`, with randomness of its own."""
-    key = jax.random.fold_in(key, jax.lax.axis_index(mesh.axis_names[0]))
+    key = jax.random.fold_in(key, jax.lax.axis_index(self._axis))
     return self._search_windows(variables, frames, key, temperature, explore=explore)
 
   def _value_windows(self, variables: Variables, frames: jax.Array) -> jax.Array:
@@ -99,13 +100,13 @@ class _Shared:
   """`function(variables, frames, *rest)` of frames [B, ...], computed by each device of a mesh for its part of B."""
 
   def __init__(self, function: Callable, mesh: Mesh, rest: int):
-    self._devices = mesh.size
+    self.__name__, self._devices = function.__name__, mesh.size
     parts, whole = PartitionSpec(mesh.axis_names[0]), PartitionSpec()
     self._specs, self._sharding = (whole, parts, *[whole] * rest), NamedSharding(mesh, parts)
 
     @lru_cache
     def compiled(**static: Any) -> Any:
-      of_parts = partial(function, **static)
+      of_parts = wraps(function)(partial(function, **static))  # with its name, by which compilations are known
       return jax.jit(jax.shard_map(of_parts, mesh=mesh, in_specs=self._specs, out_specs=parts, check_vma=False))
 
     self._compiled = compiled

@@ -306,7 +306,7 @@ class Profiler:
       lowered = function.lower(*args, **kwargs)
       if kind == "search":
         variables, frames, *_ = args
-        roots = _states(frames, training.config.env.frame_stack)
+        roots = -(-_states(frames, training.config.env.frame_stack) // training.inference.devices)  # of one device
         cost = search_cost(lowered, training.config, training.learner.blueprint, variables, roots)
       else:
         cost = costs.cost_of(lowered)
@@ -316,7 +316,7 @@ class Profiler:
 def search_cost(
   lowered: jax.stages.Lowered, config: Config, blueprint: Blueprint, variables: Variables, roots: int
 ) -> Cost:
-  """The cost of `Inference.search` of so many roots.
+  """The cost of `Inference.search` on a device that has so many roots.
 
   XLA counts the body of its loop once, so to its count are added simulations - 1 times those of a recurrent inference.
   """

@@ -72,6 +72,13 @@ def test_a_lockstep_run_stays_what_it_was(tmp_path):
   assert all(name in text for name in ("train step, batch 8", "refresh", "host", "profile.json"))
 
 
+def test_functions_that_devices_share_are_counted_for_one_of_them(tmp_path):
+  run(tmp_path, "learner.devices=2")
+  functions = {row["name"]: row for row in read(tmp_path)["functions"]}
+  assert set(functions) == {"train step, batch 8", "search, 3 roots", "search, 32 roots", "values, 32 states"}
+  assert all(row["seconds"] > 0 and row["flops"] > 0 for row in functions.values())
+
+
 def test_a_run_too_short_to_get_warm_says_so(tmp_path):
   said: list[str] = []
   assert not run(tmp_path, "learner.steps=4", said=said)[1]
