@@ -25,13 +25,14 @@ def run_all(
   name: Callable[[Hashable], str],
   *,
   presets: Sequence[str] = ("quickstart",),
+  environment: Mapping[str, str] | None = None,
   parallel: bool = True,
   worst: float | None = -1.0,
 ) -> dict:
   """Runs each one's settings on the presets and returns, by key, what became of it.
 
-  A whole run of launch/multihost.py in its own process, whose output goes to a .log file beside its folder. One that
-  ended is not repeated, one that was interrupted goes on.
+  A whole run of launch/multihost.py, in its own process or, if its topology asks for it, in several; its output goes
+  to a .log file beside its folder. One that ended is not repeated, one that was interrupted goes on.
 
   Args:
     runs: settings by key.
@@ -39,6 +40,7 @@ def run_all(
     summarise: what else to keep, from the lines of its metrics.
     name: of a key's run folder.
     presets: that all runs have in common.
+    environment: variables that they have besides this process' own.
     parallel: pinned to one core each, as many at once as there are cores; or one after another, on all of them.
     worst: the score of a run that diverged, by default Catch's least; None: it has none.
 
@@ -56,7 +58,7 @@ def run_all(
   def one(key: Hashable) -> dict:
     place = places.get()
     try:
-      diverged = _run(presets, runs[key], work.resolve() / name(key), place)
+      diverged = _run(presets, runs[key], work.resolve() / name(key), place, os.environ | (environment or {}))
     finally:
       places.put(place)
     if diverged:
@@ -75,11 +77,14 @@ def run_all(
       raise
 
 
-def _run(presets: Sequence[str], settings: Sequence[str], folder: Path, place: Sequence[str]) -> bool:
+def _run(
+  presets: Sequence[str], settings: Sequence[str], folder: Path, place: Sequence[str], environment: Mapping[str, str]
+) -> bool:
   """Runs to the end what has not ended. Returns whether it diverged."""
   command = [sys.executable, "launch/multihost.py", "--config", *presets, *settings, f"run.dir={folder}"]
+  wanted = topology.settle(config_io.load(presets, settings))
   if (folder / "config.yaml").exists():
-    wanted, found = topology.settle(config_io.load(presets, settings)), runfolder.read_config(folder)
+    found = runfolder.read_config(folder)
     different = [line for line in config_io.diff(found, wanted) if not line.startswith("run.dir:")]
     if different:
       raise RuntimeError(f"{folder} holds another run ({'; '.join(different)}): remove it, or choose another --work")
@@ -87,9 +92,14 @@ def _run(presets: Sequence[str], settings: Sequence[str], folder: Path, place: S
     evaluation = folder / "evaluation.json"
     if evaluation.exists() and json.loads(evaluation.read_text())["step"] == wanted.learner.steps:
       return False
+  shape = topology.resolve(wanted)
+  if shape.num_processes > 1:
+    command += ["--processes", f"learner={shape.learners},actor={shape.actors},reanalyser={shape.reanalysers}"]
   folder.parent.mkdir(parents=True, exist_ok=True)
   with folder.with_name(f"{folder.name}.log").open("a") as log:
-    done = subprocess.run([*place, *command], cwd=ROOT, stdout=log, stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+      [*place, *command], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.PIPE, text=True, check=False
+    )
   # Divergence is a result, not a fault of the benchmark; anything else is.
   if done.returncode and "diverged" not in done.stderr:
     raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")

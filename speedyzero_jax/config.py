@@ -210,8 +210,8 @@ class TopologyConfig:
   learners: int = opt(
     0, "processes that learn as one mesh, each with its own lanes; 0: all that are not actors or reanalysers"
   )
-  actors: int = opt(0, "processes that only act, dealt to the learners; 0: learners act themselves")
-  reanalysers: int = opt(0, "processes that only reanalyse and refresh; 0: learners do it themselves")
+  actors: int = opt(0, "processes that only act, dealt to the learners; a learner without one acts itself")
+  reanalysers: int = opt(0, "processes that only reanalyse and refresh, dealt likewise; without one a learner does it")
   host: str = opt(
     "",
     "address or name of the learners' machine, if it is one; empty: the address that each learner has on its way to "

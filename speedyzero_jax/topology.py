@@ -81,9 +81,6 @@ def resolve(config: Config, num_processes: int | None = None) -> Topology:
       f"topology: {num_processes} processes were started, but {learners} learners, {wanted.actors} actors and "
       f"{wanted.reanalysers} reanalysers make {topology.num_processes}"
     )
-  for name, count in (("actors", wanted.actors), ("reanalysers", wanted.reanalysers)):
-    if count and count < learners:
-      raise ConfigError(f"topology.{name}: must be 0 or one for each of the {learners} learners at least, got {count}")
   for key, value in (("actor.lanes", config.actor.lanes), ("learner.batch_size", config.learner.batch_size)):
     if value % learners:
       raise ConfigError(f"{key}: must be a multiple of the {learners} learners, got {value}")
