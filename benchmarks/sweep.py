@@ -29,10 +29,10 @@ SCHEDULES = {
 
 def learnt(rows: list[grid.Row]) -> dict:
   """Searches, ages, and the training return of the last quarter."""
-  searched, before = 0.0, 0.0
+  searched, before = 0.0, 0
   for row in rows:
-    searched += row.get(names.REANALYSED_PER_SECOND, 0.0) * (row["time"] - before)
-    before = row["time"]
+    searched += row.get(names.REANALYSED_PER_STEP, 0.0) * (row["step"] - before)
+    before = row["step"]
   late = [row for row in rows if row["step"] > 0.75 * STEPS]
   return {
     "searches_per_step": searched / STEPS,

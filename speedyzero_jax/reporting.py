@@ -50,6 +50,7 @@ class Reporter:
   ):
     self._config, self._run_dir, self._resume_step = config, run_dir, resume_step
     self._share = share
+    self._last_step = resume_step or 0  # of a line
     self._restarts = _restarts_before(run_dir / "metrics.jsonl", resume_step)
     self._recorder = Recorder(run_dir, resume_step=resume_step)
     self._display = make_display(
@@ -85,6 +86,7 @@ class Reporter:
     if step != self._resume_step:
       self._recorder.close()
       self._recorder, self._resume_step = Recorder(self._run_dir, resume_step=step), step
+      self._last_step = step
 
   def message(self, text: str) -> None:
     """Shows an event."""
@@ -110,6 +112,9 @@ class Reporter:
   def line(self, *, learner_steps: int, replay: Mapping[str, float], episodes: EpisodeStats) -> None:
     """Writes a line and updates the display."""
     means = self._means.take()  # waits for the device
+    if steps := learner_steps - self._last_step:
+      means[names.REANALYSED_PER_STEP] = self._rates[names.REANALYSED_PER_SECOND].take() / steps
+      self._last_step = learner_steps
     with self._lock:
       latest = dict(self._latest)
     with self._telling:

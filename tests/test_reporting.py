@@ -61,6 +61,19 @@ def test_a_line_tells_of_all_units(tmp_path):
   assert not {names.LOSS_TOTAL, names.CHECKPOINT_STEP, names.EPISODE_RETURN_LAST} & told[-1].keys()
 
 
+def test_searches_are_counted_by_learner_step(tmp_path):
+  name = names.REANALYSED_PER_STEP
+  with Reporter(tiny.config(), tmp_path, "", 4) as reporter:
+    for step, searched in ((6, 100), (8, 30), (8, 8), (10, 0)):
+      reporter.count(names.REANALYSED_PER_SECOND, searched)
+      write(reporter, step)
+    assert [row.get(name) for row in rows(tmp_path)] == [50, 15, None, 4]
+    reporter.rewind(8)
+    reporter.count(names.REANALYSED_PER_SECOND, 3)
+    write(reporter, 9)
+    assert rows(tmp_path)[-1][name] == 3
+
+
 def test_restarts_add_up(tmp_path):
   def begin(resume_step, step, actors):
     with Reporter(tiny.config(), tmp_path, "", resume_step) as reporter:

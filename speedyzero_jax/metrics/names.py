@@ -109,6 +109,9 @@ TARGET_AGE_MAX = _metric(
 REANALYSED_PER_SECOND = _metric(
   "reanalyse/states_per_second", "1/s", "Stored states searched anew a second.", across="sum"
 )
+REANALYSED_PER_STEP = _metric(
+  "reanalyse/states_per_learner_step", "1", "Stored states searched anew a learner step.", across="sum"
+)
 REFRESHED_PER_SECOND = _metric(
   "refresh/states_per_second", "1/s", "Stored priorities recomputed a second.", across="sum"
 )

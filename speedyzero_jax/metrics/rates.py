@@ -40,6 +40,7 @@ class RateMeter:
     self._started = clock()
     self._bucket = 0  # number of the newest bucket
     self._counts = collections.deque([0.0], maxlen=_BUCKETS)
+    self._new = 0.0  # events since they were taken
     self._lock = threading.Lock()
 
   def add(self, events: float = 1) -> None:
@@ -47,6 +48,7 @@ class RateMeter:
     with self._lock:
       self._advance()
       self._counts[-1] += events
+      self._new += events
 
   def rate(self) -> float:
     """Events per second; 0 before any time has passed."""
@@ -55,6 +57,12 @@ class RateMeter:
       oldest = (self._bucket - len(self._counts) + 1) * self._width
       span = elapsed - oldest
       return sum(self._counts) / span if span > 0 else 0.0
+
+  def take(self) -> float:
+    """The events since the last call, whenever they were."""
+    with self._lock:
+      new, self._new = self._new, 0.0
+      return new
 
   def _advance(self) -> float:
     elapsed = self._clock() - self._started
