@@ -237,6 +237,7 @@ def test_manifest_holds_all_that_it_refers_to(manifest):
   text = manifest.read_text()
   for name, job in all_jobs(manifest):
     pod = job["template"]["spec"]
+    assert pod["shareProcessNamespace"]  # a process 1 does not die of signals that it does not handle yet
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     for volume in volumes.values():
       if "secret" in volume:
