@@ -92,6 +92,11 @@ class ActorConfig:
     "random play holds an action for this many steps on average; more reaches rewards that lie far away (ours, EZ: 1)",
   )
   weights_interval: int = opt(10, "learner steps between updates of the actor's weights (SZ: 10)")
+  max_lag: int = opt(
+    0,
+    "the learner waits rather than take in steps that were chosen with weights of more learner steps ago (run.mode="
+    "async); 0: it doesn't (ours)",
+  )
   temperatures: tuple[float, ...] = opt((1.0, 0.5, 0.25), "PUCT: temperature of the sampled action, by stage (EZ)")
   temperature_stages: tuple[float, ...] = opt(
     (0.5, 0.75), "shares of training at which the next temperature begins (EZ)"

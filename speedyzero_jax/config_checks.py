@@ -20,7 +20,7 @@ RANGES = {
     evaluation.max_episode_steps run.env_steps run.checkpoint_interval run.keep_checkpoints run.log_interval
   """,
   "[0, 1e9]": """
-    env.threads search.max_depth actor.random_steps replay.capacity replay.age_interval
+    env.threads search.max_depth actor.random_steps actor.max_lag replay.capacity replay.age_interval
     reanalyse.mixed_start reanalyse.mixed_newest optim.weight_decay optim.trust_min optim.trust_eps optim.clip_norm
     optim.warmup_steps optim.decay_steps learner.tail_steps learner.devices evaluation.interval
   """,
@@ -107,6 +107,10 @@ def problems(config: Config, show: Callable[[Any], str]) -> Iterable[str]:
     yield f"actor.temperature_stages: must not fall, got {show(stages)}"
   if actor.random_steps > config.run.env_steps:
     yield f"actor.random_steps: must be at most run.env_steps ({config.run.env_steps}), got {actor.random_steps}"
+  if 0 < actor.max_lag <= actor.weights_interval:
+    yield (
+      f"actor.max_lag: must be 0 or more than actor.weights_interval ({actor.weights_interval}), got {actor.max_lag}"
+    )
   if learner.tail_steps > learner.steps:
     yield f"learner.tail_steps: must be at most learner.steps ({learner.steps}), got {learner.tail_steps}"
   if learner.devices and learner.batch_size % learner.devices:

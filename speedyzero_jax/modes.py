@@ -122,7 +122,7 @@ class _Overlapped:
     def may_learn() -> bool:
       if not self._ready or training.interrupted:
         return bool(self._ready)
-      return not any(s.overdue(training.replay, pacer.learner_steps) for s in bounded)
+      return not pacer.lagging and not any(s.overdue(training.replay, pacer.learner_steps) for s in bounded)
 
     if pacer.learner_steps < training.config.learner.steps:
       with contextlib.suppress(Stopped):

@@ -1,11 +1,12 @@
 """Who may run ahead of whom, by how much: learner steps are tied to agent steps, whatever the machine's speed.
 
 After the random play, each learner step is due for a fixed number of agent steps (samples per insert is constant);
-`tail_steps` of them wait until everything is collected. Counts only; knows nothing of roles.
+`tail_steps` of them wait until everything is collected; and no step is taken while somebody acts with weights that
+would then be too old. Counts only; knows nothing of roles.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from speedyzero_jax.config import Config
@@ -34,6 +35,10 @@ class Pacer:
     self._start = min(self._random, self._total_env)
     self._paced = self._total_learner - config.learner.tail_steps
     self._slack = max(2 * config.actor.lanes, 2 * (self._earned(1) if self._paced else 0))
+    self.bounds_lag = config.actor.max_lag > 0
+    # Learner steps that may begin while somebody acts: the newest weights are up to an interval old when he begins.
+    self._leeway = config.actor.max_lag - config.actor.weights_interval
+    self._acting: dict[Hashable, int] = {}  # who, and since which learner step
     self._env_steps, self._learner_steps = env_steps, learner_steps
     self._reserved = 0  # agent steps promised to somebody who has not taken them yet
     self._stopping = self._hurrying = False
@@ -127,6 +132,24 @@ class Pacer:
     with self._changed:
       self._learner_steps += 1
       self._changed.notify_all()
+
+  def begin_acting(self, who: Hashable) -> None:
+    """Somebody takes agent steps, with the weights that are the newest after this call, or newer ones."""
+    with self._changed:
+      self._acting[who] = self._learner_steps
+
+  def end_acting(self, who: Hashable) -> None:
+    """What they took is in the replay, or lost."""
+    with self._changed:
+      self._acting.pop(who, None)
+      self._changed.notify_all()
+
+  @property
+  def lagging(self) -> bool:
+    """Whether the next learner step has to wait for somebody whose weights would then be older than `actor.max_lag`."""
+    with self._changed:
+      since = min(self._acting.values(), default=self._learner_steps)
+      return self.bounds_lag and self._learner_steps - since >= self._leeway
 
   def notify(self) -> None:
     """Something that a `wait_until` looks at has changed."""

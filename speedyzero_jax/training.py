@@ -152,6 +152,7 @@ class Training:
   def collect(self) -> None:
     """One step of all lanes, into the replay. Call while `pacer.may_collect`."""
     assert self.collecting is not None
+    self.pacer.begin_acting(self)
     version = self.weights.latest(ACTOR)
     with self.times.part("act"), self._collect_lock:
       segments, count = self.collecting.actor.step(
@@ -161,6 +162,7 @@ class Training:
       self.pacer.add_env_steps(count)
     self.reporter.count(names.AGENT_STEPS_PER_SECOND, count)
     self._report_lag(version.step)
+    self.pacer.end_acting(self)
 
   def take(self, segments: Sequence[Segment], episodes: Sequence[Episode], *, granted: int) -> None:
     """Takes what an actor in another process collected, of so many steps granted: durably, then into the replay.

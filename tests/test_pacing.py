@@ -1,5 +1,6 @@
 """The pacing rule: exact, free of deadlock, and indifferent to who is fast."""
 
+import dataclasses
 import math
 import threading
 import time
@@ -267,3 +268,39 @@ def test_batches_are_due_with_their_steps():
   pacer = Pacer(make(env_steps=58, random_steps=0, steps=14))
   pacer.add_env_steps(30)
   assert [pacer.may_draw(k) for k in range(14)] == [k <= 7 for k in range(14)]
+
+
+@given(
+  interval=st.integers(1, 5),
+  leeway=st.integers(1, 5),
+  moves=st.lists(st.sampled_from(["learn", "publish", "begin 0", "begin 1", "end 0", "end 1"]), max_size=60),
+)
+def test_nobody_acts_with_weights_that_are_too_old(interval, leeway, moves):
+  """Weights are published after their learner step, some time before the next one."""
+  c = make(env_steps=10, random_steps=0, steps=1000)
+  pacer = Pacer(dataclasses.replace(c, actor=config.ActorConfig(max_lag=interval + leeway, weights_interval=interval)))
+  newest, acting = 0, {}
+  for move in moves:
+    kind, _, who = move.partition(" ")
+    if kind == "begin":
+      pacer.begin_acting(who)
+      acting[who] = newest
+    elif kind == "end":
+      pacer.end_acting(who)
+      acting.pop(who, None)
+    elif kind == "learn" and pacer.lagging:
+      assert acting
+    elif kind == "learn":
+      newest = pacer.learner_steps // interval * interval  # at the latest
+      pacer.add_learner_step()
+    elif pacer.learner_steps % interval == 0:
+      newest = pacer.learner_steps
+    assert all(pacer.learner_steps - weights <= interval + leeway for weights in acting.values())
+
+
+def test_who_acts_holds_nobody_up_unless_asked():
+  pacer = Pacer(make(env_steps=10, random_steps=0, steps=1000))
+  pacer.begin_acting("who")
+  for _ in range(100):
+    pacer.add_learner_step()
+  assert not pacer.lagging

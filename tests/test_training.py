@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import threading
+import time
 
 import jax
 import numpy as np
@@ -360,6 +361,26 @@ def test_overlapping_roles_do_exactly_what_was_asked_for(tmp_path, schedule):
   assert rows[-1][names.SAMPLES_PER_INSERT] == 12 * 8 / 110
   with tiny.training(config, tmp_path, resume_step=12) as training:
     assert_same(ended, everything(training))
+
+
+def test_a_slow_actor_holds_the_learner_up_when_asked(tmp_path):
+
+  def lag(folder, *overrides):
+    config = tiny.config("run.mode=async", "learner.steps=100", "actor.weights_interval=2", *overrides)
+    with tiny.training(config, folder) as training:
+      step = training.collecting.actor.step
+
+      def slow(*args, **kwargs):
+        time.sleep(0.05 if training.pacer.learner_steps else 0)
+        return step(*args, **kwargs)
+
+      training.collecting.actor.step = slow
+      assert finish(training) is True
+    return max(row.get(names.POLICY_LAG_MAX, 0) for row in rows_of(folder))
+
+  assert (
+    lag(tmp_path / "free", "learner.steps=60") > 3 >= lag(tmp_path / "bound", "learner.steps=60", "actor.max_lag=3")
+  )
 
 
 def test_an_interrupted_overlapping_run_saves_and_goes_on(tmp_path):

@@ -40,7 +40,7 @@ class Collector(Protocol):
   def cut(self, lanes: Sequence[int]) -> None: ...
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Actor:
   """An actor's session."""
 
@@ -169,6 +169,7 @@ class Hub:
     grant, actor.grant = actor.grant, None
     if grant is not None:
       self._pacer.release(grant.steps)
+      self._pacer.end_acting(actor)
 
   def grant(self, request: messages.GrantRequest, seconds: float) -> messages.Grant | None:
     """Agent steps from the unit's pool, as soon as the pacer allows any."""
@@ -195,11 +196,13 @@ class Hub:
       self._presence.served("actor", request.actor)
       self._give_back(actor)
       actor.sequence = request.sequence
+      if steps:
+        self._pacer.begin_acting(actor)
       actor.grant = messages.Grant(
         steps=steps,
         # Fewer than wanted are all there were, whatever came back since: lanes that are not reached are cut.
         closing=steps < wanted or not self._pacer.pool,
-        learner_step=self._pacer.learner_steps,
+        weights=self._weights.latest(ACTOR).step if self._pacer.bounds_lag else 0,
         progress=self._pacer.progress,
         random=self._pacer.playing_randomly,
       )
@@ -230,6 +233,7 @@ class Hub:
           raise RunOver(f"the unit has failed: {error}") from error
         actor.closed = actor.grant.closing and taken == actor.grant.steps
         actor.grant = None
+        self._pacer.end_acting(actor)
       heads = self._replay.heads[actor.lanes.start : actor.lanes.stop]
     return messages.Acknowledged(heads)
 

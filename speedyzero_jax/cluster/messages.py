@@ -87,7 +87,7 @@ class Grant(NamedTuple):
 
   steps: int  # agent steps it may take; 0: none are left, close every lane and go home
   closing: bool  # nothing is left to grant: close every lane after this step, if it uses all of them
-  learner_step: int
+  weights: int  # of this learner step or newer are to act with; 0: better old ones than waiting for new ones
   progress: float  # share of training done
   random: bool  # play uniformly at random
 

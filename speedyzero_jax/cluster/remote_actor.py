@@ -52,7 +52,7 @@ def _act(config: Config, blueprint: Blueprint, client: Client, role: Role, incar
       grant = client.grant(messages.GrantRequest(number, incarnation, sequence, lanes))
       if not grant.steps and closed:
         return
-      version = weights.latest(ACTOR)
+      version = weights.latest(ACTOR, at_least=grant.weights)
       if grant.steps:
         segments, count = actor.step(
           version, budget=grant.steps, progress=grant.progress, random=grant.random, last=grant.closing

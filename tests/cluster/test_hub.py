@@ -218,7 +218,29 @@ def test_grants_wait_for_the_learner_and_a_dead_actor_holds_nobody_up():
   for _ in range(3):
     unit.pacer.add_learner_step()
   thread.join(10)
-  assert waited[0].steps == 2 and waited[0].learner_step >= 1 and not waited[0].closing
+  assert waited[0].steps == 2 and not waited[0].weights and not waited[0].closing
+
+
+def test_who_acts_holds_the_learner_up_when_asked_until_his_steps_are_there_or_lost():
+  unit = Unit("actor.lanes=4", "actor.random_steps=10", "actor.weights_interval=2", "actor.max_lag=5", actors=2)
+  unit.fill(3)
+  join(unit, 0), join(unit, 1)
+
+  def learn():
+    steps = 0
+    while not unit.pacer.lagging:
+      unit.pacer.add_learner_step()
+      unit.publish(unit.pacer.learner_steps)
+      steps += 1
+    return steps
+
+  unit.pacer.add_learner_step()
+  first, second = grant(unit), grant(unit, actor=1)
+  assert (first.weights, second.weights) == (0, 0) and learn() == 3
+  assert append(unit, play(unit, player(unit), first)[0]) and unit.pacer.lagging
+  join(unit, 1, 1)  # the other one has died
+  assert not unit.pacer.lagging
+  assert grant(unit, actor=1, incarnation=1, seconds=1).weights == 4 and learn() == 3
 
 
 def test_who_is_there_how_long_they_wait_and_how_often_they_come_back_is_told():

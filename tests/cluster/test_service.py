@@ -423,7 +423,7 @@ def test_a_client_outlives_its_server():
   second = None
   try:
     with Client(f"127.0.0.1:{port}", TOKEN, FORM) as client:
-      assert client.grant(EACH[messages.GrantRequest]).learner_step == first.pid
+      assert client.grant(EACH[messages.GrantRequest]).weights == first.pid
       answers: list[messages.Ok] = []
       thread = threading.Thread(target=lambda: answers.append(client.result(EACH[messages.Result])))
       thread.start()
@@ -433,7 +433,7 @@ def test_a_client_outlives_its_server():
       second = start_server(port)
       thread.join(20)
       assert answers == [messages.Ok()]
-      assert client.grant(EACH[messages.GrantRequest]).learner_step == second.pid
+      assert client.grant(EACH[messages.GrantRequest]).weights == second.pid
   finally:
     for process in (first, second):
       if process is not None:
@@ -499,7 +499,7 @@ def main(role: str, port: str) -> None:
   """The other processes of these tests."""
   if role in ("serve", "mute", "busy"):
     hub = FakeHub()
-    hub.answers["grant"] = EACH[messages.Grant]._replace(learner_step=os.getpid())
+    hub.answers["grant"] = EACH[messages.Grant]._replace(weights=os.getpid())
     if role == "mute":
       hub.answers["result"] = lambda _: print("asked", flush=True) or threading.Event().wait()
     if role == "busy":
