@@ -107,7 +107,7 @@ class Checkpoints:
 
   def __init__(self, run_dir: Path, keep: int = 3):
     self._directory, self._segments = run_dir.resolve() / "checkpoints", run_dir.resolve() / "replay"
-    self._keep = keep
+    self.keep = keep
     self._manager: ocp.CheckpointManager | None = None
     self._thread: threading.Thread | None = None
     self._error: BaseException | None = None
@@ -265,7 +265,7 @@ class Checkpoints:
     if self._manager is None:
       self._directory.mkdir(parents=True, exist_ok=True)
       options = ocp.CheckpointManagerOptions(
-        max_to_keep=self._keep,
+        max_to_keep=self.keep,
         enable_async_checkpointing=False,
         create=False,
         multiprocessing_options=_alone(),

@@ -15,12 +15,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from speedyzero_jax import feed
-from speedyzero_jax.checkpoint import CheckpointError, Checkpoints, Snapshot
+from speedyzero_jax.checkpoint import Checkpoints, Snapshot
 from speedyzero_jax.collecting import Collecting
 from speedyzero_jax.config import Config
 from speedyzero_jax.costs import memory_of
 from speedyzero_jax.evaluation import Evaluation, evaluate
 from speedyzero_jax.inference import Inference
+from speedyzero_jax.keeping import Keeper
 from speedyzero_jax.learner import Learner, StepResult, make_mesh
 from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.rates import Episode, EpisodeStats, PartTimes
@@ -30,7 +31,7 @@ from speedyzero_jax.reanalyser import BatchReanalyser, Reanalyse, Sweeper
 from speedyzero_jax.replay.journal import Journal
 from speedyzero_jax.reporting import Reporter
 from speedyzero_jax.topology import derived_seed, unit_config
-from speedyzero_jax.types import Segment
+from speedyzero_jax.types import Params, Segment
 from speedyzero_jax.weights import ACTOR, REANALYSER, REFRESHER, DivergedError, Version, WeightsStore
 
 _INIT, _LEARN, _ACT, _SEARCH, _SWEEP = range(5)  # what a key is for
@@ -89,7 +90,8 @@ class Training:
     self.on_compiled: Callable[[], object] = lambda: None  # called when the training step is, before it is taken
     self.after_step: list[Callable[[], object]] = []  # called after each learner step, in its thread
     self._key = jax.random.fold_in(jax.random.key(config.run.seed), _LEARN)
-    self.checkpoints = Checkpoints(run_dir, config.run.keep_checkpoints)
+    checkpoints = Checkpoints(run_dir, config.run.keep_checkpoints)
+    self.keeper = Keeper(checkpoints, part.journal, part.agree, reporter.message)
     game, devices = game_of(config), jax.local_devices()
     local = make_mesh(devices[: config.learner.devices or len(devices)])
     try:
@@ -101,11 +103,10 @@ class Training:
       self.own, game, local, reporter.message, seed=self._seed("replay"), frame_memory=part.frame_memory
     )
     self.episodes = EpisodeStats(self.own.actor.lanes)
-    self._saved_heads: list[np.ndarray] = []  # of the last checkpoints; the journal is kept from the oldest on
     self._collect_lock = threading.Lock()  # held while actor, journal and replay disagree
 
-    restored, segments = self._read_checkpoint() if resume else (None, None)
-    if restored is None or segments is None:
+    restored, segments = self.keeper.restore(self._abstract()) if resume else (None, iter(()))
+    if restored is None:
       self.state = self.learner.init(jax.random.fold_in(jax.random.key(config.run.seed), _INIT))
     else:
       self.state = self.learner.restore(restored.network, restored.optimizer, restored.step)
@@ -123,7 +124,7 @@ class Training:
     self.batch_reanalyser = BatchReanalyser(self.own, self.inference, self.weights, self._purpose(_SEARCH))
     self.reanalyse: Reanalyse | None = self.batch_reanalyser if config.reanalyse.schedule == "batch" else None
     self.pacer = Pacer(self.own)
-    if restored is not None and segments is not None:
+    if restored is not None:
       self._restore_roles(restored, segments)
     self._replay_journal()
     reporter.watch(lambda: {names.ENV_STEPS: self.pacer.env_steps})
@@ -190,8 +191,7 @@ class Training:
     self.reporter.mean({names.POLICY_LAG: lag, names.POLICY_LAG_MAX: lag})
 
   def _take(self, segments: Sequence[Segment]) -> None:
-    if self.part.journal is not None:
-      self.part.journal.append(segments)
+    self.keeper.record(segments)
     self.replay.append_many(segments)
 
   def cut(self, lanes: Sequence[int]) -> None:
@@ -338,10 +338,7 @@ class Training:
     """Lets go of environments and files."""
     if self.collecting is not None:
       self.collecting.close()
-    try:
-      self.checkpoints.close()
-    except CheckpointError as error:  # of a save that nobody waited for
-      self.reporter.message(f"{error}; earlier checkpoints are intact")
+    self.keeper.close()
 
   # --- saving and restoring ---
 
@@ -355,13 +352,10 @@ class Training:
       CheckpointError: it is required and failed. Otherwise training goes on and the next one is tried.
       DivergedError: what is not finite is never saved.
     """
-    try:
-      self.checkpoints.wait()
-    except CheckpointError as error:
-      self.reporter.message(f"{error}; training goes on, earlier checkpoints are intact")
+    saved = self.keeper.settle()
     step = self.pacer.learner_steps
     with self._collect_lock:
-      heads, saved = self.replay.heads, self.checkpoints.heads
+      heads = self.replay.heads
       slots = self.replay.export_slots(np.zeros_like(heads) if saved is None else saved)
       replay, env_steps = self.replay.state_dict(), self.pacer.env_steps
       acted = self.collecting.state() if self.collecting is not None else {}
@@ -377,32 +371,15 @@ class Training:
       "reanalyser_calls": self.batch_reanalyser.calls,
       "units": self.part.units,
     }
-    self.checkpoints.save(Snapshot(step, env_steps, network, optimizer, weights, replay, acted, meta, slots, heads))
     self.reporter.latest({names.CHECKPOINT_STEP: step})
-    if required:
-      self.checkpoints.wait()
-    if self.part.journal is not None and saved is not None:
-      # What the oldest checkpoint kept holds need not be read again. `saved` is of the one before this: it is there.
-      kept = self.config.run.keep_checkpoints + 1
-      self._saved_heads = [*self._saved_heads, saved][-kept:]
-      if len(self._saved_heads) == kept:
-        self.part.journal.evict(self._saved_heads[0])
+    snapshot = Snapshot(step, env_steps, network, optimizer, weights, replay, acted, meta, slots, heads)
+    self.keeper.save(snapshot, required=required)
 
-  def _read_checkpoint(self) -> tuple[Snapshot | None, Iterator[dict[str, np.ndarray]]]:
-    """The newest checkpoint that every unit has; None if a unit has none."""
+  def _abstract(self) -> dict[str, Params]:
+    """Shapes of what is restored to devices."""
     state = self.learner.abstract()
     weights = dict.fromkeys((ACTOR, REANALYSER, REFRESHER), state.variables)
-    abstract = {"network": state.variables, "optimizer": state.opt_state, "weights": weights}
-    newest = None
-    while True:
-      snapshot: Snapshot | None = None
-      segments: Iterator[dict[str, np.ndarray]] = iter(())
-      if self.checkpoints.steps() and newest != -1:
-        snapshot, segments = self.checkpoints.restore(abstract, self.reporter.message, newest=newest)
-      steps = self.part.agree(-1 if snapshot is None else snapshot.step)
-      if len(set(steps)) == 1:
-        return snapshot, segments
-      newest = min(steps)
+    return {"network": state.variables, "optimizer": state.opt_state, "weights": weights}
 
   def _restore_roles(self, snapshot: Snapshot, segments: Iterator[dict[str, np.ndarray]]) -> None:
     meta = snapshot.meta
@@ -441,17 +418,8 @@ class Training:
 
   def _replay_journal(self) -> None:
     """Takes in what was made durable after the checkpoint."""
-    journal = self.part.journal
-    if journal is None:
-      return
-    lost = journal.begin_at(self.replay.heads)
-    if lost.any():
-      self.reporter.message(
-        f"warning: the journal has forgotten what came right after this checkpoint: {lost.sum()} later frames of "
-        f"{np.count_nonzero(lost)} lanes are lost, and collected anew"
-      )
     before = self.pacer.env_steps
-    for segments in journal.read(self.replay.heads):
+    for segments in self.keeper.recorded(self.replay.heads):
       for segment in segments:
         if segment.first[0]:
           self.replay.truncate(segment.lane)  # its environment was lost then

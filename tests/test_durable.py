@@ -8,6 +8,7 @@ import pytest
 import tiny
 
 from speedyzero_jax import modes, running
+from speedyzero_jax.checkpoint import Checkpoints
 from speedyzero_jax.parts import game_of
 from speedyzero_jax.replay.journal import Journal, JournalError
 from speedyzero_jax.reporting import Reporter
@@ -48,7 +49,7 @@ def test_what_the_journal_has_forgotten_is_said(tmp_path, capsys):
     assert modes.run(training)
     training.save(required=True)
     heads = training.replay.heads
-  (older,) = (step for step in training.checkpoints.steps() if step < 8)
+  (older,) = (step for step in Checkpoints(tmp_path).steps() if step < 8)
   shutil.rmtree(tmp_path / "checkpoints" / "8")
   with journalled(config, tmp_path, resume_step=older) as training:
     assert "the journal" not in capsys.readouterr().out.replace("from the journal", "")  # it has all

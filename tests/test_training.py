@@ -420,9 +420,9 @@ def test_an_overlapping_run_goes_on_where_environments_play_differently(tmp_path
         assert_same(left, found)
       interrupt_at(training, collects=collects)
       assert finish(training) is (collects is None)
-      training.checkpoints.wait()
+      training.keeper.settle()
       # Unless this very moment was saved by the way: then what the sweeps have done since is not saved again.
-      written = (training.pacer.learner_steps, training.pacer.env_steps) != training.checkpoints._newest
+      written = (training.pacer.learner_steps, training.pacer.env_steps) != training.keeper.checkpoints._newest
       training.save(required=True)
       resume_step, previous, left = training.pacer.learner_steps, machine, everything(training)
   assert left["counters"][-2:] == [150, 12] and dict(left["replay"])["num_transitions"] == 150
@@ -501,9 +501,9 @@ def test_divergence_is_said_and_never_saved(tmp_path, mode, step, field):
 # --- Saving
 
 
-def test_a_full_disk_costs_a_checkpoint_and_nothing_else(uninterrupted, tmp_path, monkeypatch):
+def test_a_full_disk_costs_a_checkpoint_and_nothing_else(uninterrupted, tmp_path, monkeypatch, capsys):
   config, state, digest, _ = uninterrupted("sweep")
-  write, failed, said = Checkpoints._write_segment, [], []
+  write, failed = Checkpoints._write_segment, []
 
   def refuse_once(path, slots):
     if path.name.startswith("slots-000000000004"):
@@ -513,19 +513,18 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(uninterrupted, tmp_path
 
   monkeypatch.setattr(Checkpoints, "_write_segment", staticmethod(refuse_once))
   with tiny.training(config, tmp_path) as training:
-    training.reporter.message = said.append
     assert modes.run(training)
     training.save(required=True)
     assert training.parameters_hash() == digest
   assert len(failed) == 1
-  (line,) = [line for line in said if "failed" in line]
+  (line,) = [line for line in capsys.readouterr().out.splitlines() if "failed" in line]
   assert "No space left on device" in line and "training goes on" in line
   assert Checkpoints(tmp_path).steps() == [8, 12]
   with tiny.training(config, tmp_path, resume_step=12) as training:
     assert_same(state, everything(training))
 
 
-def test_a_last_checkpoint_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
+def test_a_last_checkpoint_that_cannot_be_written_is_an_error(tmp_path, monkeypatch, capsys):
   def refuse(path, slots):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -535,6 +534,5 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error(tmp_path, monkeypa
     with pytest.raises(CheckpointError, match="No space left"):
       training.save(required=True)
     training.save()  # not waited for: told when the run is closed
-    said: list[str] = []
-    training.reporter.message = said.append
-  assert len(said) == 1 and "No space left" in said[0]
+    assert "No space left" not in capsys.readouterr().out
+  assert capsys.readouterr().out.count("No space left") == 1
