@@ -160,7 +160,8 @@ def _first_line(error: Exception) -> str:
 
 def supervise(arguments: argparse.Namespace) -> int:
   """Starts all processes on this machine, and again those that die. Returns the exit code."""
-  from speedyzero_jax.cluster.supervisor import Child, Supervisor
+  from speedyzero_jax.cluster.child import Child
+  from speedyzero_jax.cluster.supervisor import Supervisor
 
   def check(config: Config) -> None:  # its devices are looked at by the processes that will have them
     topology.resolve(config)

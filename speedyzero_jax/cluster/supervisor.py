@@ -1,41 +1,23 @@
 """Starts, watches and restarts the processes of a run on this machine. Knows nothing of jax, or of what they do.
 
 Processes are vital (learners: they share collectives, so one that is lost takes all with it) or not (they are started
-again alone). None outlives the supervisor, however that ends: each is started as `python supervisor.py ...`, which asks
-the kernel for that and then turns into the command.
+again alone). None outlives the supervisor, however that ends: `child.py` has how one is started.
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import selectors
-import shlex
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
 
-FAILED, WRONG_USE = 1, 2  # exit codes, of processes and of the supervisor
+from speedyzero_jax.cluster.child import FAILED, STOPS, WRONG_USE, Child, Process
 
-_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ECHO = 0.3  # seconds in which a repeated signal is the same one: timeout(1) sends it to the process and to its group
 _SETTLE = 0.5  # seconds for which a failed vital process waits for another that may be the cause
-_TAIL_LINES, _TAIL_BYTES = 20, 1 << 16  # how much of a log is shown
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
-class Child(NamedTuple):
-  """A process to start: its name, e.g. actor-3; command; variables on top of this environment; whether it is vital."""
-
-  name: str
-  command: list[str]
-  env: Mapping[str, str]
-  vital: bool
 
 
 class Supervisor:
@@ -83,7 +65,7 @@ class Supervisor:
     self._max_quick_deaths, self._max_restarts = max_quick_deaths, max_restarts
     self._grace, self._save_patience, self._kill_after = grace, save_patience, kill_after
     self.restarts: dict[str, int] = {}
-    self._running: dict[str, _Process] = {}
+    self._running: dict[str, Process] = {}
     self._signals: list[signal.Signals] = []  # received and not yet acted upon
 
   def run(self) -> int:
@@ -118,7 +100,7 @@ class Supervisor:
       self._kill_all()  # nothing of theirs is needed
       pause = streak.add(outcome.lived)
       if streak.quick > self._max_restarts:
-        self._report(self._obituary(outcome) + f"\nIt was the last of {streak.quick} quick deaths in a row.")
+        self._report(outcome.obituary() + f"\nIt was the last of {streak.quick} quick deaths in a row.")
         return FAILED
       self._report(f"{outcome}; starting all again in {pause:g} s")
       until = time.monotonic() + pause
@@ -128,7 +110,7 @@ class Supervisor:
         return self._stop(self._signals.pop(0))
       self._start_all(resume=True)
 
-  def _watch(self) -> "int | _Process":
+  def _watch(self) -> int | Process:
     """Returns the exit code, or the lost vital process for which all must start again."""
     due: list[tuple[float, Child]] = []  # when to start whom again
     streaks = {name: self._new_streak() for name in self._running}
@@ -149,7 +131,7 @@ class Supervisor:
         pause = streak.add(process.lived)
         if process.code == WRONG_USE or streak.quick >= self._max_quick_deaths:
           often = "" if process.code == WRONG_USE else f"\nIt was the last of {streak.quick} quick deaths in a row."
-          self._report(self._obituary(process) + often)
+          self._report(process.obituary() + often)
           self._stop(signal.SIGTERM)
           return WRONG_USE if process.code == WRONG_USE else FAILED
         self._report(f"{process}; starting it again in {pause:g} s")
@@ -160,17 +142,22 @@ class Supervisor:
           self._start(child)
       due = [(at, child) for at, child in due if at > now]
 
-  def _judge(self, failed: "list[_Process]") -> "int | _Process":
+  def _judge(self, failed: list[Process]) -> int | Process:
     """What becomes of the run now that vital processes have failed. As `_watch`."""
     # Who loses a peer aborts, or fails, and may be seen before the peer is.
     until = time.monotonic() + _SETTLE
-    while time.monotonic() < until and not self._signals and self._vital() and not any(map(_was_shot, failed)):
+    while (
+      time.monotonic() < until
+      and not self._signals
+      and self._vital()
+      and not any(process.was_shot for process in failed)
+    ):
       failed += [process for process in self._wait(until) if process.child.vital and process.code]
-    cause = min(failed, key=lambda process: (not _was_shot(process), process.killed_by == signal.SIGABRT))
+    cause = min(failed, key=lambda process: (not process.was_shot, process.killed_by == signal.SIGABRT))
     if cause.killed_by:
       return cause
-    self._report(self._obituary(cause))
-    if cause.code - 128 in _STOPS:  # somebody told it alone to stop
+    self._report(cause.obituary())
+    if cause.code - 128 in STOPS:  # somebody told it alone to stop
       self._stop(signal.Signals(cause.code - 128))
     else:
       self._end_all(0.0)
@@ -192,7 +179,7 @@ class Supervisor:
     self._end_all(0.0)  # all is saved, and who is left may wait for others that never come
     unsaved = [process for process in vital if process.code not in (0, 128 + number, -number)]
     for process in unsaved:
-      self._report(self._obituary(process))
+      self._report(process.obituary())
     return next((process.code for process in unsaved if not process.killed_by), 128 + number)
 
   def _end_all(self, grace: float) -> None:
@@ -203,7 +190,7 @@ class Supervisor:
     self._await(self._running.values(), self._kill_after)
     self._kill_all()
 
-  def _await(self, processes: "Iterable[_Process]", patience: float) -> None:
+  def _await(self, processes: Iterable[Process], patience: float) -> None:
     """Waits until these have ended, for at most `patience` seconds; a signal meanwhile kills everything."""
     processes, until = list(processes), time.monotonic() + patience
     while any(process.running for process in processes) and time.monotonic() < until:
@@ -227,19 +214,19 @@ class Supervisor:
 
   def _start(self, child: Child) -> None:
     log = None if child.name == self._shown else self._logs / f"{child.name}.log"
-    process = self._running[child.name] = _Process(child, log)
+    process = self._running[child.name] = Process(child, log)
     self._selector.register(process, selectors.EVENT_READ)
     self.restarts[child.name] = self.restarts.get(child.name, -1) + 1
     self._write_status()
 
-  def _wait(self, until: float | None) -> "list[_Process]":
+  def _wait(self, until: float | None) -> list[Process]:
     """Waits for the end of a process, for a signal, or until then (monotonic); None: as long as it takes.
 
     Returns the processes that ended; `_signals` has the signals.
     """
     ended = []
     for key, _ in self._selector.select(None if until is None else max(until - time.monotonic(), 0.0)):
-      if isinstance(key.fileobj, _Process):
+      if isinstance(key.fileobj, Process):
         process = key.fileobj
         self._selector.unregister(process)
         del self._running[process.child.name]
@@ -255,14 +242,8 @@ class Supervisor:
     with contextlib.suppress(OSError):  # of a terminal that was closed: there is more to do than to say so
       self._tell(text)
 
-  def _vital(self) -> "list[_Process]":
+  def _vital(self) -> list[Process]:
     return [process for process in self._running.values() if process.child.vital]
-
-  def _obituary(self, process: "_Process") -> str:
-    if process.log is None:
-      return f"{process}; what it said is above"
-    lines = "\n".join(f"  {line}" for line in _tail(process.log))
-    return f"{process}; the end of {process.log}:\n{lines}"
 
   def _write_status(self) -> None:
     children = []
@@ -275,70 +256,6 @@ class Supervisor:
     with contextlib.suppress(OSError):  # of a full disk, whose owners can say so themselves
       new.write_text(json.dumps({"pid": os.getpid(), "children": children}, indent=2) + "\n")
       new.replace(path)
-
-
-class _Process:
-  """A started child. It leads a process group of its own, so that a terminal's Ctrl-C reaches it only through us."""
-
-  running = True
-  code = 0  # once it has ended; -n: killed by signal n
-  lived = 0.0  # seconds, likewise
-
-  def __init__(self, child: Child, log: Path | None):
-    self.child, self.log, self.started = child, log, time.time()
-    self._begin = time.monotonic()
-    bootstrap = [sys.executable, "-I", "-S", __file__, str(os.getpid()), "quiet" if log is None else "announce"]
-    with contextlib.nullcontext() if log is None else log.open("ab") as out:
-      self._process = subprocess.Popen(
-        bootstrap + child.command,
-        env=os.environ | child.env,
-        stdin=subprocess.DEVNULL,  # reading a terminal from the background would stop it
-        stdout=out,
-        stderr=None if out is None else subprocess.STDOUT,
-        process_group=0,
-      )
-    self.pid = self._process.pid
-    self._pidfd = os.pidfd_open(self.pid)
-
-  def fileno(self) -> int:
-    """Readable once the process has ended."""
-    return self._pidfd
-
-  def send(self, number: signal.Signals) -> None:
-    """To the process alone: what else is in its group is its own business."""
-    signal.pidfd_send_signal(self._pidfd, number)
-
-  def kill(self) -> None:
-    """Kills its whole group. Only before `bury`: until then its number is nobody else's."""
-    with contextlib.suppress(ProcessLookupError):
-      os.killpg(self.pid, signal.SIGKILL)
-
-  def bury(self) -> None:
-    """After its end: kills what it left behind, sets `code` and `lived`."""
-    self.kill()
-    self.code, self.running = self._process.wait(), False
-    self.lived = time.monotonic() - self._begin
-    os.close(self._pidfd)
-
-  @property
-  def killed_by(self) -> int | None:
-    """The signal that ended it, also where a shell reports that; exits after catching one that stops don't count."""
-    if self.code < 0:
-      return -self.code
-    return self.code - 128 if 128 < self.code <= 192 and self.code - 128 not in _STOPS else None
-
-  def __str__(self) -> str:
-    """How it ended."""
-    if self.code < 0:
-      how = f"was killed by {_signal_name(-self.code)}"
-    else:
-      how = f"exited with code {self.code}" + (f" ({_signal_name(self.code - 128)})" if self.killed_by else "")
-    return f"{self.child.name} {how} after {self.lived:.0f} s"
-
-
-def _was_shot(process: _Process) -> bool:
-  """Whether a signal from outside ended it. An abort may be its own doing, after another's death."""
-  return process.killed_by not in (None, signal.SIGABRT)
 
 
 class _Streak:
@@ -364,7 +281,7 @@ class _Inbox:
     self._out, self._in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     self._last = -_ECHO
     ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
-    self._before = {number: signal.signal(number, _do_nothing) for number in set(_STOPS) - ignored}
+    self._before = {number: signal.signal(number, _do_nothing) for number in set(STOPS) - ignored}
     self._fd_before = signal.set_wakeup_fd(self._in)
     return self
 
@@ -383,7 +300,7 @@ class _Inbox:
     taken = []
     for number in os.read(self._out, 4096):
       now = time.monotonic()
-      if number in _STOPS and now - self._last > _ECHO:
+      if number in STOPS and now - self._last > _ECHO:
         taken.append(signal.Signals(number))
         self._last = now
     return taken
@@ -391,36 +308,3 @@ class _Inbox:
 
 def _do_nothing(_number: int, _frame: FrameType | None) -> None:
   """A handler that exists so that Python writes the number into the pipe."""
-
-
-def _signal_name(number: int) -> str:
-  try:
-    return signal.Signals(number).name
-  except ValueError:
-    return f"signal {number}"
-
-
-def _tail(path: Path) -> list[str]:
-  with path.open("rb") as file:
-    file.seek(max(file.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
-    return file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
-
-
-def _become(supervisor: int, announce: bool, command: list[str]) -> int:
-  """In the new process: binds its life to the supervisor's, then turns into the command. Returns only if it can't."""
-  if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
-    print(f"error: prctl: {os.strerror(ctypes.get_errno())}", file=sys.stderr)
-    return FAILED
-  if os.getppid() != supervisor:  # it died before that took effect
-    return FAILED
-  if announce:
-    print(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} pid {os.getpid()}: {shlex.join(command)}", flush=True)
-  try:
-    os.execvp(command[0], command)
-  except OSError as error:
-    print(f"error: can't run {command[0]}: {error.strerror}", file=sys.stderr)
-    return WRONG_USE
-
-
-if __name__ == "__main__":
-  sys.exit(_become(int(sys.argv[1]), sys.argv[2] == "announce", sys.argv[3:]))

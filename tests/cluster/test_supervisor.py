@@ -16,7 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from speedyzero_jax.cluster import supervisor
+from speedyzero_jax.cluster import child
+from speedyzero_jax.cluster.child import Child
+from speedyzero_jax.cluster.supervisor import Supervisor
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LIMITS = {"quick": 5.0, "pause": 0.05, "longest_pause": 0.2, "grace": 0.3, "save_patience": 10.0, "kill_after": 0.3}
@@ -25,7 +27,8 @@ LIMITS = {"quick": 5.0, "pause": 0.05, "longest_pause": 0.2, "grace": 0.3, "save
 SUPERVISOR = """
 import json, os, sys
 from pathlib import Path
-from speedyzero_jax.cluster.supervisor import Child, Supervisor
+from speedyzero_jax.cluster.child import Child
+from speedyzero_jax.cluster.supervisor import Supervisor
 
 if os.isatty(0):
   os.close(os.open(os.ttyname(0), os.O_RDWR))  # makes it the terminal that Ctrl-C is typed on
@@ -270,10 +273,10 @@ def test_wrong_use_is_not_tried_again(run):
 
 
 def test_a_command_that_is_not_there_is_wrong_use(tmp_path):
-  sleep = supervisor.Child("learner-0", ["sleep", "100"], {}, True)
-  missing = supervisor.Child("actor-0", ["/not/there"], {}, False)
+  sleep = Child("learner-0", ["sleep", "100"], {}, True)
+  missing = Child("actor-0", ["/not/there"], {}, False)
   said: list[str] = []
-  assert supervisor.Supervisor(lambda _: [sleep, missing], tmp_path / "logs", said.append, grace=0.0).run() == 2
+  assert Supervisor(lambda _: [sleep, missing], tmp_path / "logs", said.append, grace=0.0).run() == 2
   assert "actor-0 exited with code 2" in said[0] and "error: can't run /not/there: No such file or directory" in said[0]
 
 
@@ -417,8 +420,8 @@ def test_what_can_not_be_said_stops_nothing(tmp_path):
     said.append(text)
     raise OSError(errno.EIO, "the terminal is gone")
 
-  children = [supervisor.Child("learner-0", ["sh", "-c", "kill -9 $$"], {}, True)]
-  watcher = supervisor.Supervisor(lambda _: children, tmp_path, say, **LIMITS, max_restarts=1)
+  children = [Child("learner-0", ["sh", "-c", "kill -9 $$"], {}, True)]
+  watcher = Supervisor(lambda _: children, tmp_path, say, **LIMITS, max_restarts=1)
   assert watcher.run() == 1
   assert len(said) == 2 and watcher.restarts == {"learner-0": 1}
 
@@ -506,7 +509,7 @@ def test_kill_while_starting_leaves_nobody(run, delay):
 
 def test_whose_supervisor_died_early_does_not_run(tmp_path):
   command = [sys.executable, "-c", "open('ran', 'w')"]
-  bootstrap = [sys.executable, "-I", "-S", supervisor.__file__, str(os.getpid()), "quiet", *command]
+  bootstrap = [sys.executable, "-I", "-S", child.__file__, str(os.getpid()), "quiet", *command]
   orphan = ["sh", "-c", '"$@"; exit $?', "sh", *bootstrap]  # its parent is the shell
   assert subprocess.run(orphan, cwd=tmp_path, check=False).returncode == 1
   assert not (tmp_path / "ran").exists()
@@ -542,8 +545,8 @@ def test_waiting_takes_no_time(run):
 
 @pytest.mark.parametrize("children", [[], [("actor-0", "pass", False)], 2 * [("learner-0", "pass", True)]])
 def test_refuses_children_it_can_not_tell_apart_or_wait_for(tmp_path, children):
-  made = [supervisor.Child(name, ["true"], {}, vital) for name, _, vital in children]
+  made = [Child(name, ["true"], {}, vital) for name, _, vital in children]
   before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
   with pytest.raises(ValueError, match="distinct names, and one of them must be vital"):
-    supervisor.Supervisor(lambda _: made, tmp_path / "logs", print).run()
+    Supervisor(lambda _: made, tmp_path / "logs", print).run()
   assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
