@@ -1,18 +1,17 @@
 """Checkpoints of a run, written by Orbax in a background thread; atomic, the newest few kept.
 
 A checkpoint at step N is `checkpoints/N/` with the network, the optimiser, the weights each role acts with, the
-replay's mutable part, the actor and a JSON of counters. Frames, which never change, are appended to `replay/` once
-each, and a checkpoint lists the files (segments) it stands on; those that the replay has wholly evicted are deleted
-once no checkpoint lists them. CRC-32s of all arrays, of the JSON and of the segments are stored and checked, so damage
-is noticed and the checkpoint before is used. Nothing is ever unpickled. Knows nothing of roles: it moves pytrees of
-arrays.
+replay's mutable part, the actor and a JSON of counters. Frames, which never change, are in files of their own, each
+once (`replay/slot_files.py`), and a checkpoint lists the files it stands on; those that the replay has wholly evicted
+are deleted once no checkpoint lists them. CRC-32s of all arrays, of the JSON and of the files of frames are stored and
+checked, so damage is noticed and the checkpoint before is used. Nothing is ever unpickled. Knows nothing of roles: it
+moves pytrees of arrays.
 
 While a newer state of step N is being written, the older one is `checkpoints/N.replaced/`; a process killed then leaves
 it there to be read. Readers take N first, then N.replaced, then the step before.
 """
 
 import errno
-import io
 import json
 import logging
 import os
@@ -29,6 +28,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint._src.multihost import multihost
 
+from speedyzero_jax.replay.slot_files import SlotFile, SlotFiles
 from speedyzero_jax.types import Params
 
 logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every step of every save
@@ -67,14 +67,6 @@ class Snapshot(NamedTuple):
   heads: np.ndarray  # [L] the replay's heads: where the next snapshot's slots begin
 
 
-class _Segment(NamedTuple):
-  """A file of frames in `replay/`."""
-
-  name: str
-  crc32: int
-  heads: list[int]  # [L] where each lane's frames in it end
-
-
 def _crcs(tree: Params) -> list[int]:
   """Of each leaf's bytes, type, shape and place in the tree."""
   crcs = []
@@ -106,13 +98,13 @@ class Checkpoints:
   """
 
   def __init__(self, run_dir: Path, keep: int = 3):
-    self._directory, self._segments = run_dir.resolve() / "checkpoints", run_dir.resolve() / "replay"
+    self._directory, self._slot_files = run_dir.resolve() / "checkpoints", SlotFiles(run_dir.resolve() / "replay")
     self.keep = keep
     self._manager: ocp.CheckpointManager | None = None
     self._thread: threading.Thread | None = None
     self._error: BaseException | None = None
     self._newest: tuple[int, int] | None = None  # learner and agent steps of the newest checkpoint
-    self._listed: list[_Segment] = []  # what it stands on, oldest first
+    self._listed: list[SlotFile] = []  # what it stands on, oldest first
     self.heads: np.ndarray | None = None  # of its replay; None before the first
 
   def steps(self) -> list[int]:
@@ -156,11 +148,10 @@ class Checkpoints:
   def _write(self, snapshot: Snapshot) -> None:
     if self._newest == (snapshot.step, snapshot.env_steps):
       return  # stopped twice at one moment, or a finished run resumed
-    listed = [segment for segment in self._listed if np.any(np.array(segment.heads) > snapshot.replay["tail"])]
+    listed = [file for file in self._listed if np.any(np.array(file.heads) > snapshot.replay["tail"])]
     if len(snapshot.slots["frame"]):
       name = f"slots-{snapshot.step:012d}-{snapshot.env_steps:012d}.npz"
-      crc = self._write_segment(self._segments / name, snapshot.slots)
-      listed.append(_Segment(name, crc, snapshot.heads.tolist()))
+      listed.append(self._slot_files.write(name, snapshot.slots, snapshot.heads))
     items = {name: jax.tree.map(np.asarray, getattr(snapshot, name)) for name in _ITEMS}
     empty = {name: _take_empty(items, name) for name in ("replay", "actor")}
     items = {name: tree for name, tree in items.items() if jax.tree.leaves(tree)}
@@ -203,15 +194,13 @@ class Checkpoints:
     shutil.rmtree(replaced, ignore_errors=True)
 
   def _remove_unlisted(self) -> None:
-    """Deletes segments that no checkpoint stands on: evicted from the replay, or of saves that failed."""
-    listed = {segment.name for segment in self._listed}
-    unlisted = {path.name for path in self._segments.glob("slots-*.npz")} - listed
+    """Deletes files of frames that no checkpoint stands on: evicted from the replay, or of saves that failed."""
+    unlisted = self._slot_files.names() - {file.name for file in self._listed}
     try:
       for folder in (folder for step in self.steps() for folder in self._folders(step)):
         if unlisted and folder.is_dir():
-          unlisted -= {name for name, _, _ in self._read_meta(folder)["segments"]}
-      for name in unlisted:
-        (self._segments / name).unlink()
+          unlisted -= {file.name for file in _listed_in(self._read_meta(folder))}
+      self._slot_files.remove(unlisted)
     except (OSError, *_DAMAGE):
       pass  # a checkpoint that can't be read now may stand on any of them: the next save tries again
 
@@ -221,45 +210,6 @@ class Checkpoints:
     free, needed = shutil.disk_usage(self._directory).free, 1.1 * size + 2**20
     if free < needed:
       raise OSError(errno.ENOSPC, f"{needed / 1e6:.2f} MB are needed, but {free / 1e6:.2f} MB are free on the disk")
-
-  @staticmethod
-  def _write_segment(path: Path, slots: Mapping[str, np.ndarray]) -> int:
-    """Returns the file's CRC."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    archive = io.BytesIO()
-    np.savez_compressed(archive, **slots)  # type: ignore[arg-type]
-    try:
-      with temporary.open("wb") as file:
-        file.write(archive.getbuffer())
-        file.flush()
-        os.fsync(file.fileno())
-      os.replace(temporary, path)
-    except BaseException:
-      temporary.unlink(missing_ok=True)
-      raise
-    return zlib.crc32(archive.getbuffer())
-
-  def _check_segment(self, segment: _Segment) -> None:
-    """Raises ValueError, BadZipFile or OSError unless the file is as it was written. Holds a megabyte of it."""
-    path, crc = self._segments / segment.name, 0
-    with path.open("rb") as file:
-      while piece := file.read(2**20):
-        crc = zlib.crc32(piece, crc)
-    if crc != segment.crc32:  # NumPy stops reading before zipfile would compare its own
-      raise ValueError(f"checksum of '{segment.name}' differs")
-    with zipfile.ZipFile(path) as archive:
-      for name in archive.namelist():
-        with archive.open(name) as array:
-          np.lib.format.read_magic(array)
-          _, _, dtype = np.lib.format.read_array_header_1_0(array)
-          if dtype.hasobject:
-            raise ValueError(f"'{segment.name}' holds pickled objects")
-
-  def _load_segments(self, segments: list[_Segment]) -> Iterator[dict[str, np.ndarray]]:
-    for segment in segments:
-      with np.load(self._segments / segment.name, allow_pickle=False) as archive:
-        yield {key: archive[key] for key in archive.files}
 
   def _open(self) -> ocp.CheckpointManager:
     if self._manager is None:
@@ -306,19 +256,19 @@ class Checkpoints:
       newest: later steps are not wanted; they are set aside like damaged ones.
 
     Returns:
-      The snapshot (its slots left empty) and its segments of slots, oldest first: all checked, each loaded when asked
-      for.
+      The snapshot (its slots left empty) and the slots of the files it stands on, oldest first: all checked, each
+      file loaded when asked for.
 
     Raises:
       CheckpointError: there is none, none is readable, or the machine failed (memory, permissions, files open) while
         one was read, which is no reason to use an older one. Nothing has been changed then.
     """
 
-    def read(step: int, folder: Path) -> tuple[Path, Snapshot, list[_Segment]]:
+    def read(step: int, folder: Path) -> tuple[Path, Snapshot, list[SlotFile]]:
       items, meta = self._read(step, folder, {"replay": None, "actor": None, **abstract})
-      listed = [_Segment(name, crc32, heads) for name, crc32, heads in meta["segments"]]
-      for segment in listed:
-        self._check_segment(segment)
+      listed = _listed_in(meta)
+      for file in listed:
+        self._slot_files.check(file)
       for name, arrays in meta["empty"].items():
         items[name] = items.get(name, {}) | {key: np.zeros(shape, dtype) for key, (dtype, shape) in arrays.items()}
       known = {"step", "env_steps", "segments", "crc32", "empty", "meta_crc32"}
@@ -330,7 +280,7 @@ class Checkpoints:
     folder, snapshot, listed = self._first_readable(read, report, newest)
     self._newest, self._listed, self.heads = (snapshot.step, snapshot.env_steps), listed, snapshot.heads
     self._make_newest(snapshot.step, folder)
-    return snapshot, self._load_segments(listed)
+    return snapshot, self._slot_files.load(listed)
 
   def _first_readable(
     self, read: Callable[[int, Path], Any], report: Callable[[str], None], newest: int | None = None
@@ -379,7 +329,7 @@ class Checkpoints:
   def _make_newest(self, step: int, folder: Path) -> None:
     """Moves what is newer than the checkpoint restored out of the way, and ends a replacement that was cut short.
 
-    Segments newer than any checkpoint are what a killed process had begun to save: they are removed.
+    Files of frames newer than any checkpoint are what a killed process had begun to save: they are removed.
     """
     aside = self._directory.parent / "damaged"
     place, replaced = self._folders(step)
@@ -394,12 +344,12 @@ class Checkpoints:
       os.replace(replaced, place)
     else:
       shutil.rmtree(replaced, ignore_errors=True)
-    newest = max((segment.name for segment in self._listed), default="")  # older checkpoints list none beyond it
-    for path in self._segments.glob("slots-*"):
-      if path.suffix == ".tmp" or (path.name > newest and not damaged):
-        path.unlink()
-      elif path.name > newest:
-        os.replace(path, aside / path.name)
+    self._slot_files.end_with(self._listed, aside if damaged else None)  # older checkpoints list none beyond them
+
+
+def _listed_in(meta: Mapping[str, Any]) -> list[SlotFile]:
+  """The files of frames that a checkpoint stands on."""
+  return [SlotFile(name, crc32, heads) for name, crc32, heads in meta["segments"]]
 
 
 def _alone() -> ocp.options.MultiprocessingOptions:

@@ -42,12 +42,12 @@ class Keeper:
     newest = None
     while True:
       snapshot: Snapshot | None = None
-      segments: Iterator[dict[str, np.ndarray]] = iter(())
+      frames: Iterator[dict[str, np.ndarray]] = iter(())
       if self.checkpoints.steps() and newest != -1:
-        snapshot, segments = self.checkpoints.restore(abstract, self._report, newest=newest)
+        snapshot, frames = self.checkpoints.restore(abstract, self._report, newest=newest)
       steps = self._agree(-1 if snapshot is None else snapshot.step)
       if len(set(steps)) == 1:
-        return snapshot, segments
+        return snapshot, frames
       newest = min(steps)
 
   def settle(self) -> np.ndarray | None:

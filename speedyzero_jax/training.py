@@ -105,7 +105,7 @@ class Training:
     self.episodes = EpisodeStats(self.own.actor.lanes)
     self._collect_lock = threading.Lock()  # held while actor, journal and replay disagree
 
-    restored, segments = self.keeper.restore(self._abstract()) if resume else (None, iter(()))
+    restored, frames = self.keeper.restore(self._abstract()) if resume else (None, iter(()))
     if restored is None:
       self.state = self.learner.init(jax.random.fold_in(jax.random.key(config.run.seed), _INIT))
     else:
@@ -125,7 +125,7 @@ class Training:
     self.reanalyse: Reanalyse | None = self.batch_reanalyser if config.reanalyse.schedule == "batch" else None
     self.pacer = Pacer(self.own)
     if restored is not None:
-      self._restore_roles(restored, segments)
+      self._restore_roles(restored, frames)
     self._replay_journal()
     reporter.watch(lambda: {names.ENV_STEPS: self.pacer.env_steps})
 
@@ -381,14 +381,14 @@ class Training:
     weights = dict.fromkeys((ACTOR, REANALYSER, REFRESHER), state.variables)
     return {"network": state.variables, "optimizer": state.opt_state, "weights": weights}
 
-  def _restore_roles(self, snapshot: Snapshot, segments: Iterator[dict[str, np.ndarray]]) -> None:
+  def _restore_roles(self, snapshot: Snapshot, frames: Iterator[dict[str, np.ndarray]]) -> None:
     meta = snapshot.meta
     if meta["units"] != self.part.units:
       raise TrainingError(
         f"the run's experience lies with {meta['units']} learners, it can't go on with {self.part.units}"
       )
     self.reporter.rewind(snapshot.step)
-    for slots in segments:
+    for slots in frames:
       self.replay.import_slots(slots)
       del slots  # before the next ones are loaded
     self.replay.load_state_dict(snapshot.replay)

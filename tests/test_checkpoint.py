@@ -21,6 +21,7 @@ import pytest
 from speedyzero_jax import checkpoint
 from speedyzero_jax.checkpoint import CheckpointError, Checkpoints, Snapshot
 from speedyzero_jax.networks import Variables
+from speedyzero_jax.replay.slot_files import SlotFile, SlotFiles
 
 # A damaged checkpoint leaves Orbax with futures that nobody waits for.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -471,13 +472,13 @@ def test_every_byte_of_the_frames_counts(copied):
   folder, _ = copied
   path = own_files(folder, 8)[-1]
   meta = json.loads((folder / "checkpoints" / "8" / "meta" / "metadata").read_text())
-  segment = checkpoint._Segment(*meta["segments"][-1])
+  segment = SlotFile(*meta["segments"][-1])
   assert segment.name == path.name
   content = path.read_bytes()
   for at in range(len(content)):
     path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
     with pytest.raises(ValueError, match=path.name):
-      Checkpoints(folder)._check_segment(segment)
+      SlotFiles(folder / "replay").check(segment)
 
 
 def test_frames_of_an_older_segment_missing_damage_every_checkpoint_on_top(copied):
@@ -515,7 +516,7 @@ def test_what_fails_for_want_of_something_is_no_damage(copied, monkeypatch, erro
     if part == "orbax":
       patch.setattr(checkpoint.ocp.Checkpointer, "restore", raising(error))
     else:
-      patch.setattr(Checkpoints, "_check_segment", raising(error))
+      patch.setattr(SlotFiles, "check", raising(error))
     with pytest.raises(
       CheckpointError, match=rf"can't read checkpoint .*checkpoints/8, which may be whole: .*{re.escape(str(error))}"
     ):
@@ -618,10 +619,10 @@ def test_nothing_is_unpickled(tmp_path):
 
 
 def fail_segment(monkeypatch):
-  def refuse(path, slots):
+  def refuse(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-  monkeypatch.setattr(Checkpoints, "_write_segment", staticmethod(refuse))
+  monkeypatch.setattr(SlotFiles, "write", refuse)
   return monkeypatch.undo
 
 

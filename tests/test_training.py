@@ -16,6 +16,7 @@ from speedyzero_jax import training as training_module
 from speedyzero_jax.checkpoint import CheckpointError, Checkpoints
 from speedyzero_jax.metrics import jsonl, names
 from speedyzero_jax.pacing import Pacer
+from speedyzero_jax.replay.slot_files import SlotFiles
 from speedyzero_jax.reporting import Reporter
 from speedyzero_jax.training import Part, Training, TrainingError
 from speedyzero_jax.weights import DivergedError
@@ -503,15 +504,15 @@ def test_divergence_is_said_and_never_saved(tmp_path, mode, step, field):
 
 def test_a_full_disk_costs_a_checkpoint_and_nothing_else(uninterrupted, tmp_path, monkeypatch, capsys):
   config, state, digest, _ = uninterrupted("sweep")
-  write, failed = Checkpoints._write_segment, []
+  write, failed = SlotFiles.write, []
 
-  def refuse_once(path, slots):
-    if path.name.startswith("slots-000000000004"):
-      failed.append(path)
+  def refuse_once(files, name, slots, heads):
+    if name.startswith("slots-000000000004"):
+      failed.append(name)
       raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    return write(path, slots)
+    return write(files, name, slots, heads)
 
-  monkeypatch.setattr(Checkpoints, "_write_segment", staticmethod(refuse_once))
+  monkeypatch.setattr(SlotFiles, "write", refuse_once)
   with tiny.training(config, tmp_path) as training:
     assert modes.run(training)
     training.save(required=True)
@@ -525,10 +526,10 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(uninterrupted, tmp_path
 
 
 def test_a_last_checkpoint_that_cannot_be_written_is_an_error(tmp_path, monkeypatch, capsys):
-  def refuse(path, slots):
+  def refuse(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-  monkeypatch.setattr(Checkpoints, "_write_segment", staticmethod(refuse))
+  monkeypatch.setattr(SlotFiles, "write", refuse)
   with tiny.training(tiny.config(), tmp_path) as training:
     training.collect()
     with pytest.raises(CheckpointError, match="No space left"):
