@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from speedyzero_jax.metrics import jsonl, names
-from speedyzero_jax.metrics.display import format_number
+from speedyzero_jax.metrics.board import format_number
 
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 16

@@ -13,7 +13,8 @@ from typing import Any
 from speedyzero_jax.config import Config
 from speedyzero_jax.evaluation import Evaluation
 from speedyzero_jax.metrics import jsonl, names, units
-from speedyzero_jax.metrics.display import Header, make_display
+from speedyzero_jax.metrics.board import Header
+from speedyzero_jax.metrics.display import make_display
 from speedyzero_jax.metrics.rates import EpisodeStats, RateMeter, RunningMeans
 from speedyzero_jax.metrics.recorder import Recorder
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tensorboardX.proto import event_pb2
 
-from speedyzero_jax.metrics import display, jsonl, names, rates
+from speedyzero_jax.metrics import board, display, jsonl, names, rates
 from speedyzero_jax.metrics.recorder import Recorder
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -480,7 +480,7 @@ def test_parts_of_many_threads_add_up():
 
 # --- display ---
 
-HEADER = display.Header("MsPacman", "atari300k", "runs/atari300k-MsPacman-s3", 3)
+HEADER = board.Header("MsPacman", "atari300k", "runs/atari300k-MsPacman-s3", 3)
 VALUES = {
   names.STEP: 6180,
   names.ENV_STEPS: 123_456,
@@ -530,10 +530,10 @@ def make(stream, force="auto", clock=time.monotonic):
 
 def screen(values, width=80):
   totals = {names.ENV_STEPS: 300_000, names.STEP: 15_000, names.PRESENT_ACTORS: 4, names.PRESENT_REANALYSERS: 16}
-  board = display._Board(HEADER, totals, Clock())
-  board.update(values)
+  shown = board.Board(HEADER, totals, Clock())
+  shown.update(values)
   console = Console(file=io.StringIO(), width=width, record=True)
-  console.print(board.screen())
+  console.print(shown.screen())
   return console.export_text()
 
 
@@ -650,8 +650,8 @@ def test_a_closed_stream_is_survived():
 
 def test_a_closed_pipe_does_not_change_the_exit_status():
   script = (
-    "import time; from speedyzero_jax.metrics import display\n"
-    "with display.make_display(display.Header('g', 'p', 'd', 0), env_steps_total=1, learner_steps_total=1) as shown:\n"
+    "import time; from speedyzero_jax.metrics import board, display\n"
+    "with display.make_display(board.Header('g', 'p', 'd', 0), env_steps_total=1, learner_steps_total=1) as shown:\n"
     "  [(shown.message('x' * 1000), time.sleep(0.002)) for _ in range(200)]\n"
   )
   environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
