@@ -10,7 +10,7 @@ from hypothesis import given
 sys.path.insert(0, str(Path(__file__).parent / "replay"))
 
 import reference
-from test_replay import LANES, UNROLL, make_replay, play
+from tiny_replay import LANES, UNROLL, make_replay, play
 
 from speedyzero_jax import feed
 

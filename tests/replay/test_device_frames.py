@@ -4,7 +4,7 @@ import pytest
 import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_replay import LANES, UNROLL, make_replay, play
+from tiny_replay import LANES, UNROLL, make_replay, play
 
 from speedyzero_jax.learner import make_mesh
 from speedyzero_jax.replay.device_frames import DeviceFrames, place_frames

@@ -19,7 +19,7 @@ import pytest
 import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_replay import assert_same, make_replay
+from tiny_replay import assert_same, make_replay
 
 from speedyzero_jax.replay.journal import Journal, JournalError
 from speedyzero_jax.types import Segment
