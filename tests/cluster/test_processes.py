@@ -65,13 +65,13 @@ class Run:
 
   def until(self, pattern):
     """Waits for this to be said."""
-    wait_for(lambda: re.search(pattern, self.output) or self.process.poll() is not None, pattern, 120)
+    wait_for(lambda: re.search(pattern, self.output) or self.process.poll() is not None, pattern, 240)
     assert re.search(pattern, self.output), self.output
 
   def learn(self, steps):
     """Waits for so many learner steps more; returns whether there were as many."""
     wanted = min(learned(self.folder) + steps, STEPS)
-    wait_for(lambda: learned(self.folder) >= wanted or self.process.poll() is not None, "nothing is learned", 120)
+    wait_for(lambda: learned(self.folder) >= wanted or self.process.poll() is not None, "nothing is learned", 240)
     assert learned(self.folder) >= wanted, self.output
     return wanted < STEPS
 
@@ -85,19 +85,19 @@ class Run:
 
   def kill(self, name):
     """Kills a child, and waits until another has taken its place."""
-    wait_for(lambda: self.children()[name]["pid"], f"{name} does not run", 60)
+    wait_for(lambda: self.children()[name]["pid"], f"{name} does not run")
     child = self.children()[name]
     os.kill(child["pid"], signal.SIGKILL)
     wait_for(lambda: self.children()[name]["restarts"] > child["restarts"], f"{name} is not started again")
 
   def end(self, code):
     """Waits for the end; returns what was said."""
-    self.process.wait(timeout=200)
+    self.process.wait(timeout=400)
     assert self.process.returncode == code, self.output
     return self.output
 
 
-def wait_for(condition, what, seconds=30):
+def wait_for(condition, what, seconds=60):
   deadline = time.monotonic() + seconds
   while not condition():
     assert time.monotonic() < deadline, what
@@ -154,7 +154,7 @@ def audit(folder, units, monkeypatch):
   return total
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_kills_lose_and_repeat_nothing(tmp_path, monkeypatch):
   """Helpers are killed at random, and a learner, for which all start again. Learner 1 reanalyses itself."""
   folder, rng = tmp_path / "run", random.Random(0)
@@ -193,7 +193,7 @@ def check_what_is_shown(folder, killed):
   assert "actors 2/2" in (folder.with_suffix(".log")).read_text()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_killed_launcher_leaves_nothing_and_its_run_goes_on(tmp_path, monkeypatch):
   """Then it is stopped, in the middle and with another actor, and ends as a single process."""
   folder = tmp_path / "run"
