@@ -7,10 +7,11 @@ Knows nothing of replay, threads or files.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -156,6 +157,13 @@ class Learner:
       check_vma=False,  # gradients of replicated parameters are averaged by hand below
     )
 
+  def _mean(self, tree: Any) -> Any:
+    """The mean over devices, in one message: between CPU processes each array would be sent by itself."""
+    if self.mesh.size == 1:
+      return tree
+    flat, unravel = jax.flatten_util.ravel_pytree(tree)
+    return unravel(jax.lax.pmean(flat, AXIS))
+
   def _local_step(
     self, state: LearnerState, batch: LearnerBatch, key: jax.Array, stop: jax.Array
   ) -> tuple[LearnerState, tuple[dict[str, jax.Array], jax.Array, jax.Array]]:
@@ -179,13 +187,13 @@ class Learner:
       return loss, (terms, variables_of(network).batch_stats)
 
     (loss, (terms, stats)), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.variables.params)
-    grads = jax.lax.pmean(grads, AXIS)
+    grads = self._mean(grads)
     if not self._sync:
-      stats = jax.lax.pmean(stats, AXIS)
+      stats = self._mean(stats)
     params = state.variables.params
     updates, opt_state = self._optimizer.update(grads, state.opt_state, params)
     params = optax.apply_updates(params, updates)
-    means = jax.lax.pmean(
+    means = self._mean(
       {
         names.LOSS_TOTAL: loss,
         names.LOSS_VALUE: terms.value,
@@ -194,8 +202,7 @@ class Learner:
         names.LOSS_CONSISTENCY: terms.consistency,
         names.POLICY_ENTROPY: terms.policy_entropy,
         names.TD_ERROR: jnp.mean(terms.td_error),
-      },
-      AXIS,
+      }
     )
     metrics = means | {
       names.LEARNING_RATE: jnp.asarray(self._schedule(state.step), jnp.float32),

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 
 import jax
 import numpy as np
@@ -246,6 +247,14 @@ def test_who_wants_to_leave_is_heard_with_the_step_and_changes_nothing_else(devi
   assert not bool(result.stopping) and bool(last.stopping)
   _same(plain, told)
   _same(result.metrics, last.metrics)
+
+
+def test_devices_send_each_other_few_messages():
+  """Largest weight, who leaves, gradients, batch statistics, metrics; between CPU processes each array is a message."""
+  learner = _learner(4, batch_norm="local")
+  program = learner.lower(_restored(learner), learner.put(_batch()), _KEY).compile().as_text()
+  operands = re.findall(r" all-reduce(?:-start)?\(([^)]*)\)", program)
+  assert sum(names.count("%") for names in operands) == 5
 
 
 def test_one_of_many_is_enough_to_be_heard():
