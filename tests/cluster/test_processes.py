@@ -21,7 +21,7 @@ import tiny
 from speedyzero_jax import runfolder
 from speedyzero_jax.checkpoint import Checkpoints
 from speedyzero_jax.cluster import unit
-from speedyzero_jax.metrics import jsonl
+from speedyzero_jax.metrics import jsonl, names
 from speedyzero_jax.reporting import Reporter
 from speedyzero_jax.topology import unit_config
 from speedyzero_jax.training import Part, Training
@@ -217,3 +217,36 @@ def test_a_killed_launcher_leaves_nothing_and_its_run_goes_on(tmp_path, monkeypa
   with Run(folder, "--resume", folder, "topology.actors=0", "topology.reanalysers=0") as run:
     assert f"trained: {ENV_STEPS} agent steps, {STEPS} learner steps" in run.end(0)
   assert audit(folder, 1, monkeypatch) == ENV_STEPS
+
+
+@pytest.mark.timeout(600)
+def test_a_hung_reanalyser_makes_targets_old_or_the_learner_wait(tmp_path):
+  """As `topology.bound_age` says. It keeps the run from ending neither way."""
+  folder = tmp_path / "run"
+
+  def hang(run):
+    wait_for(lambda: rows()[-1].get("present/reanalysers"), "no reanalyser comes", 120)
+    pid = run.children()["reanalyser-0.0"]["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    return pid, learned(folder)
+
+  def rows():
+    return jsonl.read_rows(folder / "metrics.jsonl")[0]
+
+  with Run.new(folder, "--processes", "learner=1,reanalyser=1", "refresh.enabled=false") as run:
+    run.learn(10)
+    hang(run)
+    assert run.learn(40)
+    assert rows()[-1][names.TARGET_AGE_MAX] > 8  # reanalyse.max_age
+    run.process.send_signal(signal.SIGTERM)
+    assert "stopped and saved at learner step" in run.end(143)
+  with Run(folder, "--resume", folder, "topology.bound_age=true", "--processes", "learner=1,reanalyser=1") as run:
+    run.learn(5)
+    pid, step = hang(run)
+    time.sleep(5)
+    waits = learned(folder)
+    assert waits <= step + 10
+    time.sleep(2)
+    assert learned(folder) == waits < STEPS
+    os.kill(pid, signal.SIGCONT)
+    assert f"trained: {ENV_STEPS} agent steps, {STEPS} learner steps" in run.end(0)
