@@ -5,8 +5,8 @@
 `one` is a process with one device. `several` are two learners with two (fake) devices each, an actor and a reanalyser;
 learner 1 acts and reanalyses itself. All else is the same, to the seed. Compared are greedy evaluations at the same
 learner steps; `z` is the difference of the means in standard errors. Runs have the pace of the preset, but end after
-2,500 of its 8,000 learner steps: on two cores the several take many times as long, most of it in the kernel's TCP (batch
-norm over all devices is 67 small collectives a step).
+2,500 of its 8,000 learner steps: on two cores the several take many times as long, most of it in the kernel's TCP
+(batch norm over all devices is 67 small collectives a step).
 """
 
 import argparse
