@@ -235,7 +235,9 @@ class TopologyConfig:
     30.0, "seconds after which a block of states is given to another reanalyser; after two times, none waits for it"
   )
   bound_age: bool = opt(
-    False, "the learner waits for reanalyser processes rather than exceed reanalyse.max_age and refresh.max_age"
+    False,
+    "the learner waits for reanalyser processes, as long as it takes, rather than exceed reanalyse.max_age and "
+    "refresh.max_age or, with reanalyse.schedule=batch, train on what was not reanalysed",
   )
 
 

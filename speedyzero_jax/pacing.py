@@ -162,6 +162,11 @@ class Pacer:
       self._hurrying = True
       self._changed.notify_all()
 
+  @property
+  def hurrying(self) -> bool:
+    """Whether `hurry` was called."""
+    return self._hurrying
+
   def may_draw(self, step: int) -> bool:
     """Whether the batch of learner step `step` is due."""
     return self._hurrying or self._env_steps >= self.required(step)

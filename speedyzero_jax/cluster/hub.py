@@ -6,6 +6,7 @@ socket and no thread, and knows nothing of networks: it connects callers with th
 
 import dataclasses
 import itertools
+import math
 import threading
 import time
 from collections import deque
@@ -27,6 +28,7 @@ from speedyzero_jax.types import Segment
 from speedyzero_jax.weights import ACTOR, WeightsStore
 
 _CHUNK = 256  # frames in one answer
+_LOOK = 1.0  # seconds between looks at who is there
 
 
 class Collector(Protocol):
@@ -81,6 +83,7 @@ class Hub:
     reanalysers: how many there are.
     block_timeout: seconds after which a block that did not come back is given to somebody else; after twice as long
       nobody waits for it any more.
+    patient: wait for a batch as long as it takes, whoever is there.
     welcome: what reanalysers are told of the frames.
     half_weights: send weights as bfloat16.
     count: takes rates: of states searched, of states refreshed.
@@ -98,13 +101,14 @@ class Hub:
     lanes: Sequence[range],
     reanalysers: int,
     block_timeout: float,
+    patient: bool,
     welcome: messages.ReanalyserWelcome,
     half_weights: bool,
     count: Callable[[str, float], None],
     presence: Presence,
   ):
     self._replay, self._pacer, self._weights, self._collector = replay, pacer, weights, collector
-    self._sweepers, self._block_timeout = sweepers, block_timeout
+    self._sweepers, self._block_timeout, self._patient = sweepers, block_timeout, patient
     self._reanalyser_welcome, self._half = welcome, half_weights
     self._actors = [_Actor(part) for part in lanes]
     self._reanalysers = [-1] * reanalysers  # incarnations
@@ -196,8 +200,7 @@ class Hub:
       self._presence.served("actor", request.actor)
       self._give_back(actor)
       actor.sequence = request.sequence
-      if steps:
-        self._pacer.begin_acting(actor)
+      self._pacer.begin_acting(actor)  # before looking what weights there are
       actor.grant = messages.Grant(
         steps=steps,
         # Fewer than wanted are all there were, whatever came back since: lanes that are not reached are cut.
@@ -222,6 +225,8 @@ class Hub:
         if actor.grant is None or request.sequence != actor.sequence:
           raise ValueError(f"actor {request.actor} was not granted what it appends")
         taken = sum(int((segment.action >= 0).sum()) for segment in new)
+        if max(int(s.step.max()) for s in new) > self._pacer.learner_steps:
+          raise ValueError(f"actor {request.actor} acted with weights that there are none of")
         if taken > actor.grant.steps:
           raise ValueError(f"actor {request.actor} took {taken} steps of {actor.grant.steps} granted")
         ended = zip(request.score.tolist(), request.length.tolist(), strict=True)
@@ -346,6 +351,9 @@ class Hub:
       handed = self._handed.get(request.block)
       if handed is None or handed.holder != (request.reanalyser, request.incarnation):
         return messages.Ok()
+    newest = self._weights.latest(handed.work.subscriber).step
+    if not 0 <= request.step <= newest:
+      raise ValueError(f"result.step must be in 0..{newest}, got {request.step}")
     found = len(request.policy) > 0
     findings = Findings(
       request.step, request.value, request.policy if found else None, request.search_value if found else None
@@ -363,13 +371,23 @@ class Hub:
     return messages.Ok()
 
   def reanalyse(self, works: Sequence[Work]) -> bool:
-    """Has a sampled batch's works done; waits for them, but not forever. Returns whether all were done."""
+    """Has a sampled batch's works done and waits for them. Returns whether all were done.
+
+    Unless patient it does not wait forever, and not at all while no reanalyser is heard of. Never when the run is to
+    end.
+    """
     parts = [part for work in works for part in _split(work, len(self._reanalysers))]
     batch = Batch(parts)
     with self._lock:
       self._waiting.extend((part, batch) for part in parts)
     self._pacer.notify()
-    self._pacer.wait_for(lambda: batch.left == 0, 2 * self._block_timeout)  # once handed out again, maybe
+    until = math.inf if self._patient else time.monotonic() + 2 * self._block_timeout  # once handed out again, maybe
+
+    def settled() -> bool:
+      return not batch.left or self._pacer.hurrying or self._pacer.stopping
+
+    while not settled() and time.monotonic() < until and (self._patient or self._presence.anybody("reanalyser")):
+      self._pacer.wait_for(settled, min(_LOOK, until - time.monotonic()))
     with self._lock:  # what is being computed may still come back, but is not worth being handed out again
       self._waiting = deque(item for item in self._waiting if item[1] is not batch)
       self._batches = {number: other for number, other in self._batches.items() if other is not batch}

@@ -72,6 +72,11 @@ class Presence:
     if asked is not None:
       self._mean({_WAIT[kind]: self._clock() - asked})
 
+  def anybody(self, kind: Kind) -> bool:
+    """Whether one of them was heard of lately."""
+    since = self._clock() - SILENCE
+    return any(seen.heard >= since for seen in self._seen[kind])
+
   def summary(self) -> dict[str, float]:
     """How many are there, and how often one came back, of the kinds that the unit has."""
     with self._lock:

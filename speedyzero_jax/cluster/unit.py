@@ -24,8 +24,10 @@ from speedyzero_jax.replay.journal import Journal
 from speedyzero_jax.topology import Role, Topology, lanes_of_actors, unit_config
 from speedyzero_jax.training import WHOLE, Part, Training
 
-_PATIENCE = 600.0  # seconds that units wait for each other at the start: one may have a long journal to read
-_EVALUATION = 24 * 3600.0  # seconds for which units wait while one evaluates; if that dies, they hear of it at once
+_PATIENCE = 600.0  # seconds in which a unit's service should be there
+# Seconds for which units wait for each other: one may have a long journal to read, wait for its actors, or evaluate. If
+# it dies, they hear of it at once.
+_LONG = 24 * 3600.0
 _FAREWELL = 10.0  # seconds in which actors and reanalysers should finish a step and hear that the run is over
 
 
@@ -139,7 +141,7 @@ def _agreement(rendezvous: Rendezvous, unit: int, units: int) -> Callable[[int],
     nonlocal rounds
     rounds += 1
     rendezvous.publish(f"agree/{rounds}/{unit}", str(number))
-    return [int(rendezvous.lookup(f"agree/{rounds}/{other}", _PATIENCE)) for other in range(units)]
+    return [int(rendezvous.lookup(f"agree/{rounds}/{other}", _LONG)) for other in range(units)]
 
   return agree
 
@@ -157,7 +159,7 @@ def _sharing(rendezvous: Rendezvous, unit: int) -> Callable[[Mapping[str, float]
 
 def _meetings(rendezvous: Rendezvous, units: int) -> Callable[[], None]:
   number = itertools.count()
-  return lambda: rendezvous.barrier(f"meeting/{next(number)}", _EVALUATION, range(units))
+  return lambda: rendezvous.barrier(f"meeting/{next(number)}", _LONG, range(units))
 
 
 @contextlib.contextmanager
@@ -190,6 +192,7 @@ def serving(
     lanes=lanes_of_actors(training.own.actor.lanes, actors) if actors else (),
     reanalysers=reanalysers,
     block_timeout=config.topology.block_timeout,
+    patient=config.topology.bound_age,
     welcome=_welcome_to(training.part.frame_memory),
     half_weights=config.topology.weights_dtype == "bfloat16",
     count=training.reporter.count,

@@ -24,6 +24,7 @@ class Stamps:
 
   def set(self, cell: np.ndarray, step: np.ndarray | int) -> None:
     """Stamps cells [m] with one step, or [m]; NEVER: they hold nothing. Of a cell named twice the last counts."""
+    step = np.asarray(step, np.int32)  # raises before anything is touched
     before, order = self._flat[cell], -1 - np.arange(len(cell), dtype=np.int32)
     self._flat[cell] = order
     counts = self._flat[cell] == order  # each cell once

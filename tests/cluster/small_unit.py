@@ -67,7 +67,7 @@ class Unit:
   `taken` is what a journal would hold: what was acknowledged, in order.
   """
 
-  def __init__(self, *overrides, actors=1, reanalysers=1, block_timeout=60.0, half=False, kinds=()):
+  def __init__(self, *overrides, actors=1, reanalysers=1, block_timeout=60.0, patient=False, half=False, kinds=()):
     self.config = tiny.config("replay.alpha=1", *overrides)
     self.replay = self.twin()
     self.pacer = Pacer(self.config)
@@ -80,7 +80,7 @@ class Unit:
     self._lock = threading.Lock()
     self.hub = Hub(
       replay=self.replay, pacer=self.pacer, weights=self.weights, collector=self, sweepers=self.sweepers,
-      lanes=self.lanes, reanalysers=reanalysers, block_timeout=block_timeout,
+      lanes=self.lanes, reanalysers=reanalysers, block_timeout=block_timeout, patient=patient,
       welcome=messages.ReanalyserWelcome("", ""), half_weights=half, count=self._count,
       presence=self.presence,
     )  # fmt: skip

@@ -95,6 +95,15 @@ def test_experience_that_is_not_an_actors_own_or_not_granted_is_refused_and_can_
   assert unit.pacer.env_steps == 2
 
 
+def test_steps_of_weights_that_there_are_none_of_are_refused():
+  unit = Unit("actor.lanes=2")
+  join(unit)
+  segments, _ = play(unit, player(unit), grant(unit))
+  later = [segment._replace(step=segment.step + 1) for segment in segments]
+  unchanged(unit, lambda: append(unit, later), "weights that there are none of")
+  append(unit, segments)
+
+
 def test_more_steps_than_were_granted_are_refused():
   unit = Unit("actor.lanes=3")
   join(unit)
@@ -196,6 +205,15 @@ def test_who_acts_holds_the_learner_up_when_asked_until_his_steps_are_there_or_l
   join(unit, 1, 1)  # the other one has died
   assert not unit.pacer.lagging
   assert grant(unit, actor=1, incarnation=1, seconds=1).weights == 4 and learn() == 3
+
+
+def test_a_grant_names_the_newest_weights_that_the_learner_waits_by(monkeypatch):
+  """Those that came before it began to wait may be an interval older than it thinks."""
+  unit = Unit("actor.weights_interval=2", "actor.max_lag=3")
+  join(unit)
+  begin = unit.pacer.begin_acting
+  monkeypatch.setattr(unit.pacer, "begin_acting", lambda who: (begin(who), unit.publish(8)))
+  assert grant(unit).weights == 8
 
 
 def test_who_is_there_how_long_they_wait_and_how_often_they_come_back_is_told():

@@ -24,12 +24,13 @@ def look(unit, block):
   return examine(Seer(), version, frames, search=block.search, key=jax.random.key(9), explore=True)
 
 
-def answer(unit, block, reanalyser=0, incarnation=0, shift=0.0):
+def answer(unit, block, reanalyser=0, incarnation=0, shift=0.0, step=None):
   found = look(unit, block)
+  step = found.step if step is None else step
   empty = np.zeros((0, found.value.shape[1]), np.float32)
   policy, search_value = (empty[..., None], empty) if found.policy is None else (found.policy, found.search_value)
   unit.hub.result(
-    messages.Result(reanalyser, incarnation, block.block, found.step, policy, search_value, found.value + shift)
+    messages.Result(reanalyser, incarnation, block.block, step, policy, search_value, found.value + shift)
   )
 
 
@@ -134,6 +135,56 @@ def test_without_answers_the_learner_goes_on_and_nobody_is_given_what_it_no_long
   _, thread, done = batch_of(unit)
   for _ in range(2):
     answer(unit, work(unit, seconds=5))
+  thread.join(10)
+  assert done == [True]
+
+
+def test_nobody_waits_for_reanalysers_that_are_not_there_unless_asked_to(monkeypatch):
+  now = [0.0]
+  unit = waiting_unit()
+  monkeypatch.setattr(unit.presence, "_clock", lambda: now[0])
+  _, thread, done = batch_of(unit)
+  thread.join(10)
+  assert done == [False]  # none has come yet
+  hello(unit)
+  _, thread, done = batch_of(unit)
+  held = work(unit, seconds=5)
+  thread.join(0.1)
+  assert not done
+  now[0] += 11  # it hangs
+  thread.join(10)
+  assert done == [False]
+
+  unit = waiting_unit(block_timeout=0.1, patient=True)
+  hello(unit)
+  _, thread, done = batch_of(unit)
+  held = work(unit, seconds=5)
+  unit.presence.anybody = lambda kind: False
+  thread.join(1.5)
+  assert not done
+  answer(unit, held)
+  answer(unit, work(unit, seconds=5))
+  thread.join(10)
+  assert done == [True]
+  _, thread, done = batch_of(unit)
+  unit.pacer.hurry()  # the run is to end
+  thread.join(10)
+  assert done == [False]
+
+
+def test_a_result_of_weights_that_there_are_none_of_changes_nothing():
+  unit = waiting_unit()
+  hello(unit)
+  _, thread, done = batch_of(unit)
+  held = work(unit, seconds=5)
+  before = unit.replay.state_dict()
+  for step in (4, 2**31, 2**62, -1):
+    with pytest.raises(ValueError, match=r"result\.step must be in 0\.\.3"):
+      answer(unit, held, step=step)
+  for name, array in unit.replay.state_dict().items():
+    np.testing.assert_array_equal(array, before[name], err_msg=name)
+  answer(unit, held)
+  answer(unit, work(unit, seconds=5))
   thread.join(10)
   assert done == [True]
 

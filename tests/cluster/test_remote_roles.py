@@ -98,6 +98,20 @@ def test_an_actor_collects_what_a_local_one_would(seed):
   assert_same(unit.replay, other)
 
 
+def test_an_actor_waits_for_the_weights_that_it_is_granted_steps_with(monkeypatch):
+  unit = Unit("run.env_steps=60", "actor.max_lag=5", "actor.weights_interval=2", reanalysers=0)
+  for _ in range(4):
+    unit.pacer.add_learner_step()
+  unit.publish(4)
+  asked, latest = [], RemoteWeights.latest
+  monkeypatch.setattr(RemoteWeights, "latest", lambda *a, at_least: (asked.append(at_least), latest(*a, at_least))[1])
+  learner = unit.learn()
+  with served(unit) as (client, start):
+    start(remote_actor.act, unit.config, Blueprint, client(), Role("actor", 0, 0), 0).join(30)
+    learner.join(10)
+  assert unit.pacer.collected and asked[0] == 4
+
+
 def memory(unit):
   """The replay's frames where others can map them: the path, and what it is a link to."""
   descriptor = os.memfd_create("test")
@@ -108,7 +122,9 @@ def memory(unit):
 
 @pytest.mark.parametrize("frames", ["mapped", "elsewhere", "gone", "another's", "none"])
 def test_reanalysers_find_what_a_local_one_would(frames, monkeypatch):
-  unit = Unit("reanalyse.schedule=batch", "reanalyse.explore=false", reanalysers=2)
+  unit = Unit(
+    "reanalyse.schedule=batch", "reanalyse.explore=false", reanalysers=2, patient=True
+  )  # they are about to come
   unit.fill(30)
   held, explored, search = [], [], Seer.search
   path, link = memory(unit)

@@ -40,3 +40,11 @@ def test_what_is_kept_does_not_grow_with_time():
   for step in range(100):
     stamps.set(np.arange(4), step)
   assert len(stamps._count) == 1
+
+
+def test_a_step_that_is_no_stamp_changes_nothing():
+  stamps = Stamps((4,))
+  stamps.set(np.arange(3), 5)
+  with pytest.raises(OverflowError):
+    stamps.set(np.arange(4), 2**31)
+  assert stamps.step.tolist() == [5, 5, 5, NEVER] and stamps.ages(6) == (1, 1)
