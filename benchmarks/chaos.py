@@ -2,9 +2,10 @@
 
 python benchmarks/chaos.py --minutes 10 --every 5 --out benchmarks/results/chaos.json
 
-What the journals hold is looked at after each kill and at the end. A slot that was on disk once must be there for good,
-unchanged: acknowledged is what was seen there, lost what was seen and is gone or other later, repeated what is stored
-twice. After the time is up nothing is killed any more, and the run must finish by itself with all agent steps.
+What actors are told is safe, a witness in their process writes down, outside of the run (`witness/`): all of it must be
+in the journals at the end. What the journals hold is also looked at after each kill: what was on disk once must be
+there for good, unchanged. Lost is what is gone or other later, of either kind; repeated what is stored twice. After
+the time is up nothing is killed any more, and the run must finish by itself with all agent steps.
 """
 
 import argparse
@@ -25,8 +26,10 @@ from pathlib import Path
 
 from common import ROOT, write
 
-PROCESSES = "learner=2,actor=2,reanalyser=2"
-Slots = dict[tuple[int, int, int], int]  # unit, lane, first slot of a segment -> its CRC
+LEARNERS = 2
+PROCESSES = f"learner={LEARNERS},actor=2,reanalyser=2"
+Place = tuple[int, int, int]  # unit, lane, first slot of a segment
+Slots = dict[Place, tuple[int, int]]  # its size and CRC
 
 
 @contextlib.contextmanager
@@ -60,11 +63,17 @@ def look(folder: Path) -> tuple[Slots, int, int]:
       for lane, start, size, crc, slots in rows:
         repeated += max(heads.get(lane, 0) - start, 0)
         heads[lane] = start + size
-        found[unit, lane, start] = crc
+        found[unit, lane, start] = size, crc
         actions = memoryview(slots)[3 * size : 7 * size].cast("i")
         steps += sum(action >= 0 for action in actions)
       database.close()
   return found, steps, repeated
+
+
+def witnessed(path: Path) -> dict[Place, int]:
+  """Sizes of the segments that were acknowledged."""
+  lines = (map(int, line.split()) for line in path.read_text().splitlines())
+  return {((process - LEARNERS) % LEARNERS, lane, start): size for process, lane, start, size in lines}
 
 
 def main() -> int:
@@ -87,11 +96,13 @@ def main() -> int:
       f"learner.steps={arguments.env_steps // 4}",
     ]
     command += ["evaluation.at_end=false", "run.checkpoint_interval=200", "run.keep_checkpoints=1000"]
-    log = Path(name) / "log"
+    log, witness = Path(name) / "log", Path(name) / "witness"
+    places = [str(ROOT / "benchmarks/witness"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"WITNESS": str(witness), "PYTHONPATH": os.pathsep.join(places)}
     with log.open("w") as out:
-      run = subprocess.Popen(command, stdout=out, stderr=out)
+      run = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
     try:
-      result = torment(run, folder, rng, arguments)
+      result = torment(run, folder, witness, rng, arguments)
     finally:
       run.terminate()
       run.wait()
@@ -108,7 +119,7 @@ def main() -> int:
 
 
 def torment(
-  run: subprocess.Popen, folder: Path, rng: random.Random, arguments: argparse.Namespace
+  run: subprocess.Popen, folder: Path, witness: Path, rng: random.Random, arguments: argparse.Namespace
 ) -> dict[str, object]:
   """Kills for the time given, then waits for the end."""
   kills: collections.Counter[str] = collections.Counter()
@@ -123,7 +134,7 @@ def torment(
     nonlocal lost, repeated, steps
     with frozen([child["pid"] for child in children() if child["pid"] and child["name"].startswith("learner")]):
       now, steps, twice = look(folder)
-    lost += sum(now.get(slot) != crc for slot, crc in seen.items())
+    lost += sum(now.get(place) != what for place, what in seen.items())
     repeated = max(repeated, twice)
     seen.update(now)
 
@@ -143,14 +154,17 @@ def torment(
     compare()
   run.wait()
   compare()
+  told = witnessed(witness)
+  lost += sum(seen.get(place, (0, 0))[0] != size for place, size in told.items())
   restarts = {child["name"]: child["restarts"] for child in children()}
   return {
     "minutes": round((time.monotonic() - begin) / 60, 2),
     "kills": dict(kills),
     "restarts": restarts,
-    "agent_steps_acknowledged": steps,
+    "agent_steps_stored": steps,
     "agent_steps_wanted": arguments.env_steps,
-    "segments_seen": len(seen),
+    "segments_acknowledged": len(told),
+    "segments_stored": len(seen),
     "lost": lost,
     "repeated": repeated,
   }
