@@ -91,8 +91,13 @@ class Process:
     return self.code - 128 if 128 < self.code <= 192 and self.code - 128 not in STOPS else None
 
   @property
+  def own_doing(self) -> bool:
+    """Whether it failed by itself: not by SIGKILL, nor by a signal that stops, also if it caught that and exited."""
+    return (-self.code if self.code < 0 else self.code - 128) not in (signal.SIGKILL, *STOPS)
+
+  @property
   def was_shot(self) -> bool:
-    """Whether a signal from outside ended it. An abort may be its own doing, after another's death."""
+    """Whether a signal ended it; not an abort, which may follow another's death."""
     return self.killed_by not in (None, signal.SIGABRT)
 
   def obituary(self) -> str:

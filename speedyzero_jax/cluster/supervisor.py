@@ -34,9 +34,12 @@ class Supervisor:
       and before each start of all again with True (they should go on from what is saved).
     logs: a folder, made if it is not there.
     report: is told what people should know, mostly single lines.
-    quick: a process that lives shorter dies quickly.
-    max_quick_deaths: of a process that is not vital, in a row, before the run fails.
-    max_restarts: of all processes, in a row after vital ones that died quickly, before the run fails.
+    settled: who lived longer is in order, its deaths are counted anew; less would miss what fails after compiling.
+    max_failures: of a process that is not vital, in a row, before the run fails. A failure is a death by an exit code,
+      SIGABRT, SIGSEGV and the like, not by SIGKILL or a signal that stops.
+    max_restarts: of all processes, in a row after vital ones that failed, before the run fails.
+    max_deaths: of whatever cause in a row, of one that is not vital or of vital ones together, before the run fails:
+      where memory is short, the kernel sends SIGKILL.
     pause: before a process is started again; doubles with every death in a row up to `longest_pause`.
     healthy: the pause is short again for who lived as long.
     grace: for which the others may go on when all vital ones have ended.
@@ -50,9 +53,10 @@ class Supervisor:
     logs: Path,
     report: Callable[[str], None],
     *,
-    quick: float = 20.0,
-    max_quick_deaths: int = 5,
+    settled: float = 600.0,
+    max_failures: int = 5,
     max_restarts: int = 20,
+    max_deaths: int = 60,
     pause: float = 1.0,
     longest_pause: float = 30.0,
     healthy: float = 60.0,
@@ -61,8 +65,10 @@ class Supervisor:
     kill_after: float = 5.0,
   ):
     self._make, self._logs, self._tell = make, logs, report
-    self._new_streak = lambda: _Streak(quick, healthy, pause, longest_pause)
-    self._max_quick_deaths, self._max_restarts = max_quick_deaths, max_restarts
+    self._new_streak = lambda max_failures: _Streak(
+      settled, max_failures, max_deaths, healthy=healthy, pause=pause, longest_pause=longest_pause
+    )
+    self._max_failures, self._max_restarts = max_failures, max_restarts
     self._grace, self._save_patience, self._kill_after = grace, save_patience, kill_after
     self.restarts: dict[str, int] = {}
     self._running: dict[str, Process] = {}
@@ -91,16 +97,16 @@ class Supervisor:
         self._kill_all()
 
   def _run(self) -> int:
-    streak = self._new_streak()
+    streak = self._new_streak(self._max_restarts + 1)
     self._start_all(resume=False)
     while True:
       outcome = self._watch()
       if isinstance(outcome, int):
         return outcome
       self._kill_all()  # nothing of theirs is needed
-      pause = streak.add(outcome.lived)
-      if streak.quick > self._max_restarts:
-        self._report(outcome.obituary() + f"\nIt was the last of {streak.quick} quick deaths in a row.")
+      pause = streak.add(outcome)
+      if streak.verdict:
+        self._report(outcome.obituary() + streak.verdict)
         return FAILED
       self._report(f"{outcome}; starting all again in {pause:g} s")
       until = time.monotonic() + pause
@@ -113,7 +119,7 @@ class Supervisor:
   def _watch(self) -> int | Process:
     """Returns the exit code, or the lost vital process for which all must start again."""
     due: list[tuple[float, Child]] = []  # when to start whom again
-    streaks = {name: self._new_streak() for name in self._running}
+    streaks = {name: self._new_streak(self._max_failures) for name in self._running}
     while True:
       ended = self._wait(min((at for at, _ in due), default=None))
       if self._signals:
@@ -128,10 +134,9 @@ class Supervisor:
         if not process.code:
           continue
         streak = streaks[process.child.name]
-        pause = streak.add(process.lived)
-        if process.code == WRONG_USE or streak.quick >= self._max_quick_deaths:
-          often = "" if process.code == WRONG_USE else f"\nIt was the last of {streak.quick} quick deaths in a row."
-          self._report(process.obituary() + often)
+        pause = streak.add(process)
+        if process.code == WRONG_USE or streak.verdict:
+          self._report(process.obituary() + streak.verdict)
           self._stop(signal.SIGTERM)
           return WRONG_USE if process.code == WRONG_USE else FAILED
         self._report(f"{process}; starting it again in {pause:g} s")
@@ -259,17 +264,37 @@ class Supervisor:
 
 
 class _Streak:
-  """The deaths of one in a row: how many were quick, and how long to wait after each."""
+  """The deaths of one in a row: whether they are too many, and how long to wait after each. Arguments as above."""
 
-  def __init__(self, quick: float, healthy: float, pause: float, longest_pause: float):
-    self._limit, self._healthy, self._first, self._longest = quick, healthy, pause, longest_pause
+  verdict = ""  # once they are too many: why
+
+  def __init__(
+    self,
+    settled: float,
+    max_failures: int,
+    max_deaths: int,
+    *,
+    healthy: float,
+    pause: float,
+    longest_pause: float,
+  ):
+    self._settled, self._max_failures, self._max_deaths = settled, max_failures, max_deaths
+    self._healthy, self._first, self._longest = healthy, pause, longest_pause
     self._next = pause
-    self.quick = 0
+    self._deaths = self._failures = 0
 
-  def add(self, lived: float) -> float:
-    """Counts a death after `lived` seconds, returns the pause in seconds."""
-    self.quick = self.quick + 1 if lived < self._limit else 0
-    pause = self._first if lived >= self._healthy else self._next
+  def add(self, process: Process) -> float:
+    """Counts a death, returns the pause in seconds."""
+    if process.lived >= self._settled:
+      self._deaths = self._failures = 0
+    else:
+      self._deaths += 1
+      self._failures = self._failures + 1 if process.own_doing else 0
+    if self._failures >= self._max_failures:
+      self.verdict = f"\nIt was the last of {self._failures} failures in a row."
+    elif self._deaths >= self._max_deaths:
+      self.verdict = f"\nIt was the last of {self._deaths} deaths in a row, each after less than {self._settled:g} s."
+    pause = self._first if process.lived >= self._healthy else self._next
     self._next = min(2 * pause, self._longest)
     return pause
 

@@ -21,7 +21,7 @@ from speedyzero_jax.cluster.child import Child
 from speedyzero_jax.cluster.supervisor import Supervisor
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-LIMITS = {"quick": 5.0, "pause": 0.05, "longest_pause": 0.2, "grace": 0.3, "save_patience": 10.0, "kill_after": 0.3}
+LIMITS = {"pause": 0.05, "longest_pause": 0.2, "grace": 0.3, "save_patience": 10.0, "kill_after": 0.3}
 
 # Arguments: children as [name, command, vital], limits. Prints what is reported and asked, and at the end the restarts.
 SUPERVISOR = """
@@ -234,24 +234,40 @@ def test_starts_again_who_is_killed(run):
     ("os._exit(134)", "exited with code 134 (SIGABRT)"),
   ],
 )
-def test_gives_up_on_who_dies_quickly(run, end, words):
+def test_gives_up_on_who_fails_again_and_again(run, end, words):
   code = f"until('ready-learner-0'); [print(f'line {{i}}.') for i in range(30)]; sys.stdout.flush(); {end}"
-  one = run(("learner-0", SAVE, True), ("actor-0", code, False), ("actor-1", SLEEP, False), max_quick_deaths=3)
+  one = run(("learner-0", SAVE, True), ("actor-0", code, False), ("actor-1", SLEEP, False), max_failures=3)
   output = one.end(1)
   assert output.count(f"actor-0 {words} after") == 3
-  log, after = output.split("; the end of logs/actor-0.log:\n")[1].split(
-    "\nIt was the last of 3 quick deaths in a row."
-  )
+  log, after = output.split("; the end of logs/actor-0.log:\n")[1].split("\nIt was the last of 3 failures in a row.")
   assert log.splitlines() == [f"  line {i}." for i in range(10, 30)]
   assert "stopping (SIGTERM): waiting for learner-0 to save" in after
   assert (one.folder / "saved-learner-0").exists()
   assert one.restarts() == {"learner-0": 0, "actor-0": 2, "actor-1": 0}
 
 
-def test_goes_on_with_who_dies_now_and_then(run):
-  learner, actor = ("learner-0", "until('finish')", True), ("actor-0", NOW_AND_THEN + "time.sleep(0.3); 1/0", False)
-  output = run(learner, actor, quick=0.2, max_quick_deaths=1).end(0)
+@pytest.mark.parametrize(
+  ("end", "settled"), [("1/0", 0.2), (SHOT, 600.0), ("os.kill(os.getpid(), 15)", 600.0), ("sys.exit(143)", 600.0)]
+)
+def test_goes_on_with_who_dies_now_and_then(run, end, settled):
+  """A failure of one that had settled, and what others do to it, before that as well."""
+  learner, actor = ("learner-0", "until('finish')", True), ("actor-0", NOW_AND_THEN + f"time.sleep(0.3); {end}", False)
+  output = run(learner, actor, settled=settled, max_failures=1).end(0)
   assert re.findall("starting it again in (.*) s", output)[:4] == ["0.05", "0.1", "0.2", "0.2"]
+
+
+def test_gives_up_on_who_is_killed_too_often(run):
+  one = run(("learner-0", SAVE, True), ("actor-0", f"time.sleep(0.3); {SHOT}", False), max_deaths=4)
+  output = one.end(1)
+  assert "It was the last of 4 deaths in a row, each after less than 600 s." in output
+  assert one.restarts() == {"learner-0": 0, "actor-0": 3}
+
+
+def test_who_had_settled_is_killed_as_often_as_you_like(run):
+  learner, actor = ("learner-0", "until('finish')", True), ("actor-0", NOW_AND_THEN + f"time.sleep(0.3); {SHOT}", False)
+  one = run(learner, actor, settled=0.2, max_deaths=1)
+  one.end(0)
+  assert one.restarts()["actor-0"] >= 4
 
 
 def test_pause_is_short_again_for_the_healthy(run):
@@ -259,7 +275,7 @@ def test_pause_is_short_again_for_the_healthy(run):
     ("learner-0", "until('finish')", True),
     ("actor-0", NOW_AND_THEN + "n == 2 and time.sleep(2); 1/0", False),
   )
-  output = run(learner, actor, healthy=2.0, max_quick_deaths=9).end(0)
+  output = run(learner, actor, healthy=2.0, max_failures=9).end(0)
   assert re.findall("starting it again in (.*) s", output)[:4] == ["0.05", "0.1", "0.05", "0.1"]
 
 
@@ -348,8 +364,29 @@ def test_restarts_of_all_are_bounded(run):
   output = one.end(1)
   assert re.findall("make .*", output) == ["make False"] + 3 * ["make True"]
   assert re.findall("starting all again in (.*) s", output) == ["0.05", "0.1", "0.2"]
-  assert "It was the last of 4 quick deaths in a row." in output
+  assert "It was the last of 4 failures in a row." in output
   assert one.restarts() == {"learner-0": 3, "actor-0": 3}
+
+
+@pytest.mark.parametrize(
+  ("end", "limits", "why"),
+  [
+    ("os.abort()", {"max_restarts": 2}, "3 failures in a row."),
+    (SHOT, {"max_restarts": 0, "max_deaths": 3}, "3 deaths in a row, each after less than 600 s."),
+  ],
+)
+def test_restarts_of_all_before_they_have_settled_are_bounded(run, end, limits, why):
+  one = run(("learner-0", f"time.sleep(0.3); {end}", True), **limits)
+  assert f"It was the last of {why}" in one.end(1)
+  assert one.restarts() == {"learner-0": 2}
+
+
+def test_who_aborts_because_another_was_killed_has_not_failed(run):
+  abort = "if not resumed: touch('waiting'); until('dying'); os.abort()\nready()"
+  shot = f"if not resumed: until('waiting'); time.sleep(0.3); touch('dying'); time.sleep(0.1); {SHOT}"
+  one = run(("learner-0", abort, True), ("learner-1", shot, True), max_restarts=0)
+  assert "learner-1 was killed by SIGKILL" in one.end(0)
+  assert one.restarts() == {"learner-0": 1, "learner-1": 1}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -421,7 +458,7 @@ def test_what_can_not_be_said_stops_nothing(tmp_path):
     raise OSError(errno.EIO, "the terminal is gone")
 
   children = [Child("learner-0", ["sh", "-c", "kill -9 $$"], {}, True)]
-  watcher = Supervisor(lambda _: children, tmp_path, say, **LIMITS, max_restarts=1)
+  watcher = Supervisor(lambda _: children, tmp_path, say, **LIMITS, max_deaths=2)
   assert watcher.run() == 1
   assert len(said) == 2 and watcher.restarts == {"learner-0": 1}
 
