@@ -25,7 +25,8 @@ import json, os, signal, sys, time
 kept = {{k: os.environ[k] for k in ("XLA_PYTHON_CLIENT_MEM_FRACTION", "NODE") if k in os.environ}}
 with open(os.environ["CALLS"], "a") as file:
   file.write(json.dumps([sys.argv[1:], kept]) + chr(10))
-learner = sys.argv[sys.argv.index("--process-id") + 1] == "0"
+me = sys.argv[sys.argv.index("--process-id") + 1]
+learner = me == "0"
 wait = os.environ.get("WAIT") if learner else None
 if wait:
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -36,10 +37,20 @@ while learner and "TOGETHER" in os.environ:  # until so many have been started
   if len(open(os.environ["CALLS"]).readlines()) >= int(wanted):
     break
   time.sleep(0.02)
-sys.exit(int(os.environ.get("LEARNER_CODE" if learner else "HELPER_CODE", "0")))
+code = int(os.environ.get("CODE_" + me, os.environ.get("LEARNER_CODE" if learner else "HELPER_CODE", "0")))
+while not learner and "WAIT" in os.environ and not os.path.exists(os.environ["WAIT"]):  # for the learner
+  time.sleep(0.02)
+first = os.environ.get("AFTER_" + me)  # who is to end before
+while first and not (os.path.exists(os.environ["ENDED"]) and first in open(os.environ["ENDED"]).read().split()):
+  time.sleep(0.02)
+with open(os.environ["ENDED"], "a") as file:
+  file.write(me + chr(10))
+if code < 0:
+  os.kill(os.getpid(), -code)
+sys.exit(code)
 """
 
-# Runs the tasks of a step, dealt to nodes in turn.
+# Runs the tasks of a step, dealt to nodes in turn. The first that fails takes the others with it, if asked.
 SRUN = f"""#!{sys.executable} -IS
 import os, signal, subprocess, sys
 arguments = sys.argv[1:]
@@ -51,16 +62,35 @@ tasks, nodes = int(options["ntasks"]), int(options["nodes"])
 started = []
 for task in range(tasks):
   own = {{"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task // nodes), "NODE": str(task % nodes)}}
-  started.append(subprocess.Popen(arguments[split:], env=os.environ | own))
+  started.append(subprocess.Popen(arguments[split:], env=os.environ | own, process_group=0))
 signal.signal(signal.SIGTERM, lambda *_: [task.terminate() for task in started])
-sys.exit(max(task.wait() for task in started))
+with open(os.environ["TASKS"], "a") as file:
+  file.writelines(f"{{task.pid}}{{chr(10)}}" for task in started)
+left, highest = {{task.pid for task in started}}, 0
+while left:
+  pid, status = os.wait()
+  left.remove(pid)
+  code = os.waitstatus_to_exitcode(status)
+  highest = max(highest, code if code >= 0 else 128 - code)
+  if code and options.get("kill-on-bad-exit") == "1":
+    for other in left:
+      os.killpg(other, signal.SIGKILL)
+sys.exit(highest)
 """
 SCONTROL = """#!/bin/bash
 if [ "$1" = show ]; then tr , '\\n' <<< "$3"; else echo "$@" >> "$SCONTROLLED"; fi
 """
+# Signals tasks, but not the processes that they have started: so does Slurm with cgroups.
 SCANCEL = """#!/bin/bash
 echo "$@" >> "$CANCELLED"
-kill -TERM "$(< "$WAIT")"
+kill -TERM $(< "$TASKS") 2> "$TASKS.gone"
+"""
+SLEEP = """#!/bin/bash
+echo "$1" >> "$SLEPT"
+exec /usr/bin/sleep 0.$(($1 < 10 ? 2 : 4))
+"""
+GETENT = """#!/bin/bash
+(($(wc -l < "$SLEPT") >= ${UNKNOWN:-0}))
 """
 
 
@@ -70,10 +100,13 @@ class Cluster:
   def __init__(self, folder):
     self.folder = folder
     self.run_dir = folder / "run"
-    for name, text in {"srun": SRUN, "scontrol": SCONTROL, "scancel": SCANCEL, "python": PYTHON}.items():
+    commands = {"srun": SRUN, "scontrol": SCONTROL, "scancel": SCANCEL, "python": PYTHON}
+    commands |= {"sleep": SLEEP, "getent": GETENT}
+    for name, text in commands.items():
       (folder / name).write_text(text)
       (folder / name).chmod(0o755)
-    names = ("calls", "steps", "scontrolled", "cancelled")
+    (folder / "slept").touch()
+    names = ("calls", "steps", "tasks", "ended", "slept", "scontrolled", "cancelled")
     self.environment = {"PATH": f"{folder}:/usr/bin:/bin", "PYTHON": str(folder / "python"), "RESTART_PAUSE": "0"} | {
       name.upper(): str(folder / name) for name in names
     }
@@ -89,9 +122,15 @@ class Cluster:
     found = [(multihost.parse(arguments[1:]), environment) for arguments, environment in calls]
     return sorted(found, key=lambda call: call[0].process_id)
 
-  def sbatch(self, *arguments, nodes="n1", **environment):
+  def pod(self, manifest, role, index, edit=lambda text: text, **environment):
+    """Starts what the pod of this role, with this index among them, would."""
+    variables = pod_variables(manifest, role) | {"RUN_DIR": str(self.run_dir), "JOB_COMPLETION_INDEX": str(index)}
+    start = edit(named(manifest, "ConfigMap")["sz-start"]["data"]["start.sh"])
+    return subprocess.Popen(["bash", "-c", start], env=variables | self.environment | environment, cwd=ROOT)
+
+  def sbatch(self, *arguments, nodes="n1", script=SBATCH, **environment):
     slurm = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "5000", "SLURM_JOB_NODELIST": nodes, "TOGETHER": ""}
-    command = ["bash", SBATCH, self.run_dir, *(arguments or ["atari300k", "env.game=Pong"])]
+    command = ["bash", script, self.run_dir, *(arguments or ["atari300k", "env.game=Pong"])]
     return subprocess.Popen(command, env=self.environment | slurm | environment, stdout=subprocess.PIPE, text=True)
 
 
@@ -148,7 +187,6 @@ def test_sbatch_puts_helpers_beside_the_learner_that_they_serve(cluster):
   # On each node: a learner on both GPUs, an actor and two reanalysers dealt over them; three share the fuller one.
   assert [call.devices for call, _ in calls] == [None, None, "0", "0", "1", "1", "0", "0"]
   assert {environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] for _, environment in calls} == {"0.30"}
-  assert all("--kill-on-bad-exit" not in step for step in cluster.noted("steps") if "--job-name=learners" not in step)
 
 
 def test_sbatch_parts_gpus(cluster):
@@ -189,13 +227,52 @@ def test_sbatch_starts_all_again_after_a_crash_only(cluster, code, starts):
   assert not cluster.noted("scontrolled")
 
 
+@pytest.mark.parametrize("code", [1, 2])
+@pytest.mark.parametrize("failed", [0, 1])
+def test_sbatch_heeds_a_learner_that_failed_though_others_abort_or_are_killed(cluster, failed, code):
+  ends = {f"CODE_{failed}": str(code), f"CODE_{1 - failed}": "134", f"AFTER_{1 - failed}": str(failed)}
+  assert finish(cluster.sbatch(nodes="n1,n2", MAX_RESTARTS="2", **ends))[1] == code
+  assert len(cluster.noted("steps")) == 1
+
+
+def test_sbatch_starts_all_again_when_a_learner_failed_because_another_was_killed(cluster):
+  ends = {"CODE_0": "-9", "CODE_1": "1", "AFTER_1": "0"}
+  assert finish(cluster.sbatch(nodes="n1,n2", MAX_RESTARTS="2", **ends))[1] == 128 + 9
+  assert len(cluster.noted("steps")) == 3
+
+
 def test_sbatch_starts_a_helper_again_alone(cluster):
-  (cluster.folder / "sleep").write_text("#!/bin/bash\n")
-  (cluster.folder / "sleep").chmod(0o755)
-  assert finish(cluster.sbatch(ACTORS="1", HELPER_CODE="134", TOGETHER="5"))[1] == 0
+  assert finish(cluster.sbatch(ACTORS="2", CODE_1="134", TOGETHER="6", CODE_2="0"))[1] == 0
   places = [call.process_id for call, _ in cluster.calls()]
-  assert places.count(0) == 1 and places.count(1) >= 4
+  assert (places.count(0), places.count(1), places.count(2)) == (1, 4, 1)
   assert len(cluster.noted("steps")) == 2
+
+
+@pytest.mark.parametrize(("kind", "code", "ended", "pauses"), [
+  ("ACTORS", 2, 2, []), ("REANALYSERS", 1, 1, ["5", "10", "20", "40"]), ("ACTORS", 134, 1, ["5", "10", "20", "40"]),
+])  # fmt: skip
+def test_sbatch_saves_and_fails_when_a_helper_cannot_start(cluster, kind, code, ended, pauses):
+  waiting = str(cluster.folder / "waiting")
+  output, got = finish(cluster.sbatch(WAIT=waiting, HELPER_CODE=str(code), **{kind: "1"}))
+  assert got == ended and "is lost" in output
+  assert cluster.noted("slept") == pauses
+  assert [call.process_id for call, _ in cluster.calls()] == [0] + [1] * (len(pauses) + 1)
+  assert cluster.noted("cancelled") == ["--signal=TERM 5000"]  # learners ended by that, in their own time
+
+
+def test_sbatch_counts_deaths_of_helpers_anew_after_a_long_life(cluster):
+  (cluster.folder / "train.sbatch").write_text(SBATCH.read_text().replace("SECONDS >= 600", "SECONDS >= 0"))
+  process = cluster.sbatch(script=cluster.folder / "train.sbatch", ACTORS="1", HELPER_CODE="134", TOGETHER="9")
+  assert finish(process)[1] == 0
+  assert set(cluster.noted("slept")) == {"5"} and len(cluster.noted("slept")) >= 7
+
+
+def test_sbatch_starts_all_again_when_a_step_of_helpers_is_lost(cluster):
+  srun = SRUN.replace("sys.exit(highest)", "sys.exit(137 if options['job-name'] == 'actors' else highest)")
+  (cluster.folder / "srun").write_text(srun)
+  process = cluster.sbatch(ACTORS="1", WAIT=str(cluster.folder / "waiting"), MAX_RESTARTS="1")
+  assert finish(process)[1] == 137
+  assert len(cluster.noted("steps")) == 4
 
 
 @pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, True), (signal.SIGUSR2, False)])
@@ -232,6 +309,14 @@ def named(manifest, kind):
   return {d["metadata"]["name"]: d for d in documents(manifest) if d["kind"] == kind}
 
 
+def pod_variables(manifest, role):
+  (container,) = dict(all_jobs(manifest))[role]["template"]["spec"]["containers"]
+  variables = {entry["name"]: entry["value"] for entry in container["env"]}
+  for source in container.get("envFrom", []):
+    variables |= named(manifest, "ConfigMap")[source["configMapRef"]["name"]]["data"]
+  return variables
+
+
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda path: path.stem)
 def test_manifest_holds_all_that_it_refers_to(manifest):
   text = manifest.read_text()
@@ -260,19 +345,12 @@ def test_manifest_holds_all_that_it_refers_to(manifest):
 
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda path: path.stem)
 def test_manifest_starts_the_roles_that_it_promises(manifest, cluster):
-  start = named(manifest, "ConfigMap")["sz-start"]["data"]["start.sh"]
   expected = []
   for name, job in all_jobs(manifest):
     assert job["completionMode"] == "Indexed" and job["completions"] == job["parallelism"]
-    (container,) = job["template"]["spec"]["containers"]
-    variables = {entry["name"]: entry["value"] for entry in container["env"]}
-    for source in container.get("envFrom", []):
-      variables |= named(manifest, "ConfigMap")[source["configMapRef"]["name"]]["data"]
-    variables["RUN_DIR"] = str(cluster.run_dir)
     for index in range(job["completions"]):
-      own = variables | cluster.environment | {"JOB_COMPLETION_INDEX": str(index), "HELPER_CODE": "2"}
-      done = subprocess.run(["bash", "-c", start], env=own, cwd=ROOT, timeout=10)
-      assert done.returncode in (0, 2)
+      assert cluster.pod(manifest, name, index, HELPER_CODE="2").wait(10) in (0, 2)
+    variables = pod_variables(manifest, name)
     if name == "sz":
       actors, reanalysers = int(variables["ACTORS"]), int(variables["REANALYSERS"])
       expected = ["learner"] + ["actor"] * actors + ["reanalyser"] * reanalysers
@@ -283,6 +361,53 @@ def test_manifest_starts_the_roles_that_it_promises(manifest, cluster):
   (owner,) = (d for d in documents(manifest) if jobs_of(d))
   pods = f"{owner['metadata']['name']}{'-learner-0' if owner['kind'] == 'JobSet' else ''}"
   assert cluster.calls()[0][0].coordinator.startswith(f"{pods}-0.{owner['metadata']['name']}:")
+
+
+HELPERS = [(MANIFESTS[0], "sz", 3), (MANIFESTS[1], "reanalyser", 0)]  # manifest, role, index
+
+
+@pytest.mark.parametrize(("manifest", "role", "index"), HELPERS)
+@pytest.mark.parametrize("code", [1, 2])
+def test_a_pod_gives_up_a_helper_that_cannot_start(manifest, role, index, code, cluster):
+  assert cluster.pod(manifest, role, index, HELPER_CODE=str(code)).wait(20) == 2
+  assert cluster.noted("slept") == (["5", "10", "20", "40"] if code == 1 else [])
+  assert len(cluster.calls()) == 1 + len(cluster.noted("slept"))
+
+
+@pytest.mark.parametrize(("manifest", "role", "index"), HELPERS)
+def test_a_pod_counts_deaths_of_helpers_anew_after_a_long_life(manifest, role, index, cluster):
+  pod = cluster.pod(manifest, role, index, lambda text: text.replace("-ge 600", "-ge 0"), HELPER_CODE="134")
+  while len(cluster.noted("slept")) < 6:
+    assert pod.poll() is None
+    time.sleep(0.02)
+  pod.terminate()
+  assert pod.wait(10) == -signal.SIGTERM
+  assert set(cluster.noted("slept")) == {"5"}
+
+
+@pytest.mark.parametrize(("manifest", "role", "index"), HELPERS)
+def test_a_pod_waits_for_process_0_to_have_one_and_ends_at_once_when_told_to(manifest, role, index, cluster):
+  waiting = cluster.folder / "waiting"
+  pod = cluster.pod(manifest, role, index, UNKNOWN="7", WAIT=str(waiting))
+  while not cluster.calls():
+    assert pod.poll() is None
+    time.sleep(0.02)
+  assert cluster.noted("slept") == ["5"] * 7
+  pod.terminate()
+  assert pod.wait(10) == -signal.SIGTERM
+  waiting.touch()  # a container's other processes end with it
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda path: path.stem)
+def test_manifest_fails_when_a_pod_gives_up_and_bounds_its_restarts(manifest):
+  for _, job in all_jobs(manifest):
+    assert job["template"]["spec"]["restartPolicy"] == "Never" and job["backoffLimit"] <= 20
+    (rule,) = (rule for rule in job["podFailurePolicy"]["rules"] if rule["action"] == "FailJob")
+    assert rule["onExitCodes"] == {"operator": "In", "values": [2]}
+  for jobset in named(manifest, "JobSet").values():
+    (rule,) = jobset["spec"]["failurePolicy"]["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+    assert "targetReplicatedJobs" not in rule  # any
 
 
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda path: path.stem)
