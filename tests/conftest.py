@@ -5,6 +5,7 @@ the environment win, so that `JAX_PLATFORMS=cuda make test` runs the suite on GP
 """
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -17,6 +18,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "xla"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and processes that are started inherit that
 
 settings.register_profile("local", deadline=None, max_examples=50)
 settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True)
