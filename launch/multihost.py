@@ -230,6 +230,7 @@ def be_one(arguments: argparse.Namespace) -> int:
     open_folder(arguments, None, check) as folder,
     unit.whole(folder.config, folder.path) as part,
   ):
+    print(f"topology: {topology.resolve(folder.config)}", flush=True)
     return train(folder.config, folder.path, resume=resume, signals=signals, part=part)
 
 

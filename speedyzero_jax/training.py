@@ -184,7 +184,8 @@ class Training:
     for episode in episodes:
       self.episodes.record(episode)
     self.reporter.count(names.AGENT_STEPS_PER_SECOND, count)
-    self._report_lag(min(int(segment.step.min()) for segment in segments))
+    if count:
+      self._report_lag(min(int(segment.step.min()) for segment in segments))
 
   def _report_lag(self, acted_with: int) -> None:
     lag = self.pacer.learner_steps - acted_with

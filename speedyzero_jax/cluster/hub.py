@@ -200,7 +200,8 @@ class Hub:
       self._presence.served("actor", request.actor)
       self._give_back(actor)
       actor.sequence = request.sequence
-      self._pacer.begin_acting(actor)  # before looking what weights there are
+      if steps:  # else it goes home, or closes its lanes with frames that no step follows
+        self._pacer.begin_acting(actor)  # before looking what weights there are
       actor.grant = messages.Grant(
         steps=steps,
         # Fewer than wanted are all there were, whatever came back since: lanes that are not reached are cut.

@@ -110,6 +110,9 @@ def test_an_actor_waits_for_the_weights_that_it_is_granted_steps_with(monkeypatc
     start(remote_actor.act, unit.config, Blueprint, client(), Role("actor", 0, 0), 0).join(30)
     learner.join(10)
   assert unit.pacer.collected and asked[0] == 4
+  for _ in range(20):
+    unit.pacer.add_learner_step()
+  assert not unit.pacer.lagging  # nobody waits for who has gone home
 
 
 def memory(unit):
