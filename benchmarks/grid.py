@@ -96,13 +96,16 @@ def _run(
   if shape.num_processes > 1:
     command += ["--processes", f"learner={shape.learners},actor={shape.actors},reanalyser={shape.reanalysers}"]
   folder.parent.mkdir(parents=True, exist_ok=True)
-  with folder.with_name(f"{folder.name}.log").open("a") as log:
+  with folder.with_name(f"{folder.name}.log").open("a+") as log:
+    before = log.tell()
     done = subprocess.run(
-      [*place, *command], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.PIPE, text=True, check=False
+      [*place, *command], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False
     )
+    log.seek(before)
+    said = log.read()
   # Divergence is a result, not a fault of the benchmark; anything else is.
-  if done.returncode and "diverged" not in done.stderr:
-    raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+  if done.returncode and "diverged" not in said:
+    raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{said[-2000:]}")
   return done.returncode != 0
 
 

@@ -162,19 +162,22 @@ def supervise(arguments: argparse.Namespace) -> int:
   """Starts all processes on this machine, and again those that die. Returns the exit code."""
   from speedyzero_jax.cluster.child import Child
   from speedyzero_jax.cluster.supervisor import Supervisor
+  from speedyzero_jax.metrics.display import TERMINAL
 
   def check(config: Config) -> None:  # its devices are looked at by the processes that will have them
     topology.resolve(config)
 
   with open_folder(arguments, None, check) as folder:
     path, shape, batch_size = folder.path, topology.resolve(folder.config), folder.config.learner.batch_size
-  gpus = topology.deal_devices(shape, topology.local_gpus(), batch_size)
+  print(f"topology: {shape}", flush=True)
+  gpus = topology.deal_devices(shape, count := topology.local_gpus(), batch_size)
+  if count:
+    print(f"GPUs: {topology.dealt_text(shape, gpus, count)}", flush=True)
   changes = arguments.overrides if arguments.resume is not None else []
 
+  terminal = os.dup(sys.stdout.fileno())
+
   def make(_: bool) -> list[Child]:
-    with socket.socket() as probe:
-      probe.bind(("127.0.0.1", 0))
-      address = f"127.0.0.1:{probe.getsockname()[1]}"
     children = []
     for process_id in range(shape.num_processes):
       role, dealt = shape.role(process_id), gpus[process_id]
@@ -184,10 +187,17 @@ def supervise(arguments: argparse.Namespace) -> int:
       if dealt is not None:
         command += ["--devices", ",".join(map(str, dealt.ids))]
         environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{dealt.memory:.2f}"
-      children.append(Child(str(role), command, environment, vital=role.kind == "learner"))
+      files = ()
+      if process_id == 0:  # its own output is its log; this terminal shows the progress of all
+        environment[TERMINAL], files = str(terminal), (terminal,)
+      children.append(Child(str(role), command, environment, role.kind == "learner", files))
     return children
 
-  with runfolder.supervised(path):
+  with runfolder.supervised(path), socket.socket() as held:
+    # Nobody else gets the port between two starts: gRPC, and only who says so like this, may share it.
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    held.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{held.getsockname()[1]}"
     return Supervisor(make, path / "logs", lambda text: print(text, flush=True)).run()
 
 

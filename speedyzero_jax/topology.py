@@ -199,3 +199,12 @@ def deal_devices(topology: Topology, count: int, batch_size: int) -> list[Device
   dealt += [[count - 1 - i % (helpers if apart else count)] for i in range(helpers)]
   crowd = [max(sum(device in other for other in dealt) for device in ids) for ids in dealt]
   return [Devices(ids, most / crowded) for ids, crowded in zip(dealt, crowd, strict=True)]
+
+
+def dealt_text(topology: Topology, dealt: list[Devices | None], count: int) -> str:
+  """What `deal_devices` gave to whom, and which devices nobody has, in a line."""
+  given = {str(topology.role(i)): devices.ids for i, devices in enumerate(dealt) if devices}
+  idle = set(range(count)).difference(*given.values())
+  if idle:
+    given["nobody (they can't be shared equally)"] = sorted(idle)
+  return "; ".join(f"{','.join(map(str, ids))} for {who}" for who, ids in given.items())

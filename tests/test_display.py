@@ -184,6 +184,19 @@ def test_a_closed_stream_is_survived():
       shown.message("event")
 
 
+def test_where_output_is_a_log_the_terminal_shows_it_too(tmp_path, monkeypatch, capsys):
+  with (tmp_path / "terminal").open("w") as terminal:
+    monkeypatch.setenv(display.TERMINAL, str(terminal.fileno()))
+    with make(None) as shown:
+      shown.update(VALUES)
+      shown.refresh(VALUES)
+      shown.message("event")
+    print("still open", file=terminal)
+  log = capsys.readouterr().out
+  assert "event" in log and "8.82" in log
+  assert (tmp_path / "terminal").read_text() == log + "still open\n"
+
+
 def test_a_closed_pipe_does_not_change_the_exit_status():
   script = (
     "import time; from speedyzero_jax.metrics import board, display\n"

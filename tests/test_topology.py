@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from speedyzero_jax import topology
 from speedyzero_jax.config import Config
 from speedyzero_jax.config_io import ConfigError
-from speedyzero_jax.topology import Role, Topology, deal_devices, derived_seed, lanes_of_actors, resolve, unit_config
+from speedyzero_jax.topology import (
+  Role,
+  Topology,
+  deal_devices,
+  dealt_text,
+  derived_seed,
+  lanes_of_actors,
+  resolve,
+  unit_config,
+)
 
 topologies = st.builds(Topology, st.integers(1, 9), st.integers(0, 20), st.integers(0, 20))
 
@@ -145,6 +154,15 @@ def test_the_usual_machines():
   assert [d.ids for d in deal_devices(Topology(1, 1, 1), 8, 2048)] == [[0, 1, 2, 3], [7], [6]]  # 6 share it not equally
   assert [(d.ids, round(d.memory, 3)) for d in deal_devices(Topology(1, 1, 1), 1, 64)] == [([0], 0.3)] * 3
   assert [d.ids for d in deal_devices(Topology(2, 2, 2), 4, 64)] == [[0, 1], [2, 3], [3], [2], [1], [0]]
+
+
+def test_who_has_which_devices_is_a_line():
+  def said(shape, count):
+    return dealt_text(shape, deal_devices(shape, count, 64), count)
+
+  assert said(Topology(1, 1, 2), 5) == "0,1 for learner-0; 4 for actor-0.0; 3 for reanalyser-0.0; 2 for reanalyser-0.1"
+  idle = "0 for learner-0; 1 for learner-1; 3 for actor-0.0; 2 for nobody (they can't be shared equally)"
+  assert said(Topology(2, 1, 0), 4) == idle
 
 
 def test_seeds_differ_with_the_name_the_seed_and_every_start():

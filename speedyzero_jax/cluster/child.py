@@ -24,12 +24,14 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Child(NamedTuple):
-  """A process to start: its name, e.g. actor-3; command; variables on top of this environment; whether it is vital."""
+  """A process to start: its name, e.g. actor-3; command; variables on top of this environment; whether it is vital;
+  open files that it inherits under the same numbers."""
 
   name: str
   command: list[str]
   env: Mapping[str, str]
   vital: bool
+  files: tuple[int, ...] = ()
 
 
 class Process:
@@ -37,7 +39,7 @@ class Process:
 
   Args:
     child: what to start.
-    log: a file that its output is appended to; None: it goes where ours goes.
+    log: a file that its output is appended to.
 
   Raises:
     OSError: the log can't be written, or the process not be started.
@@ -47,17 +49,18 @@ class Process:
   code = 0  # once it has ended; -n: killed by signal n
   lived = 0.0  # seconds, likewise
 
-  def __init__(self, child: Child, log: Path | None):
+  def __init__(self, child: Child, log: Path):
     self.child, self.log, self.started = child, log, time.time()
     self._begin = time.monotonic()
-    bootstrap = [sys.executable, "-I", "-S", __file__, str(os.getpid()), "quiet" if log is None else "announce"]
-    with contextlib.nullcontext() if log is None else log.open("ab") as out:
+    bootstrap = [sys.executable, "-I", "-S", __file__, str(os.getpid())]
+    with log.open("ab") as out:
       self._process = subprocess.Popen(
         bootstrap + child.command,
         env=os.environ | child.env,
         stdin=subprocess.DEVNULL,  # reading a terminal from the background would stop it
         stdout=out,
-        stderr=None if out is None else subprocess.STDOUT,
+        stderr=subprocess.STDOUT,
+        pass_fds=child.files,
         process_group=0,
       )
     self.pid = self._process.pid
@@ -102,8 +105,6 @@ class Process:
 
   def obituary(self) -> str:
     """How it ended, with the last lines of its log."""
-    if self.log is None:
-      return f"{self}; what it said is above"
     lines = "\n".join(f"  {line}" for line in _tail(self.log))
     return f"{self}; the end of {self.log}:\n{lines}"
 
@@ -129,15 +130,14 @@ def _tail(path: Path) -> list[str]:
     return file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
 
 
-def _become(supervisor: int, announce: bool, command: list[str]) -> int:
+def _become(supervisor: int, command: list[str]) -> int:
   """In the new process: binds its life to the supervisor's, then turns into the command. Returns only if it can't."""
   if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
     print(f"error: prctl: {os.strerror(ctypes.get_errno())}", file=sys.stderr)
     return FAILED
   if os.getppid() != supervisor:  # it died before that took effect
     return FAILED
-  if announce:
-    print(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} pid {os.getpid()}: {shlex.join(command)}", flush=True)
+  print(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} pid {os.getpid()}: {shlex.join(command)}", flush=True)
   try:
     os.execvp(command[0], command)
   except OSError as error:
@@ -146,4 +146,4 @@ def _become(supervisor: int, announce: bool, command: list[str]) -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(_become(int(sys.argv[1]), sys.argv[2] == "announce", sys.argv[3:]))
+  sys.exit(_become(int(sys.argv[1]), sys.argv[2:]))

@@ -23,7 +23,7 @@ _SETTLE = 0.5  # seconds for which a failed vital process waits for another that
 class Supervisor:
   """Runs processes until the vital ones have finished. All times are in seconds.
 
-  The first vital process writes to this one's output, the others to `logs/NAME.log`. `logs/supervisor.json` holds
+  What a process says goes to `logs/NAME.log`. `logs/supervisor.json` holds
   {pid, children: [{name, pid, started, restarts}]}; pid and started (Unix time) are null while a child is not running.
 
   Attributes:
@@ -213,13 +213,11 @@ class Supervisor:
     children = self._make(resume)
     if len({child.name for child in children}) < len(children) or not any(child.vital for child in children):
       raise ValueError("children need distinct names, and one of them must be vital")
-    self._shown = next(child.name for child in children if child.vital)
     for child in children:
       self._start(child)
 
   def _start(self, child: Child) -> None:
-    log = None if child.name == self._shown else self._logs / f"{child.name}.log"
-    process = self._running[child.name] = Process(child, log)
+    process = self._running[child.name] = Process(child, self._logs / f"{child.name}.log")
     self._selector.register(process, selectors.EVENT_READ)
     self.restarts[child.name] = self.restarts.get(child.name, -1) + 1
     self._write_status()

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TextIO, cast
 
 from rich.console import Console, RenderableType
@@ -18,6 +18,7 @@ from rich.live import Live
 from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.board import Board, Header
 
+TERMINAL = "SPEEDYZERO_TERMINAL"  # variable: number of an open file to show on, where standard output is a log
 PLAIN_INTERVAL = 10.0  # seconds between plain lines
 REFRESHES_PER_SECOND = 2  # of the live screen
 
@@ -61,7 +62,7 @@ def make_display(
     learner_steps_total: learner steps at which its bar is full.
     actors_total: processes that should be there.
     reanalysers_total: likewise.
-    stream: where to show it; None is standard output.
+    stream: where to show it; None is standard output, and what `TERMINAL` names, if it does.
     force: `auto` is live on a capable terminal outside CI and plain elsewhere.
     clock: seconds, from any origin.
 
@@ -72,17 +73,22 @@ def make_display(
     raise ValueError(f"force is {force!r}, not one of auto, live, plain, off")
   if force == "off":
     return Display()
-  stream = sys.stdout if stream is None else stream
   totals = {
     names.ENV_STEPS: env_steps_total,
     names.STEP: learner_steps_total,
     names.PRESENT_ACTORS: actors_total,
     names.PRESENT_REANALYSERS: reanalysers_total,
   }
-  board = Board(header, totals, clock)
-  if force == "live" or (force == "auto" and _can_redraw(stream)):
-    return _LiveDisplay(board, stream)
-  return _PlainDisplay(board, stream)
+
+  def on(stream: TextIO) -> Display:
+    live = force == "live" or (force == "auto" and _can_redraw(stream))
+    return (_LiveDisplay if live else _PlainDisplay)(Board(header, totals, clock), stream)
+
+  terminal = os.environ.get(TERMINAL) if stream is None else None
+  displays = [on(sys.stdout if stream is None else stream)]
+  if terminal is not None:
+    displays.append(on(os.fdopen(int(terminal), "w", closefd=False)))
+  return displays[0] if len(displays) == 1 else _Several(displays)
 
 
 def _can_redraw(stream: TextIO) -> bool:
@@ -130,6 +136,34 @@ class _QuietStream:
       os.close(null)
     except (OSError, ValueError):
       pass
+
+
+class _Several(Display):
+  """Shows the same on all of them."""
+
+  def __init__(self, displays: Sequence[Display]):
+    self._displays = displays
+
+  def __enter__(self) -> Display:
+    for display in self._displays:
+      display.__enter__()
+    return self
+
+  def __exit__(self, *error: object) -> None:
+    for display in self._displays:
+      display.__exit__(*error)
+
+  def update(self, values: Mapping[str, Any]) -> None:
+    for display in self._displays:
+      display.update(values)
+
+  def refresh(self, values: Mapping[str, Any]) -> None:
+    for display in self._displays:
+      display.refresh(values)
+
+  def message(self, text: str) -> None:
+    for display in self._displays:
+      display.message(text)
 
 
 class _PlainDisplay(Display):

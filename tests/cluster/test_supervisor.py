@@ -195,13 +195,13 @@ def test_ends_when_the_vital_ones_have(run, tmp_path):
       grace=1.0,
     )
   output = one.end(0)
-  assert output.splitlines()[:2] == ["make False", "hello ''"] and len(output.splitlines()) == 3
+  assert output.splitlines()[:1] == ["make False"] and len(output.splitlines()) == 2
+  assert one.log("learner-0").endswith("\nhello ''\n")
   assert one.restarts() == dict.fromkeys(("learner-0", "learner-1", "done", "willing", "slow", "stubborn"), 0)
   command = re.escape(f"{sys.executable} -S learner-1.py learner-1 {one.mark}")
   assert re.fullmatch(rf"--- [0-9]{{4}}-[0-9-]+ [0-9:]+ pid [0-9]+: {command}\nin a log\n", one.log("learner-1"))
   assert set(one.log("done").splitlines()[1:]) == {"done", "broken"}
   assert one.log("willing").endswith("by itself\n") and one.log("slow").endswith("told to\n")
-  assert not (one.folder / "logs" / "learner-0.log").exists()
 
 
 def test_starts_again_who_is_killed(run):
@@ -309,9 +309,14 @@ def test_fails_with_a_vital_one(run, code):
   assert set(one.restarts().values()) == {0}
 
 
-def test_what_the_first_vital_one_says_is_not_repeated(run):
-  output = run(("learner-0", "print('no space'); sys.exit(1)", True)).end(1)
-  assert output.count("no space") == 1 and "learner-0 exited with code 1 after 0 s; what it said is above" in output
+def test_inherits_the_files_that_it_should(tmp_path):
+  with (tmp_path / "shown").open("w") as shown, (tmp_path / "hidden").open("w") as hidden:
+    os.set_inheritable(hidden.fileno(), True)
+    write = f"echo yes >&{shown.fileno()}; echo logged; echo no 2>/dev/null >&{hidden.fileno()}; true"
+    children = [Child("learner-0", ["bash", "-c", write], {}, True, (shown.fileno(),))]
+    assert Supervisor(lambda _: children, tmp_path, print).run() == 0
+  assert (tmp_path / "shown").read_text() == "yes\n" and (tmp_path / "hidden").read_text() == ""
+  assert "logged\n" in (tmp_path / "learner-0.log").read_text()
 
 
 def test_starts_all_again_when_a_vital_one_is_killed(run):
@@ -546,7 +551,7 @@ def test_kill_while_starting_leaves_nobody(run, delay):
 
 def test_whose_supervisor_died_early_does_not_run(tmp_path):
   command = [sys.executable, "-c", "open('ran', 'w')"]
-  bootstrap = [sys.executable, "-I", "-S", child.__file__, str(os.getpid()), "quiet", *command]
+  bootstrap = [sys.executable, "-I", "-S", child.__file__, str(os.getpid()), *command]
   orphan = ["sh", "-c", '"$@"; exit $?', "sh", *bootstrap]  # its parent is the shell
   assert subprocess.run(orphan, cwd=tmp_path, check=False).returncode == 1
   assert not (tmp_path / "ran").exists()
