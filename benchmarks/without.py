@@ -1,0 +1,206 @@
+"""What was done for speed and kept, each switched off: how much slower is it without?
+
+    python benchmarks/without.py --out benchmarks/results/without-2cores.json           # 20 minutes on two cores
+    python benchmarks/without.py --only runs --config atari100k --set env.game=Pong --steps 300    # on a GPU
+
+Three pieces, in which both ways take turns within the same processes, medians compared:
+
+  pieces    a training step at full size; without: kernel gradients of convolutions over the whole batch at once
+  message   a training step of two learner processes; without: each gradient, statistic and metric a message of its own
+  cache     from nothing to the first training step, in a process of its own; without: an empty compilation cache
+
+And whole runs, one after another, learner steps a second in their later half: roles that overlap (without:
+run.mode=lockstep), sweeps (without: every batch reanalysed), frames on the device (without: gathered on the host).
+"""
+
+import argparse
+import itertools
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import grid
+import jax
+from common import ROOT, write
+from mesh import Stepper
+
+from speedyzero_jax import config_io, networks
+from speedyzero_jax.learner import AXIS, Learner
+from speedyzero_jax.metrics import names
+
+PARTS = ("pieces", "message", "cache", "runs")
+FULL_FRAME, VECTOR, ACTIONS = (96, 96, 3), (1, 1, 50), 6
+Row = dict[str, Any]
+
+
+def turns(first: Callable[[], float], second: Callable[[], float], rounds: int) -> tuple[float, float]:
+  """The medians of both, which take turns."""
+  times: tuple[list[float], list[float]] = ([], [])
+  for _, (call, kept) in itertools.product(range(rounds), zip((first, second), times, strict=True)):
+    kept.append(call())
+  return statistics.median(times[0]), statistics.median(times[1])
+
+
+def pieces(batch: int, rounds: int) -> tuple[float, float]:
+  """Seconds of a training step with and without."""
+  config = config_io.load(["atari100k"], [f"learner.batch_size={batch}"])
+  kept = Stepper(config, FULL_FRAME, ACTIONS, jax.local_devices()[:1])
+  kept.take(1)
+  with mock.patch.object(networks, "_CHUNK", 2**31):
+    without = Stepper(config, FULL_FRAME, ACTIONS, jax.local_devices()[:1])
+    without.take(1)  # traced here
+  return turns(lambda: kept.take(1), lambda: without.take(1), rounds)
+
+
+def one_by_one(self: Learner, tree: Any) -> Any:
+  """`Learner._mean` as it would be without packing."""
+  return jax.tree.map(lambda x: jax.lax.pmean(x, AXIS), tree)
+
+
+def member(address: str, process_id: int, rounds: int) -> None:
+  """One of the two learners of `message`; the first prints the medians."""
+  jax.distributed.initialize(address, 2, process_id)
+  config = config_io.load(["quickstart"], ["learner.batch_size=32"])
+  kept = Stepper(config, VECTOR, 3, jax.devices())
+  kept.take(1)
+  with mock.patch.object(Learner, "_mean", one_by_one):
+    without = Stepper(config, VECTOR, 3, jax.devices())
+    without.take(1)
+  medians = turns(lambda: kept.take(5), lambda: without.take(5), rounds)
+  if process_id == 0:
+    print("medians", *medians, flush=True)
+
+
+def message(rounds: int) -> tuple[float, float]:
+  """Seconds of a training step with and without."""
+  with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{probe.getsockname()[1]}"
+  command = [sys.executable, __file__, "--member", address, "--rounds", str(rounds), "--process-id"]
+  environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"}
+  learners = [
+    subprocess.Popen([*command, str(i)], env=environment, stdout=subprocess.PIPE, text=True) for i in range(2)
+  ]
+  said = [learner.communicate()[0] for learner in learners]
+  if any(learner.returncode for learner in learners):
+    raise RuntimeError("a learner of 'message' failed; what it said is above")
+  line = next(line for line in said[0].splitlines() if line.startswith("medians "))
+  kept, without = map(float, line.split()[1:])
+  return kept, without
+
+
+def first_step(cache: str) -> float:
+  """Seconds from a new process to its first training step of atari_small."""
+  script = (
+    f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'benchmarks')!r}]\n"
+    "from mesh import Stepper\n"
+    "import jax\n"
+    "from speedyzero_jax import config_io, parts\n"
+    f"config = config_io.load(['atari_small'], ['run.compile_cache={cache}'])\n"
+    "parts.enable_compilation_cache(config)\n"
+    f"Stepper(config, (48, 48, 1), {ACTIONS}, jax.local_devices()[:1]).take(1)\n"
+  )
+  begin = time.perf_counter()
+  subprocess.run([sys.executable, "-c", script], check=True)
+  return time.perf_counter() - begin
+
+
+def cache(rounds: int) -> tuple[float, float]:
+  """Seconds to the first training step with and without."""
+
+  def cold() -> float:
+    with tempfile.TemporaryDirectory() as empty:
+      return first_step(empty)
+
+  with tempfile.TemporaryDirectory() as filled:
+    first_step(filled)
+    return turns(lambda: first_step(filled), cold, rounds)
+
+
+WITHOUT = {
+  "overlapping roles": ["run.mode=lockstep"],
+  "sweeps": ["reanalyse.schedule=batch"],
+  "frames on the device": ["replay.frames=host"],
+}
+
+
+def runs(presets: list[str], settings: list[str], steps: int, work: Path) -> list[Row]:
+  """Whole runs, each in the folder that says what it is without."""
+  base = [
+    f"learner.steps={steps}", f"run.env_steps={2000 + 4 * steps}", "actor.random_steps=2000", "run.log_interval=1",
+    "evaluation.episodes=1", "evaluation.max_episode_steps=10", "run.checkpoint_interval=100000",
+    "replay.frames=device", "reanalyse.schedule=sweep", *settings,
+  ]  # fmt: skip
+
+  def rate(rows: list[grid.Row]) -> dict[str, float]:
+    late = [row for row in rows if row[names.STEP] >= steps // 2]
+    took = late[-1][names.TIME] - late[0][names.TIME]
+    return {"steps_per_second": (late[-1][names.STEP] - late[0][names.STEP]) / took}
+
+  found = grid.run_all(
+    {name: [*base, *changes] for name, changes in {"nothing": [], **WITHOUT}.items()},
+    work,
+    rate,
+    lambda name: f"without-{name.replace(' ', '-')}",
+    presets=presets,
+    parallel=False,
+  )
+  kept = found["nothing"]["steps_per_second"]
+  return [row(name, 1 / kept, 1 / found[name]["steps_per_second"]) for name in WITHOUT]
+
+
+def row(name: str, kept: float, without: float) -> Row:
+  """A row of the table, printed."""
+  print(f"{name:24}{kept:>12.3f}{without:>14.3f}{without / kept:>10.2f}", flush=True)
+  return {"what": name, "with_s": kept, "without_s": without, "gain": without / kept}
+
+
+def main() -> None:
+  """Measures and reports."""
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+  parser.add_argument("--rounds", type=int, default=5)
+  parser.add_argument("--batch", type=int, default=256, help="of `pieces`")
+  parser.add_argument("--config", nargs="+", default=["atari_small"], help="of the whole runs")
+  parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="overrides of the whole runs")
+  parser.add_argument("--steps", type=int, default=120, help="learner steps of the whole runs")
+  parser.add_argument("--work", type=Path, default=ROOT / "runs" / "without", help="where the whole runs go")
+  parser.add_argument("--out", type=Path)
+  parser.add_argument("--member", help=argparse.SUPPRESS)
+  parser.add_argument("--process-id", type=int, help=argparse.SUPPRESS)
+  arguments = parser.parse_args()
+  if arguments.member:
+    member(arguments.member, arguments.process_id, arguments.rounds)
+    return
+  print(f"{'':24}{'with, s':>12}{'without, s':>14}{'gain':>10}")
+  rows = []
+  if "pieces" in arguments.only:
+    rows.append(row("pieces", *pieces(arguments.batch, arguments.rounds)))
+  if "message" in arguments.only:
+    rows.append(row("message", *message(arguments.rounds)))
+  if "cache" in arguments.only:
+    rows.append(row("cache", *cache(arguments.rounds)))
+  if "runs" in arguments.only:
+    rows += runs(arguments.config, arguments.set, arguments.steps, arguments.work)
+  write(
+    arguments.out,
+    {
+      "preset": arguments.config,
+      "set": arguments.set,
+      "steps": arguments.steps,
+      "batch": arguments.batch,
+      "rows": rows,
+    },
+  )
+
+
+if __name__ == "__main__":
+  main()
