@@ -1,4 +1,4 @@
-"""Ablations on Catch: Priority Refresh on and off, Clipped LARS / LARS / SGD, batch 64 and 1024, several seeds each.
+"""Ablations on Catch: Priority Refresh on and off, SGD / LARS / Clipped LARS (three ways), batch 64 and 1024.
 
     python benchmarks/ablation.py [--seeds 5] [--out benchmarks/results/ablation.json]
 
@@ -22,10 +22,19 @@ from speedyzero_jax.metrics import names
 
 BASE = ["run.env_steps=8000", "evaluation.episodes=100", "run.checkpoint_interval=100000", "optim.decay_steps=0"]
 STEPS = {64: 2000, 1024: 1000}  # learner steps; with 300 of batch 1024 nothing was learned at any rate
+OPTIMIZERS = {  # by name: settings
+  "sgd": ["optim.name=sgd"],
+  "lars": ["optim.name=lars"],
+  "clipped_lars": ["optim.name=clipped_lars"],
+  "clipped_lars-max10": ["optim.name=clipped_lars", "optim.trust_max=10"],
+  "clipped_lars-eta0.01": ["optim.name=clipped_lars", "optim.trust_coefficient=0.01"],
+}
 RATES = {  # tried by --tune
   "sgd": [0.25, 0.5, 1.0, 2.0],
   "lars": [0.5, 1.0, 2.0, 4.0],
   "clipped_lars": [0.5, 1.0, 2.0, 4.0],
+  "clipped_lars-max10": [0.5, 1.0, 2.0, 4.0],
+  "clipped_lars-eta0.01": [0.25, 0.5, 1.0, 2.0],
 }
 # Best on seed 100 of those; by the training return where several score alike.
 CHOSEN = {
@@ -38,7 +47,7 @@ def overrides(optimizer: str, batch: int, refresh: bool, rate: float, seed: int)
   """The settings of one run, besides the preset `quickstart`."""
   return [
     *BASE,
-    f"optim.name={optimizer}",
+    *OPTIMIZERS[optimizer],
     f"optim.learning_rate={rate}",
     f"optim.warmup_steps={STEPS[batch] // 20}",
     f"learner.batch_size={batch}",
@@ -69,14 +78,16 @@ def main() -> None:
   parser.add_argument("--work", type=Path, default=ROOT / "runs" / "ablation", help="where the runs go")
   parser.add_argument("--out", type=Path, help="JSON file for the results")
   parser.add_argument("--batches", type=int, nargs="+", choices=STEPS, default=list(STEPS))
+  parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS), dest="names")
   parser.add_argument("--tune", action="store_true", help="try the learning rates on seed 100, with refresh, instead")
   arguments = parser.parse_args()
   if arguments.tune:
-    keys = [(o, b, True, r, 100) for o, b in itertools.product(RATES, arguments.batches) for r in RATES[o]]
+    keys = [(o, b, True, r, 100) for o, b in itertools.product(arguments.names, arguments.batches) for r in RATES[o]]
   else:
     seeds = range(arguments.seeds)
     keys = [
-      (o, b, f, CHOSEN[b][o], s) for b, o, f, s in itertools.product(arguments.batches, RATES, (True, False), seeds)
+      (o, b, f, CHOSEN[b][o], s)
+      for b, o, f, s in itertools.product(arguments.batches, arguments.names, (True, False), seeds)
     ]
   begin = time.time()
   results = grid.run_all({key: overrides(*key) for key in keys}, arguments.work, learnt, folder)
@@ -85,7 +96,7 @@ def main() -> None:
   for (optimizer, batch, refresh, rate, _), result in results.items():
     groups.setdefault((batch, optimizer, rate, refresh), []).append(result)
   table = []
-  print(f"{'batch':>5}  {'optimiser':<13}{'rate':>6}  {'refresh':<8}{'score':>15}  {'training':>15}  diverged")
+  print(f"{'batch':>5}  {'optimiser':<21}{'rate':>6}  {'refresh':<8}{'score':>15}  {'training':>15}  diverged")
   for (batch, optimizer, rate, refresh), runs in groups.items():
     (score, score_error), (training, training_error) = grid.spread(runs, "score"), grid.spread(runs, "training")
     row = {
@@ -102,7 +113,7 @@ def main() -> None:
     }
     table.append(row)
     print(
-      f"{batch:>5}  {optimizer:<13}{rate:>6}  {'on' if refresh else 'off':<8}"
+      f"{batch:>5}  {optimizer:<21}{rate:>6}  {'on' if refresh else 'off':<8}"
       f"{row['score_mean']:>7.2f} ± {row['score_stderr']:<5.2f}"
       f"  {row['training_mean']:>7.2f} ± {row['training_stderr']:<5.2f}  {row['diverged']}"
     )
