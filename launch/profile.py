@@ -1,8 +1,9 @@
 """Profiles a few steps of a run: python launch/profile.py --config PRESET [PRESET ...] [key=value ...]
 
 Real environments, replay, search and learner, as configured, with a replay that random play has filled. When nothing
-compiles any more, some learner steps are traced and timed; then it ends. The new folder (--out, or one under runs/) has
-the trace (plugins/profile/, for xprof or ui.perfetto.dev) and profile.json; the tables are printed too.
+compiles any more, some learner steps are timed, and as many more are traced; then it ends. The new folder (--out, or
+one under runs/) has the trace (plugins/profile/, for xprof or ui.perfetto.dev) and profile.json; the tables are printed
+too.
 
 Exit codes: 0 done, 1 failed, 2 wrong use, 130 stopped by Ctrl-C.
 """
@@ -57,7 +58,7 @@ def filled(config: Config, random_steps: int) -> Config:
     raise ConfigError(f"--fill: must be from actor.random_steps ({begin}) to below {run}")
   pace = (run - begin) / max(learner.steps - learner.tail_steps, 1)  # agent steps for each learner step
   # Long enough for sweeps to come round: each computes its first block within half of its age.
-  enough = config.profile.steps + 2 * max(config.reanalyse.max_age, config.refresh.max_age)
+  enough = 2 * config.profile.steps + 2 * max(config.reanalyse.max_age, config.refresh.max_age)
   steps = max(round((run - random_steps) / pace), enough)
   changes = [
     f"actor.random_steps={random_steps}",

@@ -74,6 +74,11 @@ class Actor:
     self._slot = self._start.copy()  # absolute time of the frames shown now
     self._show(env.reset())
 
+  @property
+  def observation_bytes(self) -> int:
+    """Of what a search of all lanes is handed."""
+    return self._stacked.nbytes
+
   def step(
     self, version: Version, *, budget: int, progress: float, random: bool, last: bool = True
   ) -> tuple[list[Segment], int]:

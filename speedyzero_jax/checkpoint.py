@@ -94,7 +94,7 @@ class Checkpoints:
 
   Args:
     run_dir: the folder; `checkpoints/` and `replay/` are made in it.
-    keep: how many of the newest checkpoints stay.
+    keep: how many of the newest checkpoints stay, at least.
   """
 
   def __init__(self, run_dir: Path, keep: int = 3):
@@ -120,14 +120,23 @@ class Checkpoints:
 
   # --- writing ---
 
-  def save(self, snapshot: Snapshot) -> None:
+  @property
+  def newest(self) -> int | None:
+    """Step of the newest checkpoint saved or restored; None before the first."""
+    return self._newest[0] if self._newest is not None else None
+
+  def save(self, snapshot: Snapshot, *, needed: int | None = None) -> None:
     """Starts writing; waits for the save before. An older state of the same learner step is replaced.
+
+    Args:
+      snapshot: what to write.
+      needed: checkpoints from this step on stay, however many they are; None: the newest few alone.
 
     Raises:
       CheckpointError: the save *before* failed (nothing of this one is written).
     """
     self.wait()
-    self._thread = threading.Thread(target=self._write_in_background, args=(snapshot,), name="checkpoint")
+    self._thread = threading.Thread(target=self._write_in_background, args=(snapshot, needed), name="checkpoint")
     self._thread.start()
 
   def wait(self) -> None:
@@ -139,13 +148,13 @@ class Checkpoints:
       error, self._error = self._error, None
       raise CheckpointError(f"saving to {self._directory} failed: {_reason(error)}") from error
 
-  def _write_in_background(self, snapshot: Snapshot) -> None:
+  def _write_in_background(self, snapshot: Snapshot, needed: int | None) -> None:
     try:
-      self._write(snapshot)
+      self._write(snapshot, needed)
     except Exception as error:  # handed to the next `save` or `wait`
       self._error = error
 
-  def _write(self, snapshot: Snapshot) -> None:
+  def _write(self, snapshot: Snapshot, needed: int | None) -> None:
     if self._newest == (snapshot.step, snapshot.env_steps):
       return  # stopped twice at one moment, or a finished run resumed
     listed = [file for file in self._listed if np.any(np.array(file.heads) > snapshot.replay["tail"])]
@@ -168,6 +177,7 @@ class Checkpoints:
       self._check_space(sum(leaf.nbytes for leaf in jax.tree.leaves(items)))
       self._commit(snapshot.step, items, meta)
       self._newest, self._listed, self.heads = (snapshot.step, snapshot.env_steps), listed, snapshot.heads
+      self._remove_old(snapshot.step if needed is None else needed)
     finally:
       self._remove_unlisted()
 
@@ -193,6 +203,13 @@ class Checkpoints:
       raise
     shutil.rmtree(replaced, ignore_errors=True)
 
+  def _remove_old(self, needed: int) -> None:
+    """Deletes checkpoints of before `needed` that are not of the newest few."""
+    for step in self.steps()[: -self.keep]:
+      if step < needed:
+        for folder in self._folders(step):
+          shutil.rmtree(folder, ignore_errors=True)
+
   def _remove_unlisted(self) -> None:
     """Deletes files of frames that no checkpoint stands on: evicted from the replay, or of saves that failed."""
     unlisted = self._slot_files.names() - {file.name for file in self._listed}
@@ -214,8 +231,7 @@ class Checkpoints:
   def _open(self) -> ocp.CheckpointManager:
     if self._manager is None:
       self._directory.mkdir(parents=True, exist_ok=True)
-      options = ocp.CheckpointManagerOptions(
-        max_to_keep=self.keep,
+      options = ocp.CheckpointManagerOptions(  # it deletes nothing: `_remove_old` does
         enable_async_checkpointing=False,
         create=False,
         multiprocessing_options=_alone(),
@@ -287,7 +303,8 @@ class Checkpoints:
   ) -> Any:
     steps = [step for step in self.steps() if newest is None or step <= newest]
     if not steps:
-      raise CheckpointError(f"there is no checkpoint in {self._directory}")
+      wanted = "" if newest is None else f" of step {newest} or before"
+      raise CheckpointError(f"there is no checkpoint{wanted} in {self._directory}")
     for step in reversed(steps):
       for folder in self._folders(step):
         if not folder.is_dir():  # asked late, and again below: a run that goes on here may just have renamed it
@@ -326,25 +343,34 @@ class Checkpoints:
       raise ValueError("checksum of 'meta' differs")
     return meta
 
+  def begin_anew(self) -> None:
+    """Moves all there is out of the way, as damaged checkpoints are: what is saved next is of another run."""
+    self._newest, self._listed, self.heads = None, [], None
+    self._set_aside([folder for step in self.steps() for folder in self._folders(step) if folder.is_dir()])
+
   def _make_newest(self, step: int, folder: Path) -> None:
     """Moves what is newer than the checkpoint restored out of the way, and ends a replacement that was cut short.
 
     Files of frames newer than any checkpoint are what a killed process had begun to save: they are removed.
     """
-    aside = self._directory.parent / "damaged"
     place, replaced = self._folders(step)
     damaged = [newer for later in self.steps() if later > step for newer in self._folders(later) if newer.is_dir()]
     if folder == replaced and place.is_dir():
       damaged.append(place)
-    for newer in damaged:
-      aside.mkdir(exist_ok=True)
-      shutil.rmtree(aside / newer.name, ignore_errors=True)
-      os.replace(newer, aside / newer.name)
+    self._set_aside(damaged)
     if folder == replaced:
       os.replace(replaced, place)
     else:
       shutil.rmtree(replaced, ignore_errors=True)
-    self._slot_files.end_with(self._listed, aside if damaged else None)  # older checkpoints list none beyond them
+
+  def _set_aside(self, folders: list[Path]) -> None:
+    """Moves these checkpoints, and the files of frames that came after those listed, to `damaged/`."""
+    aside = self._directory.parent / "damaged"
+    for folder in folders:
+      aside.mkdir(exist_ok=True)
+      shutil.rmtree(aside / folder.name, ignore_errors=True)
+      os.replace(folder, aside / folder.name)
+    self._slot_files.end_with(self._listed, aside if folders else None)  # older checkpoints list none beyond them
 
 
 def _listed_in(meta: Mapping[str, Any]) -> list[SlotFile]:

@@ -28,7 +28,9 @@ class Collecting:
   ):
     self._config, self._inference, self._replay = config, inference, replay
     self._seed, self._key, self._stats = seed, key, stats
-    self._generation = 0  # how often the environments could not be brought back and were made anew
+    # Environments that could not be brought back are made anew, from another seed each time: this tells them apart. It
+    # is how many slots there were then, of which there are more whenever something came of the ones before.
+    self._generation = 0
     self._begin(None)
 
   def _begin(self, start: np.ndarray | None) -> None:
@@ -67,7 +69,7 @@ class Collecting:
     """Begins new games; those that were going on end where they stood."""
     for lane in range(self._config.actor.lanes):
       self._replay.truncate(lane)
-    self._begin_anew(self._generation + 1)
+    self._begin_anew(int(self._replay.heads.sum()))
 
   def close(self) -> None:
     """Closes the environments."""

@@ -257,8 +257,8 @@ class ProfileConfig:
 
   steps: int = opt(
     0,
-    "learner steps to profile once nothing compiles any more, also after --resume: profile.json and a trace in the "
-    "run folder, tables on the screen; 0: none",
+    "learner steps to time, and as many more to trace, once nothing compiles any more, also after --resume: "
+    "profile.json and a trace in the run folder, tables on the screen; 0: none",
   )
 
 
@@ -271,7 +271,7 @@ class RunConfig:
   env_steps: int = opt(100_000, "agent steps collected, exactly (Atari-100k: 100,000 = 400k frames)")
   mode: Literal["async", "lockstep"] = opt("async", "roles overlap in threads, or take turns and reproduce bit for bit")
   checkpoint_interval: int = opt(1000, "learner steps between checkpoints")
-  keep_checkpoints: int = opt(3, "checkpoints kept, the newest")
+  keep_checkpoints: int = opt(3, "checkpoints kept: the newest, and from the newest on that all learners have")
   log_interval: int = opt(20, "learner steps between lines in metrics.jsonl")
   compile_cache: str = opt("", "folder for XLA's persistent compilation cache; empty: ~/.cache/speedyzero_jax/xla")
 

@@ -122,7 +122,8 @@ class _Overlapped:
     def may_learn() -> bool:
       if not self._ready or training.interrupted:
         return bool(self._ready)
-      return not pacer.lagging and not any(s.overdue(training.replay, pacer.learner_steps) for s in bounded)
+      now = training.replay, pacer.learner_steps
+      return not pacer.lagging and not any(sweeper.overdue(*now) or sweeper.behind(*now) for sweeper in bounded)
 
     if pacer.learner_steps < training.config.learner.steps:
       with contextlib.suppress(Stopped):

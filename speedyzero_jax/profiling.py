@@ -84,6 +84,16 @@ class Function:
   bytes: float
 
 
+class _Found(NamedTuple):
+  """What the timed steps took."""
+
+  steps: int
+  seconds: float
+  parts: dict[str, float]  # totals at their end
+  host_bytes: int
+  compiled: int  # programs, until their end
+
+
 class _Beginning(NamedTuple):
   """What was known when the profile began."""
 
@@ -97,9 +107,11 @@ class _Beginning(NamedTuple):
 class Profiler:
   """Profiles a run once it is warm. A context manager, around the run's work.
 
+  Some steps are timed, then as many more are traced, since tracing slows what consists of many small programs.
+
   Args:
     folder: where `profile.json` and the trace (`plugins/profile/`) go.
-    steps: learner steps to profile.
+    steps: learner steps to time, and to trace.
     compilations: listening since before the run was built.
     report: takes the tables.
     then: called when it is done.
@@ -115,6 +127,7 @@ class Profiler:
   ):
     self._folder, self._steps, self._compilations, self._report, self._then = folder, steps, compilations, report, then
     self._begun: _Beginning | None = None
+    self._found: _Found | None = None
     self._tracing = False
     self._step_mark: jax.profiler.StepTraceAnnotation | None = None
     self._over = False
@@ -165,19 +178,20 @@ class Profiler:
       if self._warm_up.over:
         self._begin()
       return
-    if self._training.pacer.learner_steps - self._begun.step < self._steps:
+    taken = self._training.pacer.learner_steps - self._begun.step
+    if self._found is None:
+      if taken >= self._steps:
+        self._found = self._end_timing(self._begun, taken)
+        self._begin_trace()
+      return
+    if taken - self._found.steps < self._steps:
       self._mark()
       return
-    with self._training.times.part("train"):  # the last one may still be going on
-      jax.block_until_ready(self._training.state)
-    seconds = time.perf_counter() - self._begun.time
-    parts = self._training.times.totals()
-    for watched in self._watched.values():
-      watched.end()
+    jax.block_until_ready(self._training.state)  # the last one may still be going on
     with self._training.times.part("profile"):
       self._end_trace()
       try:
-        self._tell(self._begun, seconds, parts)
+        self._tell(self._begun, self._found)
         self.done = True
       except (MemoryError, jax.errors.JaxRuntimeError) as error:
         if memory.ran_out(error) is None:
@@ -191,13 +205,6 @@ class Profiler:
   def _begin(self) -> None:
     training = self._training
     jax.block_until_ready(training.state)
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # every call of Python would be traced, and be slower for it
-    try:
-      jax.profiler.start_trace(self._folder, create_perfetto_trace=True, profiler_options=options)
-      self._tracing = True
-    except RuntimeError as error:
-      self._report(f"warning: no trace: {error}")
     self._begun = _Beginning(
       training.pacer.learner_steps,
       time.perf_counter(),
@@ -207,6 +214,25 @@ class Profiler:
     )
     for watched in self._watched.values():
       watched.begin()
+
+  def _end_timing(self, begun: _Beginning, steps: int) -> _Found:
+    training = self._training
+    with training.times.part("train"):  # the last one may still be going on
+      jax.block_until_ready(training.state)
+    seconds = time.perf_counter() - begun.time
+    for watched in self._watched.values():
+      watched.end()
+    moved = training.host_bytes - begun.host_bytes
+    return _Found(steps, seconds, training.times.totals(), moved, len(self._compilations.names))
+
+  def _begin_trace(self) -> None:
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # every call of Python would be traced, and be slower for it
+    try:
+      jax.profiler.start_trace(self._folder, create_perfetto_trace=True, profiler_options=options)
+      self._tracing = True
+    except RuntimeError as error:
+      self._report(f"warning: no trace: {error}")
     self._mark()
 
   def _mark(self) -> None:
@@ -227,16 +253,15 @@ class Profiler:
       except (RuntimeError, ValueError, OSError) as error:
         self._report(f"warning: no trace, or not all of it: {error}")
 
-  def _tell(self, begun: _Beginning, seconds: float, totals: dict[str, float]) -> None:
-    training = self._training
-    steps = training.pacer.learner_steps - begun.step
-    seconds /= steps
+  def _tell(self, begun: _Beginning, found: _Found) -> None:
+    training, steps = self._training, found.steps
+    seconds = found.seconds / steps
     parts = {
       name: (total - begun.parts.get(name, 0.0)) / steps
-      for name, total in totals.items()
+      for name, total in found.parts.items()
       if total > begun.parts.get(name, 0.0)
     }
-    meanwhile = self._compilations.names[begun.compiled :]
+    meanwhile = self._compilations.names[begun.compiled : found.compiled]
     compiled = Counter(self._compilations.names)
     functions = [
       self._measure(kind, label, count / steps)
@@ -253,7 +278,7 @@ class Profiler:
       "transitions": training.replay.num_transitions,
       "seconds_per_step": seconds,
       "samples_per_second": training.config.learner.batch_size / seconds,
-      "host_to_device_bytes_per_step": (training.host_bytes - begun.host_bytes) / steps,
+      "host_to_device_bytes_per_step": found.host_bytes / steps,
       "parts": self._parts(parts, seconds),
       "functions": [dataclasses.asdict(function) for function in functions],
       "dtype": dtype,

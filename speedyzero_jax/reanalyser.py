@@ -19,6 +19,8 @@ from speedyzero_jax.replay.device_frames import host_bytes
 from speedyzero_jax.replay.experience import Array
 from speedyzero_jax.weights import REANALYSER, REFRESHER, Version, WeightsStore, fetched
 
+_SLACK = 2  # learner steps whose sweeping may be owed
+
 Reanalyse = Callable[[Replay, np.ndarray, np.ndarray], None]  # brings up to date what samples (lane, time) rest on
 
 
@@ -145,6 +147,7 @@ class Sweeper:
     self.credit = 0  # states that may be computed now
     self.credited = 0  # learner steps credited so far
     self.states = 0  # computed so far
+    self.host_bytes = 0  # handed to the device so far
 
   def counters(self) -> dict[str, int]:
     """What a checkpoint needs of it."""
@@ -165,6 +168,11 @@ class Sweeper:
     """Whether something stored would be older than the bound after one more step; the learner must not take it."""
     return learner_step + 1 - replay.oldest_step(self.kind) > self.max_age
 
+  def behind(self, replay: Replay, learner_step: int) -> bool:
+    """Whether a block and some learner steps' work are owed: the learner should wait now, not for long at the bound."""
+    quota = replay.quota(self.kind, self._block, self.max_age, self._delay)
+    return self.credit + (learner_step - self.credited) * quota > self._block + _SLACK * quota
+
   def next(self, replay: Replay) -> Work:
     """Takes the next block; what was owed for it is paid."""
     lane, time = replay.next_block(self.kind, self._block)
@@ -181,3 +189,4 @@ class Sweeper:
     record(replay, work, found)
     self.calls += 1
     self.states += len(work.lane)
+    self.host_bytes += host_bytes(frames)

@@ -85,13 +85,14 @@ class Training:
     self._begun = False  # from here on it is the learner steps that tell units of an interruption
     self._compiled = False  # the training step
     self.step_bytes: int | None = None  # that it needs on each device beside its arguments; None while not known
-    self.host_bytes = 0  # handed to devices for batches so far
+    self._acting_bytes = self._batch_bytes = 0  # handed to devices so far, each counted in a thread of its own
+    self._told_bytes: int | None = None  # of all bytes handed to devices, those that were reported
     self.times = PartTimes(mark=jax.profiler.TraceAnnotation)  # parts show in a trace too
     self.on_compiled: Callable[[], object] = lambda: None  # called when the training step is, before it is taken
     self.after_step: list[Callable[[], object]] = []  # called after each learner step, in its thread
     self._key = jax.random.fold_in(jax.random.key(config.run.seed), _LEARN)
     checkpoints = Checkpoints(run_dir, config.run.keep_checkpoints)
-    self.keeper = Keeper(checkpoints, part.journal, part.agree, reporter.message)
+    self.keeper = Keeper(checkpoints, part.journal, part.agree, reporter.message, units=part.units)
     game, devices = game_of(config), jax.local_devices()
     local = make_mesh(devices[: config.learner.devices or len(devices)])
     try:
@@ -108,8 +109,11 @@ class Training:
     restored, frames = self.keeper.restore(self._abstract()) if resume else (None, iter(()))
     if restored is None:
       self.state = self.learner.init(jax.random.fold_in(jax.random.key(config.run.seed), _INIT))
+      if resume:
+        reporter.rewind(0)
     else:
       self.state = self.learner.restore(restored.network, restored.optimizer, restored.step)
+      self._agree_on_network(restored.step)
     intervals = {
       ACTOR: config.actor.weights_interval,
       REANALYSER: config.reanalyse.weights_interval,
@@ -156,9 +160,11 @@ class Training:
     self.pacer.begin_acting(self)
     version = self.weights.latest(ACTOR)
     with self.times.part("act"), self._collect_lock:
+      random = self.pacer.playing_randomly
       segments, count = self.collecting.actor.step(
-        version, budget=self.pacer.pool, progress=self.pacer.progress, random=self.pacer.playing_randomly
+        version, budget=self.pacer.pool, progress=self.pacer.progress, random=random
       )
+      self._acting_bytes += 0 if random else self.collecting.actor.observation_bytes
       self._take(segments)
       self.pacer.add_env_steps(count)
     self.reporter.count(names.AGENT_STEPS_PER_SECOND, count)
@@ -211,14 +217,21 @@ class Training:
 
   def draw(self, learner_step: int) -> feed.Fed:
     """The batch of a learner step on its devices, reanalysed if the schedule says so."""
-    states, moved = self.batch_reanalyser.states, self.batch_reanalyser.host_bytes
+    states = self.batch_reanalyser.states
+    before = self.host_bytes if self._told_bytes is None else self._told_bytes
     fed = feed.draw(self.own, self.replay, self.reanalyse, learner_step, self.times)
-    moved = fed.host_bytes + self.batch_reanalyser.host_bytes - moved
-    self.host_bytes += moved
+    self._batch_bytes += fed.host_bytes
     self.reporter.count(names.REANALYSED_PER_SECOND, self.batch_reanalyser.states - states)
-    self.reporter.mean({names.HOST_TO_DEVICE_BYTES: moved})
+    self._told_bytes = self.host_bytes
+    self.reporter.mean({names.HOST_TO_DEVICE_BYTES: self._told_bytes - before})
     with self.times.part("gather"):
       return fed._replace(batch=self.learner.put(fed.batch))
+
+  @property
+  def host_bytes(self) -> int:
+    """Handed to devices so far: frames as they come, what is searched and evaluated, batches. Weights stay there."""
+    looked_at = self.batch_reanalyser.host_bytes + sum(sweeper.host_bytes for sweeper in self.sweepers)
+    return self._acting_bytes + self._batch_bytes + looked_at + self.replay.bytes_to_devices
 
   def learn(self, fed: feed.Fed) -> StepResult:
     """One learner step; its results stay on the device."""
@@ -382,6 +395,13 @@ class Training:
     weights = dict.fromkeys((ACTOR, REANALYSER, REFRESHER), state.variables)
     return {"network": state.variables, "optimizer": state.opt_state, "weights": weights}
 
+  def _agree_on_network(self, step: int) -> None:
+    if len(set(self.part.agree(int(self.parameters_hash()[:15], 16)))) > 1:
+      raise TrainingError(
+        f"the learners' checkpoints of step {step} hold different networks: move checkpoints/{step} away, in the run "
+        "folder and in its units/*, to go on from older ones"
+      )
+
   def _restore_roles(self, snapshot: Snapshot, frames: Iterator[dict[str, np.ndarray]]) -> None:
     meta = snapshot.meta
     if meta["units"] != self.part.units:
@@ -419,7 +439,7 @@ class Training:
 
   def _replay_journal(self) -> None:
     """Takes in what was made durable after the checkpoint."""
-    before = self.pacer.env_steps
+    before, heads = self.pacer.env_steps, self.replay.heads
     for segments in self.keeper.recorded(self.replay.heads):
       for segment in segments:
         if segment.first[0]:
@@ -429,5 +449,5 @@ class Training:
       self.pacer.add_env_steps(sum(int((segment.action >= 0).sum()) for segment in segments))
     if self.pacer.env_steps > before:
       self.reporter.message(f"{self.pacer.env_steps - before} agent steps more from the journal")
-      if self.collecting is not None:
-        self.collecting.cut()
+    if self.collecting is not None and (self.replay.heads > heads).any():  # also by resets, which are no agent steps
+      self.collecting.cut()

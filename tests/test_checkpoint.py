@@ -12,7 +12,18 @@ import jax
 import numpy as np
 import optax
 import pytest
-from snapshots import abstract, assert_restored, assert_same_tree, flip, read, replace, segment_file, snapshot, write
+from snapshots import (
+  abstract,
+  assert_restored,
+  assert_same_tree,
+  flip,
+  read,
+  replace,
+  segment_file,
+  snapshot,
+  variables,
+  write,
+)
 
 from speedyzero_jax.checkpoint import CheckpointError, Checkpoints
 from speedyzero_jax.networks import Variables
@@ -95,6 +106,21 @@ def test_segments_are_loaded_one_at_a_time(two):
     alive.append(weakref.ref(segment["frame"]))
     del segment
   assert len(alive) == 2
+
+
+def test_who_begins_anew_saves_the_same_moment_again(copied):
+  folder, _ = copied
+  aside = {path.name for name in ("checkpoints", "replay") for path in (folder / name).iterdir()}
+  checkpoints, other = Checkpoints(folder), snapshot(8)._replace(network=variables(9))
+  checkpoints.restore(abstract(), pytest.fail)
+  checkpoints.begin_anew()
+  assert (checkpoints.steps(), checkpoints.newest, checkpoints.heads) == ([], None, None)
+  assert {path.name for path in (folder / "damaged").iterdir()} == aside
+  checkpoints.save(other)
+  checkpoints.close()
+  restored, segments, reported = read(folder)
+  assert not reported
+  assert_restored(restored, segments, [other])
 
 
 # --- Replacing: a newer state of the same learner step

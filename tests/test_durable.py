@@ -4,15 +4,18 @@ import contextlib
 import shutil
 import threading
 
+import jax
+import numpy as np
 import pytest
 import tiny
 
-from speedyzero_jax import modes, running
+from speedyzero_jax import collecting, modes, running
 from speedyzero_jax.checkpoint import Checkpoints
+from speedyzero_jax.metrics import jsonl
 from speedyzero_jax.parts import game_of
 from speedyzero_jax.replay.journal import Journal, JournalError
 from speedyzero_jax.reporting import Reporter
-from speedyzero_jax.training import WHOLE, Training
+from speedyzero_jax.training import WHOLE, Training, TrainingError
 from speedyzero_jax.weights import ACTOR
 
 
@@ -28,13 +31,13 @@ def journal_of(config, folder):
 
 
 @contextlib.contextmanager
-def journalled(config, folder, resume_step=None):
-  """A training whose experience goes into a journal first."""
+def journalled(config, folder, resume_step=None, **of_part):
+  """A training whose experience goes into a journal first. Left without saving, it is as after a kill."""
   with (
     journal_of(config, folder) as journal,
     Reporter(config, folder, "tiny", resume_step) as reporter,
   ):
-    part = WHOLE._replace(journal=journal)
+    part = WHOLE._replace(journal=journal, **of_part)
     training = Training(config, folder, reporter, resume=resume_step is not None, part=part)
     try:
       yield training
@@ -60,6 +63,73 @@ def test_what_the_journal_has_forgotten_is_said(tmp_path, capsys):
     assert lost > 10 and training.pacer.env_steps < 100
     assert f"what came right after this checkpoint: {lost} later frames of 3 lanes are lost" in capsys.readouterr().out
     assert modes.run(training) and training.pacer.env_steps == 100
+
+
+def test_games_begin_anew_also_when_only_resets_came_after_the_checkpoint(tmp_path):
+  """In Catch all lanes end together: the step after takes a slot of each, and is no agent step."""
+  config = tiny.config("run.mode=async")
+  with journalled(config, tmp_path) as training:
+    while not training.collecting.actor._shown.terminated.all():
+      training.collect()
+    training.save(required=True)
+    steps, heads = training.pacer.env_steps, training.replay.heads
+    training.collect()
+    assert training.pacer.env_steps == steps
+  with journalled(config, tmp_path, resume_step=0) as training:
+    assert training.pacer.env_steps == steps
+    training.collect()
+    np.testing.assert_array_equal(training.replay.heads, heads + 2)
+
+
+def test_games_that_begin_anew_are_others_each_time(tmp_path, monkeypatch):
+  config, make_env, seeds = tiny.config("run.mode=async"), collecting.make_env, []
+  monkeypatch.setattr(
+    collecting, "make_env", lambda c, lanes, seed, **kw: (seeds.append(seed), make_env(c, lanes, seed, **kw))[1]
+  )
+  with journalled(config, tmp_path) as training:
+    training.collect()
+    training.save(required=True)
+    training.collect()
+  for _ in range(3):
+    with journalled(config, tmp_path, resume_step=0) as training:
+      training.collect()
+  first, *again = seeds
+  assert set(again[::2]) == {first} and len({*again[1::2], first}) == 4
+
+
+def test_who_begins_anew_forgets_the_network_and_keeps_the_experience(tmp_path, capsys):
+  """As all must when a unit has no checkpoint: another of the same moment would otherwise stand for the new one."""
+  config = tiny.config("run.mode=async", "learner.steps=8", "run.env_steps=100")
+  with journalled(config, tmp_path) as training:
+    training.collect()
+    training.state = training.state._replace(variables=jax.tree.map(lambda x: x + 1, training.state.variables))
+    training.save(required=True)
+    assert modes.run(training)
+  assert Checkpoints(tmp_path).steps() == [0, 4]
+  with journalled(config, tmp_path, resume_step=4, agree=lambda step: [step, -1]) as training:
+    assert "another learner has no checkpoint: all begin anew" in capsys.readouterr().out
+    assert not Checkpoints(tmp_path).steps() and not jsonl.read_rows(tmp_path / "metrics.jsonl")[0]
+    assert sorted(path.name for path in (tmp_path / "damaged").iterdir() if path.is_dir()) == ["0", "4"]
+    assert (training.pacer.learner_steps, training.pacer.env_steps) == (0, 100)
+    training.save(required=True)
+    new, heads = training.parameters_hash(), training.replay.heads
+  with journalled(config, tmp_path, resume_step=0) as training:
+    assert training.parameters_hash() == new
+    np.testing.assert_array_equal(training.replay.heads, heads)
+    assert modes.run(training) and training.pacer.learner_steps == 8
+
+
+def test_learners_with_different_networks_do_not_go_on(tmp_path):
+  config = tiny.config("run.mode=async")
+  with journalled(config, tmp_path) as training:
+    training.collect()
+    training.save(required=True)
+  theirs = lambda number: [number, number if number < 1000 else number + 1]  # noqa: E731  # the same step
+  with (
+    pytest.raises(TrainingError, match="checkpoints of step 0 hold different networks: move checkpoints/0 away"),
+    journalled(config, tmp_path, resume_step=0, agree=theirs),
+  ):
+    pytest.fail("opened")
 
 
 @pytest.mark.parametrize("acts", [True, False])

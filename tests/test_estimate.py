@@ -42,11 +42,22 @@ def test_a_batch_has_the_bytes_that_are_said_and_moved(tmp_path, schedule):
       before = training.host_bytes
       training.draw(1)
       moved[where, "all"] = training.host_bytes - before
+      before = training.host_bytes
+      training.collect()  # at random: nothing is searched
+      moved[where, "acting"] = training.host_bytes - before
+      before = training.host_bytes
+      for sweeper in training.sweepers:
+        training.sweep(sweeper)
+      moved[where, "sweeps"] = training.host_bytes - before
   frames = 8 * 4  # of a batch: S + K for each sample
   assert moved["host"] == drawn and moved["device"] == drawn - 200 * frames + 4 * frames
   searched = 2 * frames if schedule == "batch" else 0  # K+1 states to search, and as many to bootstrap from
   assert moved["host", "all"] == moved["host"] + 200 * searched
   assert moved["device", "all"] == moved["device"] + 4 * searched
+  lanes, swept = config.actor.lanes, config.refresh.block + (config.reanalyse.block if schedule == "sweep" else 0)
+  assert moved["host", "acting"] == 0 and moved["device", "acting"] == 200 * lanes
+  stack = config.env.frame_stack
+  assert moved["host", "sweeps"] == 200 * stack * swept and moved["device", "sweeps"] == 4 * stack * swept
 
 
 class Machine:

@@ -212,7 +212,6 @@ def test_a_sweep_recomputes_the_whole_buffer_with_its_own_weights(started, kind)
 def test_credit_is_earned_by_learner_steps_and_survives_a_restart(started):
   training = started()
   sweeper, other = training.sweepers
-  assert not sweeper.due(training.replay, 0)
   blocks = 0
   for step in range(1, 5):
     while sweeper.due(training.replay, step):
@@ -300,6 +299,28 @@ def test_nothing_stored_is_older_than_the_bound(tmp_path, mode, bounds):
     assert target.max() <= config.reanalyse.max_age
     ahead = config.learner.prefetch + 1 if mode == "async" else 0  # batches drawn early get older until they are used
     assert max(row["replay/target_age_max"] for row in rows) <= config.reanalyse.max_age + ahead
+
+
+def test_the_learner_runs_no_further_ahead_of_a_sweep_than_it_may(tmp_path):
+  """It waits for what is owed as it goes, not for all of it when the bound on ages is reached."""
+  config = tiny.config("run.mode=async", "refresh.enabled=false", "reanalyse.max_age=1000", "reanalyse.block=16",
+                       "actor.random_steps=100", "learner.steps=24")  # fmt: skip
+  owed = []
+  with tiny.training(config, tmp_path) as training:
+    (sweeper,), learn, sweep = training.sweepers, training.learn, training.sweep
+    training.replay.quota = lambda *_: 16  # a block each learner step
+
+    def slow(sweeper):
+      sleep(0.01)
+      sweep(sweeper)
+
+    def checked(fed):
+      owed.append(training.pacer.learner_steps - sweeper.calls)
+      return learn(fed)
+
+    training.learn, training.sweep = checked, slow
+    assert modes.run(training)
+  assert max(owed) <= 1 + 2 + 1  # a block, two steps, and one that is being searched
 
 
 def test_without_refresh_priorities_age(tmp_path):

@@ -284,6 +284,19 @@ def test_of_several_units_the_first_evaluates_and_the_others_wait_for_it(tmp_pat
     training.close()
 
 
+def test_several_units_tell_each_other_what_they_have_saved(tmp_path):
+  """When they save together, and not when one is stopped."""
+  told = []
+  part = Part(0, 2, agree=lambda number: (told.append(number), [number, number])[1])
+  with Reporter(tiny.config(), tmp_path, "", None) as reporter:
+    training = Training(tiny.config(), tmp_path, reporter, resume=False, part=part)
+    for step, required in enumerate((False, False, True)):
+      training.pacer = Pacer(training.own, learner_steps=step)
+      training.save(required=required)
+    training.close()
+  assert told == [-1, 0]
+
+
 @pytest.mark.parametrize("schedule", ["sweep", "batch"])
 def test_frames_on_the_devices_change_nothing(uninterrupted, tmp_path, schedule):
   """Nor does being stopped, when they have to be brought there again."""

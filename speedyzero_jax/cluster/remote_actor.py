@@ -27,7 +27,7 @@ def act(config: Config, blueprint: Blueprint, client: Client, role: Role, incarn
     blueprint: of the network.
     client: of the unit.
     role: of this process.
-    incarnation: larger than that of any earlier process in this role.
+    incarnation: larger than that of any earlier process in this role, since the learner was started.
 
   Raises what `Client`'s calls raise, besides RunOver.
   """
@@ -39,7 +39,8 @@ def _act(config: Config, blueprint: Blueprint, client: Client, role: Role, incar
   number = role.number
   welcome = client.join_actor(messages.ActorJoin(number, incarnation))
   lanes = len(welcome.heads)
-  own_seed = derived_seed(config.run.seed, str(role), incarnation)
+  # Incarnations are counted from 0 again when all have been started again: what has been collected tells them apart.
+  own_seed = derived_seed(config.run.seed, str(role), incarnation + (int(welcome.heads.sum()) << 32))
   env = make_env(config.env, lanes, own_seed, training=True)
   device = jax.local_devices()[0]
   like = jax.eval_shape(blueprint.init, jax.random.key(0))

@@ -76,7 +76,7 @@ PARAMETER_NORM = _metric("learner/parameter_norm", "1", "Global norm of the para
 HOST_TO_DEVICE_BYTES = _metric(
   "learner/host_to_device_bytes",
   "B",
-  "Bytes that the host hands to devices for a batch, and for the states searched or evaluated for it.",
+  "Bytes that the host hands to devices each learner step: new frames, what is searched or evaluated, the batch.",
   across="sum",
 )
 TRUST_RATIO_MIN = _metric("learner/trust_ratio_min", "1", "Smallest LARS trust ratio of any adapted layer.", "min")

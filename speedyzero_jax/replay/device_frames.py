@@ -43,8 +43,11 @@ def place_frames(
     return None
   size = DeviceFrames.size(lanes, rows, frame_shape, frame_dtype, mesh.size)
   if where == "auto":
-    stats = [device.memory_stats() or {} for device in mesh.devices.flat]
-    free = min(known.get("bytes_limit", 0) - known.get("bytes_in_use", 0) for known in stats)
+    stats = [device.memory_stats() for device in mesh.devices.flat]
+    if not all(stats):
+      report(f"frames stay in host memory: {size / 1e9:.1f} GB of them, and these devices don't say what is free")
+      return None
+    free = min(known.get("bytes_limit", 0) - known.get("bytes_in_use", 0) for known in stats if known)
     if 2 * size > free:
       report(f"frames stay in host memory: {size / 1e9:.1f} GB of them, and {free / 1e9:.1f} GB free on a device")
       return None
@@ -88,7 +91,7 @@ class DeviceFrames:
     self._chunk = lanes  # frames of most appends
     self._shape, self._dtype = tuple(frame_shape), np.dtype(frame_dtype)
     self._lock = threading.Lock()
-    self.bytes_written = 0  # to each device, so far
+    self.bytes_written = 0  # to all devices, so far
     by_lane, everywhere = PartitionSpec(self._axis), PartitionSpec()
     self._by_lane = by_lane
     self._map = partial(jax.shard_map, mesh=mesh, check_vma=False)
@@ -112,6 +115,11 @@ class DeviceFrames:
     return -(-lanes // devices) * rows * int(np.prod(frame_shape)) * np.dtype(frame_dtype).itemsize
 
   @property
+  def devices(self) -> int:
+    """That the frames are spread over."""
+    return self._mesh.size
+
+  @property
   def bytes_per_device(self) -> int:
     """Bytes held on each device now."""
     return self.size(self._lanes, self._rows, self._shape, self._dtype, self._mesh.size)
@@ -127,7 +135,7 @@ class DeviceFrames:
         missing = width - len(flat[part])
         row = np.pad(self._row(lane[part], cell[part]), (0, missing), constant_values=-1)  # -1 is nobody's
         self._frames = self._write(self._frames, row, np.pad(flat[part], ((0, missing), (0, 0))))
-        self.bytes_written += width * flat[:1].nbytes
+        self.bytes_written += self._mesh.size * width * flat[:1].nbytes
 
   def gather(self, lane: np.ndarray, cell: np.ndarray, *, spread: bool) -> jax.Array:
     """Frames [B, T, H, W, C] of cells (lane [B, T], cell [B, T]); returns before they are there.
@@ -175,7 +183,7 @@ class DeviceFrames:
 
   def _local_gather(self, held: jax.Array, row: jax.Array, *, spread: bool) -> jax.Array:
     local, here = self._place(held, row)
-    found = jnp.take(held, jnp.where(here, local, 0), axis=0)
+    found = jnp.take(held, jnp.where(here, local, 0), axis=0, mode="clip")  # the default fills, at a cost
     if self._mesh.size == 1:
       return found
     found = jnp.where(here[..., None], found, jnp.zeros((), held.dtype))

@@ -63,6 +63,11 @@ class Experience:
     """Of frames, on each device; 0 if batches are gathered on the host."""
     return self._device_frames.bytes_per_device if self._device_frames is not None else 0
 
+  @property
+  def bytes_to_devices(self) -> int:
+    """Handed to the devices for that so far."""
+    return self._device_frames.bytes_written if self._device_frames is not None else 0
+
   def append(self, segment: Segment) -> None:
     """`append_many` of one segment."""
     self.append_many([segment])

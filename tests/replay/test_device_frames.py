@@ -39,6 +39,14 @@ def test_what_was_written_last_is_gathered_from_any_number_of_devices(devices, d
   assert ours.bytes_per_device == DeviceFrames.size(3, 9, SHAPE, dtype, devices)
 
 
+def test_a_write_copies_nothing_else():
+  """The frames held, gigabytes of them, are written in place."""
+  ours = make(1, rows=9)
+  row, frames = np.zeros(3, np.int32), np.zeros((3, 6), np.uint8)
+  memory = ours._write.lower(ours._frames, row, frames).compile().memory_analysis()
+  assert memory.alias_size_in_bytes == ours.bytes_per_device
+
+
 @settings(max_examples=3)
 @given(capacity=st.integers(7, 30), seed=st.integers(0, 2**32 - 1))
 def test_a_replay_shows_the_same_windows_from_devices_and_from_the_host(capacity, seed):
