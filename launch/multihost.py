@@ -164,13 +164,15 @@ def supervise(arguments: argparse.Namespace) -> int:
   from speedyzero_jax.cluster.supervisor import Supervisor
   from speedyzero_jax.metrics.display import TERMINAL
 
-  def check(config: Config) -> None:  # its devices are looked at by the processes that will have them
-    topology.resolve(config)
+  count = topology.local_gpus()
+
+  def check(config: Config) -> None:  # what devices these are is looked at by the processes that will have them
+    topology.deal_devices(topology.resolve(config), count, config.learner.batch_size)
 
   with open_folder(arguments, None, check) as folder:
     path, shape, batch_size = folder.path, topology.resolve(folder.config), folder.config.learner.batch_size
   print(f"topology: {shape}", flush=True)
-  gpus = topology.deal_devices(shape, count := topology.local_gpus(), batch_size)
+  gpus = topology.deal_devices(shape, count, batch_size)
   if count:
     print(f"GPUs: {topology.dealt_text(shape, gpus, count)}", flush=True)
   changes = arguments.overrides if arguments.resume is not None else []
@@ -246,6 +248,9 @@ def be_one(arguments: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Returns the exit code."""
+  for name in ("stdout", "stderr"):
+    if getattr(sys, name) is None:  # closed before the start (>&-): what is said there is for nobody
+      setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's notes about its cache
   os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC's about servers that stop
   logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")

@@ -14,7 +14,7 @@ from speedyzero_jax.envs import make_env
 from speedyzero_jax.inference import Inference
 from speedyzero_jax.networks import Blueprint, make_blueprint
 from speedyzero_jax.replay.buffer import Replay, SweepName
-from speedyzero_jax.replay.device_frames import place_frames
+from speedyzero_jax.replay.device_frames import DeviceFrames, place_frames
 from speedyzero_jax.replay.lanes import LaneStore
 from speedyzero_jax.weights import Version
 
@@ -62,19 +62,10 @@ def make_replay(
 ) -> Replay:
   """The replay that a configuration asks for, its frames also on the devices of the mesh if it says so.
 
-  Host memory is committed only as it is used; devices start with room for episodes of ten steps and more.
+  Host memory is committed only as it is used.
   """
-  capacity = replay_capacity(config)
-  shortest = config.env.frame_stack + config.learner.unroll_steps + config.replay.td_steps
-  rows = capacity if config.replay.capacity else max(-(-11 * capacity // 20), shortest)
-  form: dict[str, Any] = {
-    "lanes": config.actor.lanes,
-    "capacity": capacity,
-    "frame_shape": game.frame_shape,
-    "frame_dtype": game.frame_dtype,
-  }
   return Replay(
-    **form,
+    **_form(config, game),
     num_actions=game.num_actions,
     replay=config.replay,
     reanalyse=config.reanalyse,
@@ -83,9 +74,30 @@ def make_replay(
     frame_stack=config.env.frame_stack,
     discount=config.env.discount,
     rng_seed=seed,
-    device_frames=place_frames(config.replay.frames, mesh, rows=rows, report=report, **form),
+    device_frames=frames_on_devices(config, game, mesh, report),
     frame_memory=frame_memory,
   )
+
+
+def frames_on_devices(config: Config, game: Game, mesh: Mesh, report: Callable[[str], None]) -> DeviceFrames | None:
+  """Where the devices of the mesh hold the replay's frames, if the configuration says so and they have room.
+
+  They start with room for episodes of ten steps and more.
+  """
+  form = _form(config, game)
+  shortest = config.env.frame_stack + config.learner.unroll_steps + config.replay.td_steps
+  rows = form["capacity"] if config.replay.capacity else max(-(-11 * form["capacity"] // 20), shortest)
+  return place_frames(config.replay.frames, mesh, rows=rows, report=report, **form)
+
+
+def _form(config: Config, game: Game) -> dict[str, Any]:
+  """What all storage of frames has in common."""
+  return {
+    "lanes": config.actor.lanes,
+    "capacity": replay_capacity(config),
+    "frame_shape": game.frame_shape,
+    "frame_dtype": game.frame_dtype,
+  }
 
 
 def replay_bytes(config: Config) -> int:

@@ -9,6 +9,7 @@ import dataclasses
 import ipaddress
 import itertools
 import os
+import re
 import socket
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -19,6 +20,8 @@ from speedyzero_jax.config import Config
 from speedyzero_jax.config_io import ConfigError
 
 Kind = Literal["learner", "actor", "reanalyser"]
+
+_GPU = re.compile(r"\s*(\d+|(GPU|MIG)-\S+)\s*")  # a number or an id
 
 
 class Role(NamedTuple):
@@ -174,8 +177,8 @@ class Devices(NamedTuple):
 def local_gpus() -> int:
   """NVIDIA devices of this machine that may be used."""
   visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-  if visible is not None:
-    return len([part for part in visible.split(",") if part])
+  if visible is not None:  # CUDA takes those before the first that can't be one: -1, nothing, NoDevFiles
+    return len(list(itertools.takewhile(_GPU.fullmatch, visible.split(","))))
   driver = Path("/proc/driver/nvidia/gpus")
   return len(list(driver.iterdir())) if driver.is_dir() else 0
 
@@ -187,15 +190,21 @@ def deal_devices(topology: Topology, count: int, batch_size: int) -> list[Device
 
   Where there is one for each process, actors and reanalysers have one each, the last ones, and the learners share the
   others equally. Where there are fewer, learners share them all, and the others live on them too.
+
+  Raises ConfigError where there is none for each learner: NCCL refuses two on the same.
   """
   learners, helpers = topology.learners, topology.actors + topology.reanalysers
   if not count:
     return [None] * topology.num_processes
+  if learners > count:
+    raise ConfigError(
+      f"topology.learners: {learners} learners need a GPU each, and there are {count}; one learner can use them all"
+    )
   apart = count >= learners + helpers
   most = 0.9  # of a device's memory
   free = count - helpers if apart else count
-  each = next((n for n in range(free // learners, 0, -1) if batch_size % (n * learners) == 0), 0)
-  dealt = [list(range(i * each, (i + 1) * each)) if each else [i % free] for i in range(learners)]
+  each = next(n for n in range(free // learners, 0, -1) if batch_size % (n * learners) == 0)
+  dealt = [list(range(i * each, (i + 1) * each)) for i in range(learners)]
   dealt += [[count - 1 - i % (helpers if apart else count)] for i in range(helpers)]
   crowd = [max(sum(device in other for other in dealt) for device in ids) for ids in dealt]
   return [Devices(ids, most / crowded) for ids, crowded in zip(dealt, crowd, strict=True)]

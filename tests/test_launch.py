@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,7 +23,8 @@ import tiny
 from launch import evaluate, multihost, profile
 from speedyzero_jax import memory, runfolder, running
 from speedyzero_jax.checkpoint import Checkpoints
-from speedyzero_jax.metrics import jsonl
+from speedyzero_jax.cluster import supervisor
+from speedyzero_jax.metrics import display, jsonl
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = f"run.compile_cache={os.environ['JAX_COMPILATION_CACHE_DIR']}"
@@ -317,6 +319,65 @@ def test_a_terminal_that_is_closed_stops_and_saves(tmp_path):
     process.kill()
     process.wait()
   assert newest(folder) >= 4
+
+
+# --- Supervising
+
+
+@pytest.fixture
+def supervised(tmp_path, monkeypatch):
+  """Has `--processes` start nothing: returns the children that it would be, after a look at them."""
+
+  def supervise(look):
+    children = []
+
+    class Stub:
+      def __init__(self, make, logs, report):
+        children.extend(make(False))
+
+      def run(self):
+        look(children)
+        return 0
+
+    monkeypatch.setattr(supervisor, "Supervisor", Stub)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    arguments = [*NEW, "run.mode=async", f"run.dir={tmp_path / 'run'}", "--processes", "learner=1,actor=1"]
+    assert multihost.main(arguments) == 0
+    return children
+
+  return supervise
+
+
+def test_nobody_else_gets_the_coordinators_port_between_two_starts(supervised):
+  def look(children):
+    port = int(children[0].env["JAX_COORDINATOR_BIND_ADDRESS"].removeprefix("127.0.0.1:"))
+    for _ in range(2):
+      with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+        stranger.bind(("127.0.0.1", port))
+      with socket.socket() as coordinator:  # as gRPC does
+        coordinator.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        coordinator.bind(("127.0.0.1", port))
+        coordinator.listen()
+        socket.create_connection(("127.0.0.1", port), 5).close()
+
+  supervised(look)
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_an_output_that_was_closed_before_the_start_is_no_error(supervised, monkeypatch, closed):
+  monkeypatch.setattr(sys, closed, None)
+  learner, actor = supervised(lambda _: None)
+  assert getattr(sys, closed).writable()
+  os.fstat(int(learner.env[display.TERMINAL]))
+  assert learner.files == (int(learner.env[display.TERMINAL]),) and not actor.files
+
+
+def test_learners_that_would_share_a_gpu_are_refused(tmp_path, monkeypatch, capsys):
+  monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+  settings = ["run.mode=async", "actor.lanes=4", f"run.dir={tmp_path / 'run'}"]
+  arguments = [*NEW, *settings, "--processes", "learner=2"]
+  assert multihost.main(arguments) == 2
+  assert "2 learners need a GPU each, and there are 1" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 # --- Memory

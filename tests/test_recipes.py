@@ -29,7 +29,10 @@ me = sys.argv[sys.argv.index("--process-id") + 1]
 learner = me == "0"
 wait = os.environ.get("WAIT") if learner else None
 if wait:
-  signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+  def end(*_):
+    os.unlink(wait)  # helpers that are started again wait for the next one
+    sys.exit(143)
+  signal.signal(signal.SIGTERM, end)
   open(wait, "w").write(str(os.getpid()))
   time.sleep(30)
 while learner and "TOGETHER" in os.environ:  # until so many have been started

@@ -127,7 +127,12 @@ def test_numbers_that_do_not_fit_are_refused(overrides, processes, error):
 
 @given(st.builds(Topology, st.integers(1, 9), st.integers(0, 9), st.integers(0, 9)), st.integers(1, 24))
 def test_everybody_has_a_device_and_nobody_too_much_of_one(shape, count):
-  dealt = deal_devices(shape, count, shape.learners * math.lcm(*range(1, 25)))
+  batch_size = shape.learners * math.lcm(*range(1, 25))
+  if count < shape.learners:
+    with pytest.raises(ConfigError, match=f"{shape.learners} learners need a GPU each, and there are {count};"):
+      deal_devices(shape, count, batch_size)
+    return
+  dealt = deal_devices(shape, count, batch_size)
   assert len(dealt) == shape.num_processes
   used = collections.Counter()
   for devices in dealt:
@@ -137,6 +142,7 @@ def test_everybody_has_a_device_and_nobody_too_much_of_one(shape, count):
   assert max(used.values()) <= 0.9 + 1e-9
   learners = [devices.ids for devices in dealt[: shape.learners]]
   assert len({len(ids) for ids in learners}) == 1  # a mesh of equal parts
+  assert len(set(itertools.chain(*learners))) == sum(map(len, learners))  # NCCL refuses two on one device
   owners = collections.Counter(itertools.chain.from_iterable(devices.ids for devices in dealt))
   if count >= shape.num_processes:
     assert set(owners.values()) == {1} and {devices.memory for devices in dealt} == {0.9}
@@ -174,7 +180,13 @@ def test_seeds_differ_with_the_name_the_seed_and_every_start():
   assert derived_seed(3, "actor-0.1", 2) == derived_seed(3, "actor-0.1", 2)
 
 
-@pytest.mark.parametrize(("visible", "count"), [("", 0), ("0", 1), ("3,1", 2), ("GPU-a,GPU-b,", 2)])
+@pytest.mark.parametrize(
+  ("visible", "count"),
+  [
+    ("", 0), ("0", 1), ("3,1", 2), ("0, 1", 2), ("GPU-a,GPU-b,", 2), ("MIG-a", 1),
+    ("-1", 0), ("NoDevFiles", 0), ("0,-1,1", 1), ("0,,1", 1),
+  ],
+)  # fmt: skip
 def test_gpus_that_may_be_used_are_counted(monkeypatch, visible, count):
   monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
   assert topology.local_gpus() == count

@@ -148,7 +148,10 @@ class Hub:
   # --- actors
 
   def join_actor(self, request: messages.ActorJoin) -> messages.ActorWelcome:
-    """A new incarnation's lanes begin new episodes; what its forerunner had not handed over is nobody's."""
+    """A new incarnation's lanes begin new episodes; what its forerunner had not handed over is nobody's.
+
+    Raises RunOver when there is nothing left to collect.
+    """
     actor = self._actor(request.actor)
     with actor.lock:
       if request.incarnation < actor.incarnation:
@@ -160,6 +163,9 @@ class Hub:
         self._give_back(actor)
         self._collector.cut(actor.lanes)
         self._presence.joined("actor", request.actor)
+      if self._pacer.collected:  # an episode would be one empty slot in each lane, for which an old one has to go
+        self._goodbye(f"actor {request.actor}")
+        raise RunOver("everything is collected")
       self._welcome(f"actor {request.actor}")
       heads = self._replay.heads[actor.lanes.start : actor.lanes.stop]
     return messages.ActorWelcome(actor.lanes.start, heads)
@@ -230,6 +236,8 @@ class Hub:
           raise ValueError(f"actor {request.actor} acted with weights that there are none of")
         if taken > actor.grant.steps:
           raise ValueError(f"actor {request.actor} took {taken} steps of {actor.grant.steps} granted")
+        if len(request.score) > len(actor.lanes) or not np.isfinite(request.score).all() or (request.length < 0).any():
+          raise ValueError("score and length must be of at most one game for each lane, finite and not negative")
         ended = zip(request.score.tolist(), request.length.tolist(), strict=True)
         try:
           self._collector.take(new, [Episode(*game) for game in ended], granted=actor.grant.steps)

@@ -63,7 +63,7 @@ class Append(NamedTuple):
   incarnation: int
   sequence: int  # of the grant it was paid from; what it did not use goes back
   segments: list[Segment]
-  score: Annotated[np.ndarray, Spec("float64", ("e",))]  # of the games that ended with the step
+  score: Annotated[np.ndarray, Spec("float64", ("e",))]  # of the games that ended with the step: finite, one a lane
   length: Annotated[np.ndarray, Spec("int64", ("e",), 0)]  # theirs, in agent steps
 
 

@@ -1,6 +1,6 @@
 """A reanalyser in a process of its own: takes blocks of states, looks at them, hands over what it found.
 
-Holds the unit's frames: mapped, on the learner's own machine; fetched once, elsewhere.
+Holds the unit's frames: on its devices, if they have room; else mapped, on the learner's own machine; else fetched.
 """
 
 import contextlib
@@ -20,8 +20,10 @@ from speedyzero_jax.config import Config
 from speedyzero_jax.inference import Inference
 from speedyzero_jax.learner import make_mesh
 from speedyzero_jax.networks import Blueprint
-from speedyzero_jax.parts import sweeps
+from speedyzero_jax.parts import Game, frames_on_devices, sweeps
 from speedyzero_jax.reanalyser import examine
+from speedyzero_jax.replay.device_frames import DeviceFrames
+from speedyzero_jax.replay.experience import Array
 from speedyzero_jax.topology import Role, derived_seed
 from speedyzero_jax.weights import REANALYSER, REFRESHER
 
@@ -49,11 +51,15 @@ def _mapped(welcome: messages.ReanalyserWelcome, form: wire.Form) -> MappedFrame
 
 
 class FetchedFrames:
-  """A copy of the frames, fetched as they are written."""
+  """A copy of the frames, fetched as they are written: on these devices, or in host memory."""
 
-  def __init__(self, client: Client, number: int, incarnation: int, form: wire.Form):
+  def __init__(
+    self, client: Client, number: int, incarnation: int, form: wire.Form, on_devices: DeviceFrames | None = None
+  ):
     self._client, self._session = client, (number, incarnation)
-    self._frames = memory.zeros((form.lanes, form.capacity, *form.frame_shape), form.frame_dtype)
+    self._on_devices = on_devices
+    if on_devices is None:
+      self._frames = memory.zeros((form.lanes, form.capacity, *form.frame_shape), form.frame_dtype)
     self._written = 0
     self._changed = threading.Condition()
     self._error: BaseException | None = None
@@ -63,7 +69,10 @@ class FetchedFrames:
     try:
       while True:
         chunk = self._client.frames(messages.FramesRequest(*self._session, self._written))
-        self._frames[chunk.lane, chunk.cell] = chunk.frame
+        if self._on_devices is None:
+          self._frames[chunk.lane, chunk.cell] = chunk.frame
+        else:
+          self._on_devices.write(chunk.lane, chunk.cell, chunk.frame)
         with self._changed:
           self._written = chunk.sequence
           self._changed.notify_all()
@@ -72,13 +81,16 @@ class FetchedFrames:
         self._error = error
         self._changed.notify_all()
 
-  def gather(self, lane: np.ndarray, cell: np.ndarray, written: int) -> np.ndarray:
+  def gather(self, lane: np.ndarray, cell: np.ndarray, written: int) -> Array:
     """Frames [n, w, ...] of cells, once so many have been written. Raises whatever ended the fetching before."""
     with self._changed:
       self._changed.wait_for(lambda: self._error or self._written >= written)
       if self._error and self._written < written:
         raise self._error
-    return self._frames[lane[:, None], cell]
+    if self._on_devices is None:
+      return self._frames[lane[:, None], cell]
+    lanes = np.broadcast_to(lane[:, None], cell.shape)
+    return self._on_devices.gather(lanes, cell, spread=len(lane) % self._on_devices.devices == 0)
 
 
 def _used(config: Config) -> tuple[str, ...]:
@@ -100,9 +112,13 @@ def _reanalyse(
 ) -> None:
   number = role.number
   welcome = client.join_reanalyser(messages.ReanalyserJoin(number, incarnation))
-  frames = _mapped(welcome, form) or FetchedFrames(client, number, incarnation, form)
-  like = jax.eval_shape(blueprint.init, jax.random.key(0))
   mesh = make_mesh(jax.local_devices())
+  height, width, channels = form.frame_shape
+  game = Game((height, width, channels), np.dtype(form.frame_dtype), form.actions)
+  on_devices = frames_on_devices(config, game, mesh, print)
+  mapped = None if on_devices else _mapped(welcome, form)
+  frames = mapped or FetchedFrames(client, number, incarnation, form, on_devices)
+  like = jax.eval_shape(blueprint.init, jax.random.key(0))
   everywhere = NamedSharding(mesh, PartitionSpec())
   weights = RemoteWeights(client, number, _used(config), like, everywhere)
   inference = Inference(config, blueprint, mesh)

@@ -23,8 +23,9 @@ _SETTLE = 0.5  # seconds for which a failed vital process waits for another that
 class Supervisor:
   """Runs processes until the vital ones have finished. All times are in seconds.
 
-  What a process says goes to `logs/NAME.log`. `logs/supervisor.json` holds
-  {pid, children: [{name, pid, started, restarts}]}; pid and started (Unix time) are null while a child is not running.
+  What a process says goes to `logs/NAME.log`, what is reported to `logs/supervisor.log` too. `logs/supervisor.json`
+  holds {pid, children: [{name, pid, started, restarts}]}; pid and started (Unix time) are null while a child is not
+  running.
 
   Attributes:
     restarts: how often each child was started again, by name.
@@ -33,7 +34,8 @@ class Supervisor:
     make: gives the children, at least one of them vital, with distinct names; called before the first start with False
       and before each start of all again with True (they should go on from what is saved).
     logs: a folder, made if it is not there.
-    report: is told what people should know, mostly single lines.
+    report: is told what people should know, mostly single lines. Where a child draws on the same terminal, that may not
+      last: an obituary that decides the run's end is told again when nobody is left.
     settled: who lived longer is in order, its deaths are counted anew; less would miss what fails after compiling.
     max_failures: of a process that is not vital, in a row, before the run fails. A failure is a death by an exit code,
       SIGABRT, SIGSEGV and the like, not by SIGKILL or a signal that stops.
@@ -73,6 +75,7 @@ class Supervisor:
     self.restarts: dict[str, int] = {}
     self._running: dict[str, Process] = {}
     self._signals: list[signal.Signals] = []  # received and not yet acted upon
+    self._verdict = ""  # to be told again
 
   def run(self) -> int:
     """Starts the processes and returns when none is left. Call it once, from the main thread.
@@ -92,9 +95,12 @@ class Supervisor:
     with _Inbox() as self._inbox, selectors.DefaultSelector() as self._selector:
       self._selector.register(self._inbox, selectors.EVENT_READ)
       try:
-        return self._run()
+        code = self._run()
       finally:
         self._kill_all()
+    if self._verdict:
+      self._say(self._verdict)
+    return code
 
   def _run(self) -> int:
     streak = self._new_streak(self._max_restarts + 1)
@@ -106,7 +112,7 @@ class Supervisor:
       self._kill_all()  # nothing of theirs is needed
       pause = streak.add(outcome)
       if streak.verdict:
-        self._report(outcome.obituary() + streak.verdict)
+        self._decide(outcome.obituary() + streak.verdict)
         return FAILED
       self._report(f"{outcome}; starting all again in {pause:g} s")
       until = time.monotonic() + pause
@@ -136,7 +142,7 @@ class Supervisor:
         streak = streaks[process.child.name]
         pause = streak.add(process)
         if process.code == WRONG_USE or streak.verdict:
-          self._report(process.obituary() + streak.verdict)
+          self._decide(process.obituary() + streak.verdict)
           self._stop(signal.SIGTERM)
           return WRONG_USE if process.code == WRONG_USE else FAILED
         self._report(f"{process}; starting it again in {pause:g} s")
@@ -161,7 +167,7 @@ class Supervisor:
     cause = min(failed, key=lambda process: (not process.was_shot, process.killed_by == signal.SIGABRT))
     if cause.killed_by:
       return cause
-    self._report(cause.obituary())
+    self._decide(cause.obituary())
     if cause.code - 128 in STOPS:  # somebody told it alone to stop
       self._stop(signal.Signals(cause.code - 128))
     else:
@@ -241,8 +247,19 @@ class Supervisor:
       self._write_status()
     return ended
 
+  def _decide(self, obituary: str) -> None:
+    """Reports what the run ends of: again in the end, unless nobody is left to draw or say anything after it."""
+    self._report(obituary)
+    self._verdict = obituary if self._running else ""
+
   def _report(self, text: str) -> None:
-    with contextlib.suppress(OSError):  # of a terminal that was closed: there is more to do than to say so
+    # A full disk and a closed terminal are no reason to stop: there is more to do than to say so.
+    with contextlib.suppress(OSError), (self._logs / "supervisor.log").open("a") as log:
+      log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+    self._say(text)
+
+  def _say(self, text: str) -> None:
+    with contextlib.suppress(OSError):
       self._tell(text)
 
   def _vital(self) -> list[Process]:

@@ -104,6 +104,19 @@ def test_steps_of_weights_that_there_are_none_of_are_refused():
   append(unit, segments)
 
 
+@pytest.mark.parametrize(
+  "episodes", [[Episode(float("nan"), 3)], [Episode(float("inf"), 3)], [Episode(1.0, -1)], [Episode(1.0, 3)] * 3]
+)
+def test_games_that_can_not_have_ended_are_refused(episodes):
+  unit = Unit("actor.lanes=4", actors=2)
+  join(unit)
+  segments, _ = play(unit, player(unit), grant(unit))
+  unchanged(unit, lambda: append(unit, segments, episodes=episodes), "at most one game for each lane, finite and not")
+  assert not unit.episodes
+  append(unit, segments, episodes=[Episode(-1.5, 3), Episode(1.0, 0)])  # as many as lanes
+  assert len(unit.episodes) == 2
+
+
 def test_more_steps_than_were_granted_are_refused():
   unit = Unit("actor.lanes=3")
   join(unit)
@@ -298,6 +311,22 @@ def test_who_has_closed_and_begins_anew_may_take_what_is_left():
   assert (granted.steps, granted.closing) == (2, True)
   append(unit, play(unit, player(unit), granted)[0], incarnation=1)
   assert unit.pacer.collected and grant(unit, actor=1, incarnation=1).steps == 0
+
+
+def test_who_comes_when_all_is_collected_is_sent_home_before_it_begins():
+  """Whatever it would hand over takes the place of something."""
+  unit = Unit("actor.lanes=3", "run.env_steps=3", "actor.random_steps=0", actors=1, reanalysers=0)
+  join(unit)
+  append(unit, play(unit, player(unit), grant(unit))[0])
+  heads = unit.replay.heads
+  unit.cuts.clear()
+  with pytest.raises(RunOver, match="everything is collected"):
+    join(unit, incarnation=1)
+  assert unit.cuts == [[0, 1, 2]]  # its forerunner may have left games open
+  begin = time.monotonic()
+  unit.hub.finish(10)
+  assert time.monotonic() - begin < 5
+  np.testing.assert_array_equal(unit.replay.heads, heads)
 
 
 def test_a_grant_of_less_than_a_step_closes_whatever_comes_back_meanwhile(monkeypatch):

@@ -156,10 +156,10 @@ def audit(folder, units, monkeypatch):
 
 @pytest.mark.timeout(600)
 def test_kills_lose_and_repeat_nothing(tmp_path, monkeypatch):
-  """Helpers are killed at random, and a learner, for which all start again. Learner 1 reanalyses itself."""
+  """Helpers are killed in any order, and a learner, for which all start again: one that acts and reanalyses itself."""
   folder, rng = tmp_path / "run", random.Random(0)
-  helpers = ["actor-0.0", "actor-1.0", "reanalyser-0.0"]
-  with Run.new(folder, "--processes", "learner=2,actor=2,reanalyser=1", "evaluation.interval=60") as run:
+  helpers = ["actor-0.0", "reanalyser-0.0"]
+  with Run.new(folder, "--processes", "learner=2,actor=1,reanalyser=1", "evaluation.interval=60") as run:
     run.learn(45)
     run.kill("learner-1")
     run.until("resuming at learner step (20|40|60),")
@@ -169,7 +169,7 @@ def test_kills_lose_and_repeat_nothing(tmp_path, monkeypatch):
         run.kill(name)
         killed += 1
     output = run.end(0)
-    assert killed and sum(child["restarts"] for child in run.children().values()) == 5 + killed
+    assert killed and sum(child["restarts"] for child in run.children().values()) == 4 + killed
   (ours,) = re.findall(r"trained: .*parameters (\w{16})", output)
   (theirs,) = re.findall(r"trained: .*parameters (\w{16})", (folder / "logs/learner-1.log").read_text())
   assert ours == theirs
@@ -186,11 +186,11 @@ def check_what_is_shown(folder, killed):
   assert max(row["env_steps"] for row in ours) > ENV_STEPS / 2 >= max(row["env_steps"] for row in theirs)
   assert {row["restarts/learners"] for row in ours[-20:]} == {1}
   assert ours[-1]["restarts/actors"] + ours[-1]["restarts/reanalysers"] in range(killed + 1)
-  assert [max(row["present/actors"] for row in rows) for rows in (ours, theirs)] == [2, 1]
+  assert max(row["present/actors"] for row in ours) == 1 and not any("present/actors" in row for row in theirs)
   assert max(row["present/reanalysers"] for row in ours) in (0, 1)  # nothing waits for it to come
   for wait in ("learner", "actor", "reanalyser"):
     assert any(f"queue/{wait}_wait_seconds" in row for row in ours)
-  assert "actors 2/2" in (folder.with_suffix(".log")).read_text()
+  assert "actors 1/1" in (folder.with_suffix(".log")).read_text()
 
 
 @pytest.mark.timeout(600)

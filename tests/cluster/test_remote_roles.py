@@ -13,6 +13,7 @@ import pytest
 import tiny
 from small_unit import GAME, Blueprint, Seer, Unit, assert_same
 
+from speedyzero_jax import config_io
 from speedyzero_jax.actor import Actor
 from speedyzero_jax.cluster import messages, presence, remote_actor, remote_reanalyser, service, wire
 from speedyzero_jax.cluster.client import Client, Refused
@@ -98,6 +99,23 @@ def test_an_actor_collects_what_a_local_one_would(seed):
   assert_same(unit.replay, other)
 
 
+def test_an_actor_plays_other_games_when_something_was_collected_already(monkeypatch):
+  """All may have been started again, and count incarnations from 0."""
+  role, seeds = Role("actor", 0, 0), []
+  monkeypatch.setattr(
+    remote_actor, "make_env", lambda _, lanes, seed, training: (seeds.append(seed), tiny.FakeEnv(lanes, seed))[1]
+  )
+  for collected in (0, 3, 6):
+    unit = Unit("run.env_steps=60", reanalysers=0)
+    unit.fill(collected)
+    learner = unit.learn()
+    with served(unit) as (client, start):
+      start(remote_actor.act, unit.config, Blueprint, client(), role, 0).join(30)
+      learner.join(10)
+    assert unit.pacer.collected
+  assert seeds[0] == derived_seed(0, str(role)) and len(set(seeds)) == 3
+
+
 def test_an_actor_waits_for_the_weights_that_it_is_granted_steps_with(monkeypatch):
   unit = Unit("run.env_steps=60", "actor.max_lag=5", "actor.weights_interval=2", reanalysers=0)
   for _ in range(4):
@@ -123,22 +141,29 @@ def memory(unit):
   return path, os.readlink(path)
 
 
-@pytest.mark.parametrize("frames", ["mapped", "elsewhere", "gone", "another's", "none"])
+@pytest.mark.parametrize("frames", ["mapped", "elsewhere", "gone", "another's", "none", "on devices"])
 def test_reanalysers_find_what_a_local_one_would(frames, monkeypatch):
   unit = Unit(
     "reanalyse.schedule=batch", "reanalyse.explore=false", reanalysers=2, patient=True
   )  # they are about to come
+  theirs = config_io.override(unit.config, ["replay.frames=device"]) if frames == "on devices" else unit.config
   unit.fill(30)
   held, explored, search = [], [], Seer.search
   path, link = memory(unit)
   places = {
     "mapped": (path, link), "elsewhere": (path, "/memfd:other (deleted)"), "gone": (f"{path}000", link),
-    "another's": (__file__, link), "none": ("", ""),
+    "another's": (__file__, link), "none": ("", ""), "on devices": (path, link),
   }  # fmt: skip
   unit.hub._reanalyser_welcome = messages.ReanalyserWelcome(*places[frames])
   kind = MappedFrames if frames == "mapped" else FetchedFrames
   gather = kind.gather
-  monkeypatch.setattr(kind, "gather", lambda *a: (held.append(type(a[0])), gather(*a))[1])
+
+  def spied(*a):
+    windows = gather(*a)
+    held.append((type(a[0]), isinstance(windows, jax.Array)))
+    return windows
+
+  monkeypatch.setattr(kind, "gather", spied)
   monkeypatch.setattr(Seer, "search", lambda *a, explore: (explored.append(explore), search(*a, explore=explore))[1])
   other = unit.twin()
   unit.append_to(other)
@@ -146,13 +171,13 @@ def test_reanalysers_find_what_a_local_one_would(frames, monkeypatch):
   with served(unit) as (client, start):
     for number in range(2):
       role = Role("reanalyser", 0, number)
-      start(remote_reanalyser.reanalyse, unit.config, Blueprint, client(), form_of(unit), role, 0)
+      start(remote_reanalyser.reanalyse, theirs, Blueprint, client(), form_of(unit), role, 0)
     for step in (3, 6, 9):
       unit.publish(step)
       lane, at, _ = unit.replay.sample(8)
       assert unit.hub.reanalyse(local.works(unit.replay, lane, at))
       local(other, lane, at)
-  assert set(held) == {kind} and set(explored) == {False}
+  assert set(held) == {(kind, frames == "on devices")} and set(explored) == {False}
   assert unit.replay.state_dict()["slot_policy_step"].max() == 9
   assert_same(unit.replay, other, besides={"rng"})
 

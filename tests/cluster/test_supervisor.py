@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -238,7 +239,7 @@ def test_gives_up_on_who_fails_again_and_again(run, end, words):
   code = f"until('ready-learner-0'); [print(f'line {{i}}.') for i in range(30)]; sys.stdout.flush(); {end}"
   one = run(("learner-0", SAVE, True), ("actor-0", code, False), ("actor-1", SLEEP, False), max_failures=3)
   output = one.end(1)
-  assert output.count(f"actor-0 {words} after") == 3
+  assert output.count(f"actor-0 {words} after") == 3 + 1  # the last one again, when all have ended
   log, after = output.split("; the end of logs/actor-0.log:\n")[1].split("\nIt was the last of 3 failures in a row.")
   assert log.splitlines() == [f"  line {i}." for i in range(10, 30)]
   assert "stopping (SIGTERM): waiting for learner-0 to save" in after
@@ -466,6 +467,46 @@ def test_what_can_not_be_said_stops_nothing(tmp_path):
   watcher = Supervisor(lambda _: children, tmp_path, say, **LIMITS, max_deaths=2)
   assert watcher.run() == 1
   assert len(said) == 2 and watcher.restarts == {"learner-0": 1}
+
+
+# Draws on a terminal as a live display does, also while it saves.
+DRAW = """
+import os, signal, sys, time
+stopping = []
+signal.signal(signal.SIGTERM, lambda *_: stopping.append(time.monotonic()))
+while not stopping or time.monotonic() < stopping[0] + 0.3:
+  os.write(int(sys.argv[1]), b"\\x1b[H\\x1b[2Jprogress\\n")
+  time.sleep(0.02)
+"""
+
+
+def test_why_a_run_ended_is_left_on_a_terminal_that_a_child_draws_on(tmp_path):
+  ours, theirs = pty.openpty()
+  shown = []
+
+  def read():
+    with contextlib.suppress(OSError):  # once the other end is closed
+      while text := os.read(ours, 1 << 16):
+        shown.append(text)
+
+  reader = threading.Thread(target=read)
+  reader.start()
+  learner = Child("learner-0", [sys.executable, "-S", "-c", DRAW, str(theirs)], {}, True, (theirs,))
+  actor = Child("actor-0", ["bash", "-c", "sleep 0.2; echo the reason; exit 1"], {}, False)
+
+  def say(text):
+    os.write(theirs, f"{text}\n".encode())
+
+  code = Supervisor(lambda _: [learner, actor], tmp_path, say, **LIMITS, max_failures=2).run()
+  os.close(theirs)
+  reader.join()
+  os.close(ours)
+  assert code == 1
+  screen = b"".join(shown).decode().rpartition("\x1b[2J")[2]
+  assert "\n  the reason" in screen and "It was the last of 2 failures in a row." in screen
+  log = (tmp_path / "supervisor.log").read_text()
+  reports = re.findall(r"^[0-9]{4}-[0-9-]+ [0-9:]{8} (actor-0 exited with code 1|stopping \(SIGTERM\))", log, re.M)
+  assert reports == ["actor-0 exited with code 1"] * 2 + ["stopping (SIGTERM)"] and log.count("It was the last") == 1
 
 
 def test_a_second_signal_kills(run):
