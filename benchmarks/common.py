@@ -34,6 +34,15 @@ def _revision() -> dict[str, Any]:
 _REVISION = _revision()  # at the start, whatever is changed while a benchmark runs
 
 
+def _gpus() -> list[str]:
+  """Names of this machine's NVIDIA devices, as their driver gives them."""
+  command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+  try:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+  except (OSError, subprocess.CalledProcessError):
+    return []
+
+
 def provenance() -> dict[str, Any]:
   """The command, code, machine and versions behind a result."""
   cores = len(os.sched_getaffinity(0))
@@ -48,7 +57,7 @@ def provenance() -> dict[str, Any]:
     "command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
     **_REVISION,
     "date": datetime.date.today().isoformat(),
-    "hardware": f"{cores} cores of {platform.machine()}",
+    "hardware": ", ".join([f"{cores} cores of {platform.machine()}", *_gpus()]),
     "python": platform.python_version(),
     "versions": versions,
   }

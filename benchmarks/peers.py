@@ -55,7 +55,7 @@ class Side:
     self._log = tempfile.NamedTemporaryFile(prefix=f"{Path(script).stem}-", suffix=".log")  # noqa: SIM115 (see close)
     self._process = subprocess.Popen(
       [str(python), str(HERE / script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-      env=os.environ | ALLOCATOR | {"WANDB_MODE": "disabled"},
+      env=os.environ | ALLOCATOR | {"WANDB_MODE": "disabled", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
     )  # fmt: skip
 
   def ask(self, request: str, **arguments: Any) -> dict[str, Any]:
@@ -189,7 +189,7 @@ class Sizes(NamedTuple):
   block: int = 256  # of a sweep
   transitions: tuple[int, ...] = (20_000, 100_000)
   stored: int = 4_000  # transitions behind a reanalysed batch, whose cost does not depend on them
-  steps: int = 60  # learner steps of `small`
+  steps: int = 240  # learner steps of `small`: the later half begins when the sweep's bound of 100 has begun to bind
 
 
 QUICK = Sizes((64,), (16,), 32, 64, (4_000,), 2_000, 12)
@@ -285,6 +285,9 @@ def small(bench: Bench, sizes: Sizes) -> None:
   rows = {"batch 64, 4 agent steps each": [*rates, rates[0] / rates[1]]}
   columns = ["ours, sweep S=100", "LightZero, batch", "ours/LightZero"]
   table("Whole programs, small network, learner samples/s (measured)", "", columns, rows, ",.2f")
+  if "target_age_max" in measured[0]:
+    searches, oldest = measured[0]["searches_per_step"], measured[0]["target_age_max"]
+    print(f"ours searched {searches:.0f} states a learner step; the oldest target used was {oldest:.0f} steps old")
 
 
 def main() -> None:
@@ -295,10 +298,12 @@ def main() -> None:
   parser.add_argument("--repeat", type=int, default=7, help="rounds, of which the median is taken")
   parser.add_argument("--limit", type=float, default=60.0, help="seconds after which a row gets no third round")
   parser.add_argument("--venv", type=Path, default=ROOT / ".venv-peers", help="LightZero's environment")
+  parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="overrides of ours, such as bfloat16")
   parser.add_argument("--out", type=Path)
   arguments = parser.parse_args()
+  os.environ["PEERS_SET"] = " ".join(arguments.set)
   sizes = QUICK if arguments.quick else Sizes()
-  result: dict[str, Any] = {"sizes": sizes._asdict(), "environment": ALLOCATOR}
+  result: dict[str, Any] = {"sizes": sizes._asdict(), "environment": ALLOCATOR, "set": arguments.set}
   sides = dict.fromkeys(("ours", "mctx"), (Path(sys.executable), "peers_ours.py"))
   missing: dict[str, str] = {}
   try:

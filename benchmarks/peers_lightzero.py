@@ -68,15 +68,15 @@ def make_policy(cfg: EasyDict) -> EfficientZeroPolicy:
 
 
 def observations(count: int) -> torch.Tensor:
-  """[B, S*C, H, W] float32 in [0, 1], as LightZero's environments give them."""
-  return torch.rand(count, *LARGE["observation_shape"], device=DEVICE)
+  """[B, S*C, H, W] float32 in [0, 1] in host memory, as LightZero's environments give them."""
+  return torch.rand(count, *LARGE["observation_shape"])
 
 
 def search(roots: int, simulations: int) -> tuple[Work, dict[str, Any]]:
   """From observations to visits and values, by the call that collects."""
   policy = make_policy(configuration(LARGE, num_simulations=simulations))
   there, masks, players = observations(roots), [ALL] * roots, [-1] * roots
-  return lambda: policy._forward_collect(there, masks, to_play=players) and None, {}
+  return lambda: policy._forward_collect(there.to(DEVICE), masks, to_play=players) and None, {}
 
 
 def value(states: int) -> tuple[Work, dict[str, Any]]:
@@ -86,7 +86,7 @@ def value(states: int) -> tuple[Work, dict[str, Any]]:
 
   def work() -> None:
     with torch.no_grad():
-      model.initial_inference(there).value.cpu()
+      model.initial_inference(there.to(DEVICE)).value.cpu()
 
   return work, {}
 
@@ -232,4 +232,5 @@ PIECES: dict[str, Piece] = {piece.__name__: piece for piece in (search, value, t
 
 if __name__ == "__main__":
   torch.manual_seed(0)
+  torch.set_float32_matmul_precision("high")  # as jax's default: TF32 where the hardware has it
   serve(PIECES)

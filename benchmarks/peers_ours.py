@@ -1,5 +1,6 @@
 """Our side of peers.py, and mctx driven naively."""
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -46,8 +47,9 @@ OBSERVATION = (96, 96, 3 * STACK)
 
 
 def configuration(*changes: str) -> Config:
-  """EfficientZero's, with changes."""
-  return config_io.load(["efficientzero"], ["replay.frames=host", f"actor.lanes={LANES}", *changes])
+  """EfficientZero's, with changes, and what peers.py was told by --set."""
+  told = os.environ.get("PEERS_SET", "").split()
+  return config_io.load(["efficientzero"], ["replay.frames=host", f"actor.lanes={LANES}", *changes, *told])
 
 
 def make_learner(config: Config) -> Learner:
@@ -193,11 +195,13 @@ def fresh(batch: int, simulations: int, algorithm: str, transitions: int) -> tup
 
 
 def quota(transitions: int, max_age: int) -> tuple[Work, dict[str, Any]]:
-  """No work but a fact: states that a sweep searches each learner step, with weights renewed every 10 steps."""
+  """No work but a fact: states that the preset `sweep` searches each learner step, with another bound on their age."""
+  config = config_io.load(["atari100k", "sweep"])
+  delay = max(config.reanalyse.weights_interval, config.actor.weights_interval)
   sweep = Sweep(LANES, -(-transitions // LANES))
   for lane in range(LANES):
     sweep.grow(lane, 0, sweep.capacity)
-  return lambda: None, {"states": sweep.quota(256, max_age, delay=10)}
+  return lambda: None, {"states": sweep.quota(config.reanalyse.block, max_age, delay)}
 
 
 def environment(lanes: int) -> tuple[Work, dict[str, Any]]:
@@ -227,8 +231,12 @@ def small_run(steps: int) -> tuple[Work, dict[str, Any]]:
       subprocess.run([*command, *overrides, f"run.dir={folder}/run"], check=True, stdout=sys.stderr)
       rows, _ = read_rows(Path(folder) / "run" / "metrics.jsonl")
     rows = [row for row in rows if row[names.STEP] >= steps // 2]
-    seconds = rows[-1][names.TIME] - rows[0][names.TIME]
-    return {"samples_per_second": SMALL_BATCH * (rows[-1][names.STEP] - rows[0][names.STEP]) / seconds}
+    taken, seconds = (rows[-1][name] - rows[0][name] for name in (names.STEP, names.TIME))
+    return {
+      "samples_per_second": SMALL_BATCH * taken / seconds,
+      "searches_per_step": sum(row[names.REANALYSED_PER_STEP] for row in rows[1:]) / taken,
+      "target_age_max": max(row[names.TARGET_AGE_MAX] for row in rows),
+    }
 
   return work, {}
 

@@ -132,18 +132,20 @@ WITHOUT = {
 }
 
 
-def runs(presets: list[str], settings: list[str], steps: int, work: Path) -> list[Row]:
-  """Whole runs, each in the folder that says what it is without."""
+def runs(presets: list[str], settings: list[str], steps: int, filled: int, work: Path) -> list[Row]:
+  """Whole runs on a replay that is full from the start, each in the folder that says what it is without."""
   base = [
-    f"learner.steps={steps}", f"run.env_steps={2000 + 4 * steps}", "actor.random_steps=2000", "run.log_interval=1",
+    f"replay.capacity={filled}", f"actor.random_steps={filled}", f"run.env_steps={filled + 4 * steps}",
+    f"learner.steps={steps}", "run.log_interval=1",
     "evaluation.episodes=1", "evaluation.max_episode_steps=10", "run.checkpoint_interval=100000",
     "replay.frames=device", "reanalyse.schedule=sweep", *settings,
   ]  # fmt: skip
 
   def rate(rows: list[grid.Row]) -> dict[str, float]:
     late = [row for row in rows if row[names.STEP] >= steps // 2]
-    took = late[-1][names.TIME] - late[0][names.TIME]
-    return {"steps_per_second": (late[-1][names.STEP] - late[0][names.STEP]) / took}
+    steps_taken, took = (late[-1][name] - late[0][name] for name in (names.STEP, names.TIME))
+    searched = sum(row[names.REANALYSED_PER_STEP] for row in late[1:])
+    return {"steps_per_second": steps_taken / took, "searches_per_step": searched / steps_taken}
 
   found = grid.run_all(
     {name: [*base, *changes] for name, changes in {"nothing": [], **WITHOUT}.items()},
@@ -153,8 +155,12 @@ def runs(presets: list[str], settings: list[str], steps: int, work: Path) -> lis
     presets=presets,
     parallel=False,
   )
-  kept = found["nothing"]["steps_per_second"]
-  return [row(name, 1 / kept, 1 / found[name]["steps_per_second"]) for name in WITHOUT]
+  kept = found["nothing"]
+  return [
+    row(name, 1 / kept["steps_per_second"], 1 / found[name]["steps_per_second"])
+    | {"searches_per_step": {"with": kept["searches_per_step"], "without": found[name]["searches_per_step"]}}
+    for name in WITHOUT
+  ]
 
 
 def row(name: str, kept: float, without: float) -> Row:
@@ -171,7 +177,10 @@ def main() -> None:
   parser.add_argument("--batch", type=int, default=256, help="of `pieces`")
   parser.add_argument("--config", nargs="+", default=["atari_small"], help="of the whole runs")
   parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="overrides of the whole runs")
-  parser.add_argument("--steps", type=int, default=120, help="learner steps of the whole runs")
+  parser.add_argument(
+    "--steps", type=int, default=240, help="learner steps of the whole runs: over twice the sweep's S"
+  )
+  parser.add_argument("--filled", type=int, default=16_000, help="frames that the whole runs' replays hold")
   parser.add_argument("--work", type=Path, default=ROOT / "runs" / "without", help="where the whole runs go")
   parser.add_argument("--out", type=Path)
   parser.add_argument("--member", help=argparse.SUPPRESS)
@@ -189,13 +198,14 @@ def main() -> None:
   if "cache" in arguments.only:
     rows.append(row("cache", *cache(arguments.rounds)))
   if "runs" in arguments.only:
-    rows += runs(arguments.config, arguments.set, arguments.steps, arguments.work)
+    rows += runs(arguments.config, arguments.set, arguments.steps, arguments.filled, arguments.work)
   write(
     arguments.out,
     {
       "preset": arguments.config,
       "set": arguments.set,
       "steps": arguments.steps,
+      "filled": arguments.filled,
       "batch": arguments.batch,
       "rows": rows,
     },

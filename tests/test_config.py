@@ -5,6 +5,7 @@ import math
 import re
 import typing
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from speedyzero_jax import config_io
 from speedyzero_jax.config import Config
 from speedyzero_jax.config_io import ConfigError
+from speedyzero_jax.replay.sweep import Sweep
 
 SECTIONS = {field.name: getattr(Config(), field.name) for field in dataclasses.fields(Config)}
 KEYS = [f"{name}.{field.name}" for name, section in SECTIONS.items() for field in dataclasses.fields(section)]
@@ -435,8 +437,28 @@ def test_help_tells_every_key_its_default_type_and_meaning():
   assert "actor.temperatures=[1.0, 0.5, 0.25]  (a list of numbers)" in text
 
 
-@pytest.mark.parametrize("on_top", ["sweep", "tryout"])
+ON_TOP = {
+  "sweep": ("reanalyse.schedule", "sweep"),
+  "tryout": ("learner.steps", 20),
+  "gpu": ("network.dtype", "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("on_top", ON_TOP)
 @pytest.mark.parametrize("preset", ["atari_small", "atari100k", "atari300k", "efficientzero", "ez_v2"])
 def test_presets_that_stack_on_any_do(preset, on_top):
   config = config_io.load([preset, on_top], ["env.game=Pong"])
-  assert config.reanalyse.schedule == "sweep" if on_top == "sweep" else config.learner.steps == 20
+  key, value = ON_TOP[on_top]
+  assert get(config, key) == value
+
+
+def test_a_full_replay_is_swept_in_a_quarter_of_a_batchs_searches():
+  """What sweeping is for, by the presets' own numbers: over the run, and almost so when the replay is full."""
+  config = config_io.load(["atari300k", "sweep"], ["env.game=Pong"])
+  each = config.learner.batch_size * (config.learner.unroll_steps + 1)
+  delay = max(config.reanalyse.weights_interval, config.actor.weights_interval)
+  sweep, quotas = Sweep(1, config.run.env_steps), []
+  for stored in range(0, config.run.env_steps, 10_000):
+    sweep.grow(0, stored, stored + 10_000)
+    quotas.append(sweep.quota(config.reanalyse.block, config.reanalyse.max_age, delay))
+  assert each / np.mean(quotas) > 7 and each / quotas[-1] > 3.5

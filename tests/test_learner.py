@@ -32,8 +32,9 @@ _KEY = jax.random.key(42)
 
 
 @functools.cache
-def _learner(devices=1, **learner):
-  config = dataclasses.replace(_CONFIG, learner=dataclasses.replace(_CONFIG.learner, **learner))
+def _learner(devices=1, dtype="float32", **learner):
+  network = dataclasses.replace(_CONFIG.network, dtype=dtype)
+  config = dataclasses.replace(_CONFIG, network=network, learner=dataclasses.replace(_CONFIG.learner, **learner))
   return Learner(config, _OBSERVATION, _A, make_mesh(jax.devices()[:devices]))
 
 
@@ -305,8 +306,9 @@ def test_metrics_are_finite_scalars_with_known_names():
   assert results[-1].td_error.shape == (_B,)
 
 
-def test_one_batch_can_be_learned():
-  learner = _learner()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_batch_can_be_learned(dtype):
+  learner = _learner(dtype=dtype)
   ones = {name: np.ones_like(x) for name, x in _batch()._asdict().items() if name.endswith("_mask")}
   policy = np.eye(_A, dtype=np.float32)[np.random.default_rng(5).integers(0, _A, (_B, _K + 1))]
   batch = _batch(weight=np.ones(_B, np.float32), policy=policy, **ones)

@@ -1,0 +1,111 @@
+"""All that is to be measured on a machine with a GPU, one after another: pieces, whole steps, a run.
+
+    python benchmarks/gpu.py --out benchmarks/results/h200 --minutes 9    # again and again, until it exits with 0
+    python benchmarks/gpu.py --out /tmp/gpu --preset atari_small --small  # on a CPU: does it run?
+
+Each measurement is one of the commands that it prints, with a JSON file of its own in the folder. What is there is not
+done again, and the run at the end is stopped when the minutes are over and goes on from its checkpoint next time, so
+that everything can be done in short visits to a machine that is lent. From profiles of the replay at three sizes comes
+the time that a whole run would take.
+"""
+
+import argparse
+import json
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from common import ROOT, write
+
+from speedyzero_jax import config_io
+
+SHARES = (0.1, 0.5, 0.97)  # of the run's agent steps, in the replay when it is profiled
+
+
+def measurements(presets: list[str], settings: list[str], small: bool) -> dict[str, list[str]]:
+  """Commands by the name of their result, without where that goes."""
+  both = ["--config", *presets]
+  roots, batches = (["16"], ["64"]) if small else (["64", "1024", "4096"], ["256", "1024", "2048"])
+  steps = config_io.load(presets, settings).run.env_steps
+  found = {
+    "speed": ["benchmarks/speed.py", *both, "--set", *settings, "--roots", *roots, "--batch", *batches],
+    "replay": ["benchmarks/replay.py", *(["--slots", "100000", "--gather-slots", "2000"] if small else [])],
+    "collecting": [
+      "benchmarks/collecting.py",
+      *both,
+      "--set",
+      *settings,
+      "--lanes",
+      *(["8"] if small else ["16", "64"]),
+    ],
+  }
+  for share in SHARES:
+    fill = str(int(share * steps))
+    found[f"profile-{share:g}"] = ["launch/profile.py", *both, "--fill", fill, "profile.steps=20", *settings]
+  return found
+
+
+def projected(folder: Path, steps: int) -> float | None:
+  """Seconds of a whole run's learner steps, from the profiles; None if one is missing."""
+  paths = [folder / f"profile-{share:g}" / "profile.json" for share in SHARES]
+  if not all(path.exists() for path in paths):
+    return None
+  found = [json.loads(path.read_text())["seconds_per_step"] for path in paths]
+  bounds = [0.0, (SHARES[0] + SHARES[1]) / 2, (SHARES[1] + SHARES[2]) / 2, 1.0]  # each profile stands for its part
+  return steps * sum(each * (b - a) for each, a, b in zip(found, bounds[:-1], bounds[1:], strict=True))
+
+
+def visit(command: list[str], log: Path, seconds: float) -> int | None:
+  """Runs it for as long at most, then lets it save. Returns its exit code; None if it had to be stopped."""
+  print(shlex.join(command), flush=True)
+  with log.open("a") as out:
+    process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
+    try:
+      return process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+      process.send_signal(signal.SIGTERM)
+      process.wait()
+      return None
+
+
+def main() -> int:
+  """Returns the exit code: 0 all is done, 1 something failed, 75 (as EX_TEMPFAIL) there is more to do."""
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--out", type=Path, required=True, help="folder of the results, the logs and the run")
+  parser.add_argument("--preset", nargs="+", default=["atari300k", "sweep", "gpu"])
+  parser.add_argument("--set", nargs="*", default=["env.game=Pong"], metavar="key=value")
+  parser.add_argument("--small", action="store_true", help="small sizes")
+  parser.add_argument("--minutes", type=float, default=9.0, help="of this visit")
+  arguments = parser.parse_args()
+  until, folder = time.monotonic() + 60 * arguments.minutes, arguments.out.resolve()
+  folder.mkdir(parents=True, exist_ok=True)
+  failed = []
+  for name, command in measurements(arguments.preset, arguments.set, arguments.small).items():
+    result = folder / (name if name.startswith("profile") else f"{name}.json")
+    if (result / "profile.json").exists() or result.is_file():
+      continue
+    shutil.rmtree(result, ignore_errors=True)  # of a profile that was stopped
+    code = visit([*command, "--out", str(result)], folder / f"{name}.log", until - time.monotonic())
+    if code is None:
+      return 75
+    if code:
+      failed.append(name)
+  config = config_io.load(arguments.preset, arguments.set)
+  seconds = projected(folder, config.learner.steps)
+  if seconds is not None:
+    print(f"a run of {config.learner.steps} learner steps would take {seconds / 60:.1f} minutes of learning")
+    write(folder / "projected.json", {"preset": arguments.preset, "set": arguments.set, "seconds": seconds})
+  run = folder / "run"
+  start = ["--resume", str(run)] if run.exists() else ["--config", *arguments.preset, f"run.dir={run}", *arguments.set]
+  code = visit(["launch/multihost.py", *start], folder / "run.log", max(until - time.monotonic(), 1.0))
+  for name in failed:
+    print(f"{name} failed: {folder / name}.log")
+  return 75 if code is None else int(bool(failed) or code != 0)
+
+
+if __name__ == "__main__":
+  sys.exit(main())
