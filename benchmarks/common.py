@@ -16,6 +16,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # a clone works without being installed
 
+from speedyzero_jax import memory  # noqa: E402
+
+memory.keep_freed()  # as a run does
+
 
 def _revision() -> dict[str, Any]:
   """The commit that is checked out, and whether anything but results differs from it."""

@@ -5,9 +5,10 @@
     python benchmarks/peers.py --only search train
 
 Sizes are EfficientZero's (configs/efficientzero.yaml: 12x96x96, 6 actions, float32). Each side is a process of its own,
-with the same allocator settings (without them PyTorch loses half its speed to page faults). The sides take turns, and
-medians are compared. LightZero lives in an environment made on first use (`--venv`); where that is impossible its
-columns are empty, with the reason. Rows of `job` are put together from measured pieces, by the arithmetic in `job`;
+with the same allocator settings (without them both lose half their speed to page faults) and all cores: threads of
+PyTorch, CPU devices of jax, which computes a convolution on one core (so mctx, driven naively, has one). The sides take
+turns, and medians are compared. LightZero lives in an environment made on first use (`--venv`); where that is
+impossible its columns are empty, with the reason. Rows of `job` are put together from measured pieces, by the arithmetic in `job`;
 `small` runs both programs whole, on a small network and a real game.
 """
 
@@ -27,7 +28,8 @@ from typing import Any, NamedTuple
 from common import ROOT, write
 
 HERE = Path(__file__).resolve().parent
-ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "1000000000000"}
+ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "1000000000000"}
+CORES = len(os.sched_getaffinity(0))
 LIGHTZERO = ("LightZero==0.2.0", "DI-engine==0.5.3")
 PARTS = ("search", "train", "draw", "job", "small")
 SAMPLES_PER_INSERT = 102.4  # SpeedyZero's: 15,000 steps of 2,048 for 300,000 agent steps
@@ -55,7 +57,8 @@ class Side:
     self._log = tempfile.NamedTemporaryFile(prefix=f"{Path(script).stem}-", suffix=".log")  # noqa: SIM115 (see close)
     self._process = subprocess.Popen(
       [str(python), str(HERE / script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-      env=os.environ | ALLOCATOR | {"WANDB_MODE": "disabled", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+      env=os.environ | ALLOCATOR | {"WANDB_MODE": "disabled", "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+                                      "JAX_NUM_CPU_DEVICES": str(CORES)},
     )  # fmt: skip
 
   def ask(self, request: str, **arguments: Any) -> dict[str, Any]:

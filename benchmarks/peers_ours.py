@@ -11,6 +11,7 @@ import jax
 import mctx
 import numpy as np
 from common import ROOT
+from jax.sharding import NamedSharding, PartitionSpec
 from peers_work import (
   ACTIONS,
   EPISODE,
@@ -61,8 +62,7 @@ def searching(simulations: int, algorithm: str) -> tuple[Inference, Any, Config]
   """A search with a fresh network."""
   config = configuration(f"search.algorithm={algorithm}", f"search.simulations={simulations}")
   learner = make_learner(config)
-  variables = jax.device_put(learner.init(jax.random.key(0)).variables, jax.local_devices()[0])
-  return Inference(config, learner.blueprint), variables, config
+  return Inference(config, learner.blueprint, learner.mesh), learner.init(jax.random.key(0)).variables, config
 
 
 def stacks(count: int) -> np.ndarray:
@@ -189,7 +189,8 @@ def fresh(batch: int, simulations: int, algorithm: str, transitions: int) -> tup
   )  # fmt: skip
   inference, variables, _ = searching(simulations, algorithm)
   replay = filled(config, transitions)
-  weights = WeightsStore({REANALYSER: 1}, jax.local_devices()[0], variables)
+  everywhere = NamedSharding(make_mesh(jax.local_devices()), PartitionSpec())
+  weights = WeightsStore({REANALYSER: 1}, everywhere, variables)
   reanalyse = BatchReanalyser(config, inference, weights, jax.random.key(0))
   return lambda: feed.draw(config, replay, reanalyse, 0) and None, {}
 

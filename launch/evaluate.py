@@ -57,6 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
   arguments = parse(sys.argv[1:] if argv is None else argv)
   try:
+    from speedyzero_jax import memory
+
+    memory.keep_freed()
     config = runfolder.read_config(arguments.run_dir)
     return evaluate(arguments, config)
   except RunFolderError as error:

@@ -205,9 +205,11 @@ def supervise(arguments: argparse.Namespace) -> int:
 
 def be_one(arguments: argparse.Namespace) -> int:
   """Runs this process' part of the run, which may be all of it. Returns the exit code."""
+  from speedyzero_jax import memory
   from speedyzero_jax.cluster import process, rendezvous, unit
   from speedyzero_jax.running import Signals, train
 
+  memory.keep_freed()
   if arguments.coordinator is not None:
     place: rendezvous.Place | None = rendezvous.Place(
       arguments.coordinator, arguments.num_processes, arguments.process_id

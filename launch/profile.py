@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
 from launch import multihost
-from speedyzero_jax import config_io, runfolder, topology
+from speedyzero_jax import config_io, memory, runfolder, topology
 from speedyzero_jax.config import Config
 from speedyzero_jax.config_io import ConfigError
 from speedyzero_jax.runfolder import RunFolderError
@@ -73,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   """Returns the exit code."""
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
   arguments = parse(sys.argv[1:] if argv is None else argv)
+  memory.keep_freed()
   try:
     config = config_io.load(arguments.config, arguments.overrides)
     changes = [f"run.dir={arguments.out}"] if arguments.out else []

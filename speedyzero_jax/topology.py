@@ -176,6 +176,9 @@ class Devices(NamedTuple):
 
 def local_gpus() -> int:
   """NVIDIA devices of this machine that may be used."""
+  platforms = os.environ.get("JAX_PLATFORMS")
+  if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):  # jax is to leave them alone
+    return 0
   visible = os.environ.get("CUDA_VISIBLE_DEVICES")
   if visible is not None:  # CUDA takes those before the first that can't be one: -1, nothing, NoDevFiles
     return len(list(itertools.takewhile(_GPU.fullmatch, visible.split(","))))

@@ -1,6 +1,9 @@
 """What is known of a machine's memory, and which errors say that it ran out."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -9,6 +12,7 @@ import pytest
 from speedyzero_jax import memory
 from speedyzero_jax.replay.lanes import LaneStore
 
+ROOT = Path(__file__).resolve().parent.parent
 MEMINFO = "MemTotal:       24000000 kB\nMemFree:         1000000 kB\nMemAvailable:    2000000 kB\n"
 
 
@@ -109,3 +113,15 @@ def test_zeros_are_those_of_numpy():
     np.testing.assert_array_equal(ours, theirs)
   with pytest.raises(MemoryError, match="Unable to allocate"):
     memory.zeros((2**55,), np.uint8)
+
+
+@pytest.mark.parametrize(("environment", "kept"), [({}, True), ({"MALLOC_ARENA_MAX": "8"}, False)])
+def test_what_is_freed_is_kept_unless_somebody_wants_otherwise(environment, kept):
+  script = (
+    "from speedyzero_jax import memory\nimport numpy as np\nmemory.keep_freed()\n"
+    "before = memory.resident()\nnp.ones(25_000_000)\nprint(memory.resident() - before)"
+  )
+  clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+  command = [sys.executable, "-c", script]
+  said = subprocess.run(command, env=clean | environment, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+  assert (int(said) > 150_000_000) == kept

@@ -189,7 +189,11 @@ def test_seeds_differ_with_the_name_the_seed_and_every_start():
 )  # fmt: skip
 def test_gpus_that_may_be_used_are_counted(monkeypatch, visible, count):
   monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-  assert topology.local_gpus() == count
+  for platforms in ("", "cuda", "cpu,gpu"):
+    monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    assert topology.local_gpus() == count
+  monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+  assert topology.local_gpus() == 0
 
 
 @pytest.mark.parametrize(("coordinator", "address"), [("127.0.0.1:9", "127.0.0.1"), ("[::1]:9", "::1")])
