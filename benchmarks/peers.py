@@ -8,8 +8,8 @@ Sizes are EfficientZero's (configs/efficientzero.yaml: 12x96x96, 6 actions, floa
 with the same allocator settings (without them both lose half their speed to page faults) and all cores: threads of
 PyTorch, CPU devices of jax, which computes a convolution on one core (so mctx, driven naively, has one). The sides take
 turns, and medians are compared. LightZero lives in an environment made on first use (`--venv`); where that is
-impossible its columns are empty, with the reason. Rows of `job` are put together from measured pieces, by the arithmetic in `job`;
-`small` runs both programs whole, on a small network and a real game.
+impossible its columns are empty, with the reason. Rows of `job` are put together from measured pieces, by the
+arithmetic in `job`; `small` runs both programs whole, on a small network and a real game.
 """
 
 import argparse

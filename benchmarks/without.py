@@ -3,9 +3,11 @@
     python benchmarks/without.py --out benchmarks/results/without-2cores.json           # 20 minutes on two cores
     python benchmarks/without.py --only runs --config atari100k --set env.game=Pong --steps 300    # on a GPU
 
-Three pieces, in which both ways take turns within the same processes, medians compared:
+Pieces, in which both ways take turns, medians compared:
 
-  pieces    a training step at full size; without: kernel gradients of convolutions over the whole batch at once
+  memory    a training step at full size on a CPU; without: memory that is freed goes back to the system
+  devices   the same; without: all of a machine's cores are one device of jax
+  pieces    the same on one device; without: kernel gradients of convolutions over the whole batch at once
   message   a training step of two learner processes; without: each gradient, statistic and metric a message of its own
   cache     from nothing to the first training step, in a process of its own; without: an empty compilation cache
 
@@ -36,7 +38,7 @@ from speedyzero_jax import config_io, networks
 from speedyzero_jax.learner import AXIS, Learner
 from speedyzero_jax.metrics import names
 
-PARTS = ("pieces", "message", "cache", "runs")
+PARTS = ("memory", "devices", "pieces", "message", "cache", "runs")
 FULL_FRAME, VECTOR, ACTIONS = (96, 96, 3), (1, 1, 50), 6
 Row = dict[str, Any]
 
@@ -47,6 +49,45 @@ def turns(first: Callable[[], float], second: Callable[[], float], rounds: int) 
   for _, (call, kept) in itertools.product(range(rounds), zip((first, second), times, strict=True)):
     kept.append(call())
   return statistics.median(times[0]), statistics.median(times[1])
+
+
+# A process that takes a step for every line it gets, and says how long it took. Arguments: paths, size of the batch.
+STEPS = """
+import sys
+sys.path[:0] = sys.argv[1:3]
+from mesh import Stepper
+import jax
+from speedyzero_jax import config_io
+config = config_io.load(["atari100k"], [f"learner.batch_size={sys.argv[3]}"])
+stepper = Stepper(config, (96, 96, 3), 6, jax.local_devices())
+for _ in sys.stdin:
+  print("seconds", stepper.take(1), flush=True)
+"""
+
+
+def apart(batch: int, rounds: int, kept: dict[str, str], without: dict[str, str]) -> tuple[float, float]:
+  """Seconds of a training step in two processes that have these variables."""
+  command = [sys.executable, "-c", STEPS, str(ROOT), str(ROOT / "benchmarks"), str(batch)]
+  pipe = subprocess.PIPE
+  both = [
+    subprocess.Popen(command, env=os.environ | changes, stdin=pipe, stdout=pipe, text=True)
+    for changes in (kept, without)
+  ]
+
+  def step(process: subprocess.Popen) -> float:
+    assert process.stdin and process.stdout
+    process.stdin.write("\n")
+    process.stdin.flush()
+    return next(float(line.split()[1]) for line in process.stdout if line.startswith("seconds "))
+
+  try:
+    for process in both:
+      step(process)  # compiles
+    return turns(lambda: step(both[0]), lambda: step(both[1]), rounds)
+  finally:
+    for process in both:
+      process.kill()
+      process.wait()
 
 
 def pieces(batch: int, rounds: int) -> tuple[float, float]:
@@ -191,6 +232,11 @@ def main() -> None:
     return
   print(f"{'':24}{'with, s':>12}{'without, s':>14}{'gain':>10}")
   rows = []
+  cores = {"JAX_NUM_CPU_DEVICES": str(len(os.sched_getaffinity(0)))}
+  if "memory" in arguments.only:  # a setting in the environment is left alone: this one changes nothing
+    rows.append(row("memory", *apart(arguments.batch, arguments.rounds, cores, cores | {"MALLOC_PERTURB_": "0"})))
+  if "devices" in arguments.only:
+    rows.append(row("devices", *apart(arguments.batch, arguments.rounds, cores, {"JAX_NUM_CPU_DEVICES": "1"})))
   if "pieces" in arguments.only:
     rows.append(row("pieces", *pieces(arguments.batch, arguments.rounds)))
   if "message" in arguments.only:
