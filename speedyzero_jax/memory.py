@@ -18,7 +18,7 @@ _ARENA_MAX, _MMAP_MAX, _TRIM_THRESHOLD = -8, -4, -1  # malloc.h
 
 
 def keep_freed() -> None:
-  """Asks the C library to keep what is freed for the next who asks, up to 2 GB of it. Call it before jax has threads.
+  """Asks the C library to keep what is freed for the next who asks. Call it before jax has threads.
 
   XLA allocates every large result anew on a CPU; without this each of its pages is a page fault, which takes longer
   than some convolutions. Does nothing where there is no glibc, or somebody has set what they want in the environment.
@@ -27,7 +27,7 @@ def keep_freed() -> None:
     return
   with contextlib.suppress(OSError, AttributeError):
     mallopt = ctypes.CDLL(None).mallopt
-    for option, value in ((_ARENA_MAX, 1), (_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1)):
+    for option, value in ((_ARENA_MAX, 1), (_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1)):
       mallopt(option, value)
 
 
