@@ -57,9 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
   logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
   arguments = parse(sys.argv[1:] if argv is None else argv)
   try:
-    from speedyzero_jax import memory
-
-    memory.keep_freed()
     config = runfolder.read_config(arguments.run_dir)
     return evaluate(arguments, config)
   except RunFolderError as error:
@@ -78,6 +75,7 @@ def evaluate(arguments: argparse.Namespace, config: Config) -> int:
   from speedyzero_jax.checkpoint import CheckpointError
   from speedyzero_jax.parts import enable_compilation_cache, evaluation_seed, restore_for_evaluation
 
+  memory.keep_freed()
   enable_compilation_cache(config)
   try:
     inference, version = restore_for_evaluation(

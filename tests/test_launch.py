@@ -374,6 +374,7 @@ def test_an_output_that_was_closed_before_the_start_is_no_error(supervised, monk
 
 def test_learners_that_would_share_a_gpu_are_refused(tmp_path, monkeypatch, capsys):
   monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+  monkeypatch.setenv("JAX_PLATFORMS", "cuda")
   settings = ["run.mode=async", "actor.lanes=4", f"run.dir={tmp_path / 'run'}"]
   arguments = [*NEW, *settings, "--processes", "learner=2"]
   assert multihost.main(arguments) == 2
