@@ -303,12 +303,12 @@ def test_nothing_stored_is_older_than_the_bound(tmp_path, mode, bounds):
 
 def test_the_learner_runs_no_further_ahead_of_a_sweep_than_it_may(tmp_path):
   """It waits for what is owed as it goes, not for all of it when the bound on ages is reached."""
-  config = tiny.config("run.mode=async", "refresh.enabled=false", "reanalyse.max_age=1000", "reanalyse.block=16",
-                       "actor.random_steps=100", "learner.steps=24")  # fmt: skip
+  config = tiny.config("run.mode=async", "refresh.enabled=false", "reanalyse.max_age=1000", "actor.random_steps=100",
+                       "learner.steps=24")  # fmt: skip
   owed = []
   with tiny.training(config, tmp_path) as training:
     (sweeper,), learn, sweep = training.sweepers, training.learn, training.sweep
-    training.replay.quota = lambda *_: 16  # a block each learner step
+    training.replay.quota = lambda *_: config.reanalyse.block  # one each learner step
 
     def slow(sweeper):
       sleep(0.01)
