@@ -33,7 +33,7 @@ def learnt(rows: list[grid.Row]) -> dict:
   for row in rows:
     searched += row.get(names.REANALYSED_PER_STEP, 0.0) * (row["step"] - before)
     before = row["step"]
-  late = [row for row in rows if row["step"] > 0.75 * STEPS]
+  late = [row for row in rows if row["step"] > 0.75 * STEPS and names.TARGET_AGE_MEAN in row]
   return {
     "searches_per_step": searched / STEPS,
     "target_age": sum(row[names.TARGET_AGE_MEAN] for row in late) / len(late),
