@@ -1,4 +1,4 @@
-"""Ablations on Catch: Priority Refresh on and off, SGD / LARS / Clipped LARS (three ways), batch 64 and 1024.
+"""Ablations on Catch: Priority Refresh on and off, Clipped LARS, LARS and SGD, batch 64 and 1024.
 
     python benchmarks/ablation.py [--seeds 5] [--out benchmarks/results/ablation.json]
 
@@ -78,9 +78,12 @@ def main() -> None:
   parser.add_argument("--work", type=Path, default=ROOT / "runs" / "ablation", help="where the runs go")
   parser.add_argument("--out", type=Path, help="JSON file for the results")
   parser.add_argument("--batches", type=int, nargs="+", choices=STEPS, default=list(STEPS))
-  parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS), dest="names")
+  parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(CHOSEN[64]), dest="names")
   parser.add_argument("--tune", action="store_true", help="try the learning rates on seed 100, with refresh, instead")
   arguments = parser.parse_args()
+  unknown = [(b, o) for b in arguments.batches for o in arguments.names if o not in CHOSEN[b]]
+  if unknown and not arguments.tune:
+    parser.error(f"no rate was chosen yet for {unknown}: find one with --tune, and write it into CHOSEN")
   if arguments.tune:
     keys = [(o, b, True, r, 100) for o, b in itertools.product(arguments.names, arguments.batches) for r in RATES[o]]
   else:

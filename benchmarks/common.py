@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
+
+from speedyzero_jax import memory
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # a clone works without being installed
-
-from speedyzero_jax import memory  # noqa: E402
-
 memory.keep_freed()  # as a run does
 
 

@@ -124,7 +124,10 @@ def test_learners_with_different_networks_do_not_go_on(tmp_path):
   with journalled(config, tmp_path) as training:
     training.collect()
     training.save(required=True)
-  theirs = lambda number: [number, number if number < 1000 else number + 1]  # noqa: E731  # the same step
+
+  def theirs(number):  # the same step, another network
+    return [number, number if number < 1000 else number + 1]
+
   with (
     pytest.raises(TrainingError, match="checkpoints of step 0 hold different networks: move checkpoints/0 away"),
     journalled(config, tmp_path, resume_step=0, agree=theirs),

@@ -106,7 +106,10 @@ class Forgetful:
 def test_what_another_unit_may_have_to_go_back_to_stays(tmp_path, units, keep, theirs, kept, tail):
   """The last save is of a unit that is stopped, and asks nobody."""
   others, journal = iter(theirs), Forgetful()
-  agree = lambda step: [step] if units == 1 else [step, next(others)]  # noqa: E731
+
+  def agree(step):
+    return [step] if units == 1 else [step, next(others)]
+
   keeper = Keeper(Checkpoints(tmp_path, keep), journal, agree, pytest.fail, units=units)
   for step in (2, 4, 6, 8, 10):
     keeper.settle()
