@@ -14,7 +14,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help:
 	@echo "make train     train CONFIG (quickstart); ARGS=\"env.game=Pong ...\" goes to the launcher"
-	@echo "make test      the whole test suite; ARGS=\"tests/test_config.py -k yaml\" narrows it"
+	@echo "make test      the whole test suite; ARGS=\"tests/test_config.py -k yaml\" narrows it, -n0 uses one process"
 	@echo "make lint      ruff and mypy"
 	@echo "make setup     install into $(VENV) (train, test and lint do it when needed)"
 	@echo "make cuda12    setup, and jax for CUDA 12 GPUs; make cuda13 for CUDA 13"
@@ -40,7 +40,7 @@ train: setup
 	$(BIN)/python launch/multihost.py --config $(CONFIG) $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
