@@ -27,6 +27,7 @@ from speedyzero_jax.cluster import messages, unit, wire
 from speedyzero_jax.config import Config
 from speedyzero_jax.metrics import jsonl
 from speedyzero_jax.parts import Game, blueprint_of, game_of, replay_capacity, sweeps
+from speedyzero_jax.reanalyser import block_of
 from speedyzero_jax.replay.sweep import Sweep
 from speedyzero_jax.topology import Topology, resolve, unit_config
 from speedyzero_jax.types import Segment
@@ -147,8 +148,9 @@ def arithmetic(config: Config, shape: Topology, transitions: float, agent_steps:
     queue = Sweep(own.actor.lanes, replay_capacity(own))
     for lane in range(own.actor.lanes):
       queue.grow(lane, 0, round(transitions / config.actor.lanes))
-    quota = queue.quota(part.block, part.max_age, max(part.weights_interval, config.actor.weights_interval))
-    blocks += quota / part.block * looked_at(form, config, part.block, 1, kind == "reanalyse")
+    block = block_of(part, 1)
+    quota = queue.quota(block, part.max_age, max(part.weights_interval, config.actor.weights_interval))
+    blocks += quota / block * looked_at(form, config, block, 1, kind == "reanalyse")
     versions += 1 / part.weights_interval
   frames, experience = shown(form, own.actor.lanes)
   gradients = sum(4 * leaf.size for leaf in jax.tree.leaves(parameters))

@@ -275,7 +275,7 @@ def job(bench: Bench, sizes: Sizes) -> list[dict[str, Any]]:
       samples += [size / (base[1] + size / b * fresh[1]), size / (base[0] + size / b * fresh[0])]
       for n, age in sweeps:
         drawn = bench.seconds(ours("draw", batch=b, transitions=n))[0]
-        states = bench.measure(ours("quota", transitions=n, max_age=age))[0]["states"]
+        states = bench.measure(ours("quota", transitions=n, max_age=age, block=sizes.block))[0]["states"]
         samples.append(size / (base[0] + size / b * drawn + states / sizes.block * block))
       rows[f"{label}, batch {size}"] = samples
       results.append({"simulations": label, "batch": size, **dict(zip(columns, samples, strict=True))})

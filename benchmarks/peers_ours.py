@@ -195,14 +195,14 @@ def fresh(batch: int, simulations: int, algorithm: str, transitions: int) -> tup
   return lambda: feed.draw(config, replay, reanalyse, 0) and None, {}
 
 
-def quota(transitions: int, max_age: int) -> tuple[Work, dict[str, Any]]:
+def quota(transitions: int, max_age: int, block: int) -> tuple[Work, dict[str, Any]]:
   """No work but a fact: states that the preset `sweep` searches each learner step, with another bound on their age."""
   config = config_io.load(["atari100k", "sweep"])
   delay = max(config.reanalyse.weights_interval, config.actor.weights_interval)
   sweep = Sweep(LANES, -(-transitions // LANES))
   for lane in range(LANES):
     sweep.grow(lane, 0, sweep.capacity)
-  return lambda: None, {"states": sweep.quota(config.reanalyse.block, max_age, delay)}
+  return lambda: None, {"states": sweep.quota(block, max_age, delay)}
 
 
 def environment(lanes: int) -> tuple[Work, dict[str, Any]]:

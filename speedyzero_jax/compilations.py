@@ -1,10 +1,13 @@
 """What jax compiles while a run goes on, and when it has compiled all that it needs."""
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
+
+from speedyzero_jax.costs import memory_of
 
 _CALM = 5  # learner steps without a compilation after which none is expected
 
@@ -40,6 +43,49 @@ class Compilations:
     """Spent so far on all compilations of a function: on tracing, on lowering, and in XLA or the cache."""
     with self._lock:
       return self._seconds.get(name, 0.0)
+
+
+class Program:
+  """A jitted function that says when it compiles for other shapes, which can take minutes, and what memory that needs.
+
+  Args:
+    function: jitted, or with `lower` and a name as jitted ones have.
+    label: says from the arguments what a call is to be called; those of other shapes otherwise.
+    report: takes lines.
+  """
+
+  def __init__(self, function: Any, label: Callable[..., str], report: Callable[[str], None]):
+    self.function, self.label, self._report = function, label, report
+    self.__name__ = function.__name__
+    self._lock = threading.Lock()
+    self._bytes: dict[str, int] = {}
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    self.prepare(*args, **kwargs)
+    return self.function(*args, **kwargs)
+
+  def prepare(self, *args: Any, **kwargs: Any) -> None:
+    """Compiles it for these arguments, unless it is."""
+    label = self.label(*args, **kwargs)
+    if label in self._bytes:
+      return
+    with self._lock:
+      if label in self._bytes:
+        return
+      begin = time.monotonic()
+      self._report(f"compiling {label}: up to a minute or two, less when it was compiled before")
+      compiled = self.lower(*args, **kwargs).compile()  # which calls find
+      self._bytes[label] = memory_of(compiled) or 0
+      self._report(f"compiled {label} in {time.monotonic() - begin:.0f} s")
+
+  def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    """As of a jitted function."""
+    return self.function.lower(*args, **kwargs)
+
+  @property
+  def bytes(self) -> int:
+    """Memory on each device that all its compiled forms need beside their arguments, as far as XLA says."""
+    return sum(self._bytes.values())
 
 
 class WarmUp:

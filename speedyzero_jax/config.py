@@ -139,7 +139,7 @@ class ReanalyseConfig:
     25, "learner steps between updates of the reanalyser's weights, which are also the target network (SZ: 25, EZ: 200)"
   )
   max_age: int = opt(100, "sweep: every stored target is at most this many learner steps old (ours)")
-  block: int = opt(256, "sweep: states searched in one call (ours)")
+  block: int = opt(0, "sweep: states searched in one call; 0: 256 on CPUs, 4,096 for each device that is none (ours)")
   value_target: Literal["bootstrap", "search", "mixed"] = opt(
     "bootstrap", "n-step return (EZ), value of the search, or the latter for old data only (EZ-V2)"
   )
@@ -159,7 +159,11 @@ class RefreshConfig:
   weights_interval: int = opt(
     10, "learner steps between updates of the refresher's weights (SZ: 10); unused if a reanalyse sweep does its work"
   )
-  block: int = opt(512, "states evaluated in one call (ours); unused if a reanalyse sweep does its work")
+  block: int = opt(
+    0,
+    "states evaluated in one call; 0: 256 on CPUs, 4,096 for each device that is none (ours); unused if a reanalyse "
+    "sweep does its work",
+  )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from speedyzero_jax import scores
 from speedyzero_jax.config import Config
+from speedyzero_jax.replay.sweep import STRETCH
 
 VECTOR_GAMES = ("Catch", "CartPole")  # games whose frames are vectors: no image to downsample
 
@@ -28,9 +29,8 @@ RANGES = {
   "[1, 1e6]": "actor.random_hold learner.batch_size evaluation.episodes",
   "[0, 1e6]": """
     search.c_visit search.c_scale search.c1 learner.value_coefficient learner.value_prefix_coefficient
-    learner.policy_coefficient learner.consistency_coefficient
+    learner.policy_coefficient learner.consistency_coefficient reanalyse.block refresh.block
   """,
-  "[16, 1e6]": "reanalyse.block refresh.block",  # from a stretch of replay/sweep.py on
   "[1, 1e5]": """
     network.channels network.reduced_channels network.head_hidden network.lstm_hidden network.support
     network.projection_hidden network.projection_out network.prediction_hidden search.simulations actor.lanes
@@ -122,6 +122,8 @@ def problems(config: Config, show: Callable[[Any], str]) -> Iterable[str]:
     intervals = {f"{name}.weights_interval": part.weights_interval, "actor.weights_interval": actor.weights_interval}
     slowest = max(intervals, key=intervals.__getitem__)
     delay = intervals[slowest]  # how old weights are when they are used first
+    if 0 < part.block < STRETCH:
+      yield f"{name}.block: must be 0 or at least {STRETCH}, got {part.block}"
     if used and part.max_age < delay + 2:
       yield f"{name}.max_age: must be at least two more than {slowest} ({delay}), so {delay + 2}, got {part.max_age}"
   tls = [key for key in ("certificate", "key", "authority") if getattr(config.topology, f"tls_{key}")]

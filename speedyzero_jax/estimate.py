@@ -71,8 +71,8 @@ class Forecast:
     training.after_step.append(lambda: self._stepped(training))
     self._estimate_memory(training)
     self._report(
-      f"this configuration on this machine: {self._memory()}, without the training step; how long it takes is told "
-      "after some learner steps"
+      f"this configuration on this machine: {self._memory()}, without what programs need for themselves; how long it "
+      "takes is told after some learner steps"
     )
     self._warn()
 
@@ -83,7 +83,7 @@ class Forecast:
     )
     batches = (config.learner.prefetch + 2 if config.run.mode == "async" else 1) * batch_bytes(config, game_of(config))
     self._device = (1 + _COPIES) * variables + optimizer + batches / len(devices) + training.replay.bytes_on_devices
-    self._device += training.step_bytes or 0
+    self._device += training.program_bytes
     self._host = self._resident + _PROGRAMS + replay_bytes(config) + self._checkpoint()
     if _devices_are_host():
       self._host += self._device * len(devices)
@@ -114,9 +114,11 @@ class Forecast:
       )
 
   def _compiled(self, training: Training) -> None:
-    if training.step_bytes:
+    if training.program_bytes:
       self._estimate_memory(training)
-      self._report(f"with the training step, {memory.size(training.step_bytes)} on each device: {self._memory()}")
+      self._report(
+        f"with the training step, {memory.size(training.learner.update.bytes)} on each device: {self._memory()}"
+      )
       self._warn()
 
   def _stepped(self, training: Training) -> None:
@@ -135,21 +137,21 @@ class Forecast:
     each = seconds / steps * self._growth(training, spent)
     left = each * (self._config.learner.steps - step)
     self._seconds = now - self._began + left
+    self._estimate_memory(training)  # all programs are known now
     self._host = max(self._will_hold(training), memory.resident(peak=True) or 0)
     self._report(
       f"this will take about {_duration(self._seconds)}, {_duration(left)} of them from now, evaluations not counted: "
       f"{each:.3g} s a learner step on average, {seconds / steps:.3g} s now; {self._memory()}"
     )
+    self._warn()
 
   def _growth(self, training: Training, spent: dict[str, float]) -> float:
     """How much longer a step will take on average than now, by what sweeps take of all work."""
     work = math.fsum(seconds for name, seconds in spent.items() if name != "wait")
     growth = 1.0
     for sweeper in training.sweepers if work and training.part.reanalyses else ():
-      name, part = (
-        ("refresh", self._config.refresh) if sweeper.kind == "refresh" else ("search", self._config.reanalyse)
-      )
-      more = sweep_growth(self._config, part.block, training.pacer.env_steps) - 1
+      name = "refresh" if sweeper.kind == "refresh" else "search"
+      more = sweep_growth(self._config, sweeper.block, training.pacer.env_steps) - 1
       growth += spent.get(name, 0.0) / work * more
     return growth
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from speedyzero_jax import losses
+from speedyzero_jax.compilations import Program
 from speedyzero_jax.config import Config
 from speedyzero_jax.networks import Blueprint, Variables, initial_carry
 from speedyzero_jax.search import ModelStep, Root, SearchFn, make_search
@@ -44,9 +45,17 @@ class Inference:
     config: of the run.
     blueprint: of the network.
     mesh: devices of this process, of one axis, that share the windows among them; weights lie on all. None for one.
+    report: takes a line when something compiles.
   """
 
-  def __init__(self, config: Config, blueprint: Blueprint, mesh: Mesh | None = None):
+  def __init__(
+    self,
+    config: Config,
+    blueprint: Blueprint,
+    mesh: Mesh | None = None,
+    *,
+    report: Callable[[str], None] = lambda _: None,
+  ):
     self._blueprint = blueprint
     self._stack = config.env.frame_stack
     self.devices = 1 if mesh is None else mesh.size
@@ -59,14 +68,24 @@ class Inference:
       recurrent_fn=make_recurrent_fn(blueprint),
       initial_carry=partial(initial_carry, config.network),
     )
-    self.search: Callable[..., SearchResult]
-    self.value: Callable[..., jax.Array]
+    search: Any
+    value: Any
     if mesh is None or mesh.size == 1:
-      self.search = jax.jit(self._search_windows, static_argnames="explore")
-      self.value = jax.jit(self._value_windows)
+      search, value = jax.jit(self._search_windows, static_argnames="explore"), jax.jit(self._value_windows)
     else:
-      self.search = _Shared(self._search_part, mesh, 2)
-      self.value = _Shared(self._value_windows, mesh, 0)
+      search, value = _Shared(self._search_part, mesh, 2), _Shared(self._value_windows, mesh, 0)
+    self.search = Program(search, self._search_label, report)
+    self.value = Program(value, self._value_label, report)
+
+  def states(self, frames: jax.Array) -> int:
+    """How many there are in frames [B, S-1+n, ...]: B * n."""
+    return frames.shape[0] * (frames.shape[1] - self._stack + 1)
+
+  def _search_label(self, variables: Variables, frames: jax.Array, *_: Any, explore: bool) -> str:
+    return f"search{'' if explore else ' greedily'}, {self.states(frames)} roots"
+
+  def _value_label(self, variables: Variables, frames: jax.Array) -> str:
+    return f"values, {self.states(frames)} states"
 
   def _roots(self, variables: Variables, frames: jax.Array) -> Root:
     network = self._blueprint.bind(variables)

@@ -5,7 +5,7 @@ importance weight are the only collectives. The same global batch gives the same
 Knows nothing of replay, threads or files.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from speedyzero_jax import losses, optim
+from speedyzero_jax.compilations import Program
 from speedyzero_jax.config import Config
 from speedyzero_jax.dispatch import in_order
 from speedyzero_jax.metrics import names
@@ -62,12 +63,21 @@ class Learner:
     observation_shape: [H, W, S*C].
     num_actions: |A|.
     mesh: from `make_mesh`.
+    report: takes a line when something compiles.
 
   Raises:
     ValueError: the batch can't be shared equally among the devices.
   """
 
-  def __init__(self, config: Config, observation_shape: tuple[int, int, int], num_actions: int, mesh: Mesh):
+  def __init__(
+    self,
+    config: Config,
+    observation_shape: tuple[int, int, int],
+    num_actions: int,
+    mesh: Mesh,
+    *,
+    report: Callable[[str], None] = lambda _: None,
+  ):
     if config.learner.batch_size % mesh.size:
       raise ValueError(f"learner.batch_size={config.learner.batch_size} is not a multiple of {mesh.size} devices")
     self.mesh = mesh
@@ -80,7 +90,7 @@ class Learner:
     self._schedule = optim.learning_rate_schedule(config.optim)
     self._replicated = NamedSharding(mesh, PartitionSpec())
     self._sharded = NamedSharding(mesh, PartitionSpec(AXIS))
-    self.update = jax.jit(self._make_step(), donate_argnums=0)
+    self.update = Program(jax.jit(self._make_step(), donate_argnums=0), self._label, report)
     here = len(mesh.local_devices)
     self._flags = {
       value: jax.make_array_from_process_local_data(self._sharded, np.full(here, value)) for value in (False, True)
@@ -139,9 +149,17 @@ class Learner:
       state, result = self.update(state, batch, key, self._flags[stop])
     return state, StepResult(*result)
 
+  def prepare(self, state: LearnerState, batch: LearnerBatch, key: jax.Array) -> None:
+    """Compiles the step, unless it is."""
+    self.update.prepare(state, batch, key, self._flags[False])
+
   def lower(self, state: LearnerState, batch: LearnerBatch, key: jax.Array) -> jax.stages.Lowered:
     """The step before compilation, to look at its cost."""
     return self.update.lower(state, batch, key, self._flags[False])
+
+  @staticmethod
+  def _label(state: LearnerState, batch: LearnerBatch, *_: Any) -> str:
+    return f"train step, batch {len(batch.action)}"
 
   def _fresh(self, key: jax.Array) -> LearnerState:
     variables = self._blueprint.init(key)

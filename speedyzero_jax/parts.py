@@ -126,7 +126,7 @@ def restore_for_evaluation(config: Config, run_dir: Path, report: Callable[[str]
   shapes = jax.eval_shape(blueprint.init, jax.random.key(0))
   abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
   step, variables = Checkpoints(run_dir).restore_network(abstract, report)
-  return Inference(config, blueprint), Version(step, variables)
+  return Inference(config, blueprint, report=report), Version(step, variables)
 
 
 def enable_compilation_cache(config: Config) -> None:

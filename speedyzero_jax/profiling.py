@@ -17,14 +17,13 @@ import jax
 import numpy as np
 
 from speedyzero_jax import costs, memory, modes, profile_report
-from speedyzero_jax.compilations import Compilations, WarmUp
+from speedyzero_jax.compilations import Compilations, Program, WarmUp
 from speedyzero_jax.config import Config
 from speedyzero_jax.costs import Cost
 from speedyzero_jax.inference import make_recurrent_fn
 from speedyzero_jax.networks import Blueprint, Variables, initial_carry
 from speedyzero_jax.reporting import Reporter
 from speedyzero_jax.training import Training
-from speedyzero_jax.types import LearnerBatch
 
 # Which thread does what, when roles overlap; the rest is the learner's. In lockstep all is.
 _THREADS = {"act": "actor", "sample": "batches", "gather": "batches", "refresh": "sweeps"}
@@ -36,16 +35,10 @@ _HOW = (
 
 
 class Watched:
-  """A jitted function that from `begin` to `end` counts its calls, by what they are called, and keeps the arguments of
-  the latest ones.
+  """A program whose calls are counted from `begin` to `end`, by their labels, and the latest ones' arguments kept."""
 
-  Args:
-    function: jitted.
-    label: says from the arguments what a call is to be called.
-  """
-
-  def __init__(self, function: Any, label: Callable[..., str]):
-    self.function, self._label = function, label
+  def __init__(self, function: Program):
+    self.function = function
     self.calls: Counter[str] = Counter()
     self.latest: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     self._counting = False
@@ -54,7 +47,7 @@ class Watched:
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
     with self._lock:
       if self._counting:
-        label = self._label(*args, **kwargs)
+        label = self.function.label(*args, **kwargs)
         self.calls[label] += 1
         self.latest[label] = args, kwargs
     return self.function(*args, **kwargs)
@@ -68,7 +61,7 @@ class Watched:
     with self._lock:
       self._counting = False
 
-  def __getattr__(self, name: str) -> Any:  # `lower`
+  def __getattr__(self, name: str) -> Any:  # `lower`, `bytes`
     return getattr(self.function, name)
 
 
@@ -146,27 +139,16 @@ class Profiler:
   def watch(self, training: Training, warm_up: WarmUp) -> None:
     """Profiles this run; to be called before it begins to work."""
     self._training, self._warm_up = training, warm_up
-    stack = training.config.env.frame_stack
-
-    def train(state: Any, batch: LearnerBatch, *_: Any) -> str:
-      return f"train step, batch {len(batch.action)}"
-
-    def search(variables: Any, frames: Any, *_: Any, explore: bool) -> str:
-      return f"search{'' if explore else ' greedily'}, {_states(frames, stack)} roots"
-
-    def value(variables: Any, frames: Any) -> str:
-      return f"values, {_states(frames, stack)} states"
-
     self._watched = {
-      "train": self._replace(training.learner, "update", train),
-      "search": self._replace(training.inference, "search", search),
-      "value": self._replace(training.inference, "value", value),
+      "train": self._replace(training.learner, "update"),
+      "search": self._replace(training.inference, "search"),
+      "value": self._replace(training.inference, "value"),
     }
     training.after_step.append(self._stepped)
 
-  def _replace(self, owner: object, name: str, label: Callable[..., str]) -> Watched:
-    function = getattr(owner, name)
-    watched = Watched(function, label)
+  def _replace(self, owner: object, name: str) -> Watched:
+    function: Program = getattr(owner, name)
+    watched = Watched(function)
     setattr(owner, name, watched)
     self._stack.callback(setattr, owner, name, function)
     return watched
@@ -331,7 +313,7 @@ class Profiler:
       lowered = function.lower(*args, **kwargs)
       if kind == "search":
         variables, frames, *_ = args
-        roots = -(-_states(frames, training.config.env.frame_stack) // training.inference.devices)  # of one device
+        roots = -(-training.inference.states(frames) // training.inference.devices)  # of one device
         cost = search_cost(lowered, training.config, training.learner.blueprint, variables, roots)
       else:
         cost = costs.cost_of(lowered)
@@ -369,7 +351,3 @@ def profile(config: Config, folder: Path) -> bool:
       profiler.watch(training, warm_up)
       modes.run(training)
     return profiler.done
-
-
-def _states(frames: Any, stack: int) -> int:
-  return frames.shape[0] * (frames.shape[1] - stack + 1)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from speedyzero_jax.config import Config
+from speedyzero_jax.config import Config, ReanalyseConfig, RefreshConfig
 from speedyzero_jax.inference import Inference
 from speedyzero_jax.replay.buffer import Replay, SweepName
 from speedyzero_jax.replay.device_frames import host_bytes
@@ -20,6 +20,7 @@ from speedyzero_jax.replay.experience import Array
 from speedyzero_jax.weights import REANALYSER, REFRESHER, Version, WeightsStore, fetched
 
 _SLACK = 2  # learner steps whose sweeping may be owed
+_ON_CPU, _ON_ACCELERATOR = 256, 4096  # states in a call: more are no faster on two cores; fewer leave a GPU idle
 
 Reanalyse = Callable[[Replay, np.ndarray, np.ndarray], None]  # brings up to date what samples (lane, time) rest on
 
@@ -122,6 +123,11 @@ class BatchReanalyser:
     self.calls += 1
 
 
+def block_of(part: ReanalyseConfig | RefreshConfig, devices: int) -> int:
+  """States that a sweep looks at in one call: as configured, or as many as fill so many devices of this process."""
+  return part.block or (_ON_CPU if jax.default_backend() == "cpu" else _ON_ACCELERATOR * devices)
+
+
 class Sweeper:
   """Recomputes the stalest stored states, block by block, fast enough for a bound on their age.
 
@@ -136,7 +142,7 @@ class Sweeper:
   def __init__(self, config: Config, kind: SweepName, inference: Inference, weights: WeightsStore, key: jax.Array):
     part = config.refresh if kind == "refresh" else config.reanalyse
     self.kind: SweepName = kind
-    self.max_age, self._block = part.max_age, part.block
+    self.max_age, self.block = part.max_age, block_of(part, inference.devices)
     self._refresh = config.refresh.enabled  # switched off, a sweep leaves priorities alone
     self._explore = config.reanalyse.explore
     self._subscriber = REFRESHER if kind == "refresh" else REANALYSER
@@ -160,9 +166,9 @@ class Sweeper:
   def due(self, replay: Replay, learner_step: int) -> bool:
     """Whether a block should be computed now that `learner_step` steps are taken: owed by the quota, or overdue."""
     while self.credited < learner_step:
-      self.credit += replay.quota(self.kind, self._block, self.max_age, self._delay)
+      self.credit += replay.quota(self.kind, self.block, self.max_age, self._delay)
       self.credited += 1
-    return self.credit >= self._block or self.overdue(replay, learner_step)
+    return self.credit >= self.block or self.overdue(replay, learner_step)
 
   def overdue(self, replay: Replay, learner_step: int) -> bool:
     """Whether something stored would be older than the bound after one more step; the learner must not take it."""
@@ -170,13 +176,13 @@ class Sweeper:
 
   def behind(self, replay: Replay, learner_step: int) -> bool:
     """Whether a block and some learner steps' work are owed: the learner should wait now, not for long at the bound."""
-    quota = replay.quota(self.kind, self._block, self.max_age, self._delay)
-    return self.credit + (learner_step - self.credited) * quota > self._block + _SLACK * quota
+    quota = replay.quota(self.kind, self.block, self.max_age, self._delay)
+    return self.credit + (learner_step - self.credited) * quota > self.block + _SLACK * quota
 
   def next(self, replay: Replay) -> Work:
     """Takes the next block; what was owed for it is paid."""
-    lane, time = replay.next_block(self.kind, self._block)
-    self.credit = max(self.credit - self._block, 0)
+    lane, time = replay.next_block(self.kind, self.block)
+    self.credit = max(self.credit - self.block, 0)
     real = np.ones((len(lane), 1), bool)
     return Work(self.kind == "reanalyse", self._subscriber, lane, time, real, self._refresh)
 

@@ -5,7 +5,6 @@
 
 import hashlib
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +17,6 @@ from speedyzero_jax import feed
 from speedyzero_jax.checkpoint import Checkpoints, Snapshot
 from speedyzero_jax.collecting import Collecting
 from speedyzero_jax.config import Config
-from speedyzero_jax.costs import memory_of
 from speedyzero_jax.evaluation import Evaluation, evaluate
 from speedyzero_jax.inference import Inference
 from speedyzero_jax.keeping import Keeper
@@ -84,7 +82,6 @@ class Training:
     self.failure: Exception | None = None  # of somebody who could tell nobody else
     self._begun = False  # from here on it is the learner steps that tell units of an interruption
     self._compiled = False  # the training step
-    self.step_bytes: int | None = None  # that it needs on each device beside its arguments; None while not known
     self._acting_bytes = self._batch_bytes = 0  # handed to devices so far, each counted in a thread of its own
     self._told_bytes: int | None = None  # of all bytes handed to devices, those that were reported
     self.times = PartTimes(mark=jax.profiler.TraceAnnotation)  # parts show in a trace too
@@ -96,10 +93,12 @@ class Training:
     game, devices = game_of(config), jax.local_devices()
     local = make_mesh(devices[: config.learner.devices or len(devices)])
     try:
-      self.learner = Learner(config, game.observation_shape(config), game.num_actions, part.mesh or local)
+      self.learner = Learner(
+        config, game.observation_shape(config), game.num_actions, part.mesh or local, report=reporter.message
+      )
     except ValueError as error:  # a batch that these devices can't share
       raise TrainingError(str(error)) from error
-    self.inference = Inference(config, self.learner.blueprint, local)
+    self.inference = Inference(config, self.learner.blueprint, local, report=reporter.message)
     self.replay = make_replay(
       self.own, game, local, reporter.message, seed=self._seed("replay"), frame_memory=part.frame_memory
     )
@@ -228,6 +227,11 @@ class Training:
       return fed._replace(batch=self.learner.put(fed.batch))
 
   @property
+  def program_bytes(self) -> int:
+    """Memory on each device that what is compiled so far needs beside its arguments; 0 where XLA does not say."""
+    return self.learner.update.bytes + self.inference.search.bytes + self.inference.value.bytes
+
+  @property
   def host_bytes(self) -> int:
     """Handed to devices so far: frames as they come, what is searched and evaluated, batches. Weights stay there."""
     looked_at = self.batch_reanalyser.host_bytes + sum(sweeper.host_bytes for sweeper in self.sweepers)
@@ -262,11 +266,8 @@ class Training:
     self.leaving = self.leaving or bool(result.stopping)
 
   def _compile(self, fed: feed.Fed) -> None:
-    begin = time.monotonic()
-    self.reporter.message("compiling the training step: up to a minute or two, less when it was compiled before")
-    self.step_bytes = memory_of(self.learner.lower(self.state, fed.batch, self._key).compile())
+    self.learner.prepare(self.state, fed.batch, self._key)
     self._compiled = True
-    self.reporter.message(f"compiled in {time.monotonic() - begin:.0f} s")
     self.on_compiled()
     self.times.take(self.pacer.learner_steps)  # what came before belongs to no step
 

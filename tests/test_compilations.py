@@ -7,7 +7,7 @@ import pytest
 import tiny
 
 from speedyzero_jax import modes
-from speedyzero_jax.compilations import Compilations, WarmUp
+from speedyzero_jax.compilations import Compilations, Program, WarmUp
 
 
 def test_a_function_is_heard_once_for_each_shape():
@@ -27,6 +27,30 @@ def test_a_function_is_heard_once_for_each_shape():
     assert compilations.names == ["cube", "<lambda>"]
   cube(jnp.ones(5))
   assert "cube" not in compilations.names[1:] and compilations.seconds("never") == 0
+
+
+def test_a_program_tells_what_compiles_before_and_after_once_for_each_label():
+  said: list[str] = []
+
+  def power(x, *, cubed):
+    return x @ x @ x if cubed else x @ x
+
+  program = Program(jax.jit(power, static_argnames="cubed"), lambda x, *, cubed: f"{len(x)}, {cubed}", said.append)
+  with Compilations() as compilations:
+    assert program.bytes == 0
+    program.prepare(np.eye(3), cubed=True)
+    assert [line.split(":")[0] for line in said] == ["compiling 3, True", "compiled 3, True in 0 s"]
+    small = program.bytes
+    assert small >= 3 * 3 * 4  # the result at least
+    for _ in range(2):
+      np.testing.assert_array_equal(program(2 * np.eye(3), cubed=True), 8 * np.eye(3))
+    assert len(said) == 2
+    np.testing.assert_array_equal(program(2 * np.eye(50), cubed=False), 4 * np.eye(50))
+    assert len(said) == 4 and said[2].startswith("compiling 50, False") and program.bytes >= small + 50 * 50 * 4
+    assert compilations.names == ["power", "power"]  # what was prepared is what is called
+  for _ in range(2):  # what does not compile is no reason to believe that it has
+    with pytest.raises(TypeError):
+      program(np.ones((4, 2)), cubed=True)
 
 
 def test_warm_is_who_has_worked_and_compiled_nothing_for_a_while():

@@ -135,9 +135,10 @@ def test_a_device_with_too_little_memory_is_said(tmp_path, monkeypatch):
   with tiny.training(tiny.config(), tmp_path) as training:
     forecast.watch(training, WarmUp(Compilations()))
     assert len(said) == 1 and " of 1.0 MB on each device" in said[0]
-    training.step_bytes = 5 * 10**6
+    monkeypatch.setattr(training.learner, "update", SimpleNamespace(bytes=5 * 10**6))
+    monkeypatch.setattr(training.inference, "search", SimpleNamespace(bytes=2 * 10**6))
     training.on_compiled()
-  assert said[1].startswith("with the training step, 5.0 MB on each device: ") and "5." in said[1]
+  assert said[1].startswith("with the training step, 5.0 MB on each device: ") and "7." in said[1]
   assert said[2].startswith("warning") and "replay.frames=host" in said[2] and "learner.batch_size" in said[2]
   forecast.ended()
-  assert "3.0 MB of a device's (5." in said[3]
+  assert "3.0 MB of a device's (7." in said[3]

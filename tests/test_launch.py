@@ -458,7 +458,7 @@ def test_resuming_a_finished_run_does_not_train(finished, tmp_path, capsys):
   (copy / "evaluation.json").unlink()
   assert multihost.main(["--resume", str(copy), "evaluation.episodes=3", CACHE]) == 0
   captured = capsys.readouterr()
-  assert hash_in(captured.out) == hash_in(output) and "compiling the training step" not in captured.out
+  assert hash_in(captured.out) == hash_in(output) and "compiling train step" not in captured.out
   assert captured.out.startswith("topology: 1 learner\n")
   before, after = listing(folder), listing(copy)
   changed = {name for name in before | after if before.get(name) != after.get(name) and "tensorboard" not in name}

@@ -75,7 +75,7 @@ def test_package_reads_its_version_from_one_place(project):
   ("target", "command"),
   [
     ("train", ".venv/bin/python launch/multihost.py --config quickstart"),
-    ("test", ".venv/bin/python -m pytest"),
+    ("test", ".venv/bin/python -m pytest -n auto --maxprocesses 4 --dist worksteal"),
     ("lint", ".venv/bin/mypy"),
   ],
 )

@@ -122,7 +122,7 @@ def share_compiled(patch: pytest.MonkeyPatch) -> None:
   """Lets all runs of one network and learner share their compiled functions: tracing takes longer than a tiny run."""
   patch.setattr(training_module, "Learner", _learner)
 
-  def inference(config: Config, blueprint: Blueprint, mesh: Mesh) -> Inference:
+  def inference(config: Config, blueprint: Blueprint, mesh: Mesh, **_: Any) -> Inference:
     return _inference(_numeric(config), blueprint, mesh)
 
   patch.setattr(training_module, "Inference", inference)
@@ -138,7 +138,7 @@ def _numeric(config: Config) -> Config:
   )  # fmt: skip
 
 
-def _learner(config: Config, *rest: Any) -> Learner:
+def _learner(config: Config, *rest: Any, **_: Any) -> Learner:
   return _make_learner(_numeric(config), *rest)
 
 

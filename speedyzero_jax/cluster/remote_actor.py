@@ -45,7 +45,7 @@ def _act(config: Config, blueprint: Blueprint, client: Client, role: Role, incar
   device = jax.local_devices()[0]
   like = jax.eval_shape(blueprint.init, jax.random.key(0))
   weights = RemoteWeights(client, number, (ACTOR,), like, device)
-  inference, stats = Inference(config, blueprint), EpisodeStats(lanes)
+  inference, stats = Inference(config, blueprint, report=print), EpisodeStats(lanes)
   actor = Actor(config, env, inference, jax.random.key(own_seed), stats, lane_offset=welcome.first, start=welcome.heads)
   sequence, closed = 0, False
   try:

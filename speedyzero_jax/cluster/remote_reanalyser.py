@@ -121,7 +121,7 @@ def _reanalyse(
   like = jax.eval_shape(blueprint.init, jax.random.key(0))
   everywhere = NamedSharding(mesh, PartitionSpec())
   weights = RemoteWeights(client, number, _used(config), like, everywhere)
-  inference = Inference(config, blueprint, mesh)
+  inference = Inference(config, blueprint, mesh, report=print)
   key = jax.random.key(derived_seed(config.run.seed, str(role), incarnation))
   while True:
     block = client.work(messages.WorkRequest(number, incarnation))

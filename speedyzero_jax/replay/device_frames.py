@@ -149,10 +149,8 @@ class DeviceFrames:
     with self._lock:
       row = self._row(lane, cell)
       with in_order(self._mesh):
-        flat = self._gather[spread](self._frames, row)
-    if not spread:
-      flat = flat.addressable_data(0)
-    return flat.reshape(*row.shape, *self._shape)
+        found = self._gather[spread](self._frames, row)
+    return found if spread else found.addressable_data(0)
 
   def _row(self, lane: np.ndarray, cell: np.ndarray) -> np.ndarray:
     return (np.asarray(lane, np.int64) * self._rows + cell).astype(np.int32)
@@ -184,12 +182,11 @@ class DeviceFrames:
   def _local_gather(self, held: jax.Array, row: jax.Array, *, spread: bool) -> jax.Array:
     local, here = self._place(held, row)
     found = jnp.take(held, jnp.where(here, local, 0), axis=0, mode="clip")  # the default fills, at a cost
-    if self._mesh.size == 1:
-      return found
-    found = jnp.where(here[..., None], found, jnp.zeros((), held.dtype))
-    if spread:
-      return jax.lax.psum_scatter(found, self._axis, scatter_dimension=0, tiled=True)
-    return jax.lax.psum(found, self._axis)
+    if self._mesh.size > 1:
+      found = jnp.where(here[..., None], found, jnp.zeros((), held.dtype))
+      meet = partial(jax.lax.psum_scatter, scatter_dimension=0, tiled=True) if spread else jax.lax.psum
+      found = meet(found, self._axis)
+    return found.reshape(*found.shape[:-1], *self._shape)
 
   @staticmethod
   def _local_grow(held: jax.Array, *, lanes: int, old: int, new: int) -> jax.Array:
