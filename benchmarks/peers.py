@@ -1,6 +1,6 @@
 """This project beside LightZero (PyPI) and beside mctx driven naively: same sizes, same machine, one run.
 
-    python benchmarks/peers.py --out benchmarks/results/peers-2cores.json     # half an hour on two cores
+    python benchmarks/peers.py --out benchmarks/results/peers-2cores.json     # an hour on two cores
     python benchmarks/peers.py --quick                                        # a few minutes: does it run?
     python benchmarks/peers.py --only search train
 
@@ -9,7 +9,7 @@ with the same allocator settings (without them both lose half their speed to pag
 PyTorch, CPU devices of jax, which computes a convolution on one core (so mctx, driven naively, has one). The sides take
 turns, and medians are compared. LightZero lives in an environment made on first use (`--venv`); where that is
 impossible its columns are empty, with the reason. Rows of `job` are put together from measured pieces, by the
-arithmetic in `job`; `small` runs both programs whole, on a small network and a real game.
+arithmetic in `job`; `small` and `full` run both programs whole on a real game, with a small network and at full size.
 """
 
 import argparse
@@ -31,11 +31,11 @@ HERE = Path(__file__).resolve().parent
 ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "1000000000000"}
 CORES = len(os.sched_getaffinity(0))
 LIGHTZERO = ("LightZero==0.2.0", "DI-engine==0.5.3")
-PARTS = ("search", "train", "draw", "job", "small")
+PARTS = ("search", "train", "draw", "job", "small", "full")
 SAMPLES_PER_INSERT = 102.4  # SpeedyZero's: 15,000 steps of 2,048 for 300,000 agent steps
 ACTOR_LANES = 16
 WARM = {"train": 6}  # calls before a piece is timed, of some: until the heap has grown to what is needed
-WHOLE = ("small_run", "versions", "quota")  # pieces that are done once and need no warming up
+WHOLE = ("whole", "versions", "quota")  # pieces that are done once and need no warming up
 NAN = float("nan")
 
 
@@ -195,9 +195,10 @@ class Sizes(NamedTuple):
   transitions: tuple[int, ...] = (20_000, 100_000)
   stored: int = 4_000  # transitions behind a reanalysed batch, whose cost does not depend on them
   steps: int = 240  # learner steps of `small`: the later half begins when the sweep's bound of 100 has begun to bind
+  full_steps: tuple[int, int] = (160, 16)  # of `full`, ours and LightZero's, which does the same from its first step on
 
 
-QUICK = Sizes((64,), (16,), 32, 64, (4_000,), 2_000, 12)
+QUICK = Sizes((64,), (16,), 32, 64, (4_000,), 2_000, 12, (6, 4))
 
 
 def search(bench: Bench, sizes: Sizes) -> None:
@@ -283,16 +284,33 @@ def job(bench: Bench, sizes: Sizes) -> list[dict[str, Any]]:
   return results
 
 
-def small(bench: Bench, sizes: Sizes) -> None:
-  """Both programs whole: 64x64 grey Breakout, small network, 16 simulations, 16,000 transitions held."""
-  measured = bench.measure(ours("small_run", steps=sizes.steps), lightzero("small_run", steps=sizes.steps))
+def whole(bench: Bench, title: str, of_ours: Task, *theirs: Task) -> None:
+  """Both programs whole, every target fresh."""
+  measured = bench.measure(of_ours, *theirs)
   rates = [m.get("samples_per_second", NAN) for m in measured]
-  rows = {"batch 64, 4 agent steps each": [*rates, rates[0] / rates[1]]}
+  rows = {
+    f"LightZero with {task.arguments['simulations']} simulations": [rates[0], rate, rates[0] / rate]
+    for task, rate in zip(theirs, rates[1:], strict=True)
+  }
   columns = ["ours, sweep S=100", "LightZero, batch", "ours/LightZero"]
-  table("Whole programs, small network, learner samples/s (measured)", "", columns, rows, ",.2f")
+  table(f"{title}, learner samples/s (measured)", "", columns, rows, ",.2f")
   if "target_age_max" in measured[0]:
     searches, oldest = measured[0]["searches_per_step"], measured[0]["target_age_max"]
     print(f"ours searched {searches:.0f} states a learner step; the oldest target used was {oldest:.0f} steps old")
+
+
+def small(bench: Bench, sizes: Sizes) -> None:
+  """64x64 grey Breakout, small network, batch 64, 16 simulations, 16,000 transitions held."""
+  tasks = (side("whole", size="small", steps=sizes.steps, simulations=16) for side in (ours, lightzero))
+  whole(bench, "Whole programs, small network, batch 64", *tasks)
+
+
+def full(bench: Bench, sizes: Sizes) -> None:
+  """96x96 RGB Breakout, EfficientZero's network, batch 256, 20,000 transitions held; ours with 16 simulations."""
+  of_ours, of_theirs = sizes.full_steps
+  theirs = (lightzero("whole", size="full", steps=of_theirs, simulations=s) for s in sizes.simulations)
+  task = ours("whole", size="full", steps=of_ours, simulations=sizes.simulations[0])
+  whole(bench, "Whole programs, full size, batch 256", task, *theirs)
 
 
 def main() -> None:
@@ -318,7 +336,14 @@ def main() -> None:
     print(f"LightZero's columns stay empty: {why}")
   bench = Bench(sides, missing, 2 if arguments.quick else arguments.repeat, arguments.limit)
   result["lightzero"] = bench.measure(lightzero("versions"))[0]
-  for part, run in (("search", search), ("train", train), ("draw", draw), ("job", job), ("small", small)):
+  for part, run in (
+    ("search", search),
+    ("train", train),
+    ("draw", draw),
+    ("job", job),
+    ("small", small),
+    ("full", full),
+  ):
     if part in arguments.only:
       composed = run(bench, sizes)
       if composed:

@@ -18,15 +18,12 @@ from lzero.policy.efficientzero import EfficientZeroPolicy
 from peers_work import (
   ACTIONS,
   EPISODE,
-  SMALL_BATCH,
-  SMALL_LANES,
-  SMALL_RANDOM,
-  SMALL_SIMULATIONS,
-  SMALL_STEPS_EACH,
+  RUNS,
   STACK,
   TD_STEPS,
   UNROLL,
   Piece,
+  Run,
   Work,
   episodes,
   resident,
@@ -42,8 +39,8 @@ LARGE = {
   "reward_support_size": 601, "value_support_size": 601, "proj_hid": 1024, "proj_out": 1024, "pred_hid": 512,
   "pred_out": 1024, "self_supervised_learning_loss": True, "discrete_action_encoding_type": "not_one_hot",
 }  # fmt: skip
-SMALL = LARGE | {  # of configs/atari_small.yaml, but 64x64 frames, the smallest it takes; Breakout has 4 actions
-  "observation_shape": (STACK, 64, 64), "image_channel": 1, "action_space_size": 4, "num_channels": 32,
+SMALL = LARGE | {  # of configs/atari_small.yaml, but for the frames
+  "observation_shape": (STACK, 64, 64), "image_channel": 1, "num_channels": 32,
   "reward_head_channels": 8, "value_head_channels": 8, "policy_head_channels": 8, "lstm_hidden_size": 128,
   "support_scale": 50, "reward_support_size": 101, "value_support_size": 101, "proj_hid": 256,
   "proj_out": 256, "pred_hid": 128, "pred_out": 256, "discrete_action_encoding_type": "one_hot",
@@ -148,16 +145,16 @@ def train(batch: int) -> tuple[Work, dict[str, Any]]:
 class Play:
   """LightZero's collecting on envpool's Breakout, all lanes together, as its collector does it with its own games."""
 
-  def __init__(self, cfg: EasyDict, policy: EfficientZeroPolicy, buffer: EfficientZeroGameBuffer):
-    self._cfg, self._policy, self._buffer = cfg, policy, buffer
+  def __init__(self, cfg: EasyDict, policy: EfficientZeroPolicy, buffer: EfficientZeroGameBuffer, run: Run):
+    self._cfg, self._policy, self._buffer, self._lanes = cfg, policy, buffer, run.lanes
     self._env = envpool.make_gymnasium(
-      "Breakout-v5", num_envs=SMALL_LANES, img_height=64, img_width=64, stack_num=1, episodic_life=True,
-      use_fire_reset=False, max_episode_steps=3000, reward_clip=True, seed=0,
+      "Breakout-v5", num_envs=run.lanes, img_height=run.frame_size, img_width=run.frame_size, gray_scale=run.grey,
+      stack_num=1, episodic_life=True, use_fire_reset=False, max_episode_steps=3000, reward_clip=True, seed=0,
     )  # fmt: skip
     self._actions = cfg.model.action_space_size
     self._mask = np.ones(self._actions, np.int8)
     self._frames = self._scaled(self._env.reset()[0])
-    self._segments = [self._new(lane) for lane in range(SMALL_LANES)]
+    self._segments = [self._new(lane) for lane in range(run.lanes)]
 
   @staticmethod
   def _scaled(frames: np.ndarray) -> np.ndarray:
@@ -172,15 +169,15 @@ class Play:
   def step(self, random: bool) -> None:
     """One action in every lane."""
     if random:
-      action = np.random.randint(self._actions, size=SMALL_LANES)
-      visits, values = np.ones((SMALL_LANES, self._actions)).tolist(), np.zeros(SMALL_LANES)
+      action = np.random.randint(self._actions, size=self._lanes)
+      visits, values = np.ones((self._lanes, self._actions)).tolist(), np.zeros(self._lanes)
     else:
       stacked = torch.from_numpy(np.stack([np.concatenate(segment.get_obs()) for segment in self._segments]))
-      masks, players = [self._mask] * SMALL_LANES, [-1] * SMALL_LANES
+      masks, players = [self._mask] * self._lanes, [-1] * self._lanes
       said = self._policy._forward_collect(stacked.to(DEVICE), masks, to_play=players)
-      action = np.array([said[lane]["action"] for lane in range(SMALL_LANES)])
-      visits = [said[lane]["visit_count_distributions"] for lane in range(SMALL_LANES)]
-      values = [said[lane]["searched_value"] for lane in range(SMALL_LANES)]
+      action = np.array([said[lane]["action"] for lane in range(self._lanes)])
+      visits = [said[lane]["visit_count_distributions"] for lane in range(self._lanes)]
+      values = [said[lane]["searched_value"] for lane in range(self._lanes)]
     frames, reward, terminated, truncated, _ = self._env.step(action.astype(np.int32))
     self._frames = self._scaled(frames)
     for lane, segment in enumerate(self._segments):
@@ -191,33 +188,34 @@ class Play:
         self._segments[lane] = self._new(lane)
 
 
-def small_run(steps: int) -> tuple[Work, dict[str, Any]]:
-  """Collecting, reanalysing all of each batch and learning in turn, small network; the rate over the later half."""
+def whole(size: str, steps: int, simulations: int) -> tuple[Work, dict[str, Any]]:
+  """Collecting, reanalysing all of each batch and learning in turn; the rate over the later half."""
+  run = RUNS[size]
   cfg = configuration(
-    SMALL, reanalyze_ratio=1, batch_size=SMALL_BATCH, num_simulations=SMALL_SIMULATIONS,
-    replay_buffer_size=SMALL_RANDOM, gray_scale=True,
+    (SMALL if size == "small" else LARGE) | {"action_space_size": 4}, reanalyze_ratio=1, batch_size=run.batch,
+    num_simulations=simulations, replay_buffer_size=run.stored, gray_scale=run.grey,
   )  # fmt: skip
   policy, buffer = make_policy(cfg), EfficientZeroGameBuffer(cfg)
-  play = Play(cfg, policy, buffer)
+  play = Play(cfg, policy, buffer, run)
 
   def learn() -> None:
-    data = buffer.sample(SMALL_BATCH, policy)
+    data = buffer.sample(run.batch, policy)
     said = policy._forward_learn(data)
     buffer.update_priority(data, said["value_priority_orig"].detach().cpu().numpy())
 
   def work() -> dict[str, Any]:
-    while buffer.get_num_of_transitions() < SMALL_RANDOM:
+    while buffer.get_num_of_transitions() < run.stored:
       play.step(random=True)
     collected = 0
     for step in range(steps):
       if step == steps // 2:
         begin = time.perf_counter()
-      while collected < SMALL_STEPS_EACH * (step + 1):
+      while collected < run.each * (step + 1):
         play.step(random=False)
-        collected += SMALL_LANES
+        collected += run.lanes
       buffer.remove_oldest_data_to_fit()
       learn()
-    return {"samples_per_second": SMALL_BATCH * (steps - steps // 2) / (time.perf_counter() - begin)}
+    return {"samples_per_second": run.batch * (steps - steps // 2) / (time.perf_counter() - begin)}
 
   return work, {}
 
@@ -228,7 +226,7 @@ def versions() -> tuple[Work, dict[str, Any]]:
   return lambda: None, {"versions": {name: importlib.metadata.version(name) for name in names}, "device": DEVICE}
 
 
-PIECES: dict[str, Piece] = {piece.__name__: piece for piece in (search, value, train, draw, fresh, small_run, versions)}
+PIECES: dict[str, Piece] = {piece.__name__: piece for piece in (search, value, train, draw, fresh, whole, versions)}
 
 if __name__ == "__main__":
   torch.manual_seed(0)

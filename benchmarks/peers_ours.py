@@ -1,6 +1,7 @@
 """Our side of peers.py, and mctx driven naively."""
 
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -15,9 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from peers_work import (
   ACTIONS,
   EPISODE,
-  SMALL_BATCH,
-  SMALL_RANDOM,
-  SMALL_STEPS_EACH,
+  RUNS,
   STACK,
   Piece,
   Work,
@@ -218,24 +217,29 @@ def environment(lanes: int) -> tuple[Work, dict[str, Any]]:
   return work, {"steps": 100}
 
 
-def small_run(steps: int) -> tuple[Work, dict[str, Any]]:
-  """The launcher on a small network and a real game, sweeping; its rate over the later half of its learner steps."""
+def whole(size: str, steps: int, simulations: int) -> tuple[Work, dict[str, Any]]:
+  """The launcher on a real game, sweeping; its rate over the later half of its learner steps."""
+  run = RUNS[size]
+  presets = ["atari_small"] if size == "small" else ["atari100k", "sweep"]
+  env_steps = run.stored + int(run.each * steps)
   overrides = [
-    "env.game=Breakout", "env.frame_size=64", f"actor.random_steps={SMALL_RANDOM}", f"learner.steps={steps}",
-    f"run.env_steps={SMALL_RANDOM + SMALL_STEPS_EACH * steps}", "run.log_interval=1", "evaluation.at_end=false",
-    f"replay.capacity={SMALL_RANDOM}",
+    "env.game=Breakout", f"env.frame_size={run.frame_size}", f"env.grayscale={str(run.grey).lower()}",
+    f"actor.lanes={run.lanes}", f"actor.random_steps={run.stored}", f"run.env_steps={env_steps}",
+    f"learner.batch_size={run.batch}", f"learner.steps={steps}", f"search.simulations={simulations}",
+    f"replay.capacity={run.stored}", f"run.log_interval={min(10, steps // 4)}", "evaluation.at_end=false",
+    *os.environ.get("PEERS_SET", "").split(),
   ]  # fmt: skip
 
   def work() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-      command = [sys.executable, str(ROOT / "launch/multihost.py"), "--config", "atari_small"]
+      command = [sys.executable, str(ROOT / "launch/multihost.py"), "--config", *presets]
       subprocess.run([*command, *overrides, f"run.dir={folder}/run"], check=True, stdout=sys.stderr)
       rows, _ = read_rows(Path(folder) / "run" / "metrics.jsonl")
     rows = [row for row in rows if row[names.STEP] >= steps // 2]
     taken, seconds = (rows[-1][name] - rows[0][name] for name in (names.STEP, names.TIME))
     return {
-      "samples_per_second": SMALL_BATCH * taken / seconds,
-      "searches_per_step": sum(row[names.REANALYSED_PER_STEP] for row in rows[1:]) / taken,
+      "samples_per_second": run.batch * taken / seconds,
+      "searches_per_step": statistics.fmean(row[names.REANALYSED_PER_STEP] for row in rows[1:]),
       "target_age_max": max(row[names.TARGET_AGE_MAX] for row in rows),
     }
 
@@ -243,7 +247,7 @@ def small_run(steps: int) -> tuple[Work, dict[str, Any]]:
 
 
 PIECES: dict[str, Piece] = {
-  piece.__name__: piece for piece in (search, naive, value, train, draw, fresh, quota, environment, small_run)
+  piece.__name__: piece for piece in (search, naive, value, train, draw, fresh, quota, environment, whole)
 }
 
 if __name__ == "__main__":

@@ -18,8 +18,23 @@ Work = Callable[[], dict[str, Any] | None]  # waits for its own results; what it
 Piece = Callable[..., tuple[Work, dict[str, Any]]]  # makes work, and facts about it
 
 ACTIONS, STACK, UNROLL, TD_STEPS, EPISODE = 6, 4, 5, 5, 400
-SMALL_RANDOM = 16_000  # random transitions before the small end-to-end run learns; its replay holds as many
-SMALL_BATCH, SMALL_LANES, SMALL_SIMULATIONS, SMALL_STEPS_EACH = 64, 8, 16, 4  # configs/atari_small.yaml
+
+
+class Run(NamedTuple):
+  """A whole program on Breakout."""
+
+  frame_size: int
+  grey: bool
+  batch: int
+  lanes: int
+  stored: int  # random transitions before it learns; its replay holds as many
+  each: float  # agent steps a learner step
+
+
+RUNS = {
+  "small": Run(64, True, 64, 8, 16_000, 4),  # configs/atari_small.yaml's, but for the frames: LightZero's smallest
+  "full": Run(96, False, 256, 16, 20_000, 2.5),  # EfficientZero's, at SpeedyZero's 102.4 samples an agent step
+}
 
 
 class Episode(NamedTuple):
