@@ -177,7 +177,7 @@ def runs(presets: list[str], settings: list[str], steps: int, filled: int, work:
   """Whole runs on a replay that is full from the start, each in the folder that says what it is without."""
   base = [
     f"replay.capacity={filled}", f"actor.random_steps={filled}", f"run.env_steps={filled + 4 * steps}",
-    f"learner.steps={steps}", "run.log_interval=1",
+    f"learner.steps={steps}", f"run.log_interval={min(10, steps // 4)}",
     "evaluation.episodes=1", "evaluation.max_episode_steps=10", "run.checkpoint_interval=100000",
     "replay.frames=device", "reanalyse.schedule=sweep", *settings,
   ]  # fmt: skip
@@ -185,8 +185,8 @@ def runs(presets: list[str], settings: list[str], steps: int, filled: int, work:
   def rate(rows: list[grid.Row]) -> dict[str, float]:
     late = [row for row in rows if row[names.STEP] >= steps // 2]
     steps_taken, took = (late[-1][name] - late[0][name] for name in (names.STEP, names.TIME))
-    searched = sum(row[names.REANALYSED_PER_STEP] for row in late[1:])
-    return {"steps_per_second": steps_taken / took, "searches_per_step": searched / steps_taken}
+    searched = statistics.fmean(row[names.REANALYSED_PER_STEP] for row in late[1:])
+    return {"steps_per_second": steps_taken / took, "searches_per_step": searched}
 
   found = grid.run_all(
     {name: [*base, *changes] for name, changes in {"nothing": [], **WITHOUT}.items()},
