@@ -1,6 +1,6 @@
 """This project beside LightZero (PyPI) and beside mctx driven naively: same sizes, same machine, one run.
 
-    python benchmarks/peers.py --out benchmarks/results/peers-2cores.json     # an hour on two cores
+    python benchmarks/peers.py --out benchmarks/results/peers-2cores.json     # half an hour on two cores
     python benchmarks/peers.py --quick                                        # a few minutes: does it run?
     python benchmarks/peers.py --only search train
 
