@@ -140,10 +140,8 @@ def main() -> None:
     config = config_io.override(base, [f"learner.batch_size={batch}"])
     more, state = meshes(config, (side, side, channels), arguments.actions, counts, arguments.rounds, arguments.steps)
     rows += more
-  published = publication(config, state, more[-1]["step_s"], arguments.publications)
-  write(
-    arguments.out,
-    {
+    published = publication(config, state, more[-1]["step_s"], arguments.publications)
+    result = {
       "devices": f"{len(there)} x {there[0].device_kind}",
       "fake": fake,
       "preset": arguments.config,
@@ -151,8 +149,8 @@ def main() -> None:
       "dtype": base.network.dtype,
       "rows": rows,
       "weights": published,
-    },
-  )
+    }
+    write(arguments.out, result)  # the next batch may be too much for this machine
 
 
 if __name__ == "__main__":
