@@ -148,7 +148,7 @@ def arithmetic(config: Config, shape: Topology, transitions: float, agent_steps:
     queue = Sweep(own.actor.lanes, replay_capacity(own))
     for lane in range(own.actor.lanes):
       queue.grow(lane, 0, round(transitions / config.actor.lanes))
-    block = block_of(part, 1)
+    block = block_of(part)
     quota = queue.quota(block, part.max_age, max(part.weights_interval, config.actor.weights_interval))
     blocks += quota / block * looked_at(form, config, block, 1, kind == "reanalyse")
     versions += 1 / part.weights_interval

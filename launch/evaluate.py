@@ -75,11 +75,14 @@ def evaluate(arguments: argparse.Namespace, config: Config) -> int:
   from speedyzero_jax.checkpoint import CheckpointError
   from speedyzero_jax.parts import enable_compilation_cache, evaluation_seed, restore_for_evaluation
 
+  def report(line: str) -> None:
+    print(line, file=sys.stderr)
+
   memory.keep_freed()
   enable_compilation_cache(config)
   try:
     inference, version = restore_for_evaluation(
-      config, arguments.run_dir, lambda line: print(f"warning: {line}", file=sys.stderr)
+      config, arguments.run_dir, warn=lambda line: report(f"warning: {line}"), report=report
     )
     result = evaluation.evaluate(
       config,
@@ -88,7 +91,7 @@ def evaluate(arguments: argparse.Namespace, config: Config) -> int:
       episodes=arguments.episodes or config.evaluation.episodes,
       seed=evaluation_seed(config) if arguments.seed is None else arguments.seed,
       max_episode_steps=arguments.max_episode_steps,
-      report=lambda line: print(line, file=sys.stderr),
+      report=report,
     )
     assert result is not None  # nobody stops it
     print(result)
@@ -100,8 +103,7 @@ def evaluate(arguments: argparse.Namespace, config: Config) -> int:
     where = memory.ran_out(error)
     if where is None:
       raise
-    said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    print(f"error: out of {where} memory: {said[:200]}", file=sys.stderr)
+    print(f"error: {memory.out_of(where, error)}", file=sys.stderr)
     return FAILED
   return 0
 

@@ -89,6 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"error: {error}", file=sys.stderr)
     return WRONG_USE
 
+  import jax
+
   from speedyzero_jax.parts import enable_compilation_cache
   from speedyzero_jax.profiling import profile
   from speedyzero_jax.training import TrainingError
@@ -100,6 +102,12 @@ def main(argv: Sequence[str] | None = None) -> int:
       return 0 if profile(config, folder.path) else FAILED
   except (TrainingError, DivergedError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
+    return FAILED
+  except (MemoryError, jax.errors.JaxRuntimeError) as error:
+    where = memory.ran_out(error)
+    if where is None:
+      raise
+    print(f"error: {memory.out_of(where, error)}", file=sys.stderr)
     return FAILED
   except KeyboardInterrupt:
     return 128 + signal.SIGINT

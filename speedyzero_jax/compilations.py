@@ -50,7 +50,8 @@ class Program:
 
   Args:
     function: jitted, or with `lower` and a name as jitted ones have.
-    label: says from the arguments what a call is to be called; those of other shapes otherwise.
+    label: says from the arguments, of which the second is what it works on, what a call is to be called; those of
+      other shapes otherwise.
     report: takes lines.
   """
 
@@ -58,7 +59,9 @@ class Program:
     self.function, self.label, self._report = function, label, report
     self.__name__ = function.__name__
     self._lock = threading.Lock()
-    self._bytes: dict[str, int] = {}
+    self._locks: dict[tuple, threading.Lock] = {}  # of forms, which may compile beside each other
+    self._bytes: dict[tuple, int] = {}
+    self._seconds: dict[str, float] = {}
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
     self.prepare(*args, **kwargs)
@@ -67,20 +70,29 @@ class Program:
   def prepare(self, *args: Any, **kwargs: Any) -> None:
     """Compiles it for these arguments, unless it is."""
     label = self.label(*args, **kwargs)
-    if label in self._bytes:
+    form = (label, *((type(x), getattr(x, "shape", None)) for x in args[1:2]))  # what is on devices compiles apart
+    if form in self._bytes:
       return
     with self._lock:
-      if label in self._bytes:
+      lock = self._locks.setdefault(form, threading.Lock())
+    with lock:
+      if form in self._bytes:
         return
       begin = time.monotonic()
       self._report(f"compiling {label}: up to a minute or two, less when it was compiled before")
       compiled = self.lower(*args, **kwargs).compile()  # which calls find
-      self._bytes[label] = memory_of(compiled) or 0
-      self._report(f"compiled {label} in {time.monotonic() - begin:.0f} s")
+      seconds = time.monotonic() - begin
+      self._seconds[label] = self._seconds.get(label, 0.0) + seconds
+      self._bytes[form] = memory_of(compiled) or 0
+      self._report(f"compiled {label} in {seconds:.0f} s")
 
   def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
     """As of a jitted function."""
     return self.function.lower(*args, **kwargs)
+
+  def seconds(self, label: str) -> float:
+    """Spent on compiling what is called so; 0 if it never was."""
+    return self._seconds.get(label, 0.0)
 
   @property
   def bytes(self) -> int:

@@ -111,7 +111,7 @@ class ReplayConfig:
   frames: Literal["auto", "device", "host"] = opt(
     "auto",
     "where batches are gathered: on the learner's devices, which then hold all frames (each a share of the lanes), in "
-    "host memory, or on devices that are no CPUs and have twice the room (ours)",
+    "host memory, or on devices that are no CPUs and have three times the room (ours)",
   )
   alpha: float = opt(0.6, "exponent of the priorities (EZ: 0.6, EZ-V2: 1)")
   beta_start: float = opt(0.4, "importance exponent at the start (EZ: 0.4, EZ-V2: 1)")
@@ -139,7 +139,9 @@ class ReanalyseConfig:
     25, "learner steps between updates of the reanalyser's weights, which are also the target network (SZ: 25, EZ: 200)"
   )
   max_age: int = opt(100, "sweep: every stored target is at most this many learner steps old (ours)")
-  block: int = opt(0, "sweep: states searched in one call; 0: 256 on CPUs, 4,096 for each device that is none (ours)")
+  block: int = opt(
+    0, "sweep: states searched in one call; 0: 256 where the learner's devices are CPUs, else 4,096 (ours)"
+  )
   value_target: Literal["bootstrap", "search", "mixed"] = opt(
     "bootstrap", "n-step return (EZ), value of the search, or the latter for old data only (EZ-V2)"
   )
@@ -161,8 +163,8 @@ class RefreshConfig:
   )
   block: int = opt(
     0,
-    "states evaluated in one call; 0: 256 on CPUs, 4,096 for each device that is none (ours); unused if a reanalyse "
-    "sweep does its work",
+    "states evaluated in one call; 0: 256 where the learner's devices are CPUs, else 4,096 (ours); unused if a "
+    "reanalyse sweep does its work",
   )
 
 

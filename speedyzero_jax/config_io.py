@@ -126,19 +126,23 @@ def _format(value: Any) -> str:
 # --- Unknown names ---
 
 
+_ALMOST = 1.8  # of 2, how like a name must be to be meant though others end in its last word
+
+
 def _nearest(name: str, candidates: Iterable[str]) -> str:
-  """The candidate most like `name`; or all of those that end in the same word or abbreviate to it (lr)."""
+  """The candidate most like `name`; or those that end in the same word or abbreviate to it (lr), and one as like."""
   last = name.rpartition(".")[2]
   tails = {c: c.rpartition(".")[2] for c in candidates}
   same = [c for c, tail in tails.items() if last in (tail, "".join(word[:1] for word in tail.split("_")))]
-  if same:
-    return " or ".join(same)
 
   def likeness(candidate: str) -> float:
     pairs = ((name, candidate), (last, tails[candidate]))
     return sum(difflib.SequenceMatcher(None, a, b).ratio() for a, b in pairs)
 
-  return max(tails, key=likeness)
+  best = max(tails, key=likeness)
+  if same and likeness(best) < _ALMOST:
+    return " or ".join(same)
+  return " or ".join([*(c for c in same if c != best), best])
 
 
 def _check_key(key: str, candidates: Collection[str]) -> None:

@@ -62,22 +62,22 @@ def median_seconds(call: Callable[[], Any], repeat: int = 5, patience: float = 3
 
 
 def peak_flops(dtype: str) -> float:
-  """FLOP/s of a large square matrix product on one device."""
+  """FLOP/s of a large square matrix product on one local device, all of them being busy: CPU devices share cores."""
   size = 8192 if jax.default_backend() != "cpu" else 2048
-  x = jnp.ones((size, size), dtype)
+  everywhere = [jax.device_put(jnp.ones((size, size), dtype), device) for device in jax.local_devices()]
   product = jax.jit(lambda a: a @ a)
-  return 2 * size**3 / median_seconds(lambda: product(x).block_until_ready())
+  return 2 * size**3 / median_seconds(lambda: jax.block_until_ready([product(x) for x in everywhere]))
 
 
 def peak_bandwidth() -> float:
-  """Bytes/s read and written by one device that goes once over an array far larger than its caches."""
+  """Bytes/s read and written by one local device that goes once over an array far larger than its caches, as all do."""
   x = jnp.ones(2**28 if jax.default_backend() != "cpu" else 2**26, jnp.float32)
+  everywhere = [jax.device_put(x, device) for device in jax.local_devices()]
   follow = jax.jit(
     lambda a: a + 1, donate_argnums=0
   )  # into the same memory: new pages would cost more than the writing
 
   def call() -> None:
-    nonlocal x
-    x = follow(x).block_until_ready()
+    everywhere[:] = jax.block_until_ready([follow(x) for x in everywhere])
 
   return 2 * x.nbytes / median_seconds(call)

@@ -9,7 +9,7 @@ import jax
 from speedyzero_jax import memory
 from speedyzero_jax.compilations import WarmUp
 from speedyzero_jax.config import Config
-from speedyzero_jax.parts import Game, game_of, replay_bytes, replay_capacity
+from speedyzero_jax.parts import Game, game_of, mean_stored, replay_bytes, replay_capacity
 from speedyzero_jax.training import Training
 
 _PROGRAMS = 1.2e9  # bytes of host memory for libraries and compiled programs, as seen on CPUs with small networks
@@ -35,14 +35,8 @@ def sweep_growth(config: Config, block: int, collected: int) -> float:
     block: states in one call; a pass may compute as many more than there are.
     collected: agent steps so far.
   """
-  end = config.run.env_steps
-  if collected >= end:
-    return 1.0
-  full = min(replay_capacity(config) * config.actor.lanes, end)
-  now = min(collected, full)
-  filling = max(full - collected, 0) / (end - collected)  # share of the time in which the buffer still grows
-  mean = filling * (now + full) / 2 + (1 - filling) * full
-  return (mean + block) / (now + block)
+  now = min(collected, replay_capacity(config) * config.actor.lanes)
+  return (mean_stored(config, collected) + block) / (now + block)
 
 
 class Forecast:
@@ -60,21 +54,42 @@ class Forecast:
     self._config, self._report, self._clock = config, report, clock
     self._began = clock()
     self._resident, self._room = memory.resident() or 0, memory.available()
-    self._host = self._device = self._seconds = 0.0  # estimates; 0: none
+    self._host = self._device = 0.0  # bytes
+    self._told: dict[str, list[str]] = {"seconds": [], "host": [], "device": []}  # what was estimated, and when
+    self._measured = False
     self._since: tuple[int, float, dict[str, float]] | None = None  # learner step, time and parts where measuring began
     self._training: Training | None = None
 
   def watch(self, training: Training, warm_up: WarmUp) -> None:
     """Estimates for this run, and goes on doing so; to be called before it begins to work."""
     self._training, self._warm_up = training, warm_up
-    training.on_compiled = lambda: self._compiled(training)
     training.after_step.append(lambda: self._stepped(training))
     self._estimate_memory(training)
+    self._report(f"this configuration on this machine: {self._memory()}, without what its programs need")
+    self._warn()
+
+  def prepared(self, training: Training, each: float | None) -> None:
+    """Estimates for the run whose programs are known now.
+
+    Args:
+      training: as watched.
+      each: seconds that a learner step will take on average; None where nobody knows.
+    """
+    self._estimate_memory(training)
+    expected = ""
+    if each is not None:
+      left = each * (self._config.learner.steps - training.pacer.learner_steps)
+      expected = f"; about {_duration(left)}, {each:.3g} s a learner step, by what each of its parts takes alone"
+      self._tell("seconds", _duration(self._clock() - self._began + left), "at the start")
+    self._tell("host", memory.size(self._host), "at the start")
+    self._tell("device", memory.size(self._device), "at the start")
     self._report(
-      f"this configuration on this machine: {self._memory()}, without what programs need for themselves; how long it "
-      "takes is told after some learner steps"
+      f"with {memory.size(training.program_bytes)} for its programs on each device: {self._memory()}{expected}"
     )
     self._warn()
+
+  def _tell(self, what: str, value: str, when: str) -> None:
+    self._told[what].append(f"{value} {when}")
 
   def _estimate_memory(self, training: Training) -> None:
     config, devices = self._config, training.learner.mesh.local_devices
@@ -113,16 +128,8 @@ class Forecast:
         "batches and the training step smaller"
       )
 
-  def _compiled(self, training: Training) -> None:
-    if training.program_bytes:
-      self._estimate_memory(training)
-      self._report(
-        f"with the training step, {memory.size(training.learner.update.bytes)} on each device: {self._memory()}"
-      )
-      self._warn()
-
   def _stepped(self, training: Training) -> None:
-    if self._seconds:
+    if self._measured:
       return
     step, now, parts = training.pacer.learner_steps, self._clock(), training.times.totals()
     if self._since is None:
@@ -136,11 +143,13 @@ class Forecast:
       return
     each = seconds / steps * self._growth(training, spent)
     left = each * (self._config.learner.steps - step)
-    self._seconds = now - self._began + left
+    whole, self._measured = _duration(now - self._began + left), True
     self._estimate_memory(training)  # all programs are known now
     self._host = max(self._will_hold(training), memory.resident(peak=True) or 0)
+    self._tell("seconds", whole, f"at step {step}")
+    self._tell("host", memory.size(self._host), f"at step {step}")
     self._report(
-      f"this will take about {_duration(self._seconds)}, {_duration(left)} of them from now, evaluations not counted: "
+      f"this will take about {whole}, {_duration(left)} of them from now, evaluations not counted: "
       f"{each:.3g} s a learner step on average, {seconds / steps:.3g} s now; {self._memory()}"
     )
     self._warn()
@@ -162,18 +171,17 @@ class Forecast:
 
   def ended(self) -> None:
     """Says what the run took, beside what was estimated."""
-    took = [f"took {_duration(self._clock() - self._began)}{_estimated(self._seconds, _duration)}"]
+    took = [f"took {_duration(self._clock() - self._began)}{self._estimated('seconds')}"]
     host = memory.resident(peak=True)
     if host is not None:
-      took.append(f"at most {memory.size(host)} of host memory{_estimated(self._host, memory.size)}")
+      took.append(f"at most {memory.size(host)} of host memory{self._estimated('host')}")
     device = memory.of_devices(jax.local_devices(), "peak_bytes_in_use")
     if device is not None:
-      took.append(f"{memory.size(device)} of a device's{_estimated(self._device, memory.size)}")
+      took.append(f"{memory.size(device)} of a device's{self._estimated('device')}")
     self._report(", ".join(took))
 
-
-def _estimated(value: float, words: Callable[[float], str]) -> str:
-  return f" ({words(value)} estimated)" if value else ""
+  def _estimated(self, what: str) -> str:
+    return f" (estimated: {', '.join(self._told[what])})" if self._told[what] else ""
 
 
 def _devices_are_host() -> bool:

@@ -63,10 +63,13 @@ def resident(proc: Path = Path("/proc"), *, peak: bool = False) -> int | None:
   return int(found[0]) * 1024 if found else None
 
 
-def of_devices(devices: Sequence[jax.Device], what: str) -> int | None:
-  """A figure of `Device.memory_stats` that all devices know, of the one where it is largest; None if one doesn't."""
+def of_devices(devices: Sequence[jax.Device], what: Literal["bytes_limit", "peak_bytes_in_use"]) -> int | None:
+  """A figure of `Device.memory_stats`: the smallest limit, or the largest use, of all devices; None if one has none."""
   known = [(device.memory_stats() or {}).get(what) for device in devices]
-  return max((x for x in known if x is not None), default=None) if None not in known else None
+  figures = [x for x in known if x is not None]
+  if not known or len(figures) < len(known):
+    return None
+  return min(figures) if what == "bytes_limit" else max(figures)
 
 
 def zeros(shape: Sequence[int], dtype: np.dtype | type) -> np.ndarray:
@@ -104,3 +107,9 @@ def ran_out(error: BaseException) -> Literal["host", "device"] | None:
   if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
     return "host" if jax.default_backend() == "cpu" else "device"
   return None
+
+
+def out_of(where: str, error: BaseException) -> str:
+  """What to say of an error that `ran_out` knows."""
+  said = str(error).strip().splitlines() or [type(error).__name__]
+  return f"out of {where} memory: {said[0][:200]}"

@@ -129,7 +129,7 @@ class _Overlapped:
       with contextlib.suppress(Stopped):
         pacer.wait_until(may_learn)
       failed = pacer.stopping and not training.interrupted
-      if failed or not training.begin_learning(self._ready[0] if self._ready else None):
+      if failed or not training.begin_learning():
         return
     while pacer.learner_steps < training.config.learner.steps:
       begin = time.monotonic()

@@ -51,6 +51,17 @@ def replay_capacity(config: Config) -> int:
   return max(-(-wanted // config.actor.lanes), shortest)
 
 
+def mean_stored(config: Config, collected: int) -> float:
+  """Agent steps in the replay on average, from `collected` of them to the run's end."""
+  end = config.run.env_steps
+  full = min(replay_capacity(config) * config.actor.lanes, end)
+  if collected >= end:
+    return full
+  now = min(collected, full)
+  filling = max(full - collected, 0) / (end - collected)  # share of the time in which the buffer still grows
+  return filling * (now + full) / 2 + (1 - filling) * full
+
+
 def make_replay(
   config: Config,
   game: Game,
@@ -119,13 +130,18 @@ def sweeps(config: Config) -> list[SweepName]:
   return passes
 
 
-def restore_for_evaluation(config: Config, run_dir: Path, report: Callable[[str], None]) -> tuple[Inference, Version]:
-  """What is needed to play with the newest readable checkpoint of a run. Raises CheckpointError if there is none."""
+def restore_for_evaluation(
+  config: Config, run_dir: Path, *, warn: Callable[[str], None], report: Callable[[str], None]
+) -> tuple[Inference, Version]:
+  """What is needed to play with the newest readable checkpoint of a run. Raises CheckpointError if there is none.
+
+  `warn` takes lines on checkpoints that can't be read, `report` those on what compiles.
+  """
   blueprint = blueprint_of(config, game_of(config))
   here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   shapes = jax.eval_shape(blueprint.init, jax.random.key(0))
   abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
-  step, variables = Checkpoints(run_dir).restore_network(abstract, report)
+  step, variables = Checkpoints(run_dir).restore_network(abstract, warn)
   return Inference(config, blueprint, report=report), Version(step, variables)
 
 

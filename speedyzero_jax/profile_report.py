@@ -9,14 +9,15 @@ from typing import Any
 
 def write(path: Path, profile: dict[str, Any]) -> None:
   """Writes a profile as JSON, in which what is not known is null."""
-  path.write_text(json.dumps(_without_nan(profile), indent=1) + "\n")
+  path.write_text(json.dumps(without_nan(profile), indent=1) + "\n")
 
 
-def _without_nan(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
+  """The same with None for numbers that are none, for which JSON has no word."""
   if isinstance(value, dict):
-    return {name: _without_nan(x) for name, x in value.items()}
+    return {name: without_nan(x) for name, x in value.items()}
   if isinstance(value, list):
-    return [_without_nan(x) for x in value]
+    return [without_nan(x) for x in value]
   return None if isinstance(value, float) and math.isnan(value) else value
 
 

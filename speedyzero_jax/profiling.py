@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from speedyzero_jax import costs, memory, modes, profile_report
+from speedyzero_jax import ahead, costs, memory, modes, profile_report
 from speedyzero_jax.compilations import Compilations, Program, WarmUp
 from speedyzero_jax.config import Config
 from speedyzero_jax.costs import Cost
@@ -71,7 +71,7 @@ class Function:
 
   name: str
   calls: float  # per learner step
-  compile_seconds: float  # since the run began, for all shapes of its arguments
+  compile_seconds: float
   seconds: float  # of one call, alone
   flops: float  # of one call; nan where nobody can tell, as of what several programs do
   bytes: float
@@ -307,17 +307,14 @@ class Profiler:
       def call() -> None:
         jax.block_until_ready(function(*args, **kwargs))
 
-    cost, compiling = Cost(math.nan, math.nan), math.nan
-    if hasattr(function, "lower"):
-      compiling = self._compilations.seconds(function.__name__)
-      lowered = function.lower(*args, **kwargs)
-      if kind == "search":
-        variables, frames, *_ = args
-        roots = -(-training.inference.states(frames) // training.inference.devices)  # of one device
-        cost = search_cost(lowered, training.config, training.learner.blueprint, variables, roots)
-      else:
-        cost = costs.cost_of(lowered)
-    return Function(label, calls, compiling, costs.median_seconds(call), cost.flops, cost.bytes)
+    lowered = function.lower(*args, **kwargs)
+    if kind == "search":
+      variables, frames, *_ = args
+      roots = -(-training.inference.states(frames) // training.inference.devices)  # of one device
+      cost = search_cost(lowered, training.config, training.learner.blueprint, variables, roots)
+    else:
+      cost = costs.cost_of(lowered)
+    return Function(label, calls, function.seconds(label), costs.median_seconds(call), cost.flops, cost.bytes)
 
 
 def search_cost(
@@ -349,5 +346,6 @@ def profile(config: Config, folder: Path) -> bool:
     steps, report = config.profile.steps, reporter.message
     with Profiler(folder, steps, compilations, report, then=training.interrupt) as profiler:
       profiler.watch(training, warm_up)
+      ahead.prepare(training)
       modes.run(training)
     return profiler.done

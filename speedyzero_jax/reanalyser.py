@@ -123,9 +123,9 @@ class BatchReanalyser:
     self.calls += 1
 
 
-def block_of(part: ReanalyseConfig | RefreshConfig, devices: int) -> int:
-  """States that a sweep looks at in one call: as configured, or as many as fill so many devices of this process."""
-  return part.block or (_ON_CPU if jax.default_backend() == "cpu" else _ON_ACCELERATOR * devices)
+def block_of(part: ReanalyseConfig | RefreshConfig) -> int:
+  """States that a sweep looks at in one call: as configured, or as many as fill a device of this process' kind."""
+  return part.block or (_ON_CPU if jax.default_backend() == "cpu" else _ON_ACCELERATOR)
 
 
 class Sweeper:
@@ -142,7 +142,7 @@ class Sweeper:
   def __init__(self, config: Config, kind: SweepName, inference: Inference, weights: WeightsStore, key: jax.Array):
     part = config.refresh if kind == "refresh" else config.reanalyse
     self.kind: SweepName = kind
-    self.max_age, self.block = part.max_age, block_of(part, inference.devices)
+    self.max_age, self.block = part.max_age, block_of(part)
     self._refresh = config.refresh.enabled  # switched off, a sweep leaves priorities alone
     self._explore = config.reanalyse.explore
     self._subscriber = REFRESHER if kind == "refresh" else REANALYSER
@@ -169,6 +169,10 @@ class Sweeper:
       self.credit += replay.quota(self.kind, self.block, self.max_age, self._delay)
       self.credited += 1
     return self.credit >= self.block or self.overdue(replay, learner_step)
+
+  def calls_per_step(self, stored: float) -> float:
+    """Blocks for each learner step, on average, with so many states in the replay."""
+    return (stored / self.block + 1.5) / (self.max_age - self._delay - 1)  # see Sweep.quota; half a block is padding
 
   def overdue(self, replay: Replay, learner_step: int) -> bool:
     """Whether something stored would be older than the bound after one more step; the learner must not take it."""

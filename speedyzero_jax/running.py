@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 
-from speedyzero_jax import memory, modes
+from speedyzero_jax import ahead, memory, modes
 from speedyzero_jax.checkpoint import CheckpointError, Checkpoints
 from speedyzero_jax.compilations import Compilations, WarmUp
 from speedyzero_jax.config import Config
@@ -135,6 +135,7 @@ def train(
           training.interrupt()
         finished = False
         with around(training):
+          forecast.prepared(training, ahead.prepare(training))
           finished = modes.run(training)
       if training is None or (signals.came() and not training.pacer.env_steps):
         reporter.message(f"stopped before there was anything to save; begin again: --resume {folder}")
@@ -183,9 +184,8 @@ def _out_of_memory(where: str, error: BaseException, held: float, full: float) -
   """What to say: `held` and `full` are the replay's bytes now and at the run's end."""
   smaller = "learner.batch_size, reanalyse.block, refresh.block, env.frame_size"
   smaller += ", replay.capacity" if where == "host" else " or replay.frames=host"
-  said = str(error).strip().splitlines() or [type(error).__name__]
   return (
-    f"out of {where} memory: {said[0][:200]}. The replay holds {memory.size(held)} of the {memory.size(full)} that it "
+    f"{memory.out_of(where, error)}. The replay holds {memory.size(held)} of the {memory.size(full)} that it "
     "will take. "
     f"Start a run with less of {smaller}, or resume this one where there is more memory; checkpoints are intact"
   )

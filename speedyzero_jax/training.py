@@ -81,11 +81,9 @@ class Training:
     self.leaving = False  # all units know that one of them was interrupted
     self.failure: Exception | None = None  # of somebody who could tell nobody else
     self._begun = False  # from here on it is the learner steps that tell units of an interruption
-    self._compiled = False  # the training step
     self._acting_bytes = self._batch_bytes = 0  # handed to devices so far, each counted in a thread of its own
     self._told_bytes: int | None = None  # of all bytes handed to devices, those that were reported
     self.times = PartTimes(mark=jax.profiler.TraceAnnotation)  # parts show in a trace too
-    self.on_compiled: Callable[[], object] = lambda: None  # called when the training step is, before it is taken
     self.after_step: list[Callable[[], object]] = []  # called after each learner step, in its thread
     self._key = jax.random.fold_in(jax.random.key(config.run.seed), _LEARN)
     checkpoints = Checkpoints(run_dir, config.run.keep_checkpoints)
@@ -239,8 +237,6 @@ class Training:
 
   def learn(self, fed: feed.Fed) -> StepResult:
     """One learner step; its results stay on the device."""
-    if not self._compiled:
-      self._compile(fed)
     with self.times.part("train"):
       self.state, result = self.learner.step(self.state, fed.batch, self._key, stop=self.interrupted)
     self.pacer.add_learner_step()
@@ -265,20 +261,10 @@ class Training:
     self.replay.set_priorities(fed.lane, fed.time, td_error, step)
     self.leaving = self.leaving or bool(result.stopping)
 
-  def _compile(self, fed: feed.Fed) -> None:
-    self.learner.prepare(self.state, fed.batch, self._key)
-    self._compiled = True
-    self.on_compiled()
-    self.times.take(self.pacer.learner_steps)  # what came before belongs to no step
-
-  def begin_learning(self, fed: feed.Fed | None) -> bool:
-    """To be called before the first step, with its batch. False if a unit is not going to take it.
-
-    Compiles it and waits for all units to have done so: in the step, they would not wait long for each other.
-    """
-    if fed is not None and not self.interrupted:
-      self._compile(fed)
+  def begin_learning(self) -> bool:
+    """To be called before the first step. Waits for all units to be ready. False if a unit is not going to take it."""
     self._begun = True
+    self.times.take(self.pacer.learner_steps)  # what came before belongs to no step
     self.reporter.refresh()  # so that the first line has what all units know
     return not any(self.part.agree(int(self.interrupted)))
 

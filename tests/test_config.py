@@ -461,7 +461,7 @@ def test_a_full_replay_is_swept_in_a_quarter_of_a_batchs_searches(monkeypatch, b
   each = config.learner.batch_size * (config.learner.unroll_steps + 1)
   delay = max(config.reanalyse.weights_interval, config.actor.weights_interval)
   monkeypatch.setattr(jax, "default_backend", lambda: backend)
-  block = block_of(config.reanalyse, 1)
+  block = block_of(config.reanalyse)
   sweep, quotas = Sweep(1, config.run.env_steps), []
   for stored in range(0, config.run.env_steps, 10_000):
     sweep.grow(0, stored, stored + 10_000)

@@ -87,8 +87,11 @@ def test_a_forecast_from_the_first_line_to_the_last(tmp_path, monkeypatch):
   with Compilations() as compilations, tiny.training(config, tmp_path) as training:
     warm_up = WarmUp(compilations)
     forecast.watch(training, warm_up)
-    (line,) = said
-    assert line.startswith("this configuration on this machine: about 2.2 GB of 1001.0 GB host memory")  # and programs
+    machine.now = 40.0
+    forecast.prepared(training, 0.5)
+    assert said[0].startswith("this configuration on this machine: about 2.2 GB of 1001.0 GB host memory")
+    assert "for its programs on each device: about 2.2 GB of" in said[1]
+    assert said.pop().endswith("; about 8.5 minutes, 0.5 s a learner step, by what each of its parts takes alone")
     pacer = training.pacer = SimpleNamespace(learner_steps=0, env_steps=10_000)
 
     def step():
@@ -114,7 +117,10 @@ def test_a_forecast_from_the_first_line_to_the_last(tmp_path, monkeypatch):
   assert "about 2.0 GB of" in said[1] and replay < 10**8  # more than is held with the replay full
   machine.now, machine.peak = 1300.0, 3 * 10**9
   forecast.ended()
-  assert said[2:] == ["took 21.7 minutes (22.9 minutes estimated), at most 3.0 GB of host memory (2.0 GB estimated)"]
+  assert said[2:] == [
+    "took 21.7 minutes (estimated: 9.2 minutes at the start, 22.9 minutes at step 22), at most 3.0 GB of host memory "
+    "(estimated: 2.2 GB at the start, 2.0 GB at step 22)"
+  ]
 
 
 @pytest.mark.parametrize(("room", "warned"), [(10**8, True), (10**12, False)])
@@ -127,7 +133,7 @@ def test_too_little_memory_is_said_with_the_keys_to_change(tmp_path, monkeypatch
 
 
 def test_a_device_with_too_little_memory_is_said(tmp_path, monkeypatch):
-  """As a GPU would say it: 1 MB of memory, and a training step that needs 5 MB."""
+  """As a GPU would say it: 1 MB of memory, and programs that need 7 MB."""
   said: list[str] = []
   monkeypatch.setattr(memory, "of_devices", lambda devices, what: {"bytes_limit": 10**6}.get(what, 3 * 10**6))
   monkeypatch.setattr(estimate, "_devices_are_host", lambda: False)
@@ -137,8 +143,9 @@ def test_a_device_with_too_little_memory_is_said(tmp_path, monkeypatch):
     assert len(said) == 1 and " of 1.0 MB on each device" in said[0]
     monkeypatch.setattr(training.learner, "update", SimpleNamespace(bytes=5 * 10**6))
     monkeypatch.setattr(training.inference, "search", SimpleNamespace(bytes=2 * 10**6))
-    training.on_compiled()
-  assert said[1].startswith("with the training step, 5.0 MB on each device: ") and "7." in said[1]
+    monkeypatch.setattr(training.inference, "value", SimpleNamespace(bytes=0))
+    forecast.prepared(training, None)
+  assert said[1].startswith("with 7.0 MB for its programs on each device: ") and "minutes" not in said[1]
   assert said[2].startswith("warning") and "replay.frames=host" in said[2] and "learner.batch_size" in said[2]
   forecast.ended()
-  assert "3.0 MB of a device's (7." in said[3]
+  assert "3.0 MB of a device's (estimated: 7." in said[3]

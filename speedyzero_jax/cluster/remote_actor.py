@@ -1,6 +1,7 @@
 """An actor in a process of its own: asks for steps, takes them, hands over what came of them."""
 
 import contextlib
+import functools
 
 import jax
 import numpy as np
@@ -17,6 +18,8 @@ from speedyzero_jax.metrics.rates import EpisodeStats
 from speedyzero_jax.networks import Blueprint
 from speedyzero_jax.topology import Role, derived_seed
 from speedyzero_jax.weights import ACTOR
+
+_say = functools.partial(print, flush=True)  # into a log, which nobody closes for who is killed
 
 
 def act(config: Config, blueprint: Blueprint, client: Client, role: Role, incarnation: int) -> None:
@@ -45,7 +48,7 @@ def _act(config: Config, blueprint: Blueprint, client: Client, role: Role, incar
   device = jax.local_devices()[0]
   like = jax.eval_shape(blueprint.init, jax.random.key(0))
   weights = RemoteWeights(client, number, (ACTOR,), like, device)
-  inference, stats = Inference(config, blueprint, report=print), EpisodeStats(lanes)
+  inference, stats = Inference(config, blueprint, report=_say), EpisodeStats(lanes)
   actor = Actor(config, env, inference, jax.random.key(own_seed), stats, lane_offset=welcome.first, start=welcome.heads)
   sequence, closed = 0, False
   try:

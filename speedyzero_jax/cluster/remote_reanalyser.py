@@ -4,6 +4,7 @@ Holds the unit's frames: on its devices, if they have room; else mapped, on the 
 """
 
 import contextlib
+import functools
 import os
 import threading
 
@@ -28,6 +29,7 @@ from speedyzero_jax.topology import Role, derived_seed
 from speedyzero_jax.weights import REANALYSER, REFRESHER
 
 _EMPTY = np.zeros(0, np.float32)
+_say = functools.partial(print, flush=True)  # into a log, which nobody closes for who is killed
 
 
 class MappedFrames:
@@ -115,13 +117,13 @@ def _reanalyse(
   mesh = make_mesh(jax.local_devices())
   height, width, channels = form.frame_shape
   game = Game((height, width, channels), np.dtype(form.frame_dtype), form.actions)
-  on_devices = frames_on_devices(config, game, mesh, print)
+  on_devices = frames_on_devices(config, game, mesh, _say)
   mapped = None if on_devices else _mapped(welcome, form)
   frames = mapped or FetchedFrames(client, number, incarnation, form, on_devices)
   like = jax.eval_shape(blueprint.init, jax.random.key(0))
   everywhere = NamedSharding(mesh, PartitionSpec())
   weights = RemoteWeights(client, number, _used(config), like, everywhere)
-  inference = Inference(config, blueprint, mesh, report=print)
+  inference = Inference(config, blueprint, mesh, report=_say)
   key = jax.random.key(derived_seed(config.run.seed, str(role), incarnation))
   while True:
     block = client.work(messages.WorkRequest(number, incarnation))

@@ -121,6 +121,13 @@ class Experience:
       return self._device_frames.gather(lanes, cells, spread=spread)
     return self._store.gather(lanes, cells)
 
+  def blanks(self, count: int, after: int = 0, *, spread: bool = False) -> Array:
+    """Like `windows` of so many states, and where those are, but showing nothing in particular: to compile with."""
+    cells = np.zeros((count, self._stack + after), np.int64)
+    if self._device_frames is not None:
+      return self._device_frames.gather(cells, cells, spread=spread)
+    return np.zeros((*cells.shape, *self._store.frame.shape[2:]), self._store.frame.dtype)
+
   @property
   def tails(self) -> np.ndarray:
     """The oldest stored slot of each lane, [L]."""

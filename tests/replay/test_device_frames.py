@@ -111,12 +111,12 @@ def place(where, monkeypatch, backend="gpu", free=None):
 
 
 def test_frames_go_where_they_are_told_to(monkeypatch):
-  assert place("auto", monkeypatch, backend="cpu") == (None, [])
-  assert place("host", monkeypatch) == (None, [])
+  assert place("auto", monkeypatch, backend="cpu") == (None, ["frames stay in host memory: the devices are CPUs"])
+  assert place("host", monkeypatch) == (None, ["frames stay in host memory: as configured"])
   frames, (line,) = place("device", monkeypatch)
   assert isinstance(frames, DeviceFrames) and "2 device(s)" in line
 
 
 def test_frames_that_would_fill_a_device_stay_on_the_host(monkeypatch):
-  frames, (line,) = place("auto", monkeypatch, free=2 * 2 * 10 * 6 - 1)  # two lanes of ten frames of six bytes each
+  frames, (line,) = place("auto", monkeypatch, free=3 * 2 * 10 * 6 - 1)  # of two lanes, ten frames of six bytes each
   assert frames is None and "host memory" in line
