@@ -138,7 +138,11 @@ class ReanalyseConfig:
   weights_interval: int = opt(
     25, "learner steps between updates of the reanalyser's weights, which are also the target network (SZ: 25, EZ: 200)"
   )
-  max_age: int = opt(100, "sweep: every stored target is at most this many learner steps old (ours)")
+  max_age: int = opt(
+    100,
+    "sweep: every stored target is at most this many learner steps old; batches are drawn ahead, so that those in use "
+    "may be up to learner.prefetch + 1 older (ours)",
+  )
   block: int = opt(
     0, "sweep: states searched in one call; 0: 256 where the learner's devices are CPUs, else 4,096 (ours)"
   )

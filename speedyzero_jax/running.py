@@ -135,7 +135,8 @@ def train(
           training.interrupt()
         finished = False
         with around(training):
-          forecast.prepared(training, ahead.prepare(training))
+          if not training.pacer.finished:
+            forecast.prepared(training, ahead.prepare(training))
           finished = modes.run(training)
       if training is None or (signals.came() and not training.pacer.env_steps):
         reporter.message(f"stopped before there was anything to save; begin again: --resume {folder}")

@@ -387,7 +387,7 @@ class Unlucky(Direct):
 @pytest.fixture
 def fake_games(monkeypatch):
   monkeypatch.setattr(remote_actor, "make_env", lambda _, lanes, seed, training: tiny.FakeEnv(lanes, seed))
-  monkeypatch.setattr(remote_actor, "Inference", lambda config, blueprint: Seer())
+  monkeypatch.setattr(remote_actor, "Inference", lambda *_, **__: Seer())
 
 
 @pytest.mark.parametrize("seed", range(6))

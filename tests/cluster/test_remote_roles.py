@@ -34,7 +34,7 @@ def stand_ins(monkeypatch):
   monkeypatch.setattr(service, "POLL_SECONDS", 0.2)
   monkeypatch.setattr(remote_actor, "make_env", lambda _, lanes, seed, training: tiny.FakeEnv(lanes, seed))
   for module in (remote_actor, remote_reanalyser):
-    monkeypatch.setattr(module, "Inference", lambda *_: Seer())
+    monkeypatch.setattr(module, "Inference", lambda *_, **__: Seer())
 
 
 def form_of(unit):
@@ -272,7 +272,7 @@ def test_who_is_busy_for_long_shows_that_it_is_there(monkeypatch):
   """In the middle of a search, a process asks for weights."""
   monkeypatch.setattr(presence, "SILENCE", 0.7)  # it does so every 0.2 seconds
   for module in (remote_actor, remote_reanalyser):
-    monkeypatch.setattr(module, "Inference", lambda *_: Seer(delay=2.0))
+    monkeypatch.setattr(module, "Inference", lambda *_, **__: Seer(delay=2.0))
   unit = Unit("actor.random_steps=0", "reanalyse.schedule=sweep", kinds=["reanalyse"])
   unit.fill(10)
   for _ in range(6):
