@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from common import write
+from common import load, positive, write
 from journal import make_actor
 
-from speedyzero_jax import config_io
 from speedyzero_jax.config import Config
 from speedyzero_jax.envs import make_env
+from speedyzero_jax.parts import enable_compilation_cache
 
 _BUDGET = 2**31  # agent steps: never the limit here
 
@@ -94,10 +94,13 @@ def main() -> None:
   parser.add_argument("--config", nargs="+", default=["atari_small"])
   parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="overrides")
   parser.add_argument("--lanes", type=int, nargs="+", default=[16], help="even numbers")
-  parser.add_argument("--repeat", type=int, default=20)
+  parser.add_argument("--repeat", type=positive, default=20)
   parser.add_argument("--out", type=Path)
   arguments = parser.parse_args()
-  config = config_io.load(arguments.config, arguments.set)
+  if any(lanes < 2 or lanes % 2 for lanes in arguments.lanes):
+    parser.error(f"--lanes: must be even numbers, at least 2, got {arguments.lanes}")
+  config = load(parser, arguments.config, arguments.set)
+  enable_compilation_cache(config)
   rows = []
   print("           agent steps/s               ms of a step of all lanes")
   print("lanes  actor  random  environments     search  environments  own   if halves took turns")

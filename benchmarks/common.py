@@ -1,5 +1,6 @@
-"""What the benchmarks share: timing, where a figure comes from, writing results."""
+"""What the benchmarks share: reading the command line, timing, where a figure comes from, writing results."""
 
+import argparse
 import datetime
 import importlib.metadata
 import json
@@ -9,16 +10,42 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
-from speedyzero_jax import memory
+from speedyzero_jax import config_io, memory
+from speedyzero_jax.config import Config
+from speedyzero_jax.config_checks import VECTOR_GAMES
+from speedyzero_jax.profile_report import without_nan
 
 ROOT = Path(__file__).resolve().parent.parent
 memory.keep_freed()  # as a run does
+
+
+def positive(text: str) -> int:
+  """A number on a command line."""
+  number = int(text)
+  if number < 1:
+    raise ValueError
+  return number
+
+
+def load(parser: argparse.ArgumentParser, presets: Sequence[str], settings: Sequence[str]) -> Config:
+  """What was asked for on a command line; wrong use of it ends the program."""
+  try:
+    return config_io.load(presets, settings)
+  except config_io.ConfigError as error:
+    parser.error(str(error))
+
+
+def frame_shape(parser: argparse.ArgumentParser, config: Config) -> tuple[int, int, int]:
+  """[H, W, C] of an Atari game's frames; another game ends the program as wrong use."""
+  if config.env.game in VECTOR_GAMES:
+    parser.error(f"env.game: {config.env.game} shows vectors; this measures frames: choose a preset of an Atari game")
+  return config.env.frame_size, config.env.frame_size, 1 if config.env.grayscale else 3
 
 
 def _revision() -> dict[str, Any]:
@@ -81,7 +108,7 @@ def seconds(call: Callable[[], Any], repeat: int) -> tuple[float, float]:
 
 
 def write(path: Path | None, result: dict[str, Any]) -> None:
-  """Writes a result with its provenance, if there is a path."""
+  """Writes a result with its provenance, if there is a path. What is not a number becomes null."""
   if path is not None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(provenance() | result, indent=1) + "\n")
+    path.write_text(json.dumps(without_nan(provenance() | result), indent=1) + "\n")

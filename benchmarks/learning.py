@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import grid
-from common import ROOT, write
+from common import ROOT, load, write
 
 from launch import multihost
-from speedyzero_jax import config_io
+from speedyzero_jax.config import Config
 from speedyzero_jax.metrics import names
 
 _POINTS = 50  # of a training curve
@@ -50,8 +50,8 @@ def curves(rows: list[grid.Row]) -> dict:
   }
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-  """The command line. Overrides may stand anywhere, also right after the presets."""
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
+  """The command line, and what all seeds have in common. Overrides may stand anywhere, also right after the presets."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--config", nargs="+", action="extend", required=True, metavar="PRESET")
   parser.add_argument("--seeds", type=int, default=5, metavar="N", help="run.seed=0 to N-1")
@@ -63,13 +63,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of all runs")
   arguments = parser.parse_args(argv)
   multihost.tell_apart(arguments, argv)
-  return arguments
+  return arguments, load(parser, arguments.config, arguments.overrides)
 
 
 def main() -> None:
   """Runs, prints, writes."""
-  arguments = parse(sys.argv[1:])
-  config = config_io.load(arguments.config, arguments.overrides)
+  arguments, config = parse(sys.argv[1:])
   label = "-".join(["+".join(Path(preset).stem for preset in arguments.config), config.env.game])
 
   def folder(seed: int) -> str:

@@ -1,26 +1,28 @@
-"""How fast the pieces are: search, evaluation of values, the training step with its FLOPs and share of the peak.
+"""How fast the pieces are: search, evaluation of values, a batch reanalysed, the training step; with FLOPs and shares.
 
     python benchmarks/speed.py --config atari100k --roots 256 1024 4096 --batch 256 2048 --out benchmarks/results/x.json
     python benchmarks/speed.py --config atari_small --roots 8 64 --batch 64          # on a CPU
 
-One command, a table and a JSON file. The peak is measured in the same run: a large matrix product in the network's
-type.
+One command, a table and a JSON file. All local devices share each piece; frames come from host memory, but for the
+training step, whose batch is on the devices. `reanalysed batch` searches the K+1 states of every sample and evaluates
+as many that end n-step returns, as reanalysis of each batch does: `search` and `value` on [B, S-1+K+1, H, W, C]. The
+peak is measured in the same run: a large matrix product in the network's type on every device. FLOPs are of one device.
+First calls compile, or find what an earlier run compiled in the cache.
 """
 
 import argparse
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from common import seconds, write
+from common import frame_shape, load, positive, seconds, write
 
-from speedyzero_jax import config_io
 from speedyzero_jax.costs import cost_of, peak_flops
 from speedyzero_jax.inference import Inference
 from speedyzero_jax.learner import Learner, make_mesh
+from speedyzero_jax.parts import enable_compilation_cache
 from speedyzero_jax.profiling import search_cost
-from speedyzero_jax.types import LearnerBatch
+from speedyzero_jax.types import LearnerBatch, SearchResult
 
 
 def random_batch(config, frame_shape, num_actions: int, size: int) -> LearnerBatch:
@@ -46,30 +48,40 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--config", nargs="+", default=["atari100k"])
   parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="overrides")
-  parser.add_argument("--roots", type=int, nargs="+", default=[64, 256])
-  parser.add_argument("--simulations", type=int, nargs="+", default=[16, 50])
-  parser.add_argument("--batch", type=int, nargs="+", default=[256])
+  parser.add_argument("--roots", type=positive, nargs="+", default=[64, 256])
+  parser.add_argument("--simulations", type=positive, nargs="+", default=[16, 50])
+  parser.add_argument("--batch", type=positive, nargs="+", default=[256])
   parser.add_argument("--actions", type=int, default=6)
-  parser.add_argument("--repeat", type=int, default=5)
+  parser.add_argument("--repeat", type=positive, default=5)
   parser.add_argument("--out", type=Path)
   arguments = parser.parse_args()
-  base = config_io.load(arguments.config, arguments.set)
-  side, channels = base.env.frame_size, 1 if base.env.grayscale else 3
-  frame_shape = (side, side, channels)
-  observation = (side, side, channels * base.env.frame_stack)
+  base = load(parser, arguments.config, arguments.set)
+  shape = frame_shape(parser, base)
+  enable_compilation_cache(base)
   devices = jax.local_devices()
+  for size in arguments.batch:
+    if size % len(devices):
+      parser.error(f"--batch: must be multiples of the {len(devices)} devices, got {size}")
+  stack, states = base.env.frame_stack, base.learner.unroll_steps + 1
+  observation = (*shape[:2], shape[2] * stack)
   peak = peak_flops(base.network.dtype)
-  print(f"{len(devices)} x {devices[0].device_kind}, {base.network.dtype} matrix product: {peak / 1e12:.2f} TFLOP/s")
+  print(
+    f"{len(devices)} x {devices[0].device_kind}, {base.network.dtype} matrix product: {peak / 1e12:.2f} TFLOP/s each"
+  )
   rows = []
   rng = np.random.default_rng(0)
 
+  def noise(windows: int, states: int) -> np.ndarray:
+    """Frames of so many states in a row, in each of so many windows."""
+    return rng.integers(0, 256, (windows, stack - 1 + states, *shape), dtype=np.uint8)
+
   for size in arguments.batch:
-    config = config_io.override(base, [f"learner.batch_size={size}"])
+    config = load(parser, arguments.config, [*arguments.set, f"learner.batch_size={size}"])
     learner = Learner(config, observation, arguments.actions, make_mesh(devices))
     state = learner.init(jax.random.key(0))
-    batch = learner.put(random_batch(config, frame_shape, arguments.actions, size))
+    batch = learner.put(random_batch(config, shape, arguments.actions, size))
     key = jax.random.key(1)
-    work = cost_of(learner.lower(state, batch, key)).flops  # on each device
+    work = cost_of(learner.lower(state, batch, key)).flops
 
     def step(learner=learner, batch=batch, key=key) -> None:
       nonlocal state
@@ -86,20 +98,22 @@ def main() -> None:
       f"{work / 1e12:.3f} TFLOP by XLA's count, {100 * rows[-1]['mfu']:.1f}% of peak"
     )
 
-  variables = jax.device_put(state.variables, devices[0])
+  variables = state.variables
+
+  def search(inference: Inference, frames: np.ndarray) -> SearchResult:
+    return inference.search(variables, frames, jax.random.key(0), 1.0, explore=True)
+
   for simulations in arguments.simulations:
-    config = config_io.override(base, [f"search.simulations={simulations}"])
-    inference = Inference(config, learner.blueprint)
+    config = load(parser, arguments.config, [*arguments.set, f"search.simulations={simulations}"])
+    inference = Inference(config, learner.blueprint, learner.mesh)
     for roots in arguments.roots:
-      frames = jnp.asarray(rng.integers(0, 256, (roots, base.env.frame_stack, *frame_shape), dtype=np.uint8))
+      frames = noise(roots, 1)
       first, time = seconds(
-        lambda inference=inference, frames=frames: jax.block_until_ready(
-          inference.search(variables, frames, jax.random.key(0), 1.0, explore=True)
-        ),
-        arguments.repeat,
+        lambda inference=inference, frames=frames: jax.block_until_ready(search(inference, frames)), arguments.repeat
       )
       lowered = inference.search.lower(variables, frames, jax.random.key(0), 1.0, explore=True)
-      work = search_cost(lowered, config, learner.blueprint, variables, roots).flops
+      of_one = -(-roots // len(devices))
+      work = search_cost(lowered, config, learner.blueprint, variables, of_one).flops
       rows.append({
         "piece": "search", "size": roots, "simulations": simulations, "first_s": first, "median_s": time,
         "per_second": roots / time, "tflop": work / 1e12, "mfu": work / time / peak,
@@ -109,8 +123,24 @@ def main() -> None:
         f"{roots * simulations / time:.0f} simulations/s, first call {first:.1f} s, "
         f"{work / 1e12:.3f} TFLOP by XLA's count, {100 * rows[-1]['mfu']:.1f}% of peak"
       )
+    for size in arguments.batch:
+      frames = noise(size, states)
+      first, time = seconds(
+        lambda inference=inference, frames=frames: jax.block_until_ready(
+          (search(inference, frames), inference.value(variables, frames))
+        ),
+        arguments.repeat,
+      )
+      rows.append({
+        "piece": "reanalysed batch", "size": size, "states": size * states, "simulations": simulations,
+        "first_s": first, "median_s": time, "per_second": size * states / time,
+      })  # fmt: skip
+      print(
+        f"reanalysed batch of {size} x {simulations}: {time * 1e3:.1f} ms, {size * states / time:.0f} states/s, "
+        f"first call {first:.1f} s"
+      )
   for roots in arguments.roots:
-    frames = jnp.asarray(rng.integers(0, 256, (roots, base.env.frame_stack, *frame_shape), dtype=np.uint8))
+    frames = noise(roots, 1)
     first, time = seconds(
       lambda frames=frames: inference.value(variables, frames).block_until_ready(), arguments.repeat
     )

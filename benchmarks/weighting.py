@@ -16,9 +16,9 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from common import write
+from common import load, write
 
-from speedyzero_jax import config_io, modes
+from speedyzero_jax import modes
 from speedyzero_jax.replay.buffer import Replay
 from speedyzero_jax.reporting import Reporter
 from speedyzero_jax.training import Training
@@ -50,7 +50,7 @@ def main() -> None:
   parser.add_argument("--steps", type=int, nargs="+", default=[2000, 4000], help="learner steps at which to look")
   parser.add_argument("--out", type=Path)
   arguments = parser.parse_args()
-  config = config_io.load(arguments.config, ["reanalyse.schedule=sweep", *arguments.set])
+  config = load(parser, arguments.config, ["reanalyse.schedule=sweep", *arguments.set])
   rows = []
   print(f"{'learner step':>12}{'states':>9}{'mean age, of equal visits':>27}{'longest wait, of equal visits':>31}")
   with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:

@@ -5,7 +5,8 @@
 
 Pieces, in which both ways take turns, medians compared:
 
-  memory    a training step at full size on a CPU; without: memory that is freed goes back to the system
+  memory    a training step at full size on a CPU; without: memory that is freed goes back to the system. What keeping
+            it costs: the most host memory that each had
   devices   the same; without: all of a machine's cores are one device of jax
   pieces    the same on one device; without: kernel gradients of convolutions over the whole batch at once
   message   a training step of two learner processes; without: each gradient, statistic and metric a message of its own
@@ -16,6 +17,7 @@ run.mode=lockstep), sweeps (without: every batch reanalysed), frames on the devi
 """
 
 import argparse
+import contextlib
 import itertools
 import os
 import socket
@@ -31,10 +33,10 @@ from unittest import mock
 
 import grid
 import jax
-from common import ROOT, write
-from mesh import Stepper
+from common import ROOT, load, positive, write
+from mesh import Stepper, StepperProcess
 
-from speedyzero_jax import config_io, networks
+from speedyzero_jax import config_io, memory, networks
 from speedyzero_jax.learner import AXIS, Learner
 from speedyzero_jax.metrics import names
 
@@ -51,43 +53,20 @@ def turns(first: Callable[[], float], second: Callable[[], float], rounds: int) 
   return statistics.median(times[0]), statistics.median(times[1])
 
 
-# A process that takes a step for every line it gets, and says how long it took. Arguments: paths, size of the batch.
-STEPS = """
-import sys
-sys.path[:0] = sys.argv[1:3]
-from mesh import Stepper
-import jax
-from speedyzero_jax import config_io
-config = config_io.load(["atari100k"], [f"learner.batch_size={sys.argv[3]}"])
-stepper = Stepper(config, (96, 96, 3), 6, jax.local_devices())
-for _ in sys.stdin:
-  print("seconds", stepper.take(1), flush=True)
-"""
+def apart(batch: int, rounds: int, kept: dict[str, str], without: dict[str, str]) -> tuple[float, float, list[int]]:
+  """Seconds of a training step in two processes that have these variables, and the most host memory of each, bytes."""
+  with contextlib.ExitStack() as stack:
 
+    def start(changes: dict[str, str]) -> StepperProcess:
+      empty = stack.enter_context(tempfile.TemporaryDirectory())  # both compile, which takes memory too
+      settings = [f"learner.batch_size={batch}", f"run.compile_cache={empty}"]
+      return stack.enter_context(StepperProcess(["atari100k"], settings, FULL_FRAME, ACTIONS, changes))
 
-def apart(batch: int, rounds: int, kept: dict[str, str], without: dict[str, str]) -> tuple[float, float]:
-  """Seconds of a training step in two processes that have these variables."""
-  command = [sys.executable, "-c", STEPS, str(ROOT), str(ROOT / "benchmarks"), str(batch)]
-  pipe = subprocess.PIPE
-  both = [
-    subprocess.Popen(command, env=os.environ | changes, stdin=pipe, stdout=pipe, text=True)
-    for changes in (kept, without)
-  ]
-
-  def step(process: subprocess.Popen) -> float:
-    assert process.stdin and process.stdout
-    process.stdin.write("\n")
-    process.stdin.flush()
-    return next(float(line.split()[1]) for line in process.stdout if line.startswith("seconds "))
-
-  try:
+    both = first, second = start(kept), start(without)
     for process, _ in itertools.product(both, range(6)):  # compiles, and lets the heap grow to what is needed
-      step(process)
-    return turns(lambda: step(both[0]), lambda: step(both[1]), rounds)
-  finally:
-    for process in both:
-      process.kill()
-      process.wait()
+      process.ask("take", 1)
+    medians = turns(lambda: first.ask("take", 1), lambda: second.ask("take", 1), rounds)
+    return *medians, [process.ask("peak") for process in both]
 
 
 def pieces(batch: int, rounds: int) -> tuple[float, float]:
@@ -173,19 +152,23 @@ WITHOUT = {
 }
 
 
-def runs(presets: list[str], settings: list[str], steps: int, filled: int, work: Path) -> list[Row]:
-  """Whole runs on a replay that is full from the start, each in the folder that says what it is without."""
-  base = [
+def of_runs(steps: int, filled: int, settings: list[str]) -> list[str]:
+  """What all whole runs have in common: so many learner steps, on a replay that is full from the start."""
+  return [
     f"replay.capacity={filled}", f"actor.random_steps={filled}", f"run.env_steps={filled + 4 * steps}",
     f"learner.steps={steps}", f"run.log_interval={min(10, steps // 4)}",
     "evaluation.episodes=1", "evaluation.max_episode_steps=10", "run.checkpoint_interval=100000",
     "replay.frames=device", "reanalyse.schedule=sweep", *settings,
   ]  # fmt: skip
 
+
+def runs(presets: list[str], base: list[str], steps: int, work: Path) -> list[Row]:
+  """Whole runs, each in the folder that says what it is without."""
+
   def rate(rows: list[grid.Row]) -> dict[str, float]:
     late = [row for row in rows if row[names.STEP] >= steps // 2]
     steps_taken, took = (late[-1][name] - late[0][name] for name in (names.STEP, names.TIME))
-    searched = statistics.fmean(row[names.REANALYSED_PER_STEP] for row in late[1:])
+    searched = statistics.fmean(row.get(names.REANALYSED_PER_STEP, 0.0) for row in late[1:])
     return {"steps_per_second": steps_taken / took, "searches_per_step": searched}
 
   found = grid.run_all(
@@ -214,8 +197,8 @@ def main() -> None:
   """Measures and reports."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-  parser.add_argument("--rounds", type=int, default=5)
-  parser.add_argument("--batch", type=int, default=256, help="of `pieces`")
+  parser.add_argument("--rounds", type=positive, default=5)
+  parser.add_argument("--batch", type=positive, default=256, help="of `memory`, `devices` and `pieces`")
   parser.add_argument("--config", nargs="+", default=["atari_small"], help="of the whole runs")
   parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="overrides of the whole runs")
   parser.add_argument(
@@ -230,13 +213,18 @@ def main() -> None:
   if arguments.member:
     member(arguments.member, arguments.process_id, arguments.rounds)
     return
+  base = of_runs(arguments.steps, arguments.filled, arguments.set)
+  load(parser, arguments.config, base)
   print(f"{'':24}{'with, s':>12}{'without, s':>14}{'gain':>10}")
   rows = []
   cores = {"JAX_NUM_CPU_DEVICES": str(len(os.sched_getaffinity(0)))}
   if "memory" in arguments.only:  # a setting in the environment is left alone: this one changes nothing
-    rows.append(row("memory", *apart(arguments.batch, arguments.rounds, cores, cores | {"MALLOC_PERTURB_": "0"})))
+    *times, (kept, without) = apart(arguments.batch, arguments.rounds, cores, cores | {"MALLOC_PERTURB_": "0"})
+    rows.append(row("memory", *times) | {"with_bytes": kept, "without_bytes": without})
+    print(f"{'  at most':24}{memory.size(kept):>12}{memory.size(without):>14}", flush=True)
   if "devices" in arguments.only:
-    rows.append(row("devices", *apart(arguments.batch, arguments.rounds, cores, {"JAX_NUM_CPU_DEVICES": "1"})))
+    *times, _ = apart(arguments.batch, arguments.rounds, cores, {"JAX_NUM_CPU_DEVICES": "1"})
+    rows.append(row("devices", *times))
   if "pieces" in arguments.only:
     rows.append(row("pieces", *pieces(arguments.batch, arguments.rounds)))
   if "message" in arguments.only:
@@ -244,7 +232,7 @@ def main() -> None:
   if "cache" in arguments.only:
     rows.append(row("cache", *cache(arguments.rounds)))
   if "runs" in arguments.only:
-    rows += runs(arguments.config, arguments.set, arguments.steps, arguments.filled, arguments.work)
+    rows += runs(arguments.config, base, arguments.steps, arguments.work)
   write(
     arguments.out,
     {

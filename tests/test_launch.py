@@ -439,7 +439,7 @@ def test_an_undisturbed_run_leaves_everything(finished):
   folder, output = finished
   assert f"trained: 150 agent steps, {STEPS} learner steps" in output
   assert re.search(r"this configuration on this machine: about [\d.]+ GB of [\d.]+ GB host memory", output)
-  assert re.search(r"took [\d.]+ (seconds|minutes).*, at most [\d.]+ GB of host memory \(estimated: [\d.]+ GB at the start", output)
+  assert re.search(r"took [\d.]+ (seconds|minutes).*, at most [\d.]+ GB of host memory \(estimated: [\d.]+ GB", output)
   assert {"config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "replay", "evaluation.json", "run.lock"} == {
     path.name for path in folder.iterdir()
   }
