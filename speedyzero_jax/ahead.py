@@ -3,6 +3,7 @@
 With arguments that show nothing, but have the shapes of the real ones and lie where those will.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,6 +20,8 @@ from speedyzero_jax.replay.experience import Array
 from speedyzero_jax.training import Training
 from speedyzero_jax.types import LearnerBatch
 from speedyzero_jax.weights import ACTOR, REANALYSER, REFRESHER
+
+_LONG = 5.0  # seconds
 
 
 class _Call(NamedTuple):
@@ -47,12 +50,20 @@ def prepare(training: Training) -> float | None:
   for call in calls:
     if training.interrupted:
       return None
-    seconds += call.per_step * median_seconds(partial(_waited, call.run), 2, patience=1.0)
+    seconds += call.per_step * _alone(call.run)
   return seconds
 
 
-def _waited(run: Callable[[], Any]) -> None:
-  jax.block_until_ready(run())
+def _alone(run: Callable[[], Any]) -> float:
+  """Seconds that it takes; the first time, which is somewhat slow, is good enough of what takes long."""
+
+  def waited() -> None:
+    jax.block_until_ready(run())
+
+  begin = time.perf_counter()
+  waited()
+  first = time.perf_counter() - begin
+  return first if first > _LONG else median_seconds(waited, 1)
 
 
 def _unless_interrupted(training: Training, call: Callable[[], None]) -> None:

@@ -31,7 +31,7 @@ def test_a_run_compiles_nothing_that_was_not_compiled_before_it(tmp_path, overri
 def prepared(monkeypatch, folder, *overrides):
   """Seconds a learner step, if each call of anything took one second."""
   tiny.share_compiled(monkeypatch)
-  monkeypatch.setattr(ahead, "median_seconds", lambda call, *_, **__: 1.0)
+  monkeypatch.setattr(ahead, "_alone", lambda run: 1.0)
   config = tiny.config("run.env_steps=1000", "actor.random_steps=200", "learner.steps=100", *overrides)
   with tiny.training(config, folder) as training:
     return config, ahead.prepare(training), training
