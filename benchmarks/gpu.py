@@ -1,6 +1,6 @@
 """All that is to be measured on a machine with a GPU, one after another: pieces, profiles, other programs, a run.
 
-    python benchmarks/gpu.py --out benchmarks/results/h200 --minutes 9    # again and again, while it exits with 75
+    python benchmarks/gpu.py --out benchmarks/results/h200 --minutes 8    # again and again, while it exits with 75
     python benchmarks/gpu.py --out /tmp/gpu --preset atari_small --small  # on a CPU: does it run?
 
 Each measurement is one of the commands that it prints, with a JSON file of its own in the folder, or a folder for a
@@ -23,7 +23,7 @@ from pathlib import Path
 from common import ROOT, load, write
 
 SHARES = (0.1, 0.5, 0.97)  # of the run's agent steps, in the replay when it is profiled
-ENDING, SAVING = 60.0, 120.0  # seconds that a measurement, or the run, may take to end when it is stopped
+ENDING, SAVING = 30.0, 90.0  # seconds that a measurement, or the run, may take to end when it is stopped
 
 
 def measurements(
@@ -86,7 +86,7 @@ def main() -> int:
   parser.add_argument("--preset", nargs="+", default=["atari300k", "sweep", "gpu"])
   parser.add_argument("--set", nargs="*", default=["env.game=Pong"], metavar="key=value")
   parser.add_argument("--small", action="store_true", help="small sizes")
-  parser.add_argument("--minutes", type=float, default=9.0, help="of this visit, which may take two more to save")
+  parser.add_argument("--minutes", type=float, default=8.0, help="of this visit, which may take one and a half more to save")
   arguments = parser.parse_args()
   config = load(parser, arguments.preset, arguments.set)
   whole, folder = 60 * arguments.minutes, arguments.out.resolve()
