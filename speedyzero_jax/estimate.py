@@ -76,6 +76,9 @@ class Forecast:
       each: seconds that a learner step will take on average; None where nobody knows.
     """
     self._estimate_memory(training)
+    tried = memory.resident(peak=True)  # with the memory that the programs took, if they were tried
+    if tried is not None:
+      self._host = max(self._host, self._will_hold(training, tried))
     expected = ""
     if each is not None:
       left = each * (self._config.learner.steps - training.pacer.learner_steps)
@@ -145,7 +148,7 @@ class Forecast:
     left = each * (self._config.learner.steps - step)
     whole, self._measured = _duration(now - self._began + left), True
     self._estimate_memory(training)  # all programs are known now
-    self._host = max(self._will_hold(training), memory.resident(peak=True) or 0)
+    self._host = max(self._will_hold(training, memory.resident() or 0), memory.resident(peak=True) or 0)
     self._tell("seconds", whole, f"at step {step}")
     self._tell("host", memory.size(self._host), f"at step {step}")
     self._report(
@@ -164,10 +167,10 @@ class Forecast:
       growth += spent.get(name, 0.0) / work * more
     return growth
 
-  def _will_hold(self, training: Training) -> float:
-    """Host memory when the replay is full, from what is held now."""
+  def _will_hold(self, training: Training, resident: int) -> float:
+    """Host memory when the replay is full, from what is held now, being `resident` in all."""
     held = training.replay.stats(training.pacer.learner_steps)["bytes"]
-    return (memory.resident() or 0) + max(replay_bytes(self._config) - held, 0) + self._checkpoint()
+    return resident + max(replay_bytes(self._config) - held, 0) + self._checkpoint()
 
   def ended(self) -> None:
     """Says what the run took, beside what was estimated."""
