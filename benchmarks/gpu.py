@@ -86,7 +86,7 @@ def main() -> int:
   parser.add_argument("--preset", nargs="+", default=["atari300k", "sweep", "gpu"])
   parser.add_argument("--set", nargs="*", default=["env.game=Pong"], metavar="key=value")
   parser.add_argument("--small", action="store_true", help="small sizes")
-  parser.add_argument("--minutes", type=float, default=8.0, help="of this visit, which may take one and a half more to save")
+  parser.add_argument("--minutes", type=float, default=8.0, help="of this visit; to save may take 1.5 more")
   arguments = parser.parse_args()
   config = load(parser, arguments.preset, arguments.set)
   whole, folder = 60 * arguments.minutes, arguments.out.resolve()
