@@ -61,7 +61,7 @@ class Watched:
     with self._lock:
       self._counting = False
 
-  def __getattr__(self, name: str) -> Any:  # `lower`, `bytes`
+  def __getattr__(self, name: str) -> Any:  # all else is the program's
     return getattr(self.function, name)
 
 

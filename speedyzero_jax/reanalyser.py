@@ -20,7 +20,7 @@ from speedyzero_jax.replay.experience import Array
 from speedyzero_jax.weights import REANALYSER, REFRESHER, Version, WeightsStore, fetched
 
 _SLACK = 2  # learner steps whose sweeping may be owed
-_ON_CPU, _ON_ACCELERATOR = 256, 4096  # states in a call: more are no faster on two cores; fewer leave a GPU idle
+_ON_CPU, _ON_ACCELERATOR = 256, 4096  # states in a call: more are no faster on two cores; for GPUs by arithmetic
 
 Reanalyse = Callable[[Replay, np.ndarray, np.ndarray], None]  # brings up to date what samples (lane, time) rest on
 

@@ -32,25 +32,28 @@ def test_a_function_is_heard_once_for_each_shape():
 def test_a_program_tells_what_compiles_before_and_after_once_for_each_label():
   said: list[str] = []
 
-  def power(x, *, cubed):
-    return x @ x @ x if cubed else x @ x
+  def power(scale, x, *, cubed):
+    return scale * (x @ x @ x if cubed else x @ x)
 
-  program = Program(jax.jit(power, static_argnames="cubed"), lambda x, *, cubed: f"{len(x)}, {cubed}", said.append)
+  program = Program(jax.jit(power, static_argnames="cubed"), lambda _, x, *, cubed: f"{len(x)}, {cubed}", said.append)
   with Compilations() as compilations:
     assert program.bytes == 0
-    program.prepare(np.eye(3), cubed=True)
-    assert [line.split(":")[0] for line in said] == ["compiling 3, True", "compiled 3, True in 0 s"]
+    program.prepare(1.0, np.eye(3), cubed=True)
+    assert [line.split(", True")[0] for line in said] == ["compiling 3", "compiled 3"]
     small = program.bytes
     assert small >= 3 * 3 * 4  # the result at least
     for _ in range(2):
-      np.testing.assert_array_equal(program(2 * np.eye(3), cubed=True), 8 * np.eye(3))
+      np.testing.assert_array_equal(program(1.0, 2 * np.eye(3), cubed=True), 8 * np.eye(3))
     assert len(said) == 2
-    np.testing.assert_array_equal(program(2 * np.eye(50), cubed=False), 4 * np.eye(50))
+    np.testing.assert_array_equal(program(1.0, 2 * np.eye(50), cubed=False), 4 * np.eye(50))
     assert len(said) == 4 and said[2].startswith("compiling 50, False") and program.bytes >= small + 50 * 50 * 4
     assert compilations.names == ["power", "power"]  # what was prepared is what is called
+  assert program.seconds("3, True") > 0 == program.seconds("4, True")
+  program(1.0, jnp.eye(3), cubed=True)  # what lies on a device may compile apart, and is told so
+  assert said[4].startswith("compiling 3, True") and program.bytes >= 2 * small + 50 * 50 * 4
   for _ in range(2):  # what does not compile is no reason to believe that it has
     with pytest.raises(TypeError):
-      program(np.ones((4, 2)), cubed=True)
+      program(1.0, np.ones((4, 2)), cubed=True)
 
 
 def test_warm_is_who_has_worked_and_compiled_nothing_for_a_while():

@@ -66,13 +66,14 @@ def test_what_a_process_has_and_has_had(tmp_path):
   assert memory.resident(tmp_path) == 20 * 1024 and memory.resident(tmp_path, peak=True) == 30 * 1024
 
 
-def test_of_devices_the_fullest_counts():
+def test_of_devices_the_fullest_and_the_smallest_count():
   class Device:
     def __init__(self, stats):
       self.memory_stats = lambda: stats
 
-  known = [Device({"peak_bytes_in_use": n, "num_allocs": 1}) for n in (5, 9, 7)]
+  known = [Device({"peak_bytes_in_use": n, "bytes_limit": 10 * n}) for n in (7, 9, 5)]
   assert memory.of_devices(known, "peak_bytes_in_use") == 9
+  assert memory.of_devices(known, "bytes_limit") == 50
   assert memory.of_devices([*known, Device({})], "peak_bytes_in_use") is None
   assert memory.of_devices([Device(None)], "peak_bytes_in_use") is None  # a CPU
   assert memory.of_devices([], "peak_bytes_in_use") is None
