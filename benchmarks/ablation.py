@@ -20,8 +20,16 @@ from common import ROOT, write
 
 from speedyzero_jax.metrics import names
 
-BASE = ["run.env_steps=8000", "evaluation.episodes=100", "run.checkpoint_interval=100000", "optim.decay_steps=0"]
-STEPS = {64: 2000, 1024: 1000}  # learner steps; with 300 of batch 1024 nothing was learned at any rate
+BASE = [
+  "run.env_steps=8000",
+  "evaluation.episodes=100",
+  "run.checkpoint_interval=100000",
+  "optim.decay_steps=0",
+]
+STEPS = {
+  64: 2000,
+  1024: 1000,
+}  # learner steps; with 300 of batch 1024 nothing was learned at any rate
 OPTIMIZERS = {  # by name: settings
   "sgd": ["optim.name=sgd"],
   "lars": ["optim.name=lars"],
@@ -61,7 +69,9 @@ def learnt(rows: list[grid.Row]) -> dict:
   """How fast: the training return, and the age of priorities, over the second half of collection."""
   half = [row for row in rows if row["env_steps"] >= 4000]
   return {
-    "training": statistics.mean(row[names.EPISODE_RETURN] for row in half if row.get(names.EPISODE_RETURN) is not None),
+    "training": statistics.mean(
+      row[names.EPISODE_RETURN] for row in half if row.get(names.EPISODE_RETURN) is not None
+    ),
     "priority_age": statistics.mean(row[names.PRIORITY_AGE_MEAN] for row in half),
   }
 
@@ -73,19 +83,33 @@ def folder(key: tuple) -> str:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument("--seeds", type=int, default=5)
-  parser.add_argument("--work", type=Path, default=ROOT / "runs" / "ablation", help="where the runs go")
+  parser.add_argument(
+    "--work", type=Path, default=ROOT / "runs" / "ablation", help="where the runs go"
+  )
   parser.add_argument("--out", type=Path, help="JSON file for the results")
   parser.add_argument("--batches", type=int, nargs="+", choices=STEPS, default=list(STEPS))
-  parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(CHOSEN[64]), dest="names")
-  parser.add_argument("--tune", action="store_true", help="try the learning rates on seed 100, with refresh, instead")
+  parser.add_argument(
+    "--optimizers", nargs="+", choices=OPTIMIZERS, default=list(CHOSEN[64]), dest="names"
+  )
+  parser.add_argument(
+    "--tune", action="store_true", help="try the learning rates on seed 100, with refresh, instead"
+  )
   arguments = parser.parse_args()
   unknown = [(b, o) for b in arguments.batches for o in arguments.names if o not in CHOSEN[b]]
   if unknown and not arguments.tune:
-    parser.error(f"no rate was chosen yet for {unknown}: find one with --tune, and write it into CHOSEN")
+    parser.error(
+      f"no rate was chosen yet for {unknown}: find one with --tune, and write it into CHOSEN"
+    )
   if arguments.tune:
-    keys = [(o, b, True, r, 100) for o, b in itertools.product(arguments.names, arguments.batches) for r in RATES[o]]
+    keys = [
+      (o, b, True, r, 100)
+      for o, b in itertools.product(arguments.names, arguments.batches)
+      for r in RATES[o]
+    ]
   else:
     seeds = range(arguments.seeds)
     keys = [
@@ -99,9 +123,14 @@ def main() -> None:
   for (optimizer, batch, refresh, rate, _), result in results.items():
     groups.setdefault((batch, optimizer, rate, refresh), []).append(result)
   table = []
-  print(f"{'batch':>5}  {'optimiser':<21}{'rate':>6}  {'refresh':<8}{'score':>15}  {'training':>15}  diverged")
+  print(
+    f"{'batch':>5}  {'optimiser':<21}{'rate':>6}  {'refresh':<8}{'score':>15}  {'training':>15}  diverged"
+  )
   for (batch, optimizer, rate, refresh), runs in groups.items():
-    (score, score_error), (training, training_error) = grid.spread(runs, "score"), grid.spread(runs, "training")
+    (score, score_error), (training, training_error) = (
+      grid.spread(runs, "score"),
+      grid.spread(runs, "training"),
+    )
     row = {
       "batch": batch,
       "optimizer": optimizer,

@@ -65,7 +65,9 @@ def look(folder: Path, learners: int) -> tuple[Slots, int, int]:
           (Path(copy) / name).write_bytes((place / name).read_bytes())
       database = sqlite3.connect(Path(copy) / "journal.sqlite")
       heads: dict[int, int] = {}
-      rows = database.execute("SELECT lane, start, size, crc, slots FROM segment ORDER BY lane, start")
+      rows = database.execute(
+        "SELECT lane, start, size, crc, slots FROM segment ORDER BY lane, start"
+      )
       for lane, start, size, crc, slots in rows:
         repeated += max(heads.get(lane, 0) - start, 0)
         heads[lane] = start + size
@@ -78,18 +80,29 @@ def look(folder: Path, learners: int) -> tuple[Slots, int, int]:
 
 def witnessed(path: Path, learners: int) -> dict[Place, int]:
   """Sizes of the segments that were acknowledged."""
-  lines = (map(int, line.split()) for line in (path.read_text().splitlines() if path.exists() else []))
-  return {((process - learners) % learners, lane, start): size for process, lane, start, size in lines}
+  lines = (
+    map(int, line.split()) for line in (path.read_text().splitlines() if path.exists() else [])
+  )
+  return {
+    ((process - learners) % learners, lane, start): size for process, lane, start, size in lines
+  }
 
 
 def main() -> int:
   """Returns 0 if the run finished and nothing was lost or repeated."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument(
-    "--processes", default="learner=2,actor=2,reanalyser=2", metavar="KIND=N,...", help="as for launch/multihost.py"
+    "--processes",
+    default="learner=2,actor=2,reanalyser=2",
+    metavar="KIND=N,...",
+    help="as for launch/multihost.py",
   )
   parser.add_argument("--minutes", type=float, default=10.0, help="for which processes are killed")
-  parser.add_argument("--every", type=float, default=5.0, metavar="SECONDS", help="between kills, on average")
+  parser.add_argument(
+    "--every", type=float, default=5.0, metavar="SECONDS", help="between kills, on average"
+  )
   parser.add_argument("--env-steps", type=int, default=20_000, help="of the run")
   parser.add_argument("--learner-share", type=float, default=0.1, help="of the kills")
   parser.add_argument("--seed", type=int, default=0)
@@ -109,7 +122,11 @@ def main() -> int:
       f"run.env_steps={arguments.env_steps}",
       f"learner.steps={arguments.env_steps // 4}",
     ]
-    command += ["evaluation.at_end=false", "run.checkpoint_interval=200", "run.keep_checkpoints=1000"]
+    command += [
+      "evaluation.at_end=false",
+      "run.checkpoint_interval=200",
+      "run.keep_checkpoints=1000",
+    ]
     log, witness = Path(name) / "log", Path(name) / "witness"
     paths = [str(ROOT / "benchmarks/witness"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"WITNESS": str(witness), "PYTHONPATH": os.pathsep.join(paths)}
@@ -151,7 +168,9 @@ def torment(
 
   def compare() -> None:
     nonlocal lost, repeated, steps
-    with frozen([child["pid"] for child in children() if child["pid"] and child["name"].startswith("learner")]):
+    with frozen(
+      [child["pid"] for child in children() if child["pid"] and child["name"].startswith("learner")]
+    ):
       now, steps, twice = look(folder, learners)
     lost += sum(now.get(place) != what for place, what in seen.items())
     repeated = max(repeated, twice)

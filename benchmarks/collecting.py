@@ -22,9 +22,9 @@ import jax
 from common import load, positive, write
 from journal import make_actor
 
-from speedyzero_jax.config import Config
-from speedyzero_jax.envs import make_env
-from speedyzero_jax.parts import enable_compilation_cache
+from speedyzero_jax.config.schema import Config
+from speedyzero_jax.envs.batched_env import make_env
+from speedyzero_jax.run.builders import enable_compilation_cache
 
 _BUDGET = 2**31  # agent steps: never the limit here
 
@@ -50,7 +50,12 @@ class Player:
     step = functools.partial(actor.step, version, budget=_BUDGET, progress=0.0)
     for random in (False, True):  # compiles
       step(random=random)
-    self.times: dict[str, list[float]] = {"actor": [], "random": [], "search": [], "environments": []}
+    self.times: dict[str, list[float]] = {
+      "actor": [],
+      "random": [],
+      "search": [],
+      "environments": [],
+    }
     self._search = timed(functools.partial(step, random=False), self.times["actor"])
     self._random = timed(functools.partial(step, random=True), self.times["random"])
     actor._inference.search = timed(actor._inference.search, self.times["search"])
@@ -90,7 +95,9 @@ def measure(config: Config, lanes: int, repeat: int) -> dict[str, float]:
 
 def main() -> None:
   """Measures and reports."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument("--config", nargs="+", default=["atari_small"])
   parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="overrides")
   parser.add_argument("--lanes", type=int, nargs="+", default=[16], help="even numbers")

@@ -14,12 +14,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
+sys.path.insert(
+  0, str(Path(__file__).resolve().parent.parent)
+)  # a clone works without being installed
 
-from speedyzero_jax import config_io, memory
-from speedyzero_jax.config import Config
-from speedyzero_jax.config_checks import VECTOR_GAMES
-from speedyzero_jax.profile_report import without_nan
+from speedyzero_jax.config import loader
+from speedyzero_jax.config.checks import VECTOR_GAMES
+from speedyzero_jax.config.schema import Config
+from speedyzero_jax.run.profile_report import without_nan
+from speedyzero_jax.system import memory
 
 ROOT = Path(__file__).resolve().parent.parent
 memory.keep_freed()  # as a run does
@@ -33,18 +36,22 @@ def positive(text: str) -> int:
   return number
 
 
-def load(parser: argparse.ArgumentParser, presets: Sequence[str], settings: Sequence[str]) -> Config:
+def load(
+  parser: argparse.ArgumentParser, presets: Sequence[str], settings: Sequence[str]
+) -> Config:
   """What was asked for on a command line; wrong use of it ends the program."""
   try:
-    return config_io.load(presets, settings)
-  except config_io.ConfigError as error:
+    return loader.load(presets, settings)
+  except loader.ConfigError as error:
     parser.error(str(error))
 
 
 def frame_shape(parser: argparse.ArgumentParser, config: Config) -> tuple[int, int, int]:
   """[H, W, C] of an Atari game's frames; another game ends the program as wrong use."""
   if config.env.game in VECTOR_GAMES:
-    parser.error(f"env.game: {config.env.game} shows vectors; this measures frames: choose a preset of an Atari game")
+    parser.error(
+      f"env.game: {config.env.game} shows vectors; this measures frames: choose a preset of an Atari game"
+    )
   return config.env.frame_size, config.env.frame_size, 1 if config.env.grayscale else 3
 
 

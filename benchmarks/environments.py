@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from common import write
 
-from speedyzero_jax.config import EnvConfig
-from speedyzero_jax.envs import make_env
+from speedyzero_jax.config.schema import EnvConfig
+from speedyzero_jax.envs.batched_env import make_env
 
 KINDS = {
   "96x96 RGB": EnvConfig(game="Breakout"),
@@ -38,7 +38,9 @@ def rate(step: Callable[[np.ndarray], Any], lanes: int, actions: int, seconds: f
 
 def main() -> None:
   """Measures and reports."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
   parser.add_argument("--lanes", type=int, nargs="+", default=[1, 4, 16, 64])
   parser.add_argument("--threads", type=int, default=0, help="of envpool; 0 lets it choose")
@@ -63,7 +65,15 @@ def main() -> None:
       del raw
       other.close()
       mine, theirs = (statistics.median(values) for values in rates.values())
-      rows.append({"environment": kind, "lanes": lanes, "ours": mine, "envpool": theirs, "ratio": theirs / mine})
+      rows.append(
+        {
+          "environment": kind,
+          "lanes": lanes,
+          "ours": mine,
+          "envpool": theirs,
+          "ratio": theirs / mine,
+        }
+      )
       print(f"{kind:12} {lanes:6} {mine:15.0f} {theirs:10.0f} {theirs / mine:16.2f}")
   write(arguments.out, {"threads": arguments.threads, "rows": rows})
 

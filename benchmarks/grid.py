@@ -12,8 +12,9 @@ from pathlib import Path
 
 from common import ROOT
 
-from speedyzero_jax import config_io, runfolder, topology
+from speedyzero_jax.config import loader
 from speedyzero_jax.metrics.jsonl import read_rows
+from speedyzero_jax.run import run_dir, topology
 
 Row = Mapping[str, float]
 
@@ -58,7 +59,9 @@ def run_all(
   def one(key: Hashable) -> dict:
     place = places.get()
     try:
-      diverged = _run(presets, runs[key], work.resolve() / name(key), place, os.environ | (environment or {}))
+      diverged = _run(
+        presets, runs[key], work.resolve() / name(key), place, os.environ | (environment or {})
+      )
     finally:
       places.put(place)
     if diverged:
@@ -78,28 +81,49 @@ def run_all(
 
 
 def _run(
-  presets: Sequence[str], settings: Sequence[str], folder: Path, place: Sequence[str], environment: Mapping[str, str]
+  presets: Sequence[str],
+  settings: Sequence[str],
+  folder: Path,
+  place: Sequence[str],
+  environment: Mapping[str, str],
 ) -> bool:
   """Runs to the end what has not ended. Returns whether it diverged."""
-  command = [sys.executable, "launch/multihost.py", "--config", *presets, *settings, f"run.dir={folder}"]
-  wanted = topology.settle(config_io.load(presets, settings))
+  command = [
+    sys.executable,
+    "launch/multihost.py",
+    "--config",
+    *presets,
+    *settings,
+    f"run.dir={folder}",
+  ]
+  wanted = topology.settle(loader.load(presets, settings))
   if (folder / "config.yaml").exists():
-    found = runfolder.read_config(folder)
-    different = [line for line in config_io.diff(found, wanted) if not line.startswith("run.dir:")]
+    found = run_dir.read_config(folder)
+    different = [line for line in loader.diff(found, wanted) if not line.startswith("run.dir:")]
     if different:
-      raise RuntimeError(f"{folder} holds another run ({'; '.join(different)}): remove it, or choose another --work")
+      raise RuntimeError(
+        f"{folder} holds another run ({'; '.join(different)}): remove it, or choose another --work"
+      )
     command = [sys.executable, "launch/multihost.py", "--resume", str(folder)]
     evaluation = folder / "evaluation.json"
     if evaluation.exists() and json.loads(evaluation.read_text())["step"] == wanted.learner.steps:
       return False
   shape = topology.resolve(wanted)
   if shape.num_processes > 1:
-    command += ["--processes", f"learner={shape.learners},actor={shape.actors},reanalyser={shape.reanalysers}"]
+    command += [
+      "--processes",
+      f"learner={shape.learners},actor={shape.actors},reanalyser={shape.reanalysers}",
+    ]
   folder.parent.mkdir(parents=True, exist_ok=True)
   with folder.with_name(f"{folder.name}.log").open("a+") as log:
     before = log.tell()
     done = subprocess.run(
-      [*place, *command], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False
+      [*place, *command],
+      cwd=ROOT,
+      env=environment,
+      stdout=log,
+      stderr=subprocess.STDOUT,
+      check=False,
     )
     log.seek(before)
     said = log.read()
@@ -114,4 +138,6 @@ def spread(runs: Sequence[dict], key: str) -> tuple[float, float]:
   values = [run[key] for run in runs if key in run]
   if not values:
     return float("nan"), float("nan")
-  return statistics.mean(values), statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+  return statistics.mean(values), statistics.stdev(values) / len(values) ** 0.5 if len(
+    values
+  ) > 1 else 0.0

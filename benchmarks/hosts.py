@@ -17,7 +17,18 @@ _BEGIN = (
   'hostname "$0" && ip link set lo up && ip address add "$1" dev lo && mount --bind "$2/$0.hosts" /etc/hosts && '
   'echo made && read -r _ || exit 1; exec >> "$2/$0.log" 2>&1; shift 2; exec "$@"'
 )
-_UNSHARE = ["unshare", "--net", "--uts", "--pid", "--mount-proc", "--fork", "--kill-child", "sh", "-c", _BEGIN]
+_UNSHARE = [
+  "unshare",
+  "--net",
+  "--uts",
+  "--pid",
+  "--mount-proc",
+  "--fork",
+  "--kill-child",
+  "sh",
+  "-c",
+  _BEGIN,
+]
 _SENT = 8  # column of /proc/net/dev
 
 
@@ -74,7 +85,19 @@ class Host:
 
 def _connect(a: Host, b: Host) -> None:
   """Lays a wire. Its ends are named after the host that they lead to."""
-  a.ip("link", "add", "name", b.name, "type", "veth", "peer", "name", a.name, "netns", str(b.process.pid))
+  a.ip(
+    "link",
+    "add",
+    "name",
+    b.name,
+    "type",
+    "veth",
+    "peer",
+    "name",
+    a.name,
+    "netns",
+    str(b.process.pid),
+  )
   for here, there in ((a, b), (b, a)):
     # One packet at a time, as a network card would send them; veth would pass on 64 kB at once.
     here.ip("link", "set", "dev", there.name, "addrgenmode", "none", "gso_max_segs", "1", "up")
@@ -96,12 +119,22 @@ def hosts(commands: Mapping[str, Sequence[str]], folder: Path) -> Iterator[dict[
   try:
     for name, address in addresses.items():
       known = {"localhost": "127.0.0.1", **addresses, name: "127.0.1.1"}
-      (folder / f"{name}.hosts").write_text("".join(f"{where} {who}\n" for who, where in known.items()))
+      (folder / f"{name}.hosts").write_text(
+        "".join(f"{where} {who}\n" for who, where in known.items())
+      )
       made[name] = Host(name, address, commands[name], folder)
     for a, b in itertools.combinations(made.values(), 2):
       _connect(a, b)
     for host in made.values():  # the way to anywhere, where nobody is
-      host.ip("route", "add", "default", "dev", next(name for name in made if name != host.name), "src", host.address)
+      host.ip(
+        "route",
+        "add",
+        "default",
+        "dev",
+        next(name for name in made if name != host.name),
+        "src",
+        host.address,
+      )
     yield made
   finally:
     for host in made.values():

@@ -19,16 +19,16 @@ import jax
 import numpy as np
 from common import seconds, write
 
-from speedyzero_jax import config_io
-from speedyzero_jax.actor import Actor
-from speedyzero_jax.config import Config
-from speedyzero_jax.envs import BatchedEnv, make_env
-from speedyzero_jax.inference import Inference
-from speedyzero_jax.metrics.rates import EpisodeStats
-from speedyzero_jax.networks import make_blueprint
+from speedyzero_jax.agents.efficientzero.inference import Inference
+from speedyzero_jax.agents.efficientzero.networks import make_blueprint
+from speedyzero_jax.config import loader
+from speedyzero_jax.config.schema import Config
+from speedyzero_jax.envs.batched_env import BatchedEnv, make_env
+from speedyzero_jax.metrics.aggregation import EpisodeStats
 from speedyzero_jax.replay.journal import Journal
 from speedyzero_jax.types import Segment
-from speedyzero_jax.weights import Version
+from speedyzero_jax.workers.actor import Actor
+from speedyzero_jax.workers.weights import Version
 
 _BUDGET = 2**31  # agent steps: never the limit here
 
@@ -40,7 +40,9 @@ def make_actor(config: Config, env: BatchedEnv) -> tuple[Actor, Version]:
   blueprint = make_blueprint(config.network, observation, env.num_actions, axis_name="data")
   variables = jax.jit(blueprint.init)(jax.random.key(0))
   inference = Inference(config, blueprint)
-  return Actor(config, env, inference, jax.random.key(1), EpisodeStats(env.num_lanes)), Version(0, variables)
+  return Actor(config, env, inference, jax.random.key(1), EpisodeStats(env.num_lanes)), Version(
+    0, variables
+  )
 
 
 def join(steps: Sequence[Sequence[Segment]]) -> list[Segment]:
@@ -57,7 +59,9 @@ def journal_all(
   with tempfile.TemporaryDirectory(dir=folder) as temporary:
     path = Path(temporary) / "journal"
     times = []
-    with contextlib.closing(Journal(path, env.num_lanes, env.frame_shape, env.frame_dtype, env.num_actions)) as journal:
+    with contextlib.closing(
+      Journal(path, env.num_lanes, env.frame_shape, env.frame_dtype, env.num_actions)
+    ) as journal:
       if not fsync:
         journal._db.execute("PRAGMA synchronous=OFF")
       for segments in appends:
@@ -69,16 +73,24 @@ def journal_all(
 
 def main() -> None:
   """Measures and reports."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument("--config", nargs="+", default=["atari100k"])
-  parser.add_argument("--set", nargs="*", default=["env.game=Breakout"], metavar="key=value", help="overrides")
-  parser.add_argument("--steps", type=int, default=640, help="of all lanes, a multiple of every --group")
-  parser.add_argument("--group", type=int, nargs="+", default=[1, 4, 16], help="steps per transaction")
+  parser.add_argument(
+    "--set", nargs="*", default=["env.game=Breakout"], metavar="key=value", help="overrides"
+  )
+  parser.add_argument(
+    "--steps", type=int, default=640, help="of all lanes, a multiple of every --group"
+  )
+  parser.add_argument(
+    "--group", type=int, nargs="+", default=[1, 4, 16], help="steps per transaction"
+  )
   parser.add_argument("--repeat", type=int, default=3, help="searched steps to time")
   parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure")
   parser.add_argument("--out", type=Path)
   arguments = parser.parse_args()
-  config = config_io.load(arguments.config, arguments.set)
+  config = loader.load(arguments.config, arguments.set)
   env = make_env(config.env, config.actor.lanes, config.run.seed, training=True)
   actor, version = make_actor(config, env)
 

@@ -17,7 +17,7 @@ import grid
 from common import ROOT, load, write
 
 from launch import multihost
-from speedyzero_jax.config import Config
+from speedyzero_jax.config.schema import Config
 from speedyzero_jax.metrics import names
 
 _POINTS = 50  # of a training curve
@@ -40,7 +40,10 @@ def curves(rows: list[grid.Row]) -> dict:
       evaluations.append(known | {"env_steps": row[names.ENV_STEPS], "seconds": row[names.TIME]})
   played = [row for row in rows if row.get(names.EPISODE_RETURN) is not None]
   kept = [*played[: -1 : max(len(played) // _POINTS, 1)], *played[-1:]]
-  training = [[row[name] for name in (names.STEP, names.ENV_STEPS, names.TIME, names.EPISODE_RETURN)] for row in kept]
+  training = [
+    [row[name] for name in (names.STEP, names.ENV_STEPS, names.TIME, names.EPISODE_RETURN)]
+    for row in kept
+  ]
   last = rows[-1]
   return {
     "learner_steps": last[names.STEP],
@@ -52,12 +55,19 @@ def curves(rows: list[grid.Row]) -> dict:
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
   """The command line, and what all seeds have in common. Overrides may stand anywhere, also right after the presets."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument("--config", nargs="+", action="extend", required=True, metavar="PRESET")
   parser.add_argument("--seeds", type=int, default=5, metavar="N", help="run.seed=0 to N-1")
-  parser.add_argument("--parallel", action="store_true", help="as many at once as there are cores, one core each")
   parser.add_argument(
-    "--work", type=Path, default=ROOT / "runs" / "learning", help="where the runs go; other settings need another place"
+    "--parallel", action="store_true", help="as many at once as there are cores, one core each"
+  )
+  parser.add_argument(
+    "--work",
+    type=Path,
+    default=ROOT / "runs" / "learning",
+    help="where the runs go; other settings need another place",
   )
   parser.add_argument("--out", type=Path, help="JSON file for the results")
   parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of all runs")
@@ -89,7 +99,9 @@ def main() -> None:
   except RuntimeError as error:
     sys.exit(f"error: {error}")
   runs = []
-  print(f"{'seed':>4}{'mean':>10}{'median':>10}{'std':>9}{'human':>8}{'episodes':>10}{'agent steps':>13}{'minutes':>9}")
+  print(
+    f"{'seed':>4}{'mean':>10}{'median':>10}{'std':>9}{'human':>8}{'episodes':>10}{'agent steps':>13}{'minutes':>9}"
+  )
   for seed, result in found.items():
     run = {"seed": seed, **result}
     if not run["diverged"]:

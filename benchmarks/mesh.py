@@ -28,11 +28,12 @@ import jax
 from common import frame_shape, load, positive, write
 from speed import random_batch
 
-from speedyzero_jax import config_io, memory
-from speedyzero_jax.config import Config
-from speedyzero_jax.learner import Learner, LearnerState, make_mesh
-from speedyzero_jax.parts import enable_compilation_cache
-from speedyzero_jax.weights import ACTOR, REANALYSER, REFRESHER, WeightsStore
+from speedyzero_jax.config import loader
+from speedyzero_jax.config.schema import Config
+from speedyzero_jax.run.builders import enable_compilation_cache
+from speedyzero_jax.system import memory
+from speedyzero_jax.workers.learner import Learner, LearnerState, make_mesh
+from speedyzero_jax.workers.weights import ACTOR, REANALYSER, REFRESHER, WeightsStore
 
 DEVICES = (1, 2, 4)
 
@@ -40,12 +41,16 @@ DEVICES = (1, 2, 4)
 class Stepper:
   """A learner on some devices with a batch on them, ready to take steps."""
 
-  def __init__(self, config: Config, frame_shape: tuple[int, int, int], actions: int, devices: list[jax.Device]):
+  def __init__(
+    self, config: Config, frame_shape: tuple[int, int, int], actions: int, devices: list[jax.Device]
+  ):
     height, width, channels = frame_shape
     observation = (height, width, channels * config.env.frame_stack)
     self._learner = Learner(config, observation, actions, make_mesh(devices))
     self.state: LearnerState = self._learner.init(jax.random.key(0))
-    self._batch = self._learner.put(random_batch(config, frame_shape, actions, config.learner.batch_size))
+    self._batch = self._learner.put(
+      random_batch(config, frame_shape, actions, config.learner.batch_size)
+    )
     self._key = jax.random.key(1)
 
   def take(self, steps: int) -> float:
@@ -82,9 +87,16 @@ class StepperProcess:
     environment: Mapping[str, str],
     devices: int | None = None,
   ):
-    command = [sys.executable, __file__, "--serve", json.dumps([presets, settings, frame_shape, actions, devices])]
+    command = [
+      sys.executable,
+      __file__,
+      "--serve",
+      json.dumps([presets, settings, frame_shape, actions, devices]),
+    ]
     pipe = subprocess.PIPE
-    self._process = subprocess.Popen(command, env=os.environ | environment, stdin=pipe, stdout=pipe, text=True)
+    self._process = subprocess.Popen(
+      command, env=os.environ | environment, stdin=pipe, stdout=pipe, text=True
+    )
 
   def __enter__(self) -> "StepperProcess":
     return self
@@ -103,16 +115,22 @@ class StepperProcess:
     if answer:
       return json.loads(answer)
     code = self._process.wait()
-    raise EndedError(f"exit code {code}" if code >= 0 else f"killed by signal {-code}: too little memory?")
+    raise EndedError(
+      f"exit code {code}" if code >= 0 else f"killed by signal {-code}: too little memory?"
+    )
 
 
 def serve(
-  presets: list[str], settings: list[str], frame_shape: tuple[int, int, int], actions: int, devices: int | None
+  presets: list[str],
+  settings: list[str],
+  frame_shape: tuple[int, int, int],
+  actions: int,
+  devices: int | None,
 ) -> None:
   """What a StepperProcess does: answers requests until there are no more."""
   out = os.fdopen(os.dup(1), "w")
   os.dup2(2, 1)  # whatever libraries print is no answer
-  config = config_io.load(presets, settings)
+  config = loader.load(presets, settings)
   enable_compilation_cache(config)
   stepper = Stepper(config, frame_shape, actions, jax.local_devices()[:devices])
   answers: dict[str, Callable[..., Any]] = {
@@ -128,7 +146,12 @@ def serve(
 
 
 def meshes(
-  start: Callable[[int], StepperProcess], batch: int, counts: list[int], rounds: int, steps: int, publications: int
+  start: Callable[[int], StepperProcess],
+  batch: int,
+  counts: list[int],
+  rounds: int,
+  steps: int,
+  publications: int,
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
   """A row for each number of devices, and what publishing weights costs the most of them; None if none lives."""
   processes: dict[int, StepperProcess] = {}
@@ -161,7 +184,10 @@ def meshes(
         "batch": batch, "devices": n, "first_s": first[n], "step_s": step, "samples_per_second": batch / step,
         "speed_up": gain,
       })  # fmt: skip
-      print(f"{batch:6} {n:8} {first[n]:13.1f} {1e3 * step:9.1f} {batch / step:11.0f} {gain:9.2f}", flush=True)
+      print(
+        f"{batch:6} {n:8} {first[n]:13.1f} {1e3 * step:9.1f} {batch / step:11.0f} {gain:9.2f}",
+        flush=True,
+      )
     if not medians:
       return rows, None
     most = list(medians)[-1]
@@ -186,7 +212,11 @@ def publication(config: Config, state: LearnerState, step_s: float, repeat: int)
     REFRESHER: config.refresh.weights_interval,
   }
   store = WeightsStore(intervals, jax.local_devices()[0], state.variables)
-  due = next(step for step in itertools.count(1) if any(step % interval == 0 for interval in intervals.values()))
+  due = next(
+    step
+    for step in itertools.count(1)
+    if any(step % interval == 0 for interval in intervals.values())
+  )
 
   def copied() -> None:
     store.publish(due, state.variables)
@@ -202,18 +232,26 @@ def publication(config: Config, state: LearnerState, step_s: float, repeat: int)
     "snapshot_to_host_s": median_of(lambda: jax.device_get(store.snapshot()), repeat),
   }
   period = range(math.lcm(*intervals.values()))
-  total = sum(any(step % interval == 0 for interval in intervals.values()) for step in period) * result["copied_s"]
+  total = (
+    sum(any(step % interval == 0 for interval in intervals.values()) for step in period)
+    * result["copied_s"]
+  )
   result["of_a_step"] = total / len(period) / step_s
   return result
 
 
 def main() -> None:
   """Measures and reports."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument("--config", nargs="+", default=["atari_small"])
   parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="overrides")
   parser.add_argument(
-    "--devices", type=positive, nargs="+", help="how many (default: 1, 2 and 4, as far as there are so many)"
+    "--devices",
+    type=positive,
+    nargs="+",
+    help="how many (default: 1, 2 and 4, as far as there are so many)",
   )
   parser.add_argument("--batch", type=positive, nargs="+", default=[64])
   parser.add_argument("--actions", type=int, default=6)
@@ -228,8 +266,12 @@ def main() -> None:
     return
   base = load(parser, arguments.config, arguments.set)
   shape = frame_shape(parser, base)
-  os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # GPUs are shared by the processes
-  jax.config.update("jax_num_cpu_devices", max(arguments.devices or DEVICES))  # says nothing about others
+  os.environ.setdefault(
+    "XLA_PYTHON_CLIENT_PREALLOCATE", "false"
+  )  # GPUs are shared by the processes
+  jax.config.update(
+    "jax_num_cpu_devices", max(arguments.devices or DEVICES)
+  )  # says nothing about others
   there = jax.local_devices()
   counts = arguments.devices or [n for n in DEVICES if n <= len(there)]
   if max(counts) > len(there):
@@ -247,9 +289,13 @@ def main() -> None:
 
     def start(n: int, batch: int = batch) -> StepperProcess:
       environment = {"JAX_NUM_CPU_DEVICES": str(n)}
-      return StepperProcess(arguments.config, settings[batch], shape, arguments.actions, environment, n)
+      return StepperProcess(
+        arguments.config, settings[batch], shape, arguments.actions, environment, n
+      )
 
-    more, published = meshes(start, batch, counts, arguments.rounds, arguments.steps, arguments.publications)
+    more, published = meshes(
+      start, batch, counts, arguments.rounds, arguments.steps, arguments.publications
+    )
     rows += more
     if published is not None:
       weights = published

@@ -22,14 +22,14 @@ import numpy as np
 from common import ROOT, write
 from hosts import Host, NoHosts, hosts
 
-from speedyzero_jax import config_io
-from speedyzero_jax.cluster import messages, unit, wire
-from speedyzero_jax.config import Config
+from speedyzero_jax.agents.efficientzero.reanalyse import block_of
+from speedyzero_jax.cluster import codec, learner_process, messages
+from speedyzero_jax.config import loader
+from speedyzero_jax.config.schema import Config
 from speedyzero_jax.metrics import jsonl
-from speedyzero_jax.parts import Game, blueprint_of, game_of, replay_capacity, sweeps
-from speedyzero_jax.reanalyser import block_of
 from speedyzero_jax.replay.sweep import Sweep
-from speedyzero_jax.topology import Topology, resolve, unit_config
+from speedyzero_jax.run.builders import Game, blueprint_of, game_of, replay_capacity, sweeps
+from speedyzero_jax.run.topology import Topology, resolve, unit_config
 from speedyzero_jax.types import Segment
 
 NO_HOSTS = 3  # exit code
@@ -81,13 +81,21 @@ def run(layout: Layout, config: Config, folder: Path) -> tuple[Counted, Counted]
   Raises RuntimeError if a process fails, NoHosts.
   """
   shape = resolve(config)
-  command = [sys.executable, str(ROOT / "launch/multihost.py"), "--config", *layout.presets, *layout.settings]
+  command = [
+    sys.executable,
+    str(ROOT / "launch/multihost.py"),
+    "--config",
+    *layout.presets,
+    *layout.settings,
+  ]
   command += [f"run.dir={folder}/run", "--coordinator", f"{shape.role(0)}:{PORT}"]
   command += ["--num-processes", str(shape.num_processes), "--process-id"]
   os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
   counted: list[Counted] = []
   metrics = folder / "run/metrics.jsonl"
-  with hosts({str(shape.role(i)): [*command, str(i)] for i in range(shape.num_processes)}, folder) as made:
+  with hosts(
+    {str(shape.role(i)): [*command, str(i)] for i in range(shape.num_processes)}, folder
+  ) as made:
     there = list(made.values())
     for host in there:
       host.begin()
@@ -96,8 +104,14 @@ def run(layout: Layout, config: Config, folder: Path) -> tuple[Counted, Counted]
       if row and len(counted) < 2 and row[0]["step"] >= (layout.first, layout.last)[len(counted)]:
         counted.append(Counted(row[0]["step"], row[0]["env_steps"], _sent(there)))
       time.sleep(0.05)
-    failed = [f"--- {host.name} has not ended well:\n{host.log.read_text()}" for host in there if host.process.poll()]
-    if there[0].process.poll() != 0:  # once it has ended well, others that it waits for no longer are aborted
+    failed = [
+      f"--- {host.name} has not ended well:\n{host.log.read_text()}"
+      for host in there
+      if host.process.poll()
+    ]
+    if (
+      there[0].process.poll() != 0
+    ):  # once it has ended well, others that it waits for no longer are aborted
       raise RuntimeError("\n".join(failed))
   first, last = counted
   return first, last
@@ -116,7 +130,10 @@ def per_step(first: Counted, last: Counted, shape: Topology) -> dict[str, Any]:
     wires[f"{sender} to {receiver}"] = rate
     if receiver == "lo":
       between = "loopback"
-    elif roles[sender].unit == roles[receiver].unit or roles[sender].kind == roles[receiver].kind == "learner":
+    elif (
+      roles[sender].unit == roles[receiver].unit
+      or roles[sender].kind == roles[receiver].kind == "learner"
+    ):
       between = ", ".join(sorted((roles[sender].kind, roles[receiver].kind), key=KINDS.index))
     else:
       between = "jax's coordinator"  # on the first learner's host, with processes of other units
@@ -124,7 +141,9 @@ def per_step(first: Counted, last: Counted, shape: Topology) -> dict[str, Any]:
   return {"wires": wires, "sums": {between: rate for between, rate in sums.items() if rate}}
 
 
-def arithmetic(config: Config, shape: Topology, transitions: float, agent_steps: float) -> dict[str, dict[str, float]]:
+def arithmetic(
+  config: Config, shape: Topology, transitions: float, agent_steps: float
+) -> dict[str, dict[str, float]]:
   """Bytes per learner step of all units that the messages add up to.
 
   Args:
@@ -134,14 +153,16 @@ def arithmetic(config: Config, shape: Topology, transitions: float, agent_steps:
     agent_steps: taken per learner step.
   """
   units, own, game = shape.learners, unit_config(config, 0, shape.learners), game_of(config)
-  form = unit.form_of(config, own)
+  form = learner_process.form_of(config, own)
   version = sum(leaf.size * leaf.dtype.itemsize for leaf in form.weights.values())
   parameters = jax.eval_shape(blueprint_of(config, game).init, jax.random.key(0)).params
   samples, states = own.learner.batch_size, config.learner.unroll_steps + 1
   blocks = versions = 0.0
   if config.reanalyse.schedule == "batch":
     searched = round(config.reanalyse.ratio * samples)
-    blocks += looked_at(form, config, searched, states, True) + looked_at(form, config, samples, states, False)
+    blocks += looked_at(form, config, searched, states, True) + looked_at(
+      form, config, samples, states, False
+    )
     versions += 1 / config.reanalyse.weights_interval
   for kind in sweeps(config):
     part = config.refresh if kind == "refresh" else config.reanalyse
@@ -149,7 +170,9 @@ def arithmetic(config: Config, shape: Topology, transitions: float, agent_steps:
     for lane in range(own.actor.lanes):
       queue.grow(lane, 0, round(transitions / config.actor.lanes))
     block = block_of(part)
-    quota = queue.quota(block, part.max_age, max(part.weights_interval, config.actor.weights_interval))
+    quota = queue.quota(
+      block, part.max_age, max(part.weights_interval, config.actor.weights_interval)
+    )
     blocks += quota / block * looked_at(form, config, block, 1, kind == "reanalyse")
     versions += 1 / part.weights_interval
   frames, experience = shown(form, own.actor.lanes)
@@ -170,48 +193,67 @@ def arithmetic(config: Config, shape: Topology, transitions: float, agent_steps:
   return found
 
 
-def looked_at(form: wire.Form, config: Config, n: int, states: int, search: bool) -> int:
+def looked_at(form: codec.Form, config: Config, n: int, states: int, search: bool) -> int:
   """Bytes of a block of n times so many states in a row, and of its result."""
   number = np.zeros((n, config.env.frame_stack - 1 + states), np.int32)
   block = messages.Block(0, search, "reanalyser", number[:, 0], number, 0, 0)
   value = np.zeros((n, states), np.float32)
   policy = np.zeros((n, states, form.actions), np.float32)
   result = messages.Result(0, 0, 0, 0, policy[: n * search], value[: n * search], value)
-  return len(wire.encode(block, form)) + len(wire.encode(result, form))
+  return len(codec.encode(block, form)) + len(codec.encode(result, form))
 
 
-def shown(form: wire.Form, lanes: int) -> tuple[float, float]:
+def shown(form: codec.Form, lanes: int) -> tuple[float, float]:
   """Bytes per agent step, of frames for a reanalyser and of experience, where a message holds a step of all lanes."""
   frame, number = np.zeros((lanes, *form.frame_shape), form.frame_dtype), np.zeros(lanes, np.int32)
-  no, zero, policy = np.zeros(1, bool), np.zeros(1, np.float32), np.zeros((1, form.actions), np.float32)
+  no, zero, policy = (
+    np.zeros(1, bool),
+    np.zeros(1, np.float32),
+    np.zeros((1, form.actions), np.float32),
+  )
   taken = [
-    Segment(lane, 0, frame[:1], no, no, no, number[:1], zero, policy, zero, zero, number[:1]) for lane in range(lanes)
+    Segment(lane, 0, frame[:1], no, no, no, number[:1], zero, policy, zero, zero, number[:1])
+    for lane in range(lanes)
   ]
   chunk = messages.FramesChunk(0, number, number, frame)
   append = messages.Append(0, 0, 0, taken, np.zeros(0), np.zeros(0, np.int64))
-  return len(wire.encode(chunk, form)) / lanes, len(wire.encode(append, form)) / lanes
+  return len(codec.encode(chunk, form)) / lanes, len(codec.encode(append, form)) / lanes
 
 
 def batch_bytes(config: Config, game: Game) -> int:
   """Of a `LearnerBatch`."""
   unrolled = config.learner.unroll_steps
-  frames = (config.env.frame_stack + unrolled) * math.prod(game.frame_shape) * game.frame_dtype.itemsize
+  frames = (
+    (config.env.frame_stack + unrolled) * math.prod(game.frame_shape) * game.frame_dtype.itemsize
+  )
   numbers = 1 + 4 * unrolled + (unrolled + 1) * (3 + game.num_actions)
   return config.learner.batch_size * (frames + 4 * numbers)
 
 
 def report(
-  name: str, config: Config, shape: Topology, transitions: float, agent_steps: float, counted: dict[str, float]
+  name: str,
+  config: Config,
+  shape: Topology,
+  transitions: float,
+  agent_steps: float,
+  counted: dict[str, float],
 ) -> dict[str, Any]:
   """Prints what was counted, if it was, beside what messages add up to; returns both. Arguments as of `arithmetic`."""
-  added, whole = arithmetic(config, shape, transitions, agent_steps), batch_bytes(config, game_of(config))
-  print(f"{name}: {shape}, batch {config.learner.batch_size}, {agent_steps:.1f} agent steps a learner step")
+  added, whole = (
+    arithmetic(config, shape, transitions, agent_steps),
+    batch_bytes(config, game_of(config)),
+  )
+  print(
+    f"{name}: {shape}, batch {config.learner.batch_size}, {agent_steps:.1f} agent steps a learner step"
+  )
   print(f"  {'bytes per learner step':24}{'counted':>14}{'messages':>14}  of which")
   for between in dict.fromkeys([*added, *counted]):
     parts = added.get(between, {})
     total = f"{sum(parts.values()):14,.0f}" if parts else f"{'':14}"
     count = f"{counted[between]:14,.0f}" if between in counted else f"{'':14}"
-    print(f"  {between:24}{count}{total}  {', '.join(f'{part} {size:,.0f}' for part, size in parts.items())}")
+    print(
+      f"  {between:24}{count}{total}  {', '.join(f'{part} {size:,.0f}' for part, size in parts.items())}"
+    )
   instead = sum(added["learner, reanalyser"][part] for part in ("frames", "blocks and results"))
   times = f"{whole / instead:.0f} times frames, blocks and results"
   print(f"  {'whole batches':24}{'':14}{whole:14,.0f}  {times}", flush=True)
@@ -230,7 +272,9 @@ def report(
 
 def main() -> int:
   """Measures and reports."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument("--quick", action="store_true", help="Catch instead of Atari")
   parser.add_argument("--out", type=Path, help="JSON file")
   parser.add_argument("settings", nargs="*", metavar="key=value", help="more settings of the run")
@@ -238,7 +282,7 @@ def main() -> int:
   rows = []
   for schedule, layout in (QUICK if arguments.quick else FULL).items():
     layout = layout._replace(settings=[*layout.settings, *SETTINGS, *arguments.settings])
-    config = config_io.load(layout.presets, layout.settings)
+    config = loader.load(layout.presets, layout.settings)
     shape = resolve(config)
     with tempfile.TemporaryDirectory(prefix="hosts-") as folder:
       try:
@@ -251,11 +295,16 @@ def main() -> int:
     held = (first.agent_steps + last.agent_steps) / 2
     name = f"{layout.presets[0]}, {schedule}"
     row = report(name, config, shape, held, agent_steps, rates["sums"])
-    rows.append(row | {"learner_steps": [first.step, last.step], "wires_bytes_per_learner_step": rates["wires"]})
+    rows.append(
+      row
+      | {"learner_steps": [first.step, last.step], "wires_bytes_per_learner_step": rates["wires"]}
+    )
   for presets in () if arguments.quick else (["atari100k"], ["atari100k", "sweep"]):
-    config = config_io.load(presets, [])
+    config = loader.load(presets, [])
     steps = (config.run.env_steps - config.actor.random_steps) / config.learner.steps
-    rows.append(report("+".join(presets), config, Topology(2, 2, 2), config.run.env_steps, steps, {}))
+    rows.append(
+      report("+".join(presets), config, Topology(2, 2, 2), config.run.env_steps, steps, {})
+    )
   write(arguments.out, {"load_average": os.getloadavg()[0], "rows": rows})
   return 0
 

@@ -28,13 +28,19 @@ from typing import Any, NamedTuple
 from common import ROOT, positive, write
 
 HERE = Path(__file__).resolve().parent
-ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "1000000000000"}
+ALLOCATOR = {
+  "MALLOC_ARENA_MAX": "1",
+  "MALLOC_MMAP_MAX_": "0",
+  "MALLOC_TRIM_THRESHOLD_": "1000000000000",
+}
 CORES = len(os.sched_getaffinity(0))
 LIGHTZERO = ("LightZero==0.2.0", "DI-engine==0.5.3")
 PARTS = ("search", "train", "draw", "job", "small", "full")
 SAMPLES_PER_INSERT = 102.4  # SpeedyZero's: 15,000 steps of 2,048 for 300,000 agent steps
 ACTOR_LANES = 16
-WARM = {"train": 6}  # calls before a piece is timed, of some: until the heap has grown to what is needed
+WARM = {
+  "train": 6
+}  # calls before a piece is timed, of some: until the heap has grown to what is needed
 WHOLE = ("whole", "versions", "quota")  # pieces that are done once and need no warming up
 NAN = float("nan")
 
@@ -98,7 +104,9 @@ def lightzero_python(venv: Path) -> Path:
   ):
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if done.returncode:
-      errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+      errors = [
+        line for line in done.stderr.splitlines() if line.startswith("ERROR")
+      ] or done.stderr.splitlines()
       raise Missing(f"LightZero could not be installed: {''.join(errors[-1:])[:200]}")
   ready.touch()
   return python
@@ -110,7 +118,9 @@ class Bench:
   Every comparison gets fresh processes: allocators keep what they have, and two full replays must fit beside them.
   """
 
-  def __init__(self, sides: dict[str, tuple[Path, str]], missing: dict[str, str], repeat: int, limit: float):
+  def __init__(
+    self, sides: dict[str, tuple[Path, str]], missing: dict[str, str], repeat: int, limit: float
+  ):
     self._sides, self._missing, self._repeat, self._limit = sides, missing, repeat, limit
     self._known: dict[str, dict[str, Any]] = {}
 
@@ -177,7 +187,9 @@ def lightzero(piece: str, **arguments: Any) -> Task:
   return Task("lightzero", piece, arguments)
 
 
-def table(title: str, first: str, columns: list[str], rows: dict[str, list[float]], form: str = ",.1f") -> None:
+def table(
+  title: str, first: str, columns: list[str], rows: dict[str, list[float]], form: str = ",.1f"
+) -> None:
   """Prints numbers under a title; what is not a number is left empty."""
   print(f"\n{title}\n{first:32}" + "".join(f"{column:>20}" for column in columns))
   for name, values in rows.items():
@@ -195,7 +207,10 @@ class Sizes(NamedTuple):
   transitions: tuple[int, ...] = (20_000, 100_000)
   stored: int = 4_000  # transitions behind a reanalysed batch, whose cost does not depend on them
   steps: int = 240  # learner steps of `small`: the later half begins when the sweep's bound of 100 has begun to bind
-  full_steps: tuple[int, int] = (160, 16)  # of `full`, ours and LightZero's, which does the same from its first step on
+  full_steps: tuple[int, int] = (
+    160,
+    16,
+  )  # of `full`, ours and LightZero's, which does the same from its first step on
 
 
 QUICK = Sizes((64,), (16,), 32, 64, (4_000,), 2_000, 12, (6, 4))
@@ -211,7 +226,11 @@ def search(bench: Bench, sizes: Sizes) -> None:
         ours("search", **work, algorithm="gumbel"), ours("search", **work, algorithm="puct"),
         lightzero("search", **work), Task("mctx", "naive", work),
       )  # fmt: skip
-      rows[f"{roots} roots x {simulations}"] = [*(roots / t for t in times), times[2] / times[0], times[2] / times[1]]
+      rows[f"{roots} roots x {simulations}"] = [
+        *(roots / t for t in times),
+        times[2] / times[0],
+        times[2] / times[1],
+      ]
   columns = ["ours, Gumbel", "ours, PUCT", "LightZero, PUCT", "mctx, naive"]
   table("Search, roots/s", "", [*columns, "Gumbel/LightZero", "PUCT/LightZero"], rows, ",.2f")
   times = bench.seconds(ours("value", states=sizes.block), lightzero("value", states=sizes.block))
@@ -223,7 +242,13 @@ def train(bench: Bench, sizes: Sizes) -> None:
   """Samples a second of the learner step alone."""
   times = bench.seconds(ours("train", batch=sizes.batch), lightzero("train", batch=sizes.batch))
   rows = {f"batch {sizes.batch}": [*(1e3 * t for t in times), times[1] / times[0]]}
-  table("Train step (K=5, consistency, augmentation), ms", "", ["ours", "LightZero", "ours faster by"], rows, ",.2f")
+  table(
+    "Train step (K=5, consistency, augmentation), ms",
+    "",
+    ["ours", "LightZero", "ours faster by"],
+    rows,
+    ",.2f",
+  )
 
 
 def draw(bench: Bench, sizes: Sizes) -> None:
@@ -234,7 +259,11 @@ def draw(bench: Bench, sizes: Sizes) -> None:
     of_ours, theirs = bench.measure(ours("draw", **work), lightzero("draw", **work))
     times = [side.get("median_s", NAN) for side in (of_ours, theirs)]
     held = [side.get("bytes_per_transition", NAN) for side in (of_ours, theirs)]
-    rows[f"{sizes.batch} of {transitions:,}"] = [*(1e3 * t for t in times), times[1] / times[0], *held]
+    rows[f"{sizes.batch} of {transitions:,}"] = [
+      *(1e3 * t for t in times),
+      times[1] / times[0],
+      *held,
+    ]
   columns = ["ours, ms", "LightZero, ms", "ours faster by", "ours, B/transition", "LightZero, B"]
   table("Drawing and assembling a batch", "", columns, rows, ",.2f")
 
@@ -255,12 +284,18 @@ def job(bench: Bench, sizes: Sizes) -> list[dict[str, Any]]:
   b, results = sizes.batch, []
   pairs = [(f"{s} simulations", s, s) for s in sizes.simulations]
   if len(pairs) > 1:
-    pairs.append(("each its default", sizes.simulations[0], sizes.simulations[-1]))  # Gumbel 16, PUCT 50
+    pairs.append(
+      ("each its default", sizes.simulations[0], sizes.simulations[-1])
+    )  # Gumbel 16, PUCT 50
   environment = bench.measure(ours("environment", lanes=ACTOR_LANES))[0]
   per_step = environment["median_s"] / environment["steps"]
   learn = bench.seconds(ours("train", batch=b), lightzero("train", batch=b))
   sweeps = [(n, age) for n in sizes.transitions for age in (100, 50)]
-  columns = ["LightZero, batch", "ours, batch", *(f"sweep {n // 1000}k, S={age}" for n, age in sweeps)]
+  columns = [
+    "LightZero, batch",
+    "ours, batch",
+    *(f"sweep {n // 1000}k, S={age}" for n, age in sweeps),
+  ]
   rows, reanalysed = {}, {}
   for label, simulations, theirs in pairs:
     gumbel = {"simulations": simulations, "algorithm": "gumbel"}
@@ -273,15 +308,27 @@ def job(bench: Bench, sizes: Sizes) -> list[dict[str, Any]]:
     for size in (b, 8 * b):
       samples = []
       steps = size / SAMPLES_PER_INSERT
-      base = [steps / ACTOR_LANES * (a + per_step) + size / b * t for a, t in zip(act, learn, strict=True)]
+      base = [
+        steps / ACTOR_LANES * (a + per_step) + size / b * t for a, t in zip(act, learn, strict=True)
+      ]
       samples += [size / (base[1] + size / b * fresh[1]), size / (base[0] + size / b * fresh[0])]
       for n, age in sweeps:
         drawn = bench.seconds(ours("draw", batch=b, transitions=n))[0]
-        states = bench.measure(ours("quota", transitions=n, max_age=age, block=sizes.block))[0]["states"]
+        states = bench.measure(ours("quota", transitions=n, max_age=age, block=sizes.block))[0][
+          "states"
+        ]
         samples.append(size / (base[0] + size / b * drawn + states / sizes.block * block))
       rows[f"{label}, batch {size}"] = samples
-      results.append({"simulations": label, "batch": size, **dict(zip(columns, samples, strict=True))})
-  table(f"Reanalysing a batch of {b}, ms", "", ["ours", "LightZero", "ours faster by"], reanalysed, ",.2f")
+      results.append(
+        {"simulations": label, "batch": size, **dict(zip(columns, samples, strict=True))}
+      )
+  table(
+    f"Reanalysing a batch of {b}, ms",
+    "",
+    ["ours", "LightZero", "ours faster by"],
+    reanalysed,
+    ",.2f",
+  )
   table("The whole job with fresh targets, learner samples/s (composed)", "", columns, rows)
   return results
 
@@ -298,37 +345,59 @@ def whole(bench: Bench, title: str, of_ours: Task, *theirs: Task) -> None:
   table(f"{title}, learner samples/s (measured)", "", columns, rows, ",.2f")
   if "target_age_max" in measured[0]:
     searches, oldest = measured[0]["searches_per_step"], measured[0]["target_age_max"]
-    print(f"ours searched {searches:.0f} states a learner step; the oldest target used was {oldest:.0f} steps old")
+    print(
+      f"ours searched {searches:.0f} states a learner step; the oldest target used was {oldest:.0f} steps old"
+    )
 
 
 def small(bench: Bench, sizes: Sizes) -> None:
   """64x64 grey Breakout, small network, batch 64, 16 simulations, 16,000 transitions held."""
-  tasks = (side("whole", size="small", steps=sizes.steps, simulations=16) for side in (ours, lightzero))
+  tasks = (
+    side("whole", size="small", steps=sizes.steps, simulations=16) for side in (ours, lightzero)
+  )
   whole(bench, "Whole programs, small network, batch 64", *tasks)
 
 
 def full(bench: Bench, sizes: Sizes) -> None:
   """96x96 RGB Breakout, EfficientZero's network, batch 256, 20,000 transitions held; ours with 16 simulations."""
   of_ours, of_theirs = sizes.full_steps
-  theirs = (lightzero("whole", size="full", steps=of_theirs, simulations=s) for s in sizes.simulations)
+  theirs = (
+    lightzero("whole", size="full", steps=of_theirs, simulations=s) for s in sizes.simulations
+  )
   task = ours("whole", size="full", steps=of_ours, simulations=sizes.simulations[0])
   whole(bench, "Whole programs, full size, batch 256", task, *theirs)
 
 
 def main() -> None:
   """Measures and reports."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-  parser.add_argument("--quick", action="store_true", help="small sizes, two rounds: to see that it runs")
-  parser.add_argument("--repeat", type=positive, default=7, help="rounds, of which the median is taken")
-  parser.add_argument("--limit", type=float, default=60.0, help="seconds after which a row gets no third round")
-  parser.add_argument("--venv", type=Path, default=ROOT / ".venv-peers", help="LightZero's environment")
-  parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="overrides of ours, such as bfloat16")
+  parser.add_argument(
+    "--quick", action="store_true", help="small sizes, two rounds: to see that it runs"
+  )
+  parser.add_argument(
+    "--repeat", type=positive, default=7, help="rounds, of which the median is taken"
+  )
+  parser.add_argument(
+    "--limit", type=float, default=60.0, help="seconds after which a row gets no third round"
+  )
+  parser.add_argument(
+    "--venv", type=Path, default=ROOT / ".venv-peers", help="LightZero's environment"
+  )
+  parser.add_argument(
+    "--set", nargs="*", default=[], metavar="key=value", help="overrides of ours, such as bfloat16"
+  )
   parser.add_argument("--out", type=Path)
   arguments = parser.parse_args()
   os.environ["PEERS_SET"] = " ".join(arguments.set)
   sizes = QUICK if arguments.quick else Sizes()
-  result: dict[str, Any] = {"sizes": sizes._asdict(), "environment": ALLOCATOR, "set": arguments.set}
+  result: dict[str, Any] = {
+    "sizes": sizes._asdict(),
+    "environment": ALLOCATOR,
+    "set": arguments.set,
+  }
   sides = dict.fromkeys(("ours", "mctx"), (Path(sys.executable), "peers_ours.py"))
   missing: dict[str, str] = {}
   try:
@@ -353,7 +422,9 @@ def main() -> None:
   result |= {"load_average": os.getloadavg()[0], "measured": bench.rows}
   for row in bench.rows:
     if row["task"]["side"] in sides and "missing" in row:
-      print(f"{row['task']['side']} {row['task']['piece']} {row['task']['arguments']}: {row['missing']}")
+      print(
+        f"{row['task']['side']} {row['task']['piece']} {row['task']['arguments']}: {row['missing']}"
+      )
   write(arguments.out, result)
 
 

@@ -103,7 +103,9 @@ def filled(cfg: EasyDict, transitions: int) -> EfficientZeroGameBuffer:
   return buffer
 
 
-def push(buffer: EfficientZeroGameBuffer, segment: GameSegment, priority: np.ndarray | None) -> None:
+def push(
+  buffer: EfficientZeroGameBuffer, segment: GameSegment, priority: np.ndarray | None
+) -> None:
   """Adds a whole episode."""
   segment.game_segment_to_array()
   meta = {"done": True, "unroll_plus_td_steps": UNROLL + TD_STEPS, "priorities": priority}
@@ -115,7 +117,12 @@ def draw(batch: int, transitions: int) -> tuple[Work, dict[str, Any]]:
   before = resident()
   buffer = filled(configuration(LARGE, reanalyze_ratio=0, batch_size=batch), transitions)
   held = buffer.get_num_of_transitions()
-  size = sum(array.nbytes for s in buffer.game_segment_buffer for array in vars(s).values() if hasattr(array, "nbytes"))
+  size = sum(
+    array.nbytes
+    for s in buffer.game_segment_buffer
+    for array in vars(s).values()
+    if hasattr(array, "nbytes")
+  )
 
   def work() -> None:
     _, _, policies, _ = buffer._make_batch(batch, 0)
@@ -145,7 +152,9 @@ def train(batch: int) -> tuple[Work, dict[str, Any]]:
 class Play:
   """LightZero's collecting on envpool's Breakout, all lanes together, as its collector does it with its own games."""
 
-  def __init__(self, cfg: EasyDict, policy: EfficientZeroPolicy, buffer: EfficientZeroGameBuffer, run: Run):
+  def __init__(
+    self, cfg: EasyDict, policy: EfficientZeroPolicy, buffer: EfficientZeroGameBuffer, run: Run
+  ):
     self._cfg, self._policy, self._buffer, self._lanes = cfg, policy, buffer, run.lanes
     self._env = envpool.make_gymnasium(
       "Breakout-v5", num_envs=run.lanes, img_height=run.frame_size, img_width=run.frame_size, gray_scale=run.grey,
@@ -172,7 +181,9 @@ class Play:
       action = np.random.randint(self._actions, size=self._lanes)
       visits, values = np.ones((self._lanes, self._actions)).tolist(), np.zeros(self._lanes)
     else:
-      stacked = torch.from_numpy(np.stack([np.concatenate(segment.get_obs()) for segment in self._segments]))
+      stacked = torch.from_numpy(
+        np.stack([np.concatenate(segment.get_obs()) for segment in self._segments])
+      )
       masks, players = [self._mask] * self._lanes, [-1] * self._lanes
       said = self._policy._forward_collect(stacked.to(DEVICE), masks, to_play=players)
       action = np.array([said[lane]["action"] for lane in range(self._lanes)])
@@ -223,10 +234,15 @@ def whole(size: str, steps: int, simulations: int) -> tuple[Work, dict[str, Any]
 def versions() -> tuple[Work, dict[str, Any]]:
   """No work but facts."""
   names = ("LightZero", "DI-engine", "torch", "numpy")
-  return lambda: None, {"versions": {name: importlib.metadata.version(name) for name in names}, "device": DEVICE}
+  return lambda: None, {
+    "versions": {name: importlib.metadata.version(name) for name in names},
+    "device": DEVICE,
+  }
 
 
-PIECES: dict[str, Piece] = {piece.__name__: piece for piece in (search, value, train, draw, fresh, whole, versions)}
+PIECES: dict[str, Piece] = {
+  piece.__name__: piece for piece in (search, value, train, draw, fresh, whole, versions)
+}
 
 if __name__ == "__main__":
   torch.manual_seed(0)

@@ -26,20 +26,22 @@ from peers_work import (
 )
 from speed import random_batch
 
-from speedyzero_jax import config_io, feed, losses
-from speedyzero_jax.config import Config
-from speedyzero_jax.envs import make_env
-from speedyzero_jax.inference import Inference
-from speedyzero_jax.learner import Learner, make_mesh
+from speedyzero_jax.agents.efficientzero import losses
+from speedyzero_jax.agents.efficientzero.inference import Inference
+from speedyzero_jax.agents.efficientzero.networks import initial_carry
+from speedyzero_jax.agents.efficientzero.reanalyse import BatchReanalyser
+from speedyzero_jax.config import loader
+from speedyzero_jax.config.schema import Config
+from speedyzero_jax.envs.batched_env import make_env
 from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.jsonl import read_rows
-from speedyzero_jax.networks import initial_carry
-from speedyzero_jax.parts import Game, make_replay
-from speedyzero_jax.reanalyser import BatchReanalyser
-from speedyzero_jax.replay.buffer import Replay
+from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.sweep import Sweep
+from speedyzero_jax.run import batch_pipeline
+from speedyzero_jax.run.builders import Game, make_replay
 from speedyzero_jax.types import Segment
-from speedyzero_jax.weights import REANALYSER, WeightsStore
+from speedyzero_jax.workers.learner import Learner, make_mesh
+from speedyzero_jax.workers.weights import REANALYSER, WeightsStore
 
 LANES = 16
 FRAME = (96, 96, 3)
@@ -49,7 +51,9 @@ OBSERVATION = (96, 96, 3 * STACK)
 def configuration(*changes: str) -> Config:
   """EfficientZero's, with changes, and what peers.py was told by --set."""
   told = os.environ.get("PEERS_SET", "").split()
-  return config_io.load(["efficientzero"], ["replay.frames=host", f"actor.lanes={LANES}", *changes, *told])
+  return loader.load(
+    ["efficientzero"], ["replay.frames=host", f"actor.lanes={LANES}", *changes, *told]
+  )
 
 
 def make_learner(config: Config) -> Learner:
@@ -61,7 +65,11 @@ def searching(simulations: int, algorithm: str) -> tuple[Inference, Any, Config]
   """A search with a fresh network."""
   config = configuration(f"search.algorithm={algorithm}", f"search.simulations={simulations}")
   learner = make_learner(config)
-  return Inference(config, learner.blueprint, learner.mesh), learner.init(jax.random.key(0)).variables, config
+  return (
+    Inference(config, learner.blueprint, learner.mesh),
+    learner.init(jax.random.key(0)).variables,
+    config,
+  )
 
 
 def stacks(count: int) -> np.ndarray:
@@ -96,7 +104,10 @@ def naive(roots: int, simulations: int) -> tuple[Work, dict[str, Any]]:
     reward = losses.decode(prefix_logits)
     discount = jax.numpy.full_like(reward, config.env.discount)
     output = mctx.RecurrentFnOutput(
-      reward=reward, discount=discount, prior_logits=policy_logits, value=losses.decode(value_logits)
+      reward=reward,
+      discount=discount,
+      prior_logits=policy_logits,
+      value=losses.decode(value_logits),
     )
     return output, (state, carry)
 
@@ -175,12 +186,17 @@ def draw(batch: int, transitions: int) -> tuple[Work, dict[str, Any]]:
   before = resident()
   config = configuration(f"learner.batch_size={batch}", f"replay.capacity={capacity(transitions)}")
   replay = filled(config, transitions)
-  facts = {"transitions": replay.num_transitions, "bytes_per_transition": replay.stats(0)["bytes_per_transition"]}
+  facts = {
+    "transitions": replay.num_transitions,
+    "bytes_per_transition": replay.stats(0)["bytes_per_transition"],
+  }
   facts["resident_bytes_per_transition"] = (resident() - before) / replay.num_transitions
-  return lambda: feed.draw(config, replay, None, 0) and None, facts
+  return lambda: batch_pipeline.draw(config, replay, None, 0) and None, facts
 
 
-def fresh(batch: int, simulations: int, algorithm: str, transitions: int) -> tuple[Work, dict[str, Any]]:
+def fresh(
+  batch: int, simulations: int, algorithm: str, transitions: int
+) -> tuple[Work, dict[str, Any]]:
   """A batch of which every policy is searched and every bootstrap value evaluated, as EfficientZero does."""
   config = configuration(
     f"learner.batch_size={batch}", f"replay.capacity={capacity(transitions)}", "reanalyse.ratio=1",
@@ -191,12 +207,12 @@ def fresh(batch: int, simulations: int, algorithm: str, transitions: int) -> tup
   everywhere = NamedSharding(make_mesh(jax.local_devices()), PartitionSpec())
   weights = WeightsStore({REANALYSER: 1}, everywhere, variables)
   reanalyse = BatchReanalyser(config, inference, weights, jax.random.key(0))
-  return lambda: feed.draw(config, replay, reanalyse, 0) and None, {}
+  return lambda: batch_pipeline.draw(config, replay, reanalyse, 0) and None, {}
 
 
 def quota(transitions: int, max_age: int, block: int) -> tuple[Work, dict[str, Any]]:
   """No work but a fact: states that the preset `sweep` searches each learner step, with another bound on their age."""
-  config = config_io.load(["atari100k", "sweep"])
+  config = loader.load(["atari100k", "sweep"])
   delay = max(config.reanalyse.weights_interval, config.actor.weights_interval)
   sweep = Sweep(LANES, -(-transitions // LANES))
   for lane in range(LANES):
@@ -247,7 +263,8 @@ def whole(size: str, steps: int, simulations: int) -> tuple[Work, dict[str, Any]
 
 
 PIECES: dict[str, Piece] = {
-  piece.__name__: piece for piece in (search, naive, value, train, draw, fresh, quota, environment, whole)
+  piece.__name__: piece
+  for piece in (search, naive, value, train, draw, fresh, quota, environment, whole)
 }
 
 if __name__ == "__main__":

@@ -32,8 +32,12 @@ class Run(NamedTuple):
 
 
 RUNS = {
-  "small": Run(64, True, 64, 8, 16_000, 4),  # configs/atari_small.yaml's, but for the frames: LightZero's smallest
-  "full": Run(96, False, 256, 16, 20_000, 2.5),  # EfficientZero's, at SpeedyZero's 102.4 samples an agent step
+  "small": Run(
+    64, True, 64, 8, 16_000, 4
+  ),  # configs/atari_small.yaml's, but for the frames: LightZero's smallest
+  "full": Run(
+    96, False, 256, 16, 20_000, 2.5
+  ),  # EfficientZero's, at SpeedyZero's 102.4 samples an agent step
 }
 
 

@@ -18,14 +18,16 @@ from typing import Any
 import numpy as np
 from common import write
 
-from speedyzero_jax.config import ReanalyseConfig, ReplayConfig
+from speedyzero_jax.config.schema import ReanalyseConfig, ReplayConfig
 from speedyzero_jax.replay import Replay
 from speedyzero_jax.types import Segment
 
 ACTIONS, STACK, UNROLL, EPISODE = 6, 4, 5, 500
 TINY = (1, 1, 4)
 
-Ready = Callable[[], Callable[[], Any]]  # prepares one execution of an operation and returns what is to be timed
+Ready = Callable[
+  [], Callable[[], Any]
+]  # prepares one execution of an operation and returns what is to be timed
 
 
 class Player:
@@ -80,7 +82,9 @@ def filled(slots: int, lanes: int, frame_shape: tuple[int, ...]) -> tuple[Replay
   return replay, player, 100
 
 
-def operations(replay: Replay, player: Player, begin: int, batch: int) -> Iterator[tuple[str, Ready]]:
+def operations(
+  replay: Replay, player: Player, begin: int, batch: int
+) -> Iterator[tuple[str, Ready]]:
   """What is measured, by name. Learner steps go on with every execution."""
   rng, clock = player.rng, iter(range(begin, 2**31))
 
@@ -156,7 +160,10 @@ def operations(replay: Replay, player: Player, begin: int, batch: int) -> Iterat
     lambda: lambda: (replay.quota("refresh", 512, 10**6), replay.oldest_step("refresh")),
   )
   yield "stats, for a line of metrics", lambda: lambda: replay.stats(next(clock))
-  yield "export_slots: frames of 16,000 new slots", lambda: lambda: replay.export_slots(replay.heads - 1000)
+  yield (
+    "export_slots: frames of 16,000 new slots",
+    lambda: lambda: replay.export_slots(replay.heads - 1000),
+  )
   yield "state_dict, for a checkpoint", lambda: replay.state_dict
 
 
@@ -168,10 +175,16 @@ def timed(ready: Ready, repeat: int) -> dict[str, float]:
     begin = time.perf_counter()
     run()
     times.append(time.perf_counter() - begin)
-  return {"median_s": statistics.median(times[1:]), "min_s": min(times[1:]), "max_s": max(times[1:])}
+  return {
+    "median_s": statistics.median(times[1:]),
+    "min_s": min(times[1:]),
+    "max_s": max(times[1:]),
+  }
 
 
-def gather(slots: int, lanes: int, side: int, channels: int, batch: int, repeat: int) -> dict[str, Any]:
+def gather(
+  slots: int, lanes: int, side: int, channels: int, batch: int, repeat: int
+) -> dict[str, Any]:
   """Windows of a batch, with their frames, from host memory."""
   replay, _, _ = filled(slots, lanes, (side, side, channels))
 
@@ -180,36 +193,65 @@ def gather(slots: int, lanes: int, side: int, channels: int, batch: int, repeat:
     return lambda: replay.windows(lane, time, after=UNROLL)
 
   size = batch * (STACK + UNROLL) * side * side * channels
-  row = {"operation": f"windows of {batch} from host memory", "frame": [side, side, channels], "slots": slots}
+  row = {
+    "operation": f"windows of {batch} from host memory",
+    "frame": [side, side, channels],
+    "slots": slots,
+  }
   return row | timed(windows, repeat) | {"bytes": size}
 
 
 def main() -> None:
   """Measures and reports."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument("--slots", type=int, nargs="+", default=[100_000, 1_000_000, 10_000_000])
   parser.add_argument("--lanes", type=int, default=16)
   parser.add_argument("--batch", type=int, default=2048)
   parser.add_argument("--repeat", type=int, default=20)
-  parser.add_argument("--frame", type=int, nargs=2, default=[96, 3], metavar=("SIDE", "CHANNELS"), help="of the gather")
-  parser.add_argument("--gather-slots", type=int, default=50_000, help="for the gather; 0: leave it out")
+  parser.add_argument(
+    "--frame",
+    type=int,
+    nargs=2,
+    default=[96, 3],
+    metavar=("SIDE", "CHANNELS"),
+    help="of the gather",
+  )
+  parser.add_argument(
+    "--gather-slots", type=int, default=50_000, help="for the gather; 0: leave it out"
+  )
   parser.add_argument("--out", type=Path)
   arguments = parser.parse_args()
   rows: dict[str, list[dict[str, float]]] = {}
   for slots in arguments.slots:
     replay, player, step = filled(slots, arguments.lanes, TINY)
     for name, ready in operations(replay, player, step, arguments.batch):
-      repeat = max(arguments.repeat // 5, 1) if name.startswith(("stats", "export", "state")) else arguments.repeat
+      repeat = (
+        max(arguments.repeat // 5, 1)
+        if name.startswith(("stats", "export", "state"))
+        else arguments.repeat
+      )
       rows.setdefault(name, []).append({"slots": slots} | timed(ready, repeat))
     del replay, player
-  print(f"{'ms, median':58}" + "".join(f"{slots:>12,}" for slots in arguments.slots) + "   last / first")
+  print(
+    f"{'ms, median':58}" + "".join(f"{slots:>12,}" for slots in arguments.slots) + "   last / first"
+  )
   for name, row in rows.items():
     first, last = row[0]["median_s"], row[-1]["median_s"]
-    print(f"{name:58}" + "".join(f"{1e3 * cell['median_s']:12.3f}" for cell in row) + f"{last / first:15.1f}")
+    print(
+      f"{name:58}"
+      + "".join(f"{1e3 * cell['median_s']:12.3f}" for cell in row)
+      + f"{last / first:15.1f}"
+    )
   gathered = None
   if arguments.gather_slots:
     gathered = gather(
-      arguments.gather_slots, arguments.lanes, *arguments.frame, arguments.batch, max(arguments.repeat // 5, 1)
+      arguments.gather_slots,
+      arguments.lanes,
+      *arguments.frame,
+      arguments.batch,
+      max(arguments.repeat // 5, 1),
     )
     print(
       f"{gathered['operation']}: {1e3 * gathered['median_s']:.0f} ms for {gathered['bytes'] / 1e6:.0f} MB, "

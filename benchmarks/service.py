@@ -18,15 +18,17 @@ import jax
 import numpy as np
 from common import write
 
-from speedyzero_jax.cluster import messages, wire
-from speedyzero_jax.cluster.client import Client
-from speedyzero_jax.cluster.service import serve
+from speedyzero_jax.cluster import codec, messages
+from speedyzero_jax.cluster.grpc_client import Client
+from speedyzero_jax.cluster.grpc_server import serve
 from speedyzero_jax.types import Segment
 
 LANES, ACTIONS, STATES = 16, 18, 256
 FRAME = (96, 96, 3)
-NETWORK = {f"['layer{i}']": jax.ShapeDtypeStruct((512, 1536), np.float32) for i in range(10)}  # 31.5 MB
-FORM = wire.Form(LANES, 1000, ACTIONS, FRAME, np.uint8, NETWORK)
+NETWORK = {
+  f"['layer{i}']": jax.ShapeDtypeStruct((512, 1536), np.float32) for i in range(10)
+}  # 31.5 MB
+FORM = codec.Form(LANES, 1000, ACTIONS, FRAME, np.uint8, NETWORK)
 TOKEN = os.urandom(32)
 
 
@@ -37,7 +39,9 @@ class CountingHub:
     self._network = {name: np.zeros(of.shape, of.dtype) for name, of in NETWORK.items()}
 
   def append(self, request: messages.Append) -> messages.Acknowledged:
-    return messages.Acknowledged(np.array([segment.start + 1 for segment in request.segments], np.int64))
+    return messages.Acknowledged(
+      np.array([segment.start + 1 for segment in request.segments], np.int64)
+    )
 
   def result(self, request: messages.Result) -> messages.Ok:
     return messages.Ok()
@@ -75,7 +79,12 @@ def loads() -> tuple[Load, ...]:
   policy = np.full((STATES, 1, ACTIONS), 1 / ACTIONS, np.float32)
   megabytes = sum(of.size * of.dtype.itemsize for of in NETWORK.values()) / 1e6
   return (
-    Load("append", messages.Append(0, 0, 0, segments, np.zeros(0), np.zeros(0, np.int64)), "segments/s", LANES),
+    Load(
+      "append",
+      messages.Append(0, 0, 0, segments, np.zeros(0), np.zeros(0, np.int64)),
+      "segments/s",
+      LANES,
+    ),
     Load("result", messages.Result(0, 0, 0, 0, policy, values, values), "results/s", 1),
     Load("weights", messages.WeightsRequest(0, "actor", 0), "MB/s", megabytes),
   )
@@ -115,20 +124,24 @@ def measure(load: Load, clients: int, seconds: float, context: Any) -> dict[str,
     "milliseconds": 1000 * clients / calls,
     "unit": load.unit,
     "rate": calls * load.per_call,
-    "request_bytes": len(wire.encode(load.request, FORM)),
+    "request_bytes": len(codec.encode(load.request, FORM)),
     "server_cores": (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / wall,
   }
 
 
 def main() -> None:
   """Measures and reports."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16])
   parser.add_argument("--seconds", type=float, default=3.0, help="each measurement takes")
   parser.add_argument("--out", type=Path)
   arguments = parser.parse_args()
-  context = multiprocessing.get_context("forkserver")  # a fork of a process that uses gRPC would not do
-  context.set_forkserver_preload(["speedyzero_jax.cluster.client"])
+  context = multiprocessing.get_context(
+    "forkserver"
+  )  # a fork of a process that uses gRPC would not do
+  context.set_forkserver_preload(["speedyzero_jax.cluster.grpc_client"])
   rows = []
   print("call     clients   calls/s   ms/call              rate  server's cores")
   for load in loads():

@@ -17,12 +17,12 @@ import jax
 import numpy as np
 from common import frame_shape, load, positive, seconds, write
 
-from speedyzero_jax.costs import cost_of, peak_flops
-from speedyzero_jax.inference import Inference
-from speedyzero_jax.learner import Learner, make_mesh
-from speedyzero_jax.parts import enable_compilation_cache
-from speedyzero_jax.profiling import search_cost
+from speedyzero_jax.agents.efficientzero.inference import Inference
+from speedyzero_jax.run.builders import enable_compilation_cache
+from speedyzero_jax.run.profiler import search_cost
+from speedyzero_jax.system.costs import cost_of, peak_flops
 from speedyzero_jax.types import LearnerBatch, SearchResult
+from speedyzero_jax.workers.learner import Learner, make_mesh
 
 
 def random_batch(config, frame_shape, num_actions: int, size: int) -> LearnerBatch:
@@ -45,7 +45,9 @@ def random_batch(config, frame_shape, num_actions: int, size: int) -> LearnerBat
 
 def main() -> None:
   """Measures and reports."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument("--config", nargs="+", default=["atari100k"])
   parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="overrides")
   parser.add_argument("--roots", type=positive, nargs="+", default=[64, 256])
@@ -109,7 +111,8 @@ def main() -> None:
     for roots in arguments.roots:
       frames = noise(roots, 1)
       first, time = seconds(
-        lambda inference=inference, frames=frames: jax.block_until_ready(search(inference, frames)), arguments.repeat
+        lambda inference=inference, frames=frames: jax.block_until_ready(search(inference, frames)),
+        arguments.repeat,
       )
       lowered = inference.search.lower(variables, frames, jax.random.key(0), 1.0, explore=True)
       of_one = -(-roots // len(devices))
@@ -144,8 +147,18 @@ def main() -> None:
     first, time = seconds(
       lambda frames=frames: inference.value(variables, frames).block_until_ready(), arguments.repeat
     )
-    rows.append({"piece": "value", "size": roots, "first_s": first, "median_s": time, "per_second": roots / time})
-    print(f"value, {roots} states: {time * 1e3:.1f} ms, {roots / time:.0f} states/s, first call {first:.1f} s")
+    rows.append(
+      {
+        "piece": "value",
+        "size": roots,
+        "first_s": first,
+        "median_s": time,
+        "per_second": roots / time,
+      }
+    )
+    print(
+      f"value, {roots} states: {time * 1e3:.1f} ms, {roots / time:.0f} states/s, first call {first:.1f} s"
+    )
   write(
     arguments.out,
     {

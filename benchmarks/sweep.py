@@ -24,11 +24,19 @@ from common import ROOT, load, positive, write
 
 from speedyzero_jax.metrics import names
 
-BASE = ["learner.steps=4000", "run.env_steps=14000", "optim.decay_steps=4000", "run.checkpoint_interval=100000"]
+BASE = [
+  "learner.steps=4000",
+  "run.env_steps=14000",
+  "optim.decay_steps=4000",
+  "run.checkpoint_interval=100000",
+]
 BASE += ["reanalyse.weights_interval=10", "refresh.max_age=100", "run.log_interval=50"]
 SCHEDULES = {
   "batch": ["reanalyse.schedule=batch"],
-  **{f"sweep {age}": ["reanalyse.schedule=sweep", f"reanalyse.max_age={age}"] for age in (25, 50, 100)},
+  **{
+    f"sweep {age}": ["reanalyse.schedule=sweep", f"reanalyse.max_age={age}"]
+    for age in (25, 50, 100)
+  },
 }
 TRAINING = {  # returns, by name: when
   "training_at_25": "25%", "training_at_50": "50%", "training_at_75": "75%", "training": "end", "training_mean": "mean",
@@ -42,7 +50,11 @@ def learnt(rows: list[grid.Row], steps: int) -> dict:
     searched += row.get(names.REANALYSED_PER_STEP, 0.0) * (row["step"] - before)
     before = row["step"]
   late = [row for row in rows if row["step"] > 0.75 * steps and names.TARGET_AGE_MEAN in row]
-  returns = {row["step"]: row[names.EPISODE_RETURN] for row in rows if row.get(names.EPISODE_RETURN) is not None}
+  returns = {
+    row["step"]: row[names.EPISODE_RETURN]
+    for row in rows
+    if row.get(names.EPISODE_RETURN) is not None
+  }
   on_the_way = {}
   for percent in (25, 50, 75):
     until = [x for step, x in returns.items() if step <= percent / 100 * steps]
@@ -60,11 +72,17 @@ def learnt(rows: list[grid.Row], steps: int) -> dict:
 
 def main() -> None:
   """Runs, prints, writes."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument("--preset", nargs="+", default=["quickstart"])
-  parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="overrides of all runs")
+  parser.add_argument(
+    "--set", nargs="*", default=[], metavar="key=value", help="overrides of all runs"
+  )
   parser.add_argument("--seeds", type=positive, default=5)
-  parser.add_argument("--work", type=Path, default=ROOT / "runs" / "sweep", help="where the runs go")
+  parser.add_argument(
+    "--work", type=Path, default=ROOT / "runs" / "sweep", help="where the runs go"
+  )
   parser.add_argument("--out", type=Path, help="JSON file for the results")
   arguments = parser.parse_args()
   base = [*BASE, *arguments.set]
@@ -73,7 +91,9 @@ def main() -> None:
   keys = list(itertools.product(SCHEDULES, range(arguments.seeds)))
   begin = time.time()
   results = grid.run_all(
-    {(schedule, seed): [*base, *SCHEDULES[schedule], f"run.seed={seed}"] for schedule, seed in keys},
+    {
+      (schedule, seed): [*base, *SCHEDULES[schedule], f"run.seed={seed}"] for schedule, seed in keys
+    },
     arguments.work,
     functools.partial(learnt, steps=config.learner.steps),
     lambda key: f"{game}-{key[0].replace(' ', '-')}-s{key[1]}",
@@ -81,13 +101,17 @@ def main() -> None:
     worst=-1.0 if game == "Catch" else None,
   )
   table = []
-  print(f"{'schedule':<10}{'score':>15}{'training':>16}{'searches/step':>15}{'age':>7}{'oldest':>8}{'seconds':>9}")
+  print(
+    f"{'schedule':<10}{'score':>15}{'training':>16}{'searches/step':>15}{'age':>7}{'oldest':>8}{'seconds':>9}"
+  )
   for schedule in SCHEDULES:
     runs = [results[schedule, seed] for seed in range(arguments.seeds)]
     row = {"schedule": schedule, "runs": runs}
     for key in ("score", *TRAINING, "searches_per_step", "target_age", "seconds"):
       row[key], row[f"{key}_stderr"] = grid.spread(runs, key)
-    row["target_age_max"] = max((run["target_age_max"] for run in runs if not run["diverged"]), default=math.nan)
+    row["target_age_max"] = max(
+      (run["target_age_max"] for run in runs if not run["diverged"]), default=math.nan
+    )
     table.append(row)
     print(
       f"{schedule:<10}{row['score']:>7.2f} ± {row['score_stderr']:<5.2f}{row['training']:>8.2f} ± "
@@ -96,7 +120,10 @@ def main() -> None:
     )
   print(f"\n{'training':<10}" + "".join(f"{when:>16}" for when in TRAINING.values()))
   for row in table:
-    print(f"{row['schedule']:<10}" + "".join(f"{row[key]:>8.2f} ± {row[f'{key}_stderr']:<5.2f}" for key in TRAINING))
+    print(
+      f"{row['schedule']:<10}"
+      + "".join(f"{row[key]:>8.2f} ± {row[f'{key}_stderr']:<5.2f}" for key in TRAINING)
+    )
   write(
     arguments.out,
     {

@@ -40,22 +40,33 @@ def settings(steps: int) -> list[str]:
 
 def learnt(rows: list[grid.Row]) -> dict:
   """The evaluations by learner step, and how many agent steps there were."""
-  curve = {int(row[names.EVALUATION_STEP]): row[names.EVALUATION_MEAN] for row in rows if names.EVALUATION_STEP in row}
+  curve = {
+    int(row[names.EVALUATION_STEP]): row[names.EVALUATION_MEAN]
+    for row in rows
+    if names.EVALUATION_STEP in row
+  }
   return {"curve": curve, "env_steps": rows[-1][names.ENV_STEPS]}
 
 
 def main() -> None:
   """Runs, prints, writes."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument("--seeds", type=int, default=5)
   parser.add_argument("--steps", type=int, default=4000, help="learner steps of a run")
-  parser.add_argument("--work", type=Path, default=ROOT / "runs" / "units", help="where the runs go")
+  parser.add_argument(
+    "--work", type=Path, default=ROOT / "runs" / "units", help="where the runs go"
+  )
   parser.add_argument("--out", type=Path, help="JSON file for the results")
   arguments = parser.parse_args()
   begin = time.time()
   runs = {
     name: grid.run_all(
-      {seed: [*settings(arguments.steps), *topology, f"run.seed={seed}"] for seed in range(arguments.seeds)},
+      {
+        seed: [*settings(arguments.steps), *topology, f"run.seed={seed}"]
+        for seed in range(arguments.seeds)
+      },
       arguments.work,
       learnt,
       lambda seed, name=name: f"{name}-s{seed}",
@@ -66,7 +77,9 @@ def main() -> None:
   }
   table = []
   print(f"{'step':>6}{'one':>16}{'several':>16}{'z':>8}")
-  steps = sorted(set.intersection(*(set(run["curve"]) for found in runs.values() for run in found.values())))
+  steps = sorted(
+    set.intersection(*(set(run["curve"]) for found in runs.values() for run in found.values()))
+  )
   for step in steps:
     points = {
       name: grid.spread([{"score": run["curve"][step]} for run in found.values()], "score")
@@ -76,9 +89,13 @@ def main() -> None:
     error = math.hypot(one_error, several_error)
     z = (several - one) / error if error else 0.0
     table.append({"step": step, "points": points, "z": z})
-    print(f"{step:>6}{one:>8.2f} ± {one_error:<5.2f}{several:>8.2f} ± {several_error:<5.2f}{z:>8.1f}")
+    print(
+      f"{step:>6}{one:>8.2f} ± {one_error:<5.2f}{several:>8.2f} ± {several_error:<5.2f}{z:>8.1f}"
+    )
   for name, found in runs.items():
-    (score, error), (seconds, _) = (grid.spread(list(found.values()), key) for key in ("score", "seconds"))
+    (score, error), (seconds, _) = (
+      grid.spread(list(found.values()), key) for key in ("score", "seconds")
+    )
     print(f"{name}: {score:.2f} ± {error:.2f} at the end; {seconds:.0f} s each")
   write(
     arguments.out,

@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 from common import load, write
 
-from speedyzero_jax import modes
-from speedyzero_jax.replay.buffer import Replay
-from speedyzero_jax.reporting import Reporter
-from speedyzero_jax.training import Training
+from speedyzero_jax.metrics.logger import Reporter
+from speedyzero_jax.replay.replay import Replay
+from speedyzero_jax.run import loops
+from speedyzero_jax.run.experiment import Training
 
 
 def youngest(probability: np.ndarray) -> float:
@@ -44,30 +44,41 @@ def look(replay: Replay) -> dict[str, float]:
 
 def main() -> None:
   """Runs, prints, writes."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument("--config", nargs="+", default=["quickstart"], metavar="PRESET")
   parser.add_argument("--set", nargs="*", default=[], metavar="key=value")
-  parser.add_argument("--steps", type=int, nargs="+", default=[2000, 4000], help="learner steps at which to look")
+  parser.add_argument(
+    "--steps", type=int, nargs="+", default=[2000, 4000], help="learner steps at which to look"
+  )
   parser.add_argument("--out", type=Path)
   arguments = parser.parse_args()
   config = load(parser, arguments.config, ["reanalyse.schedule=sweep", *arguments.set])
   rows = []
-  print(f"{'learner step':>12}{'states':>9}{'mean age, of equal visits':>27}{'longest wait, of equal visits':>31}")
+  print(
+    f"{'learner step':>12}{'states':>9}{'mean age, of equal visits':>27}{'longest wait, of equal visits':>31}"
+  )
   with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
     reporter = stack.enter_context(Reporter(config, Path(folder), "weighting", None))
-    training = stack.enter_context(contextlib.closing(Training(config, Path(folder), reporter, resume=False)))
+    training = stack.enter_context(
+      contextlib.closing(Training(config, Path(folder), reporter, resume=False))
+    )
 
     def stepped() -> None:
       step = training.pacer.learner_steps
       if step in arguments.steps:
         rows.append({"step": step, **look(training.replay)})
         row = rows[-1]
-        print(f"{step:>12}{row['states']:>9}{row['age_at_best']:>27.2f}{row['longest_wait']:>31.1f}", flush=True)
+        print(
+          f"{step:>12}{row['states']:>9}{row['age_at_best']:>27.2f}{row['longest_wait']:>31.1f}",
+          flush=True,
+        )
       if step == max(arguments.steps):
         training.interrupt()
 
     training.after_step.append(stepped)
-    modes.run(training)
+    loops.run(training)
   write(arguments.out, {"preset": arguments.config, "set": arguments.set, "rows": rows})
 
 

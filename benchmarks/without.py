@@ -36,16 +36,20 @@ import jax
 from common import ROOT, load, positive, write
 from mesh import Stepper, StepperProcess
 
-from speedyzero_jax import config_io, memory, networks
-from speedyzero_jax.learner import AXIS, Learner
+from speedyzero_jax.agents.efficientzero import networks
+from speedyzero_jax.config import loader
 from speedyzero_jax.metrics import names
+from speedyzero_jax.system import memory
+from speedyzero_jax.workers.learner import AXIS, Learner
 
 PARTS = ("memory", "devices", "pieces", "message", "cache", "runs")
 FULL_FRAME, VECTOR, ACTIONS = (96, 96, 3), (1, 1, 50), 6
 Row = dict[str, Any]
 
 
-def turns(first: Callable[[], float], second: Callable[[], float], rounds: int) -> tuple[float, float]:
+def turns(
+  first: Callable[[], float], second: Callable[[], float], rounds: int
+) -> tuple[float, float]:
   """The medians of both, which take turns."""
   times: tuple[list[float], list[float]] = ([], [])
   for _, (call, kept) in itertools.product(range(rounds), zip((first, second), times, strict=True)):
@@ -53,17 +57,25 @@ def turns(first: Callable[[], float], second: Callable[[], float], rounds: int) 
   return statistics.median(times[0]), statistics.median(times[1])
 
 
-def apart(batch: int, rounds: int, kept: dict[str, str], without: dict[str, str]) -> tuple[float, float, list[int]]:
+def apart(
+  batch: int, rounds: int, kept: dict[str, str], without: dict[str, str]
+) -> tuple[float, float, list[int]]:
   """Seconds of a training step in two processes that have these variables, and the most host memory of each, bytes."""
   with contextlib.ExitStack() as stack:
 
     def start(changes: dict[str, str]) -> StepperProcess:
-      empty = stack.enter_context(tempfile.TemporaryDirectory())  # both compile, which takes memory too
+      empty = stack.enter_context(
+        tempfile.TemporaryDirectory()
+      )  # both compile, which takes memory too
       settings = [f"learner.batch_size={batch}", f"run.compile_cache={empty}"]
-      return stack.enter_context(StepperProcess(["atari100k"], settings, FULL_FRAME, ACTIONS, changes))
+      return stack.enter_context(
+        StepperProcess(["atari100k"], settings, FULL_FRAME, ACTIONS, changes)
+      )
 
     both = first, second = start(kept), start(without)
-    for process, _ in itertools.product(both, range(6)):  # compiles, and lets the heap grow to what is needed
+    for process, _ in itertools.product(
+      both, range(6)
+    ):  # compiles, and lets the heap grow to what is needed
       process.ask("take", 1)
     medians = turns(lambda: first.ask("take", 1), lambda: second.ask("take", 1), rounds)
     return *medians, [process.ask("peak") for process in both]
@@ -71,7 +83,7 @@ def apart(batch: int, rounds: int, kept: dict[str, str], without: dict[str, str]
 
 def pieces(batch: int, rounds: int) -> tuple[float, float]:
   """Seconds of a training step with and without."""
-  config = config_io.load(["atari100k"], [f"learner.batch_size={batch}"])
+  config = loader.load(["atari100k"], [f"learner.batch_size={batch}"])
   kept = Stepper(config, FULL_FRAME, ACTIONS, jax.local_devices()[:1])
   kept.take(1)
   with mock.patch.object(networks, "_CHUNK", 2**31):
@@ -88,7 +100,7 @@ def one_by_one(self: Learner, tree: Any) -> Any:
 def member(address: str, process_id: int, rounds: int) -> None:
   """One of the two learners of `message`; the first prints the medians."""
   jax.distributed.initialize(address, 2, process_id)
-  config = config_io.load(["quickstart"], ["learner.batch_size=32"])
+  config = loader.load(["quickstart"], ["learner.batch_size=32"])
   kept = Stepper(config, VECTOR, 3, jax.devices())
   kept.take(1)
   with mock.patch.object(Learner, "_mean", one_by_one):
@@ -107,7 +119,8 @@ def message(rounds: int) -> tuple[float, float]:
   command = [sys.executable, __file__, "--member", address, "--rounds", str(rounds), "--process-id"]
   environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"}
   learners = [
-    subprocess.Popen([*command, str(i)], env=environment, stdout=subprocess.PIPE, text=True) for i in range(2)
+    subprocess.Popen([*command, str(i)], env=environment, stdout=subprocess.PIPE, text=True)
+    for i in range(2)
   ]
   said = [learner.communicate()[0] for learner in learners]
   if any(learner.returncode for learner in learners):
@@ -123,9 +136,9 @@ def first_step(cache: str) -> float:
     f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'benchmarks')!r}]\n"
     "from mesh import Stepper\n"
     "import jax\n"
-    "from speedyzero_jax import config_io, parts\n"
-    f"config = config_io.load(['atari_small'], ['run.compile_cache={cache}'])\n"
-    "parts.enable_compilation_cache(config)\n"
+    "from speedyzero_jax.config import loader\nfrom speedyzero_jax.run import builders\n"
+    f"config = loader.load(['atari_small'], ['run.compile_cache={cache}'])\n"
+    "builders.enable_compilation_cache(config)\n"
     f"Stepper(config, (48, 48, 1), {ACTIONS}, jax.local_devices()[:1]).take(1)\n"
   )
   begin = time.perf_counter()
@@ -182,7 +195,12 @@ def runs(presets: list[str], base: list[str], steps: int, work: Path) -> list[Ro
   kept = found["nothing"]
   return [
     row(name, 1 / kept["steps_per_second"], 1 / found[name]["steps_per_second"])
-    | {"searches_per_step": {"with": kept["searches_per_step"], "without": found[name]["searches_per_step"]}}
+    | {
+      "searches_per_step": {
+        "with": kept["searches_per_step"],
+        "without": found[name]["searches_per_step"],
+      }
+    }
     for name in WITHOUT
   ]
 
@@ -195,17 +213,30 @@ def row(name: str, kept: float, without: float) -> Row:
 
 def main() -> None:
   """Measures and reports."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
   parser.add_argument("--rounds", type=positive, default=5)
-  parser.add_argument("--batch", type=positive, default=256, help="of `memory`, `devices` and `pieces`")
-  parser.add_argument("--config", nargs="+", default=["atari_small"], help="of the whole runs")
-  parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="overrides of the whole runs")
   parser.add_argument(
-    "--steps", type=int, default=240, help="learner steps of the whole runs: over twice the sweep's S"
+    "--batch", type=positive, default=256, help="of `memory`, `devices` and `pieces`"
   )
-  parser.add_argument("--filled", type=int, default=16_000, help="frames that the whole runs' replays hold")
-  parser.add_argument("--work", type=Path, default=ROOT / "runs" / "without", help="where the whole runs go")
+  parser.add_argument("--config", nargs="+", default=["atari_small"], help="of the whole runs")
+  parser.add_argument(
+    "--set", nargs="*", default=[], metavar="key=value", help="overrides of the whole runs"
+  )
+  parser.add_argument(
+    "--steps",
+    type=int,
+    default=240,
+    help="learner steps of the whole runs: over twice the sweep's S",
+  )
+  parser.add_argument(
+    "--filled", type=int, default=16_000, help="frames that the whole runs' replays hold"
+  )
+  parser.add_argument(
+    "--work", type=Path, default=ROOT / "runs" / "without", help="where the whole runs go"
+  )
   parser.add_argument("--out", type=Path)
   parser.add_argument("--member", help=argparse.SUPPRESS)
   parser.add_argument("--process-id", type=int, help=argparse.SUPPRESS)
@@ -218,8 +249,12 @@ def main() -> None:
   print(f"{'':24}{'with, s':>12}{'without, s':>14}{'gain':>10}")
   rows = []
   cores = {"JAX_NUM_CPU_DEVICES": str(len(os.sched_getaffinity(0)))}
-  if "memory" in arguments.only:  # a setting in the environment is left alone: this one changes nothing
-    *times, (kept, without) = apart(arguments.batch, arguments.rounds, cores, cores | {"MALLOC_PERTURB_": "0"})
+  if (
+    "memory" in arguments.only
+  ):  # a setting in the environment is left alone: this one changes nothing
+    *times, (kept, without) = apart(
+      arguments.batch, arguments.rounds, cores, cores | {"MALLOC_PERTURB_": "0"}
+    )
     rows.append(row("memory", *times) | {"with_bytes": kept, "without_bytes": without})
     print(f"{'  at most':24}{memory.size(kept):>12}{memory.size(without):>14}", flush=True)
   if "devices" in arguments.only:

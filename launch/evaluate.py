@@ -15,11 +15,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
+sys.path.insert(
+  0, str(Path(__file__).resolve().parent.parent)
+)  # a clone works without being installed
 
-from speedyzero_jax import runfolder
-from speedyzero_jax.config import Config
-from speedyzero_jax.runfolder import RunFolderError
+from speedyzero_jax.config.schema import Config
+from speedyzero_jax.run import run_dir
+from speedyzero_jax.run.run_dir import RunFolderError
 
 FAILED, WRONG_USE = 1, 2
 _MOST = 10**9  # as in a run's settings
@@ -41,12 +43,20 @@ def _natural(text: str) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
   """The command line."""
-  parser = argparse.ArgumentParser(prog="launch/evaluate.py", description="Evaluates the last checkpoint of a run.")
+  parser = argparse.ArgumentParser(
+    prog="launch/evaluate.py", description="Evaluates the last checkpoint of a run."
+  )
   parser.add_argument("run_dir", type=Path, help="the run's folder")
-  parser.add_argument("--episodes", type=_positive, help="episodes to play (default: the run's evaluation.episodes)")
-  parser.add_argument("--max-episode-steps", type=_positive, help="cap in agent steps (default: the run's)")
   parser.add_argument(
-    "--seed", type=_natural, help="of the environments (default: the one the run itself evaluates with)"
+    "--episodes", type=_positive, help="episodes to play (default: the run's evaluation.episodes)"
+  )
+  parser.add_argument(
+    "--max-episode-steps", type=_positive, help="cap in agent steps (default: the run's)"
+  )
+  parser.add_argument(
+    "--seed",
+    type=_natural,
+    help="of the environments (default: the one the run itself evaluates with)",
   )
   return parser.parse_args(argv)
 
@@ -57,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
   arguments = parse(sys.argv[1:] if argv is None else argv)
   try:
-    config = runfolder.read_config(arguments.run_dir)
+    config = run_dir.read_config(arguments.run_dir)
     return evaluate(arguments, config)
   except RunFolderError as error:
     print(f"error: {error}", file=sys.stderr)
@@ -71,9 +81,14 @@ def evaluate(arguments: argparse.Namespace, config: Config) -> int:
   """Plays, prints and writes. Returns the exit code."""
   import jax
 
-  from speedyzero_jax import evaluation, memory
-  from speedyzero_jax.checkpoint import CheckpointError
-  from speedyzero_jax.parts import enable_compilation_cache, evaluation_seed, restore_for_evaluation
+  from speedyzero_jax.run.builders import (
+    enable_compilation_cache,
+    evaluation_seed,
+    restore_for_evaluation,
+  )
+  from speedyzero_jax.run.checkpoint import CheckpointError
+  from speedyzero_jax.system import memory
+  from speedyzero_jax.workers import evaluator
 
   def report(line: str) -> None:
     print(line, file=sys.stderr)
@@ -84,7 +99,7 @@ def evaluate(arguments: argparse.Namespace, config: Config) -> int:
     inference, version = restore_for_evaluation(
       config, arguments.run_dir, warn=lambda line: report(f"warning: {line}"), report=report
     )
-    result = evaluation.evaluate(
+    result = evaluator.evaluate(
       config,
       inference,
       version,

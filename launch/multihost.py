@@ -19,13 +19,16 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
+sys.path.insert(
+  0, str(Path(__file__).resolve().parent.parent)
+)  # a clone works without being installed
 
-from speedyzero_jax import config_io, runfolder, topology
-from speedyzero_jax.config import Config
-from speedyzero_jax.config_io import ConfigError
+from speedyzero_jax.config import loader
+from speedyzero_jax.config.loader import ConfigError
+from speedyzero_jax.config.schema import Config
 from speedyzero_jax.replay.journal import JournalError
-from speedyzero_jax.runfolder import RunFolder, RunFolderError
+from speedyzero_jax.run import run_dir, topology
+from speedyzero_jax.run.run_dir import RunFolder, RunFolderError
 
 FAILED, WRONG_USE = 1, 2
 _KINDS = {"learner": "learners", "actor": "actors", "reanalyser": "reanalysers"}
@@ -36,7 +39,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   parser = argparse.ArgumentParser(
     prog="launch/multihost.py",
     description="Trains SpeedyZero: collects, reanalyses, refreshes priorities, learns, evaluates.",
-    epilog=config_io.help_text(),
+    epilog=loader.help_text(),
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
   parser.add_argument(
@@ -47,26 +50,36 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     default=[],
     help="presets from configs/, the later ones win",
   )
-  parser.add_argument("--resume", type=Path, metavar="RUN_DIR", help="go on with the run in this folder")
+  parser.add_argument(
+    "--resume", type=Path, metavar="RUN_DIR", help="go on with the run in this folder"
+  )
   parser.add_argument(
     "--processes",
     metavar="KIND=N,...",
     help="start and supervise so many on this machine, e.g. learner=1,actor=1,reanalyser=2",
   )
-  parser.add_argument("--coordinator", metavar="HOST:PORT", help="be one of several: where process 0 listens")
+  parser.add_argument(
+    "--coordinator", metavar="HOST:PORT", help="be one of several: where process 0 listens"
+  )
   parser.add_argument("--num-processes", type=int, metavar="N", help="how many there are")
   parser.add_argument("--process-id", type=int, metavar="I", help="which of them this is, from 0")
-  parser.add_argument("--devices", metavar="I,...", help="the accelerators of this machine to use; all by default")
+  parser.add_argument(
+    "--devices", metavar="I,...", help="the accelerators of this machine to use; all by default"
+  )
   parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, listed below")
   arguments = parser.parse_args(argv)
   tell_apart(arguments, argv)
   if arguments.resume is None and not arguments.config:
-    parser.error("say what to train with --config PRESET, or what to go on with by --resume RUN_DIR")
+    parser.error(
+      "say what to train with --config PRESET, or what to go on with by --resume RUN_DIR"
+    )
   if arguments.resume is not None and arguments.config:
     parser.error("--resume takes its configuration from the run folder; leave --config out")
   given = [arguments.coordinator, arguments.num_processes, arguments.process_id]
   if any(x is not None for x in given) and (None in given or arguments.processes):
-    parser.error("--coordinator, --num-processes and --process-id go together, and without --processes")
+    parser.error(
+      "--coordinator, --num-processes and --process-id go together, and without --processes"
+    )
   if arguments.processes:
     arguments.overrides += counts(parser, arguments.processes)
   return arguments
@@ -92,7 +105,9 @@ def counts(parser: argparse.ArgumentParser, text: str) -> list[str]:
   return [f"topology.{_KINDS[kind]}={found.get(kind, 0)}" for kind in _KINDS]
 
 
-def open_folder(arguments: argparse.Namespace, num_processes: int | None, check: Callable[[Config], None]) -> RunFolder:
+def open_folder(
+  arguments: argparse.Namespace, num_processes: int | None, check: Callable[[Config], None]
+) -> RunFolder:
   """The run folder to work in.
 
   Args:
@@ -104,8 +119,10 @@ def open_folder(arguments: argparse.Namespace, num_processes: int | None, check:
   """
   if arguments.resume is not None:
     if any(text.partition("=")[0].strip() == "run.dir" for text in arguments.overrides):
-      raise ConfigError(f"run.dir: --resume says already that the folder is {arguments.resume}; leave run.dir out")
-    folder = runfolder.open_existing(arguments.resume, arguments.overrides)
+      raise ConfigError(
+        f"run.dir: --resume says already that the folder is {arguments.resume}; leave run.dir out"
+      )
+    folder = run_dir.open_existing(arguments.resume, arguments.overrides)
     try:
       check(folder.config)
     except ConfigError:
@@ -113,19 +130,19 @@ def open_folder(arguments: argparse.Namespace, num_processes: int | None, check:
       raise
     return folder
   # With the number of learners settled: each has its share of the run in the folder.
-  config = topology.settle(config_io.load(arguments.config, arguments.overrides), num_processes)
+  config = topology.settle(loader.load(arguments.config, arguments.overrides), num_processes)
   check(config)
   preset = "+".join(Path(name).stem for name in arguments.config)
-  return runfolder.create(config, f"{preset}-{config.env.game}-s{config.run.seed}")
+  return run_dir.create(config, f"{preset}-{config.env.game}-s{config.run.seed}")
 
 
 def check_possible(config: Config) -> None:
   """Raises ConfigError for what only this machine can tell, so that it is known before anything is touched."""
   import jax
 
-  from speedyzero_jax.envs import largest_value, make_env
-  from speedyzero_jax.losses import transform
-  from speedyzero_jax.parts import blueprint_of, game_of
+  from speedyzero_jax.agents.efficientzero.losses import transform
+  from speedyzero_jax.envs.batched_env import largest_value, make_env
+  from speedyzero_jax.run.builders import blueprint_of, game_of
 
   here = len(jax.local_devices())
   if config.learner.devices > here:
@@ -162,15 +179,21 @@ def supervise(arguments: argparse.Namespace) -> int:
   """Starts all processes on this machine, and again those that die. Returns the exit code."""
   from speedyzero_jax.cluster.child import Child
   from speedyzero_jax.cluster.supervisor import Supervisor
-  from speedyzero_jax.metrics.display import TERMINAL
+  from speedyzero_jax.metrics.progress import TERMINAL
 
   count = topology.local_gpus()
 
-  def check(config: Config) -> None:  # what devices these are is looked at by the processes that will have them
+  def check(
+    config: Config,
+  ) -> None:  # what devices these are is looked at by the processes that will have them
     topology.deal_devices(topology.resolve(config), count, config.learner.batch_size)
 
   with open_folder(arguments, None, check) as folder:
-    path, shape, batch_size = folder.path, topology.resolve(folder.config), folder.config.learner.batch_size
+    path, shape, batch_size = (
+      folder.path,
+      topology.resolve(folder.config),
+      folder.config.learner.batch_size,
+    )
   print(f"topology: {shape}", flush=True)
   gpus = topology.deal_devices(shape, count, batch_size)
   if count:
@@ -184,7 +207,13 @@ def supervise(arguments: argparse.Namespace) -> int:
     for process_id in range(shape.num_processes):
       role, dealt = shape.role(process_id), gpus[process_id]
       command = [sys.executable, __file__, "--resume", str(path), "--coordinator", address]
-      command += ["--num-processes", str(shape.num_processes), "--process-id", str(process_id), *changes]
+      command += [
+        "--num-processes",
+        str(shape.num_processes),
+        "--process-id",
+        str(process_id),
+        *changes,
+      ]
       environment = {"JAX_COORDINATOR_BIND_ADDRESS": address}
       if dealt is not None:
         command += ["--devices", ",".join(map(str, dealt.ids))]
@@ -195,7 +224,7 @@ def supervise(arguments: argparse.Namespace) -> int:
       children.append(Child(str(role), command, environment, role.kind == "learner", files))
     return children
 
-  with runfolder.supervised(path), socket.socket() as held:
+  with run_dir.supervised(path), socket.socket() as held:
     # Nobody else gets the port between two starts: gRPC, and only who says so like this, may share it.
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     held.bind(("127.0.0.1", 0))
@@ -205,9 +234,9 @@ def supervise(arguments: argparse.Namespace) -> int:
 
 def be_one(arguments: argparse.Namespace) -> int:
   """Runs this process' part of the run, which may be all of it. Returns the exit code."""
-  from speedyzero_jax import memory
-  from speedyzero_jax.cluster import process, rendezvous, unit
-  from speedyzero_jax.running import Signals, train
+  from speedyzero_jax.cluster import learner_process, rendezvous, worker
+  from speedyzero_jax.run.train import Signals, train
+  from speedyzero_jax.system import memory
 
   memory.keep_freed()
   if arguments.coordinator is not None:
@@ -227,7 +256,7 @@ def be_one(arguments: argparse.Namespace) -> int:
 
       return open_folder(arguments, place.num_processes, check)
 
-    return process.main(
+    return worker.main(
       place,
       open_with,
       resume=resume,
@@ -236,13 +265,15 @@ def be_one(arguments: argparse.Namespace) -> int:
 
   def check(config: Config) -> None:
     if topology.resolve(config).num_processes > 1:
-      raise ConfigError("topology: asks for several processes; start them with --processes, or on a cluster")
+      raise ConfigError(
+        "topology: asks for several processes; start them with --processes, or on a cluster"
+      )
     check_possible(config)
 
   with (
     Signals() as signals,
     open_folder(arguments, None, check) as folder,
-    unit.whole(folder.config, folder.path) as part,
+    learner_process.whole(folder.config, folder.path) as part,
   ):
     print(f"topology: {topology.resolve(folder.config)}", flush=True)
     return train(folder.config, folder.path, resume=resume, signals=signals, part=part)
@@ -251,7 +282,9 @@ def be_one(arguments: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
   """Returns the exit code."""
   for name in ("stdout", "stderr"):
-    if getattr(sys, name) is None:  # closed before the start (>&-): what is said there is for nobody
+    if (
+      getattr(sys, name) is None
+    ):  # closed before the start (>&-): what is said there is for nobody
       setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's notes about its cache
   os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC's about servers that stop
@@ -276,4 +309,6 @@ if __name__ == "__main__":
   for stream in (sys.stdout, sys.stderr):
     with contextlib.suppress(OSError):  # of a terminal that was closed
       stream.flush()
-  os._exit(code)  # all is saved and closed; a library's threads and farewells must not keep a run from ending
+  os._exit(
+    code
+  )  # all is saved and closed; a library's threads and farewells must not keep a run from ending

@@ -15,13 +15,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
+sys.path.insert(
+  0, str(Path(__file__).resolve().parent.parent)
+)  # a clone works without being installed
 
 from launch import multihost
-from speedyzero_jax import config_io, memory, runfolder, topology
-from speedyzero_jax.config import Config
-from speedyzero_jax.config_io import ConfigError
-from speedyzero_jax.runfolder import RunFolderError
+from speedyzero_jax.config import loader
+from speedyzero_jax.config.loader import ConfigError
+from speedyzero_jax.config.schema import Config
+from speedyzero_jax.run import run_dir, topology
+from speedyzero_jax.run.run_dir import RunFolderError
+from speedyzero_jax.system import memory
 
 FAILED, WRONG_USE = 1, 2
 STEPS = 5  # learner steps profiled, unless profile.steps says otherwise
@@ -30,19 +34,29 @@ STEPS = 5  # learner steps profiled, unless profile.steps says otherwise
 def parse(argv: Sequence[str]) -> argparse.Namespace:
   """The command line. Overrides may stand anywhere, also right after the presets."""
   parser = argparse.ArgumentParser(
-    prog="launch/profile.py", description="Profiles a few steps of a run: a trace, and where the time goes."
+    prog="launch/profile.py",
+    description="Profiles a few steps of a run: a trace, and where the time goes.",
   )
   parser.add_argument(
-    "--config", nargs="+", action="extend", required=True, metavar="PRESET", help="presets from configs/"
+    "--config",
+    nargs="+",
+    action="extend",
+    required=True,
+    metavar="PRESET",
+    help="presets from configs/",
   )
-  parser.add_argument("--out", type=Path, metavar="DIR", help="new folder for what is found (default: under runs/)")
+  parser.add_argument(
+    "--out", type=Path, metavar="DIR", help="new folder for what is found (default: under runs/)"
+  )
   parser.add_argument(
     "--fill",
     type=int,
     metavar="N",
     help="agent steps of random play before (default: half of the run's, since sweeps cost more the more there is)",
   )
-  parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings (see launch/multihost.py --help)")
+  parser.add_argument(
+    "overrides", nargs="*", metavar="key=value", help="settings (see launch/multihost.py --help)"
+  )
   arguments = parser.parse_args(argv)
   multihost.tell_apart(arguments, argv)
   return arguments
@@ -56,7 +70,9 @@ def filled(config: Config, random_steps: int) -> Config:
   run, begin, learner = config.run.env_steps, config.actor.random_steps, config.learner
   if not begin <= random_steps < run:
     raise ConfigError(f"--fill: must be from actor.random_steps ({begin}) to below {run}")
-  pace = (run - begin) / max(learner.steps - learner.tail_steps, 1)  # agent steps for each learner step
+  pace = (run - begin) / max(
+    learner.steps - learner.tail_steps, 1
+  )  # agent steps for each learner step
   # Long enough for sweeps to come round: each computes its first block within half of its age.
   enough = 2 * config.profile.steps + 2 * max(config.reanalyse.max_age, config.refresh.max_age)
   steps = max(round((run - random_steps) / pace), enough)
@@ -66,7 +82,7 @@ def filled(config: Config, random_steps: int) -> Config:
     f"learner.steps={steps}",
     "learner.tail_steps=0",
   ]
-  return config_io.override(config, changes)
+  return loader.override(config, changes)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,26 +91,32 @@ def main(argv: Sequence[str] | None = None) -> int:
   arguments = parse(sys.argv[1:] if argv is None else argv)
   memory.keep_freed()
   try:
-    config = config_io.load(arguments.config, arguments.overrides)
+    config = loader.load(arguments.config, arguments.overrides)
     changes = [f"run.dir={arguments.out}"] if arguments.out else []
     changes += [] if config.profile.steps else [f"profile.steps={STEPS}"]
     half = max(config.run.env_steps // 2, config.actor.random_steps)
-    config = filled(config_io.override(config, changes), half if arguments.fill is None else arguments.fill)
+    config = filled(
+      loader.override(config, changes), half if arguments.fill is None else arguments.fill
+    )
     if topology.resolve(config).num_processes > 1:
-      raise ConfigError("topology: asks for several processes; a profile is of one that does it all")
+      raise ConfigError(
+        "topology: asks for several processes; a profile is of one that does it all"
+      )
     multihost.check_possible(config)
-    name = "-".join(["profile", *(Path(preset).stem for preset in arguments.config), config.env.game])
-    folder = runfolder.create(config, name)
+    name = "-".join(
+      ["profile", *(Path(preset).stem for preset in arguments.config), config.env.game]
+    )
+    folder = run_dir.create(config, name)
   except (ConfigError, RunFolderError) as error:
     print(f"error: {error}", file=sys.stderr)
     return WRONG_USE
 
   import jax
 
-  from speedyzero_jax.parts import enable_compilation_cache
-  from speedyzero_jax.profiling import profile
-  from speedyzero_jax.training import TrainingError
-  from speedyzero_jax.weights import DivergedError
+  from speedyzero_jax.run.builders import enable_compilation_cache
+  from speedyzero_jax.run.experiment import TrainingError
+  from speedyzero_jax.run.profiler import profile
+  from speedyzero_jax.workers.weights import DivergedError
 
   enable_compilation_cache(config)
   try:

@@ -31,7 +31,11 @@ from speedyzero_jax.metrics.board import format_number
 
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 16
-REPETITION_KEYS = ("seed", "dir", "compile_cache")  # of `run`: runs that differ in these only are repetitions
+REPETITION_KEYS = (
+  "seed",
+  "dir",
+  "compile_cache",
+)  # of `run`: runs that differ in these only are repetitions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,14 +73,22 @@ class Group:
 
 def read_run(path: pathlib.Path) -> Run | None:
   """Reads a run folder; None if there is nothing of a run in it."""
-  if not any((path / name).is_file() for name in ("config.yaml", "metrics.jsonl", "evaluation.json")):
+  if not any(
+    (path / name).is_file() for name in ("config.yaml", "metrics.jsonl", "evaluation.json")
+  ):
     return None
   values: dict[str, Any] = {}
   problems: list[str] = []
-  for name, read in (("config.yaml", _config), ("metrics.jsonl", _metrics), ("evaluation.json", _evaluation)):
+  for name, read in (
+    ("config.yaml", _config),
+    ("metrics.jsonl", _metrics),
+    ("evaluation.json", _evaluation),
+  ):
     try:
       read_values = read(path / name, problems)
-      values |= {key: value for key, value in read_values.items() if value is not None and key not in values}
+      values |= {
+        key: value for key, value in read_values.items() if value is not None and key not in values
+      }
     except FileNotFoundError:
       problems.append(f"no {name}")
     except OSError as error:
@@ -93,7 +105,9 @@ def _config(path: pathlib.Path, problems: list[str]) -> dict[str, Any]:
   env, run = config.get("env"), config.get("run")
   if not isinstance(env, dict) or not isinstance(run, dict):
     raise ValueError
-  settings = config | {"run": {key: value for key, value in run.items() if key not in REPETITION_KEYS}}
+  settings = config | {
+    "run": {key: value for key, value in run.items() if key not in REPETITION_KEYS}
+  }
   return {
     "game": _text(env.get("game")),
     "seed": _integer(run.get("seed")),
@@ -108,7 +122,9 @@ def _metrics(path: pathlib.Path, problems: list[str]) -> dict[str, Any]:
   if not rows:
     problems.append("metrics.jsonl is empty")
     return {}
-  last = {name: value for row in rows for name, value in row.items() if value is not None}  # of each metric
+  last = {
+    name: value for row in rows for name, value in row.items() if value is not None
+  }  # of each metric
   curve = tuple(x for row in rows if (x := _number(row.get(names.EPISODE_RETURN))) is not None)
   return {
     "steps": max(row[names.STEP] for row in rows),
@@ -167,7 +183,9 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
             mean=statistics.fmean(scores),
             stderr=statistics.stdev(scores) / math.sqrt(len(scores)),
             iqm=interquartile_mean(scores),
-            human_normalised=statistics.fmean(normalised) if len(normalised) == len(scores) else None,
+            human_normalised=statistics.fmean(normalised)
+            if len(normalised) == len(scores)
+            else None,
           )
         )
         break
@@ -197,7 +215,11 @@ def show(runs: Sequence[Run], groups: Sequence[Group], console: Console) -> None
   rows = [_cells(run) for run in runs]
   if console.is_terminal:
     left_out = {"notes"} if console.width >= 100 else {"notes", "curve"}
-    _draw("Runs", [{head: cell for head, cell in row.items() if head not in left_out} for row in rows], console)
+    _draw(
+      "Runs",
+      [{head: cell for head, cell in row.items() if head not in left_out} for row in rows],
+      console,
+    )
     for run in runs:
       if run.problems:
         print(f"{run.path}: {'; '.join(run.problems)}", file=console.file)
@@ -248,12 +270,16 @@ def _print_tabbed(rows: Sequence[dict[str, str]], console: Console) -> None:
 
 
 def _draw(title: str, rows: Sequence[dict[str, str]], console: Console) -> None:
-  table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, collapse_padding=True)
+  table = Table(
+    title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, collapse_padding=True
+  )
   for head in rows[0]:
     if head == "run":  # the only one that may take several lines
       table.add_column(head, overflow="fold")
     else:
-      table.add_column(head, no_wrap=True, justify="left" if head in ("game", "seeds", "curve") else "right")
+      table.add_column(
+        head, no_wrap=True, justify="left" if head in ("game", "seeds", "curve") else "right"
+      )
   for row in rows:
     table.add_row(*map(Text, row.values()))
   console.print(table)
@@ -262,19 +288,29 @@ def _draw(title: str, rows: Sequence[dict[str, str]], console: Console) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
   """Returns the exit status: 0, or 2 if there is no run to report."""
   parser = argparse.ArgumentParser(prog="report.py", description=(__doc__ or "").split("\n\n")[0])
-  parser.add_argument("runs", nargs="*", type=pathlib.Path, metavar="RUN_DIR", help="folders of runs")
-  parser.add_argument("--json", type=pathlib.Path, metavar="PATH", help="also write the report as JSON here")
+  parser.add_argument(
+    "runs", nargs="*", type=pathlib.Path, metavar="RUN_DIR", help="folders of runs"
+  )
+  parser.add_argument(
+    "--json", type=pathlib.Path, metavar="PATH", help="also write the report as JSON here"
+  )
   options = parser.parse_args(arguments)
   found = [(path, read_run(path)) for path in options.runs]
   if not any(run for _, run in found):
     given = ", ".join(map(str, options.runs))
-    print(f"report.py: no run in {given}" if given else "report.py: give at least one run folder", file=sys.stderr)
+    print(
+      f"report.py: no run in {given}" if given else "report.py: give at least one run folder",
+      file=sys.stderr,
+    )
     return 2
   runs = [run or Run(path=str(path), problems=("no run here",)) for path, run in found]
   groups = group_runs(runs)
   show(runs, groups, Console())
   if options.json:
-    report = {"runs": [_plain(run) for run in runs], "groups": [dataclasses.asdict(group) for group in groups]}
+    report = {
+      "runs": [_plain(run) for run in runs],
+      "groups": [dataclasses.asdict(group) for group in groups],
+    }
     options.json.write_text(json.dumps(report, indent=2) + "\n")
   return 0
 

@@ -21,8 +21,12 @@ class EnvStep(NamedTuple):
 
   frame: np.ndarray  # [L, H, W, C] the frame after the action
   reward: np.ndarray  # [L] float32, raw reward of the action; 0 where `first`
-  first: np.ndarray  # [L] bool, this frame starts an episode: the action was ignored, there was no transition
-  terminated: np.ndarray  # [L] bool, this frame ends the episode for good (lost life, game over): its value is 0
+  first: (
+    np.ndarray
+  )  # [L] bool, this frame starts an episode: the action was ignored, there was no transition
+  terminated: (
+    np.ndarray
+  )  # [L] bool, this frame ends the episode for good (lost life, game over): its value is 0
   truncated: np.ndarray  # [L] bool, this frame ends the episode by a cap: its value is not 0
   game_over: np.ndarray  # [L] bool, the game itself is over (never for a mere lost life)
 
@@ -37,7 +41,9 @@ class Segment(NamedTuple):
   terminated: np.ndarray  # [n] bool, the frame ends an episode for good
   truncated: np.ndarray  # [n] bool, the frame ends an episode, bootstrap from its value
   action: np.ndarray  # [n] int32, taken after the frame; -1 where the frame ends an episode
-  reward: np.ndarray  # [n] float32, received for `action` (as trained on, so clipped if clipping is on)
+  reward: (
+    np.ndarray
+  )  # [n] float32, received for `action` (as trained on, so clipped if clipping is on)
   policy: np.ndarray  # [n, A] float32, the search's improved policy
   search_value: np.ndarray  # [n] float32, the search's root value
   value: np.ndarray  # [n] float32, the network's value of the frame
@@ -59,7 +65,9 @@ class Targets(NamedTuple):
   value: np.ndarray  # [B, K+1] float32, undone of no transform: raw return
   value_prefix: np.ndarray  # [B, K] float32, sum of rewards since the prefix was last reset
   policy: np.ndarray  # [B, K+1, A] float32
-  value_mask: np.ndarray  # [B, K+1] float32, 1 up to the end and in the absorbing states after a terminal one
+  value_mask: (
+    np.ndarray
+  )  # [B, K+1] float32, 1 up to the end and in the absorbing states after a terminal one
   prefix_mask: np.ndarray  # [B, K] float32, the same for value_prefix
   policy_mask: np.ndarray  # [B, K+1] float32, 1 for states in which an action was taken
   consistency_mask: np.ndarray  # [B, K] float32, 1 where state k+1 is a real frame of the episode

@@ -83,7 +83,9 @@ def test_make_targets(target, command):
   outer = ("MAKEFLAGS", "MAKELEVEL", "ARGS", "CONFIG")
   environment = {key: value for key, value in os.environ.items() if key not in outer}
   dry_run = ["make", "--no-print-directory", "--dry-run", "--always-make", target]
-  done = subprocess.run(dry_run, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+  done = subprocess.run(
+    dry_run, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+  )
   lines = [line.strip() for line in done.stdout.splitlines()]
   assert lines[-1] == command
   assert any("--require-hashes" in line and "-r requirements.lock" in line for line in lines)
@@ -92,19 +94,28 @@ def test_make_targets(target, command):
   assert (ROOT / "launch" / "multihost.py").is_file()
 
 
-@pytest.mark.parametrize(("failing", "called"), [("none", "test lint"), ("test", "test"), ("lint", "test lint")])
+@pytest.mark.parametrize(
+  ("failing", "called"), [("none", "test lint"), ("test", "test"), ("lint", "test lint")]
+)
 def test_gate_runs_tests_then_linters_and_fails_with_either(tmp_path, failing, called):
   log, make = tmp_path / "log", tmp_path / "make"
-  make.write_text(f'#!/bin/sh\necho "$1" >> {log}\n[ "$1" != {failing} ] || exit 5\n')  # pytest's 5: no test was found
+  make.write_text(
+    f'#!/bin/sh\necho "$1" >> {log}\n[ "$1" != {failing} ] || exit 5\n'
+  )  # pytest's 5: no test was found
   make.chmod(0o755)
-  done = subprocess.run([ROOT / ".ci" / "run"], env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, check=False)
+  done = subprocess.run(
+    [ROOT / ".ci" / "run"], env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, check=False
+  )
   assert (done.returncode == 0) == (failing == "none")
   assert log.read_text().split() == called.split()
 
 
 def test_no_registry_address_is_written_down():
   listed = subprocess.run(
-    ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, check=False
+    ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+    cwd=ROOT,
+    capture_output=True,
+    check=False,
   )
   if listed.returncode:
     pytest.skip("not a git checkout")

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any
 
-from speedyzero_jax.cluster.client import Client
+from speedyzero_jax.cluster.grpc_client import Client
 
 _append = Client.append
 
@@ -16,7 +16,10 @@ _append = Client.append
 def _witnessed(self: Client, request: Any) -> Any:
   acknowledged = _append(self, request)
   process = sys.argv[sys.argv.index("--process-id") + 1]
-  lines = [f"{process} {segment.lane} {segment.start} {len(segment.frame)}\n" for segment in request.segments]
+  lines = [
+    f"{process} {segment.lane} {segment.start} {len(segment.frame)}\n"
+    for segment in request.segments
+  ]
   file = os.open(os.environ["WITNESS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
   os.write(file, "".join(lines).encode())
   os.close(file)

@@ -113,7 +113,9 @@ class Process:
     if self.code < 0:
       how = f"was killed by {_signal_name(-self.code)}"
     else:
-      how = f"exited with code {self.code}" + (f" ({_signal_name(self.code - 128)})" if self.killed_by else "")
+      how = f"exited with code {self.code}" + (
+        f" ({_signal_name(self.code - 128)})" if self.killed_by else ""
+      )
     return f"{self.child.name} {how} after {self.lived:.0f} s"
 
 
@@ -137,7 +139,9 @@ def _become(supervisor: int, command: list[str]) -> int:
     return FAILED
   if os.getppid() != supervisor:  # it died before that took effect
     return FAILED
-  print(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} pid {os.getpid()}: {shlex.join(command)}", flush=True)
+  print(
+    f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} pid {os.getpid()}: {shlex.join(command)}", flush=True
+  )
   try:
     os.execvp(command[0], command)
   except OSError as error:

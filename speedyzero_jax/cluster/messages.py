@@ -53,7 +53,9 @@ class ReanalyserWelcome(NamedTuple):
   """Where the reanalyser finds the frames: in a file to map, if it can, else it fetches them with `FramesRequest`."""
 
   frames_file: str  # [lanes, capacity, *frame]; empty: there is none
-  frames_link: str  # what that is a link to; a file of this name elsewhere is linked to something else
+  frames_link: (
+    str  # what that is a link to; a file of this name elsewhere is linked to something else
+  )
 
 
 class Append(NamedTuple):
@@ -63,7 +65,9 @@ class Append(NamedTuple):
   incarnation: int
   sequence: int  # of the grant it was paid from; what it did not use goes back
   segments: list[Segment]
-  score: Annotated[np.ndarray, Spec("float64", ("e",))]  # of the games that ended with the step: finite, one a lane
+  score: Annotated[
+    np.ndarray, Spec("float64", ("e",))
+  ]  # of the games that ended with the step: finite, one a lane
   length: Annotated[np.ndarray, Spec("int64", ("e",), 0)]  # theirs, in agent steps
 
 
@@ -86,7 +90,9 @@ class Grant(NamedTuple):
   """What the actor's next step needs to know."""
 
   steps: int  # agent steps it may take; 0: none are left, close every lane and go home
-  closing: bool  # nothing is left to grant: close every lane after this step, if it uses all of them
+  closing: (
+    bool  # nothing is left to grant: close every lane after this step, if it uses all of them
+  )
   weights: int  # of this learner step or newer are to act with; 0: better old ones than waiting for new ones
   progress: float  # share of training done
   random: bool  # play uniformly at random
@@ -182,7 +188,9 @@ class Call(NamedTuple):
 
   request: type
   answer: type
-  poll: bool = False  # the answer may take any time: the hub says None for "nothing yet" and is asked again
+  poll: bool = (
+    False  # the answer may take any time: the hub says None for "nothing yet" and is asked again
+  )
 
 
 CALLS: Mapping[str, Call] = {
@@ -197,12 +205,16 @@ CALLS: Mapping[str, Call] = {
 }
 
 # A message's number on the wire is its place here.
-KINDS: tuple[type, ...] = tuple(dict.fromkeys(kind for call in CALLS.values() for kind in (call.request, call.answer)))
+KINDS: tuple[type, ...] = tuple(
+  dict.fromkeys(kind for call in CALLS.values() for kind in (call.request, call.answer))
+)
 
 
 def named(tree: Params) -> dict[str, Any]:
   """The leaves of a tree by their paths (`jax.tree_util.keystr`), for `Weights.arrays`."""
-  return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+  return {
+    jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+  }
 
 
 def unnamed(like: Params, arrays: Mapping[str, Any]) -> Params:

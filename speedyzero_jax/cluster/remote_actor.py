@@ -6,18 +6,18 @@ import functools
 import jax
 import numpy as np
 
-from speedyzero_jax.actor import Actor
+from speedyzero_jax.agents.efficientzero.inference import Inference
+from speedyzero_jax.agents.efficientzero.networks import Blueprint
 from speedyzero_jax.cluster import messages
-from speedyzero_jax.cluster.client import Client
+from speedyzero_jax.cluster.grpc_client import Client
+from speedyzero_jax.cluster.grpc_server import RunOver
 from speedyzero_jax.cluster.remote_weights import RemoteWeights
-from speedyzero_jax.cluster.service import RunOver
-from speedyzero_jax.config import Config
-from speedyzero_jax.envs import make_env
-from speedyzero_jax.inference import Inference
-from speedyzero_jax.metrics.rates import EpisodeStats
-from speedyzero_jax.networks import Blueprint
-from speedyzero_jax.topology import Role, derived_seed
-from speedyzero_jax.weights import ACTOR
+from speedyzero_jax.config.schema import Config
+from speedyzero_jax.envs.batched_env import make_env
+from speedyzero_jax.metrics.aggregation import EpisodeStats
+from speedyzero_jax.run.topology import Role, derived_seed
+from speedyzero_jax.workers.actor import Actor
+from speedyzero_jax.workers.weights import ACTOR
 
 _say = functools.partial(print, flush=True)  # into a log, which nobody closes for who is killed
 
@@ -38,18 +38,30 @@ def act(config: Config, blueprint: Blueprint, client: Client, role: Role, incarn
     _act(config, blueprint, client, role, incarnation)
 
 
-def _act(config: Config, blueprint: Blueprint, client: Client, role: Role, incarnation: int) -> None:
+def _act(
+  config: Config, blueprint: Blueprint, client: Client, role: Role, incarnation: int
+) -> None:
   number = role.number
   welcome = client.join_actor(messages.ActorJoin(number, incarnation))
   lanes = len(welcome.heads)
   # Incarnations are counted from 0 again when all have been started again: what has been collected tells them apart.
-  own_seed = derived_seed(config.run.seed, str(role), incarnation + (int(welcome.heads.sum()) << 32))
+  own_seed = derived_seed(
+    config.run.seed, str(role), incarnation + (int(welcome.heads.sum()) << 32)
+  )
   env = make_env(config.env, lanes, own_seed, training=True)
   device = jax.local_devices()[0]
   like = jax.eval_shape(blueprint.init, jax.random.key(0))
   weights = RemoteWeights(client, number, (ACTOR,), like, device)
   inference, stats = Inference(config, blueprint, report=_say), EpisodeStats(lanes)
-  actor = Actor(config, env, inference, jax.random.key(own_seed), stats, lane_offset=welcome.first, start=welcome.heads)
+  actor = Actor(
+    config,
+    env,
+    inference,
+    jax.random.key(own_seed),
+    stats,
+    lane_offset=welcome.first,
+    start=welcome.heads,
+  )
   sequence, closed = 0, False
   try:
     while True:
@@ -59,7 +71,11 @@ def _act(config: Config, blueprint: Blueprint, client: Client, role: Role, incar
       version = weights.latest(ACTOR, at_least=grant.weights)
       if grant.steps:
         segments, count = actor.step(
-          version, budget=grant.steps, progress=grant.progress, random=grant.random, last=grant.closing
+          version,
+          budget=grant.steps,
+          progress=grant.progress,
+          random=grant.random,
+          last=grant.closing,
         )
         closed = grant.closing and count == grant.steps
       else:

@@ -12,21 +12,21 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from speedyzero_jax import memory
-from speedyzero_jax.cluster import messages, wire
-from speedyzero_jax.cluster.client import Client
+from speedyzero_jax.agents.efficientzero.inference import Inference
+from speedyzero_jax.agents.efficientzero.networks import Blueprint
+from speedyzero_jax.agents.efficientzero.reanalyse import examine
+from speedyzero_jax.cluster import codec, messages
+from speedyzero_jax.cluster.grpc_client import Client
+from speedyzero_jax.cluster.grpc_server import RunOver
 from speedyzero_jax.cluster.remote_weights import RemoteWeights
-from speedyzero_jax.cluster.service import RunOver
-from speedyzero_jax.config import Config
-from speedyzero_jax.inference import Inference
-from speedyzero_jax.learner import make_mesh
-from speedyzero_jax.networks import Blueprint
-from speedyzero_jax.parts import Game, frames_on_devices, sweeps
-from speedyzero_jax.reanalyser import examine
+from speedyzero_jax.config.schema import Config
 from speedyzero_jax.replay.device_frames import DeviceFrames
 from speedyzero_jax.replay.experience import Array
-from speedyzero_jax.topology import Role, derived_seed
-from speedyzero_jax.weights import REANALYSER, REFRESHER
+from speedyzero_jax.run.builders import Game, frames_on_devices, sweeps
+from speedyzero_jax.run.topology import Role, derived_seed
+from speedyzero_jax.system import memory
+from speedyzero_jax.workers.learner import make_mesh
+from speedyzero_jax.workers.weights import REANALYSER, REFRESHER
 
 _EMPTY = np.zeros(0, np.float32)
 _say = functools.partial(print, flush=True)  # into a log, which nobody closes for who is killed
@@ -35,7 +35,7 @@ _say = functools.partial(print, flush=True)  # into a log, which nobody closes f
 class MappedFrames:
   """The learner's own frames, read where they are."""
 
-  def __init__(self, path: str, form: wire.Form):
+  def __init__(self, path: str, form: codec.Form):
     shape = (form.lanes, form.capacity, *form.frame_shape)
     self._frames = np.memmap(path, form.frame_dtype, "r", shape=shape)
 
@@ -44,7 +44,7 @@ class MappedFrames:
     return self._frames[lane[:, None], cell]
 
 
-def _mapped(welcome: messages.ReanalyserWelcome, form: wire.Form) -> MappedFrames | None:
+def _mapped(welcome: messages.ReanalyserWelcome, form: codec.Form) -> MappedFrames | None:
   """The learner's frames, if they can be mapped here: not from another machine, container or user."""
   with contextlib.suppress(OSError):
     if welcome.frames_file and os.readlink(welcome.frames_file) == welcome.frames_link:
@@ -56,7 +56,12 @@ class FetchedFrames:
   """A copy of the frames, fetched as they are written: on these devices, or in host memory."""
 
   def __init__(
-    self, client: Client, number: int, incarnation: int, form: wire.Form, on_devices: DeviceFrames | None = None
+    self,
+    client: Client,
+    number: int,
+    incarnation: int,
+    form: codec.Form,
+    on_devices: DeviceFrames | None = None,
   ):
     self._client, self._session = client, (number, incarnation)
     self._on_devices = on_devices
@@ -102,7 +107,12 @@ def _used(config: Config) -> tuple[str, ...]:
 
 
 def reanalyse(
-  config: Config, blueprint: Blueprint, client: Client, form: wire.Form, role: Role, incarnation: int
+  config: Config,
+  blueprint: Blueprint,
+  client: Client,
+  form: codec.Form,
+  role: Role,
+  incarnation: int,
 ) -> None:
   """Looks at what it is given until the run is over. Arguments as for `remote_actor.act`, and the unit's form."""
   with contextlib.suppress(RunOver):
@@ -110,7 +120,12 @@ def reanalyse(
 
 
 def _reanalyse(
-  config: Config, blueprint: Blueprint, client: Client, form: wire.Form, role: Role, incarnation: int
+  config: Config,
+  blueprint: Blueprint,
+  client: Client,
+  form: codec.Form,
+  role: Role,
+  incarnation: int,
 ) -> None:
   number = role.number
   welcome = client.join_reanalyser(messages.ReanalyserJoin(number, incarnation))
@@ -130,11 +145,20 @@ def _reanalyse(
     version = weights.latest(block.subscriber, at_least=block.step)
     windows = frames.gather(block.lane, block.cell, block.frames)
     one_key = jax.random.fold_in(key, block.block)
-    findings = examine(inference, version, windows, search=block.search, key=one_key, explore=config.reanalyse.explore)
+    findings = examine(
+      inference,
+      version,
+      windows,
+      search=block.search,
+      key=one_key,
+      explore=config.reanalyse.explore,
+    )
     policy, search_value = findings.policy, findings.search_value
     if policy is None or search_value is None:
       states = findings.value.shape[1]
       policy, search_value = _EMPTY.reshape(0, states, form.actions), _EMPTY.reshape(0, states)
     client.result(
-      messages.Result(number, incarnation, block.block, findings.step, policy, search_value, findings.value)
+      messages.Result(
+        number, incarnation, block.block, findings.step, policy, search_value, findings.value
+      )
     )

@@ -5,11 +5,11 @@ import threading
 import jax
 import jax.numpy as jnp
 
+from speedyzero_jax.agents.efficientzero.networks import Variables
 from speedyzero_jax.cluster import messages
-from speedyzero_jax.cluster.client import Client
-from speedyzero_jax.cluster.service import RunOver
-from speedyzero_jax.networks import Variables
-from speedyzero_jax.weights import Version
+from speedyzero_jax.cluster.grpc_client import Client
+from speedyzero_jax.cluster.grpc_server import RunOver
+from speedyzero_jax.workers.weights import Version
 
 
 class RemoteWeights:
@@ -36,7 +36,9 @@ class RemoteWeights:
     self._changed = threading.Condition()
     self._error: BaseException | None = None
     for subscriber in subscribers:
-      threading.Thread(target=self._follow, args=(subscriber,), name=f"weights-{subscriber}", daemon=True).start()
+      threading.Thread(
+        target=self._follow, args=(subscriber,), name=f"weights-{subscriber}", daemon=True
+      ).start()
 
   def _follow(self, subscriber: str) -> None:
     have = -1
@@ -56,7 +58,9 @@ class RemoteWeights:
   def _unpack(self, sent: messages.Weights) -> Variables:
     def place(like: jax.ShapeDtypeStruct, array) -> jax.Array:
       if array.shape != like.shape:
-        raise ValueError(f"the unit's network is another: an array is {array.shape}, here {like.shape}")
+        raise ValueError(
+          f"the unit's network is another: an array is {array.shape}, here {like.shape}"
+        )
       return jnp.asarray(jax.device_put(array, self._where), like.dtype)
 
     return jax.tree.map(place, self._like, messages.unnamed(self._like, sent.arrays))
@@ -68,7 +72,9 @@ class RemoteWeights:
     """
     with self._changed:
       self._changed.wait_for(lambda: self._error or self._at(subscriber) >= at_least)
-      if self._error and not (isinstance(self._error, RunOver) and self._at(subscriber) >= at_least):
+      if self._error and not (
+        isinstance(self._error, RunOver) and self._at(subscriber) >= at_least
+      ):
         raise self._error
       return self._versions[subscriber]
 

@@ -16,7 +16,7 @@ from jax._src import distributed
 from jax._src.clusters import cluster
 from jax._src.lib import _jax
 
-from speedyzero_jax.topology import own_address
+from speedyzero_jax.run.topology import own_address
 
 _HEARTBEAT_TIMEOUT = 20  # seconds; after them a silent process counts as dead
 _FAREWELL = 5.0  # seconds
@@ -52,7 +52,9 @@ def detect() -> Place | None:
       address = kind.get_coordinator_address(timeout_secs=300, override_coordinator_port=port)
       return Place(address, count, kind.get_process_id())
     except (KeyError, ValueError, RuntimeError, OSError) as error:
-      raise RendezvousError(f"{kind.__name__} was detected, but {type(error).__name__}: {error}") from error
+      raise RendezvousError(
+        f"{kind.__name__} was detected, but {type(error).__name__}: {error}"
+      ) from error
   return None
 
 
@@ -86,7 +88,9 @@ class Rendezvous:
       )
       self.address = own_address(place.coordinator)
     except (RuntimeError, ValueError, OSError) as error:
-      raise RendezvousError(f"process {place.process_id} could not join {place.coordinator}: {error}") from error
+      raise RendezvousError(
+        f"process {place.process_id} could not join {place.coordinator}: {error}"
+      ) from error
     self._client: Any = distributed.global_state.client
 
   def share_devices(self, processes: int) -> None:
@@ -98,7 +102,9 @@ class Rendezvous:
     if self.place.process_id < processes:
       distributed.global_state.num_processes = processes
       # Gloo's own choice is the host name, which may be nobody's, or a loopback's.
-      _jax.make_gloo_tcp_collectives = functools.partial(_jax.make_gloo_tcp_collectives, hostname=self.address)
+      _jax.make_gloo_tcp_collectives = functools.partial(
+        _jax.make_gloo_tcp_collectives, hostname=self.address
+      )
     else:
       state = distributed.global_state
       state.client, state.num_processes, state.process_id = None, 1, 0
@@ -132,12 +138,16 @@ class Rendezvous:
     try:
       self._client.wait_at_barrier(_PREFIX + name, int(timeout * 1000), processes)
     except jax.errors.JaxRuntimeError as error:
-      raise RendezvousError(f"not everybody came to '{name}' within {timeout:.0f} s: {error}") from error
+      raise RendezvousError(
+        f"not everybody came to '{name}' within {timeout:.0f} s: {error}"
+      ) from error
 
   def devices(self, processes: Sequence[int]) -> list[jax.Device]:
     """Devices of these processes, in the order of their ids: what a mesh is made of."""
     wanted = set(processes)
-    return sorted((d for d in jax.devices() if d.process_index in wanted), key=lambda d: (d.process_index, d.id))
+    return sorted(
+      (d for d in jax.devices() if d.process_index in wanted), key=lambda d: (d.process_index, d.id)
+    )
 
   def leave(self) -> None:
     """Says goodbye; the process should end now, without Python's clean-up: jax's own farewell aborts who comes late.

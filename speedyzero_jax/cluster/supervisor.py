@@ -164,7 +164,9 @@ class Supervisor:
       and not any(process.was_shot for process in failed)
     ):
       failed += [process for process in self._wait(until) if process.child.vital and process.code]
-    cause = min(failed, key=lambda process: (not process.was_shot, process.killed_by == signal.SIGABRT))
+    cause = min(
+      failed, key=lambda process: (not process.was_shot, process.killed_by == signal.SIGABRT)
+    )
     if cause.killed_by:
       return cause
     self._decide(cause.obituary())
@@ -178,14 +180,18 @@ class Supervisor:
     """Ends all, the vital ones first: they save. Returns the exit code."""
     vital = self._vital()
     names = ", ".join(process.child.name for process in vital)
-    what = f"waiting for {names} to save; a second signal kills" if names else "nothing has to be saved"
+    what = (
+      f"waiting for {names} to save; a second signal kills" if names else "nothing has to be saved"
+    )
     self._report(f"stopping ({number.name}): {what}")
     for process in vital:
       process.send(number)
     self._await(vital, self._save_patience)
     for process in vital:
       if process.running:
-        self._report(f"{process.child.name} has not ended in {self._save_patience:g} s and is killed")
+        self._report(
+          f"{process.child.name} has not ended in {self._save_patience:g} s and is killed"
+        )
         process.kill()
     self._end_all(0.0)  # all is saved, and who is left may wait for others that never come
     unsaved = [process for process in vital if process.code not in (0, 128 + number, -number)]
@@ -217,7 +223,9 @@ class Supervisor:
 
   def _start_all(self, resume: bool) -> None:
     children = self._make(resume)
-    if len({child.name for child in children}) < len(children) or not any(child.vital for child in children):
+    if len({child.name for child in children}) < len(children) or not any(
+      child.vital for child in children
+    ):
       raise ValueError("children need distinct names, and one of them must be vital")
     for child in children:
       self._start(child)
@@ -234,7 +242,9 @@ class Supervisor:
     Returns the processes that ended; `_signals` has the signals.
     """
     ended = []
-    for key, _ in self._selector.select(None if until is None else max(until - time.monotonic(), 0.0)):
+    for key, _ in self._selector.select(
+      None if until is None else max(until - time.monotonic(), 0.0)
+    ):
       if isinstance(key.fileobj, Process):
         process = key.fileobj
         self._selector.unregister(process)

@@ -142,7 +142,9 @@ class Board:
       ("  min / max", f"{text(names.TRUST_RATIO_MIN)} / {text(names.TRUST_RATIO_MAX)}"),
       ("learning rate", text(names.LEARNING_RATE)),
     ]
-    there = [(label, self._there(name) if self._totals[name] else "-") for label, name, _ in _PROCESSES]
+    there = [
+      (label, self._there(name) if self._totals[name] else "-") for label, name, _ in _PROCESSES
+    ]
     waits = [
       ("learner", text(names.LEARNER_WAIT)),
       ("actor", text(names.ACTOR_WAIT)),
@@ -155,16 +157,32 @@ class Board:
     columns = Table.grid(padding=(0, 2), expand=True)
     for _ in range(3):
       columns.add_column(ratio=1)
-    columns.add_row(_pairs("games, last 100", play), _pairs("per second", rates), _pairs("losses", losses))
+    columns.add_row(
+      _pairs("games, last 100", play), _pairs("per second", rates), _pairs("losses", losses)
+    )
     columns.add_row("", "", "")
-    columns.add_row(_pairs("replay", replay), _pairs("age, steps: mean / max", ages), _pairs("optimiser", optimiser))
+    columns.add_row(
+      _pairs("replay", replay),
+      _pairs("age, steps: mean / max", ages),
+      _pairs("optimiser", optimiser),
+    )
     columns.add_row("", "", "")
-    columns.add_row(_pairs("processes there", there), _pairs("waits, seconds", waits), _pairs("restarts", restarts))
+    columns.add_row(
+      _pairs("processes there", there),
+      _pairs("waits, seconds", waits),
+      _pairs("restarts", restarts),
+    )
     header = self.header
     return Panel(
       Group(bars, "", columns),
-      title=Text(f"SpeedyZero  {header.game}  {header.preset}  seed {header.seed}", style="bold", no_wrap=True),
-      subtitle=Text(f"{header.run_dir}  {_clock_time(self._now())}", overflow="ellipsis", no_wrap=True),
+      title=Text(
+        f"SpeedyZero  {header.game}  {header.preset}  seed {header.seed}",
+        style="bold",
+        no_wrap=True,
+      ),
+      subtitle=Text(
+        f"{header.run_dir}  {_clock_time(self._now())}", overflow="ellipsis", no_wrap=True
+      ),
       border_style="cyan",
     )
 
@@ -218,7 +236,9 @@ def format_number(value: float | None) -> str:
     return f"{value:.2e}"
   if abs(value) >= 1000 or value == int(value):
     return f"{value:,.0f}"
-  return f"{value:.2g}" if abs(value) < 0.01 else f"{value:.3g}" if abs(value) < 100 else f"{value:.1f}"
+  return (
+    f"{value:.2g}" if abs(value) < 0.01 else f"{value:.3g}" if abs(value) < 100 else f"{value:.1f}"
+  )
 
 
 def _clock_time(seconds: float) -> str:

@@ -35,7 +35,11 @@ class Recorder:
   """
 
   def __init__(
-    self, run_dir: str | os.PathLike[str], *, resume_step: int | None, clock: Callable[[], float] = time.monotonic
+    self,
+    run_dir: str | os.PathLike[str],
+    *,
+    resume_step: int | None,
+    clock: Callable[[], float] = time.monotonic,
   ):
     """Opens the files, creating folders as needed.
 
@@ -53,7 +57,9 @@ class Recorder:
       raise ValueError(f"resume_step is {resume_step}, a learner step is at least 0")
     path = pathlib.Path(run_dir) / "metrics.jsonl"
     if resume_step is None and path.exists() and path.stat().st_size:
-      raise ValueError(f"{path} holds the metrics of another run: resume that run, or choose a new folder")
+      raise ValueError(
+        f"{path} holds the metrics of another run: resume that run, or choose a new folder"
+      )
     path.parent.mkdir(parents=True, exist_ok=True)
     elapsed = 0.0 if resume_step is None else jsonl.drop_after(path, resume_step)
     self._lines = jsonl.AppendFile(path)
@@ -99,7 +105,9 @@ class Recorder:
         self.nonfinite[name] = self.nonfinite.get(name, 0) + 1
       line = json.dumps(row, separators=(",", ":"), allow_nan=False) + "\n"
       self._attempt("metrics.jsonl", self._lines.append, line.encode())
-      scalars = {name: value for name, value in row.items() if value is not None and name != names.STEP}
+      scalars = {
+        name: value for name, value in row.items() if value is not None and name != names.STEP
+      }
       self._attempt("tensorboard", self._events.append, step, scalars)
     return row
 
@@ -123,7 +131,9 @@ class Recorder:
     except OSError as error:
       if what not in self._failed:
         self._failed.add(what)
-        _log.warning("cannot write %s (%s): training goes on, lines are lost until it works again", what, error)
+        _log.warning(
+          "cannot write %s (%s): training goes on, lines are lost until it works again", what, error
+        )
 
 
 def _number(name: str, value: Any) -> Number:
@@ -160,8 +170,12 @@ class _EventFile:
       self._append(event_pb2.Event(wall_time=time.time(), step=resume_step + 1, session_log=start))
 
   def append(self, step: int, scalars: Mapping[str, int | float]) -> None:
-    values = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-    self._append(event_pb2.Event(wall_time=time.time(), step=step, summary=summary_pb2.Summary(value=values)))
+    values = [
+      summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()
+    ]
+    self._append(
+      event_pb2.Event(wall_time=time.time(), step=step, summary=summary_pb2.Summary(value=values))
+    )
 
   def close(self) -> None:
     self._file.close()

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from speedyzero_jax.dispatch import in_order
+from speedyzero_jax.system.dispatch_lock import in_order
 
 _UPLOAD = 256  # frames restored in one call
 
@@ -41,26 +41,43 @@ def place_frames(
     report: takes a line on where they are, and why.
   """
   if where == "host" or (where == "auto" and jax.default_backend() == "cpu"):
-    report(f"frames stay in host memory: {'as configured' if where == 'host' else 'the devices are CPUs'}")
+    report(
+      f"frames stay in host memory: {'as configured' if where == 'host' else 'the devices are CPUs'}"
+    )
     return None
   size = DeviceFrames.size(lanes, rows, frame_shape, frame_dtype, mesh.size)
   if where == "auto":
     stats = [device.memory_stats() for device in mesh.devices.flat]
     if not all(stats):
-      report(f"frames stay in host memory: {size / 1e9:.1f} GB of them, and these devices don't say what is free")
+      report(
+        f"frames stay in host memory: {size / 1e9:.1f} GB of them, and these devices don't say what is free"
+      )
       return None
-    free = min(known.get("bytes_limit", 0) - known.get("bytes_in_use", 0) for known in stats if known)
+    free = min(
+      known.get("bytes_limit", 0) - known.get("bytes_in_use", 0) for known in stats if known
+    )
     if 3 * size > free:
-      report(f"frames stay in host memory: {size / 1e9:.1f} GB of them, and {free / 1e9:.1f} GB free on a device")
+      report(
+        f"frames stay in host memory: {size / 1e9:.1f} GB of them, and {free / 1e9:.1f} GB free on a device"
+      )
       return None
   report(f"frames on {mesh.size} device(s), {size / 1e9:.1f} GB each")
-  return DeviceFrames(mesh, lanes=lanes, capacity=capacity, rows=rows, frame_shape=frame_shape, frame_dtype=frame_dtype)
+  return DeviceFrames(
+    mesh,
+    lanes=lanes,
+    capacity=capacity,
+    rows=rows,
+    frame_shape=frame_shape,
+    frame_dtype=frame_dtype,
+  )
 
 
 def host_bytes(windows: np.ndarray | jax.Array) -> int:
   """Bytes that the host hands to devices for windows [B, T, ...]: all of them, or the row of each frame if they were
   gathered there."""
-  return windows.nbytes if isinstance(windows, np.ndarray) else 4 * windows.shape[0] * windows.shape[1]
+  return (
+    windows.nbytes if isinstance(windows, np.ndarray) else 4 * windows.shape[0] * windows.shape[1]
+  )
 
 
 class DeviceFrames:
@@ -97,7 +114,9 @@ class DeviceFrames:
     by_lane, everywhere = PartitionSpec(self._axis), PartitionSpec()
     self._by_lane = by_lane
     self._map = partial(jax.shard_map, mesh=mesh, check_vma=False)
-    write = self._map(self._local_write, in_specs=(by_lane, everywhere, everywhere), out_specs=by_lane)
+    write = self._map(
+      self._local_write, in_specs=(by_lane, everywhere, everywhere), out_specs=by_lane
+    )
     self._write = jax.jit(write, donate_argnums=0)
     self._gather = {
       spread: jax.jit(
@@ -112,7 +131,9 @@ class DeviceFrames:
     self._frames = self._zeros(self._rows)
 
   @staticmethod
-  def size(lanes: int, rows: int, frame_shape: tuple[int, ...], frame_dtype: np.dtype | type, devices: int) -> int:
+  def size(
+    lanes: int, rows: int, frame_shape: tuple[int, ...], frame_dtype: np.dtype | type, devices: int
+  ) -> int:
     """Bytes on each device with `rows` cells per lane."""
     return -(-lanes // devices) * rows * int(np.prod(frame_shape)) * np.dtype(frame_dtype).itemsize
 
@@ -135,7 +156,9 @@ class DeviceFrames:
       for begin in range(0, len(lane), width):
         part = slice(begin, begin + width)
         missing = width - len(flat[part])
-        row = np.pad(self._row(lane[part], cell[part]), (0, missing), constant_values=-1)  # -1 is nobody's
+        row = np.pad(
+          self._row(lane[part], cell[part]), (0, missing), constant_values=-1
+        )  # -1 is nobody's
         self._frames = self._write(self._frames, row, np.pad(flat[part], ((0, missing), (0, 0))))
         self.bytes_written += self._mesh.size * width * flat[:1].nbytes
 
@@ -158,9 +181,14 @@ class DeviceFrames:
     return (np.asarray(lane, np.int64) * self._rows + cell).astype(np.int32)
 
   def _zeros(self, rows: int) -> jax.Array:
-    shape = (self._lanes * rows, int(np.prod(self._shape)))  # rows of bytes: no layout pads a small last axis
+    shape = (
+      self._lanes * rows,
+      int(np.prod(self._shape)),
+    )  # rows of bytes: no layout pads a small last axis
     if shape[0] > np.iinfo(np.int32).max:
-      raise ValueError(f"{shape[0]} frames are more than an int32 counts; keep them on the host (replay.frames=host)")
+      raise ValueError(
+        f"{shape[0]} frames are more than an int32 counts; keep them on the host (replay.frames=host)"
+      )
     sharding = NamedSharding(self._mesh, self._by_lane)
     return jax.jit(lambda: jnp.zeros(shape, self._dtype), out_shardings=sharding)()
 
@@ -169,7 +197,9 @@ class DeviceFrames:
       return
     more = min(max(rows, self._rows + self._rows // 2), self._capacity)
     grow = partial(self._local_grow, lanes=self._lanes // self._mesh.size, old=self._rows, new=more)
-    self._frames = jax.jit(self._map(grow, in_specs=self._by_lane, out_specs=self._by_lane))(self._frames)
+    self._frames = jax.jit(self._map(grow, in_specs=self._by_lane, out_specs=self._by_lane))(
+      self._frames
+    )
     self._rows = more
 
   def _place(self, held: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -183,10 +213,14 @@ class DeviceFrames:
 
   def _local_gather(self, held: jax.Array, row: jax.Array, *, spread: bool) -> jax.Array:
     local, here = self._place(held, row)
-    found = jnp.take(held, jnp.where(here, local, 0), axis=0, mode="clip")  # the default fills, at a cost
+    found = jnp.take(
+      held, jnp.where(here, local, 0), axis=0, mode="clip"
+    )  # the default fills, at a cost
     if self._mesh.size > 1:
       found = jnp.where(here[..., None], found, jnp.zeros((), held.dtype))
-      meet = partial(jax.lax.psum_scatter, scatter_dimension=0, tiled=True) if spread else jax.lax.psum
+      meet = (
+        partial(jax.lax.psum_scatter, scatter_dimension=0, tiled=True) if spread else jax.lax.psum
+      )
       found = meet(found, self._axis)
     return found.reshape(*found.shape[:-1], *self._shape)
 

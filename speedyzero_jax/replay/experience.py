@@ -11,7 +11,7 @@ import numpy as np
 
 from speedyzero_jax.replay import snapshot
 from speedyzero_jax.replay.device_frames import DeviceFrames
-from speedyzero_jax.replay.lanes import LaneStore
+from speedyzero_jax.replay.storage import LaneStore
 from speedyzero_jax.replay.write_log import WriteLog
 from speedyzero_jax.types import Segment
 
@@ -82,10 +82,14 @@ class Experience:
       return
     with self._lock:
       self._store.append(segments)
-      lane = np.repeat([segment.lane for segment in segments], [len(segment.frame) for segment in segments])
+      lane = np.repeat(
+        [segment.lane for segment in segments], [len(segment.frame) for segment in segments]
+      )
       time = np.concatenate([segment.start + np.arange(len(segment.frame)) for segment in segments])
       self._log.append(self._store.flat(lane, time))
-      if self._device_frames is not None:  # while the lock is held: whoever sees the slots finds their frames there
+      if (
+        self._device_frames is not None
+      ):  # while the lock is held: whoever sees the slots finds their frames there
         frames = np.concatenate([segment.frame for segment in segments])
         self._device_frames.write(lane, self._store.cell(time), frames)
 
@@ -106,7 +110,9 @@ class Experience:
 
   # --- frames
 
-  def windows(self, lane: np.ndarray, time: np.ndarray, after: int = 0, *, spread: bool = False) -> Array:
+  def windows(
+    self, lane: np.ndarray, time: np.ndarray, after: int = 0, *, spread: bool = False
+  ) -> Array:
     """Frames of the states time .. time+after with their stacks, [B, S+after, H, W, C].
 
     State time+i is frames i .. i+S-1 of it. An episode's first and last stored frames are repeated at its edges.
@@ -143,7 +149,9 @@ class Experience:
       tail = self._store.tail[lane]
       return (time >= tail) & ((tail == since[lane]) | (time - (self._stack - 1) >= tail))
 
-  def window_cells(self, lane: np.ndarray, time: np.ndarray, after: int = 0) -> tuple[np.ndarray, int]:
+  def window_cells(
+    self, lane: np.ndarray, time: np.ndarray, after: int = 0
+  ) -> tuple[np.ndarray, int]:
     """Where the frames of `windows` are: their cells [B, S+after] in each lane's ring, and `frames_written`."""
     with self._lock:
       _, safe = self._present(lane, time)

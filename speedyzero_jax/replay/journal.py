@@ -79,7 +79,12 @@ class Journal:
   """
 
   def __init__(
-    self, path: Path, lanes: int, frame_shape: tuple[int, ...], frame_dtype: np.dtype | type, num_actions: int
+    self,
+    path: Path,
+    lanes: int,
+    frame_shape: tuple[int, ...],
+    frame_dtype: np.dtype | type,
+    num_actions: int,
   ):
     self.path = path
     self._codec = _Codec(frame_shape, np.dtype(frame_dtype), num_actions)
@@ -92,7 +97,9 @@ class Journal:
       "num_actions": num_actions,
     }
     with self._errors("can't be opened"):
-      self._db = sqlite3.connect(path, timeout=_PATIENCE, isolation_level=None, check_same_thread=False)
+      self._db = sqlite3.connect(
+        path, timeout=_PATIENCE, isolation_level=None, check_same_thread=False
+      )
       try:
         self._open(form)
         self._tails, self._heads, self._batch = self._load(lanes)
@@ -142,7 +149,8 @@ class Journal:
         numbered.append((batch, *row))
       with self._errors("can't be written"), self._transaction():
         self._db.executemany(
-          "INSERT INTO segment (batch, lane, start, size, crc, slots, frames) VALUES (?, ?, ?, ?, ?, ?, ?)", numbered
+          "INSERT INTO segment (batch, lane, start, size, crc, slots, frames) VALUES (?, ?, ?, ?, ?, ?, ?)",
+          numbered,
         )
       self._heads, self._batch = heads, batch
 
@@ -176,10 +184,13 @@ class Journal:
     heads = self._times("heads", heads)
     with self._lock:
       if (heads < self._tails).any() or (heads > self._heads).any():
-        raise ValueError(f"heads must be within {self._tails.tolist()} and {self._heads.tolist()}, got {heads}")
+        raise ValueError(
+          f"heads must be within {self._tails.tolist()} and {self._heads.tolist()}, got {heads}"
+        )
       with self._errors("can't be written"), self._transaction():
         extents = self._db.execute(
-          "SELECT id, lane, start, size FROM segment WHERE start + size > ?", (int(heads.min(initial=0)),)
+          "SELECT id, lane, start, size FROM segment WHERE start + size > ?",
+          (int(heads.min(initial=0)),),
         )
         beyond = [extent for extent in extents if extent[2] + extent[3] > heads[extent[1]]]
         for number, lane, start, _ in beyond:
@@ -202,7 +213,9 @@ class Journal:
         raise ValueError(f"tails must be at most the heads {self._heads.tolist()}, got {tails}")
       tails = np.maximum(tails, self._tails)
       with self._errors("can't be written"), self._transaction():
-        self._db.executemany("UPDATE lane SET tail = ? WHERE lane = ?", [(t, i) for i, t in enumerate(tails.tolist())])
+        self._db.executemany(
+          "UPDATE lane SET tail = ? WHERE lane = ?", [(t, i) for i, t in enumerate(tails.tolist())]
+        )
         self._db.execute(
           "DELETE FROM segment WHERE id IN (SELECT id FROM segment JOIN lane USING (lane) WHERE start + size <= tail)"
         )
@@ -224,7 +237,9 @@ class Journal:
       lanes = np.flatnonzero(apart).tolist()
       with self._errors("can't be written"), self._transaction():
         self._db.executemany("DELETE FROM segment WHERE lane = ?", [(lane,) for lane in lanes])
-        self._db.executemany("UPDATE lane SET tail = ? WHERE lane = ?", [(int(heads[lane]), lane) for lane in lanes])
+        self._db.executemany(
+          "UPDATE lane SET tail = ? WHERE lane = ?", [(int(heads[lane]), lane) for lane in lanes]
+        )
       self._heads, self._tails = (np.where(apart, heads, old) for old in (self._heads, self._tails))
     return lost
 
@@ -242,7 +257,9 @@ class Journal:
     if not new and application != _APPLICATION:
       raise JournalError(f"{self.path} is not a journal")
     if not new and schema != _SCHEMA:
-      raise JournalError(f"journal {self.path} is of schema {schema}, this program knows schema {_SCHEMA}")
+      raise JournalError(
+        f"journal {self.path} is of schema {schema}, this program knows schema {_SCHEMA}"
+      )
     mode = self._db.execute("PRAGMA journal_mode=WAL").fetchone()[0]
     if mode != "wal":
       raise JournalError(f"journal {self.path}: SQLite stays in its mode {mode} instead of WAL")
@@ -252,17 +269,23 @@ class Journal:
         for table in _TABLES:
           self._db.execute(table)
         self._db.execute("INSERT INTO form VALUES (?)", (json.dumps(form),))
-        self._db.executemany("INSERT INTO lane VALUES (?, 0)", [(lane,) for lane in range(form["lanes"])])
+        self._db.executemany(
+          "INSERT INTO lane VALUES (?, 0)", [(lane,) for lane in range(form["lanes"])]
+        )
         self._db.execute(f"PRAGMA application_id={_APPLICATION}")
         self._db.execute(f"PRAGMA user_version={_SCHEMA}")
     (stored,) = self._db.execute("SELECT json FROM form").fetchone() or (None,)
     if stored != json.dumps(form):
-      raise JournalError(f"journal {self.path} is of the form {stored}, wanted is {json.dumps(form)}")
+      raise JournalError(
+        f"journal {self.path} is of the form {stored}, wanted is {json.dumps(form)}"
+      )
 
   def _load(self, lanes: int) -> tuple[np.ndarray, np.ndarray, int]:
     """Tails, heads and the last batch's number."""
     lane_tails = self._db.execute("SELECT lane, tail FROM lane").fetchall()
-    stops = self._db.execute("SELECT lane, min(start + size), max(start + size) FROM segment GROUP BY lane").fetchall()
+    stops = self._db.execute(
+      "SELECT lane, min(start + size), max(start + size) FROM segment GROUP BY lane"
+    ).fetchall()
     (batch,) = self._db.execute("SELECT coalesce(max(batch), 0) FROM segment").fetchone()
     tails = dict(lane_tails)
     heads = tails | {lane: last for lane, _, last in stops}
@@ -272,7 +295,11 @@ class Journal:
       or any(first <= tails[lane] for lane, first, _ in stops)  # `evict` deletes such segments
     ):
       raise JournalError(f"journal {self.path} is damaged: what it says of its lanes can't be")
-    return np.array([tails[lane] for lane in range(lanes)]), np.array([heads[lane] for lane in range(lanes)]), batch
+    return (
+      np.array([tails[lane] for lane in range(lanes)]),
+      np.array([heads[lane] for lane in range(lanes)]),
+      batch,
+    )
 
   def _read(self, position: np.ndarray, stop: np.ndarray) -> Iterator[list[Segment]]:
     """`read`, after its checks; position [L] is where each lane goes on."""
@@ -288,9 +315,12 @@ class Journal:
           raise self._damage(lane, int(position[lane]), "is missing")
         (batch,) = found
         rows = self._db.execute(
-          "SELECT lane, start, size, crc, slots, frames FROM segment WHERE batch = ? ORDER BY id", (batch,)
+          "SELECT lane, start, size, crc, slots, frames FROM segment WHERE batch = ? ORDER BY id",
+          (batch,),
         ).fetchall()
-      segments = [cut for row in rows if (cut := self._cut_out(_Row(*row), position, stop)) is not None]
+      segments = [
+        cut for row in rows if (cut := self._cut_out(_Row(*row), position, stop)) is not None
+      ]
       for segment in segments:
         position[segment.lane] += len(segment.frame)
       if segments:
@@ -317,10 +347,15 @@ class Journal:
   def _cut(self, number: int, stop: int) -> None:
     """Ends the segment of this id before slot `stop`."""
     row = _Row(
-      *self._db.execute("SELECT lane, start, size, crc, slots, frames FROM segment WHERE id = ?", (number,)).fetchone()
+      *self._db.execute(
+        "SELECT lane, start, size, crc, slots, frames FROM segment WHERE id = ?", (number,)
+      ).fetchone()
     )
     short = self._codec.encode(_slice(self._decode(row), row.start, stop))
-    self._db.execute("UPDATE segment SET size = ?, crc = ?, slots = ?, frames = ? WHERE id = ?", (*short[2:], number))
+    self._db.execute(
+      "UPDATE segment SET size = ?, crc = ?, slots = ?, frames = ? WHERE id = ?",
+      (*short[2:], number),
+    )
 
   def _times(self, name: str, times: np.ndarray) -> np.ndarray:
     times = np.asarray(times)
@@ -346,9 +381,14 @@ class Journal:
   def _errors(self, what: str) -> Iterator[None]:
     try:
       yield
-    except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter from messages that quote damaged names
+    except (
+      sqlite3.Error,
+      UnicodeDecodeError,
+    ) as error:  # the latter from messages that quote damaged names
       if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:  # the rest says why
-        raise JournalError(f"journal {self.path} {what}: it is in use, probably by another process") from error
+        raise JournalError(
+          f"journal {self.path} {what}: it is in use, probably by another process"
+        ) from error
       raise JournalError(f"journal {self.path} {what}: {error}") from error
 
 
@@ -358,14 +398,19 @@ class _Codec:
   def __init__(self, frame_shape: tuple[int, ...], frame_dtype: np.dtype, num_actions: int):
     self.frame_dtype = frame_dtype.newbyteorder("<")
     self._frame_shape = frame_shape
-    self._slots = {name: (np.dtype(dtype), (num_actions,) * (name == "policy")) for name, dtype in _SLOTS.items()}
+    self._slots = {
+      name: (np.dtype(dtype), (num_actions,) * (name == "policy")) for name, dtype in _SLOTS.items()
+    }
 
   def encode(self, segment: Segment) -> _Row:
     """Raises ValueError if the segment is of another form."""
     lane, start, size = int(segment.lane), int(segment.start), len(segment.frame)
     if not size:
       raise ValueError(f"segment of lane {lane}: must hold at least one slot")
-    for name, (dtype, shape) in {**self._slots, "frame": (self.frame_dtype, self._frame_shape)}.items():
+    for name, (dtype, shape) in {
+      **self._slots,
+      "frame": (self.frame_dtype, self._frame_shape),
+    }.items():
       array = getattr(segment, name)
       if array.shape != (size, *shape) or array.dtype != dtype:
         raise ValueError(
@@ -390,7 +435,9 @@ class _Codec:
       offset += length * dtype.itemsize
     changes = np.frombuffer(zlib.decompress(frames), np.uint8).reshape(size, -1)
     pixels = np.bitwise_xor.accumulate(changes, axis=0)
-    return Segment(lane, start, pixels.view(self.frame_dtype).reshape(size, *self._frame_shape), **arrays)
+    return Segment(
+      lane, start, pixels.view(self.frame_dtype).reshape(size, *self._frame_shape), **arrays
+    )
 
 
 def _crc(lane: int, start: int, size: int, slots: bytes, frames: bytes) -> int:

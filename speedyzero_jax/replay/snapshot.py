@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from speedyzero_jax.replay.lanes import LaneStore, put
+from speedyzero_jax.replay.storage import LaneStore, put
 
 _WORD = (1 << 64) - 1
 
@@ -70,7 +70,9 @@ def import_frames(store: LaneStore, exported: Mapping[str, np.ndarray]) -> None:
 
 def export_store(store: LaneStore) -> dict[str, np.ndarray]:
   """Everything in a store besides the frames: live slots only, in `live_index` order."""
-  state = {f"slot_{name}": store.newest(array, store.tail) for name, array in store.fields().items()}
+  state = {
+    f"slot_{name}": store.newest(array, store.tail) for name, array in store.fields().items()
+  }
   return state | {
     "head": store.head.copy(),
     "tail": store.tail.copy(),
@@ -81,7 +83,9 @@ def export_store(store: LaneStore) -> dict[str, np.ndarray]:
 def check_store(store: LaneStore, state: Mapping[str, np.ndarray]) -> None:
   """Raises ValueError unless `state` is of the very slots whose frames the store holds."""
   if not (np.array_equal(state["head"], store.head) and np.array_equal(state["tail"], store.tail)):
-    raise ValueError("the state is not of the slots whose frames were imported: heads or tails differ")
+    raise ValueError(
+      "the state is not of the slots whose frames were imported: heads or tails differ"
+    )
   slots = store.num_slots()
   for name, array in store.fields().items():
     saved = state[f"slot_{name}"]

@@ -69,7 +69,9 @@ class Sweep:
     """
     steps = max_age - delay - 1
     if steps < 1:
-      raise ValueError(f"max_age must be at least {delay + 2} learner steps with a delay of {delay}, got {max_age}")
+      raise ValueError(
+        f"max_age must be at least {delay + 2} learner steps with a delay of {delay}, got {max_age}"
+      )
     blocks_in_pass = -(-len(self) // self._stretches(n))
     return -(-(blocks_in_pass + 1) * n // steps)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NO_HOSTS = 3
 SETTINGS = [
   *tiny.OVERRIDES, f"run.compile_cache={os.environ['JAX_COMPILATION_CACHE_DIR']}", "run.mode=async", "actor.lanes=4",
@@ -32,4 +32,7 @@ def test_learners_and_reanalysers_on_hosts_of_their_own(tmp_path):
     assert sent[f"learner-{unit} to reanalyser-{unit}.0"] > frames
     assert sent[f"reanalyser-{unit}.0 to learner-{unit}"] > 0
     assert sent[f"learner-{unit} to learner-{1 - unit}"] > 0
-  assert [name for name, count in sent.items() if name.endswith(" to lo") and count] in ([], ["learner-0 to lo"])
+  assert [name for name, count in sent.items() if name.endswith(" to lo") and count] in (
+    [],
+    ["learner-0 to lo"],
+  )

@@ -18,15 +18,15 @@ import numpy as np
 import pytest
 import tiny
 
-from speedyzero_jax import runfolder
-from speedyzero_jax.checkpoint import Checkpoints
-from speedyzero_jax.cluster import unit
+from speedyzero_jax.cluster import learner_process
 from speedyzero_jax.metrics import jsonl, names
-from speedyzero_jax.reporting import Reporter
-from speedyzero_jax.topology import unit_config
-from speedyzero_jax.training import Part, Training
+from speedyzero_jax.metrics.logger import Reporter
+from speedyzero_jax.run import run_dir
+from speedyzero_jax.run.checkpoint import Checkpoints
+from speedyzero_jax.run.experiment import Part, Training
+from speedyzero_jax.run.topology import unit_config
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 ENV_STEPS, STEPS = 600, 200  # enough for some seconds in the middle
 SETTINGS = [
   *tiny.OVERRIDES, f"run.compile_cache={os.environ['JAX_COMPILATION_CACHE_DIR']}", "run.mode=async", "actor.lanes=4",
@@ -44,7 +44,9 @@ class Run:
     self._before = self.log.stat().st_size if self.log.exists() else 0
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "1"}
     with self.log.open("a") as out:
-      self.process = subprocess.Popen(command, env=environment, stdout=out, stderr=out, process_group=0)
+      self.process = subprocess.Popen(
+        command, env=environment, stdout=out, stderr=out, process_group=0
+      )
 
   @classmethod
   def new(cls, folder, *arguments):
@@ -65,13 +67,19 @@ class Run:
 
   def until(self, pattern):
     """Waits for this to be said."""
-    wait_for(lambda: re.search(pattern, self.output) or self.process.poll() is not None, pattern, 240)
+    wait_for(
+      lambda: re.search(pattern, self.output) or self.process.poll() is not None, pattern, 240
+    )
     assert re.search(pattern, self.output), self.output
 
   def learn(self, steps):
     """Waits for so many learner steps more; returns whether there were as many."""
     wanted = min(learned(self.folder) + steps, STEPS)
-    wait_for(lambda: learned(self.folder) >= wanted or self.process.poll() is not None, "nothing is learned", 240)
+    wait_for(
+      lambda: learned(self.folder) >= wanted or self.process.poll() is not None,
+      "nothing is learned",
+      240,
+    )
     assert learned(self.folder) >= wanted, self.output
     return wanted < STEPS
 
@@ -79,7 +87,8 @@ class Run:
     """What the supervisor says of them, by name."""
     with contextlib.suppress(FileNotFoundError):
       return {
-        child["name"]: child for child in json.loads((self.folder / "logs/supervisor.json").read_text())["children"]
+        child["name"]: child
+        for child in json.loads((self.folder / "logs/supervisor.json").read_text())["children"]
       }
     return {}
 
@@ -88,7 +97,9 @@ class Run:
     wait_for(lambda: self.children()[name]["pid"], f"{name} does not run")
     child = self.children()[name]
     os.kill(child["pid"], signal.SIGKILL)
-    wait_for(lambda: self.children()[name]["restarts"] > child["restarts"], f"{name} is not started again")
+    wait_for(
+      lambda: self.children()[name]["restarts"] > child["restarts"], f"{name} is not started again"
+    )
 
   def end(self, code):
     """Waits for the end; returns what was said."""
@@ -127,26 +138,31 @@ def agent_steps(segments):
 
 def acknowledged(folder):
   """Agent steps in the journal of a run that nobody resumed yet."""
-  config = runfolder.read_config(folder)
-  with unit.whole(config, folder) as part:
+  config = run_dir.read_config(folder)
+  with learner_process.whole(config, folder) as part:
     return agent_steps(part.journal.read(part.journal.tails))
 
 
 def audit(folder, units, monkeypatch):
   """Agent steps of all replays at the end, each of which agrees with its journal."""
   tiny.share_compiled(monkeypatch)
-  config, total = runfolder.read_config(folder), 0
+  config, total = run_dir.read_config(folder), 0
   for number in range(units):
     place = folder / f"units/{number}" if number else folder
     step = max(Checkpoints(place).steps())
-    with unit.whole(unit_config(config, number, units), place) as whole, Reporter(config, place, "", step) as reporter:
+    with (
+      learner_process.whole(unit_config(config, number, units), place) as whole,
+      Reporter(config, place, "", step) as reporter,
+    ):
       journal, part = whole.journal, Part(number, units, acts=False)
       training = Training(config, place, reporter, resume=True, part=part)
       assert training.replay.heads.tolist() == journal.heads.tolist()
       slots = training.replay.export_slots(journal.tails)
       segments = [segment for batch in journal.read(journal.tails) for segment in batch]
       segments.sort(key=lambda segment: (segment.lane, segment.start))
-      np.testing.assert_array_equal(slots["frame"], np.concatenate([segment.frame for segment in segments]))
+      np.testing.assert_array_equal(
+        slots["frame"], np.concatenate([segment.frame for segment in segments])
+      )
       steps = training.replay.num_transitions
       assert steps == training.pacer.env_steps == unit_config(config, number, units).run.env_steps
       training.close()
@@ -159,7 +175,9 @@ def test_kills_lose_and_repeat_nothing(tmp_path, monkeypatch):
   """Helpers are killed in any order, and a learner, for which all start again: one that acts and reanalyses itself."""
   folder, rng = tmp_path / "run", random.Random(0)
   helpers = ["actor-0.0", "reanalyser-0.0"]
-  with Run.new(folder, "--processes", "learner=2,actor=1,reanalyser=1", "evaluation.interval=60") as run:
+  with Run.new(
+    folder, "--processes", "learner=2,actor=1,reanalyser=1", "evaluation.interval=60"
+  ) as run:
     run.learn(45)
     run.kill("learner-1")
     run.until("resuming at learner step (20|40|60),")
@@ -171,7 +189,9 @@ def test_kills_lose_and_repeat_nothing(tmp_path, monkeypatch):
     output = run.end(0)
     assert killed and sum(child["restarts"] for child in run.children().values()) == 4 + killed
   (ours,) = re.findall(r"trained: .*parameters (\w{16})", output)
-  (theirs,) = re.findall(r"trained: .*parameters (\w{16})", (folder / "logs/learner-1.log").read_text())
+  (theirs,) = re.findall(
+    r"trained: .*parameters (\w{16})", (folder / "logs/learner-1.log").read_text()
+  )
   assert ours == theirs
   assert "damaged" not in output
   assert "Catch after 180 learner steps" in output
@@ -182,11 +202,17 @@ def test_kills_lose_and_repeat_nothing(tmp_path, monkeypatch):
 
 def check_what_is_shown(folder, killed):
   """Unit 0 tells of all processes, unit 1 of its own."""
-  ours, theirs = (jsonl.read_rows(place / "metrics.jsonl")[0] for place in (folder, folder / "units/1"))
-  assert max(row["env_steps"] for row in ours) > ENV_STEPS / 2 >= max(row["env_steps"] for row in theirs)
+  ours, theirs = (
+    jsonl.read_rows(place / "metrics.jsonl")[0] for place in (folder, folder / "units/1")
+  )
+  assert (
+    max(row["env_steps"] for row in ours) > ENV_STEPS / 2 >= max(row["env_steps"] for row in theirs)
+  )
   assert {row["restarts/learners"] for row in ours[-20:]} == {1}
   assert ours[-1]["restarts/actors"] + ours[-1]["restarts/reanalysers"] in range(killed + 1)
-  assert max(row["present/actors"] for row in ours) == 1 and not any("present/actors" in row for row in theirs)
+  assert max(row["present/actors"] for row in ours) == 1 and not any(
+    "present/actors" in row for row in theirs
+  )
   assert max(row["present/reanalysers"] for row in ours) in (0, 1)  # nothing waits for it to come
   for wait in ("learner", "actor", "reanalyser"):
     assert any(f"queue/{wait}_wait_seconds" in row for row in ours)
@@ -199,7 +225,9 @@ def test_a_killed_launcher_leaves_nothing_and_its_run_goes_on(tmp_path, monkeypa
   folder = tmp_path / "run"
   secret = tmp_path / "secret"
   secret.write_text("each process reads this for itself")
-  with Run.new(folder, "--processes", "learner=1,actor=1,reanalyser=1", f"topology.token_file={secret}") as run:
+  with Run.new(
+    folder, "--processes", "learner=1,actor=1,reanalyser=1", f"topology.token_file={secret}"
+  ) as run:
     run.until("run folder")
     second = Run(folder, "--resume", folder, "--processes", "learner=1")
     run.learn(30)
@@ -209,7 +237,9 @@ def test_a_killed_launcher_leaves_nothing_and_its_run_goes_on(tmp_path, monkeypa
   before = acknowledged(folder)
   with Run(folder, "--resume", folder, "--processes", "learner=1,actor=2") as run:
     assert run.learn(20)
-    begun = re.findall(r"resuming at learner step \d+, agent step (\d+)|(\d+) agent steps more", run.output)
+    begun = re.findall(
+      r"resuming at learner step \d+, agent step (\d+)|(\d+) agent steps more", run.output
+    )
     assert sum(int(at or more) for at, more in begun) == before
     run.process.send_signal(signal.SIGTERM)
     assert "stopped and saved at learner step" in run.end(143)
@@ -240,7 +270,9 @@ def test_a_hung_reanalyser_makes_targets_old_or_the_learner_wait(tmp_path):
     assert rows()[-1][names.TARGET_AGE_MAX] > 8  # reanalyse.max_age
     run.process.send_signal(signal.SIGTERM)
     assert "stopped and saved at learner step" in run.end(143)
-  with Run(folder, "--resume", folder, "topology.bound_age=true", "--processes", "learner=1,reanalyser=1") as run:
+  with Run(
+    folder, "--resume", folder, "topology.bound_age=true", "--processes", "learner=1,reanalyser=1"
+  ) as run:
     run.learn(5)
     pid, step = hang(run)
     time.sleep(5)

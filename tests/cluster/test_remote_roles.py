@@ -13,26 +13,35 @@ import pytest
 import tiny
 from small_unit import GAME, Blueprint, Seer, Unit, assert_same
 
-from speedyzero_jax import config_io
-from speedyzero_jax.actor import Actor
-from speedyzero_jax.cluster import messages, presence, remote_actor, remote_reanalyser, service, wire
-from speedyzero_jax.cluster.client import Client, Refused
+from speedyzero_jax.agents.efficientzero.reanalyse import BatchReanalyser
+from speedyzero_jax.cluster import (
+  codec,
+  grpc_server,
+  heartbeats,
+  messages,
+  remote_actor,
+  remote_reanalyser,
+)
+from speedyzero_jax.cluster.grpc_client import Client, Refused
 from speedyzero_jax.cluster.remote_reanalyser import FetchedFrames, MappedFrames
 from speedyzero_jax.cluster.remote_weights import RemoteWeights
+from speedyzero_jax.config import loader
 from speedyzero_jax.metrics import names
-from speedyzero_jax.metrics.rates import EpisodeStats
-from speedyzero_jax.parts import replay_capacity
-from speedyzero_jax.reanalyser import BatchReanalyser
-from speedyzero_jax.topology import Role, derived_seed
-from speedyzero_jax.weights import ACTOR, REANALYSER, REFRESHER
+from speedyzero_jax.metrics.aggregation import EpisodeStats
+from speedyzero_jax.run.builders import replay_capacity
+from speedyzero_jax.run.topology import Role, derived_seed
+from speedyzero_jax.workers.actor import Actor
+from speedyzero_jax.workers.weights import ACTOR, REANALYSER, REFRESHER
 
 TOKEN = bytes(range(32))
 
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch):
-  monkeypatch.setattr(service, "POLL_SECONDS", 0.2)
-  monkeypatch.setattr(remote_actor, "make_env", lambda _, lanes, seed, training: tiny.FakeEnv(lanes, seed))
+  monkeypatch.setattr(grpc_server, "POLL_SECONDS", 0.2)
+  monkeypatch.setattr(
+    remote_actor, "make_env", lambda _, lanes, seed, training: tiny.FakeEnv(lanes, seed)
+  )
   for module in (remote_actor, remote_reanalyser):
     monkeypatch.setattr(module, "Inference", lambda *_, **__: Seer())
 
@@ -41,7 +50,7 @@ def form_of(unit):
   lanes = unit.config.actor.lanes
   capacity = replay_capacity(unit.config)
   weights = messages.named(jax.eval_shape(Blueprint.init, jax.random.key(0)))
-  return wire.Form(lanes, capacity, GAME.num_actions, GAME.frame_shape, GAME.frame_dtype, weights)
+  return codec.Form(lanes, capacity, GAME.num_actions, GAME.frame_shape, GAME.frame_dtype, weights)
 
 
 @contextlib.contextmanager
@@ -63,7 +72,10 @@ def served(unit, clients=4):
     threads[-1].start()
     return threads[-1]
 
-  with service.serve(unit.hub, "127.0.0.1:0", TOKEN, form, clients=clients) as server, contextlib.ExitStack() as opened:
+  with (
+    grpc_server.serve(unit.hub, "127.0.0.1:0", TOKEN, form, clients=clients) as server,
+    contextlib.ExitStack() as opened,
+  ):
     yield client, start
     begin = time.monotonic()
     unit.hub.finish(10)
@@ -76,7 +88,9 @@ def served(unit, clients=4):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_an_actor_collects_what_a_local_one_would(seed):
-  unit = Unit(f"run.seed={seed}", "actor.random_steps=30", f"run.env_steps={100 + seed}", reanalysers=0)
+  unit = Unit(
+    f"run.seed={seed}", "actor.random_steps=30", f"run.env_steps={100 + seed}", reanalysers=0
+  )
   role, lanes = Role("actor", 0, 0), unit.config.actor.lanes
   learner = unit.learn()
   with served(unit) as (client, start):
@@ -91,7 +105,9 @@ def test_an_actor_collects_what_a_local_one_would(seed):
   while taken < unit.config.run.env_steps:
     left = unit.config.run.env_steps - taken
     random = taken < unit.config.actor.random_steps
-    segments, count = actor.step(unit.weights.latest(ACTOR), budget=left, progress=0.0, random=random)
+    segments, count = actor.step(
+      unit.weights.latest(ACTOR), budget=left, progress=0.0, random=random
+    )
     other.append_many(segments)
     episodes += actor.finished
     taken += count
@@ -103,7 +119,9 @@ def test_an_actor_plays_other_games_when_something_was_collected_already(monkeyp
   """All may have been started again, and count incarnations from 0."""
   role, seeds = Role("actor", 0, 0), []
   monkeypatch.setattr(
-    remote_actor, "make_env", lambda _, lanes, seed, training: (seeds.append(seed), tiny.FakeEnv(lanes, seed))[1]
+    remote_actor,
+    "make_env",
+    lambda _, lanes, seed, training: (seeds.append(seed), tiny.FakeEnv(lanes, seed))[1],
   )
   for collected in (0, 3, 6):
     unit = Unit("run.env_steps=60", reanalysers=0)
@@ -122,7 +140,9 @@ def test_an_actor_waits_for_the_weights_that_it_is_granted_steps_with(monkeypatc
     unit.pacer.add_learner_step()
   unit.publish(4)
   asked, latest = [], RemoteWeights.latest
-  monkeypatch.setattr(RemoteWeights, "latest", lambda *a, at_least: (asked.append(at_least), latest(*a, at_least))[1])
+  monkeypatch.setattr(
+    RemoteWeights, "latest", lambda *a, at_least: (asked.append(at_least), latest(*a, at_least))[1]
+  )
   learner = unit.learn()
   with served(unit) as (client, start):
     start(remote_actor.act, unit.config, Blueprint, client(), Role("actor", 0, 0), 0).join(30)
@@ -141,12 +161,18 @@ def memory(unit):
   return path, os.readlink(path)
 
 
-@pytest.mark.parametrize("frames", ["mapped", "elsewhere", "gone", "another's", "none", "on devices"])
+@pytest.mark.parametrize(
+  "frames", ["mapped", "elsewhere", "gone", "another's", "none", "on devices"]
+)
 def test_reanalysers_find_what_a_local_one_would(frames, monkeypatch):
   unit = Unit(
     "reanalyse.schedule=batch", "reanalyse.explore=false", reanalysers=2, patient=True
   )  # they are about to come
-  theirs = config_io.override(unit.config, ["replay.frames=device"]) if frames == "on devices" else unit.config
+  theirs = (
+    loader.override(unit.config, ["replay.frames=device"])
+    if frames == "on devices"
+    else unit.config
+  )
   unit.fill(30)
   held, explored, search = [], [], Seer.search
   path, link = memory(unit)
@@ -164,7 +190,9 @@ def test_reanalysers_find_what_a_local_one_would(frames, monkeypatch):
     return windows
 
   monkeypatch.setattr(kind, "gather", spied)
-  monkeypatch.setattr(Seer, "search", lambda *a, explore: (explored.append(explore), search(*a, explore=explore))[1])
+  monkeypatch.setattr(
+    Seer, "search", lambda *a, explore: (explored.append(explore), search(*a, explore=explore))[1]
+  )
   other = unit.twin()
   unit.append_to(other)
   local = BatchReanalyser(unit.config, Seer(), unit.weights, jax.random.key(0))
@@ -186,7 +214,9 @@ def test_reanalysers_find_what_a_local_one_would(frames, monkeypatch):
 def test_a_reanalyser_keeps_a_growing_buffer_fresh(kind):
   """Its frames follow what is being collected, also where the ring forgets."""
   schedule = "sweep" if kind == "reanalyse" else "off"
-  unit = Unit("replay.capacity=120", f"reanalyse.schedule={schedule}", "reanalyse.max_age=6", kinds=[kind])
+  unit = Unit(
+    "replay.capacity=120", f"reanalyse.schedule={schedule}", "reanalyse.max_age=6", kinds=[kind]
+  )
   unit.fill(10)
   role = Role("reanalyser", 0, 0)
   with served(unit) as (client, start):
@@ -198,12 +228,18 @@ def test_a_reanalyser_keeps_a_growing_buffer_fresh(kind):
       unit.publish(step)
     unit.pacer.wait_for(lambda: unit.replay.oldest_step(kind) == 24, 20)
   assert unit.replay.oldest_step(kind) == 24 and unit.replay.heads.min() > 40
-  assert set(unit.hub._packed) == {REFRESHER if kind == "refresh" else REANALYSER}  # other weights did not travel
+  assert set(unit.hub._packed) == {
+    REFRESHER if kind == "refresh" else REANALYSER
+  }  # other weights did not travel
   state = unit.replay.state_dict()
   lane = np.repeat(np.arange(3), unit.replay.heads - state["tail"])
-  at = np.concatenate([np.arange(t, h) for t, h in zip(state["tail"], unit.replay.heads, strict=True)])
+  at = np.concatenate(
+    [np.arange(t, h) for t, h in zip(state["tail"], unit.replay.heads, strict=True)]
+  )
   expected = Seer().value(Blueprint.init(number=24), unit.replay.windows(lane, at))[:, 0]
-  np.testing.assert_array_equal(state["slot_value" if kind == "refresh" else "slot_bootstrap"], expected)
+  np.testing.assert_array_equal(
+    state["slot_value" if kind == "refresh" else "slot_bootstrap"], expected
+  )
 
 
 @pytest.mark.parametrize("half", [False, True])
@@ -212,11 +248,15 @@ def test_weights_arrive_as_they_are_or_rounded_and_are_there_until_the_end(half)
   unit.weights.publish(2, Blueprint.init(number=1 / 3))
   form = form_of(unit)
   if half:
-    bf16 = {k: jax.ShapeDtypeStruct(v.shape, jnp.bfloat16) for k, v in form.weights.items() if v.dtype == np.float32}
+    bf16 = {
+      k: jax.ShapeDtypeStruct(v.shape, jnp.bfloat16)
+      for k, v in form.weights.items()
+      if v.dtype == np.float32
+    }
     form = dataclasses.replace(form, weights={**form.weights, **bf16})
   here, like = jax.local_devices()[1], jax.eval_shape(Blueprint.init, jax.random.key(0))
   with (
-    service.serve(unit.hub, "127.0.0.1:0", TOKEN, form, clients=1) as server,
+    grpc_server.serve(unit.hub, "127.0.0.1:0", TOKEN, form, clients=1) as server,
     Client(server.address, TOKEN, form) as client,
   ):
     weights = RemoteWeights(client, 0, (ACTOR, REANALYSER), like, here)
@@ -227,22 +267,28 @@ def test_weights_arrive_as_they_are_or_rounded_and_are_there_until_the_end(half)
     assert got.params["w"].devices() == {here}
     assert weights.latest(REANALYSER).step == 0
     late = []
-    thread = threading.Thread(target=lambda: late.append(weights.latest(REANALYSER, at_least=6).step))
+    thread = threading.Thread(
+      target=lambda: late.append(weights.latest(REANALYSER, at_least=6).step)
+    )
     thread.start()
     unit.publish(6)
     thread.join(10)
     assert late == [6] and weights.latest(ACTOR, at_least=6).step == 6
     unit.hub.finish(0)
-    with pytest.raises(service.RunOver):
+    with pytest.raises(grpc_server.RunOver):
       weights.latest(ACTOR, at_least=7)
     assert weights.latest(ACTOR, at_least=6).step == 6  # enough to finish what was begun
 
 
 def test_what_ends_the_following_is_raised_where_its_results_are_asked_for():
   unit = Unit()
-  form, here, like = form_of(unit), jax.local_devices()[0], jax.eval_shape(Blueprint.init, jax.random.key(0))
+  form, here, like = (
+    form_of(unit),
+    jax.local_devices()[0],
+    jax.eval_shape(Blueprint.init, jax.random.key(0)),
+  )
   with (
-    service.serve(unit.hub, "127.0.0.1:0", TOKEN, form, clients=1) as server,
+    grpc_server.serve(unit.hub, "127.0.0.1:0", TOKEN, form, clients=1) as server,
     Client(server.address, TOKEN, form) as client,
   ):
     with pytest.raises(Refused, match="nobody subscribes as 'evaluator'"):
@@ -263,14 +309,16 @@ def test_who_comes_when_the_run_is_over_goes_home(role):
       thread = start(remote_actor.act, unit.config, Blueprint, client(), Role("actor", 0, 0), 0)
     else:
       who = Role("reanalyser", 0, 0)
-      thread = start(remote_reanalyser.reanalyse, unit.config, Blueprint, client(), form_of(unit), who, 0)
+      thread = start(
+        remote_reanalyser.reanalyse, unit.config, Blueprint, client(), form_of(unit), who, 0
+      )
     thread.join(10)
     assert not thread.is_alive()
 
 
 def test_who_is_busy_for_long_shows_that_it_is_there(monkeypatch):
   """In the middle of a search, a process asks for weights."""
-  monkeypatch.setattr(presence, "SILENCE", 0.7)  # it does so every 0.2 seconds
+  monkeypatch.setattr(heartbeats, "SILENCE", 0.7)  # it does so every 0.2 seconds
   for module in (remote_actor, remote_reanalyser):
     monkeypatch.setattr(module, "Inference", lambda *_, **__: Seer(delay=2.0))
   unit = Unit("actor.random_steps=0", "reanalyse.schedule=sweep", kinds=["reanalyse"])
@@ -285,7 +333,15 @@ def test_who_is_busy_for_long_shows_that_it_is_there(monkeypatch):
 
   with served(unit) as (client, start):
     start(remote_actor.act, unit.config, Blueprint, client(), Role("actor", 0, 0), 0)
-    start(remote_reanalyser.reanalyse, unit.config, Blueprint, client(), form_of(unit), Role("reanalyser", 0, 0), 0)
+    start(
+      remote_reanalyser.reanalyse,
+      unit.config,
+      Blueprint,
+      client(),
+      form_of(unit),
+      Role("reanalyser", 0, 0),
+      0,
+    )
     deadline = time.monotonic() + 20
     while len(unit.told) < 2 or there() != (1, 1):  # both have got something to do
       assert time.monotonic() < deadline

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MEMBER = """
 import os, sys
 import jax, numpy as np
@@ -34,7 +34,11 @@ os._exit(0)
 
 
 def start(address, number):
-  environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+  environment = os.environ | {
+    "JAX_NUM_CPU_DEVICES": "2",
+    "JAX_PLATFORMS": "cpu",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+  }
   command = [sys.executable, "-c", MEMBER, address, str(number)]
   pipe = subprocess.PIPE
   return subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True)

@@ -37,15 +37,21 @@ def test_ends_when_the_vital_ones_have(run, tmp_path):
   output = one.end(0)
   assert output.splitlines()[:1] == ["make False"] and len(output.splitlines()) == 2
   assert one.log("learner-0").endswith("\nhello ''\n")
-  assert one.restarts() == dict.fromkeys(("learner-0", "learner-1", "done", "willing", "slow", "stubborn"), 0)
+  assert one.restarts() == dict.fromkeys(
+    ("learner-0", "learner-1", "done", "willing", "slow", "stubborn"), 0
+  )
   command = re.escape(f"{sys.executable} -S learner-1.py learner-1 {one.mark}")
-  assert re.fullmatch(rf"--- [0-9]{{4}}-[0-9-]+ [0-9:]+ pid [0-9]+: {command}\nin a log\n", one.log("learner-1"))
+  assert re.fullmatch(
+    rf"--- [0-9]{{4}}-[0-9-]+ [0-9:]+ pid [0-9]+: {command}\nin a log\n", one.log("learner-1")
+  )
   assert set(one.log("done").splitlines()[1:]) == {"done", "broken"}
   assert one.log("willing").endswith("by itself\n") and one.log("slow").endswith("told to\n")
 
 
 def test_starts_again_who_is_killed(run):
-  one = run(("learner-0", "until('finish')", True), ("actor-0", SLEEP, False), ("actor-1", SLEEP, False))
+  one = run(
+    ("learner-0", "until('finish')", True), ("actor-0", SLEEP, False), ("actor-1", SLEEP, False)
+  )
   one.until("ready-actor-0", "ready-actor-1")
   before = one.status()
   assert before["pid"] == one.process.pid
@@ -76,10 +82,14 @@ def test_starts_again_who_is_killed(run):
 )
 def test_gives_up_on_who_fails_again_and_again(run, end, words):
   code = f"until('ready-learner-0'); [print(f'line {{i}}.') for i in range(30)]; sys.stdout.flush(); {end}"
-  one = run(("learner-0", SAVE, True), ("actor-0", code, False), ("actor-1", SLEEP, False), max_failures=3)
+  one = run(
+    ("learner-0", SAVE, True), ("actor-0", code, False), ("actor-1", SLEEP, False), max_failures=3
+  )
   output = one.end(1)
   assert output.count(f"actor-0 {words} after") == 3 + 1  # the last one again, when all have ended
-  log, after = output.split("; the end of logs/actor-0.log:\n")[1].split("\nIt was the last of 3 failures in a row.")
+  log, after = output.split("; the end of logs/actor-0.log:\n")[1].split(
+    "\nIt was the last of 3 failures in a row."
+  )
   assert log.splitlines() == [f"  line {i}." for i in range(10, 30)]
   assert "stopping (SIGTERM): waiting for learner-0 to save" in after
   assert (one.folder / "saved-learner-0").exists()
@@ -87,11 +97,15 @@ def test_gives_up_on_who_fails_again_and_again(run, end, words):
 
 
 @pytest.mark.parametrize(
-  ("end", "settled"), [("1/0", 0.2), (SHOT, 600.0), ("os.kill(os.getpid(), 15)", 600.0), ("sys.exit(143)", 600.0)]
+  ("end", "settled"),
+  [("1/0", 0.2), (SHOT, 600.0), ("os.kill(os.getpid(), 15)", 600.0), ("sys.exit(143)", 600.0)],
 )
 def test_goes_on_with_who_dies_now_and_then(run, end, settled):
   """A failure of one that had settled, and what others do to it, before that as well."""
-  learner, actor = ("learner-0", "until('finish')", True), ("actor-0", NOW_AND_THEN + f"time.sleep(0.3); {end}", False)
+  learner, actor = (
+    ("learner-0", "until('finish')", True),
+    ("actor-0", NOW_AND_THEN + f"time.sleep(0.3); {end}", False),
+  )
   output = run(learner, actor, settled=settled, max_failures=1).end(0)
   assert re.findall("starting it again in (.*) s", output)[:4] == ["0.05", "0.1", "0.2", "0.2"]
 
@@ -104,7 +118,10 @@ def test_gives_up_on_who_is_killed_too_often(run):
 
 
 def test_who_had_settled_is_killed_as_often_as_you_like(run):
-  learner, actor = ("learner-0", "until('finish')", True), ("actor-0", NOW_AND_THEN + f"time.sleep(0.3); {SHOT}", False)
+  learner, actor = (
+    ("learner-0", "until('finish')", True),
+    ("actor-0", NOW_AND_THEN + f"time.sleep(0.3); {SHOT}", False),
+  )
   one = run(learner, actor, settled=0.2, max_deaths=1)
   one.end(0)
   assert one.restarts()["actor-0"] >= 4
@@ -132,8 +149,13 @@ def test_a_command_that_is_not_there_is_wrong_use(tmp_path):
   sleep = Child("learner-0", ["sleep", "100"], {}, True)
   missing = Child("actor-0", ["/not/there"], {}, False)
   said: list[str] = []
-  assert Supervisor(lambda _: [sleep, missing], tmp_path / "logs", said.append, grace=0.0).run() == 2
-  assert "actor-0 exited with code 2" in said[0] and "error: can't run /not/there: No such file or directory" in said[0]
+  assert (
+    Supervisor(lambda _: [sleep, missing], tmp_path / "logs", said.append, grace=0.0).run() == 2
+  )
+  assert (
+    "actor-0 exited with code 2" in said[0]
+    and "error: can't run /not/there: No such file or directory" in said[0]
+  )
 
 
 @pytest.mark.parametrize("code", [1, 2, 77])
@@ -143,7 +165,8 @@ def test_fails_with_a_vital_one(run, code):
   one = run(*learners, ("actor-0", STOP, False), ("actor-1", STUBBORN, False))
   output = one.end(code)
   assert re.search(
-    rf"learner-1 exited with code {code} after .*; the end of logs/learner-1.log:\n.*\n  no space", output
+    rf"learner-1 exited with code {code} after .*; the end of logs/learner-1.log:\n.*\n  no space",
+    output,
   )
   assert one.log("actor-0").endswith("told to\n")
   assert set(one.restarts().values()) == {0}
@@ -152,7 +175,9 @@ def test_fails_with_a_vital_one(run, code):
 def test_inherits_the_files_that_it_should(tmp_path):
   with (tmp_path / "shown").open("w") as shown, (tmp_path / "hidden").open("w") as hidden:
     os.set_inheritable(hidden.fileno(), True)
-    write = f"echo yes >&{shown.fileno()}; echo logged; echo no 2>/dev/null >&{hidden.fileno()}; true"
+    write = (
+      f"echo yes >&{shown.fileno()}; echo logged; echo no 2>/dev/null >&{hidden.fileno()}; true"
+    )
     children = [Child("learner-0", ["bash", "-c", write], {}, True, (shown.fileno(),))]
     assert Supervisor(lambda _: children, tmp_path, print).run() == 0
   assert (tmp_path / "shown").read_text() == "yes\n" and (tmp_path / "hidden").read_text() == ""
@@ -228,7 +253,9 @@ def test_restarts_of_all_before_they_have_settled_are_bounded(run, end, limits, 
 
 def test_who_aborts_because_another_was_killed_has_not_failed(run):
   abort = "if not resumed: touch('waiting'); until('dying'); os.abort()\nready()"
-  shot = f"if not resumed: until('waiting'); time.sleep(0.3); touch('dying'); time.sleep(0.1); {SHOT}"
+  shot = (
+    f"if not resumed: until('waiting'); time.sleep(0.3); touch('dying'); time.sleep(0.1); {SHOT}"
+  )
   one = run(("learner-0", abort, True), ("learner-1", shot, True), max_restarts=0)
   assert "learner-1 was killed by SIGKILL" in one.end(0)
   assert one.restarts() == {"learner-0": 1, "learner-1": 1}
@@ -261,8 +288,12 @@ def test_waiting_takes_no_time(run):
   def used():
     """Times it woke up, and ticks of 10 ms that it computed."""
     process = Path(f"/proc/{one.process.pid}")
-    wakeups = re.search(r"^voluntary_ctxt_switches:\s*(\d+)", (process / "status").read_text(), re.M)
-    return np.array([int(wakeups[1]), sum(map(int, (process / "stat").read_text().rsplit(")")[1].split()[11:13]))])
+    wakeups = re.search(
+      r"^voluntary_ctxt_switches:\s*(\d+)", (process / "status").read_text(), re.M
+    )
+    return np.array(
+      [int(wakeups[1]), sum(map(int, (process / "stat").read_text().rsplit(")")[1].split()[11:13]))]
+    )
 
   time.sleep(0.2)
   before = used()
@@ -270,7 +301,9 @@ def test_waiting_takes_no_time(run):
   assert np.all(used() - before <= [10, 2])
 
 
-@pytest.mark.parametrize("children", [[], [("actor-0", "pass", False)], 2 * [("learner-0", "pass", True)]])
+@pytest.mark.parametrize(
+  "children", [[], [("actor-0", "pass", False)], 2 * [("learner-0", "pass", True)]]
+)
 def test_refuses_children_it_can_not_tell_apart_or_wait_for(tmp_path, children):
   made = [Child(name, ["true"], {}, vital) for name, _, vital in children]
   before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)

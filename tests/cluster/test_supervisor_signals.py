@@ -32,7 +32,10 @@ ready(); time.sleep(100)
   one.until("ready-learner-0", "ready-learner-1", "ready-actor-0", "ready-actor-1")
   one.process.send_signal(number)
   output = one.end(128 + number)
-  assert f"stopping ({number.name}): waiting for learner-0, learner-1 to save" in output and "exited" not in output
+  assert (
+    f"stopping ({number.name}): waiting for learner-0, learner-1 to save" in output
+    and "exited" not in output
+  )
   one.until("saved-learner-0", "saved-learner-1", "late")
   assert not (one.folder / "early").exists()
   assert set(one.restarts().values()) == {0}
@@ -127,12 +130,19 @@ def test_why_a_run_ended_is_left_on_a_terminal_that_a_child_draws_on(tmp_path):
   screen = b"".join(shown).decode().rpartition("\x1b[2J")[2]
   assert "\n  the reason" in screen and "It was the last of 2 failures in a row." in screen
   log = (tmp_path / "supervisor.log").read_text()
-  reports = re.findall(r"^[0-9]{4}-[0-9-]+ [0-9:]{8} (actor-0 exited with code 1|stopping \(SIGTERM\))", log, re.M)
-  assert reports == ["actor-0 exited with code 1"] * 2 + ["stopping (SIGTERM)"] and log.count("It was the last") == 1
+  reports = re.findall(
+    r"^[0-9]{4}-[0-9-]+ [0-9:]{8} (actor-0 exited with code 1|stopping \(SIGTERM\))", log, re.M
+  )
+  assert (
+    reports == ["actor-0 exited with code 1"] * 2 + ["stopping (SIGTERM)"]
+    and log.count("It was the last") == 1
+  )
 
 
 def test_a_second_signal_kills(run):
-  one = run(("learner-0", STUBBORN, True), ("actor-0", STUBBORN, False), save_patience=100.0, grace=100.0)
+  one = run(
+    ("learner-0", STUBBORN, True), ("actor-0", STUBBORN, False), save_patience=100.0, grace=100.0
+  )
   one.until("ready-learner-0", "ready-actor-0")
   one.process.send_signal(signal.SIGINT)
   time.sleep(0.5)
@@ -153,7 +163,9 @@ def test_an_echo_is_no_second_signal(run):
 
 
 def test_a_signal_while_others_have_their_grace_kills(run):
-  one = run(("learner-0", "until('ready-actor-0')", True), ("actor-0", STUBBORN, False), grace=100.0)
+  one = run(
+    ("learner-0", "until('ready-actor-0')", True), ("actor-0", STUBBORN, False), grace=100.0
+  )
   one.until("ready-actor-0")
   wait_for(lambda: one.child("learner-0")["pid"] is None)
   one.process.send_signal(signal.SIGTERM)
@@ -170,7 +182,9 @@ def test_patience_with_saving_ends(run):
 
 def test_a_save_that_fails_is_a_failure(run):
   code = "signal.signal(signal.SIGTERM, lambda *_: (print('disk full'), sys.exit(1))); ready(); time.sleep(100)"
-  one = run(("learner-0", SAVE, True), ("learner-1", code, True)).until("ready-learner-0", "ready-learner-1")
+  one = run(("learner-0", SAVE, True), ("learner-1", code, True)).until(
+    "ready-learner-0", "ready-learner-1"
+  )
   one.process.send_signal(signal.SIGTERM)
   output = one.end(1)
   assert "learner-1 exited with code 1 after" in output and output.count("  disk full") == 1
@@ -182,7 +196,10 @@ def test_a_signal_ends_the_pause_before_a_restart(run):
   wait_for(lambda: one.child("learner-0")["pid"] is None)
   one.process.send_signal(signal.SIGTERM)
   output = one.end(143)
-  assert "starting all again in 100 s" in output and "stopping (SIGTERM): nothing has to be saved" in output
+  assert (
+    "starting all again in 100 s" in output
+    and "stopping (SIGTERM): nothing has to be saved" in output
+  )
 
 
 def test_a_vital_one_that_was_told_to_stop_takes_all_with_it(run):

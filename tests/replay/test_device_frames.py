@@ -6,15 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_replay import LANES, UNROLL, make_replay, play
 
-from speedyzero_jax.learner import make_mesh
 from speedyzero_jax.replay.device_frames import DeviceFrames, place_frames
+from speedyzero_jax.workers.learner import make_mesh
 
 SHAPE = (2, 1, 3)
 
 
 def make(devices, lanes=3, capacity=9, rows=2, dtype=np.uint8):
   mesh = make_mesh(jax.local_devices()[:devices])
-  return DeviceFrames(mesh, lanes=lanes, capacity=capacity, rows=rows, frame_shape=SHAPE, frame_dtype=dtype)
+  return DeviceFrames(
+    mesh, lanes=lanes, capacity=capacity, rows=rows, frame_shape=SHAPE, frame_dtype=dtype
+  )
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
@@ -24,7 +26,9 @@ def test_what_was_written_last_is_gathered_from_any_number_of_devices(devices, d
   rng, ours = np.random.default_rng(devices), make(devices, dtype=dtype)
   truth = np.zeros((3, 9, *SHAPE), dtype)
   for n, rows in ((1, 2), (3, 3), (5, 5), (25, 9), (2, 9)):
-    chosen = np.union1d(rng.permutation(3 * rows)[:n], [rows - 1])  # the last cell, so that there is room for all
+    chosen = np.union1d(
+      rng.permutation(3 * rows)[:n], [rows - 1]
+    )  # the last cell, so that there is room for all
     lane, cell = chosen // rows, chosen % rows
     frames = rng.integers(0, 256, (len(chosen), *SHAPE)).astype(dtype)
     ours.write(lane, cell, frames)
@@ -34,7 +38,10 @@ def test_what_was_written_last_is_gathered_from_any_number_of_devices(devices, d
     np.testing.assert_array_equal(spread, truth[ask])
     np.testing.assert_array_equal(whole, truth[ask])
     assert spread.dtype == whole.dtype == dtype
-    assert len(spread.sharding.device_set) == devices and spread.addressable_shards[0].data.shape[0] == 8 // devices
+    assert (
+      len(spread.sharding.device_set) == devices
+      and spread.addressable_shards[0].data.shape[0] == 8 // devices
+    )
     assert whole.sharding.device_set == {jax.local_devices()[0]}
   assert ours.bytes_per_device == DeviceFrames.size(3, 9, SHAPE, dtype, devices)
 
@@ -83,7 +90,12 @@ class Both:
 def frames_of(capacity):
   mesh = make_mesh(jax.local_devices()[:2])
   return DeviceFrames(
-    mesh, lanes=LANES, capacity=capacity, rows=4, frame_shape=reference.FRAME_SHAPE, frame_dtype=np.uint8
+    mesh,
+    lanes=LANES,
+    capacity=capacity,
+    rows=4,
+    frame_shape=reference.FRAME_SHAPE,
+    frame_dtype=np.uint8,
   )
 
 
@@ -105,18 +117,30 @@ def place(where, monkeypatch, backend="gpu", free=None):
 
     mesh = Mesh()
   frames = place_frames(
-    where, mesh, lanes=4, capacity=10, rows=10, frame_shape=SHAPE, frame_dtype=np.uint8, report=said.append
+    where,
+    mesh,
+    lanes=4,
+    capacity=10,
+    rows=10,
+    frame_shape=SHAPE,
+    frame_dtype=np.uint8,
+    report=said.append,
   )
   return frames, said
 
 
 def test_frames_go_where_they_are_told_to(monkeypatch):
-  assert place("auto", monkeypatch, backend="cpu") == (None, ["frames stay in host memory: the devices are CPUs"])
+  assert place("auto", monkeypatch, backend="cpu") == (
+    None,
+    ["frames stay in host memory: the devices are CPUs"],
+  )
   assert place("host", monkeypatch) == (None, ["frames stay in host memory: as configured"])
   frames, (line,) = place("device", monkeypatch)
   assert isinstance(frames, DeviceFrames) and "2 device(s)" in line
 
 
 def test_frames_that_would_fill_a_device_stay_on_the_host(monkeypatch):
-  frames, (line,) = place("auto", monkeypatch, free=3 * 2 * 10 * 6 - 1)  # of two lanes, ten frames of six bytes each
+  frames, (line,) = place(
+    "auto", monkeypatch, free=3 * 2 * 10 * 6 - 1
+  )  # of two lanes, ten frames of six bytes each
   assert frames is None and "host memory" in line

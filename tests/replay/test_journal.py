@@ -28,7 +28,13 @@ LANES = 3
 PIXELS = (32, 32, 3)
 
 
-def opened(path, lanes=LANES, frame_shape=reference.FRAME_SHAPE, frame_dtype=np.uint8, actions=reference.NUM_ACTIONS):
+def opened(
+  path,
+  lanes=LANES,
+  frame_shape=reference.FRAME_SHAPE,
+  frame_dtype=np.uint8,
+  actions=reference.NUM_ACTIONS,
+):
   """A journal that is closed at the end of a `with`."""
   return contextlib.closing(Journal(path, lanes, frame_shape, frame_dtype, actions))
 
@@ -76,7 +82,12 @@ def extents(batches):
 
 
 cuts = st.lists(
-  st.lists(st.tuples(st.integers(0, LANES - 1), st.integers(1, 5)), min_size=1, max_size=5, unique_by=lambda c: c[0]),
+  st.lists(
+    st.tuples(st.integers(0, LANES - 1), st.integers(1, 5)),
+    min_size=1,
+    max_size=5,
+    unique_by=lambda c: c[0],
+  ),
   max_size=8,
 )
 
@@ -99,7 +110,11 @@ def test_round_trip(appends, seed, data):
       assert journal.heads.tolist() == stream.heads and journal.heads.dtype == np.int64
       read = list(journal.read(start, stop))
   end = np.array(stream.heads) if stop is None else stop
-  wanted = {name: slot for name, slot in by_slot(flat(written)).items() if start[name[0]] <= name[1] < end[name[0]]}
+  wanted = {
+    name: slot
+    for name, slot in by_slot(flat(written)).items()
+    if start[name[0]] <= name[1] < end[name[0]]
+  }
   assert by_slot(flat(read)) == wanted
   for segments in read:
     for segment in segments:
@@ -107,9 +122,12 @@ def test_round_trip(appends, seed, data):
         assert array.dtype == getattr(written[0][0], name).dtype
   # The order, and what was appended together.
   expected = [
-    [(s.lane, max(s.start, start[s.lane]), min(s.start + len(s.frame), end[s.lane])) for s in w] for w in written
+    [(s.lane, max(s.start, start[s.lane]), min(s.start + len(s.frame), end[s.lane])) for s in w]
+    for w in written
   ]
-  expected = [[(lane, begin, stop - begin) for lane, begin, stop in row if begin < stop] for row in expected]
+  expected = [
+    [(lane, begin, stop - begin) for lane, begin, stop in row if begin < stop] for row in expected
+  ]
   assert extents(read) == [row for row in expected if row]
 
 
@@ -117,7 +135,9 @@ def test_floats_survive_bit_for_bit(tmp_path):
   rng = np.random.default_rng(0)
   n = 4
   odd = np.array([np.nan, -0.0, np.inf, np.float32(1e-42)], np.float32)
-  segment = noisy(0, 0, n)._replace(frame=rng.normal(size=(n, 1, 1, 5)).astype(np.float32), value=odd)
+  segment = noisy(0, 0, n)._replace(
+    frame=rng.normal(size=(n, 1, 1, 5)).astype(np.float32), value=odd
+  )
   with opened(tmp_path / "j", frame_shape=(1, 1, 5), frame_dtype=np.float32) as journal:
     journal.append([segment])
     (((read,),)) = journal.read(np.zeros(LANES, int))
@@ -129,7 +149,10 @@ def test_a_replay_fed_from_it_is_the_one_that_was_journalled(tmp_path):
   original, restored = make_replay(40), make_replay(40)
   with opened(tmp_path / "j", lanes=2) as journal:
     for step in range(60):
-      segments = [stream.segment(int(l), int(rng.integers(1, 4)), step) for l in rng.permutation(2)[: step % 2 + 1]]
+      segments = [
+        stream.segment(int(l), int(rng.integers(1, 4)), step)
+        for l in rng.permutation(2)[: step % 2 + 1]
+      ]
       journal.append(segments)
       original.append_many(segments)
     for segments in journal.read(np.zeros(2, int)):
@@ -167,8 +190,14 @@ def test_what_does_not_follow_is_refused_as_a_whole(tmp_path):
       ([other, later], "lane 0: start must be the lane's head 0, got 2"),
       ([good, good], "start must be the lane's head 2, got 0"),
       ([other, good._replace(lane=LANES)], r"lane must be in 0\.\.2, got 3"),
-      ([other, good._replace(reward=good.reward.astype(np.float64))], r"reward must be float32\[2\], got float64\[2\]"),
-      ([other, good._replace(policy=good.policy[:, :2])], r"policy must be float32\[2, 3\], got float32\[2, 2\]"),
+      (
+        [other, good._replace(reward=good.reward.astype(np.float64))],
+        r"reward must be float32\[2\], got float64\[2\]",
+      ),
+      (
+        [other, good._replace(policy=good.policy[:, :2])],
+        r"policy must be float32\[2, 3\], got float32\[2, 2\]",
+      ),
       ([other, good._replace(frame=good.frame[:, 0])], r"frame must be uint8\[2, 1, 1, 3\]"),
       ([other, Segment(0, 0, *(array[:0] for array in good[2:]))], "at least one slot"),
     ):
@@ -191,7 +220,9 @@ def test_truncate_and_evict(appends, seed, data):
   written = [stream.segment(lane, n) for cut in appends for lane, n in cut]
   slots = by_slot(written)
   tails = np.array([data.draw(st.integers(0, head)) for head in stream.heads])
-  heads = np.array([data.draw(st.integers(tail, head)) for tail, head in zip(tails, stream.heads, strict=True)])
+  heads = np.array(
+    [data.draw(st.integers(tail, head)) for tail, head in zip(tails, stream.heads, strict=True)]
+  )
   with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "journal"
     with opened(path) as journal:
@@ -201,12 +232,15 @@ def test_truncate_and_evict(appends, seed, data):
       journal.truncate(heads)
     rows = sqlite3.connect(path)
     assert all(
-      start + size > tails[lane] for lane, start, size in rows.execute("SELECT lane, start, size FROM segment")
+      start + size > tails[lane]
+      for lane, start, size in rows.execute("SELECT lane, start, size FROM segment")
     )
     rows.close()
     with opened(path) as journal:
       assert journal.heads.tolist() == heads.tolist() and journal.tails.tolist() == tails.tolist()
-      assert everything(journal) == {(l, t): s for (l, t), s in slots.items() if tails[l] <= t < heads[l]}
+      assert everything(journal) == {
+        (l, t): s for (l, t), s in slots.items() if tails[l] <= t < heads[l]
+      }
       again = reference.Stream(LANES, seed + 1).segment(1, 1)._replace(start=int(heads[1]))
       journal.append([again])
       assert everything(journal)[1, heads[1]] == by_slot([again])[1, heads[1]]
@@ -219,7 +253,9 @@ def test_begin_at(appends, seed, begin):
   stream, begin = reference.Stream(LANES, seed), np.array(begin)
   written = [[stream.segment(lane, n, step) for lane, n in cut] for step, cut in enumerate(appends)]
   old = np.array(stream.heads)
-  kept = {name: slot for name, slot in by_slot(flat(written)).items() if begin[name[0]] <= old[name[0]]}
+  kept = {
+    name: slot for name, slot in by_slot(flat(written)).items() if begin[name[0]] <= old[name[0]]
+  }
   with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "journal"
     with opened(path) as journal:
@@ -231,8 +267,12 @@ def test_begin_at(appends, seed, begin):
       assert everything(journal) == kept
       journal.begin_at(begin)
     with opened(path) as journal:
-      assert journal.heads.tolist() == np.maximum(old, begin).tolist() and everything(journal) == kept
-      more = [stream.segment(lane, 2)._replace(start=int(head)) for lane, head in enumerate(journal.heads)]
+      assert (
+        journal.heads.tolist() == np.maximum(old, begin).tolist() and everything(journal) == kept
+      )
+      more = [
+        stream.segment(lane, 2)._replace(start=int(head)) for lane, head in enumerate(journal.heads)
+      ]
       journal.append(more)
     with opened(path) as journal:
       assert everything(journal) == kept | by_slot(more)
@@ -244,10 +284,16 @@ def test_bounds_that_make_no_sense_change_nothing(tmp_path):
     journal.append([stream.segment(0, 5), stream.segment(1, 5)])
     before = everything(journal)
     journal.evict(np.array([2, 0]))
-    for call, wrong in ((journal.evict, [0, 6]), (journal.truncate, [1, 5]), (journal.truncate, [5, 6])):
+    for call, wrong in (
+      (journal.evict, [0, 6]),
+      (journal.truncate, [1, 5]),
+      (journal.truncate, [5, 6]),
+    ):
       with pytest.raises(ValueError, match="got"):
         call(np.array(wrong))
-    assert everything(journal) == {name: slot for name, slot in before.items() if name not in ((0, 0), (0, 1))}
+    assert everything(journal) == {
+      name: slot for name, slot in before.items() if name not in ((0, 0), (0, 1))
+    }
 
 
 def test_evicted_space_is_used_again(tmp_path):
@@ -264,7 +310,7 @@ def test_evicted_space_is_used_again(tmp_path):
 
 _WRITER = """
 import os, sys
-sys.path[:0] = [sys.argv[2], os.path.join(sys.argv[2], "tests", "replay")]
+sys.path[:0] = [sys.argv[2], os.path.join(sys.argv[2], "tests", "support")]
 import numpy as np
 from test_journal import LANES, PIXELS, noisy, opened
 
@@ -292,7 +338,9 @@ def test_killed_in_the_middle_of_appends(tmp_path):
   # One process that imports, and forks those that are killed: an interpreter for each would take a second to start.
   command = [sys.executable, "-W", "ignore", "-c", _WRITER, str(path), root]
   written, heads, appends = {}, np.zeros(LANES, int), 0
-  with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+  with subprocess.Popen(
+    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+  ) as parent:
     for _ in range(kills):
       parent.stdin.write("next\n")
       parent.stdin.flush()
@@ -310,7 +358,9 @@ def test_killed_in_the_middle_of_appends(tmp_path):
         read = list(journal.read(np.zeros(LANES, int)))
       assert (heads >= acknowledged).all() and (acknowledged >= before).all()
       assert (heads - acknowledged <= 3).all()  # at most the one append that was not acknowledged
-      assert all([segment.lane for segment in segments] == list(range(LANES)) for segments in read)  # in one piece
+      assert all(
+        [segment.lane for segment in segments] == list(range(LANES)) for segments in read
+      )  # in one piece
       for lane in np.flatnonzero(heads > before):
         written |= by_slot([noisy(int(lane), int(before[lane]), int(heads[lane] - before[lane]))])
       assert by_slot(flat(read)) == written
@@ -345,7 +395,10 @@ def test_a_second_opener_is_told(tmp_path):
 def small_disk(folder):
   """2 MB of memory mounted at a folder, where the system lets us."""
   mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
-  if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+  if (
+    shutil.which("mount") is None
+    or subprocess.run(mount, capture_output=True, check=False).returncode
+  ):
     pytest.skip("may not mount a file system")
   try:
     yield
@@ -364,7 +417,9 @@ def append_until_it_fails(journal, limit=10_000):
 
 
 def check_all_noisy(journal):
-  assert everything(journal) == by_slot(noisy(lane, 0, int(head)) for lane, head in enumerate(journal.heads) if head)
+  assert everything(journal) == by_slot(
+    noisy(lane, 0, int(head)) for lane, head in enumerate(journal.heads) if head
+  )
 
 
 def test_full_disk(tmp_path):
@@ -407,7 +462,9 @@ def test_failing_writes(tmp_path):
 
 def test_no_folder_and_a_closed_journal(tmp_path):
   with pytest.raises(JournalError, match="nowhere/j can't be opened"):
-    Journal(tmp_path / "nowhere" / "j", LANES, reference.FRAME_SHAPE, np.uint8, reference.NUM_ACTIONS)
+    Journal(
+      tmp_path / "nowhere" / "j", LANES, reference.FRAME_SHAPE, np.uint8, reference.NUM_ACTIONS
+    )
   with opened(tmp_path / "j") as journal:
     journal.close()
     with pytest.raises(JournalError, match="can't be written"):
@@ -427,11 +484,16 @@ def test_another_form_is_refused_and_both_are_named(tmp_path, change):
   with pytest.raises(JournalError) as caught, opened(tmp_path / "j", **change):
     pass
   name, value = next(iter(change.items()))
-  said = {"actions": '"num_actions": 4', "frame_dtype": '"<f4"', "lanes": '"lanes": 2', "frame_shape": "[1, 3, 1]"}[
-    name
-  ]
+  said = {
+    "actions": '"num_actions": 4',
+    "frame_dtype": '"<f4"',
+    "lanes": '"lanes": 2',
+    "frame_shape": "[1, 3, 1]",
+  }[name]
   assert str(tmp_path / "j") in str(caught.value) and said in str(caught.value), value
-  assert '{"lanes": 3, "frame_shape": [1, 1, 3], "frame_dtype": "|u1", "num_actions": 3}' in str(caught.value)
+  assert '{"lanes": 3, "frame_shape": [1, 1, 3], "frame_dtype": "|u1", "num_actions": 3}' in str(
+    caught.value
+  )
   assert (tmp_path / "j").read_bytes() == before
 
 
@@ -444,7 +506,11 @@ def test_other_files_are_refused_and_left_alone(tmp_path):
     pass
   with contextlib.closing(sqlite3.connect(newer)) as database:
     database.execute("PRAGMA user_version=99")
-  for path, message in ((text, "not a database"), (other, "is not a journal"), (newer, "schema 99, .* knows schema 1")):
+  for path, message in (
+    (text, "not a database"),
+    (other, "is not a journal"),
+    (newer, "schema 99, .* knows schema 1"),
+  ):
     before = path.read_bytes()
     with pytest.raises(JournalError, match=message) as caught, opened(path):
       pass
@@ -458,7 +524,9 @@ def test_a_damaged_row_is_named(tmp_path, column):
     for _ in range(3):
       journal.append([stream.segment(lane, 2) for lane in range(LANES)])
   with contextlib.closing(sqlite3.connect(path)) as database:
-    number, value = database.execute(f"SELECT id, {column} FROM segment WHERE lane = 1 AND start = 2").fetchone()
+    number, value = database.execute(
+      f"SELECT id, {column} FROM segment WHERE lane = 1 AND start = 2"
+    ).fetchone()
     wrong = value + 1 if isinstance(value, int) else bytes([value[0] ^ 1]) + value[1:]
     database.execute(f"UPDATE segment SET {column} = ? WHERE id = ?", (wrong, number))
     database.commit()
@@ -518,8 +586,20 @@ def test_rows_keep_their_bytes(tmp_path):
   with opened(tmp_path / "j", lanes=1) as journal:
     journal.append([segment])
   with contextlib.closing(sqlite3.connect(tmp_path / "j")) as database:
-    (row,) = database.execute("SELECT batch, lane, start, size, crc, slots, frames FROM segment").fetchall()
-  order = ("first", "terminated", "truncated", "action", "reward", "policy", "search_value", "value", "step")
+    (row,) = database.execute(
+      "SELECT batch, lane, start, size, crc, slots, frames FROM segment"
+    ).fetchall()
+  order = (
+    "first",
+    "terminated",
+    "truncated",
+    "action",
+    "reward",
+    "policy",
+    "search_value",
+    "value",
+    "step",
+  )
   slots = b"".join(getattr(segment, name).tobytes() for name in order)
   f = segment.frame
   assert row[:4] == (1, 0, 0, 3) and row[5] == slots

@@ -8,13 +8,27 @@ import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_lanes import bad
-from tiny_replay import CONFIG, DISCOUNT, LANES, STACK, TD, UNROLL, assert_same, eligible, make_replay, play, slots
+from tiny_replay import (
+  CONFIG,
+  DISCOUNT,
+  LANES,
+  STACK,
+  TD,
+  UNROLL,
+  assert_same,
+  eligible,
+  make_replay,
+  play,
+  slots,
+)
 
-from speedyzero_jax.config import ReplayConfig
+from speedyzero_jax.config.schema import ReplayConfig
 from speedyzero_jax.replay import snapshot
 
 
-@given(capacity=st.integers(7, 25), seed=st.integers(0, 2**32 - 1), end=st.sampled_from([0.05, 0.2, 0.5]))
+@given(
+  capacity=st.integers(7, 25), seed=st.integers(0, 2**32 - 1), end=st.sampled_from([0.05, 0.2, 0.5])
+)
 def test_sampled_unrolls_never_cross_an_episode_unmasked(capacity, seed, end):
   """Seen from the raw stream of flags, which knows nothing of episodes' bounds."""
   rng = np.random.default_rng(seed)
@@ -41,7 +55,9 @@ def test_sampled_unrolls_never_cross_an_episode_unmasked(capacity, seed, end):
 
 
 @given(
-  capacity=st.integers(7, 25), seed=st.integers(0, 2**32 - 1), value_target=st.sampled_from(["bootstrap", "mixed"])
+  capacity=st.integers(7, 25),
+  seed=st.integers(0, 2**32 - 1),
+  value_target=st.sampled_from(["bootstrap", "mixed"]),
 )
 def test_batches_follow_reanalysis(capacity, seed, value_target):
   """Written searches and bootstraps reach the targets unless older than what is there; ages tell the steps."""
@@ -63,7 +79,11 @@ def test_batches_follow_reanalysis(capacity, seed, value_target):
       if weights >= slot.policy_step:
         if weights >= newest_bootstrap.get(key, slot.policy_step):
           slot.bootstrap, newest_bootstrap[key] = float(value[i]), weights
-        slot.policy, slot.search_value, slot.policy_step = policy[i].tolist(), float(search[i]), weights
+        slot.policy, slot.search_value, slot.policy_step = (
+          policy[i].tolist(),
+          float(search[i]),
+          weights,
+        )
       elif weights >= newest_bootstrap.get(key, slot.policy_step):
         slot.bootstrap, newest_bootstrap[key] = float(value[i]), weights
       if i < 3 and weights + 1 >= newest_bootstrap.get(key, slot.policy_step):
@@ -89,7 +109,9 @@ def test_batches_follow_reanalysis(capacity, seed, value_target):
     for l, t in zip(batch.lane, batch.time, strict=True)
   ]
   for name, array in batch.targets._asdict().items():
-    np.testing.assert_allclose(array, [e[name] for e in expected], rtol=1e-5, atol=1e-6, err_msg=name)
+    np.testing.assert_allclose(
+      array, [e[name] for e in expected], rtol=1e-5, atol=1e-6, err_msg=name
+    )
   for i, (l, t) in enumerate(zip(batch.lane, batch.time, strict=True)):
     episode, place = stream.find(l, t)
     for k in range(UNROLL + 1):
@@ -114,7 +136,9 @@ def test_what_a_batch_needs_searched_and_bootstrapped():
 
 
 @settings(max_examples=25)
-@given(capacity=st.integers(7, 30), seed=st.integers(0, 2**32 - 1), end=st.sampled_from([0.02, 0.2, 0.6]))
+@given(
+  capacity=st.integers(7, 30), seed=st.integers(0, 2**32 - 1), end=st.sampled_from([0.02, 0.2, 0.6])
+)
 def test_stats_and_the_oldest_steps_are_those_of_a_look_at_all_slots(capacity, seed, end):
   """While slots are appended, evicted, searched, refreshed, trained on; after an environment is lost and a restore."""
   rng = np.random.default_rng(seed)
@@ -187,7 +211,9 @@ def test_a_restored_replay_behaves_alike_bit_for_bit(capacity, seed):
         drawn = r.sample(8)
         batch = r.make_batch(*drawn, learner_step=step)
         r.set_priorities(*drawn[:2], noise[0, :8], step)
-        seen |= {k: v for k, v in batch._asdict().items() if k != "targets"} | batch.targets._asdict()
+        seen |= {
+          k: v for k, v in batch._asdict().items() if k != "targets"
+        } | batch.targets._asdict()
         seen["frames"] = r.windows(*drawn[:2], after=UNROLL)
       shown.append(seen)
     return shown
@@ -383,7 +409,9 @@ def test_a_copy_of_the_frames_shows_the_same_windows(capacity, seed):
   """Also where one lane is played more than others, and after a restart."""
   rng = np.random.default_rng(seed)
   replay, stream = make_replay(capacity), reference.Stream(LANES, seed)
-  copy, late, restarted = (np.zeros((LANES, capacity, *reference.FRAME_SHAPE), np.uint8) for _ in range(3))
+  copy, late, restarted = (
+    np.zeros((LANES, capacity, *reference.FRAME_SHAPE), np.uint8) for _ in range(3)
+  )
   number = 0
   for step in range(12):
     if step < 4 or rng.random() < 0.2:
@@ -392,7 +420,12 @@ def test_a_copy_of_the_frames_shows_the_same_windows(capacity, seed):
       replay.append(stream.segment(0, int(rng.integers(1, 6)), step))
     if rng.random() < 0.5:
       number = follow(replay, number, copy)
-  assert follow(replay, number, copy) == follow(replay, 0, late) == replay.frames_written == sum(stream.heads)
+  assert (
+    follow(replay, number, copy)
+    == follow(replay, 0, late)
+    == replay.frames_written
+    == sum(stream.heads)
+  )
   other = make_replay(capacity)
   other.import_slots(replay.export_slots(np.zeros(LANES)))
   other.load_state_dict(replay.state_dict())

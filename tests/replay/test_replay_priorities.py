@@ -5,12 +5,28 @@ import pytest
 import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_replay import CONFIG, DISCOUNT, LANES, STACK, TD, UNROLL, assert_same, eligible, make_replay, play, slots
+from tiny_replay import (
+  CONFIG,
+  DISCOUNT,
+  LANES,
+  STACK,
+  TD,
+  UNROLL,
+  assert_same,
+  eligible,
+  make_replay,
+  play,
+  slots,
+)
 
-from speedyzero_jax.config import ReplayConfig
+from speedyzero_jax.config.schema import ReplayConfig
 
 
-@given(capacity=st.integers(7, 30), seed=st.integers(0, 2**32 - 1), end=st.sampled_from([0.02, 0.15, 0.5]))
+@given(
+  capacity=st.integers(7, 30),
+  seed=st.integers(0, 2**32 - 1),
+  end=st.sampled_from([0.02, 0.15, 0.5]),
+)
 def test_exactly_the_eligible_transitions_are_in_the_tree(capacity, seed, end):
   rng = np.random.default_rng(seed)
   replay, stream = make_replay(capacity), reference.Stream(LANES, seed, end)
@@ -29,13 +45,17 @@ def test_new_transitions_enter_at_the_current_maximum():
   priority = replay.state_dict()["priority"]
   assert set(priority[priority > 0]) == {1.0}
   everyone = np.flatnonzero(priority)
-  replay.set_priorities(np.zeros(len(everyone), int), everyone, np.linspace(-3, 2, len(everyone)), step=1)
+  replay.set_priorities(
+    np.zeros(len(everyone), int), everyone, np.linspace(-3, 2, len(everyone)), step=1
+  )
   expected = (np.abs(np.linspace(-3, 2, len(everyone))) + CONFIG.min_priority) ** CONFIG.alpha
   np.testing.assert_allclose(replay.state_dict()["priority"][everyone], expected, rtol=1e-6)
   replay.append(stream.segment(0, 1))
   priority = replay.state_dict()["priority"]
   assert priority[everyone[-1] + 1] == priority.max() == pytest.approx(3.01**0.7)
-  replay.set_priorities(np.zeros(1, int), np.array([0]), np.array([0.5]), step=0)  # older weights: refused
+  replay.set_priorities(
+    np.zeros(1, int), np.array([0]), np.array([0.5]), step=0
+  )  # older weights: refused
   np.testing.assert_array_equal(replay.state_dict()["priority"], priority)
 
 
@@ -44,10 +64,15 @@ def test_priorities_of_what_cannot_be_sampled_are_not_set():
   replay.append_many([stream.segment(0, 10), stream.segment(1, 4)])
   replay.append(stream.segment(0, 2))
   before = replay.state_dict()
-  lane, time = np.array([0, 0, 0, 1]), np.array([0, 2, 11, 1])  # evicted, no stack, too new, too new
+  lane, time = (
+    np.array([0, 0, 0, 1]),
+    np.array([0, 2, 11, 1]),
+  )  # evicted, no stack, too new, too new
   replay.set_priorities(lane, time, np.full(4, 9.0), step=50)
   replay.write_values(lane[:1], time[:1], np.full(1, 9.0), step=50)
-  replay.write_search(lane[:1], time[:1], np.full((1, 3), 9.0), np.full(1, 9.0), np.full(1, 9.0), step=50)
+  replay.write_search(
+    lane[:1], time[:1], np.full((1, 3), 9.0), np.full(1, 9.0), np.full(1, 9.0), step=50
+  )
   replay.refresh_priorities(lane[:1], time[:1], 50)
   assert_same(replay.state_dict(), before)
 
@@ -82,11 +107,15 @@ def test_sampling_follows_priorities():
   count = np.bincount(index, minlength=len(p))
   assert not count[p == 0].any()
   expected = draws * p[p > 0]
-  assert ((count[p > 0] - expected) ** 2 / expected).sum() < len(expected) + 5 * np.sqrt(2 * len(expected))
+  assert ((count[p > 0] - expected) ** 2 / expected).sum() < len(expected) + 5 * np.sqrt(
+    2 * len(expected)
+  )
 
 
 @given(
-  capacity=st.integers(7, 30), seed=st.integers(0, 2**32 - 1), value_target=st.sampled_from(["bootstrap", "search"])
+  capacity=st.integers(7, 30),
+  seed=st.integers(0, 2**32 - 1),
+  value_target=st.sampled_from(["bootstrap", "search"]),
 )
 def test_refreshed_priorities_equal_brute_force(capacity, seed, value_target):
   """After values change anywhere, the priorities that rest on them are those of the stored values."""
@@ -120,10 +149,16 @@ def test_refreshed_priorities_equal_brute_force(capacity, seed, value_target):
       continue
     episode, place = stream.find(l, t)
     slot = episode.slots[place]
-    z = slot.search_value if value_target == "search" else reference.n_step(episode, place, TD, DISCOUNT, field="value")
+    z = (
+      slot.search_value
+      if value_target == "search"
+      else reference.n_step(episode, place, TD, DISCOUNT, field="value")
+    )
     np.testing.assert_allclose(state["priority"][i], (abs(slot.value - z) + 0.01) ** 0.7, rtol=1e-5)
     end = min(place + TD, len(episode.slots) - 1)
-    alone = value_target == "search" or (episode.ending == "terminated" and end == len(episode.slots) - 1)
+    alone = value_target == "search" or (
+      episode.ending == "terminated" and end == len(episode.slots) - 1
+    )
     rests_on = stamp[l, t] if alone else min(stamp[l, t], stamp[l, episode.slots[end].time])
     assert state["priority_step"][i] == rests_on
 
@@ -147,14 +182,19 @@ def test_a_refresh_does_not_lean_on_searches_older_than_its_values():
     if stream.eligible(0, i, 20, STACK, UNROLL, TD)
   ]
   np.testing.assert_allclose(state["priority"][: len(expected)], expected, rtol=1e-5)
-  assert len(expected) == replay.num_eligible and (state["priority_step"][: len(expected)] == 30).all()
+  assert (
+    len(expected) == replay.num_eligible and (state["priority_step"][: len(expected)] == 30).all()
+  )
 
 
 @pytest.mark.parametrize("value_target", ["bootstrap", "search"])
 def test_without_reanalysis_a_refreshed_priority_is_what_training_would_find(value_target):
   """Training takes what is stored, which no refresh changes; and the bound holds."""
   config = ReplayConfig(alpha=1.0, min_priority=0.01, td_steps=TD, age_interval=12)
-  replay, stream = make_replay(60, config=config, schedule="off", value_target=value_target), reference.Stream(LANES, 3)
+  replay, stream = (
+    make_replay(60, config=config, schedule="off", value_target=value_target),
+    reference.Stream(LANES, 3),
+  )
   for lane in range(LANES):
     replay.append(stream.segment(lane, 50, step=0))
   lane, time = slots(stream, 60)
@@ -163,7 +203,9 @@ def test_without_reanalysis_a_refreshed_priority_is_what_training_would_find(val
   replay.refresh_priorities(lane, time, 30)
   target = replay.make_batch(lane, time, np.ones(len(lane)), learner_step=30).targets.value[:, 0]
   state, held = replay.state_dict(), eligible(stream, 60)
-  np.testing.assert_allclose(state["priority"][held], (np.abs(values - target) + 0.01)[held], rtol=1e-4)
+  np.testing.assert_allclose(
+    state["priority"][held], (np.abs(values - target) + 0.01)[held], rtol=1e-4
+  )
   assert held.sum() > 50 and (state["priority_step"][held] == 30).all()
   assert replay.stats(31)["priority_age_max"] == 1
 
@@ -176,7 +218,9 @@ def test_without_reanalysis_a_refreshed_priority_is_what_training_would_find(val
   max_age=st.integers(8, 30),
   stale=st.integers(0, 5),
 )
-def test_the_quota_bounds_the_age_of_every_value_and_priority(seed, capacity, block, max_age, stale):
+def test_the_quota_bounds_the_age_of_every_value_and_priority(
+  seed, capacity, block, max_age, stale
+):
   rng = np.random.default_rng(seed)
   replay, stream = make_replay(capacity, lanes=3), reference.Stream(3, seed)
   credit = 0
@@ -187,7 +231,9 @@ def test_the_quota_bounds_the_age_of_every_value_and_priority(seed, capacity, bl
         credit -= block
         lane, time = replay.next_block("refresh", block)
         assert lane.shape == time.shape == (block,)
-        replay.write_values(lane, time, rng.normal(size=block), max(0, step - int(rng.integers(stale + 1))))
+        replay.write_values(
+          lane, time, rng.normal(size=block), max(0, step - int(rng.integers(stale + 1)))
+        )
         replay.refresh_priorities(lane, time, step)
     if step < 40:
       play(replay, stream, rng, max(0, step - int(rng.integers(stale + 1))))

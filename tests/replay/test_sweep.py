@@ -70,7 +70,9 @@ def test_state_roundtrip():
   slack=st.integers(2, 25),
   seed=st.integers(0, 2**32 - 1),
 )
-def test_no_stamp_gets_older_than_the_bound(lanes, capacity, stretch, n_extra, staleness, flight, slack, seed):
+def test_no_stamp_gets_older_than_the_bound(
+  lanes, capacity, stretch, n_extra, staleness, flight, slack, seed
+):
   """Random appends (stale weights), random staleness and flight times of blocks, the caller only honours the quota."""
   rng = np.random.default_rng(seed)
   delay = staleness + flight

@@ -29,7 +29,9 @@ def test_whoever_follows_sees_the_latest_write_of_every_cell(appends, n, data):
     seen += cells.tolist()
   assert number == count or not seen
   assert set(seen) >= {cell for cell, written in latest.items() if written >= begin}
-  order = [cell for i, cell in enumerate(seen) if cell not in seen[i + 1 :] and latest[cell] >= begin]
+  order = [
+    cell for i, cell in enumerate(seen) if cell not in seen[i + 1 :] and latest[cell] >= begin
+  ]
   assert order == sorted(order, key=latest.__getitem__)
   assert len(seen) <= 2 * CELLS and answers <= -(-2 * CELLS // n)  # what nobody needs is forgotten
 

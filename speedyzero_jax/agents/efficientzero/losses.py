@@ -1,0 +1,211 @@
+"""Value coding, augmentation and the unrolled loss of EfficientZero. Pure functions; no optimiser, no devices.
+
+Source: MuZero (Schrittwieser et al. 2020) appendix F for value coding, EfficientZero (Ye et al. 2021) for the loss.
+"""
+
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from speedyzero_jax.agents.efficientzero.networks import Network
+from speedyzero_jax.config.schema import LearnerConfig
+from speedyzero_jax.types import LearnerBatch
+
+_EPSILON = 0.001  # of the invertible value transform (MuZero, appendix F)
+
+
+# --- value coding ---------------------------------------------------------------------------------------------------
+
+
+def transform(x: jax.Array) -> jax.Array:
+  """h(x) = sign(x)(sqrt(|x|+1)-1) + 0.001x, which compresses large values."""
+  return jnp.sign(x) * (jnp.sqrt(jnp.abs(x) + 1) - 1) + _EPSILON * x
+
+
+def inverse_transform(y: jax.Array) -> jax.Array:
+  """h's inverse, in a form that keeps its digits near zero in float32."""
+  y_abs = jnp.abs(y)
+  # The root u = sqrt(|x|+1)-1 of eps*u^2 + (1+2*eps)*u - |y| = 0; then |x| = u*(u+2).
+  b = 1 + 2 * _EPSILON
+  u = 2 * y_abs / (b + jnp.sqrt(b * b + 4 * _EPSILON * y_abs))
+  return jnp.sign(y) * u * (u + 2)
+
+
+def two_hot(x: jax.Array, support: int) -> jax.Array:
+  """Scalars [...] -> probabilities [..., 2*support+1] on the two integers around h(x); beyond the support, its edge."""
+  y = jnp.clip(transform(x), -support, support)
+  low = jnp.floor(y)
+  share = (y - low)[..., None]
+  index = (low + support).astype(jnp.int32)
+  atoms = 2 * support + 1
+  high = jnp.minimum(index + 1, atoms - 1)
+  return jax.nn.one_hot(index, atoms) * (1 - share) + jax.nn.one_hot(high, atoms) * share
+
+
+def decode(logits: jax.Array) -> jax.Array:
+  """Logits [..., 2*support+1] -> the scalar they stand for: h's inverse of the mean atom."""
+  support = logits.shape[-1] // 2
+  atoms = jnp.arange(-support, support + 1, dtype=jnp.float32)
+  return inverse_transform(jnp.sum(jax.nn.softmax(logits) * atoms, axis=-1))
+
+
+# --- observations ---------------------------------------------------------------------------------------------------
+
+
+def stack_frames(frames: jax.Array, stack: int) -> jax.Array:
+  """Frames [B, S+K, H, W, C], oldest first -> observations [B, K+1, H, W, S*C]; observation k ends with frame S-1+k."""
+  batch, length, height, width, channels = frames.shape
+  views = [frames[:, i : length - stack + 1 + i] for i in range(stack)]
+  stacked = jnp.stack(views, axis=5)  # [B, K+1, H, W, C, S]
+  stacked = jnp.moveaxis(stacked, 5, 4)
+  return stacked.reshape(batch, length - stack + 1, height, width, stack * channels)
+
+
+def normalise(observation: jax.Array) -> jax.Array:
+  """uint8 images -> float32 in [0, 1]; vectors stay as they are."""
+  if observation.dtype == jnp.uint8:
+    return observation.astype(jnp.float32) / 255
+  return observation.astype(jnp.float32)
+
+
+def augment(keys: jax.Array, observation: jax.Array, shift: int, intensity: float) -> jax.Array:
+  """Random shift (edge-padded) and random brightness, one draw for each of `keys`.
+
+  Args:
+    keys: [N] one key per observation, so that a sample's augmentation does not depend on how a batch is sharded.
+    observation: [N, H, W, C], uint8 or float.
+    shift: largest shift, pixels; ignored for vectors.
+    intensity: scale s of the factor 1 + s*clip(normal, -2, 2) (DrQ; Yarats et al. 2020).
+
+  Returns:
+    float32 [N, H, W, C], normalised.
+  """
+  height, width, channels = observation.shape[1:]
+
+  def one(key: jax.Array, image: jax.Array) -> jax.Array:
+    shift_key, intensity_key = jax.random.split(key)
+    if shift and height > 1:
+      padded = jnp.pad(image, ((shift, shift), (shift, shift), (0, 0)), mode="edge")
+      y, x = jax.random.randint(shift_key, (2,), 0, 2 * shift + 1)
+      image = jax.lax.dynamic_slice(padded, (y, x, 0), (height, width, channels))
+    image = normalise(image)
+    if intensity:
+      image = image * (1 + intensity * jnp.clip(jax.random.normal(intensity_key), -2, 2))
+    return image
+
+  return jax.vmap(one)(keys, observation)
+
+
+# --- the loss -------------------------------------------------------------------------------------------------------
+
+
+class LossTerms(NamedTuple):
+  """Means over the batch, unweighted, and what replay wants back."""
+
+  value: chex.Array  # [] cross-entropy over all K+1 states
+  value_prefix: chex.Array  # []
+  policy: chex.Array  # []
+  consistency: chex.Array  # [] in [-1, 1], -1 when perfect
+  policy_entropy: chex.Array  # [] of the root's predicted policy, nats
+  td_error: chex.Array  # [B] |v(s_t) - z_t|, the new priorities
+
+
+def _cross_entropy(logits: jax.Array, target: jax.Array) -> jax.Array:
+  return -jnp.sum(target * jax.nn.log_softmax(logits), axis=-1)
+
+
+def _scale_gradient(x: jax.Array, scale: float) -> jax.Array:
+  return x * scale + jax.lax.stop_gradient(x) * (1 - scale)
+
+
+def _negative_cosine(x: jax.Array, y: jax.Array) -> jax.Array:
+  x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+  norms = jnp.sqrt(jnp.sum(x * x, -1) + 1e-10) * jnp.sqrt(jnp.sum(y * y, -1) + 1e-10)
+  return -jnp.sum(x * y, -1) / norms
+
+
+def unrolled_loss(
+  network: Network,
+  batch: LearnerBatch,
+  keys: jax.Array,
+  config: LearnerConfig,
+  *,
+  frame_stack: int,
+  horizon: int,
+) -> tuple[jax.Array, LossTerms]:
+  """The loss of one batch; updates the network's running statistics.
+
+  The state after k model steps is trained towards the targets of time t + k. Recurrent terms count 1/K each and
+  the gradient into the hidden state is scaled at every step (EfficientZero: halved); consistency is SimSiam's negative
+  cosine between the predicted projection of the imagined state and the stopped projection of the real next observation.
+
+  The states are unrolled first and the heads see all K+1 of them as one batch, where EfficientZero applies them step
+  by step. So batch norm normalises roots and imagined states alike in training, as it does with its running
+  statistics in search.
+
+  Args:
+    network: bound, in training mode throughout.
+    batch: weights already normalised; B here may be one device's share.
+    keys: [B] one key per sample, for the augmentation.
+    config: coefficients, the scale of that gradient, and augmentation.
+    frame_stack: S.
+    horizon: unroll steps after which the value prefix and its LSTM start anew.
+
+  Returns:
+    The weighted mean loss [] and its terms.
+  """
+  size, steps = batch.action.shape
+  support = network.config.support
+  observations = stack_frames(batch.frames, frame_stack)
+  view_keys = jax.vmap(lambda key: jax.random.split(key, steps + 1))(keys)  # [B, K+1]
+
+  root = augment(view_keys[:, 0], observations[:, 0], config.shift, config.intensity)
+  states = [network.represent(root, True)]
+  for k in range(steps):
+    states.append(
+      network.dynamics(_scale_gradient(states[-1], config.state_gradient), batch.action[:, k], True)
+    )
+  imagined = jnp.stack(states[1:])  # [K, B, ...]
+  _, prefix_logits = network.value_prefix(imagined, network.initial_carry(size), True, horizon)
+  value_logits, policy_logits = network.predict(jnp.concatenate(states), True)
+  value_logits = value_logits.reshape(steps + 1, size, -1)
+  policy_logits = policy_logits.reshape(steps + 1, size, -1)
+
+  # All [K+1, B] or [K, B].
+  value_loss = _cross_entropy(value_logits, two_hot(batch.value.T, support)) * batch.value_mask.T
+  policy_loss = (
+    _cross_entropy(policy_logits, jnp.swapaxes(batch.policy, 0, 1)) * batch.policy_mask.T
+  )
+  prefix_loss = (
+    _cross_entropy(prefix_logits, two_hot(batch.value_prefix.T, support)) * batch.prefix_mask.T
+  )
+  consistency_loss = jnp.zeros((steps, size))
+  if config.consistency_coefficient:
+    following = observations[:, 1:].reshape(size * steps, *observations.shape[2:])
+    following = augment(view_keys[:, 1:].reshape(-1), following, config.shift, config.intensity)
+    real = jax.lax.stop_gradient(
+      network.consistency.project(network.represent(following, True), True)
+    )
+    real = jnp.swapaxes(real.reshape(size, steps, -1), 0, 1)
+    projected = network.consistency.project(imagined.reshape(-1, *imagined.shape[2:]), True)
+    predicted = network.consistency.predict(projected, True).reshape(steps, size, -1)
+    consistency_loss = _negative_cosine(predicted, real) * batch.consistency_mask.T
+
+  here = config.value_coefficient * value_loss + config.policy_coefficient * policy_loss
+  recurrent = (
+    here[1:]
+    + config.value_prefix_coefficient * prefix_loss
+    + config.consistency_coefficient * consistency_loss
+  )  # fmt: skip
+  per_sample = here[0] + jnp.mean(recurrent, axis=0)
+  log_policy = jax.nn.log_softmax(policy_logits[0])
+  return jnp.mean(batch.weight * per_sample), LossTerms(
+    value=jnp.mean(value_loss),
+    value_prefix=jnp.mean(prefix_loss),
+    policy=jnp.mean(policy_loss),
+    consistency=jnp.mean(consistency_loss),
+    policy_entropy=-jnp.mean(jnp.sum(jnp.exp(log_policy) * log_policy, axis=-1)),
+    td_error=jnp.abs(decode(value_logits[0]) - batch.value[:, 0]),
+  )

@@ -1,0 +1,382 @@
+"""EfficientZero's networks: representation h, dynamics g with the value-prefix LSTM, prediction f, SimSiam heads.
+
+One code for every size: images are [B, H, W, S*C], vectors are images of one pixel [B, 1, 1, S*D] and their
+convolutions have 1x1 kernels. Parameters are float32; activations are `config.dtype`; logits leave as float32.
+Knows nothing of losses, search, processes or files.
+
+Source: EfficientZero (Ye et al. 2021), appendix A and the facts in its released code, written afresh.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from speedyzero_jax.config.schema import NetworkConfig
+from speedyzero_jax.types import Params
+
+Carry = tuple[jax.Array, jax.Array]  # the LSTM's (c, h), each [B, lstm_hidden]
+
+
+class Variables(NamedTuple):
+  """Everything a network has learned."""
+
+  params: Params
+  batch_stats: Params
+
+
+_CHUNK = 32  # images in one piece of a weight gradient on a CPU
+
+
+def _convolve(
+  x: jax.Array, kernel: jax.Array, strides: tuple[int, ...], padding: Any, **options: Any
+) -> jax.Array:
+  """`jax.lax.conv_general_dilated`; on a CPU the gradient of its kernel is summed over pieces of a large batch.
+
+  There XLA contracts that gradient over the batch itself: with 256 images of 24x24 and more at half the speed of 32.
+  """
+
+  def whole(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jax.lax.conv_general_dilated(x, kernel, strides, padding, **options)
+
+  if jax.default_backend() != "cpu" or len(x) <= _CHUNK or x.shape[1] * x.shape[2] < 24 * 24:
+    return whole(x, kernel)
+
+  @jax.custom_vjp
+  def convolve(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return whole(x, kernel)
+
+  def backward(saved: tuple[jax.Array, jax.Array], y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, kernel = saved
+    (dx,) = jax.linear_transpose(lambda x: whole(x, kernel), x)(y)
+    pieces = [slice(i, i + _CHUNK) for i in range(0, len(x), _CHUNK)]
+    return dx, sum(
+      jax.linear_transpose(lambda k, at=at: whole(x[at], k), kernel)(y[at])[0] for at in pieces
+    )
+
+  convolve.defvjp(lambda x, kernel: (whole(x, kernel), (x, kernel)), backward)
+  return convolve(x, kernel)
+
+
+class _Layers:
+  """Makes layers that share one configuration."""
+
+  def __init__(self, config: NetworkConfig, axis_name: str | None, rngs: nnx.Rngs):
+    self.dtype = jnp.dtype(config.dtype)
+    self.kernel = (1, 1) if config.downsample == 1 else (3, 3)
+    self._config, self._axis_name, self._rngs = config, axis_name, rngs
+
+  def conv(
+    self, inputs: int, outputs: int, *, kernel: tuple[int, int] | None = None, stride: int = 1
+  ) -> nnx.Conv:
+    kernel = kernel or self.kernel
+    pad = kernel[0] // 2
+    return nnx.Conv(
+      inputs, outputs, kernel, strides=stride, padding=pad, use_bias=False, dtype=self.dtype, rngs=self._rngs,
+      conv_general_dilated=_convolve,
+      kernel_init=nnx.initializers.variance_scaling(2.0, "fan_out", "truncated_normal"),
+    )  # fmt: skip
+
+  def norm(self, features: int) -> nnx.BatchNorm:
+    return nnx.BatchNorm(
+      features,
+      momentum=self._config.bn_momentum,
+      dtype=self.dtype,
+      axis_name=self._axis_name,
+      rngs=self._rngs,
+    )
+
+  def linear(
+    self, inputs: int, outputs: int, *, zero: bool = False, bias: bool = True
+  ) -> nnx.Linear:
+    init = nnx.initializers.zeros if zero else nnx.initializers.lecun_normal()
+    return nnx.Linear(
+      inputs, outputs, use_bias=bias, dtype=self.dtype, kernel_init=init, rngs=self._rngs
+    )
+
+  def lstm(self, inputs: int, hidden: int) -> nnx.OptimizedLSTMCell:
+    return nnx.OptimizedLSTMCell(inputs, hidden, dtype=self.dtype, rngs=self._rngs)
+
+
+class ResBlock(nnx.Module):
+  """Two normalised convolutions around a skip connection; the skip is a convolution where the shape changes."""
+
+  def __init__(self, layers: _Layers, inputs: int, outputs: int, stride: int = 1):
+    self.conv1, self.norm1 = layers.conv(inputs, outputs, stride=stride), layers.norm(outputs)
+    self.conv2, self.norm2 = layers.conv(outputs, outputs), layers.norm(outputs)
+    self.skip = (
+      layers.conv(inputs, outputs, stride=stride) if stride != 1 or inputs != outputs else None
+    )
+
+  def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+    y = nnx.relu(self.norm1(self.conv1(x), use_running_average=not train))
+    y = self.norm2(self.conv2(y), use_running_average=not train)
+    return nnx.relu(y + (x if self.skip is None else self.skip(x)))
+
+
+def _blocks(layers: _Layers, channels: int, count: int) -> nnx.List:
+  return nnx.List([ResBlock(layers, channels, channels) for _ in range(count)])
+
+
+def _pool(x: jax.Array) -> jax.Array:
+  return nnx.avg_pool(x, (3, 3), (2, 2), padding=((1, 1), (1, 1)))
+
+
+class Representation(nnx.Module):
+  """h: observation [B, H, W, S*C] in [0, 1] -> hidden state [B, H/d, W/d, channels], d = config.downsample."""
+
+  def __init__(self, config: NetworkConfig, layers: _Layers, inputs: int):
+    channels, half, d = config.channels, config.channels // 2, config.downsample
+    first = channels if d == 1 else half
+    self.conv, self.norm = layers.conv(inputs, first, stride=1 if d == 1 else 2), layers.norm(first)
+    stages: list[nnx.List] = []
+    if d > 1:
+      stages.append(_blocks(layers, half, config.blocks))
+      self.down: ResBlock | None = ResBlock(layers, half, channels, stride=2)
+    else:
+      self.down = None
+    # After /4, each further halving is a residual stage and an average pool; one more residual stage ends it.
+    self.pools = {1: 0, 4: 0, 8: 1, 16: 2}[d]
+    stages.extend(_blocks(layers, channels, config.blocks) for _ in range(self.pools + 1))
+    self.stages = nnx.List(stages)
+
+  def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+    x = nnx.relu(self.norm(self.conv(x), use_running_average=not train))
+    stages = list(self.stages)
+    if self.down is not None:
+      for block in stages.pop(0):
+        x = block(x, train)
+      x = self.down(x, train)
+    for i, stage in enumerate(stages):
+      for block in stage:
+        x = block(x, train)
+      if i < self.pools:
+        x = _pool(x)
+    return x
+
+
+class Head(nnx.Module):
+  """1x1 convolution, then an MLP with one hidden layer whose last layer starts at zero."""
+
+  def __init__(self, config: NetworkConfig, layers: _Layers, pixels: int, outputs: int):
+    self.conv = layers.conv(config.channels, config.reduced_channels, kernel=(1, 1))
+    self.norm = layers.norm(config.reduced_channels)
+    self.mlp = Mlp(layers, pixels * config.reduced_channels, config.head_hidden, outputs)
+
+  def __call__(self, state: jax.Array, train: bool) -> jax.Array:
+    x = nnx.relu(self.norm(self.conv(state), use_running_average=not train))
+    return self.mlp(x.reshape(x.shape[0], -1), train)
+
+
+class Mlp(nnx.Module):
+  """Linear, batch norm, ReLU, linear (zero at first), in float32 from there."""
+
+  def __init__(self, layers: _Layers, inputs: int, hidden: int, outputs: int):
+    self.linear1, self.norm1 = layers.linear(inputs, hidden), layers.norm(hidden)
+    self.linear2 = layers.linear(hidden, outputs, zero=True)
+
+  def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+    x = nnx.relu(self.norm1(self.linear1(x), use_running_average=not train))
+    return self.linear2(x).astype(jnp.float32)
+
+
+class Dynamics(nnx.Module):
+  """g without its reward: (hidden state, action) -> next hidden state."""
+
+  def __init__(self, config: NetworkConfig, layers: _Layers, num_actions: int):
+    self.num_actions, self.one_hot = num_actions, config.action_encoding == "one_hot"
+    planes = num_actions if self.one_hot else 1
+    self.conv = layers.conv(config.channels + planes, config.channels)
+    self.norm = layers.norm(config.channels)
+    self.blocks = _blocks(layers, config.channels, config.blocks)
+
+  def __call__(self, state: jax.Array, action: jax.Array, train: bool) -> jax.Array:
+    if self.one_hot:
+      planes = jax.nn.one_hot(action, self.num_actions, dtype=state.dtype)
+    else:
+      planes = (action[:, None] / self.num_actions).astype(state.dtype)
+    planes = jnp.broadcast_to(
+      planes[:, None, None, :], (state.shape[0], state.shape[1], state.shape[2], planes.shape[-1])
+    )
+    x = self.norm(
+      self.conv(jnp.concatenate([state, planes], axis=-1)), use_running_average=not train
+    )
+    x = nnx.relu(x + state)
+    for block in self.blocks:
+      x = block(x, train)
+    return x
+
+
+class ValuePrefix(nnx.Module):
+  """Logits of the value prefix [.., 2*support+1] from hidden states, by an LSTM over the steps of an unroll."""
+
+  def __init__(self, config: NetworkConfig, layers: _Layers, pixels: int):
+    self.conv = layers.conv(config.channels, config.reduced_channels, kernel=(1, 1))
+    self.norm = layers.norm(config.reduced_channels)
+    self.lstm = layers.lstm(pixels * config.reduced_channels, config.lstm_hidden)
+    self.lstm_norm = layers.norm(config.lstm_hidden)
+    self.mlp = Mlp(layers, config.lstm_hidden, config.head_hidden, 2 * config.support + 1)
+
+  def __call__(
+    self, states: jax.Array, carry: Carry, train: bool, horizon: int
+  ) -> tuple[Carry, jax.Array]:
+    """States [K, B, ...] that follow each other -> last carry, logits [K, B, atoms]; reset before k % horizon == 0."""
+    steps, batch = states.shape[:2]
+    x = states.reshape(-1, *states.shape[2:])
+    x = nnx.relu(self.norm(self.conv(x), use_running_average=not train)).reshape(steps, batch, -1)
+    outputs = []
+    for k in range(steps):
+      if k and k % horizon == 0:
+        carry = jax.tree.map(jnp.zeros_like, carry)
+      carry, output = self.lstm(carry, x[k])
+      outputs.append(output)
+    x = jnp.concatenate(outputs)
+    x = nnx.relu(self.lstm_norm(x, use_running_average=not train))
+    return carry, self.mlp(x, train).reshape(steps, batch, -1)
+
+
+class Consistency(nnx.Module):
+  """SimSiam (Chen & He 2020): `project` for both branches, `predict` on top of the one with a gradient."""
+
+  def __init__(self, config: NetworkConfig, layers: _Layers, inputs: int):
+    hidden, out = config.projection_hidden, config.projection_out
+    sizes = [(inputs, hidden), (hidden, hidden), (hidden, out)]
+    self.linears = nnx.List([layers.linear(i, o) for i, o in sizes])
+    self.norms = nnx.List([layers.norm(o) for _, o in sizes])
+    self.predict1, self.predict_norm = (
+      layers.linear(out, config.prediction_hidden),
+      layers.norm(config.prediction_hidden),
+    )
+    self.predict2 = layers.linear(config.prediction_hidden, out)
+
+  def project(self, state: jax.Array, train: bool) -> jax.Array:
+    x = state.reshape(state.shape[0], -1)
+    for i, (linear, norm) in enumerate(zip(self.linears, self.norms, strict=True)):
+      x = norm(linear(x), use_running_average=not train)
+      if i < len(self.linears) - 1:
+        x = nnx.relu(x)
+    return x
+
+  def predict(self, projection: jax.Array, train: bool) -> jax.Array:
+    x = nnx.relu(self.predict_norm(self.predict1(projection), use_running_average=not train))
+    return self.predict2(x)
+
+
+def initial_carry(config: NetworkConfig, batch: int) -> Carry:
+  """The LSTM's (c, h) at a reset of the value prefix: zeros [B, lstm_hidden] in the compute type."""
+  zeros = jnp.zeros((batch, config.lstm_hidden), config.dtype)
+  return zeros, zeros
+
+
+class Network(nnx.Module):
+  """All of it. Methods take `train`: whether batch norm uses (and updates from) the batch or its running statistics.
+
+  Args:
+    config: sizes.
+    observation_shape: [H, W, S*C].
+    num_actions: |A|.
+    axis_name: mesh axis over which batch statistics are shared while training; None for local ones.
+    rngs: initial parameters.
+  """
+
+  def __init__(
+    self,
+    config: NetworkConfig,
+    observation_shape: tuple[int, int, int],
+    num_actions: int,
+    *,
+    axis_name: str | None = None,
+    rngs: nnx.Rngs,
+  ):
+    layers = _Layers(config, axis_name, rngs)
+    height, width, channels = observation_shape
+    if height % config.downsample or width % config.downsample:
+      raise ValueError(
+        f"frames of {height}x{width} can't be divided by network.downsample={config.downsample}"
+      )
+    pixels = (height // config.downsample) * (width // config.downsample)
+    self.config, self.dtype = config, layers.dtype
+    self.representation = Representation(config, layers, channels)
+    self.dynamics = Dynamics(config, layers, num_actions)
+    self.value_prefix = ValuePrefix(config, layers, pixels)
+    self.trunk = _blocks(layers, config.channels, config.blocks)
+    self.value = Head(config, layers, pixels, 2 * config.support + 1)
+    self.policy = Head(config, layers, pixels, num_actions)
+    self.consistency = Consistency(config, layers, pixels * config.channels)
+
+  def represent(self, observation: jax.Array, train: bool) -> jax.Array:
+    """[B, H, W, S*C] -> hidden state [B, h, w, channels]."""
+    return self.representation(observation.astype(self.dtype), train)
+
+  def predict(self, state: jax.Array, train: bool) -> tuple[jax.Array, jax.Array]:
+    """Hidden state -> value logits [B, 2*support+1], policy logits [B, A], both float32."""
+    for block in self.trunk:
+      state = block(state, train)
+    return self.value(state, train), self.policy(state, train)
+
+  def step(
+    self, state: jax.Array, carry: Carry, action: jax.Array
+  ) -> tuple[jax.Array, Carry, jax.Array]:
+    """One step of the search: (state, carry, action [B]) -> next state, next carry, value-prefix logits [B, atoms]."""
+    state = self.dynamics(state, action, False)
+    carry, prefix_logits = self.value_prefix(state[None], carry, False, 1)
+    return state, carry, prefix_logits[0]
+
+  def initial_carry(self, batch: int) -> Carry:
+    """The LSTM's carry at a reset of the value prefix."""
+    return initial_carry(self.config, batch)
+
+
+@dataclasses.dataclass(frozen=True)
+class Blueprint:
+  """A network without its values: makes variables, and turns variables back into a network inside jit."""
+
+  config: NetworkConfig
+  observation_shape: tuple[int, int, int]
+  num_actions: int
+  graph: Any
+
+  def init(self, key: jax.Array) -> Variables:
+    """Fresh variables from a key."""
+    network = Network(self.config, self.observation_shape, self.num_actions, rngs=nnx.Rngs(key))
+    return variables_of(network)
+
+  def bind(self, variables: Variables) -> Network:
+    """The network with these variables; cheap, meant for use while tracing."""
+    # As jax arrays: into numpy ones flax would write new running statistics in place, behind the caller's back.
+    variables = jax.tree.map(jnp.asarray, variables)
+    return nnx.merge(self.graph, variables.params, variables.batch_stats)
+
+
+def variables_of(network: Network) -> Variables:
+  """What a (bound) network holds now, as plain pytrees."""
+  return Variables(
+    *(nnx.to_pure_dict(nnx.state(network, kind)) for kind in (nnx.Param, nnx.BatchStat))
+  )
+
+
+def make_blueprint(
+  config: NetworkConfig,
+  observation_shape: tuple[int, int, int],
+  num_actions: int,
+  *,
+  axis_name: str | None = None,
+) -> Blueprint:
+  """The shape of a network, without allocating it."""
+  abstract = nnx.eval_shape(
+    lambda: Network(config, observation_shape, num_actions, axis_name=axis_name, rngs=nnx.Rngs(0))
+  )
+  return Blueprint(
+    config=config,
+    observation_shape=observation_shape,
+    num_actions=num_actions,
+    graph=nnx.graphdef(abstract),
+  )
+
+
+def count_parameters(params: Params) -> int:
+  """Number of learned scalars (running statistics not counted)."""
+  return int(sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(params)))

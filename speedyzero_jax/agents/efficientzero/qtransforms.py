@@ -1,0 +1,112 @@
+"""Q values scaled by the range of the whole tree, as EfficientZero does, for use with mctx.
+
+mctx hands a qtransform one unbatched tree and one node, and takes back a number for each action. mctx's own scale by
+the siblings of that node; these scale by every edge of the tree, so that siblings of nearly equal worth stay nearly
+equal. Knows nothing of networks, configuration or random numbers.
+
+Both need `tree.embeddings.reward` [N], the reward of the edge into each node: with it the range is taken over N
+numbers rather than N x A, and XLA hoists it out of the descent, to once per simulation.
+"""
+
+import chex
+import jax
+import jax.numpy as jnp
+import mctx
+
+
+def tree_range(tree: mctx.Tree, discount: float) -> tuple[chex.Array, chex.Array]:
+  """Returns the least and the greatest Q = reward + discount * value of the tree's visited edges.
+
+  Args:
+    tree: unbatched tree of N nodes, with `embeddings.reward` [N].
+    discount: discount per step.
+
+  Returns:
+    Two scalars; (inf, -inf) while nothing below the root has been visited.
+  """
+  # Nodes stand for edges: every node but the root, whose index is 0, is the far end of exactly one.
+  is_edge = (tree.node_visits > 0) & (jnp.arange(tree.node_visits.shape[0]) != tree.ROOT_INDEX)
+  qvalues = tree.embeddings.reward + discount * tree.node_values
+  return jnp.min(jnp.where(is_edge, qvalues, jnp.inf)), jnp.max(
+    jnp.where(is_edge, qvalues, -jnp.inf)
+  )
+
+
+def mean_value(tree: mctx.Tree, node_index: chex.Numeric) -> chex.Array:
+  """Returns the mean of a node's network value and the Q of its visited actions, each counted once. Scalar.
+
+  (V(s) + sum of Q(s, a) over visited a) / (1 + number of visited a). EfficientZero completes the Q of unvisited
+  actions with such a mean, where in place of V(s) stands the mean of the node above, and at the root nothing: a value
+  of another state, handed down the path. The node's own value estimates the same thing directly, and a tree's result
+  then depends on nothing but that tree.
+  """
+  visited = tree.children_visits[node_index] > 0
+  total = jnp.sum(jnp.where(visited, tree.qvalues(node_index), 0.0))
+  return (tree.raw_values[node_index] + total) / (1 + jnp.sum(visited))
+
+
+def mixed_value(tree: mctx.Tree, node_index: chex.Numeric) -> chex.Array:
+  """Returns v_mix, the interpolation of a node's network value and its prior-weighted Q. Scalar.
+
+  (V(s) + n * sum of pi(a) Q(s, a) / sum of pi(a)) / (1 + n), both sums over visited a, n the visits of all actions:
+  Danihelka et al. (2022), "Policy improvement by planning with Gumbel", equation 33.
+  """
+  visits = tree.children_visits[node_index]
+  prior = jax.nn.softmax(tree.children_prior_logits[node_index])
+  # A visited action may have a prior of zero; the weights must still sum to more than that.
+  weight = jnp.where(visits > 0, jnp.maximum(prior, jnp.finfo(prior.dtype).tiny), 0.0)
+  total_visits = jnp.sum(visits)
+  weighted = jnp.sum(weight * tree.qvalues(node_index)) / jnp.where(
+    total_visits > 0, jnp.sum(weight), 1.0
+  )
+  return (tree.raw_values[node_index] + total_visits * weighted) / (1 + total_visits)
+
+
+def _scaled(
+  tree: mctx.Tree, node_index: chex.Numeric, missing: chex.Array, discount: float, min_range: float
+) -> chex.Array:
+  qvalues = jnp.where(tree.children_visits[node_index] > 0, tree.qvalues(node_index), missing)
+  low, high = tree_range(tree, discount)
+  # The value that completes the unvisited actions may lie outside the range of the edges. Widening the range, rather
+  # than clipping the value, keeps the transform strictly increasing, which is what policy improvement rests on.
+  low, high = jnp.minimum(low, jnp.min(qvalues)), jnp.maximum(high, jnp.max(qvalues))
+  return (qvalues - low) / jnp.maximum(high - low, min_range)
+
+
+def qtransform_tree_by_mean_value(
+  tree: mctx.Tree, node_index: chex.Numeric, *, discount: float, min_range: float = 0.01
+) -> chex.Array:
+  """Q completed by `mean_value`, scaled to [0, 1] by the tree's range: for PUCT (EfficientZero, section 3).
+
+  Args:
+    tree: unbatched tree of N nodes, with `embeddings.reward` [N].
+    node_index: scalar, the node whose actions are scored.
+    discount: discount per step.
+    min_range: the range is taken to be at least this, so that noise among equals is not blown up.
+
+  Returns:
+    [A], (Q - min) / max(max - min, min_range), with min and max over the visited edges of the tree and, while some
+    action of this node is unvisited, over the value that completes it.
+  """
+  return _scaled(tree, node_index, mean_value(tree, node_index), discount, min_range)
+
+
+def qtransform_tree_by_mixed_value(
+  tree: mctx.Tree,
+  node_index: chex.Numeric,
+  *,
+  discount: float,
+  min_range: float = 0.01,
+  value_scale: float = 0.1,
+  maxvisit_init: float = 50.0,
+) -> chex.Array:
+  """Q completed by `mixed_value`, scaled by the tree's range, times (maxvisit_init + max visits) * value_scale.
+
+  For Gumbel search, as EfficientZero V2: sigma of Danihelka et al. (2022), equation 8, on Q scaled over the tree.
+  Arguments and scaling as in `qtransform_tree_by_mean_value`; names as in `mctx.qtransform_completed_by_mix_value`.
+
+  Returns:
+    [A], what is added to the prior logits.
+  """
+  scaled = _scaled(tree, node_index, mixed_value(tree, node_index), discount, min_range)
+  return (maxvisit_init + jnp.max(tree.children_visits[node_index])) * value_scale * scaled

@@ -1,0 +1,342 @@
+"""Batched tree search over a learned model that predicts value prefixes (EfficientZero), with mctx.
+
+Gumbel search with sequential halving, or PUCT, chosen by `SearchConfig`. The model comes in as pure functions:
+nothing here knows of networks, devices, processes or time. Every root is searched by itself; what else is in the
+batch changes nothing but the random numbers it is given.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import chex
+import jax
+import jax.numpy as jnp
+import mctx
+
+from speedyzero_jax.agents.efficientzero import qtransforms
+from speedyzero_jax.config.schema import SearchConfig
+from speedyzero_jax.types import Params, SearchResult
+
+# Added, times a uniform number, to PUCT scores: too small to overrule a difference, enough to order equals.
+_TIE_BREAK = 1e-6
+
+
+class ModelStep(NamedTuple):
+  """What the model predicts of a state's successor. Scalars are decoded, in the units of rewards."""
+
+  value_prefix: (
+    chex.Array
+  )  # [B] float32, undiscounted sum of rewards since the carry was initial, this step's included
+  policy_logits: chex.Array  # [B, A] of the successor
+  value: chex.Array  # [B] float32, of the successor
+  state: Any  # pytree [B, ...], the successor
+  carry: Any  # pytree [B, ...], of the value prefix's recurrence
+
+
+class Root(NamedTuple):
+  """States to search from, with the network's predictions."""
+
+  policy_logits: chex.Array  # [B, A]
+  value: chex.Array  # [B] float32
+  state: Any  # pytree [B, ...]
+
+
+RecurrentFn = Callable[
+  [Params, Any, Any, chex.Array], ModelStep
+]  # (params, state, carry, action [B] int32)
+
+
+class SearchFn(Protocol):
+  """A pure function; jit it with `static_argnames="explore"`."""
+
+  def __call__(
+    self,
+    params: Params,
+    root: Root,
+    key: chex.PRNGKey,
+    *,
+    explore: bool,
+    temperature: chex.Numeric = 1.0,
+  ) -> SearchResult:
+    """Searches B roots.
+
+    Args:
+      params: handed to the model.
+      root: the states, and what the network says of them.
+      key: all randomness comes from it; without `explore` the result does not depend on it.
+      explore: Gumbel or Dirichlet noise at the root, and for PUCT an action sampled by visits. Without it the best
+        action is played: Gumbel's highest score among the most visited ones, PUCT's most visited one.
+      temperature: PUCT samples with probabilities in proportion to visits^(1 / temperature); 0 means the most
+        visited. Changes neither the policy nor the values. Gumbel, whose noise is its exploration, has no use for it.
+
+    Returns:
+      Action, policy (Gumbel: the improved policy; PUCT: the share of visits), root value after and before the search.
+
+    Raises:
+      ValueError: the root's arrays do not have the shapes of B states with `num_actions` actions.
+    """
+
+
+class _Node(NamedTuple):
+  """What mctx keeps for each node, as its embedding."""
+
+  state: Any  # pytree [B, ...]
+  carry: Any  # pytree [B, ...]
+  prefix: chex.Array  # [B] float32, value prefix since the last reset above or at the parent
+  reward: chex.Array  # [B] float32, of the edge from the parent
+  depth: chex.Array  # [B] int32, edges from the root
+
+
+def make_search(
+  config: SearchConfig,
+  *,
+  num_actions: int,
+  discount: float,
+  value_prefix_horizon: int,
+  recurrent_fn: RecurrentFn,
+  initial_carry: Callable[[int], Any],
+) -> SearchFn:
+  """Makes the search that `config` describes.
+
+  The value prefix starts anew every `value_prefix_horizon` steps, counted from the root: from a node whose depth is a
+  multiple of it, the model steps with the initial carry and a prefix of zero. The reward of an edge is the difference
+  of the prefixes at its ends; just after a reset it is the prefix itself (Ye et al. 2021, section 4.2).
+
+  Args:
+    config: algorithm, budget and constants.
+    num_actions: A.
+    discount: discount per step.
+    value_prefix_horizon: steps between resets of the value prefix.
+    recurrent_fn: the model's step, pure, on a batch.
+    initial_carry: the carry at the start of a prefix, for a batch of the given size.
+
+  Returns:
+    The search, see `SearchFn`.
+
+  Raises:
+    ValueError: a setting has no meaning.
+  """
+  _check(config, num_actions, discount, value_prefix_horizon)
+  run = (_gumbel_policy if config.algorithm == "gumbel" else _puct_policy)(
+    config, discount, num_actions
+  )
+
+  def step(
+    params: Params, key: chex.PRNGKey, action: chex.Array, node: _Node
+  ) -> tuple[mctx.RecurrentFnOutput, _Node]:
+    del key  # the model is deterministic
+    starts = node.depth % value_prefix_horizon == 0
+    carry = _select(starts, initial_carry(action.shape[0]), node.carry)
+    out = recurrent_fn(params, node.state, carry, action)
+    prefix = out.value_prefix.astype(jnp.float32)
+    reward = prefix - jnp.where(starts, 0.0, node.prefix)
+    output = mctx.RecurrentFnOutput(
+      reward=reward,
+      discount=jnp.full_like(reward, discount),
+      prior_logits=out.policy_logits.astype(jnp.float32),
+      value=out.value.astype(jnp.float32),
+    )
+    return output, _Node(
+      state=out.state, carry=out.carry, prefix=prefix, reward=reward, depth=node.depth + 1
+    )
+
+  def search(
+    params: Params, root: Root, key: chex.PRNGKey, *, explore: bool, temperature: chex.Numeric = 1.0
+  ) -> SearchResult:
+    batch = _batch_size(root, num_actions)
+    value = root.value.astype(jnp.float32)
+    zeros = jnp.zeros([batch], jnp.float32)
+    node = _Node(
+      state=root.state,
+      carry=initial_carry(batch),
+      prefix=zeros,
+      reward=zeros,
+      depth=jnp.zeros([batch], jnp.int32),
+    )
+    mctx_root = mctx.RootFnOutput(
+      prior_logits=root.policy_logits.astype(jnp.float32), value=value, embedding=node
+    )
+    output = run(params, key, mctx_root, step, explore, temperature)
+    return SearchResult(
+      action=output.action.astype(jnp.int32),
+      policy=output.action_weights,
+      search_value=output.search_tree.summary().value,
+      value=value,
+    )
+
+  return search
+
+
+def _gumbel_policy(
+  config: SearchConfig, discount: float, num_actions: int
+) -> Callable[..., mctx.PolicyOutput]:
+  """Full Gumbel MuZero (Danihelka et al. 2022)."""
+  constants = {"value_scale": config.c_scale, "maxvisit_init": config.c_visit}
+  if config.value_scaling == "tree":
+    qtransform = functools.partial(
+      qtransforms.qtransform_tree_by_mixed_value,
+      discount=discount,
+      min_range=config.min_value_range,
+      **constants,
+    )
+  else:
+    qtransform = functools.partial(
+      mctx.qtransform_completed_by_mix_value, epsilon=config.min_value_range, **constants
+    )
+
+  def run(params, key, root, step, explore, temperature):
+    del temperature
+    return mctx.gumbel_muzero_policy(
+      params,
+      key,
+      root,
+      step,
+      config.simulations,
+      max_depth=config.max_depth or None,
+      qtransform=qtransform,
+      max_num_considered_actions=min(config.max_considered, num_actions),
+      gumbel_scale=1.0 if explore else 0.0,
+    )
+
+  return run
+
+
+def _puct_policy(
+  config: SearchConfig, discount: float, num_actions: int
+) -> Callable[..., mctx.PolicyOutput]:
+  """MuZero's search (Schrittwieser et al. 2020, appendix B), as `mctx.muzero_policy` but for one thing.
+
+  mctx draws new numbers to break ties at every node it passes; that is most of its cost on a CPU, and makes a search
+  without noise depend on its key. Here they are drawn once, for all nodes, and only when exploring.
+  """
+  if config.value_scaling == "tree":
+    qtransform = functools.partial(
+      qtransforms.qtransform_tree_by_mean_value, discount=discount, min_range=config.min_value_range
+    )
+  else:
+    qtransform = functools.partial(
+      mctx.qtransform_by_parent_and_siblings, epsilon=config.min_value_range
+    )
+
+  def select(key, tree, node_index, depth=0):
+    del key, depth
+    visits = tree.children_visits[node_index]
+    node_visits = tree.node_visits[
+      node_index
+    ]  # the children's, plus one for the node itself: never zero
+    prior = jax.nn.softmax(tree.children_prior_logits[node_index])
+    exploration = config.c1 + jnp.log((node_visits + config.c2 + 1) / config.c2)
+    score = qtransform(tree, node_index) + exploration * prior * jnp.sqrt(node_visits) / (
+      1 + visits
+    )
+    if tree.extra_data is not None:
+      score += tree.extra_data[node_index]
+    return jnp.argmax(score).astype(jnp.int32)
+
+  def run(params, key, root, step, explore, temperature):
+    noise_key, tie_key, action_key = jax.random.split(key, 3)
+    shape = root.prior_logits.shape
+    tie_break = None
+    if explore:
+      noise = jax.random.dirichlet(
+        noise_key, jnp.full(num_actions, config.dirichlet_alpha), shape[:1]
+      )
+      prior = jax.nn.softmax(root.prior_logits)
+      prior += config.dirichlet_fraction * (noise - prior)
+      root = root.replace(prior_logits=jnp.log(jnp.maximum(prior, jnp.finfo(prior.dtype).tiny)))
+      tie_break = _TIE_BREAK * jax.random.uniform(
+        tie_key, (shape[0], config.simulations + 1, num_actions)
+      )
+    tree = mctx.search(
+      params,
+      key,
+      root=root,
+      recurrent_fn=step,
+      root_action_selection_fn=select,
+      interior_action_selection_fn=select,
+      num_simulations=config.simulations,
+      max_depth=config.max_depth or None,
+      extra_data=tie_break,
+    )
+    visits = tree.summary().visit_probs
+    if explore:
+      logits = jnp.log(visits / jnp.max(visits, axis=-1, keepdims=True))
+      action = jax.random.categorical(
+        action_key, logits / jnp.maximum(temperature, jnp.finfo(logits.dtype).tiny)
+      )
+    else:
+      action = jnp.argmax(visits, axis=-1)
+    return mctx.PolicyOutput(action=action, action_weights=visits, search_tree=tree)
+
+  return run
+
+
+def _select(condition: chex.Array, a: Any, b: Any) -> Any:
+  """Chooses whole pytrees [B, ...] by a condition [B]."""
+
+  def leaf(x: chex.Array, y: chex.Array) -> chex.Array:
+    return jnp.where(condition.reshape(condition.shape + (1,) * (y.ndim - 1)), x, y)
+
+  return jax.tree.map(leaf, a, b)
+
+
+def _batch_size(root: Root, num_actions: int) -> int:
+  """Returns B, raising ValueError unless all of `root` agrees on it."""
+  if root.value.ndim != 1:
+    raise ValueError(f"root.value must be [B], got shape {root.value.shape}")
+  batch = root.value.shape[0]
+  if root.policy_logits.shape != (batch, num_actions):
+    raise ValueError(
+      f"root.policy_logits must be {(batch, num_actions)}, got shape {root.policy_logits.shape}"
+    )
+  for leaf in jax.tree.leaves(root.state):
+    if leaf.shape[:1] != (batch,):
+      raise ValueError(f"root.state must lead with {batch} roots, got shape {leaf.shape}")
+  return batch
+
+
+def _check(
+  config: SearchConfig, num_actions: int, discount: float, value_prefix_horizon: int
+) -> None:
+  """Raises ValueError for settings without meaning."""
+
+  def require(good: bool, message: str) -> None:
+    if not good:
+      raise ValueError(message)
+
+  require(
+    config.algorithm in ("gumbel", "puct"),
+    f"search.algorithm must be gumbel or puct, got {config.algorithm!r}",
+  )
+  require(
+    config.value_scaling in ("tree", "node"),
+    f"search.value_scaling must be tree or node, got {config.value_scaling!r}",
+  )
+  require(
+    config.simulations >= 1, f"search.simulations must be at least 1, got {config.simulations}"
+  )
+  require(config.max_depth >= 0, f"search.max_depth must not be negative, got {config.max_depth}")
+  require(
+    config.max_considered >= 1,
+    f"search.max_considered must be at least 1, got {config.max_considered}",
+  )
+  require(
+    config.min_value_range > 0,
+    f"search.min_value_range must be positive, got {config.min_value_range}",
+  )
+  require(config.c2 > 0, f"search.c2 must be positive, got {config.c2}")
+  require(
+    config.dirichlet_alpha > 0,
+    f"search.dirichlet_alpha must be positive, got {config.dirichlet_alpha}",
+  )
+  require(
+    0 <= config.dirichlet_fraction <= 1,
+    f"search.dirichlet_fraction must be in [0, 1], got {config.dirichlet_fraction}",
+  )
+  require(num_actions >= 1, f"num_actions must be at least 1, got {num_actions}")
+  require(0 <= discount <= 1, f"discount must be in [0, 1], got {discount}")
+  require(
+    value_prefix_horizon >= 1,
+    f"value_prefix_horizon must be at least 1, got {value_prefix_horizon}",
+  )

@@ -1,0 +1,177 @@
+"""What the learner trains towards, computed from stored slots: n-step returns, value prefixes, policies and masks.
+
+Pure functions of a LaneStore. Must not know of sampling, threads, or who computes the values.
+"""
+
+import dataclasses
+from typing import Literal
+
+import numpy as np
+
+from speedyzero_jax.replay.storage import LaneStore, take
+from speedyzero_jax.types import Targets
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetSpec:
+  """The choices behind the targets; meanings and sources in `config.py`."""
+
+  unroll_steps: int
+  value_prefix_horizon: int
+  td_steps: int
+  age_interval: int
+  discount: float
+  value_target: Literal["bootstrap", "search", "mixed"] = "bootstrap"
+  mixed_start: int = 0
+  mixed_newest: int = 0
+  renewed: bool = True  # what targets are made from is brought up to date for training; else that takes what is stored
+
+
+def transition_age(store: LaneStore, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
+  """Transitions collected in all lanes since each one was, itself included; [B] int64."""
+  return store.num_transitions - take(store.inserted, store.flat(lane, time))
+
+
+def td_horizon(
+  store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec
+) -> np.ndarray:
+  """n of the n-step return for each sample, [B] int64: shorter for old data (EZ's off-policy correction)."""
+  shrink = (
+    transition_age(store, lane, time) // spec.age_interval
+    if spec.age_interval
+    else np.zeros_like(time)
+  )
+  return np.clip(spec.td_steps - shrink, 1, spec.td_steps)
+
+
+def bootstrap_times(
+  store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec
+) -> np.ndarray:
+  """Slots whose value ends the n-step return of states time .. time+K, [B, K+1] int64.
+
+  Clamped to the last stored frame of the episode; the value is used unless that frame is a terminal one.
+  """
+  states = time[:, None] + np.arange(spec.unroll_steps + 1)
+  return np.minimum(
+    states + td_horizon(store, lane, time, spec)[:, None], store.last(lane, time)[:, None]
+  )
+
+
+def n_step_values(
+  store: LaneStore, values: np.ndarray, lane: np.ndarray, time: np.ndarray, spec: TargetSpec
+) -> np.ndarray:
+  """n-step returns of states time .. time+K, [B, K+1] float64, bootstrapping from `values` [L, C].
+
+  z = sum_{i<m} discount^i reward[s+i] + discount^m values[s+m], m = n unless the episode's last stored frame comes
+  first. A terminal frame is worth 0. States beyond the last stored frame get 0.
+  """
+  unroll = spec.unroll_steps
+  last = store.last(lane, time)[:, None]
+  horizon = td_horizon(store, lane, time, spec)[:, None]
+  window = time[:, None] + np.arange(unroll + spec.td_steps)
+  flat = store.flat(lane[:, None], window)
+  reward = np.where(window < last, take(store.reward, flat), 0.0)
+  states = window[:, : unroll + 1]
+  at = np.minimum(states + horizon, last)  # `bootstrap_times`
+  flat = store.flat(lane[:, None], at)
+  worth = np.where(take(store.terminated, flat), 0.0, take(values, flat))
+  powers = spec.discount ** np.arange(spec.td_steps + 1)
+  z = np.where(states <= last, powers[np.maximum(at - states, 0)] * worth, 0.0)
+  for i in range(spec.td_steps):
+    z += np.where(i < horizon, spec.discount**i * reward[:, i : i + unroll + 1], 0.0)
+  return z
+
+
+def compute_targets(
+  store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec, learner_step: int
+) -> Targets:
+  """Targets of the unroll from each live slot (lane [B], time [B]).
+
+  After a terminal frame come absorbing states: value and reward 0, trained on. After a truncated episode's last
+  frame, or past a lane's head, nothing is known: masks are 0 (and so are the targets).
+  """
+  unroll = spec.unroll_steps
+  at = lane[:, None]
+  states = time[:, None] + np.arange(unroll + 1)  # [B, K+1]
+  last = store.last(lane, time)[:, None]
+  flat = store.flat(at, np.minimum(states, last))
+  real = states <= last
+  terminal = take(store.terminated, store.flat(at, last))  # [B, 1], never so in an open episode
+  acted = real & (take(store.action, flat) >= 0)
+  known = acted[:, :unroll] | (
+    terminal & (states[:, :unroll] >= last)
+  )  # the transition out of the state
+
+  reward = np.where(acted, take(store.reward, flat), 0.0)
+  prefix = np.zeros((len(time), unroll))
+  for k in range(unroll):
+    before = prefix[:, k - 1] if k % spec.value_prefix_horizon else 0.0
+    prefix[:, k] = before + reward[:, k]
+
+  z = n_step_values(store, store.bootstrap, lane, time, spec)
+  searched = np.where(real & ~(terminal & (states == last)), take(store.search_value, flat), 0.0)
+  value = np.where(use_search(store, lane, time, spec, learner_step)[:, None], searched, z)
+  policy = take(store.policy, flat)
+  policy[~acted] = 0
+  return Targets(
+    value=value.astype(np.float32),
+    value_prefix=np.where(known, prefix, 0.0).astype(np.float32),
+    policy=policy,
+    value_mask=(real | terminal).astype(np.float32),
+    prefix_mask=known.astype(np.float32),
+    policy_mask=acted.astype(np.float32),
+    consistency_mask=real[:, 1:].astype(np.float32),
+  )
+
+
+def use_search(
+  store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec, learner_step: int
+) -> np.ndarray:
+  """Which samples take the search's value rather than the n-step return, [B] bool (EZ-V2's mixed target)."""
+  if spec.value_target != "mixed":
+    return np.full(len(time), spec.value_target == "search")
+  return (transition_age(store, lane, time) > spec.mixed_newest) & (
+    learner_step >= spec.mixed_start
+  )
+
+
+def refreshed_errors(
+  store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec, learner_step: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """Priority Refresh: v - z of transitions (lane [B], time [B]) from stored values, and how old that is.
+
+  v is the refreshed value. z is what training would take at `learner_step`: the n-step return, ended by a
+  refreshed value, or the search's value where the spec says so and it is as new as v (a refresh alone does not search).
+  Where nothing is renewed for training, it is what `compute_targets` makes of what is stored.
+
+  Args:
+    spec: with unroll_steps 0.
+
+  Returns:
+    Errors float64 [B], and learner steps int32 [B], of the oldest weights behind each: if all values are at most so
+    old, so are all errors.
+  """
+  flat = store.flat(lane, time)
+  value, stamp = take(store.value, flat), take(store.value_step, flat)
+  searched = use_search(store, lane, time, spec, learner_step)
+  if spec.renewed:
+    searched &= take(store.policy_step, flat) >= stamp
+  returns = n_step_values(
+    store, store.value if spec.renewed else store.bootstrap, lane, time, spec
+  )[:, 0]
+  z = np.where(searched, take(store.search_value, flat), returns)
+  return value - z, np.where(searched, stamp, rests_on(store, lane, time, spec))
+
+
+def rests_on(store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec) -> np.ndarray:
+  """The older of the stamps of the two values behind each |v - n-step return|, int32 [B]; spec as above.
+
+  A return that is not renewed has no age: it is what it is.
+  """
+  v_step = take(store.value_step, store.flat(lane, time))
+  if not spec.renewed:
+    return v_step
+  end = store.flat(lane, bootstrap_times(store, lane, time, spec)[:, 0])
+  return np.where(
+    take(store.terminated, end), v_step, np.minimum(v_step, take(store.value_step, end))
+  )

@@ -1,0 +1,175 @@
+"""The other end of `service.py`: calls a unit's hub, and calls again when nobody answers.
+
+Every call may reach the hub more than once, if an answer is lost; the messages are made so that this does no harm.
+"""
+
+import random
+import threading
+import time
+from typing import Any
+
+import grpc
+
+from speedyzero_jax.cluster import codec, messages
+from speedyzero_jax.cluster.grpc_server import (
+  POLL_SECONDS,
+  SERVICE,
+  TOKEN,
+  RunOver,
+  Tls,
+  channel_options,
+)
+from speedyzero_jax.run.rate_limiter import Stopped
+
+CALL_SECONDS = 30.0 + POLL_SECONDS  # after which a call counts as not answered
+
+_CONNECT_SECONDS = 2.0  # for one attempt, however the network keeps silent
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds between attempts
+_NOBODY_THERE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+class Unreachable(Exception):
+  """Nobody answered for as long as the client is patient."""
+
+
+class Refused(Exception):
+  """The hub or its service refused the call, and would again."""
+
+
+class Client:
+  """Calls one unit's hub; any thread may.
+
+  All calls raise Refused (with the server's text), Unreachable, RunOver, or WireError for a message that does not fit
+  the form. Polls (grant, weights, work, frames) wait as long as it takes; after `stop` they raise Stopped.
+
+  Args:
+    address: host:port of the service.
+    token: the unit's.
+    form: of all messages.
+    patience: seconds for which a call is tried again while nobody answers; at most CALL_SECONDS more may pass.
+    tls: as for `serve`.
+  """
+
+  def __init__(
+    self,
+    address: str,
+    token: bytes,
+    form: codec.Form,
+    *,
+    patience: float = 60.0,
+    tls: Tls | None = None,
+  ):
+    options = [
+      *channel_options(form.max_bytes),
+      ("grpc.initial_reconnect_backoff_ms", 100),
+      ("grpc.min_reconnect_backoff_ms", round(1000 * _CONNECT_SECONDS)),
+      ("grpc.max_reconnect_backoff_ms", 1000),
+      ("grpc.enable_http_proxy", 0),
+      ("grpc.use_local_subchannel_pool", 1),  # a client that is closed leaves no connection behind
+    ]
+    if tls is None:
+      self._channel = grpc.insecure_channel(address, options)
+    else:
+      certificate, key, authority = tls.read()
+      credentials = grpc.ssl_channel_credentials(authority, key, certificate)
+      self._channel = grpc.secure_channel(address, credentials, options)
+    self._calls = {name: self._channel.unary_unary(f"/{SERVICE}/{name}") for name in messages.CALLS}
+    self._address, self._form, self._patience = address, form, patience
+    self._metadata = ((TOKEN, token),)
+    self._stopping = threading.Event()
+    self._polls: set[grpc.Future] = (
+      set()
+    )  # in flight; each use is one atomic operation, so a signal handler may stop
+
+  def join_actor(self, request: messages.ActorJoin) -> messages.ActorWelcome:
+    """Starts an actor's session, and ends that of its former incarnation."""
+    return self._call("join_actor", request)
+
+  def join_reanalyser(self, request: messages.ReanalyserJoin) -> messages.ReanalyserWelcome:
+    """Starts a reanalyser's session, and ends that of its former incarnation."""
+    return self._call("join_reanalyser", request)
+
+  def append(self, request: messages.Append) -> messages.Acknowledged:
+    """Hands over what was collected; when it returns, that is safe."""
+    return self._call("append", request)
+
+  def grant(self, request: messages.GrantRequest) -> messages.Grant:
+    """Waits until agent steps may be taken."""
+    return self._call("grant", request)
+
+  def weights(self, request: messages.WeightsRequest) -> messages.Weights:
+    """Waits for newer weights than the subscriber has."""
+    return self._call("weights", request)
+
+  def work(self, request: messages.WorkRequest) -> messages.Block:
+    """Waits for a block to compute."""
+    return self._call("work", request)
+
+  def result(self, request: messages.Result) -> messages.Ok:
+    """Hands over what came of a block."""
+    return self._call("result", request)
+
+  def frames(self, request: messages.FramesRequest) -> messages.FramesChunk:
+    """Waits for new frames."""
+    return self._call("frames", request)
+
+  def stop(self) -> None:
+    """Ends all polls, now and later, and retries; other calls can still be made, once each. Any thread may call it."""
+    self._stopping.set()
+    for poll in list(self._polls):
+      poll.cancel()
+
+  def close(self) -> None:
+    """Closes the connection; no call may be in progress."""
+    self._channel.close()
+
+  def __enter__(self) -> "Client":
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.close()
+
+  def _call(self, name: str, request: Any) -> Any:
+    call = messages.CALLS[name]
+    data = codec.encode(request, self._form)
+    answer = self._deliver(name, data, call.poll)
+    while call.poll and not answer:
+      answer = self._deliver(name, data, call.poll)
+    return codec.decode(call.answer, answer, self._form)
+
+  def _deliver(self, name: str, data: bytes, poll: bool) -> bytes:
+    """Gets the request there, in as many attempts as it takes."""
+    begin, pause = time.monotonic(), _FIRST_PAUSE
+    while True:
+      try:
+        return self._poll(name, data) if poll else self._send(name, data).result()
+      except grpc.RpcError as error:
+        code, text = error.code(), error.details()
+      if code is grpc.StatusCode.ABORTED:
+        raise RunOver(text)
+      if code not in _NOBODY_THERE:
+        raise Refused(f"{name}: {code.name}: {text}")
+      waited = time.monotonic() - begin
+      if waited >= self._patience:
+        raise Unreachable(f"{self._address} has not answered for {waited:.0f} seconds: {text}")
+      # Random, so that all clients of a unit that comes back do not come at once.
+      if self._stopping.wait(min(random.uniform(pause / 2, pause), self._patience - waited)):
+        raise Stopped
+      pause = min(2 * pause, _LONGEST_PAUSE)
+
+  def _poll(self, name: str, data: bytes) -> bytes:
+    if self._stopping.is_set():
+      raise Stopped
+    poll = self._send(name, data)
+    self._polls.add(poll)
+    try:
+      if self._stopping.is_set():  # again, now that `stop` can see the poll
+        poll.cancel()
+      return poll.result()
+    except grpc.FutureCancelledError:
+      raise Stopped from None
+    finally:
+      self._polls.discard(poll)
+
+  def _send(self, name: str, data: bytes) -> grpc.Future:
+    return self._calls[name].future(data, timeout=CALL_SECONDS, metadata=self._metadata)

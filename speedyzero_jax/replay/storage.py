@@ -1,0 +1,352 @@
+"""Storage: every lane's stream of slots in a ring, each frame once.
+
+Neighbours in time are neighbours in memory, and a slot is named (lane, absolute time). Knows what an episode is;
+must not know of priorities, targets, learner steps' meaning, threads or files.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from speedyzero_jax.replay.staleness import NEVER, Stamps
+from speedyzero_jax.system import memory
+from speedyzero_jax.types import Segment
+
+OPEN = -1  # episode_end of an episode that has not ended yet
+_COPIED = (
+  "first",
+  "terminated",
+  "truncated",
+  "action",
+  "reward",
+  "policy",
+  "search_value",
+  "value",
+)
+
+
+def take(field: np.ndarray, flat: np.ndarray) -> np.ndarray:
+  """What a field [L, C, ...] holds in flat cells [...] (see `LaneStore.flat`); half the time of two indices."""
+  return field.reshape(-1, *field.shape[2:]).take(flat, axis=0)
+
+
+def put(field: np.ndarray, flat: np.ndarray, values: np.ndarray) -> None:
+  """Writes them; of a cell named twice the last counts."""
+  field.reshape(-1, *field.shape[2:])[flat] = values
+
+
+class LaneStore:
+  """Rings of slots, arrays [L, capacity, ...]; slot t of a lane lives in cell t % capacity.
+
+  Unwritten memory is not committed: capacity costs address space until it is used. Fields besides those of
+  `types.Segment`: `bootstrap` [L, C] float32 is the value used at the end of n-step returns (the appended value
+  until reanalysis writes another), `policy_step`, `bootstrap_step` and `value_step` [L, C] int32 are the learner
+  steps of the weights behind (policy, search_value), bootstrap and value, to be written through `stamps` [by name],
+  `inserted` [L, C] int64 counts the transitions collected in all lanes before the slot, `episode_start` and
+  `episode_end` [L, C] int64 are absolute times (`OPEN` while unfinished). The live slots of a lane are
+  tail[lane] <= t < head[lane].
+  """
+
+  def __init__(
+    self,
+    lanes: int,
+    capacity: int,
+    frame_shape: tuple[int, ...],
+    frame_dtype: np.dtype | type,
+    num_actions: int,
+    frame_memory: np.ndarray | None = None,
+  ):
+    """`frame_memory` [L, C, ...] is where frames are kept, if others are to see it. Raises ValueError for bad sizes."""
+    for name, size in (("lanes", lanes), ("capacity", capacity), ("num_actions", num_actions)):
+      if size < 1:
+        raise ValueError(f"{name} must be at least 1, got {size}")
+    cells = (lanes, capacity)
+    self.lanes, self.capacity, self.num_actions = lanes, capacity, num_actions
+    self.frame = (
+      memory.zeros((*cells, *frame_shape), frame_dtype) if frame_memory is None else frame_memory
+    )
+    if self.frame.shape != (*cells, *frame_shape) or self.frame.dtype != frame_dtype:
+      raise ValueError(
+        f"frame_memory is {self.frame.dtype}{list(self.frame.shape)}, not {[*cells, *frame_shape]}"
+      )
+    self.first = np.zeros(cells, bool)
+    self.terminated = np.zeros(cells, bool)
+    self.truncated = np.zeros(cells, bool)
+    self.action = np.zeros(cells, np.int32)
+    self.reward = np.zeros(cells, np.float32)
+    self.policy = np.zeros((*cells, num_actions), np.float32)
+    self.search_value = np.zeros(cells, np.float32)
+    self.value = np.zeros(cells, np.float32)
+    self.bootstrap = np.zeros(cells, np.float32)
+    self.stamps = {name: Stamps(cells) for name in ("policy_step", "bootstrap_step", "value_step")}
+    self.policy_step, self.bootstrap_step, self.value_step = (
+      stamps.step for stamps in self.stamps.values()
+    )
+    self.inserted = np.zeros(cells, np.int64)
+    self.episode_start = np.zeros(cells, np.int64)
+    self.episode_end = np.zeros(cells, np.int64)
+    self.head = np.zeros(lanes, np.int64)
+    self.tail = np.zeros(lanes, np.int64)
+    self.num_transitions = 0  # ever collected, evicted ones included
+    self.stored_transitions = 0
+    self._form = {
+      name: (getattr(self, name).shape[2:], getattr(self, name).dtype)
+      for name in ("frame", *_COPIED)
+    }
+    self._form["step"] = ((), self.policy_step.dtype)
+
+  def fields(self) -> dict[str, np.ndarray]:
+    """The per-slot arrays besides the frames, by name."""
+    derived = (
+      "bootstrap",
+      "policy_step",
+      "bootstrap_step",
+      "value_step",
+      "inserted",
+      "episode_start",
+      "episode_end",
+    )
+    return {name: getattr(self, name) for name in _COPIED + derived}
+
+  def append(self, segments: Sequence[Segment]) -> None:
+    """Appends segments of different lanes, evicting the oldest slots of full lanes.
+
+    A frame may be both terminated and truncated; it then counts as terminated.
+
+    Raises:
+      ValueError: anything is wrong with any of them; then nothing has changed.
+    """
+    lane, size, offset, slots = self._checked(segments)
+    self._write(lane, size, offset, slots, [segment.frame for segment in segments])
+
+  def check(self, segments: Sequence[Segment]) -> None:
+    """Raises the ValueError that `append` would raise."""
+    self._checked(segments)
+
+  def _checked(
+    self, segments: Sequence[Segment]
+  ) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """Lanes of all slots, sizes and offsets of the segments, and one array per field."""
+    lanes = [int(segment.lane) for segment in segments]
+    if len(set(lanes)) != len(lanes):
+      raise ValueError(f"one append takes one segment per lane, got lanes {lanes}")
+    for segment in segments:
+      self._check_form(segment)
+    # One array per field from here on: most segments are one slot long, and there are as many as lanes.
+    size = np.array([len(segment.frame) for segment in segments])
+    slots = {
+      name: np.concatenate([getattr(segment, name) for segment in segments]) for name in _COPIED
+    }
+    slots["step"] = np.concatenate([segment.step for segment in segments])
+    lane = np.repeat(lanes, size)
+    offset = np.cumsum(size) - size  # of each segment's first slot
+    self._check_content(lane, offset, slots, [segment.frame for segment in segments])
+    return lane, size, offset, slots
+
+  def _check_form(self, segment: Segment) -> None:
+    """Sizes and types."""
+    lane, n = segment.lane, len(segment.frame)
+    if not 0 <= lane < self.lanes:
+      raise ValueError(f"segment.lane must be in 0..{self.lanes - 1}, got {lane}")
+    if segment.start != self.head[lane]:
+      raise ValueError(
+        f"segment of lane {lane}: start must be the lane's head {self.head[lane]}, got {segment.start}"
+      )
+    if not 1 <= n <= self.capacity:
+      raise ValueError(f"segment of lane {lane}: must hold 1..{self.capacity} slots, got {n}")
+    for name, (shape, dtype) in self._form.items():
+      array = getattr(segment, name)
+      if array.shape != (n, *shape) or array.dtype != dtype:
+        raise ValueError(
+          f"segment of lane {lane}: {name} must be {dtype}{[n, *shape]}, got {array.dtype}{list(array.shape)}"
+        )
+
+  def _check_content(
+    self,
+    lane: np.ndarray,
+    offset: np.ndarray,
+    slots: dict[str, np.ndarray],
+    frames: list[np.ndarray],
+  ) -> None:
+    """Values and how they hang together."""
+    ended = slots["terminated"] | slots["truncated"]
+    expected_first = np.concatenate([[False], ended[:-1]])
+    expected_first[offset] = ~self._is_open(lane[offset])
+    action, step = slots["action"], slots["step"]
+    for wrong, message in (
+      ((action == -1) != ended, "action must be -1 exactly where an episode ends"),
+      (
+        (action < -1) | (action >= self.num_actions),
+        f"action must be in -1..{self.num_actions - 1}",
+      ),
+      ((step < 0) | (step == NEVER), f"step must be a learner step, 0..{NEVER - 1}"),
+      (
+        slots["first"] != expected_first,
+        "first must hold exactly at the lane's start and after an episode's end",
+      ),
+      *(
+        (~np.isfinite(slots[name]), f"{name} must be finite")
+        for name in ("reward", "search_value", "value")
+      ),
+      (~np.isfinite(slots["policy"]).all(-1), "policy must be finite"),
+    ):
+      if wrong.any():
+        raise ValueError(f"segment of lane {lane[wrong][0]}: {message}")
+    if self.frame.dtype.kind == "f" and not all(np.isfinite(frame).all() for frame in frames):
+      raise ValueError(f"segments of lanes {lane[offset].tolist()}: frame must be finite")
+
+  def _write(
+    self,
+    lane: np.ndarray,
+    size: np.ndarray,
+    offset: np.ndarray,
+    slots: dict[str, np.ndarray],
+    frames: list[np.ndarray],
+  ) -> None:
+    position = np.arange(len(lane))
+    start = self.head[lane[offset]]
+    time = position + np.repeat(start - offset, size)
+    cell, flat = self.cell(time), self.flat(lane, time)
+    # An episode's start: the latest `first` before a slot in its segment, else the lane's open episode's.
+    first_time = np.where(
+      slots["first"], time, self.episode_start[lane, self.cell(self.head[lane] - 1)]
+    )
+    boundary = slots["first"].copy()
+    boundary[offset] = True
+    self.episode_start[lane, cell] = first_time[
+      np.maximum.accumulate(np.where(boundary, position, 0))
+    ]
+    self.episode_end[lane, cell] = OPEN
+    acted = slots["action"] >= 0
+    evicted = (self.policy_step[lane, cell] != NEVER) & (self.action[lane, cell] >= 0)
+    self.stored_transitions += int(acted.sum()) - int(evicted.sum())
+    for name in _COPIED:
+      getattr(self, name)[lane, cell] = slots[name]
+    self.bootstrap[lane, cell] = slots["value"]
+    for stamps in self.stamps.values():
+      stamps.set(flat, slots["step"])
+    self.inserted[lane, cell] = self.num_transitions + np.cumsum(acted) - acted
+    self.num_transitions += int(acted.sum())
+    for at, n, frame in zip(offset, size, frames, strict=True):
+      self.frame[lane[at], cell[at] if n == 1 else cell[at : at + n]] = (
+        frame[0] if n == 1 else frame
+      )
+    grown = lane[offset]
+    self.head[grown] = start + size
+    self.tail[grown] = np.maximum(self.tail[grown], self.head[grown] - self.capacity)
+    for end in np.flatnonzero(~acted):
+      self._close(int(lane[end]), int(time[end]))
+
+  def _is_open(self, lane: np.ndarray) -> np.ndarray:
+    """Whether each lane's newest slot belongs to an unfinished episode."""
+    head = self.head[lane]
+    return (head > 0) & (self.episode_end[lane, self.cell(head - 1)] == OPEN)
+
+  def _close(self, lane: int, end: int) -> None:
+    start = max(int(self.episode_start[lane, end % self.capacity]), int(self.tail[lane]))
+    self.episode_end[lane, np.arange(start, end + 1) % self.capacity] = end
+
+  def truncate(self, lane: int) -> None:
+    """Ends the lane's open episode at its newest slot, as if cut by a cap; the transition out of that slot is lost.
+
+    For a lane whose environment was lost: its next slot starts a new episode. Nothing happens if none is open.
+    """
+    if not self._is_open(np.array([lane]))[0]:
+      return
+    end = int(self.head[lane]) - 1
+    cell = end % self.capacity
+    self.truncated[lane, cell], self.action[lane, cell], self.reward[lane, cell] = True, -1, 0.0
+    self.stored_transitions -= 1
+    self._close(lane, end)
+
+  def put_frames(self, lane: int, start: int, frame: np.ndarray) -> None:
+    """Restores frames [n, H, W, C] of slots start.. of a lane; a gap before them evicts all that was there.
+
+    The other fields are the caller's to restore. Raises ValueError if `start` lies before the lane's head.
+    """
+    if not 0 <= lane < self.lanes or start < self.head[lane]:
+      raise ValueError(f"frames of lane {lane} from {start} on do not follow what is there")
+    if frame.shape[1:] != self.frame.shape[2:] or frame.dtype != self.frame.dtype:
+      raise ValueError(
+        f"frames of lane {lane} must be {self.frame.dtype}{list(self.frame.shape[2:])} each, "
+        f"got {frame.dtype}{list(frame.shape[1:])}"
+      )
+    if start > self.head[lane]:
+      self.tail[lane] = start
+    stop = start + len(frame)
+    kept = frame[-self.capacity :]
+    self.frame[lane, np.arange(stop - len(kept), stop) % self.capacity] = kept
+    self.head[lane] = stop
+    self.tail[lane] = max(self.tail[lane], stop - self.capacity)
+
+  def cell(self, time: np.ndarray) -> np.ndarray:
+    """Where slots live in their lane's ring."""
+    return time % self.capacity
+
+  def flat(self, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
+    """The same as one index into all lanes' cells, int64."""
+    return np.asarray(lane, np.int64) * self.capacity + self.cell(time)
+
+  def time_of(self, lane: np.ndarray, cell: np.ndarray) -> np.ndarray:
+    """The absolute time of what a cell holds, int64; for cells in use."""
+    newest = self.head[lane] - 1
+    return newest - (newest - cell) % self.capacity
+
+  def live(self, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
+    """Whether the slots are stored, bool."""
+    return (self.tail[lane] <= time) & (time < self.head[lane])
+
+  def last(self, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
+    """Absolute time of the last stored frame of each live slot's episode, int64."""
+    end = take(self.episode_end, self.flat(lane, time))
+    return np.where(end == OPEN, self.head[lane] - 1, end)
+
+  def num_slots(self) -> int:
+    """Live slots in all lanes."""
+    return int((self.head - self.tail).sum())
+
+  def window_cells(self, lane: np.ndarray, time: np.ndarray, before: int, after: int) -> np.ndarray:
+    """Cells of frames time-before .. time+after of each lane, [B, before+1+after], for `gather`.
+
+    Beyond an episode's first or last stored frame that frame is repeated. Raises ValueError for slots not stored.
+    """
+    if not self.live(lane, time).all():
+      raise ValueError("windows: some of the slots are not stored")
+    lo = np.maximum(take(self.episode_start, self.flat(lane, time)), self.tail[lane])
+    hi = self.last(lane, time)
+    return self.cell(
+      np.clip(time[:, None] + np.arange(-before, after + 1), lo[:, None], hi[:, None])
+    )
+
+  def newest(self, field: np.ndarray, start: np.ndarray) -> np.ndarray:
+    """A copy of a field [L, C, ...] of slots start[lane] .. head[lane]-1, lanes in order, each lane's oldest first.
+
+    All of them must be live.
+    """
+    parts = []
+    for ring, begin, end in zip(
+      field, (start % self.capacity).tolist(), (self.head - start).tolist(), strict=True
+    ):
+      parts += [
+        ring[begin : begin + end],
+        ring[: max(begin + end - self.capacity, 0)],
+      ]  # the second: around the edge
+    return np.concatenate(parts)
+
+  def gather(self, lane: np.ndarray, cell: np.ndarray) -> np.ndarray:
+    """Frames [..., H, W, C] of cells (lane [...], cell [...])."""
+    return take(self.frame, np.asarray(lane, np.int64) * self.capacity + cell)
+
+  def memory(self) -> dict[str, float]:
+    """Bytes of the slots in use (all, and frames alone), bytes reserved, and bytes per stored transition."""
+    arrays = list(self.fields().values())
+    cells = self.lanes * self.capacity
+    slots = self.num_slots()
+    frames = self.frame.nbytes / cells * slots
+    used = frames + sum(a.nbytes for a in arrays) / cells * slots
+    return {
+      "bytes": used,
+      "frame_bytes": frames,
+      "reserved_bytes": float(self.frame.nbytes + sum(a.nbytes for a in arrays)),
+      "bytes_per_transition": used / max(self.stored_transitions, 1),
+    }

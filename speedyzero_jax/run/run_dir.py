@@ -1,0 +1,149 @@
+"""The folder that holds everything of a run: configuration, lock, and the names of what else is in it.
+
+Refuses a folder that belongs to another run or to a running process, before anything in it is touched.
+"""
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from speedyzero_jax.config import loader
+from speedyzero_jax.config.loader import ConfigError
+from speedyzero_jax.config.schema import Config
+
+# Keys that may change when a run is resumed: they say where and how to go on, not what the run is.
+_MAY_CHANGE = (
+  "run.compile_cache", "run.keep_checkpoints", "run.log_interval", "env.threads", "evaluation.", "profile.",
+  "topology.actors",
+  "topology.reanalysers", "topology.host", "topology.t", "topology.weights_dtype", "topology.b",
+)  # fmt: skip
+
+
+class RunFolderError(Exception):
+  """The folder can't be used; the message says why and what to do."""
+
+
+class RunFolder:
+  """An exclusively held run folder. Use as a context manager, or `close` it."""
+
+  def __init__(self, path: Path, config: Config, lock: int):
+    self.path, self.config, self._lock = path, config, lock
+    self.evaluation = path / "evaluation.json"
+
+  def __enter__(self) -> "RunFolder":
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.close()
+
+  def close(self) -> None:
+    """Lets go of the lock. May be called twice."""
+    if self._lock >= 0:
+      os.close(self._lock)
+      self._lock = -1
+
+
+def create(config: Config, name: str) -> RunFolder:
+  """Makes the folder of a new run.
+
+  Args:
+    config: of the run; `run.dir` says where, empty means a new folder `runs/NAME`, numbered if that is taken.
+    name: e.g. quickstart-Catch-s0.
+
+  Raises:
+    RunFolderError: the folder holds a run already, is in use, or can't be written.
+  """
+  if config.run.dir:
+    path = Path(config.run.dir)
+  else:
+    path, number = Path("runs") / name, 2
+    while path.exists():
+      path, number = Path("runs") / f"{name}-{number}", number + 1
+  try:
+    path.mkdir(parents=True, exist_ok=True)
+    if (path / "config.yaml").exists():
+      raise RunFolderError(_occupied(path, config))
+    if any(entry.name not in ("run.lock", "config.yaml.tmp") for entry in path.iterdir()):
+      raise RunFolderError(f"{path} is not empty and holds no run; choose another run.dir")
+    lock = _lock(path)
+    temporary = path / "config.yaml.tmp"
+    temporary.write_text(loader.to_yaml(config))
+    os.replace(temporary, path / "config.yaml")
+  except OSError as error:
+    raise RunFolderError(f"can't make a run in {path}: {error.strerror or error}") from error
+  return RunFolder(path, config, lock)
+
+
+def open_existing(path: Path, changes: list[str]) -> RunFolder:
+  """Opens the folder of an earlier run, to resume it.
+
+  Args:
+    path: the folder.
+    changes: `key=value` overrides, only of keys that don't change what the run is.
+
+  Raises:
+    RunFolderError: no run is there, it is in use, or a change isn't allowed.
+  """
+  stored = read_config(path)
+  try:
+    config = loader.override(stored, changes)
+  except ConfigError as error:
+    raise RunFolderError(str(error)) from error
+  different = [line for line in loader.diff(stored, config) if not line.startswith(_MAY_CHANGE)]
+  if different:
+    raise RunFolderError(
+      f"{path} was started with another configuration ({'; '.join(different)}); start a new run instead"
+    )
+  try:
+    return RunFolder(path, config, _lock(path))
+  except OSError as error:
+    raise RunFolderError(f"can't use {path}: {error.strerror or error}") from error
+
+
+def read_config(path: Path) -> Config:
+  """The configuration stored in a run folder. Raises RunFolderError if there is none or it is damaged."""
+  try:
+    return loader.from_yaml((path / "config.yaml").read_text())
+  except OSError as error:
+    raise RunFolderError(f"{path} holds no run: {error.strerror or error}") from error
+  except (ConfigError, UnicodeDecodeError) as error:
+    raise RunFolderError(f"{path / 'config.yaml'} can't be read: {error}") from error
+
+
+def _occupied(path: Path, config: Config) -> str:
+  # It is this folder, however it is spelled.
+  different = [
+    line for line in loader.diff(read_config(path), config) if not line.startswith("run.dir:")
+  ]
+  what = (
+    f"another configuration ({'; '.join(different[:3])}{'; ...' if len(different) > 3 else ''})"
+    if different
+    else "this"
+  )
+  return f"{path} already holds a run of {what}. Go on with it: --resume {path}. Or choose another run.dir."
+
+
+@contextlib.contextmanager
+def supervised(path: Path) -> Iterator[None]:
+  """Inside this context nobody else supervises the run in this folder. Raises RunFolderError if somebody does."""
+  try:
+    lock = _lock(path, "supervisor.lock")
+  except OSError as error:
+    raise RunFolderError(f"can't use {path}: {error.strerror or error}") from error
+  try:
+    yield
+  finally:
+    os.close(lock)
+
+
+def _lock(path: Path, name: str = "run.lock") -> int:
+  """Takes the folder for this process; the kernel lets go of it however the process ends."""
+  descriptor = os.open(path / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+  try:
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError:
+    os.close(descriptor)
+    raise RunFolderError(f"{path} is in use by another process") from None
+  return descriptor

@@ -1,0 +1,148 @@
+"""Playing full episodes with given weights: no noise, best action, raw rewards, one episode per lane.
+
+Knows nothing of checkpoints or processes; `launch/evaluate.py` restores, a run evaluates what it trained.
+"""
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from speedyzero_jax.agents.efficientzero.inference import Inference
+from speedyzero_jax.config.schema import Config
+from speedyzero_jax.envs.batched_env import BatchedEnv, episode_cap, make_env
+from speedyzero_jax.envs.scores import human_normalised
+from speedyzero_jax.workers.actor import FrameStacker
+from speedyzero_jax.workers.weights import Version
+
+_REPORT_SECONDS = 10
+_MAX_LANES = 64  # environments played at once; more episodes are played in turns
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+  """What the episodes say. Returns are raw and undiscounted; `human_normalised` is None without a reference."""
+
+  game: str
+  step: int  # learner steps of the weights
+  episodes: int
+  mean: float
+  median: float
+  std: float
+  human_normalised: float | None
+  returns: list[float]
+  lengths: list[int]  # agent steps
+  capped: int  # episodes ended by the cap
+  max_episode_steps: int
+  simulations: int
+  seed: int
+
+  def write(self, path: Path) -> None:
+    """Writes JSON, atomically."""
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+    os.replace(temporary, path)
+
+  def __str__(self) -> str:
+    normalised = (
+      "" if self.human_normalised is None else f", human-normalised {self.human_normalised:.3f}"
+    )
+    capped = (
+      f", {self.capped} ended by the cap of {self.max_episode_steps} steps" if self.capped else ""
+    )
+    return (
+      f"{self.game} after {self.step} learner steps, {self.episodes} episodes: mean {self.mean:.2f}, "
+      f"median {self.median:.2f}, std {self.std:.2f}{normalised}{capped}"
+    )
+
+
+def evaluate(
+  config: Config,
+  inference: Inference,
+  version: Version,
+  *,
+  episodes: int,
+  seed: int,
+  max_episode_steps: int | None = None,
+  should_stop: Callable[[], bool] = lambda: False,
+  report: Callable[[str], None] = lambda line: None,
+) -> Evaluation | None:
+  """Plays `episodes` full episodes, each cut after `max_episode_steps` agent steps (default: the configuration's).
+
+  Returns None if `should_stop` said so before the end. `report` takes a line of progress every ten seconds.
+  """
+  cap = episode_cap(config.env.game, max_episode_steps or config.evaluation.max_episode_steps)
+  returns: list[float] = []
+  lengths: list[int] = []
+  capped = 0
+  lanes = min(episodes, _MAX_LANES)
+  rounds = -(-episodes // lanes)
+  for turn in range(rounds):
+    env = make_env(config.env, lanes, _seed(seed, turn), training=False, max_episode_steps=cap)
+    try:
+      played = _play(config, inference, version, env, should_stop, report)
+    finally:
+      env.close()
+    if played is None:
+      return None
+    keep = min(lanes, episodes - len(returns))
+    returns += played[0][:keep].tolist()
+    lengths += played[1][:keep].tolist()
+    capped += int(played[2][:keep].sum())
+  mean = float(np.mean(returns))
+  return Evaluation(
+    game=config.env.game,
+    step=version.step,
+    episodes=episodes,
+    mean=mean,
+    median=float(np.median(returns)),
+    std=float(np.std(returns)),
+    human_normalised=human_normalised(config.env.game, mean),
+    returns=returns,
+    lengths=lengths,
+    capped=capped,
+    max_episode_steps=cap,
+    simulations=config.search.simulations,
+    seed=seed,
+  )
+
+
+def _seed(seed: int, turn: int) -> int:
+  return int(np.random.SeedSequence([seed, turn, 0xE7A1]).generate_state(1)[0] >> 1)
+
+
+def _play(
+  config: Config,
+  inference: Inference,
+  version: Version,
+  env: BatchedEnv,
+  should_stop: Callable[[], bool],
+  report: Callable[[str], None],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+  """One episode in every lane -> returns [L], lengths [L], whether each was capped [L]."""
+  stacker = FrameStacker(config.env.frame_stack)
+  key = jax.random.key(0)  # without exploration the search uses no randomness that matters
+  score, length = np.zeros(env.num_lanes), np.zeros(env.num_lanes, np.int64)
+  playing, capped = np.ones(env.num_lanes, bool), np.zeros(env.num_lanes, bool)
+  step = env.reset()
+  told = time.monotonic()
+  while playing.any():
+    if should_stop():
+      return None
+    if time.monotonic() - told > _REPORT_SECONDS:
+      told = time.monotonic()
+      report(
+        f"evaluating: {playing.sum()} of {len(playing)} episodes still on, at step {length.max()}"
+      )
+    result = inference.search(version.variables, stacker.push(step), key, 1.0, explore=False)
+    step = env.step(np.asarray(result.action[:, 0]))
+    score += np.where(playing, step.reward, 0)
+    length += playing
+    capped |= playing & step.truncated
+    playing &= ~(step.terminated | step.truncated)
+  return score, length, capped

@@ -1,0 +1,115 @@
+"""Latest-wins hand-over of network weights from the learner to the roles that use them.
+
+Each subscriber has an interval in learner steps (SpeedyZero: actors and refreshers 10, reanalysers 25). A version is
+the learner step it was taken at. The reanalyser's version is also the target network: its values bootstrap the targets.
+Knows nothing of sockets; a remote store has the same two methods.
+"""
+
+import threading
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from speedyzero_jax.agents.efficientzero.networks import Variables
+
+ACTOR, REANALYSER, REFRESHER = "actor", "reanalyser", "refresher"  # subscribers
+_copy = jax.jit(partial(jax.tree.map, jnp.copy))  # one call, not one for each of 150 arrays
+
+
+class Version(NamedTuple):
+  """Weights and the learner step they were taken at."""
+
+  step: int
+  variables: Variables
+
+
+class DivergedError(Exception):
+  """Training has diverged: the weights after learner step `step`, or what they say, are not finite."""
+
+  def __init__(self, step: int):
+    super().__init__(
+      f"learner step {step} gave values that are not finite: training has diverged. Checkpoints are intact; "
+      "lower optim.learning_rate or optim.clip_norm and start again, or resume from before."
+    )
+
+
+def fetched(version: Version, said: Any) -> Any:
+  """What was computed with a version (a pytree of arrays), on the host. Raises DivergedError if it is not finite."""
+  said = jax.device_get(said)
+  if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(said)):
+    raise DivergedError(version.step)
+  return said
+
+
+class WeightsStore:
+  """Holds one version per subscriber.
+
+  Args:
+    intervals: learner steps between updates, by subscriber.
+    where: subscribers compute; a device, or several with a copy on each.
+    initial: what everybody starts with, at learner step 0.
+  """
+
+  def __init__(
+    self,
+    intervals: Mapping[str, int],
+    where: jax.Device | jax.sharding.Sharding,
+    initial: Variables,
+  ):
+    self._intervals, self._where = dict(intervals), where
+    self._changed = threading.Condition()
+    first = Version(0, self.to_device(initial))
+    self._versions = dict.fromkeys(intervals, first)
+
+  def to_device(self, variables: Variables) -> Variables:
+    """A copy where subscribers compute, of a network that may lie on many; the learner donates its own buffers."""
+    here = jax.tree.map(
+      lambda x: x.addressable_data(0) if isinstance(x, jax.Array) else x, variables
+    )
+    return _copy(jax.device_put(here, self._where))
+
+  def publish(self, step: int, variables: Variables) -> None:
+    """Offers the weights after `step` learner steps; copies them once if any subscriber is due."""
+    due = [name for name, interval in self._intervals.items() if step % interval == 0]
+    if not due:
+      return
+    version = Version(step, self.to_device(variables))
+    with self._changed:
+      self._versions.update(dict.fromkeys(due, version))
+      self._changed.notify_all()
+
+  def latest(self, subscriber: str) -> Version:
+    """The newest version meant for a subscriber."""
+    with self._changed:
+      return self._versions[subscriber]
+
+  def wait_newer(self, subscriber: str, have: int, seconds: float) -> Version | None:
+    """The newest version meant for a subscriber once it is of a later step than `have`; None after so many seconds.
+
+    Raises ValueError for a subscriber there is none of.
+    """
+    if subscriber not in self._intervals:
+      raise ValueError(
+        f"nobody subscribes as '{subscriber}'; there are {', '.join(self._intervals)}"
+      )
+    with self._changed:
+      found = self._changed.wait_for(lambda: self._versions[subscriber].step > have, seconds)
+      return self._versions[subscriber] if found else None
+
+  def snapshot(self) -> dict[str, Version]:
+    """All subscribers' versions, for a checkpoint."""
+    with self._changed:
+      return dict(self._versions)
+
+  def restore(self, versions: Mapping[str, Version]) -> None:
+    """Puts a snapshot back. Raises KeyError if it is of other subscribers."""
+    placed = {
+      name: Version(versions[name].step, self.to_device(versions[name].variables))
+      for name in self._intervals
+    }
+    with self._changed:
+      self._versions = placed

@@ -1,0 +1,459 @@
+"""Value coding against its definition, augmentation against every crop, the unrolled loss against loops in numpy."""
+
+import dataclasses
+import functools
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from speedyzero_jax.agents.efficientzero import losses
+from speedyzero_jax.config.schema import LearnerConfig
+from speedyzero_jax.types import LearnerBatch
+
+# --- value coding ---------------------------------------------------------------------------------------------------
+
+
+def _h(x):
+  """MuZero's appendix F with epsilon 0.001, in Python's floats; x / (sqrt(|x|+1)+1) is sign(x) (sqrt(|x|+1)-1)."""
+  return x / (math.sqrt(abs(x) + 1) + 1) + 0.001 * x
+
+
+_scalars = st.floats(-1e6, 1e6, width=32, allow_subnormal=False)
+
+
+@hypothesis.given(_scalars)
+def test_transform_is_its_formula_and_inverse_transform_undoes_it(x):
+  y = float(losses.transform(jnp.float32(x)))
+  np.testing.assert_allclose(y, _h(x), rtol=1e-5, atol=2e-7)
+  np.testing.assert_allclose(losses.inverse_transform(jnp.float32(_h(x))), x, rtol=1e-5, atol=1e-37)
+  np.testing.assert_allclose(losses.inverse_transform(jnp.float32(y)), x, rtol=1e-5, atol=1e-6)
+
+
+def test_transform_at_squares():
+  np.testing.assert_allclose(
+    losses.transform(jnp.array([0, 3, -3, 8, 99.0])), [0, 1.003, -1.003, 2.008, 9.099], 1e-6
+  )
+
+
+@hypothesis.given(_scalars, st.sampled_from([1, 10, 300]))
+@hypothesis.example(0.0, 300)
+@hypothesis.example(1e6, 300)
+@hypothesis.example(-1e6, 1)
+def test_two_hot_is_two_neighbours_whose_mean_is_the_value(x, support):
+  p = np.asarray(losses.two_hot(jnp.float32(x), support), np.float64)
+  atoms = np.arange(-support, support + 1)
+  mean = np.clip(_h(x), -support, support)
+  assert p.shape == (2 * support + 1,) and p.min() >= 0
+  np.testing.assert_allclose(p.sum(), 1, rtol=1e-6)
+  np.testing.assert_allclose(p @ atoms, mean, rtol=1e-5, atol=1e-5)
+  assert np.all(np.abs(atoms[p > 0] - mean) < 1 + 1e-4)  # nothing further away than a neighbour
+  if abs(_h(x)) > support:
+    assert p[0 if x < 0 else -1] == 1
+
+  inside = math.copysign(min(abs(x), float(losses.inverse_transform(jnp.float32(support)))), x)
+  decoded = losses.decode(jnp.log(jnp.asarray(p, jnp.float32)))
+  np.testing.assert_allclose(decoded, inside, rtol=1e-3, atol=1e-4)
+
+
+def test_value_coding_keeps_leading_axes():
+  x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3)) * 5, jnp.float32)
+  p = losses.two_hot(x, 7)
+  assert p.shape == (2, 3, 15)
+  np.testing.assert_array_equal(p[1, 2], losses.two_hot(x[1, 2], 7))
+  np.testing.assert_allclose(losses.decode(jnp.log(p)), x, rtol=1e-4, atol=1e-5)
+
+
+def test_decode_of_a_spread_distribution():
+  p = np.array([0.1, 0.2, 0.3, 0.15, 0.25])
+  value = losses.decode(
+    jnp.asarray(np.log(p) + 7, jnp.float32)
+  )  # logits are known up to a constant
+  assert _h(float(value)) == pytest.approx(p @ [-2, -1, 0, 1, 2], rel=1e-5)
+
+
+# --- observations ---------------------------------------------------------------------------------------------------
+
+
+@hypothesis.given(st.integers(1, 4), st.integers(0, 3), st.integers(1, 3))
+@hypothesis.settings(max_examples=10)
+def test_stacks_are_the_newest_frames_oldest_first(stack, unroll, channels):
+  frames = np.random.default_rng(stack).integers(
+    0, 256, (2, stack + unroll, 3, 2, channels), np.uint8
+  )
+  stacked = losses.stack_frames(jnp.asarray(frames), stack)
+  assert stacked.dtype == np.uint8 and stacked.shape == (2, unroll + 1, 3, 2, stack * channels)
+  for k in range(unroll + 1):
+    for i in range(stack):
+      part = stacked[:, k, :, :, i * channels : (i + 1) * channels]
+      np.testing.assert_array_equal(part, frames[:, k + i])
+
+
+def _images(count, height=5, width=6, channels=2):
+  return (
+    np.random.default_rng(3).integers(0, 256, (count, height, width, channels)).astype(np.uint8)
+  )
+
+
+_augment = jax.jit(losses.augment, static_argnums=(2, 3))
+
+
+def _keys(count):
+  return jax.random.split(jax.random.key(5), count)
+
+
+def test_no_augmentation_is_division_by_255():
+  images = _images(4)
+  np.testing.assert_allclose(_augment(_keys(4), images, 0, 0.0), images / 255, rtol=1e-6)
+
+
+def test_a_shifted_image_is_a_crop_of_the_edge_padded_one_and_every_crop_occurs():
+  shift, count = 2, 200
+  images = _images(count)
+  shifted = np.rint(np.asarray(_augment(_keys(count), images, shift, 0.0)) * 255)
+  seen = set()
+  for image, ours in zip(images, shifted, strict=True):
+    padded = np.pad(image, ((shift, shift), (shift, shift), (0, 0)), mode="edge")
+    offsets = [
+      (y, x)
+      for y in range(5)
+      for x in range(5)
+      if np.array_equal(padded[y : y + 5, x : x + 6], ours)
+    ]
+    assert len(offsets) == 1
+    seen.update(offsets)
+  assert len(seen) == 25
+
+
+def test_brightness_is_one_factor_per_image_within_two_scales():
+  scale, count = 0.05, 200
+  images = _images(count) // 2 + 100
+  factors = np.asarray(_augment(_keys(count), images, 0, scale)) / (images / 255)
+  np.testing.assert_allclose(
+    factors, np.broadcast_to(factors[:, :1, :1, :1], factors.shape), rtol=1e-5
+  )
+  noise = (factors[:, 0, 0, 0] - 1) / scale
+  assert np.abs(noise).max() == pytest.approx(
+    2, abs=1e-4
+  )  # of 200 normals some are beyond 2, and clipped
+  assert abs(noise.mean()) < 0.25 and 0.75 < noise.std() < 1.05  # a normal clipped at 2 has 0.96
+
+
+def test_augmentation_belongs_to_the_key_whatever_the_batch():
+  images, keys = _images(6), _keys(6)
+  whole = _augment(keys, images, 2, 0.1)
+  parts = [_augment(keys[i : i + 2], images[i : i + 2], 2, 0.1) for i in (0, 2, 4)]
+  np.testing.assert_array_equal(whole, np.concatenate(parts))
+  other = _augment(keys[::-1], images, 2, 0.1)
+  assert all((a != b).any() for a, b in zip(whole, other, strict=True))
+
+
+def test_vectors_are_neither_divided_nor_shifted():
+  vectors = np.random.default_rng(0).normal(size=(8, 1, 1, 4)).astype(np.float32) * 100
+  np.testing.assert_array_equal(_augment(_keys(8), vectors, 3, 0.0), vectors)
+
+
+# --- the unrolled loss ----------------------------------------------------------------------------------------------
+
+_B, _K, _S, _A, _SUPPORT, _HORIZON, _D = 3, 5, 2, 4, 2, 2, 6
+_FRAME = (2, 1, 3)
+_CONFIG = LearnerConfig(
+  batch_size=_B, unroll_steps=_K, value_coefficient=0.3, value_prefix_coefficient=0.7, policy_coefficient=1.3,
+  consistency_coefficient=1.9, shift=0, intensity=0.0,
+)  # fmt: skip
+
+
+class Linear:
+  """A stand-in for the network: matrices instead of layers, a running sum instead of the LSTM."""
+
+  def __init__(self, weights):
+    self.config = SimpleNamespace(support=_SUPPORT)
+    self.consistency = SimpleNamespace(project=self._project, predict=self._predict_projection)
+    self.weights, self.represented = weights, 0
+
+  def represent(self, observation, train):
+    assert train
+    # The real next observations are represented second; apart, so that a test can tell the gradients from each other.
+    weights = self.weights["real" if self.represented else "root"]
+    self.represented += 1
+    return (observation.reshape(observation.shape[0], -1) @ weights)[:, None, None, :]
+
+  def dynamics(self, state, action, train):
+    assert train
+    return state @ self.weights["dynamics"] + action[:, None, None, None] * 0.1
+
+  def initial_carry(self, batch):
+    return jnp.full((batch, _D), 0.25)
+
+  def value_prefix(self, states, carry, train, horizon):
+    assert train
+    sums = []
+    for k, state in enumerate(states):
+      carry = (carry if k % horizon else self.initial_carry(len(state))) + state[:, 0, 0]
+      sums.append(carry @ self.weights["prefix"])
+    return carry, jnp.stack(sums)
+
+  def predict(self, state, train):
+    assert train
+    return state[:, 0, 0] @ self.weights["value"], state[:, 0, 0] @ self.weights["policy"]
+
+  def _project(self, state, train):
+    assert train
+    return state[:, 0, 0] @ self.weights["project"]
+
+  def _predict_projection(self, projection, train):
+    assert train
+    return projection @ self.weights["predict"]
+
+
+def _weights():
+  rng = np.random.default_rng(7)
+  pixels, atoms = _S * math.prod(_FRAME), 2 * _SUPPORT + 1
+  shapes = {
+    "root": (pixels, _D), "dynamics": (_D, _D), "prefix": (_D, atoms), "value": (_D, atoms), "policy": (_D, _A),
+    "project": (_D, 4), "predict": (4, 4),
+  }  # fmt: skip
+  weights = {
+    name: rng.normal(size=shape).astype(np.float32) / math.sqrt(shape[0])
+    for name, shape in shapes.items()
+  }
+  return weights | {"real": weights["root"].copy()}
+
+
+def _batch():
+  rng = np.random.default_rng(11)
+  f32 = np.float32
+
+  def mask(*shape):
+    return rng.integers(0, 2, shape).astype(f32)
+
+  return LearnerBatch(
+    frames=rng.integers(0, 256, (_B, _S + _K) + _FRAME).astype(np.uint8),
+    action=rng.integers(0, _A, (_B, _K)).astype(np.int32),
+    weight=rng.uniform(0.1, 1, _B).astype(f32),
+    value=rng.normal(size=(_B, _K + 1)).astype(f32) * 3,
+    value_prefix=rng.normal(size=(_B, _K)).astype(f32),
+    policy=rng.dirichlet(np.ones(_A), (_B, _K + 1)).astype(f32),
+    value_mask=mask(_B, _K + 1),
+    prefix_mask=mask(_B, _K),
+    policy_mask=mask(_B, _K + 1),
+    consistency_mask=mask(_B, _K),
+  )
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _loss(weights, batch, config=_CONFIG):
+  keys = jax.random.split(jax.random.key(0), _B)
+  network: Any = Linear(weights)
+  with jax.default_matmul_precision("float32"):
+    return losses.unrolled_loss(network, batch, keys, config, frame_stack=_S, horizon=_HORIZON)
+
+
+def _two_hot(x):
+  y = min(max(_h(x), -_SUPPORT), _SUPPORT)
+  p = np.zeros(2 * _SUPPORT + 1)
+  low = min(math.floor(y), _SUPPORT - 1)
+  p[low + _SUPPORT], p[low + 1 + _SUPPORT] = low + 1 - y, y - low
+  return p
+
+
+def _log_softmax(logits):
+  return logits - np.log(np.exp(logits).sum())
+
+
+def _reference(batch, w, config):
+  """One sample and one step after another, in float64."""
+  w = {name: x.astype(np.float64) for name, x in w.items()}
+  terms: dict[str, list] = {"value": [], "value_prefix": [], "policy": [], "consistency": []}
+  total, entropies, errors = 0.0, [], []
+  for b in range(_B):
+
+    def observed(t, b=b):
+      stack = np.concatenate([batch.frames[b, t + i] for i in range(_S)], axis=-1)
+      return stack.reshape(-1) / 255 @ w["root"]
+
+    def heads(state, k, b=b):
+      log_value, log_policy = _log_softmax(state @ w["value"]), _log_softmax(state @ w["policy"])
+      value = -_two_hot(batch.value[b, k]) @ log_value * batch.value_mask[b, k]
+      policy = -batch.policy[b, k] @ log_policy * batch.policy_mask[b, k]
+      terms["value"].append(value)
+      terms["policy"].append(policy)
+      return (
+        config.value_coefficient * value + config.policy_coefficient * policy,
+        log_value,
+        log_policy,
+      )
+
+    state = observed(0)
+    sample, log_value, log_policy = heads(state, 0)
+    mean_atom = np.exp(log_value) @ np.arange(-_SUPPORT, _SUPPORT + 1)
+    errors.append((mean_atom, batch.value[b, 0]))
+    entropies.append(-np.exp(log_policy) @ log_policy)
+    for k in range(1, _K + 1):
+      state = state @ w["dynamics"] + 0.1 * batch.action[b, k - 1]
+      if (k - 1) % _HORIZON == 0:
+        carry = np.full(_D, 0.25)
+      carry = carry + state
+      prefix = (
+        -_two_hot(batch.value_prefix[b, k - 1])
+        @ _log_softmax(carry @ w["prefix"])
+        * batch.prefix_mask[b, k - 1]
+      )
+      predicted, real = state @ w["project"] @ w["predict"], observed(k) @ w["project"]
+      cosine = predicted @ real / np.linalg.norm(predicted) / np.linalg.norm(real)
+      consistency = -cosine * batch.consistency_mask[b, k - 1]
+      terms["value_prefix"].append(prefix)
+      terms["consistency"].append(consistency)
+      recurrent = (
+        config.value_prefix_coefficient * prefix + config.consistency_coefficient * consistency
+      )
+      sample += (heads(state, k)[0] + recurrent) / _K
+    total += batch.weight[b] * sample / _B
+  return (
+    total,
+    {name: np.mean(values) for name, values in terms.items()},
+    np.mean(entropies),
+    errors,
+  )
+
+
+def test_the_loss_is_the_weighted_sum_taken_step_by_step():
+  batch, weights = _batch(), _weights()
+  loss, ours = _loss(weights, batch)
+  total, terms, entropy, errors = _reference(batch, weights, _CONFIG)
+  np.testing.assert_allclose(loss, total, rtol=1e-5)
+  for name, expected in terms.items():
+    np.testing.assert_allclose(getattr(ours, name), expected, rtol=1e-5, err_msg=name)
+  np.testing.assert_allclose(ours.policy_entropy, entropy, rtol=1e-5)
+  for error, (mean_atom, target) in zip(np.asarray(ours.td_error), errors, strict=True):
+    # |v - z| = error for v on one side of z; h of that v is the mean atom.
+    assert min(abs(_h(target + error) - mean_atom), abs(_h(target - error) - mean_atom)) < 1e-5
+
+
+def test_masks_hide_their_targets_entirely():
+  batch, weights = _batch(), _weights()
+  loss, _ = _loss(weights, batch)
+  garbled = batch._replace(
+    value=np.where(batch.value_mask == 0, 77, batch.value).astype(np.float32),
+    value_prefix=np.where(batch.prefix_mask == 0, -77, batch.value_prefix).astype(np.float32),
+    policy=np.where(batch.policy_mask[..., None] == 0, 5, batch.policy).astype(np.float32),
+  )
+  np.testing.assert_array_equal(_loss(weights, garbled)[0], loss)
+  none = batch._replace(
+    **{name: np.zeros_like(x) for name, x in batch._asdict().items() if name.endswith("_mask")}
+  )
+  assert _loss(weights, none)[0] == 0
+
+
+def test_without_its_coefficient_consistency_is_never_computed():
+  weights, config = _weights(), dataclasses.replace(_CONFIG, consistency_coefficient=0.0)
+  loss, terms = _loss(
+    {name: w for name, w in weights.items() if name not in ("real", "project")}, _batch(), config
+  )
+  assert terms.consistency == 0
+  np.testing.assert_allclose(loss, _reference(_batch(), weights, config)[0], rtol=1e-5)
+
+
+def _only(batch, **masks):
+  """The batch with every mask zero but these (K or K+1 long, the same for all samples)."""
+  zero = {name: np.zeros_like(x) for name, x in batch._asdict().items() if name.endswith("_mask")}
+  chosen = {
+    name: np.broadcast_to(np.float32(mask), zero[name].shape) for name, mask in masks.items()
+  }
+  return batch._replace(**(zero | chosen))
+
+
+@pytest.mark.parametrize("scale", [0.5, 0.8])
+def test_the_gradient_into_the_root_is_scaled_at_every_step(scale):
+  config = dataclasses.replace(_CONFIG, state_gradient=scale)
+  weights = _weights() | {"dynamics": np.eye(_D, dtype=np.float32)}
+  batch = _batch()._replace(action=np.zeros((_B, _K), np.int32))
+  # Nothing moves the state and all steps have the root's targets, so every step has the same gradient but for scale.
+  value, policy = (np.repeat(x[:, :1], _K + 1, axis=1) for x in (batch.value, batch.policy))
+  batch = batch._replace(value=value, policy=policy)
+  gradient = jax.jit(jax.grad(lambda w, b: _loss(w, b, config)[0]))
+  for name in ("value_mask", "policy_mask"):
+    root, *imagined = [
+      gradient(weights, _only(batch, **{name: np.eye(_K + 1)[k]})) for k in range(_K + 1)
+    ]
+    assert np.abs(root["root"]).max() > 1e-3
+    for k, grads in enumerate(imagined, 1):
+      np.testing.assert_allclose(grads["root"], root["root"] * scale**k / _K, rtol=1e-4, atol=1e-8)
+      head = name.removesuffix("_mask")
+      np.testing.assert_allclose(
+        grads[head], root[head] / _K, rtol=1e-4, atol=1e-8
+      )  # heads take all of theirs
+
+
+def test_consistency_pulls_the_imagined_towards_the_real_and_never_the_other_way():
+  weights, batch = _weights(), _only(_batch(), consistency_mask=np.ones(_K))
+  grads = jax.jit(jax.grad(lambda w: _loss(w, batch)[0]))(weights)
+  assert not grads["real"].any()
+  assert all(grads[name].any() for name in ("root", "dynamics", "project", "predict"))
+
+  def with_fixed_target(projection):
+    """The same loss with the target's projection held in numbers."""
+    frames = jnp.asarray(batch.frames) / 255
+    network, state, total = Linear(weights | {"project": projection}), None, jnp.zeros(())
+    for k in range(_K + 1):
+      stack = jnp.concatenate([frames[:, k + i] for i in range(_S)], axis=-1).reshape(_B, -1)
+      if k == 0:
+        state = (stack @ weights["root"])[:, None, None, :]
+        continue
+      state = network.dynamics(state, batch.action[:, k - 1], True)
+      x = network.consistency.predict(network.consistency.project(state, True), True)
+      y = stack @ weights["root"] @ weights["project"]  # numbers: not the argument
+      cosine = jnp.sum(x * y, -1) / jnp.linalg.norm(x, axis=-1) / jnp.linalg.norm(y, axis=-1)
+      total -= jnp.mean(batch.weight * cosine) * _CONFIG.consistency_coefficient / _K
+    return total
+
+  expected = jax.jit(jax.grad(with_fixed_target))(weights["project"])
+  np.testing.assert_allclose(grads["project"], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_perfect_prediction_has_consistency_minus_one():
+  weights = _weights() | {
+    "dynamics": np.eye(_D, dtype=np.float32),
+    "predict": 2 * np.eye(4, dtype=np.float32),
+  }
+  frames = np.repeat(_batch().frames[:, :1], _S + _K, axis=1)
+  batch = _only(_batch(), consistency_mask=np.ones(_K))._replace(
+    frames=frames, action=np.zeros((_B, _K), np.int32)
+  )
+  assert _loss(weights, batch)[1].consistency == pytest.approx(-1, abs=1e-5)
+
+
+def test_every_view_is_augmented_by_itself_and_by_its_samples_key():
+  batch = _batch()._replace(frames=np.full((_B, _S + _K) + _FRAME, 200, np.uint8))
+  config = dataclasses.replace(_CONFIG, intensity=0.1)
+  keys = jax.random.split(jax.random.key(0), _B)
+
+  @jax.jit
+  def factors(batch, keys):
+    """The brightness factor of each view: of the root [B], of the next observations [B, K]."""
+    seen = []
+
+    class Watching(Linear):
+      def represent(self, observation, train):
+        seen.append(observation[:, 0, 0, 0] / (200 / 255))
+        return super().represent(observation, train)
+
+    network: Any = Watching(_weights())
+    losses.unrolled_loss(network, batch, keys, config, frame_stack=_S, horizon=_HORIZON)
+    return seen[0], seen[1].reshape(-1, _K)
+
+  root, following = factors(batch, keys)
+  drawn = [
+    f for f in np.concatenate([root, following.ravel()]).tolist() if abs(f - 1) < 0.199
+  ]  # the rest is clipped
+  assert len(set(drawn)) == len(drawn) > _B * _K / 2  # no two views share a draw
+  for b in range(_B):  # each sample alone, with its key, sees the same
+    alone = factors(jax.tree.map(lambda x, b=b: x[b : b + 1], batch), keys[b : b + 1])
+    np.testing.assert_array_equal(alone[0][0], root[b])
+    np.testing.assert_array_equal(alone[1][0], following[b])

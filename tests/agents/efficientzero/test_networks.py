@@ -1,0 +1,462 @@
+"""The networks against plain numpy and hand arithmetic: sizes, forward pass, running statistics, types."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from speedyzero_jax.agents.efficientzero import losses, networks
+from speedyzero_jax.agents.efficientzero.networks import (
+  count_parameters,
+  make_blueprint,
+  variables_of,
+)
+from speedyzero_jax.config.schema import NetworkConfig
+
+# No two sizes alike, so that no pair of axes can be swapped unnoticed.
+TINY = NetworkConfig(
+  channels=4, downsample=1, reduced_channels=3, head_hidden=5, lstm_hidden=6, value_prefix_horizon=2, support=4,
+  projection_hidden=7, projection_out=8, prediction_hidden=9,
+)  # fmt: skip
+_OBSERVATION = (2, 3, 2)
+_ACTIONS = 3
+
+
+@functools.cache
+def _initialiser():
+  blueprint = make_blueprint(TINY, _OBSERVATION, _ACTIONS)
+  return blueprint, jax.jit(blueprint.init)
+
+
+def _fresh(seed=0):
+  """A blueprint and its variables from a key."""
+  blueprint, init = _initialiser()
+  return blueprint, init(jax.random.key(seed))
+
+
+def _random(blueprint, seed=0):
+  """Variables in which nothing is 0 or 1; running variances of about 4 keep the activations moderate."""
+  rng = np.random.default_rng(seed)
+
+  def number(path, x):
+    centre = {"scale": 1, "var": 4}.get(path[-1].key, 0)
+    return (centre + rng.uniform(-0.5, 0.5, x.shape)).astype(x.dtype)
+
+  return jax.tree.map_with_path(number, jax.eval_shape(blueprint.init, jax.random.key(0)))
+
+
+def _leaves(tree):
+  return {
+    jax.tree_util.keystr(path, simple=True, separator="/"): x
+    for path, x in jax.tree.leaves_with_path(tree)
+  }
+
+
+def _abstract(config, observation=(96, 96, 12), actions=6):
+  blueprint = make_blueprint(config, observation, actions)
+  return blueprint, jax.eval_shape(blueprint.init, jax.random.key(0))
+
+
+# --- sizes ----------------------------------------------------------------------------------------------------------
+
+
+def _linear(inputs, outputs):
+  return inputs * outputs + outputs
+
+
+def _conv(kernel, inputs, outputs):
+  return kernel * kernel * inputs * outputs  # without bias: batch norm follows
+
+
+def _norm(features):
+  return 2 * features
+
+
+def _block(channels):
+  return 2 * (_conv(3, channels, channels) + _norm(channels))
+
+
+def _head(outputs):
+  """1x1 convolution to 16 channels, 6x6 pixels flattened, 32 hidden units."""
+  return _conv(1, 64, 16) + _norm(16) + _linear(6 * 6 * 16, 32) + _norm(32) + _linear(32, outputs)
+
+
+@pytest.mark.parametrize("actions", [6, 18])
+def test_parameters_of_the_full_network_are_those_of_the_paper_by_hand(actions):
+  downsampling_block = (
+    _conv(3, 32, 64) + _norm(64) + _conv(3, 64, 64) + _norm(64) + _conv(3, 32, 64)
+  )
+  lstm = 4 * 512 * (16 * 36 + 512) + 4 * 512  # one bias, where PyTorch has two
+  expected = {
+    "representation": _conv(3, 12, 32) + _norm(32) + _block(32) + downsampling_block + 3 * _block(64),
+    "dynamics": _conv(3, 65, 64) + _norm(64) + _block(64),
+    "value_prefix": (
+      _conv(1, 64, 16) + _norm(16) + lstm + _norm(512) + _linear(512, 32) + _norm(32) + _linear(32, 601)
+    ),
+    "trunk": _block(64),
+    "value": _head(601),
+    "policy": _head(actions),
+    "consistency": (
+      _linear(2304, 1024) + _linear(1024, 1024) + _linear(1024, 1024) + 3 * _norm(1024)
+      + _linear(1024, 512) + _norm(512) + _linear(512, 1024)
+    ),
+  }  # fmt: skip
+  _, variables = _abstract(NetworkConfig(), actions=actions)
+  assert {part: count_parameters(tree) for part, tree in variables.params.items()} == expected
+  assert count_parameters(variables.params) == sum(expected.values())
+
+
+def test_every_norm_has_a_running_mean_and_variance_and_starts_neutral():
+  _, variables = _fresh()
+  params, stats = _leaves(variables.params), _leaves(variables.batch_stats)
+  norms = {name.removesuffix("/scale") for name in params if name.endswith("/scale")}
+  assert stats.keys() == {f"{norm}/{moment}" for norm in norms for moment in ("mean", "var")}
+  for norm in norms:
+    assert not params[f"{norm}/bias"].any() and (params[f"{norm}/scale"] == 1).all()
+    assert not stats[f"{norm}/mean"].any() and (stats[f"{norm}/var"] == 1).all()
+
+
+@pytest.mark.parametrize(
+  ("downsample", "frame", "state"),
+  [
+    (1, (1, 1), (1, 1)),
+    (1, (2, 3), (2, 3)),
+    (4, (8, 12), (2, 3)),
+    (8, (96, 96), (12, 12)),
+    (16, (96, 96), (6, 6)),
+  ],
+)
+@pytest.mark.parametrize("encoding", ["plane", "one_hot"])
+def test_shapes(downsample, frame, state, encoding):
+  config = dataclasses.replace(TINY, downsample=downsample, action_encoding=encoding)
+  blueprint, variables = _abstract(config, frame + (2,), _ACTIONS)
+
+  def forward(variables, observation, action):
+    network = blueprint.bind(variables)
+    root = network.represent(observation, False)
+    following, carry, prefix = network.step(root, network.initial_carry(5), action)
+    return root, following, carry, prefix, *network.predict(root, False)
+
+  observation = jax.ShapeDtypeStruct((5,) + frame + (2,), np.float32)
+  root, following, carry, prefix, value, policy = jax.eval_shape(
+    forward, variables, observation, jax.ShapeDtypeStruct((5,), np.int32)
+  )
+  assert root.shape == following.shape == (5,) + state + (4,)
+  assert [x.shape for x in carry] == [(5, 6), (5, 6)]
+  assert prefix.shape == value.shape == (5, 9) and policy.shape == (5, _ACTIONS)
+
+
+@pytest.mark.parametrize(
+  ("downsample", "frame"), [(4, (6, 8)), (8, (12, 16)), (16, (96, 90)), (16, (90, 96))]
+)
+def test_frames_that_cannot_be_divided_are_refused(downsample, frame):
+  with pytest.raises(ValueError, match=f"{frame[0]}x{frame[1]}.*downsample={downsample}"):
+    make_blueprint(dataclasses.replace(TINY, downsample=downsample), frame + (2,), _ACTIONS)
+
+
+# --- the forward pass, once more in numpy ---------------------------------------------------------------------------
+
+
+class Reference:
+  """EfficientZero's network in evaluation mode, float64 numpy, from the same variables."""
+
+  def __init__(self, variables, config, actions):
+    self.params, self.stats = jax.tree.map(lambda x: np.asarray(x, np.float64), tuple(variables))
+    self.config, self.actions = config, actions
+
+  def _conv(self, x, path, stride=1):
+    kernel = self._at(self.params, path)["kernel"]
+    size = kernel.shape[0]
+    x = np.pad(x, ((0, 0), (size // 2,) * 2, (size // 2,) * 2, (0, 0)))
+    windows = np.lib.stride_tricks.sliding_window_view(x, (size, size), axis=(1, 2))[
+      :, ::stride, ::stride
+    ]
+    return np.einsum("bhwcij,ijco->bhwo", windows, kernel)
+
+  def _norm(self, x, path):
+    params, stats = self._at(self.params, path), self._at(self.stats, path)
+    return (x - stats["mean"]) / np.sqrt(stats["var"] + 1e-5) * params["scale"] + params["bias"]
+
+  def _linear(self, x, path):
+    params = self._at(self.params, path)
+    return x @ params["kernel"] + params["bias"]
+
+  @staticmethod
+  def _at(tree, path):
+    for part in path:
+      tree = tree[part]
+    return tree
+
+  def _block(self, x, path, stride=1):
+    y = np.maximum(self._norm(self._conv(x, path + ("conv1",), stride), path + ("norm1",)), 0)
+    y = self._norm(self._conv(y, path + ("conv2",)), path + ("norm2",))
+    return np.maximum(y + (self._conv(x, path + ("skip",), 2) if stride == 2 else x), 0)
+
+  def _blocks(self, x, *path):
+    for i in range(self.config.blocks):
+      x = self._block(x, path + (i,))
+    return x
+
+  @staticmethod
+  def _pool(x):
+    x = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
+    return np.lib.stride_tricks.sliding_window_view(x, (3, 3), axis=(1, 2))[:, ::2, ::2].mean(
+      (-2, -1)
+    )
+
+  def represent(self, x):
+    strided = self.config.downsample > 1
+    x = self._conv(x, ("representation", "conv"), 2 if strided else 1)
+    x = np.maximum(self._norm(x, ("representation", "norm")), 0)
+    stage = 0
+    if strided:
+      x = self._blocks(x, "representation", "stages", stage)
+      x = self._block(x, ("representation", "down"), 2)
+      stage += 1
+    remaining = self.config.downsample // 4
+    while remaining > 1:
+      x = self._pool(self._blocks(x, "representation", "stages", stage))
+      stage, remaining = stage + 1, remaining // 2
+    return self._blocks(x, "representation", "stages", stage)
+
+  def dynamics(self, state, action):
+    if self.config.action_encoding == "plane":
+      planes = np.full(state.shape[:3] + (1,), action[:, None, None, None] / self.actions)
+    else:
+      planes = np.zeros(state.shape[:3] + (self.actions,))
+      for sample, a in enumerate(action):
+        planes[sample, :, :, a] = 1
+    x = self._norm(
+      self._conv(np.concatenate([state, planes], -1), ("dynamics", "conv")), ("dynamics", "norm")
+    )
+    return self._blocks(np.maximum(x + state, 0), "dynamics", "blocks")
+
+  def _mlp(self, x, part):
+    x = np.maximum(self._norm(self._linear(x, (part, "mlp", "linear1")), (part, "mlp", "norm1")), 0)
+    return self._linear(x, (part, "mlp", "linear2"))
+
+  def _reduced(self, state, part):
+    x = np.maximum(self._norm(self._conv(state, (part, "conv")), (part, "norm")), 0)
+    return x.reshape(len(x), -1)
+
+  def predict(self, state):
+    state = self._blocks(state, "trunk")
+    return [self._mlp(self._reduced(state, part), part) for part in ("value", "policy")]
+
+  def value_prefix(self, state, carry):
+    """One step of the LSTM (Hochreiter & Schmidhuber 1997, with a forget gate) and its head."""
+    weights = self.params["value_prefix"]["lstm"]
+    x = self._reduced(state, "value_prefix")
+    gates = (
+      x @ weights["dense_i"]["kernel"]
+      + carry[1] @ weights["dense_h"]["kernel"]
+      + weights["dense_h"]["bias"]
+    )
+    i, f, g, o = np.split(gates, 4, axis=-1)
+    cell = carry[0] / (1 + np.exp(-f)) + np.tanh(g) / (1 + np.exp(-i))
+    output = np.tanh(cell) / (1 + np.exp(-o))
+    normed = np.maximum(self._norm(output, ("value_prefix", "lstm_norm")), 0)
+    return (cell, output), self._mlp(normed, "value_prefix")
+
+  def project(self, state):
+    x = state.reshape(len(state), -1)
+    for i in range(3):
+      x = self._norm(self._linear(x, ("consistency", "linears", i)), ("consistency", "norms", i))
+      x = np.maximum(x, 0) if i < 2 else x
+    return x
+
+  def predict_projection(self, x):
+    x = self._norm(self._linear(x, ("consistency", "predict1")), ("consistency", "predict_norm"))
+    return self._linear(np.maximum(x, 0), ("consistency", "predict2"))
+
+
+@pytest.mark.parametrize(
+  ("changes", "observation"),
+  [
+    ({}, _OBSERVATION),
+    ({"downsample": 16, "action_encoding": "one_hot"}, (32, 16, 2)),
+  ],
+  ids=["vectors", "images"],
+)
+def test_forward_is_that_of_a_plain_numpy_network(changes, observation):
+  config = dataclasses.replace(TINY, **changes)
+  blueprint = make_blueprint(config, observation, _ACTIONS)
+  variables = _random(blueprint)
+  rng = np.random.default_rng(1)
+  frames = rng.uniform(size=(4,) + observation).astype(np.float32)
+  actions = rng.integers(0, _ACTIONS, (3, 4)).astype(np.int32)
+  carry = tuple(rng.normal(size=(4, 6)).astype(np.float32) for _ in range(2))
+  horizon = config.value_prefix_horizon
+
+  @jax.jit
+  def forward(variables, frames, actions, carry):
+    network = blueprint.bind(variables)
+    states = [network.represent(frames, False)]
+    for action in actions:
+      states.append(network.dynamics(states[-1], action, False))
+    last, prefix = network.value_prefix(jnp.stack(states[1:]), carry, False, horizon)
+    stepped = network.step(states[0], carry, actions[0])
+    projection = network.consistency.project(states[1], False)
+    predicted = network.consistency.predict(projection, False)
+    return states, last, prefix, stepped, network.predict(states[1], False), projection, predicted
+
+  with jax.default_matmul_precision("float32"):
+    states, last, prefix, stepped, heads, projection, predicted = forward(
+      variables, frames, actions, carry
+    )
+
+  reference = Reference(variables, config, _ACTIONS)
+  expected = [reference.represent(frames.astype(np.float64))]
+  expected_carry, expected_prefix = tuple(np.asarray(x, np.float64) for x in carry), []
+  for k, action in enumerate(actions):
+    expected.append(reference.dynamics(expected[-1], action))
+    if k == 2:  # the horizon
+      expected_carry = (np.zeros((4, 6)), np.zeros((4, 6)))
+    expected_carry, logits = reference.value_prefix(expected[-1], expected_carry)
+    expected_prefix.append(logits)
+    if k == 0:
+      expected_step = (expected[1], expected_carry, logits)
+  expected_projection = reference.project(expected[1])
+
+  def close(ours, theirs):
+    jax.tree.map(
+      lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5 * np.abs(y).max()),
+      ours,
+      theirs,
+    )
+
+  close(states, expected)
+  close((last, prefix), (expected_carry, np.stack(expected_prefix)))
+  close(stepped, expected_step)
+  close(list(heads), reference.predict(expected[1]))
+  close(projection, expected_projection)
+  close(predicted, reference.predict_projection(expected_projection))
+  assert all(
+    np.abs(state).max() > 0.1 and state.std() > 0.01 for state in expected
+  )  # nothing has died out
+
+
+# --- a fresh network ------------------------------------------------------------------------------------------------
+
+
+def test_a_fresh_network_predicts_nothing_at_all():
+  blueprint, variables = _fresh()
+  network = blueprint.bind(variables)
+  state = network.represent(
+    jnp.asarray(np.random.default_rng(0).uniform(size=(5,) + _OBSERVATION), jnp.float32), False
+  )
+  _, _, prefix = network.step(state, network.initial_carry(5), jnp.arange(5) % 3)
+  value, policy = network.predict(state, False)
+  assert np.abs(state).max() > 0  # and yet it sees something
+  for logits in (prefix, value):
+    np.testing.assert_allclose(losses.decode(logits), 0, atol=1e-6)
+  np.testing.assert_allclose(jax.nn.softmax(policy), 1 / _ACTIONS, rtol=1e-6)
+
+
+def test_the_key_decides_the_parameters():
+  one, same, other = (_leaves(_fresh(seed=seed)[1].params) for seed in (0, 0, 1))
+  for name, x in one.items():
+    np.testing.assert_array_equal(x, same[name])
+    random = name.endswith("/kernel") and "mlp/linear2" not in name
+    assert random == bool((x != other[name]).any()), name
+
+
+def test_variables_survive_being_bound():
+  blueprint = make_blueprint(TINY, _OBSERVATION, _ACTIONS, axis_name="data")
+  variables = _random(blueprint)
+  back = variables_of(blueprint.bind(variables))
+  jax.tree.map(np.testing.assert_array_equal, back, variables)
+
+
+# --- running statistics and types -----------------------------------------------------------------------------------
+
+
+def test_training_moves_running_statistics_by_a_tenth_and_evaluation_not_at_all():
+  blueprint = make_blueprint(TINY, _OBSERVATION, _ACTIONS)
+  variables = _random(blueprint)  # numpy, in memory that can be written
+  kept = jax.tree.map(np.copy, variables)
+  frames = np.random.default_rng(2).uniform(size=(6,) + _OBSERVATION).astype(np.float32)
+
+  def after(train):
+    network = blueprint.bind(variables)
+    state = network.represent(jnp.asarray(frames), train)
+    network.predict(state, train)
+    return state, variables_of(network)
+
+  eval_state, untouched = after(False)
+  jax.tree.map(np.testing.assert_array_equal, untouched, variables)
+
+  train_state, touched = after(True)
+  jax.tree.map(np.testing.assert_array_equal, touched.params, variables.params)
+  assert np.abs(np.asarray(train_state) - eval_state).max() > 1e-3  # it normalised by the batch
+  convolved = frames @ variables.params["representation"]["conv"]["kernel"][0, 0]
+  for moment, now in (("mean", convolved.mean((0, 1, 2))), ("var", convolved.var((0, 1, 2)))):
+    old = variables.batch_stats["representation"]["norm"][moment]
+    new = touched.batch_stats["representation"]["norm"][moment]
+    np.testing.assert_allclose(new, 0.9 * old + 0.1 * now, rtol=1e-5, atol=1e-6)
+  jax.tree.map(np.testing.assert_array_equal, variables, kept)  # what was bound is the caller's
+  before, now = _leaves(variables.batch_stats), _leaves(touched.batch_stats)
+  for name, x in before.items():
+    used = name.split("/")[0] in ("representation", "trunk", "value", "policy")
+    assert used == bool((x != now[name]).any()), name
+
+
+def test_bfloat16_is_for_activations_only():
+  variables = _random(make_blueprint(TINY, _OBSERVATION, _ACTIONS))
+  frames = np.random.default_rng(2).uniform(size=(6,) + _OBSERVATION).astype(np.float32)
+  logits = {}
+  for dtype in ("float32", "bfloat16"):
+    blueprint, abstract = _abstract(dataclasses.replace(TINY, dtype=dtype), _OBSERVATION, _ACTIONS)
+    assert {x.dtype for x in jax.tree.leaves(abstract)} == {np.dtype(np.float32)}
+
+    @jax.jit
+    def forward(variables, frames, blueprint=blueprint):
+      network = blueprint.bind(variables)
+      state = network.represent(frames, True)
+      following, carry, prefix = network.step(state, network.initial_carry(6), jnp.arange(6) % 3)
+      return (
+        (state, following, carry),
+        (prefix, *network.predict(following, True)),
+        variables_of(network),
+      )
+
+    activations, logits[dtype], after = forward(variables, frames)
+    assert {x.dtype for x in jax.tree.leaves(activations)} == {jnp.dtype(dtype)}
+    assert {x.dtype for x in jax.tree.leaves((logits[dtype], after))} == {np.dtype(np.float32)}
+  for rough, exact in zip(logits["bfloat16"], logits["float32"], strict=True):
+    np.testing.assert_allclose(rough, exact, atol=0.1)
+    assert (rough != exact).any()
+
+
+# --- gradients ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_kernel_gradient_in_pieces(stride):
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=(2 * networks._CHUNK + 6, 24, 24, 2)).astype(
+    np.float32
+  )  # two whole pieces and a rest
+  kernel = rng.normal(size=(3, 3, 2, 3)).astype(np.float32)
+  cotangent = rng.normal(size=(len(x), 24 // stride, 24 // stride, 3)).astype(np.float32)
+
+  def pullback(convolve, x, kernel):
+    def run(x, kernel):
+      return convolve(
+        x, kernel, (stride, stride), ((1, 1), (1, 1)), dimension_numbers=("NHWC", "HWIO", "NHWC")
+      )
+
+    return jax.vjp(run, x, kernel)[1](cotangent)
+
+  ours = functools.partial(pullback, networks._convolve)
+  theirs = functools.partial(pullback, jax.lax.conv_general_dilated)
+  for a, b in zip(ours(x, kernel), theirs(x, kernel), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3)
+
+  def convolutions(of):
+    return str(jax.make_jaxpr(of)(x, kernel)).count("= conv_general_dilated[")
+
+  assert convolutions(ours) == convolutions(theirs) + (2 if jax.default_backend() == "cpu" else 0)

@@ -1,0 +1,418 @@
+"""The search agrees with an independent one, on random models, and keeps its promises about roots, keys and types."""
+
+import dataclasses
+import functools
+import math
+from typing import Any, Literal, NamedTuple
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference_search
+
+from speedyzero_jax.agents.efficientzero import search as search_lib
+from speedyzero_jax.config.schema import SearchConfig
+
+_ROOTS = 12
+_DISCOUNT = 0.9
+_CONSTANTS = {"c_visit": 12.0, "c_scale": 0.25, "c1": 1.6, "c2": 20.0}  # none of them the default
+# A decision closer than this may fall either way in float32; such roots are not compared.
+_CLOSE = 1e-4
+
+
+class Tables(NamedTuple):
+  """A random model. States and carries are numbers below 997, each standing for a path of actions."""
+
+  prefix: Any  # [997], by the next carry: the value prefix depends on all actions since the reset
+  value: Any  # [997], by the next state
+  logits: Any  # [997, A]
+
+  @classmethod
+  def random(cls, seed: int, num_actions: int) -> "Tables":
+    rng = np.random.default_rng(seed)
+    f32 = np.float32
+    return cls(*(rng.normal(size=s).astype(f32) for s in ((997,), (997,), (997, num_actions))))
+
+  def step(self, state, carry, action):
+    """One transition, of one state for the reference or of a batch under jax."""
+    next_state = (state * 31 + action * 7 + 1) % 997
+    next_carry = (carry * 17 + state * 5 + action * 3 + 11) % 997
+    return (
+      self.prefix[next_carry],
+      self.logits[next_state],
+      self.value[next_state],
+      next_state,
+      next_carry,
+    )
+
+
+def _recurrent(params: Tables, state, carry, action) -> search_lib.ModelStep:
+  prefix, logits, value, state, carry = params.step(state, carry, action)
+  return search_lib.ModelStep(
+    value_prefix=prefix, policy_logits=logits, value=value, state=state, carry=carry
+  )
+
+
+def _root(tables: Tables, codes) -> search_lib.Root:
+  return search_lib.Root(
+    policy_logits=tables.logits[codes], value=tables.value[codes], state=jnp.asarray(codes)
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """A search, as static as jit wants it."""
+
+  algorithm: Literal["gumbel", "puct"]
+  scaling: Literal["tree", "node"]
+  actions: int
+  simulations: int
+  horizon: int
+  max_depth: int = 0
+  considered: int = 8
+  min_range: float = 0.01
+  dirichlet_fraction: float = 0.25
+
+  @property
+  def config(self) -> SearchConfig:
+    return SearchConfig(
+      algorithm=self.algorithm,
+      value_scaling=self.scaling,
+      simulations=self.simulations,
+      max_depth=self.max_depth,
+      max_considered=self.considered,
+      min_value_range=self.min_range,
+      dirichlet_fraction=self.dirichlet_fraction,
+      dirichlet_alpha=0.4,
+      **_CONSTANTS,
+    )
+
+  def reference(self, tables: Tables, code: int, logits, gumbel) -> reference_search.Result:
+    settings = reference_search.Settings(
+      algorithm=self.algorithm,
+      simulations=self.simulations,
+      discount=_DISCOUNT,
+      horizon=self.horizon,
+      scaling=self.scaling,
+      min_range=self.min_range,
+      max_depth=self.max_depth,
+      max_considered=self.considered,
+      **_CONSTANTS,
+    )
+    exact = Tables(*(np.asarray(x, np.float64) for x in tables))
+    search = reference_search.Search(exact.step, settings, initial_carry=0)
+    return search.run(
+      code,
+      np.asarray(logits, np.float64),
+      float(tables.value[code]),
+      np.asarray(gumbel, np.float64),
+    )
+
+
+def _jit(search):
+  # Unoptimised code takes half as long to compile, which is most of what these tests do.
+  return jax.jit(
+    search, static_argnames="explore", compiler_options={"xla_backend_optimization_level": 0}
+  )
+
+
+@functools.cache
+def _searcher(case: Case):
+  search = search_lib.make_search(
+    case.config,
+    num_actions=case.actions,
+    discount=_DISCOUNT,
+    value_prefix_horizon=case.horizon,
+    recurrent_fn=_recurrent,
+    initial_carry=lambda batch: jnp.zeros([batch], jnp.int32),
+  )
+  return _jit(search)
+
+
+CASES = [
+  Case("gumbel", "tree", actions=2, simulations=18, horizon=1),
+  Case("gumbel", "tree", actions=5, simulations=20, horizon=2, considered=4),
+  Case(
+    "gumbel", "tree", actions=3, simulations=11, horizon=2, max_depth=2, considered=1, min_range=1.0
+  ),
+  Case("gumbel", "node", actions=4, simulations=16, horizon=3, min_range=1.0),
+  Case("puct", "tree", actions=2, simulations=20, horizon=2),
+  Case("puct", "tree", actions=4, simulations=20, horizon=3),
+  Case("puct", "tree", actions=3, simulations=15, horizon=1, max_depth=2, min_range=2.0),
+  Case("puct", "node", actions=2, simulations=20, horizon=5, min_range=1.0),
+]
+GUMBEL, PUCT = CASES[1], CASES[4]
+
+
+def _name(case: Case) -> str:
+  return f"{case.algorithm}-{case.scaling}-A{case.actions}-h{case.horizon}-d{case.max_depth}"
+
+
+def _codes(seed: int) -> np.ndarray:
+  return np.random.default_rng(seed + 1).integers(0, 997, _ROOTS).astype(np.int32)
+
+
+def _compare(case: Case, tables: Tables, codes, found, logits, gumbel, action: bool = True) -> int:
+  """Asserts that `found` is what the reference finds, where no decision was close. Returns the deepest node's depth."""
+  expected = [
+    case.reference(tables, int(c), x, g) for c, x, g in zip(codes, logits, gumbel, strict=True)
+  ]
+  clear = [i for i, e in enumerate(expected) if e.margin > _CLOSE]
+  hypothesis.assume(len(clear) > _ROOTS // 2)
+  for i in clear:
+    np.testing.assert_allclose(found.policy[i], expected[i].policy, atol=1e-5)
+    np.testing.assert_allclose(found.search_value[i], expected[i].search_value, atol=1e-5)
+    assert not action or found.action[i] == expected[i].action
+  return max(expected[i].depth for i in clear)
+
+
+@pytest.mark.parametrize("case", CASES, ids=_name)
+@hypothesis.settings(max_examples=6, deadline=None)
+@hypothesis.given(seed=st.integers(0, 2**31))
+def test_agrees_with_reference(case: Case, seed: int):
+  tables, codes = Tables.random(seed, case.actions), _codes(seed)
+  found = _searcher(case)(tables, _root(tables, codes), jax.random.key(seed), explore=False)
+  depth = _compare(
+    case, tables, codes, found, tables.logits[codes], np.zeros([_ROOTS, case.actions])
+  )
+  np.testing.assert_array_equal(found.value, tables.value[codes])
+  # Otherwise the examples would not show what they are here to show.
+  assert depth == case.max_depth if case.max_depth else depth > case.horizon
+
+
+@hypothesis.settings(max_examples=6, deadline=None)
+@hypothesis.given(seed=st.integers(0, 2**31))
+def test_gumbel_noise_agrees_with_reference(seed: int):
+  tables, codes, key = Tables.random(seed, GUMBEL.actions), _codes(seed), jax.random.key(seed)
+  found = _searcher(GUMBEL)(tables, _root(tables, codes), key, explore=True)
+  # mctx draws its noise from the second of two keys.
+  gumbel = jax.random.gumbel(jax.random.split(key)[1], (_ROOTS, GUMBEL.actions))
+  _compare(GUMBEL, tables, codes, found, tables.logits[codes], gumbel)
+
+
+@hypothesis.settings(max_examples=6, deadline=None)
+@hypothesis.given(seed=st.integers(0, 2**31))
+def test_dirichlet_noise_agrees_with_reference(seed: int):
+  tables, codes, key = Tables.random(seed, PUCT.actions), _codes(seed), jax.random.key(seed)
+  found = _searcher(PUCT)(tables, _root(tables, codes), key, explore=True)
+  # The search draws its noise from the first of three keys.
+  noise = np.asarray(
+    jax.random.dirichlet(
+      jax.random.split(key, 3)[0], np.full(PUCT.actions, 0.4, np.float32), (_ROOTS,)
+    )
+  )
+  prior = np.asarray(jax.nn.softmax(tables.logits[codes]))
+  mixed = np.log(np.maximum(0.75 * prior + 0.25 * noise, 1e-30))
+  _compare(PUCT, tables, codes, found, mixed, np.zeros_like(mixed), action=False)
+
+
+# No noise in the prior: what is left to chance is the sampled action, and the order of equals.
+_QUIET = dataclasses.replace(PUCT, actions=3, dirichlet_fraction=0.0)
+_MANY = 2000
+
+
+def test_puct_samples_by_visits_at_the_temperature_and_leaves_the_policy_alone():
+  tables = Tables.random(1, 3)
+  search, root = _searcher(_QUIET), _root(tables, np.full(_MANY, 0, np.int32))
+  results = {
+    t: search(tables, root, jax.random.key(0), explore=True, temperature=t) for t in (1.0, 0.5, 0.0)
+  }
+  visits = np.asarray(results[1.0].policy[0])
+  assert len(set(visits)) == 3 and (visits > 0.1).all()  # so that the temperature shows
+  for temperature, result in results.items():
+    np.testing.assert_array_equal(result.policy, np.broadcast_to(visits, (_MANY, 3)))
+    np.testing.assert_array_equal(result.search_value, results[1.0].search_value)
+    frequency = np.bincount(result.action, minlength=3) / _MANY
+    expected = visits ** (1 / temperature) if temperature else np.float64(visits == visits.max())
+    np.testing.assert_allclose(frequency, expected / expected.sum(), atol=0.04)
+
+
+def test_equals_are_ordered_at_random_when_exploring_and_by_index_when_not():
+  # All is zero, so the three actions are visited in turn: of 20 visits the last in order gets 6, the others 7.
+  flat = Tables(*(np.zeros_like(x) for x in Tables.random(0, 3)))
+  search, root = _searcher(_QUIET), _root(flat, np.zeros(_MANY, np.int32))
+  last = np.argmin(search(flat, root, jax.random.key(0), explore=True).policy, axis=-1)
+  np.testing.assert_allclose(np.bincount(last, minlength=3) / _MANY, 1 / 3, atol=0.04)
+  quiet = search(flat, root, jax.random.key(0), explore=False)
+  np.testing.assert_allclose(
+    quiet.policy, np.broadcast_to([0.35, 0.35, 0.3], (_MANY, 3)), rtol=1e-6
+  )
+  assert (quiet.action == 0).all()
+
+
+@pytest.mark.parametrize("case", [GUMBEL, PUCT], ids=_name)
+def test_key_decides_all_when_exploring_and_nothing_when_not(case: Case):
+  tables, codes = Tables.random(7, case.actions), _codes(7)
+  root, search = _root(tables, codes), _searcher(case)
+
+  def run(seed, explore):
+    return [
+      np.asarray(x)
+      for x in jax.tree.leaves(search(tables, root, jax.random.key(seed), explore=explore))
+    ]
+
+  for a, b in zip(run(0, False), run(1, False), strict=True):
+    np.testing.assert_array_equal(a, b)
+  for a, b in zip(run(0, True), run(0, True), strict=True):
+    np.testing.assert_array_equal(a, b)
+  assert any((a != b).any() for a, b in zip(run(0, True), run(1, True), strict=True))
+
+
+@pytest.mark.parametrize("case", [GUMBEL, PUCT], ids=_name)
+def test_a_root_is_searched_the_same_in_any_company(case: Case):
+  tables, codes, key = Tables.random(11, case.actions), _codes(11), jax.random.key(0)
+  search = _searcher(case)
+  found = search(tables, _root(tables, codes), key, explore=False)
+  for place in range(_ROOTS):
+    others = _codes(100 + place)
+    others[place] = codes[0]
+    moved = search(tables, _root(tables, others), key, explore=False)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(moved), strict=True):
+      np.testing.assert_allclose(a[0], b[place], rtol=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", ["gumbel", "puct"])
+@pytest.mark.parametrize("horizon", [1, 3])
+def test_chain_recovers_its_rewards_across_resets(algorithm: str, horizon: int):
+  # One action, so the tree is a chain, and simulation k reaches depth k. The model sums rewards in its carry and knows
+  # nothing of resets; values are zero.
+  rewards, discount, n = np.array([1.0, -2.0, 0.5, 3.0, 0.25, -1.0, 2.0], np.float32), 0.75, 7
+
+  def chain(params, state, carry, action):
+    total = carry + params[state]
+    zero = jnp.zeros_like(total)
+    return search_lib.ModelStep(
+      value_prefix=total, policy_logits=zero[:, None], value=zero, state=state + 1, carry=total
+    )
+
+  search = _jit(
+    search_lib.make_search(
+      SearchConfig(algorithm=algorithm, simulations=n),  # type: ignore[arg-type]
+      num_actions=1,
+      discount=discount,
+      value_prefix_horizon=horizon,
+      recurrent_fn=chain,
+      initial_carry=lambda batch: jnp.zeros([batch]),
+    )
+  )
+  root = search_lib.Root(
+    policy_logits=jnp.zeros([1, 1]), value=jnp.full([1], 8.0), state=jnp.zeros([1], jnp.int32)
+  )
+  found = search(jnp.asarray(rewards), root, jax.random.key(0), explore=False)
+  returns = [sum(discount**d * rewards[d] for d in range(k)) for k in range(1, n + 1)]
+  np.testing.assert_allclose(found.search_value[0], (8.0 + sum(returns)) / (n + 1), rtol=1e-6)
+  np.testing.assert_array_equal(found.policy, [[1.0]])
+
+
+def test_states_and_predictions_in_bfloat16_are_searched_in_float32():
+  # Numbers below 256 are exact in bfloat16, so a model on such states must give the very same search.
+  rng = np.random.default_rng(0)
+  tables = [
+    jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((199,), (199,), (199, GUMBEL.actions))
+  ]
+
+  def make(dtype):
+    def step(params, state, carry, action):
+      code = (state[:, 0].astype(jnp.int32) * 31 + action * 7 + 1) % 199
+      prefix, value, logits = (x[code] for x in params)
+      total = (carry + prefix).astype(jnp.float32)  # of few bits, so exact
+      return search_lib.ModelStep(
+        total.astype(jnp.bfloat16), logits, value, code[:, None].astype(dtype), total
+      )
+
+    return _jit(
+      search_lib.make_search(
+        GUMBEL.config,
+        num_actions=GUMBEL.actions,
+        discount=_DISCOUNT,
+        value_prefix_horizon=GUMBEL.horizon,
+        recurrent_fn=step,
+        initial_carry=lambda batch: jnp.zeros([batch]),
+      ),
+    )
+
+  codes = np.arange(6)
+  results = []
+  for dtype in (jnp.bfloat16, jnp.float32):
+    root = search_lib.Root(tables[2][codes], tables[1][codes], jnp.asarray(codes[:, None], dtype))
+    results.append(make(dtype)(tables, root, jax.random.key(0), explore=False))
+  for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+    np.testing.assert_array_equal(a, b)
+  assert (
+    results[0].policy.dtype
+    == results[0].search_value.dtype
+    == results[0].value.dtype
+    == jnp.float32
+  )
+  assert results[0].action.dtype == jnp.int32
+
+
+def test_compiles_once():
+  traces = 0
+
+  def counted(params, state, carry, action):
+    nonlocal traces
+    traces += 1
+    return _recurrent(params, state, carry, action)
+
+  search = _jit(
+    search_lib.make_search(
+      dataclasses.replace(PUCT.config, simulations=3),
+      num_actions=2,
+      discount=_DISCOUNT,
+      value_prefix_horizon=2,
+      recurrent_fn=counted,
+      initial_carry=lambda batch: jnp.zeros([batch], jnp.int32),
+    )
+  )
+  for seed, temperature in enumerate([1.0, 0.5, 0.25]):
+    tables = Tables.random(seed, 2)
+    root = _root(tables, _codes(seed))
+    search(tables, root, jax.random.key(seed), explore=True, temperature=temperature)
+    if seed == 0:
+      after_first = traces
+  assert traces == after_first
+
+
+@pytest.mark.parametrize(
+  ("change", "name"),
+  [
+    ({"algorithm": "alphabeta"}, "algorithm"),
+    ({"value_scaling": "none"}, "value_scaling"),
+    ({"simulations": 0}, "simulations"),
+    ({"max_depth": -1}, "max_depth"),
+    ({"max_considered": 0}, "max_considered"),
+    ({"min_value_range": 0.0}, "min_value_range"),
+    ({"c2": 0.0}, "c2"),
+    ({"dirichlet_alpha": 0.0}, "dirichlet_alpha"),
+    ({"dirichlet_fraction": 1.5}, "dirichlet_fraction"),
+    ({"num_actions": 0}, "num_actions"),
+    ({"discount": math.nan}, "discount"),
+    ({"value_prefix_horizon": 0}, "value_prefix_horizon"),
+  ],
+)
+def test_settings_without_meaning_are_refused(change: dict[str, Any], name: str):
+  arguments: dict[str, Any] = {"num_actions": 2, "discount": 0.9, "value_prefix_horizon": 5}
+  fields = {f.name for f in dataclasses.fields(SearchConfig)}
+  config = SearchConfig(**{k: v for k, v in change.items() if k in fields})
+  arguments |= {k: v for k, v in change.items() if k not in fields}
+  with pytest.raises(ValueError, match=name):
+    search_lib.make_search(
+      config, recurrent_fn=_recurrent, initial_carry=lambda batch: jnp.zeros([batch]), **arguments
+    )
+
+
+def test_roots_of_the_wrong_shape_are_refused():
+  tables = Tables.random(0, PUCT.actions)
+  root = _root(tables, _codes(0))
+  wrong = {
+    "policy_logits": root._replace(policy_logits=np.zeros([_ROOTS, PUCT.actions + 1])),
+    "value": root._replace(value=np.zeros([_ROOTS, 1])),
+    "state": root._replace(state=np.zeros([_ROOTS - 1])),
+  }
+  for name, bad in wrong.items():
+    with pytest.raises(ValueError, match=name):
+      _searcher(PUCT)(tables, bad, jax.random.key(0), explore=False)

@@ -1,0 +1,514 @@
+"""Presets, overrides, `--help` and saved settings: `config_io.py` over the schema of `config.py`."""
+
+import dataclasses
+import math
+import re
+import typing
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from speedyzero_jax.agents.efficientzero.reanalyse import block_of
+from speedyzero_jax.config import loader
+from speedyzero_jax.config.loader import ConfigError
+from speedyzero_jax.config.schema import Config
+from speedyzero_jax.replay.sweep import Sweep
+
+SECTIONS = {field.name: getattr(Config(), field.name) for field in dataclasses.fields(Config)}
+KEYS = [
+  f"{name}.{field.name}"
+  for name, section in SECTIONS.items()
+  for field in dataclasses.fields(section)
+]
+
+
+def get(config, key):
+  section, name = key.split(".")
+  return getattr(getattr(config, section), name)
+
+
+def replaced(config, key, value):
+  section, name = key.split(".")
+  return dataclasses.replace(
+    config, **{section: dataclasses.replace(getattr(config, section), **{name: value})}
+  )
+
+
+def kind_of(key):
+  return typing.get_type_hints(type(getattr(Config(), key.split(".")[0])))[key.split(".")[1]]
+
+
+def values_of(kind):
+  if typing.get_origin(kind) is typing.Literal:
+    return st.sampled_from(typing.get_args(kind))
+  number = st.floats(allow_nan=False, allow_infinity=False)
+  text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+  return {bool: st.booleans(), int: st.integers(), float: number, str: text}.get(
+    kind, st.lists(number).map(tuple)
+  )
+
+
+@st.composite
+def configs(draw):
+  config = Config()
+  for key in draw(st.sets(st.sampled_from(KEYS), max_size=12)):
+    config = replaced(config, key, draw(values_of(kind_of(key))))
+  return config
+
+
+# --- Saved settings ---
+
+
+@given(configs())
+def test_yaml_round_trip_is_exact(config):
+  assert loader.from_yaml(loader.to_yaml(config)) == config
+
+
+@pytest.mark.parametrize(
+  "game", ["off", "1e5", "null", "~", "", " x ", "[1]", "a: b", "#", "é\n\u2028"]
+)
+def test_text_that_yaml_could_misread_survives(game):
+  config = replaced(Config(), "env.game", game)
+  assert loader.from_yaml(loader.to_yaml(config)) == config
+
+
+def test_yaml_lacking_keys_takes_defaults():
+  assert loader.from_yaml("env: {game: Pong}") == replaced(Config(), "env.game", "Pong")
+  assert loader.from_yaml("") == Config()
+
+
+def test_saved_config_is_a_preset(tmp_path):
+  config = loader.load(["atari_small"], ["env.game=Pong", "run.seed=3"])
+  (tmp_path / "config.yaml").write_text(loader.to_yaml(config))
+  assert loader.load([str(tmp_path / "config.yaml")]) == config
+
+
+@given(configs(), configs())
+def test_diff_names_exactly_the_keys_that_differ(a, b):
+  lines = loader.diff(a, b)
+  assert [line.split(": ")[0] for line in lines] == [
+    key for key in KEYS if get(a, key) != get(b, key)
+  ]
+
+
+def test_diff_line():
+  changed = loader.load(
+    [], ["learner.steps=7", "actor.temperatures=1", "actor.temperature_stages="]
+  )
+  assert loader.diff(changed, Config()) == [
+    "actor.temperatures: [1.0] != [1.0, 0.5, 0.25]",
+    "actor.temperature_stages: [] != [0.5, 0.75]",
+    "learner.steps: 7 != 100000",
+  ]
+
+
+# --- Overrides ---
+
+
+@pytest.mark.parametrize(
+  ("override", "value"),
+  [
+    ("env.game=Pong", "Pong"),
+    ("run.dir=runs/a=b", "runs/a=b"),
+    ("run.dir=", ""),
+    ("learner.steps=3000", 3000),
+    ("learner.steps=3_000", 3000),
+    ("learner.steps=1e5", 100_000),
+    ("learner.steps=2.0", 2),
+    ("run.seed=4294967295", 4294967295),
+    ("optim.learning_rate=1", 1.0),
+    ("optim.learning_rate=1e-3", 0.001),
+    ("env.grayscale=true", True),
+    ("env.episodic_life=no", False),
+    ("env.grayscale=YES", True),
+    ("env.clip_rewards=off", False),
+    ("env.grayscale=on", True),
+    ("env.clip_rewards=False", False),
+    ("reanalyse.schedule=off", "off"),
+    ("search.algorithm=puct", "puct"),
+    ("actor.temperatures=[1, 0.5, 2]", (1.0, 0.5, 2.0)),
+    ("actor.temperatures=1,0.5,2e0", (1.0, 0.5, 2.0)),
+  ],
+)
+def test_override_is_parsed_by_its_type_and_changes_nothing_else(override, value):
+  key = override.partition("=")[0]
+  config = loader.load([], [override])
+  assert get(config, key) == value and type(get(config, key)) is type(value)
+  assert config == replaced(Config(), key, value)
+
+
+@pytest.mark.parametrize(
+  ("override", "value"),
+  [
+    ("1e5", 100_000),
+    ("3_000", 3000),
+    ('"4"', 4),
+    ("0x10", None),
+    ("~", None),
+    ("true", None),
+    ("[3]", None),
+  ],
+)
+def test_yaml_spells_integers_as_overrides_do(override, value):
+  text = f"learner: {{steps: {override}}}"
+  if value is None:
+    with pytest.raises(ConfigError, match=r"learner\.steps: expected an integer"):
+      loader.from_yaml(text)
+  else:
+    assert loader.from_yaml(text).learner.steps == value
+
+
+@pytest.mark.parametrize(
+  ("override", "words"),
+  [
+    ("learner.steps=1.5", ["learner.steps", "'1.5'", "an integer"]),
+    ("learner.steps=", ["learner.steps", "''", "an integer"]),
+    ("learner.steps=1e999", ["learner.steps", "an integer"]),
+    ("learner.steps=true", ["learner.steps", "'true'", "an integer"]),
+    ("optim.learning_rate=fast", ["optim.learning_rate", "'fast'", "a number"]),
+    ("optim.learning_rate=nan", ["optim.learning_rate", "'nan'", "a number"]),
+    ("optim.learning_rate=inf", ["optim.learning_rate", "'inf'", "a number"]),
+    ("env.grayscale=1", ["env.grayscale", "'1'", "true or false"]),
+    ("search.algorithm=Puct", ["search.algorithm", "'Puct'", "gumbel", "puct"]),
+    ("actor.temperatures=1,x", ["actor.temperatures", "'1,x'", "list of numbers"]),
+    ("actor.temperatures=1,,2", ["actor.temperatures", "'1,,2'", "list of numbers"]),
+    ("learner.steps", ["learner.steps", "key=value"]),
+    ("batch_size=3", ["'batch_size'", "learner.batch_size"]),
+    ("batchsize=3", ["'batchsize'", "learner.batch_size"]),
+    ("learner.bach_size=3", ["'learner.bach_size'", "learner.batch_size"]),
+    ("lerner.batch_size=3", ["'lerner.batch_size'", "learner.batch_size"]),
+    ("env.simulations=3", ["'env.simulations'", "search.simulations"]),
+    ("optim.lr=3", ["'optim.lr'", "optim.learning_rate"]),
+    ("max_age=3", ["'max_age'", "reanalyse.max_age or refresh.max_age"]),
+    ("=3", ["unknown key ''"]),
+  ],
+)
+def test_bad_override_is_one_message_naming_what_is_wrong(override, words):
+  with pytest.raises(ConfigError) as caught:
+    loader.load([], [override])
+  message = str(caught.value)
+  assert "\n" not in message
+  for word in words:
+    assert word in message
+
+
+@given(st.sampled_from(KEYS), st.data())
+def test_a_key_with_a_letter_lost_is_still_recognised(key, data):
+  section, name = key.split(".")
+  if len(name) < 4:
+    return
+  cut = data.draw(st.integers(0, len(name) - 1))
+  typo = f"{section}.{name[:cut]}{name[cut + 1 :]}"
+  if typo in KEYS:
+    return
+  with pytest.raises(ConfigError, match=rf"nearest is .*{key}"):
+    loader.load([], [f"{typo}=1"])
+
+
+def test_override_of_a_config_keeps_the_rest_and_the_original():
+  before = loader.load(["atari_small"])
+  after = loader.override(before, ["run.seed=3", "learner.steps=9", "learner.steps=8"])
+  assert after == replaced(replaced(before, "run.seed", 3), "learner.steps", 8)
+  for bad in ("learner.steps", "learner.step=3", "learner.steps=x", "learner.steps=0"):
+    with pytest.raises(ConfigError, match=r"learner\.step"):
+      loader.override(before, [bad])
+  assert before == loader.load(["atari_small"])
+
+
+# --- YAML presets ---
+
+
+def test_stacking_merges_key_by_key_and_the_later_wins(tmp_path):
+  (tmp_path / "a.yaml").write_text("env: {game: Pong, frame_skip: 2}\nlearner: {steps: 5}\n")
+  (tmp_path / "b.yaml").write_text("env: {frame_skip: 3}\nlearner:\n  # steps: 9\n")
+  (tmp_path / "c.yaml").write_text("base: [a.yaml, b.yaml]\nlearner.steps: 8\n")
+  a, b, c = (str(tmp_path / f"{name}.yaml") for name in "abc")
+
+  def seen(presets, *overrides):
+    config = loader.load(presets, overrides)
+    return config.env.game, config.env.frame_skip, config.learner.steps
+
+  assert seen([a, b]) == ("Pong", 3, 5)
+  assert seen([b, a]) == ("Pong", 2, 5)
+  assert seen([c]) == ("Pong", 3, 8)
+  assert seen([c, a]) == ("Pong", 2, 5)
+  assert seen([a, b], "env.frame_skip=7", "env.frame_skip=6") == ("Pong", 6, 5)
+
+
+@pytest.mark.parametrize(
+  ("text", "words"),
+  [
+    ("env: {game: Pong, game: Qbert}", ["'game'", "twice"]),
+    ("env: {game: Pong}\nenv: {frame_skip: 2}", ["'env'", "twice"]),
+    ("env: {game: Pong}\nenv.game: Pong", ["env.game", "twice"]),
+    ("env: {gaem: Pong}", ["'env.gaem'", "env.game"]),
+    ("evn: {game: Pong}", ["'evn'", "env"]),
+    ("env: Pong", ["env", "mapping", "'Pong'"]),
+    ("env: [game]", ["env", "mapping"]),
+    ("env: {game: [Pong]}", ["env.game", "text"]),
+    ("env: {game: {a: b}}", ["env.game", "text"]),
+    ("env.game: {a: b}", ["env.game", "text"]),
+    ("actor: {temperatures: [[1], 2]}", ["actor.temperatures", "list of numbers"]),
+    ("- env", ["mapping"]),
+    ("env: {", ["YAML"]),
+    ("? [a, b]\n: c", ["YAML"]),
+    ("env: &e {game: *e}", ["YAML"]),
+    ("base: {a: b}", ["base"]),
+    ("base: [nowhere.yaml]", ["nowhere.yaml"]),
+    ("base: p.yaml", ["own base"]),
+    (
+      "search.simulations: !!python/object/apply:os.system ['true']",
+      ["search.simulations", "an integer"],
+    ),
+  ],
+)
+def test_bad_yaml_is_refused(tmp_path, text, words):
+  path = tmp_path / "p.yaml"
+  path.write_text(text)
+  with pytest.raises(ConfigError) as caught:
+    loader.load([str(path)])
+  for word in [*words, str(tmp_path)]:
+    assert word in str(caught.value)
+
+
+def test_unreadable_files_are_refused(tmp_path):
+  (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\xfa")
+  for name in ("bytes.yaml", "missing.yaml"):
+    with pytest.raises(ConfigError, match=name):
+      loader.load([str(tmp_path / name)])
+
+
+def test_unknown_preset_names_the_nearest():
+  with pytest.raises(ConfigError, match=r"'atari10k'.*atari100k"):
+    loader.load(["atari10k"])
+  with pytest.raises(ConfigError, match=r"'zzz'.*quickstart"):
+    loader.load(["zzz"])
+
+
+def test_presets_are_found_from_any_folder(tmp_path, monkeypatch):
+  here = loader.load(["quickstart"])
+  monkeypatch.chdir(tmp_path)
+  assert loader.load(["quickstart"]) == here
+
+
+# --- The presets of this repository ---
+
+
+@pytest.mark.parametrize("preset", loader.preset_names())
+def test_every_preset_is_valid_and_says_what_it_is_for(preset):
+  loader.validate(loader.load([preset]))
+  assert any(preset in line and len(line.split()) > 4 for line in loader.help_text().splitlines())
+
+
+EFFICIENTZERO = {  # the paper and the released code, as in its Atari configuration
+  "env.frame_size": 96, "env.frame_stack": 4, "env.frame_skip": 4, "env.noop_max": 30, "env.max_episode_steps": 3000,
+  "env.grayscale": False, "env.episodic_life": True, "env.clip_rewards": True, "env.sticky_actions": 0,
+  "env.fire_reset": False, "reanalyse.explore": True, "learner.state_gradient": 0.5,
+  "network.channels": 64, "network.lstm_hidden": 512, "network.support": 300, "network.value_prefix_horizon": 5,
+  "search.algorithm": "puct", "search.simulations": 50, "search.c1": 1.25, "search.c2": 19652,
+  "search.value_scaling": "tree", "search.dirichlet_alpha": 0.3, "search.dirichlet_fraction": 0.25,
+  "actor.random_steps": 2000, "actor.weights_interval": 100, "actor.temperatures": (1, 0.5, 0.25),
+  "actor.temperature_stages": (0.5, 0.75), "replay.alpha": 0.6, "replay.beta_start": 0.4, "replay.beta_end": 1,
+  "replay.td_steps": 5, "replay.age_interval": 30_000, "reanalyse.schedule": "batch", "reanalyse.ratio": 0.99,
+  "reanalyse.weights_interval": 200, "refresh.enabled": False, "optim.name": "sgd", "optim.learning_rate": 0.2,
+  "optim.momentum": 0.9, "optim.weight_decay": 1e-4, "optim.clip_norm": 5, "optim.warmup_steps": 1000,
+  "optim.decay_steps": 100_000, "optim.decay_rate": 0.1, "learner.batch_size": 256, "learner.steps": 120_000,
+  "learner.tail_steps": 20_000, "learner.unroll_steps": 5, "learner.value_coefficient": 0.25,
+  "learner.consistency_coefficient": 2, "evaluation.episodes": 32, "evaluation.max_episode_steps": 27_000,
+  "run.env_steps": 100_000,
+}  # fmt: skip
+SPEEDYZERO = {  # the paper's main setting
+  "run.env_steps": 300_000, "learner.steps": 15_000, "learner.batch_size": 8 * 256, "reanalyse.weights_interval": 25,
+  "actor.weights_interval": 10, "refresh.weights_interval": 10, "refresh.enabled": True, "optim.name": "clipped_lars",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  ("preset", "published"), [("efficientzero", EFFICIENTZERO), ("atari300k", SPEEDYZERO)]
+)
+def test_published_settings(preset, published):
+  config = loader.load([preset])
+  assert {key: get(config, key) for key in published} == published
+  assert math.isclose(config.env.discount, 0.997**4, rel_tol=1e-15)
+
+
+def test_efficientzero_undoes_what_was_stacked_before_it():
+  config = loader.load(["quickstart", "atari300k", "efficientzero"], ["env.game=Breakout"])
+  assert {key: get(config, key) for key in EFFICIENTZERO} == EFFICIENTZERO
+
+
+def test_atari100k_samples_each_transition_as_often_as_atari300k():
+  small, large = loader.load(["atari100k"]), loader.load(["atari300k"])
+  assert small.run.env_steps == 100_000
+
+  def samples_per_transition(config):
+    return config.learner.steps * config.learner.batch_size / config.run.env_steps
+
+  assert samples_per_transition(small) == samples_per_transition(large)
+  assert loader.load(["atari100k", "atari300k"]) == large
+  # And n-step returns grow shorter over the same share of it.
+  assert (
+    small.replay.age_interval / small.run.env_steps
+    == large.replay.age_interval / large.run.env_steps
+  )
+
+
+# --- Ranges ---
+
+
+@pytest.mark.parametrize(
+  "key", [key for key in KEYS if kind_of(key) in (int, float, tuple[float, ...])]
+)
+def test_every_number_has_a_range(key):
+  for bad in (-1, 10**30, math.nan, math.inf):
+    value = (bad,) * len(get(Config(), key)) if isinstance(get(Config(), key), tuple) else bad
+    with pytest.raises(ConfigError, match=rf"(?m)^{key}: "):
+      loader.validate(replaced(Config(), key, value))
+
+
+@pytest.mark.parametrize(
+  ("overrides", "key"),
+  [
+    (["learner.tail_steps=11", "learner.steps=10"], "learner.tail_steps"),
+    (["actor.random_steps=11", "run.env_steps=10"], "actor.random_steps"),
+    (["optim.trust_min=0.5", "optim.trust_max=0.4"], "optim.trust_min"),
+    (["network.channels=1"], "network.channels"),
+    (["evaluation.max_episode_steps=1e10"], "evaluation.max_episode_steps"),
+    (["replay.alpha=1000"], "replay.alpha"),
+    (["search.c_scale=1e38"], "search.c_scale"),
+    (["env.noop_max=1e30"], "env.noop_max"),
+    (["network.downsample=5"], "network.downsample"),
+    (["network.downsample=1"], "network.downsample"),
+    (["env.game=Catch"], "network.downsample"),
+    (["env.frame_size=84"], "env.frame_size"),
+    (["env.game="], "env.game"),
+    (["env.game=Catchh", "network.downsample=1"], "env.game"),
+    (["actor.temperatures=1,0.5"], "actor.temperatures"),
+    (["actor.temperature_stages=0.75,0.5"], "actor.temperature_stages"),
+    (["learner.devices=3", "learner.batch_size=256"], "learner.batch_size"),
+    (["env.noop_max=0"], "env.noop_max"),
+    (["env.discount=0"], "env.discount"),
+    (["env.discount=1.01"], "env.discount"),
+    (["replay.min_weight=1.1"], "replay.min_weight"),
+    (["optim.momentum=1"], "optim.momentum"),
+    (["run.seed=4294967296"], "run.seed"),
+  ],
+)
+def test_settings_that_cannot_go_together_are_refused(overrides, key):
+  with pytest.raises(ConfigError, match=rf"^{key}: [^\n]*$"):
+    loader.load([], overrides)
+
+
+@pytest.mark.parametrize(
+  "overrides",
+  [
+    ["learner.tail_steps=10", "learner.steps=10"],
+    ["actor.random_steps=10", "run.env_steps=10"],
+    ["optim.trust_min=0.5", "optim.trust_max=0.5"],
+    ["env.frame_size=84", "network.downsample=4"],
+    ["env.discount=1"],
+    ["actor.temperatures=1", "actor.temperature_stages=[]"],
+    ["learner.devices=8", "learner.batch_size=256"],
+    ["env.game=CartPole", "network.downsample=1"],
+    ["env.game=Catch", "network.downsample=1", "network.channels=1"],
+    ["env.game=Venture"],  # of Atari, but not of Atari-100k
+  ],
+)
+def test_the_edges_of_the_ranges_are_allowed(overrides):
+  loader.load([], overrides)
+
+
+@pytest.mark.parametrize(
+  ("game", "words"),
+  [
+    ("Catchh", "did you mean Catch?"),
+    ("catch", "did you mean Catch?"),
+    ("xyzzy", "Catch, CartPole, Alien, Amidar"),
+  ],
+)
+def test_an_unknown_game_is_not_taken_for_one_with_images(game, words):
+  with pytest.raises(
+    ConfigError, match=rf"^env.game: unknown game '{game}'; .*{re.escape(words)}[^\n]*$"
+  ):
+    loader.load(["quickstart"], [f"env.game={game}"])
+
+
+@pytest.mark.parametrize(
+  ("overrides", "words"),
+  [
+    (
+      ["actor.weights_interval=1e9"],
+      "refresh.max_age: must be at least two more than actor.weights_interval (1000000000)",
+    ),
+    (
+      ["refresh.weights_interval=200"],
+      "refresh.max_age: must be at least two more than refresh.weights_interval (200)",
+    ),
+  ],
+)
+def test_a_bound_that_weights_cannot_keep_names_their_interval(overrides, words):
+  with pytest.raises(ConfigError, match=re.escape(words)):
+    loader.load([], overrides)
+
+
+def test_all_problems_are_told_at_once():
+  with pytest.raises(ConfigError) as caught:
+    loader.load([], ["learner.batch_size=0", "env.discount=2"])
+  assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
+    "learner.batch_size",
+    "env.discount",
+  ]
+
+
+# --- Help ---
+
+
+def test_help_tells_every_key_its_default_type_and_meaning():
+  text = loader.help_text()
+  words = " ".join(text.split())
+  for name, section in SECTIONS.items():
+    assert f"\n{name}: {section.__doc__}" in text
+    for field in dataclasses.fields(section):
+      if not isinstance(field.default, tuple):
+        default = str(field.default).lower() if field.type is bool else field.default
+        assert f"\n  {name}.{field.name}={default}  (" in text
+      assert " ".join(field.metadata["help"].split()) in words
+  assert "search.algorithm=gumbel  (one of gumbel, puct)" in text
+  assert "actor.temperatures=[1.0, 0.5, 0.25]  (a list of numbers)" in text
+
+
+ON_TOP = {
+  "sweep": ("reanalyse.schedule", "sweep"),
+  "tryout": ("learner.steps", 20),
+  "gpu": ("network.dtype", "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("on_top", ON_TOP)
+@pytest.mark.parametrize(
+  "preset", ["atari_small", "atari100k", "atari300k", "efficientzero", "ez_v2"]
+)
+def test_presets_that_stack_on_any_do(preset, on_top):
+  config = loader.load([preset, on_top], ["env.game=Pong"])
+  key, value = ON_TOP[on_top]
+  assert get(config, key) == value
+
+
+@pytest.mark.parametrize(
+  ("backend", "fewer"), [("cpu", 7), ("gpu", 6.5)]
+)  # larger blocks waste more
+def test_a_full_replay_is_swept_in_a_quarter_of_a_batchs_searches(monkeypatch, backend, fewer):
+  """What sweeping is for, by the presets' own numbers: over the run, and almost so when the replay is full."""
+  config = loader.load(["atari300k", "sweep"], ["env.game=Pong"])
+  each = config.learner.batch_size * (config.learner.unroll_steps + 1)
+  delay = max(config.reanalyse.weights_interval, config.actor.weights_interval)
+  monkeypatch.setattr(jax, "default_backend", lambda: backend)
+  block = block_of(config.reanalyse)
+  sweep, quotas = Sweep(1, config.run.env_steps), []
+  for stored in range(0, config.run.env_steps, 10_000):
+    sweep.grow(0, stored, stored + 10_000)
+    quotas.append(sweep.quota(block, config.reanalyse.max_age, delay))
+  assert each / np.mean(quotas) > fewer and each / quotas[-1] > 3.5

@@ -1,0 +1,545 @@
+"""Conventions of the environments, each by experiment on the real envpool."""
+
+import dataclasses
+import importlib
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from speedyzero_jax.config.schema import EnvConfig
+from speedyzero_jax.envs import batched_env, scores
+
+BREAKOUT = EnvConfig(game="Breakout", frame_size=32)
+NOOP, FIRE = 0, 1
+
+
+def assert_same(a, b):
+  for name, x, y in zip(a._fields, a, b, strict=True):
+    np.testing.assert_array_equal(x, y, err_msg=name)
+
+
+def play(env, steps, action=None, seed=0):
+  """The EnvSteps of `steps` steps, the reset's first; uniformly random actions where none is given."""
+  rng = np.random.default_rng(seed)
+  shown = [env.reset()]
+  for _ in range(steps):
+    shown.append(
+      env.step(rng.integers(env.num_actions, size=env.num_lanes) if action is None else action)
+    )
+  return shown
+
+
+def stacked(shown):
+  """[T, L, ...] arrays."""
+  return type(shown[0])(*(np.stack(x) for x in zip(*shown, strict=True)))
+
+
+def test_shapes_types_and_first_frames():
+  env = batched_env.make_env(BREAKOUT, 3, 0, training=True)
+  assert (env.num_lanes, env.num_actions, env.frame_shape, env.frame_dtype) == (
+    3,
+    4,
+    (32, 32, 3),
+    np.uint8,
+  )
+  first = env.reset()
+  assert (
+    first.frame.shape == (3, 32, 32, 3) and first.frame.dtype == np.uint8 and first.frame.std() > 10
+  )
+  assert first.first.all() and not first.reward.any()
+  assert not (first.terminated | first.truncated | first.game_over).any()
+  step = env.step(np.array([0, 1, 2]))
+  assert not step.first.any()
+  for shown in (first, step):
+    assert shown.reward.dtype == np.float32 and shown.reward.shape == (3,)
+    for flag in (shown.first, shown.terminated, shown.truncated, shown.game_over):
+      assert flag.dtype == bool and flag.shape == (3,)
+  assert batched_env.make_env(
+    dataclasses.replace(BREAKOUT, grayscale=True), 1, 0, training=True
+  ).frame_shape == (32, 32, 1)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_against_envpool_driven_by_hand(training):
+  """Frames are envpool's transposed; ends, first frames and rewards are what lives and game over say."""
+  import envpool
+
+  lanes, cap = 4, 90
+  env = batched_env.make_env(BREAKOUT, lanes, 5, training=training, max_episode_steps=cap)
+  raw = envpool.make_gymnasium(
+    "Breakout-v5",
+    num_envs=lanes,
+    env_seed=env._pool.config["env_seed"],
+    img_height=32,
+    img_width=32,
+    gray_scale=False,
+    stack_num=1,
+    frame_skip=4,
+    noop_max=30,
+    use_fire_reset=False,
+    episodic_life=training,
+    repeat_action_probability=0.0,
+    max_episode_steps=cap,
+  )
+  rng = np.random.default_rng(1)
+  shown, (obs, info) = env.reset(), raw.reset()
+  kinds: set[str] = set()
+  for _ in range(260):
+    np.testing.assert_array_equal(shown.frame, np.moveaxis(obs, 1, -1))
+    np.testing.assert_array_equal(info["env_id"], np.arange(lanes))
+    ended, before = shown.terminated | shown.truncated, info
+    action = rng.integers(4, size=lanes)
+    shown, (obs, reward, _, _, info) = env.step(action), raw.step(action)
+    np.testing.assert_array_equal(shown.reward, reward)
+    np.testing.assert_array_equal(shown.first, ended)
+    assert not shown.reward[shown.first].any()
+    assert not (shown.first & (shown.terminated | shown.truncated)).any()
+    assert not (shown.terminated & shown.truncated).any()
+    steps = info["elapsed_step"] - before["elapsed_step"]
+    assert (steps[~shown.first] == 1).all()
+    for lane in range(lanes):
+      if shown.first[lane]:
+        kinds.add("new game" if info["elapsed_step"][lane] == 0 else "next life")
+        continue
+      over, at_cap = bool(info["terminated"][lane]), info["elapsed_step"][lane] == cap
+      lost_life = training and 0 < info["lives"][lane] < before["lives"][lane]
+      assert shown.terminated[lane] == (over or lost_life)
+      assert shown.truncated[lane] == (at_cap and not over and not lost_life)
+      assert shown.game_over[lane] == (over or (lost_life and at_cap))
+      kinds |= {"lost life"} if lost_life and not at_cap else set()
+      kinds |= {"truncated"} if shown.truncated[lane] else set()
+  assert kinds == (
+    {"new game", "next life", "lost life", "truncated"} if training else {"new game", "truncated"}
+  )
+
+
+def test_a_breakout_game_has_five_training_episodes_and_one_in_evaluation():
+  def ends(training):
+    shown = stacked(play(batched_env.make_env(BREAKOUT, 2, 3, training=training), 500))
+    assert not shown.truncated.any() and shown.reward.max() > 0
+    lane = 0
+    ended = np.flatnonzero(shown.terminated[:, lane])
+    over = np.flatnonzero(shown.game_over[:, lane])
+    assert shown.first[ended + 1, lane].all() and shown.first[:, lane].sum() == 1 + len(ended)
+    return ended, over
+
+  ended, over = ends(training=True)
+  assert len(over) >= 1 and len(ended[ended <= over[0]]) == 5 and over[0] in ended
+  ended, over = ends(training=False)
+  assert len(over) >= 1
+  np.testing.assert_array_equal(ended, over)
+
+
+def test_evaluation_without_a_cap_ignores_the_training_cap():
+  config = dataclasses.replace(BREAKOUT, max_episode_steps=20)
+  idle = np.array([NOOP])
+  assert not stacked(
+    play(batched_env.make_env(config, 1, 0, training=False), 60, idle)
+  ).truncated.any()
+  assert stacked(play(batched_env.make_env(config, 1, 0, training=True), 60, idle)).truncated[
+    :, 0
+  ].nonzero()[0].tolist() == [
+    20,
+    41,
+  ]
+
+
+def test_a_cap_on_a_lost_life_is_terminal_and_ends_the_game():
+  shown = stacked(play(batched_env.make_env(BREAKOUT, 1, 4, training=True), 80))
+  lost = int(np.flatnonzero(shown.terminated[:, 0])[0])
+  assert not shown.game_over[lost, 0]
+  env = batched_env.make_env(BREAKOUT, 1, 4, training=True, max_episode_steps=lost)
+  last = play(env, lost)[-1]
+  assert last.terminated[0] and not last.truncated[0] and last.game_over[0]
+  assert env._lives[0] == 4 and env.step(np.array([NOOP])).first[0] and env._lives[0] == 5
+
+
+def test_no_fire_is_pressed_for_the_agent():
+  shown = stacked(
+    play(batched_env.make_env(BREAKOUT, 2, 0, training=True), 150, np.array([NOOP, FIRE]))
+  )
+  assert not shown.terminated[:, 0].any() and shown.terminated[:, 1].any()  # no ball, no life lost
+
+
+def test_fire_is_pressed_if_asked_for():
+  config = dataclasses.replace(BREAKOUT, fire_reset=True)
+  shown = stacked(play(batched_env.make_env(config, 1, 0, training=True), 70, np.array([NOOP])))
+  assert shown.terminated[:, 0].sum() == 2  # each ball is lost, the second one too
+
+
+def test_noops_before_the_first_frame():
+  config = EnvConfig(game="MsPacman", frame_size=48)  # its start screen moves
+  assert len(np.unique(batched_env.make_env(config, 8, 0, training=True).reset().frame, axis=0)) > 4
+  config = dataclasses.replace(config, noop_max=1)
+  assert (
+    len(np.unique(batched_env.make_env(config, 8, 0, training=True).reset().frame, axis=0)) == 1
+  )
+
+
+def test_a_step_of_four_frames_is_two_steps_of_two():
+  """So the skip repeats the action, sums the rewards, and takes the maximum over the last two frames only."""
+  four = batched_env.make_env(BREAKOUT, 2, 0, training=False)
+  two = batched_env.make_env(dataclasses.replace(BREAKOUT, frame_skip=2), 2, 0, training=False)
+  assert_same(four.reset(), two.reset())
+  rng, total = np.random.default_rng(0), 0.0
+  for _ in range(60):
+    action = rng.integers(4, size=2)
+    whole, half, rest = four.step(action), two.step(action), two.step(action)
+    np.testing.assert_array_equal(whole.frame, rest.frame)
+    np.testing.assert_array_equal(whole.reward, half.reward + rest.reward)
+    total += whole.reward.sum()
+  assert total > 0
+
+
+def test_sticky_actions():
+  def frames(sticky, action):
+    config = dataclasses.replace(BREAKOUT, sticky_actions=sticky)
+    return stacked(
+      play(batched_env.make_env(config, 1, 0, training=True), 20, np.array([action]))
+    ).frame
+
+  assert (frames(0.0, 2) != frames(0.0, 3)).any()
+  np.testing.assert_array_equal(
+    frames(1.0, 2), frames(1.0, 3)
+  )  # the emulator never takes the new action
+
+
+def area_resize(image, size):
+  """Mean over the area each pixel covers: the closed form of cv2.INTER_AREA when shrinking."""
+
+  def shrink(x):  # along the first axis: differences of its integral
+    edges = np.linspace(0, len(x), size + 1)
+    whole = np.minimum(edges.astype(int), len(x) - 1)
+    integral = np.concatenate([np.zeros_like(x[:1]), np.cumsum(x, axis=0)])
+    part = (edges - whole)[:, None, None]
+    return np.diff(integral[whole] + part * x[whole], axis=0) * (size / len(x))
+
+  return shrink(shrink(image.astype(np.float64)).swapaxes(0, 1)).swapaxes(0, 1)
+
+
+@pytest.mark.parametrize("game, rom", [("Breakout", "breakout"), ("MsPacman", "ms_pacman")])
+def test_against_a_plain_emulator(game, rom):
+  """NoFrameskip-v4 semantics written out on ALE itself, with the no-ops found by comparing frames."""
+  # Where only a part of what is pinned is at hand it can't be compared; the gate has it all.
+  ale_py = (
+    importlib.import_module("ale_py") if "CI" in os.environ else pytest.importorskip("ale_py")
+  )
+  env = batched_env.make_env(EnvConfig(game=game), 1, 0, training=True)
+  ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
+  ale = ale_py.ALEInterface()
+  ale.setFloat("repeat_action_probability", 0.0)
+  ale.loadROM(ale_py.roms.get_rom_path(rom))
+  actions = ale.getMinimalActionSet()
+  assert env.num_actions == len(actions)
+
+  def close(image, frame):
+    return np.abs(area_resize(image, 96) - frame).max() <= 1
+
+  def no_ops(frame, ram):
+    for _ in range(30):
+      ale.act(0)
+      if (ale.getRAM() == ram).all():
+        return close(ale.getScreenRGB(), frame)
+    return False
+
+  rams = []  # white box: the RAM says where in the no-ops the emulator stands, frames alone may repeat
+
+  def spy(call):
+    def called(*args):
+      out = call(*args)
+      rams.append(out[-1]["ram"][0])
+      return out
+
+    return called
+
+  env._pool.reset, env._pool.step = spy(env._pool.reset), spy(env._pool.step)
+  rng, ends = np.random.default_rng(0), 0
+  ale.reset_game()
+  shown, lives = env.reset(), ale.lives()
+  assert no_ops(shown.frame[0], rams[-1])
+  for _ in range(250):
+    action = int(rng.integers(len(actions)))
+    shown = env.step(np.array([action]))
+    if shown.first[0]:
+      if ale.game_over():
+        ale.reset_game()
+      assert no_ops(shown.frame[0], rams[-1])
+      lives = ale.lives()
+      continue
+    screens, reward = [], 0.0
+    for _ in range(4):
+      reward += ale.act(actions[action])
+      screens.append(ale.getScreenRGB())
+      if ale.game_over():
+        break
+    assert shown.reward[0] == reward
+    assert shown.game_over[0] == ale.game_over()
+    assert shown.terminated[0] == (ale.game_over() or 0 < ale.lives() < lives)
+    if not ale.game_over():
+      assert close(np.maximum(screens[-2], screens[-1]), shown.frame[0])
+    lives, ends = ale.lives(), ends + int(shown.terminated[0])
+  assert ends > 0
+
+
+def test_catch():
+  env = batched_env.make_env(EnvConfig(game="Catch"), 6, 0, training=True)
+  assert (env.num_actions, env.frame_shape, env.frame_dtype) == (3, (1, 1, 50), np.float32)
+  rng, shown, outcomes = np.random.default_rng(0), env.reset(), set()
+  for t in range(1, 60):
+    board = shown.frame.reshape(6, 10, 5)
+    paddle = board[:, -1].argmax(1)
+    action = rng.integers(3, size=6)
+    was_first, shown = shown.first, env.step(action)
+    assert (shown.first == (t % 10 == 0)).all()  # nine steps, then one that restarts
+    ends = t % 10 == 9
+    assert (
+      (shown.terminated == ends).all()
+      and (shown.game_over == ends).all()
+      and not shown.truncated.any()
+    )
+    now = shown.frame.reshape(6, 10, 5)
+    if shown.first.all():
+      assert (now[:, -1].argmax(1) == 2).all() and (now[:, 0].sum(1) == 1).all()
+    else:
+      moved = np.clip(paddle + action - 1, 0, 4)
+      if ends:
+        ball = board[:, :-1].sum(1).argmax(1)
+        np.testing.assert_array_equal(shown.reward, np.where(moved == ball, 1, -1))
+        outcomes |= set(shown.reward.tolist())
+      else:
+        np.testing.assert_array_equal(now[:, -1].argmax(1), moved)
+        assert (now[:, t % 10].sum(1) == 1).all()  # the ball falls one row a step
+    if not ends:
+      assert not shown.reward.any()
+    assert was_first.all() or not was_first.any()
+  assert outcomes == {-1.0, 1.0}
+
+
+def test_cartpole_ends_by_a_fall_or_by_its_own_cap():
+  config = EnvConfig(game="CartPole")
+  env = batched_env.make_env(config, 2, 0, training=True)
+  assert (env.num_actions, env.frame_shape, env.frame_dtype) == (2, (1, 1, 4), np.float32)
+  shown = env.reset()
+  for t in range(1, 503):  # lane 0 balances, lane 1 always pushes to the left
+    _, _, angle, speed = shown.frame[0, 0, 0]
+    shown = env.step(np.array([int(angle + 0.5 * speed > 0), 0]))
+    assert (
+      shown.truncated[0] == (t == 500) and not shown.terminated[0] and shown.first[0] == (t == 501)
+    )
+    assert shown.reward[0] == (t != 501)
+    fallen = np.abs(shown.frame[1, 0, 0, 2]) > np.radians(12)
+    assert shown.terminated[1] == fallen and shown.game_over[1] == fallen and not shown.truncated[1]
+
+
+@pytest.mark.parametrize(
+  ("game", "cap", "expected"), [("CartPole", 27_000, 500), ("CartPole", 7, 7), ("Pong", 900, 900)]
+)
+def test_the_cap_that_applies(game, cap, expected):
+  assert batched_env.episode_cap(game, cap) == expected
+
+
+def test_largest_values_that_are_known():
+  whole, short = (
+    EnvConfig(game="CartPole", discount=0.9),
+    EnvConfig(game="CartPole", discount=1, max_episode_steps=7),
+  )
+  assert (
+    batched_env.largest_value(whole) == pytest.approx(10) and batched_env.largest_value(short) == 7
+  )
+  assert batched_env.largest_value(dataclasses.replace(short, max_episode_steps=3000)) == 500
+  assert (
+    batched_env.largest_value(EnvConfig(game="Catch")) == 1
+    and batched_env.largest_value(BREAKOUT) is None
+  )
+
+
+def test_a_cap_on_a_fall_is_a_fall():
+  config, left = EnvConfig(game="CartPole"), np.zeros(1, int)
+  shown = stacked(play(batched_env.make_env(config, 1, 0, training=True), 20, left))
+  fall = int(np.flatnonzero(shown.terminated)[0])
+  for cap, truncated in ((fall - 1, True), (fall, False)):
+    last = play(
+      batched_env.make_env(config, 1, 0, training=True, max_episode_steps=cap), cap, left
+    )[-1]
+    assert last.truncated[0] == truncated and last.terminated[0] == last.game_over[0] == (
+      not truncated
+    )
+
+
+@pytest.mark.parametrize("game", ["Breakout", "CartPole", "Catch"])
+def test_same_seed_same_run_whatever_the_threads(game):
+  config = EnvConfig(game=game, frame_size=16)
+  runs = [
+    stacked(
+      play(
+        batched_env.make_env(dataclasses.replace(config, threads=threads), 5, 11, training=True), 80
+      )
+    )
+    for threads in (1, 4, 0)
+  ]
+  assert_same(runs[0], runs[1])
+  assert_same(runs[0], runs[2])
+  assert runs[0].terminated.any()  # restarts included
+
+
+@pytest.mark.parametrize("game", ["CartPole", "Catch"])
+def test_seeds_and_lanes_differ(game):
+  config = EnvConfig(game=game, frame_size=48)
+
+  def frames(lanes, seed):
+    env = batched_env.make_env(config, lanes, seed, training=True)
+    return stacked(play(env, 40, np.ones(lanes, int))).frame
+
+  wide = frames(4, 0)
+  np.testing.assert_array_equal(
+    wide[:, :2], frames(2, 0)
+  )  # a lane does not depend on how many there are
+  others = frames(4, 1)
+  for i in range(4):
+    assert all((wide[:, i] != wide[:, j]).any() for j in range(i))
+    assert all(
+      (wide[:, i] != others[:, j]).any() for j in range(4)
+    )  # nor do neighbouring seeds share lanes
+
+
+def test_resetting_again_starts_anew_and_closing_ends():
+  env = batched_env.make_env(BREAKOUT, 1, 0, training=True)
+  with pytest.raises(RuntimeError, match="before reset"):
+    env.step(np.array([0]))
+  first = stacked(play(env, 60))
+  assert_same(first, stacked(play(env, 60)))
+  env.close()
+  env.close()
+  for call in (env.reset, lambda: env.step(np.array([0]))):
+    with pytest.raises(RuntimeError, match="closed"):
+      call()
+
+
+def test_refused_actions_step_nothing():
+  env, twin = (batched_env.make_env(BREAKOUT, 2, 0, training=True) for _ in range(2))
+  env.reset(), twin.reset()
+  bad = [[0], [0, 1, 2], [[0, 1]], [0, 4], [-1, 0], [0.0, 1.0], [True, False], ["a", "b"], 0, []]
+  for action in bad:
+    with pytest.raises(ValueError, match="action"):
+      env.step(np.array(action))
+  good = np.array([1, 3])
+  for dtype in (np.int64, np.int32, np.uint8):
+    assert_same(env.step(good.astype(dtype)), twin.step(good))
+
+
+def test_frames_stay_after_further_steps():
+  env = batched_env.make_env(BREAKOUT, 2, 0, training=True)
+  shown = play(env, 3)[-1]
+  kept = shown.frame.copy()
+  for _ in range(50):
+    env.step(np.array([1, 2]))
+  np.testing.assert_array_equal(shown.frame, kept)
+
+
+def test_hundreds_of_lanes():
+  """On CartPole, for an Atari lane takes a tenth of a second to make. Atari was tried by hand at 300 and 600 lanes."""
+  shown = play(batched_env.make_env(EnvConfig(game="CartPole"), 300, 0, training=True), 2)
+  assert shown[-1].frame.shape == (300, 1, 1, 4) and len(np.unique(shown[-1].frame, axis=0)) == 300
+
+
+def test_every_game_of_atari_100k_can_be_made():
+  for game in scores.atari100k_games():
+    env = batched_env.make_env(EnvConfig(game=game, frame_size=16), 1, 0, training=True)
+    assert env.reset().first.all() and 3 <= env.num_actions <= 18
+
+
+def test_game_names():
+  names = batched_env.game_names()
+  assert names[:2] == ["Catch", "CartPole"] and names[2:28] == list(scores.atari100k_games())
+  assert len(set(names)) == len(names) and {"SpaceInvaders", "Venture", "MontezumaRevenge"} <= set(
+    names[28:]
+  )
+  batched_env.make_env(EnvConfig(game="SpaceInvaders", frame_size=16), 1, 0, training=True).reset()
+
+
+@pytest.mark.parametrize(
+  "game, suggestion",
+  [
+    ("ms_pacman", "mean MsPacman?"),
+    ("breakout", "mean Breakout?"),
+    ("up n down", "mean UpNDown?"),
+    ("ALE/Pong-v5", "mean Pong?"),
+    ("QbertNoFrameskip-v4", "mean Qbert?"),
+    ("Brekout", "Breakout"),
+    ("catch", "mean Catch?"),
+    ("cart-pole", "mean CartPole?"),
+    ("xyzzy", "known are Catch, CartPole, Alien, Amidar,"),
+    ("", "UpNDown and more of Atari's"),
+  ],
+)
+def test_unknown_games(game, suggestion):
+  with pytest.raises(ValueError, match=f"unknown game '{game}'") as error:
+    batched_env.make_env(EnvConfig(game=game), 1, 0, training=True)
+  assert suggestion in str(error.value)
+
+
+@pytest.mark.parametrize(
+  "name, value",
+  [
+    ("frame_size", 0),
+    ("frame_size", -96),
+    ("frame_size", 7),
+    ("frame_size", 100_000),
+    ("frame_skip", 0),
+    ("noop_max", 0),
+    ("sticky_actions", -0.1),
+    ("sticky_actions", 1.5),
+    ("max_episode_steps", 0),
+    ("threads", -1),
+  ],
+)
+def test_senseless_settings(name, value):
+  with pytest.raises(ValueError, match=f"{name} must be .*, got {value}"):
+    batched_env.make_env(dataclasses.replace(BREAKOUT, **{name: value}), 1, 0, training=True)
+
+
+@pytest.mark.parametrize(
+  "kwargs", [{"lanes": 0}, {"seed": -1}, {"max_episode_steps": 0}, {"max_episode_steps": 2**31}]
+)
+def test_senseless_arguments(kwargs):
+  with pytest.raises(ValueError, match=f"{next(iter(kwargs))} must be"):
+    batched_env.make_env(BREAKOUT, **{"lanes": 1, "seed": 0, "training": True, **kwargs})
+
+
+def test_training_reward():
+  raw = np.array([-7.0, -0.5, 0.0, 0.25, 400.0], np.float32)
+  clipped = batched_env.training_reward(EnvConfig(clip_rewards=True), raw)
+  np.testing.assert_array_equal(clipped, [-1, -1, 0, 1, 1])
+  kept = batched_env.training_reward(EnvConfig(clip_rewards=False), raw)
+  np.testing.assert_array_equal(kept, raw)
+  assert clipped.dtype == kept.dtype == np.float32
+
+
+def test_envpool_is_imported_late_and_its_atari_family_is_enough(tmp_path):
+  """As on machines that carry only a part of it: `import envpool` fails there, for it imports every family."""
+  spec = importlib.util.find_spec("envpool")
+  assert spec is not None and spec.submodule_search_locations
+  whole, part = pathlib.Path(spec.submodule_search_locations[0]), tmp_path / "envpool"
+  part.mkdir()
+  for path in [*whole.glob("*.py"), whole / "python", whole / "atari"]:
+    (part / path.name).symlink_to(path)
+  code = """
+import sys
+from speedyzero_jax.config import schema
+from speedyzero_jax.envs import batched_env
+assert "envpool" not in sys.modules
+env = envs.make_env(config.EnvConfig(frame_size=16), 2, 0, training=True)
+assert env.reset().frame.shape == (2, 16, 16, 3)
+import envpool
+assert envpool.__path__[0] == sys.path[0] + "/envpool" and "envpool.toy_text" not in sys.modules
+"""
+  code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})" + code
+  root = pathlib.Path(batched_env.__file__).parents[2]
+  subprocess.run(
+    [sys.executable, "-c", code], check=True, cwd=root, env={"PYTHONPATH": str(root)}, timeout=60
+  )

@@ -1,0 +1,49 @@
+import math
+import statistics
+
+import pytest
+
+from speedyzero_jax.envs import scores
+
+
+def test_games_are_the_26_of_atari_100k():
+  games = scores.atari100k_games()
+  assert len(set(games)) == 26 and list(games) == sorted(games)
+  for game in games:
+    known = scores.reference_scores(game)
+    assert known is not None and known.random < known.human and known.systems
+
+
+def test_known_numbers():
+  pong, breakout = scores.reference_scores("Pong"), scores.reference_scores("Breakout")
+  assert pong is not None and (pong.random, pong.human) == (-20.7, 14.6)
+  assert breakout is not None and (breakout.random, breakout.human) == (1.7, 30.5)
+
+
+def test_human_normalised():
+  assert scores.human_normalised("Breakout", 1.7) == 0
+  assert scores.human_normalised("Breakout", 30.5) == 1
+  assert scores.human_normalised("Pong", 21.0) == pytest.approx((21.0 + 20.7) / (14.6 + 20.7))
+  assert scores.human_normalised("Alien", 0.0) == pytest.approx(
+    -227.8 / (7127.7 - 227.8)
+  )  # worse than chance
+
+
+@pytest.mark.parametrize("game", ["Catch", "breakout", "Venture", ""])
+def test_other_games_have_no_scores(game):
+  assert scores.reference_scores(game) is None
+  assert scores.human_normalised(game, 1.0) is None
+
+
+def test_normalising_efficientzero_gives_the_aggregates_of_its_paper():
+  # Ye et al. 2021, table 1: mean 1.943, median 1.090 of human-normalised scores at 100k steps.
+  name = "EfficientZero (paper, 100k)"
+  normalised = []
+  for game in scores.atari100k_games():
+    known = scores.reference_scores(game)
+    assert known is not None
+    value = scores.human_normalised(game, known.systems[name])
+    assert value is not None and math.isfinite(value)
+    normalised.append(value)
+  assert statistics.mean(normalised) == pytest.approx(1.943, abs=0.005)
+  assert statistics.median(normalised) == pytest.approx(1.090, abs=0.005)

@@ -1,0 +1,183 @@
+"""The run folder: one process, one run, and a reason for every refusal."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+
+from speedyzero_jax.config import loader
+from speedyzero_jax.run import run_dir
+from speedyzero_jax.run.run_dir import RunFolderError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def config(folder, *overrides):
+  return tiny.config(f"run.dir={folder}", *overrides)
+
+
+def listing(folder):
+  return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_new_run_writes_its_configuration_and_holds_the_folder(tmp_path):
+  folder = tmp_path / "deep" / "run"
+  with run_dir.create(config(folder), "ignored") as opened:
+    assert opened.path == folder and opened.evaluation == folder / "evaluation.json"
+    assert run_dir.read_config(folder) == opened.config == config(folder)
+    assert sorted(listing(folder)) == ["config.yaml", "run.lock"]
+    before = listing(folder)
+    with pytest.raises(RunFolderError, match=f"{folder} is in use by another process"):
+      run_dir.open_existing(folder, [])
+    with pytest.raises(RunFolderError, match="already holds a run"):
+      run_dir.create(config(folder), "x")
+    assert listing(folder) == before
+  opened.close()  # again
+  run_dir.open_existing(folder, []).close()
+
+
+def test_without_a_folder_the_runs_are_numbered(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  runs = [run_dir.create(tiny.config(), "tiny-Catch-s0") for _ in range(3)]
+  assert [str(run.path) for run in runs] == [
+    "runs/tiny-Catch-s0",
+    "runs/tiny-Catch-s0-2",
+    "runs/tiny-Catch-s0-3",
+  ]
+  for run in runs:
+    run.close()
+
+
+def hold(folder):
+  """A process that holds a folder until it is killed."""
+  code = (
+    "import sys, time\nfrom pathlib import Path\nfrom speedyzero_jax.run import run_dir\n"
+    "run = run_dir.open_existing(Path(sys.argv[1]), [])\nprint('held', flush=True)\ntime.sleep(600)\n"
+  )
+  holder = subprocess.Popen(
+    [sys.executable, "-c", code, folder], cwd=ROOT, stdout=subprocess.PIPE, text=True
+  )
+  assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+  return holder
+
+
+def test_another_process_is_kept_out_until_it_ends_however_it_ends(tmp_path):
+  folder = tmp_path / "run"
+  run_dir.create(config(folder), "x").close()
+  holder = hold(folder)
+  try:
+    with pytest.raises(RunFolderError, match="in use by another process"):
+      run_dir.open_existing(folder, [])
+  finally:
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+  run_dir.open_existing(folder, []).close()
+
+
+def test_a_folder_of_the_same_run_says_how_to_go_on(tmp_path):
+  run_dir.create(config(tmp_path), "x").close()
+  with pytest.raises(RunFolderError, match=rf"holds a run of this.*--resume {tmp_path}"):
+    run_dir.create(config(tmp_path), "x")
+
+
+def test_a_folder_spelled_another_way_is_the_same(tmp_path, monkeypatch):
+  run_dir.create(config(tmp_path), "x").close()
+  monkeypatch.chdir(tmp_path.parent)
+  with pytest.raises(RunFolderError, match="holds a run of this"):
+    run_dir.create(config(tmp_path.name), "x")
+
+
+def test_a_folder_of_another_run_names_what_differs(tmp_path):
+  run_dir.create(config(tmp_path), "x").close()
+  before = listing(tmp_path)
+  with pytest.raises(RunFolderError) as refused:
+    run_dir.create(config(tmp_path, "run.seed=7", "optim.learning_rate=0.5"), "x")
+  assert "another configuration" in str(refused.value)
+  assert "run.seed: 0 != 7" in str(refused.value) and "optim.learning_rate: 0.002 != 0.5" in str(
+    refused.value
+  )
+  with pytest.raises(RunFolderError, match=r"; \.\.\.\)"):  # more than three are not listed
+    many = ("run.seed=7", "env.discount=0.5", "replay.alpha=1", "learner.batch_size=16")
+    run_dir.create(config(tmp_path, *many), "x")
+  assert listing(tmp_path) == before
+
+
+def test_a_strangers_folder_is_left_alone(tmp_path):
+  (tmp_path / "thesis.tex").write_text("x")
+  with pytest.raises(RunFolderError, match="not empty and holds no run"):
+    run_dir.create(config(tmp_path), "x")
+  assert listing(tmp_path) == {"thesis.tex": b"x"}
+
+
+def test_an_empty_folder_and_one_with_only_a_lock_are_free(tmp_path):
+  (tmp_path / "run.lock").touch()  # of a process that was killed before it could write more
+  run_dir.create(config(tmp_path), "x").close()
+
+
+@pytest.mark.parametrize("where", ["file/run", "file", "/proc/run"])
+def test_where_nothing_can_be_written(tmp_path, where):
+  (tmp_path / "file").write_text("x")
+  with pytest.raises(RunFolderError, match="can't make a run in"):
+    run_dir.create(config(tmp_path / where), "x")
+  assert listing(tmp_path) == {"file": b"x"}
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_where_writing_is_not_allowed(tmp_path):
+  tmp_path.chmod(0o555)
+  with pytest.raises(RunFolderError, match="Permission denied"):
+    run_dir.create(config(tmp_path / "run"), "x")
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [["evaluation.episodes=3", "evaluation.interval=5"], ["run.keep_checkpoints=9"], ["run.log_interval=1"],
+   ["env.threads=1"], ["profile.steps=5"], ["run.compile_cache=/tmp/x"], []],
+)  # fmt: skip
+def test_what_may_change_when_a_run_goes_on(tmp_path, changes):
+  run_dir.create(config(tmp_path), "x").close()
+  with run_dir.open_existing(tmp_path, changes) as opened:
+    assert opened.config == loader.override(config(tmp_path), changes)
+  assert run_dir.read_config(tmp_path) == config(tmp_path)
+
+
+@pytest.mark.parametrize(
+  ("change", "named"),
+  [("run.seed=1", "run.seed: 0 != 1"), ("learner.steps=99", "learner.steps: 12 != 99"),
+   ("run.mode=async", "run.mode"), ("env.game=CartPole", "env.game"), ("run.env_steps=151", "run.env_steps"),
+   ("evaluation.episods=1", "evaluation.episodes"), ("run.keep_checkpoints=0", "run.keep_checkpoints"),
+   ("nonsense", "key=value")],
+)  # fmt: skip
+def test_what_may_not_change_is_named(tmp_path, change, named):
+  run_dir.create(config(tmp_path), "x").close()
+  before = listing(tmp_path)
+  with pytest.raises(RunFolderError, match=named):
+    run_dir.open_existing(tmp_path, [change])
+  assert listing(tmp_path) == before
+  run_dir.open_existing(tmp_path, []).close()  # a refusal holds nothing
+
+
+@pytest.mark.parametrize(
+  "content", [None, b"\xff\xfe", b"env: [", b"env: {gme: Catch}", b"run: {seed: many}", b"- 1"]
+)
+def test_a_folder_without_a_readable_configuration(tmp_path, content):
+  if content is not None:
+    (tmp_path / "config.yaml").write_bytes(content)
+  expected = "holds no run" if content is None else "config.yaml can't be read"
+  for read in (run_dir.read_config, lambda path: run_dir.open_existing(path, [])):
+    with pytest.raises(RunFolderError, match=expected):
+      read(tmp_path)
+  assert listing(tmp_path) == ({} if content is None else {"config.yaml": content})
+  if content is not None:
+    with pytest.raises(RunFolderError, match=expected):
+      run_dir.create(config(tmp_path), "x")
+
+
+def test_a_folder_that_is_not_there_is_not_made(tmp_path):
+  with pytest.raises(RunFolderError, match="holds no run"):
+    run_dir.open_existing(tmp_path / "run", [])
+  assert not (tmp_path / "run").exists()

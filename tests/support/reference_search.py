@@ -1,0 +1,203 @@
+"""Gumbel and PUCT tree search over a model with value prefix, one root at a time: the reference for test_search.py.
+
+Written from the papers, in plain Python with numpy float64, with nodes as objects: no mctx, no jax, nothing of ours.
+Slow and obvious on purpose.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+# (state, carry, action) -> (value prefix, policy logits [A], value, next state, next carry)
+Step = Callable[[Any, Any, int], tuple[float, np.ndarray, float, Any, Any]]
+
+
+@dataclasses.dataclass
+class Node:
+  """A state reached by the search."""
+
+  state: Any
+  carry: Any
+  prefix: float
+  logits: np.ndarray
+  value: float  # the network's
+  depth: int
+  returns: list[float]  # all that was ever backed up into this node, its own value first
+  children: dict[int, "Node"] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Settings:
+  """What defines a search; names as in SearchConfig."""
+
+  algorithm: str
+  simulations: int
+  discount: float
+  horizon: int
+  scaling: str
+  min_range: float
+  max_depth: int
+  max_considered: int
+  c_visit: float
+  c_scale: float
+  c1: float
+  c2: float
+
+
+@dataclasses.dataclass
+class Result:
+  """What the search says of one root."""
+
+  action: int
+  policy: np.ndarray
+  search_value: float
+  visits: np.ndarray
+  depth: int  # of the deepest node
+  margin: float  # the closest decision: least lead of a best score over the second best
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+  e = np.exp(x - np.max(x))
+  return e / e.sum()
+
+
+class Search:
+  """One search of one root."""
+
+  def __init__(self, step: Step, settings: Settings, initial_carry: Any):
+    self.step, self.s, self.initial_carry = step, settings, initial_carry
+    self.margin = math.inf
+
+  # Values.
+
+  def reward(self, parent: Node, child: Node) -> float:
+    if parent.depth % self.s.horizon == 0:
+      return child.prefix
+    return child.prefix - parent.prefix
+
+  def q(self, parent: Node, action: int) -> float:
+    child = parent.children[action]
+    return self.reward(parent, child) + self.s.discount * float(np.mean(child.returns))
+
+  def visits(self, node: Node) -> np.ndarray:
+    """The number of times each action was taken: each visit of a child backed up one return into it."""
+    return np.array(
+      [len(node.children[a].returns) if a in node.children else 0 for a in range(len(node.logits))]
+    )
+
+  def all_q(self, node: Node) -> list[float]:
+    found = []
+    for action, child in node.children.items():
+      found += [self.q(node, action)] + self.all_q(child)
+    return found
+
+  def completed_q(self, root: Node, node: Node) -> np.ndarray:
+    """Scaled Q of every action of `node`, unvisited ones included."""
+    visited = {a: self.q(node, a) for a in node.children}
+    if self.s.algorithm == "gumbel":
+      prior, n = softmax(node.logits), self.visits(node).sum()
+      missing = node.value
+      if visited:
+        mean = sum(prior[a] * v for a, v in visited.items()) / sum(prior[a] for a in visited)
+        missing = (node.value + n * mean) / (1 + n)
+    elif self.s.scaling == "tree":
+      missing = (node.value + sum(visited.values())) / (1 + len(visited))
+    else:  # mctx's: the least of the visited ones and of the node's own mean
+      missing = min([float(np.mean(node.returns)), *visited.values()])
+    q = np.array([visited.get(a, missing) for a in range(len(node.logits))])
+    pool = list(q)
+    if self.s.scaling == "tree":
+      pool += self.all_q(root)
+    elif self.s.algorithm == "puct":
+      pool.append(float(np.mean(node.returns)))
+    return (q - min(pool)) / max(max(pool) - min(pool), self.s.min_range)
+
+  def sigma(self, root: Node, node: Node) -> np.ndarray:
+    return (
+      (self.s.c_visit + self.visits(node).max()) * self.s.c_scale * self.completed_q(root, node)
+    )
+
+  # Decisions.
+
+  def best(self, score: np.ndarray, allowed: np.ndarray) -> int:
+    order = sorted((a for a in range(len(score)) if allowed[a]), key=lambda a: -score[a])
+    if len(order) > 1:
+      self.margin = min(self.margin, score[order[0]] - score[order[1]])
+    return order[0]
+
+  def puct(self, root: Node, node: Node) -> int:
+    visits = self.visits(node)
+    total = visits.sum() + 1
+    c = self.s.c1 + math.log((total + self.s.c2 + 1) / self.s.c2)
+    bonus = c * softmax(node.logits) * math.sqrt(total) / (1 + visits)
+    return self.best(self.completed_q(root, node) + bonus, np.ones(len(visits), bool))
+
+  def gumbel_interior(self, root: Node, node: Node) -> int:
+    visits = self.visits(node)
+    improved = softmax(node.logits + self.sigma(root, node))
+    return self.best(improved - visits / (1 + visits.sum()), np.ones(len(visits), bool))
+
+  def gumbel_root(self, root: Node, gumbel: np.ndarray, due: int) -> int:
+    return self.best(gumbel + root.logits + self.sigma(root, root), self.visits(root) == due)
+
+  def schedule(self, num_actions: int) -> list[int]:
+    """Sequential halving: before each simulation, the visits that the root action to be visited already has."""
+    survivors = min(self.s.max_considered, num_actions)
+    phases = math.ceil(math.log2(survivors)) if survivors > 1 else 1
+    due: list[int] = []
+    rounds_done = 0
+    while len(due) < self.s.simulations:
+      for _ in range(max(1, self.s.simulations // (phases * survivors))):
+        due += [rounds_done] * survivors
+        rounds_done += 1
+      survivors = max(2, survivors // 2) if survivors > 1 else 1
+    return due[: self.s.simulations]
+
+  # The search.
+
+  def simulate(self, root: Node, first_action: int | None) -> None:
+    path, node = [root], root
+    while True:
+      if node is root and first_action is not None:
+        action = first_action
+      else:
+        action = (self.gumbel_interior if self.s.algorithm == "gumbel" else self.puct)(root, node)
+      is_new = action not in node.children
+      if is_new:
+        carry = self.initial_carry if node.depth % self.s.horizon == 0 else node.carry
+        prefix, logits, value, state, carry = self.step(node.state, carry, action)
+        node.children[action] = Node(state, carry, prefix, logits, value, node.depth + 1, [])
+      node_above, node = node, node.children[action]
+      assert node.depth == node_above.depth + 1
+      path.append(node)
+      if is_new or node.depth == (self.s.max_depth or math.inf):
+        break
+    g = path[-1].value
+    path[-1].returns.append(g)
+    for parent, child in zip(path[-2::-1], path[:0:-1], strict=True):
+      g = self.reward(parent, child) + self.s.discount * g
+      parent.returns.append(g)
+
+  def run(self, state: Any, logits: np.ndarray, value: float, gumbel: np.ndarray) -> Result:
+    root = Node(state, self.initial_carry, 0.0, logits, value, 0, [value])
+    num_actions = len(logits)
+    if self.s.algorithm == "gumbel":
+      for due in self.schedule(num_actions):
+        self.simulate(root, self.gumbel_root(root, gumbel, due))
+      visits = self.visits(root)
+      action = self.gumbel_root(root, gumbel, visits.max())
+      policy = softmax(logits + self.sigma(root, root))
+    else:
+      for _ in range(self.s.simulations):
+        self.simulate(root, None)
+      visits = self.visits(root)
+      action = int(np.argmax(visits))
+      policy = visits / visits.sum()
+    return Result(action, policy, float(np.mean(root.returns)), visits, deepest(root), self.margin)
+
+
+def deepest(node: Node) -> int:
+  return max([node.depth, *(deepest(child) for child in node.children.values())])

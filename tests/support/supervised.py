@@ -1,0 +1,159 @@
+"""What the tests of the supervisor share: one in a process of its own, with small children that end in every way."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMITS = {
+  "pause": 0.05,
+  "longest_pause": 0.2,
+  "grace": 0.3,
+  "save_patience": 10.0,
+  "kill_after": 0.3,
+}
+
+# Arguments: children as [name, command, vital], limits. Prints what is reported and asked, and at the end the restarts.
+SUPERVISOR = """
+import json, os, sys
+from pathlib import Path
+from speedyzero_jax.cluster.child import Child
+from speedyzero_jax.cluster.supervisor import Supervisor
+
+if os.isatty(0):
+  os.close(os.open(os.ttyname(0), os.O_RDWR))  # makes it the terminal that Ctrl-C is typed on
+children, limits = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+say = lambda text: print(text, flush=True)
+
+def make(resume):
+  say(f"make {resume}")
+  environment = {"RESUME": "1" if resume else ""}
+  return [Child(name, command, environment, vital) for name, command, vital in children]
+
+supervisor = Supervisor(make, Path("logs"), say, **limits)
+code = supervisor.run()
+say("restarts " + json.dumps(supervisor.restarts))
+assert not {"jax", "numpy", "grpc"} & sys.modules.keys()
+sys.exit(code)
+"""
+
+# What the children have in common.
+COMMON = """
+import os, signal, sys, time
+from pathlib import Path
+
+name, resumed = sys.argv[1], bool(os.environ["RESUME"])
+
+def touch(what):
+  Path(what).write_text(str(os.getpid()))
+
+def until(what):
+  while not Path(what).exists():
+    time.sleep(0.01)
+
+def save(number, _frame):  # as launch/multihost.py: a second signal has its usual effect
+  for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(each, signal.SIG_DFL)
+  time.sleep(0.2)
+  touch(f"saved-{name}")
+  sys.exit(128 + number)
+
+def ready():
+  touch(f"ready-{name}")
+"""
+SLEEP = "ready(); time.sleep(100)"
+SAVE = """
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+  signal.signal(number, save)
+ready(); time.sleep(100)
+"""
+STUBBORN = """
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+  signal.signal(number, signal.SIG_IGN)
+ready(); time.sleep(100)
+"""
+STOP = """
+signal.signal(signal.SIGTERM, lambda *_: (print("told to"), sys.exit()))
+ready(); time.sleep(100)
+"""
+NOW_AND_THEN = """
+n = len(list(Path().glob("was-*")))
+touch(f"was-{n}")
+if n > 3: touch("finish")
+"""
+SHOT = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+class Run:
+  """A supervisor in a folder of its own, and its children's traces."""
+
+  def __init__(self, folder, children, stdin=None, **limits):
+    self.folder, self.mark = (
+      folder,
+      f"mark-{uuid.uuid4().hex}",
+    )  # all processes have the mark on their command lines
+    commands = []
+    for name, code, vital in children:
+      (folder / f"{name}.py").write_text(f"{COMMON}\n{code}\n")
+      commands.append((name, [sys.executable, "-S", f"{name}.py", name, self.mark], vital))
+    self.process = subprocess.Popen(
+      [sys.executable, "-c", SUPERVISOR, json.dumps(commands), json.dumps(LIMITS | limits)],
+      cwd=folder,
+      env=os.environ | {"PYTHONPATH": str(ROOT)},
+      stdin=stdin,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      start_new_session=True,
+      text=True,
+    )
+
+  def until(self, *names):
+    wait_for(lambda: all((self.folder / name).exists() for name in names))
+    return self
+
+  def status(self):
+    return json.loads((self.folder / "logs" / "supervisor.json").read_text())
+
+  def child(self, name):
+    return next(child for child in self.status()["children"] if child["name"] == name)
+
+  def ready(self, name):
+    """What it says its number is."""
+    return (self.folder / f"ready-{name}").read_text()
+
+  def log(self, name):
+    return (self.folder / "logs" / f"{name}.log").read_text()
+
+  def end(self, code):
+    """Waits for the end and checks that it left nobody. Returns the output."""
+    self.output = self.process.communicate(timeout=30)[0]
+    assert self.process.returncode == code, self.output
+    assert not pids(self.mark)
+    assert {child["pid"] for child in self.status()["children"]} == {None}
+    return self.output
+
+  def restarts(self):
+    return json.loads(self.output.splitlines()[-1].removeprefix("restarts "))
+
+
+def wait_for(condition, seconds=20.0):
+  until = time.monotonic() + seconds
+  while not (result := condition()):
+    assert time.monotonic() < until, "waited in vain"
+    time.sleep(0.01)
+  return result
+
+
+def pids(mark):
+  """Of the processes with the mark on their command line, zombies not among them."""
+  found = []
+  for path in Path("/proc").glob("[0-9]*/cmdline"):
+    with contextlib.suppress(OSError):
+      if mark.encode() in path.read_bytes():
+        found.append(int(path.parent.name))
+  return found

@@ -1,0 +1,402 @@
+"""The training step: the same on any number of devices, the same again, and the loss it says it minimises."""
+
+import dataclasses
+import functools
+import math
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from speedyzero_jax.config.schema import (
+  Config,
+  EnvConfig,
+  LearnerConfig,
+  NetworkConfig,
+  OptimConfig,
+  ReplayConfig,
+)
+from speedyzero_jax.metrics import names
+from speedyzero_jax.types import LearnerBatch
+from speedyzero_jax.workers.learner import AXIS, Learner, make_mesh
+
+_B, _K, _A, _SUPPORT, _MIN_WEIGHT = 8, 2, 3, 4, 0.125
+_CONFIG = Config(
+  env=EnvConfig(frame_stack=2),
+  network=NetworkConfig(
+    channels=4, downsample=1, blocks=0, reduced_channels=2, head_hidden=4, lstm_hidden=4, value_prefix_horizon=2,
+    support=_SUPPORT, projection_hidden=4, projection_out=4, prediction_hidden=4,
+  ),
+  optim=OptimConfig(
+    name="sgd", learning_rate=0.02, momentum=0.9, weight_decay=0.0, clip_norm=0.0, warmup_steps=0, decay_steps=0
+  ),
+  replay=ReplayConfig(min_weight=_MIN_WEIGHT),
+  learner=LearnerConfig(batch_size=_B, unroll_steps=_K, shift=1, intensity=0.05),
+)  # fmt: skip
+_OBSERVATION = (4, 4, 2)
+_KEY = jax.random.key(42)
+
+
+@functools.cache
+def _learner(devices=1, dtype="float32", **learner):
+  network = dataclasses.replace(_CONFIG.network, dtype=dtype)
+  config = dataclasses.replace(
+    _CONFIG, network=network, learner=dataclasses.replace(_CONFIG.learner, **learner)
+  )
+  return Learner(config, _OBSERVATION, _A, make_mesh(jax.devices()[:devices]))
+
+
+@functools.cache
+def _fresh():
+  """What `init` makes, on the host."""
+  return _host(_learner(4).init(jax.random.key(0)))
+
+
+@functools.cache
+def _start():
+  """Variables with nothing zero or one any more, on the host, and the optimiser's first state."""
+  rng = np.random.default_rng(1)
+  fresh = _fresh()
+  perturbed = jax.tree.map(
+    lambda x: x + rng.uniform(-0.4, 0.4, x.shape).astype(np.float32), fresh.variables
+  )
+  return perturbed, fresh.opt_state
+
+
+def _restored(learner):
+  return learner.restore(*_start(), 0)
+
+
+def _batch(seed=0, **changes):
+  rng = np.random.default_rng(seed)
+  f32 = np.float32
+
+  def mask(*shape):
+    return rng.integers(0, 2, shape).astype(f32)
+
+  batch = LearnerBatch(
+    frames=rng.integers(0, 256, (_B, 2 + _K, 4, 4, 1)).astype(np.uint8),
+    action=rng.integers(0, _A, (_B, _K)).astype(np.int32),
+    # The largest on the last of any number of shards, so that each device needs another's; two are below the floor.
+    weight=np.array([0.5, 0.01, 1.5, 0.7, 1.1, 0.3, 0.02, 4.0], f32),
+    value=rng.normal(size=(_B, _K + 1)).astype(f32) * 3,
+    value_prefix=rng.normal(size=(_B, _K)).astype(f32),
+    policy=rng.dirichlet(np.ones(_A), (_B, _K + 1)).astype(f32),
+    value_mask=mask(_B, _K + 1),
+    prefix_mask=mask(_B, _K),
+    policy_mask=mask(_B, _K + 1),
+    consistency_mask=mask(_B, _K),
+  )
+  return batch._replace(**changes)
+
+
+def _host(tree):
+  return jax.tree.map(np.array, tree)
+
+
+def _run(learner, batches, key=_KEY):
+  """The state on the host after steps on these batches, and each step's result."""
+  state, results = _restored(learner), []
+  for batch in batches:
+    state, result = learner.step(state, learner.put(batch), key)
+    results.append(_host(result))
+  return state, results
+
+
+def _same(ours, theirs):
+  jax.tree.map(np.testing.assert_array_equal, _host(ours), _host(theirs))
+
+
+def _largest_difference(ours, theirs):
+  return max(
+    jax.tree.leaves(jax.tree.map(lambda a, b: np.abs(a - b).max(), _host(ours), _host(theirs)))
+  )
+
+
+def _norm(tree):
+  return math.sqrt(sum(np.square(np.asarray(x, np.float64)).sum() for x in jax.tree.leaves(tree)))
+
+
+@functools.cache
+def _three_steps(devices, batch_norm="sync"):
+  state, results = _run(
+    _learner(devices, batch_norm=batch_norm), [_batch(seed) for seed in range(3)]
+  )
+  return _host(state), results
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_the_same_batches_give_the_same_updates_on_any_number_of_devices(devices):
+  (one, alone), (several, together) = _three_steps(1), _three_steps(devices)
+  moved = _largest_difference(one.variables.params, _start()[0].params)
+  assert moved > 0.01
+  for part in ("params", "batch_stats"):
+    assert (
+      _largest_difference(getattr(one.variables, part), getattr(several.variables, part)) < 1e-5
+    )
+  assert one.step == several.step == 3
+  for a, b in zip(alone, together, strict=True):
+    np.testing.assert_allclose(a.td_error, b.td_error, rtol=1e-4, atol=1e-4)
+    assert a.metrics.keys() == b.metrics.keys()
+    for name in a.metrics:
+      np.testing.assert_allclose(
+        a.metrics[name], b.metrics[name], rtol=1e-4, atol=1e-5, err_msg=name
+      )
+
+
+def test_local_batch_norm_is_another_computation_and_its_statistics_are_averaged():
+  (sync, _), (local, _) = _three_steps(2), _three_steps(2, "local")
+  assert _largest_difference(sync.variables.params, local.variables.params) > 1e-3
+
+  first, _ = _run(_learner(2, batch_norm="local"), [_batch()])
+  first_sync, _ = _run(_learner(2), [_batch()])
+  at = ("representation", "norm")
+  local_norm, sync_norm = (s.variables.batch_stats[at[0]][at[1]] for s in (first, first_sync))
+  # A mean of means is the mean; a mean of variances is the variance less that of the means.
+  np.testing.assert_allclose(local_norm["mean"], sync_norm["mean"], rtol=1e-5, atol=1e-6)
+  assert (np.asarray(local_norm["var"]) < sync_norm["var"]).all()
+
+
+@pytest.mark.parametrize("batch_norm", ["sync", "local"])
+def test_all_devices_hold_the_same_state(batch_norm):
+  learner = _learner(2, batch_norm=batch_norm)
+  state, _ = _run(learner, [_batch(seed) for seed in range(2)])
+  for leaf in jax.tree.leaves(state):
+    assert leaf.sharding.is_fully_replicated and len(leaf.addressable_shards) == 2
+    one, other = (np.asarray(shard.data) for shard in leaf.addressable_shards)
+    np.testing.assert_array_equal(one, other)
+
+
+def _expected_fresh_loss(batch, min_weight):
+  """A fresh network says uniform to everything, so that each unmasked cross-entropy is the log of the atoms."""
+  c = _CONFIG.learner
+  weight = np.maximum(batch.weight / batch.weight.max(), min_weight)
+  heads = c.value_coefficient * batch.value_mask * math.log(2 * _SUPPORT + 1)
+  heads = heads + c.policy_coefficient * batch.policy_mask * math.log(_A)
+  prefix = c.value_prefix_coefficient * batch.prefix_mask * math.log(2 * _SUPPORT + 1)
+  return np.mean(weight * (heads[:, 0] + (heads[:, 1:] + prefix).sum(1) / _K))
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_fresh_networks_loss_is_known(devices):
+  learner = _learner(devices)
+  value = 10 + np.arange(_B * 3, dtype=np.float32).reshape(_B, 3)
+  batch = _batch(consistency_mask=np.zeros((_B, _K), np.float32), value=value)
+  state, result = learner.step(learner.restore(*_fresh()), learner.put(batch), _KEY)
+  assert state.step == 1
+  metrics = result.metrics
+  # The largest weight is on the last device alone; two weights are raised to the floor.
+  np.testing.assert_allclose(
+    metrics[names.LOSS_TOTAL], _expected_fresh_loss(batch, _MIN_WEIGHT), rtol=1e-5
+  )
+  assert abs(_expected_fresh_loss(batch, 0.0) / metrics[names.LOSS_TOTAL] - 1) > 1e-3
+  np.testing.assert_allclose(
+    metrics[names.LOSS_VALUE], math.log(9) * batch.value_mask.mean(), rtol=1e-5
+  )
+  np.testing.assert_allclose(
+    metrics[names.LOSS_VALUE_PREFIX], math.log(9) * batch.prefix_mask.mean(), rtol=1e-5
+  )
+  np.testing.assert_allclose(
+    metrics[names.LOSS_POLICY], math.log(3) * batch.policy_mask.mean(), rtol=1e-5
+  )
+  np.testing.assert_allclose(metrics[names.POLICY_ENTROPY], math.log(3), rtol=1e-5)
+  assert metrics[names.LOSS_CONSISTENCY] == 0
+  # Its values are 0, so the errors are the targets, in the batch's order on whatever device they were computed.
+  np.testing.assert_allclose(result.td_error, 10 + 3 * np.arange(_B), rtol=1e-5)
+  np.testing.assert_allclose(metrics[names.TD_ERROR], np.mean(10 + 3 * np.arange(_B)), rtol=1e-5)
+
+
+def test_only_the_ratio_of_weights_counts_and_none_falls_below_the_floor():
+  learner, weight = _learner(4), _batch().weight
+  plain, _ = _run(learner, [_batch()])
+  scaled, _ = _run(learner, [_batch(weight=weight / 8)])
+  _same(plain, scaled)
+  floored, _ = _run(learner, [_batch(weight=np.maximum(weight, _MIN_WEIGHT * weight.max()))])
+  _same(plain, floored)
+  changed, _ = _run(
+    learner, [_batch(weight=np.where(weight == np.float32(1.5), 3, weight).astype(np.float32))]
+  )
+  assert _largest_difference(plain.variables.params, changed.variables.params) > 1e-5
+
+
+def test_heads_move_down_their_gradient():
+  """The update is -rate times the slope of the reported loss, where no gradient is halved or stopped on its way."""
+  learner, batch = _learner(), _batch()
+  (variables, opt_state), state = _start(), _run(_learner(), [_batch()])[0]
+  moved = jax.tree.map(
+    lambda new, old: np.asarray(new) - old, state.variables.params, variables.params
+  )
+  prefix, consistency = moved["value_prefix"], moved["consistency"]
+  exact = [
+    moved["value"],
+    moved["policy"],
+    prefix,
+    consistency["predict1"],
+    consistency["predict2"],
+  ]
+  chosen = {id(leaf) for leaf in jax.tree.leaves(exact)}
+  direction = jax.tree.map(lambda x: x if id(x) in chosen else np.zeros_like(x), moved)
+  squared = _norm(direction) ** 2
+
+  def loss(distance):
+    params = jax.tree.map(lambda x, d: x + np.float32(distance) * d, variables.params, direction)
+    _, result = learner.step(
+      learner.restore(variables._replace(params=params), opt_state, 0), learner.put(batch), _KEY
+    )
+    return float(result.metrics[names.LOSS_TOTAL])
+
+  slope = (loss(0.25) - loss(-0.25)) / 0.5
+  assert slope == pytest.approx(-squared / _CONFIG.optim.learning_rate, rel=0.02)
+
+
+def test_a_step_is_a_function_of_state_batch_and_key():
+  learner = _learner()
+  first, results = _run(learner, [_batch(0), _batch(1)])
+  again, same_results = _run(learner, [_batch(0), _batch(1)])
+  _same(first, again)
+  _same(results, same_results)
+  other, _ = _run(learner, [_batch(0), _batch(1)], jax.random.key(43))
+  assert (
+    _largest_difference(first.variables.params, other.variables.params) > 1e-6
+  )  # the augmentation's key
+  # The step number is part of the key: the same variables augment otherwise at another step.
+  at_zero, at_five = (
+    learner.step(learner.restore(*_start(), step), learner.put(_batch()), _KEY)[1].metrics
+    for step in (0, 5)
+  )
+  assert at_zero[names.LOSS_TOTAL] != at_five[names.LOSS_TOTAL]
+
+
+def test_a_restored_state_goes_on_bit_for_bit():
+  learner = _learner()
+  state, _ = _run(learner, [_batch(0), _batch(1)])
+  saved = _host(state)
+  kept = jax.tree.map(np.copy, saved)
+  state, result = learner.step(state, learner.put(_batch(2)), _KEY)
+  restored = learner.restore(saved.variables, saved.opt_state, int(saved.step))
+  assert jax.tree.map(lambda x: (x.shape, x.dtype), restored) == jax.tree.map(
+    lambda x: (x.shape, x.dtype), state
+  )
+  restored, restored_result = learner.step(restored, learner.put(_batch(2)), _KEY)
+  _same(state, restored)
+  _same(result, restored_result)
+  _same(saved, kept)  # what was restored from is not written to
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_who_wants_to_leave_is_heard_with_the_step_and_changes_nothing_else(devices):
+  learner = _learner(devices)
+  plain, result = learner.step(_restored(learner), learner.put(_batch()), _KEY)
+  told, last = learner.step(_restored(learner), learner.put(_batch()), _KEY, stop=True)
+  assert not bool(result.stopping) and bool(last.stopping)
+  _same(plain, told)
+  _same(result.metrics, last.metrics)
+
+
+def test_devices_send_each_other_few_messages():
+  """Largest weight, who leaves, gradients, batch statistics, metrics; between CPU processes each array is a message."""
+  learner = _learner(4, batch_norm="local")
+  program = learner.lower(_restored(learner), learner.put(_batch()), _KEY).compile().as_text()
+  operands = re.findall(r" all-reduce(?:-start)?\(([^)]*)\)", program)
+  assert sum(names.count("%") for names in operands) == 5
+
+
+def test_one_of_many_is_enough_to_be_heard():
+  """Each process sets the flags of its own devices."""
+  learner = _learner(4)
+  flags = jax.device_put(np.array([False, False, True, False]), learner._sharded)
+  _, (_, _, stopping) = learner.update(_restored(learner), learner.put(_batch()), _KEY, flags)
+  assert bool(stopping)
+  assert [bool(np.asarray(shard.data)) for shard in stopping.addressable_shards] == [True] * 4
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_what_is_sharded_comes_back_in_its_order(devices):
+  learner, batch = _learner(devices), _batch()
+  np.testing.assert_array_equal(learner.local(learner.put(batch).weight), batch.weight)
+  _, result = learner.step(_restored(learner), learner.put(batch), _KEY)
+  np.testing.assert_array_equal(learner.local(result.td_error), np.asarray(result.td_error))
+
+
+def test_a_state_is_used_up_by_its_step():
+  learner = _learner()
+  state = _restored(learner)
+  following, _ = learner.step(state, learner.put(_batch()), _KEY)
+  assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.variables.params))
+  with pytest.raises((RuntimeError, ValueError), match=r"deleted|donated"):
+    learner.step(state, learner.put(_batch()), _KEY)
+  assert following.step == 1
+
+
+def test_metrics_are_finite_scalars_with_known_names():
+  state, results = _run(_learner(), [_batch(0), _batch(1)])
+  before, _ = _run(_learner(), [_batch(0)])
+  metrics = results[-1].metrics
+  assert metrics.keys() == {
+    names.LOSS_TOTAL, names.LOSS_VALUE, names.LOSS_VALUE_PREFIX, names.LOSS_POLICY, names.LOSS_CONSISTENCY,
+    names.POLICY_ENTROPY, names.TD_ERROR, names.LEARNING_RATE, names.GRADIENT_NORM, names.UPDATE_NORM,
+    names.PARAMETER_NORM,
+  }  # fmt: skip
+  assert metrics.keys() <= names.METRICS.keys()
+  assert all(x.shape == () and x.dtype == np.float32 and np.isfinite(x) for x in metrics.values())
+  assert metrics[names.LEARNING_RATE] == np.float32(0.02)
+  params, old = state.variables.params, before.variables.params
+  np.testing.assert_allclose(metrics[names.PARAMETER_NORM], _norm(params), rtol=1e-5)
+  step = _norm(jax.tree.map(np.subtract, _host(params), _host(old)))
+  np.testing.assert_allclose(metrics[names.UPDATE_NORM], step, rtol=1e-4)
+  first = results[0].metrics  # before momentum has anything to add
+  np.testing.assert_allclose(first[names.UPDATE_NORM], 0.02 * first[names.GRADIENT_NORM], rtol=1e-5)
+  assert results[-1].td_error.shape == (_B,)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_batch_can_be_learned(dtype):
+  learner = _learner(dtype=dtype)
+  ones = {name: np.ones_like(x) for name, x in _batch()._asdict().items() if name.endswith("_mask")}
+  policy = np.eye(_A, dtype=np.float32)[np.random.default_rng(5).integers(0, _A, (_B, _K + 1))]
+  batch = _batch(weight=np.ones(_B, np.float32), policy=policy, **ones)
+  state, losses = learner.restore(*_fresh()), []
+  for _ in range(60):
+    state, result = learner.step(state, learner.put(batch), _KEY)
+    losses.append(float(result.metrics[names.LOSS_TOTAL]))
+  assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 1.0
+
+
+def test_the_state_is_laid_out_as_promised():
+  learner = _learner(4)
+  state, abstract = learner.init(jax.random.key(0)), learner.abstract()
+  assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(
+    lambda x: (x.shape, x.dtype), abstract
+  )
+  assert {x.sharding.device_set.pop() for x in jax.tree.leaves(abstract)} == {jax.devices()[0]}
+  assert all(
+    x.is_fully_replicated and len(x.sharding.device_set) == 4 for x in jax.tree.leaves(state)
+  )
+  assert state.step == 0 and state.step.dtype == np.int32
+  batch = _batch()
+  for ours, theirs in zip(learner.put(batch), batch, strict=True):
+    assert [shard.data.shape[0] for shard in ours.addressable_shards] == [_B // 4] * 4
+    np.testing.assert_array_equal(ours, theirs)
+  assert learner.mesh.axis_names == (AXIS,) and learner.blueprint.num_actions == _A
+
+
+@pytest.mark.parametrize("devices", [3, 5])
+def test_a_batch_that_cannot_be_shared_equally_is_refused(devices):
+  with pytest.raises(ValueError, match=f"learner.batch_size=8 .*{devices} devices"):
+    _learner(devices)
+
+
+def test_lars_reports_its_trust_ratios():
+  config = dataclasses.replace(
+    _CONFIG, optim=dataclasses.replace(_CONFIG.optim, name="clipped_lars", trust_max=0.002)
+  )
+  learner = Learner(config, _OBSERVATION, _A, make_mesh(jax.devices()[:1]))
+  metrics = jax.eval_shape(learner.step, learner.abstract(), _batch(), _KEY)[1].metrics
+  ratios = {
+    names.TRUST_RATIO_MIN,
+    names.TRUST_RATIO_MEAN,
+    names.TRUST_RATIO_MAX,
+    names.TRUST_RATIO_CLIPPED,
+  }
+  assert ratios <= metrics.keys() <= names.METRICS.keys()
