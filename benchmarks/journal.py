@@ -37,7 +37,7 @@ def make_actor(config: Config, env: BatchedEnv) -> tuple[Actor, Version]:
   """An actor and untrained weights for it."""
   height, width, channels = env.frame_shape
   observation = (height, width, channels * config.env.frame_stack)
-  blueprint = make_blueprint(config.network, observation, env.num_actions, axis_name="data")
+  blueprint = make_blueprint(config.agent.network, observation, env.num_actions, axis_name="data")
   variables = jax.jit(blueprint.init)(jax.random.key(0))
   inference = Inference(config, blueprint)
   return Actor(config, env, inference, jax.random.key(1), EpisodeStats(env.num_lanes)), Version(

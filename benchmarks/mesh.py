@@ -208,8 +208,8 @@ def publication(config: Config, state: LearnerState, step_s: float, repeat: int)
   """What the weights' way to their users costs the learner, who publishes after every step, and them."""
   intervals = {
     ACTOR: config.actor.weights_interval,
-    REANALYSER: config.reanalyse.weights_interval,
-    REFRESHER: config.refresh.weights_interval,
+    REANALYSER: config.agent.reanalyse.weights_interval,
+    REFRESHER: config.agent.refresh.weights_interval,
   }
   store = WeightsStore(intervals, jax.local_devices()[0], state.variables)
   due = next(

@@ -156,16 +156,16 @@ def arithmetic(
   form = learner_process.form_of(config, own)
   version = sum(leaf.size * leaf.dtype.itemsize for leaf in form.weights.values())
   parameters = jax.eval_shape(blueprint_of(config, game).init, jax.random.key(0)).params
-  samples, states = own.learner.batch_size, config.learner.unroll_steps + 1
+  samples, states = own.learner.batch_size, config.agent.loss.unroll_steps + 1
   blocks = versions = 0.0
-  if config.reanalyse.schedule == "batch":
-    searched = round(config.reanalyse.ratio * samples)
+  if config.agent.reanalyse.schedule == "batch":
+    searched = round(config.agent.reanalyse.ratio * samples)
     blocks += looked_at(form, config, searched, states, True) + looked_at(
       form, config, samples, states, False
     )
-    versions += 1 / config.reanalyse.weights_interval
+    versions += 1 / config.agent.reanalyse.weights_interval
   for kind in sweeps(config):
-    part = config.refresh if kind == "refresh" else config.reanalyse
+    part = config.agent.refresh if kind == "refresh" else config.agent.reanalyse
     queue = Sweep(own.actor.lanes, replay_capacity(own))
     for lane in range(own.actor.lanes):
       queue.grow(lane, 0, round(transitions / config.actor.lanes))
@@ -222,7 +222,7 @@ def shown(form: codec.Form, lanes: int) -> tuple[float, float]:
 
 def batch_bytes(config: Config, game: Game) -> int:
   """Of a `LearnerBatch`."""
-  unrolled = config.learner.unroll_steps
+  unrolled = config.agent.loss.unroll_steps
   frames = (
     (config.env.frame_stack + unrolled) * math.prod(game.frame_shape) * game.frame_dtype.itemsize
   )

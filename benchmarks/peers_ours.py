@@ -120,7 +120,7 @@ def naive(roots: int, simulations: int) -> tuple[Work, dict[str, Any]]:
     root = mctx.RootFnOutput(
       prior_logits=policy_logits,
       value=losses.decode(value_logits),
-      embedding=(state, initial_carry(config.network, roots)),
+      embedding=(state, initial_carry(config.agent.network, roots)),
     )
     output = mctx.gumbel_muzero_policy(params, key, root, recurrent, simulations)
     return output.action, output.action_weights, output.search_tree.summary().value
@@ -213,7 +213,7 @@ def fresh(
 def quota(transitions: int, max_age: int, block: int) -> tuple[Work, dict[str, Any]]:
   """No work but a fact: states that the preset `sweep` searches each learner step, with another bound on their age."""
   config = loader.load(["atari100k", "sweep"])
-  delay = max(config.reanalyse.weights_interval, config.actor.weights_interval)
+  delay = max(config.agent.reanalyse.weights_interval, config.actor.weights_interval)
   sweep = Sweep(LANES, -(-transitions // LANES))
   for lane in range(LANES):
     sweep.grow(lane, 0, sweep.capacity)

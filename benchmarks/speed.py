@@ -27,7 +27,11 @@ from speedyzero_jax.workers.learner import Learner, make_mesh
 
 def random_batch(config, frame_shape, num_actions: int, size: int) -> LearnerBatch:
   """Noise of the right shapes."""
-  rng, steps, stack = np.random.default_rng(0), config.learner.unroll_steps, config.env.frame_stack
+  rng, steps, stack = (
+    np.random.default_rng(0),
+    config.agent.loss.unroll_steps,
+    config.env.frame_stack,
+  )
   states, ones = (size, steps + 1), np.ones((size, steps), np.float32)
   return LearnerBatch(
     frames=rng.integers(0, 256, (size, stack + steps, *frame_shape), dtype=np.uint8),

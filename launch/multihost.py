@@ -154,10 +154,10 @@ def check_possible(config: Config) -> None:
     )
   most = largest_value(config.env)
   needed = 0 if most is None else math.ceil(transform(most))
-  if config.network.support < needed:
+  if config.agent.network.support < needed:
     raise ConfigError(
       f"network.support: must be at least {needed} for values of up to {most:.0f}, which {config.env.game} has, got "
-      f"{config.network.support}"
+      f"{config.agent.network.support}"
     )
   try:
     game = game_of(config)

@@ -74,7 +74,9 @@ def filled(config: Config, random_steps: int) -> Config:
     learner.steps - learner.tail_steps, 1
   )  # agent steps for each learner step
   # Long enough for sweeps to come round: each computes its first block within half of its age.
-  enough = 2 * config.profile.steps + 2 * max(config.reanalyse.max_age, config.refresh.max_age)
+  enough = 2 * config.profile.steps + 2 * max(
+    config.agent.reanalyse.max_age, config.agent.refresh.max_age
+  )
   steps = max(round((run - random_steps) / pace), enough)
   changes = [
     f"actor.random_steps={random_steps}",

@@ -8,6 +8,7 @@ transition (action[t], reward[t]) into slot t + 1 unless it is the last frame of
 episode's last frame is the first frame of the next one.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
@@ -32,22 +33,36 @@ class EnvStep(NamedTuple):
 
 
 class Segment(NamedTuple):
-  """Consecutive slots of one lane, appended by an actor. n slots; frame i belongs to slot start + i."""
+  """Consecutive slots of one lane, appended by an actor; n slots, frame i belongs to slot start + i.
+
+  The columns and their dtypes are those of the replay's `Schema`.
+  """
 
   lane: int
   start: int  # absolute time of the first slot
   frame: np.ndarray  # [n, H, W, C]
   first: np.ndarray  # [n] bool, the frame starts an episode
-  terminated: np.ndarray  # [n] bool, the frame ends an episode for good
+  terminated: np.ndarray  # [n] bool, the frame ends an episode and its value is 0
   truncated: np.ndarray  # [n] bool, the frame ends an episode, bootstrap from its value
   action: np.ndarray  # [n] int32, taken after the frame; -1 where the frame ends an episode
-  reward: (
-    np.ndarray
-  )  # [n] float32, received for `action` (as trained on, so clipped if clipping is on)
-  policy: np.ndarray  # [n, A] float32, the search's improved policy
-  search_value: np.ndarray  # [n] float32, the search's root value
-  value: np.ndarray  # [n] float32, the network's value of the frame
-  step: np.ndarray  # [n] int32, learner step of the weights that gave policy and values
+  reward: np.ndarray  # [n] float32, received for `action`, clipped if rewards are clipped
+  step: np.ndarray  # [n] int32, learner step of the weights that chose the action
+  extra: dict[str, np.ndarray]  # [n, ...] each, the agent's columns by name
+
+  def arrays(self) -> dict[str, np.ndarray]:
+    """All columns by name."""
+    return dict(zip(self._fields[2:9], self[2:9], strict=True)) | self.extra
+
+  @classmethod
+  def of(cls, lane: int, start: int, arrays: dict[str, np.ndarray]) -> "Segment":
+    """A segment from its columns by name."""
+    base = cls._fields[2:9]
+    extra = {name: array for name, array in arrays.items() if name not in base}
+    return cls(lane, start, *(arrays[name] for name in base), extra)
+
+  def map(self, function: Callable[[np.ndarray], np.ndarray], start: int) -> "Segment":
+    """The segment from slot `start` whose columns are `function` of this one's."""
+    return self.of(self.lane, start, {k: function(x) for k, x in self.arrays().items()})
 
 
 class SearchResult(NamedTuple):

@@ -102,7 +102,10 @@ class FetchedFrames:
 
 def _used(config: Config) -> tuple[str, ...]:
   """Whose weights are needed; the others need not travel."""
-  used = {REANALYSER: config.reanalyse.schedule != "off", REFRESHER: "refresh" in sweeps(config)}
+  used = {
+    REANALYSER: config.agent.reanalyse.schedule != "off",
+    REFRESHER: "refresh" in sweeps(config),
+  }
   return tuple(subscriber for subscriber, needed in used.items() if needed)
 
 
@@ -151,7 +154,7 @@ def _reanalyse(
       windows,
       search=block.search,
       key=one_key,
-      explore=config.reanalyse.explore,
+      explore=config.agent.reanalyse.explore,
     )
     policy, search_value = findings.policy, findings.search_value
     if policy is None or search_value is None:

@@ -1,0 +1,1 @@
+"""Configuration: typed sections, presets, overrides and their validation."""

@@ -1,16 +1,18 @@
-"""Text to settings and back: presets, `key=value` overrides, `--help`, the saved `config.yaml` of a run.
+"""Text to configuration and back: presets, `key=value` overrides, `--help`, a run's `config.yaml`.
 
-`config.py` is the schema; everything here is derived from it, so that a new field needs no change but its range in
-`config_checks.py`. Whoever gets a value wrong gets one `ConfigError` that names the key. Knows nothing of jax, devices,
-processes or run folders.
+Everything is derived from the fields of the sections (`schema.py`, and the chosen agent's own), so a
+new field needs no change here. Errors are one `ConfigError` that names the key.
 
-YAML is read without YAML's own guesses at types (under which `off` is a bool and `1e5` a string): every scalar stays
-text until the field's type says how to read it, so that a preset and an override mean the same by the same characters.
+YAML is read without YAML's own guesses at types (under which `off` is a bool and `1e5` a string):
+every scalar stays text until the field's type says how to read it, so that a preset and an override
+mean the same by the same characters.
 """
 
 import dataclasses
 import difflib
 import functools
+import importlib
+import importlib.util
 import math
 import textwrap
 import typing
@@ -20,48 +22,94 @@ from typing import Any
 
 import yaml
 
-from speedyzero_jax.config import checks
-from speedyzero_jax.config.schema import Config
+from speedyzero_jax.config import checks, fields
+from speedyzero_jax.config.schema import AgentConfig, Config
 
 _BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_AGENT = "agent"  # the one key without a section
+_DEFAULT_AGENT = "efficientzero"
+_BUILT_IN = "speedyzero_jax.agents"
+
+Leaves = dict[str, Any]  # dotted key -> text or list of texts, not yet parsed
 
 
 class ConfigError(ValueError):
   """A setting that cannot be used; the message names it. Launchers print it and exit with status 2."""
 
 
-@functools.cache
-def _sections() -> dict[str, Any]:
-  """Section name -> its dataclass, in the order of `Config`."""
-  return {field.name: field.type for field in dataclasses.fields(Config)}
+# --- Sections and fields ---
+
+
+def agent_module(name: str) -> Any:
+  """The module of an agent: of this package, or any other by its dotted name.
+
+  Raises:
+    ConfigError: there is no such module, or it is not an agent's.
+  """
+  for module in (f"{_BUILT_IN}.{name}", name):
+    try:
+      found = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+      found = None
+    if found is not None:
+      loaded = importlib.import_module(module)
+      if hasattr(loaded, "AGENT_CONFIG"):
+        return loaded
+  raise ConfigError(f"agent: there is no agent {name!r}; there are {', '.join(agent_names())}")
 
 
 @functools.cache
-def _fields() -> dict[str, dataclasses.Field[Any]]:
-  """Dotted key -> its field, in the order of `config.py`."""
+def agent_names() -> list[str]:
+  """The agents of this package."""
+  folder = Path(__file__).resolve().parents[1] / "agents"
+  names = [path.stem for path in folder.glob("[a-z]*.py")]
+  names += [path.parent.name for path in folder.glob("[a-z]*/config.py")]
+  return sorted(name for name in names if hasattr(_import(name), "AGENT_CONFIG"))
+
+
+def _import(name: str) -> Any:
+  return importlib.import_module(f"{_BUILT_IN}.{name}")
+
+
+@functools.cache
+def _sections(agent: str) -> dict[str, type]:
+  """Section name -> its dataclass: the environment's, the agent's, then all others."""
+  own = {field.name: field.type for field in dataclasses.fields(agent_module(agent).AGENT_CONFIG)}
+  common = {f.name: f.type for f in dataclasses.fields(Config) if f.name != _AGENT}
+  return {"env": common.pop("env")} | own | common  # type: ignore[return-value]
+
+
+@functools.cache
+def fields_of(agent: str) -> dict[str, dataclasses.Field[Any]]:
+  """Dotted key -> its field, for a run of this agent."""
   return {
     f"{name}.{field.name}": field
-    for name, cls in _sections().items()
-    for field in dataclasses.fields(cls)
+    for name, section in _sections(agent).items()
+    for field in dataclasses.fields(section)
   }
 
 
-def _flat(config: Config) -> dict[str, Any]:
+def flat(config: Config) -> dict[str, Any]:
   """Dotted key -> value."""
   values = {}
-  for key in _fields():
+  for key in fields_of(config.agent.name):
     section, name = key.split(".")
-    values[key] = getattr(getattr(config, section), name)
+    owner = config if hasattr(config, section) else config.agent
+    values[key] = getattr(getattr(owner, section), name)
   return values
 
 
-def _build(values: Mapping[str, Any]) -> Config:
+def build(agent: str, values: Mapping[str, Any]) -> Config:
   """A configuration from dotted keys and parsed values; keys left out take their defaults."""
-  parts: dict[str, dict[str, Any]] = {section: {} for section in _sections()}
+  sections = _sections(agent)
+  parts: dict[str, dict[str, Any]] = {section: {} for section in sections}
   for key, value in values.items():
     section, name = key.split(".")
     parts[section][name] = value
-  return Config(**{section: _sections()[section](**part) for section, part in parts.items()})
+  made = {section: cls(**parts[section]) for section, cls in sections.items()}
+  own_class: type[AgentConfig] = agent_module(agent).AGENT_CONFIG
+  own = own_class(**{f.name: made.pop(f.name) for f in dataclasses.fields(own_class)})
+  return Config(agent=own, **made)
 
 
 # --- One value ---
@@ -107,9 +155,8 @@ def _parse_text(text: str, kind: Any) -> Any:
   return tuple(_parse_text(part, float) for part in text.split(",")) if text else ()
 
 
-def _parse(key: str, value: Any) -> Any:
+def _parse(key: str, value: Any, kind: Any) -> Any:
   """`value`, text or a list of texts, as the type of `key`. ConfigError if it is not of that type."""
-  kind = _fields()[key].type
   try:
     if isinstance(value, str):
       return _parse_text(value, kind)
@@ -153,11 +200,6 @@ def _nearest(name: str, candidates: Iterable[str]) -> str:
   return " or ".join([*(c for c in same if c != best), best])
 
 
-def _check_key(key: str, candidates: Collection[str]) -> None:
-  if key not in candidates:
-    raise ConfigError(f"unknown key {key!r}; the nearest is {_nearest(key, candidates)}")
-
-
 # --- YAML ---
 
 
@@ -188,24 +230,43 @@ def _read_yaml(text: str) -> dict[str, Any]:
   return document
 
 
-def _parse_document(document: Mapping[str, Any]) -> dict[str, Any]:
-  """Dotted key -> parsed value, for sections as nested mappings or dotted keys."""
-  leaves: list[tuple[str, Any]] = []
+def _leaves(document: Mapping[str, Any]) -> Leaves:
+  """Dotted key -> text, from sections as nested mappings or from dotted keys."""
+  found: Leaves = {}
   for key, value in document.items():
-    if isinstance(value, dict) and key not in _fields():
-      _check_key(key, _sections())
-      leaves += [(f"{key}.{name}", leaf) for name, leaf in value.items()]
-    elif key not in _sections():
-      leaves.append((key, value))
-    elif value != "":  # a section whose keys are all commented out is empty text
+    nested = value.items() if isinstance(value, dict) else [("", value)]
+    if not isinstance(value, dict) and key != _AGENT and "." not in key:
+      if value == "":  # a section whose keys are all commented out is empty text
+        continue
       raise ConfigError(f"{key}: expected a mapping of keys to values, got {value!r}")
-  values: dict[str, Any] = {}
-  for key, value in leaves:
-    _check_key(key, _fields())
-    if key in values:
-      raise ConfigError(f"{key} is given twice")
-    values[key] = _parse(key, value)
+    for name, leaf in nested:
+      full = f"{key}.{name}" if name else key
+      if full in found:
+        raise ConfigError(f"{full} is given twice")
+      found[full] = leaf
+  return found
+
+
+def _parsed(leaves: Leaves, agent: str) -> dict[str, Any]:
+  """Dotted key -> value. ConfigError for a key that a run of this agent does not have."""
+  known = fields_of(agent)
+  values = {}
+  for key, leaf in leaves.items():
+    if key == _AGENT:
+      continue
+    if key not in known:
+      _refuse_key(key, agent)
+    values[key] = _parse(key, leaf, known[key].type)
   return values
+
+
+def _refuse_key(key: str, agent: str) -> None:
+  others = [name for name in agent_names() if name != agent and key in fields_of(name)]
+  if others:
+    raise ConfigError(
+      f"{key} is a setting of {', '.join(others)}; the agent of this run is {agent}"
+    )
+  raise ConfigError(f"unknown key {key!r}; the nearest is {_nearest(key, fields_of(agent))}")
 
 
 # --- Presets ---
@@ -237,8 +298,15 @@ def _preset_path(preset: str, folder: Path) -> Path:
   return _config_dir() / f"{preset}.yaml"
 
 
-def _preset_values(path: Path, parents: tuple[Path, ...] = ()) -> dict[str, Any]:
-  """Dotted key -> parsed value: what the file's `base` presets say, then what it says itself."""
+class _Preset(typing.NamedTuple):
+  """A preset's own leaves, and those for single games (`games: {NAME: ...}`)."""
+
+  leaves: Leaves
+  games: dict[str, Leaves]
+
+
+def _read_preset(path: Path, parents: tuple[Path, ...] = ()) -> list[_Preset]:
+  """The file's `base` presets, in order, then the file itself."""
   path = path.resolve()
   if path in parents:
     raise ConfigError(f"{path}: a preset is its own base")
@@ -248,89 +316,134 @@ def _preset_values(path: Path, parents: tuple[Path, ...] = ()) -> dict[str, Any]
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
       raise ConfigError(f"base: expected names of presets, got {bases!r}")
-    own = _parse_document(document)
+    games = document.pop("games", None) or {}
+    if not isinstance(games, dict) or not all(isinstance(own, dict) for own in games.values()):
+      raise ConfigError("games: expected a mapping of games to settings")
+    own = _Preset(_leaves(document), {game: _leaves(leaves) for game, leaves in games.items()})
+    agent = own.leaves.get(_AGENT)
+    for leaves in (own.leaves, *own.games.values()) if agent else ():
+      _parsed(leaves, str(agent))  # so that an error names the file
   except (OSError, UnicodeDecodeError, ConfigError) as error:
     raise ConfigError(f"{path}: {error}") from None
-  values: dict[str, Any] = {}
+  found: list[_Preset] = []
   for base in bases:
-    values |= _preset_values(_preset_path(base, path.parent), (*parents, path))
-  return values | own
+    found += _read_preset(_preset_path(base, path.parent), (*parents, path))
+  return [*found, own]
 
 
 # --- What launchers call ---
 
 
 def load(presets: Sequence[str] = (), overrides: Sequence[str] = ()) -> Config:
-  """The defaults of `config.py`, then the presets in order, then the overrides; the later wins, key by key.
+  """Defaults, then presets in order, then overrides; the later wins, key by key.
+
+  What a preset says for a game (`games:`) applies if the run's game is that one, right after the
+  rest of the preset.
 
   Args:
-    presets: names of files in `configs/`, or paths that end in .yaml. A preset may name others that come before it
-      (`base: [atari100k]`).
-    overrides: `key=value` with dotted keys, such as `env.game=Pong` or `actor.temperatures=1,0.5,0.25`.
+    presets: names of files in `configs/`, or paths that end in .yaml. A preset may name others that
+      come before it (`base: [atari100k]`).
+    overrides: `key=value` with dotted keys, such as `env.game=Pong` or `search.temperatures=1,0.5`.
 
   Returns:
     A configuration that `validate` accepts.
 
   Raises:
-    ConfigError: an unknown preset or key (the message names the nearest), a value of the wrong type or out of range,
-      a file that cannot be read.
+    ConfigError: an unknown preset, agent or key (the message names the nearest), a value of the wrong
+      type or out of range, a file that cannot be read.
   """
+  read = [part for preset in presets for part in _read_preset(_preset_path(preset, Path.cwd()))]
+  last = _overridden(overrides)
+  chosen: Leaves = {}
+  for leaves in (*(preset.leaves for preset in read), last):
+    chosen |= leaves
+  agent, game = chosen.get(_AGENT, _DEFAULT_AGENT), chosen.get("env.game")
   values: dict[str, Any] = {}
-  for preset in presets:
-    values |= _preset_values(_preset_path(preset, Path.cwd()))
-  return override(_build(values), overrides)
-
-
-def override(config: Config, overrides: Sequence[str]) -> Config:
-  """`config` with `key=value` overrides applied, validated. Raises ConfigError as `load` does."""
-  values = _flat(config)
-  for text in overrides:
-    key, equals, value = text.partition("=")
-    if not equals:
-      raise ConfigError(f"override {text!r} is not of the form key=value")
-    _check_key(key.strip(), _fields())
-    values[key.strip()] = _parse(key.strip(), value)
-  config = _build(values)
+  for preset in read:
+    values |= _parsed(preset.leaves | preset.games.get(str(game), {}), agent)
+  config = build(agent, values | _parsed(last, agent))
   validate(config)
   return config
 
 
+def override(config: Config, overrides: Sequence[str]) -> Config:
+  """`config` with `key=value` overrides applied, validated. Raises ConfigError as `load` does."""
+  leaves, agent = _overridden(overrides), config.agent.name
+  if leaves.get(_AGENT, agent) != agent:
+    raise ConfigError(f"agent: is {agent} and cannot change")
+  config = build(agent, flat(config) | _parsed(leaves, agent))
+  validate(config)
+  return config
+
+
+def _overridden(overrides: Sequence[str]) -> Leaves:
+  leaves: Leaves = {}
+  for text in overrides:
+    key, equals, value = text.partition("=")
+    if not equals:
+      raise ConfigError(f"override {text!r} is not of the form key=value")
+    leaves[key.strip()] = value
+  return leaves
+
+
 def to_yaml(config: Config) -> str:
-  """Every key with its value, as YAML that `from_yaml` and `load` read back to an equal configuration."""
-  nested: dict[str, dict[str, Any]] = {section: {} for section in _sections()}
-  for key, value in _flat(config).items():
+  """Every key with its value, as YAML that `from_yaml` and `load` read back to an equal one."""
+  nested: dict[str, Any] = {_AGENT: config.agent.name}
+  for key, value in flat(config).items():
     section, name = key.split(".")
-    nested[section][name] = list(value) if isinstance(value, tuple) else value
+    nested.setdefault(section, {})[name] = list(value) if isinstance(value, tuple) else value
   return yaml.safe_dump(nested, sort_keys=False)
 
 
 def from_yaml(text: str) -> Config:
-  """The configuration that `to_yaml` wrote. Keys it lacks (an older run's) take their defaults.
+  """The configuration that `to_yaml` wrote. Keys that it lacks take their defaults.
 
-  Ranges are not checked: what was saved was valid when it was saved, and a reader of an old run need not agree.
+  Intervals are not checked: a saved configuration was valid when it was saved.
 
   Raises:
     ConfigError: unreadable text, an unknown key, a value of the wrong type.
   """
-  return _build(_parse_document(_read_yaml(text)))
+  leaves = _leaves(_read_yaml(text))
+  agent = str(leaves.get(_AGENT, _DEFAULT_AGENT))
+  return build(agent, _parsed(leaves, agent))
 
 
-def diff(a: Config, b: Config) -> list[str]:
-  """The keys in which two configurations differ, as lines `key: a's value != b's value`."""
-  theirs = _flat(b)
-  return [
-    f"{key}: {_format(v)} != {_format(theirs[key])}"
-    for key, v in _flat(a).items()
-    if v != theirs[key]
+def divide(config: Config, unit: int, units: int) -> Config:
+  """The share of learner process `unit` of `units` in a run: fields that are `divided` are shared out."""
+  values, known = flat(config), fields_of(config.agent.name)
+  for key, field in known.items():
+    if field.metadata["divided"]:
+      values[key] = fields.share(values[key], field.metadata["divided"], unit, units)
+  return build(config.agent.name, values)
+
+
+def diff(a: Config, b: Config) -> dict[str, str]:
+  """Key -> `a's value != b's value`, for the keys in which two configurations differ."""
+  if a.agent.name != b.agent.name:
+    return {_AGENT: f"{a.agent.name} != {b.agent.name}"}
+  theirs = flat(b)
+  return {
+    key: f"{_format(value)} != {_format(theirs[key])}"
+    for key, value in flat(a).items()
+    if value != theirs[key]
+  }
+
+
+def immutable(config: Config, keys: Iterable[str]) -> list[str]:
+  """Those of these keys that a resumed run may not change."""
+  known = fields_of(config.agent.name)
+  return [key for key in keys if key not in known or not known[key].metadata["mutable"]]
+
+
+def help_text(agent: str = _DEFAULT_AGENT) -> str:
+  """Every key of a run of this agent with its default, type and meaning, and the presets."""
+  lines = [
+    f"Settings of a run with agent={agent} (one of {', '.join(agent_names())}), as key=value, with",
+    "their defaults:",
   ]
-
-
-def help_text() -> str:
-  """Every key with its default, type and meaning, by section, and the presets: what `--help` prints."""
-  lines = ["Settings, as key=value (here with their defaults):"]
-  for section, cls in _sections().items():
-    lines += ["", f"{section}: {cls.__doc__.strip()}"]
-    for key, field in _fields().items():
+  for section, cls in _sections(agent).items():
+    lines += ["", f"{section}: {(cls.__doc__ or '').strip()}"]
+    for key, field in fields_of(agent).items():
       if key.startswith(f"{section}."):
         lines.append(f"  {key}={_format(field.default)}  ({_describe(field.type)})")
         lines += textwrap.wrap(
@@ -344,11 +457,13 @@ def help_text() -> str:
 
 
 def validate(config: Config) -> None:
-  """Checks ranges, and settings against each other.
+  """Checks intervals, and settings against each other.
 
   Raises:
     ConfigError: one line for each key whose value cannot be used.
   """
-  problems = list(checks.problems(config, _format))
-  if problems:
-    raise ConfigError("\n".join(problems))
+  known = fields_of(config.agent.name)
+  found = [*checks.interval_problems(known, flat(config)), *checks.problems(config)]
+  found += config.agent.problems(config)
+  if found:
+    raise ConfigError("\n".join(found))

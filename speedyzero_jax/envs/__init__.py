@@ -1,0 +1,1 @@
+"""Batched environments and reference scores."""

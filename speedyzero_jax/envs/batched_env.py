@@ -32,7 +32,7 @@ from speedyzero_jax.config.schema import EnvConfig
 from speedyzero_jax.envs import scores
 from speedyzero_jax.types import EnvStep
 
-_VECTOR_GAMES = ("Catch", "CartPole")
+VECTOR_GAMES = ("Catch", "CartPole")
 _CARTPOLE_STEPS = 500  # of CartPole-v1
 _CARTPOLE_LIMITS = np.array(
   [2.4, math.radians(12)]
@@ -227,13 +227,13 @@ def training_reward(config: EnvConfig, reward: np.ndarray) -> np.ndarray:
 
 def game_names() -> list[str]:
   """All that `EnvConfig.game` can name: Catch, CartPole, the 26 of Atari-100k, then envpool's other Atari games."""
-  known = [*_VECTOR_GAMES, *scores.atari100k_games()]
+  known = [*VECTOR_GAMES, *scores.atari100k_games()]
   return known + sorted(_atari_games() - set(known))
 
 
 def check_game(game: str) -> None:
   """Raises ValueError for a game there is not; the message names the nearest ones, or those of Atari-100k."""
-  known = (*_VECTOR_GAMES, *scores.atari100k_games())
+  known = (*VECTOR_GAMES, *scores.atari100k_games())
   if (
     game not in known and game not in _atari_games()
   ):  # all of them are seconds away, see `_registry`

@@ -1,0 +1,1 @@
+"""Numerics shared by agents: optimizers and transforms."""

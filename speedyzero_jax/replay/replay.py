@@ -17,7 +17,8 @@ from speedyzero_jax.agents.efficientzero.targets import (
   refreshed_errors,
   rests_on,
 )
-from speedyzero_jax.config.schema import ReanalyseConfig, ReplayConfig
+from speedyzero_jax.agents.efficientzero.config import LossConfig, ReanalyseConfig
+from speedyzero_jax.config.schema import PriorityConfig
 from speedyzero_jax.replay import snapshot
 from speedyzero_jax.replay.device_frames import DeviceFrames
 from speedyzero_jax.replay.experience import Experience
@@ -46,9 +47,9 @@ class Replay(Experience):
     frame_shape: tuple[int, ...],
     frame_dtype: np.dtype | type,
     num_actions: int,
-    replay: ReplayConfig,
+    priority: PriorityConfig,
+    loss: LossConfig,
     reanalyse: ReanalyseConfig,
-    unroll_steps: int,
     value_prefix_horizon: int,
     frame_stack: int,
     discount: float,
@@ -65,17 +66,18 @@ class Replay(Experience):
       ValueError: a size is impossible, min_priority is not positive (eligible transitions must stay reachable), or
         a lane is too short for anything in an unfinished episode to become eligible.
     """
-    shortest = frame_stack + unroll_steps + replay.td_steps
+    unroll_steps = loss.unroll_steps
+    shortest = frame_stack + unroll_steps + loss.td_steps
     if capacity < shortest:
       raise ValueError(
         f"capacity must be at least {shortest} slots per lane (stack + unroll + n), got {capacity}"
       )
-    if not replay.min_priority > 0:
-      raise ValueError(f"replay.min_priority must be positive, got {replay.min_priority}")
+    if not priority.min_priority > 0:
+      raise ValueError(f"priority.min_priority must be positive, got {priority.min_priority}")
     for name, value in (
       ("unroll_steps", unroll_steps),
       ("value_prefix_horizon", value_prefix_horizon),
-      ("replay.td_steps", replay.td_steps),
+      ("loss.td_steps", loss.td_steps),
     ):
       if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
@@ -89,14 +91,14 @@ class Replay(Experience):
       device_frames=device_frames,
       frame_memory=frame_memory,
     )
-    self._config = replay
+    self._config = loss
     self._ratio = reanalyse.ratio
     self._unroll = unroll_steps
     self._spec = TargetSpec(
       unroll_steps=unroll_steps,
       value_prefix_horizon=value_prefix_horizon,
-      td_steps=replay.td_steps,
-      age_interval=replay.age_interval,
+      td_steps=loss.td_steps,
+      age_interval=loss.age_interval,
       discount=discount,
       value_target=reanalyse.value_target,
       mixed_start=reanalyse.mixed_start,
@@ -107,9 +109,9 @@ class Replay(Experience):
     self._eligible = Eligible(
       self._store,
       stack=frame_stack,
-      lookahead=unroll_steps + replay.td_steps,
-      alpha=replay.alpha,
-      min_priority=replay.min_priority,
+      lookahead=unroll_steps + loss.td_steps,
+      alpha=priority.alpha,
+      min_priority=priority.min_priority,
     )
     self._sweeps = {"refresh": Sweep(lanes, capacity), "reanalyse": Sweep(lanes, capacity)}
     self._rng = np.random.Generator(np.random.PCG64(rng_seed))

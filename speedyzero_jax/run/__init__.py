@@ -1,0 +1,1 @@
+"""One run in one process: its parts, loops, checkpoints and entry point."""

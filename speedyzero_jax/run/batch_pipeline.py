@@ -48,7 +48,9 @@ def draw(
   with part("sample"):
     batch = replay.make_batch(lane, time, probability, learner_step)
     share = min(learner_step / max(config.learner.steps, 1), 1.0)
-    beta = config.replay.beta_start + share * (config.replay.beta_end - config.replay.beta_start)
+    beta = config.agent.priority.beta_start + share * (
+      config.agent.priority.beta_end - config.agent.priority.beta_start
+    )
     weight = importance_weights(probability, beta)
   with part("gather"):
     gathered = gather(replay, batch, weight)

@@ -41,13 +41,13 @@ def game_of(config: Config) -> Game:
 
 def blueprint_of(config: Config, game: Game) -> Blueprint:
   """The network, for those who only look."""
-  return make_blueprint(config.network, game.observation_shape(config), game.num_actions)
+  return make_blueprint(config.agent.network, game.observation_shape(config), game.num_actions)
 
 
 def replay_capacity(config: Config) -> int:
   """Slots per lane. With `replay.capacity` 0 as many as a run can need: one per agent step and one more per episode."""
   wanted = config.replay.capacity or 2 * config.run.env_steps
-  shortest = config.env.frame_stack + config.learner.unroll_steps + config.replay.td_steps
+  shortest = config.env.frame_stack + config.agent.loss.unroll_steps + config.agent.loss.td_steps
   return max(-(-wanted // config.actor.lanes), shortest)
 
 
@@ -80,10 +80,10 @@ def make_replay(
   return Replay(
     **_form(config, game),
     num_actions=game.num_actions,
-    replay=config.replay,
-    reanalyse=config.reanalyse,
-    unroll_steps=config.learner.unroll_steps,
-    value_prefix_horizon=config.network.value_prefix_horizon,
+    priority=config.agent.priority,
+    loss=config.agent.loss,
+    reanalyse=config.agent.reanalyse,
+    value_prefix_horizon=config.agent.network.value_prefix_horizon,
     frame_stack=config.env.frame_stack,
     discount=config.env.discount,
     rng_seed=seed,
@@ -100,7 +100,7 @@ def frames_on_devices(
   They start with room for episodes of ten steps and more.
   """
   form = _form(config, game)
-  shortest = config.env.frame_stack + config.learner.unroll_steps + config.replay.td_steps
+  shortest = config.env.frame_stack + config.agent.loss.unroll_steps + config.agent.loss.td_steps
   rows = (
     form["capacity"] if config.replay.capacity else max(-(-11 * form["capacity"] // 20), shortest)
   )
@@ -131,9 +131,11 @@ def replay_bytes(config: Config) -> int:
 def sweeps(config: Config) -> list[SweepName]:
   """The whole-buffer passes a configuration needs. Sweep reanalysis refreshes priorities too: one may do for both."""
   passes: list[SweepName] = []
-  if config.reanalyse.schedule == "sweep":
+  if config.agent.reanalyse.schedule == "sweep":
     passes.append("reanalyse")
-  if config.refresh.enabled and not (passes and config.reanalyse.max_age <= config.refresh.max_age):
+  if config.agent.refresh.enabled and not (
+    passes and config.agent.reanalyse.max_age <= config.agent.refresh.max_age
+  ):
     passes.append("refresh")
   return passes
 

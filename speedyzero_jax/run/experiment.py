@@ -137,8 +137,8 @@ class Training:
       self._agree_on_network(restored.step)
     intervals = {
       ACTOR: config.actor.weights_interval,
-      REANALYSER: config.reanalyse.weights_interval,
-      REFRESHER: config.refresh.weights_interval,
+      REANALYSER: config.agent.reanalyse.weights_interval,
+      REFRESHER: config.agent.refresh.weights_interval,
     }
     everywhere = NamedSharding(local, PartitionSpec())
     self.weights = WeightsStore(intervals, everywhere, self.state.variables)
@@ -151,7 +151,7 @@ class Training:
       self.own, self.inference, self.weights, self._purpose(_SEARCH)
     )
     self.reanalyse: Reanalyse | None = (
-      self.batch_reanalyser if config.reanalyse.schedule == "batch" else None
+      self.batch_reanalyser if config.agent.reanalyse.schedule == "batch" else None
     )
     self.pacer = Pacer(self.own)
     if restored is not None:

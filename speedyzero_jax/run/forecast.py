@@ -21,9 +21,9 @@ _STEPS, _SECONDS, _FEW_STEPS, _LONG = 20, 5.0, 5, 60.0
 
 def batch_bytes(config: Config, game: Game) -> int:
   """Of a `LearnerBatch`."""
-  learner, stack = config.learner, config.env.frame_stack
-  frames = (stack + learner.unroll_steps) * math.prod(game.frame_shape) * game.frame_dtype.itemsize
-  numbers = (learner.unroll_steps + 1) * (game.num_actions + 3) + 4 * learner.unroll_steps + 1
+  learner, loss, stack = config.learner, config.agent.loss, config.env.frame_stack
+  frames = (stack + loss.unroll_steps) * math.prod(game.frame_shape) * game.frame_dtype.itemsize
+  numbers = (loss.unroll_steps + 1) * (game.num_actions + 3) + 4 * loss.unroll_steps + 1
   return learner.batch_size * (frames + 4 * numbers)
 
 

@@ -260,7 +260,7 @@ class Profiler:
       for label, count in sorted(watched.calls.items())
     ]
     known = {getattr(watched.function, "__name__", "") for watched in self._watched.values()}
-    devices, dtype = training.learner.mesh.local_devices, training.config.network.dtype
+    devices, dtype = training.learner.mesh.local_devices, training.config.agent.network.dtype
     result: dict[str, Any] = {
       "device": f"{len(devices)} x {devices[0].device_kind}",
       "jax": jax.__version__,
@@ -292,7 +292,7 @@ class Profiler:
   def _parts(self, parts: dict[str, float], seconds: float) -> list[dict[str, Any]]:
     """Each part with its thread and seconds per learner step; `host` is what is left of the learner's thread."""
     threads = _THREADS | {
-      "search": "sweeps" if self._training.config.reanalyse.schedule == "sweep" else "batches"
+      "search": "sweeps" if self._training.config.agent.reanalyse.schedule == "sweep" else "batches"
     }
     if self._training.config.run.mode == "lockstep":
       threads = {}
@@ -347,14 +347,14 @@ def search_cost(
   XLA counts the body of its loop once, so to its count are added simulations - 1 times those of a recurrent inference.
   """
   height, width, _ = blueprint.observation_shape
-  side, network = config.network.downsample, config.network
+  side, network = config.agent.network.downsample, config.agent.network
   state = jax.ShapeDtypeStruct(
     (roots, height // side, width // side, network.channels), network.dtype
   )
   carry = jax.eval_shape(lambda: initial_carry(network, roots))
   action = jax.ShapeDtypeStruct((roots,), np.int32)
   body = costs.cost_of(jax.jit(make_recurrent_fn(blueprint)).lower(variables, state, carry, action))
-  counted, repeated = costs.cost_of(lowered), config.search.simulations - 1
+  counted, repeated = costs.cost_of(lowered), config.agent.search.simulations - 1
   return Cost(counted.flops + repeated * body.flops, counted.bytes + repeated * body.bytes)
 
 

@@ -13,13 +13,6 @@ from speedyzero_jax.config import loader
 from speedyzero_jax.config.loader import ConfigError
 from speedyzero_jax.config.schema import Config
 
-# Keys that may change when a run is resumed: they say where and how to go on, not what the run is.
-_MAY_CHANGE = (
-  "run.compile_cache", "run.keep_checkpoints", "run.log_interval", "env.threads", "evaluation.", "profile.",
-  "topology.actors",
-  "topology.reanalysers", "topology.host", "topology.t", "topology.weights_dtype", "topology.b",
-)  # fmt: skip
-
 
 class RunFolderError(Exception):
   """The folder can't be used; the message says why and what to do."""
@@ -91,7 +84,8 @@ def open_existing(path: Path, changes: list[str]) -> RunFolder:
     config = loader.override(stored, changes)
   except ConfigError as error:
     raise RunFolderError(str(error)) from error
-  different = [line for line in loader.diff(stored, config) if not line.startswith(_MAY_CHANGE)]
+  changed = loader.diff(stored, config)
+  different = [f"{key}: {changed[key]}" for key in loader.immutable(config, changed)]
   if different:
     raise RunFolderError(
       f"{path} was started with another configuration ({'; '.join(different)}); start a new run instead"
@@ -114,9 +108,9 @@ def read_config(path: Path) -> Config:
 
 def _occupied(path: Path, config: Config) -> str:
   # It is this folder, however it is spelled.
-  different = [
-    line for line in loader.diff(read_config(path), config) if not line.startswith("run.dir:")
-  ]
+  changed = loader.diff(read_config(path), config)
+  changed.pop("run.dir", None)
+  different = [f"{key}: {values}" for key, values in changed.items()]
   what = (
     f"another configuration ({'; '.join(different[:3])}{'; ...' if len(different) > 3 else ''})"
     if different

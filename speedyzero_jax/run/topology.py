@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from speedyzero_jax.config import loader
 from speedyzero_jax.config.loader import ConfigError
 from speedyzero_jax.config.schema import Config
 
@@ -124,27 +125,7 @@ def unit_config(config: Config, unit: int, units: int) -> Config:
   All units' shares add up to the whole, but for an age interval of fewer transitions than there are units: 0 would
   switch it off.
   """
-
-  def share(value: int) -> int:
-    return value // units + (unit < value % units)
-
-  replace = dataclasses.replace
-  age_interval = max(share(config.replay.age_interval), min(config.replay.age_interval, 1))
-  return replace(
-    config,
-    actor=replace(
-      config.actor, lanes=share(config.actor.lanes), random_steps=share(config.actor.random_steps)
-    ),
-    replay=replace(
-      config.replay, capacity=share(config.replay.capacity), age_interval=age_interval
-    ),
-    reanalyse=replace(config.reanalyse, mixed_newest=share(config.reanalyse.mixed_newest)),
-    learner=replace(config.learner, batch_size=share(config.learner.batch_size)),
-    run=replace(config.run, env_steps=share(config.run.env_steps)),
-    topology=replace(
-      config.topology, **{kind: share(getattr(config.topology, kind)) for kind in Topology._fields}
-    ),
-  )
+  return loader.divide(config, unit, units)
 
 
 def lanes_of_actors(lanes: int, actors: int) -> list[range]:

@@ -73,7 +73,11 @@ def _unless_interrupted(training: Training, call: Callable[[], None]) -> None:
 
 def _calls(training: Training) -> Iterator[_Call]:
   config, part, key = training.own, training.part, jax.random.key(0)
-  learner, reanalyse, unroll = config.learner, config.reanalyse, config.learner.unroll_steps
+  learner, reanalyse, unroll = (
+    config.learner,
+    config.agent.reanalyse,
+    config.agent.loss.unroll_steps,
+  )
   steps = max(learner.steps - training.pacer.learner_steps, 1)
   weights = {name: version.variables for name, version in training.weights.snapshot().items()}
   search, value = training.inference.search, training.inference.value
@@ -133,7 +137,7 @@ def _calls(training: Training) -> Iterator[_Call]:
 def _batch(training: Training) -> LearnerBatch:
   """A batch of nothing."""
   config, actions = training.own, training.learner.blueprint.num_actions
-  samples, steps = config.learner.batch_size, config.learner.unroll_steps
+  samples, steps = config.learner.batch_size, config.agent.loss.unroll_steps
   of_states, of_steps = (
     np.zeros((samples, steps + 1), np.float32),
     np.zeros((samples, steps), np.float32),

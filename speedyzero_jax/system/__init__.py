@@ -1,0 +1,1 @@
+"""Facilities of the machine: memory, compilation, devices."""

@@ -227,5 +227,5 @@ def _join(a: Segment, b: Segment) -> Segment:
 
 def temperature_at(config: Config, progress: float) -> float:
   """Temperature of sampled actions at this share of training (EfficientZero's stages)."""
-  stage = int(np.searchsorted(config.actor.temperature_stages, progress, side="right"))
-  return config.actor.temperatures[stage]
+  stage = int(np.searchsorted(config.agent.search.temperature_stages, progress, side="right"))
+  return config.agent.search.temperatures[stage]

@@ -107,7 +107,7 @@ def evaluate(
     lengths=lengths,
     capped=capped,
     max_episode_steps=cap,
-    simulations=config.search.simulations,
+    simulations=config.agent.search.simulations,
     seed=seed,
   )
 

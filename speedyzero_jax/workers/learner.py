@@ -90,9 +90,9 @@ class Learner:
       )
     self.mesh = mesh
     self._config = config
-    self._sync = config.learner.batch_norm == "sync"
+    self._sync = config.agent.network.batch_norm == "sync"
     self._blueprint = make_blueprint(
-      config.network, observation_shape, num_actions, axis_name=AXIS if self._sync else None
+      config.agent.network, observation_shape, num_actions, axis_name=AXIS if self._sync else None
     )
     self._optimizer = optimizers.make_optimizer(config.optim)
     self._schedule = optimizers.learning_rate_schedule(config.optim)
@@ -203,7 +203,7 @@ class Learner:
     index = jax.lax.axis_index(AXIS) * local + jnp.arange(local)
     keys = jax.vmap(partial(jax.random.fold_in, jax.random.fold_in(key, state.step)))(index)
     weight = batch.weight / jax.lax.pmax(jnp.max(batch.weight), AXIS)
-    batch = batch._replace(weight=jnp.maximum(weight, self._config.replay.min_weight))
+    batch = batch._replace(weight=jnp.maximum(weight, self._config.agent.priority.min_weight))
 
     def loss_fn(params: Params):
       network = self._blueprint.bind(Variables(params, state.variables.batch_stats))
@@ -211,9 +211,9 @@ class Learner:
         network,
         batch,
         keys,
-        self._config.learner,
+        self._config.agent.loss,
         frame_stack=self._config.env.frame_stack,
-        horizon=self._config.network.value_prefix_horizon,
+        horizon=self._config.agent.network.value_prefix_horizon,
       )
       return loss, (terms, variables_of(network).batch_stats)
 

@@ -32,7 +32,7 @@ CACHE = f"run.compile_cache={os.environ['JAX_COMPILATION_CACHE_DIR']}"
 STEPS = 40
 # A checkpoint at every other step, so that a signal at any moment is likely to come while one is being written.
 SETTINGS = [*tiny.OVERRIDES, CACHE, f"learner.steps={STEPS}", "run.checkpoint_interval=2", "run.log_interval=1",
-            "evaluation.at_end=true", "reanalyse.schedule=off", "learner.unroll_steps=1"]  # fmt: skip
+            "evaluation.at_end=true", "reanalyse.schedule=off", "loss.unroll_steps=1"]  # fmt: skip
 NEW = ["--config", "quickstart", *SETTINGS]
 
 

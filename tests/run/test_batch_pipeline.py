@@ -1,6 +1,5 @@
 """What goes from the replay to the learner, while actors append."""
 
-
 import hypothesis.strategies as st
 import numpy as np
 import reference

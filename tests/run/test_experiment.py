@@ -393,7 +393,7 @@ def test_overlapping_roles_do_exactly_what_was_asked_for(tmp_path, schedule):
     ended = everything(training)
     # Every batch's priorities were written, the last one's too.
     steps = training.replay.state_dict()["priority_step"]
-    assert steps.max() == 11 or config.refresh.enabled
+    assert steps.max() == 11 or config.agent.refresh.enabled
   rows = rows_of(tmp_path)
   assert [row["step"] for row in rows] == list(range(1, 13))
   for row in rows:

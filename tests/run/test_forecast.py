@@ -62,7 +62,7 @@ def test_a_batch_has_the_bytes_that_are_said_and_moved(tmp_path, schedule):
   assert moved["device", "all"] == moved["device"] + 4 * searched
   lanes, swept = (
     config.actor.lanes,
-    config.refresh.block + (config.reanalyse.block if schedule == "sweep" else 0),
+    config.agent.refresh.block + (config.agent.reanalyse.block if schedule == "sweep" else 0),
   )
   assert moved["host", "acting"] == 0 and moved["device", "acting"] == 200 * lanes
   stack = config.env.frame_stack

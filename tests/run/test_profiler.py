@@ -122,7 +122,7 @@ def test_a_device_too_full_to_measure_costs_the_run_nothing(tmp_path, monkeypatc
 def test_every_simulation_of_a_search_counts(tmp_path):
   """A root inference, as many recurrent ones as there are simulations, and what the tree itself costs."""
   config = tiny.config()
-  assert config.search.simulations == 2
+  assert config.agent.search.simulations == 2
   with tiny.training(config, tmp_path) as training:
     inference, blueprint = training.inference, training.learner.blueprint
     variables = training.weights.latest("reanalyser").variables

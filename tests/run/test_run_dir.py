@@ -101,7 +101,7 @@ def test_a_folder_of_another_run_names_what_differs(tmp_path):
     refused.value
   )
   with pytest.raises(RunFolderError, match=r"; \.\.\.\)"):  # more than three are not listed
-    many = ("run.seed=7", "env.discount=0.5", "replay.alpha=1", "learner.batch_size=16")
+    many = ("run.seed=7", "env.discount=0.5", "priority.alpha=1", "learner.batch_size=16")
     run_dir.create(config(tmp_path, *many), "x")
   assert listing(tmp_path) == before
 

@@ -69,7 +69,9 @@ def test_sweeps_take_what_their_bound_asks_of_a_growing_replay(tmp_path, monkeyp
   both = ("reanalyse.max_age=30", "refresh.max_age=20", "replay.capacity=0")
   config, seconds, training = prepared(monkeypatch, tmp_path, *both)
   swept = 0.0
-  for sweeper, part in zip(training.sweepers, (config.reanalyse, config.refresh), strict=True):
+  for sweeper, part in zip(
+    training.sweepers, (config.agent.reanalyse, config.agent.refresh), strict=True
+  ):
     delay = max(part.weights_interval, config.actor.weights_interval)
     swept += (500 / part.block + 1.5) / (
       part.max_age - delay - 1

@@ -79,7 +79,7 @@ class Unit:
     half=False,
     kinds=(),
   ):
-    self.config = tiny.config("replay.alpha=1", *overrides)
+    self.config = tiny.config("priority.alpha=1", *overrides)
     self.replay = self.twin()
     self.pacer = Pacer(self.config)
     intervals = {ACTOR: 2, REANALYSER: 3, REFRESHER: 2}

@@ -33,7 +33,7 @@ OVERRIDES = (
   "actor.weights_interval=2", "reanalyse.schedule=sweep", "reanalyse.max_age=8", "reanalyse.weights_interval=3",
   "reanalyse.block=32", "refresh.max_age=6", "refresh.weights_interval=2", "refresh.block=32",
   "optim.warmup_steps=4", "learner.batch_size=8",
-  "learner.steps=12", "learner.tail_steps=2", "learner.unroll_steps=2", "learner.devices=1", "replay.td_steps=3",
+  "learner.steps=12", "learner.tail_steps=2", "loss.unroll_steps=2", "learner.devices=1", "loss.td_steps=3",
   "evaluation.episodes=2", "evaluation.at_end=false", "run.env_steps=150", "run.mode=lockstep",
   "run.checkpoint_interval=4", "run.log_interval=3",
 )  # fmt: skip

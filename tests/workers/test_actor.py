@@ -263,7 +263,7 @@ def test_a_log_that_leads_elsewhere_is_refused(tamper):
 
 
 def test_temperatures_follow_the_stages():
-  config = tiny.config("actor.temperatures=1,0.5,0.25", "actor.temperature_stages=0.5,0.75")
+  config = tiny.config("search.temperatures=1,0.5,0.25", "search.temperature_stages=0.5,0.75")
   shares = {0.0: 1.0, 0.49: 1.0, 0.5: 0.5, 0.74: 0.5, 0.75: 0.25, 1.0: 0.25}
   assert {share: temperature_at(config, share) for share in shares} == shares
   actor, _ = make(1, config=config)

@@ -61,12 +61,12 @@ class Inference:
     self.devices = 1 if mesh is None else mesh.size
     self._axis = None if mesh is None else mesh.axis_names[0]
     self._search: SearchFn = make_search(
-      config.search,
+      config.agent.search,
       num_actions=blueprint.num_actions,
       discount=config.env.discount,
-      value_prefix_horizon=config.network.value_prefix_horizon,
+      value_prefix_horizon=config.agent.network.value_prefix_horizon,
       recurrent_fn=make_recurrent_fn(blueprint),
-      initial_carry=partial(initial_carry, config.network),
+      initial_carry=partial(initial_carry, config.agent.network),
     )
     search: Any
     value: Any

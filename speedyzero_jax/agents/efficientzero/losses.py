@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from speedyzero_jax.agents.efficientzero.networks import Network
-from speedyzero_jax.config.schema import LearnerConfig
+from speedyzero_jax.agents.efficientzero.config import LossConfig
 from speedyzero_jax.types import LearnerBatch
 
 _EPSILON = 0.001  # of the invertible value transform (MuZero, appendix F)
@@ -130,7 +130,7 @@ def unrolled_loss(
   network: Network,
   batch: LearnerBatch,
   keys: jax.Array,
-  config: LearnerConfig,
+  config: LossConfig,
   *,
   frame_stack: int,
   horizon: int,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from speedyzero_jax.config.schema import NetworkConfig
+from speedyzero_jax.agents.efficientzero.config import NetworkConfig
 from speedyzero_jax.types import Params
 
 Carry = tuple[jax.Array, jax.Array]  # the LSTM's (c, h), each [B, lstm_hidden]

@@ -13,7 +13,8 @@ import jax
 import numpy as np
 
 from speedyzero_jax.agents.efficientzero.inference import Inference
-from speedyzero_jax.config.schema import Config, ReanalyseConfig, RefreshConfig
+from speedyzero_jax.agents.efficientzero.config import ReanalyseConfig, RefreshConfig
+from speedyzero_jax.config.schema import Config
 from speedyzero_jax.replay.device_frames import host_bytes
 from speedyzero_jax.replay.experience import Array
 from speedyzero_jax.replay.replay import Replay, SweepName
@@ -115,12 +116,12 @@ class BatchReanalyser:
 
   def __init__(self, config: Config, inference: Inference, weights: WeightsStore, key: jax.Array):
     self._unroll, self._inference, self._weights, self._key = (
-      config.learner.unroll_steps,
+      config.agent.loss.unroll_steps,
       inference,
       weights,
       key,
     )
-    self._explore = config.reanalyse.explore
+    self._explore = config.agent.reanalyse.explore
     self.calls = 0  # part of a checkpoint
     self.states = 0  # searched so far
     self.host_bytes = 0  # handed to the device so far
@@ -175,11 +176,11 @@ class Sweeper:
     weights: WeightsStore,
     key: jax.Array,
   ):
-    part = config.refresh if kind == "refresh" else config.reanalyse
+    part = config.agent.refresh if kind == "refresh" else config.agent.reanalyse
     self.kind: SweepName = kind
     self.max_age, self.block = part.max_age, block_of(part)
-    self._refresh = config.refresh.enabled  # switched off, a sweep leaves priorities alone
-    self._explore = config.reanalyse.explore
+    self._refresh = config.agent.refresh.enabled  # switched off, a sweep leaves priorities alone
+    self._explore = config.agent.reanalyse.explore
     self._subscriber = REFRESHER if kind == "refresh" else REANALYSER
     # Stamps are old already when written: weights are, by their interval, and so are slots that an actor appends.
     self._delay = max(part.weights_interval, config.actor.weights_interval)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import mctx
 
 from speedyzero_jax.agents.efficientzero import qtransforms
-from speedyzero_jax.config.schema import SearchConfig
+from speedyzero_jax.agents.efficientzero.config import SearchConfig
 from speedyzero_jax.types import Params, SearchResult
 
 # Added, times a uniform number, to PUCT scores: too small to overrule a difference, enough to order equals.

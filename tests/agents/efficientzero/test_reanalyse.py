@@ -213,7 +213,9 @@ def test_a_sweep_recomputes_the_whole_buffer_with_its_own_weights(started, kind)
       z, scale = z + scale * slots.rows[lane, t]["reward"], scale * config.env.discount
     end = slots.rows[lane, min(time + TD, last)]
     z += 0.0 if end["terminated"] else scale * end["value"]
-    expected_priority = (abs(row["value"] - z) + config.replay.min_priority) ** config.replay.alpha
+    expected_priority = (
+      abs(row["value"] - z) + config.agent.priority.min_priority
+    ) ** config.agent.priority.alpha
     assert row["priority"] == pytest.approx(expected_priority, rel=1e-3)
     assert row["priority_step"] == step
     checked += 1
@@ -323,16 +325,20 @@ def test_nothing_stored_is_older_than_the_bound(tmp_path, mode, bounds):
     assert loops.run(training)
   priority, target, value = np.array(ages).T
   assert len(ages) == 24
-  assert priority.max() <= config.refresh.max_age and value.max() <= config.refresh.max_age
+  assert (
+    priority.max() <= config.agent.refresh.max_age and value.max() <= config.agent.refresh.max_age
+  )
   assert priority.max() > 0
   rows, _ = jsonl.read_rows(tmp_path / "metrics.jsonl")
-  assert max(row["replay/priority_age_max"] for row in rows) <= config.refresh.max_age
-  if config.reanalyse.schedule == "sweep":
-    assert target.max() <= config.reanalyse.max_age
+  assert max(row["replay/priority_age_max"] for row in rows) <= config.agent.refresh.max_age
+  if config.agent.reanalyse.schedule == "sweep":
+    assert target.max() <= config.agent.reanalyse.max_age
     ahead = (
       config.learner.prefetch + 1 if mode == "async" else 0
     )  # batches drawn early get older until they are used
-    assert max(row["replay/target_age_max"] for row in rows) <= config.reanalyse.max_age + ahead
+    assert (
+      max(row["replay/target_age_max"] for row in rows) <= config.agent.reanalyse.max_age + ahead
+    )
 
 
 def test_the_learner_runs_no_further_ahead_of_a_sweep_than_it_may(tmp_path):
@@ -342,7 +348,7 @@ def test_the_learner_runs_no_further_ahead_of_a_sweep_than_it_may(tmp_path):
   owed = []
   with tiny.training(config, tmp_path) as training:
     (sweeper,), learn, sweep = training.sweepers, training.learn, training.sweep
-    training.replay.quota = lambda *_: config.reanalyse.block  # one each learner step
+    training.replay.quota = lambda *_: config.agent.reanalyse.block  # one each learner step
 
     def slow(sweeper):
       sleep(0.01)
@@ -374,7 +380,7 @@ def test_without_refresh_priorities_age(tmp_path):
 @pytest.mark.parametrize("schedule", ["sweep", "off"])
 def test_a_drawn_batch_has_exact_weights_and_ages(started, schedule):
   training = started(
-    f"reanalyse.schedule={schedule}", "replay.beta_start=0.4", "replay.beta_end=0.9"
+    f"reanalyse.schedule={schedule}", "priority.beta_start=0.4", "priority.beta_end=0.9"
   )
   replay, config = training.replay, training.config
   for sweeper in training.sweepers:
@@ -439,7 +445,9 @@ def test_units_that_draw_from_replays_of_their_own_weigh_as_one_would(started):
       priority[at] / total / units
       for at in zip(part.lane.tolist(), part.time.tolist(), strict=True)
     ]
-  beta = config.replay.beta_start + 0.5 * (config.replay.beta_end - config.replay.beta_start)
+  beta = config.agent.priority.beta_start + 0.5 * (
+    config.agent.priority.beta_end - config.agent.priority.beta_start
+  )
   expected = np.array(whole) ** -beta
   weight = np.concatenate([part.batch.weight for part in fed])
   np.testing.assert_allclose(weight / weight.max(), expected / expected.max(), rtol=1e-5)

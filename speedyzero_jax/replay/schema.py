@@ -1,0 +1,97 @@
+"""Schema of a stored step: every column that actors append, in one place.
+
+Storage, journal and messages are all derived from a `Schema`. The base columns are the same for all
+agents; an agent adds its own (`extra`), such as a search policy or a value estimate.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from speedyzero_jax.types import Segment
+
+
+class Column(NamedTuple):
+  """An array with one value per slot."""
+
+  name: str
+  dtype: str  # of numpy
+  shape: tuple[int, ...] = ()  # of one slot's value
+  low: int | None = None  # least value, for integers
+  below: int | None = None  # integers are less than this
+  fill: float = 0.0  # value in slots whose action was played at random
+
+  def problem(self, array: np.ndarray, slots: int) -> str | None:
+    """What is wrong with the form of `slots` values, or None."""
+    if array.shape == (slots, *self.shape) and array.dtype == self.dtype:
+      return None
+    expected = f"{self.dtype}{[slots, *self.shape]}"
+    return f"{self.name} must be {expected}, got {array.dtype}{list(array.shape)}"
+
+
+class Schema(NamedTuple):
+  """Columns of a slot.
+
+  `copies` are columns that are not appended: in the replay each starts as a copy of another column
+  and is rewritten from there on. `stamps` name sets of columns that are rewritten together; for each
+  set the replay stores, per slot, the learner step of the weights behind the values.
+  """
+
+  columns: tuple[Column, ...]  # frame first, then the other base columns, then the agent's
+  copies: Mapping[str, str] = {}
+  stamps: Mapping[str, tuple[str, ...]] = {}
+
+  @property
+  def frame(self) -> Column:
+    return self.columns[0]
+
+  @property
+  def num_actions(self) -> int:
+    below = self.columns[4].below
+    assert below is not None
+    return below
+
+  @property
+  def extra(self) -> tuple[Column, ...]:
+    """The agent's columns."""
+    return self.columns[7:]
+
+  @property
+  def slot_bytes(self) -> int:
+    """Bytes of one slot's appended values."""
+    return sum(math.prod(c.shape) * np.dtype(c.dtype).itemsize for c in self.columns)
+
+  def check(self, segment: Segment) -> None:
+    """Raises ValueError unless the segment holds exactly these columns, in shape and dtype."""
+    arrays = segment.arrays()
+    if arrays.keys() != {column.name for column in self.columns}:
+      names = sorted(arrays.keys() ^ {column.name for column in self.columns})
+      raise ValueError(f"segment of lane {segment.lane}: missing or unknown columns {names}")
+    for column in self.columns:
+      problem = column.problem(arrays[column.name], len(segment.frame))
+      if problem:
+        raise ValueError(f"segment of lane {segment.lane}: {problem}")
+
+
+def make_schema(
+  frame_shape: Sequence[int],
+  frame_dtype: np.dtype | type | str,
+  num_actions: int,
+  extra: Sequence[Column] = (),
+  *,
+  copies: Mapping[str, str] | None = None,
+  stamps: Mapping[str, tuple[str, ...]] | None = None,
+) -> Schema:
+  """The base columns (see `types.Segment`) and an agent's."""
+  base = (
+    Column("frame", np.dtype(frame_dtype).name, tuple(frame_shape)),
+    Column("first", "bool"),
+    Column("terminated", "bool"),
+    Column("truncated", "bool"),
+    Column("action", "int32", low=-1, below=num_actions),
+    Column("reward", "float32"),
+    Column("step", "int32", low=0),
+  )
+  return Schema((*base, *extra), copies or {}, stamps or {})
