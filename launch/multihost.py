@@ -11,7 +11,6 @@ Exit codes: 0 finished, 1 the run failed, 2 wrong use (an unknown key, a folder 
 import argparse
 import contextlib
 import logging
-import math
 import os
 import socket
 import sys
@@ -137,12 +136,11 @@ def open_folder(
 
 
 def check_possible(config: Config) -> None:
-  """Raises ConfigError for what only this machine can tell, so that it is known before anything is touched."""
+  """Raises ConfigError for what only this machine can tell, before anything is written."""
   import jax
 
-  from speedyzero_jax.agents.efficientzero.losses import transform
-  from speedyzero_jax.envs.batched_env import largest_value, make_env
-  from speedyzero_jax.run.builders import blueprint_of, game_of
+  from speedyzero_jax.envs.batched_env import check_game, make_env
+  from speedyzero_jax.run.builders import make_agent
 
   here = len(jax.local_devices())
   if config.learner.devices > here:
@@ -150,25 +148,22 @@ def check_possible(config: Config) -> None:
   devices = config.learner.devices or here
   if config.learner.batch_size % devices:
     raise ConfigError(
-      f"learner.batch_size: must be a multiple of the {devices} devices used, got {config.learner.batch_size}"
-    )
-  most = largest_value(config.env)
-  needed = 0 if most is None else math.ceil(transform(most))
-  if config.agent.network.support < needed:
-    raise ConfigError(
-      f"network.support: must be at least {needed} for values of up to {most:.0f}, which {config.env.game} has, got "
-      f"{config.agent.network.support}"
+      f"learner.batch_size: must be a multiple of the {devices} devices used, "
+      f"got {config.learner.batch_size}"
     )
   try:
-    game = game_of(config)
+    check_game(config.env.game)
+  except ValueError as error:
+    raise ConfigError(f"env.game: {error}") from error
+  try:
     cap = config.evaluation.max_episode_steps
     make_env(config.env, 1, config.run.seed, training=False, max_episode_steps=cap).close()
-  except (ValueError, TypeError) as error:  # TypeError: envpool's, of numbers that it can't take
+  except (ValueError, TypeError) as error:  # TypeError: envpool's, of unusable numbers
     raise ConfigError(f"env: {_first_line(error)}") from error
   try:
-    blueprint_of(config, game)  # nothing is computed
+    make_agent(config)
   except (ValueError, TypeError, ArithmeticError) as error:
-    raise ConfigError(f"network: {_first_line(error)}") from error
+    raise ConfigError(_first_line(error)) from error
 
 
 def _first_line(error: Exception) -> str:
@@ -235,7 +230,8 @@ def supervise(arguments: argparse.Namespace) -> int:
 def be_one(arguments: argparse.Namespace) -> int:
   """Runs this process' part of the run, which may be all of it. Returns the exit code."""
   from speedyzero_jax.cluster import learner_process, rendezvous, worker
-  from speedyzero_jax.run.train import Signals, train
+  from speedyzero_jax.run.signals import Signals
+  from speedyzero_jax.run.train import train
   from speedyzero_jax.system import memory
 
   memory.keep_freed()
@@ -273,10 +269,10 @@ def be_one(arguments: argparse.Namespace) -> int:
   with (
     Signals() as signals,
     open_folder(arguments, None, check) as folder,
-    learner_process.whole(folder.config, folder.path) as part,
+    learner_process.alone(folder.config, folder.path) as membership,
   ):
     print(f"topology: {topology.resolve(folder.config)}", flush=True)
-    return train(folder.config, folder.path, resume=resume, signals=signals, part=part)
+    return train(folder.config, folder.path, resume=resume, signals=signals, membership=membership)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,7 +11,6 @@ episode's last frame is the first frame of the next one.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import chex
 import numpy as np
 
 Params = Any  # a pytree of arrays
@@ -63,52 +62,3 @@ class Segment(NamedTuple):
   def map(self, function: Callable[[np.ndarray], np.ndarray], start: int) -> "Segment":
     """The segment from slot `start` whose columns are `function` of this one's."""
     return self.of(self.lane, start, {k: function(x) for k, x in self.arrays().items()})
-
-
-class SearchResult(NamedTuple):
-  """What a search says of a batch of roots."""
-
-  action: chex.Array  # [B] int32, the action to play
-  policy: chex.Array  # [B, A] float32, the policy target (improved policy, or visit distribution)
-  search_value: chex.Array  # [B] float32, the root's value after the search
-  value: chex.Array  # [B] float32, the network's value of the root before it
-
-
-class Targets(NamedTuple):
-  """What the learner trains towards, for K + 1 states from each sampled one on."""
-
-  value: np.ndarray  # [B, K+1] float32, undone of no transform: raw return
-  value_prefix: np.ndarray  # [B, K] float32, sum of rewards since the prefix was last reset
-  policy: np.ndarray  # [B, K+1, A] float32
-  value_mask: (
-    np.ndarray
-  )  # [B, K+1] float32, 1 up to the end and in the absorbing states after a terminal one
-  prefix_mask: np.ndarray  # [B, K] float32, the same for value_prefix
-  policy_mask: np.ndarray  # [B, K+1] float32, 1 for states in which an action was taken
-  consistency_mask: np.ndarray  # [B, K] float32, 1 where state k+1 is a real frame of the episode
-
-
-class Batch(NamedTuple):
-  """A sampled batch as it travels: indices and targets, never frames."""
-
-  lane: np.ndarray  # [B] int32
-  time: np.ndarray  # [B] int64, absolute slot of the first state
-  action: np.ndarray  # [B, K] int32, actions unrolled; random where the episode is over
-  targets: Targets
-  probability: np.ndarray  # [B] float64, with which each was drawn
-  age: np.ndarray  # [B, K+1] int32, learner steps since the policy targets were computed
-
-
-class LearnerBatch(NamedTuple):
-  """What the jitted learner step takes: frames gathered, importance weights not yet divided by their maximum."""
-
-  frames: chex.Array  # [B, S+K, H, W, C] frames t-S+1 .. t+K, repeated at an episode's edges
-  action: chex.Array  # [B, K]
-  weight: chex.Array  # [B] float32, p^-beta
-  value: chex.Array  # [B, K+1]
-  value_prefix: chex.Array  # [B, K]
-  policy: chex.Array  # [B, K+1, A]
-  value_mask: chex.Array
-  prefix_mask: chex.Array
-  policy_mask: chex.Array
-  consistency_mask: chex.Array

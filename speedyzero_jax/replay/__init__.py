@@ -1,6 +1,1 @@
-"""The replay: storage, priorities, targets and whole-buffer sweeps behind one thread-safe facade."""
-
-from speedyzero_jax.replay.replay import Replay
-from speedyzero_jax.replay.sum_tree import importance_weights
-
-__all__ = ["Replay", "importance_weights"]
+"""The replay: storage of steps, selection of what is trained on, and upkeep of what is stored."""

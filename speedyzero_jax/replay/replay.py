@@ -1,413 +1,428 @@
-"""The replay as its users see it: experience that is sampled, with targets and priorities that are kept fresh.
+"""The replay: thread-safe storage of steps, selection of training data, and sweeps over what is stored.
 
-The lock of `Experience` makes every method atomic. Must not know who calls it, from which process, or with what
-network.
+One lock makes every method atomic. Agents compute targets from `store` while they hold `lock`.
 """
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Literal
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
+import jax
 import numpy as np
 
-from speedyzero_jax.agents.efficientzero.targets import (
-  TargetSpec,
-  bootstrap_times,
-  compute_targets,
-  refreshed_errors,
-  rests_on,
-)
-from speedyzero_jax.agents.efficientzero.config import LossConfig, ReanalyseConfig
-from speedyzero_jax.config.schema import PriorityConfig
 from speedyzero_jax.replay import snapshot
 from speedyzero_jax.replay.device_frames import DeviceFrames
-from speedyzero_jax.replay.experience import Experience
-from speedyzero_jax.replay.sampler import Eligible
-from speedyzero_jax.replay.storage import put, take
+from speedyzero_jax.replay.schema import Schema
+from speedyzero_jax.replay.storage import LaneStore, put, take
 from speedyzero_jax.replay.sweep import Sweep
-from speedyzero_jax.types import Batch, Segment
+from speedyzero_jax.replay.write_log import WriteLog
+from speedyzero_jax.types import Segment
 
-SweepName = Literal["refresh", "reanalyse"]
+Array = np.ndarray | jax.Array
 
 
-class Replay(Experience):
-  """Prioritized replay over lanes of slots (see `types.py` for slots and letters).
+class Selection(NamedTuple):
+  """Slots chosen for a batch: the first state of each sample."""
 
-  What may be sampled is `eligible.py`'s to say, with K + n slots of lookahead.
+  lane: np.ndarray  # [B] int32
+  time: np.ndarray  # [B] int64, absolute
+  probability: np.ndarray  # [B] float64, of drawing each; 1 where nothing is drawn at random
 
-  Index arrays are (lane [B] integer, time [B] integer). Slots evicted between two calls are no error: their results
-  are dropped, and in a batch their masks are 0.
+
+class Selector(Protocol):
+  """A rule for which stored slots are trained on next. Called with the replay's lock held."""
+
+  count: int  # samples that could be selected now
+
+  def appended(self, lane: np.ndarray, old_head: np.ndarray) -> None:
+    """Lanes [m] have grown from `old_head` [m], or their open episodes have ended."""
+
+  def select(self, n: int, rng: np.random.Generator) -> Selection:
+    """The next n samples. Raises ValueError if there are not enough."""
+
+  def ready(self, n: int) -> bool:
+    """Whether `select(n)` can be called."""
+
+  def update(self, selection: Selection, priority: np.ndarray, step: int) -> None:
+    """Takes the errors [B] that the learner found in learner step `step`."""
+
+  def stats(self, learner_step: int) -> dict[str, float]:
+    """Numbers to log, by metric name."""
+
+  def state_dict(self) -> dict[str, np.ndarray]:
+    """Everything that is not a function of the store."""
+
+  def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+    """Restores `state_dict` into a new selector over the restored store."""
+
+
+class Replay:
+  """Lanes of slots (see `types.py`), a selector, and the order of sweeps.
+
+  Index arrays are (lane [B] integer, time [B] integer). Slots evicted between two calls are no
+  error: what is written to them is dropped.
   """
 
   def __init__(
     self,
+    schema: Schema,
+    make_selector: Callable[[LaneStore], Selector],
     *,
     lanes: int,
     capacity: int,
-    frame_shape: tuple[int, ...],
-    frame_dtype: np.dtype | type,
-    num_actions: int,
-    priority: PriorityConfig,
-    loss: LossConfig,
-    reanalyse: ReanalyseConfig,
-    value_prefix_horizon: int,
     frame_stack: int,
-    discount: float,
     rng_seed: int,
+    sweeps: Sequence[str] = (),
     device_frames: DeviceFrames | None = None,
     frame_memory: np.ndarray | None = None,
   ):
-    """Makes an empty replay of `capacity` slots per lane.
+    """Makes an empty replay.
 
-    With `device_frames`, windows are gathered there. `frame_memory` [lanes, capacity, H, W, C] is where frames are
-    kept, if others are to see it.
+    Args:
+      schema: of a slot.
+      make_selector: from the storage.
+      lanes: L.
+      capacity: slots per lane.
+      frame_stack: S.
+      rng_seed: of selection.
+      sweeps: names of the orders in which whole-buffer passes visit the slots.
+      device_frames: where windows are gathered, if not in host memory.
+      frame_memory: [lanes, capacity, H, W, C] array for the frames, if other processes map it.
 
     Raises:
-      ValueError: a size is impossible, min_priority is not positive (eligible transitions must stay reachable), or
-        a lane is too short for anything in an unfinished episode to become eligible.
+      ValueError: a size is impossible.
     """
-    unroll_steps = loss.unroll_steps
-    shortest = frame_stack + unroll_steps + loss.td_steps
-    if capacity < shortest:
-      raise ValueError(
-        f"capacity must be at least {shortest} slots per lane (stack + unroll + n), got {capacity}"
-      )
-    if not priority.min_priority > 0:
-      raise ValueError(f"priority.min_priority must be positive, got {priority.min_priority}")
-    for name, value in (
-      ("unroll_steps", unroll_steps),
-      ("value_prefix_horizon", value_prefix_horizon),
-      ("loss.td_steps", loss.td_steps),
-    ):
-      if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
-    super().__init__(
-      lanes=lanes,
-      capacity=capacity,
-      frame_shape=frame_shape,
-      frame_dtype=frame_dtype,
-      num_actions=num_actions,
-      frame_stack=frame_stack,
-      device_frames=device_frames,
-      frame_memory=frame_memory,
-    )
-    self._config = loss
-    self._ratio = reanalyse.ratio
-    self._unroll = unroll_steps
-    self._spec = TargetSpec(
-      unroll_steps=unroll_steps,
-      value_prefix_horizon=value_prefix_horizon,
-      td_steps=loss.td_steps,
-      age_interval=loss.age_interval,
-      discount=discount,
-      value_target=reanalyse.value_target,
-      mixed_start=reanalyse.mixed_start,
-      mixed_newest=reanalyse.mixed_newest,
-      renewed=reanalyse.schedule != "off",
-    )
-    self._one_state = dataclasses.replace(self._spec, unroll_steps=0)
-    self._eligible = Eligible(
-      self._store,
-      stack=frame_stack,
-      lookahead=unroll_steps + loss.td_steps,
-      alpha=priority.alpha,
-      min_priority=priority.min_priority,
-    )
-    self._sweeps = {"refresh": Sweep(lanes, capacity), "reanalyse": Sweep(lanes, capacity)}
-    self._rng = np.random.Generator(np.random.PCG64(rng_seed))
+    if frame_stack < 1:
+      raise ValueError(f"frame_stack must be at least 1, got {frame_stack}")
+    self.schema, self._stack = schema, frame_stack
+    self.store = LaneStore(schema, lanes, capacity, frame_memory)
+    self.selector = make_selector(self.store)
+    self.rng = np.random.Generator(np.random.PCG64(rng_seed))
+    self.lock = threading.RLock()
+    self._log = WriteLog(lanes * capacity)
+    self._device_frames = device_frames
+    self._sweeps = {name: Sweep(lanes, capacity) for name in sweeps}
 
   # --- collecting
 
   @property
-  def num_eligible(self) -> int:
-    """Transitions that can be sampled now."""
-    return self._eligible.count
+  def num_transitions(self) -> int:
+    """Transitions ever added, evicted ones included."""
+    return self.store.num_transitions
+
+  @property
+  def heads(self) -> np.ndarray:
+    """[L] int64, the absolute time of each lane's next slot."""
+    with self.lock:
+      return self.store.head.copy()
+
+  @property
+  def tails(self) -> np.ndarray:
+    """[L] int64, the oldest stored slot of each lane."""
+    with self.lock:
+      return self.store.tail.copy()
+
+  def append(self, segment: Segment) -> None:
+    """`append_many` of one segment."""
+    self.append_many([segment])
 
   def append_many(self, segments: Sequence[Segment]) -> None:
-    """Appends segments of different lanes; transitions that become eligible get the current maximum priority.
+    """Appends segments of different lanes.
 
     Raises:
-      ValueError: anything is wrong with any of them (see `LaneStore.append`); then nothing has changed.
+      ValueError: anything is wrong with any of them (see `LaneStore.append`); nothing has changed.
     """
     if not segments:
       return
-    with self._lock:
+    with self.lock:
       old_head = self.heads
-      super().append_many(segments)
-      lane = np.array([segment.lane for segment in segments])
+      self.store.append(segments)
+      sizes = [len(segment.frame) for segment in segments]
+      lane = np.repeat([segment.lane for segment in segments], sizes)
+      time = np.concatenate([s.start + np.arange(n) for s, n in zip(segments, sizes, strict=True)])
+      self._log.append(self.store.flat(lane, time))
+      if self._device_frames is not None:  # under the lock: visible slots have their frames there
+        frames = np.concatenate([segment.frame for segment in segments])
+        self._device_frames.write(lane, self.store.cell(time), frames)
       self._grow_sweeps(old_head)
-      self._admit(lane, old_head[lane])
+      grown = np.array([segment.lane for segment in segments])
+      self.selector.appended(grown, old_head[grown])
+
+  def check(self, segments: Sequence[Segment]) -> None:
+    """Raises the ValueError that `append_many` of these segments would raise."""
+    with self.lock:
+      self.store.check(segments)
 
   def truncate(self, lane: int) -> None:
-    """Ends a lane's open episode where it is, because its environment was lost (see `LaneStore.truncate`).
+    """Ends a lane's open episode, because its environment was lost (see `LaneStore.truncate`).
 
     Raises ValueError for an unknown lane.
     """
-    with self._lock:
-      super().truncate(lane)
-      if self._store.head[lane]:
-        self._admit(np.array([lane]), self._store.head[[lane]])
+    with self.lock:
+      if not 0 <= lane < self.store.lanes:
+        raise ValueError(f"lane must be in 0..{self.store.lanes - 1}, got {lane}")
+      self.store.truncate(lane)
+      if self.store.head[lane]:
+        self.selector.appended(np.array([lane]), self.store.head[[lane]])
 
   def _grow_sweeps(self, old_head: np.ndarray) -> None:
-    capacity = self._store.capacity
-    before, after = np.minimum(old_head, capacity), np.minimum(self._store.head, capacity)
+    capacity = self.store.capacity
+    before, after = np.minimum(old_head, capacity), np.minimum(self.store.head, capacity)
     for lane in np.flatnonzero(before != after):
       for sweep in self._sweeps.values():
         sweep.grow(int(lane), int(before[lane]), int(after[lane]))
 
-  def _admit(self, lane: np.ndarray, old_head: np.ndarray) -> None:
-    """Makes eligible what has become so since lanes [m] had `old_head` [m]."""
-    lane, time = self._eligible.update(lane, old_head)
-    # Not scored yet, so as old as the score would be that the stored values give.
-    self._eligible.stamp(lane, time, rests_on(self._store, lane, time, self._one_state))
+  # --- selection
 
-  # --- sampling
+  def ready(self, n: int) -> bool:
+    """Whether a batch of n samples can be selected."""
+    with self.lock:
+      return self.selector.ready(n)
 
-  def sample(self, batch_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Draws eligible transitions in proportion to priority ** alpha, with replacement.
+  def select(self, n: int) -> Selection:
+    """The next n samples. Raises ValueError if there are not enough."""
+    with self.lock:
+      return self.selector.select(n, self.rng)
 
-    Returns:
-      lane [B] int32, time [B] int64, probability [B] float64.
+  def update(self, selection: Selection, priority: np.ndarray, step: int) -> None:
+    """Takes the learner's errors [B] of learner step `step`.
+
+    Raises ValueError if they are not finite.
+    """
+    priority = finite("priority", priority, selection.time.shape)
+    with self.lock:
+      keep, _ = self.present(selection.lane, selection.time)
+      kept = Selection(*(x[keep] for x in selection))
+      self.selector.update(kept, priority[keep], step)
+
+  # --- frames
+
+  def windows(
+    self, lane: np.ndarray, time: np.ndarray, after: int = 0, *, spread: bool = False
+  ) -> Array:
+    """Frames of the states time .. time+after with their stacks, [B, S+after, H, W, C].
+
+    State time+i is frames i .. i+S-1. Beyond an episode's first and last stored frames those are
+    repeated. With frames on devices the result is a jax array there: on the first device, or with
+    `spread` each device its share of B; otherwise it is a numpy array.
+    """
+    return self._gather(lane, self.window_cells(lane, time, after)[0], spread)
+
+  def trajectories(
+    self, lane: np.ndarray, time: np.ndarray, after: int, *, spread: bool = False
+  ) -> tuple[Array, np.ndarray]:
+    """Frames of consecutive slots across episodes, and where each slot's stack lies in them.
+
+    Returns frames of slots time-S+1 .. time+after, [B, S+after, H, W, C], and indices
+    [B, after+1, S] int32 into their second axis: the stack of slot time+i, oldest frame first.
+    """
+    with self.lock:
+      store = self.store
+      tail = store.tail[lane][:, None]
+      slots = np.maximum(time[:, None] + np.arange(1 - self._stack, after + 1), tail)
+      states = time[:, None] + np.arange(after + 1)
+      start = take(store.episode_start, store.flat(lane[:, None], np.maximum(states, tail)))
+      stack = np.maximum(states[..., None] + np.arange(1 - self._stack, 1), start[..., None])
+      index = stack - (time[:, None, None] - self._stack + 1)
+      cells = store.cell(slots)
+    return self._gather(lane, cells, spread), index.astype(np.int32)
+
+  def _gather(self, lane: np.ndarray, cells: np.ndarray, spread: bool) -> Array:
+    # Copied outside the lock, being large. An evicted frame appears as the one that replaced it:
+    # `held` detects that, and what is computed from it is dropped when it is written.
+    lanes = np.broadcast_to(lane[:, None], cells.shape)
+    if self._device_frames is not None:
+      return self._device_frames.gather(lanes, cells, spread=spread)
+    return self.store.gather(lanes, cells)
+
+  def blanks(self, count: int, after: int = 0, *, spread: bool = False) -> Array:
+    """Placeholder windows with the shape and placement of real ones, for compilation."""
+    cells = np.zeros((count, self._stack + after), np.int64)
+    if self._device_frames is not None:
+      return self._device_frames.gather(cells, cells, spread=spread)
+    return np.zeros((*cells.shape, *self.store.frame.shape[2:]), self.store.frame.dtype)
+
+  def held(self, lane: np.ndarray, time: np.ndarray, since: np.ndarray) -> np.ndarray:
+    """Whether windows gathered after `tails` were `since` [L] contain no replaced frame, bool [B].
+
+    In lanes appended to meanwhile, states that have just lost the start of their stack may be
+    reported as replaced.
+    """
+    with self.lock:
+      tail = self.store.tail[lane]
+      return (time >= tail) & ((tail == since[lane]) | (time - (self._stack - 1) >= tail))
+
+  def window_cells(
+    self, lane: np.ndarray, time: np.ndarray, after: int = 0
+  ) -> tuple[np.ndarray, int]:
+    """Cells [B, S+after] of the frames of `windows` in each lane's ring, and `frames_written`."""
+    with self.lock:
+      _, safe = self.present(lane, time)
+      return self.store.window_cells(lane, safe, self._stack - 1, after), self._log.count
+
+  @property
+  def frames_written(self) -> int:
+    """Frames ever written, the sequence number by which copies elsewhere follow."""
+    return self._log.count
+
+  def frames_since(
+    self, number: int, n: int
+  ) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
+    """Up to n of the frames written from `number` on (see `WriteLog.since`).
+
+    Returns the next sequence number, and lane [m], cell [m] and frames [m, H, W, C].
+    """
+    with self.lock:
+      following, flat = self._log.since(number, n)
+    lane, cell = np.divmod(flat, self.store.capacity)
+    # Copied outside the lock, as in `windows`. A cell written meanwhile comes again later.
+    return following, lane, cell, self.store.gather(lane, cell)
+
+  @property
+  def bytes_on_devices(self) -> int:
+    """Bytes of frames on each device; 0 if batches are gathered on the host."""
+    return self._device_frames.bytes_per_device if self._device_frames is not None else 0
+
+  @property
+  def bytes_to_devices(self) -> int:
+    """Bytes of frames sent to the devices so far."""
+    return self._device_frames.bytes_written if self._device_frames is not None else 0
+
+  # --- rewriting what is stored
+
+  def present(self, lane: np.ndarray, time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Whether slots are stored, and their times with evicted ones replaced by a stored slot's.
+
+    Raises ValueError for slots that were never appended.
+    """
+    found = self.store.live(lane, time)
+    if np.any(time >= self.store.head[lane]):
+      raise ValueError("some of the slots were never appended")
+    return found, np.where(found, time, self.store.tail[lane])
+
+  def rewrite(
+    self,
+    stamp: str,
+    lane: np.ndarray,
+    time: np.ndarray,
+    step: int,
+    columns: Mapping[str, np.ndarray],
+  ) -> None:
+    """Replaces values [B, ...] by ones computed with weights of learner step `step`.
+
+    Values of newer weights are kept.
+
+    Args:
+      stamp: of the schema.
+      lane: of the slots, each (lane, time) at most once.
+      time: of the slots.
+      step: learner step of the weights.
+      columns: values by column, of this stamp.
 
     Raises:
-      ValueError: nothing is eligible.
+      ValueError: values of another shape, or not finite.
     """
-    with self._lock:
-      return self._eligible.sample(batch_size, self._rng)
+    checked = {
+      name: finite(name, values, (len(time), *self.store[name].shape[2:]))
+      for name, values in columns.items()
+    }
+    with self.lock:
+      found, safe = self.present(lane, time)
+      known = self.store.stamps[stamp]
+      flat = self.store.flat(lane, safe)
+      keep = found & (take(known.step, flat) <= step)
+      flat = flat[keep]
+      for name, values in checked.items():
+        put(self.store[name], flat, values[keep])
+      known.set(flat, step)
 
-  def make_batch(
-    self, lane: np.ndarray, time: np.ndarray, probability: np.ndarray, learner_step: int
-  ) -> Batch:
-    """Actions and targets for sampled transitions, from what is stored at this moment.
-
-    Actions after the end of an episode are random, from the replay's own generator.
-    """
-    with self._lock:
-      store = self._store
-      present, safe = self._present(lane, time)
-      targets = compute_targets(store, lane, safe, self._spec, learner_step)
-      if not present.all():
-        targets = targets._replace(
-          **{
-            name: mask * present.reshape(-1, 1).astype(np.float32)
-            for name, mask in targets._asdict().items()
-            if name.endswith("_mask")
-          }
-        )
-      states = self._states(lane, safe)
-      real = safe[:, None] + np.arange(self._unroll + 1) == states
-      flat = store.flat(lane[:, None], states)
-      action = take(store.action, flat[:, :-1])
-      anything = self._rng.integers(0, store.num_actions, action.shape, np.int32)
-      action = np.where(real[:, :-1] & (action >= 0), action, anything)
-      age = np.where(real, learner_step - take(store.policy_step, flat), 0)
-    return Batch(
-      lane=lane.astype(np.int32),
-      time=time.astype(np.int64),
-      action=action,
-      targets=targets,
-      probability=probability,
-      age=age.astype(np.int32),
-    )
-
-  def set_priorities(
-    self, lane: np.ndarray, time: np.ndarray, td_error: np.ndarray, step: int
-  ) -> None:
-    """Priorities |td_error| + min_priority of trained transitions, found with weights of learner step `step`.
-
-    A priority found with newer weights is kept. Raises ValueError for a TD error that is not finite.
-    """
-    td_error = _finite("td_error", td_error, lane)
-    with self._lock:
-      keep, _ = self._present(lane, time)
-      self._eligible.score(
-        lane[keep], time[keep], td_error[keep], np.full(int(keep.sum()), step, np.int32)
-      )
-
-  def _states(self, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
-    """Times of states time .. time+K, clamped to the episode's last stored frame, [B, K+1] int64."""
-    return np.minimum(
-      time[:, None] + np.arange(self._unroll + 1), self._store.last(lane, time)[:, None]
-    )
-
-  # --- keeping targets and priorities fresh
-
-  def states_to_search(self, lane: np.ndarray, time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The states of a sampled batch whose policy is to be searched anew: (lane, time), each [m, K+1].
-
-    m is `reanalyse.ratio` of the batch, rounded: its first m samples (they are drawn independently). States beyond
-    an episode's end are its last frame.
-    """
-    with self._lock:
-      _, safe = self._present(lane, time)
-      m = round(self._ratio * len(time))
-      states = self._states(lane, safe)[:m]
-      return np.broadcast_to(lane[:m, None], states.shape), states
-
-  def states_to_bootstrap(
-    self, lane: np.ndarray, time: np.ndarray
-  ) -> tuple[np.ndarray, np.ndarray]:
-    """The states whose value ends the n-step returns of a sampled batch: (lane, time), each [B, K+1]."""
-    with self._lock:
-      _, safe = self._present(lane, time)
-      states = bootstrap_times(self._store, lane, safe, self._spec)
-      return np.broadcast_to(lane[:, None], states.shape), states
-
-  def write_search(
-    self,
-    lane: np.ndarray,
-    time: np.ndarray,
-    policy: np.ndarray,
-    search_value: np.ndarray,
-    bootstrap_value: np.ndarray,
-    step: int,
-  ) -> None:
-    """Stores search results [B] (policy [B, A]) and root values, found with weights of learner step `step`.
-
-    What was found with newer weights is kept. Raises ValueError for shapes that do not fit or values not finite.
-    """
-    policy = np.asarray(policy, np.float32)
-    if policy.shape != (len(time), self._store.num_actions) or not np.isfinite(policy).all():
-      raise ValueError(
-        f"policy must be finite and [{len(time)}, {self._store.num_actions}], got {policy.shape}"
-      )
-    search_value = _finite("search_value", search_value, lane)
-    bootstrap_value = _finite("bootstrap_value", bootstrap_value, lane)
-    with self._lock:
-      store = self._store
-      self._write_newer(
-        "policy_step", lane, time, step, (store.policy, policy), (store.search_value, search_value)
-      )
-      self._write_newer("bootstrap_step", lane, time, step, (store.bootstrap, bootstrap_value))
-
-  def write_bootstrap(
-    self, lane: np.ndarray, time: np.ndarray, value: np.ndarray, step: int
-  ) -> None:
-    """Stores values [B] for the ends of n-step returns; as `write_search`, for states that are not searched."""
-    value = _finite("value", value, lane)
-    with self._lock:
-      self._write_newer("bootstrap_step", lane, time, step, (self._store.bootstrap, value))
-
-  def write_values(self, lane: np.ndarray, time: np.ndarray, value: np.ndarray, step: int) -> None:
-    """Priority Refresh: stores values [B] found with weights of learner step `step`; older ones are replaced.
-
-    `refresh_priorities` of the same slots is to follow. Raises ValueError for values that are not finite.
-    """
-    value = _finite("value", value, lane)
-    with self._lock:
-      self._write_newer("value_step", lane, time, step, (self._store.value, value))
-
-  def _write_newer(
-    self,
-    stamps: str,
-    lane: np.ndarray,
-    time: np.ndarray,
-    step: int,
-    *writes: tuple[np.ndarray, np.ndarray],
-  ) -> None:
-    present, safe = self._present(lane, time)
-    known = self._store.stamps[stamps]
-    flat = self._store.flat(lane, safe)
-    keep = present & (take(known.step, flat) <= step)
-    flat = flat[keep]
-    for field, values in writes:
-      put(field, flat, values[keep])
-    known.set(flat, step)
-
-  def refresh_priorities(self, lane: np.ndarray, time: np.ndarray, step: int) -> None:
-    """Scores every transition that rests on the values of these slots: they themselves and the n before each.
-
-    See `refreshed_errors`; `step` is the learner step.
-    """
-    with self._lock:
-      store = self._store
-      present, _ = self._present(lane, time)
-      times = time[present][:, None] - np.arange(self._config.td_steps + 1)
-      lanes = np.broadcast_to(lane[present].astype(np.int64)[:, None], times.shape)
-      stored = times >= store.tail[lanes]
-      at, cell = np.divmod(
-        np.unique(lanes[stored] * store.capacity + store.cell(times[stored])), store.capacity
-      )
-      when = store.time_of(at, cell)
-      held = self._eligible.holds(at, when)
-      at, when = at[held], when[held]
-      self._eligible.score(at, when, *refreshed_errors(store, at, when, self._one_state, step))
-
-  # --- sweeps
-
-  def next_block(self, sweep: SweepName, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """The n states a sweep is to recompute next: lane [n] int32, time [n] int64 (see `Sweep.next_block`)."""
-    with self._lock:
-      used = np.minimum(self._store.head, self._store.capacity)
+  def next_block(self, sweep: str, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """The n states that a sweep recomputes next: lane [n] int32, time [n] int64."""
+    with self.lock:
+      used = np.minimum(self.store.head, self.store.capacity)
       lane, cell = self._sweeps[sweep].next_block(n, used)
-      return lane.astype(np.int32), self._store.time_of(lane, cell)
+      return lane.astype(np.int32), self.store.time_of(lane, cell)
 
-  def quota(self, sweep: SweepName, n: int, max_age: int, delay: int = 0) -> int:
-    """States a sweep must recompute per learner step for its bound to hold (see `Sweep.quota`)."""
-    with self._lock:
+  def quota(self, sweep: str, n: int, max_age: int, delay: int = 0) -> int:
+    """States that a sweep must recompute per learner step (see `Sweep.quota`)."""
+    with self.lock:
       return self._sweeps[sweep].quota(n, max_age, delay)
 
-  def oldest_step(self, sweep: SweepName) -> int:
-    """The learner step of the oldest weights behind any stored value (refresh), or policy (reanalyse).
+  def oldest_step(self, stamp: str) -> int:
+    """The learner step of the oldest weights behind any stored value of a stamp.
 
-    Raises ValueError while the buffer is empty.
+    Raises ValueError while the replay is empty.
     """
-    with self._lock:
-      if not self._store.num_slots():
-        raise ValueError("oldest_step: the buffer is empty")
-      return self._store.stamps["value_step" if sweep == "refresh" else "policy_step"].oldest()
+    with self.lock:
+      if not self.store.num_slots():
+        raise ValueError("oldest_step: the replay is empty")
+      return self.store.stamps[stamp].oldest()
+
+  # --- state
 
   def stats(self, learner_step: int) -> dict[str, float]:
-    """Sizes, and ages in learner steps of all priorities and all stored searches."""
-    with self._lock:
-      store = self._store
-      priority_age, priority_age_max = self._eligible.ages(learner_step)
-      target_age, target_age_max = store.stamps["policy_step"].ages(learner_step)
-      memory = store.memory()
+    """Sizes in transitions and bytes, and what the selector reports."""
+    with self.lock:
+      memory = self.store.memory()
       return {
-        "transitions": float(store.stored_transitions),
-        "collected": float(self.num_transitions),
-        "eligible": float(self.num_eligible),
-        "slots": float(store.num_slots()),
+        "transitions": float(self.store.stored_transitions),
         "bytes": memory["bytes"],
         "bytes_per_transition": memory["bytes_per_transition"],
-        "priority_age_mean": priority_age,
-        "priority_age_max": priority_age_max,
-        "target_age_mean": target_age,
-        "target_age_max": target_age_max,
+        **self.selector.stats(learner_step),
       }
-
-  # --- saving and restoring
 
   def state_dict(self) -> dict[str, np.ndarray]:
     """Everything but the frames, as numpy arrays."""
-    with self._lock:
-      return super().state_dict() | {
-        **self._eligible.export(),
-        "rng": snapshot.pack_rng(self._rng),
+    with self.lock:
+      return {
+        **snapshot.export_store(self.store),
+        **self.selector.state_dict(),
+        "rng": snapshot.pack_rng(self.rng),
         **{f"sweep_{name}": sweep.state() for name, sweep in self._sweeps.items()},
       }
 
-  def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-    """Restores what `state_dict` gave, after the frames; from then on both replays behave alike, bit for bit.
+  def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    """Restores `state_dict` after the frames; from then on both replays behave alike, bit for bit.
 
     Raises:
-      ValueError: the state is not of the slots imported; then nothing has changed.
+      ValueError: the state is not of the slots imported.
     """
-    with self._lock:
-      slots = state["slot_action"].shape
-      if state["priority"].shape != slots or state["priority_step"].shape != slots:
-        raise ValueError(f"state has {len(state['priority'])} priorities for {slots[0]} slots")
-      super().load_state_dict(state)
-      lane, time = snapshot.live_index(self._store)
-      self._eligible.load(lane, time, state["priority"], state["priority_step"])
-      self._rng = snapshot.unpack_rng(state["rng"])
+    with self.lock:
+      store = self.store
+      snapshot.check_store(store, state)
+      snapshot.import_store(store, state)
+      lane, time = snapshot.live_index(store)
+      self._log.append(store.flat(lane, time))
+      if self._device_frames is not None:
+        for begin in range(0, len(lane), 4096):  # in pieces, to hold few frames twice
+          some = slice(begin, begin + 4096)
+          cell = store.cell(time[some])
+          self._device_frames.write(lane[some], cell, store.gather(lane[some], cell))
+      self.selector.load_state_dict(state)
+      self.rng = snapshot.unpack_rng(state["rng"])
       for name, sweep in self._sweeps.items():
         sweep.load(state[f"sweep_{name}"])
 
+  def export_slots(self, start: np.ndarray) -> dict[str, np.ndarray]:
+    """Frames of the slots from start [L] on (see `snapshot.export_frames`)."""
+    with self.lock:
+      return snapshot.export_frames(self.store, np.asarray(start, np.int64))
 
-def _finite(name: str, values: np.ndarray, lane: np.ndarray) -> np.ndarray:
+  def import_slots(self, exported: Mapping[str, np.ndarray]) -> None:
+    """Restores exported frames into a new replay, oldest export first.
+
+    Raises:
+      ValueError: they do not fit, do not follow, or this replay has been appended to.
+    """
+    with self.lock:
+      if self._log.count:
+        raise ValueError("slots can only be imported into a new replay")
+      snapshot.import_frames(self.store, exported)
+
+
+def finite(name: str, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+  """`values` as float32. Raises ValueError unless they are finite and of this shape."""
   values = np.asarray(values, np.float32)
-  if values.shape != lane.shape or not np.isfinite(values).all():
-    raise ValueError(f"{name} must be finite and {list(lane.shape)}, got {list(values.shape)}")
+  if values.shape != shape or not np.isfinite(values).all():
+    raise ValueError(f"{name} must be finite and {list(shape)}, got {list(values.shape)}")
   return values

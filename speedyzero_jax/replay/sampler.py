@@ -1,54 +1,80 @@
-"""Which transitions may be sampled, with which priority, and from when that priority is.
+"""Prioritized sampling of transitions: eligibility, priorities, and the age of each priority."""
 
-Keeps the sum tree in step with a growing, evicting LaneStore. Must not know what a priority is computed from.
-"""
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from speedyzero_jax.config.schema import PriorityConfig
+from speedyzero_jax.replay import snapshot
+from speedyzero_jax.replay.replay import Selection
 from speedyzero_jax.replay.staleness import NEVER, Stamps
 from speedyzero_jax.replay.storage import LaneStore, take
 from speedyzero_jax.replay.sum_tree import SumTree
 
+AGE_MEAN, AGE_MAX = "replay/priority_age_mean", "replay/priority_age_max"
 
-class Eligible:
-  """The eligible transitions of a store and their priorities.
 
-  A transition is *eligible* when an action was taken in its state, all frames of the state's stack are stored, and its
-  targets are as good as they will get: its episode has ended, or `lookahead` further slots are there.
+class PrioritizedSampler:
+  """Draws transitions in proportion to priority ** alpha, with replacement (Schaul et al. 2016).
+
+  A transition is *eligible* when an action was taken in its state, all frames of the state's stack
+  are stored, and its targets are as good as they will get: its episode has ended, or `lookahead`
+  further slots are there. What becomes eligible gets the current maximum priority.
 
   Args:
-    store: what they live in.
+    store: of the transitions.
+    config: exponents and the least priority.
     stack: frames in an observation.
     lookahead: slots after a state that its targets are made from.
-    alpha: exponent of the priorities.
-    min_priority: added to every |TD error|.
+    first_step: learner steps [m] of the weights behind what is stored of slots (lane [m], time [m]),
+      recorded as the age of their first priority.
+
+  Raises:
+    ValueError: min_priority is not positive (eligible transitions must stay reachable), or a lane is
+      too short for anything in an unfinished episode to become eligible.
   """
 
   def __init__(
-    self, store: LaneStore, *, stack: int, lookahead: int, alpha: float, min_priority: float
+    self,
+    store: LaneStore,
+    config: PriorityConfig,
+    *,
+    stack: int,
+    lookahead: int,
+    first_step: Callable[[np.ndarray, np.ndarray], np.ndarray],
   ):
+    if store.capacity < stack + lookahead:
+      raise ValueError(
+        f"capacity must be at least {stack + lookahead} slots per lane (stack + lookahead), "
+        f"got {store.capacity}"
+      )
+    if not config.min_priority > 0:
+      raise ValueError(f"priority.min_priority must be positive, got {config.min_priority}")
     self._store, self._stack, self._lookahead = store, stack, lookahead
-    self._alpha, self._min_priority = alpha, min_priority
-    self._tree = SumTree(
-      store.lanes * store.capacity
-    )  # priority ** alpha of eligible transitions, 0 elsewhere
-    self._stamps = Stamps(
-      (store.lanes, store.capacity)
-    )  # of the priorities of eligible transitions
+    self._alpha, self._min_priority = config.alpha, config.min_priority
+    self._first_step = first_step
+    self._tree = SumTree(store.lanes * store.capacity)  # priority ** alpha, 0 if not eligible
+    self._stamps = Stamps((store.lanes, store.capacity))  # of the priorities
     self.count = 0  # of eligible transitions
+
+  def ready(self, n: int) -> bool:
+    """Whether anything is eligible: drawing is with replacement."""
+    return self.count > 0
 
   def holds(self, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
     """Whether the transitions out of these stored slots are eligible, bool."""
     return self._tree.get(self._store.flat(lane, time)) > 0
 
-  def update(self, lane: np.ndarray, old_head: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Takes in that lanes [m] grew from `old_head` [m]. What enters gets the current maximum priority.
+  def appended(self, lane: np.ndarray, old_head: np.ndarray) -> None:
+    """Makes eligible what has become so since lanes [m] had `old_head` [m]."""
+    lane, time = self._admit(lane, old_head)
+    self._stamps.set(self._store.flat(lane, time), self._first_step(lane, time))
 
-    Returns (lane, time) of what entered; `stamp` is to follow.
-    """
+  def _admit(self, lane: np.ndarray, old_head: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Updates the tree after lanes [m] grew; returns (lane, time) of what entered."""
     store = self._store
     head, tail = store.head[lane], store.tail[lane]
-    # What can have changed: slots too close to the old head, new slots, and those whose stack was just evicted.
+    # Changed at most: slots near the old head, new slots, and those whose stack was just evicted.
     recent = np.maximum(tail, old_head - self._lookahead)
     near_head = recent[:, None] + np.arange(max(int((head - recent).max()), 1))
     near_tail = tail[:, None] + np.arange(self._stack - 1)
@@ -58,7 +84,7 @@ class Eligible:
     lane, time, is_new = lane[row], time[valid], time[valid] >= old_head[row]
     leaf = self._store.flat(lane, time)
     was = self._tree.get(leaf) > 0  # for new slots: whether the one they evicted was eligible
-    now = self._may_be_sampled(lane, time)
+    now = self._eligible(lane, time)
     enters, leaves = now & (is_new | ~was), was & ~now
     changed = enters | leaves
     self._tree.set(leaf[changed], np.where(enters[changed], self._tree.max or 1.0, 0.0))
@@ -66,50 +92,46 @@ class Eligible:
     self.count += int(now.sum()) - int(was.sum())
     return lane[enters], time[enters]
 
-  def _may_be_sampled(self, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
+  def _eligible(self, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
     store = self._store
     cell = store.cell(time)
     last = store.last(lane, time)
     complete = (store.action[lane, last % store.capacity] < 0) | (time + self._lookahead <= last)
-    stacked = (
-      np.maximum(time - self._stack + 1, store.episode_start[lane, cell]) >= store.tail[lane]
-    )
-    return (store.action[lane, cell] >= 0) & complete & stacked
-
-  def stamp(self, lane: np.ndarray, time: np.ndarray, step: np.ndarray) -> None:
-    """Says that the priorities of these transitions are as old as learner steps [m]."""
-    self._stamps.set(self._store.flat(lane, time), step)
+    oldest = np.maximum(time - self._stack + 1, store.episode_start[lane, cell])
+    return (store.action[lane, cell] >= 0) & complete & (oldest >= store.tail[lane])
 
   def score(
     self, lane: np.ndarray, time: np.ndarray, td_error: np.ndarray, step: np.ndarray
   ) -> None:
-    """Priorities |td_error| + min_priority found with weights of learner steps [m].
+    """Sets priorities |td_error| + min_priority found with weights of learner steps [m].
 
-    Of transitions no longer eligible they are dropped; a priority found with newer weights is kept.
+    Those of transitions no longer eligible are dropped; priorities of newer weights are kept.
     """
     leaf = self._store.flat(lane, time)
     keep = (self._tree.get(leaf) > 0) & (step >= take(self._stamps.step, leaf))
-    error = np.abs(td_error[keep]).astype(
-      np.float64
-    )  # as float32 its power may be too large or, worse, 0
+    # In float32 the power could overflow or, worse, be 0.
+    error = np.abs(td_error[keep]).astype(np.float64)
     self._tree.set(leaf[keep], (error + self._min_priority) ** self._alpha)
     self._stamps.set(leaf[keep], step[keep])
 
-  def sample(self, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Draws in proportion to priority ** alpha: lane [n] int32, time [n] int64, probability [n] float64.
+  def update(self, selection: Selection, priority: np.ndarray, step: int) -> None:
+    """Takes the TD errors [B] of trained transitions, found in learner step `step`."""
+    steps = np.full(len(priority), step, np.int32)
+    self.score(selection.lane, selection.time, priority, steps)
 
-    Raises ValueError if nothing is eligible.
-    """
+  def select(self, n: int, rng: np.random.Generator) -> Selection:
+    """Draws n transitions independently. Raises ValueError if nothing is eligible."""
     leaf, probability = self._tree.sample(n, rng)
     lane, cell = leaf // self._store.capacity, leaf % self._store.capacity
-    return lane.astype(np.int32), self._store.time_of(lane, cell), probability
+    return Selection(lane.astype(np.int32), self._store.time_of(lane, cell), probability)
 
-  def ages(self, learner_step: int) -> tuple[float, float]:
-    """Mean and maximum age of all priorities, learner steps; 0 if there are none."""
-    return self._stamps.ages(learner_step)
+  def stats(self, learner_step: int) -> dict[str, float]:
+    """Mean and maximum age of all priorities, learner steps."""
+    mean, oldest = self._stamps.ages(learner_step)
+    return {AGE_MEAN: mean, AGE_MAX: oldest}
 
-  def export(self) -> dict[str, np.ndarray]:
-    """What `load` needs, for all live slots: `priority` float64 and `priority_step` int32."""
+  def state_dict(self) -> dict[str, np.ndarray]:
+    """`priority` float64 and `priority_step` int32 of all live slots."""
     store = self._store
     leaves = self._tree.leaves.reshape(store.lanes, store.capacity)
     return {
@@ -117,11 +139,24 @@ class Eligible:
       "priority_step": store.newest(self._stamps.step, store.tail),
     }
 
-  def load(
-    self, lane: np.ndarray, time: np.ndarray, priority: np.ndarray, step: np.ndarray
-  ) -> None:
-    """Restores what `export` gave of the same slots into a new object."""
+  def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+    """Restores `state_dict` of the same slots into a new sampler.
+
+    Raises ValueError if it is of other slots.
+    """
+    lane, time = snapshot.live_index(self._store)
+    priority, step = state["priority"], state["priority_step"]
+    if len(priority) != len(lane) or len(step) != len(lane):
+      raise ValueError(f"state has {len(priority)} priorities for {len(lane)} slots")
     leaf = self._store.flat(lane, time)
     self._tree.set(leaf, priority)
     self._stamps.set(leaf, np.where(priority > 0, step, NEVER))
     self.count = int((priority > 0).sum())
+
+
+def importance_weights(probability: np.ndarray, beta: float) -> np.ndarray:
+  """Unnormalised importance weights p^-beta, float32 [B] (Schaul et al. 2016, section 3.4).
+
+  The factor N^-beta is left out: the learner's normalisation by a maximum cancels it.
+  """
+  return (probability**-beta).astype(np.float32)

@@ -71,7 +71,7 @@ def import_frames(store: LaneStore, exported: Mapping[str, np.ndarray]) -> None:
 def export_store(store: LaneStore) -> dict[str, np.ndarray]:
   """Everything in a store besides the frames: live slots only, in `live_index` order."""
   state = {
-    f"slot_{name}": store.newest(array, store.tail) for name, array in store.fields().items()
+    f"slot_{name}": store.newest(array, store.tail) for name, array in store.fields.items()
   }
   return state | {
     "head": store.head.copy(),
@@ -87,7 +87,7 @@ def check_store(store: LaneStore, state: Mapping[str, np.ndarray]) -> None:
       "the state is not of the slots whose frames were imported: heads or tails differ"
     )
   slots = store.num_slots()
-  for name, array in store.fields().items():
+  for name, array in store.fields.items():
     saved = state[f"slot_{name}"]
     if saved.shape != (slots, *array.shape[2:]) or saved.dtype != array.dtype:
       raise ValueError(
@@ -98,7 +98,7 @@ def check_store(store: LaneStore, state: Mapping[str, np.ndarray]) -> None:
 def import_store(store: LaneStore, state: Mapping[str, np.ndarray]) -> None:
   """Restores what `export_store` gave; `check_store` must have passed."""
   flat = store.flat(*live_index(store))
-  for name, array in store.fields().items():
+  for name, array in store.fields.items():
     if name in store.stamps:
       store.stamps[name].set(flat, state[f"slot_{name}"])
     else:

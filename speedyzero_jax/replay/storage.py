@@ -1,112 +1,90 @@
-"""Storage: every lane's stream of slots in a ring, each frame once.
+"""Ring storage of slots: every lane's stream of steps, each frame stored once.
 
-Neighbours in time are neighbours in memory, and a slot is named (lane, absolute time). Knows what an episode is;
-must not know of priorities, targets, learner steps' meaning, threads or files.
+Neighbours in time are neighbours in memory, and a slot is named (lane, absolute time).
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
+from speedyzero_jax.replay.schema import Schema
 from speedyzero_jax.replay.staleness import NEVER, Stamps
 from speedyzero_jax.system import memory
 from speedyzero_jax.types import Segment
 
 OPEN = -1  # episode_end of an episode that has not ended yet
-_COPIED = (
-  "first",
-  "terminated",
-  "truncated",
-  "action",
-  "reward",
-  "policy",
-  "search_value",
-  "value",
-)
 
 
 def take(field: np.ndarray, flat: np.ndarray) -> np.ndarray:
-  """What a field [L, C, ...] holds in flat cells [...] (see `LaneStore.flat`); half the time of two indices."""
+  """Values of a field [L, C, ...] in flat cells [...] (see `LaneStore.flat`).
+
+  Half the time of indexing with two arrays.
+  """
   return field.reshape(-1, *field.shape[2:]).take(flat, axis=0)
 
 
 def put(field: np.ndarray, flat: np.ndarray, values: np.ndarray) -> None:
-  """Writes them; of a cell named twice the last counts."""
+  """Writes values into flat cells; of a cell named twice the last counts."""
   field.reshape(-1, *field.shape[2:])[flat] = values
 
 
 class LaneStore:
   """Rings of slots, arrays [L, capacity, ...]; slot t of a lane lives in cell t % capacity.
 
-  Unwritten memory is not committed: capacity costs address space until it is used. Fields besides those of
-  `types.Segment`: `bootstrap` [L, C] float32 is the value used at the end of n-step returns (the appended value
-  until reanalysis writes another), `policy_step`, `bootstrap_step` and `value_step` [L, C] int32 are the learner
-  steps of the weights behind (policy, search_value), bootstrap and value, to be written through `stamps` [by name],
-  `inserted` [L, C] int64 counts the transitions collected in all lanes before the slot, `episode_start` and
-  `episode_end` [L, C] int64 are absolute times (`OPEN` while unfinished). The live slots of a lane are
-  tail[lane] <= t < head[lane].
+  Unwritten memory is not committed: capacity costs address space until it is used. `store[name]` is
+  the array of a column of the schema, of one of its copies, or of one of its stamps (int32, to be
+  written through `stamps[name]`). Besides those, `inserted` [L, C] int64 counts the transitions
+  collected in all lanes before the slot, and `episode_start` and `episode_end` [L, C] int64 are
+  absolute times (`OPEN` while unfinished). The live slots of a lane are tail[lane] <= t < head[lane].
   """
 
   def __init__(
-    self,
-    lanes: int,
-    capacity: int,
-    frame_shape: tuple[int, ...],
-    frame_dtype: np.dtype | type,
-    num_actions: int,
-    frame_memory: np.ndarray | None = None,
+    self, schema: Schema, lanes: int, capacity: int, frame_memory: np.ndarray | None = None
   ):
-    """`frame_memory` [L, C, ...] is where frames are kept, if others are to see it. Raises ValueError for bad sizes."""
-    for name, size in (("lanes", lanes), ("capacity", capacity), ("num_actions", num_actions)):
+    """Allocates the rings.
+
+    Args:
+      schema: of a slot.
+      lanes: L.
+      capacity: C, slots per lane.
+      frame_memory: [L, C, H, W, C] array for the frames, if other processes map it.
+
+    Raises:
+      ValueError: a size below 1, or frame memory of another form.
+    """
+    sizes = ("lanes", lanes), ("capacity", capacity), ("num_actions", schema.num_actions)
+    for name, size in sizes:
       if size < 1:
         raise ValueError(f"{name} must be at least 1, got {size}")
     cells = (lanes, capacity)
-    self.lanes, self.capacity, self.num_actions = lanes, capacity, num_actions
-    self.frame = (
-      memory.zeros((*cells, *frame_shape), frame_dtype) if frame_memory is None else frame_memory
-    )
-    if self.frame.shape != (*cells, *frame_shape) or self.frame.dtype != frame_dtype:
+    self.schema, self.lanes, self.capacity = schema, lanes, capacity
+    self.num_actions = schema.num_actions
+    frame, *others = schema.columns
+    shape = (*cells, *frame.shape)
+    self.frame = memory.zeros(shape, np.dtype(frame.dtype)) if frame_memory is None else frame_memory
+    if self.frame.shape != shape or self.frame.dtype != frame.dtype:
       raise ValueError(
-        f"frame_memory is {self.frame.dtype}{list(self.frame.shape)}, not {[*cells, *frame_shape]}"
+        f"frame_memory is {self.frame.dtype}{list(self.frame.shape)}, not {frame.dtype}{list(shape)}"
       )
-    self.first = np.zeros(cells, bool)
-    self.terminated = np.zeros(cells, bool)
-    self.truncated = np.zeros(cells, bool)
-    self.action = np.zeros(cells, np.int32)
-    self.reward = np.zeros(cells, np.float32)
-    self.policy = np.zeros((*cells, num_actions), np.float32)
-    self.search_value = np.zeros(cells, np.float32)
-    self.value = np.zeros(cells, np.float32)
-    self.bootstrap = np.zeros(cells, np.float32)
-    self.stamps = {name: Stamps(cells) for name in ("policy_step", "bootstrap_step", "value_step")}
-    self.policy_step, self.bootstrap_step, self.value_step = (
-      stamps.step for stamps in self.stamps.values()
-    )
+    self._columns = {c.name: np.zeros((*cells, *c.shape), c.dtype) for c in others}
+    copies = {name: np.zeros_like(self._columns[source]) for name, source in schema.copies.items()}
+    self.stamps = {name: Stamps(cells) for name in schema.stamps}
+    stamps = {name: stamps.step for name, stamps in self.stamps.items()}
     self.inserted = np.zeros(cells, np.int64)
     self.episode_start = np.zeros(cells, np.int64)
     self.episode_end = np.zeros(cells, np.int64)
+    derived = ("inserted", "episode_start", "episode_end")
+    self.fields = self._columns | copies | stamps | {name: getattr(self, name) for name in derived}
     self.head = np.zeros(lanes, np.int64)
     self.tail = np.zeros(lanes, np.int64)
     self.num_transitions = 0  # ever collected, evicted ones included
     self.stored_transitions = 0
-    self._form = {
-      name: (getattr(self, name).shape[2:], getattr(self, name).dtype)
-      for name in ("frame", *_COPIED)
-    }
-    self._form["step"] = ((), self.policy_step.dtype)
+    self.first, self.action, self.reward = (self[name] for name in ("first", "action", "reward"))
+    self.terminated, self.truncated = self["terminated"], self["truncated"]
 
-  def fields(self) -> dict[str, np.ndarray]:
-    """The per-slot arrays besides the frames, by name."""
-    derived = (
-      "bootstrap",
-      "policy_step",
-      "bootstrap_step",
-      "value_step",
-      "inserted",
-      "episode_start",
-      "episode_end",
-    )
-    return {name: getattr(self, name) for name in _COPIED + derived}
+  def __getitem__(self, name: str) -> np.ndarray:
+    return self.fields[name]
 
   def append(self, segments: Sequence[Segment]) -> None:
     """Appends segments of different lanes, evicting the oldest slots of full lanes.
@@ -126,40 +104,33 @@ class LaneStore:
   def _checked(
     self, segments: Sequence[Segment]
   ) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-    """Lanes of all slots, sizes and offsets of the segments, and one array per field."""
+    """Lanes of all slots, sizes and offsets of the segments, and one array per column."""
     lanes = [int(segment.lane) for segment in segments]
     if len(set(lanes)) != len(lanes):
       raise ValueError(f"one append takes one segment per lane, got lanes {lanes}")
     for segment in segments:
-      self._check_form(segment)
-    # One array per field from here on: most segments are one slot long, and there are as many as lanes.
+      self._check_place(segment)
+      self.schema.check(segment)
+    # One array per column from here on: most segments are one slot long, one for each lane.
     size = np.array([len(segment.frame) for segment in segments])
-    slots = {
-      name: np.concatenate([getattr(segment, name) for segment in segments]) for name in _COPIED
-    }
-    slots["step"] = np.concatenate([segment.step for segment in segments])
+    arrays = [segment.arrays() for segment in segments]
+    slots = {name: np.concatenate([array[name] for array in arrays]) for name in self._columns}
     lane = np.repeat(lanes, size)
     offset = np.cumsum(size) - size  # of each segment's first slot
     self._check_content(lane, offset, slots, [segment.frame for segment in segments])
     return lane, size, offset, slots
 
-  def _check_form(self, segment: Segment) -> None:
-    """Sizes and types."""
+  def _check_place(self, segment: Segment) -> None:
     lane, n = segment.lane, len(segment.frame)
     if not 0 <= lane < self.lanes:
       raise ValueError(f"segment.lane must be in 0..{self.lanes - 1}, got {lane}")
     if segment.start != self.head[lane]:
       raise ValueError(
-        f"segment of lane {lane}: start must be the lane's head {self.head[lane]}, got {segment.start}"
+        f"segment of lane {lane}: start must be the lane's head {self.head[lane]}, "
+        f"got {segment.start}"
       )
     if not 1 <= n <= self.capacity:
       raise ValueError(f"segment of lane {lane}: must hold 1..{self.capacity} slots, got {n}")
-    for name, (shape, dtype) in self._form.items():
-      array = getattr(segment, name)
-      if array.shape != (n, *shape) or array.dtype != dtype:
-        raise ValueError(
-          f"segment of lane {lane}: {name} must be {dtype}{[n, *shape]}, got {array.dtype}{list(array.shape)}"
-        )
 
   def _check_content(
     self,
@@ -173,6 +144,7 @@ class LaneStore:
     expected_first = np.concatenate([[False], ended[:-1]])
     expected_first[offset] = ~self._is_open(lane[offset])
     action, step = slots["action"], slots["step"]
+    floats = [c.name for c in self.schema.columns[1:] if np.dtype(c.dtype).kind == "f"]
     for wrong, message in (
       ((action == -1) != ended, "action must be -1 exactly where an episode ends"),
       (
@@ -184,11 +156,7 @@ class LaneStore:
         slots["first"] != expected_first,
         "first must hold exactly at the lane's start and after an episode's end",
       ),
-      *(
-        (~np.isfinite(slots[name]), f"{name} must be finite")
-        for name in ("reward", "search_value", "value")
-      ),
-      (~np.isfinite(slots["policy"]).all(-1), "policy must be finite"),
+      *((~_finite(slots[name]), f"{name} must be finite") for name in floats),
     ):
       if wrong.any():
         raise ValueError(f"segment of lane {lane[wrong][0]}: {message}")
@@ -218,11 +186,12 @@ class LaneStore:
     ]
     self.episode_end[lane, cell] = OPEN
     acted = slots["action"] >= 0
-    evicted = (self.policy_step[lane, cell] != NEVER) & (self.action[lane, cell] >= 0)
+    evicted = (time - self.capacity >= self.tail[lane]) & (self.action[lane, cell] >= 0)
     self.stored_transitions += int(acted.sum()) - int(evicted.sum())
-    for name in _COPIED:
-      getattr(self, name)[lane, cell] = slots[name]
-    self.bootstrap[lane, cell] = slots["value"]
+    for name, column in self._columns.items():
+      column[lane, cell] = slots[name]
+    for name, source in self.schema.copies.items():
+      self[name][lane, cell] = slots[source]
     for stamps in self.stamps.values():
       stamps.set(flat, slots["step"])
     self.inserted[lane, cell] = self.num_transitions + np.cumsum(acted) - acted
@@ -339,7 +308,7 @@ class LaneStore:
 
   def memory(self) -> dict[str, float]:
     """Bytes of the slots in use (all, and frames alone), bytes reserved, and bytes per stored transition."""
-    arrays = list(self.fields().values())
+    arrays = list(self.fields.values())
     cells = self.lanes * self.capacity
     slots = self.num_slots()
     frames = self.frame.nbytes / cells * slots
@@ -350,3 +319,8 @@ class LaneStore:
       "reserved_bytes": float(self.frame.nbytes + sum(a.nbytes for a in arrays)),
       "bytes_per_transition": used / max(self.stored_transitions, 1),
     }
+
+
+def _finite(values: np.ndarray) -> np.ndarray:
+  """Whether all numbers of a slot are finite, bool [n]."""
+  return np.isfinite(values).reshape(len(values), math.prod(values.shape[1:])).all(-1)

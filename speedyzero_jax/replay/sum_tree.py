@@ -92,12 +92,3 @@ class SumTree:
       rest -= np.where(right, left, 0.0)
       node += right
     return node - self._base, self._sum[node] / self.total
-
-
-def importance_weights(probability: np.ndarray, beta: float) -> np.ndarray:
-  """p^-beta, float32 [B], of samples drawn with these probabilities (Schaul et al. 2016, sec. 3.4).
-
-  Neither multiplied by N^-beta nor divided by their maximum: the learner does the latter, which cancels the former.
-  So shards need not know of each other: of S shards that draw equally often, each sample's probability is p / S.
-  """
-  return (probability**-beta).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Makes the parts of a run from its configuration, the same way for training, for evaluation and in every process."""
+"""Parts made from a configuration, the same way in training, in evaluation and in every process."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,151 +8,144 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from speedyzero_jax.agents.efficientzero.inference import Inference
-from speedyzero_jax.agents.efficientzero.networks import Blueprint, make_blueprint
+from speedyzero_jax.agents import base
+from speedyzero_jax.agents.base import Agent
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.envs.batched_env import make_env
 from speedyzero_jax.replay.device_frames import DeviceFrames, place_frames
-from speedyzero_jax.replay.replay import Replay, SweepName
+from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.storage import LaneStore
 from speedyzero_jax.run.checkpoint import Checkpoints
+from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.weights import Version
 
 
-class Game(NamedTuple):
-  """What must be known of a game before anything can be made for it."""
+class EnvSpec(NamedTuple):
+  """What the environment of a configuration shows and takes."""
 
   frame_shape: tuple[int, int, int]
   frame_dtype: np.dtype
   num_actions: int
 
-  def observation_shape(self, config: Config) -> tuple[int, int, int]:
-    """[H, W, S*C], what the network sees."""
-    height, width, channels = self.frame_shape
-    return height, width, channels * config.env.frame_stack
 
-
-def game_of(config: Config) -> Game:
-  """The configured game. Raises ValueError for one there is not."""
+def env_spec(config: Config) -> EnvSpec:
+  """The configured environment's. Raises ValueError for an unknown game."""
   env = make_env(config.env, 1, 0, training=True)
   env.close()
-  return Game(env.frame_shape, env.frame_dtype, env.num_actions)
+  return EnvSpec(env.frame_shape, env.frame_dtype, env.num_actions)
 
 
-def blueprint_of(config: Config, game: Game) -> Blueprint:
-  """The network, for those who only look."""
-  return make_blueprint(config.agent.network, game.observation_shape(config), game.num_actions)
+def make_agent(config: Config, spec: EnvSpec | None = None) -> Agent:
+  """The configured agent. Raises ValueError for sizes that do not fit the environment."""
+  return base.make_agent(config, *(spec or env_spec(config)))
 
 
-def replay_capacity(config: Config) -> int:
-  """Slots per lane. With `replay.capacity` 0 as many as a run can need: one per agent step and one more per episode."""
+def replay_capacity(config: Config, agent: Agent) -> int:
+  """Slots per lane.
+
+  With `replay.capacity` 0 as many as a run can need: one per agent step and one more per episode.
+  """
   wanted = config.replay.capacity or 2 * config.run.env_steps
-  shortest = config.env.frame_stack + config.agent.loss.unroll_steps + config.agent.loss.td_steps
-  return max(-(-wanted // config.actor.lanes), shortest)
+  return max(-(-wanted // config.actor.lanes), shortest_lane(config, agent))
 
 
-def mean_stored(config: Config, collected: int) -> float:
+def shortest_lane(config: Config, agent: Agent) -> int:
+  """Slots per lane with which the agent can select anything."""
+  return config.env.frame_stack + agent.lookahead
+
+
+def mean_stored(config: Config, agent: Agent, collected: int) -> float:
   """Agent steps in the replay on average, from `collected` of them to the run's end."""
   end = config.run.env_steps
-  full = min(replay_capacity(config) * config.actor.lanes, end)
+  full = min(replay_capacity(config, agent) * config.actor.lanes, end)
   if collected >= end:
     return full
   now = min(collected, full)
-  filling = max(full - collected, 0) / (
-    end - collected
-  )  # share of the time in which the buffer still grows
+  filling = max(full - collected, 0) / (end - collected)  # share of the time in which it still grows
   return filling * (now + full) / 2 + (1 - filling) * full
 
 
 def make_replay(
   config: Config,
-  game: Game,
+  agent: Agent,
   mesh: Mesh,
   report: Callable[[str], None],
   *,
   seed: int,
   frame_memory: np.ndarray | None = None,
 ) -> Replay:
-  """The replay that a configuration asks for, its frames also on the devices of the mesh if it says so.
+  """The configured replay, its frames also on the devices of the mesh if it says so.
 
   Host memory is committed only as it is used.
   """
   return Replay(
-    **_form(config, game),
-    num_actions=game.num_actions,
-    priority=config.agent.priority,
-    loss=config.agent.loss,
-    reanalyse=config.agent.reanalyse,
-    value_prefix_horizon=config.agent.network.value_prefix_horizon,
+    agent.schema,
+    agent.make_selector,
+    lanes=config.actor.lanes,
+    capacity=replay_capacity(config, agent),
     frame_stack=config.env.frame_stack,
-    discount=config.env.discount,
     rng_seed=seed,
-    device_frames=frames_on_devices(config, game, mesh, report),
+    sweeps=[name for name, task in agent.tasks.items() if task.max_age],
+    device_frames=frames_on_devices(config, agent, mesh, report),
     frame_memory=frame_memory,
   )
 
 
 def frames_on_devices(
-  config: Config, game: Game, mesh: Mesh, report: Callable[[str], None]
+  config: Config, agent: Agent, mesh: Mesh, report: Callable[[str], None]
 ) -> DeviceFrames | None:
-  """Where the devices of the mesh hold the replay's frames, if the configuration says so and they have room.
+  """The copy of the frames on the devices, if configured and if there is room; else None.
 
-  They start with room for episodes of ten steps and more.
+  There is room at first for episodes of ten steps and more.
   """
-  form = _form(config, game)
-  shortest = config.env.frame_stack + config.agent.loss.unroll_steps + config.agent.loss.td_steps
-  rows = (
-    form["capacity"] if config.replay.capacity else max(-(-11 * form["capacity"] // 20), shortest)
+  capacity, shortest = replay_capacity(config, agent), shortest_lane(config, agent)
+  rows = capacity if config.replay.capacity else max(-(-11 * capacity // 20), shortest)
+  frame = agent.schema.frame
+  return place_frames(
+    config.replay.frames,
+    mesh,
+    rows=rows,
+    report=report,
+    lanes=config.actor.lanes,
+    capacity=capacity,
+    frame_shape=frame.shape,
+    frame_dtype=np.dtype(frame.dtype),
   )
-  return place_frames(config.replay.frames, mesh, rows=rows, report=report, **form)
 
 
-def _form(config: Config, game: Game) -> dict[str, Any]:
-  """What all storage of frames has in common."""
-  return {
-    "lanes": config.actor.lanes,
-    "capacity": replay_capacity(config),
-    "frame_shape": game.frame_shape,
-    "frame_dtype": game.frame_dtype,
-  }
+def replay_bytes(config: Config, agent: Agent) -> int:
+  """Host memory that the replay uses at the end of a run, at least: a slot for each agent step kept.
 
-
-def replay_bytes(config: Config) -> int:
-  """Host memory that the replay has in use when a run ends, at least: a slot for each agent step, as far as they are
-  kept. An episode has one slot more than it has steps.
+  An episode has one slot more than it has steps.
   """
-  game = game_of(config)
-  slot = LaneStore(1, 1, game.frame_shape, game.frame_dtype, game.num_actions).memory()[
-    "reserved_bytes"
-  ]
-  return int(slot) * min(config.replay.capacity or config.run.env_steps, config.run.env_steps)
-
-
-def sweeps(config: Config) -> list[SweepName]:
-  """The whole-buffer passes a configuration needs. Sweep reanalysis refreshes priorities too: one may do for both."""
-  passes: list[SweepName] = []
-  if config.agent.reanalyse.schedule == "sweep":
-    passes.append("reanalyse")
-  if config.agent.refresh.enabled and not (
-    passes and config.agent.reanalyse.max_age <= config.agent.refresh.max_age
-  ):
-    passes.append("refresh")
-  return passes
+  slot = LaneStore(agent.schema, 1, 1).memory()["reserved_bytes"]
+  kept = config.replay.capacity or config.run.env_steps
+  return int(slot) * min(kept, config.run.env_steps)
 
 
 def restore_for_evaluation(
   config: Config, run_dir: Path, *, warn: Callable[[str], None], report: Callable[[str], None]
-) -> tuple[Inference, Version]:
-  """What is needed to play with the newest readable checkpoint of a run. Raises CheckpointError if there is none.
+) -> tuple[Agent, Inference, Version]:
+  """The newest readable checkpoint of a run, ready to act.
 
-  `warn` takes lines on checkpoints that can't be read, `report` those on what compiles.
+  Args:
+    config: of the run.
+    run_dir: its folder.
+    warn: takes lines on checkpoints that can't be read.
+    report: takes lines on compilation.
+
+  Raises:
+    CheckpointError: there is none.
   """
-  blueprint = blueprint_of(config, game_of(config))
+  agent = make_agent(config)
   here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-  shapes = jax.eval_shape(blueprint.init, jax.random.key(0))
-  abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
+  shapes: Any = jax.eval_shape(agent.init, jax.random.key(0))
+  abstract = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes
+  )
   step, variables = Checkpoints(run_dir).restore_network(abstract, warn)
-  return Inference(config, blueprint, report=report), Version(step, variables)
+  inference = Inference(agent, config.env.frame_stack, report=report)
+  return agent, inference, Version(step, variables)
 
 
 def enable_compilation_cache(config: Config) -> None:
@@ -162,5 +155,5 @@ def enable_compilation_cache(config: Config) -> None:
 
 
 def evaluation_seed(config: Config) -> int:
-  """Of the environments that a run's evaluations play in."""
+  """Seed of the environments in which a run is evaluated."""
   return config.run.seed + 1_000_003

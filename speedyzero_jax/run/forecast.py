@@ -1,4 +1,4 @@
-"""What a run will take of this machine's memory and time: told at its start, compared at its end with what it took."""
+"""Forecast of the memory and time that a run will take, compared at its end with what it took."""
 
 import math
 import time
@@ -6,213 +6,165 @@ from collections.abc import Callable
 
 import jax
 
-from speedyzero_jax.config.schema import Config
-from speedyzero_jax.run.builders import Game, game_of, mean_stored, replay_bytes, replay_capacity
-from speedyzero_jax.run.experiment import Training
+from speedyzero_jax.run.builders import mean_stored, replay_bytes, replay_capacity
+from speedyzero_jax.run.experiment import Experiment
+from speedyzero_jax.run.warmup import example_batch
 from speedyzero_jax.system import memory
 from speedyzero_jax.system.compilation import WarmUp
 
-_PROGRAMS = 1.2e9  # bytes of host memory for libraries and compiled programs, as seen on CPUs with small networks
-_COPIES = 3  # of the network, for those who act, reanalyse and refresh with weights of other steps
+_LIBRARIES = 1.2e9  # bytes of host memory for libraries and compiled programs, measured on CPUs
 _APART = ("evaluate", "profile")  # parts in which nothing else goes on
-# Learner steps over which the time is measured, and seconds: this many of both, or fewer steps if they take long.
+# Time is measured over this many learner steps and seconds, or over fewer steps if they are long.
 _STEPS, _SECONDS, _FEW_STEPS, _LONG = 20, 5.0, 5, 60.0
 
 
-def batch_bytes(config: Config, game: Game) -> int:
-  """Of a `LearnerBatch`."""
-  learner, loss, stack = config.learner, config.agent.loss, config.env.frame_stack
-  frames = (stack + loss.unroll_steps) * math.prod(game.frame_shape) * game.frame_dtype.itemsize
-  numbers = (loss.unroll_steps + 1) * (game.num_actions + 3) + 4 * loss.unroll_steps + 1
-  return learner.batch_size * (frames + 4 * numbers)
-
-
-def sweep_growth(config: Config, block: int, collected: int) -> float:
-  """How much more whole-buffer passes cost from now to the run's end, on average, than they do now.
-
-  Args:
-    config: of the run, or the unit.
-    block: states in one call; a pass may compute as many more than there are.
-    collected: agent steps so far.
-  """
-  now = min(collected, replay_capacity(config) * config.actor.lanes)
-  return (mean_stored(config, collected) + block) / (now + block)
-
-
 class Forecast:
-  """Estimates a run's needs, and says at its end how right it was.
-
-  To be made before anything is built.
+  """Estimates what a run needs. To be made before the run's parts are.
 
   Args:
-    config: of the run, or of the unit.
     report: takes lines.
     clock: seconds, from any origin.
   """
 
   def __init__(
-    self, config: Config, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    self, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic
   ):
-    self._config, self._report, self._clock = config, report, clock
-    self._began = clock()
+    self._report, self._clock, self._began = report, clock, clock()
     self._resident, self._room = memory.resident() or 0, memory.available()
     self._host = self._device = 0.0  # bytes
-    self._told: dict[str, list[str]] = {
-      "seconds": [],
-      "host": [],
-      "device": [],
-    }  # what was estimated, and when
+    self._seconds: list[str] = []  # estimates of the whole duration
     self._measured = False
-    self._since: tuple[int, float, dict[str, float]] | None = (
-      None  # learner step, time and parts where measuring began
-    )
-    self._training: Training | None = None
+    # Learner step, time and parts at the start of the measurement.
+    self._since: tuple[int, float, dict[str, float]] | None = None
 
-  def watch(self, training: Training, warm_up: WarmUp) -> None:
-    """Estimates for this run, and goes on doing so; to be called before it begins to work."""
-    self._training, self._warm_up = training, warm_up
-    training.after_step.append(lambda: self._stepped(training))
-    self._estimate_memory(training)
-    self._report(
-      f"this configuration on this machine: {self._memory()}, without what its programs need"
-    )
+  def watch(self, experiment: Experiment, warm_up: WarmUp) -> None:
+    """Reports a first estimate of memory; estimates time once the run has warmed up."""
+    self._experiment, self._warm_up = experiment, warm_up
+    self._batch_bytes = sum(x.nbytes for x in jax.tree.leaves(example_batch(experiment)[0]))
+    experiment.after_step.append(self._stepped)
+    self._estimate_memory()
+    self._report(f"this configuration needs {self._memory()}, without its programs")
     self._warn()
 
-  def prepared(self, training: Training, each: float | None) -> None:
-    """Estimates for the run whose programs are known now.
+  def prepared(self, each: float | None) -> None:
+    """Reports the estimate that includes compiled programs.
 
     Args:
-      training: as watched.
-      each: seconds that a learner step will take on average; None where nobody knows.
+      each: mean seconds of a learner step, None if unknown.
     """
-    self._estimate_memory(training)
-    tried = memory.resident(peak=True)  # with the memory that the programs took, if they were tried
+    self._estimate_memory()
+    tried = memory.resident(peak=True)  # includes what the programs took when they were measured
     if tried is not None:
-      self._host = max(self._host, self._will_hold(training, tried))
+      self._host = max(self._host, self._when_full(tried))
     expected = ""
     if each is not None:
-      left = each * (self._config.learner.steps - training.pacer.learner_steps)
-      expected = f"; about {_duration(left)}, {each:.3g} s a learner step, by what each of its parts takes alone"
-      self._tell("seconds", _duration(self._clock() - self._began + left), "at the start")
-    self._tell("host", memory.size(self._host), "at the start")
-    self._tell("device", memory.size(self._device), "at the start")
-    self._report(
-      f"with {memory.size(training.program_bytes)} for its programs on each device: {self._memory()}{expected}"
-    )
+      left = each * self._steps_left()
+      expected = f"; about {_duration(left)}, {each:.3g} s a learner step"
+      self._seconds.append(f"{_duration(self._clock() - self._began + left)} at the start")
+    programs = memory.size(self._experiment.program_bytes)
+    self._report(f"with {programs} for programs on each device: {self._memory()}{expected}")
     self._warn()
 
-  def _tell(self, what: str, value: str, when: str) -> None:
-    self._told[what].append(f"{value} {when}")
+  def _steps_left(self) -> int:
+    return self._experiment.config.learner.steps - self._experiment.limiter.learner_steps
 
-  def _estimate_memory(self, training: Training) -> None:
-    config, devices = self._config, training.learner.mesh.local_devices
-    variables, optimizer, _ = (
-      sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(part))
-      for part in training.learner.abstract()
-    )
-    batches = (config.learner.prefetch + 2 if config.run.mode == "async" else 1) * batch_bytes(
-      config, game_of(config)
-    )
+  def _estimate_memory(self) -> None:
+    x = self._experiment
+    config, devices, state = x.own, len(x.learner.mesh.local_devices), x.learner.abstract()
+    batches = (config.learner.prefetch + 2) if config.run.mode == "async" else 1
+    copies = 1 + len(x.agent.subscriptions)  # of the variables, with weights of other steps
     self._device = (
-      (1 + _COPIES) * variables
-      + optimizer
-      + batches / len(devices)
-      + training.replay.bytes_on_devices
+      _bytes(state)
+      + copies * _bytes(state.variables)
+      + batches * self._batch_bytes / devices
+      + x.replay.bytes_on_devices
+      + x.program_bytes
     )
-    self._device += training.program_bytes
-    self._host = self._resident + _PROGRAMS + replay_bytes(config) + self._checkpoint()
-    if _devices_are_host():
-      self._host += self._device * len(devices)
+    self._host = self._resident + _LIBRARIES + replay_bytes(config, x.agent)
+    if jax.default_backend() == "cpu":
+      self._host += self._device * devices
 
-  def _checkpoint(self) -> float:
-    """Bytes of the frames that a checkpoint copies."""
-    return replay_bytes(self._config) * min(
-      self._config.run.checkpoint_interval / self._config.learner.steps, 1.0
-    )
+  def _when_full(self, resident: int) -> float:
+    """Host memory when the replay is full, from the `resident` memory now."""
+    x = self._experiment
+    held = x.replay.stats(x.limiter.learner_steps)["bytes"]
+    return resident + max(replay_bytes(x.own, x.agent) - held, 0)
 
   def _memory(self) -> str:
     room = "" if self._room is None else f" of {memory.size(self._resident + self._room)}"
-    host = f"about {memory.size(self._host)}{room} host memory"
+    host = f"about {memory.size(self._host)}{room} of host memory"
     limit = memory.of_devices(jax.local_devices(), "bytes_limit")
-    if _devices_are_host() or limit is None:
+    if jax.default_backend() == "cpu" or limit is None:
       return host
     return f"{host}, {memory.size(self._device)} of {memory.size(limit)} on each device"
 
   def _warn(self) -> None:
     if self._room is not None and self._host - self._resident > self._room:
       self._report(
-        "warning: that is more host memory than there is; replay.capacity bounds the replay, learner.prefetch and "
-        "learner.batch_size the batches"
+        "warning: that is more host memory than is available; replay.capacity bounds the replay, "
+        "learner.prefetch and learner.batch_size the batches"
       )
     limit = memory.of_devices(jax.local_devices(), "bytes_limit")
     if limit is not None and self._device > limit:
       self._report(
-        "warning: that is more than a device has; replay.frames=host keeps the frames off it, learner.batch_size makes "
-        "batches and the training step smaller"
+        "warning: that is more than a device has; replay.frames=host keeps frames off it, a smaller "
+        "learner.batch_size makes batches and the training step smaller"
       )
 
-  def _stepped(self, training: Training) -> None:
-    if self._measured:
+  def _stepped(self) -> None:
+    """Measures the time of a learner step, after each one."""
+    x, now = self._experiment, self._clock()
+    step, parts = x.limiter.learner_steps, x.times.totals()
+    if self._measured or not self._warm_up.over:
       return
-    step, now, parts = training.pacer.learner_steps, self._clock(), training.times.totals()
     if self._since is None:
-      if self._warm_up.over:
-        self._since = step, now, parts
+      self._since = step, now, parts
       return
     spent = {name: total - self._since[2].get(name, 0.0) for name, total in parts.items()}
     apart = math.fsum(spent.pop(name, 0.0) for name in _APART)
     steps, seconds = step - self._since[0], now - self._since[1] - apart
-    if not (steps >= _STEPS and seconds >= _SECONDS) and not (
-      steps >= _FEW_STEPS and seconds >= _LONG
-    ):
+    if not (steps >= _STEPS and seconds >= _SECONDS or steps >= _FEW_STEPS and seconds >= _LONG):
       return
-    each = seconds / steps * self._growth(training, spent)
-    left = each * (self._config.learner.steps - step)
-    whole, self._measured = _duration(now - self._began + left), True
-    self._estimate_memory(training)  # all programs are known now
-    self._host = max(
-      self._will_hold(training, memory.resident() or 0), memory.resident(peak=True) or 0
-    )
-    self._tell("seconds", whole, f"at step {step}")
-    self._tell("host", memory.size(self._host), f"at step {step}")
+    self._measured = True
+    each = seconds / steps * self._growth(spent)
+    left = each * self._steps_left()
+    whole = _duration(now - self._began + left)
+    self._seconds.append(f"{whole} at step {step}")
     self._report(
-      f"this will take about {whole}, {_duration(left)} of them from now, evaluations not counted: "
-      f"{each:.3g} s a learner step on average, {seconds / steps:.3g} s now; {self._memory()}"
+      f"this will take about {whole}, {_duration(left)} of them from now, without evaluations: "
+      f"{each:.3g} s a learner step on average, {seconds / steps:.3g} s now"
     )
-    self._warn()
 
-  def _growth(self, training: Training, spent: dict[str, float]) -> float:
-    """How much longer a step will take on average than now, by what sweeps take of all work."""
+  def _growth(self, spent: dict[str, float]) -> float:
+    """Factor by which a step will take longer on average: sweeps grow with the replay."""
+    x = self._experiment
     work = math.fsum(seconds for name, seconds in spent.items() if name != "wait")
     growth = 1.0
-    for sweeper in training.sweepers if work and training.part.reanalyses else ():
-      name = "refresh" if sweeper.kind == "refresh" else "search"
-      more = sweep_growth(self._config, sweeper.block, training.pacer.env_steps) - 1
-      growth += spent.get(name, 0.0) / work * more
+    for sweeper in x.sweepers if work and x.membership.sweeps else ():
+      now = min(x.limiter.env_steps, replay_capacity(x.own, x.agent) * x.own.actor.lanes)
+      mean = mean_stored(x.own, x.agent, x.limiter.env_steps)
+      more = (mean + sweeper.block) / (now + sweeper.block) - 1
+      growth += spent.get(sweeper.task.part, 0.0) / work * more
     return growth
 
-  def _will_hold(self, training: Training, resident: int) -> float:
-    """Host memory when the replay is full, from what is held now, being `resident` in all."""
-    held = training.replay.stats(training.pacer.learner_steps)["bytes"]
-    return resident + max(replay_bytes(self._config) - held, 0) + self._checkpoint()
-
   def ended(self) -> None:
-    """Says what the run took, beside what was estimated."""
-    took = [f"took {_duration(self._clock() - self._began)}{self._estimated('seconds')}"]
-    host = memory.resident(peak=True)
-    if host is not None:
-      took.append(f"at most {memory.size(host)} of host memory{self._estimated('host')}")
-    device = memory.of_devices(jax.local_devices(), "peak_bytes_in_use")
-    if device is not None:
-      took.append(f"{memory.size(device)} of a device's{self._estimated('device')}")
+    """Reports what the run took, beside the estimates."""
+    estimates = f" (estimated: {', '.join(self._seconds)})" if self._seconds else ""
+    took = [f"took {_duration(self._clock() - self._began)}{estimates}"]
+    peaks = (
+      ("host memory", memory.resident(peak=True), self._host),
+      ("a device", memory.of_devices(jax.local_devices(), "peak_bytes_in_use"), self._device),
+    )
+    took += [
+      f"at most {memory.size(peak)} of {name} (estimated: {memory.size(estimate)})"
+      for name, peak, estimate in peaks
+      if peak is not None
+    ]
     self._report(", ".join(took))
 
-  def _estimated(self, what: str) -> str:
-    return f" (estimated: {', '.join(self._told[what])})" if self._told[what] else ""
 
-
-def _devices_are_host() -> bool:
-  return jax.default_backend() == "cpu"
+def _bytes(tree: object) -> int:
+  return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def _duration(seconds: float) -> str:

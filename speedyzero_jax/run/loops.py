@@ -1,4 +1,4 @@
-"""The two ways to run the roles of a `Training` in one process: taking turns, or overlapping in threads."""
+"""The two ways to run an experiment in one process: roles take turns, or overlap in threads."""
 
 import contextlib
 import functools
@@ -7,72 +7,79 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from speedyzero_jax.agents.efficientzero.reanalyse import Sweeper
 from speedyzero_jax.metrics import names
-from speedyzero_jax.run.batch_pipeline import Fed
-from speedyzero_jax.run.experiment import Training
+from speedyzero_jax.run import steps
+from speedyzero_jax.run.batch_pipeline import PreparedBatch
+from speedyzero_jax.run.experiment import Experiment
 from speedyzero_jax.run.rate_limiter import Stopped
 from speedyzero_jax.workers.learner import StepResult
+from speedyzero_jax.workers.sweeper import Sweeper
 
 
-def run(training: Training) -> bool:
-  """Runs to the end in the configured mode. Returns False if stopped before it; raises what a role raised."""
-  if training.config.run.mode == "lockstep":
-    _lockstep(training)
+def run(experiment: Experiment) -> bool:
+  """Runs to the end in the configured mode.
+
+  Returns False if it was stopped before that. Raises what a role raised.
+  """
+  if experiment.config.run.mode == "lockstep":
+    _lockstep(experiment)
   else:
-    _Overlapped(training).run()
-  return training.pacer.finished
+    _Overlapped(experiment).run()
+  return experiment.limiter.finished
 
 
-def _lockstep(training: Training) -> None:
+def _lockstep(experiment: Experiment) -> None:
   """A fixed order in one thread: the same seed gives the same run, bit for bit."""
-  pacer = training.pacer
-  while not pacer.finished and not pacer.stopping:
-    if not (pacer.may_learn() and training.replay.num_eligible):
-      training.collect()
+  limiter = experiment.limiter
+  while not limiter.finished and not limiter.stopping:
+    if not (limiter.may_learn() and experiment.pipeline.ready()):
+      experiment.collector.collect()
       continue
-    for sweeper in training.sweepers:
-      while sweeper.due(training.replay, pacer.learner_steps):
-        training.sweep(sweeper)
-    step = pacer.learner_steps
-    fed = training.draw(step)
-    training.learned(fed, training.learn(fed), step)
-    training.bookkeeping()
+    for sweeper in experiment.sweepers:
+      while sweeper.due(experiment.replay, limiter.learner_steps):
+        steps.sweep(experiment, sweeper)
+    step = limiter.learner_steps
+    prepared = steps.draw(experiment, step)
+    steps.settle(experiment, prepared, steps.learn(experiment, prepared), step)
+    steps.bookkeeping(experiment)
 
 
 class _Overlapped:
-  """One thread per role beside the learner's; the pacer's condition is what they all wait on."""
+  """One thread per role beside the learner's; all wait on the rate limiter's condition."""
 
-  def __init__(self, training: Training):
-    self._training, self._pacer = training, training.pacer
-    self._ready: deque[Fed] = deque()
-    self._drawn = training.pacer.learner_steps  # batches drawn so far, by learner step
-    self._pending: tuple[Fed, StepResult, int] | None = (
-      None  # told to the replay a step late, not to wait for it
-    )
+  def __init__(self, experiment: Experiment):
+    self._experiment, self._limiter = experiment, experiment.limiter
+    self._ready: deque[PreparedBatch] = deque()
+    self._drawn = experiment.limiter.learner_steps  # batches drawn so far, by learner step
+    # The step before this one: its priorities are taken a step late, not to wait for the device.
+    self._pending: tuple[PreparedBatch, StepResult, int] | None = None
     self._errors: list[BaseException] = []
 
   def run(self) -> None:
-    """Starts the roles, learns in this thread, and ends them however it ends."""
+    """Starts the roles, learns in this thread, and ends them."""
+    membership = self._experiment.membership
     roles: list[Callable[[], None]] = [self._draw]
-    if self._training.part.acts:
+    if membership.acts:
       roles.append(self._collect)
-    if self._training.part.reanalyses:
-      roles += [functools.partial(self._sweep, sweeper) for sweeper in self._training.sweepers]
-    threads = [threading.Thread(target=self._guard, args=(role,), daemon=True) for role in roles]
+    if membership.sweeps:
+      sweepers = self._experiment.sweepers
+      roles += [functools.partial(self._sweep, sweeper) for sweeper in sweepers]
+    threads = [
+      threading.Thread(target=self._guard, args=(role,), daemon=True) for role in roles
+    ]
     for thread in threads:
       thread.start()
     try:
-      self._learn()
-    except Stopped:
-      pass
+      with contextlib.suppress(Stopped):
+        self._learn()
     finally:
-      self._pacer.stop()
+      self._limiter.stop()
       for thread in threads:
         thread.join()
-    self._settle()  # a role may have failed for what shows here as divergence
-    if self._errors or self._training.failure:
-      raise self._errors[0] if self._errors else self._training.failure or AssertionError
+    self._settle()  # first: a role's error may be an effect of what shows here as divergence
+    failure = self._experiment.collector.failure
+    if self._errors or failure:
+      raise self._errors[0] if self._errors else failure or AssertionError
 
   def _guard(self, role: Callable[[], None]) -> None:
     try:
@@ -81,82 +88,82 @@ class _Overlapped:
       pass
     except BaseException as error:  # raised again in the learner's thread
       self._errors.append(error)
-      self._pacer.stop()
+      self._limiter.stop()
 
   def _collect(self) -> None:
-    def may_collect() -> bool:  # the learner may be due, but have nothing to draw from yet
-      return self._pacer.may_collect() or not self._training.replay.num_eligible
+    def may_collect() -> bool:  # the learner may be due, but have too little to draw from
+      return self._limiter.may_collect() or not self._experiment.pipeline.ready()
 
-    while not self._pacer.collected:
+    while not self._limiter.collected:
       begin = time.monotonic()
-      self._pacer.wait_until(may_collect)
-      self._training.reporter.mean({names.ACTOR_WAIT: time.monotonic() - begin})
-      self._training.collect()
+      self._limiter.wait_until(may_collect)
+      self._experiment.logger.mean({names.ACTOR_WAIT: time.monotonic() - begin})
+      self._experiment.collector.collect()
 
   def _sweep(self, sweeper: Sweeper) -> None:
-    training, pacer = self._training, self._pacer
+    experiment, limiter = self._experiment, self._limiter
+
+    def due() -> bool:
+      ready = experiment.pipeline.ready()
+      return ready and sweeper.due(experiment.replay, limiter.learner_steps)
+
     while True:
       begin = time.monotonic()
-      pacer.wait_until(
-        lambda: training.replay.num_eligible and sweeper.due(training.replay, pacer.learner_steps)
-      )
-      training.reporter.mean({names.REANALYSER_WAIT: time.monotonic() - begin})
-      training.sweep(sweeper)
-      pacer.notify()
+      limiter.wait_until(due)
+      experiment.logger.mean({names.REANALYSER_WAIT: time.monotonic() - begin})
+      steps.sweep(experiment, sweeper)
+      limiter.notify()
 
   def _draw(self) -> None:
-    training, pacer = self._training, self._pacer
+    experiment, limiter = self._experiment, self._limiter
 
     def may_draw() -> bool:
-      enough = pacer.may_draw(self._drawn) and training.replay.num_eligible > 0
-      return enough and len(self._ready) < training.config.learner.prefetch
+      due = limiter.may_draw(self._drawn) and experiment.pipeline.ready()
+      return due and len(self._ready) < experiment.config.learner.prefetch
 
-    while self._drawn < training.config.learner.steps:
-      pacer.wait_until(may_draw)
-      fed = training.draw(self._drawn)
-      self._ready.append(fed)
+    while self._drawn < experiment.config.learner.steps:
+      limiter.wait_until(may_draw)
+      self._ready.append(steps.draw(experiment, self._drawn))
       self._drawn += 1
-      pacer.notify()
+      limiter.notify()
+
+  def _may_learn(self) -> bool:
+    experiment, limiter = self._experiment, self._limiter
+    if not self._ready or experiment.interrupted:
+      return bool(self._ready)
+    if limiter.lagging:
+      return False
+    bounded = experiment.membership.sweeps or experiment.config.topology.bound_age
+    now = experiment.replay, limiter.learner_steps
+    return not bounded or not any(s.overdue(*now) or s.behind(*now) for s in experiment.sweepers)
 
   def _learn(self) -> None:
-    training, pacer = self._training, self._pacer
-
-    bounded = (
-      training.sweepers if training.part.reanalyses or training.config.topology.bound_age else []
-    )
-
-    def may_learn() -> bool:
-      if not self._ready or training.interrupted:
-        return bool(self._ready)
-      now = training.replay, pacer.learner_steps
-      return not pacer.lagging and not any(
-        sweeper.overdue(*now) or sweeper.behind(*now) for sweeper in bounded
-      )
-
-    if pacer.learner_steps < training.config.learner.steps:
+    experiment, limiter = self._experiment, self._limiter
+    total = experiment.config.learner.steps
+    if limiter.learner_steps < total:
       with contextlib.suppress(Stopped):
-        pacer.wait_until(may_learn)
-      failed = pacer.stopping and not training.interrupted
-      if failed or not training.begin_learning():
+        limiter.wait_until(self._may_learn)
+      failed = limiter.stopping and not experiment.interrupted
+      if failed or not steps.begin_learning(experiment):
         return
-    while pacer.learner_steps < training.config.learner.steps:
+    while limiter.learner_steps < total:
       begin = time.monotonic()
-      with training.times.part("wait"):
-        pacer.wait_until(may_learn)
-      training.reporter.mean({names.LEARNER_WAIT: time.monotonic() - begin})
-      step, fed = pacer.learner_steps, self._ready.popleft()
-      result = training.learn(fed)
+      with experiment.times.part("wait"):
+        limiter.wait_until(self._may_learn)
+      experiment.logger.mean({names.LEARNER_WAIT: time.monotonic() - begin})
+      step, prepared = limiter.learner_steps, self._ready.popleft()
+      result = steps.learn(experiment, prepared)
       self._settle()
-      self._pending = fed, result, step
-      if training.saving_due:
+      self._pending = prepared, result, step
+      if steps.saving_due(experiment):
         self._settle()
-      training.bookkeeping()
-      if training.leaving:
+      steps.bookkeeping(experiment)
+      if experiment.leaving:
         return
-    if not training.interrupted:
-      pacer.wait_until(lambda: pacer.collected)
+    if not experiment.interrupted:
+      limiter.wait_until(lambda: limiter.collected)
 
   def _settle(self) -> None:
     pending, self._pending = self._pending, None
     if pending is not None:
-      self._training.learned(*pending)
+      steps.settle(self._experiment, *pending)

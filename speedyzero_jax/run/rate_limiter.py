@@ -1,8 +1,8 @@
-"""Who may run ahead of whom, by how much: learner steps are tied to agent steps, whatever the machine's speed.
+"""The rate limiter: ties learner steps to agent steps, whatever the machine's speed.
 
-After the random play, each learner step is due for a fixed number of agent steps (samples per insert is constant);
-`tail_steps` of them wait until everything is collected; and no step is taken while somebody acts with weights that
-would then be too old. Counts only; knows nothing of roles.
+After the random play, each learner step is due for a fixed number of agent steps, so that samples per
+insert is constant; `tail_steps` learner steps wait until everything is collected; and with a bound on
+policy lag no step is taken while an actor uses weights that would then be too old.
 """
 
 import threading
@@ -16,33 +16,38 @@ class Stopped(Exception):
   """The run is stopping; the waiting role should return."""
 
 
-class Pacer:
+class RateLimiter:
   """The two counters of a run and the rule between them. Thread-safe.
 
-  Learner step k (from 0) may be taken once random_steps + ceil(k * ratio) agent steps are collected, with
-  ratio = (env_steps - random_steps) / (steps - tail_steps); the last tail_steps only once all are. Collection may go
-  on while it is less than `slack` agent steps ahead of what the learner has earned.
+  Learner step k (from 0) may be taken once random_steps + ceil(k * ratio) agent steps are collected,
+  with ratio = (env_steps - random_steps) / (steps - tail_steps); the last tail_steps only once all
+  are. Collection may go on while it is less than `slack` agent steps ahead of what the learner has
+  earned.
 
   Args:
-    config: of the run.
-    env_steps: agent steps already collected (a resumed run).
-    learner_steps: learner steps already taken.
+    config: of the learner process.
   """
 
-  def __init__(self, config: Config, *, env_steps: int = 0, learner_steps: int = 0):
+  def __init__(self, config: Config):
     self._total_env, self._total_learner = config.run.env_steps, config.learner.steps
     self._random = config.actor.random_steps
     self._start = min(self._random, self._total_env)
     self._paced = self._total_learner - config.learner.tail_steps
     self._slack = max(2 * config.actor.lanes, 2 * (self._earned(1) if self._paced else 0))
     self.bounds_lag = config.actor.max_lag > 0
-    # Learner steps that may begin while somebody acts: the newest weights are up to an interval old when he begins.
+    # Learner steps that may begin while an actor acts: when it begins, the newest weights are up to
+    # an interval old.
     self._leeway = config.actor.max_lag - config.actor.weights_interval
-    self._acting: dict[Hashable, int] = {}  # who, and since which learner step
-    self._env_steps, self._learner_steps = env_steps, learner_steps
-    self._reserved = 0  # agent steps promised to somebody who has not taken them yet
-    self._stopping = self._hurrying = False
-    self._changed = threading.Condition()  # its lock may be taken again by who holds it
+    self._acting: dict[Hashable, int] = {}  # actor -> learner step at which it began
+    self._env_steps = self._learner_steps = 0
+    self._reserved = 0  # agent steps granted to actors and not yet taken
+    self._stopping = self._finishing = False
+    self._changed = threading.Condition()
+
+  def restore(self, env_steps: int, learner_steps: int) -> None:
+    """Sets the counters to those of a checkpoint."""
+    with self._changed:
+      self._env_steps, self._learner_steps = env_steps, learner_steps
 
   @property
   def env_steps(self) -> int:
@@ -66,7 +71,7 @@ class Pacer:
 
   @property
   def pool(self) -> int:
-    """Agent steps that are neither taken nor promised."""
+    """Agent steps that are neither taken nor granted."""
     return self._total_env - self._env_steps - self._reserved
 
   @property
@@ -86,14 +91,16 @@ class Pacer:
     return self._start + self._earned(step)
 
   def _earned(self, step: int) -> int:
-    """ceil(step * ratio), in integers: rounding would make some steps wait for one agent step too many."""
+    """ceil(step * ratio), in integers: rounding would make some steps wait for one step too many."""
     return -(-step * (self._total_env - self._start) // self._paced)
 
   def may_learn(self) -> bool:
     """Whether the next learner step is due."""
-    return self._learner_steps < self._total_learner and self._env_steps >= self.required(
-      self._learner_steps
-    )
+    return self._learner_steps < self._total_learner and self.may_draw(self._learner_steps)
+
+  def may_draw(self, step: int) -> bool:
+    """Whether the batch of learner step `step` is due."""
+    return self._finishing or self._env_steps >= self.required(step)
 
   def may_collect(self) -> bool:
     """Whether collection may go on."""
@@ -102,30 +109,32 @@ class Pacer:
     return self._env_steps + self._reserved < self.required(self._learner_steps) + self._slack
 
   def reserve(self, steps: int, seconds: float, urgent: Callable[[], bool]) -> int | None:
-    """Promises up to `steps` agent steps to somebody, as soon as collection may go on or `urgent()`.
+    """Grants up to `steps` agent steps, as soon as collection may go on or `urgent()`.
 
-    Returns how many, 0 if everything is collected, None if nothing could be promised for so many seconds.
+    Returns how many, 0 if everything is collected, None if none could be granted in time.
     """
+
+    def available() -> bool:
+      return bool(self.pool and (self.may_collect() or urgent()))
+
     with self._changed:
-      self.wait_for(
-        lambda: self.collected or (self.pool and (self.may_collect() or urgent())), seconds
-      )
+      self.wait_for(lambda: self.collected or available(), seconds)
       if self._stopping or self.collected:
         return None if self._stopping else 0
-      if not self.pool or not (self.may_collect() or urgent()):
+      if not available():
         return None
       count = min(steps, self.pool)
       self._reserved += count
       return count
 
   def release(self, steps: int) -> None:
-    """Takes a promise back."""
+    """Takes back agent steps that were granted and not used."""
     with self._changed:
       self._reserved -= steps
       self._changed.notify_all()
 
   def add_env_steps(self, count: int, *, reserved: int = 0) -> None:
-    """An actor took `count` agent steps, of so many promised."""
+    """An actor took `count` agent steps, of so many granted."""
     with self._changed:
       self._env_steps += count
       self._reserved -= reserved
@@ -137,43 +146,39 @@ class Pacer:
       self._learner_steps += 1
       self._changed.notify_all()
 
-  def begin_acting(self, who: Hashable) -> None:
-    """Somebody takes agent steps, with the weights that are the newest after this call, or newer ones."""
+  def begin_acting(self, actor: Hashable) -> None:
+    """An actor takes agent steps, with weights at least as new as the newest after this call."""
     with self._changed:
-      self._acting[who] = self._learner_steps
+      self._acting[actor] = self._learner_steps
 
-  def end_acting(self, who: Hashable) -> None:
-    """What they took is in the replay, or lost."""
+  def end_acting(self, actor: Hashable) -> None:
+    """What the actor took is in the replay, or lost."""
     with self._changed:
-      self._acting.pop(who, None)
+      self._acting.pop(actor, None)
       self._changed.notify_all()
 
   @property
   def lagging(self) -> bool:
-    """Whether the next learner step has to wait for somebody whose weights would then be older than `actor.max_lag`."""
+    """Whether the next learner step would make some actor's weights older than `actor.max_lag`."""
     with self._changed:
       since = min(self._acting.values(), default=self._learner_steps)
       return self.bounds_lag and self._learner_steps - since >= self._leeway
 
   def notify(self) -> None:
-    """Something that a `wait_until` looks at has changed."""
+    """Wakes waiting roles to evaluate their conditions again."""
     with self._changed:
       self._changed.notify_all()
 
-  def hurry(self) -> None:
-    """From now on the learner waits for no agent steps: others wait for it."""
+  def finish_together(self) -> None:
+    """From now on learner steps wait for no agent steps, because other learners wait for them."""
     with self._changed:
-      self._hurrying = True
+      self._finishing = True
       self._changed.notify_all()
 
   @property
-  def hurrying(self) -> bool:
-    """Whether `hurry` was called."""
-    return self._hurrying
-
-  def may_draw(self, step: int) -> bool:
-    """Whether the batch of learner step `step` is due."""
-    return self._hurrying or self._env_steps >= self.required(step)
+  def finishing(self) -> bool:
+    """Whether `finish_together` was called."""
+    return self._finishing
 
   def stop(self) -> None:
     """Wakes every waiting role with `Stopped`."""

@@ -1,6 +1,7 @@
-"""Compiles what a run will call again and again before it begins, and finds out what each of it takes alone.
+"""Compilation, before a run begins, of every program that it will call again and again.
 
-With arguments that show nothing, but have the shapes of the real ones and lie where those will.
+Programs are compiled beside each other with placeholder arguments that have the shapes and placement
+of real ones, and each is timed alone.
 """
 
 import time
@@ -13,49 +14,48 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from speedyzero_jax.replay.experience import Array
-from speedyzero_jax.run.builders import game_of, mean_stored
-from speedyzero_jax.run.experiment import Training
+from speedyzero_jax.agents.base import ActInputs, Agent, Arrays, Work
+from speedyzero_jax.replay.replay import Replay
+from speedyzero_jax.run.builders import mean_stored, shortest_lane
+from speedyzero_jax.run.experiment import Experiment
 from speedyzero_jax.system.compilation import Program
 from speedyzero_jax.system.costs import median_seconds
-from speedyzero_jax.types import LearnerBatch
-from speedyzero_jax.workers.weights import ACTOR, REANALYSER, REFRESHER
+from speedyzero_jax.types import Segment
+from speedyzero_jax.workers.weights import ACTOR
 
-_LONG = 5.0  # seconds
+_LONG = 5.0  # seconds after which one measurement is enough
 
 
 class _Call(NamedTuple):
-  """Something that a run does."""
-
-  per_step: float  # how often, for each learner step, on average from now to its end
+  per_step: float  # calls per learner step, on average over the rest of the run
   prepare: Callable[[], None]
   run: Callable[[], Any]
 
 
-def prepare(training: Training) -> float | None:
-  """Compiles all that this process calls until the final evaluation, as far as the run is not interrupted.
+def prepare(experiment: Experiment) -> float | None:
+  """Compiles all programs of this process, unless the run is interrupted.
 
   Returns:
-    Seconds that a learner step will take on average from now on, if what belongs to it is done one after another; None
-    where it is not all done here, or not all was tried.
+    Mean seconds of a learner step over the rest of the run if all work is done in sequence; None where
+    it is not all done in this process, or not all was measured.
   """
-  calls = list(_calls(training))
+  calls = list(_calls(experiment))
   with ThreadPoolExecutor() as pool:
-    for prepared in [pool.submit(_unless_interrupted, training, call.prepare) for call in calls]:
-      prepared.result()
-  part = training.part
-  if part.units > 1 or not (part.acts and part.reanalyses):
+    for future in [pool.submit(_unless_interrupted, experiment, call.prepare) for call in calls]:
+      future.result()
+  membership = experiment.membership
+  if membership.units > 1 or not (membership.acts and membership.sweeps):
     return None
   seconds = 0.0
   for call in calls:
-    if training.interrupted:
+    if experiment.interrupted:
       return None
     seconds += call.per_step * _alone(call.run)
   return seconds
 
 
 def _alone(run: Callable[[], Any]) -> float:
-  """Seconds that it takes; the first time, which is somewhat slow, is good enough of what takes long."""
+  """Seconds of a call; for a long one those of the first call, which is somewhat slower."""
 
   def waited() -> None:
     jax.block_until_ready(run())
@@ -66,91 +66,93 @@ def _alone(run: Callable[[], Any]) -> float:
   return first if first > _LONG else median_seconds(waited, 1)
 
 
-def _unless_interrupted(training: Training, call: Callable[[], None]) -> None:
-  if not training.interrupted:
+def _unless_interrupted(experiment: Experiment, call: Callable[[], None]) -> None:
+  if not experiment.interrupted:
     call()
 
 
-def _calls(training: Training) -> Iterator[_Call]:
-  config, part, key = training.own, training.part, jax.random.key(0)
-  learner, reanalyse, unroll = (
-    config.learner,
-    config.agent.reanalyse,
-    config.agent.loss.unroll_steps,
-  )
-  steps = max(learner.steps - training.pacer.learner_steps, 1)
-  weights = {name: version.variables for name, version in training.weights.snapshot().items()}
-  search, value = training.inference.search, training.inference.value
+def _calls(experiment: Experiment) -> Iterator[_Call]:
+  config, agent, key = experiment.own, experiment.agent, jax.random.key(0)
+  limiter, inference = experiment.limiter, experiment.inference
+  steps = max(config.learner.steps - limiter.learner_steps, 1)
+  weights = {name: version.variables for name, version in experiment.weights.snapshot().items()}
 
   def call(per_step: float, program: Program, *args: Any, **kwargs: Any) -> _Call:
     return _Call(
       per_step, partial(program.prepare, *args, **kwargs), partial(program, *args, **kwargs)
     )
 
-  def windows(count: int, after: int) -> Array:
-    return training.replay.blanks(count, after, spread=count % training.inference.devices == 0)
+  def task(name: str, per_step: float, count: int, after: int) -> _Call:
+    spread = count % inference.devices == 0
+    frames = experiment.replay.blanks(count, after, spread=spread)
+    variables = weights[agent.tasks[name].subscription]
+    return call(per_step, inference.tasks[name], variables, frames, key)
 
-  if part.acts:
-    game = game_of(config)
-    shown = np.zeros(
-      (config.actor.lanes, config.env.frame_stack, *game.frame_shape), game.frame_dtype
-    )
-    searched = config.run.env_steps - max(training.pacer.env_steps, config.actor.random_steps)
-    yield call(
-      max(searched, 0) / config.actor.lanes / steps,
-      search,
-      weights[ACTOR],
-      shown,
-      key,
-      1.0,
-      explore=True,
-    )
-  for sweeper in training.sweepers if part.reanalyses else ():
-    frames = windows(sweeper.block, 0)
-    per_step = sweeper.calls_per_step(mean_stored(config, training.pacer.env_steps))
-    if sweeper.kind == "refresh":
-      yield call(per_step, value, weights[REFRESHER], frames)
-    else:
-      yield call(per_step, search, weights[REANALYSER], frames, key, 1.0, explore=reanalyse.explore)
-  if training.reanalyse is training.batch_reanalyser:
-    sampled = round(reanalyse.ratio * learner.batch_size)
-    if sampled:
-      yield call(
-        1,
-        search,
-        weights[REANALYSER],
-        windows(sampled, unroll),
-        key,
-        1.0,
-        explore=reanalyse.explore,
-      )
-    yield call(1, value, weights[REANALYSER], windows(learner.batch_size, unroll))
-  batch = training.learner.put(_batch(training))
+  if experiment.membership.acts:
+    left = config.run.env_steps - max(limiter.env_steps, config.actor.random_steps)
+    per_step = max(left, 0) / config.actor.lanes / steps
+    inputs = _act_inputs(experiment)
+    yield call(per_step, inference.act, weights[ACTOR], inputs, key, np.float32(0), explore=True)
+  batch, works = example_batch(experiment)
+  if experiment.membership.sweeps:
+    for sweeper in experiment.sweepers:
+      stored = mean_stored(config, agent, limiter.env_steps)
+      yield task(sweeper.name, sweeper.calls_per_step(stored), sweeper.block, 0)
+    for work in works:
+      yield task(work.task, 1, len(work.lane), work.real.shape[1] - 1)
+  arrays = experiment.learner.put(batch)
   copy = jax.jit(partial(jax.tree.map, jnp.copy))  # a step donates its state
   yield _Call(
     1,
-    partial(training.learner.prepare, training.state, batch, key),
-    lambda: training.learner.step(copy(training.state), batch, key),
+    partial(experiment.learner.prepare, experiment.state, arrays, key),
+    lambda: experiment.learner.step(copy(experiment.state), arrays, key),
   )
 
 
-def _batch(training: Training) -> LearnerBatch:
-  """A batch of nothing."""
-  config, actions = training.own, training.learner.blueprint.num_actions
-  samples, steps = config.learner.batch_size, config.agent.loss.unroll_steps
-  of_states, of_steps = (
-    np.zeros((samples, steps + 1), np.float32),
-    np.zeros((samples, steps), np.float32),
+def _act_inputs(experiment: Experiment) -> ActInputs:
+  config, agent = experiment.own, experiment.agent
+  lanes, frame = config.actor.lanes, agent.schema.frame
+  return ActInputs(
+    np.zeros((lanes, config.env.frame_stack, *frame.shape), frame.dtype),
+    np.ones(lanes, bool),
+    np.zeros(lanes, np.int32),
+    jax.tree.map(np.asarray, agent.initial_core(lanes)),
   )
-  return LearnerBatch(
-    frames=training.replay.blanks(samples, steps, spread=True),
-    action=np.zeros((samples, steps), np.int32),
-    weight=np.ones(samples, np.float32),
-    value=of_states,
-    value_prefix=of_steps,
-    policy=np.full((samples, steps + 1, actions), 1 / actions, np.float32),
-    value_mask=of_states,
-    prefix_mask=of_steps,
-    policy_mask=of_states,
-    consistency_mask=of_steps,
-  )
+
+
+def example_batch(experiment: Experiment) -> tuple[Arrays, list[Work]]:
+  """A batch with the shapes of real ones, and the work that precedes it, from a replay of zeros."""
+  config, agent = experiment.own, experiment.agent
+  size = config.learner.batch_size
+  replay = _zeros(agent, config.env.frame_stack, shortest_lane(config, agent) + 1, size)
+  with replay.lock:
+    selection = replay.select(size)
+    works = agent.batch_work(replay, selection)
+    arrays, _ = agent.assemble(replay, selection, 0)
+  window = agent.window
+  if not window.within_episode:
+    arrays |= {"stack": replay.trajectories(selection.lane, selection.time, window.after)[1]}
+  frames = experiment.replay.blanks(size, window.after, spread=True)
+  return {"frames": frames, **arrays}, works
+
+
+def _zeros(agent: Agent, stack: int, slots: int, batch: int) -> Replay:
+  """A replay of zeros from which a batch can be selected."""
+  lanes = 1
+  while True:
+    replay = Replay(
+      agent.schema,
+      agent.make_selector,
+      lanes=lanes,
+      capacity=2 * slots,
+      frame_stack=stack,
+      rng_seed=0,
+    )
+    columns = {
+      column.name: np.zeros((slots, *column.shape), column.dtype) for column in agent.schema.columns
+    }
+    columns["first"][0] = True
+    replay.append_many([Segment.of(lane, 0, columns) for lane in range(lanes)])
+    if replay.ready(batch):
+      return replay
+    lanes = batch

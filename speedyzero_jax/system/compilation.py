@@ -9,6 +9,8 @@ import jax
 
 from speedyzero_jax.system.costs import memory_of
 
+Report = Callable[[str], None]
+
 _CALM = 5  # learner steps without a compilation after which none is expected
 
 
@@ -70,10 +72,9 @@ class Program:
   def prepare(self, *args: Any, **kwargs: Any) -> None:
     """Compiles it for these arguments, unless it is."""
     label = self.label(*args, **kwargs)
-    form = (
-      label,
-      *((type(x), getattr(x, "shape", None)) for x in args[1:2]),
-    )  # what is on devices compiles apart
+    # Arrays on devices compile apart from those of the host.
+    leaves = jax.tree.leaves(args[1:2])
+    form = (label, *((type(x), getattr(x, "shape", None)) for x in leaves))
     if form in self._bytes:
       return
     with self._lock:

@@ -1,45 +1,46 @@
-"""The actor: steps a batch of environments (lanes), searches each state, and hands over segments.
+"""The actor: steps a batch of environments (lanes), asks the agent for actions, and makes segments.
 
-Knows nothing of replay, pacing or threads: `step` does one step of all lanes and returns what came of it.
+`Actor` takes one step of all lanes and returns what came of it. `LocalActor` acts in all lanes of a
+replay of the same process and can be saved and restored.
 """
 
 import zlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from speedyzero_jax.agents.efficientzero.inference import Inference
+from speedyzero_jax.agents.base import ActInputs, Agent
 from speedyzero_jax.config.schema import Config
-from speedyzero_jax.envs.batched_env import BatchedEnv, training_reward
+from speedyzero_jax.envs.batched_env import BatchedEnv, make_env, training_reward
 from speedyzero_jax.metrics.aggregation import Episode, EpisodeStats
+from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.types import EnvStep, Segment
-from speedyzero_jax.workers.weights import Version, fetched
+from speedyzero_jax.workers.inference import Inference
+from speedyzero_jax.workers.weights import Version
 
 
 class FrameStacker:
-  """The last S frames of every lane; an episode's first frame fills its whole stack (EfficientZero)."""
+  """The last S frames of every lane; an episode's first frame fills its whole stack."""
 
   def __init__(self, stack: int):
     self._stack = stack
     self._frames: np.ndarray | None = None
 
   def push(self, step: EnvStep) -> np.ndarray:
-    """Adds what the lanes show; returns [L, S, H, W, C], oldest first."""
+    """Adds the frames of a step; returns [L, S, H, W, C], oldest first."""
     new = np.repeat(step.frame[:, None], self._stack, axis=1)
     if self._frames is not None:
-      going_on = ~step.first
-      new[going_on, :-1] = self._frames[going_on, 1:]
+      continuing = ~step.first
+      new[continuing, :-1] = self._frames[continuing, 1:]
     self._frames = new
     return new
 
 
-class ActorState(NamedTuple):
-  """What an actor needs to go on as if it had never stopped: its actions, from which its environments are replayed."""
-
-  actions: np.ndarray  # [T, L] int16, every action handed to the environments since they were made
-  frames_crc: int  # of the frames shown last, to notice that a replay went another way
-  start: np.ndarray  # [L] int64, slots of the environments' first frames
+class _Decision(NamedTuple):
+  action: np.ndarray  # [L]
+  columns: dict[str, np.ndarray]  # [L, ...] each
+  core: Any
 
 
 class Actor:
@@ -47,17 +48,19 @@ class Actor:
 
   Args:
     config: of the run.
+    agent: that acts.
     env: freshly made; the actor resets and owns it.
     inference: shared compiled functions.
-    key: randomness of the search.
+    key: randomness of acting.
     stats: returns of finished games go here.
     lane_offset: number of this actor's first lane in the replay.
-    start: [L], slots of the environments' first frames: the replay's heads, if it holds slots of others. None: 0.
+    start: [L], slots of the environments' first frames: the replay's heads, if it holds others. None: 0.
   """
 
   def __init__(
     self,
     config: Config,
+    agent: Agent,
     env: BatchedEnv,
     inference: Inference,
     key: jax.Array,
@@ -66,25 +69,19 @@ class Actor:
     lane_offset: int = 0,
     start: np.ndarray | None = None,
   ):
-    self._config, self._env, self._inference, self._key, self.stats = (
-      config,
-      env,
-      inference,
-      key,
-      stats,
-    )
+    self._config, self._agent, self._env, self._inference = config, agent, env, inference
+    self._key, self.stats = key, stats
     self._lanes = lane_offset + np.arange(env.num_lanes)
     self._actions: list[np.ndarray] = []
     self._stacker = FrameStacker(config.env.frame_stack)
-    self._start = (
-      np.zeros(env.num_lanes, np.int64) if start is None else np.asarray(start, np.int64)
-    )
-    self._slot = self._start.copy()  # absolute time of the frames shown now
+    self._start = np.zeros(env.num_lanes, np.int64) if start is None else np.asarray(start, np.int64)
+    self._slot = self._start.copy()  # absolute time of the current frames
+    self._core = jax.tree.map(np.asarray, agent.initial_core(env.num_lanes))
     self._show(env.reset())
 
   @property
   def observation_bytes(self) -> int:
-    """Of what a search of all lanes is handed."""
+    """Bytes of the frames of one decision."""
     return self._stacked.nbytes
 
   def step(
@@ -94,100 +91,95 @@ class Actor:
 
     Args:
       version: weights to act with.
-      budget: agent steps that may still be taken, at least 1. When it ends with this call, every lane is closed: its
-        last frame becomes the truncated end of its episode.
-      progress: share of training done, for the temperature.
-      random: play uniformly at random instead of searching (the first steps of a run).
-      last: whether the budget is all there is. If not, its end closes no lane but those it does not reach.
+      budget: agent steps that may still be taken, at least 1. When it ends with this call, every lane
+        is closed: its last frame becomes the truncated end of its episode.
+      progress: share of training done.
+      random: play uniformly at random (the first steps of a run).
+      last: whether the budget is all there is. If not, its end closes only the lanes not reached.
 
     Returns:
-      One segment per lane and the number of agent steps in them. Steps in which a lane only resets do not count.
+      One segment per lane and the number of agent steps in them. Steps in which a lane only resets do
+      not count.
     """
-    shown, stacked = self._shown, self._stacked
+    shown = self._shown
     ended = shown.terminated | shown.truncated
     acting = ~ended
     if acting.sum() > budget:
       acting &= np.cumsum(acting) <= budget
     count = int(acting.sum())
-    action, policy, search_value, value = self._decide(version, stacked, progress, random)
-    self._actions.append(action.astype(np.int16))
-    following = self._env.step(np.where(ended, 0, action))
-    reward = training_reward(self._config.env, following.reward)
-
+    decision = self._decide(version, progress, random)
+    self._core = decision.core
+    self._actions.append(decision.action.astype(np.int16))
+    following = self._env.step(np.where(ended, 0, decision.action))
+    reward = np.where(acting, training_reward(self._config.env, following.reward), 0.0)
     cut = ~ended & ~acting  # lanes beyond the budget end here
+    action = np.where(acting, decision.action, -1)
     segments = [
-      self._segment(
-        i, shown, cut[i], int(action[i]) if acting[i] else -1, float(reward[i]) if acting[i] else 0.0, policy[i],
-        search_value[i], value[i], version.step,
-      )
+      self._segment(i, cut[i], action[i], reward[i], decision, version.step)
       for i in range(len(self._lanes))
-    ]  # fmt: skip
+    ]
     self._slot += 1
     self._show(following)
     if count == budget and last:
-      for i, end in zip(
-        np.flatnonzero(acting), self._close(acting, version, progress, random), strict=True
-      ):
+      ends = self._close(acting, version, progress, random)
+      for i, end in zip(np.flatnonzero(acting), ends, strict=True):
         segments[i] = _join(segments[i], end)
     return segments, count
 
-  def _decide(
-    self, version: Version, stacked: np.ndarray, progress: float, random: bool
-  ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    lanes, actions = len(self._lanes), self._env.num_actions
-    key = jax.random.fold_in(
-      self._key, int(self._slot.max())
-    )  # new with every step, whoever took those before
+  def _decide(self, version: Version, progress: float, random: bool) -> _Decision:
+    # A new key with every step, whichever actor took the steps before.
+    key = jax.random.fold_in(self._key, int(self._slot.max()))
     if random:
-      rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
-      action = rng.integers(actions, size=lanes)
-      if self._actions:
-        action = np.where(
-          rng.random(lanes) * self._config.actor.random_hold < 1, action, self._actions[-1]
-        )
-      zeros = np.zeros(lanes, np.float32)
-      return action, np.full((lanes, actions), 1 / actions, np.float32), zeros, zeros
-    temperature = temperature_at(self._config, progress)
-    result = fetched(
-      version, self._inference.search(version.variables, stacked, key, temperature, explore=True)
-    )
-    return result.action[:, 0], result.policy[:, 0], result.search_value[:, 0], result.value[:, 0]
+      return self._random_decision(key)
+    inputs = ActInputs(self._stacked, self._shown.first, self._lanes.astype(np.int32), self._core)
+    out = self._inference.decide(version, inputs, key, progress, explore=True)
+    return _Decision(out.action, out.columns, out.core)
+
+  def _random_decision(self, key: jax.Array) -> _Decision:
+    lanes = len(self._lanes)
+    rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
+    action = rng.integers(self._env.num_actions, size=lanes)
+    if self._actions:
+      again = rng.random(lanes) * self._config.actor.random_hold >= 1
+      action = np.where(again, self._actions[-1], action)
+    columns = {
+      column.name: np.full((lanes, *column.shape), column.fill, column.dtype)
+      for column in self._agent.schema.extra
+    }
+    return _Decision(action, columns, self._core)
 
   def close(self, version: Version, *, progress: float, random: bool) -> list[Segment]:
-    """The frames shown now, as the truncated ends of all lanes' episodes: this actor takes no further step."""
+    """The current frames as the truncated ends of all lanes' episodes, before the actor stops."""
     self.finished.clear()
     return self._close(np.ones(len(self._lanes), bool), version, progress, random)
 
   def _close(
     self, acted: np.ndarray, version: Version, progress: float, random: bool
   ) -> list[Segment]:
-    """The frames shown now, as the ends of their lanes, where the last action led to one."""
-    _, policy, search_value, value = self._decide(version, self._stacked, progress, random)
+    """The current frames as the ends of those lanes whose last action led to them."""
+    decision, ended = self._decide(version, progress, random), self._shown
     return [
       self._segment(
-        i, self._shown, not (self._shown.terminated[i] or self._shown.truncated[i]), -1, 0.0, policy[i],
-        search_value[i], value[i], version.step,
+        i, not (ended.terminated[i] or ended.truncated[i]), -1, 0.0, decision, version.step
       )
       for i in np.flatnonzero(acted)
-    ]  # fmt: skip
+    ]
 
   def _segment(
-    self, i: int | np.integer, shown: EnvStep, cut: bool | np.bool_, action: int, reward: float, policy: np.ndarray,
-    search_value: float, value: float, step: int,
-  ) -> Segment:  # fmt: skip
+    self, i: Any, cut: Any, action: int, reward: float, decision: _Decision, step: int
+  ) -> Segment:
+    shown, one = self._shown, slice(i, i + 1)
     return Segment(
       lane=int(self._lanes[i]),
       start=int(self._slot[i]),
-      frame=shown.frame[i : i + 1],
-      first=shown.first[i : i + 1],
-      terminated=shown.terminated[i : i + 1],
-      truncated=shown.truncated[i : i + 1] | cut,
+      frame=shown.frame[one],
+      first=shown.first[one],
+      terminated=shown.terminated[one],
+      truncated=shown.truncated[one] | cut,
       action=np.array([action], np.int32),
       reward=np.array([reward], np.float32),
-      policy=policy[None],
-      search_value=np.array([search_value], np.float32),
-      value=np.array([value], np.float32),
       step=np.array([step], np.int32),
+      extra={name: column[one] for name, column in decision.columns.items()},
     )
 
   def _show(self, step: EnvStep) -> None:
@@ -195,25 +187,36 @@ class Actor:
     self._stacked = self._stacker.push(step)
     self.finished: list[Episode] = self.stats.update(step)  # games that ended with this step
 
-  def state(self) -> ActorState:
-    """For a checkpoint."""
+  def state_dict(self) -> dict[str, np.ndarray]:
+    """What another actor needs to continue: above all the actions that replay the environments."""
     shape = (len(self._actions), len(self._lanes))
     actions = np.stack(self._actions) if self._actions else np.zeros(shape, np.int16)
-    return ActorState(actions, zlib.crc32(self._shown.frame.tobytes()), self._start.copy())
+    crc = zlib.crc32(self._shown.frame.tobytes())  # detects environments that replay otherwise
+    core = {f"core_{i}": np.asarray(x) for i, x in enumerate(jax.tree.leaves(self._core))}
+    return {
+      "actions": actions,
+      "frames_crc": np.array([crc], np.int64),
+      "start": self._start.copy(),
+      **core,
+    }
 
-  def restore(self, state: ActorState) -> None:
-    """Replays a fresh actor's environments to where another one stood (about 3,000 agent steps a second and core).
+  def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+    """Replays a fresh actor's environments to where `state_dict` was taken.
+
+    Takes a second for about 3,000 agent steps on one core.
 
     Raises:
-      RuntimeError: the environments went another way (another envpool or another machine).
+      RuntimeError: the environments showed other frames (another envpool or machine).
     """
-    for action in state.actions:
+    for action in state["actions"]:
       ended = self._shown.terminated | self._shown.truncated
       self._show(self._env.step(np.where(ended, 0, action).astype(np.int32)))
-    self._actions = list(state.actions)
-    self._start = state.start.copy()
-    self._slot = self._start + len(state.actions)
-    if zlib.crc32(self._shown.frame.tobytes()) != state.frames_crc:
+    self._actions = list(state["actions"])
+    self._start = state["start"].copy()
+    self._slot = self._start + len(self._actions)
+    leaves, structure = jax.tree.flatten(self._core)
+    self._core = structure.unflatten([state[f"core_{i}"] for i in range(len(leaves))])
+    if zlib.crc32(self._shown.frame.tobytes()) != state["frames_crc"][0]:
       raise RuntimeError(
         "replaying the environments' actions led to other frames than when they were recorded"
       )
@@ -221,11 +224,76 @@ class Actor:
 
 def _join(a: Segment, b: Segment) -> Segment:
   """Two neighbouring segments as one."""
-  arrays = [np.concatenate(pair) for pair in zip(a[2:], b[2:], strict=True)]
-  return Segment(a.lane, a.start, *arrays)
+  following = b.arrays()
+  arrays = {name: np.concatenate([x, following[name]]) for name, x in a.arrays().items()}
+  return Segment.of(a.lane, a.start, arrays)
 
 
-def temperature_at(config: Config, progress: float) -> float:
-  """Temperature of sampled actions at this share of training (EfficientZero's stages)."""
-  stage = int(np.searchsorted(config.agent.search.temperature_stages, progress, side="right"))
-  return config.agent.search.temperatures[stage]
+class LocalActor:
+  """An actor of all lanes of a replay in the same process, with its environments.
+
+  Args:
+    config: of the learner process.
+    agent: that acts.
+    inference: shared compiled functions.
+    replay: whose lanes to act in.
+    seed: of the environments.
+    key: randomness of acting.
+    stats: returns of finished games go here.
+  """
+
+  def __init__(
+    self,
+    config: Config,
+    agent: Agent,
+    inference: Inference,
+    replay: Replay,
+    *,
+    seed: int,
+    key: jax.Array,
+    stats: EpisodeStats,
+  ):
+    self._config, self._agent, self._inference, self._replay = config, agent, inference, replay
+    self._seed, self._key, self._stats = seed, key, stats
+    # Environments that could not be restored are made again from another seed: the number of slots
+    # at that moment, which has grown whenever the ones before were of any use.
+    self._generation = 0
+    self._begin(None)
+
+  def _begin(self, start: np.ndarray | None) -> None:
+    seed = self._seed + (self._generation << 32)  # far from any other run's, and from evaluation's
+    self.env = make_env(self._config.env, self._config.actor.lanes, seed, training=True)
+    self._stats.clear()  # also of games that a diverging replay of the environments has finished
+    self.actor = Actor(
+      self._config, self._agent, self.env, self._inference, self._key, self._stats, start=start
+    )
+
+  def _restart(self, generation: int) -> None:
+    """New environments, whose first frames follow all that the replay holds."""
+    self.env.close()
+    self._generation = generation
+    self._begin(self._replay.heads)
+
+  def state_dict(self) -> dict[str, np.ndarray]:
+    """For a checkpoint."""
+    return self.actor.state_dict() | {"generation": np.array([self._generation], np.int64)}
+
+  def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+    """Restores environments and actor; the replay must be restored already.
+
+    Raises:
+      RuntimeError: the environments showed other frames; call `cut` then.
+    """
+    if generation := int(state["generation"][0]):
+      self._restart(generation)
+    self.actor.load_state_dict(state)
+
+  def cut(self) -> None:
+    """Starts new games; unfinished episodes end where they are."""
+    for lane in range(self._config.actor.lanes):
+      self._replay.truncate(lane)
+    self._restart(int(self._replay.heads.sum()))
+
+  def close(self) -> None:
+    """Closes the environments."""
+    self.env.close()

@@ -1,7 +1,4 @@
-"""Playing full episodes with given weights: no noise, best action, raw rewards, one episode per lane.
-
-Knows nothing of checkpoints or processes; `launch/evaluate.py` restores, a run evaluates what it trained.
-"""
+"""The evaluator: full episodes with given weights, without exploration, on raw rewards."""
 
 import dataclasses
 import json
@@ -13,11 +10,12 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from speedyzero_jax.agents.efficientzero.inference import Inference
+from speedyzero_jax.agents.base import ActInputs, Agent
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.envs.batched_env import BatchedEnv, episode_cap, make_env
 from speedyzero_jax.envs.scores import human_normalised
 from speedyzero_jax.workers.actor import FrameStacker
+from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.weights import Version
 
 _REPORT_SECONDS = 10
@@ -26,7 +24,10 @@ _MAX_LANES = 64  # environments played at once; more episodes are played in turn
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-  """What the episodes say. Returns are raw and undiscounted; `human_normalised` is None without a reference."""
+  """Results of the episodes. Returns are raw and undiscounted.
+
+  `human_normalised` is None for a game without reference scores.
+  """
 
   game: str
   step: int  # learner steps of the weights
@@ -39,7 +40,6 @@ class Evaluation:
   lengths: list[int]  # agent steps
   capped: int  # episodes ended by the cap
   max_episode_steps: int
-  simulations: int
   seed: int
 
   def write(self, path: Path) -> None:
@@ -63,6 +63,7 @@ class Evaluation:
 
 def evaluate(
   config: Config,
+  agent: Agent,
   inference: Inference,
   version: Version,
   *,
@@ -85,7 +86,7 @@ def evaluate(
   for turn in range(rounds):
     env = make_env(config.env, lanes, _seed(seed, turn), training=False, max_episode_steps=cap)
     try:
-      played = _play(config, inference, version, env, should_stop, report)
+      played = _play(config, agent, inference, version, env, should_stop, report)
     finally:
       env.close()
     if played is None:
@@ -107,7 +108,6 @@ def evaluate(
     lengths=lengths,
     capped=capped,
     max_episode_steps=cap,
-    simulations=config.agent.search.simulations,
     seed=seed,
   )
 
@@ -118,6 +118,7 @@ def _seed(seed: int, turn: int) -> int:
 
 def _play(
   config: Config,
+  agent: Agent,
   inference: Inference,
   version: Version,
   env: BatchedEnv,
@@ -126,7 +127,9 @@ def _play(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
   """One episode in every lane -> returns [L], lengths [L], whether each was capped [L]."""
   stacker = FrameStacker(config.env.frame_stack)
-  key = jax.random.key(0)  # without exploration the search uses no randomness that matters
+  key = jax.random.key(0)  # without exploration actions do not depend on it
+  lanes = np.arange(env.num_lanes, dtype=np.int32)
+  core = jax.tree.map(np.asarray, agent.initial_core(env.num_lanes))
   score, length = np.zeros(env.num_lanes), np.zeros(env.num_lanes, np.int64)
   playing, capped = np.ones(env.num_lanes, bool), np.zeros(env.num_lanes, bool)
   step = env.reset()
@@ -139,8 +142,10 @@ def _play(
       report(
         f"evaluating: {playing.sum()} of {len(playing)} episodes still on, at step {length.max()}"
       )
-    result = inference.search(version.variables, stacker.push(step), key, 1.0, explore=False)
-    step = env.step(np.asarray(result.action[:, 0]))
+    inputs = ActInputs(stacker.push(step), step.first, lanes, core)
+    out = inference.act(version.variables, inputs, key, np.float32(1), explore=False)
+    core = out.core
+    step = env.step(np.asarray(out.action))
     score += np.where(playing, step.reward, 0)
     length += playing
     capped |= playing & step.truncated

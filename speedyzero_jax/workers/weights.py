@@ -1,8 +1,7 @@
-"""Latest-wins hand-over of network weights from the learner to the roles that use them.
+"""Latest-wins hand-over of network weights from the learner to actors and tasks.
 
-Each subscriber has an interval in learner steps (SpeedyZero: actors and refreshers 10, reanalysers 25). A version is
-the learner step it was taken at. The reanalyser's version is also the target network: its values bootstrap the targets.
-Knows nothing of sockets; a remote store has the same two methods.
+Each subscription has an interval in learner steps (SpeedyZero: actors and refreshers 10, reanalysers
+25). A version is named by the learner step it was taken at.
 """
 
 import threading
@@ -14,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from speedyzero_jax.agents.efficientzero.networks import Variables
+from speedyzero_jax.agents.base import Variables
 
-ACTOR, REANALYSER, REFRESHER = "actor", "reanalyser", "refresher"  # subscribers
+ACTOR = "actor"  # the subscription of all actors; tasks have others
 _copy = jax.jit(partial(jax.tree.map, jnp.copy))  # one call, not one for each of 150 arrays
 
 
@@ -37,12 +36,15 @@ class DivergedError(Exception):
     )
 
 
-def fetched(version: Version, said: Any) -> Any:
-  """What was computed with a version (a pytree of arrays), on the host. Raises DivergedError if it is not finite."""
-  said = jax.device_get(said)
-  if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(said)):
+def device_get_finite(version: Version, results: Any) -> Any:
+  """Results computed with a version (a pytree of arrays), on the host.
+
+  Raises DivergedError if they are not finite.
+  """
+  results = jax.device_get(results)
+  if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(results)):
     raise DivergedError(version.step)
-  return said
+  return results
 
 
 class WeightsStore:

@@ -2,4 +2,12 @@
 
 from speedyzero_jax.agents.efficientzero.config import EfficientZeroConfig as AGENT_CONFIG
 
-__all__ = ["AGENT_CONFIG"]
+
+def make_agent(config, frame_shape, frame_dtype, actions):  # type: ignore[no-untyped-def]
+  """See `agents.base.make_agent`."""
+  from speedyzero_jax.agents.efficientzero.agent import EfficientZero  # imports jax
+
+  return EfficientZero(config, frame_shape, frame_dtype, actions)
+
+
+__all__ = ["AGENT_CONFIG", "make_agent"]

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from speedyzero_jax.agents.efficientzero.networks import Network
 from speedyzero_jax.agents.efficientzero.config import LossConfig
-from speedyzero_jax.types import LearnerBatch
 
 _EPSILON = 0.001  # of the invertible value transform (MuZero, appendix F)
 
@@ -96,6 +95,21 @@ def augment(keys: jax.Array, observation: jax.Array, shift: int, intensity: floa
     return image
 
   return jax.vmap(one)(keys, observation)
+
+
+class LearnerBatch(NamedTuple):
+  """Input of the loss."""
+
+  frames: chex.Array  # [B, S+K, H, W, C] frames t-S+1 .. t+K, repeated at an episode's edges
+  action: chex.Array  # [B, K]
+  weight: chex.Array  # [B] float32, normalised importance weights
+  value: chex.Array  # [B, K+1]
+  value_prefix: chex.Array  # [B, K]
+  policy: chex.Array  # [B, K+1, A]
+  value_mask: chex.Array
+  prefix_mask: chex.Array
+  policy_mask: chex.Array
+  consistency_mask: chex.Array
 
 
 # --- the loss -------------------------------------------------------------------------------------------------------

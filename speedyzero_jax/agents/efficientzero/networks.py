@@ -8,24 +8,17 @@ Source: EfficientZero (Ye et al. 2021), appendix A and the facts in its released
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from speedyzero_jax.agents.base import Variables
 from speedyzero_jax.agents.efficientzero.config import NetworkConfig
-from speedyzero_jax.types import Params
 
 Carry = tuple[jax.Array, jax.Array]  # the LSTM's (c, h), each [B, lstm_hidden]
-
-
-class Variables(NamedTuple):
-  """Everything a network has learned."""
-
-  params: Params
-  batch_stats: Params
 
 
 _CHUNK = 32  # images in one piece of a weight gradient on a CPU

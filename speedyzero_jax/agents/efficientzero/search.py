@@ -16,10 +16,19 @@ import mctx
 
 from speedyzero_jax.agents.efficientzero import qtransforms
 from speedyzero_jax.agents.efficientzero.config import SearchConfig
-from speedyzero_jax.types import Params, SearchResult
+from speedyzero_jax.types import Params
 
 # Added, times a uniform number, to PUCT scores: too small to overrule a difference, enough to order equals.
 _TIE_BREAK = 1e-6
+
+
+class SearchResult(NamedTuple):
+  """Result of a search for a batch of roots."""
+
+  action: chex.Array  # [B] int32, the action to play
+  policy: chex.Array  # [B, A] float32, the policy target (improved policy, or visit distribution)
+  search_value: chex.Array  # [B] float32, the root's value after the search
+  value: chex.Array  # [B] float32, the network's value of the root before it
 
 
 class ModelStep(NamedTuple):

@@ -4,12 +4,13 @@ Pure functions of a LaneStore. Must not know of sampling, threads, or who comput
 """
 
 import dataclasses
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from speedyzero_jax.agents.efficientzero.config import EfficientZeroConfig
+from speedyzero_jax.config.schema import Config
 from speedyzero_jax.replay.storage import LaneStore, take
-from speedyzero_jax.types import Targets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +26,47 @@ class TargetSpec:
   mixed_start: int = 0
   mixed_newest: int = 0
   renewed: bool = True  # what targets are made from is brought up to date for training; else that takes what is stored
+
+
+class Targets(NamedTuple):
+  """Training targets for K + 1 states from each sampled one on."""
+
+  value: np.ndarray  # [B, K+1] float32, an untransformed return
+  value_prefix: np.ndarray  # [B, K] float32, sum of rewards since the prefix was last reset
+  policy: np.ndarray  # [B, K+1, A] float32
+  # [B, K+1] float32, 1 up to the end and in the absorbing states after a terminal one
+  value_mask: np.ndarray
+  prefix_mask: np.ndarray  # [B, K] float32, the same for value_prefix
+  policy_mask: np.ndarray  # [B, K+1] float32, 1 for states in which an action was taken
+  consistency_mask: np.ndarray  # [B, K] float32, 1 where state k+1 is a real frame of the episode
+
+
+def target_spec(config: Config) -> TargetSpec:
+  """The choices of a run."""
+  own: EfficientZeroConfig = config.agent
+  return TargetSpec(
+    unroll_steps=own.loss.unroll_steps,
+    value_prefix_horizon=own.network.value_prefix_horizon,
+    td_steps=own.loss.td_steps,
+    age_interval=own.loss.age_interval,
+    discount=config.env.discount,
+    value_target=own.reanalyse.value_target,
+    mixed_start=own.reanalyse.mixed_start,
+    mixed_newest=own.reanalyse.mixed_newest,
+    renewed=own.reanalyse.schedule != "off",
+  )
+
+
+def one_state(spec: TargetSpec) -> TargetSpec:
+  """The same choices for targets of single states."""
+  return dataclasses.replace(spec, unroll_steps=0)
+
+
+def unrolled_times(
+  store: LaneStore, lane: np.ndarray, time: np.ndarray, unroll: int
+) -> np.ndarray:
+  """Times of states time .. time+K, clamped to the episode's last stored frame, [B, K+1] int64."""
+  return np.minimum(time[:, None] + np.arange(unroll + 1), store.last(lane, time)[:, None])
 
 
 def transition_age(store: LaneStore, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
@@ -108,10 +150,10 @@ def compute_targets(
     before = prefix[:, k - 1] if k % spec.value_prefix_horizon else 0.0
     prefix[:, k] = before + reward[:, k]
 
-  z = n_step_values(store, store.bootstrap, lane, time, spec)
-  searched = np.where(real & ~(terminal & (states == last)), take(store.search_value, flat), 0.0)
+  z = n_step_values(store, store["bootstrap"], lane, time, spec)
+  searched = np.where(real & ~(terminal & (states == last)), take(store["search_value"], flat), 0.0)
   value = np.where(use_search(store, lane, time, spec, learner_step)[:, None], searched, z)
-  policy = take(store.policy, flat)
+  policy = take(store["policy"], flat)
   policy[~acted] = 0
   return Targets(
     value=value.astype(np.float32),
@@ -152,14 +194,14 @@ def refreshed_errors(
     old, so are all errors.
   """
   flat = store.flat(lane, time)
-  value, stamp = take(store.value, flat), take(store.value_step, flat)
+  value, stamp = take(store["value"], flat), take(store["value_step"], flat)
   searched = use_search(store, lane, time, spec, learner_step)
   if spec.renewed:
-    searched &= take(store.policy_step, flat) >= stamp
+    searched &= take(store["policy_step"], flat) >= stamp
   returns = n_step_values(
-    store, store.value if spec.renewed else store.bootstrap, lane, time, spec
+    store, store["value"] if spec.renewed else store["bootstrap"], lane, time, spec
   )[:, 0]
-  z = np.where(searched, take(store.search_value, flat), returns)
+  z = np.where(searched, take(store["search_value"], flat), returns)
   return value - z, np.where(searched, stamp, rests_on(store, lane, time, spec))
 
 
@@ -168,10 +210,10 @@ def rests_on(store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetS
 
   A return that is not renewed has no age: it is what it is.
   """
-  v_step = take(store.value_step, store.flat(lane, time))
+  v_step = take(store["value_step"], store.flat(lane, time))
   if not spec.renewed:
     return v_step
   end = store.flat(lane, bootstrap_times(store, lane, time, spec)[:, 0])
   return np.where(
-    take(store.terminated, end), v_step, np.minimum(v_step, take(store.value_step, end))
+    take(store.terminated, end), v_step, np.minimum(v_step, take(store["value_step"], end))
   )

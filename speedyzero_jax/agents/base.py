@@ -1,0 +1,163 @@
+"""The `Agent` interface: all that actors, learner, replay and loops know of an algorithm.
+
+An agent is pure functions and a few numbers. Functions marked *device* are traced by jax; functions
+marked *host* work on numpy arrays of the replay and are called with its lock held.
+
+Letters: n environments or states, B samples, S stacked frames, T+1 slots of a batch's window.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from speedyzero_jax.replay.replay import Replay, Selection, Selector
+from speedyzero_jax.replay.schema import Column, Schema
+from speedyzero_jax.replay.storage import LaneStore
+from speedyzero_jax.types import Params
+
+AXIS = "data"  # mesh axis over which batches are divided
+
+Arrays = dict[str, Any]  # numpy or jax arrays by name
+
+
+class Variables(NamedTuple):
+  """A network's state: what the optimizer updates, and running statistics."""
+
+  params: Params
+  batch_stats: Params
+
+
+class ActInputs(NamedTuple):
+  """What the environments show, and what the agent remembers; leaves lead with n."""
+
+  frames: Any  # [n, S, H, W, C], oldest first
+  first: Any  # [n] bool, an episode starts here: recurrent state is to be reset
+  lane: Any  # [n] int32, number of the environment in the run
+  core: Any  # recurrent state, a pytree; () without one
+
+
+class ActOutput(NamedTuple):
+  """What `act` decides; leaves lead with n."""
+
+  action: Any  # [n] int32
+  columns: Arrays  # the agent's columns of the schema
+  core: Any
+
+
+class LossOutput(NamedTuple):
+  """What comes of a loss besides its value."""
+
+  batch_stats: Params
+  metrics: dict[str, jax.Array]  # scalars by metric name, means over the local samples
+  priority: jax.Array  # [B], the error behind each sample's priority; zeros if unused
+
+
+class Window(NamedTuple):
+  """Slots whose frames a batch needs, relative to a sample's first slot."""
+
+  after: int  # T: the window is this many slots after the first one
+  within_episode: bool  # repeat the first and last frame of the episode beyond its ends
+
+
+class Task(NamedTuple):
+  """Background work: a program over stored states whose results are written back.
+
+  With `max_age` a task sweeps the whole replay, so that every value of `stamp` is of weights at most
+  so many learner steps old. Without, it works on what `Agent.batch_work` asks for.
+  """
+
+  program: Callable[[Variables, Any, jax.Array], Arrays]
+  """Device: (variables, frames [B, S-1+n, H, W, C], key) -> arrays [B, n, ...] by result name."""
+  results: tuple[Column, ...]  # of the program
+  write: Callable[[Replay, np.ndarray, np.ndarray, dict[str, np.ndarray], int], None]
+  """Host: (replay, lane [m], time [m], results [m, ...], learner step of the weights)."""
+  subscription: str  # whose weights are used: a key of `Agent.subscriptions`
+  part: str  # name of the work in time profiles, such as "search"
+  rate: str = ""  # metric name of the states computed per second; empty: not measured
+  stamp: str = ""  # of the schema
+  max_age: int = 0  # learner steps
+  block: int = 0  # states per call of a sweep
+
+
+class Work(NamedTuple):
+  """States to recompute: n in a row from each of B slots on."""
+
+  task: str
+  lane: np.ndarray  # [B]
+  time: np.ndarray  # [B]
+  real: np.ndarray  # [B, n] bool: state k is a stored one, not a repetition of its episode's last
+
+
+class Agent(Protocol):
+  """An algorithm. Attributes are fixed when the agent is made."""
+
+  schema: Schema  # of a stored step
+  window: Window
+  lookahead: int  # slots after a sample's first that its targets may use, at least window.after
+  subscriptions: Mapping[str, int]  # weights copies for tasks: learner steps between updates
+  tasks: Mapping[str, Task]
+  target_interval: int  # learner steps between copies to the target network; 0: there is none
+  synchronised: bool  # batch statistics leave the loss equal on all devices
+
+  def init(self, key: jax.Array) -> Variables:
+    """Device: fresh variables."""
+
+  def initial_core(self, n: int) -> Any:
+    """Device: recurrent state at the start of an episode; () without one."""
+
+  def act(
+    self,
+    variables: Variables,
+    inputs: ActInputs,
+    key: jax.Array,
+    progress: jax.Array,
+    *,
+    explore: bool,
+  ) -> ActOutput:
+    """Device: chooses actions. `progress` is the share of training done, [] in [0, 1]."""
+
+  def loss(
+    self,
+    params: Params,
+    batch_stats: Params,
+    target: Params,
+    batch: Arrays,
+    keys: jax.Array,
+  ) -> tuple[jax.Array, LossOutput]:
+    """Device: the loss of one device's share of a batch, inside a shard_map over `AXIS`.
+
+    Args:
+      params: to be differentiated.
+      batch_stats: running statistics.
+      target: parameters of the target network; () without one.
+      batch: from `assemble`, with `frames`.
+      keys: [B], one per sample, independent of how the batch is divided among devices.
+    """
+
+  def make_selector(self, store: LaneStore) -> Selector:
+    """Host: the rule by which samples are chosen."""
+
+  def batch_work(self, replay: Replay, selection: Selection) -> list[Work]:
+    """Host: what is to be recomputed before a batch is assembled; may be nothing."""
+
+  def assemble(
+    self, replay: Replay, selection: Selection, learner_step: int
+  ) -> tuple[Arrays, dict[str, float]]:
+    """Host: the batch but for its frames, [B, ...] each, and numbers to log.
+
+    Arrays whose names end in `_mask` are set to 0 for samples that are evicted before their frames
+    are gathered.
+    """
+
+  def label(self, program: str) -> str:
+    """A short description of `act` or a task, shown while it compiles."""
+
+
+def make_agent(config: Any, frame_shape: tuple[int, ...], frame_dtype: Any, actions: int) -> Agent:
+  """The agent that a configuration names, for an environment with these frames and actions."""
+  from speedyzero_jax.config.loader import agent_module
+
+  made: Agent = agent_module(config.agent.name).make_agent(config, frame_shape, frame_dtype, actions)
+  return made

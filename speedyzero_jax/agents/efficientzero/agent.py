@@ -1,0 +1,242 @@
+"""The EfficientZero family as an `Agent`: acting by search, the unrolled loss, and reanalysis."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from speedyzero_jax.agents.base import (
+  AXIS,
+  ActInputs,
+  ActOutput,
+  Arrays,
+  LossOutput,
+  Variables,
+  Window,
+  Work,
+)
+from speedyzero_jax.agents.efficientzero import losses, metric_names, targets
+from speedyzero_jax.agents.efficientzero.config import EfficientZeroConfig
+from speedyzero_jax.agents.efficientzero.networks import (
+  Blueprint,
+  initial_carry,
+  make_blueprint,
+  variables_of,
+)
+from speedyzero_jax.agents.efficientzero.reanalyse import Reanalysis
+from speedyzero_jax.agents.efficientzero.search import ModelStep, Root, SearchResult, make_search
+from speedyzero_jax.config.schema import Config
+from speedyzero_jax.replay.replay import Replay, Selection
+from speedyzero_jax.replay.sampler import PrioritizedSampler, importance_weights
+from speedyzero_jax.replay.schema import Column, make_schema
+from speedyzero_jax.replay.storage import LaneStore, take
+from speedyzero_jax.types import Params
+
+class EfficientZero:
+  """See `agents.base.Agent`.
+
+  Args:
+    config: of the run.
+    frame_shape: [H, W, C].
+    frame_dtype: of the frames.
+    actions: |A|.
+  """
+
+  target_interval = 0  # targets are made by reanalysis, with weights of its own
+
+  def __init__(
+    self, config: Config, frame_shape: tuple[int, ...], frame_dtype: Any, actions: int
+  ):
+    own: EfficientZeroConfig = config.agent
+    self._config, self._own, self._actions = config, own, actions
+    self._stack = config.env.frame_stack
+    height, width, channels = frame_shape
+    self.synchronised = own.network.batch_norm == "sync"
+    self.blueprint: Blueprint = make_blueprint(
+      own.network,
+      (height, width, channels * self._stack),
+      actions,
+      axis_name=AXIS if self.synchronised else None,
+    )
+    self._search = make_search(
+      own.search,
+      num_actions=actions,
+      discount=config.env.discount,
+      value_prefix_horizon=own.network.value_prefix_horizon,
+      recurrent_fn=make_recurrent_fn(self.blueprint),
+      initial_carry=partial(initial_carry, own.network),
+    )
+    self.schema = make_schema(
+      frame_shape,
+      frame_dtype,
+      actions,
+      (
+        Column("policy", "float32", (actions,), fill=1 / actions),  # the search's improved policy
+        Column("search_value", "float32"),  # the root's value after the search
+        Column("value", "float32"),  # the network's value
+      ),
+      copies={"bootstrap": "value"},  # the value at the end of n-step returns
+      stamps={
+        "policy_step": ("policy", "search_value"),
+        "bootstrap_step": ("bootstrap",),
+        "value_step": ("value",),
+      },
+    )
+    unroll = own.loss.unroll_steps
+    self.window = Window(after=unroll, within_episode=True)
+    self.lookahead = unroll + own.loss.td_steps
+    self._spec = targets.target_spec(config)
+    reanalysis = Reanalysis(config, self._spec, self._searched, self._values, actions)
+    self.subscriptions, self.tasks = reanalysis.subscriptions, reanalysis.tasks
+    self._reanalysis = reanalysis
+
+  # --- device
+
+  def init(self, key: jax.Array) -> Variables:
+    return self.blueprint.init(key)
+
+  def initial_core(self, n: int) -> Any:
+    return ()
+
+  def act(
+    self,
+    variables: Variables,
+    inputs: ActInputs,
+    key: jax.Array,
+    progress: jax.Array,
+    *,
+    explore: bool,
+  ) -> ActOutput:
+    search = self._own.search
+    stage = jnp.searchsorted(jnp.array(search.temperature_stages), progress, side="right")
+    temperature = jnp.array(search.temperatures)[stage]
+    found = self._search_windows(variables, inputs.frames, key, temperature, explore=explore)
+    found = jax.tree.map(lambda x: x[:, 0], found)
+    columns = {
+      "policy": found.policy,
+      "search_value": found.search_value,
+      "value": found.value,
+    }
+    return ActOutput(found.action, columns, ())
+
+  def loss(
+    self,
+    params: Params,
+    batch_stats: Params,
+    target: Params,
+    batch: Arrays,
+    keys: jax.Array,
+  ) -> tuple[jax.Array, LossOutput]:
+    weight = batch["weight"] / jax.lax.pmax(jnp.max(batch["weight"]), AXIS)
+    weight = jnp.maximum(weight, self._own.priority.min_weight)
+    network = self.blueprint.bind(Variables(params, batch_stats))
+    loss, terms = losses.unrolled_loss(
+      network,
+      losses.LearnerBatch(**{**batch, "weight": weight}),
+      keys,
+      self._own.loss,
+      frame_stack=self._stack,
+      horizon=self._own.network.value_prefix_horizon,
+    )
+    metrics = {
+      metric_names.LOSS_VALUE: terms.value,
+      metric_names.LOSS_VALUE_PREFIX: terms.value_prefix,
+      metric_names.LOSS_POLICY: terms.policy,
+      metric_names.LOSS_CONSISTENCY: terms.consistency,
+      metric_names.POLICY_ENTROPY: terms.policy_entropy,
+      metric_names.TD_ERROR: jnp.mean(terms.td_error),
+    }
+    return loss, LossOutput(variables_of(network).batch_stats, metrics, terms.td_error)
+
+  def _roots(self, variables: Variables, frames: jax.Array) -> Root:
+    network = self.blueprint.bind(variables)
+    observations = losses.stack_frames(frames, self._stack)
+    observations = losses.normalise(observations.reshape(-1, *observations.shape[2:]))
+    state = network.represent(observations, False)
+    value_logits, policy_logits = network.predict(state, False)
+    value = losses.decode(value_logits)
+    return Root(policy_logits=policy_logits, value=value, state=state)
+
+  def _search_windows(
+    self, variables: Variables, frames: jax.Array, key: jax.Array, temperature: Any, *, explore: bool
+  ) -> SearchResult:
+    """frames [B, S-1+n, H, W, C] -> SearchResult with leaves [B, n, ...]."""
+    batch, states = frames.shape[0], frames.shape[1] - self._stack + 1
+    root = self._roots(variables, frames)
+    found = self._search(variables, root, key, explore=explore, temperature=temperature)
+    return jax.tree.map(lambda x: x.reshape(batch, states, *x.shape[1:]), found)
+
+  def _searched(self, variables: Variables, frames: jax.Array, key: jax.Array) -> Arrays:
+    explore = self._own.reanalyse.explore
+    found = self._search_windows(variables, frames, key, 1.0, explore=explore)
+    return {"policy": found.policy, "search_value": found.search_value, "value": found.value}
+
+  def _values(self, variables: Variables, frames: jax.Array, key: jax.Array) -> Arrays:
+    del key
+    return {"value": self._roots(variables, frames).value.reshape(frames.shape[0], -1)}
+
+  # --- host
+
+  def make_selector(self, store: LaneStore) -> PrioritizedSampler:
+    one_state = targets.one_state(self._spec)
+    return PrioritizedSampler(
+      store,
+      self._own.priority,
+      stack=self._stack,
+      lookahead=self.lookahead,
+      first_step=lambda lane, time: targets.rests_on(store, lane, time, one_state),
+    )
+
+  def batch_work(self, replay: Replay, selection: Selection) -> list[Work]:
+    return self._reanalysis.batch_work(replay, selection)
+
+  def assemble(
+    self, replay: Replay, selection: Selection, learner_step: int
+  ) -> tuple[Arrays, dict[str, float]]:
+    store, lane = replay.store, selection.lane
+    present, time = replay.present(lane, selection.time)
+    made = targets.compute_targets(store, lane, time, self._spec, learner_step)._asdict()
+    for name in made:
+      if name.endswith("_mask") and not present.all():
+        made[name] = made[name] * present.reshape(-1, 1).astype(np.float32)
+    states = targets.unrolled_times(store, lane, time, self._own.loss.unroll_steps)
+    real = time[:, None] + np.arange(states.shape[1]) == states
+    flat = store.flat(lane[:, None], states)
+    action = take(store.action, flat[:, :-1])
+    # Unrolled beyond the end of an episode, the model sees random actions.
+    random = replay.rng.integers(0, store.num_actions, action.shape, np.int32)
+    action = np.where(real[:, :-1] & (action >= 0), action, random)
+    age = np.where(real, learner_step - take(store["policy_step"], flat), 0)
+    ages = age[made["policy_mask"] > 0]
+    priority, steps = self._own.priority, max(self._config.learner.steps, 1)
+    share = min(learner_step / steps, 1.0)
+    beta = priority.beta_start + share * (priority.beta_end - priority.beta_start)
+    weight = importance_weights(selection.probability, beta)
+    info = {
+      metric_names.TARGET_AGE_MEAN: float(ages.mean()) if ages.size else 0.0,
+      metric_names.TARGET_AGE_MAX: float(ages.max(initial=0)),
+    }
+    return {"action": action, "weight": weight, **made}, info
+
+  def label(self, program: str) -> str:
+    return {"reanalyse": "search", "act": "search"}.get(program, "values")
+
+
+def make_recurrent_fn(blueprint: Blueprint) -> Any:
+  """g and f for the search: `(variables, state, carry, action) -> ModelStep`, scalars decoded."""
+
+  def recurrent(variables: Any, state: jax.Array, carry: Any, action: jax.Array) -> ModelStep:
+    network = blueprint.bind(variables)
+    state, carry, prefix_logits = network.step(state, carry, action)
+    value_logits, policy_logits = network.predict(state, False)
+    return ModelStep(
+      value_prefix=losses.decode(prefix_logits),
+      policy_logits=policy_logits,
+      value=losses.decode(value_logits),
+      state=state,
+      carry=carry,
+    )
+
+  return recurrent

@@ -1,0 +1,12 @@
+"""Names of the metrics that only this family of agents has."""
+
+LOSS_VALUE = "losses/value"
+LOSS_VALUE_PREFIX = "losses/value_prefix"
+LOSS_POLICY = "losses/policy"
+LOSS_CONSISTENCY = "losses/consistency"
+POLICY_ENTROPY = "losses/policy_entropy"
+TD_ERROR = "losses/td_error"
+TARGET_AGE_MEAN = "replay/target_age_mean"
+TARGET_AGE_MAX = "replay/target_age_max"
+REANALYSED_PER_SECOND = "reanalyse/states_per_second"
+REFRESHED_PER_SECOND = "refresh/states_per_second"

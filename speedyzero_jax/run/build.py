@@ -1,0 +1,127 @@
+"""Construction of an experiment from a configuration, and from a checkpoint."""
+
+from pathlib import Path
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from speedyzero_jax.config import loader
+from speedyzero_jax.config.schema import Config
+from speedyzero_jax.metrics import names
+from speedyzero_jax.metrics.aggregation import EpisodeStats, PartTimes
+from speedyzero_jax.metrics.logger import Reporter
+from speedyzero_jax.run import builders, snapshot
+from speedyzero_jax.run.checkpoint import Checkpoints
+from speedyzero_jax.run.collector import Collector
+from speedyzero_jax.run.experiment import (
+  ACT,
+  ALONE,
+  INIT,
+  Experiment,
+  Membership,
+  TrainingError,
+  unit_seed,
+)
+from speedyzero_jax.run.rate_limiter import RateLimiter
+from speedyzero_jax.run.recovery import Keeper
+from speedyzero_jax.workers.actor import LocalActor
+from speedyzero_jax.workers.inference import Inference
+from speedyzero_jax.workers.learner import Learner, make_mesh
+from speedyzero_jax.workers.sweeper import TaskRunner, make_sweepers
+from speedyzero_jax.workers.weights import ACTOR, WeightsStore
+
+
+def build(
+  config: Config,
+  run_dir: Path,
+  logger: Reporter,
+  *,
+  resume: bool,
+  membership: Membership = ALONE,
+) -> Experiment:
+  """Makes all parts, and restores them from the newest readable checkpoint.
+
+  Args:
+    config: of the run.
+    run_dir: folder of the run, or of the learner process, held by this process.
+    logger: takes messages and metrics.
+    resume: continue an earlier run.
+    membership: of this process.
+
+  Raises:
+    CheckpointError: resuming, but no checkpoint can be read.
+    TrainingError: the run can't continue here.
+  """
+  own = loader.divide(config, membership.unit, membership.units)
+  agent = builders.make_agent(own)
+  devices = jax.local_devices()
+  local = make_mesh(devices[: config.learner.devices or len(devices)])
+  try:
+    learner = Learner(config, agent, membership.mesh or local, report=logger.message)
+  except ValueError as error:
+    raise TrainingError(str(error)) from error
+  inference = Inference(agent, config.env.frame_stack, local, report=logger.message)
+  replay = builders.make_replay(
+    own,
+    agent,
+    local,
+    logger.message,
+    seed=unit_seed(config, "replay", membership),
+    frame_memory=membership.frame_memory,
+  )
+  recovery = Keeper(
+    Checkpoints(run_dir, config.run.keep_checkpoints),
+    membership.journal,
+    membership.agree,
+    logger.message,
+    units=membership.units,
+  )
+  restored, frames = recovery.restore(snapshot.abstract(learner, agent)) if resume else (None, iter(()))
+  if restored is None:
+    state = learner.init(jax.random.fold_in(jax.random.key(config.run.seed), INIT))
+    if resume:
+      logger.rewind(0)
+  else:
+    state = snapshot.learner_state(learner, restored)
+  intervals = {ACTOR: config.actor.weights_interval, **agent.subscriptions}
+  everywhere = NamedSharding(local, PartitionSpec())
+  weights = WeightsStore(intervals, everywhere, state.variables)
+  limiter, episodes = RateLimiter(own), EpisodeStats(own.actor.lanes)
+  times = PartTimes(mark=jax.profiler.TraceAnnotation)  # parts appear in traces too
+  experiment = Experiment(
+    config=config,
+    own=own,
+    membership=membership,
+    agent=agent,
+    logger=logger,
+    times=times,
+    learner=learner,
+    inference=inference,
+    replay=replay,
+    weights=weights,
+    limiter=limiter,
+    collector=Collector(replay, limiter, weights, logger, episodes, times, recovery.record),
+    runner=TaskRunner(agent, inference, replay, weights),
+    sweepers=make_sweepers(agent, config.actor.weights_interval),
+    recovery=recovery,
+    state=state,
+  )
+  if membership.acts:
+    experiment.collector.local = _local_actor(experiment, episodes)
+  if restored is not None:
+    snapshot.restore(experiment, restored, frames)
+  snapshot.replay_journal(experiment)
+  logger.watch(lambda: {names.ENV_STEPS: limiter.env_steps})
+  return experiment
+
+
+def _local_actor(experiment: Experiment, episodes: EpisodeStats) -> LocalActor:
+  return LocalActor(
+    experiment.own,
+    experiment.agent,
+    experiment.inference,
+    experiment.replay,
+    seed=experiment.seed("environments"),
+    key=experiment.key(ACT),
+    stats=episodes,
+  )

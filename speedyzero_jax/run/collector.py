@@ -1,0 +1,118 @@
+"""The collector: takes experience into the journal, the replay and the counters, as one."""
+
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from speedyzero_jax.metrics import names
+from speedyzero_jax.metrics.aggregation import Episode, EpisodeStats, PartTimes
+from speedyzero_jax.metrics.logger import Reporter
+from speedyzero_jax.replay.replay import Replay
+from speedyzero_jax.run.rate_limiter import RateLimiter
+from speedyzero_jax.types import Segment
+from speedyzero_jax.workers.actor import LocalActor
+from speedyzero_jax.workers.weights import ACTOR, WeightsStore
+
+
+class Collector:
+  """Collects with a local actor, or takes what actors in other processes hand over. Thread-safe.
+
+  Args:
+    replay: of this process.
+    limiter: of this process.
+    weights: to act with.
+    logger: takes rates and policy lag.
+    episodes: returns of finished games.
+    times: measures the part act.
+    record: makes segments durable.
+  """
+
+  def __init__(
+    self,
+    replay: Replay,
+    limiter: RateLimiter,
+    weights: WeightsStore,
+    logger: Reporter,
+    episodes: EpisodeStats,
+    times: PartTimes,
+    record: Callable[[Sequence[Segment]], None],
+  ):
+    self._replay, self._limiter, self._weights, self._logger = replay, limiter, weights, logger
+    self._times, self._record = times, record
+    self.episodes = episodes
+    self.local: LocalActor | None = None
+    self.failure: Exception | None = None  # of `take`, which ends the run
+    self.observation_bytes = 0  # sent to devices for acting, so far
+    self.lock = threading.Lock()  # held while actor, journal and replay disagree
+
+  def collect(self) -> None:
+    """One step of all lanes by the local actor. Call while `limiter.may_collect`."""
+    local, limiter = self.local, self._limiter
+    assert local is not None
+    limiter.begin_acting(self)
+    version = self._weights.latest(ACTOR)
+    with self._times.part("act"), self.lock:
+      random = limiter.playing_randomly
+      segments, count = local.actor.step(
+        version, budget=limiter.pool, progress=limiter.progress, random=random
+      )
+      self.observation_bytes += 0 if random else local.actor.observation_bytes
+      self._store(segments)
+      limiter.add_env_steps(count)
+    self._logger.count(names.AGENT_STEPS_PER_SECOND, count)
+    self._log_lag(version.step)
+    limiter.end_acting(self)
+
+  def take(
+    self, segments: Sequence[Segment], episodes: Sequence[Episode], *, granted: int
+  ) -> None:
+    """Takes what another process collected, of so many steps granted.
+
+    Raises ValueError if anything is wrong with it; nothing has changed then. If it can't be stored,
+    the run ends with that error, which is raised here too.
+    """
+    count = sum(int((segment.action >= 0).sum()) for segment in segments)
+    with self.lock:
+      self._replay.check(segments)
+      try:
+        self._store(segments)
+      except Exception as error:  # the run would lose it, or has it on disk but not in the replay
+        self.failure = error
+        self._limiter.stop()
+        raise
+      self._limiter.add_env_steps(count, reserved=granted)
+    for episode in episodes:
+      self.episodes.record(episode)
+    self._logger.count(names.AGENT_STEPS_PER_SECOND, count)
+    if count:
+      self._log_lag(min(int(segment.step.min()) for segment in segments))
+
+  def cut(self, lanes: Sequence[int]) -> None:
+    """The environments of these lanes are lost: their episodes end where they are."""
+    with self.lock:
+      for lane in lanes:
+        self._replay.truncate(lane)
+
+  def replay_recorded(self, recorded: Sequence[Segment]) -> None:
+    """Takes in segments that are durable already, collected together after the checkpoint."""
+    for segment in recorded:
+      if segment.first[0]:
+        self._replay.truncate(segment.lane)  # its environment was lost then
+    now = self._limiter.learner_steps  # steps beyond it were lost with the learner
+    known = [segment._replace(step=np.minimum(segment.step, now)) for segment in recorded]
+    self._replay.append_many(known)
+    self._limiter.add_env_steps(sum(int((segment.action >= 0).sum()) for segment in recorded))
+
+  def _store(self, segments: Sequence[Segment]) -> None:
+    self._record(segments)
+    self._replay.append_many(segments)
+
+  def _log_lag(self, acted_with: int) -> None:
+    lag = self._limiter.learner_steps - acted_with
+    self._logger.mean({names.POLICY_LAG: lag, names.POLICY_LAG_MAX: lag})
+
+  def close(self) -> None:
+    """Closes the local environments."""
+    if self.local is not None:
+      self.local.close()

@@ -1,0 +1,63 @@
+"""Signals that stop a run: Ctrl-C, SIGTERM, and SIGHUP from a closed terminal."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+_ECHO = 1.0  # seconds in which a repeated signal is the same one, sent to the process and its group
+
+
+class Signals:
+  """A context in which the first such signal calls `on_stop`, and a second one ends the process.
+
+  Where SIGHUP is ignored (nohup) it stays so.
+  """
+
+  def __init__(self) -> None:
+    self.received: int | None = None
+    self.on_stop: Callable[[], None] = lambda: None
+    self._when = 0.0
+
+  def __enter__(self) -> "Signals":
+    self._before = {number: signal.signal(number, self._stop) for number in _stops()}
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    for number, handler in self._before.items():
+      signal.signal(number, handler)
+
+  def _stop(self, number: int, _frame: object) -> None:
+    if self.received is None:
+      self.received, self._when = number, time.monotonic()
+      self.on_stop()
+    elif time.monotonic() - self._when > _ECHO:
+      signal.signal(number, signal.SIG_DFL)
+      os.kill(os.getpid(), number)
+
+  @staticmethod
+  @contextlib.contextmanager
+  def at_once() -> Iterator[None]:
+    """A context in which signals end the process at once, because there is nothing to save."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in _stops()}
+    try:
+      yield
+    finally:
+      for number, handler in before.items():
+        signal.signal(number, handler)
+
+  def came(self) -> bool:
+    """Whether a signal was received."""
+    return self.received is not None
+
+  @property
+  def exit_code(self) -> int:
+    """The exit code that shells give to the signal received."""
+    assert self.received is not None
+    return 128 + self.received
+
+
+def _stops() -> set[signal.Signals]:
+  ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+  return {signal.SIGINT, signal.SIGTERM, signal.SIGHUP} - ignored

@@ -1,0 +1,157 @@
+"""Snapshots of an experiment: what is saved of each part, and how parts are restored."""
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from speedyzero_jax.agents.base import Agent
+from speedyzero_jax.metrics import names
+from speedyzero_jax.run.checkpoint import Snapshot
+from speedyzero_jax.run.experiment import Experiment, TrainingError
+from speedyzero_jax.types import Params
+from speedyzero_jax.workers.learner import Learner, LearnerState
+from speedyzero_jax.workers.weights import ACTOR, DivergedError, Version
+
+
+def abstract(learner: Learner, agent: Agent) -> dict[str, Params]:
+  """Shapes of what is restored to devices, by item of a checkpoint."""
+  state = learner.abstract()
+  weights = dict.fromkeys((ACTOR, *agent.subscriptions), state.variables)
+  optimizer = {"state": state.opt_state, "target": state.target}
+  return {"network": state.variables, "optimizer": optimizer, "weights": weights}
+
+
+def learner_state(learner: Learner, restored: Snapshot) -> LearnerState:
+  """The learner's state in a checkpoint."""
+  optimizer = restored.optimizer
+  return learner.restore(
+    restored.network, optimizer["target"], optimizer["state"], restored.step
+  )
+
+
+def save(experiment: Experiment, *, required: bool = False) -> None:
+  """Starts a checkpoint of this learner step in the background; reports a failure of the last one.
+
+  Args:
+    experiment: to save.
+    required: wait for it.
+
+  Raises:
+    CheckpointError: it is required and failed. Otherwise training continues.
+    DivergedError: the parameters are not finite; they are not saved.
+  """
+  saved = experiment.recovery.settle()
+  step = experiment.limiter.learner_steps
+  replay, local = experiment.replay, experiment.collector.local
+  with experiment.collector.lock:
+    heads = replay.heads
+    slots = replay.export_slots(np.zeros_like(heads) if saved is None else saved)
+    stored, env_steps = replay.state_dict(), experiment.limiter.env_steps
+    acted = local.state_dict() if local is not None else {}
+  versions, state = experiment.weights.snapshot(), experiment.state
+  network, optimizer, weights = jax.device_get(
+    (
+      state.variables,
+      {"state": state.opt_state, "target": state.target},
+      {name: version.variables for name, version in versions.items()},
+    )
+  )
+  if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(network)):
+    raise DivergedError(step)
+  meta = {
+    "weights": {name: version.step for name, version in versions.items()},
+    "sweepers": {sweeper.name: sweeper.state_dict() for sweeper in experiment.sweepers},
+    "units": experiment.membership.units,
+  }
+  experiment.logger.latest({names.CHECKPOINT_STEP: step})
+  experiment.recovery.save(
+    Snapshot(step, env_steps, network, optimizer, weights, stored, acted, meta, slots, heads),
+    required=required,
+  )
+
+
+def restore(
+  experiment: Experiment, restored: Snapshot, frames: Iterator[dict[str, np.ndarray]]
+) -> None:
+  """Puts a checkpoint into freshly made parts.
+
+  Raises:
+    TrainingError: it is of another number of learner processes, or of another network than theirs;
+      or, in lockstep, the environments replay otherwise.
+  """
+  meta = restored.meta
+  _check_same_network(experiment, restored.step)
+  if meta["units"] != experiment.membership.units:
+    raise TrainingError(
+      f"the run's experience is divided among {meta['units']} learner processes; it can't continue "
+      f"with {experiment.membership.units}"
+    )
+  experiment.logger.rewind(restored.step)
+  for slots in frames:
+    experiment.replay.import_slots(slots)
+    del slots  # before the next ones are loaded
+  experiment.replay.load_state_dict(restored.replay)
+  steps: dict[str, Any] = meta["weights"]
+  experiment.weights.restore(
+    {name: Version(steps[name], variables) for name, variables in restored.weights.items()}
+  )
+  for sweeper in experiment.sweepers:
+    sweeper.load_state_dict(meta["sweepers"][sweeper.name])
+  experiment.limiter.restore(restored.env_steps, restored.step)
+  experiment.logger.message(
+    f"resuming at learner step {restored.step}, agent step {restored.env_steps}"
+  )
+  _restore_actor(experiment, restored)
+
+
+def _check_same_network(experiment: Experiment, step: int) -> None:
+  digests = experiment.membership.agree(int(parameters_hash(experiment)[:15], 16))
+  if len(set(digests)) > 1:
+    raise TrainingError(
+      f"the learner processes' checkpoints of step {step} hold different networks: move "
+      f"checkpoints/{step} away, in the run folder and in its units/*, to continue from older ones"
+    )
+
+
+def _restore_actor(experiment: Experiment, restored: Snapshot) -> None:
+  local = experiment.collector.local
+  if local is None:
+    return
+  try:
+    if not restored.actor:
+      raise RuntimeError("the games were played in other processes")
+    local.load_state_dict(restored.actor)
+  except RuntimeError as error:
+    if experiment.config.run.mode == "lockstep":
+      raise TrainingError(
+        f"can't continue from step {restored.step}: {error}. A lockstep run continues bit for bit or "
+        "not at all: resume it with the envpool and on the kind of machine that it began with, or "
+        "start a new run."
+      ) from error
+    experiment.logger.message(
+      f"warning: {error}; new games begin, and unfinished episodes end where they were"
+    )
+    local.cut()
+
+
+def replay_journal(experiment: Experiment) -> None:
+  """Takes in what was made durable after the checkpoint."""
+  limiter, replay, local = experiment.limiter, experiment.replay, experiment.collector.local
+  before, heads = limiter.env_steps, replay.heads
+  for segments in experiment.recovery.recorded(heads):
+    experiment.collector.replay_recorded(segments)
+  if limiter.env_steps > before:
+    experiment.logger.message(f"{limiter.env_steps - before} more agent steps from the journal")
+  if local is not None and (replay.heads > heads).any():  # also by resets, which are no agent steps
+    local.cut()
+
+
+def parameters_hash(experiment: Experiment) -> str:
+  """SHA-256 of the learner's variables: equal for equal lockstep runs."""
+  digest = hashlib.sha256()
+  for leaf in jax.tree.leaves(jax.device_get(experiment.state.variables)):
+    digest.update(np.ascontiguousarray(leaf).tobytes())
+  return digest.hexdigest()

@@ -1,0 +1,135 @@
+"""The steps of a run: draw a batch, learn from it, sweep, and the bookkeeping after a learner step.
+
+`loops.py` decides the order and the threads in which they happen.
+"""
+
+import numpy as np
+
+from speedyzero_jax.metrics import names
+from speedyzero_jax.run import builders, snapshot
+from speedyzero_jax.run.batch_pipeline import PreparedBatch
+from speedyzero_jax.run.experiment import Experiment
+from speedyzero_jax.workers.evaluator import Evaluation, evaluate
+from speedyzero_jax.workers.learner import StepResult
+from speedyzero_jax.workers.sweeper import Sweeper
+from speedyzero_jax.workers.weights import DivergedError, Version
+
+
+def sweep(experiment: Experiment, sweeper: Sweeper) -> None:
+  """One block of a whole-replay pass. Call while `sweeper.due`."""
+  with experiment.times.part(sweeper.task.part):
+    states = experiment.runner.run(
+      sweeper.next(experiment.replay), experiment.sweep_key(sweeper)
+    )
+  sweeper.calls += 1
+  sweeper.states += states
+  experiment.logger.count(sweeper.task.rate, states)
+
+
+def draw(experiment: Experiment, learner_step: int) -> PreparedBatch:
+  """The batch of a learner step, on the learner's devices."""
+  reported = experiment.reported_bytes
+  before = experiment.host_bytes if reported is None else reported
+  prepared = experiment.pipeline.draw(learner_step)
+  experiment.batch_bytes += prepared.host_bytes
+  experiment.reported_bytes = experiment.host_bytes
+  experiment.logger.mean({names.HOST_TO_DEVICE_BYTES: experiment.reported_bytes - before})
+  with experiment.times.part("gather"):
+    return prepared._replace(arrays=experiment.learner.put(prepared.arrays))
+
+
+def learn(experiment: Experiment, prepared: PreparedBatch) -> StepResult:
+  """One learner step; its results stay on the devices."""
+  with experiment.times.part("train"):
+    experiment.state, result = experiment.learner.step(
+      experiment.state, prepared.arrays, experiment.learn_key, stop=experiment.interrupted
+    )
+  experiment.limiter.add_learner_step()
+  with experiment.times.part("publish"):
+    experiment.weights.publish(experiment.limiter.learner_steps, experiment.state.variables)
+  experiment.logger.mean({**result.metrics, **prepared.info})
+  experiment.logger.count(names.LEARNER_STEPS_PER_SECOND, 1)
+  experiment.logger.count(names.SAMPLES_PER_SECOND, len(prepared.selection.lane))
+  return result
+
+
+def settle(
+  experiment: Experiment, prepared: PreparedBatch, result: StepResult, step: int
+) -> None:
+  """Waits for learner step `step` (from 0) and takes its priorities into the replay.
+
+  Raises:
+    DivergedError: they, or the parameters after the step, are not finite.
+  """
+  with experiment.times.part("train"):
+    priority = experiment.learner.local(result.priority)
+    finite = np.isfinite(priority).all() and np.isfinite(result.metrics[names.PARAMETER_NORM])
+  if not finite:
+    raise DivergedError(step + 1)
+  experiment.replay.update(prepared.selection, priority, step)
+  experiment.leaving = experiment.leaving or bool(result.stopping)
+
+
+def begin_learning(experiment: Experiment) -> bool:
+  """To be called before the first step; waits for all learner processes.
+
+  Returns False if one of them is not going to take it.
+  """
+  experiment.learning = True
+  experiment.times.take(experiment.limiter.learner_steps)  # what came before belongs to no step
+  experiment.logger.refresh()  # so that the first line has what all processes report
+  return not any(experiment.membership.agree(int(experiment.interrupted)))
+
+
+def saving_due(experiment: Experiment) -> bool:
+  """Whether `bookkeeping` will save a checkpoint at this learner step."""
+  step, config = experiment.limiter.learner_steps, experiment.config
+  return step % config.run.checkpoint_interval == 0 and step < config.learner.steps
+
+
+def bookkeeping(experiment: Experiment) -> None:
+  """What is due after a learner step: metrics, a checkpoint, an evaluation, and hooks."""
+  step, config = experiment.limiter.learner_steps, experiment.config
+  last = step >= config.learner.steps
+  if step % config.run.log_interval == 0 or last:
+    log(experiment)
+  if saving_due(experiment):
+    with experiment.times.part("save"):
+      snapshot.save(experiment)
+  if config.evaluation.interval and step % config.evaluation.interval == 0 and not last:
+    with experiment.times.part("evaluate"):
+      if experiment.membership.unit == 0:
+        evaluate_now(experiment)
+      experiment.membership.meet()
+  for call in experiment.after_step:
+    call()
+
+
+def log(experiment: Experiment) -> None:
+  """Writes a line of metrics."""
+  step = experiment.limiter.learner_steps
+  experiment.logger.latest(experiment.times.take(step))
+  experiment.logger.line(
+    learner_steps=step,
+    replay=experiment.replay.stats(step),
+    episodes=experiment.collector.episodes,
+  )
+
+
+def evaluate_now(experiment: Experiment) -> Evaluation | None:
+  """Plays full episodes with the current weights; None if the run is being stopped."""
+  config = experiment.config
+  variables = experiment.weights.to_device(experiment.state.variables)
+  result = evaluate(
+    config,
+    experiment.agent,
+    experiment.inference,
+    Version(experiment.limiter.learner_steps, variables),
+    episodes=config.evaluation.episodes,
+    seed=builders.evaluation_seed(config),
+    should_stop=lambda: experiment.interrupted,
+    report=experiment.logger.message,
+  )
+  if result is not None:
+    experiment.logger.evaluated(result)
+  return result

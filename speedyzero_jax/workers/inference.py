@@ -1,0 +1,123 @@
+"""Compiled inference: acting, and an agent's tasks, on the devices of one process."""
+
+from collections.abc import Callable
+from functools import lru_cache, partial, wraps
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from speedyzero_jax.agents.base import ActInputs, ActOutput, Agent, Arrays, Variables
+from speedyzero_jax.system.compilation import Program, Report
+from speedyzero_jax.workers.weights import Version, device_get_finite
+
+
+class Inference:
+  """An agent's programs, each compiled once per batch size.
+
+  Args:
+    agent: whose programs.
+    frame_stack: S.
+    mesh: devices of this process, of one axis, among which states are divided; weights lie on all.
+      None for the default device.
+    report: takes a line when something compiles.
+  """
+
+  def __init__(
+    self, agent: Agent, frame_stack: int, mesh: Mesh | None = None, *, report: Report = lambda _: None
+  ):
+    self._agent, self._stack = agent, frame_stack
+    self.devices = 1 if mesh is None else mesh.size
+    self._mesh = mesh
+    self.act = Program(self._compiled(agent.act, "explore"), self._act_label, report)
+    self.tasks = {
+      name: Program(self._compiled(task.program), partial(self._task_label, name), report)
+      for name, task in agent.tasks.items()
+    }
+
+  def _compiled(self, function: Callable, *static: str) -> Any:
+    if self._mesh is None or self._mesh.size == 1:
+      return jax.jit(function, static_argnames=static)
+    return _Divided(function, self._mesh)
+
+  def states(self, frames: Any) -> int:
+    """Number of states in frames [B, S-1+n, ...]: B * n."""
+    return int(frames.shape[0] * (frames.shape[1] - self._stack + 1))
+
+  def _act_label(self, variables: Variables, inputs: ActInputs, *_: Any, explore: bool) -> str:
+    greedily = "" if explore else " greedily"
+    return f"{self._agent.label('act')}{greedily}, {len(inputs.frames)} states"
+
+  def _task_label(self, task: str, variables: Variables, frames: Any, *_: Any) -> str:
+    return f"{self._agent.label(task)}, {self.states(frames)} states"
+
+  @property
+  def program_bytes(self) -> int:
+    """Memory on each device that the compiled programs need beside their arguments."""
+    return self.act.bytes + sum(program.bytes for program in self.tasks.values())
+
+  def decide(
+    self, version: Version, inputs: ActInputs, key: jax.Array, progress: float, *, explore: bool
+  ) -> ActOutput:
+    """Actions and columns on the host; recurrent state stays on the devices.
+
+    Raises DivergedError if they are not finite.
+    """
+    out = self.act(version.variables, inputs, key, np.float32(progress), explore=explore)
+    action, columns = device_get_finite(version, (out.action, out.columns))
+    return ActOutput(action, columns, out.core)
+
+  def compute(self, version: Version, task: str, frames: Any, key: jax.Array) -> Arrays:
+    """Results of a task for frames [B, S-1+n, ...], on the host, [B, n, ...] each.
+
+    Raises DivergedError if they are not finite.
+    """
+    found: Arrays = device_get_finite(version, self.tasks[task](version.variables, frames, key))
+    return found
+
+
+class _Divided:
+  """`function(variables, inputs, key, *rest)` computed by each device for its part of the inputs."""
+
+  def __init__(self, function: Callable, mesh: Mesh):
+    self.__name__, self._devices = function.__name__, mesh.size
+    axis = mesh.axis_names[0]
+    parts, whole = PartitionSpec(axis), PartitionSpec()
+    self._sharding = NamedSharding(mesh, parts)
+
+    @lru_cache
+    def compiled(rest: int, **static: Any) -> Any:
+      @wraps(function)  # compilations are known by the name of the function
+      def of_part(variables: Any, inputs: Any, key: jax.Array, *others: Any) -> Any:
+        key = jax.random.fold_in(key, jax.lax.axis_index(axis))
+        return function(variables, inputs, key, *others, **static)
+
+      specs = (whole, parts, whole, *[whole] * rest)
+      return jax.jit(
+        jax.shard_map(of_part, mesh=mesh, in_specs=specs, out_specs=parts, check_vma=False)
+      )
+
+    self._compiled = compiled
+
+  def __call__(self, variables: Any, inputs: Any, key: jax.Array, *rest: Any, **static: Any) -> Any:
+    batch = len(jax.tree.leaves(inputs)[0])
+    divided = self._divide(inputs, batch)
+    found = self._compiled(len(rest), **static)(variables, divided, key, *rest)
+    return found if batch % self._devices == 0 else jax.tree.map(lambda x: x[:batch], found)
+
+  def lower(
+    self, variables: Any, inputs: Any, key: jax.Array, *rest: Any, **static: Any
+  ) -> jax.stages.Lowered:
+    """As of a jitted function."""
+    divided = self._divide(inputs, len(jax.tree.leaves(inputs)[0]))
+    return self._compiled(len(rest), **static).lower(variables, divided, key, *rest)
+
+  def _divide(self, inputs: Any, batch: int) -> Any:
+    missing = -batch % self._devices
+
+    def pad(x: Any) -> Any:
+      return jnp.concatenate([x, jnp.repeat(x[-1:], missing, axis=0)]) if missing else x
+
+    return jax.device_put(jax.tree.map(pad, inputs), self._sharding)

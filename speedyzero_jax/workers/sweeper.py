@@ -1,0 +1,130 @@
+"""Execution of an agent's tasks: on a sampled batch, or in sweeps of the whole replay.
+
+A sweep visits the stalest states block by block, fast enough for the task's bound on their age.
+"""
+
+import jax
+import numpy as np
+
+from speedyzero_jax.agents.base import Agent, Arrays, Task, Work
+from speedyzero_jax.replay.device_frames import host_bytes
+from speedyzero_jax.replay.replay import Array, Replay
+from speedyzero_jax.workers.inference import Inference
+from speedyzero_jax.workers.weights import WeightsStore
+
+_SLACK = 2  # learner steps whose sweeping may be owed
+_ON_CPU, _ON_ACCELERATOR = 256, 4096  # states per call that saturate two cores, or a GPU
+
+
+def frames_of(work: Work, replay: Replay, devices: int) -> Array:
+  """The frames that a task is to be computed from, [B, S-1+n, H, W, C]."""
+  spread = len(work.lane) % devices == 0
+  return replay.windows(work.lane, work.time, after=work.real.shape[1] - 1, spread=spread)
+
+
+def write_results(replay: Replay, task: Task, work: Work, results: Arrays, step: int) -> None:
+  """Writes a task's results [B, n, ...] into the replay, unless newer ones are there.
+
+  Raises ValueError if they do not fit.
+  """
+  for column in task.results:
+    expected = (*work.real.shape, *column.shape)
+    if column.name not in results or results[column.name].shape != expected:
+      raise ValueError(f"{work.task}: result {column.name} must be {list(expected)}")
+  real = work.real
+  time = (work.time[:, None] + np.arange(real.shape[1]))[real]
+  lane = np.broadcast_to(work.lane[:, None], real.shape)[real]
+  with replay.lock:
+    task.write(replay, lane, time, {name: x[real] for name, x in results.items()}, step)
+
+
+class TaskRunner:
+  """Computes work in this process.
+
+  Args:
+    agent: whose tasks.
+    inference: compiled programs.
+    replay: to read from and write to.
+    weights: by subscription.
+  """
+
+  def __init__(self, agent: Agent, inference: Inference, replay: Replay, weights: WeightsStore):
+    self._agent, self._inference, self._replay, self._weights = agent, inference, replay, weights
+    self.host_bytes = 0  # sent to devices so far
+
+  def run(self, work: Work, key: jax.Array) -> int:
+    """Computes one piece of work; returns the number of states."""
+    task = self._agent.tasks[work.task]
+    version = self._weights.latest(task.subscription)
+    frames = frames_of(work, self._replay, self._inference.devices)
+    results = self._inference.compute(version, work.task, frames, key)
+    write_results(self._replay, task, work, results, version.step)
+    self.host_bytes += host_bytes(frames)
+    return int(work.real.sum())
+
+
+class Sweeper:
+  """The schedule of one task's sweeps over a replay.
+
+  Args:
+    name: of the task.
+    task: with `max_age`.
+    actor_interval: learner steps between updates of the actors' weights.
+  """
+
+  def __init__(self, name: str, task: Task, actor_interval: int, weights_interval: int):
+    self.name, self.task, self.max_age = name, task, task.max_age
+    on_cpu = jax.default_backend() == "cpu"
+    self.block = task.block or (_ON_CPU if on_cpu else _ON_ACCELERATOR)
+    # Stamps are old when written: weights are, by their interval, and so are appended slots.
+    self._delay = max(weights_interval, actor_interval)
+    self.calls = 0
+    self.credit = 0  # states that may be computed now
+    self.credited = 0  # learner steps credited so far
+    self.states = 0  # computed so far
+
+  def state_dict(self) -> dict[str, int]:
+    """The counters, for a checkpoint."""
+    return {"calls": self.calls, "credit": self.credit, "credited": self.credited}
+
+  def load_state_dict(self, state: dict[str, int]) -> None:
+    """Restores `state_dict`."""
+    self.calls, self.credit, self.credited = state["calls"], state["credit"], state["credited"]
+
+  def due(self, replay: Replay, learner_step: int) -> bool:
+    """Whether a block should be computed now: it is owed by the quota, or overdue."""
+    while self.credited < learner_step:
+      self.credit += replay.quota(self.name, self.block, self.max_age, self._delay)
+      self.credited += 1
+    return self.credit >= self.block or self.overdue(replay, learner_step)
+
+  def calls_per_step(self, stored: float) -> float:
+    """Mean blocks per learner step, with so many states in the replay (see `Sweep.quota`)."""
+    return (stored / self.block + 1.5) / (self.max_age - self._delay - 1)  # half a block is padding
+
+  def overdue(self, replay: Replay, learner_step: int) -> bool:
+    """Whether something stored would exceed the bound after one more step."""
+    return learner_step + 1 - replay.oldest_step(self.task.stamp) > self.max_age
+
+  def behind(self, replay: Replay, learner_step: int) -> bool:
+    """Whether more than a block and some steps' work is owed.
+
+    Then the learner should wait now rather than for long at the bound.
+    """
+    quota = replay.quota(self.name, self.block, self.max_age, self._delay)
+    return self.credit + (learner_step - self.credited) * quota > self.block + _SLACK * quota
+
+  def next(self, replay: Replay) -> Work:
+    """Takes the next block."""
+    lane, time = replay.next_block(self.name, self.block)
+    self.credit = max(self.credit - self.block, 0)
+    return Work(self.name, lane, time, np.ones((len(lane), 1), bool))
+
+
+def make_sweepers(agent: Agent, actor_interval: int) -> list[Sweeper]:
+  """The sweeps of an agent's tasks."""
+  return [
+    Sweeper(name, task, actor_interval, agent.subscriptions[task.subscription])
+    for name, task in agent.tasks.items()
+    if task.max_age
+  ]
