@@ -1,10 +1,10 @@
-"""Compares runs: one row for each run folder, one summary for each group of runs that differ only in their seed.
+"""Comparison of runs: a row per run folder, and a summary per group that differs in its seed.
 
   python launch/report.py runs/*
   python launch/report.py runs/* --json report.json
 
-Reads what runs leave behind (`config.yaml`, `metrics.jsonl`, `evaluation.json`), finished or not; a missing or damaged
-file is said in its row. Needs neither jax nor the machine the runs were made on.
+Reads `config.yaml`, `metrics.jsonl` and `evaluation.json` of finished and unfinished runs; a row
+says which of them is missing or damaged. Needs neither jax nor the machine of the runs.
 """
 
 import argparse
@@ -31,16 +31,13 @@ from speedyzero_jax.metrics.board import format_number
 
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 16
-REPETITION_KEYS = (
-  "seed",
-  "dir",
-  "compile_cache",
-)  # of `run`: runs that differ in these only are repetitions
+REPETITION_KEYS = ("seed", "dir", "compile_cache")  # of `run`, in which repetitions may differ
+SCORES = ("evaluation_mean", "training_return")  # the first one that all runs of a group have
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Run:
-  """What one run folder says. None: not said."""
+  """The contents of one run folder; None or empty where its files do not say."""
 
   path: str
   game: str | None = None
@@ -49,13 +46,13 @@ class Run:
   env_steps: int | None = None  # agent steps
   wall_seconds: float | None = None
   training_return: float | None = None  # mean raw return of the last 100 training games
-  curve: tuple[float, ...] = ()  # training_return, line by line
+  curve: list[float] = dataclasses.field(default_factory=list)  # training_return, line by line
   evaluation_step: int | None = None
   evaluation_mean: float | None = None
   evaluation_std: float | None = None
   human_normalised: float | None = None
-  problems: tuple[str, ...] = ()
-  settings: str | None = None  # equal for runs that are repetitions of one another
+  problems: list[str] = dataclasses.field(default_factory=list)
+  settings: str | None = None  # equal for repetitions of one another
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,129 +60,88 @@ class Group:
   """Runs that differ only in their seed, summarised over their scores."""
 
   game: str | None
-  seeds: tuple[int | None, ...]
-  score: str  # what is summarised: evaluation_mean if every run has it, else training_return
+  seeds: list[int | None]
+  score: str  # one of SCORES
   mean: float
   stderr: float
   iqm: float  # interquartile mean
   human_normalised: float | None  # mean over the runs, if every run has it
 
 
-def read_run(path: pathlib.Path) -> Run | None:
-  """Reads a run folder; None if there is nothing of a run in it."""
-  if not any(
-    (path / name).is_file() for name in ("config.yaml", "metrics.jsonl", "evaluation.json")
-  ):
-    return None
-  values: dict[str, Any] = {}
-  problems: list[str] = []
-  for name, read in (
-    ("config.yaml", _config),
-    ("metrics.jsonl", _metrics),
-    ("evaluation.json", _evaluation),
-  ):
+def read_run(path: pathlib.Path) -> Run:
+  """Reads a run folder, in whatever state it is."""
+  run = Run(str(path))
+  readers = {
+    "config.yaml": _read_config, "metrics.jsonl": _read_metrics, "evaluation.json": _read_evaluation
+  }  # fmt: skip
+  if not any((path / name).exists() for name in readers):
+    run.problems.append("no run here")
+    return run
+  for name, read in readers.items():
     try:
-      read_values = read(path / name, problems)
-      values |= {
-        key: value for key, value in read_values.items() if value is not None and key not in values
-      }
+      read(run, path / name)
     except FileNotFoundError:
-      problems.append(f"no {name}")
+      run.problems.append(f"no {name}")
     except OSError as error:
-      problems.append(f"{name}: {error.strerror}")
-    except (ValueError, yaml.YAMLError):
-      problems.append(f"{name} is damaged")
-  return Run(path=str(path), problems=tuple(problems), **values)
+      run.problems.append(f"{name}: {error.strerror}")
+    except (ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError):
+      run.problems.append(f"{name} is damaged")
+  return run
 
 
-def _config(path: pathlib.Path, problems: list[str]) -> dict[str, Any]:
+def _read_config(run: Run, path: pathlib.Path) -> None:
   config = yaml.safe_load(path.read_text())
-  if not isinstance(config, dict):
-    raise ValueError
-  env, run = config.get("env"), config.get("run")
-  if not isinstance(env, dict) or not isinstance(run, dict):
-    raise ValueError
-  settings = config | {
-    "run": {key: value for key, value in run.items() if key not in REPETITION_KEYS}
-  }
-  return {
-    "game": _text(env.get("game")),
-    "seed": _integer(run.get("seed")),
-    "settings": json.dumps(settings, sort_keys=True, default=str),
-  }
+  kept = {key: value for key, value in config["run"].items() if key not in REPETITION_KEYS}
+  run.game, run.seed = str(config["env"]["game"]), int(config["run"]["seed"])
+  run.settings = json.dumps(config | {"run": kept}, sort_keys=True, default=str)
 
 
-def _metrics(path: pathlib.Path, problems: list[str]) -> dict[str, Any]:
+def _read_metrics(run: Run, path: pathlib.Path) -> None:
   rows, damaged = jsonl.read_rows(path)
   if damaged:
-    problems.append(f"metrics.jsonl: {damaged} damaged line{'s' * (damaged > 1)} skipped")
+    run.problems.append(f"metrics.jsonl: {damaged} damaged line{'s' * (damaged > 1)} skipped")
   if not rows:
-    problems.append("metrics.jsonl is empty")
-    return {}
-  last = {
-    name: value for row in rows for name, value in row.items() if value is not None
-  }  # of each metric
-  curve = tuple(x for row in rows if (x := _number(row.get(names.EPISODE_RETURN))) is not None)
-  return {
-    "steps": max(row[names.STEP] for row in rows),
-    "env_steps": _integer(last.get(names.ENV_STEPS)),
-    "wall_seconds": _number(last.get(names.TIME)),
-    "training_return": curve[-1] if curve else None,
-    "curve": curve,
-  }
+    run.problems.append("metrics.jsonl is empty")
+    return
+  last: dict[str, Any] = {}
+  for row in rows:
+    last |= {name: value for name, value in row.items() if value is not None}
+  run.steps = max(row[names.STEP] for row in rows)
+  run.env_steps, run.wall_seconds = last.get(names.ENV_STEPS), last.get(names.TIME)
+  run.curve = [float(x) for row in rows if (x := row.get(names.EPISODE_RETURN)) is not None]
+  run.training_return = run.curve[-1] if run.curve else None
 
 
-def _evaluation(path: pathlib.Path, problems: list[str]) -> dict[str, Any]:
+def _read_evaluation(run: Run, path: pathlib.Path) -> None:
   evaluation = json.loads(path.read_text())
-  if not isinstance(evaluation, dict):
-    raise ValueError
-  found = {
-    "game": _text(evaluation.get("game")),
-    "evaluation_step": _integer(evaluation.get("step")),
-    "evaluation_mean": _number(evaluation.get("mean")),
-    "evaluation_std": _number(evaluation.get("std")),
-    "human_normalised": _number(evaluation.get("human_normalised")),
-  }
-  if found["evaluation_mean"] is None:
-    raise ValueError
-  return found
-
-
-def _number(value: Any) -> float | None:
-  return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def _integer(value: Any) -> int | None:
-  return value if type(value) is int else None
-
-
-def _text(value: Any) -> str | None:
-  return value if isinstance(value, str) else None
+  run.game = run.game or evaluation.get("game")
+  std, human = evaluation.get("std"), evaluation.get("human_normalised")
+  run.evaluation_std = None if std is None else float(std)
+  run.human_normalised = None if human is None else float(human)
+  run.evaluation_mean, run.evaluation_step = float(evaluation["mean"]), evaluation.get("step")
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-  """Summaries of the groups of at least two runs that differ only in their seed and all have a score."""
+  """Groups of at least two runs that differ only in their seed and all have a score."""
   alike = collections.defaultdict(list)
   for run in runs:
     if run.settings is not None:
       alike[run.settings].append(run)
   groups = []
   for members in alike.values():
-    for score in ("evaluation_mean", "training_return"):
-      scores = [getattr(run, score) for run in members]
-      if len(scores) > 1 and None not in scores:
-        normalised = [run.human_normalised for run in members if run.human_normalised is not None]
+    for score in SCORES:
+      scores = [x for run in members if (x := getattr(run, score)) is not None]
+      if 1 < len(scores) == len(members):
+        human = [x for run in members if (x := run.human_normalised) is not None]
         groups.append(
           Group(
             game=members[0].game,
-            seeds=tuple(run.seed for run in members),
+            seeds=[run.seed for run in members],
             score=score,
             mean=statistics.fmean(scores),
             stderr=statistics.stdev(scores) / math.sqrt(len(scores)),
             iqm=interquartile_mean(scores),
-            human_normalised=statistics.fmean(normalised)
-            if len(normalised) == len(scores)
-            else None,
+            human_normalised=statistics.fmean(human) if len(human) == len(scores) else None,
           )
         )
         break
@@ -193,51 +149,35 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 
 def interquartile_mean(scores: Sequence[float]) -> float:
-  """Mean without the lowest and the highest quarter of the scores, each rounded down (Agarwal et al. 2021)."""
+  """Mean without the lowest and the highest quarter, each rounded down (Agarwal et al. 2021)."""
   cut = len(scores) // 4
   return statistics.fmean(sorted(scores)[cut : len(scores) - cut])
 
 
 def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
-  """The values as at most `width` characters, each the mean of its share of them, scaled from lowest to highest."""
-  if not values:
-    return ""
+  """At most `width` characters, each the mean of its share, scaled from lowest to highest."""
   width = min(width, len(values))
-  edges = [i * len(values) // width for i in range(width + 1)]
+  edges = [i * len(values) // width for i in range(width + 1)] if values else []
   means = [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(edges)]
-  low, high = min(means), max(means)
+  low, high = min(means, default=0.0), max(means, default=0.0)
   scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
   return "".join(SPARKS[round((mean - low) * scale)] for mean in means)
 
 
 def show(runs: Sequence[Run], groups: Sequence[Group], console: Console) -> None:
-  """Prints the tables: drawn on a terminal, with problems below; tab-separated elsewhere, with a column of problems."""
-  rows = [_cells(run) for run in runs]
-  if console.is_terminal:
-    left_out = {"notes"} if console.width >= 100 else {"notes", "curve"}
-    _draw(
-      "Runs",
-      [{head: cell for head, cell in row.items() if head not in left_out} for row in rows],
-      console,
-    )
+  """Prints the tables: drawn on a terminal, tab-separated elsewhere."""
+  _show_table("Runs", [_run_cells(run) for run in runs], console)
+  if console.is_terminal:  # where notes would take too much of the width
     for run in runs:
       if run.problems:
         print(f"{run.path}: {'; '.join(run.problems)}", file=console.file)
-  else:
-    _print_tabbed(rows, console)
   if groups:
-    summaries = [_summary_cells(group) for group in groups]
-    if console.is_terminal:
-      _draw("Over seeds", summaries, console)
-    else:
-      print(file=console.file)
-      _print_tabbed(summaries, console)
+    print(file=console.file)
+    _show_table("Over seeds", [_group_cells(group) for group in groups], console)
 
 
-def _cells(run: Run) -> dict[str, str]:
-  evaluation = format_number(run.evaluation_mean)
-  if run.evaluation_std is not None:
-    evaluation += f" ± {format_number(run.evaluation_std)}"
+def _run_cells(run: Run) -> dict[str, str]:
+  deviation = "" if run.evaluation_std is None else f" ± {format_number(run.evaluation_std)}"
   return {
     "run": run.path,
     "game": run.game or "-",
@@ -246,14 +186,14 @@ def _cells(run: Run) -> dict[str, str]:
     "env steps": format_number(run.env_steps),
     "return": format_number(run.training_return),
     "curve": sparkline(run.curve) or "-",
-    "evaluation": evaluation,
+    "evaluation": format_number(run.evaluation_mean) + deviation,
     "human": format_number(run.human_normalised),
     "min": "-" if run.wall_seconds is None else f"{run.wall_seconds / 60:.1f}",
     "notes": "; ".join(run.problems),
   }
 
 
-def _summary_cells(group: Group) -> dict[str, str]:
+def _group_cells(group: Group) -> dict[str, str]:
   return {
     "game": group.game or "-",
     "seeds": ",".join("-" if seed is None else str(seed) for seed in group.seeds),
@@ -264,61 +204,45 @@ def _summary_cells(group: Group) -> dict[str, str]:
   }
 
 
-def _print_tabbed(rows: Sequence[dict[str, str]], console: Console) -> None:
-  for cells in (list(rows[0]), *(list(row.values()) for row in rows)):
-    print("\t".join(cells), file=console.file)
-
-
-def _draw(title: str, rows: Sequence[dict[str, str]], console: Console) -> None:
+def _show_table(title: str, rows: Sequence[dict[str, str]], console: Console) -> None:
+  if not console.is_terminal:
+    for cells in (list(rows[0]), *(list(row.values()) for row in rows)):
+      print("\t".join(cells), file=console.file)
+    return
+  hidden = {"notes"} if console.width >= 100 else {"notes", "curve"}
+  heads = [head for head in rows[0] if head not in hidden]
   table = Table(
     title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, collapse_padding=True
   )
-  for head in rows[0]:
-    if head == "run":  # the only one that may take several lines
-      table.add_column(head, overflow="fold")
-    else:
-      table.add_column(
-        head, no_wrap=True, justify="left" if head in ("game", "seeds", "curve") else "right"
-      )
+  for head in heads:
+    left = head in ("run", "game", "seeds", "curve")
+    table.add_column(
+      head, no_wrap=head != "run", overflow="fold", justify="left" if left else "right"
+    )
   for row in rows:
-    table.add_row(*map(Text, row.values()))
+    table.add_row(*(Text(row[head]) for head in heads))
   console.print(table)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Returns the exit status: 0, or 2 if there is no run to report."""
   parser = argparse.ArgumentParser(prog="report.py", description=(__doc__ or "").split("\n\n")[0])
-  parser.add_argument(
-    "runs", nargs="*", type=pathlib.Path, metavar="RUN_DIR", help="folders of runs"
-  )
-  parser.add_argument(
-    "--json", type=pathlib.Path, metavar="PATH", help="also write the report as JSON here"
-  )
+  parser.add_argument("runs", nargs="+", type=pathlib.Path, metavar="RUN_DIR", help="run folders")
+  parser.add_argument("--json", type=pathlib.Path, metavar="PATH", help="also write JSON here")
   options = parser.parse_args(arguments)
-  found = [(path, read_run(path)) for path in options.runs]
-  if not any(run for _, run in found):
-    given = ", ".join(map(str, options.runs))
-    print(
-      f"report.py: no run in {given}" if given else "report.py: give at least one run folder",
-      file=sys.stderr,
-    )
+  runs = [read_run(path) for path in options.runs]
+  if all(run.problems == ["no run here"] for run in runs):
+    print(f"report.py: no run in {', '.join(map(str, options.runs))}", file=sys.stderr)
     return 2
-  runs = [run or Run(path=str(path), problems=("no run here",)) for path, run in found]
   groups = group_runs(runs)
   show(runs, groups, Console())
   if options.json:
-    report = {
-      "runs": [_plain(run) for run in runs],
-      "groups": [dataclasses.asdict(group) for group in groups],
-    }
+    described = [dataclasses.asdict(run) for run in runs]
+    for run in described:
+      del run["settings"]
+    report = {"runs": described, "groups": [dataclasses.asdict(group) for group in groups]}
     options.json.write_text(json.dumps(report, indent=2) + "\n")
   return 0
-
-
-def _plain(run: Run) -> dict[str, Any]:
-  fields = dataclasses.asdict(run)
-  del fields["settings"]
-  return fields
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""What is measured, where it is written and how it is shown.
+"""Metrics of a run: names, aggregation, files and the terminal display; none of it imports jax.
 
-`names` says what each metric means, `rates` turns events into numbers, `recorder` writes them, `jsonl` reads them
-back, `board` lays them out to be read, `display` shows that. Nothing here knows of jax, of processes, or of what the
-numbers are for; import the module you need (reading a run's metrics loads neither rich nor TensorBoard).
+A process that trains uses `MetricsLogger` in `logger.py`; one that reads metrics needs `jsonl.py`.
 """

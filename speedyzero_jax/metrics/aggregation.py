@@ -1,7 +1,6 @@
-"""Events into numbers: rates over a sliding window, statistics of finished episodes, means between lines, time spent.
+"""Rates, running means, episode statistics and part times, and their combination over learners.
 
-Counting must cost nothing beside what is counted, and any thread may count. Clocks are handed in; nothing here knows of
-files or screens.
+Any thread may add values; adding costs a lock and never waits for a device.
 """
 
 import collections
@@ -9,7 +8,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,57 +18,133 @@ from speedyzero_jax.metrics import names
 if TYPE_CHECKING:
   from speedyzero_jax.types import EnvStep
 
-_BUCKETS = 60  # of a rate meter's window
-_UNREDUCED = 1000  # values of a metric that are kept apart
+_MARKS = 60  # per window of rates
+_NEWEST = 1000  # values of a metric that are kept for its mean
 
 
-class RateMeter:
-  """Events per second over the last `window` seconds, in constant memory. Thread-safe.
+class Rates:
+  """Events per second by name, over at least the last `window` seconds. Thread-safe.
 
-  Time is cut into 60 buckets per window and events are counted in the current one. A rate is the count of the newest 60
-  buckets over the time since the oldest of them began, so it spans between 59/60 of the window and all of it, less
-  only while the meter is younger than that.
+  Totals are noted whenever `rates` is called, so it must be called more often than that.
   """
 
   def __init__(self, window: float = 60.0, clock: Callable[[], float] = time.monotonic):
-    """Raises ValueError unless `window` (seconds) is positive."""
-    if not window > 0:
-      raise ValueError(f"window is {window} seconds, it must be positive")
-    self._width = window / _BUCKETS
-    self._clock = clock
-    self._started = clock()
-    self._bucket = 0  # number of the newest bucket
-    self._counts = collections.deque([0.0], maxlen=_BUCKETS)
-    self._new = 0.0  # events since they were taken
+    self._window, self._clock = window, clock
+    self._totals: dict[str, float] = {}
+    self._marks: collections.deque[tuple[float, dict[str, float]]] = collections.deque()
+    self._marks.append((clock(), {}))
     self._lock = threading.Lock()
 
-  def add(self, events: float = 1) -> None:
+  def count(self, name: str, events: float = 1) -> None:
     """Counts events happening now."""
     with self._lock:
-      self._advance()
-      self._counts[-1] += events
-      self._new += events
+      self._totals[name] = self._totals.get(name, 0.0) + events
 
-  def rate(self) -> float:
-    """Events per second; 0 before any time has passed."""
+  def rates(self) -> dict[str, float]:
+    """Events per second of each name counted so far."""
     with self._lock:
-      elapsed = self._advance()
-      oldest = (self._bucket - len(self._counts) + 1) * self._width
-      span = elapsed - oldest
-      return sum(self._counts) / span if span > 0 else 0.0
+      now = self._clock()
+      while len(self._marks) > 1 and self._marks[1][0] <= now - self._window:
+        self._marks.popleft()
+      since, before = self._marks[0]
+      if now - self._marks[-1][0] >= self._window / _MARKS:
+        self._marks.append((now, dict(self._totals)))
+      span = now - since
+      return {
+        name: (total - before.get(name, 0.0)) / span if span > 0 else 0.0
+        for name, total in self._totals.items()
+      }
 
-  def take(self) -> float:
-    """The events since the last call, whenever they were."""
+
+class StepTotals:
+  """Amounts by name, as totals and per learner step. Thread-safe."""
+
+  def __init__(self) -> None:
+    self._totals: dict[str, float] = {}
+    self._step, self._before = 0, dict[str, float]()
+    self._lock = threading.Lock()
+
+  def add(self, name: str, amount: float) -> None:
+    """Adds to the total of a name."""
     with self._lock:
-      new, self._new = self._new, 0.0
-      return new
+      self._totals[name] = self._totals.get(name, 0.0) + amount
 
-  def _advance(self) -> float:
-    elapsed = self._clock() - self._started
-    bucket = max(self._bucket, int(elapsed / self._width))
-    self._counts.extend([0.0] * min(bucket - self._bucket, _BUCKETS))
-    self._bucket = bucket
-    return elapsed
+  def totals(self) -> dict[str, float]:
+    """The totals so far."""
+    with self._lock:
+      return dict(self._totals)
+
+  def take(self, step: int) -> dict[str, float]:
+    """Amounts per learner step since the last call; none without a step since then."""
+    totals = self.totals()
+    steps, before = step - self._step, self._before
+    self._step, self._before = step, totals
+    if steps <= 0:
+      return {}
+    return {name: (total - before.get(name, 0.0)) / steps for name, total in totals.items()}
+
+
+class PartTimes:
+  """Seconds that threads spend in named parts of their work. Thread-safe.
+
+  A part that sends work to a device is short, the one that waits for the device long.
+
+  Args:
+    mark: makes a context that also marks the part elsewhere, such as in a profiler's trace.
+    clock: seconds, from any origin.
+  """
+
+  def __init__(
+    self,
+    mark: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    self._mark, self._clock = mark, clock
+    self._seconds = StepTotals()
+    self.totals = self._seconds.totals  # seconds in each part so far, over all threads
+
+  @contextlib.contextmanager
+  def part(self, name: str) -> Iterator[None]:
+    """Counts the time inside this context for the part. Nested parts count twice."""
+    begin = self._clock()
+    try:
+      with self._mark(name):
+        yield
+    finally:
+      self._seconds.add(name, self._clock() - begin)
+
+  def take(self, step: int) -> dict[str, float]:
+    """The `time/` metrics: seconds per learner step since the last call, as `StepTotals.take`."""
+    return {names.TIME_PREFIX + name: x for name, x in self._seconds.take(step).items()}
+
+
+class RunningMeans:
+  """The mean of a metric's newest 1,000 values, or what `names.over_time` says. Thread-safe.
+
+  Values may be device arrays of one element; adding one starts its copy to the host.
+  """
+
+  def __init__(self) -> None:
+    self._values: dict[str, collections.deque] = {}
+    self._lock = threading.Lock()
+
+  def add(self, values: Mapping[str, Any]) -> None:
+    """Adds one value for each metric named."""
+    for value in values.values():
+      if hasattr(value, "copy_to_host_async"):  # a jax array
+        value.copy_to_host_async()
+    with self._lock:
+      for name, value in values.items():
+        self._values.setdefault(name, collections.deque(maxlen=_NEWEST)).append(value)
+
+  def take(self) -> dict[str, float]:
+    """One value for each metric added since the last call; NaN if one of its values is."""
+    with self._lock:
+      taken, self._values = self._values, {}
+    return {
+      name: _combine(names.over_time(name), [float(value) for value in values])
+      for name, values in taken.items()
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,24 +156,32 @@ class Episode:
 
 
 class EpisodeStats:
-  """Returns and lengths of the last `window` finished games. Thread-safe: an actor updates, anyone reads."""
+  """Returns and lengths of the last `window` finished games. Thread-safe.
+
+  Raises:
+    ValueError: `lanes` or `window` is not positive.
+  """
 
   def __init__(self, lanes: int, window: int = 100):
-    """Raises ValueError unless `lanes` and `window` are positive."""
     if lanes < 1 or window < 1:
       raise ValueError(f"lanes is {lanes} and window is {window}, both must be at least 1")
-    self._score = np.zeros(lanes, np.float64)
-    self._length = np.zeros(lanes, np.int64)
-    self._recent: collections.deque[Episode] = collections.deque(maxlen=window)
-    self._best = -np.inf
-    self._count = 0
+    self._lanes, self._window = lanes, window
     self._lock = threading.Lock()
+    self.clear()
+
+  def clear(self) -> None:
+    """Resets everything; all lanes begin new games."""
+    with self._lock:
+      self._score = np.zeros(self._lanes, np.float64)
+      self._length = np.zeros(self._lanes, np.int64)
+      self._recent: collections.deque[Episode] = collections.deque(maxlen=self._window)
+      self._best, self._count = -np.inf, 0
 
   def update(self, step: "EnvStep") -> list[Episode]:
-    """Adds what all lanes showed after one step.
+    """Adds one step of all lanes.
 
-    A game ends where `game_over` or `truncated` is set; a lost life alone (`terminated`) does not end it, nor does the
-    `first` frame after it count as a step.
+    A game ends where `game_over` or `truncated` is set; a lost life alone (`terminated`) does not
+    end it, nor does the `first` frame after it count as a step.
 
     Returns:
       The games that ended with this step, in the order of their lanes.
@@ -106,10 +189,8 @@ class EpisodeStats:
     Raises:
       ValueError: the step has another number of lanes.
     """
-    if step.reward.shape != self._score.shape:
-      raise ValueError(
-        f"a step of {self._score.size} lanes has rewards of shape {step.reward.shape}"
-      )
+    if step.reward.shape != (self._lanes,):
+      raise ValueError(f"step has rewards of shape {step.reward.shape}, not ({self._lanes},)")
     with self._lock:
       self._score += np.where(step.first, 0.0, step.reward)
       self._length += ~step.first
@@ -122,18 +203,11 @@ class EpisodeStats:
     return finished
 
   def record(self, episode: Episode) -> None:
-    """Adds a game that was finished elsewhere, by an actor in another process."""
+    """Adds a game that an actor in another process finished."""
     with self._lock:
       self._recent.append(episode)
       self._best = max(self._best, episode.score)
       self._count += 1
-
-  def clear(self) -> None:
-    """Forgets all games, finished or not: the lanes begin anew."""
-    with self._lock:
-      self._score[:], self._length[:] = 0.0, 0
-      self._recent.clear()
-      self._best, self._count = -np.inf, 0
 
   def summary(self) -> dict[str, float]:
     """The `charts/episode*` metrics. Without a finished game, only their number: 0."""
@@ -149,107 +223,24 @@ class EpisodeStats:
       }
 
 
-class RunningMeans:
-  """Gathers metrics step by step and gives one value for each: their mean, or whatever `names` says of it. Thread-safe.
-
-  Values may be device arrays of one element. They are not waited for when added: the step that computes them may still
-  be running, and its caller has the next one to launch. They do not pile up, however long nobody takes them.
-  """
-
-  def __init__(self) -> None:
-    self._gathered: dict[str, _Gathered] = {}
-    self._lock = threading.Lock()
-
-  def add(self, values: Mapping[str, Any]) -> None:
-    """Adds one value for each metric named."""
-    for value in values.values():
-      if hasattr(
-        value, "copy_to_host_async"
-      ):  # a jax array: on its way to the host by the time it is asked for
-        value.copy_to_host_async()
-    with self._lock:
-      for name, value in values.items():
-        self._gathered.setdefault(name, _Gathered(names.reduction(name))).add(value)
-
-  def take(self) -> dict[str, float]:
-    """One value for each metric added since the last call, then starts anew. A NaN among them gives NaN."""
-    with self._lock:
-      gathered, self._gathered = self._gathered, {}
-    return {name: values.as_one() for name, values in gathered.items()}
+def shared_values(values: Mapping[str, Any]) -> dict[str, Any]:
+  """The values of one learner that `combine_learners` needs."""
+  return {name: x for name, x in values.items() if names.across_learners(name) != "local"}
 
 
-class _Gathered:
-  """Values of one metric, of which those of long ago are one already."""
-
-  def __init__(self, reduction: names.Reduction):
-    self._reduction = reduction
-    self._values: list[Any] = []
-    self._weight = 1  # how many the first one stands for
-
-  def add(self, value: Any) -> None:
-    self._values.append(value)
-    if len(self._values) == 2 * _UNREDUCED:
-      self._reduce(_UNREDUCED)  # so old that no device is waited for
-
-  def as_one(self) -> float:
-    self._reduce(len(self._values))
-    return self._values[0]
-
-  def _reduce(self, count: int) -> None:
-    """Makes the first `count` values one."""
-    values = [float(value) for value in self._values[:count]]
-    if self._reduction == "mean":
-      one = float(np.average(values, weights=[self._weight] + [1] * (count - 1)))
-    else:  # unlike min and max, these keep a NaN
-      one = float(np.min(values) if self._reduction == "min" else np.max(values))
-    self._values[:count] = [one]
-    self._weight += count - 1
+def combine_learners(learners: Sequence[Mapping[str, float]]) -> dict[str, float]:
+  """The run's values from those of its learners; of each metric, over the learners that have it."""
+  gathered = collections.defaultdict(list)
+  for values in learners:
+    for name, value in values.items():
+      gathered[name].append(value)
+  return {name: _combine(names.across_learners(name), xs) for name, xs in gathered.items()}
 
 
-class PartTimes:
-  """Seconds that threads spend in named parts of their work. Thread-safe.
-
-  Parts are timed as their thread sees them: one that sends work to a device is short, the one that waits for it long.
-
-  Args:
-    mark: makes a context in which a thread is also marked otherwise as being in a part.
-    clock: seconds, from any origin.
-  """
-
-  def __init__(
-    self,
-    mark: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
-    clock: Callable[[], float] = time.monotonic,
-  ):
-    self._mark, self._clock = mark, clock
-    self._totals: dict[str, float] = {}
-    self._told: tuple[int, dict[str, float]] = (0, {})
-    self._lock = threading.Lock()
-
-  @contextlib.contextmanager
-  def part(self, name: str) -> Iterator[None]:
-    """Inside this context the thread is in that part. Parts in parts would count twice."""
-    begin = self._clock()
-    try:
-      with self._mark(name):
-        yield
-    finally:
-      seconds = self._clock() - begin
-      with self._lock:
-        self._totals[name] = self._totals.get(name, 0.0) + seconds
-
-  def totals(self) -> dict[str, float]:
-    """Seconds spent in each part so far, over all threads."""
-    with self._lock:
-      return dict(self._totals)
-
-  def take(self, learner_step: int) -> dict[str, float]:
-    """The `time/` metrics: seconds per learner step since the last call; none if no step was taken since then."""
-    totals = self.totals()
-    (step, before), self._told = self._told, (learner_step, totals)
-    if learner_step <= step:
-      return {}
-    return {
-      names.TIME_PREFIX + name: (seconds - before.get(name, 0.0)) / (learner_step - step)
-      for name, seconds in totals.items()
-    }
+def _combine(how: str, values: Sequence[float]) -> float:
+  if how in ("local", "last"):
+    return values[0 if how == "local" else -1]
+  if how == "sum":
+    return sum(values)  # whole numbers stay whole
+  array = np.asarray(values)
+  return float(array.mean() if how == "mean" else array.min() if how == "min" else array.max())

@@ -153,8 +153,6 @@ def test_folders_without_a_run(tmp_path, capsys):
   assert [row["notes"] for row in rows] == ["no run here", "", "no run here"]
   assert report.main([str(tmp_path / "empty"), str(tmp_path / "absent")]) == 2
   assert "no run in" in capsys.readouterr().err
-  assert report.main([]) == 2
-  assert "at least one run folder" in capsys.readouterr().err
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40))
@@ -213,7 +211,8 @@ def test_the_script_runs_on_its_own_and_needs_no_jax(tmp_path):
   make_run(tmp_path / "a", mean=1.0)
   code = (
     "import runpy, sys; sys.modules['jax'] = None\n"
-    f"sys.argv = ['report.py', {str(tmp_path / 'a')!r}]; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    f"sys.argv = ['report.py', {str(tmp_path / 'a')!r}]\n"
+    f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
   )
   result = subprocess.run(
     [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60

@@ -1,4 +1,4 @@
-"""The display: legible, never in the way of training, and gone without a trace."""
+"""The display: its layout, and its behaviour on terminals, pipes and broken streams."""
 
 import io
 import os
@@ -13,184 +13,124 @@ import pytest
 from clock import Clock
 from rich.console import Console
 
-from speedyzero_jax.metrics import board, names, progress
+from speedyzero_jax.metrics import names, progress
+from speedyzero_jax.metrics.board import Board, RunInfo, format_number
+from speedyzero_jax.metrics.progress import Display
 
 ROOT = pathlib.Path(__file__).parents[2]
-HEADER = board.Header("MsPacman", "atari300k", "runs/atari300k-MsPacman-s3", 3)
+RUN = RunInfo(
+  game="MsPacman", seed=3, run_dir="runs/atari300k-MsPacman-s3", env_steps=300_000,
+  learner_steps=15_000, batch_size=256, processes={"actor": 4, "refresher": 16},
+)  # fmt: skip
 VALUES = {
-  names.STEP: 6180,
-  names.ENV_STEPS: 123_456,
-  names.EPISODE_RETURN: 312.44,
-  names.EPISODE_RETURN_BEST: 864.0,
-  names.EPISODE_RETURN_LAST: 401.0,
-  names.EVALUATION_MEAN: 398.2,
-  names.EVALUATION_STD: 101.7,
-  names.AGENT_STEPS_PER_SECOND: 143.2,
-  names.LEARNER_STEPS_PER_SECOND: 8.82,
-  names.SAMPLES_PER_SECOND: 14_649.0,
-  names.REANALYSED_PER_SECOND: 6212.2,
-  names.REFRESHED_PER_SECOND: 41_211.0,
-  names.LOSS_TOTAL: 4.2123,
-  names.LOSS_POLICY: None,
-  names.LOSS_CONSISTENCY: -0.9613,
-  names.GRADIENT_NORM: 1.2312,
-  names.TRUST_RATIO_MEAN: 0.01234,
-  names.TRUST_RATIO_MIN: 0.000123,
-  names.TRUST_RATIO_MAX: 1.0,
-  names.REPLAY_TRANSITIONS: 123_000,
-  names.REPLAY_MEMORY: 3.412,
-  names.CHECKPOINT_STEP: 6000,
-  names.TARGET_AGE_MEAN: 27.3,
-  names.TARGET_AGE_MAX: 99,
-  names.PRIORITY_AGE_MEAN: 14.2,
-  names.PRIORITY_AGE_MAX: 38,
-  names.POLICY_LAG: 6.2,
-  names.POLICY_LAG_MAX: 17,
-  names.LEARNER_WAIT: 0.0213,
-  names.ACTOR_WAIT: 3.25,
-  names.REANALYSER_WAIT: 12.5,
-  names.PRESENT_ACTORS: 3,
-  names.PRESENT_REANALYSERS: 15,
-  names.RESTARTS_LEARNERS: 19,
-  names.RESTARTS_ACTORS: 28,
-  names.RESTARTS_REANALYSERS: 37,
-}
+  names.STEP: 6180, names.ENV_STEPS: 123_456, names.EPISODE_RETURN: 312.44,
+  names.EPISODE_RETURN_BEST: 864.0, names.EPISODE_RETURN_LAST: 401.0, names.EPISODES: 88,
+  names.EVALUATION_MEAN: 398.2, names.EVALUATION_STD: 101.7, names.AGENT_STEPS_PER_SECOND: 143.2,
+  names.LEARNER_STEPS_PER_SECOND: 8.82, names.SAMPLES_PER_SECOND: 14_649.0,
+  "agent/states_per_second": 6212.2, names.LOSS_TOTAL: 4.2123, "losses/policy": None,
+  "losses/own": -0.9613, names.REPLAY_TRANSITIONS: 123_000, names.REPLAY_BYTES: 3.412e9,
+  names.CHECKPOINT_STEP: 6000, "replay/target_age_mean": 27.3, names.PRIORITY_AGE_MAX: 38,
+  names.POLICY_LAG: 6.2, names.POLICY_LAG_MAX: 17, names.wait("learner"): 0.0213,
+  names.wait("refresher"): 12.5, names.present("actor"): 3, names.present("refresher"): 15,
+  names.restarts("refresher"): 37,
+}  # fmt: skip
 
 
-def make(stream, force="auto", clock=time.monotonic):
-  return progress.make_display(
-    HEADER, env_steps_total=300_000, learner_steps_total=15_000, actors_total=4, reanalysers_total=16, stream=stream,
-    force=force, clock=clock,
-  )  # fmt: skip
+class Terminal(io.StringIO):
+  def isatty(self):
+    return True
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+  for name in ("CI", "FORCE_COLOR", "TTY_COMPATIBLE", progress.TERMINAL):
+    monkeypatch.delenv(name, raising=False)
+  monkeypatch.setenv("TERM", "xterm")
+  monkeypatch.setenv("COLUMNS", "80")
 
 
 def screen(values, width=80):
-  totals = {
-    names.ENV_STEPS: 300_000,
-    names.STEP: 15_000,
-    names.PRESENT_ACTORS: 4,
-    names.PRESENT_REANALYSERS: 16,
-  }
-  shown = board.Board(HEADER, totals, Clock())
-  shown.update(values)
+  board = Board(RUN, Clock())
+  board.update(values)
   console = Console(file=io.StringIO(), width=width, record=True)
-  console.print(shown.screen())
+  console.print(board.screen())
   return console.export_text()
 
 
-def test_the_screen_fits_80_by_24_and_says_everything():
+def test_the_screen_fits_80_by_24_and_shows_any_agents_metrics():
   text = screen(VALUES)
   rows = text.splitlines()
   assert len(rows) <= 23 and max(map(len, rows)) <= 80
-  assert "…" not in text
-  for expected in (
-    *(
-      "MsPacman",
-      "atari300k",
-      "seed 3",
-      "runs/atari300k-MsPacman-s3",
-      "123,456/300,000 41%",
-      "6,180/15,000 41%",
-    ),
-    *(
-      "312.4",
-      "864",
-      "401",
-      "398.2 ± 101.7",
-      "143.2",
-      "8.82",
-      "14,649",
-      "6,212",
-      "41,211",
-      "4.21",
-      "-0.961",
-      "nan",
-    ),
-    *(
-      "1.23",
-      "0.0123",
-      "0.00012 / 1",
-      "27.3 / 99",
-      "14.2 / 38",
-      "6.2 / 17",
-      "123,000",
-      "3.41 GB",
-      "6,000",
-    ),
-    *("3/4", "15/16", "0.0213", "3.25", "12.5", "19", "28", "37"),
-  ):
+  phrases = ["seed 3", RUN.run_dir, "123,456/300,000 41%", "6,180/15,000 41%", "3.41 GB"]
+  phrases += ["312.4", "864", "401", "398.2", "101.7", "143.2", "8.82", "14,649", "6,212", "nan"]
+  phrases += ["4.21", "-0.961", "123,000", "6,000", "27.3", "38", "6.2", "17", "0.0213", "12.5"]
+  phrases += ["actors 3/4", "refreshers 15/16 (restarts 37)"]
+  phrases += ["eta 0:20:32", "eta 0:16:40"]  # (300,000 - 123,456) / 143.2 s and 8,820 / 8.82 s
+  for expected in phrases:
     assert expected in text, expected
-  assert "eta 0:20:32" in text  # (300,000 - 123,456) / 143.2 s
-  assert "eta 0:16:40" in text  # (15,000 - 6,180) / 8.82 s
 
 
-def test_the_screen_stands_nothing_huge_odd_and_narrow():
+def test_the_screen_draws_nothing_and_extremes():
   assert "0/300,000 0%" in screen({}) and "eta -" in screen({})
-  odd = {name: value for name in names.METRICS for value in ["text"]}
-  assert screen(odd) and screen(dict.fromkeys(names.METRICS, 1e300))
-  assert screen(dict.fromkeys(names.METRICS, float("nan"))) and screen(
-    dict.fromkeys(names.METRICS, -1e-300)
-  )
+  for extreme in (1e300, -1e-300):
+    assert screen(dict.fromkeys(VALUES, extreme))
   assert max(map(len, screen(VALUES, width=30).splitlines())) <= 30
+
+
+@pytest.mark.parametrize(
+  ("number", "text"),
+  [(None, "-"), (0.0, "0"), (12.0, "12"), (0.01234, "0.0123"), (0.000123, "0.00012"),
+   (312.44, "312.4"), (14_649.2, "14,649"), (3.4e9, "3.40e+09"), (float("nan"), "nan")],
+)  # fmt: skip
+def test_numbers_are_short(number, text):
+  assert format_number(number) == text
 
 
 def test_plain_lines_come_at_intervals_and_with_events():
   stream, clock = io.StringIO(), Clock()
-  with make(stream, clock=clock) as shown:  # a StringIO is no terminal
+  with Display(RUN, [stream], clock) as shown:
     for _ in range(25):
       shown.update(VALUES | {names.TIME: clock.now - 1000})
       clock.now += 1
     shown.message("checkpoint [6,000]")
   out = stream.getvalue().splitlines()
-  assert out[0].split() == [
-    "SpeedyZero",
-    "MsPacman",
-    "atari300k",
-    "seed",
-    "3",
-    "runs/atari300k-MsPacman-s3",
-  ]
+  assert "MsPacman" in out[0] and RUN.run_dir in out[0]
   assert [line.split()[0] for line in out[1:4]] == ["0:00:00", "0:00:10", "0:00:20"]
   assert out[4] == "checkpoint [6,000]"
-  assert out[5].startswith("0:00:25") and len(out) == 6  # what had not been shown at the end
-  assert (
-    "123,456/300,000 41%" in out[1]
-    and "return 312.4 (best 864)" in out[1]
-    and "\x1b" not in stream.getvalue()
-  )
+  assert out[5].startswith("0:00:25") and len(out) == 6  # the last values are shown at the end
+  assert "123,456/300,000 41%" in out[1] and "return 312.4 (best 864)" in out[1]
+  assert "\x1b" not in stream.getvalue()
 
 
-def test_between_lines_only_what_moves_is_worth_one():
+def test_between_lines_only_progress_prints_one():
   stream, clock = io.StringIO(), Clock()
-  with make(stream, "plain", clock) as shown:
+  with Display(RUN, [stream], clock) as shown:
     shown.update(VALUES)
-    for change, said in (
+    for change, printed in (
       ({names.AGENT_STEPS_PER_SECOND: 0.0, names.LOSS_TOTAL: 9.0}, 0),
-      ({names.PRESENT_ACTORS: 2}, 1),
-      ({names.PRESENT_ACTORS: 2}, 0),
-      ({names.RESTARTS_REANALYSERS: 38}, 1),
+      ({names.present("actor"): 2}, 1),
+      ({names.present("actor"): 2}, 0),
+      ({names.restarts("refresher"): 38}, 1),
       ({names.ENV_STEPS: 123_457}, 1),
     ):
       clock.now += progress.PLAIN_INTERVAL
       before = len(stream.getvalue().splitlines())
       shown.refresh(change)
-      assert len(stream.getvalue().splitlines()) == before + said, change
+      assert len(stream.getvalue().splitlines()) == before + printed, change
   last = stream.getvalue().splitlines()[-1]
-  assert "actors 2/4 (restarts 28)  reanalysers 15/16 (restarts 38)" in last and "loss 9" in last
+  assert "actors 2/4  refreshers 15/16 (restarts 38)" in last and "loss 9" in last
 
 
-def test_live_redraws_in_place_seldom_and_leaves_the_cursor_visible(monkeypatch):
-  monkeypatch.setenv("COLUMNS", "80")
-  stream = io.StringIO()
-  with make(stream, "live") as shown:
+def test_a_live_screen_is_redrawn_seldom_and_leaves_the_cursor_visible():
+  stream = Terminal()
+  with Display(RUN, [stream]) as shown:
     started = time.monotonic()
     while time.monotonic() < started + 1:
       shown.update(VALUES)
       time.sleep(0.001)
     shown.message("checkpoint [6,000]")
-    assert stream.getvalue().rfind("\x1b[?25h") > stream.getvalue().rfind(
-      "\x1b[?25l"
-    )  # even now, if it were killed
+    out = stream.getvalue()
+    assert out.rfind("\x1b[?25h") > out.rfind("\x1b[?25l")  # even now, if it were killed
     elapsed = time.monotonic() - started
   out = stream.getvalue()
   assert "checkpoint [6,000]" in out and "312.4" in out and "\x1b[1A" in out
@@ -198,51 +138,39 @@ def test_live_redraws_in_place_seldom_and_leaves_the_cursor_visible(monkeypatch)
   assert out.rfind("\x1b[?25h") > out.rfind("\x1b[?25l")
 
 
-def test_live_cleans_up_after_an_exception():
-  stream, before = (
-    io.StringIO(),
-    set(threading.enumerate()),
-  )  # some of other tests may end meanwhile
-  with pytest.raises(KeyboardInterrupt), make(stream, "live"):
+def test_a_live_screen_ends_with_an_exception():
+  stream, before = Terminal(), set(threading.enumerate())
+  with pytest.raises(KeyboardInterrupt), Display(RUN, [stream]):
     raise KeyboardInterrupt
   length = len(stream.getvalue())
   time.sleep(0.6)  # longer than between two refreshes
   assert len(stream.getvalue()) == length and set(threading.enumerate()) <= before
 
 
-@pytest.mark.parametrize("force", ["live", "plain", "off"])
+@pytest.mark.parametrize("base", [Terminal, io.StringIO])
 @pytest.mark.parametrize("error", [BrokenPipeError, OSError, ValueError])
-def test_a_broken_stream_makes_it_quiet(force, error):
-  class Broken(io.StringIO):
+def test_a_broken_stream_silences_it(base, error):
+  class Broken(base):
     writes = 0
 
     def write(self, text):
       self.writes += 1
       raise error("gone")
 
-  stream = Broken()
-  with make(stream, force) as shown:
+  stream, closed = Broken(), base()
+  closed.close()
+  with Display(RUN, [stream, closed]) as shown:
     for _ in range(3):
       shown.update(VALUES)
       shown.message("event")
-  assert stream.writes <= 1
+  assert stream.writes == 1
 
 
-def test_a_closed_stream_is_survived():
-  stream = io.StringIO()
-  stream.close()
-  for force in ("auto", "live", "plain"):
-    with make(stream, force) as shown:
-      shown.update(VALUES)
-      shown.message("event")
-
-
-def test_where_output_is_a_log_the_terminal_shows_it_too(tmp_path, monkeypatch, capsys):
+def test_where_stdout_is_a_log_the_inherited_terminal_shows_it_too(tmp_path, monkeypatch, capsys):
   with (tmp_path / "terminal").open("w") as terminal:
     monkeypatch.setenv(progress.TERMINAL, str(terminal.fileno()))
-    with make(None) as shown:
+    with Display(RUN) as shown:
       shown.update(VALUES)
-      shown.refresh(VALUES)
       shown.message("event")
     print("still open", file=terminal)
   log = capsys.readouterr().out
@@ -251,19 +179,17 @@ def test_where_output_is_a_log_the_terminal_shows_it_too(tmp_path, monkeypatch, 
 
 
 def test_a_closed_pipe_does_not_change_the_exit_status():
-  script = (
-    "import time; from speedyzero_jax.metrics import board, display\n"
-    "with display.make_display(board.Header('g', 'p', 'd', 0), env_steps_total=1, learner_steps_total=1) as shown:\n"
-    "  [(shown.message('x' * 1000), time.sleep(0.002)) for _ in range(200)]\n"
-  )
+  script = """
+import time
+from speedyzero_jax.metrics import board, progress
+with progress.Display(board.RunInfo("g", 0, "d", 1, 1, 1)) as shown:
+  [(shown.message("x" * 1000), time.sleep(0.002)) for _ in range(200)]
+"""
   environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
   process = subprocess.Popen(
-    [sys.executable, "-c", script],
-    cwd=ROOT,
-    env=environment,
-    stdout=subprocess.PIPE,
+    [sys.executable, "-c", script], cwd=ROOT, env=environment, stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
-  )
+  )  # fmt: skip
   process.stdout.readline()
   process.stdout.close()
   errors = process.stderr.read()
@@ -271,42 +197,24 @@ def test_a_closed_pipe_does_not_change_the_exit_status():
   assert process.wait(timeout=60) == 0 and errors == b""
 
 
-def test_an_ascii_terminal_gets_ascii():
+def test_an_ascii_stream_gets_ascii():
   raw = io.BytesIO()
-  for force in ("live", "plain"):
-    with make(io.TextIOWrapper(raw, encoding="ascii", write_through=True), force) as shown:
-      shown.update(VALUES)
-      shown.message("3.0 ± 1")
-      assert "3.0 ? 1" in raw.getvalue().decode("ascii")
-      raw.truncate(0)
+  with Display(RUN, [io.TextIOWrapper(raw, encoding="ascii", write_through=True)]) as shown:
+    shown.update(VALUES)
+    shown.message("3.0 ± 1")
+    assert "3.0 ? 1" in raw.getvalue().decode("ascii")
 
 
 @pytest.mark.parametrize(
-  ("environment", "live"),
-  [
-    ({"TERM": "xterm"}, True),
-    ({"TERM": "dumb"}, False),
-    ({"TERM": "xterm", "CI": "true"}, False),
-    ({}, False),
-  ],
+  ("changes", "live"),
+  [({}, True), ({"TERM": "dumb"}, False), ({"CI": "true"}, False)],
 )
-def test_auto_is_live_on_a_capable_terminal_only(monkeypatch, environment, live):
-  for name in ("TERM", "CI"):
-    monkeypatch.delenv(name, raising=False)
-  for name, value in environment.items():
+def test_only_a_capable_terminal_gets_a_live_screen(monkeypatch, changes, live):
+  for name, value in changes.items():
     monkeypatch.setenv(name, value)
   parent, child = pty.openpty()
   with os.fdopen(child, "w") as stream:
-    assert isinstance(make(stream), progress._LiveDisplay) == live
+    with Display(RUN, [stream]) as shown:
+      shown.update(VALUES)
+    assert (b"\x1b[?25l" in os.read(parent, 1 << 16)) == live
   os.close(parent)
-
-
-def test_off_is_silent_and_a_wrong_mode_is_named(capsys):
-  with progress.make_display(
-    HEADER, env_steps_total=1, learner_steps_total=1, force="off"
-  ) as shown:
-    shown.update(VALUES)
-    shown.message("event")
-  assert capsys.readouterr().out == ""
-  with pytest.raises(ValueError, match="lively"):
-    make(io.StringIO(), "lively")

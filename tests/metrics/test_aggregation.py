@@ -1,0 +1,216 @@
+"""Rates, means, episode statistics and part times, and how learners' values combine."""
+
+import contextlib
+import threading
+import time
+import weakref
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from clock import Clock
+from hypothesis import given
+from hypothesis import strategies as st
+
+from speedyzero_jax.metrics import aggregation, names
+
+
+def test_rates_of_a_steady_stream_a_pause_and_a_late_start():
+  clock = Clock()
+  rates = aggregation.Rates(10.0, clock)
+  assert rates.rates() == {}
+  for _ in range(400):
+    clock.now += 0.25
+    rates.count("a_per_second", 3)
+    seen = rates.rates()
+  assert seen == {"a_per_second": pytest.approx(12.0, rel=0.03)}
+  rates.count("b_per_second", 20)  # since then nothing, so this is the rate over the window
+  assert rates.rates()["b_per_second"] == pytest.approx(2.0, rel=0.03)
+  for _ in range(5):
+    clock.now += 1.0
+    seen = rates.rates()
+  assert seen["a_per_second"] == pytest.approx(6.0, rel=0.05)
+  for _ in range(6):
+    clock.now += 1.0
+    seen = rates.rates()
+  assert seen == {"a_per_second": 0.0, "b_per_second": 0.0}
+
+
+@given(st.lists(st.tuples(st.floats(0.01, 40), st.integers(1, 5)), min_size=1, max_size=30))
+def test_a_rate_covers_the_window_and_hardly_more(steps):
+  clock = Clock()
+  rates, start, happened = aggregation.Rates(60.0, clock), clock.now, []
+  calls = [start]
+  for wait, events in steps:
+    clock.now += wait
+    rates.count("x", events)
+    happened.append((clock.now, events))
+    rate = rates.rates()["x"]
+    calls.append(clock.now)
+  # The rate is that since a call that is just older than the window, to a sixtieth of it.
+  newest = max([at for at in calls if clock.now - at >= 60.0], default=start)
+  possible = [
+    sum(n for at, n in happened if at > since) / (clock.now - since)
+    for since in calls[:-1]
+    if newest - 1.0 <= since <= newest
+  ]
+  assert any(rate == pytest.approx(x) for x in possible)
+
+
+class Step(NamedTuple):
+  reward: np.ndarray
+  first: np.ndarray
+  terminated: np.ndarray
+  truncated: np.ndarray
+  game_over: np.ndarray
+
+
+def step_of(rewards, flags):
+  """flags: per lane any of f(irst), t(erminated), c(ap), o(ver)."""
+
+  def has(letter):
+    return np.array([letter in flag for flag in flags])
+
+  return Step(np.array(rewards, np.float32), has("f"), has("t"), has("c"), has("o"))
+
+
+def test_episodes_continue_across_lost_lives_and_end_at_game_over_or_cap():
+  stats, episode = aggregation.EpisodeStats(2, window=2), aggregation.Episode
+  assert stats.summary() == {names.EPISODES: 0}
+  assert stats.update(step_of([0, 0], ["f", "f"])) == []
+  assert stats.update(step_of([4, 1], ["", ""])) == []
+  assert stats.update(step_of([0, 1], ["t", ""])) == []  # a life is lost
+  assert stats.update(step_of([0, 1], ["f", ""])) == []  # not a step
+  assert stats.update(step_of([-1, 1], ["to", "c"])) == [episode(3.0, 3), episode(4.0, 4)]
+  assert stats.update(step_of([0, 0], ["f", "f"])) == []
+  assert stats.update(step_of([2, 5], ["to", ""])) == [episode(2.0, 1)]
+  assert stats.summary() == {
+    names.EPISODES: 3,
+    names.EPISODE_RETURN: 3.0,  # of the last two: 4 and 2
+    names.EPISODE_RETURN_LAST: 2.0,
+    names.EPISODE_RETURN_BEST: 4.0,
+    names.EPISODE_LENGTH: 2.5,
+  }
+  stats.record(episode(10.0, 7))
+  assert stats.summary()[names.EPISODE_RETURN] == 6.0 and stats.summary()[names.EPISODES] == 4
+  stats.clear()
+  assert stats.summary() == {names.EPISODES: 0}
+  assert stats.update(step_of([2, 5], ["to", ""])) == [episode(2.0, 1)]  # lane 1's 5 are gone
+  with pytest.raises(ValueError, match="shape"):
+    stats.update(step_of([1], ["o"]))
+  with pytest.raises(ValueError, match="lanes"):
+    aggregation.EpisodeStats(0)
+
+
+class Device:
+  """A device scalar."""
+
+  def __init__(self, value):
+    self._value, self.copying = value, False
+
+  def copy_to_host_async(self):
+    self.copying = True
+
+  def __float__(self):
+    assert self.copying
+    return float(self._value)
+
+
+def test_means_and_their_exceptions_by_name():
+  means = aggregation.RunningMeans()
+  means.add({"losses/x": 1.0, "a_min": 0.2, "a_max": 5, "a_last": 1, "own/x": float("nan")})
+  means.add({"losses/x": Device(4.0), "a_min": 0.1, "a_max": 9, "a_last": 2, "own/x": 1.0})
+  means.add({"losses/x": np.float32(4.0), "a_max": 7})
+  taken = means.take()
+  assert np.isnan(taken.pop("own/x"))
+  assert taken == {"losses/x": 3.0, "a_min": 0.1, "a_max": 9.0, "a_last": 2.0}
+  assert means.take() == {}
+
+
+def test_values_that_are_not_taken_do_not_pile_up():
+  alive, means = weakref.WeakSet(), aggregation.RunningMeans()
+  for value in range(5000):
+    device = Device(value)
+    alive.add(device)
+    means.add({"losses/x": device})
+  assert len(alive) <= 2000
+  assert means.take()["losses/x"] == pytest.approx(np.mean(range(4000, 5000)))
+
+
+def test_parts_are_timed_per_learner_step():
+  clock, marked = Clock(), []
+
+  @contextlib.contextmanager
+  def mark(name):
+    marked.append(name)
+    yield
+
+  times = aggregation.PartTimes(mark, clock)
+
+  def spend(name, seconds):
+    with times.part(name):
+      clock.now += seconds
+
+  spend("act", 5.0)
+  times.take(10)  # what came before belongs to no step
+  spend("act", 2.0)
+  spend("train", 1.0)
+  spend("act", 1.0)
+  assert times.take(14) == {"time/act": 0.75, "time/train": 0.25}
+  assert times.take(14) == {}
+  spend("train", 3.0)
+  assert times.take(16) == {"time/act": 0.0, "time/train": 1.5}
+  with pytest.raises(KeyError), times.part("save"):
+    clock.now += 7.0
+    raise KeyError
+  assert times.totals() == {"act": 8.0, "train": 4.0, "save": 7.0}
+  assert marked == ["act", "act", "train", "act", "train", "save"]
+
+
+def test_parts_of_many_threads_add_up():
+  times = aggregation.PartTimes()
+
+  def work():
+    for _ in range(200):
+      with times.part("search"):
+        time.sleep(0)
+
+  threads = [threading.Thread(target=work) for _ in range(4)]
+  begin = time.monotonic()
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  assert 0 < times.totals()["search"] <= 4 * (time.monotonic() - begin)
+
+
+def test_values_of_learners_combine_as_their_names_say():
+  first = {
+    names.ENV_STEPS: 100, "losses/any": 1.5, "learner/gradient_norm": 2.0, "replay/transitions": 30,
+    "replay/bytes": 10, "replay/bytes_per_transition": 10, "replay/some_age_mean": 4.0,
+    "replay/some_age_max": 9.0, "some/states_per_second": 5.0, "some/states_per_learner_step": 2.0,
+    names.LEARNER_STEPS_PER_SECOND: 8.0, names.wait("refresher"): 0.25, names.POLICY_LAG: 8.0,
+    names.present("actor"): 1, names.restarts("actor"): 2, names.CHECKPOINT_STEP: 4,
+    names.EPISODES: 1, names.EPISODE_RETURN_LAST: 1.0, names.EPISODE_RETURN_BEST: 1.0,
+    "unknown": 1.0, names.HOST_TO_DEVICE_BYTES: 100,
+  }  # fmt: skip
+  second = {name: 3 * value for name, value in first.items()} | {"only/here": 7.0}
+  shared = aggregation.shared_values(first)
+  local = {
+    "losses/any", "learner/gradient_norm", names.LEARNER_STEPS_PER_SECOND, names.CHECKPOINT_STEP,
+    names.EPISODE_RETURN_LAST,
+  }  # fmt: skip
+  assert first.keys() - shared.keys() == local
+  combined = aggregation.combine_learners([shared, aggregation.shared_values(second)])
+  sums = {
+    names.ENV_STEPS, "replay/transitions", "replay/bytes", "some/states_per_second",
+    "some/states_per_learner_step", names.present("actor"), names.restarts("actor"), names.EPISODES,
+    names.HOST_TO_DEVICE_BYTES,
+  }  # fmt: skip
+  largest = {"replay/some_age_max", names.wait("refresher"), names.EPISODE_RETURN_BEST}
+  factors = dict.fromkeys(shared, 2) | dict.fromkeys(sums, 4) | dict.fromkeys(largest, 3)
+  expected = {name: factor * first[name] for name, factor in factors.items()}
+  assert combined == expected | {"only/here": 7.0}
+  assert type(combined[names.ENV_STEPS]) is int
+  lag = names.POLICY_LAG_MAX
+  assert np.isnan(aggregation.combine_learners([{lag: 1.0}, {lag: float("nan")}])[lag])
