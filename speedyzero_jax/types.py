@@ -57,7 +57,7 @@ class Segment(NamedTuple):
     """A segment from its columns by name."""
     base = cls._fields[2:9]
     extra = {name: array for name, array in arrays.items() if name not in base}
-    return cls(lane, start, *(arrays[name] for name in base), extra)
+    return cls(lane, start, **{name: arrays[name] for name in base}, extra=extra)
 
   def map(self, function: Callable[[np.ndarray], np.ndarray], start: int) -> "Segment":
     """The segment from slot `start` whose columns are `function` of this one's."""

@@ -75,7 +75,7 @@ class Task(NamedTuple):
   """Host: (replay, lane [m], time [m], results [m, ...], learner step of the weights)."""
   subscription: str  # whose weights are used: a key of `Agent.subscriptions`
   part: str  # name of the work in time profiles, such as "search"
-  rate: str = ""  # metric name of the states computed per second; empty: not measured
+  rate: str = ""  # prefix of the metrics that count its states; empty: not counted
   stamp: str = ""  # of the schema
   max_age: int = 0  # learner steps
   block: int = 0  # states per call of a sweep

@@ -47,7 +47,7 @@ class Selector(Protocol):
     """Takes the errors [B] that the learner found in learner step `step`."""
 
   def stats(self, learner_step: int) -> dict[str, float]:
-    """Numbers to log, by metric name."""
+    """Numbers to log under `replay/`."""
 
   def state_dict(self) -> dict[str, np.ndarray]:
     """Everything that is not a function of the store."""

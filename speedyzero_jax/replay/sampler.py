@@ -11,7 +11,7 @@ from speedyzero_jax.replay.staleness import NEVER, Stamps
 from speedyzero_jax.replay.storage import LaneStore, take
 from speedyzero_jax.replay.sum_tree import SumTree
 
-AGE_MEAN, AGE_MAX = "replay/priority_age_mean", "replay/priority_age_max"
+AGE_MEAN, AGE_MAX = "priority_age_mean", "priority_age_max"
 
 
 class PrioritizedSampler:

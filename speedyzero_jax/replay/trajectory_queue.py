@@ -7,7 +7,7 @@ import numpy as np
 from speedyzero_jax.replay.replay import Selection
 from speedyzero_jax.replay.storage import LaneStore
 
-QUEUED, SKIPPED = "replay/queued_trajectories", "replay/skipped_trajectories"
+QUEUED, SKIPPED = "queued_trajectories", "skipped_trajectories"
 
 
 class TrajectoryQueue:

@@ -9,7 +9,7 @@ from speedyzero_jax.config import loader
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.aggregation import EpisodeStats, PartTimes
-from speedyzero_jax.metrics.logger import Reporter
+from speedyzero_jax.metrics.logger import MetricsLogger
 from speedyzero_jax.run import builders, snapshot
 from speedyzero_jax.run.checkpoint import Checkpoints
 from speedyzero_jax.run.collector import Collector
@@ -34,7 +34,7 @@ from speedyzero_jax.workers.weights import ACTOR, WeightsStore
 def build(
   config: Config,
   run_dir: Path,
-  logger: Reporter,
+  logger: MetricsLogger,
   *,
   resume: bool,
   membership: Membership = ALONE,
@@ -111,7 +111,7 @@ def build(
   if restored is not None:
     snapshot.restore(experiment, restored, frames)
   snapshot.replay_journal(experiment)
-  logger.watch(lambda: {names.ENV_STEPS: limiter.env_steps})
+  logger.add_source(lambda: {names.ENV_STEPS: limiter.env_steps})
   return experiment
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.aggregation import Episode, EpisodeStats, PartTimes
-from speedyzero_jax.metrics.logger import Reporter
+from speedyzero_jax.metrics.logger import MetricsLogger
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.run.rate_limiter import RateLimiter
 from speedyzero_jax.types import Segment
@@ -33,7 +33,7 @@ class Collector:
     replay: Replay,
     limiter: RateLimiter,
     weights: WeightsStore,
-    logger: Reporter,
+    logger: MetricsLogger,
     episodes: EpisodeStats,
     times: PartTimes,
     record: Callable[[Sequence[Segment]], None],
@@ -110,7 +110,7 @@ class Collector:
 
   def _log_lag(self, acted_with: int) -> None:
     lag = self._limiter.learner_steps - acted_with
-    self._logger.mean({names.POLICY_LAG: lag, names.POLICY_LAG_MAX: lag})
+    self._logger.log_mean({names.POLICY_LAG: lag, names.POLICY_LAG_MAX: lag})
 
   def close(self) -> None:
     """Closes the local environments."""

@@ -7,10 +7,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from speedyzero_jax.agents.base import Agent, Work
+from speedyzero_jax.agents.base import Agent, Task, Work
 from speedyzero_jax.config.schema import Config
+from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.aggregation import PartTimes
-from speedyzero_jax.metrics.logger import Reporter
+from speedyzero_jax.metrics.logger import MetricsLogger
 from speedyzero_jax.replay.journal import Journal
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.run.batch_pipeline import BatchPipeline
@@ -70,7 +71,7 @@ class Experiment:
   own: Config  # this process' share of it
   membership: Membership
   agent: Agent
-  logger: Reporter
+  logger: MetricsLogger
   times: PartTimes
   learner: Learner
   inference: Inference
@@ -121,9 +122,12 @@ class Experiment:
   def _execute_here(self, works: list[Work], learner_step: int) -> None:
     key = jax.random.fold_in(self.key(BATCH), learner_step)
     for work in works:
-      states = self.runner.run(work, key)
-      if rate := self.agent.tasks[work.task].rate:
-        self.logger.count(rate, states)
+      self.count_states(self.agent.tasks[work.task], self.runner.run(work, key))
+
+  def count_states(self, task: Task, states: int) -> None:
+    """Counts states that a task has computed."""
+    for suffix in (names.RATE_SUFFIX, names.PER_STEP_SUFFIX) if task.rate else ():
+      self.logger.count(task.rate + suffix, states)
 
   @property
   def program_bytes(self) -> int:

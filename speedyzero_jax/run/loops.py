@@ -97,7 +97,7 @@ class _Overlapped:
     while not self._limiter.collected:
       begin = time.monotonic()
       self._limiter.wait_until(may_collect)
-      self._experiment.logger.mean({names.ACTOR_WAIT: time.monotonic() - begin})
+      self._experiment.logger.log_mean({names.wait("actor"): time.monotonic() - begin})
       self._experiment.collector.collect()
 
   def _sweep(self, sweeper: Sweeper) -> None:
@@ -110,7 +110,7 @@ class _Overlapped:
     while True:
       begin = time.monotonic()
       limiter.wait_until(due)
-      experiment.logger.mean({names.REANALYSER_WAIT: time.monotonic() - begin})
+      experiment.logger.log_mean({names.wait("refresher"): time.monotonic() - begin})
       steps.sweep(experiment, sweeper)
       limiter.notify()
 
@@ -150,7 +150,7 @@ class _Overlapped:
       begin = time.monotonic()
       with experiment.times.part("wait"):
         limiter.wait_until(self._may_learn)
-      experiment.logger.mean({names.LEARNER_WAIT: time.monotonic() - begin})
+      experiment.logger.log_mean({names.wait("learner"): time.monotonic() - begin})
       step, prepared = limiter.learner_steps, self._ready.popleft()
       result = steps.learn(experiment, prepared)
       self._settle()

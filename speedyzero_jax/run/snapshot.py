@@ -66,7 +66,7 @@ def save(experiment: Experiment, *, required: bool = False) -> None:
     "sweepers": {sweeper.name: sweeper.state_dict() for sweeper in experiment.sweepers},
     "units": experiment.membership.units,
   }
-  experiment.logger.latest({names.CHECKPOINT_STEP: step})
+  experiment.logger.log_latest({names.CHECKPOINT_STEP: step})
   experiment.recovery.save(
     Snapshot(step, env_steps, network, optimizer, weights, stored, acted, meta, slots, heads),
     required=required,

@@ -23,7 +23,7 @@ def sweep(experiment: Experiment, sweeper: Sweeper) -> None:
     )
   sweeper.calls += 1
   sweeper.states += states
-  experiment.logger.count(sweeper.task.rate, states)
+  experiment.count_states(sweeper.task, states)
 
 
 def draw(experiment: Experiment, learner_step: int) -> PreparedBatch:
@@ -33,7 +33,7 @@ def draw(experiment: Experiment, learner_step: int) -> PreparedBatch:
   prepared = experiment.pipeline.draw(learner_step)
   experiment.batch_bytes += prepared.host_bytes
   experiment.reported_bytes = experiment.host_bytes
-  experiment.logger.mean({names.HOST_TO_DEVICE_BYTES: experiment.reported_bytes - before})
+  experiment.logger.log_mean({names.HOST_TO_DEVICE_BYTES: experiment.reported_bytes - before})
   with experiment.times.part("gather"):
     return prepared._replace(arrays=experiment.learner.put(prepared.arrays))
 
@@ -47,7 +47,7 @@ def learn(experiment: Experiment, prepared: PreparedBatch) -> StepResult:
   experiment.limiter.add_learner_step()
   with experiment.times.part("publish"):
     experiment.weights.publish(experiment.limiter.learner_steps, experiment.state.variables)
-  experiment.logger.mean({**result.metrics, **prepared.info})
+  experiment.logger.log_mean({**result.metrics, **prepared.info})
   experiment.logger.count(names.LEARNER_STEPS_PER_SECOND, 1)
   experiment.logger.count(names.SAMPLES_PER_SECOND, len(prepared.selection.lane))
   return result
@@ -108,12 +108,8 @@ def bookkeeping(experiment: Experiment) -> None:
 def log(experiment: Experiment) -> None:
   """Writes a line of metrics."""
   step = experiment.limiter.learner_steps
-  experiment.logger.latest(experiment.times.take(step))
-  experiment.logger.line(
-    learner_steps=step,
-    replay=experiment.replay.stats(step),
-    episodes=experiment.collector.episodes,
-  )
+  experiment.logger.log_latest(experiment.times.take(step))
+  experiment.logger.write_line(step, experiment.replay.stats(step), experiment.collector.episodes)
 
 
 def evaluate_now(experiment: Experiment) -> Evaluation | None:
@@ -131,5 +127,6 @@ def evaluate_now(experiment: Experiment) -> Evaluation | None:
     report=experiment.logger.message,
   )
   if result is not None:
-    experiment.logger.evaluated(result)
+    experiment.logger.message(str(result))
+    experiment.logger.log_evaluation(result.summary())
   return result

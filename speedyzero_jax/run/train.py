@@ -11,7 +11,8 @@ import jax
 
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.schema import Config
-from speedyzero_jax.metrics.logger import Reporter
+from speedyzero_jax.metrics.board import RunInfo
+from speedyzero_jax.metrics.logger import MetricsLogger
 from speedyzero_jax.replay.journal import JournalError
 from speedyzero_jax.run import loops, snapshot, steps, warmup
 from speedyzero_jax.run.build import build
@@ -19,7 +20,6 @@ from speedyzero_jax.run.builders import enable_compilation_cache
 from speedyzero_jax.run.checkpoint import CheckpointError, Checkpoints
 from speedyzero_jax.run.experiment import ALONE, Experiment, Membership, TrainingError
 from speedyzero_jax.run.forecast import Forecast
-from speedyzero_jax.run.profiler import Profiler
 from speedyzero_jax.run.signals import Signals
 from speedyzero_jax.system import memory
 from speedyzero_jax.system.compilation import Compilations, WarmUp
@@ -54,7 +54,7 @@ def train(
   reported = loader.divide(config, unit, units) if unit else config
   resume_step = max(Checkpoints(folder).steps(), default=0) if resume else None
   try:
-    opened = Reporter(reported, folder, folder.name, resume_step, membership.share)
+    opened = MetricsLogger(_run_info(reported, folder), resume_step, membership.share)
   except OSError as error:
     print(f"error: can't write into {folder}: {error.strerror or error}", file=sys.stderr)
     return FAILED
@@ -77,6 +77,19 @@ def train(
       return _device_or_memory_error(error, logger, units)
 
 
+def _run_info(config: Config, folder: Path) -> RunInfo:
+  return RunInfo(
+    game=config.env.game,
+    seed=config.run.seed,
+    run_dir=str(folder),
+    env_steps=config.run.env_steps,
+    learner_steps=config.learner.steps,
+    batch_size=config.learner.batch_size,
+    random_steps=config.actor.random_steps,
+    processes={"actor": config.topology.actors, "refresher": config.topology.reanalysers},
+  )
+
+
 def _run(
   experiment: Experiment,
   folder: Path,
@@ -92,9 +105,6 @@ def _run(
   experiment.after_step.append(warm_up.step)
   forecast.watch(experiment, warm_up)
   with contextlib.ExitStack() as observers:
-    if profile.steps:
-      profiler = Profiler(folder, profile.steps, compilations, logger.message)
-      observers.enter_context(profiler).watch(experiment, warm_up)
     if signals.came():  # while the experiment was built
       experiment.interrupt()
     observers.enter_context(serving(experiment))
@@ -131,12 +141,12 @@ def _final_evaluation(experiment: Experiment, folder: Path, signals: Signals) ->
   return 0
 
 
-def _nothing_saved(logger: Reporter, folder: Path, signals: Signals) -> int:
+def _nothing_saved(logger: MetricsLogger, folder: Path, signals: Signals) -> int:
   logger.message(f"stopped before anything could be saved; start with --resume {folder}")
   return signals.exit_code
 
 
-def _device_or_memory_error(error: BaseException, logger: Reporter, units: int) -> int:
+def _device_or_memory_error(error: BaseException, logger: MetricsLogger, units: int) -> int:
   where = memory.ran_out(error)
   if where is not None:
     return _fail(
@@ -152,7 +162,7 @@ def _device_or_memory_error(error: BaseException, logger: Reporter, units: int) 
   os.abort()  # as jax itself does to survivors; the supervisor restarts all processes
 
 
-def _fail(logger: Reporter, reason: str) -> int:
+def _fail(logger: MetricsLogger, reason: str) -> int:
   logger.message(f"error: {reason}")
   print(f"error: {reason}", file=sys.stderr)
   return FAILED

@@ -215,7 +215,8 @@ class Actor:
     self._start = state["start"].copy()
     self._slot = self._start + len(self._actions)
     leaves, structure = jax.tree.flatten(self._core)
-    self._core = structure.unflatten([state[f"core_{i}"] for i in range(len(leaves))])
+    core = [state[f"core_{i}"] for i in range(len(leaves))]
+    self._core = jax.tree.unflatten(structure, core)
     if zlib.crc32(self._shown.frame.tobytes()) != state["frames_crc"][0]:
       raise RuntimeError(
         "replaying the environments' actions led to other frames than when they were recorded"

@@ -48,6 +48,11 @@ class Evaluation:
     temporary.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
     os.replace(temporary, path)
 
+  def summary(self) -> dict[str, float | None]:
+    """The numbers to log."""
+    keys = ("step", "mean", "median", "std", "human_normalised")
+    return {key: getattr(self, key) for key in keys}
+
   def __str__(self) -> str:
     normalised = (
       "" if self.human_normalised is None else f", human-normalised {self.human_normalised:.3f}"

@@ -23,14 +23,6 @@ from speedyzero_jax.system.compilation import Program, Report
 from speedyzero_jax.system.dispatch_lock import in_order
 from speedyzero_jax.types import Params
 
-_TRUST_RATIOS = {
-  "min": names.TRUST_RATIO_MIN,
-  "mean": names.TRUST_RATIO_MEAN,
-  "max": names.TRUST_RATIO_MAX,
-  "fraction_clipped": names.TRUST_RATIO_CLIPPED,
-}
-
-
 class LearnerState(NamedTuple):
   """All that a training step changes; replicated over the mesh."""
 
@@ -203,7 +195,7 @@ class Learner:
       names.PARAMETER_NORM: optax.tree.norm(params),
     }
     ratios = optimizers.trust_ratio_summary(opt_state)
-    metrics |= {_TRUST_RATIOS[name]: value for name, value in ratios.items()}
+    metrics |= {f"learner/trust_ratio_{name}": value for name, value in ratios.items()}
     new = LearnerState(Variables(params, stats), target, opt_state, state.step + 1)
     stopping = jax.lax.pmax(jnp.any(stop).astype(jnp.int32), AXIS) > 0
     return new, (metrics, out.priority, stopping)

@@ -3,7 +3,7 @@
 from speedyzero_jax.agents.efficientzero.config import EfficientZeroConfig as AGENT_CONFIG
 
 
-def make_agent(config, frame_shape, frame_dtype, actions):  # type: ignore[no-untyped-def]
+def make_agent(config, frame_shape, frame_dtype, actions):
   """See `agents.base.make_agent`."""
   from speedyzero_jax.agents.efficientzero.agent import EfficientZero  # imports jax
 

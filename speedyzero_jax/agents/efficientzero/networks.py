@@ -17,6 +17,7 @@ from flax import nnx
 
 from speedyzero_jax.agents.base import Variables
 from speedyzero_jax.agents.efficientzero.config import NetworkConfig
+from speedyzero_jax.types import Params
 
 Carry = tuple[jax.Array, jax.Array]  # the LSTM's (c, h), each [B, lstm_hidden]
 
