@@ -217,8 +217,8 @@ def test_a_child_of_a_dead_supervisor_does_not_begin(tmp_path):
 
 
 def test_kills_what_a_process_leaves_behind(run):
-  fork = "if os.fork() == 0: on_stop(signal.SIG_IGN); ready(); time.sleep(100)\nuntil('ready-l')"
-  run(("l", fork, True)).end(0)
+  grandchild = "if os.fork() == 0: on_stop(signal.SIG_IGN); ready(); time.sleep(100); sys.exit()"
+  run(("learner-0", f"{grandchild}\nuntil('ready-learner-0')", True)).end(0)
 
 
 def test_waiting_takes_no_time(run):

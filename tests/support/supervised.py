@@ -10,7 +10,8 @@ import uuid
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMITS = dict(pause=0.05, longest_pause=0.2, grace=0.3, save_patience=10.0, kill_after=0.3)
+LIMITS = {"pause": 0.05, "longest_pause": 0.2, "grace": 0.3, "save_patience": 10.0}
+LIMITS["kill_after"] = 0.3
 
 # Arguments: children as [name, command, vital], limits. Prints what is reported and asked for, and
 # in the end the restarts.
