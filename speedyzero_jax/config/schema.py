@@ -161,7 +161,7 @@ class TopologyConfig:
 
   learners: int = opt(
     0,
-    "processes that learn as one mesh, each with its own lanes; 0: all that are not actors or reanalysers",
+    "processes that learn as one mesh, each with its own lanes; 0: all but actors and refreshers",
     "[0, 1e5]",
     divided="exactly",
   )
@@ -172,9 +172,9 @@ class TopologyConfig:
     mutable=True,
     divided="exactly",
   )
-  reanalysers: int = opt(
+  refreshers: int = opt(
     0,
-    "processes that only reanalyse and refresh, dealt likewise; without one a learner does it",
+    "processes that only recompute what the replay stores, dealt likewise; without one a learner does it",
     "[0, 1e5]",
     mutable=True,
     divided="exactly",
@@ -190,7 +190,7 @@ class TopologyConfig:
     mutable=True,
   )
   tls_certificate: str = opt(
-    "", "PEM file of this process, for TLS between actors, reanalysers and learners", mutable=True
+    "", "PEM file of this process, for TLS between actors, refreshers and learners", mutable=True
   )
   tls_key: str = opt("", "PEM file with its key", mutable=True)
   tls_authority: str = opt(
@@ -198,18 +198,18 @@ class TopologyConfig:
   )
   weights_dtype: Literal["float32", "bfloat16"] = opt(
     "float32",
-    "how weights travel to actors and reanalysers; bfloat16 is half the traffic, but not what was trained",
+    "how weights travel to actors and refreshers; bfloat16 is half the traffic, but not what was trained",
     mutable=True,
   )
   block_timeout: float = opt(
     30.0,
-    "seconds after which a block of states is given to another reanalyser; after two times, none waits for it",
+    "seconds after which a block of states is given to another refresher; after two times, none waits for it",
     "(0, 1e9]",
     mutable=True,
   )
   bound_age: bool = opt(
     False,
-    "the learner waits for reanalyser processes, as long as it takes, rather than exceed reanalyse.max_age and refresh.max_age or, with reanalyse.schedule=batch, train on what was not reanalysed",
+    "the learner waits for refresher processes, as long as it takes, rather than exceed the maximum ages of the agent's tasks or train on a batch that was not recomputed",
     mutable=True,
   )
 
