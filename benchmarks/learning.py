@@ -21,7 +21,7 @@ def curves(rows: list[Row]) -> dict[str, Any]:
   evaluations: list[dict[str, Any]] = []
   for row in rows:
     found = {k.removeprefix(EVALUATION): x for k, x in row.items() if k.startswith(EVALUATION)}
-    if found and (not evaluations or evaluations[-1]["step"] != found["step"]):
+    if "step" in found and (not evaluations or evaluations[-1]["step"] != found["step"]):
       names = ("step", "mean", "median", "std", "human_normalised")
       kept = {name: found[name] for name in names if name in found}
       evaluations.append(kept | {"env_steps": row[ENV_STEPS], "seconds": row[TIME]})

@@ -78,7 +78,7 @@ def operations(
   yield "sweep block of 256: states, writes, priorities", sweep
   yield "due: quota and oldest_step", lambda: due
   yield "stats", lambda: lambda: replay.stats(next(clock))
-  yield "state_dict", lambda: lambda: replay.state_dict
+  yield "state_dict", lambda: replay.state_dict
 
 
 def timed(ready: Ready, repeat: int) -> dict[str, float]:
@@ -118,7 +118,8 @@ def main() -> None:
   import pieces  # imports jax and the package: not needed for --help
 
   def config(slots: int) -> Any:
-    settings = [f"actor.lanes={arguments.lanes}", f"replay.capacity={slots}", "replay.frames=host"]
+    settings = ["replay.frames=host", f"replay.capacity={slots}", "reanalyse.ratio=1"]
+    settings += [f"actor.lanes={arguments.lanes}"]
     return pieces.load(parser, ["efficientzero"], settings)
 
   unroll = pieces.unroll_steps(config(arguments.slots[0]))
