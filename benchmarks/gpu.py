@@ -32,7 +32,7 @@ def measurements(
 ) -> dict[str, list[str]]:
   """Commands by result name, without `--out`; `steps` are the agent steps of the run."""
   both = ["--config", *presets]
-  roots = ["16"] if small else ["64", "1024", "4096"]
+  roots = ["16"] if small else ["16", "64", "1024", "4096"]
   batches = ["64"] if small else ["256", "1024", "2048", "4096"]
   sizes = ["--roots", *roots, "--batch", *batches]
   replay = ["--slots", "100000", "--gather-slots", "2000"] if small else []

@@ -50,7 +50,7 @@ SMALL = LARGE | {  # configs/atari_small.yaml with larger frames
 
 
 def configuration(model: dict[str, Any], **changes: Any) -> EasyDict:
-  """EfficientZero's defaults of LightZero with EfficientZero's sizes, augmentation and priorities."""
+  """LightZero's defaults with EfficientZero's sizes, augmentation and priorities."""
   cfg = EasyDict(EfficientZeroPolicy.default_config())
   cfg.update(EfficientZeroGameBuffer.default_config())
   cfg.model.update(model)
