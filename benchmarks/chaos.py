@@ -169,8 +169,8 @@ def main() -> int:
     finally:
       process.terminate()
       process.wait()
-    told = acknowledged(witness, learners)
-    missing = sum(chaos.seen.get(key, (0, 0))[0] != size for key, size in told.items())
+    confirmed = acknowledged(witness, learners)
+    missing = sum(chaos.seen.get(key, (0, 0))[0] != size for key, size in confirmed.items())
     finished = process.returncode == 0
     rows = read_metrics(folder) if finished else []
     result = {
@@ -181,7 +181,7 @@ def main() -> int:
       "restarts": {child["name"]: child["restarts"] for child in chaos.children()},
       "agent_steps": rows[-1][ENV_STEPS] if rows else None,
       "agent_steps_wanted": arguments.env_steps,
-      "segments_acknowledged": len(told),
+      "segments_acknowledged": len(confirmed),
       "segments_stored": len(chaos.seen),
       "lost": chaos.lost + missing,
       "repeated": chaos.repeated,

@@ -201,10 +201,10 @@ class Play:
         np.stack([np.concatenate(segment.get_obs()) for segment in self._segments])
       )
       masks, players = [self._mask] * self._lanes, [-1] * self._lanes
-      said = self._policy._forward_collect(stacked.to(DEVICE), masks, to_play=players)
-      action = np.array([said[lane]["action"] for lane in range(self._lanes)])
-      visits = [said[lane]["visit_count_distributions"] for lane in range(self._lanes)]
-      values = [said[lane]["searched_value"] for lane in range(self._lanes)]
+      found = self._policy._forward_collect(stacked.to(DEVICE), masks, to_play=players)
+      action = np.array([found[lane]["action"] for lane in range(self._lanes)])
+      visits = [found[lane]["visit_count_distributions"] for lane in range(self._lanes)]
+      values = [found[lane]["searched_value"] for lane in range(self._lanes)]
     frames, reward, terminated, truncated, _ = self._env.step(action.astype(np.int32))
     self._frames = self._scaled(frames)
     for lane, segment in enumerate(self._segments):
@@ -231,8 +231,8 @@ def whole(size: str, steps: int, simulations: int) -> tuple[Work, dict[str, Any]
 
   def learn() -> None:
     data = buffer.sample(program.batch, policy)
-    said = policy._forward_learn(data)
-    buffer.update_priority(data, said["value_priority_orig"].detach().cpu().numpy())
+    found = policy._forward_learn(data)
+    buffer.update_priority(data, found["value_priority_orig"].detach().cpu().numpy())
 
   def work() -> dict[str, Any]:
     while buffer.get_num_of_transitions() < program.stored:
