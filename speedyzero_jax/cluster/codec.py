@@ -1,12 +1,13 @@
 """Messages as bytes and back, with one check for both directions.
 
 A message is an 8-byte preamble, a msgpack map `{kind: fields}`, and the raw numbers of its arrays. In
-the map an array stands as `[dtype, *shape]`; the numbers follow in the same order, each array padded to
+the map an array stands as `[dtype.char, *shape]`; the numbers follow in the same order, each array padded to
 8 bytes. The map is limited in size and decoded arrays are views of the message, so that decoding takes
 little memory whatever sizes a message declares.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import reprlib
@@ -27,7 +28,7 @@ _PREAMBLE = struct.Struct("<4sI")  # magic, bytes of the map
 _MAGIC = b"SZJ2"  # changes with the layout
 _ALIGNMENT = 8
 _MAX_MAP = 256 << 10  # bytes; enough for some thousand named arrays
-_DTYPES = {np.dtype(x).name: np.dtype(x) for x in ("?", *"bBhHiIqQefd", jnp.bfloat16)}
+_DTYPES = {np.dtype(x).char: np.dtype(x) for x in (*"?bBhHiIlLqQefd", jnp.bfloat16)}
 _SCALARS: dict[type, Any] = {
   int: int | np.integer,
   float: int | float | np.floating,
@@ -55,6 +56,11 @@ class WireFormat:
   results: Mapping[str, Mapping[str, Column]] = dataclasses.field(default_factory=dict)  # by task
   max_bytes: int = 64 << 20  # of any message
 
+  @functools.cached_property
+  def segments(self) -> dict[str, Spec]:
+    """Arrays of packed segments."""
+    return _INDEX | {column.name: _spec(column, "n") for column in self.schema.columns}
+
 
 _INDEX = {  # of segments
   "_lane": Spec("int64", ("s",), 0, "lanes"),
@@ -80,7 +86,7 @@ def encode(message: Any, wire: WireFormat) -> bytes:
     if isinstance(value, np.generic):
       return value.item()
     parts.extend((np.ascontiguousarray(value).reshape(-1).view(np.uint8), _padding(value.nbytes)))
-    return [value.dtype.name, *value.shape]
+    return [value.dtype.char, *value.shape]
 
   try:
     head = msgpack.packb({kind.__name__: fields}, default=default)
@@ -156,7 +162,7 @@ class _Check:
 
   def _specs(self, extra: str | None, fields: Mapping[str, Any]) -> dict[str, Spec]:
     if extra is None:
-      return _INDEX | {column.name: _spec(column, "n") for column in self._wire.schema.columns}
+      return self._wire.segments
     if extra == "weights":
       return {name: Spec(str(leaf.dtype), leaf.shape) for name, leaf in self._wire.weights.items()}
     outputs = self._wire.results[fields["task"]]
@@ -195,7 +201,7 @@ def _is_scalar(value: Any, kind: type, low: int | None) -> bool:
 
 
 def _spec(column: Column, *letters: str) -> Spec:
-  return Spec(str(np.dtype(column.dtype)), (*letters, *column.shape), column.low, column.below)
+  return Spec(column.dtype, (*letters, *column.shape), column.low, column.below)
 
 
 class _Arrays:
@@ -205,7 +211,7 @@ class _Arrays:
     self._data, self.at = data, at
 
   def take(self, form: list[Any]) -> np.ndarray:
-    """The next array, of the form [dtype, *shape]."""
+    """The next array, of the form [dtype.char, *shape]."""
     dtype = _DTYPES.get(form[0]) if form and isinstance(form[0], str) else None
     shape = form[1:]
     if dtype is None or not all(type(size) is int and size >= 0 for size in shape):
