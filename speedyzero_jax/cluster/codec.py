@@ -1,9 +1,9 @@
 """Messages as bytes and back, with one check for both directions.
 
-A message is an 8-byte preamble, a msgpack map `{kind: fields}`, and the raw numbers of its arrays. In
-the map an array stands as `[dtype.char, *shape]`; the numbers follow in the same order, each array padded to
-8 bytes. The map is limited in size and decoded arrays are views of the message, so that decoding takes
-little memory whatever sizes a message declares.
+A message is an 8-byte preamble, a msgpack map `{kind: fields}`, and the raw numbers of its arrays.
+In the map an array stands as `[dtype.char, *shape]`; the numbers follow in the same order, each
+array padded to 8 bytes. The map is limited in size and decoded arrays are views of the message, so
+that decoding takes little memory whatever sizes a message declares.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ class WireError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class WireFormat:
-  """Sizes and arrays common to all messages of a run; both ends take them from the configuration."""
+  """Sizes and arrays of a run's messages; both ends take them from the configuration."""
 
   lanes: int
   capacity: int  # slots per lane

@@ -1,8 +1,8 @@
 """Messages between the learner and its workers: actors and refreshers call, the learner answers.
 
-A message is a NamedTuple. Its annotations are all that `codec` needs to convert and check it: a plain
-int is not negative, a plain float is finite, and an array is what its `Spec` says. Values of float
-arrays are not checked here.
+A message is a NamedTuple. Its annotations are all that `codec` needs to convert and check it: a
+plain int is not negative, a plain float is finite, and an array is what its `Spec` says. Values of
+float arrays are not checked here.
 """
 
 from collections.abc import Mapping
@@ -59,7 +59,7 @@ class RefresherWelcome(NamedTuple):
 
 
 class Append(NamedTuple):
-  """Slots collected in one step. Sending it again is harmless: `start` shows what is stored already."""
+  """Slots collected in one step. It may be sent again: `start` shows what is stored already."""
 
   actor: int
   incarnation: int
@@ -76,7 +76,7 @@ class Acknowledged(NamedTuple):
 
 
 class GrantRequest(NamedTuple):
-  """Request for up to `steps` agent steps. With the same sequence number it is the same request."""
+  """Request for up to `steps` agent steps; with the same sequence number, the same request."""
 
   actor: int
   incarnation: int
@@ -95,7 +95,7 @@ class Grant(NamedTuple):
 
 
 class WeightsRequest(NamedTuple):
-  """Request for weights newer than the subscriber has. Repeated calls also show that it is alive."""
+  """Request for weights newer than the subscriber has; also a sign that the process is alive."""
 
   number: int  # of the actor or refresher
   subscriber: str
