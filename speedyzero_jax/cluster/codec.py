@@ -107,7 +107,7 @@ def decode(kind: type[Message], data: bytes, wire: WireFormat) -> Message:
   end = _PREAMBLE.size + size
   if magic != _MAGIC or size > _MAX_MAP or end > len(data):
     raise WireError("not a message of this version, or truncated")
-  arrays = _Arrays(data, end + len(_padding(size)))
+  arrays = _Arrays(data, end + len(_padding(size)), wire.max_bytes)
   try:
     found = msgpack.unpackb(
       data[_PREAMBLE.size : end],
@@ -207,8 +207,8 @@ def _spec(column: Column, *letters: str) -> Spec:
 class _Arrays:
   """The raw numbers of a message, taken from front to back."""
 
-  def __init__(self, data: bytes, at: int):
-    self._data, self.at = data, at
+  def __init__(self, data: bytes, at: int, max_bytes: int):
+    self._data, self.at, self._max_bytes = data, at, max_bytes
 
   def take(self, form: list[Any]) -> np.ndarray:
     """The next array, of the form [dtype.char, *shape]."""
@@ -217,8 +217,8 @@ class _Arrays:
     if dtype is None or not all(type(size) is int and size >= 0 for size in shape):
       raise WireError(f"not an array: {_brief(form)}")
     nbytes = dtype.itemsize * math.prod(shape)
-    vast = math.prod(max(size, 1) for size in shape) >= 1 << 48  # empty, but too large for numpy
-    if nbytes > len(self._data) - self.at or vast:
+    widest = math.prod(max(size, 1) for size in shape)  # matters for empty arrays
+    if nbytes > len(self._data) - self.at or widest > self._max_bytes:
       raise WireError(f"{dtype}{shape} is larger than the rest of the message")
     array = np.ndarray(shape, np.uint8 if dtype.kind == "b" else dtype, self._data, self.at)
     if dtype.kind == "b" and array.max(initial=0) > 1:

@@ -1,3 +1,4 @@
+import dataclasses
 import os
 import struct
 import tracemalloc
@@ -117,13 +118,14 @@ def test_every_truncation_is_an_error(kind):
         decode(kind, raw(data[8:length]), WIRE)
 
 
-@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("number", range(9))
 def test_declared_sizes_cost_nothing(number):
   """Refused before memory is taken, whatever the sizes that a message declares."""
   vast = [[2**40], [2**64 - 1], [0, 2**62], [2**33, 2**33], [2**63, 0], [0] + 14 * [2**64 - 1]]
   attacks = [
     *(raw({"Acknowledged": {"heads": ["l", *shape]}}, bytes(64)) for shape in vast),
     raw(b"\x81" * 100 + b"\xdd\xff\xff\xff\xff" + bytes(50)),  # a list of 2**32 - 1 values
+    raw(900 * b"\xdd\x00\x00\xea\x60" + bytes(60_000)),  # lists of 60000 values, in one another
     raw(1000 * b"\xdf\xff\xff\xff\xff\xa0"),  # maps of as many, in one another
   ]
   tracemalloc.start()
@@ -302,6 +304,19 @@ def test_bools_are_0_or_1():
                   b"\1\0\2" + bytes(5))  # fmt: skip
   with pytest.raises(WireError, match="bool must be 0 or 1, got 2"):
     decode(Append, data, WIRE)
+
+
+def test_an_empty_array_of_vast_shape_is_an_error():
+  shape = {"policy": ["f", 0, 2**40, 2], "best": ["i", 0, 2**40]}
+  fields = EACH[Result]._asdict() | {"arrays": shape}
+  with pytest.raises(WireError, match="larger than the rest"):
+    decode(Result, raw({"Result": fields}), WIRE)
+
+
+def test_the_map_is_limited_whatever_a_message_may_be():
+  wide = dataclasses.replace(WIRE, max_bytes=1 << 20)
+  with pytest.raises(WireError, match="not a message"):
+    decode(Acknowledged, raw({"Acknowledged": {str(i): None for i in range(60_000)}}), wide)
 
 
 def test_sizes_must_add_up():
