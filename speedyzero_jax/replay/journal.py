@@ -29,7 +29,7 @@ _SEGMENT_BYTES = 2048  # of the array objects of one segment in memory
 _COLUMNS = "lane, start, size, crc, slots, frames"  # of a `Row`
 _TABLES = (
   "CREATE TABLE form (json TEXT NOT NULL)",
-  "CREATE TABLE lane (lane INTEGER PRIMARY KEY, tail INTEGER NOT NULL)",
+  "CREATE TABLE lane (lane INTEGER PRIMARY KEY, tail INTEGER NOT NULL, head INTEGER NOT NULL)",
   """CREATE TABLE segment (
     id INTEGER PRIMARY KEY, lane INTEGER NOT NULL, start INTEGER NOT NULL, size INTEGER NOT NULL,
     crc INTEGER NOT NULL, slots BLOB NOT NULL, frames BLOB NOT NULL
@@ -140,6 +140,8 @@ class Journal:
       rows = [self._codec.encode(run) for run in runs(self._buffer)]
       with self._transaction(sync=sync):
         self._db.executemany(f"INSERT INTO segment ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?)", rows)
+        for row in rows:
+          self._set("head", row.lane, row.start + row.size)
       self._buffer, self._buffered = [], 0
 
   def continue_from(self, heads: np.ndarray, *, drop: bool) -> np.ndarray:
@@ -169,9 +171,10 @@ class Journal:
         for lane in np.flatnonzero(moved).tolist():
           if apart[lane]:
             self._db.execute("DELETE FROM segment WHERE lane = ?", (lane,))
-            self._set_tail(lane, int(heads[lane]))
+            self._set("tail", lane, int(heads[lane]))
           else:
             self._drop_from(lane, int(heads[lane]))
+          self._set("head", lane, int(heads[lane]))
       lost = np.where(moved, np.maximum(self._heads - heads, 0), 0)
       self._heads = np.where(moved, heads, self._heads)
       self._tails = np.where(apart, heads, self._tails)
@@ -208,15 +211,15 @@ class Journal:
       self._write(sync=False)
       with self._transaction():
         for lane in np.flatnonzero(tails > self._tails).tolist():
-          self._set_tail(lane, int(tails[lane]))
+          self._set("tail", lane, int(tails[lane]))
         self._db.execute(
           "DELETE FROM segment WHERE id IN "
           "(SELECT id FROM segment JOIN lane USING (lane) WHERE start + size <= tail)"
         )
       self._tails = tails
 
-  def _set_tail(self, lane: int, tail: int) -> None:
-    self._db.execute("UPDATE lane SET tail = ? WHERE lane = ?", (tail, lane))
+  def _set(self, column: str, lane: int, slot: int) -> None:
+    self._db.execute(f"UPDATE lane SET {column} = ? WHERE lane = ?", (slot, lane))
 
   # --- Reading ---
 
@@ -278,7 +281,7 @@ class Journal:
       with self._lock, self._errors("can't be read"):
         oldest = int(position[missing].min())
         found = self._db.execute(f"{query} LIMIT 1", (number, oldest)).fetchone()
-      if found is None:
+      if found is None or found[0] <= number:  # the latter in a damaged tree
         lane = int(missing.argmax())
         raise self._damage(lane, int(position[lane]), "is missing")
       number, row = found[0], Row(*found[1:])
@@ -334,7 +337,7 @@ class Journal:
           self._db.execute(table)
         self._db.execute("INSERT INTO form VALUES (?)", (json.dumps(form),))
         lanes = [(lane,) for lane in range(form["lanes"])]
-        self._db.executemany("INSERT INTO lane VALUES (?, 0)", lanes)
+        self._db.executemany("INSERT INTO lane VALUES (?, 0, 0)", lanes)
         self._db.execute(f"PRAGMA application_id={_APPLICATION}")
         self._db.execute(f"PRAGMA user_version={_VERSION}")
     (stored,) = self._db.execute("SELECT json FROM form").fetchone() or (None,)
@@ -343,20 +346,22 @@ class Journal:
 
   def _load(self, lanes: int) -> tuple[np.ndarray, np.ndarray]:
     """Tails and heads."""
-    stored = self._db.execute("SELECT lane, tail FROM lane").fetchall()
+    stored = self._db.execute("SELECT lane, tail, head FROM lane ORDER BY lane").fetchall()
     stops = self._db.execute(
       "SELECT lane, min(start + size), max(start + size) FROM segment GROUP BY lane"
     ).fetchall()
-    tails = dict(stored)
-    heads = tails | {lane: last for lane, _, last in stops}
+    lane_rows = {lane: (tail, head) for lane, tail, head in stored}
     if (
       not all(type(x) is int for row in (*stored, *stops) for x in row)
-      or not sorted(tails) == sorted(heads) == list(range(lanes))
-      or any(first <= tails[lane] for lane, first, _ in stops)  # `evict` deletes such rows
+      or list(lane_rows) != list(range(lanes))
+      # `evict` deletes rows before the tail; missing rows are found when they are read.
+      or not all(
+        lane in lane_rows and lane_rows[lane][0] < first <= last <= lane_rows[lane][1]
+        for lane, first, last in stops
+      )
     ):
       raise JournalDamage(f"journal {self.path} is damaged: its lanes are not consistent")
-    order = range(lanes)
-    return np.array([tails[lane] for lane in order]), np.array([heads[lane] for lane in order])
+    return np.array([tail for _, tail, _ in stored]), np.array([head for *_, head in stored])
 
   @contextlib.contextmanager
   def _transaction(self, *, sync: bool = True) -> Iterator[None]:
