@@ -37,6 +37,10 @@ class ConfigError(ValueError):
   """A setting that cannot be used; the message names it. Launchers print it and exit with status 2."""
 
 
+class UnknownKeyError(ConfigError):
+  """A key that does not exist."""
+
+
 # --- Sections and fields ---
 
 
@@ -266,7 +270,7 @@ def _refuse_key(key: str, agent: str) -> None:
     raise ConfigError(
       f"{key} is a setting of {', '.join(others)}; the agent of this run is {agent}"
     )
-  raise ConfigError(f"unknown key {key!r}; the nearest is {_nearest(key, fields_of(agent))}")
+  raise UnknownKeyError(f"unknown key {key!r}; the nearest is {_nearest(key, fields_of(agent))}")
 
 
 # --- Presets ---

@@ -1,0 +1,30 @@
+"""Orbax in one process of several, without waiting for the others.
+
+Orbax's options cover the barriers (`active_processes`) and most writers (`primary_host`), but the
+writer of numpy arrays does nothing unless the process index is 0 (`NumpyHandler` of
+orbax-checkpoint 0.12.8). Each learner process writes its own checkpoints, so the index is replaced
+while Orbax works.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from unittest import mock
+
+import orbax.checkpoint as ocp
+from orbax.checkpoint._src.multihost import multihost
+
+_lock = threading.Lock()  # the replacement is global
+
+
+@contextlib.contextmanager
+def checkpointer() -> Iterator[ocp.Checkpointer]:
+  """A checkpointer of composite items that treats this process as the only one."""
+  options = ocp.options.MultiprocessingOptions(
+    primary_host=0, active_processes={0}, barrier_sync_key_prefix="single_process"
+  )
+  composite = ocp.CompositeOptions(multiprocessing_options=options)
+  with _lock, mock.patch.object(multihost, "process_index", lambda: 0):
+    handler = ocp.CompositeCheckpointHandler(composite_options=composite)
+    with ocp.Checkpointer(handler, multiprocessing_options=options) as opened:
+      yield opened
