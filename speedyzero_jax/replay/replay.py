@@ -403,21 +403,17 @@ class Replay:
       for name, sweep in self._sweeps.items():
         sweep.load(state[f"sweep_{name}"])
 
-  def export_slots(self, start: np.ndarray) -> dict[str, np.ndarray]:
-    """Frames of the slots from start [L] on (see `snapshot.export_frames`)."""
-    with self.lock:
-      return snapshot.export_frames(self.store, np.asarray(start, np.int64))
-
-  def import_slots(self, exported: Mapping[str, np.ndarray]) -> None:
-    """Restores exported frames into a new replay, oldest export first.
+  def import_frames(self, segments: Sequence[Segment]) -> None:
+    """Restores frames into a new replay, each lane's oldest first; `load_state_dict` is to follow.
 
     Raises:
       ValueError: they do not fit, do not follow, or this replay has been appended to.
     """
     with self.lock:
       if self._log.count:
-        raise ValueError("slots can only be imported into a new replay")
-      snapshot.import_frames(self.store, exported)
+        raise ValueError("frames can only be imported into a new replay")
+      for segment in segments:
+        self.store.put_frames(segment.lane, segment.start, segment.frame)
 
 
 def finite(name: str, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

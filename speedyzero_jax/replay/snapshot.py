@@ -38,36 +38,6 @@ def live_index(store: LaneStore) -> tuple[np.ndarray, np.ndarray]:
   return lane, store.tail[lane] + offset
 
 
-def export_frames(store: LaneStore, start: np.ndarray) -> dict[str, np.ndarray]:
-  """Frames of slots start[lane] .. head[lane]-1 that are still stored.
-
-  Returns `start` [L], `count` [L] int64 (the slots exported of each lane) and `frame` [sum of count, H, W, C].
-  """
-  begin = np.clip(start, store.tail, store.head)
-  return {"start": begin, "count": store.head - begin, "frame": store.newest(store.frame, begin)}
-
-
-def import_frames(store: LaneStore, exported: Mapping[str, np.ndarray]) -> None:
-  """Puts exported frames behind those imported before.
-
-  Raises:
-    ValueError: they do not fit or do not follow; then nothing has changed.
-  """
-  start, count, frame = (np.asarray(exported[name]) for name in ("start", "count", "frame"))
-  if start.shape != (store.lanes,) or count.shape != (store.lanes,):
-    raise ValueError(f"exported slots are of {len(start)} lanes, this replay has {store.lanes}")
-  if frame.shape != (int(count.sum()), *store.frame.shape[2:]) or frame.dtype != store.frame.dtype:
-    raise ValueError(
-      f"exported frames are {frame.dtype}{list(frame.shape)}, expected "
-      f"{store.frame.dtype}{[int(count.sum()), *store.frame.shape[2:]]}"
-    )
-  if count.min() < 0 or np.any((start < store.head) & (count > 0)):
-    raise ValueError("exported slots do not follow the ones already here")
-  stop = np.cumsum(count)
-  for lane in np.flatnonzero(count):
-    store.put_frames(int(lane), int(start[lane]), frame[stop[lane] - count[lane] : stop[lane]])
-
-
 def export_store(store: LaneStore) -> dict[str, np.ndarray]:
   """Everything in a store besides the frames: live slots only, in `live_index` order."""
   state = {

@@ -143,7 +143,7 @@ def restore_for_evaluation(
   abstract = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes
   )
-  step, variables = Checkpoints(run_dir).restore_network(abstract, warn)
+  step, variables = Checkpoints(run_dir).restore_item("network", abstract, warn)
   inference = Inference(agent, config.env.frame_stack, report=report)
   return agent, inference, Version(step, variables)
 

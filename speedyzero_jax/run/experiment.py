@@ -12,12 +12,11 @@ from speedyzero_jax.config.schema import Config
 from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.aggregation import PartTimes
 from speedyzero_jax.metrics.logger import MetricsLogger
-from speedyzero_jax.replay.journal import Journal
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.run.batch_pipeline import BatchPipeline
 from speedyzero_jax.run.collector import Collector
 from speedyzero_jax.run.rate_limiter import RateLimiter
-from speedyzero_jax.run.recovery import Keeper
+from speedyzero_jax.run.recovery import RecoveryManager
 from speedyzero_jax.run.topology import derived_seed
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.learner import Learner, LearnerState
@@ -41,7 +40,7 @@ class Membership:
     mesh: of all of them; None for this process' devices.
     acts: this process has an actor of its own.
     sweeps: this process computes the agent's tasks itself.
-    journal: where experience is made durable before it counts.
+    durable: experience is on disk before it counts, for actors in other processes.
     frame_memory: where the replay's frames are to be kept.
     agree: publishes a number to all learner processes and returns those of all.
     share: publishes metrics, returns what is to be reported on: in unit 0 the newest of all.
@@ -53,7 +52,7 @@ class Membership:
   mesh: Mesh | None = None
   acts: bool = True
   sweeps: bool = True
-  journal: Journal | None = None
+  durable: bool = False
   frame_memory: np.ndarray | None = None
   agree: Callable[[int], Sequence[int]] = lambda step: [step]
   share: Callable[[Mapping[str, float]], Sequence[Mapping[str, float]]] = lambda numbers: [numbers]
@@ -81,7 +80,7 @@ class Experiment:
   collector: Collector
   runner: TaskRunner
   sweepers: list[Sweeper]
-  recovery: Keeper
+  recovery: RecoveryManager
   state: LearnerState
   pipeline: BatchPipeline = dataclasses.field(init=False)
   execute: Callable[[list[Work], int], None] = dataclasses.field(init=False)
@@ -162,6 +161,7 @@ class Experiment:
     """Closes environments and files."""
     self.collector.close()
     self.recovery.close()
+    self.recovery.journal.close()
 
 
 def unit_seed(config: Config, name: str, membership: Membership) -> int:

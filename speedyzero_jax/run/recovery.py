@@ -21,9 +21,9 @@ class RecoveryManager:
     checkpoints: of the unit.
     journal: of the unit; its owner closes it.
     report: called with a line for people.
-    durable: experience is durable as soon as it is appended, and what came after the checkpoint is
-      replayed. If not, it is durable with the next checkpoint, and a resumed run repeats exactly
-      what came after it.
+    durable: experience is durable as soon as it is appended; if not, with the next checkpoint.
+    exact: a resumed run drops experience from after the checkpoint and repeats what came after it;
+      if not, that experience is replayed.
     agree: sends all units a number, waits for theirs, and returns them.
     units: that agree.
   """
@@ -35,11 +35,13 @@ class RecoveryManager:
     report: Callable[[str], None],
     *,
     durable: bool,
+    exact: bool,
     agree: Callable[[int], Sequence[int]] = lambda step: [step],
     units: int = 1,
   ):
     self.checkpoints, self.journal = checkpoints, journal
-    self._report, self._durable, self._agree, self._units = report, durable, agree, units
+    self._report, self._durable, self._exact = report, durable, exact
+    self._agree, self._units = agree, units
     self._common = -1  # newest step that every unit is known to have; -1: none
     self._thread: threading.Thread | None = None
     self._error: Exception | None = None  # of the last save
@@ -76,8 +78,8 @@ class RecoveryManager:
       )
       self.checkpoints.set_aside()
     heads = np.zeros_like(self.journal.heads) if snapshot is None else snapshot.heads
-    lost = self.journal.continue_from(heads, drop=not self._durable)
-    if self._durable and lost.any():
+    lost = self.journal.continue_from(heads, drop=self._exact)
+    if not self._exact and lost.any():
       self._report(
         f"warning: the journal does not hold what came right after this checkpoint: {lost.sum()} "
         f"later frames of {np.count_nonzero(lost)} lanes are lost and will be collected again"
@@ -89,7 +91,7 @@ class RecoveryManager:
     return self.journal.read(snapshot.tails, snapshot.heads)
 
   def later(self, heads: np.ndarray) -> Iterator[list[Segment]]:
-    """The experience from heads [L] on; none unless `durable`. See `Journal.read`."""
+    """The experience from heads [L] on; none if `exact`. See `Journal.read`."""
     return self.journal.read(heads)
 
   # --- Saving ---

@@ -1,7 +1,6 @@
 """Snapshots of an experiment: what is saved of each part, and how parts are restored."""
 
 import hashlib
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -26,10 +25,8 @@ def abstract(learner: Learner, agent: Agent) -> dict[str, Params]:
 
 def learner_state(learner: Learner, restored: Snapshot) -> LearnerState:
   """The learner's state in a checkpoint."""
-  optimizer = restored.optimizer
-  return learner.restore(
-    restored.network, optimizer["target"], optimizer["state"], restored.step
-  )
+  network, optimizer = restored.items["network"], restored.items["optimizer"]
+  return learner.restore(network, optimizer["target"], optimizer["state"], restored.step)
 
 
 def save(experiment: Experiment, *, required: bool = False) -> None:
@@ -43,12 +40,11 @@ def save(experiment: Experiment, *, required: bool = False) -> None:
     CheckpointError: it is required and failed. Otherwise training continues.
     DivergedError: the parameters are not finite; they are not saved.
   """
-  saved = experiment.recovery.settle()
+  experiment.recovery.wait()
   step = experiment.limiter.learner_steps
   replay, local = experiment.replay, experiment.collector.local
   with experiment.collector.lock:
-    heads = replay.heads
-    slots = replay.export_slots(np.zeros_like(heads) if saved is None else saved)
+    heads, tails = replay.heads, replay.tails
     stored, env_steps = replay.state_dict(), experiment.limiter.env_steps
     acted = local.state_dict() if local is not None else {}
   versions, state = experiment.weights.snapshot(), experiment.state
@@ -67,15 +63,19 @@ def save(experiment: Experiment, *, required: bool = False) -> None:
     "units": experiment.membership.units,
   }
   experiment.logger.log_latest({names.CHECKPOINT_STEP: step})
+  items = {
+    "network": network,
+    "optimizer": optimizer,
+    "weights": weights,
+    "replay": stored,
+    "actor": acted,
+  }
   experiment.recovery.save(
-    Snapshot(step, env_steps, network, optimizer, weights, stored, acted, meta, slots, heads),
-    required=required,
+    Snapshot(step, env_steps, items, meta, heads, tails), required=required
   )
 
 
-def restore(
-  experiment: Experiment, restored: Snapshot, frames: Iterator[dict[str, np.ndarray]]
-) -> None:
+def restore(experiment: Experiment, restored: Snapshot) -> None:
   """Puts a checkpoint into freshly made parts.
 
   Raises:
@@ -90,13 +90,12 @@ def restore(
       f"with {experiment.membership.units}"
     )
   experiment.logger.rewind(restored.step)
-  for slots in frames:
-    experiment.replay.import_slots(slots)
-    del slots  # before the next ones are loaded
-  experiment.replay.load_state_dict(restored.replay)
+  for segments in experiment.recovery.stored(restored):
+    experiment.replay.import_frames(segments)
+  experiment.replay.load_state_dict(restored.items["replay"])
   steps: dict[str, Any] = meta["weights"]
   experiment.weights.restore(
-    {name: Version(steps[name], variables) for name, variables in restored.weights.items()}
+    {name: Version(steps[name], variables) for name, variables in restored.items["weights"].items()}
   )
   for sweeper in experiment.sweepers:
     sweeper.load_state_dict(meta["sweepers"][sweeper.name])
@@ -121,9 +120,9 @@ def _restore_actor(experiment: Experiment, restored: Snapshot) -> None:
   if local is None:
     return
   try:
-    if not restored.actor:
+    if not restored.items.get("actor"):
       raise RuntimeError("the games were played in other processes")
-    local.load_state_dict(restored.actor)
+    local.load_state_dict(restored.items["actor"])
   except RuntimeError as error:
     if experiment.config.run.mode == "lockstep":
       raise TrainingError(
@@ -141,7 +140,7 @@ def replay_journal(experiment: Experiment) -> None:
   """Takes in what was made durable after the checkpoint."""
   limiter, replay, local = experiment.limiter, experiment.replay, experiment.collector.local
   before, heads = limiter.env_steps, replay.heads
-  for segments in experiment.recovery.recorded(heads):
+  for segments in experiment.recovery.later(heads):
     experiment.collector.replay_recorded(segments)
   if limiter.env_steps > before:
     experiment.logger.message(f"{limiter.env_steps - before} more agent steps from the journal")

@@ -86,7 +86,7 @@ def _run_info(config: Config, folder: Path) -> RunInfo:
     learner_steps=config.learner.steps,
     batch_size=config.learner.batch_size,
     random_steps=config.actor.random_steps,
-    processes={"actor": config.topology.actors, "refresher": config.topology.reanalysers},
+    processes={"actor": config.topology.actors, "refresher": config.topology.refreshers},
   )
 
 
