@@ -36,8 +36,6 @@ _SCALARS: dict[type, Any] = {
   str: str,
 }
 
-_brief = reprlib.repr  # short and safe for values of any depth
-
 Message = TypeVar("Message")
 
 
@@ -225,6 +223,10 @@ class _Arrays:
       raise WireError(f"bool must be 0 or 1, got {array.max()}")
     self.at += nbytes + len(_padding(nbytes))
     return array.view(dtype)
+
+
+def _brief(value: Any) -> str:
+  return reprlib.repr(value)[:200]  # safe for values of any depth
 
 
 def _padding(size: int) -> bytes:
