@@ -27,10 +27,10 @@ from speedyzero_jax.config.loader import ConfigError
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.replay.journal import JournalError
 from speedyzero_jax.run import run_dir, topology
-from speedyzero_jax.run.run_dir import RunFolder, RunFolderError
+from speedyzero_jax.run.run_dir import RunDir, RunFolderError
 
 FAILED, WRONG_USE = 1, 2
-_KINDS = {"learner": "learners", "actor": "actors", "reanalyser": "reanalysers"}
+_KINDS = {"learner": "learners", "actor": "actors", "refresher": "refreshers"}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -55,7 +55,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   parser.add_argument(
     "--processes",
     metavar="KIND=N,...",
-    help="start and supervise so many on this machine, e.g. learner=1,actor=1,reanalyser=2",
+    help="start and supervise so many on this machine, e.g. learner=1,actor=1,refresher=2",
   )
   parser.add_argument(
     "--coordinator", metavar="HOST:PORT", help="be one of several: where process 0 listens"
@@ -97,7 +97,7 @@ def counts(parser: argparse.ArgumentParser, text: str) -> list[str]:
   for part in text.split(","):
     kind, _, count = part.partition("=")
     if kind not in _KINDS or not count.isdecimal():
-      parser.error(f"--processes: expected learner=N,actor=N,reanalyser=N, got {part!r}")
+      parser.error(f"--processes: expected learner=N,actor=N,refresher=N, got {part!r}")
     found[kind] = int(count)
   if not found.get("learner"):
     parser.error("--processes: at least one learner is needed")
@@ -106,7 +106,7 @@ def counts(parser: argparse.ArgumentParser, text: str) -> list[str]:
 
 def open_folder(
   arguments: argparse.Namespace, num_processes: int | None, check: Callable[[Config], None]
-) -> RunFolder:
+) -> RunDir:
   """The run folder to work in.
 
   Args:
@@ -172,16 +172,17 @@ def _first_line(error: Exception) -> str:
 
 def supervise(arguments: argparse.Namespace) -> int:
   """Starts all processes on this machine, and again those that die. Returns the exit code."""
+  from speedyzero_jax.cluster import devices
   from speedyzero_jax.cluster.child import Child
   from speedyzero_jax.cluster.supervisor import Supervisor
   from speedyzero_jax.metrics.progress import TERMINAL
 
-  count = topology.local_gpus()
+  count = devices.local_gpus()
 
   def check(
     config: Config,
   ) -> None:  # what devices these are is looked at by the processes that will have them
-    topology.deal_devices(topology.resolve(config), count, config.learner.batch_size)
+    devices.deal_devices(topology.resolve(config), count, config.learner.batch_size)
 
   with open_folder(arguments, None, check) as folder:
     path, shape, batch_size = (
@@ -190,9 +191,9 @@ def supervise(arguments: argparse.Namespace) -> int:
       folder.config.learner.batch_size,
     )
   print(f"topology: {shape}", flush=True)
-  gpus = topology.deal_devices(shape, count, batch_size)
+  gpus = devices.deal_devices(shape, count, batch_size)
   if count:
-    print(f"GPUs: {topology.dealt_text(shape, gpus, count)}", flush=True)
+    print(f"GPUs: {devices.dealt_text(shape, gpus, count)}", flush=True)
   changes = arguments.overrides if arguments.resume is not None else []
 
   terminal = os.dup(sys.stdout.fileno())
@@ -229,7 +230,7 @@ def supervise(arguments: argparse.Namespace) -> int:
 
 def be_one(arguments: argparse.Namespace) -> int:
   """Runs this process' part of the run, which may be all of it. Returns the exit code."""
-  from speedyzero_jax.cluster import learner_process, rendezvous, worker
+  from speedyzero_jax.cluster import rendezvous, worker
   from speedyzero_jax.run.signals import Signals
   from speedyzero_jax.run.train import train
   from speedyzero_jax.system import memory
@@ -245,7 +246,7 @@ def be_one(arguments: argparse.Namespace) -> int:
   if place is not None:
     devices = [int(x) for x in arguments.devices.split(",")] if arguments.devices else None
 
-    def open_with(meet: Callable[[Config], None]) -> RunFolder:
+    def open_with(meet: Callable[[Config], None]) -> RunDir:
       def check(config: Config) -> None:
         meet(config)
         check_possible(config)
@@ -266,13 +267,9 @@ def be_one(arguments: argparse.Namespace) -> int:
       )
     check_possible(config)
 
-  with (
-    Signals() as signals,
-    open_folder(arguments, None, check) as folder,
-    learner_process.alone(folder.config, folder.path) as membership,
-  ):
+  with Signals() as signals, open_folder(arguments, None, check) as folder:
     print(f"topology: {topology.resolve(folder.config)}", flush=True)
-    return train(folder.config, folder.path, resume=resume, signals=signals, membership=membership)
+    return train(folder.config, folder.path, resume=resume, signals=signals)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import grpc
 
 from speedyzero_jax.cluster import codec, messages
-from speedyzero_jax.run.topology import is_loopback
+from speedyzero_jax.cluster.addresses import is_loopback
 
 SERVICE = "speedyzero.Unit"
 TOKEN = "speedyzero-token-bin"  # key of the metadata; -bin: its value is bytes

@@ -15,6 +15,7 @@ from speedyzero_jax.cluster.grpc_server import RunOver
 from speedyzero_jax.cluster.heartbeats import Heartbeats
 from speedyzero_jax.cluster.refresher_service import RefresherService
 from speedyzero_jax.run.experiment import Experiment
+from speedyzero_jax.run.topology import Kind
 from speedyzero_jax.workers.weights import ACTOR
 
 
@@ -56,7 +57,7 @@ class LearnerService:
 
   def weights(self, request: messages.WeightsRequest, seconds: float) -> messages.Weights | None:
     """The newest version of a subscription, if the worker does not have it."""
-    kind = "actor" if request.subscriber == ACTOR else "refresher"
+    kind: Kind = "actor" if request.subscriber == ACTOR else "refresher"
     self._heartbeats.beat(kind, request.number)
     over = self._dismissal.over
     version = self._weights.wait_newer(request.subscriber, request.have, 0.0 if over else seconds)

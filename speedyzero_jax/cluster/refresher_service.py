@@ -164,7 +164,9 @@ class RefresherService:
         return messages.Ok()
     work = handed.work
     if request.task != work.task:
-      raise ValueError(f"block {request.block} is of task {work.task}, the result of {request.task}")
+      raise ValueError(
+        f"block {request.block} is of task {work.task}, the result of {request.task}"
+      )
     task = self._tasks[work.task]
     newest = self._experiment.weights.latest(task.subscription).step
     if not 0 <= request.step <= newest:

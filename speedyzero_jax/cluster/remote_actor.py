@@ -66,12 +66,14 @@ def _act(config: Config, agent: Agent, client: Client, role: Role, incarnation: 
       if not grant.steps and closed:
         return
       version = weights.latest(ACTOR, at_least=grant.weights)
-      how = {"progress": grant.progress, "random": grant.random}
+      progress, random = grant.progress, grant.random
       if grant.steps:
-        segments, count = actor.step(version, budget=grant.steps, last=grant.closing, **how)
+        segments, count = actor.step(
+          version, budget=grant.steps, progress=progress, random=random, last=grant.closing
+        )
         closed = grant.closing and count == grant.steps
       else:
-        segments, closed = actor.close(version, **how), True
+        segments, closed = actor.close(version, progress=progress, random=random), True
       scores = np.array([episode.score for episode in actor.finished], np.float64)
       lengths = np.array([episode.length for episode in actor.finished], np.int64)
       client.append(messages.Append(number, incarnation, sequence, segments, scores, lengths))

@@ -16,7 +16,7 @@ import importlib.util
 import math
 import textwrap
 import typing
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 

@@ -265,9 +265,7 @@ class Replay:
     """Frames ever written, the sequence number by which copies elsewhere follow."""
     return self._log.count
 
-  def frames_since(
-    self, number: int, n: int
-  ) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
+  def frames_since(self, number: int, n: int) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
     """Up to n of the frames written from `number` on (see `WriteLog.since`).
 
     Returns the next sequence number, and lane [m], cell [m] and frames [m, H, W, C].

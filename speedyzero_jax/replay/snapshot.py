@@ -40,9 +40,7 @@ def live_index(store: LaneStore) -> tuple[np.ndarray, np.ndarray]:
 
 def export_store(store: LaneStore) -> dict[str, np.ndarray]:
   """Everything in a store besides the frames: live slots only, in `live_index` order."""
-  state = {
-    f"slot_{name}": store.newest(array, store.tail) for name, array in store.fields.items()
-  }
+  state = {f"slot_{name}": store.newest(array, store.tail) for name, array in store.fields.items()}
   return state | {
     "head": store.head.copy(),
     "tail": store.tail.copy(),

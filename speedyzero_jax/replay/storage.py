@@ -62,7 +62,9 @@ class LaneStore:
     self.num_actions = schema.num_actions
     frame, *others = schema.columns
     shape = (*cells, *frame.shape)
-    self.frame = memory.zeros(shape, np.dtype(frame.dtype)) if frame_memory is None else frame_memory
+    self.frame = (
+      memory.zeros(shape, np.dtype(frame.dtype)) if frame_memory is None else frame_memory
+    )
     if self.frame.shape != shape or self.frame.dtype != frame.dtype:
       raise ValueError(
         f"frame_memory is {self.frame.dtype}{list(self.frame.shape)}, not {frame.dtype}{list(shape)}"

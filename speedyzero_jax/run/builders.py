@@ -61,7 +61,9 @@ def mean_stored(config: Config, agent: Agent, collected: int) -> float:
   if collected >= end:
     return full
   now = min(collected, full)
-  filling = max(full - collected, 0) / (end - collected)  # share of the time in which it still grows
+  filling = max(full - collected, 0) / (
+    end - collected
+  )  # share of the time in which it still grows
   return filling * (now + full) / 2 + (1 - filling) * full
 
 
@@ -140,9 +142,7 @@ def restore_for_evaluation(
   agent = make_agent(config)
   here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   shapes: Any = jax.eval_shape(agent.init, jax.random.key(0))
-  abstract = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes
-  )
+  abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
   step, variables = Checkpoints(run_dir).restore_item("network", abstract, warn)
   inference = Inference(agent, config.env.frame_stack, report=report)
   return agent, inference, Version(step, variables)

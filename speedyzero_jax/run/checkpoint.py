@@ -206,7 +206,7 @@ class Checkpoints:
       meta = _read_meta(folder, step)
       wanted = {name for name, tree in abstract.items() if jax.tree.leaves(tree)}
       names = wanted | set(meta["crc32"])
-      items = {name: {} for name in abstract}
+      items: dict[str, Any] = {name: {} for name in abstract}
       items |= _read_items(folder, meta, {name: abstract.get(name) for name in names})
       heads, tails = (np.array(meta[name], np.int64) for name in ("heads", "tails"))
       verify(tails, heads)

@@ -64,9 +64,7 @@ class Collector:
     self._log_lag(version.step)
     limiter.end_acting(self)
 
-  def take(
-    self, segments: Sequence[Segment], episodes: Sequence[Episode], *, granted: int
-  ) -> None:
+  def take(self, segments: Sequence[Segment], episodes: Sequence[Episode], *, granted: int) -> None:
     """Takes what another process collected, of so many steps granted.
 
     Raises ValueError if anything is wrong with it; nothing has changed then. If it can't be stored,

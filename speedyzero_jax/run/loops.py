@@ -64,9 +64,7 @@ class _Overlapped:
     if membership.sweeps:
       sweepers = self._experiment.sweepers
       roles += [functools.partial(self._sweep, sweeper) for sweeper in sweepers]
-    threads = [
-      threading.Thread(target=self._guard, args=(role,), daemon=True) for role in roles
-    ]
+    threads = [threading.Thread(target=self._guard, args=(role,), daemon=True) for role in roles]
     for thread in threads:
       thread.start()
     try:

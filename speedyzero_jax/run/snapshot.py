@@ -70,9 +70,7 @@ def save(experiment: Experiment, *, required: bool = False) -> None:
     "replay": stored,
     "actor": acted,
   }
-  experiment.recovery.save(
-    Snapshot(step, env_steps, items, meta, heads, tails), required=required
-  )
+  experiment.recovery.save(Snapshot(step, env_steps, items, meta, heads, tails), required=required)
 
 
 def restore(experiment: Experiment, restored: Snapshot) -> None:

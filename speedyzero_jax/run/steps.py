@@ -18,9 +18,7 @@ from speedyzero_jax.workers.weights import DivergedError, Version
 def sweep(experiment: Experiment, sweeper: Sweeper) -> None:
   """One block of a whole-replay pass. Call while `sweeper.due`."""
   with experiment.times.part(sweeper.task.part):
-    states = experiment.runner.run(
-      sweeper.next(experiment.replay), experiment.sweep_key(sweeper)
-    )
+    states = experiment.runner.run(sweeper.next(experiment.replay), experiment.sweep_key(sweeper))
   sweeper.calls += 1
   sweeper.states += states
   experiment.count_states(sweeper.task, states)
@@ -53,9 +51,7 @@ def learn(experiment: Experiment, prepared: PreparedBatch) -> StepResult:
   return result
 
 
-def settle(
-  experiment: Experiment, prepared: PreparedBatch, result: StepResult, step: int
-) -> None:
+def settle(experiment: Experiment, prepared: PreparedBatch, result: StepResult, step: int) -> None:
   """Waits for learner step `step` (from 0) and takes its priorities into the replay.
 
   Raises:

@@ -74,7 +74,9 @@ class Actor:
     self._lanes = lane_offset + np.arange(env.num_lanes)
     self._actions: list[np.ndarray] = []
     self._stacker = FrameStacker(config.env.frame_stack)
-    self._start = np.zeros(env.num_lanes, np.int64) if start is None else np.asarray(start, np.int64)
+    self._start = (
+      np.zeros(env.num_lanes, np.int64) if start is None else np.asarray(start, np.int64)
+    )
     self._slot = self._start.copy()  # absolute time of the current frames
     self._core = jax.tree.map(np.asarray, agent.initial_core(env.num_lanes))
     self._show(env.reset())

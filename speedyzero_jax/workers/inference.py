@@ -26,7 +26,12 @@ class Inference:
   """
 
   def __init__(
-    self, agent: Agent, frame_stack: int, mesh: Mesh | None = None, *, report: Report = lambda _: None
+    self,
+    agent: Agent,
+    frame_stack: int,
+    mesh: Mesh | None = None,
+    *,
+    report: Report = lambda _: None,
   ):
     self._agent, self._stack = agent, frame_stack
     self.devices = 1 if mesh is None else mesh.size

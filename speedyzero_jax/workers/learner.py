@@ -23,6 +23,7 @@ from speedyzero_jax.system.compilation import Program, Report
 from speedyzero_jax.system.dispatch_lock import in_order
 from speedyzero_jax.types import Params
 
+
 class LearnerState(NamedTuple):
   """All that a training step changes; replicated over the mesh."""
 
@@ -83,9 +84,7 @@ class Learner:
     """Shapes of the state, for restoring a checkpoint onto one device of this process."""
     here = jax.sharding.SingleDeviceSharding(self.mesh.local_devices[0])
     shapes = jax.eval_shape(self._fresh, jax.random.key(0))
-    return jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes
-    )
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
 
   def restore(
     self, variables: Variables, target: Params, opt_state: optax.OptState, step: int

@@ -34,6 +34,7 @@ from speedyzero_jax.replay.schema import Column, make_schema
 from speedyzero_jax.replay.storage import LaneStore, take
 from speedyzero_jax.types import Params
 
+
 class EfficientZero:
   """See `agents.base.Agent`.
 
@@ -46,9 +47,7 @@ class EfficientZero:
 
   target_interval = 0  # targets are made by reanalysis, with weights of its own
 
-  def __init__(
-    self, config: Config, frame_shape: tuple[int, ...], frame_dtype: Any, actions: int
-  ):
+  def __init__(self, config: Config, frame_shape: tuple[int, ...], frame_dtype: Any, actions: int):
     own: EfficientZeroConfig = config.agent
     self._config, self._own, self._actions = config, own, actions
     self._stack = config.env.frame_stack
@@ -160,7 +159,13 @@ class EfficientZero:
     return Root(policy_logits=policy_logits, value=value, state=state)
 
   def _search_windows(
-    self, variables: Variables, frames: jax.Array, key: jax.Array, temperature: Any, *, explore: bool
+    self,
+    variables: Variables,
+    frames: jax.Array,
+    key: jax.Array,
+    temperature: Any,
+    *,
+    explore: bool,
   ) -> SearchResult:
     """frames [B, S-1+n, H, W, C] -> SearchResult with leaves [B, n, ...]."""
     batch, states = frames.shape[0], frames.shape[1] - self._stack + 1

@@ -9,8 +9,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from speedyzero_jax.agents.efficientzero.networks import Network
 from speedyzero_jax.agents.efficientzero.config import LossConfig
+from speedyzero_jax.agents.efficientzero.networks import Network
 
 _EPSILON = 0.001  # of the invertible value transform (MuZero, appendix F)
 

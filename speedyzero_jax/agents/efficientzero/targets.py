@@ -62,9 +62,7 @@ def one_state(spec: TargetSpec) -> TargetSpec:
   return dataclasses.replace(spec, unroll_steps=0)
 
 
-def unrolled_times(
-  store: LaneStore, lane: np.ndarray, time: np.ndarray, unroll: int
-) -> np.ndarray:
+def unrolled_times(store: LaneStore, lane: np.ndarray, time: np.ndarray, unroll: int) -> np.ndarray:
   """Times of states time .. time+K, clamped to the episode's last stored frame, [B, K+1] int64."""
   return np.minimum(time[:, None] + np.arange(unroll + 1), store.last(lane, time)[:, None])
 
