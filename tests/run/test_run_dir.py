@@ -137,7 +137,8 @@ def test_where_writing_is_not_allowed(tmp_path):
 @pytest.mark.parametrize(
   "changes",
   [["evaluation.episodes=3", "evaluation.interval=5"], ["run.keep_checkpoints=9"],
-   ["run.log_interval=1"], ["env.threads=1"], ["profile.steps=5"], ["run.compile_cache=/tmp/x"], []],
+   ["run.log_interval=1"], ["env.threads=1"], ["profile.steps=5"], ["run.compile_cache=/tmp/x"],
+   []],
 )  # fmt: skip
 def test_what_may_change_when_a_run_goes_on(tmp_path, changes):
   run_dir.create(config(tmp_path), "x").close()
