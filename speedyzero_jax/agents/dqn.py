@@ -43,7 +43,8 @@ class NetworkConfig(TorsoConfig):
   """The Q-network."""
 
   dueling: bool = opt(
-    True, "Q = V + A - mean A, with a hidden layer for each (Wang et al. 2016); off: one linear layer"
+    True,
+    "Q = V + A - mean A, with a hidden layer for each (Wang et al. 2016); off: one linear layer",
   )
 
 
@@ -52,9 +53,13 @@ class LossConfig:
   """The target and the loss."""
 
   td_steps: int = opt(3, "n of the n-step return (DQN: 1, Ape-X: 3)", "[1, 1000]")
-  double: bool = opt(True, "the online network chooses the target's action (van Hasselt et al. 2016)")
+  double: bool = opt(
+    True, "the online network chooses the target's action (van Hasselt et al. 2016)"
+  )
   target_interval: int = opt(
-    2500, "learner steps between copies to the target network (DQN: 10,000, Ape-X: 2,500)", "[1, 1e9]"
+    2500,
+    "learner steps between copies to the target network (DQN: 10,000, Ape-X: 2,500)",
+    "[1, 1e9]",
   )
   huber_delta: float = opt(1.0, "error from which the loss is linear (DQN: 1)", "(0, 1e9]")
 
@@ -144,23 +149,15 @@ class DQN:
   subscriptions: ClassVar[dict[str, int]] = {}
   tasks: ClassVar[dict[str, Task]] = {}
 
-  def __init__(
-    self, config: Config, frame_shape: tuple[int, ...], frame_dtype: Any, actions: int
-  ):
+  def __init__(self, config: Config, frame_shape: tuple[int, ...], frame_dtype: Any, actions: int):
     own: DqnConfig = config.agent
     self._config, self._own, self._stack = config, own, config.env.frame_stack
     height, width, channels = frame_shape
     shape = (height, width, channels * self._stack)
     self._network = pure(lambda rngs: QNetwork(own.network, shape, actions, rngs))
-    self.schema = make_schema(
-      frame_shape,
-      frame_dtype,
-      actions,
-      (
-        Column("value", "float32"),  # max Q(s, .)
-        Column("action_value", "float32"),  # Q(s, a)
-      ),
-    )
+    # max Q(s, .) and Q(s, a) when the agent acted, from which TD errors can be computed.
+    columns = (Column("value", "float32"), Column("action_value", "float32"))
+    self.schema = make_schema(frame_shape, frame_dtype, actions, columns)
     self.window = Window(after=own.loss.td_steps, within_episode=True)
     self.lookahead = own.loss.td_steps
     self.target_interval = own.loss.target_interval
@@ -174,13 +171,7 @@ class DQN:
     return ()
 
   def act(
-    self,
-    variables: Variables,
-    inputs: ActInputs,
-    key: jax.Array,
-    progress: jax.Array,
-    *,
-    explore: bool,
+    self, variables: Variables, inputs: ActInputs, key: jax.Array, progress: Any, *, explore: bool
   ) -> ActOutput:
     q = self._network.apply(variables.params, observe(inputs.frames))
     action = jnp.argmax(q, axis=-1)
@@ -193,12 +184,7 @@ class DQN:
     return ActOutput(action.astype(jnp.int32), columns, ())
 
   def loss(
-    self,
-    params: Params,
-    batch_stats: Params,
-    target: Params,
-    batch: Arrays,
-    keys: jax.Array,
+    self, params: Params, batch_stats: Params, target: Params, batch: Arrays, keys: jax.Array
   ) -> tuple[jax.Array, LossOutput]:
     del keys
     config, network, frames = self._own.loss, self._network, batch["frames"]

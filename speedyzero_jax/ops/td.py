@@ -17,9 +17,7 @@ class NStep(NamedTuple):
   steps: np.ndarray  # [B] int32, from the state to the later one: n, or less at an episode's end
 
 
-def n_step(
-  store: LaneStore, lane: np.ndarray, time: np.ndarray, n: int, discount: float
-) -> NStep:
+def n_step(store: LaneStore, lane: np.ndarray, time: np.ndarray, n: int, discount: float) -> NStep:
   """n-step returns of live slots (lane [B], time [B]) in which an action was taken.
 
   A truncated episode's last frame has a slot of its own, whose value is used like any other's.
