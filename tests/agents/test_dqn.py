@@ -77,9 +77,11 @@ def _recorded():
       for i in range(len(episode.rewards)):
         returns = episodes.n_step_return(episode, i, _N, _DISCOUNT)
         if returns:
+
           def stack(k, start=start, whole=whole):
             shown = [whole.frame[start + max(j, 0), 0, 0] for j in range(k - _STACK + 1, k + 1)]
             return np.concatenate(shown)
+
           end = stack(i + returns[2])
           found.append((lane, start + i, stack(i), end, whole.action[start + i], *returns))
       start += episode.slots
@@ -144,7 +146,9 @@ def _step(learner, batch, state=None, dueling=True):
 
 
 def _largest(a, b):
-  return max(jax.tree.leaves(jax.tree.map(lambda x, y: np.abs(x - y).max(), *jax.device_get((a, b)))))
+  return max(
+    jax.tree.leaves(jax.tree.map(lambda x, y: np.abs(x - y).max(), *jax.device_get((a, b))))
+  )
 
 
 # --- the loss
@@ -163,9 +167,7 @@ def test_errors_loss_and_gradient(double, dueling):
   rng = np.random.default_rng(0)
   for _ in range(5):
     way = jax.tree.map(lambda x: rng.normal(size=x.shape), before)
-    ahead, behind = (
-      jax.tree.map(lambda x, d, h=h: x + h * d, before, way) for h in (1e-6, -1e-6)
-    )
+    ahead, behind = (jax.tree.map(lambda x, d, h=h: x + h * d, before, way) for h in (1e-6, -1e-6))
     slope = (loss(ahead) - loss(behind)) / 2e-6
     moved = jax.tree.map(lambda x, y, d: ((x - y) / _RATE * d).sum(), before, after, way)
     np.testing.assert_allclose(sum(jax.tree.leaves(moved)), slope, rtol=1e-3, atol=1e-4)
@@ -221,9 +223,7 @@ def test_the_target_network_is_copied_every_interval():
 
 
 def test_two_devices_do_as_one():
-  (one, alone), (two, both) = (
-    _step(_learner(devices=devices), _batch()[0]) for devices in (1, 2)
-  )
+  (one, alone), (two, both) = (_step(_learner(devices=devices), _batch()[0]) for devices in (1, 2))
   assert _largest(one.variables.params, two.variables.params) < 1e-6
   assert _largest(one.variables.params, _start()[0]) > 1e-3
   np.testing.assert_allclose(alone.priority, both.priority, rtol=1e-5)

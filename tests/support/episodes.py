@@ -26,7 +26,9 @@ def every_end(longest: int, rng: np.random.Generator) -> list[Episode]:
   return [Episode(rng.normal(size=n).tolist(), end) for n, end in order]
 
 
-def segment(schema: Schema, lane: int, episodes: list[Episode], rng: np.random.Generator) -> Segment:
+def segment(
+  schema: Schema, lane: int, episodes: list[Episode], rng: np.random.Generator
+) -> Segment:
   """Slots of these episodes from time 0 on, with random frames and actions."""
   slots = sum(episode.slots for episode in episodes)
   arrays = {c.name: np.zeros((slots, *c.shape), c.dtype) for c in schema.columns}
