@@ -1,4 +1,4 @@
-"""DQN (Mnih et al. 2015) with double Q-learning, n-step returns, prioritized replay and dueling heads.
+"""DQN (Mnih et al. 2015) with double Q-learning, n-step returns, prioritized replay, dueling heads.
 
 Lanes may explore with different epsilons, as the actors of Ape-X (Horgan et al. 2018) do.
 """
@@ -70,8 +70,8 @@ class ExploreConfig:
 
   schedule: Literal["lanes", "annealed"] = opt(
     "lanes",
-    "lane i of N always explores with epsilon ** (1 + spread * i / (N-1)) (Ape-X), N being the lanes "
-    "of a learner process; or all lanes with one epsilon that falls linearly (DQN)",
+    "lane i of N always explores with epsilon ** (1 + spread * i / (N-1)) (Ape-X), N being the "
+    "lanes of a learner process; or all lanes with one epsilon that falls linearly (DQN)",
   )
   epsilon: float = opt(0.4, "lanes: of the first lane (Ape-X: 0.4)", "[0, 1]")
   spread: float = opt(7.0, "lanes: exponent of the last lane, minus 1 (Ape-X: 7)", "[0, 1000]")
@@ -127,7 +127,7 @@ class QNetwork(nnx.Module):
 
 
 def epsilons(config: ExploreConfig, lane: Any, lanes: int, progress: Any) -> jax.Array:
-  """The epsilon of each lane [n], of so many in all, when a share `progress` of training is done."""
+  """The epsilon of each lane [n], of so many in all; `progress` is the share of training done."""
   if config.schedule == "lanes":
     return config.epsilon ** (1 + config.spread * (lane % lanes) / max(lanes - 1, 1))
   fallen = jnp.minimum(progress / config.share, 1)

@@ -10,7 +10,7 @@ from speedyzero_jax.replay.storage import LaneStore, take
 
 
 class NStep(NamedTuple):
-  """Returns of states, up to a later state whose value completes each: G = reward + discount * V."""
+  """Returns of states up to a later state, whose value completes them: reward + discount * V."""
 
   reward: np.ndarray  # [B] float32, sum of discount^i reward[t+i] for i < steps
   discount: np.ndarray  # [B] float32, discount^steps; 0 if the episode terminated there

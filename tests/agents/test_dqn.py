@@ -1,4 +1,4 @@
-"""DQN against float64 arithmetic on plain lists, its target network and exploration, and whole runs on Catch."""
+"""DQN against float64 arithmetic, its target network and exploration, and whole runs on Catch."""
 
 import contextlib
 import functools
@@ -90,7 +90,7 @@ def _recorded():
 
 @functools.cache
 def _batch():
-  """All transitions that can be sampled, some of them twice, and the place of each in `_recorded`."""
+  """All transitions that can be sampled, some twice, and the place of each in `_recorded`."""
   replay, recorded = _recorded()
   _, agent = _agent()
   place = np.arange(_BATCH) % len(recorded[0])

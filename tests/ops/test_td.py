@@ -1,4 +1,4 @@
-"""n-step returns of stored steps against plain lists, and the Q-learning error against numbers by hand."""
+"""n-step returns of stored steps against plain lists, and the Q-learning error by hand."""
 
 import episodes
 import jax

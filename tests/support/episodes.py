@@ -9,7 +9,7 @@ from speedyzero_jax.types import Segment
 
 
 class Episode(NamedTuple):
-  """States 0 .. len(rewards) and the rewards between them; an open one's last state is not there."""
+  """States 0 .. len(rewards), rewards between them; an open one's last state is not there."""
 
   rewards: list[float]
   end: str  # terminated, truncated or open
@@ -20,7 +20,7 @@ class Episode(NamedTuple):
 
 
 def every_end(longest: int, rng: np.random.Generator) -> list[Episode]:
-  """Episodes of 1 .. longest transitions, each terminated and truncated, shuffled; an open one last."""
+  """Episodes of 1 .. longest transitions, terminated and truncated, shuffled; an open one last."""
   shapes = [(n, end) for n in range(1, longest + 1) for end in ("terminated", "truncated")]
   order = [shapes[i] for i in rng.permutation(len(shapes))] + [(longest, "open")]
   return [Episode(rng.normal(size=n).tolist(), end) for n, end in order]
