@@ -9,6 +9,8 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
+from jax.interpreters import partial_eval
 
 
 def matmul_flops(function: Callable, *args: Any, **kwargs: Any) -> Counter[str]:
@@ -20,22 +22,21 @@ def matmul_flops(function: Callable, *args: Any, **kwargs: Any) -> Counter[str]:
   Returns:
     FLOPs by the dtype of the operands.
   """
-  return _flops(jax.make_jaxpr(partial(function, **kwargs))(*args).jaxpr)
+  jaxpr = jax.make_jaxpr(partial(function, **kwargs))(*args).jaxpr
+  used, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+  return _flops(used)
 
 
 def _flops(jaxpr: Any) -> Counter[str]:
   total: Counter[str] = Counter()
   for equation in jaxpr.eqns:
     name, params = equation.primitive.name, equation.params
-    if name in ("dot_general", "conv_general_dilated"):
-      left, right = (x.aval for x in equation.invars)
-      if name == "dot_general":
-        terms = math.prod(left.shape[axis] for axis in params["dimension_numbers"][0][0])
-      else:  # inputs that dilation leaves at zero do not count
-        outputs = right.shape[params["dimension_numbers"].rhs_spec[0]]
-        terms = right.size / outputs / math.prod(params["lhs_dilation"])
-      total[left.dtype.name] += round(2 * equation.outvars[0].aval.size * terms)
-      continue
+    if name == "dot_general":
+      left, out = equation.invars[0].aval, equation.outvars[0].aval
+      terms = math.prod(left.shape[axis] for axis in params["dimension_numbers"][0][0])
+      total[left.dtype.name] += 2 * out.size * terms
+    elif name == "conv_general_dilated":
+      total[equation.invars[0].aval.dtype.name] += _convolution_flops(equation)
     inner = [_flops(body) for body in _bodies(params)]
     if name == "cond":
       inner = [max(inner, key=Counter.total)]
@@ -43,6 +44,24 @@ def _flops(jaxpr: Any) -> Counter[str]:
       for dtype, flops in counts.items():
         total[dtype] += flops * (params["length"] if name == "scan" else 1)
   return total
+
+
+def _convolution_flops(equation: Any) -> int:
+  """FLOPs of a convolution, without those on zeros from padding and dilation."""
+  params, out = equation.params, equation.outvars[0].aval
+  left, right = (x.aval for x in equation.invars)
+  numbers = params["dimension_numbers"]
+  products = out.size * right.shape[numbers.rhs_spec[1]]
+  for axis, stride in enumerate(params["window_strides"]):
+    inputs = left.shape[numbers.lhs_spec[2 + axis]]
+    outputs = out.shape[numbers.out_spec[2 + axis]]
+    taps = right.shape[numbers.rhs_spec[2 + axis]]
+    dilation = params["lhs_dilation"][axis]
+    place = np.arange(outputs)[:, None] * stride - params["padding"][axis][0]
+    place = place + np.arange(taps) * params["rhs_dilation"][axis]
+    real = (place >= 0) & (place <= (inputs - 1) * dilation) & (place % dilation == 0)
+    products = products * int(real.sum()) // outputs
+  return int(2 * products)
 
 
 def _bodies(params: dict[str, Any]) -> Iterator[Any]:
