@@ -1,4 +1,4 @@
-"""Profile of a few learner steps: python launch/profile.py --config PRESET [PRESET ...] [key=value ...]
+"""Profile of a few learner steps: launch/profile.py --config PRESET [PRESET ...] [key=value ...]
 
 A run as configured, in one process, with a replay that random play has filled. Once nothing
 compiles any more, profile.steps learner steps are timed and as many more traced; then it ends. The

@@ -104,8 +104,8 @@ class Forecast:
       )
     if limit is not None and self.device > limit:
       self._report(
-        "warning: that is more than a device has; replay.frames=host keeps frames off it, a smaller "
-        "learner.batch_size makes batches and the training step smaller"
+        "warning: that is more than a device has; replay.frames=host keeps frames off it, a "
+        "smaller learner.batch_size makes batches and the training step smaller"
       )
 
   def _stepped(self) -> None:

@@ -20,9 +20,9 @@ from speedyzero_jax.system import costs
 from speedyzero_jax.system.compilation import Compilations, WarmUp
 
 _NOTES = (
-  "Parts are timed in the run. A program's seconds are those of a call alone, before the run. FLOPs "
-  "are of matrix products and convolutions, loops included; bytes are XLA's count, in which the "
-  "body of a loop counts once. Both are of one device."
+  "Parts are timed in the run. A program's seconds are those of a call alone, before the run. "
+  "FLOPs are of matrix products and convolutions, loops included; bytes are XLA's count, in which "
+  "the body of a loop counts once. Both are of one device."
 )
 
 

@@ -113,9 +113,7 @@ def _run(
     if not limiter.finished:
       forecast.prepared(timings := warmup.prepare(experiment))
       if profile.steps:
-        observers.enter_context(
-          Profiler(experiment, folder, timings, compilations, warm_up)
-        )
+        observers.enter_context(Profiler(experiment, folder, timings, compilations, warm_up))
     finished = loops.run(experiment)
   if signals.came() and not limiter.env_steps:
     return _nothing_saved(logger, folder, signals)

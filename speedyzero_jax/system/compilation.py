@@ -16,7 +16,7 @@ _CALM = 5  # learner steps without a compilation after which none is expected
 
 
 class Compilations:
-  """Names of the functions that jax compiles in any thread. A context manager: inside it, it listens.
+  """Names of the functions that jax compiles in any thread, while this context is entered.
 
   Programs from the persistent cache count too, once for each shape of their arguments.
   """
