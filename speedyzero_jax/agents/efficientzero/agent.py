@@ -116,20 +116,11 @@ class EfficientZero:
     temperature = jnp.array(search.temperatures)[stage]
     found = self._search_windows(variables, inputs.frames, key, temperature, explore=explore)
     found = jax.tree.map(lambda x: x[:, 0], found)
-    columns = {
-      "policy": found.policy,
-      "search_value": found.search_value,
-      "value": found.value,
-    }
+    columns = {"policy": found.policy, "search_value": found.search_value, "value": found.value}
     return ActOutput(found.action, columns, ())
 
   def loss(
-    self,
-    params: Params,
-    batch_stats: Params,
-    target: Params,
-    batch: Arrays,
-    keys: jax.Array,
+    self, params: Params, batch_stats: Params, target: Params, batch: Arrays, keys: jax.Array
   ) -> tuple[jax.Array, LossOutput]:
     weight = batch["weight"] / jax.lax.pmax(jnp.max(batch["weight"]), AXIS)
     weight = jnp.maximum(weight, self._own.priority.min_weight)
