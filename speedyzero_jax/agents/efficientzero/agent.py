@@ -38,14 +38,7 @@ from speedyzero_jax.types import Params
 
 
 class EfficientZero:
-  """See `agents.base.Agent`.
-
-  Args:
-    config: of the run.
-    frame_shape: [H, W, C].
-    frame_dtype: of the frames.
-    actions: |A|.
-  """
+  """See `agents.base.Agent`."""
 
   target_interval = 0  # targets are made by reanalysis, with weights of its own
 
