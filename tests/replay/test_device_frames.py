@@ -103,6 +103,8 @@ def test_frames_are_placed_as_configured_and_where_there_is_room(monkeypatch):
   mesh = make_mesh(jax.local_devices()[:2])
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
   assert isinstance(place("device", mesh), DeviceFrames) and place("host", mesh) is None
-  assert place("auto", FakeMesh(3 * 2 * 10 * 6 - 1)) is None  # two lanes of ten frames, 6 bytes each
+  assert (
+    place("auto", FakeMesh(3 * 2 * 10 * 6 - 1)) is None
+  )  # two lanes of ten frames, 6 bytes each
   monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
   assert place("auto", mesh) is None

@@ -5,24 +5,12 @@ import pytest
 import reference
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_replay import make_agent
+from tiny_replay import fill, make_store
 
 from speedyzero_jax.replay.staleness import NEVER
-from speedyzero_jax.replay.storage import OPEN, LaneStore
+from speedyzero_jax.replay.storage import OPEN
 
 SEEDS = st.integers(0, 2**32 - 1)
-
-
-def make_store(lanes, capacity, memory=None):
-  return LaneStore(make_agent().schema, lanes, capacity, memory)
-
-
-def fill(store, stream, seed, rounds=6, longest=None):
-  """Appends random segments to random lanes, several at once."""
-  rng, longest = np.random.default_rng(seed), longest or store.capacity
-  for step in range(rounds):
-    lanes = rng.permutation(store.lanes)[: rng.integers(1, store.lanes + 1)]
-    store.append([stream.segment(int(l), int(rng.integers(1, longest + 1)), step) for l in lanes])
 
 
 def contents(store):
@@ -81,9 +69,7 @@ def test_store_holds_exactly_the_newest_slots(lanes, capacity, seed, end):
   assert (store["policy_step"][unused] == NEVER).all()
 
 
-@given(
-  capacity=st.integers(1, 12), seed=SEEDS, before=st.integers(0, 4), after=st.integers(0, 6)
-)
+@given(capacity=st.integers(1, 12), seed=SEEDS, before=st.integers(0, 4), after=st.integers(0, 6))
 def test_windows_repeat_the_episodes_edges(capacity, seed, before, after):
   stream, store = reference.Stream(2, seed), make_store(2, capacity)
   fill(store, stream, seed)

@@ -98,5 +98,3 @@ def test_rounding_never_leads_into_a_subtree_of_zeros():
   leaf, probability = tree.sample(1, _Edge())
   assert leaf.tolist() == [2]
   assert probability[0] > 0
-
-

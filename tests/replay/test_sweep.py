@@ -114,8 +114,6 @@ def test_no_stamp_gets_older_than_the_bound(
     assert stamps.min() >= step - max_age
 
 
-
-
 def test_the_quota_is_close_to_the_least_that_could_do():
   """Each of N slots once per max_age steps, plus the stated losses: one block, one step."""
   sweep = Sweep(lanes=16, capacity=1600, stretch=16)

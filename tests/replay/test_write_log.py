@@ -44,5 +44,3 @@ def test_what_was_given_is_not_written_over():
   for _ in range(5):
     log.append(np.array([1]))
   assert cells.tolist() == [0, 1]
-
-

@@ -8,6 +8,7 @@ import tiny
 
 from speedyzero_jax.agents.efficientzero.agent import EfficientZero
 from speedyzero_jax.replay.replay import Replay, Selection
+from speedyzero_jax.replay.storage import LaneStore
 
 LANES, UNROLL, STACK, TD, DISCOUNT = 2, 3, 2, 2, 0.9
 ALPHA, MIN_PRIORITY, AGE_INTERVAL = 0.7, 0.01, 12
@@ -24,6 +25,18 @@ def make_agent(*overrides):
   """The agent of the reference's frames and actions."""
   config = tiny.config(*_OVERRIDES, *overrides)
   return EfficientZero(config, reference.FRAME_SHAPE, np.uint8, reference.NUM_ACTIONS)
+
+
+def make_store(lanes, capacity, memory=None):
+  return LaneStore(make_agent().schema, lanes, capacity, memory)
+
+
+def fill(store, stream, seed, rounds=6, longest=None):
+  """Appends random segments to random lanes, several at once."""
+  rng, longest = np.random.default_rng(seed), longest or store.capacity
+  for step in range(rounds):
+    lanes = rng.permutation(store.lanes)[: rng.integers(1, store.lanes + 1)]
+    store.append([stream.segment(int(l), int(rng.integers(1, longest + 1)), step) for l in lanes])
 
 
 def make_replay(capacity, *overrides, lanes=LANES, seed=0, **kwargs):

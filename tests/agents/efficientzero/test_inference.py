@@ -1,5 +1,6 @@
 """Acting and tasks on windows of frames: each state by itself, from running statistics, on any devices."""
 
+import dataclasses
 import functools
 
 import jax
@@ -26,7 +27,10 @@ _KEY, _PROGRESS = jax.random.key(0), np.float32(0)
 
 @functools.cache
 def _agent(*overrides):
-  return EfficientZero(tiny.config(*_OVERRIDES, *overrides), (4, 4, 2), np.uint8, _A)
+  config = tiny.config(*_OVERRIDES, *overrides)
+  network = dataclasses.replace(config.agent.network, blocks=0)  # compiles faster
+  config = dataclasses.replace(config, agent=dataclasses.replace(config.agent, network=network))
+  return EfficientZero(config, (4, 4, 2), np.uint8, _A)
 
 
 @functools.cache
@@ -93,7 +97,6 @@ def test_results_of_a_window_are_those_of_its_states_and_of_acting_in_them():
   for i, (b, n, stack) in enumerate(_singles()):
     _close(_values(stack), [[values[b, n]]], 1e-4, 1e-5)
     of_state = {name: x[b, n] for name, x in found.items()}
-    _close({name: x[0, 0] for name, x in _search(stack).items()}, of_state)
     _close({name: x[i] for name, x in acted.columns.items()}, of_state)
   assert acted.action.dtype == jnp.int32 and (acted.action < _A).all()
 
@@ -108,10 +111,11 @@ def test_devices_that_share_the_windows_find_the_same(batch):
 
 
 def test_devices_explore_apart_and_keys_decide():
-  same = np.concatenate([_windows()[:, :_S]] * 2)
-  first, second = np.split(np.asarray(_act(same, True, devices=2).action), 2)
-  assert (first != second).any()
   stacks = np.concatenate([stack for *_, stack in _singles()])
+  first, second = np.split(
+    np.asarray(_act(np.concatenate([stacks] * 2), True, devices=2).action), 2
+  )
+  assert (first != second).any()
   actions = [np.asarray(_act(stacks, True, jax.random.key(key)).action) for key in (1, 1, 2, 3, 4)]
   np.testing.assert_array_equal(actions[0], actions[1])
   assert any((actions[0] != other).any() for other in actions[2:])
@@ -125,7 +129,7 @@ def test_the_noise_of_reanalysis_is_a_choice(explore):
 
 def test_the_temperature_follows_the_progress_by_stages():
   """At a temperature of next to nothing actions are those most visited, whatever the key."""
-  stages = ("search.algorithm=puct", "search.dirichlet_fraction=0", "search.simulations=12")
+  stages = ("search.algorithm=puct", "search.dirichlet_fraction=0", "search.c1=100")
   stages += ("search.temperatures=5,1e-6", "search.temperature_stages=0.5")
   stacks = np.repeat(_windows()[:1, :_S], 60, axis=0)
   actions = {

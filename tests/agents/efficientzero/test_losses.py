@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from speedyzero_jax.agents.efficientzero import losses
-from speedyzero_jax.config.schema import LearnerConfig
-from speedyzero_jax.types import LearnerBatch
+from speedyzero_jax.agents.efficientzero.config import LossConfig
 
 # --- value coding ---------------------------------------------------------------------------------------------------
 
@@ -163,8 +162,8 @@ def test_vectors_are_neither_divided_nor_shifted():
 
 _B, _K, _S, _A, _SUPPORT, _HORIZON, _D = 3, 5, 2, 4, 2, 2, 6
 _FRAME = (2, 1, 3)
-_CONFIG = LearnerConfig(
-  batch_size=_B, unroll_steps=_K, value_coefficient=0.3, value_prefix_coefficient=0.7, policy_coefficient=1.3,
+_CONFIG = LossConfig(
+  unroll_steps=_K, value_coefficient=0.3, value_prefix_coefficient=0.7, policy_coefficient=1.3,
   consistency_coefficient=1.9, shift=0, intensity=0.0,
 )  # fmt: skip
 
@@ -233,7 +232,7 @@ def _batch():
   def mask(*shape):
     return rng.integers(0, 2, shape).astype(f32)
 
-  return LearnerBatch(
+  return losses.LearnerBatch(
     frames=rng.integers(0, 256, (_B, _S + _K) + _FRAME).astype(np.uint8),
     action=rng.integers(0, _A, (_B, _K)).astype(np.int32),
     weight=rng.uniform(0.1, 1, _B).astype(f32),

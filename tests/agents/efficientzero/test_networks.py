@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from speedyzero_jax.agents.efficientzero import losses, networks
+from speedyzero_jax.agents.efficientzero.config import NetworkConfig
 from speedyzero_jax.agents.efficientzero.networks import (
   count_parameters,
   make_blueprint,
   variables_of,
 )
-from speedyzero_jax.config.schema import NetworkConfig
 
 # No two sizes alike, so that no pair of axes can be swapped unnoticed.
 TINY = NetworkConfig(

@@ -14,7 +14,7 @@ import pytest
 import reference_search
 
 from speedyzero_jax.agents.efficientzero import search as search_lib
-from speedyzero_jax.config.schema import SearchConfig
+from speedyzero_jax.agents.efficientzero.config import SearchConfig
 
 _ROOTS = 12
 _DISCOUNT = 0.9
