@@ -143,10 +143,7 @@ def test_evaluation_without_a_cap_ignores_the_training_cap():
   ).truncated.any()
   assert stacked(play(batched_env.make_env(config, 1, 0, training=True), 60, idle)).truncated[
     :, 0
-  ].nonzero()[0].tolist() == [
-    20,
-    41,
-  ]
+  ].nonzero()[0].tolist() == [20, 41]
 
 
 def test_a_cap_on_a_lost_life_is_terminal_and_ends_the_game():

@@ -314,16 +314,6 @@ def test_what_is_sharded_comes_back_in_its_order(devices):
   np.testing.assert_array_equal(learner.local(result.priority), np.asarray(result.priority))
 
 
-def test_a_state_is_used_up_by_its_step():
-  learner = _learner()
-  state = _restored(learner)
-  following, _ = learner.step(state, learner.put(_batch()), _KEY)
-  assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.variables.params))
-  with pytest.raises((RuntimeError, ValueError), match=r"deleted|donated"):
-    learner.step(state, learner.put(_batch()), _KEY)
-  assert following.step == 1
-
-
 def test_metrics_are_finite_scalars_and_norms_are_those_of_the_update():
   state, results = _run(_learner(), [_batch(0), _batch(1)])
   before, _ = _run(_learner(), [_batch(0)])

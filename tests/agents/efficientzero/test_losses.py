@@ -390,18 +390,6 @@ def test_consistency_pulls_the_imagined_towards_the_real_and_never_the_other_way
   np.testing.assert_allclose(grads["project"], expected, rtol=1e-4, atol=1e-6)
 
 
-def test_a_perfect_prediction_has_consistency_minus_one():
-  weights = _weights() | {
-    "dynamics": np.eye(_D, dtype=np.float32),
-    "predict": 2 * np.eye(4, dtype=np.float32),
-  }
-  frames = np.repeat(_batch().frames[:, :1], _S + _K, axis=1)
-  batch = _only(_batch(), consistency_mask=np.ones(_K))._replace(
-    frames=frames, action=np.zeros((_B, _K), np.int32)
-  )
-  assert _loss(weights, batch)[1].consistency == pytest.approx(-1, abs=1e-5)
-
-
 def test_every_view_is_augmented_by_itself_and_by_its_samples_key():
   batch = _batch()._replace(frames=np.full((_B, _S + _K) + _FRAME, 200, np.uint8))
   config = dataclasses.replace(_CONFIG, intensity=0.1)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from speedyzero_jax.agents.efficientzero import losses, networks
+from speedyzero_jax.agents.efficientzero import networks
 from speedyzero_jax.agents.efficientzero.config import NetworkConfig
 from speedyzero_jax.agents.efficientzero.networks import (
   count_parameters,
@@ -268,10 +268,7 @@ class Reference:
 
 @pytest.mark.parametrize(
   ("changes", "observation"),
-  [
-    ({}, _OBSERVATION),
-    ({"downsample": 16, "action_encoding": "one_hot"}, (32, 16, 2)),
-  ],
+  [({}, _OBSERVATION), ({"downsample": 16, "action_encoding": "one_hot"}, (32, 16, 2))],
   ids=["vectors", "images"],
 )
 def test_forward_is_that_of_a_plain_numpy_network(changes, observation):
@@ -330,23 +327,6 @@ def test_forward_is_that_of_a_plain_numpy_network(changes, observation):
   assert all(
     np.abs(state).max() > 0.1 and state.std() > 0.01 for state in expected
   )  # nothing has died out
-
-
-# --- a fresh network
-
-
-def test_a_fresh_network_predicts_nothing_at_all():
-  blueprint, variables = _fresh()
-  network = blueprint.bind(variables)
-  state = network.represent(
-    jnp.asarray(np.random.default_rng(0).uniform(size=(5,) + _OBSERVATION), jnp.float32), False
-  )
-  _, _, prefix = network.step(state, network.initial_carry(5), jnp.arange(5) % 3)
-  value, policy = network.predict(state, False)
-  assert np.abs(state).max() > 0  # and yet it sees something
-  for logits in (prefix, value):
-    np.testing.assert_allclose(losses.decode(logits), 0, atol=1e-6)
-  np.testing.assert_allclose(jax.nn.softmax(policy), 1 / _ACTIONS, rtol=1e-6)
 
 
 # --- running statistics and types

@@ -316,7 +316,7 @@ def test_states_and_predictions_in_bfloat16_are_searched_in_float32():
         value_prefix_horizon=GUMBEL.horizon,
         recurrent_fn=step,
         initial_carry=lambda batch: jnp.zeros([batch]),
-      ),
+      )
     )
 
   codes = np.arange(6)
