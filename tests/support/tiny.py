@@ -1,4 +1,8 @@
-"""What the tests of roles, checkpoints and whole runs share: one small configuration, and plain stand-ins for parts."""
+"""A tiny configuration of Catch, experiments built from it, and a scripted environment and agent.
+
+`config` and `experiment` serve tests of whole parts; `FakeEnv` and `ChecksumAgent` those that compare
+what an actor or a task produces with what the frames alone say.
+"""
 
 import contextlib
 import dataclasses
@@ -7,45 +11,122 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import Mesh
 
-from speedyzero_jax.agents.efficientzero.inference import Inference
-from speedyzero_jax.agents.efficientzero.networks import Blueprint
+from speedyzero_jax.agents.base import ActOutput, Variables
+from speedyzero_jax.agents.efficientzero.agent import EfficientZero
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.envs.batched_env import BatchedEnv
-from speedyzero_jax.metrics.logger import Reporter
-from speedyzero_jax.run import experiment as training_module
-from speedyzero_jax.run.experiment import Training
-from speedyzero_jax.types import EnvStep, SearchResult
-from speedyzero_jax.workers.learner import Learner, LearnerState
+from speedyzero_jax.metrics.board import RunInfo
+from speedyzero_jax.metrics.logger import MetricsLogger
+from speedyzero_jax.run import build, builders
+from speedyzero_jax.run.experiment import ALONE, Experiment, Membership
+from speedyzero_jax.types import EnvStep
+from speedyzero_jax.workers.inference import Inference
+from speedyzero_jax.workers.learner import Learner
 
-# One set of shapes, so that every program compiles once for all files (and stays in the compilation cache).
+# One set of shapes, so that every program compiles once for all files (and stays in the cache).
 OVERRIDES = (
   "env.frame_stack=2", "network.channels=8", "network.reduced_channels=4", "network.head_hidden=8",
-  "network.lstm_hidden=8", "network.projection_hidden=8", "network.projection_out=8", "network.prediction_hidden=8",
-  "search.simulations=2", "search.max_considered=2", "actor.lanes=3", "actor.random_steps=40",
-  "actor.weights_interval=2", "reanalyse.schedule=sweep", "reanalyse.max_age=8", "reanalyse.weights_interval=3",
+  "network.lstm_hidden=8", "network.projection_hidden=8", "network.projection_out=8",
+  "network.prediction_hidden=8", "search.simulations=2", "search.max_considered=2",
+  "actor.lanes=3", "actor.random_steps=40", "actor.weights_interval=2",
+  "reanalyse.schedule=sweep", "reanalyse.max_age=8", "reanalyse.weights_interval=3",
   "reanalyse.block=32", "refresh.max_age=6", "refresh.weights_interval=2", "refresh.block=32",
-  "optim.warmup_steps=4", "learner.batch_size=8",
-  "learner.steps=12", "learner.tail_steps=2", "loss.unroll_steps=2", "learner.devices=1", "loss.td_steps=3",
-  "evaluation.episodes=2", "evaluation.at_end=false", "run.env_steps=150", "run.mode=lockstep",
-  "run.checkpoint_interval=4", "run.log_interval=3",
+  "optim.warmup_steps=4", "learner.batch_size=8", "learner.steps=12", "learner.tail_steps=2",
+  "learner.devices=1", "loss.unroll_steps=2", "loss.td_steps=3", "evaluation.episodes=2",
+  "evaluation.at_end=false", "run.env_steps=150", "run.mode=lockstep", "run.checkpoint_interval=4",
+  "run.log_interval=3",
 )  # fmt: skip
 
 
-def config(*overrides: str):
+def config(*overrides: str) -> Config:
   """The tiny configuration of Catch, with `key=value` changes."""
   return loader.load(["quickstart"], [*OVERRIDES, *overrides])
 
 
+@contextlib.contextmanager
+def experiment(
+  folder: Path,
+  *overrides: str,
+  resume_step: int | None = None,
+  membership: Membership = ALONE,
+  shared: bool = True,
+) -> Iterator[Experiment]:
+  """The parts of a tiny run in this folder, from `run.build.build`; closed at the end.
+
+  Args:
+    folder: of the run.
+    overrides: `key=value` changes of the tiny configuration.
+    resume_step: the newest checkpoint's learner step, to continue from it; None for a new run.
+    membership: place among learner processes.
+    shared: use the compiled programs of earlier experiments with the same shapes and losses, since
+      tracing takes longer than a tiny run. Nothing is reported on compilation then.
+  """
+  made = config(*overrides)
+  info = RunInfo(
+    game=made.env.game,
+    seed=made.run.seed,
+    run_dir=str(folder),
+    env_steps=made.run.env_steps,
+    learner_steps=made.learner.steps,
+    batch_size=made.learner.batch_size,
+  )
+  with contextlib.ExitStack() as stack:
+    if shared:
+      programs = mock.patch.multiple(build, **_shared_programs(made))
+    else:
+      programs = contextlib.nullcontext()
+    logger = stack.enter_context(MetricsLogger(info, resume_step, membership.share))
+    with programs:
+      resume = resume_step is not None
+      opened = build.build(made, folder, logger, resume=resume, membership=membership)
+    yield stack.enter_context(contextlib.closing(opened))
+
+
+def _shared_programs(made: Config) -> dict[str, Any]:
+  """`Learner` and `Inference` for `build`, the same for all configurations that compile alike."""
+  acting = Config(agent=made.agent, env=made.env)
+  own = made.agent
+  plain = dataclasses.replace(own, reanalyse=type(own.reanalyse)(), refresh=type(own.refresh)())
+  steps = dataclasses.replace(made.learner, steps=1, tail_steps=0, prefetch=1)
+  learning = Config(agent=plain, env=made.env, optim=made.optim, learner=steps)
+  return {
+    "Learner": lambda config, agent, mesh, **_: _learner(learning, mesh),
+    "Inference": lambda agent, frame_stack, mesh, **_: _inference(acting, mesh),
+  }
+
+
+class _SharedLearner(Learner):
+  """Traces its initialisation once for each key."""
+
+  @functools.cache  # noqa: B019
+  def _initial(self, key: bytes):
+    return super().init(jax.random.wrap_key_data(np.frombuffer(key, np.uint32)))
+
+  def init(self, key):
+    # The copy will be donated.
+    return jax.tree.map(jnp.copy, self._initial(np.asarray(jax.random.key_data(key)).tobytes()))
+
+
+@functools.cache
+def _learner(config: Config, mesh: Mesh) -> Learner:
+  return _SharedLearner(config, builders.make_agent(config), mesh)
+
+
+@functools.cache
+def _inference(config: Config, mesh: Mesh) -> Inference:
+  return Inference(builders.make_agent(config), config.env.frame_stack, mesh)
+
+
 class FakeEnv(BatchedEnv):
-  """Random episodes that depend on nothing but the seed, the lane and the actions taken; remembers what it showed."""
+  """Random episodes, a function of the seed, the lane and the actions; remembers what it showed."""
 
   num_actions = 3
   frame_shape = (2, 1, 2)
@@ -54,6 +135,7 @@ class FakeEnv(BatchedEnv):
   def __init__(self, lanes: int, seed: int = 0):
     self.num_lanes, self._seed = lanes, seed
     self.shown: list[EnvStep] = []
+    self.closed = False
 
   def reset(self) -> EnvStep:
     self._state = [zlib.crc32(bytes([lane]), self._seed) for lane in range(self.num_lanes)]
@@ -62,126 +144,78 @@ class FakeEnv(BatchedEnv):
     return self.shown[-1]
 
   def step(self, action: np.ndarray) -> EnvStep:
-    assert (
-      action.shape == (self.num_lanes,) and action.min() >= 0 and action.max() < self.num_actions
-    )
+    assert action.shape == (self.num_lanes,)
+    assert action.min() >= 0 and action.max() < self.num_actions
     ended = self.shown[-1].terminated | self.shown[-1].truncated
-    taken = np.where(ended, 0, action)
-    self._state = [
-      zlib.crc32(bytes([a]), state) for a, state in zip(taken.tolist(), self._state, strict=True)
-    ]
+    taken = np.where(ended, 0, action).tolist()
+    self._state = [zlib.crc32(bytes([a]), s) for a, s in zip(taken, self._state, strict=True)]
     dice = np.array([state % 12 for state in self._state])
     terminated, truncated = (dice < 2) & ~ended, (dice == 2) & ~ended
     reward = np.array([state // 12 % 7 - 3.0 for state in self._state], np.float32)
-    step = EnvStep(
-      self._frames(),
-      np.where(ended, 0, reward).astype(np.float32),
-      ended,
-      terminated,
-      truncated,
-      dice == 1,
-    )
-    self.shown.append(step._replace(game_over=step.game_over & terminated))
+    reward = np.where(ended, 0, reward).astype(np.float32)
+    over = (dice == 1) & terminated
+    self.shown.append(EnvStep(self._frames(), reward, ended, terminated, truncated, over))
     return self.shown[-1]
 
   def close(self) -> None:
-    pass
+    self.closed = True
 
   def _frames(self) -> np.ndarray:
-    return np.array([list(state.to_bytes(4, "little")) for state in self._state], np.uint8).reshape(
-      -1, 2, 1, 2
-    )
+    rows = [list(state.to_bytes(4, "little")) for state in self._state]
+    return np.array(rows, np.uint8).reshape(-1, *self.frame_shape)
 
 
-class FakeInference(Inference):
-  """Says of every root what a checksum of its frames (and, for the action, the key) says."""
-
-  devices = 1
-
-  def __init__(self, *, explore: bool = True):
-    self._explore = explore
-    self.temperatures: list[float] = []
-
-  def search(self, variables, frames, key, temperature, *, explore):  # type: ignore[override]
-    assert explore == self._explore
-    self.temperatures.append(temperature)
-    policy, search_value, value = of_stacks(frames)
-    salt = int(np.asarray(jax.random.key_data(key)).sum())
-    action = np.array(
-      [(zlib.crc32(stack.tobytes()) + salt) % policy.shape[1] for stack in frames], np.int32
-    )
-    return SearchResult(action[:, None], policy[:, None], search_value[:, None], value[:, None])
+def checksums(stacks, xp=np):
+  """A number below 2**16 for each stack of frames, [B, S, H, W, C] -> [B]; `xp` is the library."""
+  flat = stacks.reshape(stacks.shape[0], -1).astype(xp.uint32)
+  place = xp.arange(1, flat.shape[1] + 1, dtype=xp.uint32)
+  mixed = (flat + 1) * (place * xp.uint32(2654435761) + xp.uint32(40503))
+  return (mixed ^ (mixed >> 15)).sum(1, dtype=xp.uint32) % 65521
 
 
-def of_stacks(stacks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Policy [B, 3], search value [B] and value [B] that `FakeInference` gives to stacks of frames [B, S, H, W, C]."""
-  crc = np.array([zlib.crc32(stack.tobytes()) for stack in stacks])
-  policy = np.stack([crc % 5, crc % 7, crc % 11 + 1], axis=1).astype(np.float32)
-  return (
-    policy / policy.sum(1, keepdims=True),
-    (crc % 1000).astype(np.float32),
-    (crc % 997).astype(np.float32),
-  )
+def of_stacks(stacks, xp=np):
+  """What `ChecksumAgent` says of stacks [B, S, ...]: policy [B, 3], search value [B], value [B]."""
+  crc = checksums(stacks, xp)
+  policy = xp.stack([crc % 5, crc % 7, crc % 11 + 1], axis=1).astype(xp.float32)
+  policy = policy / policy.sum(1, keepdims=True)
+  return policy, (crc % 1000).astype(xp.float32), (crc % 997).astype(xp.float32)
 
 
-@contextlib.contextmanager
-def training(config: Config, folder: Path, *, resume_step: int | None = None) -> Iterator[Training]:
-  """A `Training` in this folder, closed at the end; resumed if `resume_step` (the newest checkpoint's) is given."""
-  with Reporter(config, folder, "tiny", resume_step) as reporter:
-    opened = Training(config, folder, reporter, resume=resume_step is not None)
-    try:
-      yield opened
-    finally:
-      opened.close()
+class ChecksumAgent(EfficientZero):
+  """EfficientZero whose network is one number, which it adds to values made of checksums of frames.
 
+  Storage, tasks, targets and selection are the real ones. Actions depend on the frames and, when
+  exploring, on the key and the progress.
+  """
 
-def share_compiled(patch: pytest.MonkeyPatch) -> None:
-  """Lets all runs of one network and learner share their compiled functions: tracing takes longer than a tiny run."""
-  patch.setattr(training_module, "Learner", _learner)
+  def __init__(self, config: Config):
+    super().__init__(config, FakeEnv.frame_shape, FakeEnv.frame_dtype, FakeEnv.num_actions)
 
-  def inference(config: Config, blueprint: Blueprint, mesh: Mesh, **_: Any) -> Inference:
-    return _inference(_numeric(config), blueprint, mesh)
+  def init(self, key=None, number: float = 0.0) -> Variables:
+    return Variables({"w": jnp.full((2, 3), float(number))}, {"n": jnp.zeros((), jnp.int32)})
 
-  patch.setattr(training_module, "Inference", inference)
+  def act(self, variables, inputs, key, progress, *, explore):
+    policy, search_value, value = of_stacks(inputs.frames, jnp)
+    salt = jax.random.key_data(key).sum() % 1000 + (1000 * progress).astype(jnp.uint32)
+    action = (checksums(inputs.frames, jnp) + explore * salt) % policy.shape[1]
+    number = variables.params["w"][0, 0]
+    columns = {"policy": policy, "search_value": search_value + number, "value": value + number}
+    return ActOutput(action.astype(jnp.int32), columns, ())
 
+  def _searched(self, variables, frames, key):
+    states = range(frames.shape[1] - self._stack + 1)
+    seen = [of_stacks(frames[:, k : k + self._stack], jnp) for k in states]
+    policy, search_value, value = (jnp.stack(part, 1) for part in zip(*seen, strict=True))
+    number = variables.params["w"][0, 0]
+    return {"policy": policy, "search_value": search_value + number, "value": value + number}
 
-def _numeric(config: Config) -> Config:
-  """Without what compiled functions do not look at."""
-  default = Config()
-  return dataclasses.replace(
-    config, run=default.run, refresh=default.refresh, reanalyse=default.reanalyse, actor=default.actor,
-    evaluation=default.evaluation, replay=dataclasses.replace(config.replay, frames="auto"),
-    profile=default.profile, learner=dataclasses.replace(config.learner, steps=1, tail_steps=0),
-  )  # fmt: skip
-
-
-def _learner(config: Config, *rest: Any, **_: Any) -> Learner:
-  return _make_learner(_numeric(config), *rest)
-
-
-class _SharedLearner(Learner):
-  """Traces initialisation and its shapes once."""
-
-  def __init__(self, *args: Any):
-    super().__init__(*args)
-    self._initial: dict[bytes, LearnerState] = {}
-    self._abstract = super().abstract()
-
-  def init(self, key: jax.Array) -> LearnerState:
-    name = np.asarray(jax.random.key_data(key)).tobytes()
-    if name not in self._initial:
-      self._initial[name] = super().init(key)
-    return jax.tree.map(jnp.copy, self._initial[name])  # the copy will be donated
-
-  def abstract(self) -> LearnerState:
-    return self._abstract
+  def _values(self, variables, frames, key):
+    return {"value": self._searched(variables, frames, key)["value"]}
 
 
 @functools.cache
-def _make_learner(config: Config, *rest: Any) -> Learner:
-  return _SharedLearner(config, *rest)
-
-
-@functools.cache
-def _inference(config: Config, blueprint: Blueprint, mesh: Mesh) -> Inference:
-  return Inference(config, blueprint, mesh)
+def checksum_parts(*overrides: str) -> tuple[ChecksumAgent, Inference]:
+  """The `ChecksumAgent` of the tiny configuration with these changes, and its compiled programs."""
+  made = config(*overrides)
+  agent = ChecksumAgent(made)
+  return agent, Inference(agent, made.env.frame_stack)
