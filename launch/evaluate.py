@@ -96,11 +96,12 @@ def evaluate(arguments: argparse.Namespace, config: Config) -> int:
   memory.keep_freed()
   enable_compilation_cache(config)
   try:
-    inference, version = restore_for_evaluation(
+    agent, inference, version = restore_for_evaluation(
       config, arguments.run_dir, warn=lambda line: report(f"warning: {line}"), report=report
     )
     result = evaluator.evaluate(
       config,
+      agent,
       inference,
       version,
       episodes=arguments.episodes or config.evaluation.episodes,
@@ -108,7 +109,7 @@ def evaluate(arguments: argparse.Namespace, config: Config) -> int:
       max_episode_steps=arguments.max_episode_steps,
       report=report,
     )
-    assert result is not None  # nobody stops it
+    assert result is not None  # nothing stops it
     print(result)
     result.write(arguments.run_dir / "evaluation.json")
   except (CheckpointError, OSError) as error:

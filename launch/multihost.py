@@ -37,8 +37,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   """The command line. Overrides may stand anywhere, also right after the presets."""
   parser = argparse.ArgumentParser(
     prog="launch/multihost.py",
-    description="Trains SpeedyZero: collects, reanalyses, refreshes priorities, learns, evaluates.",
-    epilog=loader.help_text(),
+    description="Trains an agent: collects, learns, evaluates.",
+    epilog=loader.help_text(chosen_agent(argv)),
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
   parser.add_argument(
@@ -82,6 +82,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   if arguments.processes:
     arguments.overrides += counts(parser, arguments.processes)
   return arguments
+
+
+def chosen_agent(argv: Sequence[str]) -> str:
+  """The agent whose settings `--help` lists: that of the presets and overrides beside it."""
+  presets = [text for text in argv if text in loader.preset_names()]
+  try:
+    named = [text for text in argv if text.startswith("agent=")]
+    return loader.load(presets, named).agent.name
+  except ConfigError:
+    return loader.DEFAULT_AGENT
 
 
 def tell_apart(arguments: argparse.Namespace, argv: Sequence[str]) -> None:

@@ -13,7 +13,6 @@ import difflib
 import functools
 import importlib
 import importlib.util
-import math
 import textwrap
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,17 +23,13 @@ import yaml
 
 from speedyzero_jax.config import checks, fields
 from speedyzero_jax.config.schema import AgentConfig, Config
+from speedyzero_jax.config.values import ConfigError, describe, nearest, parse, show
 
-_BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _AGENT = "agent"  # the one key without a section
-_DEFAULT_AGENT = "efficientzero"
+DEFAULT_AGENT = "efficientzero"
 _BUILT_IN = "speedyzero_jax.agents"
 
 Leaves = dict[str, Any]  # dotted key -> text or list of texts, not yet parsed
-
-
-class ConfigError(ValueError):
-  """A setting that cannot be used; the message names it. Launchers print it and exit with status 2."""
 
 
 class UnknownKeyError(ConfigError):
@@ -116,94 +111,6 @@ def build(agent: str, values: Mapping[str, Any]) -> Config:
   return Config(agent=own, **made)
 
 
-# --- One value ---
-
-
-def _describe(kind: Any) -> str:
-  """What a field of this type takes, in words."""
-  if typing.get_origin(kind) is typing.Literal:
-    return "one of " + ", ".join(typing.get_args(kind))
-  return {bool: "true or false", int: "an integer", float: "a number", str: "text"}.get(
-    kind, "a list of numbers"
-  )
-
-
-def _parse_text(text: str, kind: Any) -> Any:
-  """The value of type `kind` that `text` spells; ValueError if it spells none."""
-  if kind is str:
-    return text
-  text = text.strip()
-  if kind is bool:
-    if text.lower() not in _BOOLS:
-      raise ValueError
-    return _BOOLS[text.lower()]
-  if kind is int:
-    try:
-      return int(text)
-    except ValueError:
-      number = _parse_text(text, float)
-      if not number.is_integer():
-        raise
-      return int(number)
-  if kind is float:
-    number = float(text)
-    if not math.isfinite(number):
-      raise ValueError
-    return number
-  if typing.get_origin(kind) is typing.Literal:
-    if text not in typing.get_args(kind):
-      raise ValueError
-    return text
-  if text.startswith("[") and text.endswith("]"):  # what remains is tuple[float, ...]
-    text = text[1:-1].strip()
-  return tuple(_parse_text(part, float) for part in text.split(",")) if text else ()
-
-
-def _parse(key: str, value: Any, kind: Any) -> Any:
-  """`value`, text or a list of texts, as the type of `key`. ConfigError if it is not of that type."""
-  try:
-    if isinstance(value, str):
-      return _parse_text(value, kind)
-    if isinstance(value, list) and typing.get_origin(kind) is tuple:
-      return tuple(_parse_text(part, float) for part in value)
-  except (ValueError, AttributeError):  # AttributeError: a list within the list
-    pass
-  raise ConfigError(f"{key}: expected {_describe(kind)}, got {value!r}")
-
-
-def _format(value: Any) -> str:
-  """The text that `_parse_text` reads back as `value`."""
-  if isinstance(value, bool):
-    return "true" if value else "false"
-  if isinstance(value, tuple):
-    return "[" + ", ".join(map(_format, value)) + "]"
-  return str(value)
-
-
-# --- Unknown names ---
-
-
-_ALMOST = 1.8  # of 2, how like a name must be to be meant though others end in its last word
-
-
-def _nearest(name: str, candidates: Iterable[str]) -> str:
-  """The candidate most like `name`; or those that end in the same word or abbreviate to it (lr), and one as like."""
-  last = name.rpartition(".")[2]
-  tails = {c: c.rpartition(".")[2] for c in candidates}
-  same = [
-    c for c, tail in tails.items() if last in (tail, "".join(word[:1] for word in tail.split("_")))
-  ]
-
-  def likeness(candidate: str) -> float:
-    pairs = ((name, candidate), (last, tails[candidate]))
-    return sum(difflib.SequenceMatcher(None, a, b).ratio() for a, b in pairs)
-
-  best = max(tails, key=likeness)
-  if same and likeness(best) < _ALMOST:
-    return " or ".join(same)
-  return " or ".join([*(c for c in same if c != best), best])
-
-
 # --- YAML ---
 
 
@@ -260,7 +167,7 @@ def _parsed(leaves: Leaves, agent: str) -> dict[str, Any]:
       continue
     if key not in known:
       _refuse_key(key, agent)
-    values[key] = _parse(key, leaf, known[key].type)
+    values[key] = parse(key, leaf, known[key].type)
   return values
 
 
@@ -270,7 +177,7 @@ def _refuse_key(key: str, agent: str) -> None:
     raise ConfigError(
       f"{key} is a setting of {', '.join(others)}; the agent of this run is {agent}"
     )
-  raise UnknownKeyError(f"unknown key {key!r}; the nearest is {_nearest(key, fields_of(agent))}")
+  raise UnknownKeyError(f"unknown key {key!r}; the nearest is {nearest(key, fields_of(agent))}")
 
 
 # --- Presets ---
@@ -361,7 +268,7 @@ def load(presets: Sequence[str] = (), overrides: Sequence[str] = ()) -> Config:
   chosen: Leaves = {}
   for leaves in (*(preset.leaves for preset in read), last):
     chosen |= leaves
-  agent, game = chosen.get(_AGENT, _DEFAULT_AGENT), chosen.get("env.game")
+  agent, game = chosen.get(_AGENT, DEFAULT_AGENT), chosen.get("env.game")
   values: dict[str, Any] = {}
   for preset in read:
     values |= _parsed(preset.leaves | preset.games.get(str(game), {}), agent)
@@ -408,7 +315,7 @@ def from_yaml(text: str) -> Config:
     ConfigError: unreadable text, an unknown key, a value of the wrong type.
   """
   leaves = _leaves(_read_yaml(text))
-  agent = str(leaves.get(_AGENT, _DEFAULT_AGENT))
+  agent = str(leaves.get(_AGENT, DEFAULT_AGENT))
   return build(agent, _parsed(leaves, agent))
 
 
@@ -427,7 +334,7 @@ def diff(a: Config, b: Config) -> dict[str, str]:
     return {_AGENT: f"{a.agent.name} != {b.agent.name}"}
   theirs = flat(b)
   return {
-    key: f"{_format(value)} != {_format(theirs[key])}"
+    key: f"{show(value)} != {show(theirs[key])}"
     for key, value in flat(a).items()
     if value != theirs[key]
   }
@@ -439,7 +346,7 @@ def immutable(config: Config, keys: Iterable[str]) -> list[str]:
   return [key for key in keys if key not in known or not known[key].metadata["mutable"]]
 
 
-def help_text(agent: str = _DEFAULT_AGENT) -> str:
+def help_text(agent: str = DEFAULT_AGENT) -> str:
   """Every key of a run of this agent with its default, type and meaning, and the presets."""
   lines = [
     f"Settings of a run with agent={agent} (one of {', '.join(agent_names())}), as key=value, with",
@@ -449,7 +356,7 @@ def help_text(agent: str = _DEFAULT_AGENT) -> str:
     lines += ["", f"{section}: {(cls.__doc__ or '').strip()}"]
     for key, field in fields_of(agent).items():
       if key.startswith(f"{section}."):
-        lines.append(f"  {key}={_format(field.default)}  ({_describe(field.type)})")
+        lines.append(f"  {key}={show(field.default)}  ({describe(field.type)})")
         lines += textwrap.wrap(
           field.metadata["help"], 100, initial_indent="      ", subsequent_indent="      "
         )

@@ -211,8 +211,9 @@ def episode_cap(game: str, cap: int) -> int:
 
 
 def largest_value(config: EnvConfig) -> float | None:
-  """The largest discounted return of a training episode, where it is known: Catch ends with the only reward, 1 or -1;
-  CartPole gives 1 in each step. None for Atari's games.
+  """The largest discounted return of a training episode; None if it is not known.
+
+  Catch ends with the only reward, 1 or -1; CartPole gives 1 in each step.
   """
   if config.game == "CartPole":
     steps = episode_cap(config.game, config.max_episode_steps)

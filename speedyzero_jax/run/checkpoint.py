@@ -113,6 +113,17 @@ class Checkpoints:
     """
     if self._newest == (snapshot.step, snapshot.env_steps):
       return  # stopped twice at one moment, or a finished run resumed
+    try:
+      self._write(snapshot)
+    except Exception as error:
+      raise CheckpointError(f"saving to {self._directory} failed: {_reason(error)}") from error
+    self._newest = snapshot.step, snapshot.env_steps
+    for step in self.steps()[: -self.keep]:
+      if needed is None or step < needed:
+        for folder in self._folders(step):
+          shutil.rmtree(folder, ignore_errors=True)
+
+  def _write(self, snapshot: Snapshot) -> None:
     items = {name: jax.tree.map(np.asarray, tree) for name, tree in snapshot.items.items()}
     items = {name: tree for name, tree in items.items() if jax.tree.leaves(tree)}
     meta = {
@@ -125,16 +136,8 @@ class Checkpoints:
       "counters": snapshot.meta,
     }
     meta["meta_crc32"] = _crc_of_json(meta)
-    try:
-      self._check_space(sum(leaf.nbytes for leaf in jax.tree.leaves(items)))
-      self._commit(snapshot.step, items, meta)
-    except Exception as error:
-      raise CheckpointError(f"saving to {self._directory} failed: {_reason(error)}") from error
-    self._newest = snapshot.step, snapshot.env_steps
-    for step in self.steps()[: -self.keep]:
-      if needed is None or step < needed:
-        for folder in self._folders(step):
-          shutil.rmtree(folder, ignore_errors=True)
+    self._check_space(sum(leaf.nbytes for leaf in jax.tree.leaves(items)))
+    self._commit(snapshot.step, items, meta)
 
   def _commit(self, step: int, items: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
     """Writes `checkpoints/step/`. At any moment either it or what it replaces is there whole."""

@@ -14,6 +14,7 @@ from unittest import mock
 import orbax.checkpoint as ocp
 from orbax.checkpoint._src.multihost import multihost
 
+_JOIN_SECONDS = 10.0
 _lock = threading.Lock()  # the replacement is global
 
 
@@ -26,5 +27,10 @@ def checkpointer() -> Iterator[ocp.Checkpointer]:
   composite = ocp.CompositeOptions(multiprocessing_options=options)
   with _lock, mock.patch.object(multihost, "process_index", lambda: 0):
     handler = ocp.CompositeCheckpointHandler(composite_options=composite)
-    with ocp.Checkpointer(handler, multiprocessing_options=options) as opened:
-      yield opened
+    try:
+      with ocp.Checkpointer(handler, multiprocessing_options=options) as opened:
+        yield opened
+    finally:  # after a failure, other writers of the same save are still at work
+      for thread in threading.enumerate():
+        if type(thread).__module__.startswith("orbax."):
+          threading.Thread.join(thread, _JOIN_SECONDS)  # its own raises the error again

@@ -304,7 +304,7 @@ for _ in sys.stdin:
 def test_killed_in_the_middle_of_appends_and_flushes(tmp_path):
   """kill -9 at any moment: all that was flushed is there, in order, nothing twice."""
   path, kills, rng = tmp_path / "journal", 14, np.random.default_rng(0)
-  # One process that imports, and forks those that are killed: an interpreter takes a second to start.
+  # One process imports, and forks those that are killed: an interpreter takes a second to start.
   command = [sys.executable, "-W", "ignore", "-c", _WRITER, str(path), str(ROOT)]
   heads, flushes = NONE, 0
   with subprocess.Popen(

@@ -64,7 +64,11 @@ def test_one_item_alone_is_read_without_the_rest(copied):
 
 
 def test_items_without_arrays(tmp_path):
-  items = {"weights": {}, "actor": {}, "replay": {"sampler": {}, "empty": np.zeros((0, 2), np.int8)}}
+  items = {
+    "weights": {},
+    "actor": {},
+    "replay": {"sampler": {}, "empty": np.zeros((0, 2), np.int8)},
+  }
   one = snapshot(5, **items)
   write(tmp_path, one)
   restored = Checkpoints(tmp_path).restore(abstract() | {"weights": {}, "actor": {}}, pytest.fail)
@@ -138,7 +142,7 @@ def test_a_journal_that_cannot_be_read_is_no_reason_for_an_older_checkpoint(copi
   def verify(tails, heads):
     raise JournalError("disk I/O error")
 
-  with pytest.raises(CheckpointError, match="checkpoints/8, which may be whole: .*I/O error"):
+  with pytest.raises(CheckpointError, match=r"checkpoints/8, which may be whole: .*I/O"):
     Checkpoints(copied[0]).restore(abstract(), pytest.fail, verify=verify)
   assert Checkpoints(copied[0]).steps() == [4, 8]
 
@@ -232,7 +236,7 @@ for _ in sys.stdin:
     checkpoints, done = Checkpoints(Path(sys.argv[3]), keep=2), 0
     if checkpoints.steps():
       done = checkpoints.restore(abstract(), print).env_steps // 3
-    snapshots = [snapshot(1 + i // 2, head=1 + i) for i in range(done, done + 9)]  # steps come twice
+    snapshots = [snapshot(1 + i // 2, head=1 + i) for i in range(done, done + 9)]
     for one in snapshots:
       checkpoints.save(one)
       os.write(1, b"%d\\n" % (one.env_steps // 3))

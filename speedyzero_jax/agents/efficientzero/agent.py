@@ -1,5 +1,6 @@
 """The EfficientZero family as an `Agent`: acting by search, the unrolled loss, and reanalysis."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from speedyzero_jax.agents.efficientzero.networks import (
 from speedyzero_jax.agents.efficientzero.reanalyse import Reanalysis
 from speedyzero_jax.agents.efficientzero.search import ModelStep, Root, SearchResult, make_search
 from speedyzero_jax.config.schema import Config
+from speedyzero_jax.envs.batched_env import largest_value
 from speedyzero_jax.replay.replay import Replay, Selection
 from speedyzero_jax.replay.sampler import PrioritizedSampler, importance_weights
 from speedyzero_jax.replay.schema import Column, make_schema
@@ -51,6 +53,7 @@ class EfficientZero:
     own: EfficientZeroConfig = config.agent
     self._config, self._own, self._actions = config, own, actions
     self._stack = config.env.frame_stack
+    _check_support(config)
     height, width, channels = frame_shape
     self.synchronised = own.network.batch_norm == "sync"
     self.blueprint: Blueprint = make_blueprint(
@@ -227,6 +230,17 @@ class EfficientZero:
 
   def label(self, program: str) -> str:
     return {"reanalyse": "search", "act": "search"}.get(program, "values")
+
+
+def _check_support(config: Config) -> None:
+  """Raises ValueError if the support of the value distribution cannot hold the game's returns."""
+  largest = largest_value(config.env)
+  needed = 0 if largest is None else math.ceil(losses.transform(jnp.asarray(largest)))
+  if config.agent.network.support < needed:
+    raise ValueError(
+      f"network.support: must be at least {needed} for returns of up to {largest:.0f}, which "
+      f"{config.env.game} has, got {config.agent.network.support}"
+    )
 
 
 def make_recurrent_fn(blueprint: Blueprint) -> Any:
