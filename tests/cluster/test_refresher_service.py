@@ -1,20 +1,21 @@
 """Blocks of states, their results and frames when refreshers die, repeat calls, or come late."""
 
 import threading
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 from small_unit import BATCH, SWEEP, assert_same
 
-from speedyzero_jax.cluster import messages
+from speedyzero_jax.cluster import messages, refresher_service
 from speedyzero_jax.metrics import names
 from speedyzero_jax.run import steps
 
 
 @pytest.mark.parametrize("task", ["refresh", "reanalyse"])
 def test_a_sweep_by_refreshers_is_the_local_one(make_unit, task):
-  unit = make_unit(SWEEP[task])
+  unit = make_unit(SWEEP[task], durable=True)
   unit.fill(20)
   with unit.twin() as local:
     unit.publish(6)
@@ -36,7 +37,7 @@ def test_a_sweep_by_refreshers_is_the_local_one(make_unit, task):
 
 
 def test_a_sweep_returns_to_the_states_of_a_lost_block(make_unit):
-  unit = make_unit(SWEEP["refresh"], "topology.block_timeout=0.1", refreshers=2)
+  unit = make_unit(SWEEP["refresh"], refreshers=2)
   unit.fill(20)
   unit.join_refresher(0), unit.join_refresher(1)
   unit.publish(8)
@@ -46,14 +47,22 @@ def test_a_sweep_returns_to_the_states_of_a_lost_block(make_unit):
     unit.result(unit.work(1), 1)
 
 
-def batch_unit(make_unit, *overrides, refreshers=1):
+def batch_unit(make_unit, *overrides, refreshers=1, durable=False):
   """A unit with refreshers that have joined, for sampled batches."""
-  unit = make_unit(*BATCH, *overrides, refreshers=refreshers)
+  unit = make_unit(*BATCH, *overrides, refreshers=refreshers, durable=durable)
   unit.fill(20)
   unit.publish(3)
   for number in range(refreshers):
     unit.join_refresher(number)
   return unit
+
+
+@pytest.fixture
+def clock(monkeypatch):
+  """Seconds on the service's clock, in a list."""
+  now = [0.0]
+  monkeypatch.setattr(refresher_service, "time", SimpleNamespace(monotonic=lambda: now[0]))
+  return now
 
 
 def newest(unit):
@@ -65,7 +74,7 @@ def same_states(a, b):
 
 
 def test_a_batch_is_split_and_waited_for_and_computed_as_by_one_process(make_unit):
-  unit = batch_unit(make_unit, refreshers=2)
+  unit = batch_unit(make_unit, refreshers=2, durable=True)
   with unit.twin() as local:
     local.weights.publish(3, unit.agent.init(number=3))
     works, thread, done = unit.executing(5)
@@ -88,10 +97,13 @@ def test_a_batch_is_split_and_waited_for_and_computed_as_by_one_process(make_uni
     assert_same(unit.replay, local.replay, besides={"rng"})
 
 
-def test_the_learner_waits_for_a_batch_only_so_long(make_unit):
-  unit = batch_unit(make_unit, "topology.block_timeout=0.1")
+def test_the_learner_waits_for_a_batch_only_so_long(make_unit, clock):
+  unit = batch_unit(make_unit, "topology.block_timeout=60")
   _, thread, done = unit.executing()
   held = unit.work(seconds=5)
+  thread.join(0.1)
+  assert not done
+  clock[0] += 121
   thread.join(10)
   assert done and newest(unit) == 0
   unit.result(held)  # late results are written
@@ -99,8 +111,9 @@ def test_the_learner_waits_for_a_batch_only_so_long(make_unit):
   assert unit.work() is None  # but what the learner no longer waits for is not handed out
   _, thread, done = unit.executing()
   unit.work(seconds=5)
+  clock[0] += 121
   thread.join(10)
-  assert done and unit.work(seconds=0.15) is None  # nor when it is overdue
+  assert done and unit.work() is None  # nor handed out again
   _, thread, done = unit.executing()
   for _ in range(2):
     unit.result(unit.work(seconds=5))
@@ -172,13 +185,14 @@ def test_results_that_do_not_fit_are_refused(make_unit):
   unit.result(block, arrays=good)
 
 
-def test_an_overdue_block_is_handed_out_again_and_its_late_result_is_dropped(make_unit):
-  unit = batch_unit(make_unit, "topology.block_timeout=0.3", refreshers=2)
+def test_an_overdue_block_is_handed_out_again_and_its_late_result_is_dropped(make_unit, clock):
+  unit = batch_unit(make_unit, "topology.block_timeout=60", refreshers=2)
   _, thread, done = unit.executing(1)
   held = unit.work(0, seconds=5)
   unit.result(unit.work(1, seconds=5), 1)  # of the task bootstrap
+  clock[0] += 59
   assert unit.work(1) is None
-  thread.join(0.3)
+  clock[0] += 2
   again = unit.work(1)
   assert same_states(again, held) and again.block != held.block
   before = unit.replay.store["policy"].copy()

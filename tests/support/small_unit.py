@@ -43,7 +43,7 @@ class Unit:
 
   def __init__(self, folder, experiment: Experiment, overrides, actors: int, refreshers: int):
     self.folder, self.experiment, self.config = folder, experiment, experiment.config
-    self._overrides, self._durable = overrides, experiment.membership.durable
+    self._overrides = overrides
     self.agent, self.inference = experiment.agent, experiment.inference
     self.replay, self.weights = experiment.replay, experiment.weights
     self.limiter, self.collector = experiment.limiter, experiment.collector
@@ -183,14 +183,12 @@ class Unit:
 
   @contextlib.contextmanager
   def twin(self) -> Iterator[Experiment]:
-    """A process that starts again with a copy of the journal, and without a checkpoint."""
+    """A process that starts again with a copy of a durable journal, and without a checkpoint."""
     folder = self.folder / "twin"
     folder.mkdir()
-    if not self._durable:
-      self.journal.flush()
     for path in self.folder.glob("journal.sqlite*"):
       shutil.copy(path, folder)
-    with _parts(folder, self._overrides, self._durable, resume_step=0) as experiment:
+    with _parts(folder, self._overrides, True, resume_step=0) as experiment:
       yield experiment
 
 
