@@ -34,7 +34,7 @@ class ActInputs(NamedTuple):
 
   frames: Any  # [n, S, H, W, C], oldest first
   first: Any  # [n] bool, an episode starts here: recurrent state is to be reset
-  lane: Any  # [n] int32, number of the environment in the run
+  lane: Any  # [n] int32, number of the environment among those of the learner process
   core: Any  # recurrent state, a pytree; () without one
 
 

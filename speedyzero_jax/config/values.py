@@ -1,4 +1,4 @@
-"""Text of single settings: parsing by type, formatting, and the nearest name to an unknown one."""
+"""Text form of settings: parsing by type, formatting, and suggestions for unknown names."""
 
 import difflib
 import math
@@ -10,11 +10,11 @@ _BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 
 
 class ConfigError(ValueError):
-  """A setting that cannot be used; the message names it. Launchers print it and exit with status 2."""
+  """An invalid setting; the message names it. Launchers print it and exit with status 2."""
 
 
 def describe(kind: Any) -> str:
-  """What a field of this type takes, in words."""
+  """The expected kind of value, for error messages and `--help`."""
   if typing.get_origin(kind) is typing.Literal:
     return "one of " + ", ".join(typing.get_args(kind))
   return {bool: "true or false", int: "an integer", float: "a number", str: "text"}.get(
@@ -23,7 +23,7 @@ def describe(kind: Any) -> str:
 
 
 def _parse_text(text: str, kind: Any) -> Any:
-  """The value of type `kind` that `text` spells; ValueError if it spells none."""
+  """The value of type `kind` spelled by `text`. Raises ValueError if there is none."""
   if kind is str:
     return text
   text = text.strip()
@@ -54,7 +54,7 @@ def _parse_text(text: str, kind: Any) -> Any:
 
 
 def parse(key: str, value: Any, kind: Any) -> Any:
-  """`value`, text or a list of texts, as the type of `key`. ConfigError if it is not of that type."""
+  """`value`, a text or list of texts, as the type of `key`. Raises ConfigError if it is not one."""
   try:
     if isinstance(value, str):
       return _parse_text(value, kind)
@@ -74,11 +74,14 @@ def show(value: Any) -> str:
   return str(value)
 
 
-_ALMOST = 1.8  # of 2, how like a name must be to be meant though others end in its last word
+_ALMOST = 1.8  # of 2, the likeness above which a name is preferred to those with the same last word
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
-  """The candidate most like `name`; or those that end in the same word or abbreviate to it (lr), and one as like."""
+  """The candidates that `name` may mean.
+
+  Those whose last word is the same or is abbreviated by it (lr), and the one most like it.
+  """
   last = name.rpartition(".")[2]
   tails = {c: c.rpartition(".")[2] for c in candidates}
   same = [

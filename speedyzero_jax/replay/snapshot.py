@@ -1,4 +1,4 @@
-"""Turning a replay's parts into plain numpy arrays and back, bit for bit. Must not know of files."""
+"""Conversion of a replay's parts to plain numpy arrays and back, bit for bit."""
 
 from collections.abc import Mapping
 
@@ -18,7 +18,7 @@ def pack_rng(rng: np.random.Generator) -> np.ndarray:
 
 
 def unpack_rng(words: np.ndarray) -> np.random.Generator:
-  """The generator that `pack_rng` described."""
+  """The generator saved by `pack_rng`."""
   state, inc = ((int(words[i]) << 64) | int(words[i + 1]) for i in (0, 2))
   bits = np.random.PCG64()
   bits.state = {
@@ -31,7 +31,7 @@ def unpack_rng(words: np.ndarray) -> np.random.Generator:
 
 
 def live_index(store: LaneStore) -> tuple[np.ndarray, np.ndarray]:
-  """All live slots, lanes in order and each lane's oldest first: (lane [N], time [N]) int64."""
+  """All live slots, by lane, oldest first: (lane [N], time [N]) int64."""
   count = store.head - store.tail
   lane = np.repeat(np.arange(store.lanes), count)
   offset = np.arange(len(lane)) - np.repeat(np.cumsum(count) - count, count)
@@ -39,7 +39,7 @@ def live_index(store: LaneStore) -> tuple[np.ndarray, np.ndarray]:
 
 
 def export_store(store: LaneStore) -> dict[str, np.ndarray]:
-  """Everything in a store besides the frames: live slots only, in `live_index` order."""
+  """The contents of a store except the frames: live slots in `live_index` order."""
   state = {f"slot_{name}": store.newest(array, store.tail) for name, array in store.fields.items()}
   return state | {
     "head": store.head.copy(),
@@ -49,7 +49,7 @@ def export_store(store: LaneStore) -> dict[str, np.ndarray]:
 
 
 def check_store(store: LaneStore, state: Mapping[str, np.ndarray]) -> None:
-  """Raises ValueError unless `state` is of the very slots whose frames the store holds."""
+  """Raises ValueError unless `state` is of the slots whose frames the store holds."""
   if not (np.array_equal(state["head"], store.head) and np.array_equal(state["tail"], store.tail)):
     raise ValueError(
       "the state is not of the slots whose frames were imported: heads or tails differ"
@@ -58,13 +58,12 @@ def check_store(store: LaneStore, state: Mapping[str, np.ndarray]) -> None:
   for name, array in store.fields.items():
     saved = state[f"slot_{name}"]
     if saved.shape != (slots, *array.shape[2:]) or saved.dtype != array.dtype:
-      raise ValueError(
-        f"slot_{name} is {saved.dtype}{list(saved.shape)}, expected {array.dtype}{[slots, *array.shape[2:]]}"
-      )
+      expected = f"{array.dtype}{[slots, *array.shape[2:]]}"
+      raise ValueError(f"slot_{name} is {saved.dtype}{list(saved.shape)}, expected {expected}")
 
 
 def import_store(store: LaneStore, state: Mapping[str, np.ndarray]) -> None:
-  """Restores what `export_store` gave; `check_store` must have passed."""
+  """Restores `export_store`; call `check_store` first."""
   flat = store.flat(*live_index(store))
   for name, array in store.fields.items():
     if name in store.stamps:

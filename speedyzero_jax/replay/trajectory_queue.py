@@ -1,4 +1,4 @@
-"""A first-in, first-out queue of trajectories: consecutive windows of each lane, trained on once."""
+"""A FIFO queue of trajectories: consecutive windows of each lane, each trained on once."""
 
 from collections.abc import Mapping
 
@@ -11,11 +11,11 @@ QUEUED, SKIPPED = "queued_trajectories", "skipped_trajectories"
 
 
 class TrajectoryQueue:
-  """Hands out windows of `length` slots, and the slot after them, in the order they are completed.
+  """Returns windows of `length` slots, and the slot after them, in order of completion.
 
-  Windows of a lane follow each other without a gap: window i is slots i * length .. (i+1) * length,
-  the last of which is the first of window i + 1. They cross the ends of episodes. A lane is visited
-  again after all others with a complete window; what the ring has evicted is skipped.
+  Windows of a lane are contiguous: window i is slots i * length .. (i+1) * length, the last of
+  which is the first of window i + 1. They cross episode boundaries. Lanes with complete windows
+  take turns; evicted windows are skipped.
 
   Args:
     store: of the slots.
@@ -34,7 +34,7 @@ class TrajectoryQueue:
     self.skipped = 0  # windows evicted before they were trained on
 
   def _complete(self) -> np.ndarray:
-    """Complete windows of each lane, [L]."""
+    """Number of complete windows of each lane, [L]."""
     behind = np.maximum(self._store.tail - self._next, 0)
     lost = -(-behind // self._length)
     self.skipped += int(lost.sum())
@@ -51,13 +51,13 @@ class TrajectoryQueue:
     return self.count >= n
 
   def appended(self, lane: np.ndarray, old_head: np.ndarray) -> None:
-    """Nothing to do: complete windows are counted from the heads."""
+    """No-op: complete windows are counted from the heads."""
 
   def select(self, n: int, rng: np.random.Generator) -> Selection:
     """The next n windows. Raises ValueError if fewer are complete."""
     complete = self._complete()
     if complete.sum() < n:
-      raise ValueError(f"{n} trajectories are wanted, {complete.sum()} are complete")
+      raise ValueError(f"requested {n} trajectories, only {complete.sum()} are complete")
     lanes: list[int] = []
     times: list[int] = []
     while len(lanes) < n:
@@ -71,10 +71,10 @@ class TrajectoryQueue:
     return Selection(np.array(lanes, np.int32), np.array(times, np.int64), np.ones(n))
 
   def update(self, selection: Selection, priority: np.ndarray, step: int) -> None:
-    """Nothing to do: trajectories have no priority."""
+    """No-op: trajectories have no priority."""
 
   def stats(self, learner_step: int) -> dict[str, float]:
-    """Complete windows that wait, and windows lost to eviction."""
+    """Complete windows not yet used, and windows lost to eviction."""
     return {QUEUED: float(self.count), SKIPPED: float(self.skipped)}
 
   def state_dict(self) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Construction of an experiment from a configuration, and from a checkpoint."""
+"""Construction of an experiment from a configuration or a checkpoint."""
 
 from pathlib import Path
 
@@ -40,17 +40,17 @@ def build(
   resume: bool,
   membership: Membership = ALONE,
 ) -> Experiment:
-  """Makes all parts, and restores them from the newest readable checkpoint.
+  """Makes all parts and, on resume, restores them from the newest readable checkpoint.
 
   Args:
     config: of the run.
-    run_dir: folder of the run, or of the learner process, held by this process.
-    logger: takes messages and metrics.
+    run_dir: folder of the run, or of the learner process, locked by this process.
+    logger: receives messages and metrics.
     resume: continue an earlier run.
     membership: of this process.
 
   Raises:
-    CheckpointError: resuming, but no checkpoint can be read.
+    CheckpointError: no checkpoint can be read.
     TrainingError: the run can't continue here.
   """
   own = loader.divide(config, membership.unit, membership.units)

@@ -1,4 +1,4 @@
-"""The two ways to run an experiment in one process: roles take turns, or overlap in threads."""
+"""The loops of an experiment: roles take turns (lockstep), or overlap in threads (async)."""
 
 import contextlib
 import functools
@@ -19,7 +19,7 @@ from speedyzero_jax.workers.sweeper import Sweeper
 def run(experiment: Experiment) -> bool:
   """Runs to the end in the configured mode.
 
-  Returns False if it was stopped before that. Raises what a role raised.
+  Returns False if stopped earlier. Raises the error of a role.
   """
   if experiment.config.run.mode == "lockstep":
     _lockstep(experiment)
@@ -45,18 +45,18 @@ def _lockstep(experiment: Experiment) -> None:
 
 
 class _Overlapped:
-  """One thread per role beside the learner's; all wait on the rate limiter's condition."""
+  """One thread per role besides the learner's; all wait on the rate limiter's condition."""
 
   def __init__(self, experiment: Experiment):
     self._experiment, self._limiter = experiment, experiment.limiter
     self._ready: deque[PreparedBatch] = deque()
-    self._drawn = experiment.limiter.learner_steps  # batches drawn so far, by learner step
-    # The step before this one: its priorities are taken a step late, not to wait for the device.
+    self._drawn = experiment.limiter.learner_steps  # number of batches drawn
+    # The previous step: its priorities are read a step late, to not wait for the device.
     self._pending: tuple[PreparedBatch, StepResult, int] | None = None
     self._errors: list[BaseException] = []
 
   def run(self) -> None:
-    """Starts the roles, learns in this thread, and ends them."""
+    """Starts the roles, learns in this thread, and joins the roles."""
     membership = self._experiment.membership
     roles: list[Callable[[], None]] = [self._draw]
     if membership.acts:
@@ -74,7 +74,7 @@ class _Overlapped:
       self._limiter.stop()
       for thread in threads:
         thread.join()
-    self._settle()  # first: a role's error may be an effect of what shows here as divergence
+    self._settle()  # first, since errors of roles may follow from a divergence detected here
     failure = self._experiment.collector.failure
     if self._errors or failure:
       raise self._errors[0] if self._errors else failure or AssertionError
@@ -84,12 +84,12 @@ class _Overlapped:
       role()
     except Stopped:
       pass
-    except BaseException as error:  # raised again in the learner's thread
+    except BaseException as error:  # raised in the learner's thread
       self._errors.append(error)
       self._limiter.stop()
 
   def _collect(self) -> None:
-    def may_collect() -> bool:  # the learner may be due, but have too little to draw from
+    def may_collect() -> bool:  # also if the learner is due but has too little to draw from
       return self._limiter.may_collect() or not self._experiment.pipeline.ready()
 
     while not self._limiter.collected:

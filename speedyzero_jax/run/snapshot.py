@@ -1,4 +1,4 @@
-"""Snapshots of an experiment: what is saved of each part, and how parts are restored."""
+"""Snapshots of an experiment: the saved state of each part, and its restoration."""
 
 import hashlib
 from typing import Any
@@ -16,7 +16,7 @@ from speedyzero_jax.workers.weights import ACTOR, DivergedError, Version
 
 
 def abstract(learner: Learner, agent: Agent) -> dict[str, Params]:
-  """Shapes of what is restored to devices, by item of a checkpoint."""
+  """Shapes of the items of a checkpoint that are restored to devices."""
   state = learner.abstract()
   weights = dict.fromkeys((ACTOR, *agent.subscriptions), state.variables)
   optimizer = {"state": state.opt_state, "target": state.target}
@@ -30,15 +30,15 @@ def learner_state(learner: Learner, restored: Snapshot) -> LearnerState:
 
 
 def save(experiment: Experiment, *, required: bool = False) -> None:
-  """Starts a checkpoint of this learner step in the background; reports a failure of the last one.
+  """Starts saving a checkpoint in the background; reports a failure of the previous one.
 
   Args:
     experiment: to save.
-    required: wait for it.
+    required: wait for the checkpoint.
 
   Raises:
-    CheckpointError: it is required and failed. Otherwise training continues.
-    DivergedError: the parameters are not finite; they are not saved.
+    CheckpointError: a required checkpoint failed. Other failures don't stop training.
+    DivergedError: the parameters are not finite; nothing is saved.
   """
   experiment.recovery.wait()
   step = experiment.limiter.learner_steps
@@ -74,18 +74,18 @@ def save(experiment: Experiment, *, required: bool = False) -> None:
 
 
 def restore(experiment: Experiment, restored: Snapshot) -> None:
-  """Puts a checkpoint into freshly made parts.
+  """Restores a checkpoint into newly made parts.
 
   Raises:
-    TrainingError: it is of another number of learner processes, or of another network than theirs;
-      or, in lockstep, the environments replay otherwise.
+    TrainingError: the checkpoint is of another number of learner processes, or differs from theirs;
+      or, in lockstep, the environments can't be restored.
   """
   meta = restored.meta
   _check_same_network(experiment, restored.step)
   if meta["units"] != experiment.membership.units:
     raise TrainingError(
-      f"the run's experience is divided among {meta['units']} learner processes; it can't continue "
-      f"with {experiment.membership.units}"
+      f"the run's experience is divided among {meta['units']} learner processes; it can't "
+      f"continue with {experiment.membership.units}"
     )
   experiment.logger.rewind(restored.step)
   for segments in experiment.recovery.stored(restored):
@@ -124,9 +124,9 @@ def _restore_actor(experiment: Experiment, restored: Snapshot) -> None:
   except RuntimeError as error:
     if experiment.config.run.mode == "lockstep":
       raise TrainingError(
-        f"can't continue from step {restored.step}: {error}. A lockstep run continues bit for bit or "
-        "not at all: resume it with the envpool and on the kind of machine that it began with, or "
-        "start a new run."
+        f"can't continue from step {restored.step}: {error}. A lockstep run continues bit for bit "
+        "or not at all: resume it with the envpool and on the kind of machine that it began with, "
+        "or start a new run."
       ) from error
     experiment.logger.message(
       f"warning: {error}; new games begin, and unfinished episodes end where they were"
@@ -135,14 +135,14 @@ def _restore_actor(experiment: Experiment, restored: Snapshot) -> None:
 
 
 def replay_journal(experiment: Experiment) -> None:
-  """Takes in what was made durable after the checkpoint."""
+  """Appends the segments recorded after the checkpoint."""
   limiter, replay, local = experiment.limiter, experiment.replay, experiment.collector.local
   before, heads = limiter.env_steps, replay.heads
   for segments in experiment.recovery.later(heads):
     experiment.collector.replay_recorded(segments)
   if limiter.env_steps > before:
     experiment.logger.message(f"{limiter.env_steps - before} more agent steps from the journal")
-  if local is not None and (replay.heads > heads).any():  # also by resets, which are no agent steps
+  if local is not None and (replay.heads > heads).any():  # resets, too, are slots
     local.cut()
 
 

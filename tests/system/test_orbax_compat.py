@@ -1,4 +1,4 @@
-"""A process that is not the first of several writes and reads checkpoints by itself."""
+"""Processes of one jax.distributed cluster write and read checkpoints of their own, at the same time."""
 
 import socket
 import subprocess
@@ -23,19 +23,19 @@ number = int(sys.argv[4])
 jax.distributed.initialize(sys.argv[3], num_processes=2, process_id=number)
 jax.devices()  # of both: neither is ready before the other
 from snapshots import assert_same_tree, read, snapshot, write
-if number:
-  folder = Path(sys.argv[2])
-  write(folder, 4, 8)
-  restored, reported = read(folder)
-  assert not reported
-  assert_same_tree(restored, snapshot(8))
-  assert jax.process_count() == 2 and jax.process_index() == 1
+folder = Path(sys.argv[2]) / str(number)
+folder.mkdir()
+write(folder, *range(4, 41, 4))
+restored, reported = read(folder)
+assert not reported
+assert_same_tree(restored, snapshot(40))
+assert jax.process_count() == 2 and jax.process_index() == number
 print("done", flush=True)
 sys.stdin.readline()  # leave together: neither may end while the other works
 """
 
 
-def test_the_second_process_alone(tmp_path):
+def test_processes_write_at_the_same_time(tmp_path):
   with socket.socket() as free:
     free.bind(("localhost", 0))
     address = f"localhost:{free.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""The EfficientZero family as an `Agent`: acting by search, the unrolled loss, and reanalysis."""
+"""The EfficientZero family as an `Agent`: acting by search, an unrolled loss, and reanalysis."""
 
 import math
 from functools import partial
@@ -75,9 +75,9 @@ class EfficientZero:
       frame_dtype,
       actions,
       (
-        Column("policy", "float32", (actions,), fill=1 / actions),  # the search's improved policy
-        Column("search_value", "float32"),  # the root's value after the search
-        Column("value", "float32"),  # the network's value
+        Column("policy", "float32", (actions,), fill=1 / actions),  # improved by the search
+        Column("search_value", "float32"),  # of the root, after the search
+        Column("value", "float32"),  # of the root, from the network
       ),
       copies={"bootstrap": "value"},  # the value at the end of n-step returns
       stamps={
@@ -213,7 +213,7 @@ class EfficientZero:
     real = time[:, None] + np.arange(states.shape[1]) == states
     flat = store.flat(lane[:, None], states)
     action = take(store.action, flat[:, :-1])
-    # Unrolled beyond the end of an episode, the model sees random actions.
+    # Past the end of an episode the model is unrolled with random actions.
     random = replay.rng.integers(0, store.num_actions, action.shape, np.int32)
     action = np.where(real[:, :-1] & (action >= 0), action, random)
     age = np.where(real, learner_step - take(store["policy_step"], flat), 0)
@@ -244,7 +244,7 @@ def _check_support(config: Config) -> None:
 
 
 def make_recurrent_fn(blueprint: Blueprint) -> Any:
-  """g and f for the search: `(variables, state, carry, action) -> ModelStep`, scalars decoded."""
+  """g and f for the search: `(variables, state, carry, action) -> ModelStep`, decoding scalars."""
 
   def recurrent(variables: Any, state: jax.Array, carry: Any, action: jax.Array) -> ModelStep:
     network = blueprint.bind(variables)
