@@ -53,9 +53,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     "--max-episode-steps", type=_positive, help="cap in agent steps (default: the run's)"
   )
   parser.add_argument(
-    "--seed",
-    type=_natural,
-    help="of the environments (default: that of the run's own evaluations)",
+    "--seed", type=_natural, help="of the environments (default: that of the run's own evaluations)"
   )
   return parser.parse_args(argv)
 

@@ -26,13 +26,14 @@ __all__ = [
 
 
 class ScaleByClippedTrustRatioState(NamedTuple):
-  """The trust ratios of the last update, kept as metrics only.
+  """The trust ratios of the last update, and the leaves that have none.
 
   Both trees have the structure of the params, with `optax.MaskedNode` for leaves not adapted.
   """
 
   ratio: Any  # float32 scalars, after clipping; 1 before the first update
   clipped: Any  # bool scalars, whether a bound changed the ratio
+  exempt: Any  # bool scalars, the leaf was zero at initialization: its ratio is always 1
 
 
 def scale_by_clipped_trust_ratio(
@@ -50,7 +51,8 @@ def scale_by_clipped_trust_ratio(
     ratio = clip(trust_coefficient * |w| / (|g| + weight_decay * |w| + eps), trust_min, trust_max)
 
   and `|.|` is the Euclidean norm over the whole leaf. If either norm is zero the ratio is 1 before
-  clipping. Norms, ratio and product are computed in float32; the result has the gradient's dtype.
+  clipping. The ratio of a leaf that is zero at initialization is always 1: it has no norm to trust,
+  and with a ratio in proportion to its tiny norm it would stay tiny. Norms, ratio and product are computed in float32; the result has the gradient's dtype.
   Do not chain it with `optax.add_decayed_weights`: the ratio needs the two norms separately.
 
   This is the ratio of LARS with two bounds added, our reading of Clipped LARS; `trust_max=1` means
@@ -97,6 +99,9 @@ def scale_by_clipped_trust_ratio(
     ratio = jnp.where(zero, 1.0, trust_coefficient * w_norm / jnp.where(zero, 1.0, denominator))
     return ratio.astype(jnp.float32)
 
+  def bounded(ratio, free):
+    return jnp.where(free, 1.0, jnp.clip(ratio, trust_min, trust_max)).astype(jnp.float32)
+
   def scaled(ratio, g, w):
     return (ratio * (g.astype(jnp.float32) + weight_decay * w.astype(jnp.float32))).astype(g.dtype)
 
@@ -104,20 +109,21 @@ def scale_by_clipped_trust_ratio(
     return ScaleByClippedTrustRatioState(
       ratio=jax.tree.map(lambda _: jnp.ones([], jnp.float32), params),
       clipped=jax.tree.map(lambda _: jnp.zeros([], jnp.bool), params),
+      exempt=jax.tree.map(lambda w: jnp.logical_not(jnp.any(w != 0)), params),
     )
 
   def update_fn(updates, state, params=None):
-    del state
     if params is None:
       raise ValueError(
         "scale_by_clipped_trust_ratio needs the current params: call update(updates, state, params)"
       )
-    unclipped = jax.tree.map(unclipped_ratio, updates, params)
-    ratio = jax.tree.map(lambda r: jnp.clip(r, trust_min, trust_max).astype(jnp.float32), unclipped)
-    clipped = jax.tree.map(lambda r: (r < trust_min) | (r > trust_max), unclipped)
-    return jax.tree.map(scaled, ratio, updates, params), ScaleByClippedTrustRatioState(
-      ratio, clipped
+    exempt, unclipped = state.exempt, jax.tree.map(unclipped_ratio, updates, params)
+    ratio = jax.tree.map(bounded, unclipped, exempt)
+    clipped = jax.tree.map(
+      lambda r, free: ((r < trust_min) | (r > trust_max)) & ~free, unclipped, exempt
     )
+    new = ScaleByClippedTrustRatioState(ratio, clipped, exempt)
+    return jax.tree.map(scaled, ratio, updates, params), new
 
   return optax.masked(
     optax.GradientTransformation(init_fn, update_fn), _rank_two_and_more if mask is None else mask

@@ -26,7 +26,7 @@ class BatchPipeline:
   """Prepares batches.
 
   Args:
-    agent: the agent.
+    agent: selects and assembles.
     replay: to draw from.
     batch_size: B, of this process.
     execute: runs the work that the agent requests for a batch, here or in other processes.

@@ -19,10 +19,8 @@ class Collector:
   """Collects with a local actor, or receives the experience of remote ones. Thread-safe.
 
   Args:
-    replay: of this process.
-    limiter: of this process.
+    replay, limiter, logger: of this process.
     weights: to act with.
-    logger: receives rates and policy lag.
     episodes: returns of finished games.
     times: measures the part act.
     record: makes segments durable.

@@ -20,6 +20,7 @@ from speedyzero_jax.run.builders import enable_compilation_cache
 from speedyzero_jax.run.checkpoint import CheckpointError, Checkpoints
 from speedyzero_jax.run.experiment import ALONE, Experiment, Membership, TrainingError
 from speedyzero_jax.run.forecast import Forecast
+from speedyzero_jax.run.profiler import Profiler
 from speedyzero_jax.run.signals import Signals
 from speedyzero_jax.system import memory
 from speedyzero_jax.system.compilation import Compilations, WarmUp
@@ -57,7 +58,7 @@ def train(
   reported = loader.divide(config, unit, units) if unit else config
   resume_step = max(Checkpoints(folder).steps(), default=0) if resume else None
   try:
-    opened = MetricsLogger(_run_info(reported, folder), resume_step, membership.share)
+    opened = MetricsLogger(run_info(reported, folder), resume_step, membership.share)
   except OSError as error:
     print(f"error: can't write into {folder}: {error.strerror or error}", file=sys.stderr)
     return FAILED
@@ -80,7 +81,8 @@ def train(
       return _device_or_memory_error(error, logger, units)
 
 
-def _run_info(config: Config, folder: Path) -> RunInfo:
+def run_info(config: Config, folder: Path) -> RunInfo:
+  """Identity and totals of a run, for its display."""
   return RunInfo(
     game=config.env.game,
     seed=config.run.seed,
@@ -112,7 +114,9 @@ def _run(
       experiment.interrupt()
     observers.enter_context(serving(experiment))
     if not limiter.finished:
-      forecast.prepared(warmup.prepare(experiment))
+      forecast.prepared(timings := warmup.prepare(experiment))
+      if profile.steps:
+        observers.enter_context(Profiler(experiment, folder, timings, compilations, warm_up))
     finished = loops.run(experiment)
   if signals.came() and not limiter.env_steps:
     return _nothing_saved(logger, folder, signals)

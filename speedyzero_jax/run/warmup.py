@@ -1,7 +1,7 @@
-"""Compilation, before a run begins, of every program that it will call again and again.
+"""Compilation and timing, before a run begins, of every program that it will call repeatedly.
 
-Programs are compiled beside each other with placeholder arguments that have the shapes and placement
-of real ones, and each is timed alone.
+Programs are compiled in parallel with placeholder arguments that have the shapes and placement of
+real ones, and each is timed alone.
 """
 
 import time
@@ -18,7 +18,7 @@ from speedyzero_jax.agents.base import ActInputs, Agent, Arrays, Work
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.run.builders import mean_stored, shortest_lane
 from speedyzero_jax.run.experiment import Experiment
-from speedyzero_jax.system.compilation import Program
+from speedyzero_jax.system.compilation import Form, Program
 from speedyzero_jax.system.costs import median_seconds
 from speedyzero_jax.types import Segment
 from speedyzero_jax.workers.weights import ACTOR
@@ -27,35 +27,41 @@ _LONG = 5.0  # seconds after which one measurement is enough
 
 
 class _Call(NamedTuple):
+  name: str  # "train", "act", or that of the task
+  program: Program
   per_step: float  # calls per learner step, on average over the rest of the run
-  prepare: Callable[[], None]
+  prepare: Callable[[], Form]
   run: Callable[[], Any]
 
 
-def prepare(experiment: Experiment) -> float | None:
-  """Compiles all programs of this process, unless the run is interrupted.
+class Timing(NamedTuple):
+  """A program that a run calls repeatedly, compiled and timed."""
 
-  Returns:
-    Mean seconds of a learner step over the rest of the run if all work is done in sequence; None where
-    it is not all done in this process, or not all was measured.
+  name: str
+  program: Program
+  per_step: float
+  form: Form
+  seconds: float  # of a call, alone
+
+
+def prepare(experiment: Experiment) -> list[Timing]:
+  """Compiles all programs of this process, and times them if it is the only learner process.
+
+  Returns an empty list if the run is interrupted.
   """
   calls = list(_calls(experiment))
   with ThreadPoolExecutor() as pool:
-    for future in [pool.submit(_unless_interrupted, experiment, call.prepare) for call in calls]:
-      future.result()
-  membership = experiment.membership
-  if membership.units > 1 or not (membership.acts and membership.sweeps):
-    return None
-  seconds = 0.0
-  for call in calls:
-    if experiment.interrupted:
-      return None
-    seconds += call.per_step * _alone(call.run)
-  return seconds
+    forms = list(pool.map(lambda call: None if experiment.interrupted else call.prepare(), calls))
+  timings = []
+  for call, form in zip(calls, forms, strict=True):
+    if experiment.interrupted or form is None or experiment.membership.units > 1:
+      return []
+    timings.append(Timing(call.name, call.program, call.per_step, form, _seconds(call.run)))
+  return timings
 
 
-def _alone(run: Callable[[], Any]) -> float:
-  """Seconds of a call; for a long one those of the first call, which is somewhat slower."""
+def _seconds(run: Callable[[], Any]) -> float:
+  """Time of a call; for a long one that of the first call, which is somewhat slower."""
 
   def waited() -> None:
     jax.block_until_ready(run())
@@ -66,46 +72,41 @@ def _alone(run: Callable[[], Any]) -> float:
   return first if first > _LONG else median_seconds(waited, 1)
 
 
-def _unless_interrupted(experiment: Experiment, call: Callable[[], None]) -> None:
-  if not experiment.interrupted:
-    call()
-
-
 def _calls(experiment: Experiment) -> Iterator[_Call]:
   config, agent, key = experiment.own, experiment.agent, jax.random.key(0)
   limiter, inference = experiment.limiter, experiment.inference
   steps = max(config.learner.steps - limiter.learner_steps, 1)
   weights = {name: version.variables for name, version in experiment.weights.snapshot().items()}
 
-  def call(per_step: float, program: Program, *args: Any, **kwargs: Any) -> _Call:
-    return _Call(
-      per_step, partial(program.prepare, *args, **kwargs), partial(program, *args, **kwargs)
-    )
+  def call(name: str, program: Program, per_step: float, *args: Any, **kwargs: Any) -> _Call:
+    bound = partial(program.prepare, *args, **kwargs), partial(program, *args, **kwargs)
+    return _Call(name, program, per_step, *bound)
 
   def task(name: str, per_step: float, count: int, after: int) -> _Call:
-    spread = count % inference.devices == 0
-    frames = experiment.replay.blanks(count, after, spread=spread)
+    frames = experiment.replay.blanks(count, after, spread=count % inference.devices == 0)
     variables = weights[agent.tasks[name].subscription]
-    return call(per_step, inference.tasks[name], variables, frames, key)
+    return call(name, inference.tasks[name], per_step, variables, frames, key)
 
   if experiment.membership.acts:
     left = config.run.env_steps - max(limiter.env_steps, config.actor.random_steps)
     per_step = max(left, 0) / config.actor.lanes / steps
-    inputs = _act_inputs(experiment)
-    yield call(per_step, inference.act, weights[ACTOR], inputs, key, np.float32(0), explore=True)
+    args = weights[ACTOR], _act_inputs(experiment), key, np.float32(0)
+    yield call("act", inference.act, per_step, *args, explore=True)
   batch, works = example_batch(experiment)
   if experiment.membership.sweeps:
+    stored = mean_stored(config, agent, limiter.env_steps)
     for sweeper in experiment.sweepers:
-      stored = mean_stored(config, agent, limiter.env_steps)
       yield task(sweeper.name, sweeper.calls_per_step(stored), sweeper.block, 0)
     for work in works:
       yield task(work.task, 1, len(work.lane), work.real.shape[1] - 1)
-  arrays = experiment.learner.put(batch)
+  learner, arrays = experiment.learner, experiment.learner.put(batch)
   copy = jax.jit(partial(jax.tree.map, jnp.copy))  # a step donates its state
   yield _Call(
+    "train",
+    learner.update,
     1,
-    partial(experiment.learner.prepare, experiment.state, arrays, key),
-    lambda: experiment.learner.step(copy(experiment.state), arrays, key),
+    partial(learner.prepare, experiment.state, arrays, key),
+    lambda: learner.step(copy(experiment.state), arrays, key),
   )
 
 
@@ -123,13 +124,12 @@ def _act_inputs(experiment: Experiment) -> ActInputs:
 def example_batch(experiment: Experiment) -> tuple[Arrays, list[Work]]:
   """A batch with the shapes of real ones, and the work that precedes it, from a replay of zeros."""
   config, agent = experiment.own, experiment.agent
-  size = config.learner.batch_size
+  size, window = config.learner.batch_size, agent.window
   replay = _zeros(agent, config.env.frame_stack, shortest_lane(config, agent) + 1, size)
   with replay.lock:
     selection = replay.select(size)
     works = agent.batch_work(replay, selection)
     arrays, _ = agent.assemble(replay, selection, 0)
-  window = agent.window
   if not window.within_episode:
     arrays |= {"stack": replay.trajectories(selection.lane, selection.time, window.after)[1]}
   frames = experiment.replay.blanks(size, window.after, spread=True)
@@ -137,9 +137,10 @@ def example_batch(experiment: Experiment) -> tuple[Arrays, list[Work]]:
 
 
 def _zeros(agent: Agent, stack: int, slots: int, batch: int) -> Replay:
-  """A replay of zeros from which a batch can be selected."""
-  lanes = 1
-  while True:
+  """A replay of zeros from which a batch can be selected: of one lane, or of one per sample."""
+  columns = {x.name: np.zeros((slots, *x.shape), x.dtype) for x in agent.schema.columns}
+  columns["first"][0] = True
+  for lanes in (1, batch):
     replay = Replay(
       agent.schema,
       agent.make_selector,
@@ -148,11 +149,7 @@ def _zeros(agent: Agent, stack: int, slots: int, batch: int) -> Replay:
       frame_stack=stack,
       rng_seed=0,
     )
-    columns = {
-      column.name: np.zeros((slots, *column.shape), column.dtype) for column in agent.schema.columns
-    }
-    columns["first"][0] = True
     replay.append_many([Segment.of(lane, 0, columns) for lane in range(lanes)])
     if replay.ready(batch):
-      return replay
-    lanes = batch
+      break
+  return replay

@@ -1,13 +1,14 @@
-"""What jax compiles while a run goes on, and when it has compiled all that it needs."""
+"""Compiled programs with their costs, and detection of compilations during a run."""
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from speedyzero_jax.system.costs import memory_of
+from speedyzero_jax.system.costs import matmul_flops
 
 Report = Callable[[str], None]
 
@@ -15,15 +16,13 @@ _CALM = 5  # learner steps without a compilation after which none is expected
 
 
 class Compilations:
-  """Counts what jax compiles in any thread, by the names of functions. A context manager: inside it, it listens.
+  """Names of the functions that jax compiles in any thread, while this context is entered.
 
-  What the persistent cache has counts too: a program is made ready once for each shape of its arguments.
+  Programs from the persistent cache count too, once for each shape of their arguments.
   """
 
   def __init__(self) -> None:
-    self.names: list[str] = []  # of what was compiled so far
-    self._seconds: dict[str, float] = {}
-    self._lock = threading.Lock()
+    self.names: list[str] = []
 
   def __enter__(self) -> "Compilations":
     jax.monitoring.register_event_duration_secs_listener(self._heard)
@@ -33,83 +32,91 @@ class Compilations:
     jax.monitoring.unregister_event_duration_listener(self._heard)
 
   def _heard(self, event: str, duration_secs: float, **details: Any) -> None:
-    if not event.startswith("/jax/core/compile/"):
-      return
-    name = str(details.get("fun_name", "?")).removeprefix("jit(").removesuffix(")")
-    with self._lock:
-      self._seconds[name] = self._seconds.get(name, 0.0) + duration_secs
-      if event.endswith("backend_compile_duration"):
-        self.names.append(name)
+    if event == "/jax/core/compile/backend_compile_duration":
+      self.names.append(str(details.get("fun_name", "?")).removeprefix("jit(").removesuffix(")"))
 
-  def seconds(self, name: str) -> float:
-    """Spent so far on all compilations of a function: on tracing, on lowering, and in XLA or the cache."""
-    with self._lock:
-      return self._seconds.get(name, 0.0)
+
+class Form(NamedTuple):
+  """A program compiled for one set of shapes; sizes and costs are per device."""
+
+  label: str
+  compile_seconds: float
+  memory: int  # bytes needed beside the arguments; 0 where XLA does not say
+  traffic: float | None  # bytes read and written by XLA's count, in which a loop's body counts once
+  flops: Counter[str]  # see `matmul_flops`
 
 
 class Program:
-  """A jitted function that says when it compiles for other shapes, which can take minutes, and what memory that needs.
+  """A jitted function that reports compilations, which can take minutes, and counts its calls.
 
   Args:
     function: jitted, or with `lower` and a name as jitted ones have.
-    label: says from the arguments, of which the second is what it works on, what a call is to be called; those of
-      other shapes otherwise.
+    label: describes a call by its arguments; other shapes of the second one need other labels.
     report: takes lines.
   """
 
-  def __init__(self, function: Any, label: Callable[..., str], report: Callable[[str], None]):
+  def __init__(self, function: Any, label: Callable[..., str], report: Report):
     self.function, self.label, self._report = function, label, report
     self.__name__ = function.__name__
+    self.calls: Counter[str] = Counter()  # so far, by label
     self._lock = threading.Lock()
-    self._locks: dict[tuple, threading.Lock] = {}  # of forms, which may compile beside each other
-    self._bytes: dict[tuple, int] = {}
-    self._seconds: dict[str, float] = {}
+    self._locks: dict[tuple, threading.Lock] = {}  # so that forms can compile in parallel
+    self._forms: dict[tuple, Form] = {}
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    self.prepare(*args, **kwargs)
+    label = self.prepare(*args, **kwargs).label
+    with self._lock:
+      self.calls[label] += 1
     return self.function(*args, **kwargs)
 
-  def prepare(self, *args: Any, **kwargs: Any) -> None:
-    """Compiles it for these arguments, unless it is."""
+  def prepare(self, *args: Any, **kwargs: Any) -> Form:
+    """Compiles it for these arguments, unless it is compiled."""
     label = self.label(*args, **kwargs)
     # Arrays on devices compile apart from those of the host.
     leaves = jax.tree.leaves(args[1:2])
-    form = (label, *((type(x), getattr(x, "shape", None)) for x in leaves))
-    if form in self._bytes:
-      return
-    with self._lock:
-      lock = self._locks.setdefault(form, threading.Lock())
-    with lock:
-      if form in self._bytes:
-        return
-      begin = time.monotonic()
-      self._report(f"compiling {label}: up to a minute or two, less when it was compiled before")
-      compiled = self.lower(*args, **kwargs).compile()  # which calls find
-      seconds = time.monotonic() - begin
-      self._seconds[label] = self._seconds.get(label, 0.0) + seconds
-      self._bytes[form] = memory_of(compiled) or 0
-      self._report(f"compiled {label} in {seconds:.0f} s")
+    key = (label, *((type(x), getattr(x, "shape", None)) for x in leaves))
+    if key not in self._forms:
+      with self._lock:
+        lock = self._locks.setdefault(key, threading.Lock())
+      with lock:
+        if key not in self._forms:
+          self._forms[key] = self._compile(label, *args, **kwargs)
+    return self._forms[key]
+
+  def _compile(self, label: str, *args: Any, **kwargs: Any) -> Form:
+    begin = time.monotonic()
+    self._report(f"compiling {label}: up to a minute or two, less when it was compiled before")
+    compiled = self.lower(*args, **kwargs).compile()  # found again by calls
+    flops = matmul_flops(self.function, *args, **kwargs)
+    seconds = time.monotonic() - begin
+    self._report(f"compiled {label} in {seconds:.0f} s")
+    costs = compiled.cost_analysis() or {}
+    return Form(label, seconds, memory_of(compiled), costs.get("bytes accessed"), flops)
 
   def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
     """As of a jitted function."""
     return self.function.lower(*args, **kwargs)
 
-  def seconds(self, label: str) -> float:
-    """Spent on compiling what is called so; 0 if it never was."""
-    return self._seconds.get(label, 0.0)
-
   @property
   def bytes(self) -> int:
-    """Memory on each device that all its compiled forms need beside their arguments, as far as XLA says."""
-    return sum(self._bytes.values())
+    """Memory on each device that all its compiled forms need beside their arguments."""
+    return sum(form.memory for form in list(self._forms.values()))
+
+
+def memory_of(compiled: jax.stages.Compiled) -> int:
+  """Bytes that a program needs on each device beside its arguments; 0 where XLA does not say."""
+  found = compiled.memory_analysis()
+  if found is None:
+    return 0
+  return int(found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes)
 
 
 class WarmUp:
-  """The beginning of a run, until its steps are like those that follow.
+  """The first steps of a run, until they are like those that follow.
 
   Args:
     compilations: listening.
-    worked: whether everything that works only now and then has done so.
+    worked: whether all periodic work has been done at least once.
   """
 
   def __init__(self, compilations: Compilations, worked: Callable[[], bool] = lambda: True):
@@ -125,5 +132,5 @@ class WarmUp:
 
   @property
   def over(self) -> bool:
-    """Whether nothing was compiled for some steps, and everything has worked."""
+    """Whether nothing was compiled for some steps, and all work has begun."""
     return self._calm >= _CALM

@@ -1,56 +1,82 @@
-"""What compiled programs cost by XLA's count, and what this machine can do: FLOPs, bytes and seconds.
-
-Knows programs and devices, nothing of what is computed.
-"""
+"""Costs of programs in FLOPs and seconds, and the FLOP/s that devices reach."""
 
 import math
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import partial_eval
 
 
-class Cost(NamedTuple):
-  """Of one execution on one device; nan where XLA does not say. Loops count once, whatever their length."""
+def matmul_flops(function: Callable, *args: Any, **kwargs: Any) -> Counter[str]:
+  """FLOPs of the matrix products and convolutions of a call, on one device if devices share it.
 
-  flops: float
-  bytes: float  # read and written
+  The body of a loop counts as often as it runs if that is fixed when the function is traced, else
+  once; of branches the most expensive one counts.
 
-
-def cost_of(lowered: jax.stages.Lowered) -> Cost:
-  """The cost of a program, which is compiled for that unless it is already.
-
-  FLOPs are the larger count of two, before and after optimisation: the latter can't look into a GPU's libraries.
+  Returns:
+    FLOPs by the dtype of the operands.
   """
-  compiled = _counts(lowered.compile())
-  flops = [counts["flops"] for counts in (_counts(lowered), compiled) if counts.get("flops", 0) > 0]
-  return Cost(max(flops, default=math.nan), compiled.get("bytes accessed", math.nan))
+  jaxpr = jax.make_jaxpr(partial(function, **kwargs))(*args).jaxpr
+  used, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+  return _flops(used)
 
 
-def _counts(stage: jax.stages.Lowered | jax.stages.Compiled) -> dict[str, float]:
-  try:
-    counts = stage.cost_analysis()
-  except (NotImplementedError, RuntimeError):  # this backend does not count
-    return {}
-  return (counts[0] if isinstance(counts, list) and counts else counts) or {}
+def _flops(jaxpr: Any) -> Counter[str]:
+  total: Counter[str] = Counter()
+  for equation in jaxpr.eqns:
+    name, params = equation.primitive.name, equation.params
+    if name == "dot_general":
+      left, out = equation.invars[0].aval, equation.outvars[0].aval
+      terms = math.prod(left.shape[axis] for axis in params["dimension_numbers"][0][0])
+      total[left.dtype.name] += 2 * out.size * terms
+    elif name == "conv_general_dilated":
+      total[equation.invars[0].aval.dtype.name] += _convolution_flops(equation)
+    inner = [_flops(body) for body in _bodies(params)]
+    if name == "cond":
+      inner = [max(inner, key=Counter.total)]
+    for counts in inner:
+      for dtype, flops in counts.items():
+        total[dtype] += flops * (params["length"] if name == "scan" else 1)
+  return total
 
 
-def memory_of(compiled: jax.stages.Compiled) -> int | None:
-  """Bytes that a program needs on each device beside its arguments; None where XLA does not say."""
-  try:
-    found = compiled.memory_analysis()
-  except (NotImplementedError, RuntimeError):
-    found = None
-  if found is None:
-    return None
-  return found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+def _convolution_flops(equation: Any) -> int:
+  """FLOPs of a convolution, without those on zeros from padding and dilation."""
+  params, out = equation.params, equation.outvars[0].aval
+  left, right = (x.aval for x in equation.invars)
+  numbers = params["dimension_numbers"]
+  products = out.size * right.shape[numbers.rhs_spec[1]]
+  for axis, stride in enumerate(params["window_strides"]):
+    inputs = left.shape[numbers.lhs_spec[2 + axis]]
+    outputs = out.shape[numbers.out_spec[2 + axis]]
+    taps = right.shape[numbers.rhs_spec[2 + axis]]
+    dilation = params["lhs_dilation"][axis]
+    place = np.arange(outputs)[:, None] * stride - params["padding"][axis][0]
+    place = place + np.arange(taps) * params["rhs_dilation"][axis]
+    real = (place >= 0) & (place <= (inputs - 1) * dilation) & (place % dilation == 0)
+    products = products * int(real.sum()) // outputs
+  return int(2 * products)
+
+
+def _bodies(params: dict[str, Any]) -> Iterator[Any]:
+  for value in params.values():
+    for x in value if isinstance(value, list | tuple) else [value]:
+      x = getattr(x, "jaxpr", x)
+      if hasattr(x, "eqns"):
+        yield x
 
 
 def median_seconds(call: Callable[[], Any], repeat: int = 5, patience: float = 3.0) -> float:
-  """Of calls that wait for their own results: so many after one that doesn't count, fewer once patience is spent."""
+  """Median time of calls that wait for their results, after one that is not counted.
+
+  There are `repeat` of them, or fewer once `patience` seconds have passed.
+  """
   times: list[float] = []
   begin = time.perf_counter()
   call()
@@ -61,27 +87,15 @@ def median_seconds(call: Callable[[], Any], repeat: int = 5, patience: float = 3
   return statistics.median(times)
 
 
-def peak_flops(dtype: str) -> float:
-  """FLOP/s of a large square matrix product on one local device, all of them being busy: CPU devices share cores."""
-  size = 8192 if jax.default_backend() != "cpu" else 2048
-  everywhere = [
-    jax.device_put(jnp.ones((size, size), dtype), device) for device in jax.local_devices()
-  ]
+def peak_flops(dtype: str, devices: Sequence[jax.Device]) -> float:
+  """FLOP/s of a large matrix product on each of these devices while all are busy."""
+  size, repeat = (1024, 1) if devices[0].platform == "cpu" else (4096, 16)
+  # Random numbers: a GPU is faster with constants, which take less power.
+  matrix = jax.random.normal(jax.random.key(0), (size, size)).astype(dtype)
+  matrices = [jax.device_put(matrix, device) for device in devices]
   product = jax.jit(lambda a: a @ a)
-  return (
-    2 * size**3 / median_seconds(lambda: jax.block_until_ready([product(x) for x in everywhere]))
-  )
-
-
-def peak_bandwidth() -> float:
-  """Bytes/s read and written by one local device that goes once over an array far larger than its caches, as all do."""
-  x = jnp.ones(2**28 if jax.default_backend() != "cpu" else 2**26, jnp.float32)
-  everywhere = [jax.device_put(x, device) for device in jax.local_devices()]
-  follow = jax.jit(
-    lambda a: a + 1, donate_argnums=0
-  )  # into the same memory: new pages would cost more than the writing
 
   def call() -> None:
-    everywhere[:] = jax.block_until_ready([follow(x) for x in everywhere])
+    jax.block_until_ready([product(x) for _ in range(repeat) for x in matrices])
 
-  return 2 * x.nbytes / median_seconds(call)
+  return repeat * 2 * size**3 / median_seconds(call)

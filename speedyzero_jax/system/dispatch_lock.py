@@ -1,4 +1,4 @@
-"""The order in which programs are sent to devices."""
+"""A lock for launching programs that span several devices."""
 
 import contextlib
 import threading
@@ -9,9 +9,9 @@ _LOCK = threading.Lock()
 
 
 def in_order(mesh: Mesh) -> contextlib.AbstractContextManager:
-  """To be held by who sends a program with collectives to the devices of this mesh.
+  """Held while a program with collectives is launched on the devices of this mesh.
 
-  Roles send theirs from threads of their own, and such programs must begin in the same order on every device: else
-  each device waits in a different one for the others, forever.
+  Such programs must begin in the same order on every device, whichever threads launch them, or
+  their collectives wait for each other forever.
   """
   return _LOCK if mesh.size > 1 else contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""How much memory a process can have and has had, how it is got, and whether an error says that it ran out."""
+"""Memory of the machine, the process and its devices; allocation; out-of-memory errors."""
 
 import contextlib
 import ctypes
@@ -18,10 +18,10 @@ _ARENA_MAX, _MMAP_MAX, _TRIM_THRESHOLD = -8, -4, -1  # malloc.h
 
 
 def keep_freed() -> None:
-  """Asks the C library to keep what is freed for the next who asks. Call it before jax has threads.
+  """Makes glibc keep freed memory for later allocations. Call it before jax has threads.
 
-  XLA allocates every large result anew on a CPU; without this each of its pages is a page fault, which takes longer
-  than some convolutions. Does nothing where there is no glibc, or somebody has set what they want in the environment.
+  XLA allocates large results again and again on a CPU, where page faults would take longer than
+  some convolutions. Does nothing without glibc, or if the environment configures malloc.
   """
   if any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ):
     return
@@ -32,71 +32,34 @@ def keep_freed() -> None:
 
 
 def available(proc: Path = Path("/proc"), cgroups: Path = _CGROUPS) -> int | None:
-  """Bytes that this process can have: what the machine has left, or the limit of a control group around the process.
+  """Bytes that this process can use: the machine's available memory, or a cgroup's limit.
 
-  Linux only (cgroup versions 1 and 2); None where nothing is known.
+  Linux with cgroup versions 1 and 2; None where neither is known.
   """
-  known = []
-  for line in _lines(proc / "meminfo"):
-    if line.startswith("MemAvailable:"):
-      known.append(int(line.split()[1]) * 1024)
+  free = _field(proc / "meminfo", "MemAvailable")
+  known = [] if free is None else [free]
   for line in _lines(proc / "self" / "cgroup"):
     _, controllers, group = line.split(":", 2)
-    if not controllers:
-      root, name = cgroups, "memory.max"
-    elif "memory" in controllers.split(","):
-      root, name = cgroups / "memory", "memory.limit_in_bytes"
-    else:
+    if controllers and "memory" not in controllers.split(","):
       continue
+    root = cgroups / "memory" if controllers else cgroups
+    name = "memory.limit_in_bytes" if controllers else "memory.max"
     inner = root / group.lstrip("/")
-    for folder in (inner, *inner.parents):  # a container may show its own group as the root of all
+    for folder in (inner, *inner.parents):  # in a container its own group may be the root
       known += [int(text) for text in _lines(folder / name) if text.isdigit()]  # else "max"
       if folder == root:
         break
   return min(known, default=None)
 
 
-def resident(proc: Path = Path("/proc"), *, peak: bool = False) -> int | None:
-  """Bytes of host memory that this process has now, or the most it ever had. Linux only; None where it is not known."""
-  name = "VmHWM:" if peak else "VmRSS:"
-  found = [line.split()[1] for line in _lines(proc / "self" / "status") if line.startswith(name)]
+def resident(*, peak: bool = False) -> int | None:
+  """Bytes of host memory of this process, now or at most so far. None except on Linux."""
+  return _field(Path("/proc/self/status"), "VmHWM" if peak else "VmRSS")
+
+
+def _field(path: Path, name: str) -> int | None:
+  found = [line.split()[1] for line in _lines(path) if line.startswith(f"{name}:")]
   return int(found[0]) * 1024 if found else None
-
-
-def of_devices(
-  devices: Sequence[jax.Device], what: Literal["bytes_limit", "peak_bytes_in_use"]
-) -> int | None:
-  """A figure of `Device.memory_stats`: the smallest limit, or the largest use, of all devices; None if one has none."""
-  known = [(device.memory_stats() or {}).get(what) for device in devices]
-  figures = [x for x in known if x is not None]
-  if not known or len(figures) < len(known):
-    return None
-  return min(figures) if what == "bytes_limit" else max(figures)
-
-
-def zeros(shape: Sequence[int], dtype: np.dtype | type) -> np.ndarray:
-  """As np.zeros, but it may be more than the machine has: what is written to is taken from it, nothing else.
-
-  Linux, as it is set up usually, refuses np.zeros more than all its memory. Raises MemoryError where there are not
-  even as many addresses.
-  """
-  count = math.prod(shape)
-  try:
-    buffer = mmap.mmap(
-      -1,
-      max(count * np.dtype(dtype).itemsize, 1),
-      mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE,
-    )
-  except (OSError, OverflowError) as error:
-    raise MemoryError(f"Unable to allocate an array of {list(shape)} {np.dtype(dtype)}") from error
-  with contextlib.suppress(OSError):  # of kernels without them
-    buffer.madvise(mmap.MADV_HUGEPAGE)  # as numpy does
-  return np.frombuffer(buffer, dtype, count).reshape(shape)
-
-
-def size(bytes_: float) -> str:
-  """A number of bytes in words."""
-  return f"{bytes_ / 1e9:.1f} GB" if bytes_ >= 1e8 else f"{bytes_ / 1e6:.1f} MB"
 
 
 def _lines(path: Path) -> list[str]:
@@ -106,8 +69,41 @@ def _lines(path: Path) -> list[str]:
     return []
 
 
+def of_devices(what: Literal["bytes_limit", "peak_bytes_in_use"]) -> int | None:
+  """A figure of `Device.memory_stats`: the smallest limit, or the largest use, of local devices.
+
+  None if a device has no such figure.
+  """
+  figures = [(device.memory_stats() or {}).get(what) for device in jax.local_devices()]
+  known = [x for x in figures if x is not None]
+  if len(known) < len(figures):
+    return None
+  return min(known) if what == "bytes_limit" else max(known)
+
+
+def zeros(shape: Sequence[int], dtype: np.dtype | type) -> np.ndarray:
+  """As np.zeros, but may exceed the machine's memory: pages are committed when written.
+
+  Raises MemoryError if the address space is too small.
+  """
+  count = math.prod(shape)
+  flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+  try:
+    buffer = mmap.mmap(-1, max(count * np.dtype(dtype).itemsize, 1), flags)
+  except (OSError, OverflowError) as error:
+    raise MemoryError(f"Unable to allocate an array of {list(shape)} {np.dtype(dtype)}") from error
+  with contextlib.suppress(OSError):  # of kernels without them
+    buffer.madvise(mmap.MADV_HUGEPAGE)  # as numpy does
+  return np.frombuffer(buffer, dtype, count).reshape(shape)
+
+
+def size(count: float) -> str:
+  """A number of bytes in MB or GB."""
+  return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+
+
 def ran_out(error: BaseException) -> Literal["host", "device"] | None:
-  """Which memory an error says is exhausted; None if it says something else."""
+  """The memory that an error reports as exhausted; None for other errors."""
   if isinstance(error, MemoryError):
     return "host"
   if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
@@ -116,6 +112,6 @@ def ran_out(error: BaseException) -> Literal["host", "device"] | None:
 
 
 def out_of(where: str, error: BaseException) -> str:
-  """What to say of an error that `ran_out` knows."""
-  said = str(error).strip().splitlines() or [type(error).__name__]
-  return f"out of {where} memory: {said[0][:200]}"
+  """A message for an error that `ran_out` recognises."""
+  lines = str(error).strip().splitlines() or [type(error).__name__]
+  return f"out of {where} memory: {lines[0][:200]}"

@@ -48,9 +48,9 @@ class Actor:
 
   Args:
     config: of the run.
-    agent: the agent.
+    agent: chooses actions.
     env: new environments, reset and owned by the actor.
-    inference: compiled functions.
+    inference: of the agent.
     key: random key.
     stats: receives returns of finished games.
     lane_offset: number of this actor's first lane in the replay.
@@ -231,17 +231,7 @@ def _join(a: Segment, b: Segment) -> Segment:
 
 
 class LocalActor:
-  """An actor of all lanes of a replay in the same process.
-
-  Args:
-    config: of the learner process.
-    agent: the agent.
-    inference: compiled functions.
-    replay: the replay.
-    seed: of the environments.
-    key: random key.
-    stats: receives returns of finished games.
-  """
+  """An actor of all lanes of a replay in the same process (arguments as of `Actor`)."""
 
   def __init__(
     self,

@@ -82,17 +82,14 @@ def evaluate(
 
   Args:
     config: of the run.
-    agent: the agent.
-    inference: compiled functions.
+    agent: chooses actions.
+    inference: of the agent.
     version: weights.
     episodes: number of episodes.
     seed: of the environments.
     max_episode_steps: cap of an episode, agent steps; None: the configured one.
-    should_stop: called between steps.
+    should_stop: called between steps; if True, None is returned.
     report: receives a line of progress every ten seconds.
-
-  Returns:
-    The results, or None if `should_stop` returned True.
   """
   cap = episode_cap(config.env.game, max_episode_steps or config.evaluation.max_episode_steps)
   returns: list[float] = []

@@ -18,7 +18,7 @@ class Inference:
   """An agent's programs, each compiled once per batch size.
 
   Args:
-    agent: the agent.
+    agent: provides the programs.
     frame_stack: S.
     mesh: devices of this process, one axis: inputs are divided, weights replicated. None for the
       default device.

@@ -19,7 +19,7 @@ from speedyzero_jax.agents.base import AXIS, Agent, Arrays, Variables
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.metrics import names
 from speedyzero_jax.ops import optimizers
-from speedyzero_jax.system.compilation import Program, Report
+from speedyzero_jax.system.compilation import Form, Program, Report
 from speedyzero_jax.system.dispatch_lock import in_order
 from speedyzero_jax.types import Params
 
@@ -133,13 +133,9 @@ class Learner:
       state, result = self.update(state, batch, key, self._flags[stop])
     return state, StepResult(*result)
 
-  def prepare(self, state: LearnerState, batch: Arrays, key: jax.Array) -> None:
+  def prepare(self, state: LearnerState, batch: Arrays, key: jax.Array) -> Form:
     """Compiles the step if necessary."""
-    self.update.prepare(state, batch, key, self._flags[False])
-
-  def lower(self, state: LearnerState, batch: Arrays, key: jax.Array) -> jax.stages.Lowered:
-    """The step before compilation, for cost analysis."""
-    return self.update.lower(state, batch, key, self._flags[False])
+    return self.update.prepare(state, batch, key, self._flags[False])
 
   @staticmethod
   def _label(state: LearnerState, batch: Arrays, *_: Any) -> str:

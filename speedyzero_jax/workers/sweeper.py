@@ -38,14 +38,7 @@ def write_results(replay: Replay, task: Task, work: Work, results: Arrays, step:
 
 
 class TaskRunner:
-  """Runs tasks in this process.
-
-  Args:
-    agent: the agent.
-    inference: compiled programs.
-    replay: read from and written to.
-    weights: by subscription.
-  """
+  """Runs an agent's tasks in this process."""
 
   def __init__(self, agent: Agent, inference: Inference, replay: Replay, weights: WeightsStore):
     self._agent, self._inference, self._replay, self._weights = agent, inference, replay, weights

@@ -1,89 +1,94 @@
-"""What a run calls is compiled before it begins, as it will be called, and what it takes is added up right."""
+"""Compilation of a run's programs before it begins, and the time of its parts."""
 
 import pytest
 import tiny
 
-from speedyzero_jax.config.schema import Config
 from speedyzero_jax.run import loops, warmup
-from speedyzero_jax.system.compilation import Compilations
+from speedyzero_jax.run.builders import mean_stored
+from speedyzero_jax.system.compilation import Compilations, WarmUp
 
-BIG = {"_local_step", "_search_windows", "_search_part", "_value_windows", "_local_gather"}
+
+def programs(experiment):
+  """Names of the functions behind the programs, and of the gathering of frames."""
+  inference = experiment.inference
+  made = [experiment.learner.update, inference.act, *inference.tasks.values()]
+  return {program.__name__ for program in made} | {"_local_gather", "of_part"}
 
 
 @pytest.mark.parametrize(
   "overrides",
   [
     ("run.mode=async", "learner.devices=2", "replay.frames=device"),
-    (
-      "run.mode=async",
-      "reanalyse.schedule=batch",
-      "reanalyse.ratio=0.5",
-      "replay.frames=host",
-      "learner.devices=1",
-    ),
+    ("run.mode=lockstep", "reanalyse.schedule=batch", "replay.frames=host"),
   ],
 )
 def test_a_run_compiles_nothing_that_was_not_compiled_before_it(tmp_path, overrides):
-  config = tiny.config(*overrides, "learner.steps=25", "run.env_steps=250")
-  with Compilations() as compilations, tiny.training(config, tmp_path) as training:
-    assert warmup.prepare(training) > 0
-    before = len(compilations.names)
-    assert {"_local_step", "_value_windows"} < set(compilations.names)
-    assert (
-      training.state.step == 0
-      and training.pacer.learner_steps == 0
-      and training.pacer.env_steps == 0
-    )
-    assert loops.run(training)
-    assert not BIG & set(compilations.names[before:])
-
-
-def prepared(monkeypatch, folder, *overrides):
-  """Seconds a learner step, if each call of anything took one second."""
-  tiny.share_compiled(monkeypatch)
-  monkeypatch.setattr(warmup, "_alone", lambda run: 1.0)
-  config = tiny.config(
-    "run.env_steps=1000", "actor.random_steps=200", "learner.steps=100", *overrides
-  )
-  with tiny.training(config, folder) as training:
-    return config, warmup.prepare(training), training
-
-
-def acting(config: Config) -> float:
-  return 800 / config.actor.lanes / 100
-
-
-def test_a_step_takes_its_share_of_acting_its_batch_and_the_step_itself(tmp_path, monkeypatch):
-  off = "refresh.enabled=false"
-  config, seconds, _ = prepared(monkeypatch, tmp_path / "batch", "reanalyse.schedule=batch", off)
-  assert seconds == pytest.approx(acting(config) + 2 + 1)  # searches and values of the batch
-  config, seconds, _ = prepared(
-    monkeypatch, tmp_path / "values", "reanalyse.schedule=batch", "reanalyse.ratio=0", off
-  )
-  assert seconds == pytest.approx(acting(config) + 1 + 1)
-  config, seconds, _ = prepared(monkeypatch, tmp_path / "off", "reanalyse.schedule=off", off)
-  assert seconds == pytest.approx(acting(config) + 1)
-
-
-def test_sweeps_take_what_their_bound_asks_of_a_growing_replay(tmp_path, monkeypatch):
-  both = ("reanalyse.max_age=30", "refresh.max_age=20", "replay.capacity=0")
-  config, seconds, training = prepared(monkeypatch, tmp_path, *both)
-  swept = 0.0
-  for sweeper, part in zip(
-    training.sweepers, (config.agent.reanalyse, config.agent.refresh), strict=True
+  longer = ("learner.steps=25", "run.env_steps=250")
+  with (
+    Compilations() as compilations,
+    tiny.experiment(tmp_path, *longer, *overrides, shared=False) as experiment,
   ):
-    delay = max(part.weights_interval, config.actor.weights_interval)
-    swept += (500 / part.block + 1.5) / (
-      part.max_age - delay - 1
-    )  # 500 states on average, of 1,000 in the end
-    assert sweeper.block == part.block
-  assert seconds == pytest.approx(acting(config) + swept + 1)
+    warm_up = WarmUp(compilations, lambda: experiment.in_full_work)
+    warm: list[int] = []  # programs compiled until each step after the warm-up
+
+    def look():
+      warm_up.step()
+      if warm_up.over:
+        warm.append(len(compilations.names))
+
+    experiment.after_step.append(look)
+    timings = warmup.prepare(experiment)
+    before = len(compilations.names)
+    assert {"train", "act", "refresh"} <= {timing.name for timing in timings}
+    assert all(timing.seconds > 0 for timing in timings)
+    assert {timing.program.__name__ for timing in timings} < set(compilations.names)
+    assert experiment.state.step == 0
+    assert experiment.limiter.learner_steps == experiment.limiter.env_steps == 0
+    calls = [sum(timing.program.calls.values()) for timing in timings]
+    assert loops.run(experiment)
+    assert not programs(experiment) & set(compilations.names[before:])
+    assert len(warm) >= 5 and compilations.names[warm[0] :] == []
+    # Each program was used, in no other form than those prepared.
+    for timing, count in zip(timings, calls, strict=True):
+      assert set(timing.program.calls) <= {x.form.label for x in timings}
+      assert sum(timing.program.calls.values()) > count
 
 
-def test_who_is_stopped_compiles_nothing_more(tmp_path, monkeypatch):
-  with tiny.training(tiny.config(), tmp_path) as training:
-    training.interrupt()
-    with Compilations() as compilations:
-      assert warmup.prepare(training) is None
-    assert not BIG & set(compilations.names)
-    assert not loops.run(training)
+def per_step(folder, *overrides):
+  """Calls per learner step, by program; each sweep's block."""
+  sizes = ("run.env_steps=1000", "actor.random_steps=200", "learner.steps=100")
+  with tiny.experiment(folder, *sizes, *overrides) as experiment:
+    calls = {timing.name: timing.per_step for timing in warmup.prepare(experiment)}
+    return calls, experiment
+
+
+def test_a_step_takes_its_share_of_acting_its_batch_and_the_step_itself(tmp_path):
+  off = "refresh.enabled=false"
+  acting = pytest.approx(800 / 3 / 100)  # agent steps after the random ones, 3 at a time
+  calls, _ = per_step(tmp_path / "batch", "reanalyse.schedule=batch", off)
+  assert calls == {"act": acting, "reanalyse": 1, "bootstrap": 1, "train": 1}
+  calls, _ = per_step(tmp_path / "values", "reanalyse.schedule=batch", "reanalyse.ratio=0", off)
+  assert calls == {"act": acting, "bootstrap": 1, "train": 1}
+  calls, _ = per_step(tmp_path / "off", "reanalyse.schedule=off", off)
+  assert calls == {"act": acting, "train": 1}
+
+
+def test_sweeps_run_often_enough_for_their_bound_in_a_growing_replay(tmp_path):
+  calls, experiment = per_step(
+    tmp_path, "reanalyse.max_age=30", "refresh.max_age=20", "replay.capacity=0"
+  )
+  stored = mean_stored(experiment.own, experiment.agent, 0)
+  assert stored == pytest.approx(500)  # 1,000 states in the end
+  for name, age in (("reanalyse", 30), ("refresh", 20)):
+    assert stored / 32 / age < calls[name] < 2 * stored / 32 / age  # blocks of 32 states
+
+
+def test_an_interrupted_run_compiles_nothing_more(tmp_path):
+  with (
+    Compilations() as compilations,
+    tiny.experiment(tmp_path, shared=False) as experiment,
+  ):
+    experiment.interrupt()
+    assert warmup.prepare(experiment) == []
+    assert not programs(experiment) & set(compilations.names)
+    assert not loops.run(experiment)

@@ -1,16 +1,14 @@
-"""What compiles is heard by name; and a run compiles nothing more once it is warm."""
+"""Compilations by name, programs with their costs and calls, and the end of a warm-up."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 
-from speedyzero_jax.run import loops
-from speedyzero_jax.system.compilation import Compilations, Program, WarmUp
+from speedyzero_jax.system.compilation import Compilations, Program, WarmUp, memory_of
 
 
-def test_a_function_is_heard_once_for_each_shape():
+def test_a_function_counts_once_for_each_shape():
   @jax.jit
   def cube(x):
     return x * x * x
@@ -22,89 +20,61 @@ def test_a_function_is_heard_once_for_each_shape():
     assert compilations.names == []
     cube(x[1])
     cube(x[1])
-    assert compilations.names == ["cube"] and compilations.seconds("cube") > 0
+    assert compilations.names == ["cube"]
     jax.jit(lambda x: x - 1).lower(x[0]).compile()
     assert compilations.names == ["cube", "<lambda>"]
   cube(jnp.ones(5))
-  assert "cube" not in compilations.names[1:] and compilations.seconds("never") == 0
+  assert "cube" not in compilations.names[1:]
 
 
-def test_a_program_tells_what_compiles_before_and_after_once_for_each_label():
-  said: list[str] = []
+def power(scale, x, *, cubed):
+  return scale * (x @ x @ x if cubed else x @ x)
 
-  def power(scale, x, *, cubed):
-    return scale * (x @ x @ x if cubed else x @ x)
 
-  program = Program(
-    jax.jit(power, static_argnames="cubed"),
-    lambda _, x, *, cubed: f"{len(x)}, {cubed}",
-    said.append,
-  )
+def test_a_program_compiles_once_for_each_label_and_counts_calls():
+  lines: list[str] = []
+  function = jax.jit(power, static_argnames="cubed")
+  program = Program(function, lambda _, x, *, cubed: f"{len(x)}, {cubed}", lines.append)
   with Compilations() as compilations:
-    assert program.bytes == 0
-    program.prepare(1.0, np.eye(3), cubed=True)
-    assert [line.split(", True")[0] for line in said] == ["compiling 3", "compiled 3"]
-    small = program.bytes
-    assert small >= 3 * 3 * 4  # the result at least
+    small = program.prepare(1.0, np.eye(3), cubed=True)
+    assert len(lines) == 2 and all("3, True" in line for line in lines)
+    assert not program.calls
     for _ in range(2):
       np.testing.assert_array_equal(program(1.0, 2 * np.eye(3), cubed=True), 8 * np.eye(3))
-    assert len(said) == 2
     np.testing.assert_array_equal(program(1.0, 2 * np.eye(50), cubed=False), 4 * np.eye(50))
-    assert (
-      len(said) == 4
-      and said[2].startswith("compiling 50, False")
-      and program.bytes >= small + 50 * 50 * 4
-    )
     assert compilations.names == ["power", "power"]  # what was prepared is what is called
-  assert program.seconds("3, True") > 0 == program.seconds("4, True")
-  program(1.0, jnp.eye(3), cubed=True)  # what lies on a device may compile apart, and is told so
-  assert said[4].startswith("compiling 3, True") and program.bytes >= 2 * small + 50 * 50 * 4
-  for _ in range(2):  # what does not compile is no reason to believe that it has
+  large = program.prepare(1.0, np.eye(50), cubed=False)
+  assert len(lines) == 4 and program.calls == {"3, True": 2, "50, False": 1}
+  assert (small.flops.total(), large.flops.total()) == (2 * 2 * 3**3, 2 * 50**3)
+  assert small.memory >= 3 * 3 * 4 and program.bytes == small.memory + large.memory
+  assert large.traffic is not None and large.traffic >= 2 * 50 * 50 * 4
+  program(1.0, jnp.eye(3), cubed=True)  # arrays on a device compile apart
+  assert len(lines) == 6
+  for _ in range(2):  # a failed compilation is not remembered as done
     with pytest.raises(TypeError):
       program(1.0, np.ones((4, 2)), cubed=True)
 
 
-def test_warm_is_who_has_worked_and_compiled_nothing_for_a_while():
-  heard, worked = Compilations(), False
-  warm_up = WarmUp(heard, lambda: worked)
+def test_memory_excludes_arguments_and_what_takes_their_place():
+  x = jnp.zeros(1000)
+  assert memory_of(jax.jit(lambda x: x + 1, donate_argnums=0).lower(x).compile()) < 4000
+  assert memory_of(jax.jit(lambda x: x + 1).lower(x).compile()) >= 4000
+
+
+def test_a_warm_up_ends_when_all_has_worked_and_nothing_compiles():
+  compilations, worked = Compilations(), False
+  warm_up = WarmUp(compilations, lambda: worked)
 
   def steps(n):
     for _ in range(n):
       warm_up.step()
     return warm_up.over
 
-  assert not steps(20)  # not everything has worked yet
+  assert not steps(20)
   worked = True
   assert not steps(4)
-  heard.names.append("late")
+  compilations.names.append("late")
   assert not steps(5)
   assert steps(1)
-  heard.names.append("later still")
+  compilations.names.append("later still")
   assert steps(1)  # it stays over
-
-
-# With checkpoints, lines of metrics, weights handed on, temperatures that change and, at the end, lanes that close.
-@pytest.mark.parametrize(
-  "overrides", [("replay.frames=device",), ("reanalyse.schedule=batch", "replay.frames=host")]
-)
-def test_nothing_compiles_after_the_warm_up(tmp_path, monkeypatch, overrides):
-  tiny.share_compiled(monkeypatch)
-  config = tiny.config(*overrides, "learner.steps=25", "run.env_steps=250")
-  with Compilations() as compilations, tiny.training(config, tmp_path) as training:
-    warm_up = WarmUp(compilations, lambda: training.in_full_work)
-    warm: list[int] = []  # programs compiled until each warm step
-
-    def look():
-      warm_up.step()
-      if warm_up.over:
-        warm.append(len(compilations.names))
-
-    training.after_step.append(look)
-    assert loops.run(training)
-    assert len(warm) >= 12
-    assert compilations.names[warm[0] :] == []
-    # It would have been heard.
-    training.inference.value(
-      training.state.variables, np.zeros((4 + len(overrides), 2, 1, 1, 50), np.float32)
-    )
-    assert "_value_windows" in compilations.names[warm[0] :]

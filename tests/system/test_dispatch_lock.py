@@ -1,4 +1,4 @@
-"""Programs with collectives are sent one at a time, whichever role sends them; on one device nobody waits."""
+"""Launches of programs with collectives, which take turns; on one device none waits."""
 
 import threading
 from types import SimpleNamespace
@@ -13,29 +13,27 @@ from speedyzero_jax.workers.learner import Learner, make_mesh
 
 
 def learner_step(mesh):
-  learner = SimpleNamespace(
-    mesh=mesh, update=lambda *_: (None, ({}, None, None)), _flags={False: None}
-  )
+  update = lambda *_: (None, ({}, None, None))  # noqa: E731
+  learner = SimpleNamespace(mesh=mesh, update=update, _flags={False: None})
   return lambda: Learner.step(learner, None, None, None)
 
 
 def gather(mesh):
-  frames = DeviceFrames(
-    mesh, lanes=2, capacity=4, rows=4, frame_shape=(1, 1, 1), frame_dtype=np.uint8
-  )
+  sizes = {"lanes": 2, "capacity": 4, "rows": 4}
+  frames = DeviceFrames(mesh, frame_shape=(1, 1, 1), frame_dtype=np.uint8, **sizes)
   index = np.zeros((2, 1), np.int64)
   return lambda: frames.gather(index, index, spread=False)
 
 
 @pytest.mark.parametrize("program", [learner_step, gather])
 @pytest.mark.parametrize("devices", [1, 2])
-def test_who_sends_to_several_devices_waits_its_turn(program, devices):
+def test_a_launch_on_several_devices_waits_for_another(program, devices):
   mesh = make_mesh(jax.devices()[:devices])
-  send, sent = program(mesh), threading.Event()
-  send()  # compiled from now on
+  launch, launched = program(mesh), threading.Event()
+  launch()  # compiles it
   with in_order(mesh):
-    thread = threading.Thread(target=lambda: (send(), sent.set()))
+    thread = threading.Thread(target=lambda: (launch(), launched.set()))
     thread.start()
-    assert sent.wait(0.5 if devices > 1 else 60) == (devices == 1)
+    assert launched.wait(0.5 if devices > 1 else 60) == (devices == 1)
   thread.join(60)
-  assert sent.is_set()
+  assert launched.is_set()

@@ -38,14 +38,7 @@ from speedyzero_jax.types import Params
 
 
 class EfficientZero:
-  """See `agents.base.Agent`.
-
-  Args:
-    config: of the run.
-    frame_shape: [H, W, C].
-    frame_dtype: of the frames.
-    actions: |A|.
-  """
+  """See `agents.base.Agent`."""
 
   target_interval = 0  # targets are made by reanalysis, with weights of its own
 
@@ -116,20 +109,11 @@ class EfficientZero:
     temperature = jnp.array(search.temperatures)[stage]
     found = self._search_windows(variables, inputs.frames, key, temperature, explore=explore)
     found = jax.tree.map(lambda x: x[:, 0], found)
-    columns = {
-      "policy": found.policy,
-      "search_value": found.search_value,
-      "value": found.value,
-    }
+    columns = {"policy": found.policy, "search_value": found.search_value, "value": found.value}
     return ActOutput(found.action, columns, ())
 
   def loss(
-    self,
-    params: Params,
-    batch_stats: Params,
-    target: Params,
-    batch: Arrays,
-    keys: jax.Array,
+    self, params: Params, batch_stats: Params, target: Params, batch: Arrays, keys: jax.Array
   ) -> tuple[jax.Array, LossOutput]:
     weight = batch["weight"] / jax.lax.pmax(jnp.max(batch["weight"]), AXIS)
     weight = jnp.maximum(weight, self._own.priority.min_weight)
