@@ -28,6 +28,8 @@ def write_results(replay: Replay, task: Task, work: Work, results: Arrays, step:
     expected = (*work.real.shape, *column.shape)
     if column.name not in results or results[column.name].shape != expected:
       raise ValueError(f"{work.task}: result {column.name} must be {list(expected)}")
+    if not np.isfinite(results[column.name]).all():  # before any is written
+      raise ValueError(f"{work.task}: result {column.name} must be finite")
   real = work.real
   time = (work.time[:, None] + np.arange(real.shape[1]))[real]
   lane = np.broadcast_to(work.lane[:, None], real.shape)[real]

@@ -1,7 +1,6 @@
-"""Actors and reanalysers on the far side of a real service do what local ones would have done, to the bit."""
+"""Actors and refreshers behind a real service do what local ones would have done, to the bit."""
 
 import contextlib
-import dataclasses
 import os
 import threading
 import time
@@ -11,343 +10,290 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from small_unit import GAME, Blueprint, Seer, Unit, assert_same
+from small_unit import BATCH, SWEEP, assert_same
 
-from speedyzero_jax.agents.efficientzero.reanalyse import BatchReanalyser
-from speedyzero_jax.cluster import (
-  codec,
-  grpc_server,
-  heartbeats,
-  messages,
-  remote_actor,
-  remote_reanalyser,
-)
+from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER
+from speedyzero_jax.cluster import grpc_server, heartbeats, messages, remote_actor, remote_refresher
 from speedyzero_jax.cluster.grpc_client import Client, Refused
-from speedyzero_jax.cluster.remote_reanalyser import FetchedFrames, MappedFrames
+from speedyzero_jax.cluster.learner_process import wire_format
+from speedyzero_jax.cluster.remote_refresher import FetchedFrames, MappedFrames
 from speedyzero_jax.cluster.remote_weights import RemoteWeights
 from speedyzero_jax.config import loader
-from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.aggregation import EpisodeStats
-from speedyzero_jax.run.builders import replay_capacity
 from speedyzero_jax.run.topology import Role, derived_seed
 from speedyzero_jax.workers.actor import Actor
-from speedyzero_jax.workers.weights import ACTOR, REANALYSER, REFRESHER
+from speedyzero_jax.workers.weights import ACTOR
 
 TOKEN = bytes(range(32))
+ROLE = Role("actor", 0, 0)
 
 
-@pytest.fixture(autouse=True)
-def stand_ins(monkeypatch):
-  monkeypatch.setattr(grpc_server, "POLL_SECONDS", 0.2)
-  monkeypatch.setattr(
-    remote_actor, "make_env", lambda _, lanes, seed, training: tiny.FakeEnv(lanes, seed)
-  )
-  for module in (remote_actor, remote_reanalyser):
-    monkeypatch.setattr(module, "Inference", lambda *_, **__: Seer())
+class Cluster:
+  """The server of a unit, clients, and roles in threads."""
 
+  def __init__(self, unit, monkeypatch):
+    self.unit, self.wire = unit, wire_format(unit.config, unit.agent)
+    self.seeds, self._threads, self._errors = [], [], []
+    monkeypatch.setattr(grpc_server, "POLL_SECONDS", 0.2)
+    monkeypatch.setattr(remote_actor, "make_env", self._make_env)
+    monkeypatch.setattr(remote_actor, "Inference", lambda *_, **__: unit.inference)
 
-def form_of(unit):
-  lanes = unit.config.actor.lanes
-  capacity = replay_capacity(unit.config)
-  weights = messages.named(jax.eval_shape(Blueprint.init, jax.random.key(0)))
-  return codec.Form(lanes, capacity, GAME.num_actions, GAME.frame_shape, GAME.frame_dtype, weights)
+  def _make_env(self, _, lanes, seed, training):
+    self.seeds.append(seed)
+    return tiny.FakeEnv(lanes, seed)
 
+  def __enter__(self):
+    self._stack = contextlib.ExitStack()
+    self._server = self._stack.enter_context(
+      grpc_server.serve(self.unit.service, "127.0.0.1:0", TOKEN, self.wire, clients=4)
+    )
+    return self
 
-@contextlib.contextmanager
-def served(unit, clients=4):
-  """A function that makes clients of the unit, and one that runs a role in a thread; all have ended at the end."""
-  form, threads, errors = form_of(unit), [], []
+  def __exit__(self, *error):
+    with self._stack:
+      assert not self._errors, self._errors
+      begin = time.monotonic()
+      self.unit.service.finish(10)
+      for thread in self._threads:
+        thread.join(10)
+      if error[0] is None:
+        assert not self._errors and not any(thread.is_alive() for thread in self._threads)
+        assert time.monotonic() - begin < 8  # all have heard it
 
-  def client():
-    return opened.enter_context(Client(server.address, TOKEN, form, patience=5.0))
+  def client(self):
+    return self._stack.enter_context(Client(self._server.address, TOKEN, self.wire, patience=5.0))
 
-  def start(role, *arguments):
+  def _start(self, role, *arguments):
     def body():
       try:
         role(*arguments)
       except BaseException as error:
-        errors.append(error)
+        self._errors.append(error)
 
-    threads.append(threading.Thread(target=body, daemon=True))
-    threads[-1].start()
-    return threads[-1]
+    self._threads.append(threading.Thread(target=body, daemon=True))
+    self._threads[-1].start()
+    return self._threads[-1]
 
-  with (
-    grpc_server.serve(unit.hub, "127.0.0.1:0", TOKEN, form, clients=clients) as server,
-    contextlib.ExitStack() as opened,
-  ):
-    yield client, start
-    begin = time.monotonic()
-    unit.hub.finish(10)
-    assert time.monotonic() - begin < 5  # everybody has heard it
-    for thread in threads:
-      thread.join(10)
-      assert not thread.is_alive()
-    assert not errors
+  def act(self, incarnation=0):
+    unit = self.unit
+    return self._start(remote_actor.act, unit.config, unit.agent, self.client(), ROLE, incarnation)
+
+  def refresh(self, number=0, config=None):
+    unit, role = self.unit, Role("refresher", 0, number)
+    arguments = config or unit.config, unit.agent, self.client(), self.wire, role, 0
+    return self._start(remote_refresher.refresh, *arguments)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_an_actor_collects_what_a_local_one_would(seed):
-  unit = Unit(
-    f"run.seed={seed}", "actor.random_steps=30", f"run.env_steps={100 + seed}", reanalysers=0
-  )
-  role, lanes = Role("actor", 0, 0), unit.config.actor.lanes
-  learner = unit.learn()
-  with served(unit) as (client, start):
-    acting = start(remote_actor.act, unit.config, Blueprint, client(), role, 5)
-    acting.join(30)  # it goes home by itself when all is collected
-    assert not acting.is_alive() and unit.pacer.collected
-    learner.join(10)
-  own = derived_seed(seed, str(role), 5)
-  stats, other = EpisodeStats(lanes), unit.twin()
-  actor = Actor(unit.config, tiny.FakeEnv(lanes, own), Seer(), jax.random.key(own), stats)
+@pytest.fixture
+def cluster(monkeypatch):
+  return lambda unit: Cluster(unit, monkeypatch)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_an_actor_collects_what_a_local_one_would(make_unit, cluster, seed):
+  total = 100 + seed
+  overrides = f"run.seed={seed}", "actor.random_steps=30", f"run.env_steps={total}"
+  # All may be collected before the only learner step, so that progress stays 0.
+  overrides += "learner.steps=1", "learner.tail_steps=0"
+  unit, local = (make_unit(*overrides, refreshers=0) for _ in range(2))
+  with cluster(unit) as served:
+    acting = served.act(5)
+    acting.join(30)  # it leaves by itself when all is collected
+    assert not acting.is_alive() and unit.limiter.collected
+  own, lanes = derived_seed(seed, str(ROLE), 5), unit.config.actor.lanes
+  env, key = tiny.FakeEnv(lanes, own), jax.random.key(own)
+  actor = Actor(unit.config, unit.agent, env, unit.inference, key, EpisodeStats(lanes))
   taken, episodes = 0, []
-  while taken < unit.config.run.env_steps:
-    left = unit.config.run.env_steps - taken
-    random = taken < unit.config.actor.random_steps
+  while taken < total:
     segments, count = actor.step(
-      unit.weights.latest(ACTOR), budget=left, progress=0.0, random=random
+      unit.weights.latest(ACTOR), budget=total - taken, progress=0.0, random=taken < 30
     )
-    other.append_many(segments)
+    local.replay.append_many(segments)
     episodes += actor.finished
     taken += count
   assert len(episodes) > 3 and unit.episodes == episodes
-  assert_same(unit.replay, other)
+  assert_same(unit.replay, local.replay)
 
 
-def test_an_actor_plays_other_games_when_something_was_collected_already(monkeypatch):
-  """All may have been started again, and count incarnations from 0."""
-  role, seeds = Role("actor", 0, 0), []
-  monkeypatch.setattr(
-    remote_actor,
-    "make_env",
-    lambda _, lanes, seed, training: (seeds.append(seed), tiny.FakeEnv(lanes, seed))[1],
-  )
+def test_an_actor_plays_other_games_when_something_is_stored_already(make_unit, cluster):
+  """After a restart of all processes incarnations count from 0 again."""
+  seeds = []
   for collected in (0, 3, 6):
-    unit = Unit("run.env_steps=60", reanalysers=0)
-    unit.fill(collected)
-    learner = unit.learn()
-    with served(unit) as (client, start):
-      start(remote_actor.act, unit.config, Blueprint, client(), role, 0).join(30)
+    unit = make_unit("run.env_steps=60", refreshers=0)
+    if collected:
+      unit.fill(collected)
+    learner = unit.learn_in_thread()
+    with cluster(unit) as served:
+      served.act().join(30)
       learner.join(10)
-    assert unit.pacer.collected
-  assert seeds[0] == derived_seed(0, str(role)) and len(set(seeds)) == 3
+    assert unit.limiter.collected
+    seeds += served.seeds
+  assert seeds[0] == derived_seed(0, str(ROLE)) and len(set(seeds)) == 3
 
 
-def test_an_actor_waits_for_the_weights_that_it_is_granted_steps_with(monkeypatch):
-  unit = Unit("run.env_steps=60", "actor.max_lag=5", "actor.weights_interval=2", reanalysers=0)
-  for _ in range(4):
-    unit.pacer.add_learner_step()
+def test_an_actor_waits_for_the_weights_of_its_grant(make_unit, cluster, monkeypatch):
+  overrides = "run.env_steps=60", "actor.max_lag=5", "actor.weights_interval=2"
+  unit = make_unit(*overrides, refreshers=0)
+  unit.learn(4)
   unit.publish(4)
   asked, latest = [], RemoteWeights.latest
   monkeypatch.setattr(
     RemoteWeights, "latest", lambda *a, at_least: (asked.append(at_least), latest(*a, at_least))[1]
   )
-  learner = unit.learn()
-  with served(unit) as (client, start):
-    start(remote_actor.act, unit.config, Blueprint, client(), Role("actor", 0, 0), 0).join(30)
+  learner = unit.learn_in_thread()
+  with cluster(unit) as served:
+    served.act().join(30)
     learner.join(10)
-  assert unit.pacer.collected and asked[0] == 4
-  for _ in range(20):
-    unit.pacer.add_learner_step()
-  assert not unit.pacer.lagging  # nobody waits for who has gone home
-
-
-def memory(unit):
-  """The replay's frames where others can map them: the path, and what it is a link to."""
-  descriptor = os.memfd_create("test")
-  os.write(descriptor, unit.replay._store.frame.tobytes())
-  path = f"/proc/{os.getpid()}/fd/{descriptor}"
-  return path, os.readlink(path)
+  assert unit.limiter.collected and asked[0] == 4
+  unit.learn(20)
+  assert not unit.limiter.lagging  # none waits for an actor that has left
 
 
 @pytest.mark.parametrize(
-  "frames", ["mapped", "elsewhere", "gone", "another's", "none", "on devices"]
+  "place", ["mapped", "elsewhere", "gone", "another file", "none", "on devices"]
 )
-def test_reanalysers_find_what_a_local_one_would(frames, monkeypatch):
-  unit = Unit(
-    "reanalyse.schedule=batch", "reanalyse.explore=false", reanalysers=2, patient=True
-  )  # they are about to come
-  theirs = (
-    loader.override(unit.config, ["replay.frames=device"])
-    if frames == "on devices"
-    else unit.config
-  )
+def test_refreshers_compute_what_a_local_one_would(make_unit, cluster, monkeypatch, place):
+  unit = make_unit(*BATCH, "topology.bound_age=true", refreshers=2, durable=True)
   unit.fill(30)
-  held, explored, search = [], [], Seer.search
-  path, link = memory(unit)
+  descriptor = os.memfd_create("test")
+  os.write(descriptor, unit.replay.store.frame.tobytes())
+  path = f"/proc/{os.getpid()}/fd/{descriptor}"
+  link = os.readlink(path)
   places = {
-    "mapped": (path, link), "elsewhere": (path, "/memfd:other (deleted)"), "gone": (f"{path}000", link),
-    "another's": (__file__, link), "none": ("", ""), "on devices": (path, link),
+    "elsewhere": (path, "/memfd:other (deleted)"), "gone": (f"{path}000", link),
+    "another file": (__file__, link), "none": ("", ""),
   }  # fmt: skip
-  unit.hub._reanalyser_welcome = messages.ReanalyserWelcome(*places[frames])
-  kind = MappedFrames if frames == "mapped" else FetchedFrames
+  unit.welcome(*places.get(place, (path, link)), 2)
+  kind, gathered = MappedFrames if place == "mapped" else FetchedFrames, []
   gather = kind.gather
 
-  def spied(*a):
-    windows = gather(*a)
-    held.append((type(a[0]), isinstance(windows, jax.Array)))
+  def spied(*args):
+    gathered.append(isinstance(windows := gather(*args), jax.Array))
     return windows
 
   monkeypatch.setattr(kind, "gather", spied)
-  monkeypatch.setattr(
-    Seer, "search", lambda *a, explore: (explored.append(explore), search(*a, explore=explore))[1]
-  )
-  other = unit.twin()
-  unit.append_to(other)
-  local = BatchReanalyser(unit.config, Seer(), unit.weights, jax.random.key(0))
-  with served(unit) as (client, start):
+  on_devices = place == "on devices"
+  theirs = loader.override(unit.config, ["replay.frames=device"]) if on_devices else None
+  with unit.twin() as local, cluster(unit) as served:
     for number in range(2):
-      role = Role("reanalyser", 0, number)
-      start(remote_reanalyser.reanalyse, theirs, Blueprint, client(), form_of(unit), role, 0)
+      served.refresh(number, theirs)
     for step in (3, 6, 9):
       unit.publish(step)
-      lane, at, _ = unit.replay.sample(8)
-      assert unit.hub.reanalyse(local.works(unit.replay, lane, at))
-      local(other, lane, at)
-  assert set(held) == {(kind, frames == "on devices")} and set(explored) == {False}
-  assert unit.replay.state_dict()["slot_policy_step"].max() == 9
-  assert_same(unit.replay, other, besides={"rng"})
+      works, thread, done = unit.executing(8)
+      thread.join(20)
+      assert done
+      local.weights.publish(step, unit.agent.init(number=step))
+      for work in works:
+        local.runner.run(work, jax.random.key(0))
+    assert set(gathered) == {on_devices}
+    assert unit.replay.state_dict()["slot_policy_step"].max() == 9
+    assert_same(unit.replay, local.replay, besides={"rng"})
+  os.close(descriptor)
 
 
-@pytest.mark.parametrize("kind", ["refresh", "reanalyse"])
-def test_a_reanalyser_keeps_a_growing_buffer_fresh(kind):
-  """Its frames follow what is being collected, also where the ring forgets."""
-  schedule = "sweep" if kind == "reanalyse" else "off"
-  unit = Unit(
-    "replay.capacity=120", f"reanalyse.schedule={schedule}", "reanalyse.max_age=6", kinds=[kind]
-  )
+@pytest.mark.parametrize(("task", "stamp"), [("refresh", "value"), ("reanalyse", "bootstrap")])
+def test_a_refresher_keeps_a_growing_replay_fresh(make_unit, cluster, task, stamp):
+  """Its frames follow what is collected, also where the ring forgets."""
+  unit = make_unit("replay.capacity=120", "reanalyse.max_age=6", SWEEP[task])
   unit.fill(10)
-  role = Role("reanalyser", 0, 0)
-  with served(unit) as (client, start):
-    start(remote_reanalyser.reanalyse, unit.config, Blueprint, client(), form_of(unit), role, 0)
+  with cluster(unit) as served:
+    served.refresh()
     for step in (6, 12, 18, 24):
       unit.fill(15, seed=step)
-      for _ in range(6):
-        unit.pacer.add_learner_step()
+      unit.learn(6)
       unit.publish(step)
-    unit.pacer.wait_for(lambda: unit.replay.oldest_step(kind) == 24, 20)
-  assert unit.replay.oldest_step(kind) == 24 and unit.replay.heads.min() > 40
-  assert set(unit.hub._packed) == {
-    REFRESHER if kind == "refresh" else REANALYSER
-  }  # other weights did not travel
-  state = unit.replay.state_dict()
-  lane = np.repeat(np.arange(3), unit.replay.heads - state["tail"])
-  at = np.concatenate(
-    [np.arange(t, h) for t, h in zip(state["tail"], unit.replay.heads, strict=True)]
-  )
-  expected = Seer().value(Blueprint.init(number=24), unit.replay.windows(lane, at))[:, 0]
-  np.testing.assert_array_equal(
-    state["slot_value" if kind == "refresh" else "slot_bootstrap"], expected
-  )
+    unit.limiter.wait_for(lambda: unit.replay.oldest_step(f"{stamp}_step") == 24, 20)
+  assert unit.replay.oldest_step(f"{stamp}_step") == 24 and unit.replay.heads.min() > 40
+  tails, heads = unit.replay.tails, unit.replay.heads
+  lane = np.repeat(np.arange(3), heads - tails)
+  time = np.concatenate([np.arange(*ends) for ends in zip(tails, heads, strict=True)])
+  value = tiny.of_stacks(unit.replay.windows(lane, time))[2]
+  stored = unit.replay.store[stamp].reshape(-1)[unit.replay.store.flat(lane, time)]
+  np.testing.assert_array_equal(stored, value + 24)
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_weights_arrive_as_they_are_or_rounded_and_are_there_until_the_end(half):
-  unit = Unit(half=half)
-  unit.weights.publish(2, Blueprint.init(number=1 / 3))
-  form = form_of(unit)
-  if half:
-    bf16 = {
-      k: jax.ShapeDtypeStruct(v.shape, jnp.bfloat16)
-      for k, v in form.weights.items()
-      if v.dtype == np.float32
-    }
-    form = dataclasses.replace(form, weights={**form.weights, **bf16})
-  here, like = jax.local_devices()[1], jax.eval_shape(Blueprint.init, jax.random.key(0))
-  with (
-    grpc_server.serve(unit.hub, "127.0.0.1:0", TOKEN, form, clients=1) as server,
-    Client(server.address, TOKEN, form) as client,
-  ):
-    weights = RemoteWeights(client, 0, (ACTOR, REANALYSER), like, here)
+def test_weights_arrive_exact_or_rounded_and_stay_until_the_end(make_unit, cluster, half):
+  unit = make_unit(*["topology.weights_dtype=bfloat16"] * half)
+  unit.weights.publish(2, unit.agent.init(number=1 / 3))
+  here, like = jax.local_devices()[-1], jax.eval_shape(unit.agent.init)
+  with cluster(unit) as served:
+    weights = RemoteWeights(served.client(), 0, (ACTOR, REANALYSER), like, here)
     got = weights.latest(ACTOR, at_least=2).variables
     number = np.float32(jnp.bfloat16(1 / 3) if half else 1 / 3)
-    np.testing.assert_array_equal(got.params["w"], np.full((2, 3), number))
-    assert (got.params["w"].dtype, got.batch_stats["n"].dtype) == (np.float32, np.int32)
-    assert got.params["w"].devices() == {here}
+    np.testing.assert_array_equal(got.params["w"], np.full((2, 3), number), strict=True)
+    assert got.batch_stats["n"].dtype == np.int32 and got.params["w"].devices() == {here}
     assert weights.latest(REANALYSER).step == 0
-    late = []
-    thread = threading.Thread(
-      target=lambda: late.append(weights.latest(REANALYSER, at_least=6).step)
-    )
-    thread.start()
-    unit.publish(6)
-    thread.join(10)
-    assert late == [6] and weights.latest(ACTOR, at_least=6).step == 6
-    unit.hub.finish(0)
+    threading.Timer(0.05, unit.publish, (6,)).start()
+    assert weights.latest(REANALYSER, at_least=6).step == 6
+    assert weights.latest(ACTOR, at_least=6).step == 6
+    unit.service.finish(0)
     with pytest.raises(grpc_server.RunOver):
       weights.latest(ACTOR, at_least=7)
     assert weights.latest(ACTOR, at_least=6).step == 6  # enough to finish what was begun
 
 
-def test_what_ends_the_following_is_raised_where_its_results_are_asked_for():
-  unit = Unit()
-  form, here, like = (
-    form_of(unit),
-    jax.local_devices()[0],
-    jax.eval_shape(Blueprint.init, jax.random.key(0)),
-  )
-  with (
-    grpc_server.serve(unit.hub, "127.0.0.1:0", TOKEN, form, clients=1) as server,
-    Client(server.address, TOKEN, form) as client,
-  ):
-    with pytest.raises(Refused, match="nobody subscribes as 'evaluator'"):
+def test_what_ends_a_subscription_is_raised_where_its_results_are_wanted(make_unit, cluster):
+  unit = make_unit()
+  here, like = jax.local_devices()[0], jax.eval_shape(unit.agent.init)
+  with cluster(unit) as served:
+    client = served.client()
+    with pytest.raises(Refused, match="'evaluator'"):
       RemoteWeights(client, 0, ("evaluator",), like, here).latest("evaluator")
     other = like._replace(params={"w": jax.ShapeDtypeStruct((3, 2), np.float32)})
-    with pytest.raises(ValueError, match="the unit's network is another"):
+    with pytest.raises(ValueError, match="an array is"):
       RemoteWeights(client, 0, (ACTOR,), other, here).latest(ACTOR)
     with pytest.raises(Refused, match="has incarnation"):
-      FetchedFrames(client, 0, 7, form).gather(np.zeros(1, int), np.zeros((1, 2), int), 1)
+      FetchedFrames(client, 0, 7, served.wire).gather(np.zeros(1, int), np.zeros((1, 2), int), 1)
 
 
-@pytest.mark.parametrize("role", ["actor", "reanalyser"])
-def test_who_comes_when_the_run_is_over_goes_home(role):
-  unit = Unit()
-  unit.hub.finish(0)
-  with served(unit) as (client, start):
-    if role == "actor":
-      thread = start(remote_actor.act, unit.config, Blueprint, client(), Role("actor", 0, 0), 0)
-    else:
-      who = Role("reanalyser", 0, 0)
-      thread = start(
-        remote_reanalyser.reanalyse, unit.config, Blueprint, client(), form_of(unit), who, 0
-      )
-    thread.join(10)
-    assert not thread.is_alive()
+def test_workers_that_come_when_the_run_is_over_leave(make_unit, cluster):
+  unit = make_unit()
+  unit.service.finish(0)
+  with cluster(unit) as served:
+    for thread in (served.act(), served.refresh()):
+      thread.join(10)
+      assert not thread.is_alive()
 
 
-def test_who_is_busy_for_long_shows_that_it_is_there(monkeypatch):
-  """In the middle of a search, a process asks for weights."""
-  monkeypatch.setattr(heartbeats, "SILENCE", 0.7)  # it does so every 0.2 seconds
-  for module in (remote_actor, remote_reanalyser):
-    monkeypatch.setattr(module, "Inference", lambda *_, **__: Seer(delay=2.0))
-  unit = Unit("actor.random_steps=0", "reanalyse.schedule=sweep", kinds=["reanalyse"])
+def test_workers_that_compute_for_long_count_as_alive(make_unit, cluster, monkeypatch):
+  """They ask for weights meanwhile."""
+  monkeypatch.setattr(heartbeats, "TIMEOUT", 0.7)  # they do so every 0.2 seconds
+  unit = make_unit("actor.random_steps=0", SWEEP["reanalyse"])
+  unit.heartbeats._clock = time.monotonic
   unit.fill(10)
-  for _ in range(6):
-    unit.pacer.add_learner_step()
+  unit.learn(6)
   unit.publish(6)
+  busy, release = threading.Semaphore(0), threading.Event()
 
-  def there():
-    summary = unit.presence.summary()
-    return summary[names.PRESENT_ACTORS], summary[names.PRESENT_REANALYSERS]
+  class Slow(type(unit.inference)):
+    def _wait(self):
+      busy.release()
+      release.wait(20)
 
-  with served(unit) as (client, start):
-    start(remote_actor.act, unit.config, Blueprint, client(), Role("actor", 0, 0), 0)
-    start(
-      remote_reanalyser.reanalyse,
-      unit.config,
-      Blueprint,
-      client(),
-      form_of(unit),
-      Role("reanalyser", 0, 0),
-      0,
-    )
-    deadline = time.monotonic() + 20
-    while len(unit.told) < 2 or there() != (1, 1):  # both have got something to do
-      assert time.monotonic() < deadline
-      time.sleep(0.01)
-    for _ in range(12):
-      time.sleep(0.1)
-      assert there() == (1, 1) and len(unit.told) == 2
+    def decide(self, *args, **kwargs):
+      self._wait()
+      return super().decide(*args, **kwargs)
+
+    def compute(self, *args, **kwargs):
+      self._wait()
+      return super().compute(*args, **kwargs)
+
+  def present():
+    summary = unit.heartbeats.summary()
+    return summary["present/actors"], summary["present/refreshers"]
+
+  served = cluster(unit)
+  slow = Slow(unit.agent, unit.config.env.frame_stack)
+  for module in (remote_actor, remote_refresher):
+    monkeypatch.setattr(module, "Inference", lambda *_, **__: slow)
+  with served:
+    served.act(), served.refresh()
+    assert busy.acquire(timeout=20) and busy.acquire(timeout=20)
+    until = time.monotonic() + 1.5
+    while time.monotonic() < until:
+      assert present() == (1, 1)
+      time.sleep(0.05)
+    release.set()
   time.sleep(0.8)
-  assert there() == (0, 0)
+  assert present() == (0, 0)

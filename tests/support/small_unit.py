@@ -1,191 +1,259 @@
-"""A unit of the smallest size: a real hub with a real replay, pacer and weights, and stand-ins for what is learned."""
+"""A learner process of the smallest size with its service, and the calls of its workers.
 
+Journal, replay, rate limiter and weights are the real ones, made by `run.build.build`. Nothing is
+trained: the agent is `tiny.ChecksumAgent`, and the learner steps are only counted.
+"""
+
+import contextlib
+import shutil
 import threading
-import time
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+import pytest
 import tiny
 
-from speedyzero_jax.agents.efficientzero.inference import Inference
-from speedyzero_jax.agents.efficientzero.networks import Variables
-from speedyzero_jax.agents.efficientzero.reanalyse import Sweeper
+from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER, REFRESHER
 from speedyzero_jax.cluster import messages
-from speedyzero_jax.cluster.heartbeats import Presence
-from speedyzero_jax.cluster.learner_service import Hub
+from speedyzero_jax.cluster.heartbeats import Heartbeats
+from speedyzero_jax.cluster.learner_service import LearnerService
 from speedyzero_jax.metrics.aggregation import EpisodeStats
-from speedyzero_jax.run.builders import Game, make_replay
-from speedyzero_jax.run.rate_limiter import Pacer
+from speedyzero_jax.run import build, builders
+from speedyzero_jax.run.experiment import Experiment, Membership
 from speedyzero_jax.run.topology import lanes_of_actors
-from speedyzero_jax.types import SearchResult
 from speedyzero_jax.workers.actor import Actor
-from speedyzero_jax.workers.learner import make_mesh
-from speedyzero_jax.workers.weights import ACTOR, REANALYSER, REFRESHER, WeightsStore
+from speedyzero_jax.workers.weights import ACTOR
 
-GAME = Game(tiny.FakeEnv.frame_shape, tiny.FakeEnv.frame_dtype, tiny.FakeEnv.num_actions)
-SECONDS = 0.05  # that a poll waits
-
-
-class Blueprint:
-  """Of a network that is one number and a counter."""
-
-  @staticmethod
-  def init(_key=None, number: float = 0.0) -> Variables:
-    return Variables(
-      params={"w": jnp.full((2, 3), float(number))}, batch_stats={"n": jnp.zeros((), jnp.int32)}
-    )
-
-
-class Seer(Inference):
-  """Says of every state what a checksum of its stack says, plus the network's number."""
-
-  devices = 1
-
-  def __init__(self, stack: int = 2, delay: float = 0.0):
-    self._stack, self._delay = stack, delay
-
-  def search(self, variables, frames, key, temperature, *, explore):  # type: ignore[override]
-    policy, search_value, value = self._see(variables, frames)
-    time.sleep(self._delay)
-    salt = int(np.asarray(jax.random.key_data(key)).sum())
-    action = (search_value.astype(np.int64) + salt) % policy.shape[-1]
-    return SearchResult(action.astype(np.int32), policy, search_value, value)
-
-  def value(self, variables, frames):  # type: ignore[override]
-    return self._see(variables, frames)[2]
-
-  def _see(self, variables, frames):
-    number = np.float32(variables.params["w"][0, 0])
-    states = range(frames.shape[1] - self._stack + 1)
-    seen = [tiny.of_stacks(np.asarray(frames[:, k : k + self._stack])) for k in states]
-    policy, search_value, value = (np.stack(part, axis=1) for part in zip(*seen, strict=True))
-    return policy, search_value + number, value + number
+SECONDS = 0.02  # that a poll waits
+SUBSCRIPTIONS = ACTOR, REANALYSER, REFRESHER
+BATCH = ("reanalyse.schedule=batch", "refresh.enabled=false")
+SWEEP = {"reanalyse": "refresh.enabled=false", "refresh": "reanalyse.schedule=off"}
 
 
 class Unit:
-  """A hub and what it connects; the collector is the unit itself.
+  """A learner process that serves actors and refreshers.
 
-  `taken` is what a journal would hold: what was acknowledged, in order.
+  Attributes:
+    waits: what the heartbeats report.
+    now: seconds on the clock of the heartbeats.
   """
 
-  def __init__(
-    self,
-    *overrides,
-    actors=1,
-    reanalysers=1,
-    block_timeout=60.0,
-    patient=False,
-    half=False,
-    kinds=(),
-  ):
-    self.config = tiny.config("priority.alpha=1", *overrides)
-    self.replay = self.twin()
-    self.pacer = Pacer(self.config)
-    intervals = {ACTOR: 2, REANALYSER: 3, REFRESHER: 2}
-    self.weights = WeightsStore(intervals, jax.devices()[0], Blueprint.init())
-    self.sweepers = [
-      Sweeper(self.config, kind, Seer(), self.weights, jax.random.key(0)) for kind in kinds
-    ]
-    self.taken, self.episodes, self.cuts, self.counted, self.told = [], [], [], {}, []
-    self.presence = Presence({"actor": actors, "reanalyser": reanalysers}, self.told.append)
-    self.lanes = lanes_of_actors(self.config.actor.lanes, actors)
-    self._lock = threading.Lock()
-    self.hub = Hub(
-      replay=self.replay, pacer=self.pacer, weights=self.weights, collector=self, sweepers=self.sweepers,
-      lanes=self.lanes, reanalysers=reanalysers, block_timeout=block_timeout, patient=patient,
-      welcome=messages.ReanalyserWelcome("", ""), half_weights=half, count=self._count,
-      presence=self.presence,
+  def __init__(self, folder, experiment: Experiment, overrides, actors: int, refreshers: int):
+    self.folder, self.experiment, self.config = folder, experiment, experiment.config
+    self._overrides = overrides
+    self.agent, self.inference = experiment.agent, experiment.inference
+    self.replay, self.weights = experiment.replay, experiment.weights
+    self.limiter, self.collector = experiment.limiter, experiment.collector
+    self.journal = experiment.recovery.journal
+    self.lanes = lanes_of_actors(self.config.actor.lanes, actors) if actors else ()
+    self.waits: list[dict[str, float]] = []
+    self.now = 0.0
+    counts = {"actor": actors, "refresher": refreshers}
+    self.heartbeats = Heartbeats(counts, self.waits.append, lambda: self.now)
+    self.episodes = []
+    experiment.collector.episodes.record = self.episodes.append
+    self.welcome("", "", refreshers)
+
+  def welcome(self, file: str, link: str, refreshers: int) -> None:
+    """Makes the service, with this answer to refreshers."""
+    self.service = LearnerService(
+      self.experiment, lanes=self.lanes, refreshers=refreshers, heartbeats=self.heartbeats,
+      welcome=messages.RefresherWelcome(file, link),
     )  # fmt: skip
 
-  def twin(self):
-    """An empty replay like the unit's."""
-    return make_replay(self.config, GAME, make_mesh(jax.local_devices()[:1]), print, seed=0)
+  # --- calls
 
-  def take(self, segments, episodes, *, granted):
-    with self._lock:
-      self.replay.append_many(segments)
-      self.taken.append(list(segments))
-      self.episodes += episodes
-      self.pacer.add_env_steps(sum(int((s.action >= 0).sum()) for s in segments), reserved=granted)
+  def join(self, actor=0, incarnation=0):
+    return self.service.join_actor(messages.ActorJoin(actor, incarnation))
 
-  def cut(self, lanes):
-    self.cuts.append(list(lanes))
-    for lane in lanes:
-      self.replay.truncate(lane)
+  def grant(self, sequence=0, steps=9, actor=0, incarnation=0, seconds=SECONDS):
+    request = messages.GrantRequest(actor, incarnation, sequence, steps)
+    return self.service.grant(request, seconds)
 
-  def _count(self, name, events):
-    self.counted[name] = self.counted.get(name, 0) + events
+  def append(self, segments, sequence=0, actor=0, incarnation=0, episodes=()):
+    score = np.array([episode.score for episode in episodes])
+    length = np.array([episode.length for episode in episodes], np.int64)
+    return self.service.append(
+      messages.Append(actor, incarnation, sequence, list(segments), score, length)
+    )
+
+  def ask_weights(self, subscriber=ACTOR, have=-1, seconds=SECONDS):
+    return self.service.weights(messages.WeightsRequest(0, subscriber, have), seconds)
+
+  def join_refresher(self, refresher=0, incarnation=0):
+    return self.service.join_refresher(messages.RefresherJoin(refresher, incarnation))
+
+  def work(self, refresher=0, incarnation=0, seconds=SECONDS):
+    return self.service.work(messages.WorkRequest(refresher, incarnation), seconds)
+
+  def frames(self, sequence=0, refresher=0, incarnation=0, seconds=SECONDS):
+    return self.service.frames(messages.FramesRequest(refresher, incarnation, sequence), seconds)
+
+  def result(self, block, refresher=0, incarnation=0, *, step=None, arrays=None):
+    """The result of a block; by default what its task makes of the frames."""
+    lane = np.broadcast_to(block.lane[:, None], block.cell.shape)
+    version = self.weights.latest(self.agent.tasks[block.task].subscription)
+    if arrays is None:
+      frames = self.replay.store.frame[lane, block.cell]
+      arrays = self.inference.compute(version, block.task, frames, jax.random.key(9))
+    step = version.step if step is None else step
+    return self.service.result(
+      messages.Result(refresher, incarnation, block.block, block.task, step, arrays)
+    )
+
+  # --- the work of actors and the learner
+
+  def player(self, actor=0, seed=0) -> Actor:
+    """The actor of an actor process."""
+    lanes = self.lanes[actor]
+    return self.actor_of(seed, lanes.start, self.replay.heads[lanes.start : lanes.stop])
+
+  def actor_of(self, seed, first, heads) -> Actor:
+    return Actor(
+      self.config, self.agent, tiny.FakeEnv(len(heads), seed), self.inference,
+      jax.random.key(seed), EpisodeStats(len(heads)), lane_offset=first, start=heads,
+    )  # fmt: skip
+
+  def play(self, player, granted):
+    """Segments of a step and the number of agent steps in them."""
+    return player.step(
+      self.weights.latest(ACTOR), budget=granted.steps, progress=0.0, random=False,
+      last=granted.closing,
+    )  # fmt: skip
 
   def fill(self, calls=20, seed=0):
-    """Has a local actor play in all lanes; what it played is in `taken`."""
-    lanes = self.config.actor.lanes
-    stats = EpisodeStats(lanes)
-    self.cut(range(lanes))
-    actor = Actor(
-      self.config,
-      tiny.FakeEnv(lanes, seed),
-      Seer(),
-      jax.random.key(seed),
-      stats,
-      start=self.replay.heads,
-    )
+    """Collects in all lanes, without grants."""
+    self.collector.cut(range(self.config.actor.lanes))
+    player = self.actor_of(seed, 0, self.replay.heads)
     for _ in range(calls):
-      segments, _ = actor.step(
-        self.weights.latest(ACTOR), budget=10**6, progress=0.0, random=False, last=False
-      )
-      self.take(segments, [], granted=0)
+      segments, _ = self.play(player, messages.Grant(10**6, False, 0, 0.0, False))
+      self.collector.take(segments, [], granted=0)
 
   def publish(self, step):
-    self.weights.publish(step, Blueprint.init(number=step))
+    """Offers weights of a learner step, which is also their content."""
+    self.weights.publish(step, self.agent.init(number=step))
 
-  def append_to(self, replay):
-    """What a resumed unit does with its journal."""
-    for segments in self.taken:
-      for segment in segments:
-        if segment.first[0]:
-          replay.truncate(segment.lane)
-      replay.append_many(segments)
+  def learn(self, steps=1):
+    for _ in range(steps):
+      self.limiter.add_learner_step()
 
-  def learn(self):
-    """Takes learner steps in a thread as they fall due, until all are taken or the pacer stops."""
+  def learn_in_thread(self) -> threading.Thread:
+    """Counts learner steps as they fall due, to the last one."""
+    limiter, ready = self.limiter, self.experiment.pipeline.ready
 
     def body():
-      while not self.pacer.stopping and self.pacer.learner_steps < self.config.learner.steps:
-        self.pacer.wait_for(lambda: self.pacer.may_learn() and self.replay.num_eligible, 1.0)
-        if self.pacer.may_learn() and self.replay.num_eligible:
-          self.pacer.add_learner_step()
+      while not limiter.stopping and limiter.learner_steps < self.config.learner.steps:
+        limiter.wait_for(lambda: limiter.may_learn() and ready(), 60.0)
+        if limiter.may_learn() and ready():
+          limiter.add_learner_step()
 
     thread = threading.Thread(target=body, name="learner", daemon=True)
     thread.start()
     return thread
 
+  def refuses(self, call, match):
+    """The call is refused and nothing that would be saved has changed."""
+
+    def saved():
+      limiter = self.limiter.pool, self.limiter.env_steps
+      return *limiter, self.journal.heads.tolist(), len(self.episodes), self.replay.state_dict()
+
+    before = saved()
+    with pytest.raises(ValueError, match=match):
+      call()
+    assert before[:4] == saved()[:4]
+    for name, array in saved()[4].items():
+      np.testing.assert_array_equal(array, before[4][name], err_msg=name)
+
+  def executing(self, size=4):
+    """A sampled batch's work, a thread that has refreshers do it, and a list, empty until then."""
+    selection, done = self.replay.select(size), []
+    works = self.agent.batch_work(self.replay, selection)
+
+    def body():
+      self.service.execute(works, 0)
+      done.append(True)
+
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    return works, thread, done
+
+  @contextlib.contextmanager
+  def twin(self) -> Iterator[Experiment]:
+    """A process that starts again with a copy of a durable journal, and without a checkpoint."""
+    folder = self.folder / "twin"
+    folder.mkdir()
+    for path in self.folder.glob("journal.sqlite*"):
+      shutil.copy(path, folder)
+    with _parts(folder, self._overrides, True, resume_step=0) as experiment:
+      yield experiment
+
+
+@contextlib.contextmanager
+def unit(
+  folder: Path, *overrides: str, actors: int = 1, refreshers: int = 1, durable: bool = False
+) -> Iterator[Unit]:
+  """A unit in a folder, with `key=value` changes of the tiny configuration.
+
+  If `durable`, experience is on disk when it is acknowledged, as in a run of several processes.
+  """
+  with _parts(folder, overrides, durable) as experiment:
+    made = Unit(folder, experiment, overrides, actors, refreshers)
+    try:
+      yield made
+    finally:
+      experiment.limiter.stop()
+
+
+@contextlib.contextmanager
+def _parts(
+  folder: Path, overrides: tuple[str, ...], durable: bool, resume_step: int | None = None
+) -> Iterator[Experiment]:
+  changes = "run.mode=async", "priority.alpha=1", *overrides
+  programs = tiny.checksum_parts(*(x for x in changes if x.startswith(("reanalyse", "refresh"))))[1]
+  membership = Membership(acts=False, sweeps=False, durable=durable)
+  with (
+    mock.patch.object(builders, "make_agent", lambda config, spec=None: tiny.ChecksumAgent(config)),
+    mock.patch.object(build, "Inference", lambda *_, **__: programs),
+    tiny.experiment(
+      folder, *changes, resume_step=resume_step, membership=membership, shared=False
+    ) as experiment,
+  ):
+    yield experiment
+
 
 class Direct:
-  """A client without a network between it and the hub."""
+  """A client that calls the service in this process."""
 
-  def __init__(self, hub):
-    self._hub = hub
+  def __init__(self, service: LearnerService):
+    self._service = service
 
-  def __getattr__(self, name):
+  def __getattr__(self, name: str):
     call = messages.CALLS[name]
 
     def ask(request):
-      answer = getattr(self._hub, name)(request, *[SECONDS] * call.poll)
+      answer = None
       while answer is None:
-        answer = getattr(self._hub, name)(request, SECONDS)
+        answer = getattr(self._service, name)(request, *[SECONDS] * call.poll)
       return answer
 
     return ask
 
 
-def frames_of(replay):
-  return replay.export_slots(np.zeros_like(replay.heads))
-
-
 def assert_same(ours, theirs, *, besides=()):
   """Replays that hold the same and will behave alike."""
-  for a, b in ((ours.state_dict(), theirs.state_dict()), (frames_of(ours), frames_of(theirs))):
+  for a, b in ((ours.state_dict(), theirs.state_dict()), (slots(ours), slots(theirs))):
     assert a.keys() == b.keys()
     for name in a.keys() - set(besides):
       np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+def slots(replay) -> dict[str, np.ndarray]:
+  """Frames of all stored slots, by lane."""
+  return {
+    str(lane): replay.store.frame[lane, replay.store.cell(np.arange(tail, head))]
+    for lane, (tail, head) in enumerate(zip(replay.tails, replay.heads, strict=True))
+  }

@@ -1,0 +1,397 @@
+"""Grants and experience when actors die, repeat calls, come late, or send what they may not."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import tiny
+from small_unit import Direct, assert_same
+
+from speedyzero_jax.cluster import messages, remote_actor
+from speedyzero_jax.cluster.grpc_server import RunOver
+from speedyzero_jax.metrics import names
+from speedyzero_jax.metrics.aggregation import Episode
+from speedyzero_jax.replay.journal import JournalError
+from speedyzero_jax.run.topology import Role
+
+
+def test_a_new_incarnation_continues_after_what_was_acknowledged(make_unit):
+  unit = make_unit("actor.lanes=5", actors=2)
+  assert [list(lanes) for lanes in unit.lanes] == [[0, 1], [2, 3, 4]]
+  welcome = unit.join(1)
+  assert welcome.first == 2 and welcome.heads.tolist() == [0, 0, 0]
+  segments, _ = unit.play(unit.player(1), unit.grant(actor=1))
+  assert unit.append(segments, actor=1).heads.tolist() == [1, 1, 1]
+  assert unit.replay.heads.tolist() == unit.journal.heads.tolist() == [0, 0, 1, 1, 1]
+  last = unit.replay.store.flat(np.arange(2, 5), np.zeros(3, int))
+  unit.join(1)  # again: its answer was lost
+  assert not unit.replay.store.truncated.reshape(-1)[last].any()
+  assert unit.join(1, 4).heads.tolist() == [1, 1, 1]
+  assert unit.replay.store.truncated.reshape(-1)[last].all()  # the games of the first are cut
+  segments, _ = unit.play(unit.player(1), unit.grant(actor=1, incarnation=4))
+  assert all(segment.first[0] for segment in segments)
+  assert unit.append(segments, actor=1, incarnation=4).heads.tolist() == [2, 2, 2]
+
+
+def test_calls_of_older_incarnations_are_refused(make_unit):
+  unit = make_unit("actor.lanes=2")
+  unit.join(0, 0)
+  segments, _ = unit.play(unit.player(), unit.grant())
+  unit.join(0, 1)
+  for call in (
+    lambda: unit.join(0, 0), lambda: unit.grant(1), lambda: unit.append(segments)
+  ):  # fmt: skip
+    unit.refuses(call, "actor 0 has incarnation 1 now, this is 0")
+
+
+def test_experience_of_other_lanes_or_without_a_grant_is_refused(make_unit):
+  unit = make_unit("actor.lanes=4", actors=2)
+  unit.join(0), unit.join(1)
+  without = unit.play(unit.player(), messages.Grant(2, False, 0, 0.0, False))[0]
+  unit.refuses(lambda: unit.append(without), "no grant")
+  granted = unit.grant()
+  good, _ = unit.play(unit.player(), granted)
+  theirs, _ = unit.play(unit.player(1), granted)
+  nan = good[0]._replace(extra=good[0].extra | {"policy": good[0].extra["policy"] * np.nan})
+  for segments, match in (
+    ([good[0], theirs[0]], "lane 2 is not of actor 0"),
+    ([good[0], good[1]._replace(start=5)], "start"),
+    ([nan, good[1]], "policy must be finite"),
+    ([good[0], good[1]._replace(first=~good[1].first)], "first"),
+    ([good[0], good[0]], "one segment per lane"),
+    ([s._replace(step=s.step + 1) for s in good], "weights of a later learner step"),
+  ):
+    unit.refuses(lambda segments=segments: unit.append(segments), match)
+  unit.refuses(lambda: unit.append(good, sequence=1), "no grant")
+  unit.append(good)
+  assert unit.limiter.env_steps == 2
+
+
+@pytest.mark.parametrize(
+  "episodes", [[Episode(np.nan, 3)], [Episode(np.inf, 3)], [Episode(1.0, -1)], [Episode(1.0, 3)] * 3]
+)  # fmt: skip
+def test_impossible_episodes_are_refused(make_unit, episodes):
+  unit = make_unit("actor.lanes=4", actors=2)
+  unit.join()
+  segments, _ = unit.play(unit.player(), unit.grant())
+  unit.refuses(lambda: unit.append(segments, episodes=episodes), "score and length")
+  unit.append(segments, episodes=[Episode(-1.5, 3), Episode(1.0, 0)])  # as many as lanes
+  assert unit.episodes == [Episode(-1.5, 3), Episode(1.0, 0)]
+
+
+def test_more_steps_than_granted_are_refused(make_unit):
+  unit = make_unit("actor.lanes=3")
+  unit.join()
+  granted = unit.grant(steps=2)
+  assert granted.steps == 2
+  segments, count = unit.play(unit.player(), granted._replace(steps=3))
+  assert count == 3
+  unit.refuses(lambda: unit.append(segments), "took 3 steps of 2 granted")
+
+
+def test_a_repeated_append_is_acknowledged_and_counts_once(make_unit):
+  unit = make_unit("actor.lanes=2")
+  unit.join()
+  player, ended = unit.player(), [Episode(1.0, 3)]
+  segments, count = unit.play(player, unit.grant())
+  for _ in range(2):
+    assert unit.append(segments, episodes=ended).heads.tolist() == [1, 1]
+  more, more_count = unit.play(player, unit.grant(1))
+  unit.append(more, 1)
+  assert unit.append(segments, episodes=ended).heads.tolist() == [2, 2]  # very late
+  assert unit.limiter.env_steps == unit.replay.num_transitions == count + more_count
+  assert unit.journal.heads.tolist() == [2, 2] and unit.episodes == ended
+
+
+def test_a_repeated_grant_is_the_same_and_a_used_one_is_refused(make_unit):
+  unit = make_unit("actor.lanes=2")
+  unit.join()
+  pool = unit.limiter.pool
+  granted = unit.grant()
+  assert unit.grant() == granted and unit.limiter.pool == pool - granted.steps
+  unit.append(unit.play(unit.player(), granted)[0])
+  unit.refuses(unit.grant, "grant 0 of actor 0 was used already")
+  assert unit.grant(1).steps == 2
+
+
+def test_unused_steps_return_to_the_pool(make_unit):
+  unit = make_unit("actor.lanes=4", actors=2, refreshers=0)
+  unit.join(0), unit.join(1)
+  pool = unit.limiter.pool
+  assert unit.grant(0).steps == 2 and unit.limiter.pool == pool - 2
+  assert unit.grant(1, steps=1).steps == 1  # the grant before was never used
+  assert unit.limiter.pool == pool - 1
+  unit.join(0, 1)  # it died
+  assert unit.limiter.pool == pool
+  player, sequence, resets = unit.player(1), 0, 0
+  while resets < 3:  # lanes that only reset take no step
+    segments, count = unit.play(player, unit.grant(sequence, actor=1))
+    unit.append(segments, sequence, actor=1)
+    resets += 2 - count
+    sequence += 1
+    assert unit.limiter.pool == pool - unit.limiter.env_steps
+    unit.learn()
+
+
+def play_to_the_limit(unit, player, actor=0, incarnation=0):
+  """Plays while steps are granted; returns the next sequence number."""
+  sequence = 0
+  while granted := unit.grant(sequence, actor=actor, incarnation=incarnation):
+    segments, _ = unit.play(player, granted)
+    unit.append(segments, sequence, actor=actor, incarnation=incarnation)
+    sequence += 1
+  return sequence
+
+
+def test_grants_wait_for_the_learner_but_not_for_a_dead_actor(make_unit):
+  unit = make_unit("actor.lanes=4", "actor.random_steps=10", actors=2)
+  unit.fill(3)
+  unit.join(0), unit.join(1)
+  assert unit.grant().steps == 2  # and then actor 0 dies
+  sequence = play_to_the_limit(unit, unit.player(1), actor=1)
+  assert unit.limiter.may_learn() and unit.limiter.env_steps < 60
+  found = []
+  waiting = threading.Thread(
+    target=lambda: found.append(unit.grant(sequence, actor=1, seconds=20)), daemon=True
+  )
+  waiting.start()
+  waiting.join(0.05)
+  assert not found
+  unit.learn(3)
+  waiting.join(10)
+  assert found[0].steps == 2 and not found[0].weights and not found[0].closing
+
+
+def test_an_acting_actor_bounds_the_learner_until_its_steps_arrive_or_are_lost(make_unit):
+  unit = make_unit(
+    "actor.lanes=4", "actor.random_steps=10", "actor.weights_interval=2", "actor.max_lag=5",
+    actors=2,
+  )  # fmt: skip
+  unit.fill(3)
+  unit.join(0), unit.join(1)
+
+  def learn():
+    steps = 0
+    while not unit.limiter.lagging:
+      unit.learn()
+      unit.publish(unit.limiter.learner_steps)
+      steps += 1
+    return steps
+
+  unit.learn()
+  first, second = unit.grant(), unit.grant(actor=1)
+  assert (first.weights, second.weights) == (0, 0) and learn() == 3
+  assert unit.append(unit.play(unit.player(), first)[0]) and unit.limiter.lagging
+  unit.join(1, 1)  # the other has died
+  assert not unit.limiter.lagging
+  assert unit.grant(actor=1, incarnation=1, seconds=1).weights == 4 and learn() == 3
+
+
+def test_a_grant_names_weights_published_until_the_lag_is_bounded(make_unit, monkeypatch):
+  """Weights looked up before `begin_acting` could be an interval older than the bound assumes."""
+  unit = make_unit("actor.weights_interval=2", "actor.max_lag=3")
+  unit.join()
+  begin = unit.limiter.begin_acting
+  monkeypatch.setattr(unit.limiter, "begin_acting", lambda who: (begin(who), unit.publish(8)))
+  assert unit.grant().weights == 8
+
+
+def test_waits_and_restarts_are_reported(make_unit):
+  unit = make_unit("actor.random_steps=10", refreshers=0)
+  unit.fill(3)
+  unit.join()
+  assert unit.heartbeats.summary() == {"present/actors": 1, "restarts/actors": 0}
+  sequence = play_to_the_limit(unit, unit.player())
+  assert len(unit.waits) == sequence > 2
+  unit.grant(sequence), unit.grant(sequence)  # no answer yet: both are one wait
+  unit.now += 7
+  unit.learn(2)
+  assert unit.grant(sequence, seconds=10)
+  assert unit.waits[-1] == {names.wait("actor"): 7}
+  unit.join(incarnation=1), unit.join(incarnation=1)  # the answer to the first was lost
+  assert unit.heartbeats.summary()["restarts/actors"] == 1
+
+
+def test_actors_leave_a_unit_that_can_store_nothing(make_unit, monkeypatch):
+  unit = make_unit()
+  unit.join()
+  segments, _ = unit.play(unit.player(), unit.grant())
+
+  def full(*_):
+    raise JournalError("the disk is full")
+
+  monkeypatch.setattr(unit.journal, "append", full)
+  with pytest.raises(RunOver, match="the disk is full"):
+    unit.append(segments)
+  assert unit.limiter.stopping and isinstance(unit.collector.failure, JournalError)
+
+
+def test_the_last_steps_close_every_lane(make_unit):
+  unit = make_unit("actor.lanes=3", "run.env_steps=7", "actor.random_steps=0")
+  unit.join()
+  player, sequence = unit.player(seed=3), 0
+  while not unit.limiter.collected:
+    granted = unit.grant(sequence)
+    assert granted.steps == min(3, 7 - unit.limiter.env_steps)
+    assert granted.closing == (unit.limiter.env_steps + granted.steps == 7)
+    unit.append(unit.play(player, granted)[0], sequence)
+    sequence += 1
+  last = unit.grant(sequence)
+  assert (last.steps, last.closing) == (0, True) and unit.replay.num_transitions == 7
+  assert (last_actions(unit) == -1).all()
+
+
+def last_actions(unit):
+  store = unit.replay.store
+  return store.action.reshape(-1)[store.flat(np.arange(store.lanes), unit.replay.heads - 1)]
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_an_actor_that_has_closed_takes_no_step_unless_it_restarts(make_unit, restarts):
+  unit = make_unit("actor.lanes=4", "run.env_steps=4", "actor.random_steps=0", actors=2)
+  unit.join(0), unit.join(1)
+  other, mine = unit.grant(actor=1), unit.grant()
+  assert (mine.steps, mine.closing, other.closing) == (2, True, False)
+  unit.append(unit.play(unit.player(), mine)[0])
+  unit.join(1, 1)  # the other died, so that two steps are left
+  assert unit.limiter.pool == 2 and unit.grant(1) is None
+  actor = 0 if restarts else 1
+  unit.join(actor, 1)
+  granted = unit.grant(actor=actor, incarnation=1)
+  assert (granted.steps, granted.closing) == (2, True)
+  segments, _ = unit.play(unit.player(actor), granted)
+  unit.append(segments, actor=actor, incarnation=1)
+  assert unit.limiter.collected and unit.limiter.pool == 0
+  waiting, incarnation, sequence = (1, 1, 0) if restarts else (0, 0, 1)
+  assert unit.grant(sequence, actor=waiting, incarnation=incarnation).steps == 0
+
+
+def test_an_actor_that_joins_when_all_is_collected_is_dismissed(make_unit):
+  """Whatever it would append takes the place of something in the replay."""
+  unit = make_unit("actor.lanes=3", "run.env_steps=3", "actor.random_steps=0", refreshers=0)
+  unit.join()
+  unit.append(unit.play(unit.player(), unit.grant())[0])
+  heads = unit.replay.heads
+  with pytest.raises(RunOver, match="everything is collected"):
+    unit.join(incarnation=1)
+  begin = time.monotonic()
+  unit.service.finish(10)
+  assert time.monotonic() - begin < 5
+  np.testing.assert_array_equal(unit.replay.heads, heads)
+
+
+def test_a_grant_smaller_than_wanted_closes_whatever_is_released_meanwhile(make_unit, monkeypatch):
+  """Else the lanes beyond it would be cut, and then continue."""
+  unit = make_unit("actor.lanes=4", "run.env_steps=5", "actor.random_steps=0")
+  unit.join()
+  reserve = unit.limiter.reserve
+
+  def with_a_race(steps, seconds, urgent):
+    count = reserve(steps, seconds, urgent)
+    if count == 1:
+      unit.limiter.release(2)  # as if another actor gave two steps back
+    return count
+
+  monkeypatch.setattr(unit.limiter, "reserve", with_a_race)
+  unit.append(unit.play(unit.player(), unit.grant())[0])
+  granted = unit.grant(1)
+  assert granted.steps == 1 and granted.closing
+
+
+class Killed(Exception):
+  """The end of an actor's process."""
+
+
+class Unlucky(Direct):
+  """A client that dies at times, before or after the service hears it, and repeats some calls."""
+
+  def __init__(self, service, seed, danger):
+    super().__init__(service)
+    self._rng, self._danger = np.random.default_rng(seed), danger
+    self.dead, self.acknowledged = False, 0
+
+  def _live_on(self):
+    if self.dead or self._rng.random() < self._danger:
+      self.dead = True
+      raise Killed
+
+  def __getattr__(self, name):
+    ask = super().__getattr__(name)
+
+    def unlucky(request):
+      if name == "weights":  # polled in threads of its own
+        if self.dead:
+          raise Killed
+        return ask(request)
+      self._live_on()
+      answer = ask(request)
+      if self._rng.random() < 0.2:
+        answer = ask(request)
+      self._live_on()
+      if name == "append":
+        self.acknowledged += sum(int((s.action >= 0).sum()) for s in request.segments)
+      time.sleep(self._rng.random() * 0.002)
+      return answer
+
+    return unlucky
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("danger", [0.0, 0.02, 0.1])
+def test_actors_that_die_at_any_moment_collect_exactly_what_was_asked(
+  make_unit, monkeypatch, seed, danger
+):
+  rng = np.random.default_rng(seed)
+  lanes, actors, total = (int(rng.integers(a, b)) for a, b in ((3, 7), (1, 4), (40, 120)))
+  overrides = f"actor.lanes={lanes}", f"run.env_steps={total}", "actor.random_steps=20"
+  unit = make_unit(*overrides, actors=actors, refreshers=0, durable=True)
+  monkeypatch.setattr(
+    remote_actor, "make_env", lambda _, lanes, seed, training: tiny.FakeEnv(lanes, seed)
+  )
+  monkeypatch.setattr(remote_actor, "Inference", lambda *_, **__: unit.inference)
+  clients, errors = [], []
+
+  def live(number):
+    for incarnation in range(10**6):
+      client = Unlucky(unit.service, [seed, number, incarnation], danger)
+      clients.append(client)
+      try:
+        role = Role("actor", 0, number)
+        return remote_actor.act(unit.config, unit.agent, client, role, incarnation)
+      except Killed:
+        pass
+      except BaseException as error:
+        errors.append(error)
+        return unit.limiter.stop()
+      finally:
+        client.dead = True
+
+  threads = [threading.Thread(target=live, args=(number,), daemon=True) for number in range(actors)]
+  learner = unit.learn_in_thread()
+  for thread in threads:
+    thread.start()
+  unit.limiter.wait_for(lambda: unit.limiter.collected, 60)
+  assert not errors and unit.limiter.collected
+  learner.join(10)
+  early = bool(seed % 2)  # while some still close their lanes
+  for thread in threads if not early else ():
+    thread.join(10)
+  begin = time.monotonic()
+  unit.service.finish(10)
+  assert time.monotonic() - begin < 5
+  for thread in threads:
+    thread.join(10)
+    assert not thread.is_alive()
+  assert not errors and unit.limiter.finished and unit.limiter.pool == 0
+  assert unit.limiter.env_steps == unit.replay.num_transitions == total
+  acknowledged = sum(client.acknowledged for client in clients)
+  assert acknowledged == total if not (danger or early) else acknowledged <= total
+  assert (len(clients) > actors) == (danger > 0) or danger == 0.02
+  assert early or (last_actions(unit) == -1).all()
+  with unit.twin() as again:
+    # The journal does not say where the last games were cut, nor the order of the lanes' steps.
+    for lane in range(lanes):
+      again.replay.truncate(lane), unit.replay.truncate(lane)
+    assert_same(unit.replay, again.replay, besides={"sweep_reanalyse", "sweep_refresh"})
+    assert again.limiter.env_steps == total

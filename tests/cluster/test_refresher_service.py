@@ -1,0 +1,281 @@
+"""Blocks of states, their results and frames when refreshers die, repeat calls, or come late."""
+
+import threading
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from small_unit import BATCH, SWEEP, assert_same
+
+from speedyzero_jax.cluster import messages, refresher_service
+from speedyzero_jax.metrics import names
+from speedyzero_jax.run import steps
+
+
+@pytest.mark.parametrize("task", ["refresh", "reanalyse"])
+def test_a_sweep_by_refreshers_is_the_local_one(make_unit, task):
+  unit = make_unit(SWEEP[task], durable=True)
+  unit.fill(20)
+  with unit.twin() as local:
+    unit.publish(6)
+    local.weights.publish(6, unit.agent.init(number=6))
+    unit.join_refresher()
+    assert unit.work() is None  # nothing is owed
+    unit.learn(8)
+    blocks = 0
+    while block := unit.work():
+      assert (block.task, block.step, block.frames) == (task, 6, unit.replay.frames_written)
+      unit.result(block)
+      blocks += 1
+    (sweeper,) = local.sweepers
+    for _ in range(blocks):
+      assert sweeper.due(local.replay, 8)
+      steps.sweep(local, sweeper)
+    assert blocks > 1 and not sweeper.due(local.replay, 8)
+    assert_same(unit.replay, local.replay, besides={"rng"})
+
+
+def test_a_sweep_returns_to_the_states_of_a_lost_block(make_unit):
+  unit = make_unit(SWEEP["refresh"], refreshers=2)
+  unit.fill(20)
+  unit.join_refresher(0), unit.join_refresher(1)
+  unit.publish(8)
+  unit.learn(8)
+  assert unit.work(0)
+  while unit.replay.oldest_step("value_step") < 8:
+    unit.result(unit.work(1), 1)
+
+
+def batch_unit(make_unit, *overrides, refreshers=1, durable=False):
+  """A unit with refreshers that have joined, for sampled batches."""
+  unit = make_unit(*BATCH, *overrides, refreshers=refreshers, durable=durable)
+  unit.fill(20)
+  unit.publish(3)
+  for number in range(refreshers):
+    unit.join_refresher(number)
+  return unit
+
+
+@pytest.fixture
+def clock(monkeypatch):
+  """Seconds on the service's clock, in a list."""
+  now = [0.0]
+  monkeypatch.setattr(refresher_service, "time", SimpleNamespace(monotonic=lambda: now[0]))
+  return now
+
+
+def newest(unit):
+  return unit.replay.state_dict()["slot_policy_step"].max()
+
+
+def same_states(a, b):
+  return a.lane.tolist() == b.lane.tolist() and a.cell.tolist() == b.cell.tolist()
+
+
+def test_a_batch_is_split_and_waited_for_and_computed_as_by_one_process(make_unit):
+  unit = batch_unit(make_unit, refreshers=2, durable=True)
+  with unit.twin() as local:
+    local.weights.publish(3, unit.agent.init(number=3))
+    works, thread, done = unit.executing(5)
+    blocks = [unit.work(number, seconds=5) for number in (0, 1, 0, 1)]
+    # Asking again means that a block was lost, so the last two are the first two.
+    assert [len(block.lane) for block in blocks[:2]] == [2, 3] and newest(unit) == 0
+    assert same_states(blocks[0], blocks[2]) and same_states(blocks[1], blocks[3])
+    for number, block in enumerate(blocks[2:]):
+      unit.result(block, number)
+    blocks = [unit.work(0, seconds=5), unit.work(1, seconds=5)]
+    assert [block.task for block in blocks] == ["bootstrap"] * 2
+    unit.result(blocks[0], 0)
+    thread.join(0.05)
+    assert not done
+    unit.result(blocks[1], 1)
+    thread.join(10)
+    assert done and unit.work() is None
+    for work in works:
+      local.runner.run(work, jax.random.key(5))
+    assert_same(unit.replay, local.replay, besides={"rng"})
+
+
+def test_the_learner_waits_for_a_batch_only_so_long(make_unit, clock):
+  unit = batch_unit(make_unit, "topology.block_timeout=60")
+  _, thread, done = unit.executing()
+  held = unit.work(seconds=5)
+  thread.join(0.1)
+  assert not done
+  clock[0] += 121
+  thread.join(10)
+  assert done and newest(unit) == 0
+  unit.result(held)  # late results are written
+  assert newest(unit) == 3
+  assert unit.work() is None  # but what the learner no longer waits for is not handed out
+  _, thread, done = unit.executing()
+  unit.work(seconds=5)
+  clock[0] += 121
+  thread.join(10)
+  assert done and unit.work() is None  # nor handed out again
+  _, thread, done = unit.executing()
+  for _ in range(2):
+    unit.result(unit.work(seconds=5))
+  thread.join(10)
+  assert done
+
+
+def test_the_learner_waits_for_live_refreshers_only(make_unit):
+  unit = make_unit(*BATCH)
+  unit.fill(20)
+  _, thread, done = unit.executing()
+  thread.join(10)
+  assert done  # none has joined
+  unit.join_refresher()
+  _, thread, done = unit.executing()
+  unit.work(seconds=5)
+  thread.join(0.1)
+  assert not done
+  unit.now += 11  # it hangs
+  thread.join(10)
+  assert done
+
+
+def test_with_bound_age_the_learner_waits_until_the_end_of_the_run(make_unit):
+  unit = batch_unit(make_unit, "topology.block_timeout=0.1", "topology.bound_age=true")
+  _, thread, done = unit.executing()
+  held = unit.work(seconds=5)
+  unit.now += 11
+  thread.join(1.3)
+  assert not done
+  unit.result(held)
+  unit.result(unit.work(seconds=5))
+  thread.join(10)
+  assert done
+  _, thread, done = unit.executing()
+  unit.limiter.finish_together()
+  thread.join(10)
+  assert done
+
+
+def test_a_result_of_impossible_weights_changes_nothing(make_unit):
+  unit = batch_unit(make_unit)
+  unit.executing()
+  held = unit.work(seconds=5)
+  for step in (4, 2**31, 2**62, -1):
+    unit.refuses(lambda step=step: unit.result(held, step=step), r"result\.step must be in 0\.\.3")
+  unit.result(held)
+  assert newest(unit) == 3
+
+
+def test_results_that_do_not_fit_are_refused(make_unit):
+  unit = batch_unit(make_unit)
+  unit.executing(1)
+  block = unit.work(seconds=5)
+  n, k = 1, 3
+  good = {
+    "policy": np.ones((n, k, 3), np.float32), "search_value": np.ones((n, k), np.float32),
+    "value": np.ones((n, k), np.float32),
+  }  # fmt: skip
+  for arrays, match in (
+    ({"value": good["value"]}, "policy"),
+    (good | {"value": good["value"][:, :2]}, "value must be"),
+    (good | {"value": good["value"] * np.nan}, "must be finite"),
+    (good | {"policy": good["policy"] * np.inf}, "must be finite"),
+  ):
+    unit.refuses(lambda arrays=arrays: unit.result(block, arrays=arrays), match)
+  other = block._replace(task="bootstrap")
+  unit.refuses(lambda: unit.result(other, arrays={"value": good["value"]}), "is of task reanalyse")
+  unit.result(block, arrays=good)
+
+
+def test_an_overdue_block_is_handed_out_again_and_its_late_result_is_dropped(make_unit, clock):
+  unit = batch_unit(make_unit, "topology.block_timeout=60", refreshers=2)
+  _, thread, done = unit.executing(1)
+  held = unit.work(0, seconds=5)
+  unit.result(unit.work(1, seconds=5), 1)  # of the task bootstrap
+  clock[0] += 59
+  assert unit.work(1) is None
+  clock[0] += 2
+  again = unit.work(1)
+  assert same_states(again, held) and again.block != held.block
+  before = unit.replay.store["policy"].copy()
+  unit.result(held, 0)
+  unit.result(again, 0)  # not by its holder
+  np.testing.assert_array_equal(unit.replay.store["policy"], before)
+  unit.result(again, 1)
+  thread.join(10)
+  assert done and newest(unit) == 3
+
+
+def test_blocks_of_a_dead_refresher_are_handed_to_others_at_once(make_unit):
+  unit = batch_unit(make_unit, refreshers=2)
+  _, thread, done = unit.executing(2)
+  held = unit.work(0, seconds=5)
+  unit.join_refresher(0, 1)
+  again = unit.work(1, seconds=5)
+  assert same_states(held, again)
+  unit.result(held, 0)  # of the old incarnation
+  assert newest(unit) == 0
+  unit.result(again, 1)
+  for _ in range(3):
+    unit.result(unit.work(0, 1, seconds=5), 0, 1)
+  thread.join(10)
+  assert done
+
+
+def test_calls_of_older_incarnations_are_refused(make_unit):
+  unit = make_unit()
+  unit.join_refresher(0, 1)
+  for call in (lambda: unit.join_refresher(0, 0), unit.work, unit.frames):
+    unit.refuses(call, "refresher 0 has incarnation 1 now, this is 0")
+
+
+def test_waits_and_restarts_are_reported(make_unit):
+  unit = batch_unit(make_unit)
+  assert unit.work() is None and unit.work() is None  # one wait
+  unit.now += 3
+  unit.executing()
+  assert unit.work(seconds=5) and unit.waits == [{names.wait("refresher"): 3}]
+  unit.join_refresher(0, 3)
+  summary = unit.heartbeats.summary()
+  assert (summary["present/refreshers"], summary["restarts/refreshers"]) == (1, 1)
+
+
+# --- frames
+
+
+def fetch(unit, copy, sequence=0):
+  """Follows the frames into a copy, as far as there are any; returns where to continue."""
+  while chunk := unit.frames(sequence, seconds=0.0):
+    assert len(chunk.lane) and chunk.sequence > sequence
+    copy[chunk.lane, chunk.cell] = chunk.frame
+    sequence = chunk.sequence
+  return sequence
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_copy_of_the_frames_follows_lanes_that_forget(make_unit, seed):
+  """However unevenly the lanes advance, and however late the copy begins."""
+  rng = np.random.default_rng(seed)
+  unit = make_unit("actor.lanes=3", "replay.capacity=30", actors=3)
+  unit.join_refresher()
+  copy, sequence = np.zeros_like(unit.replay.store.frame), 0
+  for actor in range(3):
+    player = unit.player(actor, seed)
+    for _ in range(int(rng.choice([1, 5, 40]))):
+      segments, _ = unit.play(player, messages.Grant(99, False, 0, 0.0, False))
+      unit.collector.take(segments, [], granted=0)
+      if seed % 2 and rng.random() < 0.3:
+        sequence = fetch(unit, copy, sequence)
+  sequence = fetch(unit, copy, sequence)
+  np.testing.assert_array_equal(copy, unit.replay.store.frame)
+  assert sequence == unit.replay.frames_written
+
+
+def test_a_request_for_frames_waits_for_them(make_unit):
+  unit = make_unit()
+  unit.join_refresher()
+  assert unit.frames() is None
+  found = []
+  thread = threading.Thread(target=lambda: found.append(unit.frames(seconds=20)), daemon=True)
+  thread.start()
+  unit.fill(1)
+  thread.join(10)
+  assert len(found[0].lane) == 3 == found[0].sequence

@@ -1,0 +1,170 @@
+"""Runs whose roles overlap in threads: exact in their counts, resumable, and ended by any error."""
+
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from whole_runs import assert_same, everything, finish, interrupt_at, rows_of, stopped
+
+from speedyzero_jax.metrics import names
+from speedyzero_jax.run import snapshot, steps
+from speedyzero_jax.run.checkpoint import Checkpoints
+from speedyzero_jax.workers import actor
+from speedyzero_jax.workers.weights import DivergedError
+
+ASYNC = "run.mode=async"
+
+
+def counts(experiment):
+  limiter = experiment.limiter
+  return limiter.env_steps, limiter.learner_steps, int(experiment.state.step)
+
+
+@pytest.mark.parametrize("schedule", ["sweep", "batch", "off"])
+def test_overlapping_roles_take_exactly_the_configured_steps(tmp_path, monkeypatch, schedule):
+  overrides = ASYNC, f"reanalyse.schedule={schedule}", "run.log_interval=1"
+  learn, due = steps.learn, []
+
+  def checked(experiment, prepared):
+    due.append(experiment.limiter.may_learn())
+    return learn(experiment, prepared)
+
+  monkeypatch.setattr(steps, "learn", checked)
+  with tiny.experiment(tmp_path, *overrides) as experiment:
+    limiter = experiment.limiter
+    assert finish(experiment) is True
+    snapshot.save(experiment, required=True)
+    assert due == [True] * 12 and counts(experiment) == (150, 12, 12)
+    assert experiment.replay.num_transitions == 150
+    ended = everything(experiment)
+    # The priorities of every batch were written, the last one's too.
+    assert ended["replay"]["priority_step"].max() == 11 or schedule != "off"
+  rows = rows_of(tmp_path)
+  assert [row["step"] for row in rows] == list(range(1, 13))
+  for row in rows:
+    least, most = limiter.required(row["step"] - 1), limiter.required(row["step"])
+    assert least <= row["env_steps"] <= min(150, most + 2 * 11 + 3)  # ratio 11, 3 lanes
+  with tiny.experiment(tmp_path, *overrides, resume_step=12) as experiment:
+    assert_same(ended, everything(experiment))
+
+
+def test_the_bound_on_policy_lag_holds_with_a_slow_actor(tmp_path):
+  def lag(folder, *overrides):
+    many = ASYNC, "learner.steps=60", "actor.weights_interval=2", *overrides
+    with tiny.experiment(folder, *many) as experiment:
+      local, step = experiment.collector.local.actor, experiment.collector.local.actor.step
+
+      def slow(*args, **kwargs):
+        time.sleep(0.05 if experiment.limiter.learner_steps else 0)
+        return step(*args, **kwargs)
+
+      local.step = slow
+      assert finish(experiment) is True
+    return max(row.get(names.POLICY_LAG_MAX, 0) for row in rows_of(folder))
+
+  assert lag(tmp_path / "free") > 3 >= lag(tmp_path / "bound", "actor.max_lag=3")
+
+
+def test_an_interrupted_run_is_saved_and_continues(tmp_path):
+  step, before = None, None
+  for stop in ({"collects": 5}, {"learner_step": 3}, {"learner_step": 7}):
+    step, before = stopped(tmp_path, ASYNC, resume_step=step, before=before, **stop)
+  with tiny.experiment(tmp_path, ASYNC, resume_step=step) as experiment:
+    assert_same(before, everything(experiment))
+    assert finish(experiment) is True
+    assert counts(experiment) == (150, 12, 12) and experiment.replay.num_transitions == 150
+
+
+def test_a_run_continues_where_environments_play_differently(tmp_path, monkeypatch, capsys):
+  """New games begin, as often as that happens; later resumptions replay the new games."""
+  make_env, machine = actor.make_env, 0
+  monkeypatch.setattr(
+    actor, "make_env", lambda c, lanes, seed, **kw: make_env(c, lanes, seed + machine, **kw)
+  )
+  step, left, previous = None, None, 0
+  for machine, collects in ((0, 25), (7, 4), (7, 3), (8, 4), (8, None)):
+    moved, previous = machine != previous, machine
+    with tiny.experiment(tmp_path, ASYNC, resume_step=step) as experiment:
+      found, heads = everything(experiment), experiment.replay.heads
+      assert ("led to other frames" in capsys.readouterr().out) == moved
+      if moved:
+        np.testing.assert_array_equal(found["actor"]["start"], heads)
+        assert not len(found["actor"]["actions"]) and found["counters"] == left["counters"]
+        newest = np.cumsum(heads - experiment.replay.tails) - 1
+        ends = found["replay"]["slot_episode_end"][newest]
+        np.testing.assert_array_equal(ends, heads - 1)  # no episode continues over the gap
+      elif left is not None:
+        assert_same(left["actor"], found["actor"])
+        assert_same(left["frames"], found["frames"])
+      interrupt_at(experiment, collects=collects)
+      assert finish(experiment) is (collects is None)
+      snapshot.save(experiment, required=True)
+      step, left = experiment.limiter.learner_steps, everything(experiment)
+      assert experiment.replay.num_transitions == experiment.limiter.env_steps
+  assert left["counters"] == [150, 12]
+
+
+def test_collection_continues_while_the_learner_is_due_and_nothing_can_be_drawn(tmp_path):
+  """Lanes of a few open steps hold nothing eligible."""
+  few = "actor.random_steps=0", "run.env_steps=40", "learner.steps=20", "learner.tail_steps=0"
+  with tiny.experiment(tmp_path, ASYNC, *few) as experiment:
+    assert finish(experiment, 60) is True
+    assert counts(experiment) == (40, 20, 20)
+
+
+class Broken(Exception):
+  pass
+
+
+@pytest.mark.parametrize("part", ["env", "sweep", "draw", "learn", "settle", "bookkeeping"])
+@pytest.mark.parametrize("mode", ["async", "lockstep"])
+def test_an_error_of_any_part_is_raised_and_ends_every_thread(tmp_path, monkeypatch, mode, part):
+  with tiny.experiment(tmp_path, f"run.mode={mode}") as experiment:
+    before = set(threading.enumerate())
+    owner = experiment.collector.local.env if part == "env" else steps
+    name, calls = ("step", 30) if part == "env" else (part, 3)
+    function, left = getattr(owner, name), [calls]
+
+    def broken(*args, **kwargs):
+      left[0] -= 1
+      if left[0] < 0:
+        raise Broken
+      return function(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, broken)
+    assert isinstance(finish(experiment), Broken)
+    roles = [t for t in set(threading.enumerate()) - before if "_guard" in t.name]
+    assert not roles
+
+
+# With NaN weights the errors are still finite: only the update shows it. Step 3's is followed by a
+# checkpoint and published to the actor; step 11 is the last.
+@pytest.mark.parametrize(("step", "field"), [(3, "weight"), (5, "value"), (11, "weight")])
+@pytest.mark.parametrize("mode", ["async", "lockstep"])
+def test_divergence_is_raised_and_never_saved(tmp_path, monkeypatch, mode, step, field):
+  overrides, draw = (f"run.mode={mode}", "learner.tail_steps=0"), steps.draw
+
+  def poisoned(experiment, learner_step):
+    prepared = draw(experiment, learner_step)
+    arrays = prepared.arrays
+    if learner_step == step:
+      arrays = arrays | {field: arrays[field] * np.float32(np.nan)}
+    return prepared._replace(arrays=arrays)
+
+  with tiny.experiment(tmp_path, *overrides) as experiment:
+    with monkeypatch.context() as patch:
+      patch.setattr(steps, "draw", poisoned)
+      error = finish(experiment)
+    assert isinstance(error, DivergedError), error
+    assert f"learner step {step + 1} " in str(error)
+    with pytest.raises(DivergedError):
+      snapshot.save(experiment, required=True)
+  expected = [s for s in (4, 8) if s <= step]
+  assert Checkpoints(tmp_path).steps() == expected
+  if expected:
+    with tiny.experiment(tmp_path, *overrides, resume_step=expected[-1]) as experiment:
+      leaves = jax.tree.leaves(jax.device_get(experiment.state.variables))
+      assert all(np.isfinite(leaf).all() for leaf in leaves)

@@ -1,0 +1,261 @@
+"""Lockstep runs: reproducible, and resumed bit for bit from any checkpoint."""
+
+import shutil
+
+import jax
+import pytest
+import tiny
+from whole_runs import assert_same, everything, interrupt_at, rows_of, run, stopped
+
+from speedyzero_jax.run import loops, snapshot, steps
+from speedyzero_jax.run.checkpoint import CheckpointError, Checkpoints
+from speedyzero_jax.run.experiment import Membership, TrainingError
+from speedyzero_jax.workers import actor
+
+MEASURED = ("time", "_per_second", "queue/", "time/")  # metrics that depend on the machine
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+  """Schedule of reanalysis -> what a run ends as, its hash and its folder; run once each."""
+  done = {}
+
+  def of(schedule):
+    if schedule not in done:
+      folder = tmp_path_factory.mktemp(schedule)
+      done[schedule] = *run(folder, f"reanalyse.schedule={schedule}"), folder
+    return done[schedule]
+
+  return of
+
+
+@pytest.fixture
+def copied(uninterrupted, tmp_path):
+  """A copy of the run's folder, its final state and its hash."""
+
+  def copy(schedule="sweep"):
+    state, digest, folder = uninterrupted(schedule)
+    shutil.copytree(folder, tmp_path / "run")
+    return tmp_path / "run", state, digest
+
+  return copy
+
+
+def test_the_same_seed_gives_the_same_run(uninterrupted, tmp_path):
+  state, digest, folder = uninterrupted("sweep")
+  again, digest_again = run(tmp_path / "a")
+  assert digest == digest_again
+  assert_same(state, again)
+  plain = [
+    [{k: v for k, v in row.items() if not any(t in k for t in MEASURED)} for row in rows_of(f)]
+    for f in (folder, tmp_path / "a")
+  ]
+  assert plain[0] == plain[1]
+  assert [row["step"] for row in plain[0]] == [3, 6, 9, 12] and len(plain[0][0]) > 20
+  assert run(tmp_path / "b", "run.seed=1")[1] != digest
+
+
+def test_a_run_takes_exactly_the_configured_steps(uninterrupted):
+  state, _, folder = uninterrupted("sweep")
+  assert state["counters"] == [150, 12]
+  row = rows_of(folder)[-1]
+  assert (row["step"], row["env_steps"], row["replay/transitions"]) == (12, 150, 150)
+  assert Checkpoints(folder).steps() == [4, 8, 12]
+
+
+# In the random play (twice: there is a checkpoint of learner step 0 then), after a step, twice more
+# before the next one, on a checkpoint, and one step before the end.
+STOPS = {
+  "sweep": [{"collects": 6}, {"collects": 3}, {"learner_step": 1}, {"collects": 2}, {"collects": 1},
+            {"learner_step": 4}, {"learner_step": 11}],
+  "batch": [{"collects": 6}, {"learner_step": 5}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", ["sweep", "batch"])
+def test_an_interrupted_run_continues_bit_for_bit(uninterrupted, tmp_path, schedule):
+  state, digest, _ = uninterrupted(schedule)
+  override = f"reanalyse.schedule={schedule}"
+  step, before, saved = None, None, None
+  for stop in STOPS[schedule]:
+    step, ended = stopped(tmp_path, override, resume_step=step, before=before, **stop)
+    # Lanes that only reset take no agent step: the checkpoint before stays, and they reset again.
+    before, saved = None if ended["counters"] == saved else ended, ended["counters"]
+  final, final_digest = run(tmp_path, override, resume_step=step)
+  assert final_digest == digest
+  assert_same(state, final)
+  assert [row["step"] for row in rows_of(tmp_path)] == [3, 6, 9, 12]
+
+
+@pytest.mark.parametrize("schedule", ["sweep", "batch"])
+@pytest.mark.parametrize("step", [4, 8])
+def test_a_killed_run_continues_from_its_last_checkpoint(copied, schedule, step):
+  """Checkpoints are written while training continues and donates its buffers."""
+  folder, state, digest = copied(schedule)
+  for later in Checkpoints(folder).steps():
+    if later > step:
+      shutil.rmtree(folder / "checkpoints" / str(later))
+  final, final_digest = run(folder, f"reanalyse.schedule={schedule}", resume_step=step)
+  assert final_digest == digest
+  assert_same(state, final)
+  assert [row["step"] for row in rows_of(folder)] == [3, 6, 9, 12]
+
+
+def test_resuming_a_finished_run_changes_nothing(copied):
+  folder, state, digest = copied()
+  with tiny.experiment(folder, resume_step=12) as experiment:
+    experiment.after_step.append(pytest.fail)
+    experiment.collector.collect = pytest.fail
+    assert loops.run(experiment)
+    snapshot.save(experiment, required=True)
+    assert snapshot.parameters_hash(experiment) == digest
+    assert_same(state, everything(experiment))
+
+
+def test_a_damaged_checkpoint_costs_steps_but_not_the_result(copied):
+  folder, state, digest = copied()
+  for path in (folder / "checkpoints/12/replay").rglob("*"):
+    if path.is_file():
+      path.write_bytes(path.read_bytes()[:-9])
+  with tiny.experiment(folder, resume_step=12) as experiment:
+    assert experiment.limiter.learner_steps == 8
+    assert loops.run(experiment)
+    assert snapshot.parameters_hash(experiment) == digest
+    assert_same(state, everything(experiment))
+  assert [row["step"] for row in rows_of(folder)] == [3, 6, 9, 12]
+
+
+def test_a_run_without_its_experience_does_not_continue(copied):
+  folder, *_ = copied()
+  for path in folder.glob("journal.sqlite*"):
+    path.unlink()
+  with (
+    pytest.raises(CheckpointError, match="none of the 3"),
+    tiny.experiment(folder, resume_step=12),
+  ):
+    pytest.fail("opened")
+
+
+def play_differently(monkeypatch, machine):
+  """Environments that another machine would play: `machine` returns its number."""
+  make_env = actor.make_env
+  monkeypatch.setattr(
+    actor, "make_env", lambda c, lanes, seed, **kw: make_env(c, lanes, seed + machine(), **kw)
+  )
+
+
+def test_environments_that_play_differently_are_an_error(copied, monkeypatch):
+  folder, *_ = copied()
+  play_differently(monkeypatch, lambda: 1)
+  with (
+    pytest.raises(TrainingError, match="can't continue from step 12: .*other frames"),
+    tiny.experiment(folder, resume_step=12),
+  ):
+    pytest.fail("opened")
+
+
+def test_a_ring_that_forgets_continues_bit_for_bit(tmp_path):
+  overrides = "replay.capacity=48", "run.checkpoint_interval=2", "run.keep_checkpoints=2"
+  reference, digest = run(tmp_path / "reference", *overrides)
+  step, before = None, None
+  for stop in ({"collects": 4}, {"learner_step": 3}, {"collects": 2}, {"learner_step": 9}):
+    step, before = stopped(tmp_path / "run", *overrides, resume_step=step, before=before, **stop)
+  final, final_digest = run(tmp_path / "run", *overrides, resume_step=step)
+  assert final_digest == digest
+  assert_same(reference, final)
+  with tiny.experiment(tmp_path / "run", *overrides, resume_step=12) as experiment:
+    assert_same(reference, everything(experiment))
+    journal = experiment.recovery.journal
+    assert (journal.tails > 0).all() and (journal.heads - journal.tails < 48).all()
+
+
+def test_evaluations_do_not_change_the_run(uninterrupted, tmp_path):
+  state, digest, _ = uninterrupted("sweep")
+  with tiny.experiment(tmp_path, "evaluation.interval=5") as experiment:
+    assert loops.run(experiment)
+    assert snapshot.parameters_hash(experiment) == digest
+    assert_same(state, everything(experiment))
+    experiment.interrupt()
+    assert steps.evaluate_now(experiment) is None
+  assert [row.get("evaluation/step") for row in rows_of(tmp_path)] == [None, 5, 5, 10]
+
+
+@pytest.mark.parametrize("unit", [0, 1])
+def test_of_several_learners_the_first_evaluates_and_all_wait_for_it(tmp_path, monkeypatch, unit):
+  done = []
+  monkeypatch.setattr(steps, "evaluate_now", lambda _: done.append("evaluated"))
+  membership = Membership(unit, 2, meet=lambda: done.append("met"))
+  overrides = "evaluation.interval=5", "run.log_interval=100", "actor.lanes=4", "run.mode=async"
+  with tiny.experiment(tmp_path, *overrides, membership=membership) as experiment:
+    experiment.limiter.restore(75, 5)
+    steps.bookkeeping(experiment)
+    assert done == (["met"] if unit else ["evaluated", "met"])
+    experiment.limiter.add_learner_step()
+    steps.bookkeeping(experiment)
+    assert len(done) == 2 - unit
+
+
+@pytest.mark.parametrize("schedule", ["sweep", "batch"])
+def test_frames_on_the_devices_change_nothing(uninterrupted, tmp_path, schedule):
+  """Also where they are put there again by a resumed run."""
+  _, digest, _ = uninterrupted(schedule)
+  overrides = f"reanalyse.schedule={schedule}", "replay.frames=device"
+  with tiny.experiment(tmp_path, *overrides) as experiment:
+    interrupt_at(experiment, learner_step=5)
+    assert not loops.run(experiment)
+    snapshot.save(experiment, required=True)
+    selection = experiment.replay.select(4)
+    windows = experiment.replay.windows(selection.lane, selection.time)
+    assert isinstance(windows, jax.Array)
+  assert run(tmp_path, *overrides, resume_step=5)[1] == digest
+
+
+@pytest.mark.skipif(len(jax.local_devices()) < 2, reason="one device shares any batch")
+def test_a_batch_that_the_devices_cannot_share_is_an_error(tmp_path):
+  with (
+    pytest.raises(TrainingError, match=r"learner\.batch_size=7 is not a multiple of"),
+    tiny.experiment(tmp_path, "learner.devices=0", "learner.batch_size=7"),
+  ):
+    pytest.fail("opened")
+
+
+# --- saving
+
+
+def fill_disk(monkeypatch, saves):
+  """Has these saves, counted from 0, find no room; returns the sizes of the disk asked for."""
+  asked, usage = [], shutil.disk_usage
+
+  def disk_usage(path):
+    asked.append(path)
+    return usage(path)._replace(free=0) if len(asked) - 1 in saves else usage(path)
+
+  monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+  return asked
+
+
+def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
+  uninterrupted, tmp_path, monkeypatch, capsys
+):
+  state, digest, _ = uninterrupted("sweep")
+  fill_disk(monkeypatch, {0})
+  final, final_digest = run(tmp_path)
+  assert final_digest == digest
+  assert_same(state, final)
+  (line,) = [line for line in capsys.readouterr().out.splitlines() if "failed" in line]
+  assert "free on the disk" in line and "training continues" in line
+  assert Checkpoints(tmp_path).steps() == [8, 12]
+  with tiny.experiment(tmp_path, resume_step=12) as experiment:
+    assert_same(state, everything(experiment))
+
+
+def test_a_required_checkpoint_that_cannot_be_written_is_an_error(tmp_path, monkeypatch, capsys):
+  fill_disk(monkeypatch, {0, 1})
+  with tiny.experiment(tmp_path) as experiment:
+    experiment.collector.collect()
+    with pytest.raises(CheckpointError, match="free on the disk"):
+      snapshot.save(experiment, required=True)
+    snapshot.save(experiment)  # reported when the run is closed
+    assert "free on the disk" not in capsys.readouterr().out
+  assert capsys.readouterr().out.count("free on the disk") == 1
+  assert not Checkpoints(tmp_path).steps()

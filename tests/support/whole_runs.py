@@ -1,0 +1,113 @@
+"""Whole runs in this process: running, interrupting and comparing them."""
+
+import threading
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from small_unit import slots
+
+from speedyzero_jax.metrics import jsonl
+from speedyzero_jax.run import loops, snapshot
+
+
+def everything(experiment):
+  """All that a run is, as arrays: two runs with equal ones continue alike."""
+  limiter = experiment.limiter
+  return {
+    "learner": jax.tree.leaves(jax.device_get(experiment.state)),
+    "weights": [
+      (name, version.step, jax.tree.leaves(jax.device_get(version.variables)))
+      for name, version in sorted(experiment.weights.snapshot().items())
+    ],
+    "replay": experiment.replay.state_dict(),
+    "frames": slots(experiment.replay),
+    "actor": experiment.collector.local.state_dict(),
+    "sweepers": {sweeper.name: sweeper.state_dict() for sweeper in experiment.sweepers},
+    "counters": [limiter.env_steps, limiter.learner_steps],
+    "episodes": experiment.collector.episodes.summary(),
+  }
+
+
+def assert_same(a, b, where=""):
+  """Compares nested dicts and sequences of arrays."""
+  if isinstance(a, dict):
+    assert a.keys() == b.keys(), where
+    for key in a:
+      assert_same(a[key], b[key], f"{where}/{key}")
+  elif isinstance(a, list | tuple):
+    assert len(a) == len(b), where
+    for i, (x, y) in enumerate(zip(a, b, strict=True)):
+      assert_same(x, y, f"{where}/{i}")
+  else:
+    np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=where, strict=True)
+
+
+def rows_of(folder):
+  """The lines of metrics of an undamaged file."""
+  rows, damaged = jsonl.read_rows(folder / "metrics.jsonl")
+  assert not damaged
+  return rows
+
+
+def finish(experiment, seconds=120):
+  """What `loops.run` returns or raises; fails the test if it does not end."""
+  done = []
+
+  def body():
+    try:
+      done.append(loops.run(experiment))
+    except BaseException as error:
+      done.append(error)
+
+  thread = threading.Thread(target=body, daemon=True)
+  thread.start()
+  thread.join(seconds)
+  if thread.is_alive():
+    experiment.interrupt()
+    thread.join(30)
+    pytest.fail("the roles wait for one another")
+  return done[0]
+
+
+def run(folder, *overrides, resume_step=None):
+  """Runs to the end and saves; returns everything and the hash of the parameters."""
+  with tiny.experiment(folder, *overrides, resume_step=resume_step) as experiment:
+    assert finish(experiment) is True
+    snapshot.save(experiment, required=True)
+    return everything(experiment), snapshot.parameters_hash(experiment)
+
+
+def interrupt_at(experiment, *, learner_step=None, collects=None):
+  """Interrupts after the bookkeeping of a learner step, or after so many calls of `collect`."""
+  collect, collector = experiment.collector.collect, experiment.collector
+
+  def after_step():
+    if experiment.limiter.learner_steps == learner_step:
+      experiment.interrupt()
+
+  def counted():
+    nonlocal collects
+    collect()
+    if collects is not None:
+      collects -= 1
+      if not collects:
+        experiment.interrupt()
+
+  experiment.after_step.append(after_step)
+  collector.collect = counted
+
+
+def stopped(folder, *overrides, resume_step=None, before=None, **stop):
+  """Runs until `interrupt_at` stops it, and saves; returns the learner step and everything.
+
+  If `before` is given, the run must have started as that.
+  """
+  with tiny.experiment(folder, *overrides, resume_step=resume_step) as experiment:
+    if before is not None:
+      assert_same(before, everything(experiment))
+    interrupt_at(experiment, **stop)
+    assert finish(experiment) is False
+    snapshot.save(experiment, required=True)
+    return experiment.limiter.learner_steps, everything(experiment)
