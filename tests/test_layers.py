@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "speedyzero_jax"
 FILES = sorted(PACKAGE.rglob("*.py"))
 # Lowest first. A folder may import from the layers below its own, and from itself.
 LAYERS = (
-  ("types",), ("system",), ("config",), ("metrics", "ops", "envs"), ("replay",), ("agents",),
+  ("types",), ("system",), ("config",), ("metrics", "envs"), ("replay",), ("ops",), ("agents",),
   ("workers",), ("run",), ("cluster",),
 )  # fmt: skip
 LEVEL = {folder: level for level, folders in enumerate(LAYERS) for folder in folders}
