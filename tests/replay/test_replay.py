@@ -23,7 +23,7 @@ from tiny_replay import (
 )
 
 from speedyzero_jax.replay import snapshot
-from speedyzero_jax.replay.replay import Selection
+from speedyzero_jax.replay.selector import Selection
 
 ALL = np.zeros(LANES)  # from the first slot on
 

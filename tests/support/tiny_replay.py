@@ -7,7 +7,8 @@ import reference
 import tiny
 
 from speedyzero_jax.agents.efficientzero.agent import EfficientZero
-from speedyzero_jax.replay.replay import Replay, Selection
+from speedyzero_jax.replay.replay import Replay
+from speedyzero_jax.replay.selector import Selection
 from speedyzero_jax.replay.storage import LaneStore
 
 LANES, UNROLL, STACK, TD, DISCOUNT = 2, 3, 2, 2, 0.9
