@@ -1,4 +1,5 @@
-"""The project's own files: what is pinned, what `make` and the gate do, what must not be written down."""
+"""The project's own files: what is pinned, what `make` and the gate do, what must not be written
+down."""
 
 import os
 import re

@@ -1,6 +1,8 @@
-"""Whole runs of many processes: killed, stopped and started again, none of them loses or repeats what was acknowledged.
+"""Whole runs of many processes: killed, stopped and started again, none of them loses or repeats
+what was acknowledged.
 
-The audit at the end of each takes the last checkpoints and the journals, and asks that they agree slot by slot.
+The audit at the end of each takes the last checkpoints and the journals, and asks that they
+agree slot by slot.
 """
 
 import contextlib
@@ -172,7 +174,8 @@ def audit(folder, units, monkeypatch):
 
 @pytest.mark.timeout(600)
 def test_kills_lose_and_repeat_nothing(tmp_path, monkeypatch):
-  """Helpers are killed in any order, and a learner, for which all start again: one that acts and reanalyses itself."""
+  """Helpers are killed in any order, and a learner, for which all start again: one that acts and
+  reanalyses itself."""
   folder, rng = tmp_path / "run", random.Random(0)
   helpers = ["actor-0.0", "reanalyser-0.0"]
   with Run.new(

@@ -1,4 +1,5 @@
-"""The commands people run, as real processes: exit codes, signals, kills, and that nothing is lost by any of them."""
+"""The commands people run, as real processes: exit codes, signals, kills, and that nothing is
+lost by any of them."""
 
 import contextlib
 import json
@@ -30,7 +31,8 @@ from speedyzero_jax.system import memory
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = f"run.compile_cache={os.environ['JAX_COMPILATION_CACHE_DIR']}"
 STEPS = 40
-# A checkpoint at every other step, so that a signal at any moment is likely to come while one is being written.
+# A checkpoint at every other step, so that a signal at any moment is likely to come while one is
+# being written.
 SETTINGS = [*tiny.OVERRIDES, CACHE, f"learner.steps={STEPS}", "run.checkpoint_interval=2", "run.log_interval=1",
             "evaluation.at_end=true", "reanalyse.schedule=off", "loss.unroll_steps=1"]  # fmt: skip
 NEW = ["--config", "quickstart", *SETTINGS]
@@ -54,7 +56,8 @@ def listing(folder):
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory):
-  """Two runs that nobody disturbs, going on while other tests work: name -> (folder, process, log)."""
+  """Two runs that nobody disturbs, going on while other tests work: name -> (folder, process,
+  log)."""
   base = tmp_path_factory.mktemp("runs")
   runs = {
     "reference": (NEW, 1),
@@ -160,7 +163,8 @@ def test_wrong_use_is_said_in_a_line(tmp_path, monkeypatch, capsys, arguments, m
 def test_what_only_the_libraries_refuse_is_said_before_training(
   tmp_path, monkeypatch, capsys, where, error, message
 ):
-  """Also when it is the evaluation at the end that would meet it, whose environments are the first of these."""
+  """Also when it is the evaluation at the end that would meet it, whose environments are the
+  first of these."""
 
   def refuse(*args, **kwargs):
     raise error
@@ -221,7 +225,8 @@ def wait_for_checkpoint(folder, process, step):
 
 
 def disturb(folder, log, signals, seed):
-  """Starts a run, sends it these signals, resuming it after each, and lets it end. Returns the signals that got it."""
+  """Starts a run, sends it these signals, resuming it after each, and lets it end. Returns the
+  signals that got it."""
   rng, got = random.Random(seed), []
   process = start(*NEW, f"run.dir={folder}", log=log)
   for name in signals:
@@ -252,7 +257,8 @@ def disturb(folder, log, signals, seed):
 
 @pytest.mark.timeout(1200)
 def test_signals_and_kills_at_any_moment_change_nothing(started, tmp_path):
-  """Runs stopped by SIGTERM and Ctrl-C and killed again and again end as the one that was left alone."""
+  """Runs stopped by SIGTERM and Ctrl-C and killed again and again end as the one that was left
+  alone."""
   plans = [["TERM", "KILL", "INT"], ["early", "KILL", "KILL"]]
   folders, logs = ([tmp_path / f"{kind}{i}" for i in range(2)] for kind in ("run", "log"))
   with ThreadPoolExecutor(2) as pool:
@@ -380,7 +386,8 @@ def test_a_terminal_that_is_closed_stops_and_saves(tmp_path):
 
 @pytest.fixture
 def supervised(tmp_path, monkeypatch):
-  """Has `--processes` start nothing: returns the children that it would be, after a look at them."""
+  """Has `--processes` start nothing: returns the children that it would be, after a look at
+  them."""
 
   def supervise(look):
     children = []
@@ -564,7 +571,8 @@ def test_another_configuration_in_its_folder_is_refused(finished, capsys):
 
 
 def test_a_run_made_for_more_devices_is_not_resumed_on_fewer(started, monkeypatch, capsys):
-  """Nor with a batch that those here can't share. Nothing is touched, and the folder is free again."""
+  """Nor with a batch that those here can't share. Nothing is touched, and the folder is free
+  again."""
   monkeypatch.setattr(train, "train", lambda *args, **kwargs: pytest.fail("trains"))
   folder, _ = finish(started, "four")
   before = listing(folder)
