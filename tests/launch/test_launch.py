@@ -35,7 +35,7 @@ def test_a_misspelt_key_is_reported_with_the_nearest(tmp_path):
     (["--config", "quikstart"], "unknown preset 'quikstart'; the nearest: quickstart"),
     ([*NEW, "env.game=Brekout", "network.downsample=16"], "did you mean Breakout"),
     ([*NEW, "env.game=Catchh"], "did you mean Catch?"),
-    ([*NEW, "env.game=CartPole"], "network.support: must be at least 9"),
+    ([*NEW, "env.game=CartPole", "network.support=5"], "network.support: must be at least"),
     ([*NEW, "evaluation.max_episode_steps=1e10"], "evaluation.max_episode_steps"),
     ([*NEW, "learner.batch_size=many"], "learner.batch_size: expected an integer, got 'many'"),
     ([*NEW, "refresh.max_age=3"], "refresh.max_age"),
