@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from speedyzero_jax.replay.replay import Replay, Selection, Selector
+from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.schema import Column, Schema
+from speedyzero_jax.replay.selector import Selection, Selector
 from speedyzero_jax.replay.storage import LaneStore
 from speedyzero_jax.types import Params
 
@@ -64,7 +65,7 @@ class Window(NamedTuple):
 class Task(NamedTuple):
   """Background work: a program over stored states whose results are written back.
 
-  With `max_age` a task sweeps the whole replay, so that every value of `stamp` is of weights at most
+  With `max_age` a task sweeps the whole replay, so that every value of `stamp` is at most
   so many learner steps old. Without, it works on what `Agent.batch_work` asks for.
   """
 

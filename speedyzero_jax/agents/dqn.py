@@ -28,9 +28,10 @@ from speedyzero_jax.config.fields import opt
 from speedyzero_jax.config.schema import AgentConfig, Config, PriorityConfig
 from speedyzero_jax.ops import td
 from speedyzero_jax.ops.torsos import TorsoConfig, make_torso, observe, pure, torso_problems
-from speedyzero_jax.replay.replay import Replay, Selection
+from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.sampler import PrioritizedSampler, importance_weights
 from speedyzero_jax.replay.schema import Column, make_schema
+from speedyzero_jax.replay.selector import Selection
 from speedyzero_jax.replay.storage import LaneStore, take
 from speedyzero_jax.types import Params
 

@@ -1,2 +1,1 @@
-"""Many processes: what they say to each other (`messages`), as bytes (`wire`), and over sockets (`service`, `client`).
-Import the module you need."""
+"""Several processes: roles, services and clients, messages, rendezvous and supervision."""

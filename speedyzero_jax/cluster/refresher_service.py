@@ -182,8 +182,8 @@ class RefresherService:
   def execute(self, works: Sequence[Work], learner_step: int) -> None:
     """Has a sampled batch's work done by refreshers, and waits for it.
 
-    Unless `topology.bound_age`, for a limited time, and not at all without a live refresher. The wait
-    ends when the run does.
+    Unless `topology.bound_age`, for a limited time, and not at all without a live refresher. The
+    wait ends when the run does.
     """
     parts = [part for work in works for part in _split(work, len(self._incarnations))]
     batch = _Batch(len(parts))

@@ -1,7 +1,7 @@
 """A refresher process: computes an agent's tasks for blocks of states and returns the results.
 
-It holds the unit's frames: on its devices, if they have room; else mapped, on the learner's machine;
-else fetched.
+It holds the unit's frames: on its devices, if they have room; else mapped, on the learner's
+machine; else fetched.
 """
 
 import contextlib

@@ -66,9 +66,10 @@ class RemoteWeights:
     return jax.tree.map(place, self._like, messages.unnamed(self._like, sent.arrays))
 
   def latest(self, subscriber: str, at_least: int = 0) -> Version:
-    """The newest version, once it is of this learner step or later. Raises whatever ended the following of it.
+    """The newest version, once it is of this learner step or later.
 
-    That the run is over is raised only if there is no such version: with one, the caller's work can still be done.
+    Raises whatever ended the subscription; RunOver only if there is no such version: with one, the
+    caller's work can still be done.
     """
     with self._changed:
       self._changed.wait_for(lambda: self._error or self._at(subscriber) >= at_least)

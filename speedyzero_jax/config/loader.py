@@ -209,8 +209,17 @@ def _preset_path(preset: str, folder: Path) -> Path:
 class _Preset(typing.NamedTuple):
   """A preset's settings, and those for single games (`games: {NAME: ...}`)."""
 
+  path: Path
   leaves: Leaves
   games: dict[str, Leaves]
+
+  def values(self, agent: str, game: str | None) -> dict[str, Any]:
+    """Dotted key -> value for a run of this agent and game. A ConfigError names the file."""
+    try:
+      games = {name: _parsed(leaves, agent) for name, leaves in self.games.items()}
+      return _parsed(self.leaves, agent) | games.get(str(game), {})
+    except ConfigError as error:
+      raise ConfigError(f"{self.path}: {error}") from None
 
 
 def _read_preset(path: Path, parents: tuple[Path, ...] = ()) -> list[_Preset]:
@@ -227,10 +236,8 @@ def _read_preset(path: Path, parents: tuple[Path, ...] = ()) -> list[_Preset]:
     games = document.pop("games", None) or {}
     if not isinstance(games, dict) or not all(isinstance(own, dict) for own in games.values()):
       raise ConfigError("games: expected a mapping of games to settings")
-    own = _Preset(_leaves(document), {game: _leaves(leaves) for game, leaves in games.items()})
-    agent = own.leaves.get(_AGENT)
-    for leaves in (own.leaves, *own.games.values()) if agent else ():
-      _parsed(leaves, str(agent))  # here, so that errors name the file
+    of_games = {game: _leaves(leaves) for game, leaves in games.items()}
+    own = _Preset(path, _leaves(document), of_games)
   except (OSError, UnicodeDecodeError, ConfigError) as error:
     raise ConfigError(f"{path}: {error}") from None
   found: list[_Preset] = []
@@ -267,7 +274,7 @@ def load(presets: Sequence[str] = (), overrides: Sequence[str] = ()) -> Config:
   agent, game = chosen.get(_AGENT, DEFAULT_AGENT), chosen.get("env.game")
   values: dict[str, Any] = {}
   for preset in read:
-    values |= _parsed(preset.leaves | preset.games.get(str(game), {}), agent)
+    values |= preset.values(agent, game)
   config = build(agent, values | _parsed(last, agent))
   validate(config)
   return config

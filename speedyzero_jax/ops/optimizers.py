@@ -52,8 +52,9 @@ def scale_by_clipped_trust_ratio(
 
   and `|.|` is the Euclidean norm over the whole leaf. If either norm is zero the ratio is 1 before
   clipping. The ratio of a leaf that is zero at initialization is always 1: it has no norm to trust,
-  and with a ratio in proportion to its tiny norm it would stay tiny. Norms, ratio and product are computed in float32; the result has the gradient's dtype.
-  Do not chain it with `optax.add_decayed_weights`: the ratio needs the two norms separately.
+  and with a ratio in proportion to its tiny norm it would stay tiny. Norms, ratio and product are
+  computed in float32; the result has the gradient's dtype. Do not chain it with
+  `optax.add_decayed_weights`: the ratio needs the two norms separately.
 
   This is the ratio of LARS with two bounds added, our reading of Clipped LARS; `trust_max=1` means
   that no layer moves faster than under SGD.

@@ -5,7 +5,7 @@ One lock makes every method atomic. Agents compute targets from `store` while th
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,47 +13,13 @@ import numpy as np
 from speedyzero_jax.replay import snapshot
 from speedyzero_jax.replay.device_frames import DeviceFrames
 from speedyzero_jax.replay.schema import Schema
+from speedyzero_jax.replay.selector import Selection, Selector
 from speedyzero_jax.replay.storage import LaneStore, put, take
 from speedyzero_jax.replay.sweep import Sweep
 from speedyzero_jax.replay.write_log import WriteLog
 from speedyzero_jax.types import Segment
 
 Array = np.ndarray | jax.Array
-
-
-class Selection(NamedTuple):
-  """Slots chosen for a batch: the first state of each sample."""
-
-  lane: np.ndarray  # [B] int32
-  time: np.ndarray  # [B] int64, absolute
-  probability: np.ndarray  # [B] float64, of being sampled; 1 if not sampled at random
-
-
-class Selector(Protocol):
-  """A rule that selects stored slots for training. Called with the replay's lock held."""
-
-  count: int  # number of samples that can be selected
-
-  def appended(self, lane: np.ndarray, old_head: np.ndarray) -> None:
-    """Called when lanes [m] have grown from `old_head` [m], or their open episodes have ended."""
-
-  def select(self, n: int, rng: np.random.Generator) -> Selection:
-    """The next n samples. Raises ValueError if there are not enough."""
-
-  def ready(self, n: int) -> bool:
-    """Whether `select(n)` can be called."""
-
-  def update(self, selection: Selection, priority: np.ndarray, step: int) -> None:
-    """Receives the errors [B] of learner step `step`."""
-
-  def stats(self, learner_step: int) -> dict[str, float]:
-    """Metrics to log under `replay/`."""
-
-  def state_dict(self) -> dict[str, np.ndarray]:
-    """The state that is not a function of the store."""
-
-  def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-    """Restores `state_dict` into a new selector over the restored store."""
 
 
 class Replay:

@@ -6,7 +6,7 @@ import numpy as np
 
 from speedyzero_jax.config.schema import PriorityConfig
 from speedyzero_jax.replay import snapshot
-from speedyzero_jax.replay.replay import Selection
+from speedyzero_jax.replay.selector import Selection
 from speedyzero_jax.replay.staleness import NEVER, Stamps
 from speedyzero_jax.replay.storage import LaneStore, take
 from speedyzero_jax.replay.sum_tree import SumTree

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from speedyzero_jax.replay.replay import Selection
+from speedyzero_jax.replay.selector import Selection
 from speedyzero_jax.replay.storage import LaneStore
 
 QUEUED, SKIPPED = "queued_trajectories", "skipped_trajectories"

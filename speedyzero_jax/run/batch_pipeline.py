@@ -8,7 +8,8 @@ import numpy as np
 from speedyzero_jax.agents.base import Agent, Arrays, Work
 from speedyzero_jax.metrics.aggregation import PartTimes
 from speedyzero_jax.replay.device_frames import host_bytes
-from speedyzero_jax.replay.replay import Replay, Selection
+from speedyzero_jax.replay.replay import Replay
+from speedyzero_jax.replay.selector import Selection
 
 Execute = Callable[[list[Work], int], None]  # runs the work for the batch of a learner step
 

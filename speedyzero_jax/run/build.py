@@ -5,6 +5,7 @@ from pathlib import Path
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from speedyzero_jax.agents.base import Agent
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.metrics import names
@@ -51,10 +52,29 @@ def build(
 
   Raises:
     CheckpointError: no checkpoint can be read.
+    JournalError: the journal can't be opened.
     TrainingError: the run can't continue here.
   """
   own = loader.divide(config, membership.unit, membership.units)
   agent = builders.make_agent(own)
+  journal = Journal(run_dir / "journal.sqlite", own.actor.lanes, agent.schema)
+  try:
+    return _build(config, own, agent, journal, run_dir, logger, resume, membership)
+  except BaseException:
+    journal.close()
+    raise
+
+
+def _build(
+  config: Config,
+  own: Config,
+  agent: Agent,
+  journal: Journal,
+  run_dir: Path,
+  logger: MetricsLogger,
+  resume: bool,
+  membership: Membership,
+) -> Experiment:
   devices = jax.local_devices()
   local = make_mesh(devices[: config.learner.devices or len(devices)])
   try:
@@ -62,23 +82,9 @@ def build(
   except ValueError as error:
     raise TrainingError(str(error)) from error
   inference = Inference(agent, config.env.frame_stack, local, report=logger.message)
-  replay = builders.make_replay(
-    own,
-    agent,
-    local,
-    logger.message,
-    seed=unit_seed(config, "replay", membership),
-    frame_memory=membership.frame_memory,
-  )
-  recovery = RecoveryManager(
-    Checkpoints(run_dir, config.run.keep_checkpoints),
-    Journal(run_dir / "journal.sqlite", own.actor.lanes, agent.schema),
-    logger.message,
-    durable=membership.durable,
-    exact=config.run.mode == "lockstep",
-    agree=membership.agree,
-    units=membership.units,
-  )
+  seed, memory = unit_seed(config, "replay", membership), membership.frame_memory
+  replay = builders.make_replay(own, agent, local, logger.message, seed=seed, frame_memory=memory)
+  recovery = _recovery(config, journal, run_dir, logger, membership)
   restored = recovery.restore(snapshot.abstract(learner, agent)) if resume else None
   if restored is None:
     state = learner.init(jax.random.fold_in(jax.random.key(config.run.seed), INIT))
@@ -87,8 +93,7 @@ def build(
   else:
     state = snapshot.learner_state(learner, restored)
   intervals = {ACTOR: config.actor.weights_interval, **agent.subscriptions}
-  everywhere = NamedSharding(local, PartitionSpec())
-  weights = WeightsStore(intervals, everywhere, state.variables)
+  weights = WeightsStore(intervals, NamedSharding(local, PartitionSpec()), state.variables)
   limiter, episodes = RateLimiter(own), EpisodeStats(own.actor.lanes)
   times = PartTimes(mark=jax.profiler.TraceAnnotation)  # parts appear in traces too
   experiment = Experiment(
@@ -127,4 +132,18 @@ def _local_actor(experiment: Experiment, episodes: EpisodeStats) -> LocalActor:
     seed=experiment.seed("environments"),
     key=experiment.key(ACT),
     stats=episodes,
+  )
+
+
+def _recovery(
+  config: Config, journal: Journal, run_dir: Path, logger: MetricsLogger, membership: Membership
+) -> RecoveryManager:
+  return RecoveryManager(
+    Checkpoints(run_dir, config.run.keep_checkpoints),
+    journal,
+    logger.message,
+    durable=membership.durable,
+    exact=config.run.mode == "lockstep",
+    agree=membership.agree,
+    units=membership.units,
   )

@@ -1,10 +1,10 @@
 """Orbax in one process of several, without waiting for the others.
 
-Orbax's options cover the barriers (`active_processes`) and most writers (`primary_host`). Two things
-they do not cover (orbax-checkpoint 0.12.8): the writer of numpy arrays does nothing unless the
-process index is 0, and writers signal each other through the key-value store of jax.distributed, by
-keys that are the same in all processes. Each learner process writes its own checkpoints, so both are
-replaced while Orbax works.
+Orbax's options cover the barriers (`active_processes`) and most writers (`primary_host`). They do
+not cover two things (orbax-checkpoint 0.12.8): the writer of numpy arrays does nothing unless the
+process index is 0, and writers signal each other through the key-value store of jax.distributed,
+by keys that are the same in all processes. Each learner process writes its own checkpoints, so both
+are replaced while Orbax works.
 """
 
 import contextlib

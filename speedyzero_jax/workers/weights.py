@@ -1,7 +1,7 @@
-"""Weights published by the learner to actors and tasks; the newest version replaces older ones.
+"""Latest-wins hand-over of network weights from the learner to actors and tasks.
 
-Each subscription has an interval in learner steps (SpeedyZero: actors and refreshers 10,
-reanalysers 25). A version is identified by the learner step it was taken at.
+Each subscription has an interval in learner steps. A version is identified by the learner step at
+which it was taken.
 """
 
 import threading

@@ -15,7 +15,8 @@ from speedyzero_jax.config.loader import ConfigError
 from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.board import RunInfo
 from speedyzero_jax.metrics.logger import MetricsLogger
-from speedyzero_jax.replay.replay import Replay, Selection
+from speedyzero_jax.replay.replay import Replay
+from speedyzero_jax.replay.selector import Selection
 from speedyzero_jax.run import loops, snapshot, steps
 from speedyzero_jax.run.build import build
 from speedyzero_jax.workers.learner import Learner, make_mesh

@@ -143,10 +143,7 @@ def test_evaluation_without_a_cap_ignores_the_training_cap():
   ).truncated.any()
   assert stacked(play(batched_env.make_env(config, 1, 0, training=True), 60, idle)).truncated[
     :, 0
-  ].nonzero()[0].tolist() == [
-    20,
-    41,
-  ]
+  ].nonzero()[0].tolist() == [20, 41]
 
 
 def test_a_cap_on_a_lost_life_is_terminal_and_ends_the_game():
@@ -336,13 +333,6 @@ def test_cartpole_ends_by_a_fall_or_by_its_own_cap():
     assert shown.terminated[1] == fallen and shown.game_over[1] == fallen and not shown.truncated[1]
 
 
-@pytest.mark.parametrize(
-  ("game", "cap", "expected"), [("CartPole", 27_000, 500), ("CartPole", 7, 7), ("Pong", 900, 900)]
-)
-def test_the_cap_that_applies(game, cap, expected):
-  assert batched_env.episode_cap(game, cap) == expected
-
-
 def test_largest_values_that_are_known():
   whole, short = (
     EnvConfig(game="CartPole", discount=0.9),
@@ -407,19 +397,6 @@ def test_seeds_and_lanes_differ(game):
     )  # nor do neighbouring seeds share lanes
 
 
-def test_resetting_again_starts_anew_and_closing_ends():
-  env = batched_env.make_env(BREAKOUT, 1, 0, training=True)
-  with pytest.raises(RuntimeError, match="before reset"):
-    env.step(np.array([0]))
-  first = stacked(play(env, 60))
-  assert_same(first, stacked(play(env, 60)))
-  env.close()
-  env.close()
-  for call in (env.reset, lambda: env.step(np.array([0]))):
-    with pytest.raises(RuntimeError, match="closed"):
-      call()
-
-
 def test_refused_actions_step_nothing():
   env, twin = (batched_env.make_env(BREAKOUT, 2, 0, training=True) for _ in range(2))
   env.reset(), twin.reset()
@@ -441,12 +418,6 @@ def test_frames_stay_after_further_steps():
   np.testing.assert_array_equal(shown.frame, kept)
 
 
-def test_hundreds_of_lanes():
-  """On CartPole, for an Atari lane takes a tenth of a second to make. Atari was tried by hand at 300 and 600 lanes."""
-  shown = play(batched_env.make_env(EnvConfig(game="CartPole"), 300, 0, training=True), 2)
-  assert shown[-1].frame.shape == (300, 1, 1, 4) and len(np.unique(shown[-1].frame, axis=0)) == 300
-
-
 def test_every_game_of_atari_100k_can_be_made():
   for game in scores.atari100k_games():
     env = batched_env.make_env(EnvConfig(game=game, frame_size=16), 1, 0, training=True)
@@ -466,12 +437,9 @@ def test_game_names():
   "game, suggestion",
   [
     ("ms_pacman", "mean MsPacman?"),
-    ("breakout", "mean Breakout?"),
-    ("up n down", "mean UpNDown?"),
     ("ALE/Pong-v5", "mean Pong?"),
     ("QbertNoFrameskip-v4", "mean Qbert?"),
     ("Brekout", "Breakout"),
-    ("catch", "mean Catch?"),
     ("cart-pole", "mean CartPole?"),
     ("xyzzy", "known are Catch, CartPole, Alien, Amidar,"),
     ("", "UpNDown and more of Atari's"),
@@ -487,15 +455,11 @@ def test_unknown_games(game, suggestion):
   "name, value",
   [
     ("frame_size", 0),
-    ("frame_size", -96),
     ("frame_size", 7),
-    ("frame_size", 100_000),
     ("frame_skip", 0),
     ("noop_max", 0),
-    ("sticky_actions", -0.1),
     ("sticky_actions", 1.5),
     ("max_episode_steps", 0),
-    ("threads", -1),
   ],
 )
 def test_senseless_settings(name, value):
@@ -530,10 +494,10 @@ def test_envpool_is_imported_late_and_its_atari_family_is_enough(tmp_path):
     (part / path.name).symlink_to(path)
   code = """
 import sys
-from speedyzero_jax.config import schema
+from speedyzero_jax.config.schema import EnvConfig
 from speedyzero_jax.envs import batched_env
 assert "envpool" not in sys.modules
-env = envs.make_env(config.EnvConfig(frame_size=16), 2, 0, training=True)
+env = batched_env.make_env(EnvConfig(frame_size=16), 2, 0, training=True)
 assert env.reset().frame.shape == (2, 16, 16, 3)
 import envpool
 assert envpool.__path__[0] == sys.path[0] + "/envpool" and "envpool.toy_text" not in sys.modules

@@ -1,70 +1,64 @@
+"""Ring storage against the reference's episodes, and refusal of segments that do not fit."""
+
 import numpy as np
 import pytest
 import reference
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_replay import fill, make_store
 
 from speedyzero_jax.replay.staleness import NEVER
-from speedyzero_jax.replay.storage import OPEN, LaneStore
+from speedyzero_jax.replay.storage import OPEN
+
+SEEDS = st.integers(0, 2**32 - 1)
 
 
-def make_store(lanes, capacity):
-  return LaneStore(lanes, capacity, reference.FRAME_SHAPE, np.uint8, reference.NUM_ACTIONS)
-
-
-def fill(store, stream, seed, rounds=6, longest=None):
-  """Appends random segments to random lanes, several at once."""
-  rng = np.random.default_rng(seed)
-  for step in range(rounds):
-    lanes = rng.permutation(store.lanes)[: rng.integers(1, store.lanes + 1)]
-    longest_now = longest or store.capacity
-    store.append(
-      [stream.segment(int(l), int(rng.integers(1, longest_now + 1)), step) for l in lanes]
-    )
-
-
-def snapshot(store):
-  arrays = {**store.fields(), "frame": store.frame, "head": store.head, "tail": store.tail}
+def contents(store):
+  arrays = {**store.fields, "frame": store.frame, "head": store.head, "tail": store.tail}
   return {name: array.copy() for name, array in arrays.items()} | {"n": store.num_transitions}
+
+
+def arrays_of(stream, capacity):
+  return (np.array(x) for x in zip(*stream.live(capacity), strict=True))
 
 
 @given(
   lanes=st.integers(1, 3),
   capacity=st.integers(1, 12),
-  seed=st.integers(0, 2**32 - 1),
+  seed=SEEDS,
   end=st.sampled_from([0.02, 0.2, 0.9]),
 )
 def test_store_holds_exactly_the_newest_slots(lanes, capacity, seed, end):
   stream, store = reference.Stream(lanes, seed, end), make_store(lanes, capacity)
   fill(store, stream, seed)
-  assert store.num_transitions == stream.transitions
-  np.testing.assert_array_equal(store.head, stream.heads)
   live = stream.live(capacity)
-  assert store.num_slots() == len(live)
-  lane, time = (np.array(x) for x in zip(*live, strict=True))
+  lane, time = arrays_of(stream, capacity)
   cell = time % capacity
+  assert store.num_transitions == stream.transitions and store.num_slots() == len(live)
+  np.testing.assert_array_equal(store.head, stream.heads)
   assert store.live(lane, time).all()
   assert not store.live(lane, time - capacity).any()
   assert not store.live(lane, time + capacity).any()
   np.testing.assert_array_equal(store.time_of(lane, cell), time)
-  for i, (l, t) in enumerate(live):
+  for (l, t), c in zip(live, cell, strict=True):
     episode, place = stream.find(l, t)
-    slot, c = episode.slots[place], cell[i]
-    assert tuple(store.frame[l, c].ravel()) == slot.frame
-    assert store.first[l, c] == (place == 0)
-    at_end = place == len(episode.slots) - 1
-    assert store.terminated[l, c] == (at_end and episode.ending == "terminated")
-    assert store.truncated[l, c] == (at_end and episode.ending == "truncated")
-    assert store.episode_start[l, c] == episode.slots[0].time
-    assert store.episode_end[l, c] == (OPEN if episode.ending == "open" else episode.slots[-1].time)
-    assert (store.action[l, c], store.policy_step[l, c]) == (slot.action, slot.policy_step)
-    assert store.value_step[l, c] == store.bootstrap_step[l, c] == slot.policy_step
-    assert (store.reward[l, c], store.search_value[l, c]) == (slot.reward, slot.search_value)
-    assert store.value[l, c] == store.bootstrap[l, c] == slot.value
-    assert store.policy[l, c].tolist() == slot.policy
-  np.testing.assert_array_equal(
-    store.last(lane, time), [stream.find(l, t)[0].slots[-1].time for l, t in live]
-  )
+    slot, ends = episode.slots[place], place == len(episode.slots) - 1
+    expected = {
+      "frame": np.reshape(slot.frame, reference.FRAME_SHAPE),
+      "first": place == 0,
+      "terminated": ends and episode.ending == "terminated",
+      "truncated": ends and episode.ending == "truncated",
+      "episode_start": episode.slots[0].time,
+      "episode_end": OPEN if episode.ending == "open" else episode.slots[-1].time,
+      **dict.fromkeys(("policy_step", "value_step", "bootstrap_step", "step"), slot.policy_step),
+      **{name: getattr(slot, name) for name in ("action", "reward", "search_value", "policy")},
+      **dict.fromkeys(("value", "bootstrap"), slot.value),
+    }
+    for name, value in expected.items():
+      held = store.frame if name == "frame" else store[name]
+      np.testing.assert_array_equal(held[l, c], value, err_msg=name)
+  last = [stream.find(l, t)[0].slots[-1].time for l, t in live]
+  np.testing.assert_array_equal(store.last(lane, time), last)
   assert store.stored_transitions == (store.action[lane, cell] >= 0).sum()
   start = np.minimum(store.tail + 2, store.head)
   chosen = time >= start[lane]
@@ -72,36 +66,26 @@ def test_store_holds_exactly_the_newest_slots(lanes, capacity, seed, end):
     np.testing.assert_array_equal(store.newest(field, store.tail), field[lane, cell])
     np.testing.assert_array_equal(store.newest(field, start), field[lane[chosen], cell[chosen]])
   unused = np.arange(capacity) >= (store.head - store.tail)[:, None]
-  assert (store.policy_step[unused] == NEVER).all()
+  assert (store["policy_step"][unused] == NEVER).all()
 
 
-@given(
-  capacity=st.integers(1, 12),
-  seed=st.integers(0, 2**32 - 1),
-  before=st.integers(0, 4),
-  after=st.integers(0, 6),
-)
+@given(capacity=st.integers(1, 12), seed=SEEDS, before=st.integers(0, 4), after=st.integers(0, 6))
 def test_windows_repeat_the_episodes_edges(capacity, seed, before, after):
   stream, store = reference.Stream(2, seed), make_store(2, capacity)
   fill(store, stream, seed)
-  live = stream.live(capacity)
-  lane, time = (np.array(x) for x in zip(*live, strict=True))
+  lane, time = arrays_of(stream, capacity)
   cells = store.window_cells(lane, time, before, after)
   frames = store.gather(np.broadcast_to(lane[:, None], cells.shape), cells)
-  assert frames.shape == (len(live), before + 1 + after, *reference.FRAME_SHAPE)
+  assert frames.shape == (len(lane), before + 1 + after, *reference.FRAME_SHAPE)
+  live = stream.live(capacity)
   expected = [reference.window(stream, l, t, before, after, capacity) for l, t in live]
   np.testing.assert_array_equal(frames.reshape(len(live), -1, 3), expected)
-
-
-def test_windows_of_what_is_not_stored_are_refused():
-  stream, store = reference.Stream(1, 0), make_store(1, 5)
-  fill(store, stream, 0, rounds=5)
-  for time in (store.tail[0] - 1, store.head[0]):
+  for missing in (store.tail[0] - 1, store.head[0]):
     with pytest.raises(ValueError, match="not stored"):
-      store.window_cells(np.array([0]), np.array([time]), 0, 0)
+      store.window_cells(np.array([0]), np.array([missing]), 0, 0)
 
 
-@given(seed=st.integers(0, 2**32 - 1))
+@given(seed=SEEDS)
 def test_inserted_counts_transitions_of_all_lanes_in_order(seed):
   stream, store = reference.Stream(3, seed), make_store(3, 100)
   fill(store, stream, seed, longest=4)
@@ -111,14 +95,19 @@ def test_inserted_counts_transitions_of_all_lanes_in_order(seed):
 
 def bad(segment, **changes):
   """The segment with entries replaced: name=(index, value), or name=whole."""
-  fields = segment._asdict()
+  lane, start = changes.pop("lane", segment.lane), changes.pop("start", segment.start)
+  arrays = segment.arrays()
   for name, change in changes.items():
     if isinstance(change, tuple):
-      fields[name] = fields[name].copy()
-      fields[name][change[0]] = change[1]
+      arrays[name] = arrays[name].copy()
+      arrays[name][change[0]] = change[1]
     else:
-      fields[name] = change
-  return type(segment)(**fields)
+      arrays[name] = change
+  return type(segment).of(lane, start, arrays)
+
+
+def without(segment, name):
+  return segment._replace(extra={k: x for k, x in segment.extra.items() if k != name})
 
 
 REFUSED = {
@@ -126,16 +115,17 @@ REFUSED = {
   "lane negative": lambda s: bad(s, lane=-1),
   "start ahead": lambda s: bad(s, start=s.start + 1),
   "start behind": lambda s: bad(s, start=s.start - 1),
-  "empty": lambda s: type(s)(s.lane, s.start, *(x[:0] for x in s[2:])),
+  "empty": lambda s: s.map(lambda x: x[:0], s.start),
   "frame shape": lambda s: bad(s, frame=s.frame[..., :2]),
   "frame type": lambda s: bad(s, frame=s.frame.astype(np.float32)),
   "reward too short": lambda s: bad(s, reward=s.reward[:-1]),
   "reward type": lambda s: bad(s, reward=s.reward.astype(np.float64)),
   "reward NaN": lambda s: bad(s, reward=(1, np.nan)),
+  "column missing": lambda s: without(s, "value"),
+  "column unknown": lambda s: bad(s, colour=s.reward),
   "value infinite": lambda s: bad(s, value=(0, np.inf)),
-  "search value NaN": lambda s: bad(s, search_value=(2, np.nan)),
   "policy NaN": lambda s: bad(s, policy=((1, 2), np.nan)),
-  "policy width": lambda s: bad(s, policy=s.policy[:, :2]),
+  "policy width": lambda s: bad(s, policy=s.extra["policy"][:, :2]),
   "action too large": lambda s: bad(s, action=(0, reference.NUM_ACTIONS)),
   "action below -1": lambda s: bad(s, action=(0, -2)),
   "no action amid an episode": lambda s: bad(s, action=(0, -1)),
@@ -149,29 +139,23 @@ REFUSED = {
 }
 
 
-def segment_with_an_end(stream, lane):
-  """Four slots: the second ends the lane's open episode."""
-  s = stream.segment(lane, 4, 1)
-  end = np.array([False, True, False, False])
-  return s._replace(
-    terminated=end,
-    truncated=~end & False,
-    first=np.array([False, False, True, False]),
-    action=np.where(end, -1, 1).astype(np.int32),
-  )
-
-
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_segments_change_nothing(name):
   stream, store = reference.Stream(2, 0, end_probability=0.0), make_store(2, 8)
   store.append([stream.segment(0, 3), stream.segment(1, 6)])
-  fine, good = stream.segment(0, 2), segment_with_an_end(stream, 1)
-  before = snapshot(store)
+  fine, end = stream.segment(0, 2), np.array([False, True, False, False])
+  good = bad(  # its second slot ends the lane's open episode
+    stream.segment(1, 4, 1),
+    terminated=end,
+    first=np.roll(end, 1),
+    action=np.where(end, -1, 1).astype(np.int32),
+  )
+  before = contents(store)
   for call in (store.check, store.append):
     with pytest.raises(ValueError):
       call([fine, REFUSED[name](good)])
   store.check([fine, good])
-  after = snapshot(store)
+  after = contents(store)
   for key, value in before.items():
     np.testing.assert_array_equal(after[key], value, err_msg=key)
   store.append([fine, good])  # what was refused was really the change
@@ -180,9 +164,8 @@ def test_refused_segments_change_nothing(name):
 
 def test_a_lane_twice_or_a_segment_longer_than_the_ring_is_refused():
   stream, store = reference.Stream(1, 0), make_store(1, 4)
-  first, second = stream.segment(0, 2), stream.segment(0, 2)
   with pytest.raises(ValueError, match="one segment per lane"):
-    store.append([first, second])
+    store.append([stream.segment(0, 2), stream.segment(0, 2)])
   with pytest.raises(ValueError, match="must hold"):
     store.append([reference.Stream(1, 0).segment(0, 5)])
   assert store.head[0] == 0
@@ -191,16 +174,12 @@ def test_a_lane_twice_or_a_segment_longer_than_the_ring_is_refused():
 def test_truncate_ends_the_open_episode_and_lets_a_new_one_begin():
   stream, store = reference.Stream(1, 0, end_probability=0.0), make_store(1, 10)
   store.append([stream.segment(0, 4)])
-  store.truncate(0)
-  assert store.action[0, :4].tolist()[-1] == -1
-  assert store.truncated[0, :4].tolist() == [False, False, False, True]
-  assert store.reward[0, 3] == 0
-  assert store.episode_end[0, :4].tolist() == [3, 3, 3, 3]
-  assert store.stored_transitions == 3
-  before = snapshot(store)
-  store.truncate(0)  # nothing is open any more
-  for key, value in before.items():
-    np.testing.assert_array_equal(snapshot(store)[key], value)
+  for _ in range(2):  # the second time nothing is open
+    store.truncate(0)
+    assert store.action[0, 3] == -1 and store.reward[0, 3] == 0
+    assert store.truncated[0, :4].tolist() == [False, False, False, True]
+    assert store.episode_end[0, :4].tolist() == [3, 3, 3, 3]
+    assert store.stored_transitions == 3
   fresh = reference.Stream(1, 1, end_probability=0.0).segment(0, 2)
   store.append([fresh._replace(start=4)])
   assert store.episode_start[0, 4:6].tolist() == [4, 4]
@@ -215,22 +194,13 @@ def test_memory_counts_what_is_used_not_what_is_reserved():
   assert memory["bytes_per_transition"] == memory["bytes"] / 40
 
 
-def test_frames_may_be_kept_in_memory_of_others():
+def test_frames_may_be_kept_in_memory_of_another_process():
   memory = np.zeros((2, 5, *reference.FRAME_SHAPE), np.uint8)
-  shared = LaneStore(2, 5, reference.FRAME_SHAPE, np.uint8, reference.NUM_ACTIONS, memory)
-  own, streams = make_store(2, 5), [reference.Stream(2, 3) for _ in range(2)]
-  for store, stream in zip((shared, own), streams, strict=True):
-    fill(store, stream, 3)
+  shared, own = make_store(2, 5, memory), make_store(2, 5)
+  for store in (shared, own):
+    fill(store, reference.Stream(2, 3), 3)
   assert shared.frame is memory and memory.any()
   np.testing.assert_array_equal(memory, own.frame)
-  lane, time = (np.array(x) for x in zip(*streams[0].live(5), strict=True))
-  np.testing.assert_array_equal(shared.gather(lane, time % 5), own.gather(lane, time % 5))
-  assert shared.memory() == own.memory()
-
-
-@pytest.mark.parametrize(
-  "memory", [np.zeros((2, 5, 1, 1, 3), np.int8), np.zeros((5, 2, 1, 1, 3), np.uint8)]
-)
-def test_memory_that_does_not_fit_is_refused(memory):
-  with pytest.raises(ValueError, match="frame_memory is"):
-    LaneStore(2, 5, reference.FRAME_SHAPE, np.uint8, reference.NUM_ACTIONS, memory)
+  for wrong in (memory.astype(np.int8), memory.swapaxes(0, 1)):
+    with pytest.raises(ValueError, match="frame_memory is"):
+      make_store(2, 5, wrong)

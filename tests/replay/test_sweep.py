@@ -1,3 +1,5 @@
+"""Sweeps: which cells come next, and a quota that bounds ages."""
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -73,7 +75,7 @@ def test_state_roundtrip():
 def test_no_stamp_gets_older_than_the_bound(
   lanes, capacity, stretch, n_extra, staleness, flight, slack, seed
 ):
-  """Random appends (stale weights), random staleness and flight times of blocks, the caller only honours the quota."""
+  """Random appends, staleness of weights and flight times of blocks; the caller honours the quota."""
   rng = np.random.default_rng(seed)
   delay = staleness + flight
   max_age = delay + slack
@@ -118,29 +120,3 @@ def test_the_quota_is_close_to_the_least_that_could_do():
   for lane in range(16):
     sweep.grow(lane, 0, 1600)
   assert sweep.quota(256, max_age=101) == -(-(25_600 + 256) // 100)
-
-
-def test_half_the_quota_would_not_do():
-  """The bound is the quota's doing: at half of it, ages pass max_age."""
-  sweep = Sweep(lanes=1, capacity=400, stretch=4)
-  sweep.grow(0, 0, 400)
-  stamps, credit = np.zeros(400, int), 0
-  worst = 0
-  for step in range(1, 100):
-    credit += sweep.quota(4, max_age=20) // 2
-    while credit >= 4:
-      credit -= 4
-      _, cell = sweep.next_block(4, np.array([400]))
-      stamps[cell] = step
-    worst = max(worst, step - stamps.min())
-  assert worst > 20
-
-
-def test_blocks_of_several_stretches_go_round_without_overlap():
-  sweep, used = Sweep(lanes=2, capacity=40, stretch=4), np.array([40, 20])
-  sweep.grow(0, 0, 40)
-  sweep.grow(1, 0, 20)
-  seen = np.zeros((2, 40), int)
-  for _ in range(5 * 2):  # 15 stretches, three in a block: two passes
-    seen[sweep.next_block(12, used)] += 1
-  assert seen.tolist() == [[2] * 40, [2] * 20 + [0] * 20]

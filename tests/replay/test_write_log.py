@@ -11,8 +11,8 @@ writes = st.lists(st.lists(st.integers(0, CELLS - 1), max_size=CELLS, unique=Tru
 
 
 @given(writes, st.integers(1, 9), st.data())
-def test_whoever_follows_sees_the_latest_write_of_every_cell(appends, n, data):
-  """Also of cells that were written long ago while others are written over and over; wherever somebody began."""
+def test_a_follower_sees_the_latest_write_of_every_cell(appends, n, data):
+  """Also of cells that were written long ago, while others are written over and over."""
   log, latest, count = WriteLog(CELLS), {}, 0
   for cells in appends:
     log.append(np.array(cells, np.int64))
@@ -33,7 +33,8 @@ def test_whoever_follows_sees_the_latest_write_of_every_cell(appends, n, data):
     cell for i, cell in enumerate(seen) if cell not in seen[i + 1 :] and latest[cell] >= begin
   ]
   assert order == sorted(order, key=latest.__getitem__)
-  assert len(seen) <= 2 * CELLS and answers <= -(-2 * CELLS // n)  # what nobody needs is forgotten
+  assert len(seen) <= 2 * CELLS and answers <= -(-2 * CELLS // n)  # old writes are forgotten
+  assert log.since(count + 3, n)[0] == count + 3  # of a follower of another log
 
 
 def test_what_was_given_is_not_written_over():
@@ -43,11 +44,3 @@ def test_what_was_given_is_not_written_over():
   for _ in range(5):
     log.append(np.array([1]))
   assert cells.tolist() == [0, 1]
-
-
-def test_nothing_is_new_before_the_first_write_and_after_the_last():
-  log = WriteLog(3)
-  assert log.since(0, 4)[0] == 0 and not log.since(0, 4)[1].size
-  log.append(np.array([2, 0]))
-  assert log.since(2, 4)[0] == 2 and not log.since(2, 4)[1].size
-  assert log.since(7, 4)[0] == 7  # by somebody who followed another log

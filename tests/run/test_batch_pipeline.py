@@ -1,47 +1,144 @@
-"""What goes from the replay to the learner, while actors append."""
+"""Batches from the replay to the learner: what is recomputed first, exact weights, and evictions meanwhile."""
+
+import contextlib
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 import reference
 from hypothesis import given
-from tiny_replay import LANES, UNROLL, make_replay, play
+from tiny_replay import LANES, STACK, UNROLL, make_agent, make_replay, play, write
 
-from speedyzero_jax.run import batch_pipeline
+from speedyzero_jax.metrics.aggregation import PartTimes
+from speedyzero_jax.run.batch_pipeline import BatchPipeline
+
+BATCH = 30
+BETA = ("priority.beta_start=0.4", "priority.beta_end=0.9")
+
+
+class Interrupted(PartTimes):
+  """Calls a function when a part of the work begins."""
+
+  def __init__(self, name, call):
+    super().__init__()
+    self._name, self._call = name, call
+
+  @contextlib.contextmanager
+  def part(self, name):
+    if name == self._name:
+      self._call()
+    with super().part(name):
+      yield
+
+
+def make_pipeline(replay, execute=lambda works, step: None, times=None, *overrides):
+  return BatchPipeline(make_agent(*overrides), replay, BATCH, execute, times or PartTimes())
 
 
 @given(
   seed=st.integers(0, 2**32 - 1),
-  when=st.sampled_from(["before", "while"]),
+  when=st.sampled_from(["search", "gather", "cells"]),
   end=st.sampled_from([0.05, 0.4]),
 )
 def test_a_sample_evicted_before_its_frames_are_copied_is_masked(seed, when, end):
+  """Actors append after the selection, before the frames' cells are known, or before they are copied."""
   rng = np.random.default_rng(seed)
   replay, stream = make_replay(20), reference.Stream(LANES, seed, end)
-  while not replay.num_eligible or rng.random() < 0.8:
+  while not replay.ready(BATCH) or rng.random() < 0.8:
     play(replay, stream, rng, 0)
-  lane, time, probability = replay.sample(30)
-  batch = replay.make_batch(lane, time, probability, 1)
-  wanted = replay.windows(lane, time, after=UNROLL)
+  before = {}
+
+  def append():
+    lanes, heads = np.arange(LANES), replay.heads
+    before.update(frames={}, heads=heads)
+    for lane in lanes:
+      times = np.arange(replay.tails[lane], heads[lane])
+      windows = replay.windows(np.full(len(times), lane), times, after=UNROLL)
+      before["frames"] |= {(lane, t): w for t, w in zip(times.tolist(), windows, strict=True)}
+    play(replay, stream, rng, 1)
+
   cells = replay.window_cells
+  if when == "cells":
 
-  def late(*args):
-    """An actor appends between the moment cells are known and that in which they are copied."""
-    found = cells(*args)
-    play(replay, stream, rng, 1)
-    return found
+    def late(*args):
+      if before:
+        return cells(*args)
+      before["begun"] = True
+      found = cells(*args)
+      append()
+      return found
 
-  if when == "before":
-    play(replay, stream, rng, 1)
-  else:
     replay.window_cells = late
-  fed = batch_pipeline.gather(replay, batch, np.ones(len(lane), np.float32))
+    pipeline = make_pipeline(replay)
+  else:
+    pipeline = make_pipeline(replay, times=Interrupted(when, append))
+  drawn = pipeline.draw(1)
   replay.window_cells = cells
-  now = replay.windows(lane, time, after=UNROLL)  # the beginning of a stack may have been evicted
+  lane, time = drawn.selection.lane, drawn.selection.time
   live = time >= replay.tails[lane]
-  masks = [name for name in fed._fields if name.endswith("_mask")]
-  for i, frames in enumerate(fed.frames):
-    if (frames == wanted[i]).all() or (live[i] and (frames == now[i]).all()):
+  masks = [x for name, x in drawn.arrays.items() if name.endswith("_mask")]
+  assert len(masks) == 4
+  for i, frames in enumerate(drawn.arrays["frames"]):
+    now = replay.windows(lane[i : i + 1], time[i : i + 1], after=UNROLL)[0] if live[i] else None
+    if (frames == before["frames"][lane[i], time[i]]).all() or (live[i] and (frames == now).all()):
       continue
-    assert all((getattr(fed, name)[i] == 0).all() for name in masks)
-  if (replay.tails[lane] == 0).all():  # nothing was evicted, and nothing more is masked
-    assert all((getattr(fed, name) == getattr(batch.targets, name)).all() for name in masks)
+    assert not any(mask[i].any() for mask in masks)
+  if not replay.tails.any():  # nothing was evicted, and nothing is masked without need
+    assert all(mask[:, 0].any() for mask in masks)
+
+
+def test_a_drawn_batch_has_the_weights_frames_and_ages_of_its_samples():
+  rng = np.random.default_rng(0)
+  replay, stream = make_replay(60, *BETA), reference.Stream(LANES, 0)
+  for step in range(12):
+    play(replay, stream, rng, step)
+  lane, time = replay.next_block("refresh", 16)
+  write(replay, "refresh", lane, time, 20, value=rng.normal(size=16))
+  state = replay.state_dict()
+  at = {key: i for i, key in enumerate(stream.live(60))}
+  for step in (0, 5, 12):
+    drawn = make_pipeline(replay, lambda *_: None, None, *BETA).draw(step)
+    arrays, keys = drawn.arrays, list(zip(*drawn.selection[:2], strict=True))
+    chosen = np.array([state["priority"][at[key]] for key in keys]) / state["priority"].sum()
+    np.testing.assert_allclose(arrays["weight"], chosen ** -(0.4 + 0.5 * step / 12), rtol=1e-5)
+    assert arrays["weight"].dtype == np.float32 and len(set(arrays["weight"].tolist())) > 3
+    ages = []
+    for i, (l, t) in enumerate(keys):
+      window = reference.window(stream, l, t, STACK - 1, UNROLL, 60)
+      np.testing.assert_array_equal(arrays["frames"][i].reshape(-1, 3), window)
+      episode, place = stream.find(l, t)
+      states = episode.slots[place : place + UNROLL + 1]
+      ages += [step - slot.policy_step for slot in states if slot.action >= 0]
+    info = drawn.info
+    assert info["replay/target_age_mean"] == pytest.approx(np.mean(ages))
+    assert info["replay/target_age_max"] == max(0, *ages)
+
+
+def test_what_the_agent_wants_recomputed_is_recomputed_before_the_batch_is_assembled():
+  replay, stream = make_replay(60), reference.Stream(LANES, 0)
+  for step in range(12):
+    play(replay, stream, np.random.default_rng(step), 0)
+  seen = []
+
+  def execute(works, step):
+    seen.append([work.task for work in works])
+    for work in works:
+      time = (work.time[:, None] + np.arange(work.real.shape[1]))[work.real]
+      lane = np.broadcast_to(work.lane[:, None], work.real.shape)[work.real]
+      n = len(time)
+      policy = np.broadcast_to(np.float32([0, 0, 1]), (n, 3))
+      found = {"policy": policy, "search_value": np.zeros(n), "value": np.full(n, 50.0)}
+      write(replay, work.task, lane, time, step, **found)
+
+  drawn = make_pipeline(replay, execute).draw(4)
+  assert seen == [["reanalyse", "bootstrap"]]
+  policy, acted = drawn.arrays["policy"], drawn.arrays["policy_mask"] > 0
+  assert (policy[acted] == [0, 0, 1]).all() and drawn.info["replay/target_age_max"] == 0
+  assert np.abs(drawn.arrays["value"]).max() > 30  # bootstrapped from 50
+
+
+def test_nothing_to_draw_is_an_error():
+  pipeline = make_pipeline(make_replay(20))
+  assert not pipeline.ready()
+  with pytest.raises(ValueError, match="nothing to sample"):
+    pipeline.draw(0)

@@ -1,4 +1,4 @@
-"""An independent, slow replay: plain Python lists of episodes, and everything recomputed from them by brute force."""
+"""An independent, slow replay: lists of episodes, and everything recomputed from them by brute force."""
 
 import dataclasses
 
@@ -85,10 +85,11 @@ class Stream:
       truncated=np.array([row[2] == "truncated" for row in rows]),
       action=np.array([s.action for s in slots], np.int32),
       reward=np.array([s.reward for s in slots], np.float32),
-      policy=np.array([s.policy for s in slots], np.float32),
-      search_value=np.array([s.search_value for s in slots], np.float32),
-      value=np.array([s.value for s in slots], np.float32),
       step=np.full(n, step, np.int32),
+      extra={
+        name: np.array([getattr(s, name) for s in slots], np.float32)
+        for name in ("policy", "search_value", "value")
+      },
     )
 
   def find(self, lane: int, time: int) -> tuple[Episode, int]:
@@ -160,25 +161,15 @@ def targets(
   mixed_newest: int = 0,
   learner_step: int = 0,
 ) -> dict[str, list]:
-  """The fields of `types.Targets` for one sample, as nested lists."""
+  """The fields of `targets.Targets` for one sample, as nested lists."""
   episode, i = stream.find(lane, time)
   age = stream.transitions - episode.slots[i].inserted
   n = horizon(age, td_steps, age_interval)
   search = value_target == "search" or (
     value_target == "mixed" and learner_step >= mixed_start and age > mixed_newest
   )
-  out: dict[str, list] = {
-    name: []
-    for name in (
-      "value",
-      "value_prefix",
-      "policy",
-      "value_mask",
-      "prefix_mask",
-      "policy_mask",
-      "consistency_mask",
-    )
-  }
+  masks = ("value_mask", "prefix_mask", "policy_mask", "consistency_mask")
+  out: dict[str, list] = {name: [] for name in ("value", "value_prefix", "policy", *masks)}
   prefix = 0.0
   length = len(episode.slots)
   for k in range(unroll + 1):

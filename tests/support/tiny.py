@@ -92,11 +92,13 @@ def experiment(
 
 def _shared_programs(made: Config) -> dict[str, Any]:
   """`Learner` and `Inference` for `build`, the same for all configurations that compile alike."""
-  acting = Config(agent=made.agent, env=made.env)
-  own = made.agent
-  plain = dataclasses.replace(own, reanalyse=type(own.reanalyse)(), refresh=type(own.refresh)())
+  own, defaults = made.agent, type(made.agent)()
+  # With this schedule there are all tasks; programs do not depend on when they are used.
+  tasks = dataclasses.replace(defaults.reanalyse, schedule="batch", explore=own.reanalyse.explore)
+  every = dataclasses.replace(own, reanalyse=tasks, refresh=defaults.refresh)
+  acting = Config(agent=every, env=made.env)
   steps = dataclasses.replace(made.learner, steps=1, tail_steps=0, prefetch=1)
-  learning = Config(agent=plain, env=made.env, optim=made.optim, learner=steps)
+  learning = Config(agent=every, env=made.env, optim=made.optim, learner=steps)
   return {
     "Learner": lambda config, agent, mesh, **_: _learner(learning, mesh),
     "Inference": lambda agent, frame_stack, mesh, **_: _inference(acting, mesh),

@@ -1,53 +1,77 @@
-"""What the tests of the replay share: a small one, and play to fill it."""
+"""A small replay of an EfficientZero agent, and random play to fill it."""
+
+import functools
 
 import numpy as np
 import reference
+import tiny
 
-from speedyzero_jax.config.schema import ReanalyseConfig, ReplayConfig
-from speedyzero_jax.replay import Replay
+from speedyzero_jax.agents.efficientzero.agent import EfficientZero
+from speedyzero_jax.replay.replay import Replay
+from speedyzero_jax.replay.selector import Selection
+from speedyzero_jax.replay.storage import LaneStore
 
 LANES, UNROLL, STACK, TD, DISCOUNT = 2, 3, 2, 2, 0.9
-CONFIG = ReplayConfig(alpha=0.7, min_priority=0.01, td_steps=TD, age_interval=12)
+ALPHA, MIN_PRIORITY, AGE_INTERVAL = 0.7, 0.01, 12
+_OVERRIDES = (
+  f"loss.unroll_steps={UNROLL}", f"env.frame_stack={STACK}", f"loss.td_steps={TD}",
+  f"env.discount={DISCOUNT}", f"priority.alpha={ALPHA}", f"priority.min_priority={MIN_PRIORITY}",
+  f"loss.age_interval={AGE_INTERVAL}", "network.value_prefix_horizon=2",
+  "reanalyse.schedule=batch", "reanalyse.ratio=1",
+)  # fmt: skip
 
 
-def make_replay(
-  capacity, seed=0, config=CONFIG, lanes=LANES, device_frames=None, frame_memory=None, **reanalyse
-):
-  return Replay(
-    lanes=lanes,
-    capacity=capacity,
-    frame_shape=reference.FRAME_SHAPE,
-    frame_dtype=np.uint8,
-    num_actions=reference.NUM_ACTIONS,
-    replay=config,
-    reanalyse=ReanalyseConfig(**reanalyse),
-    unroll_steps=UNROLL,
-    value_prefix_horizon=2,
-    frame_stack=STACK,
-    discount=DISCOUNT,
-    rng_seed=seed,
-    device_frames=device_frames,
-    frame_memory=frame_memory,
-  )
+@functools.cache
+def make_agent(*overrides):
+  """The agent of the reference's frames and actions."""
+  config = tiny.config(*_OVERRIDES, *overrides)
+  return EfficientZero(config, reference.FRAME_SHAPE, np.uint8, reference.NUM_ACTIONS)
+
+
+def make_store(lanes, capacity, memory=None):
+  return LaneStore(make_agent().schema, lanes, capacity, memory)
+
+
+def fill(store, stream, seed, rounds=6, longest=None):
+  """Appends random segments to random lanes, several at once."""
+  rng, longest = np.random.default_rng(seed), longest or store.capacity
+  for step in range(rounds):
+    lanes = rng.permutation(store.lanes)[: rng.integers(1, store.lanes + 1)]
+    store.append([stream.segment(int(l), int(rng.integers(1, longest + 1)), step) for l in lanes])
+
+
+def make_replay(capacity, *overrides, lanes=LANES, seed=0, **kwargs):
+  agent = make_agent(*overrides)
+  sizes = {"lanes": lanes, "capacity": capacity, "frame_stack": STACK, "rng_seed": seed}
+  sweeps = ("refresh", "reanalyse")
+  return Replay(agent.schema, agent.make_selector, **sizes, sweeps=sweeps, **kwargs)
 
 
 def play(replay, stream, rng, step, longest=5):
+  """Appends segments of random lengths to random lanes."""
   lanes = rng.permutation(len(stream.heads))[: rng.integers(1, len(stream.heads) + 1)]
-  replay.append_many(
-    [stream.segment(int(l), int(rng.integers(1, longest + 1)), step) for l in lanes]
-  )
+  segments = [stream.segment(int(l), int(rng.integers(1, longest + 1)), step) for l in lanes]
+  replay.append_many(segments)
+
+
+def write(replay, task, lane, time, step, *overrides, **results):
+  """Writes results of a task of the agent with these overrides."""
+  make_agent(*overrides).tasks[task].write(replay, lane, time, results, step)
+
+
+def set_priorities(replay, lane, time, error, step):
+  """What the learner does with the errors of trained samples."""
+  replay.update(Selection(lane, time, np.ones(len(lane))), error, step)
 
 
 def slots(stream, capacity):
   """(lane, time) arrays of all live slots, in the order of `Replay.state_dict`."""
-  live = stream.live(capacity)
-  return tuple(np.array(x) for x in zip(*live, strict=True))
+  return tuple(np.array(x) for x in zip(*stream.live(capacity), strict=True))
 
 
 def eligible(stream, capacity):
-  return np.array(
-    [stream.eligible(l, t, capacity, STACK, UNROLL, TD) for l, t in stream.live(capacity)]
-  )
+  live = stream.live(capacity)
+  return np.array([stream.eligible(l, t, capacity, STACK, UNROLL, TD) for l, t in live])
 
 
 def assert_same(a, b):

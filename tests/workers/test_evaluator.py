@@ -1,102 +1,91 @@
-"""Evaluation against scripted environments: whole episodes, raw rewards, one for each lane, the best action."""
+"""Evaluation on scripted environments: whole episodes, raw rewards, one per lane, the best action."""
 
 import dataclasses
 import json
-import types
 
 import numpy as np
 import pytest
 import tiny
 
 from speedyzero_jax.workers import evaluator
-from speedyzero_jax.workers.evaluator import Evaluation, evaluate
+from speedyzero_jax.workers.evaluator import evaluate
 from speedyzero_jax.workers.weights import Version
 
-CONFIG = tiny.config()
+AGENT, INFERENCE = tiny.checksum_parts()
 
 
 @pytest.fixture
 def envs(monkeypatch):
-  """The environments that evaluation makes, and with what."""
+  """The environments that evaluation makes."""
   made = []
 
-  def make_env(config, lanes, seed, *, training, max_episode_steps):
-    env = tiny.FakeEnv(lanes, seed)
-    env.close = lambda: made[-1].__setattr__("closed", True)
-    made.append(
-      types.SimpleNamespace(
-        env=env, seed=seed, training=training, cap=max_episode_steps, closed=False
-      )
-    )
-    return env
+  def make_env(config, lanes, seed, **settings):
+    made.append(tiny.FakeEnv(lanes, seed))
+    made[-1].seed, made[-1].settings = seed, settings
+    return made[-1]
 
   monkeypatch.setattr(evaluator, "make_env", make_env)
+  monkeypatch.setattr(evaluator, "_MAX_LANES", 4)
   return made
 
 
-def play(episodes, *, config=CONFIG, seed=5, **kwargs):
-  inference = tiny.FakeInference(explore=False)
-  return evaluate(config, inference, Version(77, None), episodes=episodes, seed=seed, **kwargs)
+def play(episodes, *overrides, seed=5, game="Catch", **kwargs):
+  config = tiny.config(*overrides)
+  config = dataclasses.replace(config, env=dataclasses.replace(config.env, game=game))
+  version = Version(77, AGENT.init())
+  return evaluate(config, AGENT, INFERENCE, version, episodes=episodes, seed=seed, **kwargs)
 
 
 def expected(made, episodes):
-  """Returns, lengths and cappedness of each lane's first episode, from what the environments showed."""
+  """Return, length and cappedness of each lane's first episode, and that its actions were greedy."""
   rows = []
-  for one in made:
-    shown = one.env.shown
-    for lane in range(one.env.num_lanes):
-      end = next(t for t, step in enumerate(shown) if step.terminated[lane] or step.truncated[lane])
-      rows.append(
-        (
-          sum(float(step.reward[lane]) for step in shown[: end + 1]),
-          end,
-          bool(shown[end].truncated[lane]),
-        )
-      )
+  for env in made:
+    for lane in range(env.num_lanes):
+      ends = [bool(step.terminated[lane] or step.truncated[lane]) for step in env.shown]
+      end = ends.index(True)
+      total = sum(float(step.reward[lane]) for step in env.shown[: end + 1])
+      rows.append((total, end, bool(env.shown[end].truncated[lane])))
   return rows[:episodes]
 
 
-@pytest.mark.parametrize(("episodes", "lanes"), [(1, [1]), (3, [3]), (4, [4]), (11, [4, 4, 4])])
-def test_plays_whole_episodes_with_raw_rewards(envs, monkeypatch, episodes, lanes):
-  monkeypatch.setattr(evaluator, "_MAX_LANES", 4)
+@pytest.mark.parametrize(("episodes", "lanes"), [(1, [1]), (4, [4]), (11, [4, 4, 4])])
+def test_plays_whole_episodes_with_raw_rewards(envs, episodes, lanes):
   result = play(episodes)
-  assert [one.env.num_lanes for one in envs] == lanes
-  rows = expected(envs, episodes)
-  returns = [row[0] for row in rows]
-  assert result.returns == returns and result.lengths == [row[1] for row in rows]
-  assert result.capped == sum(row[2] for row in rows)
-  assert (result.episodes, result.step, result.game, result.seed, result.simulations) == (
-    episodes,
-    77,
-    "Catch",
-    5,
-    2,
-  )
-  assert (result.mean, result.median, result.std) == pytest.approx(
-    (np.mean(returns), np.median(returns), np.std(returns))
-  )
-  assert all(
-    one.closed and not one.training and one.cap == CONFIG.evaluation.max_episode_steps
-    for one in envs
-  )
-  assert len({one.seed for one in envs}) == len(envs)  # no episode is played twice
+  assert [env.num_lanes for env in envs] == lanes
+  returns, lengths, capped = zip(*expected(envs, episodes), strict=True)
+  assert result.returns == list(returns) and result.lengths == list(lengths)
+  assert result.capped == sum(capped)
+  assert (result.episodes, result.step, result.game, result.seed) == (episodes, 77, "Catch", 5)
+  statistics = np.mean(returns), np.median(returns), np.std(returns)
+  assert (result.mean, result.median, result.std) == pytest.approx(statistics)
+  settings = {"training": False, "max_episode_steps": 100}
+  assert all(env.closed and env.settings == settings for env in envs)
+  assert len({env.seed for env in envs}) == len(envs)  # no episode is played twice
   if episodes == 11:
-    assert (
-      max(map(abs, returns)) > 1 and 0 < result.capped < 11
-    )  # what was to be told apart did occur
+    assert max(map(abs, returns)) > 1 and 0 < result.capped < 11  # the cases did occur
 
 
-def test_the_cap_can_be_given(envs):
-  assert play(1, max_episode_steps=7).max_episode_steps == envs[0].cap == 7
+def test_actions_are_those_of_the_agent_without_exploration(envs):
+  play(3)
+  (env,) = envs
+  again = tiny.FakeEnv(3, env.seed)
+  step, stack = again.reset(), None
+  for shown in env.shown[1:]:
+    new = np.repeat(step.frame[:, None], 2, axis=1)
+    if stack is not None:
+      new[~step.first, 0] = stack[~step.first, 1]
+    stack = new
+    step = again.step((tiny.checksums(stack) % 3).astype(np.int32))
+    np.testing.assert_array_equal(step.frame, shown.frame)
 
 
-@pytest.mark.parametrize(("given", "cap"), [(None, 500), (27_000, 500), (7, 7)])
-def test_a_cap_of_the_game_itself_is_reported_as_what_it_is(envs, given, cap):
-  config = dataclasses.replace(CONFIG, env=dataclasses.replace(CONFIG.env, game="CartPole"))
-  config = dataclasses.replace(
-    config, evaluation=dataclasses.replace(config.evaluation, max_episode_steps=27_000)
-  )
-  assert play(1, config=config, max_episode_steps=given).max_episode_steps == envs[0].cap == cap
+@pytest.mark.parametrize(
+  ("game", "given", "cap"), [("Catch", 7, 7), ("CartPole", None, 500), ("CartPole", 7, 7)]
+)
+def test_the_cap_reported_is_that_of_the_game_or_the_one_given(envs, game, given, cap):
+  overrides = ["evaluation.max_episode_steps=27000"]
+  result = play(1, *overrides, game=game, max_episode_steps=given)
+  assert result.max_episode_steps == envs[0].settings["max_episode_steps"] == cap
 
 
 def test_seeds_decide(envs):
@@ -105,42 +94,20 @@ def test_seeds_decide(envs):
 
 
 def test_stopping_ends_it_and_closes_the_environment(envs):
-  left = [3]
-
-  def should_stop():
-    left[0] -= 1
-    return left[0] < 0
-
-  assert play(3, should_stop=should_stop) is None
-  assert [one.closed for one in envs] == [True]
+  left = iter([False, True])
+  assert play(3, should_stop=lambda: next(left)) is None
+  assert [env.closed for env in envs] == [True]
 
 
-RESULT = Evaluation(
-  game="Breakout", step=5, episodes=2, mean=1.5, median=1.5, std=0.5, human_normalised=None, returns=[1.0, 2.0],
-  lengths=[3, 4], capped=1, max_episode_steps=9, simulations=2, seed=0,
-)  # fmt: skip
-
-
-def test_the_file_says_what_was_found(tmp_path):
-  path = tmp_path / "evaluation.json"
+def test_the_file_holds_the_result_and_replaces_an_older_one(envs, tmp_path):
+  result, path = play(2), tmp_path / "evaluation.json"
   path.write_text("an older one")
-  RESULT.write(path)
-  assert json.loads(path.read_text()) == dataclasses.asdict(RESULT)
+  result.write(path)
+  assert json.loads(path.read_text()) == dataclasses.asdict(result)
   assert list(tmp_path.iterdir()) == [path]
-  with pytest.raises(OSError, match="No such file"):
-    RESULT.write(tmp_path / "missing" / "evaluation.json")
-
-
-def test_the_line_says_what_was_found():
-  line = str(RESULT)
-  assert "Breakout after 5 learner steps, 2 episodes: mean 1.50, median 1.50, std 0.50" in line
-  assert "1 ended by the cap of 9 steps" in line and "human" not in line
-  normalised = dataclasses.replace(RESULT, human_normalised=0.25, capped=0)
-  assert "human-normalised 0.250" in str(normalised) and "cap" not in str(normalised)
 
 
 def test_atari_is_normalised_by_human_and_random_play(envs):
-  config = dataclasses.replace(CONFIG, env=dataclasses.replace(CONFIG.env, game="Breakout"))
-  result = play(3, config=config)
+  result = play(3, game="Breakout")
   assert result.human_normalised == pytest.approx((result.mean - 1.7) / (30.5 - 1.7))
-  assert play(3).human_normalised is None  # nobody's Catch was published
+  assert play(3).human_normalised is None  # Catch has no published scores

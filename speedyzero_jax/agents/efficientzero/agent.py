@@ -30,9 +30,10 @@ from speedyzero_jax.agents.efficientzero.reanalyse import Reanalysis
 from speedyzero_jax.agents.efficientzero.search import ModelStep, Root, SearchResult, make_search
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.envs.batched_env import largest_value
-from speedyzero_jax.replay.replay import Replay, Selection
+from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.sampler import PrioritizedSampler, importance_weights
 from speedyzero_jax.replay.schema import Column, make_schema
+from speedyzero_jax.replay.selector import Selection
 from speedyzero_jax.replay.storage import LaneStore, take
 from speedyzero_jax.types import Params
 

@@ -16,9 +16,10 @@ from speedyzero_jax.agents.efficientzero import metric_names, targets
 from speedyzero_jax.agents.efficientzero.config import EfficientZeroConfig
 from speedyzero_jax.agents.efficientzero.targets import TargetSpec
 from speedyzero_jax.config.schema import Config
-from speedyzero_jax.replay.replay import Replay, Selection
+from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.sampler import PrioritizedSampler
 from speedyzero_jax.replay.schema import Column
+from speedyzero_jax.replay.selector import Selection
 
 REANALYSER, REFRESHER = "reanalyser", "refresher"  # subscriptions to weights
 

@@ -1,296 +1,308 @@
-"""Batch reanalysis, whole-buffer sweeps and the feed, on a real replay with a real network."""
+"""Reanalysis and Priority Refresh: which states are recomputed, what is written, and the bound on ages."""
 
-import dataclasses
-from time import sleep
+import time as clock
 
 import jax
 import numpy as np
 import pytest
+import reference
 import tiny
+import tiny_replay
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_replay import (
+  AGE_INTERVAL,
+  ALPHA,
+  DISCOUNT,
+  LANES,
+  MIN_PRIORITY,
+  TD,
+  UNROLL,
+  make_agent,
+  make_replay,
+  play,
+  slots,
+  write,
+)
 
 from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER, REFRESHER
-from speedyzero_jax.config.loader import ConfigError
-from speedyzero_jax.metrics import jsonl
 from speedyzero_jax.metrics.aggregation import EpisodeStats
-from speedyzero_jax.run import batch_pipeline, loops
-from speedyzero_jax.run.builders import game_of, make_replay, sweeps
-from speedyzero_jax.run.topology import unit_config
-from speedyzero_jax.workers.local_actor import Collecting
-from speedyzero_jax.workers.weights import ACTOR
+from speedyzero_jax.replay.replay import Replay
+from speedyzero_jax.run import loops
+from speedyzero_jax.workers.actor import Actor
+from speedyzero_jax.workers.sweeper import TaskRunner, make_sweepers
+from speedyzero_jax.workers.weights import ACTOR, WeightsStore
 
-UNROLL, TD, STACK = 2, 3, 2
-
-
-@pytest.fixture(autouse=True)
-def shared(monkeypatch):
-  tiny.share_compiled(monkeypatch)
+SEEDS = st.integers(0, 2**32 - 1)
+FIXED = "loss.age_interval=0"  # n does not shrink
 
 
-@pytest.fixture
-def started(tmp_path):
-  """Opens a `Training` of the tiny configuration with these changes, 100 agent steps collected, nothing learned.
-
-  Subscribers have versions of their own, of networks of their own: the actor step 0, the refresher 2, the reanalyser 3.
-  """
-  opened = []
-
-  def start(*overrides):
-    manager = tiny.training(tiny.config(*overrides), tmp_path / "run")
-    opened.append(manager)
-    training = manager.__enter__()
-    while training.pacer.env_steps < 100:
-      training.collect()
-    assert training.replay.stats(0)["target_age_max"] == 0
-    fresh = lambda seed: training.learner.init(jax.random.key(seed)).variables  # noqa: E731
-    training.weights.publish(2, perturbed(fresh(2)))
-    training.weights.publish(3, perturbed(fresh(3)))
-    versions = {name: training.weights.latest(name).step for name in (ACTOR, REFRESHER, REANALYSER)}
-    assert versions == {ACTOR: 2, REFRESHER: 2, REANALYSER: 3}
-    return training
-
-  yield start
-  for manager in opened:
-    manager.__exit__(None, None, None)
+# --- which states
 
 
-def perturbed(variables):
-  """The same with every parameter moved: the last layers of a fresh network are zero, so all its values are equal."""
-  leaves, form = jax.tree.flatten(variables.params)
-  keys = jax.random.split(jax.random.key(len(leaves)), len(leaves))
-  moved = [x + 0.3 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
-  return variables._replace(params=jax.tree.unflatten(form, moved))
+def states_of(work):
+  """(lane, time) of all real states of a piece of work."""
+  time = (work.time[:, None] + np.arange(work.real.shape[1]))[work.real]
+  lane = np.broadcast_to(work.lane[:, None], work.real.shape)[work.real]
+  return set(zip(lane.tolist(), time.tolist(), strict=True))
 
 
-class Slots:
-  """What a replay stores, by (lane, time), from its saved state and frames."""
+@given(seed=SEEDS, ratio=st.sampled_from([1.0, 0.5, 0.0]))
+def test_batch_work_is_exactly_the_states_that_the_targets_are_made_from(seed, ratio):
+  agent = make_agent(f"reanalyse.ratio={ratio}")
+  replay, stream = make_replay(25), reference.Stream(LANES, seed)
+  for step in range(10):
+    play(replay, stream, np.random.default_rng([seed, step]), step)
+  if not replay.ready(1):
+    return
+  drawn = replay.select(16)
+  searched, ends = set(), set()
+  for i, (l, t) in enumerate(zip(drawn.lane.tolist(), drawn.time.tolist(), strict=True)):
+    episode, place = stream.find(l, t)
+    age = stream.transitions - episode.slots[place].inserted
+    n = reference.horizon(age, TD, AGE_INTERVAL)
+    last = episode.slots[-1].time
+    if i < round(16 * ratio):
+      searched |= {(l, u) for u in range(t, min(t + UNROLL, last) + 1)}
+    ends |= {(l, min(u, last)) for u in range(t + n, t + n + UNROLL + 1)}
+  works = {work.task: states_of(work) for work in agent.batch_work(replay, drawn)}
+  assert works == ({"reanalyse": searched} if ratio else {}) | {"bootstrap": ends}
+  assert not make_agent("reanalyse.schedule=sweep").batch_work(replay, drawn)
 
-  def __init__(self, replay):
-    state = replay.state_dict()
-    frames = replay.export_slots(np.zeros_like(replay.heads))["frame"]
-    assert not state["tail"].any()
-    self.index = [(lane, t) for lane, head in enumerate(state["head"]) for t in range(head)]
-    per_slot = {
-      name: array for name, array in state.items() if len(self.index) == (array.shape or (0,))[0]
+
+def test_which_sweeps_a_configuration_needs():
+  def sweeps(*overrides):
+    agent = make_agent("reanalyse.schedule=sweep", *overrides)
+    return [name for name, task in agent.tasks.items() if task.max_age]
+
+  assert sweeps() == ["reanalyse", "refresh"]  # the reanalysis is slower than the bound
+  assert sweeps("reanalyse.max_age=6") == ["reanalyse"]  # one does for both
+  assert sweeps("refresh.enabled=false") == ["reanalyse"]
+  assert sweeps("reanalyse.schedule=batch") == ["refresh"]
+  assert sweeps("reanalyse.schedule=off") == ["refresh"]
+  assert sweeps("reanalyse.schedule=off", "refresh.enabled=false") == []
+
+
+# --- what is written
+
+
+class Played:
+  """A replay of games played by a `ChecksumAgent`, and a runner of its tasks, each with its weights."""
+
+  def __init__(self, *overrides):
+    agent, inference = tiny.checksum_parts(*overrides)
+    self.agent, sweeps = agent, [name for name, task in agent.tasks.items() if task.max_age]
+    sizes = {"lanes": 3, "capacity": 60, "frame_stack": 2, "rng_seed": 0}
+    self.replay = Replay(agent.schema, agent.make_selector, **sizes, sweeps=sweeps)
+    names = {ACTOR: 1, REFRESHER: 2, REANALYSER: 3}
+    self.weights = WeightsStore(names, jax.devices()[0], agent.init())
+    env, stats = tiny.FakeEnv(3), EpisodeStats(3)
+    actor = Actor(tiny.config(*overrides), agent, env, inference, jax.random.key(0), stats)
+    for _ in range(70):  # the first slots are evicted
+      version = self.weights.latest(ACTOR)
+      segments, _ = actor.step(version, budget=999, progress=0.0, random=False)
+      self.replay.append_many(segments)
+    for step in (2, 3):
+      self.weights.publish(step, agent.init(number=100 * step))
+    self.runner = TaskRunner(agent, inference, self.replay, self.weights)
+    self.slots = [(l, t) for l in range(3) for t in range(self.replay.tails[l], 70)]
+    self.before = self.column_state()
+
+  def column_state(self):
+    return {k: x.copy() for k, x in self.replay.store.fields.items()}
+
+  def said(self, lane, time):
+    """What the agent with weights 0 says of a state, from its frames alone."""
+    stack = self.replay.windows(np.array([lane]), np.array([time]))
+    return tuple(part[0] for part in tiny.of_stacks(stack))
+
+  def check(self, task, written, number):
+    """Slots of `written` hold what the agent of this number says, and no others have changed."""
+    columns = {
+      "policy": "policy_step",
+      "search_value": "policy_step",
+      "bootstrap": "bootstrap_step",
     }
-    self.rows = {
-      at: {"frame": frames[i]}
-      | {name.removeprefix("slot_"): array[i] for name, array in per_slot.items()}
-      for i, at in enumerate(self.index)
-    }
-
-  def last(self, lane, time):
-    """The last stored slot of this one's episode."""
-    while self.rows[lane, time]["action"] >= 0 and (lane, time + 1) in self.rows:
-      time += 1
-    return time
-
-  def stack(self, lane, time):
-    """Frames [S, ...] that end at this slot."""
-    frames = []
-    for _ in range(STACK):
-      frames.insert(0, self.rows[lane, time]["frame"])
-      time -= not self.rows[lane, time]["first"]
-    return np.stack(frames)
-
-  def column(self, name):
-    return {at: row[name] for at, row in self.rows.items()}
+    after = self.column_state()
+    for lane, time in self.slots:
+      at = lane, time % 60
+      policy, search_value, value = self.said(lane, time)
+      if (lane, time) in written:
+        expected = {"bootstrap": value + number}
+        if task == "reanalyse":
+          expected |= {"policy": policy, "search_value": search_value + number}
+      else:
+        expected = {name: self.before[name][at] for name in columns}
+      for name, x in expected.items():
+        np.testing.assert_allclose(after[name][at], x, rtol=1e-6)
+        stamp = number // 100 if (lane, time) in written else self.before[columns[name]][at]
+        assert after[columns[name]][at] == stamp
+    self.before = after
 
 
-def states_of(slots, lane, time):
-  """The stored states of a sample's unroll, and those that end its n-step returns."""
-  last = slots.last(lane, time)
-  searched = {(lane, t) for t in range(time, min(time + UNROLL, last) + 1)}
-  return searched, {(lane, min(t, last)) for t in range(time + TD, time + UNROLL + TD + 1)}
+def test_batch_reanalysis_writes_exactly_the_states_of_the_batch():
+  played = Played("reanalyse.schedule=batch", "refresh.enabled=false")
+  drawn = played.replay.select(6)
+  works = played.agent.batch_work(played.replay, drawn)
+  assert [work.task for work in works] == ["reanalyse", "bootstrap"]
+  for work in works:
+    count = played.runner.run(work, jax.random.key(1))
+    assert count == work.real.sum()
+    played.check(work.task, states_of(work), 300)
 
 
-def values_by(training, variables, slots, states):
-  """The network's values of these states."""
-  states, values = sorted(states), []
-  for begin in range(0, len(states), 32):  # the shape that a sweep compiles too
-    stacks = np.stack([slots.stack(*at) for at in states[begin : begin + 32]])
-    padded = np.resize(stacks, (32, *stacks.shape[1:]))
-    values += np.asarray(training.inference.value(variables, padded))[: len(stacks), 0].tolist()
-  return dict(zip(states, values, strict=True))
+@pytest.mark.parametrize("name", ["refresh", "reanalyse"])
+def test_a_sweep_recomputes_the_whole_replay_with_its_own_weights(name):
+  played = Played()
+  sweepers = {sweeper.name: sweeper for sweeper in make_sweepers(played.agent, 2)}
+  sweeper, step = sweepers[name], {"refresh": 2, "reanalyse": 3}[name]
+  for _ in range(12 // 2 + 1):  # 3 lanes of 4 stretches, 2 in a block of 32
+    played.runner.run(sweeper.next(played.replay), jax.random.key(1))
+  store = played.replay.store
+  assert (store["value_step"] == step).all()
+  for lane, time in played.slots:
+    value = played.said(lane, time)[2]
+    assert store["value"][lane, time % 60] == pytest.approx(value + 100 * step)
+  if name == "reanalyse":
+    played.check(name, set(played.slots), 300)
+  assert played.replay.oldest_step(sweeper.task.stamp) == step
+  stats = played.replay.stats(9)
+  assert stats["priority_age_max"] == stats["priority_age_mean"] == 9 - step
 
 
-def assert_close(stored, expected):
-  assert len(set(expected.values())) > len(expected) / 3  # the network tells states apart
-  for at, value in expected.items():
-    assert stored[at] == pytest.approx(value, rel=1e-4, abs=1e-4), at
+# --- priorities
 
 
-@pytest.mark.parametrize("ratio", [1.0, 0.5, 0.0])
-def test_batch_reanalysis_writes_exactly_the_states_of_the_batch(started, ratio):
-  training = started(
-    "reanalyse.schedule=batch", f"reanalyse.ratio={ratio}", "refresh.enabled=false"
-  )
-  replay = training.replay
-  batch = 16 if ratio == 0.5 else 8
-  lane, time, _ = replay.sample(batch)
-  before = Slots(replay)
-  training.reanalyse(replay, lane, time)
-  after = Slots(replay)
-  searched, bootstrapped = set(), set()
-  for i in range(batch):
-    states, ends = states_of(before, int(lane[i]), int(time[i]))
-    searched |= states if i < round(batch * ratio) else set()
-    bootstrapped |= ends
-  step, variables = training.weights.latest(REANALYSER)
-  assert {at for at, stamp in after.column("policy_step").items() if stamp} == searched
-  assert {
-    at for at, stamp in after.column("bootstrap_step").items() if stamp
-  } == searched | bootstrapped
-  for at in before.index:
-    old, new = before.rows[at], after.rows[at]
-    assert new["policy_step"] == (step if at in searched else 0)
-    changed = {name for name in old if not np.array_equal(old[name], new[name])}
-    allowed = {"policy", "policy_step", "search_value"} if at in searched else set()
-    allowed |= {"bootstrap", "bootstrap_step"} if at in searched | bootstrapped else set()
-    assert changed <= allowed, at
-  np.testing.assert_allclose([after.rows[at]["policy"].sum() for at in searched], 1, rtol=1e-5)
-  assert_close(
-    after.column("bootstrap"), values_by(training, variables, before, searched | bootstrapped)
-  )
-  assert training.batch_reanalyser.calls == 1
+def refreshed(stream, lane, time, target):
+  """|v - z| of a transition, and the learner step that it rests on, by brute force."""
+  episode, place = stream.find(lane, time)
+  slot, end = episode.slots[place], min(place + TD, len(episode.slots) - 1)
+  if target == "search":
+    return abs(slot.value - slot.search_value), slot.value_step
+  error = abs(slot.value - reference.n_step(episode, place, TD, DISCOUNT, field="value"))
+  terminal = episode.ending == "terminated" and end == len(episode.slots) - 1
+  return error, slot.value_step if terminal else min(slot.value_step, episode.slots[end].value_step)
 
 
-@pytest.mark.parametrize("explore", [True, False])
-def test_the_noise_of_reanalysis_is_a_choice(started, monkeypatch, explore):
-  training = started("reanalyse.schedule=sweep", f"reanalyse.explore={explore}")
-  search, asked = training.inference.search, []
-
-  def spy(*args, explore):
-    asked.append(explore)
-    return search(*args, explore=True)  # compiled already
-
-  monkeypatch.setattr(training.inference, "search", spy)
-  lane, time, _ = training.replay.sample(8)
-  training.batch_reanalyser(training.replay, lane, time)
-  next(sweeper for sweeper in training.sweepers if sweeper.kind == "reanalyse").sweep(
-    training.replay
-  )
-  assert asked == [explore, explore]
-
-
-def test_older_weights_do_not_overwrite_newer_results(started):
-  training = started("reanalyse.schedule=batch", "refresh.enabled=false")
-  lane, time, _ = training.replay.sample(8)
-  training.reanalyse(training.replay, lane, time)
-  before = training.replay.state_dict()
-  old = training.weights.snapshot() | {REANALYSER: training.weights.latest(REFRESHER)}
-  training.weights.restore(old)
-  training.reanalyse(training.replay, lane, time)
-  after = training.replay.state_dict()
-  for name in ("slot_policy", "slot_search_value", "slot_bootstrap", "slot_policy_step"):
-    np.testing.assert_array_equal(before[name], after[name], err_msg=name)
-
-
-@pytest.mark.parametrize("kind", ["refresh", "reanalyse"])
-def test_a_sweep_recomputes_the_whole_buffer_with_its_own_weights(started, kind):
-  training = started()
-  (sweeper,) = (s for s in training.sweepers if s.kind == kind)
-  replay = training.replay
-  passes = -(-len(replay._sweeps[kind]) // (32 // 16))
-  for _ in range(passes):
-    sweeper.sweep(replay)
-  slots = Slots(replay)
-  step, variables = training.weights.latest(REFRESHER if kind == "refresh" else REANALYSER)
-  assert set(slots.column("value_step").values()) == {step}
-  assert set(slots.column("policy_step").values()) == {step if kind == "reanalyse" else 0}
-  expected = values_by(training, variables, slots, slots.index)
-  assert_close(slots.column("value"), expected)
-  if kind == "reanalyse":
-    assert_close(slots.column("bootstrap"), expected)
-  assert replay.oldest_step(kind) == step
-  # All priorities are |v - z| by those values, with z walked along the episode.
-  config, checked = training.config, 0
-  for lane, time in slots.index:
-    row = slots.rows[lane, time]
-    if not row["priority"]:
-      continue
-    z, scale, last = 0.0, 1.0, slots.last(lane, time)
-    for t in range(time, min(time + TD, last)):
-      z, scale = z + scale * slots.rows[lane, t]["reward"], scale * config.env.discount
-    end = slots.rows[lane, min(time + TD, last)]
-    z += 0.0 if end["terminated"] else scale * end["value"]
-    expected_priority = (
-      abs(row["value"] - z) + config.agent.priority.min_priority
-    ) ** config.agent.priority.alpha
-    assert row["priority"] == pytest.approx(expected_priority, rel=1e-3)
-    assert row["priority_step"] == step
-    checked += 1
-  assert checked == replay.num_eligible > 50
+@given(capacity=st.integers(7, 30), seed=SEEDS, target=st.sampled_from(["bootstrap", "search"]))
+def test_refreshed_priorities_equal_brute_force(capacity, seed, target):
+  """After values change anywhere, the priorities that rest on them are those of the stored values."""
+  rng = np.random.default_rng(seed)
+  overrides = (FIXED, f"reanalyse.value_target={target}", "reanalyse.schedule=sweep")
+  replay, stream = make_replay(capacity, *overrides), reference.Stream(LANES, seed)
+  for step in range(8):
+    play(replay, stream, rng, step)
+  lane, time = slots(stream, capacity)
+  for episodes in stream.episodes:
+    for slot in (slot for episode in episodes for slot in episode.slots):
+      slot.value_step = slot.policy_step
+  task = "reanalyse" if target == "search" else "refresh"
+  for step in range(8, 15):
+    start, n = int(rng.integers(len(lane))), int(rng.integers(1, 6))
+    block = slice(0, None) if step == 8 else slice(start, start + n)
+    results = dict(
+      zip(("value", "search_value"), rng.normal(size=(2, len(lane[block]))), strict=True)
+    )
+    policy = np.full((len(lane[block]), reference.NUM_ACTIONS), 1 / reference.NUM_ACTIONS)
+    write(replay, task, lane[block], time[block], step, *overrides, policy=policy, **results)
+    for i, key in enumerate(zip(lane[block], time[block], strict=True)):
+      slot = stream.slot(*key)
+      slot.value, slot.value_step = float(np.float32(results["value"][i])), step
+      slot.search_value = float(np.float32(results["search_value"][i]))
+  state = replay.state_dict()
+  held = tiny_replay.eligible(stream, capacity)
+  np.testing.assert_array_equal(state["priority"] > 0, held)
+  for i in np.flatnonzero(held):
+    error, step = refreshed(stream, lane[i], time[i], target)
+    assert state["priority"][i] == pytest.approx((error + MIN_PRIORITY) ** ALPHA, rel=1e-4)
+    assert state["priority_step"][i] == step
 
 
-def test_credit_is_earned_by_learner_steps_and_survives_a_restart(started):
-  training = started()
-  sweeper, other = training.sweepers
-  blocks = 0
+@pytest.mark.parametrize("schedule", ["batch", "off"])
+@pytest.mark.parametrize("target", ["bootstrap", "search"])
+def test_a_refresh_without_a_sweep_that_searches(schedule, target):
+  """A refresh leans on no search older than its values; without reanalysis it is the training target."""
+  overrides = (f"reanalyse.schedule={schedule}", f"reanalyse.value_target={target}", FIXED)
+  replay, stream = make_replay(60, *overrides), reference.Stream(LANES, 3)
+  for l in range(LANES):
+    replay.append(stream.segment(l, 50, step=0))
+  lane, time = slots(stream, 60)
+  values = np.random.default_rng(0).normal(size=len(lane)).astype(np.float32)
+  write(replay, "refresh", lane, time, 30, *overrides, value=values)
+  held = tiny_replay.eligible(stream, 60)
+  expected = []
+  for l, t, value in zip(lane, time, values, strict=True):
+    stream.slot(l, t).value, stream.slot(l, t).value_step = float(value), 30
+  for l, t in np.array(stream.live(60))[held]:
+    episode, place = stream.find(l, t)
+    slot = episode.slots[place]
+    if schedule == "off" and target == "search":
+      expected.append(abs(slot.value - slot.search_value))
+    elif schedule == "off":  # ends in what was stored when it was collected
+      expected.append(abs(slot.value - reference.n_step(episode, place, TD, DISCOUNT)))
+    else:
+      expected.append(refreshed(stream, l, t, "bootstrap")[0])
+  state = replay.state_dict()
+  priority = (np.array(expected) + MIN_PRIORITY) ** ALPHA
+  np.testing.assert_allclose(state["priority"][held], priority, rtol=1e-4)
+  assert held.sum() > 50 and (state["priority_step"][held] == 30).all()
+
+
+# --- the schedule of sweeps, and its bound
+
+
+def test_credit_is_earned_by_learner_steps_and_survives_a_restart():
+  played = Played()
+  sweeper, other = make_sweepers(played.agent, 2)
+  replay, blocks = played.replay, 0
+  quota = replay.quota(sweeper.name, 32, sweeper.max_age, 3)
   for step in range(1, 5):
-    while sweeper.due(training.replay, step):
-      sweeper.sweep(training.replay)
+    while sweeper.due(replay, step):
+      played.runner.run(sweeper.next(replay), jax.random.key(0))
       blocks += 1
-      assert blocks < 100
-  assert (
-    sweeper.credited == 4
-    and blocks >= 4 * len(training.replay._sweeps["refresh"]) // 2 // sweeper.max_age
-  )
-  counters = sweeper.counters()
-  assert sweeper.due(training.replay, 9)
-  other.restore(counters)
-  assert other.counters() == counters
+  assert sweeper.credited == 4 and blocks == 4 * quota // 32
+  owed = [sweeper.credit + steps * quota > 32 + 2 * quota for steps in range(6)]
+  assert [sweeper.behind(replay, 4 + steps) for steps in range(6)] == owed
+  assert owed == sorted(owed) and {*owed} == {False, True}
+  counters = sweeper.state_dict()
+  other.load_state_dict(counters)
+  assert other.state_dict() == counters
 
 
-def test_what_is_overdue_is_due_without_credit(started):
-  training = started()
-  (sweeper,) = (s for s in training.sweepers if s.kind == "refresh")
-  replay = training.replay
-  assert not sweeper.overdue(replay, 5) and sweeper.overdue(
-    replay, 6
-  )  # stamps are 0, the bound is 6
-  sweeper.restore({"calls": 0, "credit": 0, "credited": 6})
-  assert sweeper.due(replay, 6)
-  blocks = 0
+def test_what_is_overdue_is_due_without_credit():
+  played = Played()
+  sweeper = next(s for s in make_sweepers(played.agent, 2) if s.name == "refresh")
+  replay, blocks = played.replay, 0
+  assert not sweeper.overdue(replay, 5) and sweeper.overdue(replay, 6)  # stamps 0, bound 6
+  sweeper.load_state_dict({"calls": 0, "credit": 0, "credited": 6})
   while sweeper.due(replay, 6):
-    sweeper.sweep(replay)
+    played.runner.run(sweeper.next(replay), jax.random.key(0))
     blocks += 1
-  assert blocks == -(-len(replay._sweeps["refresh"]) // 2) and sweeper.credit == 0
-  assert replay.oldest_step("refresh") == 2
-
-
-def test_which_passes_a_configuration_needs():
-  needs = lambda *overrides: sweeps(tiny.config(*overrides))  # noqa: E731
-  assert needs() == [
-    "reanalyse",
-    "refresh",
-  ]  # the reanalysis is slower than the bound on priorities
-  assert needs("reanalyse.max_age=6") == ["reanalyse"]  # one does for both
-  assert needs("refresh.max_age=8") == ["reanalyse"]
-  assert needs("refresh.enabled=false") == ["reanalyse"]
-  assert needs("reanalyse.schedule=batch") == ["refresh"]
-  assert needs("reanalyse.schedule=off") == ["refresh"]
-  assert needs("reanalyse.schedule=off", "refresh.enabled=false") == []
-
-
-@pytest.mark.parametrize(
-  "override", ["refresh.max_age=3", "reanalyse.max_age=4", "refresh.block=15"]
-)
-def test_bounds_that_no_sweep_can_keep_are_refused(override):
-  with pytest.raises(ConfigError, match=override.split("=")[0]):
-    tiny.config(override)
+  assert blocks == 12 // 2 and sweeper.credit == 0
+  assert replay.oldest_step("value_step") == 2
 
 
 BOUNDS = {
-  "two sweeps": [],
-  "one sweep for both": ["reanalyse.max_age=6", "refresh.max_age=7"],
-  "refresh beside batches": ["reanalyse.schedule=batch"],
-  "refresh alone, small blocks": [
-    "reanalyse.schedule=off",
-    "refresh.block=16",
-    "refresh.max_age=5",
-  ],
-  "tight": ["reanalyse.max_age=5", "refresh.max_age=4"],
+  "two sweeps": (),
+  "one sweep for both": ("reanalyse.max_age=6", "refresh.max_age=7"),
+  "refresh beside batches": ("reanalyse.schedule=batch",),
+  "refresh alone": ("reanalyse.schedule=off", "refresh.block=16", "refresh.max_age=5"),
+  "tight": ("reanalyse.max_age=5", "refresh.max_age=4"),
 }
+
+
+class SlowRunner:
+  """Runs tasks more slowly than the learner learns, which must wait."""
+
+  def __init__(self, runner):
+    self._runner = runner
+
+  def __getattr__(self, name):
+    return getattr(self._runner, name)
+
+  def run(self, work, key):
+    clock.sleep(0.01)
+    return self._runner.run(work, key)
 
 
 @pytest.mark.parametrize(
@@ -298,165 +310,24 @@ BOUNDS = {
   [*(("lockstep", name) for name in BOUNDS), ("async", "two sweeps"), ("async", "tight")],
 )
 def test_nothing_stored_is_older_than_the_bound(tmp_path, mode, bounds):
-  """At every learner step, while the buffer grows and after: the hard bound of Priority Refresh."""
-  config = tiny.config(*BOUNDS[bounds], f"run.mode={mode}", "learner.steps=24", "learner.tail_steps=8",
-                       "run.log_interval=1", "run.checkpoint_interval=1000")  # fmt: skip
-  ages = []
-  with tiny.training(config, tmp_path) as training:
-    learn, sweep = training.learn, training.sweep
+  """At every learner step, while the replay grows and after: the hard bound of Priority Refresh."""
+  steps = ("learner.steps=24", "learner.tail_steps=8", "run.checkpoint_interval=1000")
+  overrides = (*BOUNDS[bounds], f"run.mode={mode}", *steps)
+  own, ages = tiny.config(*overrides).agent, []
+  with tiny.experiment(tmp_path, *overrides) as experiment:
+    replay = experiment.replay
 
-    def slow(sweeper):
-      sleep(0.01 if mode == "async" else 0)  # slower than the learner, who must wait
-      sweep(sweeper)
+    def look():
+      step = experiment.limiter.learner_steps
+      stored = [step - replay.oldest_step(stamp) for stamp in ("value_step", "policy_step")]
+      ages.append((replay.stats(step)["priority_age_max"], *stored))
 
-    def checked(fed):
-      step = training.pacer.learner_steps
-      stats = training.replay.stats(step)
-      ages.append(
-        (
-          stats["priority_age_max"],
-          stats["target_age_max"],
-          step - training.replay.oldest_step("refresh"),
-        )
-      )
-      return learn(fed)
-
-    training.learn, training.sweep = checked, slow
-    assert loops.run(training)
-  priority, target, value = np.array(ages).T
+    experiment.after_step.append(look)
+    if mode == "async":
+      experiment.runner = SlowRunner(experiment.runner)
+    assert loops.run(experiment)
+  priority, value, target = np.array(ages).T
   assert len(ages) == 24
-  assert (
-    priority.max() <= config.agent.refresh.max_age and value.max() <= config.agent.refresh.max_age
-  )
-  assert priority.max() > 0
-  rows, _ = jsonl.read_rows(tmp_path / "metrics.jsonl")
-  assert max(row["replay/priority_age_max"] for row in rows) <= config.agent.refresh.max_age
-  if config.agent.reanalyse.schedule == "sweep":
-    assert target.max() <= config.agent.reanalyse.max_age
-    ahead = (
-      config.learner.prefetch + 1 if mode == "async" else 0
-    )  # batches drawn early get older until they are used
-    assert (
-      max(row["replay/target_age_max"] for row in rows) <= config.agent.reanalyse.max_age + ahead
-    )
-
-
-def test_the_learner_runs_no_further_ahead_of_a_sweep_than_it_may(tmp_path):
-  """It waits for what is owed as it goes, not for all of it when the bound on ages is reached."""
-  config = tiny.config("run.mode=async", "refresh.enabled=false", "reanalyse.max_age=1000", "actor.random_steps=100",
-                       "learner.steps=24")  # fmt: skip
-  owed = []
-  with tiny.training(config, tmp_path) as training:
-    (sweeper,), learn, sweep = training.sweepers, training.learn, training.sweep
-    training.replay.quota = lambda *_: config.agent.reanalyse.block  # one each learner step
-
-    def slow(sweeper):
-      sleep(0.01)
-      sweep(sweeper)
-
-    def checked(fed):
-      owed.append(training.pacer.learner_steps - sweeper.calls)
-      return learn(fed)
-
-    training.learn, training.sweep = checked, slow
-    assert loops.run(training)
-  assert max(owed) <= 1 + 2 + 1  # a block, two steps, and one that is being searched
-
-
-def test_without_refresh_priorities_age(tmp_path):
-  config = tiny.config("reanalyse.schedule=off", "refresh.enabled=false", "run.log_interval=1")
-  with tiny.training(config, tmp_path) as training:
-    assert training.reanalyse is None and training.sweepers == []
-    assert loops.run(training)
-    assert (
-      training.replay.stats(12)["priority_age_max"] == 12
-    )  # some of the random play was never drawn
-    assert training.replay.stats(12)["target_age_max"] == 12
-  rows, _ = jsonl.read_rows(tmp_path / "metrics.jsonl")
-  ages = [row["replay/priority_age_max"] for row in rows]
-  assert ages == sorted(ages) and ages[-1] == 12
-
-
-@pytest.mark.parametrize("schedule", ["sweep", "off"])
-def test_a_drawn_batch_has_exact_weights_and_ages(started, schedule):
-  training = started(
-    f"reanalyse.schedule={schedule}", "priority.beta_start=0.4", "priority.beta_end=0.9"
-  )
-  replay, config = training.replay, training.config
-  for sweeper in training.sweepers:
-    sweeper.sweep(replay)  # some stamps and priorities differ
-  slots = Slots(replay)
-  priority = np.array([slots.rows[at]["priority"] for at in slots.index])
-  for step in (0, 5, 12):
-    fed = batch_pipeline.draw(config, replay, None, step)
-    at = list(zip(fed.lane.tolist(), fed.time.tolist(), strict=True))
-    probability = np.array([slots.rows[place]["priority"] for place in at]) / priority.sum()
-    beta = 0.4 + 0.5 * step / 12
-    np.testing.assert_allclose(fed.batch.weight, probability**-beta, rtol=1e-5)
-    assert fed.batch.weight.dtype == np.float32 and len(set(fed.batch.weight.tolist())) > 1
-    ages = [
-      step - slots.rows[lane, t]["policy_step"]
-      for lane, time in at
-      for t in range(time, time + UNROLL + 1)
-      if t <= slots.last(lane, time) and slots.rows[lane, t]["action"] >= 0
-    ]
-    assert (fed.age, fed.age_max) == (pytest.approx(np.mean(ages)), max(0, *ages))
-    for i, (lane, time) in enumerate(at):
-      np.testing.assert_array_equal(fed.batch.frames[i, :STACK], slots.stack(lane, time))
-      end = min(time + UNROLL, slots.last(lane, time))
-      np.testing.assert_array_equal(fed.batch.frames[i, -1], slots.rows[lane, end]["frame"])
-
-
-def test_a_batch_drawn_is_reanalysed_first(started):
-  """Its policy targets are of the reanalyser's weights, not of those that played."""
-  training = started("reanalyse.schedule=batch", "refresh.enabled=false")
-  fed = training.draw(7)
-  assert (fed.age, fed.age_max) == (4, 4)  # version 3 at learner step 7
-
-
-def test_units_that_draw_from_replays_of_their_own_weigh_as_one_would(started):
-  """Each draws its share; a sample's probability in the whole is that in its shard, over the number of shards."""
-  training = started("learner.batch_size=8", "reanalyse.schedule=off", "actor.lanes=4")
-  config, units = training.config, 2
-  shards = []
-  for unit in range(units):
-    own = unit_config(config, unit, units)
-    replay = make_replay(own, game_of(config), training.learner.mesh, print, seed=unit)
-    stats = EpisodeStats(own.actor.lanes)
-    acting = Collecting(
-      own, training.inference, replay, seed=unit, key=jax.random.key(unit), stats=stats
-    )
-    for _ in range(12 + 20 * unit):  # one unit has more to choose from
-      replay.append_many(
-        acting.actor.step(training.weights.latest(ACTOR), budget=999, progress=0.0, random=True)[0]
-      )
-    acting.close()
-    lane, time, _ = replay.sample(64)
-    replay.set_priorities(lane, time, np.random.default_rng(unit).random(64), 2)
-    shards.append((own, replay))
-  fed = [batch_pipeline.draw(own, replay, None, 6) for own, replay in shards]
-  assert [len(part.lane) for part in fed] == [4, 4]
-  whole = []
-  for (_, replay), part in zip(shards, fed, strict=True):
-    slots = Slots(replay)
-    priority = {at: row["priority"] for at, row in slots.rows.items()}
-    total = sum(priority.values())
-    whole += [
-      priority[at] / total / units
-      for at in zip(part.lane.tolist(), part.time.tolist(), strict=True)
-    ]
-  beta = config.agent.priority.beta_start + 0.5 * (
-    config.agent.priority.beta_end - config.agent.priority.beta_start
-  )
-  expected = np.array(whole) ** -beta
-  weight = np.concatenate([part.batch.weight for part in fed])
-  np.testing.assert_allclose(weight / weight.max(), expected / expected.max(), rtol=1e-5)
-  assert len(set(weight.tolist())) > 3
-
-
-def test_nothing_to_draw_is_an_error(tmp_path):
-  with (
-    tiny.training(dataclasses.replace(tiny.config()), tmp_path) as training,
-    pytest.raises(ValueError, match="nothing to sample"),
-  ):
-    training.draw(0)
+  assert 0 < priority.max() <= own.refresh.max_age and value.max() <= own.refresh.max_age
+  if own.reanalyse.schedule == "sweep":
+    assert target.max() <= own.reanalyse.max_age

@@ -1,4 +1,4 @@
-"""The search agrees with an independent one, on random models, and keeps its promises about roots, keys and types."""
+"""The search against an independent one on random models, and its treatment of roots, keys and types."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ import pytest
 import reference_search
 
 from speedyzero_jax.agents.efficientzero import search as search_lib
-from speedyzero_jax.config.schema import SearchConfig
+from speedyzero_jax.agents.efficientzero.config import SearchConfig
 
 _ROOTS = 12
 _DISCOUNT = 0.9
@@ -24,7 +24,7 @@ _CLOSE = 1e-4
 
 
 class Tables(NamedTuple):
-  """A random model. States and carries are numbers below 997, each standing for a path of actions."""
+  """A random model. States and carries are numbers below 997, for a path of actions each."""
 
   prefix: Any  # [997], by the next carry: the value prefix depends on all actions since the reset
   value: Any  # [997], by the next state
@@ -156,7 +156,10 @@ def _codes(seed: int) -> np.ndarray:
 
 
 def _compare(case: Case, tables: Tables, codes, found, logits, gumbel, action: bool = True) -> int:
-  """Asserts that `found` is what the reference finds, where no decision was close. Returns the deepest node's depth."""
+  """Asserts that `found` is what the reference finds, where no decision was close.
+
+  Returns the deepest node's depth.
+  """
   expected = [
     case.reference(tables, int(c), x, g) for c, x, g in zip(codes, logits, gumbel, strict=True)
   ]
@@ -231,7 +234,7 @@ def test_puct_samples_by_visits_at_the_temperature_and_leaves_the_policy_alone()
 
 
 def test_equals_are_ordered_at_random_when_exploring_and_by_index_when_not():
-  # All is zero, so the three actions are visited in turn: of 20 visits the last in order gets 6, the others 7.
+  # All is zero: the three actions are visited in turn, of 20 visits the last in order gets 6.
   flat = Tables(*(np.zeros_like(x) for x in Tables.random(0, 3)))
   search, root = _searcher(_QUIET), _root(flat, np.zeros(_MANY, np.int32))
   last = np.argmin(search(flat, root, jax.random.key(0), explore=True).policy, axis=-1)
@@ -241,24 +244,6 @@ def test_equals_are_ordered_at_random_when_exploring_and_by_index_when_not():
     quiet.policy, np.broadcast_to([0.35, 0.35, 0.3], (_MANY, 3)), rtol=1e-6
   )
   assert (quiet.action == 0).all()
-
-
-@pytest.mark.parametrize("case", [GUMBEL, PUCT], ids=_name)
-def test_key_decides_all_when_exploring_and_nothing_when_not(case: Case):
-  tables, codes = Tables.random(7, case.actions), _codes(7)
-  root, search = _root(tables, codes), _searcher(case)
-
-  def run(seed, explore):
-    return [
-      np.asarray(x)
-      for x in jax.tree.leaves(search(tables, root, jax.random.key(seed), explore=explore))
-    ]
-
-  for a, b in zip(run(0, False), run(1, False), strict=True):
-    np.testing.assert_array_equal(a, b)
-  for a, b in zip(run(0, True), run(0, True), strict=True):
-    np.testing.assert_array_equal(a, b)
-  assert any((a != b).any() for a, b in zip(run(0, True), run(1, True), strict=True))
 
 
 @pytest.mark.parametrize("case", [GUMBEL, PUCT], ids=_name)
@@ -277,8 +262,8 @@ def test_a_root_is_searched_the_same_in_any_company(case: Case):
 @pytest.mark.parametrize("algorithm", ["gumbel", "puct"])
 @pytest.mark.parametrize("horizon", [1, 3])
 def test_chain_recovers_its_rewards_across_resets(algorithm: str, horizon: int):
-  # One action, so the tree is a chain, and simulation k reaches depth k. The model sums rewards in its carry and knows
-  # nothing of resets; values are zero.
+  # One action, so the tree is a chain, and simulation k reaches depth k. The model sums rewards in
+  # its carry and has no resets; values are zero.
   rewards, discount, n = np.array([1.0, -2.0, 0.5, 3.0, 0.25, -1.0, 2.0], np.float32), 0.75, 7
 
   def chain(params, state, carry, action):
@@ -308,7 +293,7 @@ def test_chain_recovers_its_rewards_across_resets(algorithm: str, horizon: int):
 
 
 def test_states_and_predictions_in_bfloat16_are_searched_in_float32():
-  # Numbers below 256 are exact in bfloat16, so a model on such states must give the very same search.
+  # Numbers below 256 are exact in bfloat16: a model on such states must give the same search.
   rng = np.random.default_rng(0)
   tables = [
     jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((199,), (199,), (199, GUMBEL.actions))
@@ -331,7 +316,7 @@ def test_states_and_predictions_in_bfloat16_are_searched_in_float32():
         value_prefix_horizon=GUMBEL.horizon,
         recurrent_fn=step,
         initial_carry=lambda batch: jnp.zeros([batch]),
-      ),
+      )
     )
 
   codes = np.arange(6)
@@ -350,46 +335,13 @@ def test_states_and_predictions_in_bfloat16_are_searched_in_float32():
   assert results[0].action.dtype == jnp.int32
 
 
-def test_compiles_once():
-  traces = 0
-
-  def counted(params, state, carry, action):
-    nonlocal traces
-    traces += 1
-    return _recurrent(params, state, carry, action)
-
-  search = _jit(
-    search_lib.make_search(
-      dataclasses.replace(PUCT.config, simulations=3),
-      num_actions=2,
-      discount=_DISCOUNT,
-      value_prefix_horizon=2,
-      recurrent_fn=counted,
-      initial_carry=lambda batch: jnp.zeros([batch], jnp.int32),
-    )
-  )
-  for seed, temperature in enumerate([1.0, 0.5, 0.25]):
-    tables = Tables.random(seed, 2)
-    root = _root(tables, _codes(seed))
-    search(tables, root, jax.random.key(seed), explore=True, temperature=temperature)
-    if seed == 0:
-      after_first = traces
-  assert traces == after_first
-
-
 @pytest.mark.parametrize(
   ("change", "name"),
   [
-    ({"algorithm": "alphabeta"}, "algorithm"),
-    ({"value_scaling": "none"}, "value_scaling"),
     ({"simulations": 0}, "simulations"),
-    ({"max_depth": -1}, "max_depth"),
     ({"max_considered": 0}, "max_considered"),
     ({"min_value_range": 0.0}, "min_value_range"),
-    ({"c2": 0.0}, "c2"),
     ({"dirichlet_alpha": 0.0}, "dirichlet_alpha"),
-    ({"dirichlet_fraction": 1.5}, "dirichlet_fraction"),
-    ({"num_actions": 0}, "num_actions"),
     ({"discount": math.nan}, "discount"),
     ({"value_prefix_horizon": 0}, "value_prefix_horizon"),
   ],

@@ -1,9 +1,13 @@
+"""Training targets against brute force over episodes, and against examples worked by hand."""
+
+import dataclasses
+
 import numpy as np
 import pytest
 import reference
 from hypothesis import given
 from hypothesis import strategies as st
-from test_lanes import fill, make_store
+from tiny_replay import fill, make_store
 
 from speedyzero_jax.agents.efficientzero.targets import (
   TargetSpec,
@@ -26,17 +30,12 @@ SPECS = st.builds(
 
 
 def arguments(spec, learner_step):
-  return {
-    "unroll": spec.unroll_steps,
-    "prefix_horizon": spec.value_prefix_horizon,
-    "td_steps": spec.td_steps,
-    "age_interval": spec.age_interval,
-    "discount": spec.discount,
-    "value_target": spec.value_target,
-    "mixed_start": spec.mixed_start,
-    "mixed_newest": spec.mixed_newest,
-    "learner_step": learner_step,
-  }
+  """Of `reference.targets`."""
+  given = dataclasses.asdict(spec)
+  given["unroll"], given["prefix_horizon"] = (
+    given.pop(name) for name in ("unroll_steps", "value_prefix_horizon")
+  )
+  return {k: v for k, v in given.items() if k != "renewed"} | {"learner_step": learner_step}
 
 
 def filled(capacity, seed, end=0.15):
@@ -47,7 +46,7 @@ def filled(capacity, seed, end=0.15):
   for l, t in live:
     slot = stream.slot(l, t)
     slot.bootstrap = float(np.float32(stream.rng.normal()))
-    store.bootstrap[l, t % capacity] = slot.bootstrap
+    store["bootstrap"][l, t % capacity] = slot.bootstrap
   lane, time = (np.array(x) for x in zip(*live, strict=True))
   return stream, store, lane, time
 
@@ -78,11 +77,11 @@ def test_bootstrap_times_are_the_only_values_that_matter(spec, capacity, seed):
   """Values elsewhere may be anything; the value at a bootstrap time enters with weight discount^m, unless terminal."""
   _, store, lane, time = filled(capacity, seed)
   at = bootstrap_times(store, lane, time, spec)
-  z = n_step_values(store, store.bootstrap, lane, time, spec)
+  z = n_step_values(store, store["bootstrap"], lane, time, spec)
   for i in range(len(lane)):
-    poisoned = np.full_like(store.bootstrap, np.nan)
+    poisoned = np.full_like(store["bootstrap"], np.nan)
     row = np.full_like(at[i], lane[i])
-    poisoned[row, at[i] % capacity] = store.bootstrap[row, at[i] % capacity]
+    poisoned[row, at[i] % capacity] = store["bootstrap"][row, at[i] % capacity]
     np.testing.assert_array_equal(
       n_step_values(store, poisoned, lane[[i]], time[[i]], spec)[0], z[i]
     )
@@ -99,67 +98,45 @@ def hand_made(ending):
     truncated=last & (ending == "truncated"),
     action=np.array([0, 1, 2, 1 if ending == "open" else -1], np.int32),
     reward=np.array([1, 2, 4, 8], np.float32),
-    value=np.array([10, 20, 30, 40], np.float32),
-    search_value=np.array([11, 21, 31, 41], np.float32),
+    extra=s.extra
+    | {
+      "value": np.array([10, 20, 30, 40], np.float32),
+      "search_value": np.array([11, 21, 31, 41], np.float32),
+    },
   )
   store.append([s])
   return store
 
 
+def two_steps(horizon):
+  return TargetSpec(
+    unroll_steps=5, value_prefix_horizon=horizon, td_steps=2, age_interval=0, discount=0.5
+  )
+
+
+MASKS = ("value_mask", "prefix_mask", "policy_mask", "consistency_mask")
+
+
 @pytest.mark.parametrize(
-  "ending, value, value_mask, prefix, prefix_mask, policy_mask, consistency_mask",
+  ("ending", "value", "prefix", "masks"),
   [
-    (
-      "terminated",
-      [9.5, 4, 4, 0, 0, 0],
-      [1] * 6,
-      [1, 3, 7, 7, 7],
-      [1] * 5,
-      [1, 1, 1, 0, 0, 0],
-      [1, 1, 1, 0, 0],
-    ),
-    (
-      "truncated",
-      [9.5, 14, 24, 40, 0, 0],
-      [1, 1, 1, 1, 0, 0],
-      [1, 3, 7, 0, 0],
-      [1, 1, 1, 0, 0],
-      [1, 1, 1, 0, 0, 0],
-      [1, 1, 1, 0, 0],
-    ),
-    (
-      "open",
-      [9.5, 14, 24, 40, 0, 0],
-      [1, 1, 1, 1, 0, 0],
-      [1, 3, 7, 15, 0],
-      [1, 1, 1, 1, 0],
-      [1, 1, 1, 1, 0, 0],
-      [1, 1, 1, 0, 0],
-    ),
+    # 1 + 2/2 + 30/4, then 2 + 4/2 + 40/4 (0 if terminal), then 4 + 40/2 (0 if terminal)
+    ("terminated", [9.5, 4, 4, 0, 0, 0], [1, 3, 7, 7, 7], "111111 11111 111000 11100"),
+    ("truncated", [9.5, 14, 24, 40, 0, 0], [1, 3, 7, 0, 0], "111100 11100 111000 11100"),
+    ("open", [9.5, 14, 24, 40, 0, 0], [1, 3, 7, 15, 0], "111100 11110 111100 11100"),
   ],
 )
-def test_worked_example(
-  ending, value, value_mask, prefix, prefix_mask, policy_mask, consistency_mask
-):
-  """Two-step returns with discount 1/2, worked by hand."""
-  spec = TargetSpec(
-    unroll_steps=5, value_prefix_horizon=5, td_steps=2, age_interval=0, discount=0.5
-  )
-  got = compute_targets(hand_made(ending), np.array([0]), np.array([0]), spec, 0)
-  np.testing.assert_array_equal(got.value_mask[0], value_mask)
-  np.testing.assert_array_equal(got.value_prefix[0], prefix)
-  np.testing.assert_array_equal(got.prefix_mask[0], prefix_mask)
-  np.testing.assert_array_equal(got.policy_mask[0], policy_mask)
-  np.testing.assert_array_equal(got.consistency_mask[0], consistency_mask)
-  # 1 + 2/2 + 30/4, then 2 + 4/2 + 40/4 (0 if terminal), then 4 + 40/2 (0 if terminal)
+def test_worked_example(ending, value, prefix, masks):
+  """Two-step returns with discount 1/2."""
+  got = compute_targets(hand_made(ending), np.array([0]), np.array([0]), two_steps(5), 0)
   np.testing.assert_array_equal(got.value[0], value)
+  np.testing.assert_array_equal(got.value_prefix[0], prefix)
+  for name, mask in zip(MASKS, masks.split(), strict=True):
+    np.testing.assert_array_equal(getattr(got, name)[0], [*map(int, mask)], err_msg=name)
 
 
-def test_the_prefix_starts_anew_every_horizon_steps_even_when_absorbing():
-  spec = TargetSpec(
-    unroll_steps=5, value_prefix_horizon=2, td_steps=2, age_interval=0, discount=0.5
-  )
-  got = compute_targets(hand_made("terminated"), np.array([0]), np.array([0]), spec, 0)
+def test_the_prefix_restarts_every_horizon_steps_even_when_absorbing():
+  got = compute_targets(hand_made("terminated"), np.array([0]), np.array([0]), two_steps(2), 0)
   np.testing.assert_array_equal(got.value_prefix[0], [1, 3, 4, 4, 0])
   np.testing.assert_array_equal(got.prefix_mask[0], np.ones(5))
 
