@@ -1,8 +1,6 @@
-"""Whole runs of many processes: killed, stopped and started again, none of them loses or repeats
-what was acknowledged.
+"""Runs of many processes, killed, stopped and resumed: no experience is lost or counted twice.
 
-The audit at the end of each takes the last checkpoints and the journals, and asks that they
-agree slot by slot.
+The audit at the end of each compares the last checkpoints with the journals, slot by slot.
 """
 
 import contextlib
@@ -20,20 +18,21 @@ import numpy as np
 import pytest
 import tiny
 
-from speedyzero_jax.cluster import learner_process
-from speedyzero_jax.metrics import jsonl, names
-from speedyzero_jax.metrics.logger import Reporter
-from speedyzero_jax.run import run_dir
+from speedyzero_jax.agents.efficientzero import metric_names
+from speedyzero_jax.config import loader
+from speedyzero_jax.metrics import jsonl
+from speedyzero_jax.metrics.logger import MetricsLogger
+from speedyzero_jax.replay.journal import Journal
+from speedyzero_jax.run import build, builders, run_dir, train
 from speedyzero_jax.run.checkpoint import Checkpoints
-from speedyzero_jax.run.experiment import Part, Training
-from speedyzero_jax.run.topology import unit_config
+from speedyzero_jax.run.experiment import Membership
 
 ROOT = Path(__file__).resolve().parents[2]
 ENV_STEPS, STEPS = 600, 200  # enough for some seconds in the middle
 SETTINGS = [
-  *tiny.OVERRIDES, f"run.compile_cache={os.environ['JAX_COMPILATION_CACHE_DIR']}", "run.mode=async", "actor.lanes=4",
-  f"run.env_steps={ENV_STEPS}", f"learner.steps={STEPS}", "run.checkpoint_interval=20", "run.log_interval=1",
-  "run.keep_checkpoints=2",
+  *tiny.OVERRIDES, f"run.compile_cache={os.environ['JAX_COMPILATION_CACHE_DIR']}", "run.mode=async",
+  "actor.lanes=4", f"run.env_steps={ENV_STEPS}", f"learner.steps={STEPS}",
+  "run.checkpoint_interval=20", "run.log_interval=1", "run.keep_checkpoints=2",
 ]  # fmt: skip
 
 
@@ -67,31 +66,25 @@ class Run:
   def output(self):
     return self.log.read_text()[self._before :]
 
+  def _wait(self, condition, what):
+    wait_for(lambda: condition() or self.process.poll() is not None, what, 240)
+    assert condition(), self.output
+
   def until(self, pattern):
-    """Waits for this to be said."""
-    wait_for(
-      lambda: re.search(pattern, self.output) or self.process.poll() is not None, pattern, 240
-    )
-    assert re.search(pattern, self.output), self.output
+    """Waits for this output."""
+    self._wait(lambda: re.search(pattern, self.output), pattern)
 
   def learn(self, steps):
-    """Waits for so many learner steps more; returns whether there were as many."""
+    """Waits for so many more learner steps; returns whether the run goes on after them."""
     wanted = min(learned(self.folder) + steps, STEPS)
-    wait_for(
-      lambda: learned(self.folder) >= wanted or self.process.poll() is not None,
-      "nothing is learned",
-      240,
-    )
-    assert learned(self.folder) >= wanted, self.output
+    self._wait(lambda: learned(self.folder) >= wanted, "no learner steps")
     return wanted < STEPS
 
   def children(self):
-    """What the supervisor says of them, by name."""
+    """The supervisor's children by name."""
     with contextlib.suppress(FileNotFoundError):
-      return {
-        child["name"]: child
-        for child in json.loads((self.folder / "logs/supervisor.json").read_text())["children"]
-      }
+      state = json.loads((self.folder / "logs/supervisor.json").read_text())
+      return {child["name"]: child for child in state["children"]}
     return {}
 
   def kill(self, name):
@@ -99,12 +92,10 @@ class Run:
     wait_for(lambda: self.children()[name]["pid"], f"{name} does not run")
     child = self.children()[name]
     os.kill(child["pid"], signal.SIGKILL)
-    wait_for(
-      lambda: self.children()[name]["restarts"] > child["restarts"], f"{name} is not started again"
-    )
+    wait_for(lambda: self.children()[name]["restarts"] > child["restarts"], f"{name} stays dead")
 
   def end(self, code):
-    """Waits for the end; returns what was said."""
+    """Waits for the end; returns the output."""
     self.process.wait(timeout=400)
     assert self.process.returncode == code, self.output
     return self.output
@@ -128,109 +119,99 @@ def running(folder):
   return found
 
 
+def rows_of(folder):
+  path = folder / "metrics.jsonl"
+  return jsonl.read_rows(path)[0] if path.exists() else []
+
+
 def learned(folder):
   """Learner steps of the last line of metrics."""
-  path = folder / "metrics.jsonl"
-  return max((row["step"] for row in jsonl.read_rows(path)[0]), default=0) if path.exists() else 0
-
-
-def agent_steps(segments):
-  return sum(int((segment.action >= 0).sum()) for batch in segments for segment in batch)
+  return max((row["step"] for row in rows_of(folder)), default=0)
 
 
 def acknowledged(folder):
-  """Agent steps in the journal of a run that nobody resumed yet."""
+  """Agent steps in the journal of a run that is not in use."""
   config = run_dir.read_config(folder)
-  with learner_process.whole(config, folder) as part:
-    return agent_steps(part.journal.read(part.journal.tails))
+  schema = builders.make_agent(config).schema
+  with contextlib.closing(Journal(folder / "journal.sqlite", config.actor.lanes, schema)) as journal:
+    batches = journal.read(journal.tails)
+    return sum(int((segment.action >= 0).sum()) for batch in batches for segment in batch)
 
 
-def audit(folder, units, monkeypatch):
+def audit(folder, units):
   """Agent steps of all replays at the end, each of which agrees with its journal."""
-  tiny.share_compiled(monkeypatch)
   config, total = run_dir.read_config(folder), 0
   for number in range(units):
     place = folder / f"units/{number}" if number else folder
-    step = max(Checkpoints(place).steps())
+    own, step = loader.divide(config, number, units), max(Checkpoints(place).steps())
+    membership = Membership(number, units, acts=False)
     with (
-      learner_process.whole(unit_config(config, number, units), place) as whole,
-      Reporter(config, place, "", step) as reporter,
+      MetricsLogger(train.run_info(own, place), step) as logger,
+      contextlib.closing(
+        build.build(config, place, logger, resume=True, membership=membership)
+      ) as restored,
     ):
-      journal, part = whole.journal, Part(number, units, acts=False)
-      training = Training(config, place, reporter, resume=True, part=part)
-      assert training.replay.heads.tolist() == journal.heads.tolist()
-      slots = training.replay.export_slots(journal.tails)
-      segments = [segment for batch in journal.read(journal.tails) for segment in batch]
-      segments.sort(key=lambda segment: (segment.lane, segment.start))
-      np.testing.assert_array_equal(
-        slots["frame"], np.concatenate([segment.frame for segment in segments])
-      )
-      steps = training.replay.num_transitions
-      assert steps == training.pacer.env_steps == unit_config(config, number, units).run.env_steps
-      training.close()
+      replay, journal = restored.replay, restored.recovery.journal
+      assert replay.heads.tolist() == journal.heads.tolist()
+      for batch in journal.read(journal.tails):
+        for segment in batch:
+          cells = replay.store.cell(segment.start + np.arange(len(segment.frame)))
+          for name, column in segment.arrays().items():
+            if name in ("frame", "action", "reward"):
+              stored = getattr(replay.store, name)[segment.lane, cells]
+              np.testing.assert_array_equal(stored, column, err_msg=name)
+      steps = replay.num_transitions
+      assert steps == restored.limiter.env_steps == own.run.env_steps
     total += steps
   return total
 
 
 @pytest.mark.timeout(600)
-def test_kills_lose_and_repeat_nothing(tmp_path, monkeypatch):
-  """Helpers are killed in any order, and a learner, for which all start again: one that acts and
-  reanalyses itself."""
+def test_killed_processes_lose_and_repeat_nothing(tmp_path):
+  """A learner, with which all restart: one that acts and sweeps itself. Then workers, in any order."""
   folder, rng = tmp_path / "run", random.Random(0)
-  helpers = ["actor-0.0", "reanalyser-0.0"]
-  with Run.new(
-    folder, "--processes", "learner=2,actor=1,reanalyser=1", "evaluation.interval=60"
-  ) as run:
+  processes = "--processes", "learner=2,actor=1,refresher=1"
+  with Run.new(folder, *processes, "evaluation.interval=60") as run:
     run.learn(45)
     run.kill("learner-1")
     run.until("resuming at learner step (20|40|60),")
     killed = 0
-    for name in rng.sample(helpers, 2):
+    for name in rng.sample(["actor-0.0", "refresher-0.0"], 2):
       if run.learn(rng.randint(10, 40)):
         run.kill(name)
         killed += 1
     output = run.end(0)
     assert killed and sum(child["restarts"] for child in run.children().values()) == 4 + killed
   (ours,) = re.findall(r"trained: .*parameters (\w{16})", output)
-  (theirs,) = re.findall(
-    r"trained: .*parameters (\w{16})", (folder / "logs/learner-1.log").read_text()
-  )
-  assert ours == theirs
-  assert "damaged" not in output
-  assert "Catch after 180 learner steps" in output
-  assert "Catch after" not in (folder / "logs/learner-1.log").read_text()  # it waited
-  check_what_is_shown(folder, killed)
-  assert audit(folder, 2, monkeypatch) == ENV_STEPS
+  log = (folder / "logs/learner-1.log").read_text()
+  (theirs,) = re.findall(r"trained: .*parameters (\w{16})", log)
+  assert ours == theirs and "damaged" not in output
+  evaluated = "Catch after 180 learner steps"
+  assert evaluated in output and evaluated not in log  # learner 1 waited for it
+  check_metrics(folder, killed)
+  assert audit(folder, 2) == ENV_STEPS
 
 
-def check_what_is_shown(folder, killed):
-  """Unit 0 tells of all processes, unit 1 of its own."""
-  ours, theirs = (
-    jsonl.read_rows(place / "metrics.jsonl")[0] for place in (folder, folder / "units/1")
-  )
-  assert (
-    max(row["env_steps"] for row in ours) > ENV_STEPS / 2 >= max(row["env_steps"] for row in theirs)
-  )
+def check_metrics(folder, killed):
+  """Learner 0 reports on all processes, learner 1 on its own."""
+  ours, theirs = rows_of(folder), rows_of(folder / "units/1")
+  assert max(row["env_steps"] for row in theirs) <= ENV_STEPS / 2
+  assert max(row["env_steps"] for row in ours) > ENV_STEPS / 2
   assert {row["restarts/learners"] for row in ours[-20:]} == {1}
-  assert ours[-1]["restarts/actors"] + ours[-1]["restarts/reanalysers"] in range(killed + 1)
-  assert max(row["present/actors"] for row in ours) == 1 and not any(
-    "present/actors" in row for row in theirs
-  )
-  assert max(row["present/reanalysers"] for row in ours) in (0, 1)  # nothing waits for it to come
-  for wait in ("learner", "actor", "reanalyser"):
+  assert ours[-1]["restarts/actors"] + ours[-1]["restarts/refreshers"] in range(killed + 1)
+  assert max(row["present/actors"] for row in ours) == 1
+  assert not any("present/actors" in row for row in theirs)
+  for wait in ("learner", "actor", "refresher"):
     assert any(f"queue/{wait}_wait_seconds" in row for row in ours)
-  assert "actors 1/1" in (folder.with_suffix(".log")).read_text()
 
 
 @pytest.mark.timeout(600)
-def test_a_killed_launcher_leaves_nothing_and_its_run_goes_on(tmp_path, monkeypatch):
-  """Then it is stopped, in the middle and with another actor, and ends as a single process."""
-  folder = tmp_path / "run"
-  secret = tmp_path / "secret"
-  secret.write_text("each process reads this for itself")
-  with Run.new(
-    folder, "--processes", "learner=1,actor=1,reanalyser=1", f"topology.token_file={secret}"
-  ) as run:
+def test_a_killed_launcher_leaves_no_process_and_its_run_continues(tmp_path):
+  """Then it is stopped, with another actor, and ends as a single process."""
+  folder, secret = tmp_path / "run", tmp_path / "secret"
+  secret.write_text("read by each process for itself")
+  processes = "--processes", "learner=1,actor=1,refresher=1"
+  with Run.new(folder, *processes, f"topology.token_file={secret}") as run:
     run.until("run folder")
     second = Run(folder, "--resume", folder, "--processes", "learner=1")
     run.learn(30)
@@ -240,48 +221,41 @@ def test_a_killed_launcher_leaves_nothing_and_its_run_goes_on(tmp_path, monkeypa
   before = acknowledged(folder)
   with Run(folder, "--resume", folder, "--processes", "learner=1,actor=2") as run:
     assert run.learn(20)
-    begun = re.findall(
-      r"resuming at learner step \d+, agent step (\d+)|(\d+) agent steps more", run.output
-    )
+    begun = re.findall(r"resuming at .*, agent step (\d+)|(\d+) more agent steps", run.output)
     assert sum(int(at or more) for at, more in begun) == before
     run.process.send_signal(signal.SIGTERM)
     assert "stopped and saved at learner step" in run.end(143)
     assert not running(folder)
-  with Run(folder, "--resume", folder, "topology.actors=0", "topology.reanalysers=0") as run:
+  with Run(folder, "--resume", folder, "topology.actors=0", "topology.refreshers=0") as run:
     assert f"trained: {ENV_STEPS} agent steps, {STEPS} learner steps" in run.end(0)
-  assert audit(folder, 1, monkeypatch) == ENV_STEPS
+  assert audit(folder, 1) == ENV_STEPS
 
 
 @pytest.mark.timeout(600)
-def test_a_hung_reanalyser_makes_targets_old_or_the_learner_wait(tmp_path):
-  """As `topology.bound_age` says. It keeps the run from ending neither way."""
-  folder = tmp_path / "run"
+def test_a_hanging_refresher_makes_targets_old_or_the_learner_wait(tmp_path):
+  """As `topology.bound_age` says. Neither way does it keep the run from ending."""
+  folder, processes = tmp_path / "run", ("--processes", "learner=1,refresher=1")
 
   def hang(run):
-    wait_for(lambda: rows()[-1].get("present/reanalysers"), "no reanalyser comes", 120)
-    pid = run.children()["reanalyser-0.0"]["pid"]
+    wait_for(lambda: rows_of(folder)[-1].get("present/refreshers"), "no refresher comes", 120)
+    pid = run.children()["refresher-0.0"]["pid"]
     os.kill(pid, signal.SIGSTOP)
     return pid, learned(folder)
 
-  def rows():
-    return jsonl.read_rows(folder / "metrics.jsonl")[0]
-
-  with Run.new(folder, "--processes", "learner=1,reanalyser=1", "refresh.enabled=false") as run:
+  with Run.new(folder, *processes, "refresh.enabled=false") as run:
     run.learn(10)
     hang(run)
     assert run.learn(40)
-    assert rows()[-1][names.TARGET_AGE_MAX] > 8  # reanalyse.max_age
+    assert rows_of(folder)[-1][metric_names.TARGET_AGE_MAX] > 8  # reanalyse.max_age
     run.process.send_signal(signal.SIGTERM)
     assert "stopped and saved at learner step" in run.end(143)
-  with Run(
-    folder, "--resume", folder, "topology.bound_age=true", "--processes", "learner=1,reanalyser=1"
-  ) as run:
+  with Run(folder, "--resume", folder, "topology.bound_age=true", *processes) as run:
     run.learn(5)
     pid, step = hang(run)
-    time.sleep(5)
+    time.sleep(3)
     waits = learned(folder)
     assert waits <= step + 10
-    time.sleep(2)
+    time.sleep(1.5)
     assert learned(folder) == waits < STEPS
     os.kill(pid, signal.SIGCONT)
     assert f"trained: {ENV_STEPS} agent steps, {STEPS} learner steps" in run.end(0)

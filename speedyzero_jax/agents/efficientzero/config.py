@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from speedyzero_jax.config.fields import opt
 from speedyzero_jax.config.schema import AgentConfig, Config, PriorityConfig
-from speedyzero_jax.envs.batched_env import VECTOR_GAMES
+from speedyzero_jax.envs.batched_env import VECTOR_GAMES, check_game
 from speedyzero_jax.replay.sweep import STRETCH
 
 
@@ -201,6 +201,11 @@ class EfficientZeroConfig(AgentConfig):
         )
       return
     if network.downsample not in (4, 8, 16):
+      try:
+        check_game(env.game)
+      except ValueError as error:  # such as a misspelt game that shows vectors
+        yield f"env.game: {error}"
+        return
       yield (
         f"network.downsample: must be 4, 8 or 16 for {env.game}, which shows images, "
         f"got {network.downsample}"

@@ -1,0 +1,63 @@
+"""Launchers as real processes, with tiny settings."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import tiny
+
+from speedyzero_jax.run.checkpoint import Checkpoints
+
+ROOT = Path(__file__).resolve().parents[2]
+CACHE = f"run.compile_cache={os.environ['JAX_COMPILATION_CACHE_DIR']}"
+STEPS = 40
+# Checkpoints at every other step: a signal at any moment is likely to come while one is written.
+NEW = [
+  "--config", "quickstart", *tiny.OVERRIDES, CACHE, f"learner.steps={STEPS}",
+  "run.checkpoint_interval=2", "run.log_interval=1", "evaluation.at_end=true",
+  "reanalyse.schedule=off", "loss.unroll_steps=1",
+]  # fmt: skip
+
+
+def start(*arguments, devices=1, script="multihost.py", log=None):
+  """A process whose standard output goes to the file `log`, if given."""
+  out = subprocess.PIPE if log is None else log.open("w")
+  return python(ROOT / "launch" / script, *arguments, devices=devices, stdout=out)
+
+
+def python(*arguments, devices=1, **options):
+  """A Python process with pipes for its output, unless they are given."""
+  environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(ROOT)}
+  options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
+  return subprocess.Popen([sys.executable, *map(str, arguments)], env=environment, **options)
+
+
+def newest(folder):
+  """Learner step of the newest checkpoint, -1 without one."""
+  return max(Checkpoints(folder).steps(), default=-1)
+
+
+def wait_until(condition, process, seconds=300):
+  """Waits; returns False if the process ends before the condition holds."""
+  deadline = time.monotonic() + seconds
+  while not condition():
+    assert time.monotonic() < deadline
+    if process.poll() is not None:
+      return False
+    time.sleep(0.01)
+  return True
+
+
+def hash_in(output):
+  """The hash of the parameters that a finished run has printed."""
+  (digest,) = re.findall(r"learner steps; parameters (\w{16})", output)
+  return digest
+
+
+def listing(folder):
+  """Contents of all files."""
+  files = sorted(path for path in folder.rglob("*") if path.is_file())
+  return {str(path.relative_to(folder)): path.read_bytes() for path in files}
