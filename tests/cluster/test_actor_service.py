@@ -69,7 +69,8 @@ def test_experience_of_other_lanes_or_without_a_grant_is_refused(make_unit):
 
 
 @pytest.mark.parametrize(
-  "episodes", [[Episode(np.nan, 3)], [Episode(np.inf, 3)], [Episode(1.0, -1)], [Episode(1.0, 3)] * 3]
+  "episodes", [[Episode(np.nan, 3)], [Episode(np.inf, 3)], [Episode(1.0, -1)], [Episode(1.0,
+  3)] * 3]
 )  # fmt: skip
 def test_impossible_episodes_are_refused(make_unit, episodes):
   unit = make_unit("actor.lanes=4", actors=2)

@@ -133,7 +133,9 @@ def acknowledged(folder):
   """Agent steps in the journal of a run that is not in use."""
   config = run_dir.read_config(folder)
   schema = builders.make_agent(config).schema
-  with contextlib.closing(Journal(folder / "journal.sqlite", config.actor.lanes, schema)) as journal:
+  with contextlib.closing(
+    Journal(folder / "journal.sqlite", config.actor.lanes, schema)
+  ) as journal:
     batches = journal.read(journal.tails)
     return sum(int((segment.action >= 0).sum()) for batch in batches for segment in batch)
 
@@ -168,7 +170,8 @@ def audit(folder, units):
 
 @pytest.mark.timeout(600)
 def test_killed_processes_lose_and_repeat_nothing(tmp_path):
-  """A learner, with which all restart: one that acts and sweeps itself. Then workers, in any order."""
+  """A learner, with which all restart: one that acts and sweeps itself. Then workers, in any
+  order."""
   folder, rng = tmp_path / "run", random.Random(0)
   processes = "--processes", "learner=2,actor=1,refresher=1"
   with Run.new(folder, *processes, "evaluation.interval=60") as run:

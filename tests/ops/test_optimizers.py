@@ -377,7 +377,8 @@ def test_only_kernels_are_decayed(name):
 @pytest.mark.parametrize("name", ["clipped_lars", "lars"])
 def test_make_optimizer_reads_every_number_of_lars(name):
   config = OptimConfig(
-    name=name, learning_rate=0.5, momentum=0.5, weight_decay=0.2, trust_coefficient=0.5, trust_min=0.1, trust_max=0.3,
+    name=name, learning_rate=0.5, momentum=0.5, weight_decay=0.2, trust_coefficient=0.5,
+    trust_min=0.1, trust_max=0.3,
     trust_eps=0.7, clip_norm=0.0, warmup_steps=2, decay_steps=3, decay_rate=0.5,
   )  # fmt: skip
   numbers = {"trust_coefficient": 0.5, "eps": 0.7, "momentum": 0.5, "weight_decay": 0.2}
