@@ -1,0 +1,172 @@
+"""Torsos: the layers from an observation to features, for agents with a feed-forward network.
+
+A vector of D numbers is an image of one pixel, [1, 1, D].
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from speedyzero_jax.config.fields import opt
+from speedyzero_jax.config.schema import EnvConfig
+from speedyzero_jax.envs.batched_env import VECTOR_GAMES
+from speedyzero_jax.types import Params
+
+_INIT = nnx.initializers.he_normal()
+_NATURE = ((1, 8, 4), (2, 4, 2), (2, 3, 1))  # channels over `channels`, kernel, stride
+_NATURE_SIDE = 36  # pixels, the least that leaves one
+
+
+@dataclasses.dataclass(frozen=True)
+class TorsoConfig:
+  """Layers from an observation to features."""
+
+  torso: Literal["auto", "mlp", "nature", "resnet"] = opt(
+    "auto",
+    "mlp, the convolutions of DQN (Mnih et al. 2015), or the residual ones of IMPALA (Espeholt et "
+    "al. 2018); auto: mlp for vectors, nature for images",
+  )
+  hidden: int = opt(512, "width of hidden layers, and of the features (DQN: 512)", "[1, 1e5]")
+  layers: int = opt(2, "mlp: hidden layers", "[1, 100]")
+  channels: int = opt(
+    32, "channels of the first convolutions, later ones have twice as many (DQN: 32)", "[1, 1e5]"
+  )
+
+
+class Mlp(nnx.Module):
+  """Linear layers with ReLU."""
+
+  def __init__(self, config: TorsoConfig, shape: tuple[int, ...], rngs: nnx.Rngs):
+    height, width, channels = shape
+    sizes = [height * width * channels, *[config.hidden] * config.layers]
+    self.layers = nnx.List([_linear(i, o, rngs) for i, o in itertools.pairwise(sizes)])
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    x = x.reshape(len(x), -1)
+    for layer in self.layers:
+      x = nnx.relu(layer(x))
+    return x
+
+
+class Nature(nnx.Module):
+  """Three convolutions and a linear layer (Mnih et al. 2015, methods)."""
+
+  def __init__(self, config: TorsoConfig, shape: tuple[int, ...], rngs: nnx.Rngs):
+    height, width, inputs = shape
+    convs = []
+    for times, kernel, stride in _NATURE:
+      outputs = times * config.channels
+      convs.append(_conv(inputs, outputs, kernel, stride, "VALID", rngs))
+      height, width = (height - kernel) // stride + 1, (width - kernel) // stride + 1
+      inputs = outputs
+    self.convs = nnx.List(convs)
+    self.linear = _linear(height * width * inputs, config.hidden, rngs)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    for conv in self.convs:
+      x = nnx.relu(conv(x))
+    return nnx.relu(self.linear(x.reshape(len(x), -1)))
+
+
+class _ResidualBlock(nnx.Module):
+  def __init__(self, channels: int, rngs: nnx.Rngs):
+    self.conv1, self.conv2 = (_conv(channels, channels, 3, 1, "SAME", rngs) for _ in range(2))
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    return x + self.conv2(nnx.relu(self.conv1(nnx.relu(x))))
+
+
+class ResNet(nnx.Module):
+  """Three stages, each a convolution, a pool and two residual blocks; a linear layer.
+
+  Source: Espeholt et al. 2018, figure 3, the large architecture.
+  """
+
+  def __init__(self, config: TorsoConfig, shape: tuple[int, ...], rngs: nnx.Rngs):
+    height, width, inputs = shape
+    convs, blocks = [], []
+    for times in (1, 2, 2):
+      outputs = times * config.channels
+      convs.append(_conv(inputs, outputs, 3, 1, "SAME", rngs))
+      blocks += [_ResidualBlock(outputs, rngs) for _ in range(2)]
+      height, width, inputs = (height + 1) // 2, (width + 1) // 2, outputs
+    self.convs, self.blocks = nnx.List(convs), nnx.List(blocks)
+    self.linear = _linear(height * width * inputs, config.hidden, rngs)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    for i, conv in enumerate(self.convs):
+      x = nnx.max_pool(conv(x), (3, 3), (2, 2), padding="SAME")
+      for block in self.blocks[2 * i : 2 * i + 2]:
+        x = block(x)
+    return nnx.relu(self.linear(nnx.relu(x).reshape(len(x), -1)))
+
+
+def _linear(inputs: int, outputs: int, rngs: nnx.Rngs) -> nnx.Linear:
+  return nnx.Linear(inputs, outputs, kernel_init=_INIT, rngs=rngs)
+
+
+def _conv(
+  inputs: int, outputs: int, kernel: int, stride: int, padding: str, rngs: nnx.Rngs
+) -> nnx.Conv:
+  return nnx.Conv(
+    inputs, outputs, (kernel, kernel), stride, padding=padding, kernel_init=_INIT, rngs=rngs
+  )
+
+
+def make_torso(
+  config: TorsoConfig, observation_shape: tuple[int, int, int], rngs: nnx.Rngs
+) -> nnx.Module:
+  """The configured torso: observations [B, H, W, C] float32 -> features [B, config.hidden].
+
+  Args:
+    config: kind and sizes.
+    observation_shape: [H, W, C], with the channels of all stacked frames.
+    rngs: initial parameters.
+  """
+  vector = observation_shape[:2] == (1, 1)
+  kind = ("mlp" if vector else "nature") if config.torso == "auto" else config.torso
+  return {"mlp": Mlp, "nature": Nature, "resnet": ResNet}[kind](config, observation_shape, rngs)
+
+
+def torso_problems(config: TorsoConfig, env: EnvConfig) -> Iterable[str]:
+  """Yields `key: what is wrong` if the torso does not fit the environment's observations."""
+  if env.game in VECTOR_GAMES:
+    if config.torso not in ("auto", "mlp"):
+      yield f"network.torso: must be mlp for {env.game}, which shows vectors, got {config.torso}"
+  elif config.torso in ("auto", "nature") and env.frame_size < _NATURE_SIDE:
+    yield (
+      f"env.frame_size: must be at least {_NATURE_SIDE} for network.torso=nature, "
+      f"got {env.frame_size}"
+    )
+
+
+def observe(frames: jax.Array) -> jax.Array:
+  """Stacked frames [..., S, H, W, C] -> observations [..., H, W, S*C] float32, images in [0, 1]."""
+  x = jnp.moveaxis(frames, -4, -2)
+  x = x.reshape(*x.shape[:-2], -1)
+  return x.astype(jnp.float32) / (255 if x.dtype == jnp.uint8 else 1)
+
+
+class PureNetwork(NamedTuple):
+  """A network as functions of its parameters."""
+
+  init: Callable[[jax.Array], Params]  # from a random key
+  apply: Callable[..., Any]  # (params, *arguments) -> what the network returns
+
+
+def pure(make: Callable[[nnx.Rngs], nnx.Module]) -> PureNetwork:
+  """The functions of the network that `make` makes; it may hold parameters and nothing else."""
+  graph = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+
+  def init(key: jax.Array) -> Params:
+    return nnx.to_pure_dict(nnx.state(make(nnx.Rngs(key)), nnx.Param))
+
+  def apply(params: Params, *arguments: Any) -> Any:
+    return nnx.merge(graph, params)(*arguments)
+
+  return PureNetwork(init, apply)
