@@ -1,14 +1,14 @@
-"""Kills processes of a run at random while it trains Catch, and counts what that cost.
+"""Random `kill -9` of a run's processes while it trains Catch: experience lost or stored twice.
 
-python benchmarks/chaos.py --minutes 10 --every 5 --out benchmarks/results/chaos.json
+    python benchmarks/chaos.py --minutes 10 --every 5 --out benchmarks/results/chaos.json
 
-What actors are told is safe, a witness in their process writes down, outside of the run (`witness/`): all of it must be
-in the journals at the end. What the journals hold is also looked at after each kill: what was on disk once must be
-there for good, unchanged. Lost is what is gone or other later, of either kind; repeated what is stored twice. After
-the time is up nothing is killed any more, and the run must finish by itself with all agent steps.
+A hook in the actor processes (`witness/`) records every acknowledged segment in a file outside the
+run; all of them must be in the journals at the end. The journals are also read after each kill:
+segments found once must still be there, unchanged, at each later look. `lost` counts violations of
+either kind, `repeated` slots stored twice. When the time is up the run must finish by itself with
+all agent steps. Segments collected by a learner without actors are covered by the journals only.
 
-What a learner without actors collects itself has no witness, only those looks. All checkpoints are kept: with the older
-ones the journal forgets what they hold, which could not be told from what is lost.
+All checkpoints are kept, because a journal drops what every kept checkpoint holds.
 """
 
 import argparse
@@ -26,19 +26,21 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from common import ROOT, write
+from common import ROOT, parser_of, write
+from runs import ENV_STEPS, read_metrics
 
-Place = tuple[int, int, int]  # unit, lane, first slot of a segment
-Slots = dict[Place, tuple[int, int]]  # its size and CRC
+PROCESSES = "learner=2,actor=2,reanalyser=2"
+Segments = dict[tuple[int, int, int], tuple[int, int]]  # (unit, lane, first slot): (slots, CRC)
 
 
 @contextlib.contextmanager
-def frozen(learners: list[int]) -> Iterator[None]:
-  """Inside this context the disk is as these processes would leave it if they were killed."""
+def stopped(pids: list[int]) -> Iterator[None]:
+  """Suspends processes, so that their files are as a kill would leave them."""
 
   def send(number: signal.Signals) -> None:
-    for pid in learners:
+    for pid in pids:
       with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
@@ -49,164 +51,148 @@ def frozen(learners: list[int]) -> Iterator[None]:
     send(signal.SIGCONT)
 
 
-def places(folder: Path, learners: int) -> list[Path]:
-  """Where each unit keeps what is its own."""
-  return [folder, *(folder / f"units/{unit}" for unit in range(1, learners))]
+def journals(folder: Path, learners: int) -> list[Path]:
+  """The journal of each unit."""
+  folders = [folder, *(folder / f"units/{unit}" for unit in range(1, learners))]
+  return [path / "journal.sqlite" for path in folders]
 
 
-def look(folder: Path, learners: int) -> tuple[Slots, int, int]:
-  """What is stored: segments, agent steps in them, slots that are there twice. Of copies: the run has a lock on it."""
-  found: Slots = {}
-  steps = repeated = 0
-  for unit, place in enumerate(places(folder, learners)):
+def stored(folder: Path, learners: int) -> tuple[Segments, int]:
+  """Segments in the journals and slots stored twice; reads copies, since the run holds locks."""
+  found: Segments = {}
+  repeated = 0
+  for unit, journal in enumerate(journals(folder, learners)):
     with tempfile.TemporaryDirectory() as copy:
-      for name in ("journal.sqlite", "journal.sqlite-wal"):
-        if (place / name).exists():
-          (Path(copy) / name).write_bytes((place / name).read_bytes())
-      database = sqlite3.connect(Path(copy) / "journal.sqlite")
+      for path in (journal, journal.with_name(f"{journal.name}-wal")):
+        if path.exists():
+          (Path(copy) / path.name).write_bytes(path.read_bytes())
+      database = sqlite3.connect(Path(copy) / journal.name)
       heads: dict[int, int] = {}
-      rows = database.execute(
-        "SELECT lane, start, size, crc, slots FROM segment ORDER BY lane, start"
-      )
-      for lane, start, size, crc, slots in rows:
+      rows = database.execute("SELECT lane, start, size, crc FROM segment ORDER BY lane, start")
+      for lane, start, size, crc in rows:
         repeated += max(heads.get(lane, 0) - start, 0)
         heads[lane] = start + size
         found[unit, lane, start] = size, crc
-        actions = memoryview(slots)[3 * size : 7 * size].cast("i")
-        steps += sum(action >= 0 for action in actions)
       database.close()
-  return found, steps, repeated
+  return found, repeated
 
 
-def witnessed(path: Path, learners: int) -> dict[Place, int]:
-  """Sizes of the segments that were acknowledged."""
-  lines = (
-    map(int, line.split()) for line in (path.read_text().splitlines() if path.exists() else [])
-  )
-  return {
-    ((process - learners) % learners, lane, start): size for process, lane, start, size in lines
-  }
+def acknowledged(path: Path, learners: int) -> dict[tuple[int, int, int], int]:
+  """Slots of each segment that the witness recorded; actors follow the learners in process ids."""
+  lines = path.read_text().splitlines() if path.exists() else []
+  rows = (map(int, line.split()) for line in lines)
+  return {((process - learners) % learners, *at): size for process, *at, size in rows}
+
+
+class Chaos:
+  """A supervised run, kills of its processes, and what its journals held after each."""
+
+  def __init__(self, process: subprocess.Popen[bytes], folder: Path, learners: int):
+    self._process, self._folder, self._learners = process, folder, learners
+    self.kills: collections.Counter[str] = collections.Counter()
+    self.seen: Segments = {}
+    self.lost = self.repeated = 0
+
+  def children(self) -> list[dict[str, Any]]:
+    """The supervisor's account of its processes."""
+    return json.loads((self._folder / "logs/supervisor.json").read_text())["children"]
+
+  def run(self, rng: random.Random, minutes: float, every: float, learner_share: float) -> None:
+    """Kills for the given time, then waits for the run to end."""
+    last = journals(self._folder, self._learners)[-1]
+    while not last.exists() and self._process.poll() is None:
+      time.sleep(0.2)
+    end = time.monotonic() + 60 * minutes
+    while time.monotonic() < end and self._process.poll() is None:
+      time.sleep(rng.uniform(0.5, 1.5) * every)
+      learner = rng.random() < learner_share
+      victims = [c for c in self.children() if c["pid"] and (_kind(c) == "learner") == learner]
+      if victims and self._process.poll() is None:
+        victim = rng.choice(victims)
+        os.kill(victim["pid"], signal.SIGKILL)
+        self.kills[_kind(victim)] += 1
+        self.compare()
+    self._process.wait()
+    self.compare()
+
+  def compare(self) -> None:
+    """Looks for segments that have gone or changed since they were first seen."""
+    learners = [c["pid"] for c in self.children() if c["pid"] and _kind(c) == "learner"]
+    with stopped(learners):
+      now, repeated = stored(self._folder, self._learners)
+    self.lost += sum(now.get(key) != segment for key, segment in self.seen.items())
+    self.repeated = max(self.repeated, repeated)
+    self.seen.update(now)
+
+
+def _kind(child: dict[str, Any]) -> str:
+  return child["name"].partition("-")[0]
+
+
+def parse() -> argparse.Namespace:
+  parser = parser_of(__doc__)
+  parser.add_argument("--processes", default=PROCESSES, help="as for launch/multihost.py")
+  parser.add_argument("--minutes", type=float, default=10.0, help="duration of the kills")
+  parser.add_argument("--every", type=float, default=5.0, help="mean seconds between kills")
+  parser.add_argument("--env-steps", type=int, default=20_000, help="agent steps of the run")
+  parser.add_argument("--learner-share", type=float, default=0.1, help="share of the kills")
+  parser.add_argument("--seed", type=int, default=0)
+  arguments = parser.parse_args()
+  if not re.search(r"learner=[1-9]", arguments.processes):
+    parser.error("--processes: at least one learner is needed")
+  return arguments
 
 
 def main() -> int:
   """Returns 0 if the run finished and nothing was lost or repeated."""
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
-  parser.add_argument(
-    "--processes",
-    default="learner=2,actor=2,reanalyser=2",
-    metavar="KIND=N,...",
-    help="as for launch/multihost.py",
-  )
-  parser.add_argument("--minutes", type=float, default=10.0, help="for which processes are killed")
-  parser.add_argument(
-    "--every", type=float, default=5.0, metavar="SECONDS", help="between kills, on average"
-  )
-  parser.add_argument("--env-steps", type=int, default=20_000, help="of the run")
-  parser.add_argument("--learner-share", type=float, default=0.1, help="of the kills")
-  parser.add_argument("--seed", type=int, default=0)
-  parser.add_argument("--out", type=Path, help="JSON file")
-  arguments = parser.parse_args()
-  rng = random.Random(arguments.seed)
-  if not (said := re.search(r"learner=(\d+)", arguments.processes)):
-    parser.error("--processes: at least one learner is needed")
-  learners = int(said[1])
+  arguments = parse()
+  match = re.search(r"learner=(\d+)", arguments.processes)
+  assert match
+  learners, begin = int(match[1]), time.monotonic()
   with tempfile.TemporaryDirectory(prefix="chaos-") as name:
-    folder = Path(name) / "run"
-    command = [sys.executable, str(ROOT / "launch/multihost.py"), "--config", "quickstart"]
-    command += [
-      "--processes",
-      arguments.processes,
-      f"run.dir={folder}",
-      f"run.env_steps={arguments.env_steps}",
-      f"learner.steps={arguments.env_steps // 4}",
-    ]
-    command += [
-      "evaluation.at_end=false",
-      "run.checkpoint_interval=200",
-      "run.keep_checkpoints=1000",
-    ]
-    log, witness = Path(name) / "log", Path(name) / "witness"
+    folder, log, witness = (Path(name) / part for part in ("run", "log", "witness"))
+    command = [
+      sys.executable, str(ROOT / "launch/multihost.py"), "--config", "quickstart",
+      "--processes", arguments.processes, f"run.dir={folder}",
+      f"run.env_steps={arguments.env_steps}", f"learner.steps={arguments.env_steps // 4}",
+      "evaluation.at_end=false", "run.checkpoint_interval=200", "run.keep_checkpoints=1000",
+    ]  # fmt: skip
     paths = [str(ROOT / "benchmarks/witness"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"WITNESS": str(witness), "PYTHONPATH": os.pathsep.join(paths)}
     with log.open("w") as out:
-      run = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
+      process = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
+    chaos = Chaos(process, folder, learners)
     try:
-      result = torment(run, folder, witness, learners, rng, arguments)
+      chaos.run(
+        random.Random(arguments.seed), arguments.minutes, arguments.every, arguments.learner_share
+      )
     finally:
-      run.terminate()
-      run.wait()
-    output = log.read_text()
-  result["finished"] = run.returncode == 0
-  hashes = re.findall(r"trained: (\d+) agent steps", output)
-  result["agent_steps_of_unit_0"] = int(hashes[-1]) if hashes else None
+      process.terminate()
+      process.wait()
+    confirmed = acknowledged(witness, learners)
+    missing = sum(chaos.seen.get(key, (0, 0))[0] != size for key, size in confirmed.items())
+    finished = process.returncode == 0
+    rows = read_metrics(folder) if finished else []
+    result = {
+      "processes": arguments.processes,
+      "minutes": round((time.monotonic() - begin) / 60, 2),
+      "finished": finished,
+      "kills": dict(chaos.kills),
+      "restarts": {child["name"]: child["restarts"] for child in chaos.children()},
+      "agent_steps": rows[-1][ENV_STEPS] if rows else None,
+      "agent_steps_wanted": arguments.env_steps,
+      "segments_acknowledged": len(confirmed),
+      "segments_stored": len(chaos.seen),
+      "lost": chaos.lost + missing,
+      "repeated": chaos.repeated,
+    }
+    if not finished:
+      print(log.read_text()[-3000:])
   for key, value in result.items():
     print(f"{key:<28}{value}")
-  if not result["finished"]:
-    print(output[-3000:])
   write(arguments.out, result)
-  return int(not result["finished"] or result["lost"] > 0 or result["repeated"] > 0)
-
-
-def torment(
-  run: subprocess.Popen,
-  folder: Path,
-  witness: Path,
-  learners: int,
-  rng: random.Random,
-  arguments: argparse.Namespace,
-) -> dict[str, object]:
-  """Kills for the time given, then waits for the end."""
-  kills: collections.Counter[str] = collections.Counter()
-  seen: Slots = {}
-  lost = repeated = steps = 0
-  state = folder / "logs/supervisor.json"
-
-  def children() -> list[dict]:
-    return json.loads(state.read_text())["children"]
-
-  def compare() -> None:
-    nonlocal lost, repeated, steps
-    with frozen(
-      [child["pid"] for child in children() if child["pid"] and child["name"].startswith("learner")]
-    ):
-      now, steps, twice = look(folder, learners)
-    lost += sum(now.get(place) != what for place, what in seen.items())
-    repeated = max(repeated, twice)
-    seen.update(now)
-
-  while not (places(folder, learners)[-1] / "journal.sqlite").exists() and run.poll() is None:
-    time.sleep(0.2)
-  begin = time.monotonic()
-  while time.monotonic() - begin < 60 * arguments.minutes and run.poll() is None:
-    time.sleep(rng.uniform(0.5, 1.5) * arguments.every)
-    alive = [child for child in children() if child["pid"]]
-    learner = rng.random() < arguments.learner_share
-    victims = [child for child in alive if child["name"].startswith("learner") == learner]
-    if not victims or run.poll() is not None:
-      continue
-    victim = rng.choice(victims)
-    os.kill(victim["pid"], signal.SIGKILL)
-    kills[victim["name"].partition("-")[0]] += 1
-    compare()
-  run.wait()
-  compare()
-  told = witnessed(witness, learners)
-  lost += sum(seen.get(place, (0, 0))[0] != size for place, size in told.items())
-  restarts = {child["name"]: child["restarts"] for child in children()}
-  return {
-    "processes": arguments.processes,
-    "minutes": round((time.monotonic() - begin) / 60, 2),
-    "kills": dict(kills),
-    "restarts": restarts,
-    "agent_steps_stored": steps,
-    "agent_steps_wanted": arguments.env_steps,
-    "segments_acknowledged": len(told),
-    "segments_stored": len(seen),
-    "lost": lost,
-    "repeated": repeated,
-  }
+  complete = result["agent_steps"] == arguments.env_steps
+  return int(not (finished and complete) or result["lost"] > 0 or result["repeated"] > 0)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""What the benchmarks share: reading the command line, timing, where a figure comes from, writing results."""
+"""Command-line types, timing, provenance and result files; standard library only."""
 
 import argparse
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import statistics
@@ -14,108 +15,104 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(
-  0, str(Path(__file__).resolve().parent.parent)
-)  # a clone works without being installed
-
-from speedyzero_jax.config import loader
-from speedyzero_jax.config.checks import VECTOR_GAMES
-from speedyzero_jax.config.schema import Config
-from speedyzero_jax.run.profile_report import without_nan
-from speedyzero_jax.system import memory
-
 ROOT = Path(__file__).resolve().parent.parent
-memory.keep_freed()  # as a run does
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "mctx", "envpool", "numpy")
 
 
 def positive(text: str) -> int:
-  """A number on a command line."""
+  """An `argparse` type: an integer of at least 1."""
   number = int(text)
   if number < 1:
     raise ValueError
   return number
 
 
-def load(
-  parser: argparse.ArgumentParser, presets: Sequence[str], settings: Sequence[str]
-) -> Config:
-  """What was asked for on a command line; wrong use of it ends the program."""
-  try:
-    return loader.load(presets, settings)
-  except loader.ConfigError as error:
-    parser.error(str(error))
+def parser_of(doc: str | None, out: str = "JSON file for the results") -> argparse.ArgumentParser:
+  """A parser that shows a module's docstring, with the option `--out`."""
+  parser = argparse.ArgumentParser(
+    description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("--out", type=Path, help=out)
+  return parser
 
 
-def frame_shape(parser: argparse.ArgumentParser, config: Config) -> tuple[int, int, int]:
-  """[H, W, C] of an Atari game's frames; another game ends the program as wrong use."""
-  if config.env.game in VECTOR_GAMES:
-    parser.error(
-      f"env.game: {config.env.game} shows vectors; this measures frames: choose a preset of an Atari game"
-    )
-  return config.env.frame_size, config.env.frame_size, 1 if config.env.grayscale else 3
+def _output(*command: str) -> str:
+  return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _revision() -> dict[str, Any]:
-  """The commit that is checked out, and whether anything but results differs from it."""
-
-  def git(*arguments: str) -> str:
-    command = ["git", "-C", str(ROOT), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
+  """The commit that is checked out, and whether files other than results differ from it."""
+  git = ("git", "-C", str(ROOT))
   try:
-    changed = git("status", "--porcelain", "--", ".", ":!benchmarks/results")
-    return {"commit": git("rev-parse", "HEAD"), "dirty": bool(changed)}
-  except (OSError, subprocess.CalledProcessError):  # a copy without its history
+    changed = _output(*git, "status", "--porcelain", "--", ".", ":!benchmarks/results")
+    return {"commit": _output(*git, "rev-parse", "HEAD"), "dirty": bool(changed)}
+  except (OSError, subprocess.CalledProcessError):  # a copy without git history
     return {"commit": "unknown", "dirty": True}
 
 
-_REVISION = _revision()  # at the start, whatever is changed while a benchmark runs
+_REVISION = _revision()  # read at start: files may change while a benchmark runs
 
 
-def _gpus() -> list[str]:
-  """Names of this machine's NVIDIA devices, as their driver gives them."""
-  command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+def _hardware() -> str:
+  """CPU cores and NVIDIA devices."""
+  cores = f"{len(os.sched_getaffinity(0))} cores of {platform.machine()}"
   try:
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    gpus = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()
   except (OSError, subprocess.CalledProcessError):
-    return []
+    gpus = []
+  return ", ".join([cores, *gpus])
+
+
+def _version(package: str) -> str:
+  try:
+    return importlib.metadata.version(package)
+  except importlib.metadata.PackageNotFoundError:
+    return "unknown"
 
 
 def provenance() -> dict[str, Any]:
   """The command, code, machine and versions behind a result."""
-  cores = len(os.sched_getaffinity(0))
-  names = ("jax", "jaxlib", "flax", "optax", "mctx", "envpool", "numpy")
-  versions = {}
-  for name in names:
-    try:
-      versions[name] = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-      versions[name] = "unknown"
   return {
     "command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
     **_REVISION,
     "date": datetime.date.today().isoformat(),
-    "hardware": ", ".join([f"{cores} cores of {platform.machine()}", *_gpus()]),
+    "hardware": _hardware(),
+    "load_average": os.getloadavg()[0],
     "python": platform.python_version(),
-    "versions": versions,
+    "versions": {package: _version(package) for package in _PACKAGES},
   }
 
 
 def seconds(call: Callable[[], Any], repeat: int) -> tuple[float, float]:
-  """Runs `call`, which must wait for its own results; (time of the first call, median of `repeat` more)."""
-  begin = time.perf_counter()
-  call()
-  first = time.perf_counter() - begin
+  """Times `call`, which must block on its results: (first call, median of `repeat` more)."""
   times = []
-  for _ in range(repeat):
+  for _ in range(repeat + 1):
     begin = time.perf_counter()
     call()
     times.append(time.perf_counter() - begin)
-  return first, statistics.median(times)
+  return times[0], statistics.median(times[1:])
+
+
+def spread(rows: Sequence[dict[str, Any]], key: str) -> tuple[float, float]:
+  """Mean and standard error over the rows that have this key; NaN if none has."""
+  values = [row[key] for row in rows if row.get(key) is not None]
+  if not values:
+    return math.nan, math.nan
+  error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+  return statistics.mean(values), error
+
+
+def _finite(value: Any) -> Any:
+  """The same value for JSON, with null for numbers that are not finite."""
+  if isinstance(value, dict):
+    return {str(key): _finite(x) for key, x in value.items()}
+  if isinstance(value, list | tuple):
+    return [_finite(x) for x in value]
+  return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write(path: Path | None, result: dict[str, Any]) -> None:
-  """Writes a result with its provenance, if there is a path. What is not a number becomes null."""
+  """Writes a result with its provenance, if a path is given."""
   if path is not None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(without_nan(provenance() | result), indent=1) + "\n")
+    path.write_text(json.dumps(_finite(provenance() | result), indent=1) + "\n")

@@ -1,17 +1,18 @@
-"""All that is to be measured on a machine with a GPU, one after another: pieces, profiles, other programs, a run.
+"""All measurements meant for a machine with a GPU, in visits of limited length, and a training run.
 
-    python benchmarks/gpu.py --out benchmarks/results/h200 --minutes 8    # again and again, while it exits with 75
-    python benchmarks/gpu.py --out /tmp/gpu --preset atari_small --small  # on a CPU: does it run?
+    python benchmarks/gpu.py --out benchmarks/results/h200   # again while it exits with 75
+    python benchmarks/gpu.py --out /tmp/gpu --preset atari_small --small  # on a CPU: a test
 
-Each measurement is one of the commands that it prints, with a JSON file of its own in the folder, or a folder for a
-profile. What is there is not done again. When the minutes are over what goes on is stopped: a measurement begins anew
-in the next visit, the run at the end goes on from its checkpoint, so that everything can be done in short visits to a
-machine that is lent. A measurement that was stopped though it had (nearly) a whole visit leaves a note, NAME.gave-up
-beside its log, and counts as failed; it is done again when the note is removed. From profiles of the replay at three
-sizes comes the time that a whole run would take.
+Each measurement is a command, printed before it starts, with a JSON file (profiles: a folder) in
+`--out`; what exists is not repeated. When the minutes are over the current command is stopped: a
+measurement starts again in the next visit, the run at the end resumes from its checkpoint. A
+measurement stopped after almost a whole visit leaves a file NAME.gave-up and counts as failed; to
+try again, remove the file. Profiles with the replay at three sizes give the projected run time.
+
+Exit codes: 0 all done, 1 a measurement failed, 75 (EX_TEMPFAIL) more to do.
 """
 
-import argparse
+import itertools
 import json
 import shlex
 import shutil
@@ -20,88 +21,52 @@ import sys
 import time
 from pathlib import Path
 
-from common import ROOT, load, write
+from common import ROOT, parser_of, write
 
-SHARES = (0.1, 0.5, 0.97)  # of the run's agent steps, in the replay when it is profiled
-ENDING, SAVING = (
-  30.0,
-  90.0,
-)  # seconds that a measurement, or the run, may take to end when it is stopped
+SHARES = (0.1, 0.5, 0.97)  # of the run's agent steps held by the replay in each profile
+ENDING, SAVING = 30.0, 90.0  # seconds that a measurement, or the run, has to exit after SIGTERM
 
 
 def measurements(
   presets: list[str], settings: list[str], folder: Path, steps: int, small: bool
 ) -> dict[str, list[str]]:
-  """Commands by the name of their result, without where that goes; `steps`: agent steps of the run."""
+  """Commands by result name, without `--out`; `steps` are the agent steps of the run."""
   both = ["--config", *presets]
-  told = [*both, "--set", *settings]
-  roots, batches = (
-    (["16"], ["64"]) if small else (["64", "1024", "4096"], ["256", "1024", "2048", "4096"])
-  )
-  lanes = ["8"] if small else ["16", "64"]
+  roots = ["16"] if small else ["16", "64", "1024", "4096"]
+  batches = ["64"] if small else ["256", "1024", "2048", "4096"]
+  sizes = ["--roots", *roots, "--batch", *batches]
+  replay = ["--slots", "100000", "--gather-slots", "2000"] if small else []
+  effort = ["--quick"] if small else ["--repeat", "3", "--limit", "5"]
+  parts = ["--only", "search", "train", "draw", "reanalyse", "--venv", str(folder / "venv")]
   found = {
-    "speed": ["benchmarks/speed.py", *told, "--roots", *roots, "--batch", *batches],
-    "replay": [
-      "benchmarks/replay.py",
-      *(["--slots", "100000", "--gather-slots", "2000"] if small else []),
-    ],
-    "collecting": ["benchmarks/collecting.py", *told, "--lanes", *lanes],
+    "speed": ["benchmarks/speed.py", *both, "--set", *settings, *sizes],
+    "replay": ["benchmarks/replay.py", *replay],
   }
   for share in SHARES:
-    fill = str(int(share * steps))
-    found[f"profile-{share:g}"] = [
-      "launch/profile.py",
-      *both,
-      "--fill",
-      fill,
-      "profile.steps=20",
-      *settings,
-    ]
-  found["mesh"] = [
-    "benchmarks/mesh.py",
-    *told,
-    "--batch",
-    *batches,
-    "--rounds",
-    "1" if small else "10",
-  ]
-  found["environments"] = ["benchmarks/environments.py", *(["--rounds", "1"] if small else [])]
-  pieces = ["--only", "search", "train", "draw", "job", "--venv", str(folder / "venv")]
-  found["peers"] = [
-    "benchmarks/peers.py",
-    *pieces,
-    *(["--quick"] if small else ["--repeat", "3", "--limit", "5"]),
-  ]
-  return found
+    fill = ["--fill", str(int(share * steps)), "profile.steps=20", *settings]
+    found[f"profile-{share:g}"] = ["launch/profile.py", *both, *fill]
+  return found | {"peers": ["benchmarks/peers.py", *parts, *effort]}
 
 
 def projected(folder: Path, steps: int) -> float | None:
-  """Seconds of a whole run's learner steps, from the profiles; None if one is missing."""
+  """Seconds of a run's learner steps, by parts, each with its profile; None if one is missing."""
   paths = [folder / f"profile-{share:g}" / "profile.json" for share in SHARES]
   if not all(path.exists() for path in paths):
     return None
   found = [json.loads(path.read_text())["seconds_per_step"] for path in paths]
-  bounds = [
-    0.0,
-    (SHARES[0] + SHARES[1]) / 2,
-    (SHARES[1] + SHARES[2]) / 2,
-    1.0,
-  ]  # each profile stands for its part
-  return steps * sum(
-    each * (b - a) for each, a, b in zip(found, bounds[:-1], bounds[1:], strict=True)
-  )
+  inner = [(a + b) / 2 for a, b in itertools.pairwise(SHARES)]
+  parts = zip(found, [0.0, *inner], [*inner, 1.0], strict=True)
+  return steps * sum(seconds * (end - begin) for seconds, begin, end in parts)
 
 
 def visit(command: list[str], log: Path, seconds: float, grace: float) -> int | None:
-  """Runs it for as long at most, then lets it end or save, for `grace` seconds.
+  """Runs a command; after `seconds` it gets SIGTERM and `grace` seconds to exit.
 
-  Returns its exit code; None if it had to be stopped.
+  Returns its exit code, or None if it was stopped.
   """
   print(shlex.join(command), flush=True)
   with log.open("a") as out:
-    process = subprocess.Popen(
-      [sys.executable, *command], cwd=ROOT, stdout=out, stderr=subprocess.STDOUT
-    )
+    process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=out, stderr=out)
     try:
       return process.wait(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -114,35 +79,14 @@ def visit(command: list[str], log: Path, seconds: float, grace: float) -> int | 
     return None
 
 
-def main() -> int:
-  """Returns the exit code: 0 all is done, 1 something failed, 75 (as EX_TEMPFAIL) there is more to do."""
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
-  parser.add_argument(
-    "--out", type=Path, required=True, help="folder of the results, the logs and the run"
-  )
-  parser.add_argument("--preset", nargs="+", default=["atari300k", "sweep", "gpu"])
-  parser.add_argument("--set", nargs="*", default=["env.game=Pong"], metavar="key=value")
-  parser.add_argument("--small", action="store_true", help="small sizes")
-  parser.add_argument(
-    "--minutes", type=float, default=8.0, help="of this visit; to save may take 1.5 more"
-  )
-  arguments = parser.parse_args()
-  config = load(parser, arguments.preset, arguments.set)
-  whole, folder = 60 * arguments.minutes, arguments.out.resolve()
-  until = time.monotonic() + whole
-  folder.mkdir(parents=True, exist_ok=True)
+def measure(
+  commands: dict[str, list[str]], folder: Path, minutes: float, until: float
+) -> list[str] | None:
+  """Takes the missing measurements. Returns those that failed; None if the visit is over."""
   failed = []
-  steps = config.run.env_steps
-  for name, command in measurements(
-    arguments.preset, arguments.set, folder, steps, arguments.small
-  ).items():
-    result, part = (
-      folder / (name if name.startswith("profile") else f"{name}.json"),
-      folder / f"{name}.part",
-    )
-    note = folder / f"{name}.gave-up"
+  for name, command in commands.items():
+    result = folder / (name if name.startswith("profile") else f"{name}.json")
+    part, note = folder / f"{name}.part", folder / f"{name}.gave-up"
     if result.exists():
       continue
     if note.exists():
@@ -152,34 +96,46 @@ def main() -> int:
     left = until - time.monotonic()
     code = visit([*command, "--out", str(part)], folder / f"{name}.log", left, ENDING)
     if code is None:
-      if left > 0.9 * whole:
-        note.write_text(
-          f"{name} was stopped after {left / 60:.1f} minutes, of a visit of {arguments.minutes:g}\n"
-        )
+      if left > 0.9 * 60 * minutes:
+        note.write_text(f"{name} was stopped after {left / 60:.1f} minutes\n")
         print(f"{name} takes more than a visit: given up")
-      return 75
+      return None
     if code:
       failed.append(name)
     else:
       part.rename(result)
+  return failed
+
+
+def main() -> int:
+  parser = parser_of(__doc__, "folder of results, logs and the run (default: runs/gpu)")
+  parser.set_defaults(out=Path("runs/gpu"))
+  parser.add_argument("--preset", nargs="+", default=["atari300k", "sweep", "gpu"])
+  parser.add_argument("--set", nargs="*", default=["env.game=Pong"], metavar="key=value")
+  parser.add_argument("--small", action="store_true", help="small sizes")
+  parser.add_argument("--minutes", type=float, default=8.0, help="of a visit, saving not included")
+  arguments = parser.parse_args()
+  presets, settings = arguments.preset, arguments.set
+  import pieces  # imports jax and the package: not needed for --help
+
+  config = pieces.load(parser, presets, settings)
+  folder, until = arguments.out.resolve(), time.monotonic() + 60 * arguments.minutes
+  folder.mkdir(parents=True, exist_ok=True)
+  commands = measurements(presets, settings, folder, config.run.env_steps, arguments.small)
+  failed = measure(commands, folder, arguments.minutes, until)
+  if failed is None:
+    return 75
   seconds = projected(folder, config.learner.steps)
   if seconds is not None:
-    print(
-      f"a run of {config.learner.steps} learner steps would take {seconds / 60:.1f} minutes of learning"
-    )
-    write(
-      folder / "projected.json",
-      {"preset": arguments.preset, "set": arguments.set, "seconds": seconds},
-    )
+    print(f"projected: {config.learner.steps} learner steps in {seconds / 60:.1f} minutes")
+    result = {"preset": presets, "set": settings, "seconds": seconds}
+    write(folder / "projected.json", result)
   run = folder / "run"
-  start = (
-    ["--resume", str(run)]
-    if run.exists()
-    else ["--config", *arguments.preset, f"run.dir={run}", *arguments.set]
-  )
-  code = visit(
-    ["launch/multihost.py", *start], folder / "run.log", max(until - time.monotonic(), 1.0), SAVING
-  )
+  start = ["--config", *presets, f"run.dir={run}", *settings]
+  if run.exists():
+    start = ["--resume", str(run)]
+  left = max(until - time.monotonic(), 1.0)
+  code = visit(["launch/multihost.py", *start], folder / "run.log", left, SAVING)
   for name in failed:
     print(f"{name} failed: {folder / name}.log")
   return 75 if code is None else int(bool(failed) or code != 0)

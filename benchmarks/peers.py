@@ -1,18 +1,18 @@
-"""This project beside LightZero (PyPI) and beside mctx driven naively: same sizes, same machine, one run.
+"""This project beside LightZero: search, training step, batches, memory and whole programs.
 
-    python benchmarks/peers.py --out benchmarks/results/peers-2cores.json     # half an hour on two cores
-    python benchmarks/peers.py --quick                                        # a few minutes: does it run?
-    python benchmarks/peers.py --only search train
+    python benchmarks/peers.py --out benchmarks/results/peers-2cores.json   # half an hour
+    python benchmarks/peers.py --quick                                      # a test, minutes
 
-Sizes are EfficientZero's (configs/efficientzero.yaml: 12x96x96, 6 actions, float32). Each side is a process of its own,
-with the same allocator settings (without them both lose half their speed to page faults) and all cores: threads of
-PyTorch, CPU devices of jax, which computes a convolution on one core (so mctx, driven naively, has one). The sides take
-turns, and medians are compared. LightZero lives in an environment made on first use (`--venv`); where that is
-impossible its columns are empty, with the reason. Rows of `job` are put together from measured pieces, by the
-arithmetic in `job`; `small` and `full` run both programs whole on a real game, with a small network and at full size.
+Sizes are EfficientZero's (12x96x96, 6 actions, float32). Each side is a process (`sides/`) with the
+same allocator settings and all cores: PyTorch's threads, CPU devices of jax. The sides take turns
+and medians are compared. LightZero's environment is made on first use (`--venv`, Python 3.11);
+where that is impossible its columns are empty and the reason is printed. `reanalyse` is a batch
+with every state searched and every bootstrap value evaluated. `small` and `full` run both programs
+whole on Breakout.
+
+The sides import this module for the work they share; standard library and numpy only.
 """
 
-import argparse
 import contextlib
 import json
 import math
@@ -22,35 +22,104 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import ROOT, positive, write
+import numpy as np
+from common import ROOT, parser_of, positive, write
 
 HERE = Path(__file__).resolve().parent
 ALLOCATOR = {
-  "MALLOC_ARENA_MAX": "1",
-  "MALLOC_MMAP_MAX_": "0",
-  "MALLOC_TRIM_THRESHOLD_": "1000000000000",
-}
-CORES = len(os.sched_getaffinity(0))
+  "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "1000000000000",
+}  # fmt: skip
 LIGHTZERO = ("LightZero==0.2.0", "DI-engine==0.5.3")
-PARTS = ("search", "train", "draw", "job", "small", "full")
-SAMPLES_PER_INSERT = 102.4  # SpeedyZero's: 15,000 steps of 2,048 for 300,000 agent steps
-ACTOR_LANES = 16
-WARM = {
-  "train": 6
-}  # calls before a piece is timed, of some: until the heap has grown to what is needed
-WHOLE = ("whole", "versions", "quota")  # pieces that are done once and need no warming up
-NAN = float("nan")
+WARM = {"train": 6}  # calls before timing, default 1: until the heap has its final size
+WHOLE = ("whole", "versions")  # pieces done once, without warm-up
+NAN = math.nan
+
+ACTIONS, STACK, UNROLL, TD_STEPS, EPISODE = 6, 4, 5, 5, 400
+Work = Callable[[], dict[str, Any] | None]  # blocks on its results; returns facts to report
+Piece = Callable[..., tuple[Work, dict[str, Any]]]  # prepares work; facts about it
+
+
+class Program(NamedTuple):
+  """A whole program on Breakout."""
+
+  frame_size: int
+  grey: bool
+  batch: int
+  lanes: int
+  stored: int  # random transitions before learning starts, and the replay's capacity
+  agent_steps: float  # per learner step
+
+
+PROGRAMS = {
+  "small": Program(64, True, 64, 8, 16_000, 4),  # configs/atari_small.yaml with larger frames
+  "full": Program(96, False, 256, 16, 20_000, 2.5),  # SpeedyZero's 102.4 samples per agent step
+}
+
+
+class Episode(NamedTuple):
+  """`EPISODE` random transitions."""
+
+  frames: np.ndarray  # [EPISODE + 1, H, W, C] uint8
+  action: np.ndarray  # [EPISODE]
+  reward: np.ndarray  # [EPISODE] float32
+  policy: np.ndarray  # [EPISODE, ACTIONS] float32
+  value: np.ndarray  # [EPISODE] float32
+  priority: np.ndarray  # [EPISODE] float32
+
+
+def episodes(transitions: int) -> Iterator[Episode]:
+  """Episodes with at least this many transitions, the same on every side."""
+  rng = np.random.default_rng(0)
+  for _ in range(-(-transitions // EPISODE)):
+    yield Episode(
+      frames=rng.integers(0, 256, (EPISODE + 1, 96, 96, 3), dtype=np.uint8),
+      action=rng.integers(0, ACTIONS, EPISODE),
+      reward=rng.integers(-1, 2, EPISODE).astype(np.float32),
+      policy=rng.dirichlet(np.ones(ACTIONS), EPISODE).astype(np.float32),
+      value=rng.normal(size=EPISODE).astype(np.float32),
+      priority=rng.random(EPISODE).astype(np.float32),
+    )
+
+
+def resident() -> int:
+  """Bytes of host memory that this process has in use."""
+  with open("/proc/self/statm") as file:
+    return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def serve(pieces: dict[str, Piece]) -> None:
+  """Loop of a side: JSON lines ask to `prepare` work under a name, or to `do` it."""
+  answers = os.fdopen(os.dup(1), "w")
+  os.dup2(2, 1)  # libraries print to stdout
+  prepared: dict[str, Work] = {}
+  for line in sys.stdin:
+    request = json.loads(line)
+    answer: dict[str, Any] = {}
+    try:
+      if request["request"] == "prepare":
+        prepared[request["name"]], answer = pieces[request["piece"]](**request["arguments"])
+      else:
+        begin = time.perf_counter()
+        facts = prepared[request["name"]]()
+        answer = {"seconds": time.perf_counter() - begin, **(facts or {})}
+    except Exception as error:  # reported as missing; other pieces go on
+      traceback.print_exc()
+      answer = {"error": f"{type(error).__name__}: {error}"[:300]}
+    answers.write(json.dumps(answer) + "\n")
+    answers.flush()
 
 
 class Missing(Exception):
-  """A side is not there, or can't do this; the message says why."""
+  """A side or one of its pieces is unavailable; the message says why."""
 
 
 class Task(NamedTuple):
-  """A piece of work for a side; see `peers_ours.py` and `peers_lightzero.py`."""
+  """A piece of work of a side."""
 
   side: str
   piece: str
@@ -58,14 +127,17 @@ class Task(NamedTuple):
 
 
 class Side:
-  """A process that prepares work and does it when asked. What it prints goes to a log."""
+  """A subprocess that runs `serve`; its output goes to a log."""
 
   def __init__(self, python: Path, script: str):
-    self._log = tempfile.NamedTemporaryFile(prefix=f"{Path(script).stem}-", suffix=".log")  # noqa: SIM115 (see close)
+    self._log = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115 (see close)
+    environment = os.environ | ALLOCATOR | {
+      "PYTHONPATH": str(HERE), "WANDB_MODE": "disabled", "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+      "JAX_NUM_CPU_DEVICES": str(len(os.sched_getaffinity(0))),
+    }  # fmt: skip
     self._process = subprocess.Popen(
-      [str(python), str(HERE / script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-      env=os.environ | ALLOCATOR | {"WANDB_MODE": "disabled", "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-                                      "JAX_NUM_CPU_DEVICES": str(CORES)},
+      [str(python), str(HERE / "sides" / script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+      stderr=self._log, text=True, env=environment,
     )  # fmt: skip
 
   def ask(self, request: str, **arguments: Any) -> dict[str, Any]:
@@ -77,355 +149,237 @@ class Side:
       answer = json.loads(self._process.stdout.readline())
     except (BrokenPipeError, json.JSONDecodeError):
       code = self._process.wait()
-      said = Path(self._log.name).read_text().strip().splitlines()[-1:]
-      raise Missing(f"its process ended with exit code {code}: {''.join(said)[:200]}") from None
+      last = Path(self._log.name).read_text().strip().splitlines()[-1:]
+      raise Missing(f"its process ended with exit code {code}: {''.join(last)[:200]}") from None
     if "error" in answer:
       raise Missing(answer["error"])
     return answer
 
   def close(self) -> None:
-    """Ends the process."""
     self._process.kill()
     self._process.wait()
     self._log.close()
 
 
 def lightzero_python(venv: Path) -> Path:
-  """The Python of LightZero's environment, made if it is not there. Raises Missing if that is impossible."""
-  python, ready = venv / "bin" / "python", venv / "ready"
+  """Python of LightZero's environment, which is made if needed. Raises Missing if it can't be."""
+  python, ready = venv / "bin/python", venv / "ready"
   if ready.exists():
     return python
-  print(f"making {venv} for LightZero: 1 GB to download and more, some minutes", flush=True)
+  print(f"making {venv} for LightZero: 1 GB and more to download, some minutes", flush=True)
   pip = [str(python), "-m", "pip", "install", "--quiet", "--retries", "1"]
   for command in (
     [sys.executable, "-m", "venv", "--clear", str(venv)],
-    [*pip, "-r", str(HERE / "requirements-peers.txt")],
+    [*pip, "-r", str(HERE / "sides/requirements-lightzero.txt")],
     [*pip, "--no-deps", *LIGHTZERO],
   ):
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if done.returncode:
-      errors = [
-        line for line in done.stderr.splitlines() if line.startswith("ERROR")
-      ] or done.stderr.splitlines()
+      lines = done.stderr.splitlines()
+      errors = [line for line in lines if line.startswith("ERROR")] or lines
       raise Missing(f"LightZero could not be installed: {''.join(errors[-1:])[:200]}")
   ready.touch()
   return python
 
 
 class Bench:
-  """Measures tasks, the sides taking turns; what was measured once is remembered.
+  """Measures tasks, the sides taking turns.
 
-  Every comparison gets fresh processes: allocators keep what they have, and two full replays must fit beside them.
+  Every comparison gets new processes: allocators keep freed memory, and two full replays must fit.
   """
 
   def __init__(
     self, sides: dict[str, tuple[Path, str]], missing: dict[str, str], repeat: int, limit: float
   ):
     self._sides, self._missing, self._repeat, self._limit = sides, missing, repeat, limit
-    self._known: dict[str, dict[str, Any]] = {}
+    self.rows: list[dict[str, Any]] = []
 
   def measure(self, *tasks: Task) -> list[dict[str, Any]]:
-    """For each task `median_s` and facts, or `missing`: why not. Tasks not measured yet are done in turns."""
-    new = {json.dumps(task): task for task in tasks if json.dumps(task) not in self._known}
+    """For each task `median_s` and facts, or the reason under `missing`."""
+    rows = [{"task": task._asdict(), "seconds": []} for task in tasks]
     with contextlib.ExitStack() as stack:
       sides: dict[str, Side] = {}
-      for name, task in new.items():
-        known = self._known[name] = {"task": task._asdict(), "seconds": []}
+      for name, (row, task) in enumerate(zip(rows, tasks, strict=True)):
         if task.side in self._missing:
-          known["missing"] = self._missing[task.side]
+          row["missing"] = self._missing[task.side]
           continue
         if task.side not in sides:
           sides[task.side] = stack.enter_context(contextlib.closing(Side(*self._sides[task.side])))
-        self._attempt(sides, name, "prepare", piece=task.piece, arguments=task.arguments)
+        _attempt(sides, row, name, "prepare", piece=task.piece, arguments=task.arguments)
         if task.piece not in WHOLE:
-          for _ in range(WARM.get(task.piece, 1)):  # compiles, warms up
-            self._attempt(sides, name, "do")
-          known["first_s"], known["seconds"] = next(iter(known["seconds"]), None), []
+          for _ in range(WARM.get(task.piece, 1)):
+            _attempt(sides, row, name, "do")
+          row["first_s"], row["seconds"] = next(iter(row["seconds"]), None), []
       begin = time.monotonic()
       for done in range(self._repeat):
         if done >= 2 and time.monotonic() - begin > self._limit:
           break
-        for name, task in new.items():
+        for name, (row, task) in enumerate(zip(rows, tasks, strict=True)):
           if not (done and task.piece in WHOLE):
-            self._attempt(sides, name, "do")
-    for name in new:
-      known = self._known[name]
-      if "missing" not in known:
-        known["median_s"] = statistics.median(known["seconds"])
-    return [self._known[json.dumps(task)] for task in tasks]
-
-  def _attempt(self, sides: dict[str, Side], name: str, request: str, **arguments: Any) -> None:
-    known = self._known[name]
-    if "missing" in known:
-      return
-    try:
-      answer = sides[known["task"]["side"]].ask(request, name=name, **arguments)
-    except Missing as why:
-      known["missing"] = str(why)
-      return
-    if request == "do":
-      known["seconds"].append(answer.pop("seconds"))
-    known.update(answer)
+            _attempt(sides, row, name, "do")
+    for row in rows:
+      if "missing" not in row:
+        row["median_s"] = statistics.median(row["seconds"])
+    self.rows += rows
+    return rows
 
   def seconds(self, *tasks: Task) -> list[float]:
-    """Their medians; not a number for what is missing."""
-    return [measured.get("median_s", NAN) for measured in self.measure(*tasks)]
+    """Their medians; NaN for what is missing."""
+    return [row.get("median_s", NAN) for row in self.measure(*tasks)]
 
-  @property
-  def rows(self) -> list[dict[str, Any]]:
-    """All that was measured."""
-    return list(self._known.values())
+
+def _attempt(
+  sides: dict[str, Side], row: dict[str, Any], name: int, request: str, **arguments: Any
+) -> None:
+  if "missing" in row:
+    return
+  try:
+    answer = sides[row["task"]["side"]].ask(request, name=name, **arguments)
+  except Missing as why:
+    row["missing"] = str(why)
+    return
+  if request == "do":
+    row["seconds"].append(answer.pop("seconds"))
+  row.update(answer)
 
 
 def ours(piece: str, **arguments: Any) -> Task:
-  """A task for us."""
   return Task("ours", piece, arguments)
 
 
 def lightzero(piece: str, **arguments: Any) -> Task:
-  """A task for LightZero."""
   return Task("lightzero", piece, arguments)
 
 
-def table(
-  title: str, first: str, columns: list[str], rows: dict[str, list[float]], form: str = ",.1f"
-) -> None:
-  """Prints numbers under a title; what is not a number is left empty."""
-  print(f"\n{title}\n{first:32}" + "".join(f"{column:>20}" for column in columns))
+def table(title: str, columns: list[str], rows: dict[str, list[float]]) -> None:
+  """Prints numbers under a title; NaN is left empty."""
+  print(f"\n{title:40}" + "".join(f"{column:>18}" for column in columns))
   for name, values in rows.items():
-    cells = ["" if math.isnan(value) else format(value, form) for value in values]
-    print(f"{name:32}" + "".join(f"{cell:>20}" for cell in cells), flush=True)
+    cells = ["" if math.isnan(value) else f"{value:,.2f}" for value in values]
+    print(f"{name:40}" + "".join(f"{cell:>18}" for cell in cells), flush=True)
 
 
 class Sizes(NamedTuple):
-  """How much of it is measured."""
+  """Problem sizes."""
 
   roots: tuple[int, ...] = (64, 256)
   simulations: tuple[int, ...] = (16, 50)
   batch: int = 256
-  block: int = 256  # of a sweep
   transitions: tuple[int, ...] = (20_000, 100_000)
   stored: int = 4_000  # transitions behind a reanalysed batch, whose cost does not depend on them
-  steps: int = 240  # learner steps of `small`: the later half begins when the sweep's bound of 100 has begun to bind
-  full_steps: tuple[int, int] = (
-    160,
-    16,
-  )  # of `full`, ours and LightZero's, which does the same from its first step on
+  steps: int = 240  # learner steps of `small`: in the later half the sweep's bound of 100 is active
+  full_steps: tuple[int, int] = (160, 16)  # of `full`, ours and LightZero's
 
 
-QUICK = Sizes((64,), (16,), 32, 64, (4_000,), 2_000, 12, (6, 4))
+QUICK = Sizes((64,), (16,), 32, (4_000,), 2_000, 12, (6, 4))
+SIDES = ["ours", "LightZero", "ours faster by"]
 
 
 def search(bench: Bench, sizes: Sizes) -> None:
-  """Roots a second, from frames in host memory to policies and values there."""
+  """Roots per second, from frames in host memory to policies and values there."""
   rows = {}
   for roots in sizes.roots:
     for simulations in sizes.simulations:
       work = {"roots": roots, "simulations": simulations}
-      times = bench.seconds(
+      gumbel, puct, theirs = bench.seconds(
         ours("search", **work, algorithm="gumbel"), ours("search", **work, algorithm="puct"),
-        lightzero("search", **work), Task("mctx", "naive", work),
+        lightzero("search", **work),
       )  # fmt: skip
-      rows[f"{roots} roots x {simulations}"] = [
-        *(roots / t for t in times),
-        times[2] / times[0],
-        times[2] / times[1],
-      ]
-  columns = ["ours, Gumbel", "ours, PUCT", "LightZero, PUCT", "mctx, naive"]
-  table("Search, roots/s", "", [*columns, "Gumbel/LightZero", "PUCT/LightZero"], rows, ",.2f")
-  times = bench.seconds(ours("value", states=sizes.block), lightzero("value", states=sizes.block))
-  rows = {f"{sizes.block} states": [*(sizes.block / t for t in times), times[1] / times[0]]}
-  table("h and f, states/s", "", ["ours", "LightZero", "ours/LightZero"], rows, ",.2f")
+      rates = [roots / t for t in (gumbel, puct, theirs)]
+      rows[f"{roots} roots x {simulations}"] = [*rates, theirs / gumbel, theirs / puct]
+  columns = ["ours, Gumbel", "ours, PUCT", "LightZero, PUCT", "Gumbel faster by", "PUCT faster by"]
+  table("Search, roots/s", columns, rows)
+  of_ours, theirs = bench.seconds(*(side("value", states=256) for side in (ours, lightzero)))
+  table("h and f, states/s", SIDES, {"256": [256 / of_ours, 256 / theirs, theirs / of_ours]})
 
 
 def train(bench: Bench, sizes: Sizes) -> None:
-  """Samples a second of the learner step alone."""
-  times = bench.seconds(ours("train", batch=sizes.batch), lightzero("train", batch=sizes.batch))
-  rows = {f"batch {sizes.batch}": [*(1e3 * t for t in times), times[1] / times[0]]}
-  table(
-    "Train step (K=5, consistency, augmentation), ms",
-    "",
-    ["ours", "LightZero", "ours faster by"],
-    rows,
-    ",.2f",
-  )
+  """The training step alone."""
+  a, b = bench.seconds(*(side("train", batch=sizes.batch) for side in (ours, lightzero)))
+  table("Training step, ms", SIDES, {f"batch {sizes.batch}": [1e3 * a, 1e3 * b, b / a]})
 
 
 def draw(bench: Bench, sizes: Sizes) -> None:
-  """A batch without reanalysis, and what a transition takes in memory."""
+  """A batch without reanalysis, and memory per transition."""
   rows = {}
   for transitions in sizes.transitions:
     work = {"batch": sizes.batch, "transitions": transitions}
-    of_ours, theirs = bench.measure(ours("draw", **work), lightzero("draw", **work))
-    times = [side.get("median_s", NAN) for side in (of_ours, theirs)]
-    held = [side.get("bytes_per_transition", NAN) for side in (of_ours, theirs)]
-    rows[f"{sizes.batch} of {transitions:,}"] = [
-      *(1e3 * t for t in times),
-      times[1] / times[0],
-      *held,
-    ]
-  columns = ["ours, ms", "LightZero, ms", "ours faster by", "ours, B/transition", "LightZero, B"]
-  table("Drawing and assembling a batch", "", columns, rows, ",.2f")
+    sides = bench.measure(ours("draw", **work), lightzero("draw", **work))
+    a, b = (side.get("median_s", NAN) for side in sides)
+    held = [side.get("bytes_per_transition", NAN) for side in sides]
+    rows[f"{sizes.batch} of {transitions:,}"] = [1e3 * a, 1e3 * b, b / a, *held]
+  table("Drawing a batch, ms", [*SIDES, "ours, B/trans.", "LightZero, B"], rows)
 
 
-def job(bench: Bench, sizes: Sizes) -> list[dict[str, Any]]:
-  """Learner samples a second with all targets fresh, from measured pieces.
-
-  Per learner step of B samples, in seconds, each piece measured alone (none overlaps another on a busy CPU):
-
-    acting    B / samples per insert agent steps, in 16 lanes: (search of 16 roots + environment) / 16 each
-    learning  B / b times the train step at b = `Sizes.batch`
-    targets   batch schedule: B / b times a reanalysed batch of b (all K+1 policies searched, all bootstraps evaluated)
-              sweep: quota(N, S) / block searches of a block, and B / b times drawing a batch from N
-
-  LightZero reanalyses each batch with a target network renewed every 100 steps (its default): targets at most 100 steps
-  old. Ours renews weights every 10 steps; S bounds the age of every stored target.
-  """
-  b, results = sizes.batch, []
-  pairs = [(f"{s} simulations", s, s) for s in sizes.simulations]
-  if len(pairs) > 1:
-    pairs.append(
-      ("each its default", sizes.simulations[0], sizes.simulations[-1])
-    )  # Gumbel 16, PUCT 50
-  environment = bench.measure(ours("environment", lanes=ACTOR_LANES))[0]
-  per_step = environment["median_s"] / environment["steps"]
-  learn = bench.seconds(ours("train", batch=b), lightzero("train", batch=b))
-  sweeps = [(n, age) for n in sizes.transitions for age in (100, 50)]
-  columns = [
-    "LightZero, batch",
-    "ours, batch",
-    *(f"sweep {n // 1000}k, S={age}" for n, age in sweeps),
-  ]
-  rows, reanalysed = {}, {}
-  for label, simulations, theirs in pairs:
-    gumbel = {"simulations": simulations, "algorithm": "gumbel"}
-    act = bench.seconds(ours("search", roots=ACTOR_LANES, **gumbel),
-                        lightzero("search", roots=ACTOR_LANES, simulations=theirs))  # fmt: skip
-    fresh = bench.seconds(ours("fresh", batch=b, transitions=sizes.stored, **gumbel),
-                          lightzero("fresh", batch=b, transitions=sizes.stored, simulations=theirs))  # fmt: skip
-    reanalysed[label] = [*(1e3 * t for t in fresh), fresh[1] / fresh[0]]
-    block = bench.seconds(ours("search", roots=sizes.block, **gumbel))[0]
-    for size in (b, 8 * b):
-      samples = []
-      steps = size / SAMPLES_PER_INSERT
-      base = [
-        steps / ACTOR_LANES * (a + per_step) + size / b * t for a, t in zip(act, learn, strict=True)
-      ]
-      samples += [size / (base[1] + size / b * fresh[1]), size / (base[0] + size / b * fresh[0])]
-      for n, age in sweeps:
-        drawn = bench.seconds(ours("draw", batch=b, transitions=n))[0]
-        states = bench.measure(ours("quota", transitions=n, max_age=age, block=sizes.block))[0][
-          "states"
-        ]
-        samples.append(size / (base[0] + size / b * drawn + states / sizes.block * block))
-      rows[f"{label}, batch {size}"] = samples
-      results.append(
-        {"simulations": label, "batch": size, **dict(zip(columns, samples, strict=True))}
-      )
-  table(
-    f"Reanalysing a batch of {b}, ms",
-    "",
-    ["ours", "LightZero", "ours faster by"],
-    reanalysed,
-    ",.2f",
-  )
-  table("The whole job with fresh targets, learner samples/s (composed)", "", columns, rows)
-  return results
+def reanalyse(bench: Bench, sizes: Sizes) -> None:
+  """A batch of which every policy is searched and every bootstrap value evaluated."""
+  rows = {}
+  for simulations in sizes.simulations:
+    work = {"batch": sizes.batch, "transitions": sizes.stored, "simulations": simulations}
+    a, b = bench.seconds(ours("fresh", **work), lightzero("fresh", **work))
+    rows[f"{simulations} simulations"] = [1e3 * a, 1e3 * b, b / a]
+  table(f"Reanalysing a batch of {sizes.batch}, ms", SIDES, rows)
 
 
 def whole(bench: Bench, title: str, of_ours: Task, *theirs: Task) -> None:
-  """Both programs whole, every target fresh."""
+  """Both programs whole, with every target at most 100 learner steps old."""
   measured = bench.measure(of_ours, *theirs)
-  rates = [m.get("samples_per_second", NAN) for m in measured]
+  rates = [row.get("samples_per_second", NAN) for row in measured]
   rows = {
-    f"LightZero with {task.arguments['simulations']} simulations": [rates[0], rate, rates[0] / rate]
+    f"LightZero, {task.arguments['simulations']} simulations": [rates[0], rate, rates[0] / rate]
     for task, rate in zip(theirs, rates[1:], strict=True)
   }
-  columns = ["ours, sweep S=100", "LightZero, batch", "ours/LightZero"]
-  table(f"{title}, learner samples/s (measured)", "", columns, rows, ",.2f")
+  table(f"{title}, samples/s", SIDES, rows)
   if "target_age_max" in measured[0]:
-    searches, oldest = measured[0]["searches_per_step"], measured[0]["target_age_max"]
-    print(
-      f"ours searched {searches:.0f} states a learner step; the oldest target used was {oldest:.0f} steps old"
-    )
+    print("ours: {searches_per_step:.0f} searches/step, oldest target {target_age_max:.0f} steps"
+          .format(**measured[0]))  # fmt: skip
 
 
 def small(bench: Bench, sizes: Sizes) -> None:
-  """64x64 grey Breakout, small network, batch 64, 16 simulations, 16,000 transitions held."""
-  tasks = (
-    side("whole", size="small", steps=sizes.steps, simulations=16) for side in (ours, lightzero)
-  )
-  whole(bench, "Whole programs, small network, batch 64", *tasks)
+  """64x64 grey Breakout, small network, batch 64, 16 simulations."""
+  work = {"size": "small", "steps": sizes.steps, "simulations": 16}
+  whole(bench, "Whole programs, small", ours("whole", **work), lightzero("whole", **work))
 
 
 def full(bench: Bench, sizes: Sizes) -> None:
-  """96x96 RGB Breakout, EfficientZero's network, batch 256, 20,000 transitions held; ours with 16 simulations."""
+  """96x96 RGB Breakout, EfficientZero's network, batch 256; ours with 16 simulations."""
   of_ours, of_theirs = sizes.full_steps
+  task = ours("whole", size="full", steps=of_ours, simulations=sizes.simulations[0])
   theirs = (
     lightzero("whole", size="full", steps=of_theirs, simulations=s) for s in sizes.simulations
   )
-  task = ours("whole", size="full", steps=of_ours, simulations=sizes.simulations[0])
-  whole(bench, "Whole programs, full size, batch 256", task, *theirs)
+  whole(bench, "Whole programs, full size", task, *theirs)
+
+
+PARTS = {part.__name__: part for part in (search, train, draw, reanalyse, small, full)}
 
 
 def main() -> None:
-  """Measures and reports."""
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+  parser = parser_of(__doc__)
   parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-  parser.add_argument(
-    "--quick", action="store_true", help="small sizes, two rounds: to see that it runs"
-  )
-  parser.add_argument(
-    "--repeat", type=positive, default=7, help="rounds, of which the median is taken"
-  )
-  parser.add_argument(
-    "--limit", type=float, default=60.0, help="seconds after which a row gets no third round"
-  )
-  parser.add_argument(
-    "--venv", type=Path, default=ROOT / ".venv-peers", help="LightZero's environment"
-  )
-  parser.add_argument(
-    "--set", nargs="*", default=[], metavar="key=value", help="overrides of ours, such as bfloat16"
-  )
-  parser.add_argument("--out", type=Path)
+  parser.add_argument("--quick", action="store_true", help="small sizes, two rounds")
+  parser.add_argument("--repeat", type=positive, default=7, help="rounds; medians are reported")
+  parser.add_argument("--limit", type=float, default=60.0, help="no third round after this, s")
+  parser.add_argument("--venv", type=Path, default=ROOT / ".venv-peers", help="LightZero's")
+  parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="overrides of ours")
   arguments = parser.parse_args()
   os.environ["PEERS_SET"] = " ".join(arguments.set)
   sizes = QUICK if arguments.quick else Sizes()
-  result: dict[str, Any] = {
-    "sizes": sizes._asdict(),
-    "environment": ALLOCATOR,
-    "set": arguments.set,
-  }
-  sides = dict.fromkeys(("ours", "mctx"), (Path(sys.executable), "peers_ours.py"))
-  missing: dict[str, str] = {}
+  sides, missing = {"ours": (Path(sys.executable), "ours.py")}, {}
   try:
-    sides["lightzero"] = lightzero_python(arguments.venv), "peers_lightzero.py"
+    sides["lightzero"] = lightzero_python(arguments.venv), "lightzero.py"
   except Missing as why:
     missing["lightzero"] = str(why)
     print(f"LightZero's columns stay empty: {why}")
   bench = Bench(sides, missing, 2 if arguments.quick else arguments.repeat, arguments.limit)
-  result["lightzero"] = bench.measure(lightzero("versions"))[0]
-  for part, run in (
-    ("search", search),
-    ("train", train),
-    ("draw", draw),
-    ("job", job),
-    ("small", small),
-    ("full", full),
-  ):
-    if part in arguments.only:
-      composed = run(bench, sizes)
-      if composed:
-        result[part] = composed
-  result |= {"load_average": os.getloadavg()[0], "measured": bench.rows}
+  bench.measure(lightzero("versions"))
+  for part in arguments.only:
+    PARTS[part](bench, sizes)
   for row in bench.rows:
-    if row["task"]["side"] in sides and "missing" in row:
-      print(
-        f"{row['task']['side']} {row['task']['piece']} {row['task']['arguments']}: {row['missing']}"
-      )
-  write(arguments.out, result)
+    if "missing" in row and row["task"]["side"] not in missing:
+      print(f"{row['task']}: {row['missing']}")
+  result = {"sizes": sizes._asdict(), "environment": ALLOCATOR, "set": arguments.set}
+  write(arguments.out, result | {"measured": bench.rows})
 
 
 if __name__ == "__main__":

@@ -1,91 +1,31 @@
-"""What each operation of the replay costs as it grows: 100,000, 1,000,000 and 10,000,000 transitions.
+"""Cost of each replay operation with 100,000, 1,000,000 and 10,000,000 transitions.
 
-    python benchmarks/replay.py --out benchmarks/results/replay.json                   # a minute, 4 GB of memory
-    python benchmarks/replay.py --slots 100000 --repeat 5 --gather-slots 2000          # seconds
+    python benchmarks/replay.py --out benchmarks/results/replay.json          # a minute, 4 GB
+    python benchmarks/replay.py --slots 100000 --repeat 5 --gather-slots 2000 # seconds
 
-The ring is full, so every append evicts. Frames are four bytes here: a gather reads as many frames from a large replay
-as from a small one, apart from cache misses. It is measured by itself, on frames of the real size, as many as
-`--gather-slots`.
+The ring is full, so every append evicts. Frames are four bytes here, because a gather reads as many
+frames from a large replay as from a small one. It is timed separately, on frames of the real size,
+in a replay of `--gather-slots`.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import write
+from common import parser_of, positive, write
 
-from speedyzero_jax.config.schema import ReanalyseConfig, ReplayConfig
-from speedyzero_jax.replay import Replay
-from speedyzero_jax.types import Segment
+ACTIONS = 6
+TINY = (1, 1, 4)  # frame shape
 
-ACTIONS, STACK, UNROLL, EPISODE = 6, 4, 5, 500
-TINY = (1, 1, 4)
-
-Ready = Callable[
-  [], Callable[[], Any]
-]  # prepares one execution of an operation and returns what is to be timed
-
-
-class Player:
-  """Makes up what actors would collect."""
-
-  def __init__(self, lanes: int, frame_shape: tuple[int, ...]):
-    self.rng = np.random.default_rng(0)
-    self._heads, self._open, self._frame_shape = [0] * lanes, [False] * lanes, frame_shape
-
-  def segments(self, n: int, step: int) -> list[Segment]:
-    """The next n slots of every lane, found with weights of this learner step."""
-    return [self._segment(lane, n, step) for lane in range(len(self._heads))]
-
-  def _segment(self, lane: int, n: int, step: int) -> Segment:
-    rng, start = self.rng, self._heads[lane]
-    end = rng.random(n) < 1 / EPISODE
-    values = rng.normal(size=(3, n)).astype(np.float32)
-    policy = rng.random((n, ACTIONS), np.float32)
-    self._heads[lane] += n
-    begins, self._open[lane] = not self._open[lane], not end[-1]
-    return Segment(
-      lane, start, rng.integers(0, 256, (n, *self._frame_shape), np.uint8), np.concatenate([[begins], end[:-1]]), end,
-      np.zeros(n, bool), np.where(end, -1, rng.integers(0, ACTIONS, n)).astype(np.int32), values[0], policy, values[1],
-      values[2], np.full(n, step, np.int32),
-    )  # fmt: skip
-
-
-def filled(slots: int, lanes: int, frame_shape: tuple[int, ...]) -> tuple[Replay, Player, int]:
-  """A full replay of about so many slots, whose priorities differ and which is 100 learner steps old."""
-  capacity = slots // lanes
-  replay = Replay(
-    lanes=lanes,
-    capacity=capacity,
-    frame_shape=frame_shape,
-    frame_dtype=np.uint8,
-    num_actions=ACTIONS,
-    replay=ReplayConfig(),
-    reanalyse=ReanalyseConfig(),
-    unroll_steps=UNROLL,
-    value_prefix_horizon=5,
-    frame_stack=STACK,
-    discount=0.997**4,
-    rng_seed=0,
-  )
-  player = Player(lanes, frame_shape)
-  chunk = max(capacity // 100, 1)
-  for step in range(-(-capacity // chunk)):
-    replay.append_many(player.segments(chunk, step))
-  for _ in range(20):
-    lane, time, _ = replay.sample(max(slots // 20, 1))
-    replay.set_priorities(lane, time, player.rng.exponential(size=len(lane)), 100)
-  return replay, player, 100
+Ready = Callable[[], Callable[[], Any]]  # prepares one execution; what it returns is timed
 
 
 def operations(
-  replay: Replay, player: Player, begin: int, batch: int
+  replay: Any, player: Any, begin: int, batch: int, states: int
 ) -> Iterator[tuple[str, Ready]]:
-  """What is measured, by name. Learner steps go on with every execution."""
+  """Operations by name; `states` of a sample. Each execution advances the learner step."""
   rng, clock = player.rng, iter(range(begin, 2**31))
 
   def values(n: int) -> np.ndarray:
@@ -95,43 +35,21 @@ def operations(
     segments = player.segments(1, next(clock))
     return lambda: replay.append_many(segments)
 
-  def draw() -> Callable[[], Any]:
-    return lambda: replay.make_batch(*replay.sample(batch), next(clock))
-
-  def make_batch() -> Callable[[], Any]:
-    drawn = replay.sample(batch)
-    return lambda: replay.make_batch(*drawn, next(clock))
-
-  def window_cells() -> Callable[[], Any]:
-    lane, time, _ = replay.sample(batch)
-    return lambda: replay.window_cells(lane, time, UNROLL)
-
   def set_priorities() -> Callable[[], Any]:
-    lane, time, _ = replay.sample(batch)
+    lane, at, _ = replay.sample(batch)
     error = values(batch)
-    return lambda: replay.set_priorities(lane, time, error, next(clock))
+    return lambda: replay.set_priorities(lane, at, error, next(clock))
 
   def reanalyse_batch() -> Callable[[], Any]:
-    lane, time, _ = replay.sample(batch)
-    n = batch * (UNROLL + 1)
-    policy, found = rng.random((n, ACTIONS), np.float32), values(n)
+    lane, at, _ = replay.sample(batch)
+    policy, found = rng.random((batch * states, ACTIONS), np.float32), values(batch * states)
 
     def run() -> None:
       step = next(clock)
-      at, when = (x.reshape(-1) for x in replay.states_to_search(lane, time))
-      replay.write_search(at, when, policy, found, found, step)
-      at, when = (x.reshape(-1) for x in replay.states_to_bootstrap(lane, time))
-      replay.write_bootstrap(at, when, found, step)
-
-    return run
-
-  def refresh(n: int = 512) -> Callable[[], Any]:
-    found, step = values(n), next(clock)
-
-    def run() -> None:
-      lane, time = replay.next_block("refresh", n)
-      replay.write_values(lane, time, found, step)
-      replay.refresh_priorities(lane, time, step)
+      lanes, times = (x.reshape(-1) for x in replay.states_to_search(lane, at))
+      replay.write_search(lanes, times, policy, found, found, step)
+      lanes, times = (x.reshape(-1) for x in replay.states_to_bootstrap(lane, at))
+      replay.write_bootstrap(lanes, times, found, step)
 
     return run
 
@@ -139,134 +57,93 @@ def operations(
     policy, found, step = rng.random((n, ACTIONS), np.float32), values(n), next(clock)
 
     def run() -> None:
-      lane, time = replay.next_block("reanalyse", n)
-      replay.write_search(lane, time, policy, found, found, step)
-      replay.write_values(lane, time, found, step)
-      replay.refresh_priorities(lane, time, step)
+      lane, at = replay.next_block("reanalyse", n)
+      replay.write_search(lane, at, policy, found, found, step)
+      replay.write_values(lane, at, found, step)
+      replay.refresh_priorities(lane, at, step)
 
     return run
 
-  yield "append, one slot in each of the lanes", append
+  def due() -> Any:
+    return replay.quota("refresh", 512, 10**6), replay.oldest_step("refresh")
+
+  yield "append, one slot in each lane", append
   yield f"sample {batch}", lambda: lambda: replay.sample(batch)
-  yield f"make_batch {batch}: actions and targets", make_batch
-  yield f"both: a batch of {batch} without frames", draw
-  yield f"window_cells {batch}: where its frames are", window_cells
+  yield (
+    f"sample and make_batch {batch}, without frames",
+    lambda: lambda: replay.make_batch(*replay.sample(batch), next(clock)),
+  )
   yield f"set_priorities {batch}", set_priorities
-  yield f"batch reanalysis: which states of {batch}, and writing them", reanalyse_batch
-  yield "refresh block of 512: which states, writing, priorities", refresh
-  yield "sweep block of 256: the same with policies", sweep
-  yield (
-    "due: quota and oldest_step",
-    lambda: lambda: (replay.quota("refresh", 512, 10**6), replay.oldest_step("refresh")),
-  )
-  yield "stats, for a line of metrics", lambda: lambda: replay.stats(next(clock))
-  yield (
-    "export_slots: frames of 16,000 new slots",
-    lambda: lambda: replay.export_slots(replay.heads - 1000),
-  )
-  yield "state_dict, for a checkpoint", lambda: replay.state_dict
+  yield f"batch reanalysis of {batch}: states and writes", reanalyse_batch
+  yield "sweep block of 256: states, writes, priorities", sweep
+  yield "due: quota and oldest_step", lambda: due
+  yield "stats", lambda: lambda: replay.stats(next(clock))
+  yield "state_dict", lambda: replay.state_dict
 
 
 def timed(ready: Ready, repeat: int) -> dict[str, float]:
-  """Seconds: median, minimum and maximum of `repeat` executions after one that is not counted."""
+  """Seconds of `repeat` executions after one that is not counted."""
   times = []
   for _ in range(repeat + 1):
     run = ready()
     begin = time.perf_counter()
     run()
     times.append(time.perf_counter() - begin)
-  return {
-    "median_s": statistics.median(times[1:]),
-    "min_s": min(times[1:]),
-    "max_s": max(times[1:]),
-  }
+  times = times[1:]
+  return {"median_s": statistics.median(times), "min_s": min(times), "max_s": max(times)}
 
 
-def gather(
-  slots: int, lanes: int, side: int, channels: int, batch: int, repeat: int
-) -> dict[str, Any]:
-  """Windows of a batch, with their frames, from host memory."""
-  replay, _, _ = filled(slots, lanes, (side, side, channels))
+def gather(replay: Any, unroll: int, window_bytes: int, batch: int, repeat: int) -> dict[str, Any]:
+  """Windows of a batch from host memory."""
 
   def windows() -> Callable[[], Any]:
-    lane, time, _ = replay.sample(batch)
-    return lambda: replay.windows(lane, time, after=UNROLL)
+    lane, at, _ = replay.sample(batch)
+    return lambda: replay.windows(lane, at, after=unroll)
 
-  size = batch * (STACK + UNROLL) * side * side * channels
-  row = {
-    "operation": f"windows of {batch} from host memory",
-    "frame": [side, side, channels],
-    "slots": slots,
-  }
-  return row | timed(windows, repeat) | {"bytes": size}
+  row = {"operation": f"windows of {batch}", "bytes": batch * window_bytes}
+  return row | timed(windows, repeat)
 
 
 def main() -> None:
-  """Measures and reports."""
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
-  parser.add_argument("--slots", type=int, nargs="+", default=[100_000, 1_000_000, 10_000_000])
-  parser.add_argument("--lanes", type=int, default=16)
-  parser.add_argument("--batch", type=int, default=2048)
-  parser.add_argument("--repeat", type=int, default=20)
-  parser.add_argument(
-    "--frame",
-    type=int,
-    nargs=2,
-    default=[96, 3],
-    metavar=("SIDE", "CHANNELS"),
-    help="of the gather",
-  )
-  parser.add_argument(
-    "--gather-slots", type=int, default=50_000, help="for the gather; 0: leave it out"
-  )
-  parser.add_argument("--out", type=Path)
+  parser = parser_of(__doc__)
+  sizes = [100_000, 1_000_000, 10_000_000]
+  parser.add_argument("--slots", type=positive, nargs="+", default=sizes)
+  parser.add_argument("--lanes", type=positive, default=16)
+  parser.add_argument("--batch", type=positive, default=2048)
+  parser.add_argument("--repeat", type=positive, default=20)
+  parser.add_argument("--side", type=positive, default=96, help="of the RGB frames gathered")
+  parser.add_argument("--gather-slots", type=int, default=50_000, help="0: no gather")
   arguments = parser.parse_args()
+  slow = max(arguments.repeat // 5, 1)
+  import pieces  # imports jax and the package: not needed for --help
+
+  def config(slots: int) -> Any:
+    settings = ["replay.frames=host", f"replay.capacity={slots}", "reanalyse.ratio=1"]
+    settings += [f"actor.lanes={arguments.lanes}"]
+    return pieces.load(parser, ["efficientzero"], settings)
+
+  unroll = pieces.unroll_steps(config(arguments.slots[0]))
   rows: dict[str, list[dict[str, float]]] = {}
   for slots in arguments.slots:
-    replay, player, step = filled(slots, arguments.lanes, TINY)
-    for name, ready in operations(replay, player, step, arguments.batch):
-      repeat = (
-        max(arguments.repeat // 5, 1)
-        if name.startswith(("stats", "export", "state"))
-        else arguments.repeat
-      )
+    replay, player, step = pieces.filled_replay(config(slots), TINY, ACTIONS)
+    for name, ready in operations(replay, player, step, arguments.batch, unroll + 1):
+      repeat = slow if name.startswith("stat") else arguments.repeat
       rows.setdefault(name, []).append({"slots": slots} | timed(ready, repeat))
     del replay, player
-  print(
-    f"{'ms, median':58}" + "".join(f"{slots:>12,}" for slots in arguments.slots) + "   last / first"
-  )
+  print(f"{'ms, median':50}" + "".join(f"{slots:>12,}" for slots in arguments.slots))
   for name, row in rows.items():
-    first, last = row[0]["median_s"], row[-1]["median_s"]
-    print(
-      f"{name:58}"
-      + "".join(f"{1e3 * cell['median_s']:12.3f}" for cell in row)
-      + f"{last / first:15.1f}"
-    )
+    print(f"{name:50}" + "".join(f"{1e3 * cell['median_s']:12.3f}" for cell in row))
   gathered = None
   if arguments.gather_slots:
-    gathered = gather(
-      arguments.gather_slots,
-      arguments.lanes,
-      *arguments.frame,
-      arguments.batch,
-      max(arguments.repeat // 5, 1),
-    )
-    print(
-      f"{gathered['operation']}: {1e3 * gathered['median_s']:.0f} ms for {gathered['bytes'] / 1e6:.0f} MB, "
-      f"{gathered['bytes'] / gathered['median_s'] / 1e9:.1f} GB/s"
-    )
-  write(
-    arguments.out,
-    {
-      "lanes": arguments.lanes,
-      "batch": arguments.batch,
-      "tiny_frame": TINY,
-      "operations": rows,
-      "gather": gathered,
-    },
-  )
+    large, frame = config(arguments.gather_slots), (arguments.side, arguments.side, 3)
+    replay, _, _ = pieces.filled_replay(large, frame, ACTIONS)
+    window_bytes = (large.env.frame_stack + unroll) * 3 * arguments.side**2
+    gathered = gather(replay, unroll, window_bytes, arguments.batch, slow)
+    gathered |= {"frame": frame, "slots": arguments.gather_slots}
+    rate = gathered["bytes"] / gathered["median_s"] / 1e9
+    print(f"{gathered['operation']}: {1e3 * gathered['median_s']:.0f} ms, {rate:.1f} GB/s")
+  result = {"lanes": arguments.lanes, "batch": arguments.batch, "tiny_frame": TINY}
+  write(arguments.out, result | {"operations": rows, "gather": gathered})
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Plays full episodes with a run's last checkpoint: python launch/evaluate.py RUN_DIR [--episodes 32]
+"""Evaluates a run's newest checkpoint: python launch/evaluate.py RUN_DIR [--episodes 32]
 
-No noise, best action, raw rewards, capped at 27,000 agent steps. Prints mean, median, standard deviation and the
-human-normalised score, and writes evaluation.json into the run folder; a run may be going on there.
+Plays full episodes: no noise, best action, raw rewards, capped at 27,000 agent steps. Prints mean,
+median, standard deviation and human-normalised score, and writes evaluation.json into the run
+folder; the run may still be training.
 
-Exit codes: 0 done, 1 no checkpoint can be read, memory ran out, or the result can't be written, 2 wrong use,
-130 stopped by Ctrl-C, which leaves an earlier evaluation.json as it is.
+Exit codes: 0 done; 1 no readable checkpoint, out of memory, or the result can't be written; 2 wrong
+use; 130 stopped by Ctrl-C, without changing evaluation.json.
 """
 
 import argparse
@@ -15,22 +16,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(
-  0, str(Path(__file__).resolve().parent.parent)
-)  # a clone works without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a clone not installed
 
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.run import run_dir
 from speedyzero_jax.run.run_dir import RunFolderError
 
 FAILED, WRONG_USE = 1, 2
-_MOST = 10**9  # as in a run's settings
+_MAX = 10**9  # as in a run's settings
 
 
 def _positive(text: str) -> int:
   number = int(text)
-  if not 1 <= number <= _MOST:
-    raise argparse.ArgumentTypeError(f"must be at least 1 and at most {_MOST}, got {number}")
+  if not 1 <= number <= _MAX:
+    raise argparse.ArgumentTypeError(f"must be at least 1 and at most {_MAX}, got {number}")
   return number
 
 
@@ -42,7 +41,7 @@ def _natural(text: str) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-  """The command line."""
+  """Parses the command line."""
   parser = argparse.ArgumentParser(
     prog="launch/evaluate.py", description="Evaluates the last checkpoint of a run."
   )
@@ -56,7 +55,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   parser.add_argument(
     "--seed",
     type=_natural,
-    help="of the environments (default: the one the run itself evaluates with)",
+    help="of the environments (default: that of the run's own evaluations)",
   )
   return parser.parse_args(argv)
 
@@ -96,11 +95,12 @@ def evaluate(arguments: argparse.Namespace, config: Config) -> int:
   memory.keep_freed()
   enable_compilation_cache(config)
   try:
-    inference, version = restore_for_evaluation(
+    agent, inference, version = restore_for_evaluation(
       config, arguments.run_dir, warn=lambda line: report(f"warning: {line}"), report=report
     )
     result = evaluator.evaluate(
       config,
+      agent,
       inference,
       version,
       episodes=arguments.episodes or config.evaluation.episodes,
@@ -108,7 +108,7 @@ def evaluate(arguments: argparse.Namespace, config: Config) -> int:
       max_episode_steps=arguments.max_episode_steps,
       report=report,
     )
-    assert result is not None  # nobody stops it
+    assert result is not None  # without `should_stop`
     print(result)
     result.write(arguments.run_dir / "evaluation.json")
   except (CheckpointError, OSError) as error:

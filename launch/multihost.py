@@ -1,11 +1,10 @@
-"""Trains SpeedyZero: python launch/multihost.py --config PRESET [PRESET ...] [key=value ...]
+"""Trains an agent: python launch/multihost.py --config PRESET [PRESET ...] [key=value ...]
 
-One process does it all, unless --processes, a cluster (Slurm, Open MPI, Kubernetes, ...) or --coordinator says that it
-is one of several.
+A run is one process, unless --processes, a cluster (Slurm, Open MPI, Kubernetes, ...) or
+--coordinator makes this process one of several.
 
-Exit codes: 0 finished, 1 the run failed, 2 wrong use (an unknown key, a folder that can't be used),
-129, 130 or 143 stopped by a closed terminal, Ctrl-C or SIGTERM, after saving what there was; go on with
---resume RUN_DIR.
+Exit codes: 0 finished; 1 failed; 2 wrong use (an unknown key, an unusable folder); 129, 130 or 143
+stopped by a closed terminal, Ctrl-C or SIGTERM, after saving; continue with --resume RUN_DIR.
 """
 
 import argparse
@@ -18,27 +17,25 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-sys.path.insert(
-  0, str(Path(__file__).resolve().parent.parent)
-)  # a clone works without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a clone not installed
 
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.loader import ConfigError
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.replay.journal import JournalError
 from speedyzero_jax.run import run_dir, topology
-from speedyzero_jax.run.run_dir import RunFolder, RunFolderError
+from speedyzero_jax.run.run_dir import RunDir, RunFolderError
 
 FAILED, WRONG_USE = 1, 2
-_KINDS = {"learner": "learners", "actor": "actors", "reanalyser": "reanalysers"}
+_KINDS = {"learner": "learners", "actor": "actors", "refresher": "refreshers"}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-  """The command line. Overrides may stand anywhere, also right after the presets."""
+  """Parses the command line. Overrides may stand anywhere, also right after the presets."""
   parser = argparse.ArgumentParser(
     prog="launch/multihost.py",
-    description="Trains SpeedyZero: collects, reanalyses, refreshes priorities, learns, evaluates.",
-    epilog=loader.help_text(),
+    description="Trains an agent: collects, learns, evaluates.",
+    epilog=loader.help_text(chosen_agent(argv)),
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
   parser.add_argument(
@@ -47,57 +44,63 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     action="extend",
     metavar="PRESET",
     default=[],
-    help="presets from configs/, the later ones win",
+    help="presets from configs/; later ones win",
   )
-  parser.add_argument(
-    "--resume", type=Path, metavar="RUN_DIR", help="go on with the run in this folder"
-  )
+  parser.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue this run")
   parser.add_argument(
     "--processes",
     metavar="KIND=N,...",
-    help="start and supervise so many on this machine, e.g. learner=1,actor=1,reanalyser=2",
+    help="start and supervise processes on this machine, e.g. learner=1,actor=1,refresher=2",
   )
   parser.add_argument(
-    "--coordinator", metavar="HOST:PORT", help="be one of several: where process 0 listens"
+    "--coordinator", metavar="HOST:PORT", help="address of process 0, for one process of several"
   )
-  parser.add_argument("--num-processes", type=int, metavar="N", help="how many there are")
-  parser.add_argument("--process-id", type=int, metavar="I", help="which of them this is, from 0")
+  parser.add_argument("--num-processes", type=int, metavar="N", help="number of processes")
+  parser.add_argument("--process-id", type=int, metavar="I", help="number of this one, from 0")
   parser.add_argument(
-    "--devices", metavar="I,...", help="the accelerators of this machine to use; all by default"
+    "--devices", metavar="I,...", help="accelerators of this machine to use (default: all)"
   )
   parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, listed below")
   arguments = parser.parse_args(argv)
-  tell_apart(arguments, argv)
+  separate_overrides(arguments, argv)
   if arguments.resume is None and not arguments.config:
-    parser.error(
-      "say what to train with --config PRESET, or what to go on with by --resume RUN_DIR"
-    )
+    parser.error("--config PRESET or --resume RUN_DIR is required")
   if arguments.resume is not None and arguments.config:
     parser.error("--resume takes its configuration from the run folder; leave --config out")
   given = [arguments.coordinator, arguments.num_processes, arguments.process_id]
   if any(x is not None for x in given) and (None in given or arguments.processes):
     parser.error(
-      "--coordinator, --num-processes and --process-id go together, and without --processes"
+      "--coordinator, --num-processes and --process-id go together, and exclude --processes"
     )
   if arguments.processes:
     arguments.overrides += counts(parser, arguments.processes)
   return arguments
 
 
-def tell_apart(arguments: argparse.Namespace, argv: Sequence[str]) -> None:
-  """Presets and overrides, which argparse takes for presets if they stand right after those; overrides as in `argv`."""
+def chosen_agent(argv: Sequence[str]) -> str:
+  """The agent whose settings `--help` lists, from the presets and overrides on the command line."""
+  presets = [text for text in argv if text in loader.preset_names()]
+  try:
+    named = [text for text in argv if text.startswith("agent=")]
+    return loader.load(presets, named).agent.name
+  except ConfigError:
+    return loader.DEFAULT_AGENT
+
+
+def separate_overrides(arguments: argparse.Namespace, argv: Sequence[str]) -> None:
+  """Moves overrides that argparse took for presets to `overrides`, in the order of `argv`."""
   overrides = {*arguments.overrides, *(text for text in arguments.config if "=" in text)}
-  arguments.overrides = [text for text in argv if text in overrides]  # the later ones win
+  arguments.overrides = [text for text in argv if text in overrides]  # later ones win
   arguments.config = [text for text in arguments.config if "=" not in text]
 
 
 def counts(parser: argparse.ArgumentParser, text: str) -> list[str]:
-  """`learner=1,actor=2` as settings."""
+  """`learner=1,actor=2` as overrides."""
   found = {}
   for part in text.split(","):
     kind, _, count = part.partition("=")
     if kind not in _KINDS or not count.isdecimal():
-      parser.error(f"--processes: expected learner=N,actor=N,reanalyser=N, got {part!r}")
+      parser.error(f"--processes: expected learner=N,actor=N,refresher=N, got {part!r}")
     found[kind] = int(count)
   if not found.get("learner"):
     parser.error("--processes: at least one learner is needed")
@@ -106,15 +109,17 @@ def counts(parser: argparse.ArgumentParser, text: str) -> list[str]:
 
 def open_folder(
   arguments: argparse.Namespace, num_processes: int | None, check: Callable[[Config], None]
-) -> RunFolder:
-  """The run folder to work in.
+) -> RunDir:
+  """Creates or opens the run folder.
 
   Args:
     arguments: of the command line.
-    num_processes: that there are; None if it is for the configuration to say.
-    check: raises ConfigError if the configuration is not for this machine.
+    num_processes: number of processes; None to take it from the configuration.
+    check: raises ConfigError if the configuration is unusable on this machine.
 
-  Raises ConfigError or RunFolderError.
+  Raises:
+    ConfigError: invalid settings.
+    RunFolderError: an unusable folder.
   """
   if arguments.resume is not None:
     if any(text.partition("=")[0].strip() == "run.dir" for text in arguments.overrides):
@@ -128,7 +133,7 @@ def open_folder(
       folder.close()
       raise
     return folder
-  # With the number of learners settled: each has its share of the run in the folder.
+  # Settled with the number of learners, among which the run is divided.
   config = topology.settle(loader.load(arguments.config, arguments.overrides), num_processes)
   check(config)
   preset = "+".join(Path(name).stem for name in arguments.config)
@@ -136,7 +141,7 @@ def open_folder(
 
 
 def check_possible(config: Config) -> None:
-  """Raises ConfigError for what only this machine can tell, before anything is written."""
+  """Raises ConfigError for settings unusable on this machine, before anything is written."""
   import jax
 
   from speedyzero_jax.envs.batched_env import check_game, make_env
@@ -171,28 +176,24 @@ def _first_line(error: Exception) -> str:
 
 
 def supervise(arguments: argparse.Namespace) -> int:
-  """Starts all processes on this machine, and again those that die. Returns the exit code."""
+  """Starts and restarts all processes on this machine. Returns the exit code."""
+  from speedyzero_jax.cluster import devices
   from speedyzero_jax.cluster.child import Child
   from speedyzero_jax.cluster.supervisor import Supervisor
   from speedyzero_jax.metrics.progress import TERMINAL
 
-  count = topology.local_gpus()
+  count = devices.local_gpus()
 
-  def check(
-    config: Config,
-  ) -> None:  # what devices these are is looked at by the processes that will have them
-    topology.deal_devices(topology.resolve(config), count, config.learner.batch_size)
+  def check(config: Config) -> None:  # processes inspect their devices themselves
+    devices.deal_devices(topology.resolve(config), count, config.learner.batch_size)
 
   with open_folder(arguments, None, check) as folder:
-    path, shape, batch_size = (
-      folder.path,
-      topology.resolve(folder.config),
-      folder.config.learner.batch_size,
-    )
+    path, batch_size = folder.path, folder.config.learner.batch_size
+    shape = topology.resolve(folder.config)
   print(f"topology: {shape}", flush=True)
-  gpus = topology.deal_devices(shape, count, batch_size)
+  gpus = devices.deal_devices(shape, count, batch_size)
   if count:
-    print(f"GPUs: {topology.dealt_text(shape, gpus, count)}", flush=True)
+    print(f"GPUs: {devices.dealt_text(shape, gpus, count)}", flush=True)
   changes = arguments.overrides if arguments.resume is not None else []
 
   terminal = os.dup(sys.stdout.fileno())
@@ -202,25 +203,20 @@ def supervise(arguments: argparse.Namespace) -> int:
     for process_id in range(shape.num_processes):
       role, dealt = shape.role(process_id), gpus[process_id]
       command = [sys.executable, __file__, "--resume", str(path), "--coordinator", address]
-      command += [
-        "--num-processes",
-        str(shape.num_processes),
-        "--process-id",
-        str(process_id),
-        *changes,
-      ]
+      command += ["--num-processes", str(shape.num_processes), "--process-id", str(process_id)]
+      command += changes
       environment = {"JAX_COORDINATOR_BIND_ADDRESS": address}
       if dealt is not None:
         command += ["--devices", ",".join(map(str, dealt.ids))]
         environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{dealt.memory:.2f}"
       files = ()
-      if process_id == 0:  # its own output is its log; this terminal shows the progress of all
+      if process_id == 0:  # logs its own output; this terminal shows the progress of all
         environment[TERMINAL], files = str(terminal), (terminal,)
       children.append(Child(str(role), command, environment, role.kind == "learner", files))
     return children
 
   with run_dir.supervised(path), socket.socket() as held:
-    # Nobody else gets the port between two starts: gRPC, and only who says so like this, may share it.
+    # Keeps the port between restarts: only sockets with SO_REUSEPORT, such as gRPC's, may share it.
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     held.bind(("127.0.0.1", 0))
     address = f"127.0.0.1:{held.getsockname()[1]}"
@@ -228,8 +224,8 @@ def supervise(arguments: argparse.Namespace) -> int:
 
 
 def be_one(arguments: argparse.Namespace) -> int:
-  """Runs this process' part of the run, which may be all of it. Returns the exit code."""
-  from speedyzero_jax.cluster import learner_process, rendezvous, worker
+  """Runs this process' part of the run. Returns the exit code."""
+  from speedyzero_jax.cluster import rendezvous, worker
   from speedyzero_jax.run.signals import Signals
   from speedyzero_jax.run.train import train
   from speedyzero_jax.system import memory
@@ -245,19 +241,14 @@ def be_one(arguments: argparse.Namespace) -> int:
   if place is not None:
     devices = [int(x) for x in arguments.devices.split(",")] if arguments.devices else None
 
-    def open_with(meet: Callable[[Config], None]) -> RunFolder:
+    def open_with(meet: Callable[[Config], None]) -> RunDir:
       def check(config: Config) -> None:
         meet(config)
         check_possible(config)
 
       return open_folder(arguments, place.num_processes, check)
 
-    return worker.main(
-      place,
-      open_with,
-      resume=resume,
-      devices=devices,
-    )
+    return worker.main(place, open_with, resume=resume, devices=devices)
 
   def check(config: Config) -> None:
     if topology.resolve(config).num_processes > 1:
@@ -266,24 +257,18 @@ def be_one(arguments: argparse.Namespace) -> int:
       )
     check_possible(config)
 
-  with (
-    Signals() as signals,
-    open_folder(arguments, None, check) as folder,
-    learner_process.alone(folder.config, folder.path) as membership,
-  ):
+  with Signals() as signals, open_folder(arguments, None, check) as folder:
     print(f"topology: {topology.resolve(folder.config)}", flush=True)
-    return train(folder.config, folder.path, resume=resume, signals=signals, membership=membership)
+    return train(folder.config, folder.path, resume=resume, signals=signals)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Returns the exit code."""
   for name in ("stdout", "stderr"):
-    if (
-      getattr(sys, name) is None
-    ):  # closed before the start (>&-): what is said there is for nobody
+    if getattr(sys, name) is None:  # closed before the start (>&-)
       setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
-  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's notes about its cache
-  os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC's about servers that stop
+  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's messages on its cache
+  os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC's messages on stopping servers
   logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
   arguments = parse(sys.argv[1:] if argv is None else argv)
   try:
@@ -303,8 +288,6 @@ if __name__ == "__main__":
     traceback.print_exc()
     code = FAILED
   for stream in (sys.stdout, sys.stderr):
-    with contextlib.suppress(OSError):  # of a terminal that was closed
+    with contextlib.suppress(OSError):  # a closed terminal
       stream.flush()
-  os._exit(
-    code
-  )  # all is saved and closed; a library's threads and farewells must not keep a run from ending
+  os._exit(code)  # everything is saved; threads of libraries must not delay the exit

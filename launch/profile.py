@@ -58,7 +58,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     "overrides", nargs="*", metavar="key=value", help="settings (see launch/multihost.py --help)"
   )
   arguments = parser.parse_args(argv)
-  multihost.tell_apart(arguments, argv)
+  multihost.separate_overrides(arguments, argv)
   return arguments
 
 

@@ -1,11 +1,12 @@
-"""What crosses a border between parts, with shapes and units. Imports nothing of ours.
+"""Shared types: the output of environments and the experience that actors append.
 
-Letters: L lanes (environments stepped together), B batch, K unroll steps, A actions, S frames in a stack.
-A frame is what the environment shows once, unstacked: uint8 [H, W, C] for images, float32 [1, 1, D] for vectors.
+Letters: L lanes (environments stepped together), B batch, K unroll steps, A actions, S frames in a
+stack. A frame is one unstacked observation: uint8 [H, W, C] for images, float32 [1, 1, D] for
+vectors.
 
-A *slot* is one frame of a lane's endless stream, at absolute time t = 0, 1, 2, ... Slot t is followed by a
-transition (action[t], reward[t]) into slot t + 1 unless it is the last frame of its episode; the slot after an
-episode's last frame is the first frame of the next one.
+A *slot* is one frame of a lane's endless stream, at absolute time t = 0, 1, 2, ... Slot t is
+followed by a transition (action[t], reward[t]) into slot t + 1, unless it is the last frame of its
+episode; the slot after an episode's last frame is the first frame of the next episode.
 """
 
 from collections.abc import Callable
@@ -17,22 +18,18 @@ Params = Any  # a pytree of arrays
 
 
 class EnvStep(NamedTuple):
-  """What all lanes show after one call of `BatchedEnv.step`. All arrays are [L, ...]."""
+  """Output of `BatchedEnv.step`; arrays are [L, ...]."""
 
   frame: np.ndarray  # [L, H, W, C] the frame after the action
   reward: np.ndarray  # [L] float32, raw reward of the action; 0 where `first`
-  first: (
-    np.ndarray
-  )  # [L] bool, this frame starts an episode: the action was ignored, there was no transition
-  terminated: (
-    np.ndarray
-  )  # [L] bool, this frame ends the episode for good (lost life, game over): its value is 0
-  truncated: np.ndarray  # [L] bool, this frame ends the episode by a cap: its value is not 0
-  game_over: np.ndarray  # [L] bool, the game itself is over (never for a mere lost life)
+  first: np.ndarray  # [L] bool, the frame starts an episode; the action was ignored, no transition
+  terminated: np.ndarray  # [L] bool, the episode ends in a terminal state (life lost, game over)
+  truncated: np.ndarray  # [L] bool, the episode is cut by a cap; bootstrap from its value
+  game_over: np.ndarray  # [L] bool, the game itself is over, not just a life
 
 
 class Segment(NamedTuple):
-  """Consecutive slots of one lane, appended by an actor; n slots, frame i belongs to slot start + i.
+  """Consecutive slots of one lane, appended by an actor; frame i of n belongs to slot start + i.
 
   The columns and their dtypes are those of the replay's `Schema`.
   """
@@ -60,5 +57,5 @@ class Segment(NamedTuple):
     return cls(lane, start, **{name: arrays[name] for name in base}, extra=extra)
 
   def map(self, function: Callable[[np.ndarray], np.ndarray], start: int) -> "Segment":
-    """The segment from slot `start` whose columns are `function` of this one's."""
+    """The segment at slot `start` with `function` applied to each column."""
     return self.of(self.lane, start, {k: function(x) for k, x in self.arrays().items()})

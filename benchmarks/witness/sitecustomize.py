@@ -1,7 +1,7 @@
-"""Writes down what actors were told is safe, where none of a run's processes can change it.
+"""Record of acknowledged segments, outside of the run, for chaos.py.
 
-Python imports this by itself in every process that has its folder in PYTHONPATH; `chaos.py` sees to that. A line is the
-process' id, then lane, start and size of a segment that was acknowledged.
+Python imports this module in every process that has its folder in PYTHONPATH. Each line is the
+process id of the run, then lane, start and size of a segment whose append was acknowledged.
 """
 
 import os
@@ -13,17 +13,14 @@ from speedyzero_jax.cluster.grpc_client import Client
 _append = Client.append
 
 
-def _witnessed(self: Client, request: Any) -> Any:
+def _recorded(self: Client, request: Any) -> Any:
   acknowledged = _append(self, request)
   process = sys.argv[sys.argv.index("--process-id") + 1]
-  lines = [
-    f"{process} {segment.lane} {segment.start} {len(segment.frame)}\n"
-    for segment in request.segments
-  ]
+  lines = [f"{process} {s.lane} {s.start} {len(s.frame)}\n" for s in request.segments]
   file = os.open(os.environ["WITNESS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-  os.write(file, "".join(lines).encode())
+  os.write(file, "".join(lines).encode())  # one write: lines of several processes stay whole
   os.close(file)
   return acknowledged
 
 
-Client.append = _witnessed  # type: ignore[method-assign]
+Client.append = _recorded  # type: ignore[method-assign]

@@ -34,7 +34,7 @@ class ActInputs(NamedTuple):
 
   frames: Any  # [n, S, H, W, C], oldest first
   first: Any  # [n] bool, an episode starts here: recurrent state is to be reset
-  lane: Any  # [n] int32, number of the environment in the run
+  lane: Any  # [n] int32, number of the environment among those of the learner process
   core: Any  # recurrent state, a pytree; () without one
 
 
@@ -159,5 +159,7 @@ def make_agent(config: Any, frame_shape: tuple[int, ...], frame_dtype: Any, acti
   """The agent that a configuration names, for an environment with these frames and actions."""
   from speedyzero_jax.config.loader import agent_module
 
-  made: Agent = agent_module(config.agent.name).make_agent(config, frame_shape, frame_dtype, actions)
+  made: Agent = agent_module(config.agent.name).make_agent(
+    config, frame_shape, frame_dtype, actions
+  )
   return made

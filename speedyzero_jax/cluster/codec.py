@@ -1,360 +1,262 @@
-"""Messages as bytes and back. Knows no sockets; believes nothing that comes in.
+"""Messages as bytes and back, with one check for both directions.
 
-A message is a header (magic, version, kind, total length) and its fields in order, each an array: type, rank, sizes,
-then raw little-endian numbers, padded with zeros to 8 bytes. There is one way to write a message: whatever decodes,
-encodes to the same bytes again. Sizes are checked against the message's own length before anything is made of them, and
-arrays are views of the message, so decoding takes no memory worth mentioning.
+A message is an 8-byte preamble, a msgpack map `{kind: fields}`, and the raw numbers of its arrays.
+In the map an array stands as `[dtype.char, *shape]`; the numbers follow in the same order, each
+array padded to 8 bytes. The map is limited in size and decoded arrays are views of the message, so
+that decoding takes little memory whatever sizes a message declares.
 """
 
 import dataclasses
+import functools
+import itertools
 import math
-import operator
+import reprlib
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import jax
 import jax.numpy as jnp
+import msgpack
 import numpy as np
 
-from speedyzero_jax.cluster.messages import KINDS, SEGMENTS, Spec
+from speedyzero_jax.cluster.messages import CALLS, Spec
+from speedyzero_jax.replay.schema import Column, Schema
 from speedyzero_jax.types import Segment
 
-VERSION = 1
-
-_HEADER = struct.Struct("<4sBBHQ")  # magic, version, kind, zero, total length
-_MAGIC = b"SZJx"
-_ARRAY = struct.Struct("<BBHI")  # type, rank, zero, zero; then the sizes, 8 bytes each
+_PREAMBLE = struct.Struct("<4sI")  # magic, bytes of the map
+_MAGIC = b"SZJ2"  # changes with the layout
 _ALIGNMENT = 8
-_MAX_RANK = 8
-_DTYPES = tuple(
-  map(np.dtype, ("bool", "uint8", "int32", "int64", "float32", "float64", jnp.bfloat16))
-)
-_SCALARS = {
-  int: Spec("int64", low=0),
-  float: Spec("float64"),
-  bool: Spec("bool"),
-  str: Spec("uint8", ("",)),
+_MAX_MAP = 256 << 10  # bytes; enough for some thousand named arrays
+_DTYPES = {np.dtype(x).char: np.dtype(x) for x in (*"?bBhHiIlLqQefd", jnp.bfloat16)}
+_SCALARS: dict[type, Any] = {
+  int: int | np.integer,
+  float: int | float | np.floating,
+  bool: bool | np.bool_,
+  str: str,
 }
 
 Message = TypeVar("Message")
 
 
 class WireError(ValueError):
-  """These bytes are not the message that was expected, or this message cannot be sent."""
+  """Bytes that are not the expected message, or a message that cannot be sent."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
-  """The sizes that all messages of a unit share; both ends have them from the configuration.
-
-  `weights` are exactly the arrays of `Weights`; where none are sent there are none.
-  """
+class WireFormat:
+  """Sizes and arrays of a run's messages; both ends take them from the configuration."""
 
   lanes: int
   capacity: int  # slots per lane
-  actions: int
-  frame_shape: tuple[int, ...]
-  frame_dtype: np.dtype | type
+  schema: Schema  # of the replay
   weights: Mapping[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
+  results: Mapping[str, Mapping[str, Column]] = dataclasses.field(default_factory=dict)  # by task
   max_bytes: int = 64 << 20  # of any message
 
-
-class _Field(NamedTuple):
-  name: str
-  hint: Any  # int, float, bool, str, np.ndarray, list or dict
-  spec: Spec | None  # of what is one array on the wire
-
-
-def _fields_of(kind: type) -> tuple[_Field, ...]:
-  """What a message's annotations say."""
-  fields = []
-  for name, hint in get_type_hints(kind, include_extras=True).items():
-    if get_origin(hint) is Annotated:
-      fields.append(_Field(name, *get_args(hint)))
-    else:
-      fields.append(_Field(name, get_origin(hint) or hint, _SCALARS.get(hint)))
-  return tuple(fields)
+  @functools.cached_property
+  def segments(self) -> dict[str, Spec]:
+    """Arrays of packed segments."""
+    return _INDEX | {column.name: _spec(column, "n") for column in self.schema.columns}
 
 
-_FIELDS = {kind: _fields_of(kind) for kind in KINDS}
+_INDEX = {  # of segments
+  "_lane": Spec("int64", ("s",), 0, "lanes"),
+  "_start": Spec("int64", ("s",), 0),
+  "_size": Spec("int64", ("s",), 1),
+}
+_FIELDS = {
+  kind: get_type_hints(kind, include_extras=True)
+  for call in CALLS.values()
+  for kind in (call.request, call.answer)
+}
 
 
-def encode(message: Any, form: Form) -> bytes:
-  """A message of `messages.py` as bytes.
+def encode(message: Any, wire: WireFormat) -> bytes:
+  """A message of `messages` as bytes. Raises WireError if it does not fit the format."""
+  kind, fields = type(message), message._asdict()
+  parts: list[Any] = []
+  if "segments" in fields:
+    fields["segments"] = _pack(fields["segments"], wire.schema)
+  _Check(wire).fields(kind, fields)
 
-  Raises:
-    WireError: it does not fit the form, or is too long.
-  """
-  writer = _Writer(form)
-  for field, value in zip(_FIELDS[type(message)], message, strict=True):
-    if field.hint is list:
-      writer.segments(field.name, value)
-    elif field.hint is dict:
-      writer.named_arrays(value)
-    else:
-      assert field.spec is not None
-      writer.array(field.name, field.spec, _to_array(field, value))
-  return writer.message(KINDS.index(type(message)))
+  def default(value: Any) -> Any:
+    if isinstance(value, np.generic):
+      return value.item()
+    parts.extend((np.ascontiguousarray(value).reshape(-1).view(np.uint8), _padding(value.nbytes)))
+    return [value.dtype.char, *value.shape]
 
-
-def decode(kind: type[Message], data: bytes, form: Form) -> Message:
-  """The message of this kind that `data` holds; its arrays are read-only views of `data`.
-
-  Raises:
-    WireError: it holds anything else.
-  """
-  reader = _Reader(data, KINDS.index(kind), form)
-  values: list[Any] = []
-  for field in _FIELDS[kind]:
-    if field.hint is list:
-      values.append(reader.segments(field.name))
-    elif field.hint is dict:
-      values.append(reader.named_arrays())
-    else:
-      assert field.spec is not None
-      values.append(_from_array(field, reader.array(field.name, field.spec)))
-  reader.end()
-  return kind(*values)
-
-
-def _to_array(field: _Field, value: Any) -> np.ndarray:
   try:
-    if field.hint is int:
-      return np.array(operator.index(value), np.int64)
-    if field.hint is str:
-      return np.frombuffer(value.encode(), np.uint8)
-    if field.hint is np.ndarray:
-      return np.asarray(value)
-    return np.array(value, field.hint)
-  except (OverflowError, UnicodeEncodeError) as error:
-    raise WireError(f"{field.name}: {error}") from None
+    head = msgpack.packb({kind.__name__: fields}, default=default)
+  except UnicodeEncodeError as error:
+    raise WireError(f"{kind.__name__}: {error}") from None
+  parts[:0] = [_PREAMBLE.pack(_MAGIC, len(head)), head, _padding(len(head))]
+  size = sum(len(part) for part in parts)
+  if size > wire.max_bytes or len(head) > _MAX_MAP:
+    raise WireError(f"{size} bytes ({len(head)} without arrays) are more than may be sent")
+  return b"".join(parts)
 
 
-def _from_array(field: _Field, array: np.ndarray) -> Any:
-  if field.hint is np.ndarray:
-    return array
-  if field.hint is not str:
-    return array.item()
+def decode(kind: type[Message], data: bytes, wire: WireFormat) -> Message:
+  """The message of this kind in `data`; arrays are read-only views. Raises WireError otherwise."""
+  if len(data) > wire.max_bytes:
+    raise WireError(f"{len(data)} bytes are more than the {wire.max_bytes} that may be sent")
+  magic, size = _PREAMBLE.unpack_from(data) if len(data) >= _PREAMBLE.size else (b"", 0)
+  end = _PREAMBLE.size + size
+  if magic != _MAGIC or size > _MAX_MAP or end > len(data):
+    raise WireError("not a message of this version, or truncated")
+  arrays = _Arrays(data, end + len(_padding(size)), wire.max_bytes)
   try:
-    return array.tobytes().decode()
-  except UnicodeDecodeError:
-    raise WireError(f"{field.name}: not UTF-8") from None
-
-
-class _Checks:
-  """What holds for each array, in whichever direction it goes."""
-
-  def __init__(self, form: Form):
-    self.form = form
-    self.dims: dict[str, int] = {}  # letters bound so far
-
-  def form_of(self, name: str, spec: Spec, dtype: np.dtype, shape: tuple[int, ...]) -> None:
-    """Checks type and shape, and binds letters."""
-    if dtype != self.dtype(spec):
-      raise WireError(f"{name}: must be {self.dtype(spec)}, got {dtype}")
-    expected: list[int | None] = []
-    letters: list[str | None] = []
-    for dim in spec.dims:
-      fixed = self._fixed(dim)
-      expected += [self.dims.get(dim)] if fixed is None else fixed
-      letters += [dim] if fixed is None else [None] * len(fixed)
-    if len(shape) != len(expected) or any(
-      b not in (None, a) for a, b in zip(shape, expected, strict=True)
-    ):
-      wanted_shape = ", ".join(
-        str(letter if size is None else size)
-        for letter, size in zip(letters, expected, strict=True)
-      )
-      raise WireError(f"{name}: must be [{wanted_shape}], got {list(shape)}")
-    self.dims |= {letter: size for letter, size in zip(letters, shape, strict=True) if letter}
-
-  def dtype(self, spec: Spec) -> np.dtype:
-    return np.dtype(self.form.frame_dtype if spec.dtype == "frame" else spec.dtype)
-
-  def _fixed(self, dim: str) -> list[int] | None:
-    if dim == "frame":
-      return list(self.form.frame_shape)
-    return [self.form.actions] if dim == "actions" else None
-
-  def values(self, name: str, spec: Spec, array: np.ndarray) -> None:
-    """Checks the range of integers; a number on its own must be finite."""
-    if array.size == 0:
-      return
-    if spec.low is not None and array.min() < spec.low:
-      raise WireError(f"{name}: must be at least {spec.low}, got {array.min()}")
-    if spec.below is not None and array.max() >= getattr(self.form, spec.below):
-      raise WireError(
-        f"{name}: must be below {spec.below} ({getattr(self.form, spec.below)}), got {array.max()}"
-      )
-    if array.ndim == 0 and array.dtype.kind == "f" and not math.isfinite(array.item()):
-      raise WireError(f"{name}: must be finite, got {array}")
-
-  def weights(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> None:
-    """Checks one of the weights' arrays against the network's."""
-    known = self.form.weights.get(name)
-    if known is None:
-      raise WireError(f"weights: the network has no {name!r}")
-    if dtype != known.dtype or shape != known.shape:
-      raise WireError(
-        f"weights: {name} must be {known.dtype}{list(known.shape)}, got {dtype}{list(shape)}"
-      )
-
-
-class _Writer(_Checks):
-  """Collects the parts of a message."""
-
-  def __init__(self, form: Form):
-    super().__init__(form)
-    self._parts: list[Any] = [b""]  # the first is the header's place
-    self._length = _HEADER.size
-
-  def array(self, name: str, spec: Spec, array: np.ndarray) -> None:
-    self.form_of(name, spec, array.dtype, array.shape)
-    self.values(name, spec, array)
-    self._put(array)
-
-  def segments(self, name: str, segments: Sequence[Segment]) -> None:
-    size = [len(segment.frame) for segment in segments]
-    for column, spec in SEGMENTS.items():
-      where = f"{name}.{column}"
-      if spec.dims == ("segments",):
-        numbers = size if column == "size" else [getattr(segment, column) for segment in segments]
-        array = np.array(
-          [_to_array(_Field(where, int, spec), number) for number in numbers], np.int64
-        )
-        self.values(where, spec, array)
-        self.array(where, spec, array.astype(spec.dtype))  # checked above, so nothing wraps around
-      elif segments:
-        arrays = [np.asarray(getattr(segment, column)) for segment in segments]
-        if any(array.shape[:1] != (n,) for array, n in zip(arrays, size, strict=True)):
-          raise WireError(f"{where}: not as long as its frames")
-        try:
-          array = np.concatenate(arrays, dtype=self.dtype(spec), casting="no")
-        except (TypeError, ValueError) as error:
-          raise WireError(f"{where}: {error}") from None
-        self.array(where, spec, array)
-      else:
-        shape = [n for dim in spec.dims[1:] for n in self._fixed(dim) or ()]
-        self.array(where, spec, np.zeros((0, *shape), self.dtype(spec)))
-
-  def named_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
-    if arrays.keys() != self.form.weights.keys():
-      raise WireError(
-        f"weights: not the network's, {sorted(arrays.keys() ^ self.form.weights.keys())[:3]} differ"
-      )
-    for name, leaf in arrays.items():
-      array = np.asarray(leaf)
-      self.weights(name, array.dtype, array.shape)
-      self.array("weights", _SCALARS[str], _to_array(_Field("weights", str, None), name))
-      self._put(array)
-
-  def _put(self, array: np.ndarray) -> None:
-    head = _ARRAY.pack(_DTYPES.index(array.dtype), array.ndim, 0, 0) + struct.pack(
-      f"<{array.ndim}Q", *array.shape
+    found = msgpack.unpackb(
+      data[_PREAMBLE.size : end],
+      list_hook=arrays.take,
+      max_array_len=16,
+      max_str_len=4096,
+      max_bin_len=0,
+      max_ext_len=0,
     )
-    padding = bytes(-array.nbytes % _ALIGNMENT)
-    self._parts += [head, np.ascontiguousarray(array), padding]
-    self._length += len(head) + array.nbytes + len(padding)
+  except WireError:
+    raise
+  except (ValueError, msgpack.UnpackException) as error:
+    raise WireError(f"not msgpack: {error}") from None
+  if not isinstance(found, dict) or [*found] != [kind.__name__]:
+    raise WireError(f"must be {kind.__name__}, got {_brief(found)}")
+  if arrays.at != len(data):
+    raise WireError(f"arrays end at byte {arrays.at} of {len(data)}")
+  fields = found[kind.__name__]
+  _Check(wire).fields(kind, fields)
+  if "segments" in fields:
+    fields["segments"] = _unpack(fields["segments"])
+  return kind(**fields)
 
-  def message(self, kind: int) -> bytes:
-    if self._length > self.form.max_bytes:
-      raise WireError(f"{self._length} bytes, more than the {self.form.max_bytes} that may be sent")
-    self._parts[0] = _HEADER.pack(_MAGIC, VERSION, kind, 0, self._length)
-    return b"".join(self._parts)
 
+class _Check:
+  """Checks a message's fields against their annotations and the wire format."""
 
-class _Reader(_Checks):
-  """Takes a message apart, from front to back."""
+  def __init__(self, wire: WireFormat):
+    self._wire = wire
+    self._letters: dict[int | str, int] = {}  # sizes known so far
 
-  def __init__(self, data: bytes, kind: int, form: Form):
-    super().__init__(form)
-    if len(data) > form.max_bytes:
-      raise WireError(f"{len(data)} bytes, more than the {form.max_bytes} that may be sent")
-    if len(data) < _HEADER.size:
-      raise WireError(f"{len(data)} bytes are too few for any message")
-    magic, version, number, zero, length = _HEADER.unpack_from(data)
-    if magic != _MAGIC or zero:
-      raise WireError("not a message of this program")
-    if version != VERSION:
-      raise WireError(f"version {version}, this is version {VERSION}")
-    if number != kind:
-      got = KINDS[number].__name__ if number < len(KINDS) else f"kind {number}"
-      raise WireError(f"expected {KINDS[kind].__name__}, got {got}")
-    if length != len(data):
-      raise WireError(f"{len(data)} bytes of a message of {length}")
-    self._data, self._at = data, _HEADER.size
+  def fields(self, kind: type, fields: Any) -> None:
+    """Checks all fields; segments are packed."""
+    hints = _FIELDS[kind]
+    _check_names(kind.__name__, fields, hints)
+    for name, hint in hints.items():
+      value = fields[name]
+      base, extra = get_args(hint) if get_origin(hint) is Annotated else (hint, None)
+      if extra == "task" and not (isinstance(value, str) and value in self._wire.results):
+        raise WireError(f"{name}: unknown task {_brief(value)}")
+      if extra == "frame":
+        self._array(name, value, _spec(self._wire.schema.frame, "n"))
+      elif base is np.ndarray:
+        self._array(name, value, extra)
+      elif get_origin(base):  # named arrays, or segments
+        specs = self._specs(extra, fields)
+        _check_names(name, value, specs)
+        for key, spec in specs.items():
+          self._array(f"{name}.{key}", value[key], spec)
+      elif not _is_scalar(value, base, extra.low if isinstance(extra, Spec) else 0):
+        raise WireError(f"{name}: must be a valid {base.__name__}, got {_brief(value)}")
 
-  def array(self, name: str, spec: Spec) -> np.ndarray:
-    dtype, shape = self._head(name)
-    self.form_of(name, spec, dtype, shape)
-    array = self._body(name, dtype, shape)
-    self.values(name, spec, array)
-    return array
+  def _specs(self, extra: str | None, fields: Mapping[str, Any]) -> dict[str, Spec]:
+    if extra is None:
+      return self._wire.segments
+    if extra == "weights":
+      return {name: Spec(str(leaf.dtype), leaf.shape) for name, leaf in self._wire.weights.items()}
+    outputs = self._wire.results[fields["task"]]
+    return {name: _spec(column, "n", "k") for name, column in outputs.items()}
 
-  def segments(self, name: str) -> list[Segment]:
-    columns = {column: self.array(f"{name}.{column}", spec) for column, spec in SEGMENTS.items()}
-    lane, start, size = (columns.pop(column) for column in ("lane", "start", "size"))
-    stops = np.cumsum(size, dtype=np.int64).tolist()
-    slots = len(columns["frame"])
-    if slots != (stops[-1] if stops else 0):
-      raise WireError(f"{name}: sizes {size.tolist()[:8]} do not add up to {slots} slots")
-    found = []
-    begin = 0
-    for one, when, stop in zip(lane.tolist(), start.tolist(), stops, strict=True):
-      found.append(Segment(one, when, *(array[begin:stop] for array in columns.values())))
-      begin = stop
-    return found
-
-  def named_arrays(self) -> dict[str, np.ndarray]:
-    arrays: dict[str, np.ndarray] = {}
-    for _ in self.form.weights:  # each once, so all of them
-      name = _from_array(_Field("weights", str, None), self.array("weights", _SCALARS[str]))
-      if name in arrays:
-        raise WireError(f"weights: {name} comes twice")
-      dtype, shape = self._head(name)
-      self.weights(name, dtype, shape)
-      arrays[name] = self._body(name, dtype, shape)
-    return arrays
-
-  def end(self) -> None:
-    """Nothing may be left."""
-    if self._at != len(self._data):
-      raise WireError(f"{len(self._data) - self._at} bytes too many")
-
-  def _head(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
-    """Type and shape of the array that comes next; the rest of the message is long enough for it."""
-    code, rank, *zeros = self._unpack(name, _ARRAY)
-    if code >= len(_DTYPES) or rank > _MAX_RANK or any(zeros):
-      raise WireError(f"{name}: not an array")
-    dtype = _DTYPES[code]
-    shape = self._unpack(name, struct.Struct(f"<{rank}Q"))
-    if math.prod(shape) * dtype.itemsize > len(self._data) - self._at:
-      raise WireError(f"{name}: {dtype}{list(shape)} is larger than what is left of the message")
+  def _array(self, name: str, array: Any, spec: Spec) -> None:
+    sizes = [self._letters.get(size, size) for size in spec.shape]
     if (
-      math.prod(max(size, 1) for size in shape) * dtype.itemsize > self.form.max_bytes
-    ):  # an empty one, [0, 2 ** 60]
-      raise WireError(f"{name}: {dtype}{list(shape)} is out of all bounds")
-    return dtype, shape
+      not isinstance(array, np.ndarray)
+      or array.dtype != spec.dtype
+      or array.ndim != len(sizes)
+      or any(a != b for a, b in zip(sizes, array.shape, strict=True) if isinstance(a, int))
+    ):
+      got = f"{array.dtype}{[*array.shape]}" if isinstance(array, np.ndarray) else _brief(array)
+      raise WireError(f"{name}: must be {spec.dtype}[{', '.join(map(str, sizes))}], got {got}")
+    self._letters |= zip(spec.shape, array.shape, strict=True)
+    below = getattr(self._wire, spec.below) if isinstance(spec.below, str) else spec.below
+    if array.size and spec.low is not None and array.min() < spec.low:
+      raise WireError(f"{name}: must be at least {spec.low}, got {array.min()}")
+    if array.size and below is not None and array.max() >= below:
+      raise WireError(f"{name}: must be below {below}, got {array.max()}")
 
-  def _unpack(self, name: str, layout: struct.Struct) -> tuple[int, ...]:
-    if layout.size > len(self._data) - self._at:
-      raise WireError(f"{name}: the message ends before it")
-    self._at += layout.size
-    return layout.unpack_from(self._data, self._at - layout.size)
 
-  def _body(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    """The numbers that follow `_head`."""
-    count = math.prod(shape)
-    stop = self._at + count * dtype.itemsize
-    padded = stop + -stop % _ALIGNMENT
-    if any(self._data[stop:padded]) or padded > len(self._data):
-      raise WireError(f"{name}: not padded with zeros")
-    truth = dtype.kind == "b"
-    array = np.frombuffer(self._data, np.uint8 if truth else dtype, count, self._at).reshape(shape)
-    if truth:
-      if array.max(initial=0) > 1:
-        raise WireError(f"{name}: truth values must be 0 or 1, got {array.max()}")
-      array = array.view(bool)
-    self._at = padded
-    return array
+def _check_names(name: str, got: Any, expected: Mapping[str, Any]) -> None:
+  if not isinstance(got, Mapping) or got.keys() != expected.keys():
+    wrong = got.keys() ^ expected.keys() if isinstance(got, Mapping) else got
+    raise WireError(f"{name}: missing or unknown names {_brief(wrong)}")
+
+
+def _is_scalar(value: Any, kind: type, low: int | None) -> bool:
+  if not isinstance(value, _SCALARS[kind]) or (isinstance(value, bool) and kind is not bool):
+    return False
+  if kind is float:
+    return math.isfinite(value)
+  return kind is not int or (low or 0) <= value < 1 << 63
+
+
+def _spec(column: Column, *letters: str) -> Spec:
+  return Spec(column.dtype, (*letters, *column.shape), column.low, column.below)
+
+
+class _Arrays:
+  """The raw numbers of a message, taken from front to back."""
+
+  def __init__(self, data: bytes, at: int, max_bytes: int):
+    self._data, self.at, self._max_bytes = data, at, max_bytes
+
+  def take(self, form: list[Any]) -> np.ndarray:
+    """The next array, of the form [dtype.char, *shape]."""
+    dtype = _DTYPES.get(form[0]) if form and isinstance(form[0], str) else None
+    shape = form[1:]
+    if dtype is None or not all(type(size) is int and size >= 0 for size in shape):
+      raise WireError(f"not an array: {_brief(form)}")
+    nbytes = dtype.itemsize * math.prod(shape)
+    widest = math.prod(max(size, 1) for size in shape)  # matters for empty arrays
+    if nbytes > len(self._data) - self.at or widest > self._max_bytes:
+      raise WireError(f"{dtype}{shape} is larger than the rest of the message")
+    array = np.ndarray(shape, np.uint8 if dtype.kind == "b" else dtype, self._data, self.at)
+    if dtype.kind == "b" and array.max(initial=0) > 1:
+      raise WireError(f"bool must be 0 or 1, got {array.max()}")
+    self.at += nbytes + len(_padding(nbytes))
+    return array.view(dtype)
+
+
+def _brief(value: Any) -> str:
+  return reprlib.repr(value)[:200]  # safe for values of any depth
+
+
+def _padding(size: int) -> bytes:
+  return bytes(-size % _ALIGNMENT)
+
+
+def _pack(segments: Sequence[Segment], schema: Schema) -> dict[str, np.ndarray]:
+  """Segments as one array per column for the slots of all, and three that tell them apart."""
+  for segment in segments:
+    try:
+      schema.check(segment)
+    except ValueError as error:
+      raise WireError(str(error)) from None
+  columns = [segment.arrays() for segment in segments]
+  arrays = {
+    of.name: np.concatenate([np.zeros((0, *of.shape), of.dtype), *(x[of.name] for x in columns)])
+    for of in schema.columns
+  }
+  index = np.array(
+    [(x.lane, x.start, len(x.frame)) for x in segments] or np.zeros((0, 3), np.int64)
+  )
+  return arrays | dict(zip(_INDEX, index.T, strict=True))
+
+
+def _unpack(arrays: dict[str, np.ndarray]) -> list[Segment]:
+  lanes, starts, sizes = (arrays.pop(name).tolist() for name in _INDEX)
+  bounds = [0, *itertools.accumulate(sizes)]
+  if bounds[-1] != len(arrays["frame"]):
+    raise WireError("segments: sizes do not add up to the slots")
+  return [
+    Segment.of(lane, start, {name: array[a:b] for name, array in arrays.items()})
+    for lane, start, (a, b) in zip(lanes, starts, itertools.pairwise(bounds), strict=True)
+  ]

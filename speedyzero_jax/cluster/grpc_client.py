@@ -1,6 +1,6 @@
-"""The other end of `service.py`: calls a unit's hub, and calls again when nobody answers.
+"""gRPC client of the learner service, with retries.
 
-Every call may reach the hub more than once, if an answer is lost; the messages are made so that this does no harm.
+If only the answer was lost, a repeated call reaches the service twice; messages allow for that.
 """
 
 import random
@@ -21,32 +21,33 @@ from speedyzero_jax.cluster.grpc_server import (
 )
 from speedyzero_jax.run.rate_limiter import Stopped
 
-CALL_SECONDS = 30.0 + POLL_SECONDS  # after which a call counts as not answered
+CALL_SECONDS = 30.0 + POLL_SECONDS  # timeout of one attempt
 
-_CONNECT_SECONDS = 2.0  # for one attempt, however the network keeps silent
+_CONNECT_SECONDS = 2.0  # timeout of one connection attempt
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds between attempts
-_NOBODY_THERE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+_NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class Unreachable(Exception):
-  """Nobody answered for as long as the client is patient."""
+  """No answer within the client's patience."""
 
 
 class Refused(Exception):
-  """The hub or its service refused the call, and would again."""
+  """The server refused the call, and would refuse it again."""
 
 
 class Client:
-  """Calls one unit's hub; any thread may.
+  """Client of one learner service, for any number of threads.
 
-  All calls raise Refused (with the server's text), Unreachable, RunOver, or WireError for a message that does not fit
-  the form. Polls (grant, weights, work, frames) wait as long as it takes; after `stop` they raise Stopped.
+  Calls raise Refused (with the server's text), Unreachable, RunOver, or WireError for a message
+  that does not fit the format. Polls (grant, weights, work, frames) wait without limit; after
+  `stop` they raise Stopped.
 
   Args:
-    address: host:port of the service.
-    token: the unit's.
-    form: of all messages.
-    patience: seconds for which a call is tried again while nobody answers; at most CALL_SECONDS more may pass.
+    address: host:port of the server.
+    token: secret of the run.
+    wire: format of all messages.
+    patience: seconds for which an unanswered call is repeated, plus at most CALL_SECONDS.
     tls: as for `serve`.
   """
 
@@ -54,18 +55,18 @@ class Client:
     self,
     address: str,
     token: bytes,
-    form: codec.Form,
+    wire: codec.WireFormat,
     *,
     patience: float = 60.0,
     tls: Tls | None = None,
   ):
     options = [
-      *channel_options(form.max_bytes),
+      *channel_options(wire.max_bytes),
       ("grpc.initial_reconnect_backoff_ms", 100),
       ("grpc.min_reconnect_backoff_ms", round(1000 * _CONNECT_SECONDS)),
       ("grpc.max_reconnect_backoff_ms", 1000),
       ("grpc.enable_http_proxy", 0),
-      ("grpc.use_local_subchannel_pool", 1),  # a client that is closed leaves no connection behind
+      ("grpc.use_local_subchannel_pool", 1),  # closing the client ends its connection
     ]
     if tls is None:
       self._channel = grpc.insecure_channel(address, options)
@@ -74,23 +75,22 @@ class Client:
       credentials = grpc.ssl_channel_credentials(authority, key, certificate)
       self._channel = grpc.secure_channel(address, credentials, options)
     self._calls = {name: self._channel.unary_unary(f"/{SERVICE}/{name}") for name in messages.CALLS}
-    self._address, self._form, self._patience = address, form, patience
+    self._address, self._wire, self._patience = address, wire, patience
     self._metadata = ((TOKEN, token),)
     self._stopping = threading.Event()
-    self._polls: set[grpc.Future] = (
-      set()
-    )  # in flight; each use is one atomic operation, so a signal handler may stop
+    # In flight. Each use is one atomic operation, so that a signal handler may call `stop`.
+    self._polls: set[grpc.Future] = set()
 
   def join_actor(self, request: messages.ActorJoin) -> messages.ActorWelcome:
-    """Starts an actor's session, and ends that of its former incarnation."""
+    """Starts an actor's session and ends that of its earlier incarnation."""
     return self._call("join_actor", request)
 
-  def join_reanalyser(self, request: messages.ReanalyserJoin) -> messages.ReanalyserWelcome:
-    """Starts a reanalyser's session, and ends that of its former incarnation."""
-    return self._call("join_reanalyser", request)
+  def join_refresher(self, request: messages.RefresherJoin) -> messages.RefresherWelcome:
+    """Starts a refresher's session and ends that of its earlier incarnation."""
+    return self._call("join_refresher", request)
 
   def append(self, request: messages.Append) -> messages.Acknowledged:
-    """Hands over what was collected; when it returns, that is safe."""
+    """Sends collected slots; they are durable when this returns."""
     return self._call("append", request)
 
   def grant(self, request: messages.GrantRequest) -> messages.Grant:
@@ -106,7 +106,7 @@ class Client:
     return self._call("work", request)
 
   def result(self, request: messages.Result) -> messages.Ok:
-    """Hands over what came of a block."""
+    """Sends the result of a block."""
     return self._call("result", request)
 
   def frames(self, request: messages.FramesRequest) -> messages.FramesChunk:
@@ -114,7 +114,7 @@ class Client:
     return self._call("frames", request)
 
   def stop(self) -> None:
-    """Ends all polls, now and later, and retries; other calls can still be made, once each. Any thread may call it."""
+    """Ends all polls and retries, now and later; other calls can still be made, once each."""
     self._stopping.set()
     for poll in list(self._polls):
       poll.cancel()
@@ -131,14 +131,13 @@ class Client:
 
   def _call(self, name: str, request: Any) -> Any:
     call = messages.CALLS[name]
-    data = codec.encode(request, self._form)
-    answer = self._deliver(name, data, call.poll)
-    while call.poll and not answer:
-      answer = self._deliver(name, data, call.poll)
-    return codec.decode(call.answer, answer, self._form)
+    data = codec.encode(request, self._wire)
+    while not (answer := self._deliver(name, data, call.poll)) and call.poll:
+      pass
+    return codec.decode(call.answer, answer, self._wire)
 
   def _deliver(self, name: str, data: bytes, poll: bool) -> bytes:
-    """Gets the request there, in as many attempts as it takes."""
+    """The answer to a request, after as many attempts as it takes."""
     begin, pause = time.monotonic(), _FIRST_PAUSE
     while True:
       try:
@@ -147,12 +146,12 @@ class Client:
         code, text = error.code(), error.details()
       if code is grpc.StatusCode.ABORTED:
         raise RunOver(text)
-      if code not in _NOBODY_THERE:
+      if code not in _NO_ANSWER:
         raise Refused(f"{name}: {code.name}: {text}")
       waited = time.monotonic() - begin
       if waited >= self._patience:
         raise Unreachable(f"{self._address} has not answered for {waited:.0f} seconds: {text}")
-      # Random, so that all clients of a unit that comes back do not come at once.
+      # Random, so that the clients of a restarted server do not call all at once.
       if self._stopping.wait(min(random.uniform(pause / 2, pause), self._patience - waited)):
         raise Stopped
       pause = min(2 * pause, _LONGEST_PAUSE)

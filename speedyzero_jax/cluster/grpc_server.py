@@ -1,7 +1,7 @@
-"""The server of a unit: carries calls of `messages.CALLS` over gRPC to a hub. `client.py` is its other end.
+"""gRPC server of the learner service, for the calls of `messages.CALLS`.
 
-Nothing reaches the hub but well-formed messages of callers that know the unit's token. Refusals are logged once per
-host and call. Must not know what the hub does.
+Only well-formed messages of callers with the run's token reach the service. Refused calls are
+logged once per host and call.
 """
 
 import hmac
@@ -15,36 +15,34 @@ from typing import Any, NamedTuple, Protocol
 import grpc
 
 from speedyzero_jax.cluster import codec, messages
-from speedyzero_jax.run.topology import is_loopback
+from speedyzero_jax.cluster.addresses import is_loopback
 
 SERVICE = "speedyzero.Unit"
 TOKEN = "speedyzero-token-bin"  # key of the metadata; -bin: its value is bytes
 MIN_TOKEN = 16  # bytes
-POLL_SECONDS = (
-  2.0  # for which the hub may keep a poll waiting: how long a caller that is gone holds a thread
-)
+POLL_SECONDS = 2.0  # longest wait of a poll, and so the time that a lost caller holds a thread
 KEEPALIVE_SECONDS = 5.0  # between pings of a silent peer, and for its answer
 
-_THREADS = 6  # per client: the calls it can have open at once, and one to spare
-_MAX_TEXT = 1000  # characters of an error sent: metadata has little room
+_THREADS = 6  # per client: the calls it may have open at once, and a spare
+_MAX_TEXT = 1000  # characters of an error: gRPC limits metadata
 _MAX_LOGGED = 1000  # hosts and calls remembered
 
 _log = logging.getLogger(__name__)
 
 
 class RunOver(Exception):
-  """The run has ended or the unit has stopped. A hub may raise it in any call; the client's call then raises it too."""
+  """The run has ended. Raised by the service in any call, and then by the client's call."""
 
 
-class Hub(Protocol):
-  """What a server needs. Called from many threads at once.
+class Service(Protocol):
+  """Methods that the server calls, from many threads at once.
 
-  A ValueError is a refusal whose text the caller gets; RunOver sends the caller home. Polls wait for news up to
-  `seconds` and return None if there is none. A caller may be gone before an answer reaches it: it will ask again.
+  A ValueError refuses the call, with its text; RunOver ends the caller's work. Polls wait up to
+  `seconds` and return None if there is nothing yet. If an answer is lost, the call is repeated.
   """
 
   def join_actor(self, request: messages.ActorJoin) -> messages.ActorWelcome: ...
-  def join_reanalyser(self, request: messages.ReanalyserJoin) -> messages.ReanalyserWelcome: ...
+  def join_refresher(self, request: messages.RefresherJoin) -> messages.RefresherWelcome: ...
   def append(self, request: messages.Append) -> messages.Acknowledged: ...
   def grant(self, request: messages.GrantRequest, seconds: float) -> messages.Grant | None: ...
   def weights(
@@ -58,7 +56,7 @@ class Hub(Protocol):
 
 
 class Tls(NamedTuple):
-  """PEM files. Both ends show a certificate of this authority; the server's must name the address that clients use."""
+  """PEM files. Both ends need a certificate of this authority; the server's names its address."""
 
   certificate: Path
   key: Path
@@ -70,31 +68,28 @@ class Tls(NamedTuple):
 
 
 def channel_options(max_bytes: int) -> list[tuple[str, int]]:
-  """gRPC's options on both ends: what a message may weigh, and that a dead peer is noticed in seconds."""
+  """gRPC options of both ends: message size, and pings that notice a dead peer in seconds."""
   interval = round(1000 * KEEPALIVE_SECONDS)
   return [
     ("grpc.max_receive_message_length", max_bytes),
-    ("grpc.max_send_message_length", -1),  # `wire.encode` has seen to it
+    ("grpc.max_send_message_length", -1),  # `codec.encode` checks it
     ("grpc.keepalive_time_ms", interval),
     ("grpc.keepalive_timeout_ms", interval),
-    (
-      "grpc.http2.ping_timeout_ms",
-      interval,
-    ),  # else a minute, whatever the line above says (grpcio 1.85)
+    ("grpc.http2.ping_timeout_ms", interval),  # its default of a minute would take precedence
     ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.max_ping_strikes", 0),  # a server does not mind being pinged
+    ("grpc.http2.max_ping_strikes", 0),  # the server accepts any number of pings
   ]
 
 
 class Server:
-  """A running service, made by `serve`."""
+  """A running server, made by `serve`."""
 
   def __init__(self, server: grpc.Server, pool: futures.Executor, address: str):
     self._server, self._pool = server, pool
-    self.address = address  # host:port that it listens on
+    self.address = address  # host:port, with the port in use
 
   def stop(self) -> None:
-    """Ends all calls, and waits (up to POLL_SECONDS) until no method of the hub is running."""
+    """Ends all calls, and waits (up to POLL_SECONDS) until no method of the service is running."""
     self._server.stop(None).wait()
     self._pool.shutdown()
 
@@ -106,21 +101,27 @@ class Server:
 
 
 def serve(
-  hub: Hub, address: str, token: bytes, form: codec.Form, *, clients: int, tls: Tls | None = None
+  service: Service,
+  address: str,
+  token: bytes,
+  wire: codec.WireFormat,
+  *,
+  clients: int,
+  tls: Tls | None = None,
 ) -> Server:
-  """Serves a hub until `Server.stop`, or until nobody holds the server any more.
+  """Starts a server, which runs until `Server.stop` or until the object is deleted.
 
   Args:
-    hub: gets all valid calls.
+    service: takes all valid calls.
     address: host:port to listen on; port 0 picks a free one.
-    token: what callers must show, at least 16 bytes.
-    form: of all messages.
-    clients: processes that will call; each may have six calls open at once.
-    tls: None for plain TCP, which shows the token to whoever can listen.
+    token: secret of the run that callers must send, at least 16 bytes.
+    wire: format of all messages.
+    clients: number of processes that will call; each may have six calls open at once.
+    tls: None for plain TCP, where the token can be read on the network.
 
   Raises:
-    OSError: the address cannot be listened on, or a TLS file not be read.
-    ValueError: the token is too short, the address is none, or TLS files hold something else.
+    OSError: the address cannot be used, or a TLS file not be read.
+    ValueError: the token is too short, or address or TLS files are invalid.
   """
   if len(token) < MIN_TOKEN:
     raise ValueError(f"the token has {len(token)} bytes, it must have at least {MIN_TOKEN}")
@@ -130,8 +131,8 @@ def serve(
   pool = futures.ThreadPoolExecutor(_THREADS * clients, "service")
   server = grpc.server(
     pool,
-    [_Handlers(hub, token, form)],
-    options=[*channel_options(form.max_bytes), ("grpc.so_reuseport", 0)],
+    [_Handlers(service, token, wire)],
+    options=[*channel_options(wire.max_bytes), ("grpc.so_reuseport", 0)],
   )
   try:
     if tls is None:
@@ -143,17 +144,15 @@ def serve(
         grpc.ssl_server_credentials([(key, certificate)], authority, require_client_auth=True),
       )
   except RuntimeError as error:
-    raise _why_not(host.strip("[]"), int(port), tls) from error
+    raise _bind_error(host.strip("[]"), int(port), tls) from error
   if tls is None and not is_loopback(host.strip("[]")):
-    _log.warning(
-      "%s is served without TLS: whoever can listen to the network can read the token", address
-    )
+    _log.warning("%s is served without TLS: the token can be read on the network", address)
   server.start()
   return Server(server, pool, f"{host}:{bound}")
 
 
-def _why_not(host: str, port: int, tls: Tls | None) -> Exception:
-  """The reason for a failed bind, which gRPC keeps to itself."""
+def _bind_error(host: str, port: int, tls: Tls | None) -> Exception:
+  """The reason for a failed bind, which gRPC does not report."""
   try:
     family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -161,71 +160,62 @@ def _why_not(host: str, port: int, tls: Tls | None) -> Exception:
   except OSError as error:
     return OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}")
   if tls is not None:
-    return ValueError(
-      f"gRPC takes no such certificate, key and authority: {', '.join(map(str, tls))}"
-    )
+    return ValueError(f"invalid TLS certificate, key or authority: {', '.join(map(str, tls))}")
   return OSError(f"cannot listen on {host}:{port}")
 
 
 class _Handlers(grpc.GenericRpcHandler):
-  """Finds and guards the hub's methods."""
+  """Methods of the service, for callers with the token."""
 
-  def __init__(self, hub: Hub, token: bytes, form: codec.Form):
-    self._token, self._form = token, form
+  def __init__(self, service: Service, token: bytes, wire: codec.WireFormat):
+    self._token, self._wire = token, wire
     self._logged: set[tuple[str, str]] = set()
     self._methods = {
       f"/{SERVICE}/{name}": grpc.unary_unary_rpc_method_handler(
-        self._method(name, call, getattr(hub, name))
+        self._method(name, call, getattr(service, name))
       )
       for name, call in messages.CALLS.items()
     }
-    # As a stream, so that what a stranger sends is never read.
-    self._stranger = grpc.stream_unary_rpc_method_handler(self._refuse_stranger)
+    # As a stream, so that the request of an unauthenticated caller is not read.
+    self._refusal = grpc.stream_unary_rpc_method_handler(self._refuse)
 
   def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
-    shown = [value for key, value in details.invocation_metadata if key == TOKEN]
-    if len(shown) != 1 or not hmac.compare_digest(shown[0], self._token):
-      return self._stranger
+    tokens = [value for key, value in details.invocation_metadata if key == TOKEN]
+    if len(tokens) != 1 or not hmac.compare_digest(tokens[0], self._token):
+      return self._refusal
     return self._methods.get(details.method)
 
-  def _refuse_stranger(self, _: Iterator[bytes], context: grpc.ServicerContext) -> None:
-    text = "the unit's token is missing or another"
-    self._log_once(context, "a stranger's call", text)
+  def _refuse(self, _: Iterator[bytes], context: grpc.ServicerContext) -> None:
+    text = "the run's token is missing or wrong"
+    self._log_once(context, "call", text)
     context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
 
-  def _method(
-    self, name: str, call: messages.Call, method: Callable[..., Any]
-  ) -> Callable[[bytes, grpc.ServicerContext], bytes]:
+  def _method(self, name: str, call: messages.Call, method: Callable[..., Any]) -> Callable:
     waiting = (POLL_SECONDS,) if call.poll else ()
 
-    def answer(data: bytes, context: grpc.ServicerContext) -> bytes:
+    def answer(data: bytes, context: grpc.ServicerContext) -> Any:
       try:
-        request: Any = codec.decode(call.request, data, self._form)
+        request: Any = codec.decode(call.request, data, self._wire)
       except codec.WireError as error:
         self._log_once(context, name, str(error))
         context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{name}: {error}"[:_MAX_TEXT])
       try:
         found = method(request, *waiting)
+        return b"" if found is None and call.poll else codec.encode(found, self._wire)
       except RunOver as error:
-        context.abort(grpc.StatusCode.ABORTED, str(error)[:_MAX_TEXT])
-      except ValueError as error:
-        context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error)[:_MAX_TEXT])
+        code, text = grpc.StatusCode.ABORTED, str(error)
       except Exception as error:
-        _log.exception("%s failed", name)
-        context.abort(grpc.StatusCode.INTERNAL, f"{name}: {error!r}"[:_MAX_TEXT])
-      if found is None and call.poll:
-        return b""
-      try:
-        return codec.encode(found, self._form)
-      except Exception as error:  # the hub's mistake, whatever it is
-        _log.exception("%s was answered with what cannot be sent", name)
-        context.abort(grpc.StatusCode.INTERNAL, f"{name}: {error!r}"[:_MAX_TEXT])
-        raise
+        if isinstance(error, ValueError) and not isinstance(error, codec.WireError):
+          code, text = grpc.StatusCode.FAILED_PRECONDITION, str(error)
+        else:  # also an answer that cannot be sent
+          _log.exception("%s failed", name)
+          code, text = grpc.StatusCode.INTERNAL, f"{name}: {error!r}"
+      context.abort(code, text[:_MAX_TEXT])
 
     return answer
 
   def _log_once(self, context: grpc.ServicerContext, what: str, why: str) -> None:
-    host = context.peer().rpartition(":")[0]  # a caller that comes back has another port
+    host = context.peer().rpartition(":")[0]  # without the port, which changes
     if (host, what) not in self._logged and len(self._logged) < _MAX_LOGGED:
       self._logged.add((host, what))
       _log.warning("refused %s from %s (logged once): %s", what, host, why)

@@ -1,7 +1,7 @@
-"""Who of a unit's actors and reanalysers is there, how often each came back, and how long they wait.
+"""Heartbeats of a unit's actors and refreshers: which are alive, their restarts and waiting times.
 
-All of it from what they ask the hub anyway: each asks for weights again every `service.POLL_SECONDS`, whatever else it
-does, so who says nothing for longer has died or hangs.
+Every request counts as a heartbeat. Each process asks for weights every `service.POLL_SECONDS`, so
+one that is silent for longer is dead or hangs.
 """
 
 import dataclasses
@@ -10,37 +10,26 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from speedyzero_jax.metrics import names
 from speedyzero_jax.run.topology import Kind
 
-SILENCE = 10.0  # seconds after which nobody counts on a process any more
-
-_PRESENT: Mapping[Kind, str] = {
-  "actor": names.PRESENT_ACTORS,
-  "reanalyser": names.PRESENT_REANALYSERS,
-}
-_RESTARTS: Mapping[Kind, str] = {
-  "actor": names.RESTARTS_ACTORS,
-  "reanalyser": names.RESTARTS_REANALYSERS,
-}
-_WAIT: Mapping[Kind, str] = {"actor": names.ACTOR_WAIT, "reanalyser": names.REANALYSER_WAIT}
+TIMEOUT = 10.0  # seconds of silence after which a process does not count as alive
 
 
 @dataclasses.dataclass
-class _Seen:
-  """What is known of one of them."""
+class _State:
+  """One process."""
 
-  heard: float = -math.inf  # when, last
+  last_beat: float = -math.inf
   joins: int = 0
-  asked: float | None = None  # since when it waits
+  waiting_since: float | None = None
 
 
-class Presence:
-  """Of one unit. Thread-safe; all calls raise ValueError for a process that there is none of.
+class Heartbeats:
+  """The processes that serve one unit. Thread-safe; an unknown process raises ValueError.
 
   Args:
-    counts: how many there are of each kind.
-    mean: takes metrics, one value for each time that somebody has waited.
+    counts: processes of each kind.
+    mean: takes metrics that are averaged: `queue/KIND_wait_seconds`, once for each wait.
     clock: seconds, from any origin.
   """
 
@@ -50,53 +39,54 @@ class Presence:
     mean: Callable[[Mapping[str, float]], None],
     clock: Callable[[], float] = time.monotonic,
   ):
-    self._seen: dict[Kind, list[_Seen]] = {
-      kind: [_Seen() for _ in range(n)] for kind, n in counts.items()
-    }
+    self._states = {kind: [_State() for _ in range(n)] for kind, n in counts.items()}
     self._mean, self._clock = mean, clock
     self._lock = threading.Lock()
 
-  def heard(self, kind: Kind, number: int) -> None:
-    """It said something."""
-    self._of(kind, number).heard = self._clock()
+  def beat(self, kind: Kind, number: int) -> None:
+    """Records a sign of life."""
+    self._state(kind, number).last_beat = self._clock()
 
   def joined(self, kind: Kind, number: int) -> None:
-    """It is a new process."""
+    """Records the start of a new process."""
     with self._lock:
-      seen = self._of(kind, number)
-      seen.joins, seen.asked = seen.joins + 1, None
+      state = self._state(kind, number)
+      state.joins, state.waiting_since = state.joins + 1, None
 
-  def asks(self, kind: Kind, number: int) -> None:
-    """It waits from now on, if it did not already."""
+  def waits(self, kind: Kind, number: int) -> None:
+    """Records that a process waits for an answer; a repeated request continues the same wait."""
     with self._lock:
-      seen = self._of(kind, number)
-      seen.asked = self._clock() if seen.asked is None else seen.asked
+      state = self._state(kind, number)
+      state.waiting_since = self._clock() if state.waiting_since is None else state.waiting_since
 
   def served(self, kind: Kind, number: int) -> None:
-    """It got what it asked for."""
+    """Ends a wait, if there was one."""
     with self._lock:
-      seen = self._of(kind, number)
-      asked, seen.asked = seen.asked, None
-    if asked is not None:
-      self._mean({_WAIT[kind]: self._clock() - asked})
+      state = self._state(kind, number)
+      since, state.waiting_since = state.waiting_since, None
+    if since is not None:
+      self._mean({f"queue/{kind}_wait_seconds": self._clock() - since})
 
-  def anybody(self, kind: Kind) -> bool:
-    """Whether one of them was heard of lately."""
-    since = self._clock() - SILENCE
-    return any(seen.heard >= since for seen in self._seen[kind])
+  def any_alive(self, kind: Kind) -> bool:
+    """Whether a process of this kind gave a recent sign of life."""
+    return self._alive(kind) > 0
 
   def summary(self) -> dict[str, float]:
-    """How many are there, and how often one came back, of the kinds that the unit has."""
+    """Metrics `present/KINDs` and `restarts/KINDs`, for the kinds that the unit has."""
     with self._lock:
-      since, found = self._clock() - SILENCE, dict[str, float]()
-      for kind, processes in self._seen.items():
-        if processes:
-          found[_PRESENT[kind]] = sum(seen.heard >= since for seen in processes)
-          found[_RESTARTS[kind]] = sum(max(seen.joins - 1, 0) for seen in processes)
+      found = dict[str, float]()
+      for kind, states in self._states.items():
+        if states:
+          found[f"present/{kind}s"] = self._alive(kind)
+          found[f"restarts/{kind}s"] = sum(max(state.joins - 1, 0) for state in states)
     return found
 
-  def _of(self, kind: Kind, number: int) -> _Seen:
-    processes = self._seen.get(kind, [])
-    if number >= len(processes):
-      raise ValueError(f"there are {len(processes)} {kind}s, this is number {number}")
-    return processes[number]
+  def _alive(self, kind: Kind) -> int:
+    since = self._clock() - TIMEOUT
+    return sum(state.last_beat >= since for state in self._states[kind])
+
+  def _state(self, kind: Kind, number: int) -> _State:
+    states = self._states.get(kind, [])
+    if number >= len(states):
+      raise ValueError(f"there are {len(states)} {kind}s, this is number {number}")
+    return states[number]

@@ -1,10 +1,8 @@
-"""What the processes of a unit say to each other: actors and reanalysers ask, the learner's hub answers.
+"""Messages between the learner and its workers: actors and refreshers call, the learner answers.
 
-A message is a NamedTuple; its annotations are all that `wire.py` needs to turn it into bytes and to check what comes
-in. Plain ints are not negative. What floats in arrays may be is for the replay to say, not checked here.
-
-Letters in shapes, each bound once per message: n slots or states, k states per window, w frames per window, l lanes,
-e episodes. `lanes`, `capacity`, `actions` and `frame` are the unit's own (`wire.Form`).
+A message is a NamedTuple. Its annotations are all that `codec` needs to convert and check it: a
+plain int is not negative, a plain float is finite, and an array is what its `Spec` says. Values of
+float arrays are not checked here.
 """
 
 from collections.abc import Mapping
@@ -17,68 +15,68 @@ from speedyzero_jax.types import Params, Segment
 
 
 class Spec(NamedTuple):
-  """What an array must be; its integers are in [low, below)."""
+  """Dtype, shape and range of an array, or the range of an int.
 
-  dtype: str  # `frame`: the form's
-  dims: tuple[str, ...] = ()
-  low: int | None = None
-  below: str | None = None  # a size of the form
+  A letter in a shape has one size throughout a message: n slots or states, k states per window,
+  w frames per window, l lanes, e episodes, s segments.
+  """
+
+  dtype: str
+  shape: tuple[int | str, ...] = ()
+  low: int | None = None  # least value of integers
+  below: int | str | None = None  # integers are less than this, or this size of the wire format
 
 
-_Lanes = Annotated[np.ndarray, Spec("int32", ("n",), 0, "lanes")]
+LANES = Spec("int32", ("n",), 0, "lanes")
 
 
 class ActorJoin(NamedTuple):
-  """The first thing an actor says, and again after every start."""
+  """First call of an actor process."""
 
   actor: int
-  incarnation: int  # grows with every start; what an older one says is refused
+  incarnation: int  # grows with every start; calls of older incarnations are refused
 
 
 class ActorWelcome(NamedTuple):
-  """The actor's lanes are first .. first+l-1."""
+  """The actor's lanes: first .. first+l-1."""
 
   first: int
-  heads: Annotated[np.ndarray, Spec("int64", ("l",), 0)]  # slots of the frames it will show first
+  heads: Annotated[np.ndarray, Spec("int64", ("l",), 0)]  # next slot to append, by lane
 
 
-class ReanalyserJoin(NamedTuple):
-  """The first thing a reanalyser says, and again after every start."""
+class RefresherJoin(NamedTuple):
+  """First call of a refresher process."""
 
-  reanalyser: int
+  refresher: int
   incarnation: int
 
 
-class ReanalyserWelcome(NamedTuple):
-  """Where the reanalyser finds the frames: in a file to map, if it can, else it fetches them with `FramesRequest`."""
+class RefresherWelcome(NamedTuple):
+  """Place of the learner's frames: a file to map where that is possible, else fetch them."""
 
-  frames_file: str  # [lanes, capacity, *frame]; empty: there is none
-  frames_link: (
-    str  # what that is a link to; a file of this name elsewhere is linked to something else
-  )
+  frames_file: str  # [lanes, capacity, *frame]; empty if there is none
+  frames_link: str  # target of that link; on another machine it differs
 
 
 class Append(NamedTuple):
-  """What an actor's lanes collected in one step. Sent again until acknowledged: `start` says what is known already."""
+  """Slots collected in one step. It may be sent again: `start` shows what is stored already."""
 
   actor: int
   incarnation: int
-  sequence: int  # of the grant it was paid from; what it did not use goes back
+  sequence: int  # of the grant that it uses; unused steps of the grant are returned
   segments: list[Segment]
-  score: Annotated[
-    np.ndarray, Spec("float64", ("e",))
-  ]  # of the games that ended with the step: finite, one a lane
-  length: Annotated[np.ndarray, Spec("int64", ("e",), 0)]  # theirs, in agent steps
+  score: Annotated[np.ndarray, Spec("float64", ("e",))]  # of finished episodes
+  length: Annotated[np.ndarray, Spec("int64", ("e",), 0)]  # of the same, in agent steps
 
 
 class Acknowledged(NamedTuple):
-  """Everything before these slots is safe."""
+  """Slots before these are stored durably."""
 
-  heads: Annotated[np.ndarray, Spec("int64", ("l",), 0)]  # of the actor's lanes
+  heads: Annotated[np.ndarray, Spec("int64", ("l",), 0)]  # by lane of the actor
 
 
 class GrantRequest(NamedTuple):
-  """An actor asks for up to `steps` agent steps. Sent again with the same sequence number, it is the same request."""
+  """Request for up to `steps` agent steps; with the same sequence number, the same request."""
 
   actor: int
   incarnation: int
@@ -87,115 +85,91 @@ class GrantRequest(NamedTuple):
 
 
 class Grant(NamedTuple):
-  """What the actor's next step needs to know."""
+  """Permission for an actor's next step, with its settings."""
 
-  steps: int  # agent steps it may take; 0: none are left, close every lane and go home
-  closing: (
-    bool  # nothing is left to grant: close every lane after this step, if it uses all of them
-  )
-  weights: int  # of this learner step or newer are to act with; 0: better old ones than waiting for new ones
+  steps: int  # agent steps allowed; 0: none are left, close every lane and leave
+  closing: bool  # the last grant: close every lane after this step, if all of it is used
+  weights: int  # least learner step of the weights to act with
   progress: float  # share of training done
   random: bool  # play uniformly at random
 
 
 class WeightsRequest(NamedTuple):
-  """Asks for weights newer than those the subscriber has. Also a sign of life: asked again while there are none."""
+  """Request for weights newer than the subscriber has; also a sign that the process is alive."""
 
-  number: int  # of the actor or reanalyser that asks
+  number: int  # of the actor or refresher
   subscriber: str
   have: Annotated[int, Spec("int64", low=-1)]  # learner step; -1: none
 
 
 class Weights(NamedTuple):
-  """One version of the network. `named` and `unnamed` lead from a tree to the arrays and back."""
+  """One version of the network's variables, converted by `named` and `unnamed`."""
 
   step: int
-  arrays: dict[str, np.ndarray]
+  arrays: Annotated[dict[str, np.ndarray], "weights"]
 
 
 class WorkRequest(NamedTuple):
-  """A reanalyser asks for a block. If it had one and has not answered it, that one was lost on its way."""
+  """Request for a block. An unanswered earlier block of the same refresher counts as lost."""
 
-  reanalyser: int
+  refresher: int
   incarnation: int
 
 
 class Block(NamedTuple):
-  """States to compute: n windows of w frames."""
+  """States for one of the agent's tasks: n windows of w frames."""
 
   block: int
-  search: bool  # find policies and search values; otherwise only the network's values
-  subscriber: str  # whose weights are to be used
-  lane: _Lanes
+  task: Annotated[str, "task"]
+  lane: Annotated[np.ndarray, LANES]
   cell: Annotated[np.ndarray, Spec("int32", ("n", "w"), 0, "capacity")]
-  step: int  # of the weights wanted, at least
-  frames: int  # sequence number that the reanalyser's frames must have reached
+  step: int  # least learner step of the weights to use
+  frames: int  # number of written frames that the refresher must have
 
 
 class Result(NamedTuple):
-  """What came of a block. Of a block of values, policy and search_value are empty (m is 0), else m is n."""
+  """Outputs of a task for one block, by name; each is [n, k, ...]."""
 
-  reanalyser: int
+  refresher: int
   incarnation: int
   block: int
-  step: int  # of the weights used
-  policy: Annotated[np.ndarray, Spec("float32", ("m", "k", "actions"))]
-  search_value: Annotated[np.ndarray, Spec("float32", ("m", "k"))]
-  value: Annotated[np.ndarray, Spec("float32", ("n", "k"))]
+  task: Annotated[str, "task"]
+  step: int  # learner step of the weights used
+  arrays: Annotated[dict[str, np.ndarray], "results"]
 
 
 class FramesRequest(NamedTuple):
-  """Asks for the frames from this sequence number on."""
+  """Request for the frames from this sequence number on."""
 
-  reanalyser: int
+  refresher: int
   incarnation: int
   sequence: int
 
 
 class FramesChunk(NamedTuple):
-  """Frames in the order in which they were written, save those that others have taken the place of."""
+  """Frames in the order of writing, without those that are overwritten already."""
 
-  sequence: int  # what the next request asks for
-  lane: _Lanes
+  sequence: int  # for the next request
+  lane: Annotated[np.ndarray, LANES]
   cell: Annotated[np.ndarray, Spec("int32", ("n",), 0, "capacity")]
-  frame: Annotated[np.ndarray, Spec("frame", ("n", "frame"))]
+  frame: Annotated[np.ndarray, "frame"]  # [n, *frame]
 
 
 class Ok(NamedTuple):
-  """Understood."""
-
-
-# A list of segments travels as one array per field, those of one slot after the other; `size` tells them apart.
-SEGMENTS = {
-  "lane": Spec("int32", ("segments",), 0, "lanes"),
-  "start": Spec("int64", ("segments",), 0),
-  "size": Spec("int32", ("segments",), 1),
-  "frame": Spec("frame", ("n", "frame")),
-  "first": Spec("bool", ("n",)),
-  "terminated": Spec("bool", ("n",)),
-  "truncated": Spec("bool", ("n",)),
-  "action": Spec("int32", ("n",), -1, "actions"),
-  "reward": Spec("float32", ("n",)),
-  "policy": Spec("float32", ("n", "actions")),
-  "search_value": Spec("float32", ("n",)),
-  "value": Spec("float32", ("n",)),
-  "step": Spec("int32", ("n",), 0),
-}
+  """Answer without content."""
 
 
 class Call(NamedTuple):
-  """One kind of call; its name is that of the hub's and the client's method."""
+  """Request and answer of a method."""
 
   request: type
   answer: type
-  poll: bool = (
-    False  # the answer may take any time: the hub says None for "nothing yet" and is asked again
-  )
+  poll: bool = False  # the service answers None for "nothing yet" and the client asks again
 
 
-CALLS: Mapping[str, Call] = {
+CALLS: Mapping[str, Call] = {  # by method of the service and of the client
   "join_actor": Call(ActorJoin, ActorWelcome),
-  "join_reanalyser": Call(ReanalyserJoin, ReanalyserWelcome),
+  "join_refresher": Call(RefresherJoin, RefresherWelcome),
   "append": Call(Append, Acknowledged),
   "grant": Call(GrantRequest, Grant, poll=True),
   "weights": Call(WeightsRequest, Weights, poll=True),
@@ -203,11 +177,6 @@ CALLS: Mapping[str, Call] = {
   "result": Call(Result, Ok),
   "frames": Call(FramesRequest, FramesChunk, poll=True),
 }
-
-# A message's number on the wire is its place here.
-KINDS: tuple[type, ...] = tuple(
-  dict.fromkeys(kind for call in CALLS.values() for kind in (call.request, call.answer))
-)
 
 
 def named(tree: Params) -> dict[str, Any]:
@@ -218,5 +187,5 @@ def named(tree: Params) -> dict[str, Any]:
 
 
 def unnamed(like: Params, arrays: Mapping[str, Any]) -> Params:
-  """The tree of the structure of `like` that `named` made these arrays from. Raises KeyError if it was another."""
+  """The tree with the structure of `like` and these leaves. Raises KeyError if one is missing."""
   return jax.tree_util.tree_map_with_path(lambda path, _: arrays[jax.tree_util.keystr(path)], like)

@@ -1,11 +1,11 @@
-"""A subscriber's end of the weights: keeps the newest version at hand, fetched in a thread of its own."""
+"""Remote subscriptions to weights: the newest version of each, fetched in its own thread."""
 
 import threading
 
 import jax
 import jax.numpy as jnp
 
-from speedyzero_jax.agents.efficientzero.networks import Variables
+from speedyzero_jax.agents.base import Variables
 from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.grpc_client import Client
 from speedyzero_jax.cluster.grpc_server import RunOver
@@ -17,7 +17,7 @@ class RemoteWeights:
 
   Args:
     client: of the unit.
-    number: of the actor or reanalyser that this process is.
+    number: of the actor or refresher.
     subscribers: whose versions to keep.
     like: shapes and types of the network's variables.
     where: to put them; a device, or several with a copy on each.
@@ -50,7 +50,7 @@ class RemoteWeights:
         with self._changed:
           self._versions[subscriber] = version
           self._changed.notify_all()
-    except BaseException as error:  # raised again where the weights are asked for
+    except BaseException as error:  # raised again in `latest`
       with self._changed:
         self._error = error
         self._changed.notify_all()

@@ -1,7 +1,6 @@
-"""Where the processes of a run meet: jax.distributed's membership, key-value store and barriers.
+"""Rendezvous of a run's processes: membership, key-value store and barriers of jax.distributed.
 
-The only module that touches jax's private parts (its distributed client and its detection of clusters). Must not know
-what the processes do.
+The only module that uses private parts of jax (its distributed client and cluster detection).
 """
 
 import contextlib
@@ -16,19 +15,19 @@ from jax._src import distributed
 from jax._src.clusters import cluster
 from jax._src.lib import _jax
 
-from speedyzero_jax.run.topology import own_address
+from speedyzero_jax.cluster.addresses import own_address
 
-_HEARTBEAT_TIMEOUT = 20  # seconds; after them a silent process counts as dead
-_FAREWELL = 5.0  # seconds
+_HEARTBEAT_TIMEOUT = 20  # seconds of silence after which a process counts as dead
+_LEAVE_TIMEOUT = 5.0  # seconds
 _PREFIX = "speedyzero/"
 
 
 class RendezvousError(Exception):
-  """The processes could not meet; the message says who and where."""
+  """The processes could not meet."""
 
 
 class Place(NamedTuple):
-  """One process among others."""
+  """The position of a process in the run."""
 
   coordinator: str  # host:port
   num_processes: int
@@ -36,10 +35,10 @@ class Place(NamedTuple):
 
 
 def detect() -> Place | None:
-  """This process' place in a cluster that jax knows (Slurm, Open MPI, Kubernetes, ...); None outside of one.
+  """This process' place in a cluster that jax detects (Slurm, Open MPI, ...); None outside of one.
 
   Raises:
-    RendezvousError: there is a cluster, but it does not say enough.
+    RendezvousError: a cluster was detected, but it lacks information.
   """
   for kind in cluster.ClusterEnv._cluster_types:
     if kind.opt_in_only_method or not kind.is_env_present():
@@ -59,14 +58,14 @@ def detect() -> Place | None:
 
 
 class Rendezvous:
-  """A member of the run. Make one before anything of jax is used.
+  """Membership of this process in the run. Create it before any other use of jax.
 
   Args:
     place: of this process.
-    devices: ids of the accelerators this process may see; None for all (also where jax itself would take one each).
+    devices: ids of the accelerators to use; None for all, in clusters that jax detects, too.
     timeout: seconds to wait for the coordinator.
 
-  `address` is where the others reach this machine.
+  `address` is the one at which other processes reach this machine.
 
   Raises:
     RendezvousError: the coordinator could not be reached or refused.
@@ -74,8 +73,8 @@ class Rendezvous:
 
   def __init__(self, place: Place, *, devices: Sequence[int] | None = None, timeout: int = 300):
     self.place = place
-    jax.config.update("jax_enable_recoverability", True)  # an actor's death is not everybody's
-    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM for itself
+    jax.config.update("jax_enable_recoverability", True)  # others survive the death of an actor
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
     try:
       jax.distributed.initialize(
         coordinator_address=place.coordinator,
@@ -94,71 +93,70 @@ class Rendezvous:
     self._client: Any = distributed.global_state.client
 
   def share_devices(self, processes: int) -> None:
-    """Processes 0 to `processes` - 1 see each other's devices from now on; every other one has its own, alone.
+    """Lets processes 0 to `processes` - 1 see each other's devices; any other sees its own only.
 
-    To be called by all, before anything else of jax; the former wait here for each other. Told apart they may be of
-    different kinds: a process without a GPU keeps none waiting for it, and one that comes back asks nobody.
+    Every process calls it before any other use of jax; the sharing ones wait for each other. The
+    others may have devices of another kind, and may be restarted at any time.
     """
+    state = distributed.global_state
     if self.place.process_id < processes:
-      distributed.global_state.num_processes = processes
-      # Gloo's own choice is the host name, which may be nobody's, or a loopback's.
+      state.num_processes = processes
+      # By default Gloo takes the host name, which may not resolve, or to a loopback address.
       _jax.make_gloo_tcp_collectives = functools.partial(
         _jax.make_gloo_tcp_collectives, hostname=self.address
       )
     else:
-      state = distributed.global_state
       state.client, state.num_processes, state.process_id = None, 1, 0
     jax.local_devices()
 
   def publish(self, name: str, value: str) -> None:
-    """Says something small to all, under a name that replaces what it said before."""
+    """Stores a small value for all processes; replaces an earlier one of this name."""
     self._client.key_value_set(_PREFIX + name, value, allow_overwrite=True)
 
   def lookup(self, name: str, timeout: float) -> str:
-    """What was published under a name; waits for it. Raises RendezvousError after `timeout` seconds."""
+    """Waits for a published value. Raises RendezvousError after `timeout` seconds."""
     try:
       return self._client.blocking_key_value_get(_PREFIX + name, int(timeout * 1000))
     except jax.errors.JaxRuntimeError as error:
-      raise RendezvousError(f"nobody published '{name}' within {timeout:.0f} s") from error
+      raise RendezvousError(f"'{name}' was not published within {timeout:.0f} s") from error
 
-  def said(self, folder: str) -> dict[str, str]:
-    """What has been published until now under names of this folder, `folder/...`."""
+  def published(self, folder: str) -> dict[str, str]:
+    """The values published so far under names `folder/...`."""
     return dict(self._client.key_value_dir_get(_PREFIX + folder + "/"))
 
   def count(self, name: str) -> int:
-    """How often this was asked of a name before, by anybody."""
+    """The number of earlier calls with this name, by any process."""
     return int(self._client.key_value_increment(_PREFIX + name, 1)) - 1
 
   def barrier(self, name: str, timeout: float, processes: Sequence[int] | None = None) -> None:
-    """Waits until these processes (None: all) are here. A name serves once.
+    """Waits until these processes (None: all) have called it. Each name can be used once.
 
-    Raises RendezvousError after `timeout` seconds; that one of them has died is not noticed before (measured, jax
-    0.10.2: it is what makes actors expendable).
+    Raises RendezvousError after `timeout` seconds, also if one of them has died earlier (observed
+    with jax 0.10.2; it is why actors may die without consequences for others).
     """
     try:
       self._client.wait_at_barrier(_PREFIX + name, int(timeout * 1000), processes)
     except jax.errors.JaxRuntimeError as error:
       raise RendezvousError(
-        f"not everybody came to '{name}' within {timeout:.0f} s: {error}"
+        f"not all processes reached '{name}' within {timeout:.0f} s: {error}"
       ) from error
 
   def devices(self, processes: Sequence[int]) -> list[jax.Device]:
-    """Devices of these processes, in the order of their ids: what a mesh is made of."""
-    wanted = set(processes)
-    return sorted(
-      (d for d in jax.devices() if d.process_index in wanted), key=lambda d: (d.process_index, d.id)
-    )
+    """The devices of these processes, ordered by process and id, to make a mesh of."""
+    devices = (device for device in jax.devices() if device.process_index in set(processes))
+    return sorted(devices, key=lambda device: (device.process_index, device.id))
 
   def leave(self) -> None:
-    """Says goodbye; the process should end now, without Python's clean-up: jax's own farewell aborts who comes late.
+    """Leaves the run. The process should then end by `os._exit`: jax's own exit handler aborts
+    processes that are late.
 
-    Process 0, with which the rendezvous ends, waits for the others a little: whom it leaves behind is aborted, too.
+    Process 0 hosts the coordinator: it waits briefly for the others, which would be aborted.
     """
     if self.place.process_id:
       with contextlib.suppress(jax.errors.JaxRuntimeError):
         self.publish(f"left/{self.place.process_id}", "")
       return
-    until = time.monotonic() + _FAREWELL
+    until = time.monotonic() + _LEAVE_TIMEOUT
     for other in range(1, self.place.num_processes):
       with contextlib.suppress(RendezvousError):
         self.lookup(f"left/{other}", max(until - time.monotonic(), 0.01))

@@ -1,4 +1,4 @@
-"""What a process does that is one of several: meets the others, learns what it is, and is it until the run is over."""
+"""Entry point of one of several processes: join the run, resolve the role, run it."""
 
 import json
 import secrets
@@ -12,12 +12,14 @@ from speedyzero_jax.cluster.grpc_client import Client, Refused, Unreachable
 from speedyzero_jax.cluster.grpc_server import MIN_TOKEN
 from speedyzero_jax.cluster.rendezvous import Place, Rendezvous, RendezvousError
 from speedyzero_jax.config import loader
+from speedyzero_jax.config.loader import ConfigError
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.replay.journal import JournalError
 from speedyzero_jax.run import topology
-from speedyzero_jax.run.run_dir import RunFolder
+from speedyzero_jax.run.run_dir import RunDir
+from speedyzero_jax.run.signals import Signals
 from speedyzero_jax.run.topology import Role, Topology
-from speedyzero_jax.run.train import FAILED, Signals, train
+from speedyzero_jax.run.train import FAILED, train
 from speedyzero_jax.workers.weights import DivergedError
 
 _TOKEN = 32  # random bytes
@@ -25,7 +27,7 @@ _PATIENCE = 600.0  # seconds for which learners wait for each other to save
 
 
 class Run(NamedTuple):
-  """What process 0 tells all."""
+  """What process 0 publishes to all processes."""
 
   folder: str
   config: str  # YAML
@@ -35,7 +37,7 @@ class Run(NamedTuple):
 
 def main(
   place: Place,
-  open_folder: Callable[[Callable[[Config], None]], RunFolder],
+  open_folder: Callable[[Callable[[Config], None]], RunDir],
   *,
   resume: bool,
   devices: Sequence[int] | None,
@@ -44,8 +46,9 @@ def main(
 
   Args:
     place: of this process.
-    open_folder: opens the run's folder; called by process 0 only, with what is to happen before devices are looked at.
-    resume: the run has begun before; process 0's word counts.
+    open_folder: opens the run's folder, in process 0 only; its argument is to be called with the
+      configuration before devices are used.
+    resume: the run is continued; process 0 decides.
     devices: ids of the accelerators to use; None for all.
 
   Raises:
@@ -57,10 +60,10 @@ def main(
       rendezvous = Rendezvous(place, devices=devices)
       if place.process_id:
         rendezvous.share_devices(int(rendezvous.lookup("learners", _PATIENCE)))
-        said = rendezvous.lookup("run", _PATIENCE)
+        published = rendezvous.lookup("run", _PATIENCE)
     with signals:
       if place.process_id:
-        return _run(Run(**json.loads(said)), rendezvous, signals)
+        return _run(Run(**json.loads(published)), rendezvous, signals)
 
       def meet(config: Config) -> None:
         learners = topology.resolve(config, place.num_processes).learners
@@ -74,7 +77,7 @@ def main(
         rendezvous.publish("run", json.dumps(run._asdict()))
         return _run(run, rendezvous, signals)
   except (RendezvousError, JournalError, Refused, Unreachable, DivergedError) as error:
-    if signals.came():  # so it did to others, and who comes last finds nobody
+    if signals.came():  # so it did to other processes, which are gone
       return signals.exit_code
     print(f"error: {error}", file=sys.stderr)
     return FAILED
@@ -85,11 +88,10 @@ def _token(config: Config) -> bytes:
   try:
     token = Path(name).read_bytes().strip()
   except OSError as error:
-    raise loader.ConfigError(
-      f"topology.token_file: can't read {name}: {error.strerror or error}"
-    ) from error
+    reason = error.strerror or error
+    raise ConfigError(f"topology.token_file: can't read {name}: {reason}") from error
   if len(token) < MIN_TOKEN:
-    raise loader.ConfigError(
+    raise ConfigError(
       f"topology.token_file: {name} must hold {MIN_TOKEN} bytes or more, got {len(token)}"
     )
   return token
@@ -103,9 +105,9 @@ def _run(run: Run, rendezvous: Rendezvous, signals: Signals) -> int:
     run = run._replace(token=_token(config).hex())
   try:
     if role.kind == "learner":
+      # Certificates are for names.
       named = socket.gethostname() if config.topology.tls_certificate else rendezvous.address
-      host = config.topology.host or named  # certificates are for names
-      return _learn(config, run, shape, role, rendezvous, signals, host)
+      return _learn(config, run, shape, role, rendezvous, signals, config.topology.host or named)
     return _serve(config, bytes.fromhex(run.token), shape, role, rendezvous)
   finally:
     rendezvous.leave()
@@ -124,20 +126,20 @@ def _learn(
 
   folder = Path(run.folder) / f"units/{role.unit}" if role.unit else Path(run.folder)
   folder.mkdir(parents=True, exist_ok=True)
-  learners = range(shape.learners)
   if not role.unit:
     print(f"topology: {shape}", flush=True)
-  with learner_process.part_of(config, folder, shape, role, rendezvous) as part:
+  token = bytes.fromhex(run.token)
+  with learner_process.membership_of(config, shape, role, rendezvous) as membership:
     return train(
       config,
       folder,
       resume=run.resume,
       signals=signals,
-      part=part,
-      around=lambda training: learner_process.serving(
-        training, shape, role, rendezvous, host=host, token=bytes.fromhex(run.token)
+      membership=membership,
+      serving=lambda experiment: learner_process.serving(
+        experiment, shape, role, rendezvous, host=host, token=token
       ),
-      saved=lambda: rendezvous.barrier("saved", _PATIENCE, learners),
+      saved=lambda: rendezvous.barrier("saved", _PATIENCE, range(shape.learners)),
     )
 
 
@@ -146,21 +148,18 @@ def _serve(
 ) -> int:
   from speedyzero_jax.cluster import learner_process
   from speedyzero_jax.cluster.remote_actor import act
-  from speedyzero_jax.cluster.remote_reanalyser import reanalyse
-  from speedyzero_jax.run.builders import blueprint_of, enable_compilation_cache, game_of
+  from speedyzero_jax.cluster.remote_refresher import refresh
+  from speedyzero_jax.run.builders import enable_compilation_cache, make_agent
 
   enable_compilation_cache(config)
-  own = topology.unit_config(config, role.unit, shape.learners)
-  form, blueprint = learner_process.form_of(config, own), blueprint_of(config, game_of(config))
+  own = loader.divide(config, role.unit, shape.learners)
+  agent = make_agent(own)
+  wire = learner_process.wire_format(own, agent)
   incarnation = rendezvous.count(f"incarnation/{role}")
-  with Client(
-    learner_process.address_of(role.unit, rendezvous),
-    token,
-    form,
-    tls=learner_process.tls_of(config),
-  ) as client:
+  address = learner_process.address_of(role.unit, rendezvous)
+  with Client(address, token, wire, tls=learner_process.tls_of(config)) as client:
     if role.kind == "actor":
-      act(own, blueprint, client, role, incarnation)
+      act(own, agent, client, role, incarnation)
     else:
-      reanalyse(own, blueprint, client, form, role, incarnation)
+      refresh(own, agent, client, wire, role, incarnation)
   return 0

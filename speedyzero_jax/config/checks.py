@@ -1,4 +1,4 @@
-"""Validation of a configuration: the interval of every number, and settings that must fit each other."""
+"""Validation of a configuration: intervals of numbers, and settings that depend on each other."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import Field
@@ -19,7 +19,7 @@ def interval_problems(fields: Mapping[str, Field[Any]], values: Mapping[str, Any
 
 
 def problems(config: Config) -> Iterable[str]:
-  """Yields `key: ...` for settings that do not fit each other, whatever the agent."""
+  """Yields `key: ...` for settings that contradict each other, for any agent."""
   actor, learner, run = config.actor, config.learner, config.run
   if actor.random_steps > run.env_steps:
     yield (

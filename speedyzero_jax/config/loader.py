@@ -1,11 +1,8 @@
-"""Text to configuration and back: presets, `key=value` overrides, `--help`, a run's `config.yaml`.
+"""Loading and saving of configurations: presets, `key=value` overrides, `--help`, `config.yaml`.
 
-Everything is derived from the fields of the sections (`schema.py`, and the chosen agent's own), so a
-new field needs no change here. Errors are one `ConfigError` that names the key.
-
-YAML is read without YAML's own guesses at types (under which `off` is a bool and `1e5` a string):
-every scalar stays text until the field's type says how to read it, so that a preset and an override
-mean the same by the same characters.
+Everything is derived from the fields of the sections (`schema.py` and the chosen agent's). YAML is
+read without its implicit types (under which `off` is a bool and `1e5` a string): scalars stay text
+until the field's type parses them, so presets and overrides read the same.
 """
 
 import dataclasses
@@ -13,10 +10,9 @@ import difflib
 import functools
 import importlib
 import importlib.util
-import math
 import textwrap
 import typing
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +20,27 @@ import yaml
 
 from speedyzero_jax.config import checks, fields
 from speedyzero_jax.config.schema import AgentConfig, Config
+from speedyzero_jax.config.values import ConfigError, describe, nearest, parse, show
 
-_BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _AGENT = "agent"  # the one key without a section
-_DEFAULT_AGENT = "efficientzero"
+DEFAULT_AGENT = "efficientzero"
 _BUILT_IN = "speedyzero_jax.agents"
 
 Leaves = dict[str, Any]  # dotted key -> text or list of texts, not yet parsed
 
 
-class ConfigError(ValueError):
-  """A setting that cannot be used; the message names it. Launchers print it and exit with status 2."""
+class UnknownKeyError(ConfigError):
+  """A key that does not exist."""
 
 
 # --- Sections and fields ---
 
 
 def agent_module(name: str) -> Any:
-  """The module of an agent: of this package, or any other by its dotted name.
+  """The module of an agent: one of this package, or any other by its dotted name.
 
   Raises:
-    ConfigError: there is no such module, or it is not an agent's.
+    ConfigError: no such module, or it is not an agent's.
   """
   for module in (f"{_BUILT_IN}.{name}", name):
     try:
@@ -73,7 +69,7 @@ def _import(name: str) -> Any:
 
 @functools.cache
 def _sections(agent: str) -> dict[str, type]:
-  """Section name -> its dataclass: the environment's, the agent's, then all others."""
+  """Section name -> its dataclass: the environment, the agent's sections, then the others."""
   own = {field.name: field.type for field in dataclasses.fields(agent_module(agent).AGENT_CONFIG)}
   common = {f.name: f.type for f in dataclasses.fields(Config) if f.name != _AGENT}
   return {"env": common.pop("env")} | own | common  # type: ignore[return-value]
@@ -81,7 +77,7 @@ def _sections(agent: str) -> dict[str, type]:
 
 @functools.cache
 def fields_of(agent: str) -> dict[str, dataclasses.Field[Any]]:
-  """Dotted key -> its field, for a run of this agent."""
+  """Dotted key -> its field, for runs of this agent."""
   return {
     f"{name}.{field.name}": field
     for name, section in _sections(agent).items()
@@ -100,7 +96,7 @@ def flat(config: Config) -> dict[str, Any]:
 
 
 def build(agent: str, values: Mapping[str, Any]) -> Config:
-  """A configuration from dotted keys and parsed values; keys left out take their defaults."""
+  """A configuration from dotted keys and parsed values; missing keys take their defaults."""
   sections = _sections(agent)
   parts: dict[str, dict[str, Any]] = {section: {} for section in sections}
   for key, value in values.items():
@@ -112,99 +108,11 @@ def build(agent: str, values: Mapping[str, Any]) -> Config:
   return Config(agent=own, **made)
 
 
-# --- One value ---
-
-
-def _describe(kind: Any) -> str:
-  """What a field of this type takes, in words."""
-  if typing.get_origin(kind) is typing.Literal:
-    return "one of " + ", ".join(typing.get_args(kind))
-  return {bool: "true or false", int: "an integer", float: "a number", str: "text"}.get(
-    kind, "a list of numbers"
-  )
-
-
-def _parse_text(text: str, kind: Any) -> Any:
-  """The value of type `kind` that `text` spells; ValueError if it spells none."""
-  if kind is str:
-    return text
-  text = text.strip()
-  if kind is bool:
-    if text.lower() not in _BOOLS:
-      raise ValueError
-    return _BOOLS[text.lower()]
-  if kind is int:
-    try:
-      return int(text)
-    except ValueError:
-      number = _parse_text(text, float)
-      if not number.is_integer():
-        raise
-      return int(number)
-  if kind is float:
-    number = float(text)
-    if not math.isfinite(number):
-      raise ValueError
-    return number
-  if typing.get_origin(kind) is typing.Literal:
-    if text not in typing.get_args(kind):
-      raise ValueError
-    return text
-  if text.startswith("[") and text.endswith("]"):  # what remains is tuple[float, ...]
-    text = text[1:-1].strip()
-  return tuple(_parse_text(part, float) for part in text.split(",")) if text else ()
-
-
-def _parse(key: str, value: Any, kind: Any) -> Any:
-  """`value`, text or a list of texts, as the type of `key`. ConfigError if it is not of that type."""
-  try:
-    if isinstance(value, str):
-      return _parse_text(value, kind)
-    if isinstance(value, list) and typing.get_origin(kind) is tuple:
-      return tuple(_parse_text(part, float) for part in value)
-  except (ValueError, AttributeError):  # AttributeError: a list within the list
-    pass
-  raise ConfigError(f"{key}: expected {_describe(kind)}, got {value!r}")
-
-
-def _format(value: Any) -> str:
-  """The text that `_parse_text` reads back as `value`."""
-  if isinstance(value, bool):
-    return "true" if value else "false"
-  if isinstance(value, tuple):
-    return "[" + ", ".join(map(_format, value)) + "]"
-  return str(value)
-
-
-# --- Unknown names ---
-
-
-_ALMOST = 1.8  # of 2, how like a name must be to be meant though others end in its last word
-
-
-def _nearest(name: str, candidates: Iterable[str]) -> str:
-  """The candidate most like `name`; or those that end in the same word or abbreviate to it (lr), and one as like."""
-  last = name.rpartition(".")[2]
-  tails = {c: c.rpartition(".")[2] for c in candidates}
-  same = [
-    c for c, tail in tails.items() if last in (tail, "".join(word[:1] for word in tail.split("_")))
-  ]
-
-  def likeness(candidate: str) -> float:
-    pairs = ((name, candidate), (last, tails[candidate]))
-    return sum(difflib.SequenceMatcher(None, a, b).ratio() for a, b in pairs)
-
-  best = max(tails, key=likeness)
-  if same and likeness(best) < _ALMOST:
-    return " or ".join(same)
-  return " or ".join([*(c for c in same if c != best), best])
-
-
 # --- YAML ---
 
 
 class _Loader(yaml.BaseLoader):
-  """Mappings, lists and text, nothing else; a key given twice is an error rather than a silent choice."""
+  """Mappings, lists and text only; duplicate keys are errors."""
 
   def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
     seen = set()
@@ -218,9 +126,9 @@ class _Loader(yaml.BaseLoader):
 
 
 def _read_yaml(text: str) -> dict[str, Any]:
-  """The mapping that `text` holds. ConfigError if it holds something else, or nothing readable."""
+  """The mapping in `text`. Raises ConfigError if there is none."""
   try:
-    document = yaml.load(text, Loader=_Loader)  # safe: BaseLoader makes no objects
+    document = yaml.load(text, Loader=_Loader)  # safe: BaseLoader constructs no objects
   except yaml.YAMLError as error:
     raise ConfigError(f"not readable as YAML: {error}") from None
   if document is None or document == "":
@@ -231,7 +139,7 @@ def _read_yaml(text: str) -> dict[str, Any]:
 
 
 def _leaves(document: Mapping[str, Any]) -> Leaves:
-  """Dotted key -> text, from sections as nested mappings or from dotted keys."""
+  """Dotted key -> text, from nested sections or dotted keys."""
   found: Leaves = {}
   for key, value in document.items():
     nested = value.items() if isinstance(value, dict) else [("", value)]
@@ -248,7 +156,7 @@ def _leaves(document: Mapping[str, Any]) -> Leaves:
 
 
 def _parsed(leaves: Leaves, agent: str) -> dict[str, Any]:
-  """Dotted key -> value. ConfigError for a key that a run of this agent does not have."""
+  """Dotted key -> value. Raises ConfigError for keys that runs of this agent do not have."""
   known = fields_of(agent)
   values = {}
   for key, leaf in leaves.items():
@@ -256,7 +164,7 @@ def _parsed(leaves: Leaves, agent: str) -> dict[str, Any]:
       continue
     if key not in known:
       _refuse_key(key, agent)
-    values[key] = _parse(key, leaf, known[key].type)
+    values[key] = parse(key, leaf, known[key].type)
   return values
 
 
@@ -266,7 +174,7 @@ def _refuse_key(key: str, agent: str) -> None:
     raise ConfigError(
       f"{key} is a setting of {', '.join(others)}; the agent of this run is {agent}"
     )
-  raise ConfigError(f"unknown key {key!r}; the nearest is {_nearest(key, fields_of(agent))}")
+  raise UnknownKeyError(f"unknown key {key!r}; the nearest is {nearest(key, fields_of(agent))}")
 
 
 # --- Presets ---
@@ -279,7 +187,7 @@ def _config_dir() -> Path:
 
 
 def preset_names() -> list[str]:
-  """The presets that a name alone finds."""
+  """Presets that can be given by name."""
   return sorted(path.stem for path in _config_dir().glob("*.yaml"))
 
 
@@ -299,14 +207,14 @@ def _preset_path(preset: str, folder: Path) -> Path:
 
 
 class _Preset(typing.NamedTuple):
-  """A preset's own leaves, and those for single games (`games: {NAME: ...}`)."""
+  """A preset's settings, and those for single games (`games: {NAME: ...}`)."""
 
   leaves: Leaves
   games: dict[str, Leaves]
 
 
 def _read_preset(path: Path, parents: tuple[Path, ...] = ()) -> list[_Preset]:
-  """The file's `base` presets, in order, then the file itself."""
+  """The file's `base` presets in order, then the file itself."""
   path = path.resolve()
   if path in parents:
     raise ConfigError(f"{path}: a preset is its own base")
@@ -322,7 +230,7 @@ def _read_preset(path: Path, parents: tuple[Path, ...] = ()) -> list[_Preset]:
     own = _Preset(_leaves(document), {game: _leaves(leaves) for game, leaves in games.items()})
     agent = own.leaves.get(_AGENT)
     for leaves in (own.leaves, *own.games.values()) if agent else ():
-      _parsed(leaves, str(agent))  # so that an error names the file
+      _parsed(leaves, str(agent))  # here, so that errors name the file
   except (OSError, UnicodeDecodeError, ConfigError) as error:
     raise ConfigError(f"{path}: {error}") from None
   found: list[_Preset] = []
@@ -331,33 +239,32 @@ def _read_preset(path: Path, parents: tuple[Path, ...] = ()) -> list[_Preset]:
   return [*found, own]
 
 
-# --- What launchers call ---
+# --- Entry points ---
 
 
 def load(presets: Sequence[str] = (), overrides: Sequence[str] = ()) -> Config:
-  """Defaults, then presets in order, then overrides; the later wins, key by key.
+  """Defaults, then presets in order, then overrides; later ones win, key by key.
 
-  What a preset says for a game (`games:`) applies if the run's game is that one, right after the
-  rest of the preset.
+  A preset's settings for the run's game (`games:`) apply right after the rest of the preset.
 
   Args:
-    presets: names of files in `configs/`, or paths that end in .yaml. A preset may name others that
-      come before it (`base: [atari100k]`).
+    presets: names of files in `configs/`, or paths that end in .yaml. A preset may build on others
+      (`base: [atari100k]`).
     overrides: `key=value` with dotted keys, such as `env.game=Pong` or `search.temperatures=1,0.5`.
 
   Returns:
-    A configuration that `validate` accepts.
+    A valid configuration (see `validate`).
 
   Raises:
-    ConfigError: an unknown preset, agent or key (the message names the nearest), a value of the wrong
-      type or out of range, a file that cannot be read.
+    ConfigError: an unknown preset, agent or key (the message names the nearest), a value of the
+      wrong type or out of range, an unreadable file.
   """
   read = [part for preset in presets for part in _read_preset(_preset_path(preset, Path.cwd()))]
   last = _overridden(overrides)
   chosen: Leaves = {}
   for leaves in (*(preset.leaves for preset in read), last):
     chosen |= leaves
-  agent, game = chosen.get(_AGENT, _DEFAULT_AGENT), chosen.get("env.game")
+  agent, game = chosen.get(_AGENT, DEFAULT_AGENT), chosen.get("env.game")
   values: dict[str, Any] = {}
   for preset in read:
     values |= _parsed(preset.leaves | preset.games.get(str(game), {}), agent)
@@ -367,7 +274,7 @@ def load(presets: Sequence[str] = (), overrides: Sequence[str] = ()) -> Config:
 
 
 def override(config: Config, overrides: Sequence[str]) -> Config:
-  """`config` with `key=value` overrides applied, validated. Raises ConfigError as `load` does."""
+  """`config` with `key=value` overrides applied. Raises ConfigError as `load` does."""
   leaves, agent = _overridden(overrides), config.agent.name
   if leaves.get(_AGENT, agent) != agent:
     raise ConfigError(f"agent: is {agent} and cannot change")
@@ -387,7 +294,7 @@ def _overridden(overrides: Sequence[str]) -> Leaves:
 
 
 def to_yaml(config: Config) -> str:
-  """Every key with its value, as YAML that `from_yaml` and `load` read back to an equal one."""
+  """All keys and values as YAML; `from_yaml` and `load` restore an equal configuration."""
   nested: dict[str, Any] = {_AGENT: config.agent.name}
   for key, value in flat(config).items():
     section, name = key.split(".")
@@ -396,7 +303,7 @@ def to_yaml(config: Config) -> str:
 
 
 def from_yaml(text: str) -> Config:
-  """The configuration that `to_yaml` wrote. Keys that it lacks take their defaults.
+  """The configuration that `to_yaml` wrote; missing keys take their defaults.
 
   Intervals are not checked: a saved configuration was valid when it was saved.
 
@@ -404,12 +311,12 @@ def from_yaml(text: str) -> Config:
     ConfigError: unreadable text, an unknown key, a value of the wrong type.
   """
   leaves = _leaves(_read_yaml(text))
-  agent = str(leaves.get(_AGENT, _DEFAULT_AGENT))
+  agent = str(leaves.get(_AGENT, DEFAULT_AGENT))
   return build(agent, _parsed(leaves, agent))
 
 
 def divide(config: Config, unit: int, units: int) -> Config:
-  """The share of learner process `unit` of `units` in a run: fields that are `divided` are shared out."""
+  """The share of learner process `unit` of `units`: divides the fields marked `divided`."""
   values, known = flat(config), fields_of(config.agent.name)
   for key, field in known.items():
     if field.metadata["divided"]:
@@ -418,25 +325,25 @@ def divide(config: Config, unit: int, units: int) -> Config:
 
 
 def diff(a: Config, b: Config) -> dict[str, str]:
-  """Key -> `a's value != b's value`, for the keys in which two configurations differ."""
+  """Key -> `a's value != b's value`, for keys that differ."""
   if a.agent.name != b.agent.name:
     return {_AGENT: f"{a.agent.name} != {b.agent.name}"}
   theirs = flat(b)
   return {
-    key: f"{_format(value)} != {_format(theirs[key])}"
+    key: f"{show(value)} != {show(theirs[key])}"
     for key, value in flat(a).items()
     if value != theirs[key]
   }
 
 
 def immutable(config: Config, keys: Iterable[str]) -> list[str]:
-  """Those of these keys that a resumed run may not change."""
+  """The given keys that a resumed run may not change."""
   known = fields_of(config.agent.name)
   return [key for key in keys if key not in known or not known[key].metadata["mutable"]]
 
 
-def help_text(agent: str = _DEFAULT_AGENT) -> str:
-  """Every key of a run of this agent with its default, type and meaning, and the presets."""
+def help_text(agent: str = DEFAULT_AGENT) -> str:
+  """All settings of runs of this agent with default, type and meaning, and the presets."""
   lines = [
     f"Settings of a run with agent={agent} (one of {', '.join(agent_names())}), as key=value, with",
     "their defaults:",
@@ -445,7 +352,7 @@ def help_text(agent: str = _DEFAULT_AGENT) -> str:
     lines += ["", f"{section}: {(cls.__doc__ or '').strip()}"]
     for key, field in fields_of(agent).items():
       if key.startswith(f"{section}."):
-        lines.append(f"  {key}={_format(field.default)}  ({_describe(field.type)})")
+        lines.append(f"  {key}={show(field.default)}  ({describe(field.type)})")
         lines += textwrap.wrap(
           field.metadata["help"], 100, initial_indent="      ", subsequent_indent="      "
         )
@@ -457,10 +364,10 @@ def help_text(agent: str = _DEFAULT_AGENT) -> str:
 
 
 def validate(config: Config) -> None:
-  """Checks intervals, and settings against each other.
+  """Checks intervals and dependencies between settings.
 
   Raises:
-    ConfigError: one line for each key whose value cannot be used.
+    ConfigError: one line per key with an invalid value.
   """
   known = fields_of(config.agent.name)
   found = [*checks.interval_problems(known, flat(config)), *checks.problems(config)]

@@ -1,19 +1,18 @@
-"""Batched environments behind one small interface, and every Atari convention in one place.
+"""Batched environments: vectorized envpool games with this project's episode conventions.
 
-All games come from envpool, which runs the lanes in C++ threads. This module knows nothing of networks, search or
-replay; nothing outside it knows of envpool, of lives, or of how an environment restarts itself.
+Episodes (checked in tests/envs/test_batched_env.py, also against a plain ALE):
 
-What an episode is (checked in tests/test_envs.py, also against a plain ALE):
-
-- Atari is NoFrameskip-v4: no sticky actions unless asked for, `frame_skip` raw frames an agent step, the maximum over
-  the last two of them shown, 1 to `noop_max` raw no-op frames before the first frame, no fire pressed for the agent
-  unless asked for.
-- In training with `episodic_life` a lost life ends the episode, but the game goes on: the next one begins, after no-ops
-  again, where the life was lost. The loss of the last life ends the episode when the game is over.
-- A cap counts the agent steps of the *game*, over all its lives, as in EfficientZero, whose time limit sits under
-  its episodic life; steps that only restart an episode are not counted. After a cap a new game begins.
-- CartPole ends by itself or, truncated, after 500 steps. Catch always lasts nine steps: no cap applies to it.
-
+- Atari is NoFrameskip-v4: by default no sticky actions and no automatic fire, `frame_skip` raw
+  frames per agent step, the maximum over the last two of them shown, 1 to `noop_max` raw no-op
+  frames before the first frame.
+- In training with `episodic_life` a lost life ends the episode, but the game continues: the next
+  episode begins, again after no-ops, where the life was lost. The loss of the last life ends the
+  episode when the game is over.
+- A cap counts the agent steps of the *game*, over all its lives, as in EfficientZero, whose time
+  limit lies inside its episodic life; steps that only restart an episode do not count. After a cap
+  a new game begins.
+- CartPole terminates, or is truncated after 500 steps. Catch always lasts nine steps: no cap
+  applies.
 """
 
 import difflib
@@ -34,27 +33,27 @@ from speedyzero_jax.types import EnvStep
 
 VECTOR_GAMES = ("Catch", "CartPole")
 _CARTPOLE_STEPS = 500  # of CartPole-v1
-_CARTPOLE_LIMITS = np.array(
-  [2.4, math.radians(12)]
-)  # |x| in metres and |angle| beyond which the pole has fallen
-_NO_CAP = 2**30  # envpool adds one to its cap, so its largest int would overflow
+# |x| in metres and |angle| beyond which the pole has fallen.
+_CARTPOLE_LIMITS = np.array([2.4, math.radians(12)])
+_NO_CAP = 2**30  # envpool adds one to its cap: its largest int would overflow
 _MIN_SIDE, _MAX_SIDE = 8, 512  # pixels; the screen is 210 x 160
 
 
 class _Task(NamedTuple):
-  """A game as envpool is to make it."""
+  """Arguments of envpool for a game."""
 
-  family: str  # the package inside envpool
+  family: str  # subpackage of envpool
   name: str
   options: dict[str, Any]
 
 
 class BatchedEnv:
-  """`num_lanes` copies of a game stepped together. Made by `make_env`; not safe to use from two threads at once.
+  """`num_lanes` copies of a game stepped together. Made by `make_env`; not thread-safe.
 
-  An episode's last frame is shown with `terminated` or `truncated`. The step after it ignores the lane's action and
-  shows the next episode's first frame: `first`, reward 0, no transition. A new game, not just a new life, begins
-  exactly after `game_over | truncated`; so a cap that falls on a lost life is `terminated` and `game_over`.
+  An episode's last frame has `terminated` or `truncated` set. The next step ignores the lane's
+  action and returns the next episode's first frame: `first`, reward 0, no transition. A new game,
+  not just a new life, begins exactly after `game_over | truncated`; a cap that coincides with a
+  lost life counts as `terminated` and `game_over`.
 
   Attributes:
     num_lanes: L.
@@ -64,7 +63,7 @@ class BatchedEnv:
   """
 
   def __init__(self, task: _Task, lanes: int, seed: int, threads: int):
-    # Seeds of lanes are hashed from the run's: envpool's own seed + lane would give neighbouring runs the same lanes.
+    # envpool's own seed + lane would give runs with neighbouring seeds the same lanes.
     seeds = np.random.SeedSequence(seed).generate_state(lanes) >> 1  # envpool wants an int32
     options = {
       **task.options,
@@ -76,9 +75,8 @@ class BatchedEnv:
     self._pool: Any = self._new_pool()
     self._family = task.family
     self._episodic_life = task.options.get("episodic_life", False)
-    self._ended: np.ndarray | None = (
-      None  # [L] bool, the frame shown last ends its episode; None before the reset
-    )
+    # [L] bool, the last frame ends its episode; None before the first reset.
+    self._ended: np.ndarray | None = None
     self._lives = np.zeros(lanes, np.int32)
     shape = self._pool.spec.state_array_spec["obs"].shape
     self.num_lanes = lanes
@@ -88,20 +86,17 @@ class BatchedEnv:
     self.frame_dtype = np.dtype(np.uint8 if images else np.float32)
 
   def reset(self) -> EnvStep:
-    """The first frame of every lane. Called again, it starts everything anew, from the same seed.
+    """The first frame of every lane. A further call starts new games from the same seed.
 
     Raises:
       RuntimeError: the environment is closed.
     """
     self._check_open()
     if self._ended is not None:
-      self._pool = (
-        self._new_pool()
-      )  # envpool's own reset would go on with a game whose lives are left
-    with warnings.catch_warnings():
-      warnings.filterwarnings(
-        "ignore", message=".*precision lowered", category=UserWarning
-      )  # of CartPole's bounds
+      # envpool's own reset would continue games that have lives left.
+      self._pool = self._new_pool()
+    with warnings.catch_warnings():  # about CartPole's bounds
+      warnings.filterwarnings("ignore", message=".*precision lowered", category=UserWarning)
       obs, info = self._pool.reset()
     no = np.zeros(self.num_lanes, bool)
     return self._show(obs, np.zeros(self.num_lanes, np.float32), ~no, no, no, info)
@@ -110,11 +105,12 @@ class BatchedEnv:
     """Takes one agent step in every lane.
 
     Args:
-      action: [L] integers below `num_actions`; ignored, but checked, in lanes whose episode has just ended.
+      action: [L] integers below `num_actions`; checked but ignored in lanes whose episode has
+        ended.
 
     Raises:
       ValueError: wrong shape, type or range; nothing was stepped.
-      RuntimeError: the environment was not reset yet, or is closed.
+      RuntimeError: the environment was not reset, or is closed.
     """
     self._check_open()
     if self._ended is None:
@@ -132,7 +128,7 @@ class BatchedEnv:
     return self._show(obs, reward, self._ended, ended, capped, info)
 
   def close(self) -> None:
-    """Ends the environments and their threads. May be called twice."""
+    """Closes the environments and their threads. May be called twice."""
     self._pool = None
 
   def _check_open(self) -> None:
@@ -148,8 +144,8 @@ class BatchedEnv:
     capped: np.ndarray,
     info: dict[str, Any],
   ) -> EnvStep:
-    """Puts what envpool says into our words; `ended` and `capped` are its `terminated` and `truncated`."""
-    # envpool calls every end at the cap a truncation. One that falls on a real end is none: nothing comes after it.
+    """Converts envpool's output; `ended` and `capped` are its `terminated` and `truncated`."""
+    # envpool reports every end at the cap as truncated, also one that is a terminal state.
     if self._family == "atari":
       over, lives = info["terminated"].astype(bool), info["lives"]
       real = capped & (over | (self._episodic_life & (lives > 0) & (lives < self._lives)))
@@ -158,9 +154,8 @@ class BatchedEnv:
     else:
       frame = obs.reshape(self.num_lanes, *self.frame_shape)
       over = ended
-      real = capped & (np.abs(frame[:, 0, 0, [0, 2]]) > _CARTPOLE_LIMITS).any(
-        axis=1
-      )  # Catch is never capped
+      # Catch is never capped.
+      real = capped & (np.abs(frame[:, 0, 0, [0, 2]]) > _CARTPOLE_LIMITS).any(axis=1)
     step = EnvStep(
       frame=frame,
       reward=reward.astype(np.float32),
@@ -178,18 +173,20 @@ def make_env(
 ) -> BatchedEnv:
   """Makes a batch of environments.
 
-  Equal arguments and actions give equal frames and rewards, bit for bit, whatever the number of threads; a lane's
-  randomness depends on the seed and on its own index only.
+  Equal arguments and actions give equal frames and rewards, bit for bit, on any number of threads;
+  a lane's randomness depends only on the seed and its index.
 
   Args:
-    config: the game and its conventions. Of `episodic_life`, only training takes notice.
+    config: the game and its conventions. `episodic_life` applies to training only.
     lanes: environments stepped together, at least 1.
-    seed: any integer from 0 on.
-    training: whether lost lives may end episodes. Rewards are raw either way: see `training_reward`.
-    max_episode_steps: the cap in agent steps of a game; None: in training `config.max_episode_steps`, otherwise none.
+    seed: any non-negative integer.
+    training: whether lost lives may end episodes. Rewards are raw either way: see
+      `training_reward`.
+    max_episode_steps: cap in agent steps of a game; None: `config.max_episode_steps` in training,
+      otherwise no cap.
 
   Raises:
-    ValueError: a setting makes no sense, or the game is unknown (the message names the nearest known ones).
+    ValueError: an invalid setting, or an unknown game (the message names the nearest known ones).
   """
   cap = (
     max_episode_steps
@@ -206,13 +203,14 @@ def make_env(
 
 
 def episode_cap(game: str, cap: int) -> int:
-  """Agent steps after which a game is truncated that is to be capped at `cap`: CartPole has a cap of its own."""
+  """The cap in effect, agent steps: CartPole has a limit of its own."""
   return min(cap, _CARTPOLE_STEPS) if game == "CartPole" else cap
 
 
 def largest_value(config: EnvConfig) -> float | None:
-  """The largest discounted return of a training episode, where it is known: Catch ends with the only reward, 1 or -1;
-  CartPole gives 1 in each step. None for Atari's games.
+  """The largest discounted return of a training episode; None if unknown.
+
+  Catch ends with its only reward, 1 or -1; CartPole gives 1 per step.
   """
   if config.game == "CartPole":
     steps = episode_cap(config.game, config.max_episode_steps)
@@ -221,22 +219,20 @@ def largest_value(config: EnvConfig) -> float | None:
 
 
 def training_reward(config: EnvConfig, reward: np.ndarray) -> np.ndarray:
-  """Rewards as they are trained on, float32: their sign if `config.clip_rewards`, otherwise unchanged."""
+  """Training rewards, float32: their sign if `config.clip_rewards`, otherwise unchanged."""
   return (np.sign(reward) if config.clip_rewards else np.asarray(reward)).astype(np.float32)
 
 
 def game_names() -> list[str]:
-  """All that `EnvConfig.game` can name: Catch, CartPole, the 26 of Atari-100k, then envpool's other Atari games."""
+  """Values of `EnvConfig.game`: Catch, CartPole, Atari-100k's games, then other Atari games."""
   known = [*VECTOR_GAMES, *scores.atari100k_games()]
   return known + sorted(_atari_games() - set(known))
 
 
 def check_game(game: str) -> None:
-  """Raises ValueError for a game there is not; the message names the nearest ones, or those of Atari-100k."""
+  """Raises ValueError for an unknown game; the message names the nearest ones."""
   known = (*VECTOR_GAMES, *scores.atari100k_games())
-  if (
-    game not in known and game not in _atari_games()
-  ):  # all of them are seconds away, see `_registry`
+  if game not in known and game not in _atari_games():  # in this order: loading envpool is slow
     near = _nearest(game)
     hint = (
       f"did you mean {' or '.join(near)}?"
@@ -247,7 +243,7 @@ def check_game(game: str) -> None:
 
 
 def _task(config: EnvConfig, training: bool, cap: int) -> _Task:
-  """Translates the settings for envpool, or raises ValueError."""
+  """Translates the settings for envpool; raises ValueError for invalid ones."""
   if config.game == "Catch":
     return _Task("toy_text", "Catch-v0", {})
   if config.game == "CartPole":
@@ -263,7 +259,7 @@ def _task(config: EnvConfig, training: bool, cap: int) -> _Task:
     "img_height": config.frame_size,
     "img_width": config.frame_size,
     "gray_scale": config.grayscale,
-    "stack_num": 1,  # frames are stored once; whoever needs a stack makes it
+    "stack_num": 1,  # frames are stored once and stacked on use
     "frame_skip": config.frame_skip,
     "noop_max": config.noop_max,
     "use_fire_reset": config.fire_reset,
@@ -276,13 +272,12 @@ def _task(config: EnvConfig, training: bool, cap: int) -> _Task:
 
 def _check_range(name: str, value: float, low: float, high: float = math.inf) -> None:
   if not low <= value <= high:
-    raise ValueError(
-      f"{name} must be at least {low}{f' and at most {high}' if high < math.inf else ''}, got {value}"
-    )
+    most = f" and at most {high}" if high < math.inf else ""
+    raise ValueError(f"{name} must be at least {low}{most}, got {value}")
 
 
 def _nearest(game: str) -> list[str]:
-  """Names like an unknown one, looking past case, separators and the decoration that gym puts around a name."""
+  """Names like an unknown one, ignoring case, separators and gym's prefixes and suffixes."""
   plain = {re.sub(r"[^a-z0-9]", "", name.lower()): name for name in game_names()}
   wanted = re.sub(
     r"[^a-z0-9]", "", re.sub(r"^ale/|(noframeskip|deterministic)?-v\d+$", "", game.lower())
@@ -302,14 +297,14 @@ def _atari_games() -> frozenset[str]:
 
 @functools.cache
 def _registry(family: str) -> Any:
-  """envpool's registry with one family of games in it. Imported late: it takes a second or two."""
+  """envpool's registry with one family of games. Imported lazily: it takes a second or two."""
   try:
     importlib.import_module("envpool")
   except ModuleNotFoundError as error:
     spec = importlib.util.find_spec("envpool")
     if spec is None or not (error.name or "").startswith("envpool."):
       raise
-    # The package imports every family. Where only some are installed, use it as a bare folder of modules.
+    # The package imports every family. If only some are installed, use it as a bare namespace.
     sys.modules["envpool"] = importlib.util.module_from_spec(spec)
   importlib.import_module(f"envpool.{family}.registration")
   return importlib.import_module("envpool.registration").registry

@@ -1,7 +1,6 @@
-"""Published Atari scores, and what a score is worth next to a random player and a human one.
+"""Published Atari scores and human-normalised scores.
 
-Reads `atari100k_scores.json`, nothing else: it knows neither environments nor runs. A score is the raw,
-undiscounted return of one full game.
+A score is the raw, undiscounted return of one full game; the table is `atari100k_scores.json`.
 """
 
 import functools
@@ -11,13 +10,11 @@ from typing import Any, NamedTuple
 
 
 class Scores(NamedTuple):
-  """What is known of one game. Raw, undiscounted episode returns."""
+  """Scores of one game: raw, undiscounted episode returns."""
 
-  random: float  # a player that picks actions uniformly
-  human: float  # the human player of the DQN papers
-  systems: dict[
-    str, float
-  ]  # published results by the name of the system, where it reports this game
+  random: float  # of uniformly random play
+  human: float  # of the human player of the DQN papers
+  systems: dict[str, float]  # published results by system, where it reports this game
 
 
 @functools.cache
@@ -27,7 +24,7 @@ def _table() -> dict[str, Any]:
 
 
 def atari100k_games() -> tuple[str, ...]:
-  """The names of the 26 games of the Atari-100k benchmark, in alphabetical order."""
+  """The 26 games of Atari-100k, in alphabetical order."""
   return tuple(_table()["games"])
 
 
@@ -45,9 +42,9 @@ def reference_scores(game: str) -> Scores | None:
 
 
 def human_normalised(game: str, score: float) -> float | None:
-  """(score - random) / (human - random): 0 plays like chance, 1 like the human. None if the game is not in the table.
+  """(score - random) / (human - random): 0 is random, 1 human; None for games not in the table.
 
-  Source: Mnih et al. 2015, with the table of random and human scores that DQN Zoo uses.
+  Source: Mnih et al. 2015, with the random and human scores of DQN Zoo.
   """
   known = reference_scores(game)
   return None if known is None else (score - known.random) / (known.human - known.random)

@@ -1,9 +1,8 @@
-"""Optimisers: Clipped LARS as an optax transform, plain LARS, SGD, Adam, and the learning-rate schedule.
+"""Optimizers and the learning-rate schedule: Clipped LARS, LARS, SGD and Adam.
 
-Purely numeric: knows nothing of networks, devices, processes, files or clocks. Gradients arrive already averaged.
-
-SpeedyZero (Mei et al. 2023) names Clipped LARS without a formula known to us. The formula, its bounds and its defaults
-here are this project's own reading: LARS (You et al. 2017) with the trust ratio of each layer clipped.
+SpeedyZero (Mei et al. 2023) names Clipped LARS without a published formula. The formula, bounds and
+defaults here are this project's reading: LARS (You et al. 2017) with the trust ratio of each layer
+clipped.
 """
 
 from typing import Any, NamedTuple
@@ -27,13 +26,13 @@ __all__ = [
 
 
 class ScaleByClippedTrustRatioState(NamedTuple):
-  """The trust ratios of the last update, kept as metrics: no update depends on them.
+  """The trust ratios of the last update, kept as metrics only.
 
-  Both trees have the structure of the params, with `optax.MaskedNode` in place of the leaves that are not adapted.
+  Both trees have the structure of the params, with `optax.MaskedNode` for leaves not adapted.
   """
 
   ratio: Any  # float32 scalars, after clipping; 1 before the first update
-  clipped: Any  # bool scalars, a bound changed the ratio
+  clipped: Any  # bool scalars, whether a bound changed the ratio
 
 
 def scale_by_clipped_trust_ratio(
@@ -50,12 +49,12 @@ def scale_by_clipped_trust_ratio(
 
     ratio = clip(trust_coefficient * |w| / (|g| + weight_decay * |w| + eps), trust_min, trust_max)
 
-  and `|.|` is the Euclidean norm over the whole leaf. If either norm is zero the ratio is 1 before clipping.
-  Norms, ratio and product are computed in float32 and the result has the gradient's dtype. The decay belongs to the
-  transform because the ratio needs the two norms apart: do not chain it with `optax.add_decayed_weights`.
+  and `|.|` is the Euclidean norm over the whole leaf. If either norm is zero the ratio is 1 before
+  clipping. Norms, ratio and product are computed in float32; the result has the gradient's dtype.
+  Do not chain it with `optax.add_decayed_weights`: the ratio needs the two norms separately.
 
-  This is the ratio of LARS with two bounds added. The bounds are our reading of Clipped LARS, whose formula we do not
-  know; `trust_max=1` means that no layer moves faster than SGD would move it.
+  This is the ratio of LARS with two bounds added, our reading of Clipped LARS; `trust_max=1` means
+  that no layer moves faster than under SGD.
 
   Args:
     trust_coefficient: The coefficient eta of LARS, at least 0.
@@ -63,20 +62,22 @@ def scale_by_clipped_trust_ratio(
     trust_max: Upper bound of the ratio, at least `trust_min`; `inf` for none.
     weight_decay: Strength of the weight decay, at least 0.
     eps: Added to the ratio's denominator, at least 0.
-    mask: A tree of booleans with the structure of the params or a prefix of it, or a callable that returns one given
-      the params or updates. True for leaves to decay and adapt; the others pass through unchanged. By default leaves
-      of rank 2 and more: kernels are adapted, biases and normalisation parameters are not. As everywhere in optax, a
-      callable mask must be named in the `static_args` of `optax.inject_hyperparams`.
+    mask: A tree of booleans with the structure of the params or a prefix of it, or a callable that
+      returns one given the params or updates. True for leaves to decay and adapt; the others pass
+      through unchanged. By default leaves of rank 2 and more: kernels, but not biases and
+      normalization parameters. Name a callable mask in the `static_args` of
+      `optax.inject_hyperparams`.
 
   Returns:
-    An `optax.GradientTransformation`; its state holds a `ScaleByClippedTrustRatioState` (see `trust_ratios`).
+    An `optax.GradientTransformation` with a `ScaleByClippedTrustRatioState`.
 
   Raises:
-    ValueError: `trust_min > trust_max`, or a negative number (not checked for values traced by JAX); or, from the
-      update, no params given.
+    ValueError: `trust_min > trust_max`, or a negative number (not checked for values traced by
+      JAX); or, from the update, no params given.
 
   References:
-    You et al., `Large Batch Training of Convolutional Networks <https://arxiv.org/abs/1708.03888>`_, 2017
+    You et al., `Large Batch Training of Convolutional Networks
+    <https://arxiv.org/abs/1708.03888>`_, 2017
 
     Mei et al., SpeedyZero: Mastering Atari with Limited Data and Time, ICLR 2023
   """
@@ -136,12 +137,11 @@ def clipped_lars(
 ) -> optax.GradientTransformation:
   """Clipped LARS: SGD with momentum in which every layer has a bounded trust ratio.
 
-  Bounds and defaults are this project's own reading (see `scale_by_clipped_trust_ratio`).
+  Bounds and defaults are this project's reading (see `scale_by_clipped_trust_ratio`).
 
-  The order is trust ratio, momentum, learning rate, that of `optax.sgd`: where every ratio is clipped at 1 this *is*
-  SGD with momentum and masked weight decay, under any schedule. You et al. put the learning rate inside the momentum
-  buffer; at a constant rate that is the same, while under a schedule a change of rate then reaches the old gradients
-  in the buffer only as they fade.
+  The order is trust ratio, momentum, learning rate, as in `optax.sgd`: where every ratio is clipped
+  at 1 this is SGD with momentum and masked weight decay, under any schedule. You et al. put the
+  learning rate inside the momentum buffer, which is the same at a constant rate.
 
   Args:
     learning_rate: Global step size, a number or a schedule of the update count.
@@ -151,7 +151,8 @@ def clipped_lars(
     weight_decay: Strength of the weight decay.
     eps: Added to the denominator of the trust ratio.
     momentum: Decay rate of the momentum buffer.
-    mask: Leaves to decay and adapt, by default those of rank 2 and more; the others take plain momentum SGD.
+    mask: Leaves to decay and adapt, by default those of rank 2 and more; the others take plain
+      momentum SGD.
 
   Returns:
     The corresponding `optax.GradientTransformation`.
@@ -193,27 +194,16 @@ def lars(
   momentum: jax.typing.ArrayLike = 0.9,
   mask: optax.MaskOrFn = None,
 ) -> optax.GradientTransformation:
-  """LARS: `clipped_lars` without bounds, for comparison with it.
+  """LARS: `clipped_lars` without bounds.
 
-  Not `optax.lars`, so that the comparison varies the bounds alone: that one adapts and decays biases unless told
-  otherwise, adds the decay to the gradient before taking its norm, and applies momentum after the learning rate.
+  It differs from `clipped_lars` in the bounds alone. `optax.lars` by default also adapts and decays
+  biases, adds the decay to the gradient before taking its norm, and applies momentum last.
 
-  Args:
-    learning_rate: Global step size, a number or a schedule of the update count.
-    trust_coefficient: The coefficient eta of LARS.
-    weight_decay: Strength of the weight decay.
-    eps: Added to the denominator of the trust ratio.
-    momentum: Decay rate of the momentum buffer.
-    mask: Leaves to decay and adapt, by default those of rank 2 and more; the others take plain momentum SGD.
-
-  Returns:
-    The corresponding `optax.GradientTransformation`.
-
-  Raises:
-    ValueError: as `scale_by_clipped_trust_ratio`.
+  Args and Raises: as `clipped_lars`.
 
   References:
-    You et al., `Large Batch Training of Convolutional Networks <https://arxiv.org/abs/1708.03888>`_, 2017
+    You et al., `Large Batch Training of Convolutional Networks
+    <https://arxiv.org/abs/1708.03888>`_, 2017
   """
   return clipped_lars(
     learning_rate,
@@ -228,16 +218,17 @@ def lars(
 
 
 def learning_rate_schedule(config: OptimConfig) -> optax.Schedule:
-  """The rate at each learner step: a linear warm-up from 0, times a staircase decay.
+  """The learning rate: a linear warm-up from 0 times a staircase decay.
 
-  At step t it is `learning_rate * min(1, t / warmup_steps) * decay_rate ** (t // decay_steps)`; both factors count from
-  step 0, and `warmup_steps=0` or `decay_steps=0` leaves its factor out. So with a warm-up the first step moves nothing.
+  At step t it is `learning_rate * min(1, t / warmup_steps) * decay_rate ** (t // decay_steps)`;
+  `warmup_steps=0` or `decay_steps=0` leaves its factor out. With a warm-up the first step has rate
+  0.
 
   Args:
     config: `learning_rate`, `warmup_steps`, `decay_steps` and `decay_rate` are read.
 
   Returns:
-    A schedule, from the number of updates made so far (int32 scalar) to the rate (float32 scalar).
+    A schedule, from the number of updates so far (int32 scalar) to the rate (float32 scalar).
 
   Raises:
     ValueError: one of the four is negative.
@@ -261,10 +252,11 @@ def learning_rate_schedule(config: OptimConfig) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimConfig) -> optax.GradientTransformation:
-  """The optimiser that a configuration names, with its schedule and gradient clipping.
+  """The configured optimizer, with its schedule and gradient clipping.
 
-  Gradients are first clipped to the global norm `clip_norm` (unless 0). Whatever the name, weight decay falls only on
-  leaves of rank 2 and more; for Adam it is decoupled (`optax.adamw`), for the others it enters the momentum buffer.
+  Gradients are first clipped to the global norm `clip_norm` (unless 0). Weight decay applies only
+  to leaves of rank 2 and more; for Adam it is decoupled (`optax.adamw`), for the others it enters
+  the momentum buffer.
 
   Args:
     config: See `OptimConfig`.
@@ -319,11 +311,12 @@ def trust_ratios(opt_state: optax.OptState) -> dict[str, jax.Array]:
   """The trust ratio of every adapted leaf at the last update, by the leaf's path in the params.
 
   Args:
-    opt_state: The state of any optimiser, however chained, masked or wrapped.
+    opt_state: The state of any optimizer, however chained, masked or wrapped.
 
   Returns:
-    float32 scalars under names such as `dynamics/conv/kernel`; empty if the optimiser has no clipped trust ratio.
-    If several transforms adapt one leaf, the last one's ratio. Usable inside `jit`.
+    float32 scalars under names such as `dynamics/conv/kernel`; empty if the optimizer has no
+    clipped trust ratio. If several transforms adapt one leaf, the last one's ratio. Usable inside
+    `jit`.
   """
   return {
     jax.tree_util.keystr(path, simple=True, separator="/"): ratio
@@ -333,14 +326,14 @@ def trust_ratios(opt_state: optax.OptState) -> dict[str, jax.Array]:
 
 
 def trust_ratio_summary(opt_state: optax.OptState) -> dict[str, jax.Array]:
-  """The trust ratios of the last update in four numbers, over the adapted leaves.
+  """Summary of the trust ratios of the last update, over the adapted leaves.
 
   Args:
-    opt_state: The state of any optimiser, however chained, masked or wrapped.
+    opt_state: The state of any optimizer, however chained, masked or wrapped.
 
   Returns:
-    `min`, `mean`, `max` and `fraction_clipped` (the share of leaves whose ratio a bound changed) as float32 scalars;
-    empty if no leaf is adapted. Each leaf counts once, whatever its size. Usable inside `jit`.
+    `min`, `mean`, `max` and `fraction_clipped` (the share of leaves whose ratio a bound changed) as
+    float32 scalars; empty if no leaf is adapted. Leaves count equally. Usable inside `jit`.
   """
   states = _trust_ratio_states(opt_state)
   ratios = jax.tree.leaves([state.ratio for state in states])

@@ -1,8 +1,8 @@
-"""A copy of the replay's frames on the learner's devices, so that a batch is gathered where it is used.
+"""A copy of the replay's frames on the learner's devices, from which batches are gathered there.
 
-Frames go to the devices once, as they arrive; from then on a batch costs its indices. Lanes are spread over the mesh:
-each device holds its share of the frames, and windows meet where they are needed in one reduction. Must not know what
-a frame shows, nor of episodes.
+Frames are uploaded once, as they arrive; afterwards a batch costs only its indices. Lanes are
+divided over the mesh: each device holds its share of the frames, and one reduction assembles
+windows.
 """
 
 import threading
@@ -34,32 +34,27 @@ def place_frames(
   """Frames on the mesh's devices, or None if they are to stay on the host (`replay.frames`).
 
   Args:
-    where: as configured; auto takes devices that are no CPUs and have three times the room that `rows` cells per lane
-      need: to grow takes two and a half times as much for a moment, and there is a training step beside it.
+    where: as configured; auto takes accelerators with three times the memory that `rows` cells per
+      lane need, since growing takes two and a half times as much and training needs some too.
     mesh: of the learner.
     lanes, capacity, rows, frame_shape, frame_dtype: see `DeviceFrames`.
-    report: takes a line on where they are, and why.
+    report: receives a line on where the frames are, and why.
   """
+  stay = "frames stay in host memory:"
   if where == "host" or (where == "auto" and jax.default_backend() == "cpu"):
-    report(
-      f"frames stay in host memory: {'as configured' if where == 'host' else 'the devices are CPUs'}"
-    )
+    report(f"{stay} {'as configured' if where == 'host' else 'the devices are CPUs'}")
     return None
   size = DeviceFrames.size(lanes, rows, frame_shape, frame_dtype, mesh.size)
   if where == "auto":
     stats = [device.memory_stats() for device in mesh.devices.flat]
     if not all(stats):
-      report(
-        f"frames stay in host memory: {size / 1e9:.1f} GB of them, and these devices don't say what is free"
-      )
+      report(f"{stay} they take {size / 1e9:.1f} GB, and these devices don't report free memory")
       return None
     free = min(
       known.get("bytes_limit", 0) - known.get("bytes_in_use", 0) for known in stats if known
     )
     if 3 * size > free:
-      report(
-        f"frames stay in host memory: {size / 1e9:.1f} GB of them, and {free / 1e9:.1f} GB free on a device"
-      )
+      report(f"{stay} {size / 1e9:.1f} GB of them, and {free / 1e9:.1f} GB free on a device")
       return None
   report(f"frames on {mesh.size} device(s), {size / 1e9:.1f} GB each")
   return DeviceFrames(
@@ -73,23 +68,25 @@ def place_frames(
 
 
 def host_bytes(windows: np.ndarray | jax.Array) -> int:
-  """Bytes that the host hands to devices for windows [B, T, ...]: all of them, or the row of each frame if they were
-  gathered there."""
-  return (
-    windows.nbytes if isinstance(windows, np.ndarray) else 4 * windows.shape[0] * windows.shape[1]
-  )
+  """Bytes sent from the host to devices for windows [B, T, ...].
+
+  For windows gathered on devices, those are one int32 index per frame.
+  """
+  if isinstance(windows, np.ndarray):
+    return windows.nbytes
+  return 4 * windows.shape[0] * windows.shape[1]
 
 
 class DeviceFrames:
   """Frames of cells (lane, cell) on a mesh of one axis. Thread-safe.
 
-  The array begins with `rows` cells per lane and grows when a later one is written, up to what the replay can hold.
+  The array starts with `rows` cells per lane and grows on demand, up to the replay's capacity.
 
   Args:
     mesh: of the learner; all its devices must belong to this process.
     lanes: of the replay.
     capacity: cells per lane of the replay, C.
-    rows: cells per lane that there is room for at first, at most C.
+    rows: initial cells per lane, at most C.
     frame_shape: [H, W, channels].
     frame_dtype: of the frames.
   """
@@ -105,9 +102,9 @@ class DeviceFrames:
     frame_dtype: np.dtype | type,
   ):
     self._mesh, (self._axis,) = mesh, mesh.axis_names
-    self._lanes = -(-lanes // mesh.size) * mesh.size  # each device holds equally many
+    self._lanes = -(-lanes // mesh.size) * mesh.size  # padded to a multiple of the devices
     self._capacity, self._rows = capacity, min(rows, capacity)
-    self._chunk = lanes  # frames of most appends
+    self._chunk = lanes  # frames of a typical append
     self._shape, self._dtype = tuple(frame_shape), np.dtype(frame_dtype)
     self._lock = threading.Lock()
     self.bytes_written = 0  # to all devices, so far
@@ -139,16 +136,16 @@ class DeviceFrames:
 
   @property
   def devices(self) -> int:
-    """That the frames are spread over."""
+    """Number of devices that hold frames."""
     return self._mesh.size
 
   @property
   def bytes_per_device(self) -> int:
-    """Bytes held on each device now."""
+    """Bytes held on each device."""
     return self.size(self._lanes, self._rows, self._shape, self._dtype, self._mesh.size)
 
   def write(self, lane: np.ndarray, cell: np.ndarray, frames: np.ndarray) -> None:
-    """Puts frames [n, H, W, C] into cells (lane [n], cell [n]), each named once; returns before it is done."""
+    """Writes frames [n, H, W, C] to distinct cells (lane [n], cell [n]), asynchronously."""
     width = self._chunk if len(lane) <= 2 * self._chunk else _UPLOAD
     flat = np.ascontiguousarray(frames).reshape(len(frames), -1)
     with self._lock:
@@ -156,20 +153,19 @@ class DeviceFrames:
       for begin in range(0, len(lane), width):
         part = slice(begin, begin + width)
         missing = width - len(flat[part])
-        row = np.pad(
-          self._row(lane[part], cell[part]), (0, missing), constant_values=-1
-        )  # -1 is nobody's
+        # Rows of -1 are written nowhere.
+        row = np.pad(self._row(lane[part], cell[part]), (0, missing), constant_values=-1)
         self._frames = self._write(self._frames, row, np.pad(flat[part], ((0, missing), (0, 0))))
         self.bytes_written += self._mesh.size * width * flat[:1].nbytes
 
   def gather(self, lane: np.ndarray, cell: np.ndarray, *, spread: bool) -> jax.Array:
-    """Frames [B, T, H, W, C] of cells (lane [B, T], cell [B, T]); returns before they are there.
+    """Frames [B, T, H, W, C] of written cells (lane [B, T], cell [B, T]), asynchronously.
 
     Args:
       lane: of each frame.
-      cell: of each frame; must have been written.
-      spread: give each device of the mesh its share of B (a multiple of their number), as the learner wants it.
-        Otherwise the whole result lies on the mesh's first device.
+      cell: of each frame.
+      spread: divide B over the mesh (B is a multiple of its size), as the learner needs it.
+        Otherwise the result is on the mesh's first device.
     """
     with self._lock:
       row = self._row(lane, cell)
@@ -181,13 +177,11 @@ class DeviceFrames:
     return (np.asarray(lane, np.int64) * self._rows + cell).astype(np.int32)
 
   def _zeros(self, rows: int) -> jax.Array:
-    shape = (
-      self._lanes * rows,
-      int(np.prod(self._shape)),
-    )  # rows of bytes: no layout pads a small last axis
+    # Flattened, so that no layout pads a small last axis.
+    shape = (self._lanes * rows, int(np.prod(self._shape)))
     if shape[0] > np.iinfo(np.int32).max:
       raise ValueError(
-        f"{shape[0]} frames are more than an int32 counts; keep them on the host (replay.frames=host)"
+        f"{shape[0]} frames exceed the range of int32; keep them on the host (replay.frames=host)"
       )
     sharding = NamedSharding(self._mesh, self._by_lane)
     return jax.jit(lambda: jnp.zeros(shape, self._dtype), out_shardings=sharding)()
@@ -203,7 +197,7 @@ class DeviceFrames:
     self._rows = more
 
   def _place(self, held: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Where rows are on this device, and whether they are here at all."""
+    """Local positions of rows, and whether they are on this device."""
     local = row - jax.lax.axis_index(self._axis) * held.shape[0]
     return local, (local >= 0) & (local < held.shape[0])
 
@@ -213,9 +207,8 @@ class DeviceFrames:
 
   def _local_gather(self, held: jax.Array, row: jax.Array, *, spread: bool) -> jax.Array:
     local, here = self._place(held, row)
-    found = jnp.take(
-      held, jnp.where(here, local, 0), axis=0, mode="clip"
-    )  # the default fills, at a cost
+    # The default mode fills missing rows, at a cost.
+    found = jnp.take(held, jnp.where(here, local, 0), axis=0, mode="clip")
     if self._mesh.size > 1:
       found = jnp.where(here[..., None], found, jnp.zeros((), held.dtype))
       meet = (

@@ -1,4 +1,4 @@
-"""The replay: thread-safe storage of steps, selection of training data, and sweeps over what is stored.
+"""The replay: thread-safe storage of steps, selection of training data, and sweeps.
 
 One lock makes every method atomic. Agents compute targets from `store` while they hold `lock`.
 """
@@ -26,16 +26,16 @@ class Selection(NamedTuple):
 
   lane: np.ndarray  # [B] int32
   time: np.ndarray  # [B] int64, absolute
-  probability: np.ndarray  # [B] float64, of drawing each; 1 where nothing is drawn at random
+  probability: np.ndarray  # [B] float64, of being sampled; 1 if not sampled at random
 
 
 class Selector(Protocol):
-  """A rule for which stored slots are trained on next. Called with the replay's lock held."""
+  """A rule that selects stored slots for training. Called with the replay's lock held."""
 
-  count: int  # samples that could be selected now
+  count: int  # number of samples that can be selected
 
   def appended(self, lane: np.ndarray, old_head: np.ndarray) -> None:
-    """Lanes [m] have grown from `old_head` [m], or their open episodes have ended."""
+    """Called when lanes [m] have grown from `old_head` [m], or their open episodes have ended."""
 
   def select(self, n: int, rng: np.random.Generator) -> Selection:
     """The next n samples. Raises ValueError if there are not enough."""
@@ -44,23 +44,23 @@ class Selector(Protocol):
     """Whether `select(n)` can be called."""
 
   def update(self, selection: Selection, priority: np.ndarray, step: int) -> None:
-    """Takes the errors [B] that the learner found in learner step `step`."""
+    """Receives the errors [B] of learner step `step`."""
 
   def stats(self, learner_step: int) -> dict[str, float]:
-    """Numbers to log under `replay/`."""
+    """Metrics to log under `replay/`."""
 
   def state_dict(self) -> dict[str, np.ndarray]:
-    """Everything that is not a function of the store."""
+    """The state that is not a function of the store."""
 
   def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
     """Restores `state_dict` into a new selector over the restored store."""
 
 
 class Replay:
-  """Lanes of slots (see `types.py`), a selector, and the order of sweeps.
+  """Lanes of slots (see `types.py`), a selector, and sweeps.
 
-  Index arrays are (lane [B] integer, time [B] integer). Slots evicted between two calls are no
-  error: what is written to them is dropped.
+  Indices are (lane [B] integer, time [B] integer). Slots evicted between two calls are no error:
+  writes to them are dropped.
   """
 
   def __init__(
@@ -80,17 +80,17 @@ class Replay:
 
     Args:
       schema: of a slot.
-      make_selector: from the storage.
+      make_selector: makes the selector from the storage.
       lanes: L.
       capacity: slots per lane.
       frame_stack: S.
       rng_seed: of selection.
-      sweeps: names of the orders in which whole-buffer passes visit the slots.
+      sweeps: names of the sweeps.
       device_frames: where windows are gathered, if not in host memory.
-      frame_memory: [lanes, capacity, H, W, C] array for the frames, if other processes map it.
+      frame_memory: [lanes, capacity, H, W, C] array for the frames, if shared with other processes.
 
     Raises:
-      ValueError: a size is impossible.
+      ValueError: an invalid size.
     """
     if frame_stack < 1:
       raise ValueError(f"frame_stack must be at least 1, got {frame_stack}")
@@ -130,7 +130,7 @@ class Replay:
     """Appends segments of different lanes.
 
     Raises:
-      ValueError: anything is wrong with any of them (see `LaneStore.append`); nothing has changed.
+      ValueError: invalid segments (see `LaneStore.append`); nothing has changed then.
     """
     if not segments:
       return
@@ -141,7 +141,7 @@ class Replay:
       lane = np.repeat([segment.lane for segment in segments], sizes)
       time = np.concatenate([s.start + np.arange(n) for s, n in zip(segments, sizes, strict=True)])
       self._log.append(self.store.flat(lane, time))
-      if self._device_frames is not None:  # under the lock: visible slots have their frames there
+      if self._device_frames is not None:  # under the lock, so that visible slots have their frames
         frames = np.concatenate([segment.frame for segment in segments])
         self._device_frames.write(lane, self.store.cell(time), frames)
       self._grow_sweeps(old_head)
@@ -154,7 +154,7 @@ class Replay:
       self.store.check(segments)
 
   def truncate(self, lane: int) -> None:
-    """Ends a lane's open episode, because its environment was lost (see `LaneStore.truncate`).
+    """Ends a lane's open episode after its environment was lost (see `LaneStore.truncate`).
 
     Raises ValueError for an unknown lane.
     """
@@ -185,7 +185,7 @@ class Replay:
       return self.selector.select(n, self.rng)
 
   def update(self, selection: Selection, priority: np.ndarray, step: int) -> None:
-    """Takes the learner's errors [B] of learner step `step`.
+    """Passes the errors [B] of learner step `step` to the selector.
 
     Raises ValueError if they are not finite.
     """
@@ -203,15 +203,15 @@ class Replay:
     """Frames of the states time .. time+after with their stacks, [B, S+after, H, W, C].
 
     State time+i is frames i .. i+S-1. Beyond an episode's first and last stored frames those are
-    repeated. With frames on devices the result is a jax array there: on the first device, or with
-    `spread` each device its share of B; otherwise it is a numpy array.
+    repeated. With frames on devices the result is a jax array, on the first device or, with
+    `spread`, divided over the mesh; otherwise a numpy array.
     """
     return self._gather(lane, self.window_cells(lane, time, after)[0], spread)
 
   def trajectories(
     self, lane: np.ndarray, time: np.ndarray, after: int, *, spread: bool = False
   ) -> tuple[Array, np.ndarray]:
-    """Frames of consecutive slots across episodes, and where each slot's stack lies in them.
+    """Frames of consecutive slots across episodes, and indices of each slot's stack in them.
 
     Returns frames of slots time-S+1 .. time+after, [B, S+after, H, W, C], and indices
     [B, after+1, S] int32 into their second axis: the stack of slot time+i, oldest frame first.
@@ -228,8 +228,8 @@ class Replay:
     return self._gather(lane, cells, spread), index.astype(np.int32)
 
   def _gather(self, lane: np.ndarray, cells: np.ndarray, spread: bool) -> Array:
-    # Copied outside the lock, being large. An evicted frame appears as the one that replaced it:
-    # `held` detects that, and what is computed from it is dropped when it is written.
+    # Copied outside the lock, being large. Meanwhile frames may be replaced: `held` detects that,
+    # and results computed from them are dropped on writing.
     lanes = np.broadcast_to(lane[:, None], cells.shape)
     if self._device_frames is not None:
       return self._device_frames.gather(lanes, cells, spread=spread)
@@ -245,8 +245,7 @@ class Replay:
   def held(self, lane: np.ndarray, time: np.ndarray, since: np.ndarray) -> np.ndarray:
     """Whether windows gathered after `tails` were `since` [L] contain no replaced frame, bool [B].
 
-    In lanes appended to meanwhile, states that have just lost the start of their stack may be
-    reported as replaced.
+    May be falsely negative for states that have just lost the start of their stack.
     """
     with self.lock:
       tail = self.store.tail[lane]
@@ -262,12 +261,10 @@ class Replay:
 
   @property
   def frames_written(self) -> int:
-    """Frames ever written, the sequence number by which copies elsewhere follow."""
+    """Frames written so far, the sequence number that copies follow."""
     return self._log.count
 
-  def frames_since(
-    self, number: int, n: int
-  ) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
+  def frames_since(self, number: int, n: int) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
     """Up to n of the frames written from `number` on (see `WriteLog.since`).
 
     Returns the next sequence number, and lane [m], cell [m] and frames [m, H, W, C].
@@ -275,7 +272,7 @@ class Replay:
     with self.lock:
       following, flat = self._log.since(number, n)
     lane, cell = np.divmod(flat, self.store.capacity)
-    # Copied outside the lock, as in `windows`. A cell written meanwhile comes again later.
+    # Copied outside the lock, as in `windows`. A cell written meanwhile is returned again later.
     return following, lane, cell, self.store.gather(lane, cell)
 
   @property
@@ -288,7 +285,7 @@ class Replay:
     """Bytes of frames sent to the devices so far."""
     return self._device_frames.bytes_written if self._device_frames is not None else 0
 
-  # --- rewriting what is stored
+  # --- rewriting stored values
 
   def present(self, lane: np.ndarray, time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Whether slots are stored, and their times with evicted ones replaced by a stored slot's.
@@ -308,16 +305,14 @@ class Replay:
     step: int,
     columns: Mapping[str, np.ndarray],
   ) -> None:
-    """Replaces values [B, ...] by ones computed with weights of learner step `step`.
-
-    Values of newer weights are kept.
+    """Replaces values [B, ...] by results of learner step `step`, unless newer ones are stored.
 
     Args:
       stamp: of the schema.
-      lane: of the slots, each (lane, time) at most once.
+      lane: of distinct slots.
       time: of the slots.
       step: learner step of the weights.
-      columns: values by column, of this stamp.
+      columns: values by column of this stamp.
 
     Raises:
       ValueError: values of another shape, or not finite.
@@ -337,7 +332,7 @@ class Replay:
       known.set(flat, step)
 
   def next_block(self, sweep: str, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """The n states that a sweep recomputes next: lane [n] int32, time [n] int64."""
+    """The next n states of a sweep: lane [n] int32, time [n] int64."""
     with self.lock:
       used = np.minimum(self.store.head, self.store.capacity)
       lane, cell = self._sweeps[sweep].next_block(n, used)
@@ -349,10 +344,7 @@ class Replay:
       return self._sweeps[sweep].quota(n, max_age, delay)
 
   def oldest_step(self, stamp: str) -> int:
-    """The learner step of the oldest weights behind any stored value of a stamp.
-
-    Raises ValueError while the replay is empty.
-    """
+    """The oldest learner step of a stamp. Raises ValueError while the replay is empty."""
     with self.lock:
       if not self.store.num_slots():
         raise ValueError("oldest_step: the replay is empty")
@@ -361,7 +353,7 @@ class Replay:
   # --- state
 
   def stats(self, learner_step: int) -> dict[str, float]:
-    """Sizes in transitions and bytes, and what the selector reports."""
+    """Sizes in transitions and bytes, and the selector's metrics."""
     with self.lock:
       memory = self.store.memory()
       return {
@@ -372,7 +364,7 @@ class Replay:
       }
 
   def state_dict(self) -> dict[str, np.ndarray]:
-    """Everything but the frames, as numpy arrays."""
+    """The contents except the frames, as numpy arrays."""
     with self.lock:
       return {
         **snapshot.export_store(self.store),
@@ -382,10 +374,10 @@ class Replay:
       }
 
   def load_state_dict(self, state: Mapping[str, Any]) -> None:
-    """Restores `state_dict` after the frames; from then on both replays behave alike, bit for bit.
+    """Restores `state_dict` after `import_frames`; the replay then continues bit for bit.
 
     Raises:
-      ValueError: the state is not of the slots imported.
+      ValueError: the state is of other slots.
     """
     with self.lock:
       store = self.store
@@ -394,7 +386,7 @@ class Replay:
       lane, time = snapshot.live_index(store)
       self._log.append(store.flat(lane, time))
       if self._device_frames is not None:
-        for begin in range(0, len(lane), 4096):  # in pieces, to hold few frames twice
+        for begin in range(0, len(lane), 4096):  # in pieces, to bound temporary memory
           some = slice(begin, begin + 4096)
           cell = store.cell(time[some])
           self._device_frames.write(lane[some], cell, store.gather(lane[some], cell))
@@ -403,21 +395,17 @@ class Replay:
       for name, sweep in self._sweeps.items():
         sweep.load(state[f"sweep_{name}"])
 
-  def export_slots(self, start: np.ndarray) -> dict[str, np.ndarray]:
-    """Frames of the slots from start [L] on (see `snapshot.export_frames`)."""
-    with self.lock:
-      return snapshot.export_frames(self.store, np.asarray(start, np.int64))
-
-  def import_slots(self, exported: Mapping[str, np.ndarray]) -> None:
-    """Restores exported frames into a new replay, oldest export first.
+  def import_frames(self, segments: Sequence[Segment]) -> None:
+    """Restores frames into a new replay, each lane's oldest first, before `load_state_dict`.
 
     Raises:
-      ValueError: they do not fit, do not follow, or this replay has been appended to.
+      ValueError: invalid or discontinuous segments, or this replay is not new.
     """
     with self.lock:
       if self._log.count:
-        raise ValueError("slots can only be imported into a new replay")
-      snapshot.import_frames(self.store, exported)
+        raise ValueError("frames can only be imported into a new replay")
+      for segment in segments:
+        self.store.put_frames(segment.lane, segment.start, segment.frame)
 
 
 def finite(name: str, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

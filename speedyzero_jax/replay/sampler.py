@@ -17,21 +17,21 @@ AGE_MEAN, AGE_MAX = "priority_age_mean", "priority_age_max"
 class PrioritizedSampler:
   """Draws transitions in proportion to priority ** alpha, with replacement (Schaul et al. 2016).
 
-  A transition is *eligible* when an action was taken in its state, all frames of the state's stack
-  are stored, and its targets are as good as they will get: its episode has ended, or `lookahead`
-  further slots are there. What becomes eligible gets the current maximum priority.
+  A transition is *eligible* if an action was taken in its state, the frames of the state's stack
+  are stored, and its targets are final: its episode has ended, or `lookahead` further slots are
+  stored. Newly eligible transitions get the current maximum priority.
 
   Args:
     store: of the transitions.
-    config: exponents and the least priority.
+    config: exponents and minimum priority.
     stack: frames in an observation.
-    lookahead: slots after a state that its targets are made from.
-    first_step: learner steps [m] of the weights behind what is stored of slots (lane [m], time [m]),
-      recorded as the age of their first priority.
+    lookahead: slots after a state that its targets depend on.
+    first_step: learner steps [m] of the weights behind the stored values of slots (lane [m],
+      time [m]), recorded as the age of their first priority.
 
   Raises:
-    ValueError: min_priority is not positive (eligible transitions must stay reachable), or a lane is
-      too short for anything in an unfinished episode to become eligible.
+    ValueError: min_priority is not positive (eligible transitions must stay reachable), or a lane
+      is too short for anything in an unfinished episode to become eligible.
   """
 
   def __init__(
@@ -53,12 +53,12 @@ class PrioritizedSampler:
     self._store, self._stack, self._lookahead = store, stack, lookahead
     self._alpha, self._min_priority = config.alpha, config.min_priority
     self._first_step = first_step
-    self._tree = SumTree(store.lanes * store.capacity)  # priority ** alpha, 0 if not eligible
+    self._tree = SumTree(store.lanes * store.capacity)  # priority ** alpha, 0 if ineligible
     self._stamps = Stamps((store.lanes, store.capacity))  # of the priorities
-    self.count = 0  # of eligible transitions
+    self.count = 0  # eligible transitions
 
   def ready(self, n: int) -> bool:
-    """Whether anything is eligible: drawing is with replacement."""
+    """Whether anything is eligible; sampling is with replacement."""
     return self.count > 0
 
   def holds(self, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
@@ -66,15 +66,15 @@ class PrioritizedSampler:
     return self._tree.get(self._store.flat(lane, time)) > 0
 
   def appended(self, lane: np.ndarray, old_head: np.ndarray) -> None:
-    """Makes eligible what has become so since lanes [m] had `old_head` [m]."""
+    """Admits transitions that became eligible since lanes [m] had `old_head` [m]."""
     lane, time = self._admit(lane, old_head)
     self._stamps.set(self._store.flat(lane, time), self._first_step(lane, time))
 
   def _admit(self, lane: np.ndarray, old_head: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Updates the tree after lanes [m] grew; returns (lane, time) of what entered."""
+    """Updates the tree after lanes [m] grew; returns (lane, time) of the new entries."""
     store = self._store
     head, tail = store.head[lane], store.tail[lane]
-    # Changed at most: slots near the old head, new slots, and those whose stack was just evicted.
+    # Eligibility may change near the old head, in new slots, and where stacks were just evicted.
     recent = np.maximum(tail, old_head - self._lookahead)
     near_head = recent[:, None] + np.arange(max(int((head - recent).max()), 1))
     near_tail = tail[:, None] + np.arange(self._stack - 1)
@@ -83,7 +83,7 @@ class PrioritizedSampler:
     row, _ = np.nonzero(valid)
     lane, time, is_new = lane[row], time[valid], time[valid] >= old_head[row]
     leaf = self._store.flat(lane, time)
-    was = self._tree.get(leaf) > 0  # for new slots: whether the one they evicted was eligible
+    was = self._tree.get(leaf) > 0  # for new slots: of the evicted slot
     now = self._eligible(lane, time)
     enters, leaves = now & (is_new | ~was), was & ~now
     changed = enters | leaves
@@ -103,24 +103,24 @@ class PrioritizedSampler:
   def score(
     self, lane: np.ndarray, time: np.ndarray, td_error: np.ndarray, step: np.ndarray
   ) -> None:
-    """Sets priorities |td_error| + min_priority found with weights of learner steps [m].
+    """Sets priorities |td_error| + min_priority computed with weights of learner steps [m].
 
-    Those of transitions no longer eligible are dropped; priorities of newer weights are kept.
+    Ineligible transitions are ignored; priorities from newer weights are kept.
     """
     leaf = self._store.flat(lane, time)
     keep = (self._tree.get(leaf) > 0) & (step >= take(self._stamps.step, leaf))
-    # In float32 the power could overflow or, worse, be 0.
+    # In float32 the power could overflow or vanish.
     error = np.abs(td_error[keep]).astype(np.float64)
     self._tree.set(leaf[keep], (error + self._min_priority) ** self._alpha)
     self._stamps.set(leaf[keep], step[keep])
 
   def update(self, selection: Selection, priority: np.ndarray, step: int) -> None:
-    """Takes the TD errors [B] of trained transitions, found in learner step `step`."""
+    """Sets the priorities of trained transitions from TD errors [B] of learner step `step`."""
     steps = np.full(len(priority), step, np.int32)
     self.score(selection.lane, selection.time, priority, steps)
 
   def select(self, n: int, rng: np.random.Generator) -> Selection:
-    """Draws n transitions independently. Raises ValueError if nothing is eligible."""
+    """Samples n transitions independently. Raises ValueError if none is eligible."""
     leaf, probability = self._tree.sample(n, rng)
     lane, cell = leaf // self._store.capacity, leaf % self._store.capacity
     return Selection(lane.astype(np.int32), self._store.time_of(lane, cell), probability)
@@ -140,10 +140,7 @@ class PrioritizedSampler:
     }
 
   def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-    """Restores `state_dict` of the same slots into a new sampler.
-
-    Raises ValueError if it is of other slots.
-    """
+    """Restores `state_dict` into a new sampler. Raises ValueError if it is of other slots."""
     lane, time = snapshot.live_index(self._store)
     priority, step = state["priority"], state["priority_step"]
     if len(priority) != len(lane) or len(step) != len(lane):
@@ -157,6 +154,6 @@ class PrioritizedSampler:
 def importance_weights(probability: np.ndarray, beta: float) -> np.ndarray:
   """Unnormalised importance weights p^-beta, float32 [B] (Schaul et al. 2016, section 3.4).
 
-  The factor N^-beta is left out: the learner's normalisation by a maximum cancels it.
+  The factor N^-beta is omitted: normalisation by the maximum cancels it.
   """
   return (probability**-beta).astype(np.float32)

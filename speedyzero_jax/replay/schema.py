@@ -1,6 +1,6 @@
-"""Schema of a stored step: every column that actors append, in one place.
+"""Schema of a stored step: every column that actors append.
 
-Storage, journal and messages are all derived from a `Schema`. The base columns are the same for all
+Storage, journal and messages are derived from a `Schema`. The base columns are common to all
 agents; an agent adds its own (`extra`), such as a search policy or a value estimate.
 """
 
@@ -14,17 +14,17 @@ from speedyzero_jax.types import Segment
 
 
 class Column(NamedTuple):
-  """An array with one value per slot."""
+  """A named array with one value per slot."""
 
   name: str
-  dtype: str  # of numpy
-  shape: tuple[int, ...] = ()  # of one slot's value
-  low: int | None = None  # least value, for integers
-  below: int | None = None  # integers are less than this
-  fill: float = 0.0  # value in slots whose action was played at random
+  dtype: str  # numpy's name
+  shape: tuple[int, ...] = ()  # of one value
+  low: int | None = None  # minimum, for integers
+  below: int | None = None  # exclusive maximum, for integers
+  fill: float = 0.0  # value where the action was random
 
   def problem(self, array: np.ndarray, slots: int) -> str | None:
-    """What is wrong with the form of `slots` values, or None."""
+    """The error in shape or dtype of `slots` values, or None."""
     if array.shape == (slots, *self.shape) and array.dtype == self.dtype:
       return None
     expected = f"{self.dtype}{[slots, *self.shape]}"
@@ -34,9 +34,9 @@ class Column(NamedTuple):
 class Schema(NamedTuple):
   """Columns of a slot.
 
-  `copies` are columns that are not appended: in the replay each starts as a copy of another column
-  and is rewritten from there on. `stamps` name sets of columns that are rewritten together; for each
-  set the replay stores, per slot, the learner step of the weights behind the values.
+  `copies` are not appended: in the replay each starts as a copy of another column and is rewritten
+  later. `stamps` names sets of columns that are rewritten together; for each set the replay stores,
+  per slot, the learner step of the weights behind the values.
   """
 
   columns: tuple[Column, ...]  # frame first, then the other base columns, then the agent's
@@ -60,7 +60,7 @@ class Schema(NamedTuple):
 
   @property
   def slot_bytes(self) -> int:
-    """Bytes of one slot's appended values."""
+    """Bytes of one slot's columns."""
     return sum(math.prod(c.shape) * np.dtype(c.dtype).itemsize for c in self.columns)
 
   def check(self, segment: Segment) -> None:
@@ -84,7 +84,7 @@ def make_schema(
   copies: Mapping[str, str] | None = None,
   stamps: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Schema:
-  """The base columns (see `types.Segment`) and an agent's."""
+  """The base columns (see `types.Segment`) followed by an agent's."""
   base = (
     Column("frame", np.dtype(frame_dtype).name, tuple(frame_shape)),
     Column("first", "bool"),

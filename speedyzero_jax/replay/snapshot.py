@@ -1,4 +1,4 @@
-"""Turning a replay's parts into plain numpy arrays and back, bit for bit. Must not know of files."""
+"""Conversion of a replay's parts to plain numpy arrays and back, bit for bit."""
 
 from collections.abc import Mapping
 
@@ -18,7 +18,7 @@ def pack_rng(rng: np.random.Generator) -> np.ndarray:
 
 
 def unpack_rng(words: np.ndarray) -> np.random.Generator:
-  """The generator that `pack_rng` described."""
+  """The generator saved by `pack_rng`."""
   state, inc = ((int(words[i]) << 64) | int(words[i + 1]) for i in (0, 2))
   bits = np.random.PCG64()
   bits.state = {
@@ -31,48 +31,16 @@ def unpack_rng(words: np.ndarray) -> np.random.Generator:
 
 
 def live_index(store: LaneStore) -> tuple[np.ndarray, np.ndarray]:
-  """All live slots, lanes in order and each lane's oldest first: (lane [N], time [N]) int64."""
+  """All live slots, by lane, oldest first: (lane [N], time [N]) int64."""
   count = store.head - store.tail
   lane = np.repeat(np.arange(store.lanes), count)
   offset = np.arange(len(lane)) - np.repeat(np.cumsum(count) - count, count)
   return lane, store.tail[lane] + offset
 
 
-def export_frames(store: LaneStore, start: np.ndarray) -> dict[str, np.ndarray]:
-  """Frames of slots start[lane] .. head[lane]-1 that are still stored.
-
-  Returns `start` [L], `count` [L] int64 (the slots exported of each lane) and `frame` [sum of count, H, W, C].
-  """
-  begin = np.clip(start, store.tail, store.head)
-  return {"start": begin, "count": store.head - begin, "frame": store.newest(store.frame, begin)}
-
-
-def import_frames(store: LaneStore, exported: Mapping[str, np.ndarray]) -> None:
-  """Puts exported frames behind those imported before.
-
-  Raises:
-    ValueError: they do not fit or do not follow; then nothing has changed.
-  """
-  start, count, frame = (np.asarray(exported[name]) for name in ("start", "count", "frame"))
-  if start.shape != (store.lanes,) or count.shape != (store.lanes,):
-    raise ValueError(f"exported slots are of {len(start)} lanes, this replay has {store.lanes}")
-  if frame.shape != (int(count.sum()), *store.frame.shape[2:]) or frame.dtype != store.frame.dtype:
-    raise ValueError(
-      f"exported frames are {frame.dtype}{list(frame.shape)}, expected "
-      f"{store.frame.dtype}{[int(count.sum()), *store.frame.shape[2:]]}"
-    )
-  if count.min() < 0 or np.any((start < store.head) & (count > 0)):
-    raise ValueError("exported slots do not follow the ones already here")
-  stop = np.cumsum(count)
-  for lane in np.flatnonzero(count):
-    store.put_frames(int(lane), int(start[lane]), frame[stop[lane] - count[lane] : stop[lane]])
-
-
 def export_store(store: LaneStore) -> dict[str, np.ndarray]:
-  """Everything in a store besides the frames: live slots only, in `live_index` order."""
-  state = {
-    f"slot_{name}": store.newest(array, store.tail) for name, array in store.fields.items()
-  }
+  """The contents of a store except the frames: live slots in `live_index` order."""
+  state = {f"slot_{name}": store.newest(array, store.tail) for name, array in store.fields.items()}
   return state | {
     "head": store.head.copy(),
     "tail": store.tail.copy(),
@@ -81,7 +49,7 @@ def export_store(store: LaneStore) -> dict[str, np.ndarray]:
 
 
 def check_store(store: LaneStore, state: Mapping[str, np.ndarray]) -> None:
-  """Raises ValueError unless `state` is of the very slots whose frames the store holds."""
+  """Raises ValueError unless `state` is of the slots whose frames the store holds."""
   if not (np.array_equal(state["head"], store.head) and np.array_equal(state["tail"], store.tail)):
     raise ValueError(
       "the state is not of the slots whose frames were imported: heads or tails differ"
@@ -90,13 +58,12 @@ def check_store(store: LaneStore, state: Mapping[str, np.ndarray]) -> None:
   for name, array in store.fields.items():
     saved = state[f"slot_{name}"]
     if saved.shape != (slots, *array.shape[2:]) or saved.dtype != array.dtype:
-      raise ValueError(
-        f"slot_{name} is {saved.dtype}{list(saved.shape)}, expected {array.dtype}{[slots, *array.shape[2:]]}"
-      )
+      expected = f"{array.dtype}{[slots, *array.shape[2:]]}"
+      raise ValueError(f"slot_{name} is {saved.dtype}{list(saved.shape)}, expected {expected}")
 
 
 def import_store(store: LaneStore, state: Mapping[str, np.ndarray]) -> None:
-  """Restores what `export_store` gave; `check_store` must have passed."""
+  """Restores `export_store`; call `check_store` first."""
   flat = store.flat(*live_index(store))
   for name, array in store.fields.items():
     if name in store.stamps:

@@ -1,13 +1,13 @@
-"""Sampling in proportion to priorities: a sum tree in plain numpy. Must not know what its leaves stand for."""
+"""A sum tree in numpy, for sampling in proportion to priorities."""
 
 import numpy as np
 
 
 class SumTree:
-  """Non-negative priorities of n leaves, with their total and maximum always exact.
+  """Non-negative priorities of n leaves, with their exact total and maximum.
 
-  Two binary heaps in float64, node i over 2i and 2i+1. A parent is always recomputed as the sum (maximum) of its
-  children, never adjusted by a difference, so nothing drifts and the tree is a function of its leaves alone.
+  Two binary heaps in float64, with node i over nodes 2i and 2i+1. Parents are always recomputed
+  from their children, never adjusted by a difference, so rounding errors do not accumulate.
   """
 
   def __init__(self, size: int):
@@ -37,10 +37,10 @@ class SumTree:
     return self.leaves.take(leaf)
 
   def set(self, leaf: np.ndarray, priority: np.ndarray) -> None:
-    """Sets priorities, [m] each; of a leaf named twice the last counts. O(m log n).
+    """Sets priorities [m] of leaves [m], the last one for repeated leaves. O(m log n).
 
     Raises:
-      ValueError: a negative, infinite or NaN priority, or a leaf out of range; then nothing has changed.
+      ValueError: a negative, infinite or NaN priority, or a leaf out of range; nothing has changed.
     """
     leaf, priority = np.asarray(leaf, np.int64), np.asarray(priority, np.float64)
     if leaf.shape != priority.shape or leaf.ndim != 1:
@@ -54,10 +54,10 @@ class SumTree:
     node = leaf + self._base
     self._sum[node] = priority
     self._max[node] = priority
-    width = self._base  # nodes in the level of `node`
+    width = self._base  # number of nodes in the level of `node`
     while width > 1:
       width //= 2
-      if width <= len(node):  # cheaper to recompute the whole level, in one piece of memory
+      if width <= len(node):  # cheaper to recompute the whole level
         self._recompute_level(width)
         continue
       node = node >> 1
@@ -66,16 +66,13 @@ class SumTree:
       self._max[node] = np.maximum(self._max[left], self._max[right])
 
   def _recompute_level(self, width: int) -> None:
-    level, left, right = (
-      slice(width, 2 * width),
-      slice(2 * width, 4 * width, 2),
-      slice(2 * width + 1, 4 * width, 2),
-    )
+    level = slice(width, 2 * width)
+    left, right = slice(2 * width, 4 * width, 2), slice(2 * width + 1, 4 * width, 2)
     np.add(self._sum[left], self._sum[right], out=self._sum[level])
     np.maximum(self._max[left], self._max[right], out=self._max[level])
 
   def sample(self, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Draws n leaves independently: (leaf [n] int64, the probability of each [n] float64). O(n log size).
+    """Draws n leaves with replacement: leaf [n] int64, probability [n] float64. O(n log size).
 
     Raises:
       ValueError: all priorities are zero.
@@ -87,7 +84,7 @@ class SumTree:
     for _ in range(self._base.bit_length() - 1):
       node *= 2
       left = self._sum[node]
-      # Rounding may push `rest` past the last positive leaf: never enter a subtree of zeros.
+      # Rounding may push `rest` past the last positive leaf: never enter an all-zero subtree.
       right = (rest >= left) & (self._sum[node + 1] > 0)
       rest -= np.where(right, left, 0.0)
       node += right

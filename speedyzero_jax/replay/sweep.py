@@ -1,8 +1,4 @@
-"""Whole-buffer passes: which slots to recompute next, and how fast to go for a bound on their age.
-
-Used twice: for Priority Refresh (values and priorities) and for sweep reanalysis (policies and search values).
-Knows cells and lanes; must not know what is recomputed, nor by whom.
-"""
+"""Whole-replay sweeps: the order of recomputation, and the rate needed for a bound on age."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -13,37 +9,38 @@ STRETCH = 16  # cells visited together; a partly filled stretch costs as much as
 
 
 class Sweep:
-  """Visits the cells of all lanes round and round, in stretches of neighbours, the longest unvisited first.
+  """Visits the cells of all lanes cyclically, in stretches of neighbours, longest unvisited first.
 
-  The stretches in use stand in one queue: a visit moves one to the back, a new one enters at the back (its slots
-  are fresh from the actor). So between two visits of a stretch every other one is visited at most once, whatever
-  is appended meanwhile, and a block that never comes back is handed out again one pass later. A slot in flight
-  keeps its old stamp until its result is written, hence ages read from stamps stay honest.
+  The stretches in use form a queue: a visited stretch moves to the back, and a new one enters at
+  the back, since its slots are fresh from the actor. So between two visits of a stretch every other
+  one is visited at most once, whatever is appended meanwhile, and a block whose results are lost is
+  visited again one pass later. A slot keeps its old stamp until its result is written, so ages are
+  never understated.
   """
 
   def __init__(self, lanes: int, capacity: int, stretch: int = STRETCH):
     self.lanes, self.capacity, self.stretch = lanes, capacity, stretch
     self._per_lane = -(-capacity // stretch)
-    self._queue: deque[int] = deque()  # lane * stretches per lane + position in the lane
+    self._queue: deque[int] = deque()  # lane * stretches per lane + index in the lane
 
   def __len__(self) -> int:
-    """Stretches in use."""
+    """Number of stretches in use."""
     return len(self._queue)
 
   def grow(self, lane: int, used_before: int, used: int) -> None:
-    """Tells that a lane now uses `used` cells rather than `used_before`."""
+    """Records that a lane uses `used` cells, `used_before` before."""
     positions = range(-(-used_before // self.stretch), -(-used // self.stretch))
     self._queue.extend(lane * self._per_lane + position for position in positions)
 
   def next_block(self, n: int, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The next n cells to recompute, (lane [n] int64, cell [n] int64); cells are repeated to fill n exactly.
+    """The next n cells to recompute: lane [n] int64, cell [n] int64, with repetitions to fill n.
 
     Args:
-      n: a fixed number of states, at least one stretch; its remainder modulo the stretch is filled by repetition.
+      n: number of states, at least one stretch; whole stretches are taken.
       used: [lanes], cells in use.
 
     Raises:
-      ValueError: n is below one stretch, or nothing is in use.
+      ValueError: n is below one stretch, or no cell is in use.
     """
     count = self._stretches(n)
     if not self._queue:
@@ -57,12 +54,18 @@ class Sweep:
     return np.resize(np.repeat(lane, self.stretch), n), np.resize(cell, n)
 
   def quota(self, n: int, max_age: int, delay: int = 0) -> int:
-    """States to recompute per learner step, in blocks of n, so that no stamp gets older than max_age learner steps.
+    """States to recompute per learner step, in blocks of n, to bound the age of stamps.
 
-    The caller lets credit grow by this number each learner step and takes a block whenever it holds n. A pass must
-    fit into the steps left once `delay` is spent: the most learner steps by which weights are stale when a block is
-    handed out (or a slot appended) plus the most that a block is in flight. One more step is lost between the
-    clock's tick and the work, one more block to the phase of the credit.
+    The caller adds this number to a credit every learner step, and visits a block whenever the
+    credit reaches n. A pass must fit into the steps that `delay` leaves: the maximum age of the
+    weights when a block is started (or a slot appended), plus the maximum duration of a block. One
+    more step is lost between the learner's step and the work, and one more block to the phase of
+    the credit.
+
+    Args:
+      n: states per block.
+      max_age: bound, learner steps.
+      delay: learner steps.
 
     Raises:
       ValueError: max_age is not above delay + 1.
@@ -81,9 +84,9 @@ class Sweep:
     return n // self.stretch
 
   def state(self) -> np.ndarray:
-    """The queue, int64."""
+    """The queue, int64, for a checkpoint."""
     return np.array(self._queue, np.int64)
 
   def load(self, queue: Iterable[int]) -> None:
-    """Restores what `state` gave."""
+    """Restores `state`."""
     self._queue = deque(int(stretch) for stretch in queue)

@@ -1,4 +1,4 @@
-"""A first-in, first-out queue of trajectories: consecutive windows of each lane, trained on once."""
+"""A FIFO queue of trajectories: consecutive windows of each lane, each trained on once."""
 
 import math
 from collections.abc import Mapping
@@ -12,26 +12,24 @@ QUEUED, SKIPPED = "queued_trajectories", "skipped_trajectories"
 
 
 class TrajectoryQueue:
-  """Hands out windows of `length` slots, and the slot after them, in the order they are completed.
+  """Returns windows of `length` slots, and the slot after them, in order of completion.
 
-  Windows of a lane follow each other without a gap: window i is slots i * length .. (i+1) * length,
-  the last of which is the first of window i + 1. They cross the ends of episodes. A lane is visited
-  again after all others with a complete window.
+  Windows of a lane are contiguous: window i is slots i * length .. (i+1) * length, the last of
+  which is the first of window i + 1. They cross episode boundaries. Lanes with complete windows
+  take turns.
 
-  Windows are skipped if the ring has evicted them, and, oldest first, if lanes fill more of them
-  than the learner is going to take: the end of an episode is a slot, but no agent step. Otherwise
-  the queue would grow and its windows age.
+  Evicted windows are skipped. So are the oldest ones when there are more than the learner will
+  take: an episode's end is a slot but no agent step, so lanes fill more windows than agent steps
+  account for, and the queue would grow and its windows age.
 
   Args:
     store: of the slots.
     length: T, slots per window.
     stack: S, frames in an observation; those of a window's first slot must be stored too.
-    pace: windows that the learner takes per agent step, at most 1/T; inf: none is too many.
+    pace: windows that the learner takes per agent step, at most 1/T; inf: skip evicted ones only.
   """
 
-  def __init__(
-    self, store: LaneStore, length: int, *, stack: int = 1, pace: float = math.inf
-  ):
+  def __init__(self, store: LaneStore, length: int, *, stack: int = 1, pace: float = math.inf):
     if store.capacity < 2 * length + stack:
       raise ValueError(
         f"capacity must be at least {2 * length + stack} slots per lane (two trajectories), "
@@ -39,18 +37,20 @@ class TrajectoryQueue:
       )
     self._store, self._length, self._stack, self._pace = store, length, stack, pace
     self._next = np.zeros(store.lanes, np.int64)  # start of each lane's next window
-    self._settled = self._next.copy()  # start of the oldest that is neither trained on nor skipped
+    self._settled = self._next.copy()  # start of the oldest one neither trained on nor skipped
     self._turn = np.arange(store.lanes)  # order in which lanes are visited
     self._skipped = 0  # windows
 
   def _complete(self) -> np.ndarray:
-    """Complete windows of each lane, [L]."""
+    """Number of complete windows of each lane, [L]."""
     return np.maximum(self._store.head - 1 - self._next, 0) // self._length
 
   def _take(self, n: int) -> tuple[list[int], list[int]]:
     """Lanes and first slots of the next n windows, or of all that are complete."""
-    complete, lanes, times = self._complete(), [], []
-    while len(lanes) < min(n, len(lanes) + complete.sum()):
+    complete = self._complete()
+    lanes: list[int] = []
+    times: list[int] = []
+    while len(lanes) < n and complete.any():
       for lane in self._turn[complete[self._turn] > 0][: n - len(lanes)].tolist():
         lanes.append(lane)
         times.append(int(self._next[lane]))
@@ -60,17 +60,16 @@ class TrajectoryQueue:
     return lanes, times
 
   def _skip(self) -> None:
-    """Skips windows that are evicted or too many."""
+    """Skips evicted and surplus windows."""
     store, before = self._store, self._next.copy()
     behind = np.where(store.tail > 0, store.tail + self._stack - 1, 0) - self._next
     lost = -(-np.maximum(behind, 0) // self._length)
     self._next += lost * self._length
     self._skipped += int(lost.sum())
     if store.num_transitions:
-      # One window of each lane may be incomplete.
-      filled = store.head.sum() / self._length - store.lanes
-      spare = filled - store.num_transitions * self._pace - self._skipped
-      self._skipped += len(self._take(math.floor(max(spare, 0)))[0])
+      filled = store.head.sum() / self._length - store.lanes  # each lane's last may be incomplete
+      surplus = filled - store.num_transitions * self._pace - self._skipped
+      self._skipped += len(self._take(math.floor(max(surplus, 0)))[0])
     self._settled = np.where(self._settled == before, self._next, self._settled)
 
   @property
@@ -84,31 +83,31 @@ class TrajectoryQueue:
     return self.count >= n
 
   def appended(self, lane: np.ndarray, old_head: np.ndarray) -> None:
-    """Nothing to do: complete windows are counted from the heads."""
+    """No-op: complete windows are counted from the heads."""
 
   def select(self, n: int, rng: np.random.Generator) -> Selection:
     """The next n windows. Raises ValueError if fewer are complete.
 
-    Those evicted since `ready` was true are among them, so that its answer holds.
+    Windows evicted since `ready` returned True are included: it stays true until `select`.
     """
     complete = self._complete().sum()
     if complete < n:
-      raise ValueError(f"{n} trajectories are wanted, {complete} are complete")
+      raise ValueError(f"requested {n} trajectories, only {complete} are complete")
     lanes, times = self._take(n)
     return Selection(np.array(lanes, np.int32), np.array(times, np.int64), np.ones(n))
 
   def update(self, selection: Selection, priority: np.ndarray, step: int) -> None:
-    """The windows were trained on."""
+    """Records that the windows were trained on."""
     np.maximum.at(self._settled, selection.lane, selection.time + self._length)
 
   def stats(self, learner_step: int) -> dict[str, float]:
-    """Complete windows that wait, and windows skipped so far."""
+    """Complete windows not yet used, and windows skipped."""
     return {QUEUED: float(self.count), SKIPPED: float(self._skipped)}
 
   def state_dict(self) -> dict[str, np.ndarray]:
-    """The position in each lane, the order of the lanes, and windows skipped.
+    """The position in each lane, the order of the lanes, and the number of skipped windows.
 
-    What was handed out and not trained on will be handed out again.
+    Windows selected but not trained on are selected again after a restart.
     """
     return {
       "queue_next": self._settled.copy(),

@@ -1,10 +1,10 @@
-"""The order in which cells were written, for those who keep a copy of the frames elsewhere and ask what is new."""
+"""The order in which cells were written, for copies of the frames that follow it."""
 
 import numpy as np
 
 
 class WriteLog:
-  """Numbers every write of a cell; remembers the latest of each cell at least, whichever lanes are written more often.
+  """Numbers every write of a cell, and remembers at least the latest write of each.
 
   Args:
     cells: flat cells of the store.
@@ -17,7 +17,7 @@ class WriteLog:
     self.count = 0  # writes so far
 
   def append(self, cell: np.ndarray) -> None:
-    """Flat cells [n], each of them once, were written, in this order."""
+    """Records writes of distinct flat cells [n], in this order."""
     if self._used + len(cell) > len(self._cell):
       self._forget()
     place = slice(self._used, self._used + len(cell))
@@ -26,18 +26,19 @@ class WriteLog:
     self.count += len(cell)
 
   def _forget(self) -> None:
-    """Drops the writes whose cells were written again since: half of the room, or more."""
+    """Drops writes of cells that were written again since; frees half of the room or more."""
     cell, order = self._cell[: self._used], np.arange(self._used)
     latest = np.zeros(len(self._cell) // 2, np.int64)
-    latest[cell] = order  # of a cell named twice the last counts
+    latest[cell] = order  # for repeated cells the last one counts
     kept = np.flatnonzero(latest[cell] == order)
     self._used = len(kept)
     self._cell[: self._used], self._number[: self._used] = self._cell[kept], self._number[kept]
 
   def since(self, number: int, n: int) -> tuple[int, np.ndarray]:
-    """Up to n writes from `number` (from 0) on: the number to go on from, and flat cells.
+    """Up to n writes from number `number` (from 0) on: the next number, and flat cells.
 
-    Writes of cells that were written again since may be left out; whoever goes on to `count` has seen every cell.
+    Writes of cells that were written again may be left out; a reader that has reached `count` has
+    seen every cell.
     """
     begin = int(np.searchsorted(self._number[: self._used], number))
     end = min(begin + n, self._used)

@@ -1,4 +1,4 @@
-"""From the replay to the learner: select, recompute, assemble, gather."""
+"""The batch pipeline from the replay to the learner: select, recompute, assemble, gather."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,26 +10,26 @@ from speedyzero_jax.metrics.aggregation import PartTimes
 from speedyzero_jax.replay.device_frames import host_bytes
 from speedyzero_jax.replay.replay import Replay, Selection
 
-Execute = Callable[[list[Work], int], None]  # computes works, for the batch of a learner step
+Execute = Callable[[list[Work], int], None]  # runs the work for the batch of a learner step
 
 
 class PreparedBatch(NamedTuple):
-  """A batch ready to be trained on."""
+  """A batch ready for training."""
 
   arrays: Arrays  # input of the loss, [B, ...] each
   selection: Selection
-  info: dict[str, float]  # numbers to log
-  host_bytes: int  # sent from the host to devices for it
+  info: dict[str, float]  # metrics
+  host_bytes: int  # bytes sent from the host to devices
 
 
 class BatchPipeline:
   """Prepares batches.
 
   Args:
-    agent: that selects and assembles.
+    agent: the agent.
     replay: to draw from.
     batch_size: B, of this process.
-    execute: computes what the agent wants recomputed first, here or in other processes.
+    execute: runs the work that the agent requests for a batch, here or in other processes.
     times: measures the parts sample, search and gather.
   """
 
@@ -46,7 +46,7 @@ class BatchPipeline:
   def draw(self, learner_step: int) -> PreparedBatch:
     """The batch of learner step `learner_step` (from 0).
 
-    Raises ValueError if the replay has too little to select from.
+    Raises ValueError if too little is stored.
     """
     agent, replay, part = self._agent, self._replay, self._times.part
     with part("sample"):

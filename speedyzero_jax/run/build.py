@@ -1,4 +1,4 @@
-"""Construction of an experiment from a configuration, and from a checkpoint."""
+"""Construction of an experiment from a configuration or a checkpoint."""
 
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from speedyzero_jax.config.schema import Config
 from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.aggregation import EpisodeStats, PartTimes
 from speedyzero_jax.metrics.logger import MetricsLogger
+from speedyzero_jax.replay.journal import Journal
 from speedyzero_jax.run import builders, snapshot
 from speedyzero_jax.run.checkpoint import Checkpoints
 from speedyzero_jax.run.collector import Collector
@@ -23,7 +24,7 @@ from speedyzero_jax.run.experiment import (
   unit_seed,
 )
 from speedyzero_jax.run.rate_limiter import RateLimiter
-from speedyzero_jax.run.recovery import Keeper
+from speedyzero_jax.run.recovery import RecoveryManager
 from speedyzero_jax.workers.actor import LocalActor
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.learner import Learner, make_mesh
@@ -39,17 +40,17 @@ def build(
   resume: bool,
   membership: Membership = ALONE,
 ) -> Experiment:
-  """Makes all parts, and restores them from the newest readable checkpoint.
+  """Makes all parts and, on resume, restores them from the newest readable checkpoint.
 
   Args:
     config: of the run.
-    run_dir: folder of the run, or of the learner process, held by this process.
-    logger: takes messages and metrics.
+    run_dir: folder of the run, or of the learner process, locked by this process.
+    logger: receives messages and metrics.
     resume: continue an earlier run.
     membership: of this process.
 
   Raises:
-    CheckpointError: resuming, but no checkpoint can be read.
+    CheckpointError: no checkpoint can be read.
     TrainingError: the run can't continue here.
   """
   own = loader.divide(config, membership.unit, membership.units)
@@ -69,14 +70,16 @@ def build(
     seed=unit_seed(config, "replay", membership),
     frame_memory=membership.frame_memory,
   )
-  recovery = Keeper(
+  recovery = RecoveryManager(
     Checkpoints(run_dir, config.run.keep_checkpoints),
-    membership.journal,
-    membership.agree,
+    Journal(run_dir / "journal.sqlite", own.actor.lanes, agent.schema),
     logger.message,
+    durable=membership.durable,
+    exact=config.run.mode == "lockstep",
+    agree=membership.agree,
     units=membership.units,
   )
-  restored, frames = recovery.restore(snapshot.abstract(learner, agent)) if resume else (None, iter(()))
+  restored = recovery.restore(snapshot.abstract(learner, agent)) if resume else None
   if restored is None:
     state = learner.init(jax.random.fold_in(jax.random.key(config.run.seed), INIT))
     if resume:
@@ -100,7 +103,7 @@ def build(
     replay=replay,
     weights=weights,
     limiter=limiter,
-    collector=Collector(replay, limiter, weights, logger, episodes, times, recovery.record),
+    collector=Collector(replay, limiter, weights, logger, episodes, times, recovery.append),
     runner=TaskRunner(agent, inference, replay, weights),
     sweepers=make_sweepers(agent, config.actor.weights_interval),
     recovery=recovery,
@@ -109,7 +112,7 @@ def build(
   if membership.acts:
     experiment.collector.local = _local_actor(experiment, episodes)
   if restored is not None:
-    snapshot.restore(experiment, restored, frames)
+    snapshot.restore(experiment, restored)
   snapshot.replay_journal(experiment)
   logger.add_source(lambda: {names.ENV_STEPS: limiter.env_steps})
   return experiment

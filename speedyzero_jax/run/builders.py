@@ -1,4 +1,4 @@
-"""Parts made from a configuration, the same way in training, in evaluation and in every process."""
+"""Factories of the parts that training, evaluation and all processes share."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +21,7 @@ from speedyzero_jax.workers.weights import Version
 
 
 class EnvSpec(NamedTuple):
-  """What the environment of a configuration shows and takes."""
+  """Shapes of the configured environment."""
 
   frame_shape: tuple[int, int, int]
   frame_dtype: np.dtype
@@ -29,14 +29,14 @@ class EnvSpec(NamedTuple):
 
 
 def env_spec(config: Config) -> EnvSpec:
-  """The configured environment's. Raises ValueError for an unknown game."""
+  """The specification of the configured environment. Raises ValueError for an unknown game."""
   env = make_env(config.env, 1, 0, training=True)
   env.close()
   return EnvSpec(env.frame_shape, env.frame_dtype, env.num_actions)
 
 
 def make_agent(config: Config, spec: EnvSpec | None = None) -> Agent:
-  """The configured agent. Raises ValueError for sizes that do not fit the environment."""
+  """The configured agent. Raises ValueError for sizes that don't fit the environment."""
   return base.make_agent(config, *(spec or env_spec(config)))
 
 
@@ -50,18 +50,19 @@ def replay_capacity(config: Config, agent: Agent) -> int:
 
 
 def shortest_lane(config: Config, agent: Agent) -> int:
-  """Slots per lane with which the agent can select anything."""
+  """Minimum slots per lane for the agent to select anything."""
   return config.env.frame_stack + agent.lookahead
 
 
 def mean_stored(config: Config, agent: Agent, collected: int) -> float:
-  """Agent steps in the replay on average, from `collected` of them to the run's end."""
+  """Mean number of agent steps in the replay, from `collected` of them to the end of the run."""
   end = config.run.env_steps
   full = min(replay_capacity(config, agent) * config.actor.lanes, end)
   if collected >= end:
     return full
   now = min(collected, full)
-  filling = max(full - collected, 0) / (end - collected)  # share of the time in which it still grows
+  # Share of the time in which the replay still grows.
+  filling = max(full - collected, 0) / (end - collected)
   return filling * (now + full) / 2 + (1 - filling) * full
 
 
@@ -74,10 +75,7 @@ def make_replay(
   seed: int,
   frame_memory: np.ndarray | None = None,
 ) -> Replay:
-  """The configured replay, its frames also on the devices of the mesh if it says so.
-
-  Host memory is committed only as it is used.
-  """
+  """The configured replay, with its frames on the devices of the mesh if configured so."""
   return Replay(
     agent.schema,
     agent.make_selector,
@@ -94,9 +92,9 @@ def make_replay(
 def frames_on_devices(
   config: Config, agent: Agent, mesh: Mesh, report: Callable[[str], None]
 ) -> DeviceFrames | None:
-  """The copy of the frames on the devices, if configured and if there is room; else None.
+  """The copy of the frames on devices, or None (see `place_frames`).
 
-  There is room at first for episodes of ten steps and more.
+  Its initial size suffices for episodes of ten steps and more.
   """
   capacity, shortest = replay_capacity(config, agent), shortest_lane(config, agent)
   rows = capacity if config.replay.capacity else max(-(-11 * capacity // 20), shortest)
@@ -114,10 +112,7 @@ def frames_on_devices(
 
 
 def replay_bytes(config: Config, agent: Agent) -> int:
-  """Host memory that the replay uses at the end of a run, at least: a slot for each agent step kept.
-
-  An episode has one slot more than it has steps.
-  """
+  """Host memory of the replay at the end of a run, a lower bound: a slot per agent step kept."""
   slot = LaneStore(agent.schema, 1, 1).memory()["reserved_bytes"]
   kept = config.replay.capacity or config.run.env_steps
   return int(slot) * min(kept, config.run.env_steps)
@@ -126,34 +121,32 @@ def replay_bytes(config: Config, agent: Agent) -> int:
 def restore_for_evaluation(
   config: Config, run_dir: Path, *, warn: Callable[[str], None], report: Callable[[str], None]
 ) -> tuple[Agent, Inference, Version]:
-  """The newest readable checkpoint of a run, ready to act.
+  """The newest readable checkpoint of a run, for acting.
 
   Args:
     config: of the run.
     run_dir: its folder.
-    warn: takes lines on checkpoints that can't be read.
-    report: takes lines on compilation.
+    warn: receives lines on unreadable checkpoints.
+    report: receives lines on compilation.
 
   Raises:
-    CheckpointError: there is none.
+    CheckpointError: no checkpoint can be read.
   """
   agent = make_agent(config)
   here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   shapes: Any = jax.eval_shape(agent.init, jax.random.key(0))
-  abstract = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes
-  )
-  step, variables = Checkpoints(run_dir).restore_network(abstract, warn)
+  abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
+  step, variables = Checkpoints(run_dir).restore_item("network", abstract, warn)
   inference = Inference(agent, config.env.frame_stack, report=report)
   return agent, inference, Version(step, variables)
 
 
 def enable_compilation_cache(config: Config) -> None:
-  """Keeps compiled programs between runs."""
+  """Enables XLA's persistent compilation cache."""
   folder = config.run.compile_cache or str(Path.home() / ".cache" / "speedyzero_jax" / "xla")
   jax.config.update("jax_compilation_cache_dir", folder)
 
 
 def evaluation_seed(config: Config) -> int:
-  """Seed of the environments in which a run is evaluated."""
+  """Seed of the environments of a run's evaluations."""
   return config.run.seed + 1_000_003

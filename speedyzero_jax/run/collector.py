@@ -1,4 +1,4 @@
-"""The collector: takes experience into the journal, the replay and the counters, as one."""
+"""The collector: adds experience to the journal, the replay and the counters atomically."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -16,13 +16,13 @@ from speedyzero_jax.workers.weights import ACTOR, WeightsStore
 
 
 class Collector:
-  """Collects with a local actor, or takes what actors in other processes hand over. Thread-safe.
+  """Collects with a local actor, or receives the experience of remote ones. Thread-safe.
 
   Args:
     replay: of this process.
     limiter: of this process.
     weights: to act with.
-    logger: takes rates and policy lag.
+    logger: receives rates and policy lag.
     episodes: returns of finished games.
     times: measures the part act.
     record: makes segments durable.
@@ -42,12 +42,12 @@ class Collector:
     self._times, self._record = times, record
     self.episodes = episodes
     self.local: LocalActor | None = None
-    self.failure: Exception | None = None  # of `take`, which ends the run
-    self.observation_bytes = 0  # sent to devices for acting, so far
-    self.lock = threading.Lock()  # held while actor, journal and replay disagree
+    self.failure: Exception | None = None  # raised by `take`; ends the run
+    self.observation_bytes = 0  # bytes sent to devices for acting
+    self.lock = threading.Lock()  # held while actor, journal and replay are inconsistent
 
   def collect(self) -> None:
-    """One step of all lanes by the local actor. Call while `limiter.may_collect`."""
+    """Takes one step of all lanes with the local actor. Call while `limiter.may_collect`."""
     local, limiter = self.local, self._limiter
     assert local is not None
     limiter.begin_acting(self)
@@ -64,20 +64,18 @@ class Collector:
     self._log_lag(version.step)
     limiter.end_acting(self)
 
-  def take(
-    self, segments: Sequence[Segment], episodes: Sequence[Episode], *, granted: int
-  ) -> None:
-    """Takes what another process collected, of so many steps granted.
+  def take(self, segments: Sequence[Segment], episodes: Sequence[Episode], *, granted: int) -> None:
+    """Adds experience collected by another process, of `granted` agent steps reserved for it.
 
-    Raises ValueError if anything is wrong with it; nothing has changed then. If it can't be stored,
-    the run ends with that error, which is raised here too.
+    Raises ValueError for invalid segments; nothing has changed then. A failure to store ends the
+    run and is raised here, too.
     """
     count = sum(int((segment.action >= 0).sum()) for segment in segments)
     with self.lock:
       self._replay.check(segments)
       try:
         self._store(segments)
-      except Exception as error:  # the run would lose it, or has it on disk but not in the replay
+      except Exception as error:  # the segments are lost, or on disk but not in the replay
         self.failure = error
         self._limiter.stop()
         raise
@@ -89,17 +87,17 @@ class Collector:
       self._log_lag(min(int(segment.step.min()) for segment in segments))
 
   def cut(self, lanes: Sequence[int]) -> None:
-    """The environments of these lanes are lost: their episodes end where they are."""
+    """Truncates the episodes of lanes whose environments are lost."""
     with self.lock:
       for lane in lanes:
         self._replay.truncate(lane)
 
   def replay_recorded(self, recorded: Sequence[Segment]) -> None:
-    """Takes in segments that are durable already, collected together after the checkpoint."""
+    """Appends durable segments of one append, recorded after the checkpoint."""
     for segment in recorded:
       if segment.first[0]:
-        self._replay.truncate(segment.lane)  # its environment was lost then
-    now = self._limiter.learner_steps  # steps beyond it were lost with the learner
+        self._replay.truncate(segment.lane)  # the environment was lost at that time
+    now = self._limiter.learner_steps  # later ones were lost with the learner
     known = [segment._replace(step=np.minimum(segment.step, now)) for segment in recorded]
     self._replay.append_many(known)
     self._limiter.add_env_steps(sum(int((segment.action >= 0).sum()) for segment in recorded))

@@ -1,4 +1,4 @@
-"""The parts of a run in one learner process."""
+"""The parts of a run in one learner process, and its place among several."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -12,12 +12,11 @@ from speedyzero_jax.config.schema import Config
 from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.aggregation import PartTimes
 from speedyzero_jax.metrics.logger import MetricsLogger
-from speedyzero_jax.replay.journal import Journal
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.run.batch_pipeline import BatchPipeline
 from speedyzero_jax.run.collector import Collector
 from speedyzero_jax.run.rate_limiter import RateLimiter
-from speedyzero_jax.run.recovery import Keeper
+from speedyzero_jax.run.recovery import RecoveryManager
 from speedyzero_jax.run.topology import derived_seed
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.learner import Learner, LearnerState
@@ -33,18 +32,18 @@ class TrainingError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Membership:
-  """The place of this learner process among those of the run. The defaults: it is the only one.
+  """The place of this learner process in the run. The defaults are for a single process.
 
   Attributes:
     unit: number of this learner process.
     units: number of learner processes.
-    mesh: of all of them; None for this process' devices.
-    acts: this process has an actor of its own.
-    sweeps: this process computes the agent's tasks itself.
-    journal: where experience is made durable before it counts.
-    frame_memory: where the replay's frames are to be kept.
+    mesh: of all learner processes; None for this process' devices.
+    acts: this process has a local actor.
+    sweeps: this process runs the sweeps of the agent's tasks.
+    durable: experience is on disk before it counts, for actors in other processes.
+    frame_memory: memory of the replay's frames.
     agree: publishes a number to all learner processes and returns those of all.
-    share: publishes metrics, returns what is to be reported on: in unit 0 the newest of all.
+    share: publishes metrics and returns those to report on, in unit 0 the newest of all.
     meet: waits for all learner processes.
   """
 
@@ -53,7 +52,7 @@ class Membership:
   mesh: Mesh | None = None
   acts: bool = True
   sweeps: bool = True
-  journal: Journal | None = None
+  durable: bool = False
   frame_memory: np.ndarray | None = None
   agree: Callable[[int], Sequence[int]] = lambda step: [step]
   share: Callable[[Mapping[str, float]], Sequence[Mapping[str, float]]] = lambda numbers: [numbers]
@@ -65,10 +64,10 @@ ALONE = Membership()
 
 @dataclasses.dataclass
 class Experiment:
-  """The parts of a run in one learner process. `steps.py` and `loops.py` make them work."""
+  """The parts of a run in one learner process; `steps.py` and `loops.py` run them."""
 
   config: Config  # of the run
-  own: Config  # this process' share of it
+  own: Config  # this process' share
   membership: Membership
   agent: Agent
   logger: MetricsLogger
@@ -81,16 +80,16 @@ class Experiment:
   collector: Collector
   runner: TaskRunner
   sweepers: list[Sweeper]
-  recovery: Keeper
+  recovery: RecoveryManager
   state: LearnerState
   pipeline: BatchPipeline = dataclasses.field(init=False)
   execute: Callable[[list[Work], int], None] = dataclasses.field(init=False)
   after_step: list[Callable[[], object]] = dataclasses.field(default_factory=list)
-  batch_bytes: int = 0  # sent to devices for batches, so far
-  reported_bytes: int | None = None  # of all bytes sent to devices, those already logged
+  batch_bytes: int = 0  # bytes sent to devices for batches
+  reported_bytes: int | None = None  # of `host_bytes`, those already logged
   interrupted: bool = False
-  leaving: bool = False  # every learner process knows that one was interrupted
-  learning: bool = False  # from now on learner steps carry interruptions between processes
+  leaving: bool = False  # all learner processes know of an interruption
+  learning: bool = False  # learner steps carry interruptions between processes
 
   def __post_init__(self) -> None:
     self.execute = self._execute_here
@@ -103,11 +102,11 @@ class Experiment:
     )
 
   def key(self, purpose: int) -> jax.Array:
-    """A random key of this process' own."""
+    """A random key of this process."""
     return jax.random.fold_in(jax.random.key(self.seed("search")), purpose)
 
   def seed(self, name: str) -> int:
-    """A seed of this process' own."""
+    """A seed of this process."""
     return unit_seed(self.config, name, self.membership)
 
   @property
@@ -131,12 +130,12 @@ class Experiment:
 
   @property
   def program_bytes(self) -> int:
-    """Memory on each device that the compiled programs need beside their arguments."""
+    """Memory on each device that the compiled programs need besides their arguments."""
     return self.learner.update.bytes + self.inference.program_bytes
 
   @property
   def host_bytes(self) -> int:
-    """Bytes sent to devices so far: frames as they come, inputs of inference, batches."""
+    """Bytes sent to devices: frames, inputs of inference, batches."""
     sent = self.collector.observation_bytes + self.batch_bytes + self.runner.host_bytes
     return sent + self.replay.bytes_to_devices
 
@@ -148,8 +147,8 @@ class Experiment:
   def interrupt(self) -> None:
     """Ends the run soon; safe to call from a signal handler.
 
-    A single process stops where it is. One of several that have begun to learn takes steps until all
-    know, so that none waits for another forever.
+    A single process stops at once. Several that have begun to learn take steps until all know, so
+    that none waits for another.
     """
     self.interrupted = True
     unfinished = self.limiter.learner_steps < self.config.learner.steps
@@ -162,9 +161,10 @@ class Experiment:
     """Closes environments and files."""
     self.collector.close()
     self.recovery.close()
+    self.recovery.journal.close()
 
 
 def unit_seed(config: Config, name: str, membership: Membership) -> int:
-  """A seed of one learner process' own, by purpose."""
+  """A seed of one learner process for one purpose."""
   seed, unit = config.run.seed, membership.unit
   return derived_seed(seed, f"{name} of unit {unit}") if unit else seed

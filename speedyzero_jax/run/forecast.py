@@ -26,9 +26,7 @@ class Forecast:
     clock: seconds, from any origin.
   """
 
-  def __init__(
-    self, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic
-  ):
+  def __init__(self, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic):
     self._report, self._clock, self._began = report, clock, clock()
     self._resident, self._room = memory.resident() or 0, memory.available()
     self._host = self._device = 0.0  # bytes
@@ -123,7 +121,9 @@ class Forecast:
     spent = {name: total - self._since[2].get(name, 0.0) for name, total in parts.items()}
     apart = math.fsum(spent.pop(name, 0.0) for name in _APART)
     steps, seconds = step - self._since[0], now - self._since[1] - apart
-    if not (steps >= _STEPS and seconds >= _SECONDS or steps >= _FEW_STEPS and seconds >= _LONG):
+    if not (
+      (steps >= _STEPS and seconds >= _SECONDS) or (steps >= _FEW_STEPS and seconds >= _LONG)
+    ):
       return
     self._measured = True
     each = seconds / steps * self._growth(spent)

@@ -1,4 +1,4 @@
-"""The two ways to run an experiment in one process: roles take turns, or overlap in threads."""
+"""The loops of an experiment: roles take turns (lockstep), or overlap in threads (async)."""
 
 import contextlib
 import functools
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from speedyzero_jax.metrics import names
 from speedyzero_jax.run import steps
 from speedyzero_jax.run.batch_pipeline import PreparedBatch
-from speedyzero_jax.run.experiment import Experiment
+from speedyzero_jax.run.experiment import Experiment, TrainingError
 from speedyzero_jax.run.rate_limiter import Stopped
 from speedyzero_jax.workers.learner import StepResult
 from speedyzero_jax.workers.sweeper import Sweeper
@@ -19,7 +19,7 @@ from speedyzero_jax.workers.sweeper import Sweeper
 def run(experiment: Experiment) -> bool:
   """Runs to the end in the configured mode.
 
-  Returns False if it was stopped before that. Raises what a role raised.
+  Returns False if stopped earlier. Raises the error of a role.
   """
   if experiment.config.run.mode == "lockstep":
     _lockstep(experiment)
@@ -33,6 +33,7 @@ def _lockstep(experiment: Experiment) -> None:
   limiter = experiment.limiter
   while not limiter.finished and not limiter.stopping:
     if not (limiter.may_learn() and experiment.pipeline.ready()):
+      _check_supply(experiment, limiter.learner_steps)
       experiment.collector.collect()
       continue
     for sweeper in experiment.sweepers:
@@ -44,19 +45,30 @@ def _lockstep(experiment: Experiment) -> None:
     steps.bookkeeping(experiment)
 
 
+def _check_supply(experiment: Experiment, step: int) -> None:
+  """Raises TrainingError if learner step `step` (from 0) will never have a batch."""
+  if experiment.limiter.collected and not experiment.pipeline.ready():
+    config, count = experiment.own, experiment.replay.selector.count
+    raise TrainingError(
+      f"all {config.run.env_steps} agent steps are collected, but of the samples for learner step "
+      f"{step + 1} of {config.learner.steps} only {count} of {config.learner.batch_size} exist; "
+      "set run.env_steps higher or learner.steps lower"
+    )
+
+
 class _Overlapped:
-  """One thread per role beside the learner's; all wait on the rate limiter's condition."""
+  """One thread per role besides the learner's; all wait on the rate limiter's condition."""
 
   def __init__(self, experiment: Experiment):
     self._experiment, self._limiter = experiment, experiment.limiter
     self._ready: deque[PreparedBatch] = deque()
-    self._drawn = experiment.limiter.learner_steps  # batches drawn so far, by learner step
-    # The step before this one: its priorities are taken a step late, not to wait for the device.
+    self._drawn = experiment.limiter.learner_steps  # number of batches drawn
+    # The previous step: its priorities are read a step late, to not wait for the device.
     self._pending: tuple[PreparedBatch, StepResult, int] | None = None
     self._errors: list[BaseException] = []
 
   def run(self) -> None:
-    """Starts the roles, learns in this thread, and ends them."""
+    """Starts the roles, learns in this thread, and joins the roles."""
     membership = self._experiment.membership
     roles: list[Callable[[], None]] = [self._draw]
     if membership.acts:
@@ -64,9 +76,7 @@ class _Overlapped:
     if membership.sweeps:
       sweepers = self._experiment.sweepers
       roles += [functools.partial(self._sweep, sweeper) for sweeper in sweepers]
-    threads = [
-      threading.Thread(target=self._guard, args=(role,), daemon=True) for role in roles
-    ]
+    threads = [threading.Thread(target=self._guard, args=(role,), daemon=True) for role in roles]
     for thread in threads:
       thread.start()
     try:
@@ -76,7 +86,7 @@ class _Overlapped:
       self._limiter.stop()
       for thread in threads:
         thread.join()
-    self._settle()  # first: a role's error may be an effect of what shows here as divergence
+    self._settle()  # first, since errors of roles may follow from a divergence detected here
     failure = self._experiment.collector.failure
     if self._errors or failure:
       raise self._errors[0] if self._errors else failure or AssertionError
@@ -86,12 +96,12 @@ class _Overlapped:
       role()
     except Stopped:
       pass
-    except BaseException as error:  # raised again in the learner's thread
+    except BaseException as error:  # raised in the learner's thread
       self._errors.append(error)
       self._limiter.stop()
 
   def _collect(self) -> None:
-    def may_collect() -> bool:  # the learner may be due, but have too little to draw from
+    def may_collect() -> bool:  # also if the learner is due but has too little to draw from
       return self._limiter.may_collect() or not self._experiment.pipeline.ready()
 
     while not self._limiter.collected:
@@ -118,11 +128,14 @@ class _Overlapped:
     experiment, limiter = self._experiment, self._limiter
 
     def may_draw() -> bool:
-      due = limiter.may_draw(self._drawn) and experiment.pipeline.ready()
-      return due and len(self._ready) < experiment.config.learner.prefetch
+      if len(self._ready) >= experiment.config.learner.prefetch:
+        return False
+      due = limiter.may_draw(self._drawn)
+      return due and (limiter.collected or experiment.pipeline.ready())
 
     while self._drawn < experiment.config.learner.steps:
       limiter.wait_until(may_draw)
+      _check_supply(experiment, self._drawn)
       self._ready.append(steps.draw(experiment, self._drawn))
       self._drawn += 1
       limiter.notify()

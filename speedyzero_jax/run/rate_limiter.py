@@ -1,8 +1,8 @@
-"""The rate limiter: ties learner steps to agent steps, whatever the machine's speed.
+"""The rate limiter: a fixed ratio of learner steps to agent steps, on machines of any speed.
 
-After the random play, each learner step is due for a fixed number of agent steps, so that samples per
-insert is constant; `tail_steps` learner steps wait until everything is collected; and with a bound on
-policy lag no step is taken while an actor uses weights that would then be too old.
+After the random play, learner steps are due at a constant number of samples per insert;
+`tail_steps` learner steps wait until everything is collected. With a bound on policy lag, the
+learner waits while an actor uses weights that the next step would make too old.
 """
 
 import threading
@@ -13,16 +13,15 @@ from speedyzero_jax.config.schema import Config
 
 
 class Stopped(Exception):
-  """The run is stopping; the waiting role should return."""
+  """The run is stopping; waiting roles return."""
 
 
 class RateLimiter:
-  """The two counters of a run and the rule between them. Thread-safe.
+  """The two counters of a run and the ratio between them. Thread-safe.
 
-  Learner step k (from 0) may be taken once random_steps + ceil(k * ratio) agent steps are collected,
-  with ratio = (env_steps - random_steps) / (steps - tail_steps); the last tail_steps only once all
-  are. Collection may go on while it is less than `slack` agent steps ahead of what the learner has
-  earned.
+  Learner step k (from 0) is due once random_steps + ceil(k * ratio) agent steps are collected, with
+  ratio = (env_steps - random_steps) / (steps - tail_steps); the last tail_steps once all are.
+  Collection continues while it is less than `slack` agent steps ahead of the learner.
 
   Args:
     config: of the learner process.
@@ -35,12 +34,11 @@ class RateLimiter:
     self._paced = self._total_learner - config.learner.tail_steps
     self._slack = max(2 * config.actor.lanes, 2 * (self._earned(1) if self._paced else 0))
     self.bounds_lag = config.actor.max_lag > 0
-    # Learner steps that may begin while an actor acts: when it begins, the newest weights are up to
-    # an interval old.
+    # Learner steps that may begin while an actor acts: its weights are up to an interval old then.
     self._leeway = config.actor.max_lag - config.actor.weights_interval
     self._acting: dict[Hashable, int] = {}  # actor -> learner step at which it began
     self._env_steps = self._learner_steps = 0
-    self._reserved = 0  # agent steps granted to actors and not yet taken
+    self._reserved = 0  # agent steps granted to actors and not yet collected
     self._stopping = self._finishing = False
     self._changed = threading.Condition()
 
@@ -61,22 +59,22 @@ class RateLimiter:
 
   @property
   def collected(self) -> bool:
-    """Whether every agent step has been taken."""
+    """Whether all agent steps are collected."""
     return self._env_steps >= self._total_env
 
   @property
   def finished(self) -> bool:
-    """Whether every learner step has been taken and everything is collected."""
+    """Whether all agent steps are collected and all learner steps taken."""
     return self._learner_steps >= self._total_learner and self.collected
 
   @property
   def pool(self) -> int:
-    """Agent steps that are neither taken nor granted."""
+    """Agent steps neither collected nor granted."""
     return self._total_env - self._env_steps - self._reserved
 
   @property
   def playing_randomly(self) -> bool:
-    """Whether the next agent steps belong to the random play at the start."""
+    """Whether the next agent steps belong to the initial random play."""
     return self._env_steps < self._random
 
   @property
@@ -85,13 +83,13 @@ class RateLimiter:
     return self._learner_steps / self._total_learner if self._total_learner else 1.0
 
   def required(self, step: int) -> int:
-    """Agent steps that learner step `step` (from 0) waits for."""
+    """Agent steps that must be collected before learner step `step` (from 0)."""
     if step >= self._paced:
       return self._total_env
     return self._start + self._earned(step)
 
   def _earned(self, step: int) -> int:
-    """ceil(step * ratio), in integers: rounding would make some steps wait for one step too many."""
+    """ceil(step * ratio), in integers to avoid rounding errors."""
     return -(-step * (self._total_env - self._start) // self._paced)
 
   def may_learn(self) -> bool:
@@ -103,15 +101,15 @@ class RateLimiter:
     return self._finishing or self._env_steps >= self.required(step)
 
   def may_collect(self) -> bool:
-    """Whether collection may go on."""
+    """Whether collection may continue."""
     if not self.pool:
       return False
     return self._env_steps + self._reserved < self.required(self._learner_steps) + self._slack
 
   def reserve(self, steps: int, seconds: float, urgent: Callable[[], bool]) -> int | None:
-    """Grants up to `steps` agent steps, as soon as collection may go on or `urgent()`.
+    """Grants up to `steps` agent steps once collection may continue or `urgent()`.
 
-    Returns how many, 0 if everything is collected, None if none could be granted in time.
+    Returns the number granted: 0 if everything is collected, None after `seconds` or a stop.
     """
 
     def available() -> bool:
@@ -128,31 +126,31 @@ class RateLimiter:
       return count
 
   def release(self, steps: int) -> None:
-    """Takes back agent steps that were granted and not used."""
+    """Returns granted agent steps that were not used."""
     with self._changed:
       self._reserved -= steps
       self._changed.notify_all()
 
   def add_env_steps(self, count: int, *, reserved: int = 0) -> None:
-    """An actor took `count` agent steps, of so many granted."""
+    """Counts agent steps collected, of `reserved` granted ones."""
     with self._changed:
       self._env_steps += count
       self._reserved -= reserved
       self._changed.notify_all()
 
   def add_learner_step(self) -> None:
-    """The learner took a step."""
+    """Counts a learner step."""
     with self._changed:
       self._learner_steps += 1
       self._changed.notify_all()
 
   def begin_acting(self, actor: Hashable) -> None:
-    """An actor takes agent steps, with weights at least as new as the newest after this call."""
+    """An actor takes agent steps, with weights at least as new as the newest at this call."""
     with self._changed:
       self._acting[actor] = self._learner_steps
 
   def end_acting(self, actor: Hashable) -> None:
-    """What the actor took is in the replay, or lost."""
+    """The actor's agent steps are in the replay, or lost."""
     with self._changed:
       self._acting.pop(actor, None)
       self._changed.notify_all()
@@ -170,7 +168,7 @@ class RateLimiter:
       self._changed.notify_all()
 
   def finish_together(self) -> None:
-    """From now on learner steps wait for no agent steps, because other learners wait for them."""
+    """Lets learner steps proceed without agent steps, since other learners wait for them."""
     with self._changed:
       self._finishing = True
       self._changed.notify_all()
@@ -181,7 +179,7 @@ class RateLimiter:
     return self._finishing
 
   def stop(self) -> None:
-    """Wakes every waiting role with `Stopped`."""
+    """Wakes waiting roles with `Stopped`."""
     with self._changed:
       self._stopping = True
       self._changed.notify_all()
@@ -192,7 +190,7 @@ class RateLimiter:
     return self._stopping
 
   def wait_for(self, predicate: Callable[[], Any], seconds: float) -> None:
-    """Blocks until `predicate()` holds, the run stops, or so many seconds have passed."""
+    """Blocks until `predicate()` holds, the run stops, or `seconds` have passed."""
     with self._changed:
       self._changed.wait_for(lambda: self._stopping or predicate(), seconds)
 

@@ -1,60 +1,71 @@
-"""What stays of a run on disk: its checkpoints, and the journal of what came after the oldest of them.
+"""Recovery of a run from its checkpoints and its journal.
 
-Knows files, and that all units must go on from the same step; nothing of roles, or of what the arrays mean.
+The journal holds all experience, a checkpoint what changes; together they restore a run. All units
+of a run continue from the same learner step.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from speedyzero_jax.replay.journal import Journal
+from speedyzero_jax.replay.journal import Journal, JournalError
 from speedyzero_jax.run.checkpoint import CheckpointError, Checkpoints, Snapshot
 from speedyzero_jax.types import Params, Segment
 
 
-class Keeper:
-  """Keeps a run, or a unit's part of one, and finds it again. Not thread-safe, but for `record`.
+class RecoveryManager:
+  """Saves and restores a run, or one unit of it. Only `append` may be called from any thread.
 
   Args:
     checkpoints: of the unit.
-    journal: where experience is made durable before it counts; None: it stands in checkpoints alone.
-    agree: tells all units a number, waits for all to do so, and returns all of theirs.
-    report: takes a line that people should read.
+    journal: of the unit; its owner closes it.
+    report: called with a line for people.
+    durable: experience is durable as soon as it is appended; if not, with the next checkpoint.
+    exact: a resumed run drops experience from after the checkpoint and repeats what came after it;
+      if not, that experience is replayed.
+    agree: sends all units a number, waits for theirs, and returns them.
     units: that agree.
   """
 
   def __init__(
     self,
     checkpoints: Checkpoints,
-    journal: Journal | None,
-    agree: Callable[[int], Sequence[int]],
+    journal: Journal,
     report: Callable[[str], None],
     *,
+    durable: bool,
+    exact: bool,
+    agree: Callable[[int], Sequence[int]] = lambda step: [step],
     units: int = 1,
   ):
-    self.checkpoints = checkpoints
-    self._journal, self._agree, self._report, self._units = journal, agree, report, units
-    self._common = -1  # step of the newest checkpoint that every unit is known to have; none: -1
-    self._saved: list[
-      tuple[int, np.ndarray]
-    ] = []  # steps and heads of the last ones; the journal is kept from there
+    self.checkpoints, self.journal = checkpoints, journal
+    self._report, self._durable, self._exact = report, durable, exact
+    self._agree, self._units = agree, units
+    self._common = -1  # newest step that every unit is known to have; -1: none
+    self._thread: threading.Thread | None = None
+    self._error: Exception | None = None  # of the last save
 
-  def restore(
-    self, abstract: Mapping[str, Params]
-  ) -> tuple[Snapshot | None, Iterator[dict[str, np.ndarray]]]:
-    """The newest checkpoint that every unit has, as `Checkpoints.restore`.
+  # --- Restoring ---
 
-    None if a unit has none: then all begin anew, and what checkpoints there are here are moved out of the way.
+  def restore(self, abstract: Mapping[str, Params]) -> Snapshot | None:
+    """The newest usable checkpoint that every unit has; see `Checkpoints.restore`.
+
+    None if a unit has none: then all start from the beginning, and checkpoints of this unit are
+    set aside. Afterwards the journal continues from the heads of the checkpoint, or from 0.
 
     Raises:
-      CheckpointError: there are checkpoints here, but none can be read, or all are newer than what another unit has.
+      CheckpointError: there are checkpoints, but none is usable, or all are newer than what
+        another unit has.
+      JournalError: the journal cannot be written.
     """
     newest = None
     while True:
       snapshot: Snapshot | None = None
-      frames: Iterator[dict[str, np.ndarray]] = iter(())
       if self.checkpoints.steps() and newest != -1:
-        snapshot, frames = self.checkpoints.restore(abstract, self._report, newest=newest)
+        snapshot = self.checkpoints.restore(
+          abstract, self._report, newest=newest, verify=self.journal.verify
+        )
       steps = self._agree(-1 if snapshot is None else snapshot.step)
       if len(set(steps)) == 1:
         break
@@ -62,77 +73,91 @@ class Keeper:
     self._common = steps[0]
     if snapshot is None and self.checkpoints.steps():
       self._report(
-        "warning: another learner has no checkpoint: all begin anew, with what their journals hold"
+        "warning: another learner has no checkpoint: all start from the beginning, with the "
+        "experience in their journals"
       )
-      self.checkpoints.begin_anew()
-    return snapshot, frames
+      self.checkpoints.set_aside()
+    heads = np.zeros_like(self.journal.heads) if snapshot is None else snapshot.heads
+    lost = self.journal.continue_from(heads, drop=self._exact)
+    if not self._exact and lost.any():
+      self._report(
+        f"warning: the journal does not hold what came right after this checkpoint: {lost.sum()} "
+        f"later frames of {np.count_nonzero(lost)} lanes are lost and will be collected again"
+      )
+    return snapshot
 
-  def settle(self) -> np.ndarray | None:
-    """Waits for the save before and tells if it failed.
+  def stored(self, snapshot: Snapshot) -> Iterator[list[Segment]]:
+    """The experience that a checkpoint refers to: slots tails <= t < heads. See `Journal.read`."""
+    return self.journal.read(snapshot.tails, snapshot.heads)
 
-    Returns:
-      [L], the heads of the newest checkpoint, where the next snapshot's slots must begin; None if there is none.
+  def later(self, heads: np.ndarray) -> Iterator[list[Segment]]:
+    """The experience from heads [L] on; none if `exact`. See `Journal.read`."""
+    return self.journal.read(heads)
+
+  # --- Saving ---
+
+  def append(self, segments: Sequence[Segment]) -> None:
+    """Adds experience to the journal; if `durable`, it is on disk at the end.
+
+    Raises ValueError and JournalError as `Journal.append` and `flush`.
     """
+    self.journal.append(segments)
+    if self._durable:
+      self.journal.flush()
+
+  def wait(self) -> None:
+    """Waits for the save in progress and reports if it failed."""
     try:
-      self.checkpoints.wait()
-    except CheckpointError as error:
-      self._report(f"{error}; training goes on, earlier checkpoints are intact")
-    return self.checkpoints.heads
+      self._join()
+    except (CheckpointError, JournalError) as error:
+      self._report(f"{error}; training continues, earlier checkpoints are intact")
 
   def save(self, snapshot: Snapshot, *, required: bool) -> None:
-    """Starts a checkpoint in the background. Call `settle` before.
+    """Starts a checkpoint in the background, once the save before has ended.
 
-    An older one that other units may have to go back to stays, however many there are.
+    Checkpoints stay as long as another unit may have to go back to them, the experience that they
+    refer to as long as they do.
 
     Args:
-      snapshot: what to save.
-      required: wait for it, but for no other unit. If not, all units must save one of this step.
+      snapshot: what to save; the journal has its slots.
+      required: wait for it, and for no other unit. If not, all units must save this step.
 
     Raises:
-      CheckpointError: it is required and failed.
-      JournalError: the journal can't forget what the oldest checkpoint holds.
+      CheckpointError, JournalError: it is required and failed.
     """
-    newest, heads = (
-      self.checkpoints.newest,
-      self.checkpoints.heads,
-    )  # of the one before this, which is there
+    self.wait()
     if self._units == 1:
       self._common = snapshot.step
     elif not required:
-      newest_of_all = self._agree(-1 if newest is None else newest)
-      if len(set(newest_of_all)) == 1:
-        self._common = newest_of_all[0]
-    self.checkpoints.save(snapshot, needed=self._common)
+      newest = self.checkpoints.newest
+      newest_of_all = set(self._agree(-1 if newest is None else newest))
+      if len(newest_of_all) == 1:
+        self._common = newest_of_all.pop()
+    self._thread = threading.Thread(
+      target=self._save, args=(snapshot, self._common), name="checkpoint"
+    )
+    self._thread.start()
     if required:
-      self.checkpoints.wait()
-    if self._journal is not None and newest is not None and heads is not None:
-      # What the oldest checkpoint kept holds need not be read again.
-      kept = self.checkpoints.keep + 1
-      self._saved = [*self._saved, (newest, heads)][-kept:]
-      oldest, begin = self._saved[0]
-      if len(self._saved) == kept and oldest <= self._common:
-        self._journal.evict(begin)
+      self._join()
 
-  def record(self, segments: Sequence[Segment]) -> None:
-    """Makes experience durable; when it returns, it is. Raises as `Journal.append`, and has changed nothing then."""
-    if self._journal is not None:
-      self._journal.append(segments)
+  def _save(self, snapshot: Snapshot, needed: int) -> None:
+    try:
+      self.journal.flush()  # a checkpoint refers to what is on disk
+      self.checkpoints.save(snapshot, needed=needed)
+      tails = self.checkpoints.tails()
+      if tails is not None:
+        self.journal.evict(tails)
+    except Exception as error:  # raised by the next `wait` or `save`
+      self._error = error
 
-  def recorded(self, heads: np.ndarray) -> Iterator[list[Segment]]:
-    """What was recorded from these heads [L] on, a checkpoint's, as `Journal.read`; what is lost of it is told."""
-    if self._journal is None:
-      return iter(())
-    lost = self._journal.begin_at(heads)
-    if lost.any():
-      self._report(
-        f"warning: the journal has forgotten what came right after this checkpoint: {lost.sum()} later frames of "
-        f"{np.count_nonzero(lost)} lanes are lost, and collected anew"
-      )
-    return self._journal.read(heads)
+  def _join(self) -> None:
+    if self._thread is not None:
+      self._thread.join()
+      self._thread = None
+    error, self._error = self._error, None
+    if error is not None:
+      raise error
 
   def close(self) -> None:
-    """Waits for the last save and tells if it failed. The journal is its owner's to close."""
-    try:
-      self.checkpoints.close()
-    except CheckpointError as error:  # of a save that nobody waited for
-      self._report(f"{error}; earlier checkpoints are intact")
+    """Waits for the last save and reports if it failed."""
+    self.wait()

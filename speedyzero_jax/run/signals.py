@@ -1,4 +1,4 @@
-"""Signals that stop a run: Ctrl-C, SIGTERM, and SIGHUP from a closed terminal."""
+"""Signals that stop a run: SIGINT, SIGTERM, and SIGHUP of a closed terminal."""
 
 import contextlib
 import os
@@ -6,13 +6,14 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 
-_ECHO = 1.0  # seconds in which a repeated signal is the same one, sent to the process and its group
+# Seconds within which a repeated signal is the same one, sent to both the process and its group.
+_DUPLICATE_SECONDS = 1.0
 
 
 class Signals:
-  """A context in which the first such signal calls `on_stop`, and a second one ends the process.
+  """A context in which the first signal calls `on_stop` and the second ends the process.
 
-  Where SIGHUP is ignored (nohup) it stays so.
+  SIGHUP stays ignored if it is (nohup).
   """
 
   def __init__(self) -> None:
@@ -32,14 +33,14 @@ class Signals:
     if self.received is None:
       self.received, self._when = number, time.monotonic()
       self.on_stop()
-    elif time.monotonic() - self._when > _ECHO:
+    elif time.monotonic() - self._when > _DUPLICATE_SECONDS:
       signal.signal(number, signal.SIG_DFL)
       os.kill(os.getpid(), number)
 
   @staticmethod
   @contextlib.contextmanager
   def at_once() -> Iterator[None]:
-    """A context in which signals end the process at once, because there is nothing to save."""
+    """A context in which signals end the process at once, since there is nothing to save."""
     before = {number: signal.signal(number, signal.SIG_DFL) for number in _stops()}
     try:
       yield
@@ -53,7 +54,7 @@ class Signals:
 
   @property
   def exit_code(self) -> int:
-    """The exit code that shells give to the signal received."""
+    """The exit code of shells for the signal received."""
     assert self.received is not None
     return 128 + self.received
 

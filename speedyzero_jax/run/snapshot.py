@@ -1,7 +1,6 @@
-"""Snapshots of an experiment: what is saved of each part, and how parts are restored."""
+"""Snapshots of an experiment: the saved state of each part, and its restoration."""
 
 import hashlib
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from speedyzero_jax.workers.weights import ACTOR, DivergedError, Version
 
 
 def abstract(learner: Learner, agent: Agent) -> dict[str, Params]:
-  """Shapes of what is restored to devices, by item of a checkpoint."""
+  """Shapes of the items of a checkpoint that are restored to devices."""
   state = learner.abstract()
   weights = dict.fromkeys((ACTOR, *agent.subscriptions), state.variables)
   optimizer = {"state": state.opt_state, "target": state.target}
@@ -26,29 +25,26 @@ def abstract(learner: Learner, agent: Agent) -> dict[str, Params]:
 
 def learner_state(learner: Learner, restored: Snapshot) -> LearnerState:
   """The learner's state in a checkpoint."""
-  optimizer = restored.optimizer
-  return learner.restore(
-    restored.network, optimizer["target"], optimizer["state"], restored.step
-  )
+  network, optimizer = restored.items["network"], restored.items["optimizer"]
+  return learner.restore(network, optimizer["target"], optimizer["state"], restored.step)
 
 
 def save(experiment: Experiment, *, required: bool = False) -> None:
-  """Starts a checkpoint of this learner step in the background; reports a failure of the last one.
+  """Starts saving a checkpoint in the background; reports a failure of the previous one.
 
   Args:
     experiment: to save.
-    required: wait for it.
+    required: wait for the checkpoint.
 
   Raises:
-    CheckpointError: it is required and failed. Otherwise training continues.
-    DivergedError: the parameters are not finite; they are not saved.
+    CheckpointError: a required checkpoint failed. Other failures don't stop training.
+    DivergedError: the parameters are not finite; nothing is saved.
   """
-  saved = experiment.recovery.settle()
+  experiment.recovery.wait()
   step = experiment.limiter.learner_steps
   replay, local = experiment.replay, experiment.collector.local
   with experiment.collector.lock:
-    heads = replay.heads
-    slots = replay.export_slots(np.zeros_like(heads) if saved is None else saved)
+    heads, tails = replay.heads, replay.tails
     stored, env_steps = replay.state_dict(), experiment.limiter.env_steps
     acted = local.state_dict() if local is not None else {}
   versions, state = experiment.weights.snapshot(), experiment.state
@@ -67,36 +63,37 @@ def save(experiment: Experiment, *, required: bool = False) -> None:
     "units": experiment.membership.units,
   }
   experiment.logger.log_latest({names.CHECKPOINT_STEP: step})
-  experiment.recovery.save(
-    Snapshot(step, env_steps, network, optimizer, weights, stored, acted, meta, slots, heads),
-    required=required,
-  )
+  items = {
+    "network": network,
+    "optimizer": optimizer,
+    "weights": weights,
+    "replay": stored,
+    "actor": acted,
+  }
+  experiment.recovery.save(Snapshot(step, env_steps, items, meta, heads, tails), required=required)
 
 
-def restore(
-  experiment: Experiment, restored: Snapshot, frames: Iterator[dict[str, np.ndarray]]
-) -> None:
-  """Puts a checkpoint into freshly made parts.
+def restore(experiment: Experiment, restored: Snapshot) -> None:
+  """Restores a checkpoint into newly made parts.
 
   Raises:
-    TrainingError: it is of another number of learner processes, or of another network than theirs;
-      or, in lockstep, the environments replay otherwise.
+    TrainingError: the checkpoint is of another number of learner processes, or differs from theirs;
+      or, in lockstep, the environments can't be restored.
   """
   meta = restored.meta
   _check_same_network(experiment, restored.step)
   if meta["units"] != experiment.membership.units:
     raise TrainingError(
-      f"the run's experience is divided among {meta['units']} learner processes; it can't continue "
-      f"with {experiment.membership.units}"
+      f"the run's experience is divided among {meta['units']} learner processes; it can't "
+      f"continue with {experiment.membership.units}"
     )
   experiment.logger.rewind(restored.step)
-  for slots in frames:
-    experiment.replay.import_slots(slots)
-    del slots  # before the next ones are loaded
-  experiment.replay.load_state_dict(restored.replay)
+  for segments in experiment.recovery.stored(restored):
+    experiment.replay.import_frames(segments)
+  experiment.replay.load_state_dict(restored.items["replay"])
   steps: dict[str, Any] = meta["weights"]
   experiment.weights.restore(
-    {name: Version(steps[name], variables) for name, variables in restored.weights.items()}
+    {name: Version(steps[name], variables) for name, variables in restored.items["weights"].items()}
   )
   for sweeper in experiment.sweepers:
     sweeper.load_state_dict(meta["sweepers"][sweeper.name])
@@ -121,15 +118,15 @@ def _restore_actor(experiment: Experiment, restored: Snapshot) -> None:
   if local is None:
     return
   try:
-    if not restored.actor:
+    if not restored.items.get("actor"):
       raise RuntimeError("the games were played in other processes")
-    local.load_state_dict(restored.actor)
+    local.load_state_dict(restored.items["actor"])
   except RuntimeError as error:
     if experiment.config.run.mode == "lockstep":
       raise TrainingError(
-        f"can't continue from step {restored.step}: {error}. A lockstep run continues bit for bit or "
-        "not at all: resume it with the envpool and on the kind of machine that it began with, or "
-        "start a new run."
+        f"can't continue from step {restored.step}: {error}. A lockstep run continues bit for bit "
+        "or not at all: resume it with the envpool and on the kind of machine that it began with, "
+        "or start a new run."
       ) from error
     experiment.logger.message(
       f"warning: {error}; new games begin, and unfinished episodes end where they were"
@@ -138,14 +135,14 @@ def _restore_actor(experiment: Experiment, restored: Snapshot) -> None:
 
 
 def replay_journal(experiment: Experiment) -> None:
-  """Takes in what was made durable after the checkpoint."""
+  """Appends the segments recorded after the checkpoint."""
   limiter, replay, local = experiment.limiter, experiment.replay, experiment.collector.local
   before, heads = limiter.env_steps, replay.heads
-  for segments in experiment.recovery.recorded(heads):
+  for segments in experiment.recovery.later(heads):
     experiment.collector.replay_recorded(segments)
   if limiter.env_steps > before:
     experiment.logger.message(f"{limiter.env_steps - before} more agent steps from the journal")
-  if local is not None and (replay.heads > heads).any():  # also by resets, which are no agent steps
+  if local is not None and (replay.heads > heads).any():  # resets, too, are slots
     local.cut()
 
 

@@ -1,6 +1,6 @@
-"""The steps of a run: draw a batch, learn from it, sweep, and the bookkeeping after a learner step.
+"""The steps of a run: drawing a batch, learning, sweeping and bookkeeping.
 
-`loops.py` decides the order and the threads in which they happen.
+`loops.py` determines their order and threads.
 """
 
 import numpy as np
@@ -16,11 +16,9 @@ from speedyzero_jax.workers.weights import DivergedError, Version
 
 
 def sweep(experiment: Experiment, sweeper: Sweeper) -> None:
-  """One block of a whole-replay pass. Call while `sweeper.due`."""
+  """Computes one block of a sweep. Call while `sweeper.due`."""
   with experiment.times.part(sweeper.task.part):
-    states = experiment.runner.run(
-      sweeper.next(experiment.replay), experiment.sweep_key(sweeper)
-    )
+    states = experiment.runner.run(sweeper.next(experiment.replay), experiment.sweep_key(sweeper))
   sweeper.calls += 1
   sweeper.states += states
   experiment.count_states(sweeper.task, states)
@@ -39,7 +37,7 @@ def draw(experiment: Experiment, learner_step: int) -> PreparedBatch:
 
 
 def learn(experiment: Experiment, prepared: PreparedBatch) -> StepResult:
-  """One learner step; its results stay on the devices."""
+  """Takes one learner step; its results stay on the devices."""
   with experiment.times.part("train"):
     experiment.state, result = experiment.learner.step(
       experiment.state, prepared.arrays, experiment.learn_key, stop=experiment.interrupted
@@ -53,13 +51,11 @@ def learn(experiment: Experiment, prepared: PreparedBatch) -> StepResult:
   return result
 
 
-def settle(
-  experiment: Experiment, prepared: PreparedBatch, result: StepResult, step: int
-) -> None:
-  """Waits for learner step `step` (from 0) and takes its priorities into the replay.
+def settle(experiment: Experiment, prepared: PreparedBatch, result: StepResult, step: int) -> None:
+  """Waits for learner step `step` (from 0) and updates the priorities in the replay.
 
   Raises:
-    DivergedError: they, or the parameters after the step, are not finite.
+    DivergedError: the priorities, or the parameters after the step, are not finite.
   """
   with experiment.times.part("train"):
     priority = experiment.learner.local(result.priority)
@@ -71,24 +67,24 @@ def settle(
 
 
 def begin_learning(experiment: Experiment) -> bool:
-  """To be called before the first step; waits for all learner processes.
+  """Prepares for the first learner step; waits for all learner processes.
 
-  Returns False if one of them is not going to take it.
+  Returns False if one of them is interrupted.
   """
   experiment.learning = True
-  experiment.times.take(experiment.limiter.learner_steps)  # what came before belongs to no step
-  experiment.logger.refresh()  # so that the first line has what all processes report
+  experiment.times.take(experiment.limiter.learner_steps)  # discard times before the first step
+  experiment.logger.refresh()  # so that the first line includes all processes
   return not any(experiment.membership.agree(int(experiment.interrupted)))
 
 
 def saving_due(experiment: Experiment) -> bool:
-  """Whether `bookkeeping` will save a checkpoint at this learner step."""
+  """Whether `bookkeeping` saves a checkpoint at this learner step."""
   step, config = experiment.limiter.learner_steps, experiment.config
   return step % config.run.checkpoint_interval == 0 and step < config.learner.steps
 
 
 def bookkeeping(experiment: Experiment) -> None:
-  """What is due after a learner step: metrics, a checkpoint, an evaluation, and hooks."""
+  """Metrics, checkpoint, evaluation and hooks that are due after a learner step."""
   step, config = experiment.limiter.learner_steps, experiment.config
   last = step >= config.learner.steps
   if step % config.run.log_interval == 0 or last:
@@ -113,7 +109,7 @@ def log(experiment: Experiment) -> None:
 
 
 def evaluate_now(experiment: Experiment) -> Evaluation | None:
-  """Plays full episodes with the current weights; None if the run is being stopped."""
+  """Plays full episodes with the current weights; None if the run is stopping."""
   config = experiment.config
   variables = experiment.weights.to_device(experiment.state.variables)
   result = evaluate(

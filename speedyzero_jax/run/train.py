@@ -38,16 +38,19 @@ def train(
   serving: Callable[[Experiment], contextlib.AbstractContextManager] = contextlib.nullcontext,
   saved: Callable[[], None] = lambda: None,
 ) -> int:
-  """Runs to the end, or until a signal. Returns the exit code.
+  """Runs to the end, or until a signal.
 
   Args:
     config: of the run.
-    folder: of the run, or of the learner process, held by this process.
-    resume: continue what is there.
+    folder: of the run, or of the learner process, locked by this process.
+    resume: continue the run in the folder.
     signals: entered.
     membership: of this process; the first learner process evaluates, and reports on all.
-    serving: context in which the roles work, with the service for actors and refreshers.
-    saved: called when everything is saved.
+    serving: context in which the roles run, with the service for actors and refreshers.
+    saved: called after the final checkpoint.
+
+  Returns:
+    The exit code.
   """
   enable_compilation_cache(config)
   unit, units = membership.unit, membership.units
@@ -86,7 +89,7 @@ def _run_info(config: Config, folder: Path) -> RunInfo:
     learner_steps=config.learner.steps,
     batch_size=config.learner.batch_size,
     random_steps=config.actor.random_steps,
-    processes={"actor": config.topology.actors, "refresher": config.topology.reanalysers},
+    processes={"actor": config.topology.actors, "refresher": config.topology.refreshers},
   )
 
 
@@ -119,7 +122,7 @@ def _run(
     logger.message(
       f"stopped and saved at learner step {limiter.learner_steps}; continue with --resume {folder}"
     )
-    # Without a signal here, another learner process received it.
+    # Without a signal here, another learner process received one.
     return signals.exit_code if signals.came() else 128 + signal.SIGTERM
   logger.message(
     f"trained: {limiter.env_steps} agent steps, {limiter.learner_steps} learner steps; "
@@ -159,7 +162,7 @@ def _device_or_memory_error(error: BaseException, logger: MetricsLogger, units: 
   if units == 1:
     raise error
   logger.message(f"a learner process is lost: {str(error).strip().splitlines()[0][:200]}")
-  os.abort()  # as jax itself does to survivors; the supervisor restarts all processes
+  os.abort()  # as jax does in surviving processes; the supervisor restarts all
 
 
 def _fail(logger: MetricsLogger, reason: str) -> int:

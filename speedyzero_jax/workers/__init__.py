@@ -1,1 +1,1 @@
-"""The roles of a run, one file each: actor, learner, evaluator."""
+"""The roles of a run: actor, learner, sweeper and evaluator, and what they share."""

@@ -1,7 +1,7 @@
-"""The actor: steps a batch of environments (lanes), asks the agent for actions, and makes segments.
+"""The actor: steps a batch of environments (lanes) with the agent's actions and makes segments.
 
-`Actor` takes one step of all lanes and returns what came of it. `LocalActor` acts in all lanes of a
-replay of the same process and can be saved and restored.
+`Actor` steps all lanes. `LocalActor` acts in the lanes of a replay in the same process and can be
+saved and restored.
 """
 
 import zlib
@@ -21,7 +21,7 @@ from speedyzero_jax.workers.weights import Version
 
 
 class FrameStacker:
-  """The last S frames of every lane; an episode's first frame fills its whole stack."""
+  """The last S frames of every lane; an episode's first frame fills the whole stack."""
 
   def __init__(self, stack: int):
     self._stack = stack
@@ -44,17 +44,17 @@ class _Decision(NamedTuple):
 
 
 class Actor:
-  """Collects exactly the agent steps it is asked for.
+  """Steps environments within a budget of agent steps.
 
   Args:
     config: of the run.
-    agent: that acts.
-    env: freshly made; the actor resets and owns it.
-    inference: shared compiled functions.
-    key: randomness of acting.
-    stats: returns of finished games go here.
+    agent: the agent.
+    env: new environments, reset and owned by the actor.
+    inference: compiled functions.
+    key: random key.
+    stats: receives returns of finished games.
     lane_offset: number of this actor's first lane in the replay.
-    start: [L], slots of the environments' first frames: the replay's heads, if it holds others. None: 0.
+    start: [L], slots of the environments' first frames; None: 0.
   """
 
   def __init__(
@@ -74,7 +74,8 @@ class Actor:
     self._lanes = lane_offset + np.arange(env.num_lanes)
     self._actions: list[np.ndarray] = []
     self._stacker = FrameStacker(config.env.frame_stack)
-    self._start = np.zeros(env.num_lanes, np.int64) if start is None else np.asarray(start, np.int64)
+    zeros = np.zeros(env.num_lanes, np.int64)
+    self._start = zeros if start is None else np.asarray(start, np.int64)
     self._slot = self._start.copy()  # absolute time of the current frames
     self._core = jax.tree.map(np.asarray, agent.initial_core(env.num_lanes))
     self._show(env.reset())
@@ -87,19 +88,18 @@ class Actor:
   def step(
     self, version: Version, *, budget: int, progress: float, random: bool, last: bool = True
   ) -> tuple[list[Segment], int]:
-    """Plays one action in every lane, fewer if the budget ends.
+    """Plays one action in every lane, or in fewer when the budget ends.
 
     Args:
       version: weights to act with.
-      budget: agent steps that may still be taken, at least 1. When it ends with this call, every lane
-        is closed: its last frame becomes the truncated end of its episode.
+      budget: agent steps left, at least 1. When it ends with this call, every lane is closed: its
+        last frame becomes the truncated end of its episode.
       progress: share of training done.
       random: play uniformly at random (the first steps of a run).
-      last: whether the budget is all there is. If not, its end closes only the lanes not reached.
+      last: whether the budget is final. If not, its end closes only the lanes not reached.
 
     Returns:
-      One segment per lane and the number of agent steps in them. Steps in which a lane only resets do
-      not count.
+      One segment per lane, and the number of agent steps in them. Resets are not agent steps.
     """
     shown = self._shown
     ended = shown.terminated | shown.truncated
@@ -112,7 +112,7 @@ class Actor:
     self._actions.append(decision.action.astype(np.int16))
     following = self._env.step(np.where(ended, 0, decision.action))
     reward = np.where(acting, training_reward(self._config.env, following.reward), 0.0)
-    cut = ~ended & ~acting  # lanes beyond the budget end here
+    cut = ~ended & ~acting  # lanes beyond the budget
     action = np.where(acting, decision.action, -1)
     segments = [
       self._segment(i, cut[i], action[i], reward[i], decision, version.step)
@@ -127,7 +127,7 @@ class Actor:
     return segments, count
 
   def _decide(self, version: Version, progress: float, random: bool) -> _Decision:
-    # A new key with every step, whichever actor took the steps before.
+    # A key per slot, the same for any actor that continues these lanes.
     key = jax.random.fold_in(self._key, int(self._slot.max()))
     if random:
       return self._random_decision(key)
@@ -149,14 +149,14 @@ class Actor:
     return _Decision(action, columns, self._core)
 
   def close(self, version: Version, *, progress: float, random: bool) -> list[Segment]:
-    """The current frames as the truncated ends of all lanes' episodes, before the actor stops."""
+    """The current frames as truncated ends of all lanes' episodes, before the actor stops."""
     self.finished.clear()
     return self._close(np.ones(len(self._lanes), bool), version, progress, random)
 
   def _close(
     self, acted: np.ndarray, version: Version, progress: float, random: bool
   ) -> list[Segment]:
-    """The current frames as the ends of those lanes whose last action led to them."""
+    """The current frames as ends of the lanes whose last action led to them."""
     decision, ended = self._decide(version, progress, random), self._shown
     return [
       self._segment(
@@ -188,10 +188,10 @@ class Actor:
     self.finished: list[Episode] = self.stats.update(step)  # games that ended with this step
 
   def state_dict(self) -> dict[str, np.ndarray]:
-    """What another actor needs to continue: above all the actions that replay the environments."""
+    """The state for a checkpoint, with the actions that replay the environments."""
     shape = (len(self._actions), len(self._lanes))
     actions = np.stack(self._actions) if self._actions else np.zeros(shape, np.int16)
-    crc = zlib.crc32(self._shown.frame.tobytes())  # detects environments that replay otherwise
+    crc = zlib.crc32(self._shown.frame.tobytes())  # detects a different replay
     core = {f"core_{i}": np.asarray(x) for i, x in enumerate(jax.tree.leaves(self._core))}
     return {
       "actions": actions,
@@ -201,9 +201,9 @@ class Actor:
     }
 
   def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-    """Replays a fresh actor's environments to where `state_dict` was taken.
+    """Replays a new actor's environments to the state of `state_dict`.
 
-    Takes a second for about 3,000 agent steps on one core.
+    Takes about a second per 3,000 agent steps on one core.
 
     Raises:
       RuntimeError: the environments showed other frames (another envpool or machine).
@@ -224,23 +224,23 @@ class Actor:
 
 
 def _join(a: Segment, b: Segment) -> Segment:
-  """Two neighbouring segments as one."""
+  """Two consecutive segments as one."""
   following = b.arrays()
   arrays = {name: np.concatenate([x, following[name]]) for name, x in a.arrays().items()}
   return Segment.of(a.lane, a.start, arrays)
 
 
 class LocalActor:
-  """An actor of all lanes of a replay in the same process, with its environments.
+  """An actor of all lanes of a replay in the same process.
 
   Args:
     config: of the learner process.
-    agent: that acts.
-    inference: shared compiled functions.
-    replay: whose lanes to act in.
+    agent: the agent.
+    inference: compiled functions.
+    replay: the replay.
     seed: of the environments.
-    key: randomness of acting.
-    stats: returns of finished games go here.
+    key: random key.
+    stats: receives returns of finished games.
   """
 
   def __init__(
@@ -256,31 +256,31 @@ class LocalActor:
   ):
     self._config, self._agent, self._inference, self._replay = config, agent, inference, replay
     self._seed, self._key, self._stats = seed, key, stats
-    # Environments that could not be restored are made again from another seed: the number of slots
-    # at that moment, which has grown whenever the ones before were of any use.
+    # Environments that could not be restored are replaced by ones with another seed, derived from
+    # the number of slots at that moment.
     self._generation = 0
     self._begin(None)
 
   def _begin(self, start: np.ndarray | None) -> None:
-    seed = self._seed + (self._generation << 32)  # far from any other run's, and from evaluation's
+    seed = self._seed + (self._generation << 32)  # distinct from evaluation and other runs
     self.env = make_env(self._config.env, self._config.actor.lanes, seed, training=True)
-    self._stats.clear()  # also of games that a diverging replay of the environments has finished
+    self._stats.clear()  # also of games finished by a replay that diverged
     self.actor = Actor(
       self._config, self._agent, self.env, self._inference, self._key, self._stats, start=start
     )
 
   def _restart(self, generation: int) -> None:
-    """New environments, whose first frames follow all that the replay holds."""
+    """Makes new environments, whose first frames follow all slots of the replay."""
     self.env.close()
     self._generation = generation
     self._begin(self._replay.heads)
 
   def state_dict(self) -> dict[str, np.ndarray]:
-    """For a checkpoint."""
+    """The state for a checkpoint."""
     return self.actor.state_dict() | {"generation": np.array([self._generation], np.int64)}
 
   def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-    """Restores environments and actor; the replay must be restored already.
+    """Restores environments and actor, after the replay.
 
     Raises:
       RuntimeError: the environments showed other frames; call `cut` then.
@@ -290,7 +290,7 @@ class LocalActor:
     self.actor.load_state_dict(state)
 
   def cut(self) -> None:
-    """Starts new games; unfinished episodes end where they are."""
+    """Truncates unfinished episodes and starts new games."""
     for lane in range(self._config.actor.lanes):
       self._replay.truncate(lane)
     self._restart(int(self._replay.heads.sum()))

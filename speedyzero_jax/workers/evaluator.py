@@ -1,4 +1,4 @@
-"""The evaluator: full episodes with given weights, without exploration, on raw rewards."""
+"""The evaluator: full episodes without exploration, on raw rewards."""
 
 import dataclasses
 import json
@@ -19,14 +19,14 @@ from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.weights import Version
 
 _REPORT_SECONDS = 10
-_MAX_LANES = 64  # environments played at once; more episodes are played in turns
+_MAX_LANES = 64  # environments played at once; further episodes are played in turns
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-  """Results of the episodes. Returns are raw and undiscounted.
+  """Results of an evaluation. Returns are raw and undiscounted.
 
-  `human_normalised` is None for a game without reference scores.
+  `human_normalised` is None for games without reference scores.
   """
 
   game: str
@@ -61,8 +61,8 @@ class Evaluation:
       f", {self.capped} ended by the cap of {self.max_episode_steps} steps" if self.capped else ""
     )
     return (
-      f"{self.game} after {self.step} learner steps, {self.episodes} episodes: mean {self.mean:.2f}, "
-      f"median {self.median:.2f}, std {self.std:.2f}{normalised}{capped}"
+      f"{self.game} after {self.step} learner steps, {self.episodes} episodes: "
+      f"mean {self.mean:.2f}, median {self.median:.2f}, std {self.std:.2f}{normalised}{capped}"
     )
 
 
@@ -78,9 +78,21 @@ def evaluate(
   should_stop: Callable[[], bool] = lambda: False,
   report: Callable[[str], None] = lambda line: None,
 ) -> Evaluation | None:
-  """Plays `episodes` full episodes, each cut after `max_episode_steps` agent steps (default: the configuration's).
+  """Plays full episodes.
 
-  Returns None if `should_stop` said so before the end. `report` takes a line of progress every ten seconds.
+  Args:
+    config: of the run.
+    agent: the agent.
+    inference: compiled functions.
+    version: weights.
+    episodes: number of episodes.
+    seed: of the environments.
+    max_episode_steps: cap of an episode, agent steps; None: the configured one.
+    should_stop: called between steps.
+    report: receives a line of progress every ten seconds.
+
+  Returns:
+    The results, or None if `should_stop` returned True.
   """
   cap = episode_cap(config.env.game, max_episode_steps or config.evaluation.max_episode_steps)
   returns: list[float] = []
@@ -130,22 +142,22 @@ def _play(
   should_stop: Callable[[], bool],
   report: Callable[[str], None],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-  """One episode in every lane -> returns [L], lengths [L], whether each was capped [L]."""
+  """One episode in every lane -> returns [L], lengths [L], whether it was capped [L]."""
   stacker = FrameStacker(config.env.frame_stack)
-  key = jax.random.key(0)  # without exploration actions do not depend on it
+  key = jax.random.key(0)  # has no effect without exploration
   lanes = np.arange(env.num_lanes, dtype=np.int32)
   core = jax.tree.map(np.asarray, agent.initial_core(env.num_lanes))
   score, length = np.zeros(env.num_lanes), np.zeros(env.num_lanes, np.int64)
   playing, capped = np.ones(env.num_lanes, bool), np.zeros(env.num_lanes, bool)
   step = env.reset()
-  told = time.monotonic()
+  reported = time.monotonic()
   while playing.any():
     if should_stop():
       return None
-    if time.monotonic() - told > _REPORT_SECONDS:
-      told = time.monotonic()
+    if time.monotonic() - reported > _REPORT_SECONDS:
+      reported = time.monotonic()
       report(
-        f"evaluating: {playing.sum()} of {len(playing)} episodes still on, at step {length.max()}"
+        f"evaluating: {playing.sum()} of {len(playing)} episodes unfinished, at step {length.max()}"
       )
     inputs = ActInputs(stacker.push(step), step.first, lanes, core)
     out = inference.act(version.variables, inputs, key, np.float32(1), explore=False)

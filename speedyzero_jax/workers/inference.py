@@ -1,4 +1,4 @@
-"""Compiled inference: acting, and an agent's tasks, on the devices of one process."""
+"""Compiled inference, for acting and for an agent's tasks, on the devices of one process."""
 
 from collections.abc import Callable
 from functools import lru_cache, partial, wraps
@@ -18,15 +18,20 @@ class Inference:
   """An agent's programs, each compiled once per batch size.
 
   Args:
-    agent: whose programs.
+    agent: the agent.
     frame_stack: S.
-    mesh: devices of this process, of one axis, among which states are divided; weights lie on all.
-      None for the default device.
-    report: takes a line when something compiles.
+    mesh: devices of this process, one axis: inputs are divided, weights replicated. None for the
+      default device.
+    report: receives a line when something compiles.
   """
 
   def __init__(
-    self, agent: Agent, frame_stack: int, mesh: Mesh | None = None, *, report: Report = lambda _: None
+    self,
+    agent: Agent,
+    frame_stack: int,
+    mesh: Mesh | None = None,
+    *,
+    report: Report = lambda _: None,
   ):
     self._agent, self._stack = agent, frame_stack
     self.devices = 1 if mesh is None else mesh.size
@@ -55,7 +60,7 @@ class Inference:
 
   @property
   def program_bytes(self) -> int:
-    """Memory on each device that the compiled programs need beside their arguments."""
+    """Memory on each device that the compiled programs need besides their arguments."""
     return self.act.bytes + sum(program.bytes for program in self.tasks.values())
 
   def decide(
@@ -63,14 +68,14 @@ class Inference:
   ) -> ActOutput:
     """Actions and columns on the host; recurrent state stays on the devices.
 
-    Raises DivergedError if they are not finite.
+    Raises DivergedError if actions or columns are not finite.
     """
     out = self.act(version.variables, inputs, key, np.float32(progress), explore=explore)
     action, columns = device_get_finite(version, (out.action, out.columns))
     return ActOutput(action, columns, out.core)
 
   def compute(self, version: Version, task: str, frames: Any, key: jax.Array) -> Arrays:
-    """Results of a task for frames [B, S-1+n, ...], on the host, [B, n, ...] each.
+    """Results of a task for frames [B, S-1+n, ...], [B, n, ...] each, on the host.
 
     Raises DivergedError if they are not finite.
     """
@@ -79,7 +84,7 @@ class Inference:
 
 
 class _Divided:
-  """`function(variables, inputs, key, *rest)` computed by each device for its part of the inputs."""
+  """`function(variables, inputs, key, *rest)` with the inputs divided among devices."""
 
   def __init__(self, function: Callable, mesh: Mesh):
     self.__name__, self._devices = function.__name__, mesh.size
@@ -89,7 +94,7 @@ class _Divided:
 
     @lru_cache
     def compiled(rest: int, **static: Any) -> Any:
-      @wraps(function)  # compilations are known by the name of the function
+      @wraps(function)  # compilations are reported by function name
       def of_part(variables: Any, inputs: Any, key: jax.Array, *others: Any) -> Any:
         key = jax.random.fold_in(key, jax.lax.axis_index(axis))
         return function(variables, inputs, key, *others, **static)
@@ -110,7 +115,7 @@ class _Divided:
   def lower(
     self, variables: Any, inputs: Any, key: jax.Array, *rest: Any, **static: Any
   ) -> jax.stages.Lowered:
-    """As of a jitted function."""
+    """As the method of a jitted function."""
     divided = self._divide(inputs, len(jax.tree.leaves(inputs)[0]))
     return self._compiled(len(rest), **static).lower(variables, divided, key, *rest)
 

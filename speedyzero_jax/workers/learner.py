@@ -1,7 +1,7 @@
-"""The learner: one jitted shard_map training step over a mesh with one axis.
+"""The learner: a jitted, sharded training step over a mesh with one axis.
 
-Parameters are replicated, the batch is sharded. The same global batch gives the same update on any
-number of devices.
+Parameters are replicated and the batch is divided. The same global batch gives the same update on
+any number of devices.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,9 @@ from speedyzero_jax.system.compilation import Program, Report
 from speedyzero_jax.system.dispatch_lock import in_order
 from speedyzero_jax.types import Params
 
+
 class LearnerState(NamedTuple):
-  """All that a training step changes; replicated over the mesh."""
+  """The state that a training step updates; replicated over the mesh."""
 
   variables: Variables
   target: Params  # parameters of the target network; () without one
@@ -37,25 +38,25 @@ class StepResult(NamedTuple):
 
   metrics: dict[str, jax.Array]  # scalars, by metric name
   priority: jax.Array  # [B] errors of the samples
-  stopping: jax.Array  # [] bool, some process wants to stop
+  stopping: jax.Array  # [] bool, some process requested a stop
 
 
 def make_mesh(devices: Sequence[jax.Device]) -> Mesh:
-  """The learner's mesh over these devices, of one process or of several."""
+  """The learner's mesh over devices of one or several processes."""
   return Mesh(np.asarray(devices), (AXIS,))
 
 
 class Learner:
-  """Compiles and runs the training step; `update` is the jitted function itself.
+  """Compiles and runs the training step.
 
   Args:
     config: of the run.
-    agent: whose loss is minimised.
+    agent: provides the loss.
     mesh: from `make_mesh`.
-    report: takes a line when something compiles.
+    report: receives a line when something compiles.
 
   Raises:
-    ValueError: the batch can't be shared equally among the devices.
+    ValueError: the batch can't be divided equally among the devices.
   """
 
   def __init__(self, config: Config, agent: Agent, mesh: Mesh, *, report: Report = lambda _: None):
@@ -76,16 +77,14 @@ class Learner:
     }
 
   def init(self, key: jax.Array) -> LearnerState:
-    """A fresh state on the mesh."""
+    """An initial state on the mesh."""
     return jax.jit(self._fresh, out_shardings=self._replicated)(key)
 
   def abstract(self) -> LearnerState:
     """Shapes of the state, for restoring a checkpoint onto one device of this process."""
     here = jax.sharding.SingleDeviceSharding(self.mesh.local_devices[0])
     shapes = jax.eval_shape(self._fresh, jax.random.key(0))
-    return jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes
-    )
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
 
   def restore(
     self, variables: Variables, target: Params, opt_state: optax.OptState, step: int
@@ -97,9 +96,9 @@ class Learner:
     )
 
   def put(self, batch: Arrays) -> Arrays:
-    """Puts this process' share of a batch, [B / processes, ...], onto its devices of the mesh.
+    """Places this process' share of a batch, [B / processes, ...], on its devices of the mesh.
 
-    Arrays that lie there already, divided likewise, stay where they are.
+    Arrays already divided over those devices stay where they are.
     """
 
     def place(x: Any) -> jax.Array:
@@ -113,7 +112,7 @@ class Learner:
 
   @staticmethod
   def local(x: jax.Array) -> np.ndarray:
-    """This process' part of an array sharded over the mesh, [B / processes, ...], on the host."""
+    """This process' share of an array divided over the mesh, [B / processes, ...], on the host."""
     if x.is_fully_addressable:
       return np.asarray(x)
     shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
@@ -125,17 +124,17 @@ class Learner:
     """One update.
 
     Args:
-      state: is donated.
+      state: donated.
       batch: from `put`.
       key: of the run; the step number is folded in.
-      stop: this process wants to stop; all processes learn so from this step's result.
+      stop: request a stop; the result tells all processes.
     """
     with in_order(self.mesh):
       state, result = self.update(state, batch, key, self._flags[stop])
     return state, StepResult(*result)
 
   def prepare(self, state: LearnerState, batch: Arrays, key: jax.Array) -> None:
-    """Compiles the step, unless it is compiled."""
+    """Compiles the step if necessary."""
     self.update.prepare(state, batch, key, self._flags[False])
 
   def lower(self, state: LearnerState, batch: Arrays, key: jax.Array) -> jax.stages.Lowered:
@@ -159,11 +158,11 @@ class Learner:
       mesh=self.mesh,
       in_specs=(replicated, sharded, replicated, sharded),
       out_specs=(replicated, (replicated, sharded, replicated)),
-      check_vma=False,  # gradients of replicated parameters are averaged explicitly below
+      check_vma=False,  # gradients of replicated parameters are averaged explicitly
     )
 
   def _mean(self, tree: Any) -> Any:
-    """The mean over devices, in one message: CPU processes would send each array by itself."""
+    """The mean over devices, as one array: CPU processes would send each leaf separately."""
     if self.mesh.size == 1:
       return tree
     flat, unravel = jax.flatten_util.ravel_pytree(tree)
@@ -173,7 +172,7 @@ class Learner:
     self, state: LearnerState, batch: Arrays, key: jax.Array, stop: jax.Array
   ) -> tuple[LearnerState, tuple[dict[str, jax.Array], jax.Array, jax.Array]]:
     local = batch["frames"].shape[0]
-    # One key per sample by its place in the global batch, the same on any number of devices.
+    # A key per sample by its index in the global batch, the same on any number of devices.
     index = jax.lax.axis_index(AXIS) * local + jnp.arange(local)
     keys = jax.vmap(partial(jax.random.fold_in, jax.random.fold_in(key, state.step)))(index)
     params = state.variables.params

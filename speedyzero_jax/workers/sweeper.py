@@ -1,7 +1,4 @@
-"""Execution of an agent's tasks: on a sampled batch, or in sweeps of the whole replay.
-
-A sweep visits the stalest states block by block, fast enough for the task's bound on their age.
-"""
+"""Execution of an agent's tasks: on a sampled batch, or in sweeps of the whole replay."""
 
 import jax
 import numpy as np
@@ -12,20 +9,20 @@ from speedyzero_jax.replay.replay import Array, Replay
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.weights import WeightsStore
 
-_SLACK = 2  # learner steps whose sweeping may be owed
+_SLACK = 2  # learner steps by which a sweep may be behind
 _ON_CPU, _ON_ACCELERATOR = 256, 4096  # states per call that saturate two cores, or a GPU
 
 
 def frames_of(work: Work, replay: Replay, devices: int) -> Array:
-  """The frames that a task is to be computed from, [B, S-1+n, H, W, C]."""
+  """Inputs of a task: frames [B, S-1+n, H, W, C]."""
   spread = len(work.lane) % devices == 0
   return replay.windows(work.lane, work.time, after=work.real.shape[1] - 1, spread=spread)
 
 
 def write_results(replay: Replay, task: Task, work: Work, results: Arrays, step: int) -> None:
-  """Writes a task's results [B, n, ...] into the replay, unless newer ones are there.
+  """Writes a task's results [B, n, ...] into the replay, unless newer ones are stored.
 
-  Raises ValueError if they do not fit.
+  Raises ValueError for missing results or wrong shapes.
   """
   for column in task.results:
     expected = (*work.real.shape, *column.shape)
@@ -39,12 +36,12 @@ def write_results(replay: Replay, task: Task, work: Work, results: Arrays, step:
 
 
 class TaskRunner:
-  """Computes work in this process.
+  """Runs tasks in this process.
 
   Args:
-    agent: whose tasks.
+    agent: the agent.
     inference: compiled programs.
-    replay: to read from and write to.
+    replay: read from and written to.
     weights: by subscription.
   """
 
@@ -53,7 +50,7 @@ class TaskRunner:
     self.host_bytes = 0  # sent to devices so far
 
   def run(self, work: Work, key: jax.Array) -> int:
-    """Computes one piece of work; returns the number of states."""
+    """Runs one piece of work; returns the number of states."""
     task = self._agent.tasks[work.task]
     version = self._weights.latest(task.subscription)
     frames = frames_of(work, self._replay, self._inference.devices)
@@ -70,18 +67,19 @@ class Sweeper:
     name: of the task.
     task: with `max_age`.
     actor_interval: learner steps between updates of the actors' weights.
+    weights_interval: learner steps between updates of the task's weights.
   """
 
   def __init__(self, name: str, task: Task, actor_interval: int, weights_interval: int):
     self.name, self.task, self.max_age = name, task, task.max_age
     on_cpu = jax.default_backend() == "cpu"
     self.block = task.block or (_ON_CPU if on_cpu else _ON_ACCELERATOR)
-    # Stamps are old when written: weights are, by their interval, and so are appended slots.
+    # Weights are as old as their interval when used, and so are slots when appended.
     self._delay = max(weights_interval, actor_interval)
     self.calls = 0
-    self.credit = 0  # states that may be computed now
-    self.credited = 0  # learner steps credited so far
-    self.states = 0  # computed so far
+    self.credit = 0  # states that may be computed
+    self.credited = 0  # learner steps credited
+    self.states = 0  # states computed
 
   def state_dict(self) -> dict[str, int]:
     """The counters, for a checkpoint."""
@@ -92,30 +90,30 @@ class Sweeper:
     self.calls, self.credit, self.credited = state["calls"], state["credit"], state["credited"]
 
   def due(self, replay: Replay, learner_step: int) -> bool:
-    """Whether a block should be computed now: it is owed by the quota, or overdue."""
+    """Whether a block is due: covered by the credit, or overdue."""
     while self.credited < learner_step:
       self.credit += replay.quota(self.name, self.block, self.max_age, self._delay)
       self.credited += 1
     return self.credit >= self.block or self.overdue(replay, learner_step)
 
   def calls_per_step(self, stored: float) -> float:
-    """Mean blocks per learner step, with so many states in the replay (see `Sweep.quota`)."""
-    return (stored / self.block + 1.5) / (self.max_age - self._delay - 1)  # half a block is padding
+    """Mean blocks per learner step with `stored` states in the replay (see `Sweep.quota`)."""
+    return (stored / self.block + 1.5) / (self.max_age - self._delay - 1)  # half a block of padding
 
   def overdue(self, replay: Replay, learner_step: int) -> bool:
-    """Whether something stored would exceed the bound after one more step."""
+    """Whether some stamp would exceed the bound after one more learner step."""
     return learner_step + 1 - replay.oldest_step(self.task.stamp) > self.max_age
 
   def behind(self, replay: Replay, learner_step: int) -> bool:
-    """Whether more than a block and some steps' work is owed.
+    """Whether the sweep is more than a block and `_SLACK` learner steps behind.
 
-    Then the learner should wait now rather than for long at the bound.
+    Then the learner should wait, rather than for longer at the bound.
     """
     quota = replay.quota(self.name, self.block, self.max_age, self._delay)
     return self.credit + (learner_step - self.credited) * quota > self.block + _SLACK * quota
 
   def next(self, replay: Replay) -> Work:
-    """Takes the next block."""
+    """The next block; spends its credit."""
     lane, time = replay.next_block(self.name, self.block)
     self.credit = max(self.credit - self.block, 0)
     return Work(self.name, lane, time, np.ones((len(lane), 1), bool))

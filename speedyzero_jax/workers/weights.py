@@ -1,7 +1,7 @@
-"""Latest-wins hand-over of network weights from the learner to actors and tasks.
+"""Weights published by the learner to actors and tasks; the newest version replaces older ones.
 
-Each subscription has an interval in learner steps (SpeedyZero: actors and refreshers 10, reanalysers
-25). A version is named by the learner step it was taken at.
+Each subscription has an interval in learner steps (SpeedyZero: actors and refreshers 10,
+reanalysers 25). A version is identified by the learner step it was taken at.
 """
 
 import threading
@@ -16,7 +16,7 @@ import numpy as np
 from speedyzero_jax.agents.base import Variables
 
 ACTOR = "actor"  # the subscription of all actors; tasks have others
-_copy = jax.jit(partial(jax.tree.map, jnp.copy))  # one call, not one for each of 150 arrays
+_copy = jax.jit(partial(jax.tree.map, jnp.copy))  # one call rather than one per array
 
 
 class Version(NamedTuple):
@@ -27,17 +27,18 @@ class Version(NamedTuple):
 
 
 class DivergedError(Exception):
-  """Training has diverged: the weights after learner step `step`, or what they say, are not finite."""
+  """Training has diverged: weights of learner step `step`, or their outputs, are not finite."""
 
   def __init__(self, step: int):
     super().__init__(
-      f"learner step {step} gave values that are not finite: training has diverged. Checkpoints are intact; "
-      "lower optim.learning_rate or optim.clip_norm and start again, or resume from before."
+      f"learner step {step} gave values that are not finite: training has diverged. Checkpoints "
+      "are intact; lower optim.learning_rate or optim.clip_norm and start again, or resume from "
+      "before."
     )
 
 
 def device_get_finite(version: Version, results: Any) -> Any:
-  """Results computed with a version (a pytree of arrays), on the host.
+  """Results (a pytree of arrays) computed with a version, on the host.
 
   Raises DivergedError if they are not finite.
   """
@@ -48,12 +49,12 @@ def device_get_finite(version: Version, results: Any) -> Any:
 
 
 class WeightsStore:
-  """Holds one version per subscriber.
+  """The newest version of the weights for each subscriber. Thread-safe.
 
   Args:
     intervals: learner steps between updates, by subscriber.
-    where: subscribers compute; a device, or several with a copy on each.
-    initial: what everybody starts with, at learner step 0.
+    where: device or sharding of the subscribers' copies.
+    initial: weights at learner step 0.
   """
 
   def __init__(
@@ -68,14 +69,14 @@ class WeightsStore:
     self._versions = dict.fromkeys(intervals, first)
 
   def to_device(self, variables: Variables) -> Variables:
-    """A copy where subscribers compute, of a network that may lie on many; the learner donates its own buffers."""
+    """A copy for subscribers of variables on any mesh, since the learner donates its buffers."""
     here = jax.tree.map(
       lambda x: x.addressable_data(0) if isinstance(x, jax.Array) else x, variables
     )
     return _copy(jax.device_put(here, self._where))
 
   def publish(self, step: int, variables: Variables) -> None:
-    """Offers the weights after `step` learner steps; copies them once if any subscriber is due."""
+    """Publishes the weights after `step` learner steps to the subscribers that are due."""
     due = [name for name, interval in self._intervals.items() if step % interval == 0]
     if not due:
       return
@@ -85,14 +86,14 @@ class WeightsStore:
       self._changed.notify_all()
 
   def latest(self, subscriber: str) -> Version:
-    """The newest version meant for a subscriber."""
+    """The newest version for a subscriber."""
     with self._changed:
       return self._versions[subscriber]
 
   def wait_newer(self, subscriber: str, have: int, seconds: float) -> Version | None:
-    """The newest version meant for a subscriber once it is of a later step than `have`; None after so many seconds.
+    """The newest version for a subscriber once it is later than `have`; None after `seconds`.
 
-    Raises ValueError for a subscriber there is none of.
+    Raises ValueError for an unknown subscriber.
     """
     if subscriber not in self._intervals:
       raise ValueError(
@@ -103,12 +104,12 @@ class WeightsStore:
       return self._versions[subscriber] if found else None
 
   def snapshot(self) -> dict[str, Version]:
-    """All subscribers' versions, for a checkpoint."""
+    """All versions by subscriber, for a checkpoint."""
     with self._changed:
       return dict(self._versions)
 
   def restore(self, versions: Mapping[str, Version]) -> None:
-    """Puts a snapshot back. Raises KeyError if it is of other subscribers."""
+    """Restores a snapshot. Raises KeyError for missing subscribers."""
     placed = {
       name: Version(versions[name].step, self.to_device(versions[name].variables))
       for name in self._intervals

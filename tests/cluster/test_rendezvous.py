@@ -1,4 +1,4 @@
-"""Real processes meet: learners share their devices, the others have their own and may die and come back."""
+"""Real processes meet: learners share devices, another process may die and rejoin."""
 
 import os
 import signal
@@ -19,8 +19,10 @@ rendezvous.share_devices(2)
 print("devices", len(jax.devices()), len(jax.local_devices()), flush=True)
 if number < 2:
   mesh = Mesh(rendezvous.devices(range(2)), "d")
-  add = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "d"), mesh=mesh, in_specs=P("d"), out_specs=P()))
-  mine = jax.make_array_from_process_local_data(NamedSharding(mesh, P("d")), np.array([1.0, 2.0]) + 2 * number)
+  psum = lambda x: jax.lax.psum(x, "d")
+  add = jax.jit(jax.shard_map(psum, mesh=mesh, in_specs=P("d"), out_specs=P()))
+  mine = np.array([1.0, 2.0]) + 2 * number
+  mine = jax.make_array_from_process_local_data(NamedSharding(mesh, P("d")), mine)
   for turn in range(2):
     rendezvous.lookup(f"turn/{turn}", 60)
     print("sum", float(np.asarray(add(mine).addressable_shards[0].data)[0]), flush=True)
@@ -44,12 +46,12 @@ def start(address, number):
   return subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True)
 
 
-def said(process, word):
-  """What it says next that begins with this word (other libraries talk on standard output too)."""
+def value(process, word):
+  """The numbers of the next output line that begins with this word (libraries print, too)."""
   for line in process.stdout:
     if line.startswith(word + " "):
       return [float(x) for x in line.split()[1:]]
-  raise AssertionError(f"ended with {process.wait()} before saying '{word}'")
+  raise AssertionError(f"ended with {process.wait()} before printing '{word}'")
 
 
 def test_learners_share_devices_and_another_dies_and_comes_back():
@@ -59,17 +61,17 @@ def test_learners_share_devices_and_another_dies_and_comes_back():
   members = [start(address, number) for number in range(3)]
   try:
     helper = members[2]
-    assert said(helper, "devices") == [2, 2]
-    assert said(helper, "alone") == [2, 0]
+    assert value(helper, "devices") == [2, 2]
+    assert value(helper, "alone") == [2, 0]
     for learner in members[:2]:
-      assert said(learner, "devices") == [4, 2]
-      assert said(learner, "sum") == [10]
+      assert value(learner, "devices") == [4, 2]
+      assert value(learner, "sum") == [10]
     helper.send_signal(signal.SIGKILL)
     helper.wait()
     members.append(start(address, 2))
-    assert said(members[3], "alone") == [2, 1]
+    assert value(members[3], "alone") == [2, 1]
     for learner in members[:2]:
-      assert said(learner, "sum") == [10]
+      assert value(learner, "sum") == [10]
     members[3].stdin.close()
     assert [process.wait(60) for process in (members[0], members[1], members[3])] == [0, 0, 0]
   finally:

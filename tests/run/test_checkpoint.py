@@ -1,11 +1,11 @@
-"""Checkpoints on disk: what is written comes back bit for bit, also from a process that was killed meanwhile."""
+"""Checkpoints come back bit for bit, also from a process that was killed while it wrote one."""
 
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import weakref
+import time
 from pathlib import Path
 
 import jax
@@ -13,23 +13,19 @@ import numpy as np
 import optax
 import pytest
 from snapshots import (
+  LANES,
+  Variables,
   abstract,
-  assert_restored,
   assert_same_tree,
   flip,
   read,
-  replace,
-  segment_file,
   snapshot,
   variables,
   write,
 )
 
-from speedyzero_jax.agents.efficientzero.networks import Variables
+from speedyzero_jax.replay.journal import JournalDamage, JournalError
 from speedyzero_jax.run.checkpoint import CheckpointError, Checkpoints
-
-# A damaged checkpoint leaves Orbax with futures that nobody waits for.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,118 +43,127 @@ def copied(two, tmp_path):
   return tmp_path / "run", two[1]
 
 
+def names(folder):
+  return sorted(path.name for path in folder.iterdir())
+
+
 def test_round_trip(two):
   folder, snapshots = two
-  restored, segments, reported = read(folder)
+  restored, reported = read(folder)
   assert not reported
-  assert_restored(restored, segments, snapshots)
-  assert isinstance(restored.optimizer[1][0], optax.ScaleByAdamState)  # what optax made, not a dict
+  assert_same_tree(restored, snapshots[-1])
+  assert isinstance(restored.items["optimizer"][1][0], optax.ScaleByAdamState)
 
 
-def test_who_goes_on_from_a_checkpoint_knows_what_is_saved_already(two):
-  checkpoints = Checkpoints(two[0])
-  assert checkpoints.heads is None
-  checkpoints.restore(abstract(), print)
-  np.testing.assert_array_equal(checkpoints.heads, [8, 8])
-
-
-def test_the_network_alone_is_read_without_the_rest(copied):
+def test_one_item_alone_is_read_without_the_rest(copied):
   folder, snapshots = copied
-  shutil.rmtree(folder / "replay")
-  step, network = Checkpoints(folder).restore_network(abstract()["network"], pytest.fail)
+  shutil.rmtree(folder / "checkpoints" / "8" / "replay")
+  step, network = Checkpoints(folder).restore_item("network", abstract()["network"], pytest.fail)
   assert step == 8
-  assert_same_tree(network, snapshots[-1].network)
+  assert_same_tree(network, snapshots[-1].items["network"])
 
 
-def test_the_newest_few_are_kept_and_all_frames_with_them(tmp_path):
-  snapshots = write(tmp_path, 2, 4, 6, 8, 10, keep=2)
-  assert Checkpoints(tmp_path).steps() == [8, 10]
-  restored, segments, _ = read(tmp_path)
-  assert_restored(restored, segments, snapshots)
+def test_items_without_arrays(tmp_path):
+  items = {
+    "weights": {},
+    "actor": {},
+    "replay": {"sampler": {}, "empty": np.zeros((0, 2), np.int8)},
+  }
+  one = snapshot(5, **items)
+  write(tmp_path, one)
+  restored = Checkpoints(tmp_path).restore(abstract() | {"weights": {}, "actor": {}}, pytest.fail)
+  assert_same_tree(restored, one)
 
 
-def test_snapshots_without_new_frames_or_weights(tmp_path):
-  first = snapshot(4, weights={}, actor={})
-  second = snapshot(5, since=5, weights={}, actor={})
-  checkpoints = Checkpoints(tmp_path)
-  checkpoints.save(first)
-  checkpoints.save(second)
-  checkpoints.close()
-  restored, segments = Checkpoints(tmp_path).restore(abstract() | {"weights": {}}, pytest.fail)
-  assert (
-    len(list(segments)) == 1
-    and restored.step == 5
-    and restored.weights == {}
-    and restored.actor == {}
-  )
-  assert_same_tree(restored.replay, second.replay)
+def test_the_newest_few_are_kept_and_those_that_are_needed(tmp_path):
+  write(tmp_path, 2, 4, 6, 8, 10, keep=2)
+  checkpoints = Checkpoints(tmp_path, 2)
+  assert checkpoints.steps() == [8, 10]
+  checkpoints.save(snapshot(12), needed=8)
+  assert checkpoints.steps() == [8, 10, 12]
 
 
 def test_one_moment_is_saved_once(tmp_path):
   """A finished run that is resumed, or one that is stopped at once, has its checkpoint already."""
   write(tmp_path, 4)
   before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-  replace(tmp_path, snapshot(4, since=4))
+  checkpoints = Checkpoints(tmp_path)
+  checkpoints.restore(abstract(), pytest.fail)
+  checkpoints.save(snapshot(4))
   assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
-def test_segments_are_loaded_one_at_a_time(two):
-  """All were checked before; at no moment are two in memory."""
-  _, segments = Checkpoints(two[0]).restore(abstract(), pytest.fail)
-  alive = []
-  for segment in segments:
-    assert not any(ref() is not None for ref in alive)
-    alive.append(weakref.ref(segment["frame"]))
-    del segment
-  assert len(alive) == 2
-
-
-def test_who_begins_anew_saves_the_same_moment_again(copied):
+def test_after_setting_all_aside_the_same_moment_is_saved_again(copied):
   folder, _ = copied
-  aside = {path.name for name in ("checkpoints", "replay") for path in (folder / name).iterdir()}
-  checkpoints, other = Checkpoints(folder), snapshot(8)._replace(network=variables(9))
+  checkpoints, other = Checkpoints(folder), snapshot(8, network=variables(9))
   checkpoints.restore(abstract(), pytest.fail)
-  checkpoints.begin_anew()
-  assert (checkpoints.steps(), checkpoints.newest, checkpoints.heads) == ([], None, None)
-  assert {path.name for path in (folder / "damaged").iterdir()} == aside
+  checkpoints.set_aside()
+  assert (checkpoints.steps(), checkpoints.newest) == ([], None)
+  assert names(folder / "damaged") == ["4", "8"]
   checkpoints.save(other)
-  checkpoints.close()
-  restored, segments, reported = read(folder)
+  restored, reported = read(folder)
   assert not reported
-  assert_restored(restored, segments, [other])
+  assert_same_tree(restored, other)
 
 
-# --- Replacing: a newer state of the same learner step
+def test_another_network_is_refused_by_name(two):
+  other, reported = abstract(), []
+  params = {**other["network"].params, "h": {"kernel": jax.ShapeDtypeStruct((5, 4), np.float32)}}
+  other["network"] = Variables(params, other["network"].batch_stats)
+  with pytest.raises(CheckpointError, match="none of the 2"):
+    Checkpoints(two[0]).restore(other, reported.append)
+  assert len(reported) == 2
 
 
-def test_what_came_since_is_saved_at_the_same_learner_step(copied):
+def test_the_oldest_slots_that_any_checkpoint_refers_to(tmp_path):
+  write(tmp_path, *(snapshot(step, tail=step // 2) for step in (4, 6, 8)), keep=2)
+  checkpoints = Checkpoints(tmp_path)
+  np.testing.assert_array_equal(checkpoints.tails(), [3] * LANES)
+  (tmp_path / "checkpoints" / "8" / "meta" / "metadata").write_bytes(b"{")
+  assert checkpoints.tails() is None
+
+
+def test_a_checkpoint_whose_slots_are_not_in_the_journal_is_skipped(copied):
   folder, snapshots = copied
-  newer = [snapshot(8, since=8, head=11), snapshot(8, since=11, head=15)]
+
+  def verify(tails, heads):
+    assert (tails == 0).all()
+    if heads[0] > 4:
+      raise JournalDamage("lane 0, slot 4 is missing")
+
+  reported = []
+  restored = Checkpoints(folder).restore(abstract(), reported.append, verify=verify)
+  assert len(reported) == 1 and "checkpoints/8" in reported[0] and "slot 4" in reported[0]
+  assert_same_tree(restored, snapshots[0])
+  assert names(folder / "damaged") == ["8"]
+
+
+def test_a_journal_that_cannot_be_read_is_no_reason_for_an_older_checkpoint(copied):
+  def verify(tails, heads):
+    raise JournalError("disk I/O error")
+
+  with pytest.raises(CheckpointError, match=r"checkpoints/8, which may be whole: .*I/O"):
+    Checkpoints(copied[0]).restore(abstract(), pytest.fail, verify=verify)
+  assert Checkpoints(copied[0]).steps() == [4, 8]
+
+
+# --- Replacing: a newer state of the same learner step ---
+
+
+def replace(folder, newer):
   checkpoints = Checkpoints(folder)
   checkpoints.restore(abstract(), pytest.fail)
-  for one in newer:
-    checkpoints.save(one)
-    checkpoints.wait()
-    np.testing.assert_array_equal(checkpoints.heads, one.heads)
-  checkpoints.save(snapshot(12, since=15, head=20))
-  checkpoints.close()
-  restored, segments, reported = read(folder)
-  assert not reported and checkpoints.steps() == [4, 8, 12]
-  assert_restored(restored, segments, [*snapshots, *newer, snapshot(12, since=15, head=20)])
-  shutil.rmtree(folder / "checkpoints" / "12")
-  segment_file(folder, 12, 60).unlink()
-  restored, segments, reported = read(folder)
-  assert_restored(restored, segments, [*snapshots, *newer])
+  checkpoints.save(newer)
 
 
 @pytest.fixture(scope="module")
 def replaced(two, tmp_path_factory):
-  """A folder as `two` in which 8 was replaced, and its snapshots."""
-  folder = tmp_path_factory.mktemp("replaced") / "run"
+  """A folder as `two` in which 8 was replaced, and the newer snapshot."""
+  folder, newer = tmp_path_factory.mktemp("replaced") / "run", snapshot(8, head=11)
   shutil.copytree(two[0], folder)
-  newer = snapshot(8, since=8, head=11)
   replace(folder, newer)
-  return folder, [*two[1], newer]
+  assert names(folder / "checkpoints") == ["4", "8"]
+  return folder, newer
 
 
 def killed_before_saving(folder, _):
@@ -169,13 +174,11 @@ def killed_while_saving(folder, newer):
   killed_before_saving(folder, newer)
   shutil.copytree(newer / "checkpoints" / "8", folder / "checkpoints" / "8.orbax-checkpoint-tmp")
   shutil.rmtree(folder / "checkpoints" / "8.orbax-checkpoint-tmp" / "network")
-  shutil.copy(segment_file(newer, 8, 33), folder / "replay")
 
 
 def killed_after_saving(folder, newer):
   killed_before_saving(folder, newer)
   shutil.copytree(newer / "checkpoints" / "8", folder / "checkpoints" / "8")
-  shutil.copy(segment_file(newer, 8, 33), folder / "replay")
 
 
 def killed_while_removing(folder, newer):
@@ -183,139 +186,94 @@ def killed_while_removing(folder, newer):
   shutil.rmtree(folder / "checkpoints" / "8.replaced" / "network")
 
 
-MOMENTS = {
-  killed_before_saving: 2,
-  killed_while_saving: 2,
-  killed_after_saving: 3,
-  killed_while_removing: 3,
-}
-
-
-@pytest.mark.parametrize(("moment", "expected"), MOMENTS.items())
+@pytest.mark.parametrize(
+  ("moment", "is_newer"),
+  [
+    (killed_before_saving, False),
+    (killed_while_saving, False),
+    (killed_after_saving, True),
+    (killed_while_removing, True),
+  ],
+)
 def test_a_replacement_cut_short_leaves_the_older_or_the_newer_state(
-  copied, replaced, moment, expected
+  copied, replaced, moment, is_newer
 ):
-  folder, _ = copied
-  newer, snapshots = replaced
-  moment(folder, newer)
-  before = sorted(folder.rglob("*"))
+  folder, snapshots = copied
+  moment(folder, replaced[0])
+  wanted, before = replaced[1] if is_newer else snapshots[1], sorted(folder.rglob("*"))
   assert Checkpoints(folder).steps() == [4, 8]
-  step, network = Checkpoints(folder).restore_network(abstract()["network"], pytest.fail)
-  assert step == 8
-  assert_same_tree(network, snapshots[expected - 1].network)
-  assert sorted(folder.rglob("*")) == before  # it only looks
-  restored, segments, reported = read(folder)
+  step, network = Checkpoints(folder).restore_item("network", abstract()["network"], pytest.fail)
+  assert step == 8 and sorted(folder.rglob("*")) == before  # nothing is changed
+  assert_same_tree(network, wanted.items["network"])
+  restored, reported = read(folder)
   assert not reported
-  assert_restored(restored, segments, snapshots[:expected])
-  if expected == 2:
-    replace(folder, snapshots[2])
-  restored, segments, reported = read(folder)
-  assert not reported
-  assert_restored(restored, segments, snapshots)
-  assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["4", "8"]
-  assert len(list((folder / "replay").iterdir())) == 3 and not (folder / "damaged").exists()
+  assert_same_tree(restored, wanted)
+  replace(folder, replaced[1])
+  assert_same_tree(read(folder)[0], replaced[1])
+  assert names(folder / "checkpoints") == ["4", "8"] and not (folder / "damaged").exists()
 
 
 def test_a_damaged_replacement_falls_back_to_what_it_replaced(copied, replaced):
-  folder, _ = copied
-  newer, snapshots = replaced
-  killed_after_saving(folder, newer)
-  flip(segment_file(folder, 8, 33))
-  restored, segments, reported = read(folder)
-  assert len(reported) == 1 and "checkpoints/8 is damaged" in reported[0]
-  assert_restored(restored, segments, snapshots[:2])
-  assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["4", "8"]
-  assert sorted(path.name for path in (folder / "damaged").iterdir()) == [
-    "8",
-    segment_file(folder, 8, 33).name,
-  ]
-  replace(folder, snapshots[2])
-  assert_restored(*read(folder)[:2], snapshots)
+  folder, snapshots = copied
+  killed_after_saving(folder, replaced[0])
+  flip(folder / "checkpoints" / "8" / "meta" / "metadata")
+  restored, reported = read(folder)
+  assert len(reported) == 1 and "checkpoints/8 cannot be used" in reported[0]
+  assert_same_tree(restored, snapshots[1])
+  assert names(folder / "checkpoints") == ["4", "8"] and names(folder / "damaged") == ["8"]
 
 
-KILLED = """
-import os, signal, sys
+_WRITER = """
+import os, sys
 sys.path[:0] = sys.argv[1:3]
 from pathlib import Path
 from snapshots import abstract, snapshot
-from speedyzero_jax.run import checkpoint
-owner, name = {"save": (checkpoint.ocp.CheckpointManager, "save"), "rmtree": (checkpoint.shutil, "rmtree")}[sys.argv[4]]
-checkpoints = checkpoint.Checkpoints(Path(sys.argv[3]))
-checkpoints.restore(abstract(), print)
-real = getattr(owner, name)
-def die_after_the_rename(*args, **kwargs):
-  if (Path(sys.argv[3]) / "checkpoints" / "8.replaced").exists():
-    os.kill(os.getpid(), signal.SIGKILL)
-  return real(*args, **kwargs)
-setattr(owner, name, die_after_the_rename)
-checkpoints.save(snapshot(8, since=8, head=11))
-checkpoints.wait()
+from speedyzero_jax.run.checkpoint import Checkpoints
+os.write(1, b"ready\\n")
+for _ in sys.stdin:
+  child = os.fork()
+  if not child:  # which starts jax, its parent must not
+    checkpoints, done = Checkpoints(Path(sys.argv[3]), keep=2), 0
+    if checkpoints.steps():
+      done = checkpoints.restore(abstract(), print).env_steps // 3
+    snapshots = [snapshot(1 + i // 2, head=1 + i) for i in range(done, done + 9)]
+    for one in snapshots:
+      checkpoints.save(one)
+      os.write(1, b"%d\\n" % (one.env_steps // 3))
+    os.kill(os.getpid(), 9)
+  os.write(1, b"pid %d\\n" % child)
+  os.waitpid(child, 0)
+  os.write(1, b"dead\\n")
 """
 
 
-@pytest.mark.parametrize(("moment", "expected"), [("save", 2), ("rmtree", 3)])
-def test_a_process_killed_while_it_replaces(copied, replaced, moment, expected):
-  folder, _ = copied
-  done = subprocess.run(
-    [sys.executable, "-c", KILLED, ROOT, ROOT / "tests/support", folder, moment],
-    capture_output=True,
-    text=True,
-    check=False,
-  )
-  assert done.returncode == -signal.SIGKILL, done.stderr
-  assert (folder / "checkpoints" / "8.replaced").is_dir()
-  restored, segments, reported = read(folder)
-  assert not reported
-  assert_restored(restored, segments, replaced[1][:expected])
-
-
-# --- A ring: slots are evicted
-
-
-def test_segments_wholly_evicted_are_deleted_once_no_checkpoint_lists_them(tmp_path):
-  """A replay of 5 slots per lane; each checkpoint stands on the segments whose end its replay still holds."""
-  checkpoints, snapshots = Checkpoints(tmp_path, keep=2), []
-  for step in range(2, 14, 2):
-    snapshots.append(snapshot(step, since=step - 2, tail=max(0, step - 5)))
-    checkpoints.save(snapshots[-1])
-    checkpoints.wait()
-    kept = {s for at in (step - 2, step) for s in range(2, at + 1, 2) if s > max(0, at - 5)}
-    assert {path.name for path in (tmp_path / "replay").iterdir()} == {
-      segment_file(tmp_path, s).name for s in kept
-    }
-    if step == 8:  # another process goes on
-      checkpoints.close()
-      checkpoints = Checkpoints(tmp_path, keep=2)
-      checkpoints.restore(abstract(), pytest.fail)
-  checkpoints.close()
-  shutil.copytree(tmp_path, tmp_path / "copy")
-  assert_restored(*read(tmp_path)[:2], snapshots[-3:])
-  flip(segment_file(tmp_path / "copy", 12))
-  restored, segments, reported = read(tmp_path / "copy")  # the one before has all its segments
-  assert len(reported) == 1
-  assert_restored(restored, segments, snapshots[-4:-1])
-
-
-def test_a_segment_stays_while_a_checkpoint_that_cannot_be_read_may_list_it(tmp_path):
-  checkpoints = Checkpoints(tmp_path, keep=2)
-  checkpoints.save(snapshot(2))
-  checkpoints.wait()
-  (tmp_path / "checkpoints" / "2" / "meta" / "metadata").write_bytes(b"{")
-  checkpoints.save(snapshot(9, since=2, tail=4))
-  checkpoints.wait()
-  assert segment_file(tmp_path, 2).exists()
-  checkpoints.save(snapshot(10, since=9, tail=5))
-  checkpoints.close()
-  assert not segment_file(tmp_path, 2).exists()
-
-
-def test_another_network_is_refused_by_name(two):
-  other = abstract()
-  kernel = jax.ShapeDtypeStruct((5, 4), np.float32)
-  other["network"] = Variables(
-    {**other["network"].params, "h": {"kernel": kernel}}, other["network"].batch_stats
-  )
-  reported = []
-  with pytest.raises(CheckpointError, match="none of the 2"):
-    Checkpoints(two[0]).restore(other, reported.append)
-  assert len(reported) == 2
+def test_killed_in_the_middle_of_saves(tmp_path):
+  """kill -9 at any moment: the newest acknowledged state, or the one after, comes back whole."""
+  command = [sys.executable, "-W", "ignore", "-c", _WRITER, ROOT, ROOT / "tests/support", tmp_path]
+  rng, acknowledged = np.random.default_rng(0), 0
+  with subprocess.Popen(
+    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+  ) as parent:
+    assert parent.stdout.readline() == "ready\n"
+    for _ in range(6):
+      parent.stdin.write("next\n")
+      parent.stdin.flush()
+      child, lines, wanted = 0, 0, int(rng.integers(1, 4))
+      while lines < wanted:
+        line = parent.stdout.readline()
+        if line.startswith("pid"):
+          child = int(line.split()[1])
+        else:
+          acknowledged, lines = int(line), lines + 1
+      child = child or int(parent.stdout.readline().split()[1])
+      time.sleep(rng.random() * 0.06)  # anywhere in the next save
+      os.kill(child, signal.SIGKILL)
+      for line in iter(parent.stdout.readline, "dead\n"):
+        acknowledged = int(line)
+      restored, reported = read(tmp_path)
+      count = restored.env_steps // 3
+      assert not reported and count in (acknowledged, acknowledged + 1)
+      assert_same_tree(restored, snapshot(1 + (count - 1) // 2, head=count))
+    parent.stdin.close()
+    assert parent.wait() == 0
+  assert acknowledged >= 6 and not (tmp_path / "damaged").exists()

@@ -1,25 +1,270 @@
-"""Units that stop at different moments go on from one checkpoint, and none deletes what another may need."""
+"""Checkpoints and journal together: what was collected comes back, also after kill -9."""
 
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
-from snapshots import LANES, abstract, snapshot, write
+from snapshots import LANES, abstract, assert_same_tree, flip, snapshot
 
+from speedyzero_jax.replay.journal import Journal, JournalError
+from speedyzero_jax.replay.schema import make_schema
 from speedyzero_jax.run.checkpoint import CheckpointError, Checkpoints
-from speedyzero_jax.run.recovery import Keeper
+from speedyzero_jax.run.recovery import RecoveryManager
+from speedyzero_jax.types import Segment
+
+ROOT = Path(__file__).resolve().parents[2]
+SCHEMA = make_schema((1, 1, 2), "uint8", 3)
+CAPACITY = 12  # of the imagined replay, slots per lane
+
+
+def play(lane, start, stop):
+  """Slots of one endless episode, each a function of its lane and time."""
+  time = np.arange(start, stop)
+  arrays = {c.name: np.zeros((len(time), *c.shape), c.dtype) for c in SCHEMA.columns}
+  arrays["frame"][:, 0, 0] = np.stack([np.full_like(time, lane), time % 256], -1)
+  return Segment.of(lane, start, arrays | {"first": time == 0, "reward": time.astype(np.float32)})
+
+
+def times(lists):
+  """Lane -> times of its slots; their content must be right."""
+  found = {lane: [] for lane in range(LANES)}
+  for segments in lists:
+    for segment in segments:
+      stop = segment.start + len(segment.frame)
+      assert_same_tree(segment.arrays(), play(segment.lane, segment.start, stop).arrays())
+      found[segment.lane] += range(segment.start, stop)
+  return found
+
+
+class Unit:
+  """A process' view of a run folder."""
+
+  def __init__(self, folder, *, durable=False, keep=2, **options):
+    folder.mkdir(exist_ok=True)
+    self.reported = []
+    self.journal = Journal(folder / "journal.sqlite", LANES, SCHEMA)
+    self.manager = RecoveryManager(
+      Checkpoints(folder, keep), self.journal, self.reported.append, durable=durable, **options
+    )
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *_):
+    self.manager.close()
+    self.journal.close()
+
+  def collect(self, head):
+    heads = self.journal.heads.tolist()
+    self.manager.append([play(lane, start, head) for lane, start in enumerate(heads)])
+
+  def save(self, step, *, required=False):
+    head = int(self.journal.heads[0])
+    one = snapshot(step, head=head, tail=max(0, head - CAPACITY))
+    self.manager.save(one, required=required)
+    return one
+
+  def restore(self):
+    return self.manager.restore(abstract())
+
+
+def everything(tail, head):
+  return {lane: list(range(tail, head)) for lane in range(LANES)}
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_run_comes_back_with_its_experience(tmp_path, durable):
+  """Exactly as of the checkpoint; with what came after it if that was durable."""
+  with Unit(tmp_path, durable=durable) as unit:
+    assert unit.restore() is None
+    for step in (1, 2, 3):
+      unit.collect(5 * step)
+      saved = unit.save(step)
+    unit.manager.wait()
+    unit.collect(17)
+  with Unit(tmp_path, durable=durable) as unit:
+    restored = unit.restore()
+    assert_same_tree(restored, saved)
+    assert times(unit.manager.stored(restored)) == everything(3, 15)
+    later = times(unit.manager.later(restored.heads))
+    assert later == everything(15, 17 if durable else 15)
+    assert unit.journal.heads.tolist() == [17 if durable else 15] * LANES
+    assert not unit.reported
+
+
+def test_an_exact_run_drops_what_was_written_after_the_checkpoint(tmp_path):
+  with Unit(tmp_path) as unit:
+    unit.collect(5)
+    unit.save(1, required=True)
+    unit.collect(9)
+    unit.journal.flush()
+  with Unit(tmp_path) as unit:
+    restored = unit.restore()
+    assert times(unit.manager.stored(restored)) == everything(0, 5)
+    assert unit.journal.heads.tolist() == [5] * LANES
+    assert times(unit.manager.later(restored.heads)) == everything(5, 5)
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_without_a_checkpoint_only_durable_experience_is_kept(tmp_path, durable):
+  with Unit(tmp_path, durable=durable) as unit:
+    unit.collect(5)
+    unit.journal.flush()
+  with Unit(tmp_path, durable=durable) as unit:
+    assert unit.restore() is None
+    assert times(unit.manager.later(np.zeros(LANES, int))) == everything(0, 5 * durable)
+
+
+def test_the_journal_keeps_what_any_checkpoint_refers_to(tmp_path):
+  """A damaged newest checkpoint, also one whose rows in the journal are damaged, has one before."""
+  with Unit(tmp_path) as unit:
+    for step in (1, 2, 3, 4, 5):
+      unit.collect(10 * step)
+      unit.save(step, required=True)
+    assert unit.manager.checkpoints.steps() == [4, 5]
+    assert unit.journal.tails.tolist() == [40 - CAPACITY] * LANES
+  flip(tmp_path / "checkpoints" / "5" / "meta" / "metadata")
+  with Unit(tmp_path) as unit:
+    restored = unit.restore()
+    assert restored.step == 4 and "checkpoints/5" in unit.reported[0]
+    assert times(unit.manager.stored(restored)) == everything(40 - CAPACITY, 40)
+    unit.collect(50)
+    unit.save(5, required=True)
+  content = (tmp_path / "journal.sqlite").read_bytes()
+  frames = unit.journal._codec.encode([play(0, 40, 50)]).frames
+  assert content.count(frames) == 1
+  (tmp_path / "journal.sqlite").write_bytes(content.replace(frames, frames[::-1]))
+  with Unit(tmp_path) as unit:
+    assert unit.restore().step == 4 and "lane 0, slot 40 is damaged" in unit.reported[0]
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_lost_journal_is_named_and_nothing_is_changed(tmp_path, durable):
+  with Unit(tmp_path, durable=durable) as unit:
+    unit.collect(5)
+    unit.save(1, required=True)
+  (tmp_path / "journal.sqlite").unlink()
+  with Unit(tmp_path, durable=durable) as unit:
+    with pytest.raises(CheckpointError, match="none of the 1"):
+      unit.restore()
+    assert "journal.sqlite: lane 0, slot 0 is missing" in unit.reported[0]
+  assert Checkpoints(tmp_path).steps() == [1]
+
+
+def test_a_journal_that_fails_fails_the_checkpoint(tmp_path, monkeypatch):
+  """Training continues, the experience is kept, and the next checkpoint has it."""
+
+  def refuse(*_):
+    raise JournalError("the disk is full")
+
+  with Unit(tmp_path) as unit:
+    unit.collect(5)
+    with monkeypatch.context() as patch:
+      patch.setattr(unit.journal, "flush", refuse)
+      unit.save(1)
+      unit.manager.wait()
+      with pytest.raises(JournalError, match="the disk is full"):
+        unit.save(1, required=True)
+    assert len(unit.reported) == 1 and "the disk is full" in unit.reported[0]
+    assert unit.manager.checkpoints.steps() == []
+    unit.collect(8)
+    saved = unit.save(2, required=True)
+  with Unit(tmp_path) as unit:
+    restored = unit.restore()
+    assert_same_tree(restored, saved)
+    assert times(unit.manager.stored(restored)) == everything(0, 8)
+
+
+_WRITER = """
+import os, sys
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests/support", sys.argv[1] + "/tests/run"]
+from pathlib import Path
+from test_recovery import Unit
+durable = sys.argv[3] == "durable"
+os.write(1, b"ready\\n")
+for _ in sys.stdin:
+  child = os.fork()
+  if not child:  # which starts jax, its parent must not
+    with Unit(Path(sys.argv[2]), durable=durable) as unit:
+      restored = unit.restore()
+      step = restored.step if restored else 0
+      while True:
+        step += 1
+        for _ in range(3):
+          unit.collect(int(unit.journal.heads[0]) + 2)
+          os.write(1, b"head %d\\n" % unit.journal.heads[0])
+        unit.save(step, required=True)
+        os.write(1, b"step %d\\n" % step)
+  os.write(1, b"pid %d\\n" % child)
+  os.waitpid(child, 0)
+  os.write(1, b"dead -1\\n")
+"""
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_killed_at_any_moment(tmp_path, durable):
+  """No acknowledged checkpoint is lost, and no durable experience."""
+  kind = "durable" if durable else "exact"
+  command = [sys.executable, "-W", "ignore", "-c", _WRITER, ROOT, tmp_path, kind]
+  rng, newest = np.random.default_rng(durable), {"head": 0, "step": 0}
+  with subprocess.Popen(
+    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+  ) as parent:
+
+    def line():
+      name, number = parent.stdout.readline().split()
+      newest[name] = int(number)
+      return name
+
+    assert parent.stdout.readline() == "ready\n"
+    for _ in range(4):
+      parent.stdin.write("next\n")
+      parent.stdin.flush()
+      newest.pop("pid", None)
+      for _ in range(int(rng.integers(2, 12))):
+        line()
+      while "pid" not in newest:
+        line()
+      time.sleep(rng.random() * 0.06)  # anywhere in what follows
+      os.kill(newest["pid"], signal.SIGKILL)
+      while line() != "dead":
+        pass
+      with Unit(tmp_path, durable=durable) as unit:
+        restored, step = unit.restore(), newest["step"]
+        if restored is None:
+          assert step == 0
+          newest["head"] = int(unit.journal.heads[0])
+          continue
+        assert restored.step in (step, step + 1) and not unit.reported
+        head, last = int(restored.heads[0]), int(unit.journal.heads[0])
+        assert times(unit.manager.stored(restored)) == everything(max(0, head - CAPACITY), head)
+        assert times(unit.manager.later(restored.heads)) == everything(head, last)
+        assert last in (newest["head"], newest["head"] + 2) if durable else last == head
+        newest["head"], newest["step"] = last, restored.step
+    parent.stdin.close()
+    assert parent.wait() == 0
+  assert newest["step"] > 2
+
+
+# --- Units ---
 
 
 def meeting(units):
-  """For each unit a function that tells all a number, waits, and returns all of theirs."""
-  barrier, said = threading.Barrier(units), [0] * units
+  """For each unit a function that sends all a number, waits, and returns all of theirs."""
+  barrier, sent = threading.Barrier(units), [0] * units
 
   def of(unit):
     def agree(number):
-      said[unit] = number
-      barrier.wait(5)
-      answer = list(said)
-      barrier.wait(5)
+      sent[unit] = number
+      barrier.wait(20)
+      answer = list(sent)
+      barrier.wait(20)
       return answer
 
     return agree
@@ -28,9 +273,7 @@ def meeting(units):
 
 
 class Listed:
-  """Checkpoints of which nothing is known but their steps."""
-
-  keep = 3
+  """Checkpoints of which only the steps matter."""
 
   def __init__(self, steps):
     self._steps = list(steps)
@@ -38,12 +281,11 @@ class Listed:
   def steps(self):
     return self._steps
 
-  def restore(self, abstract, report, *, newest):
-    return snapshot(4)._replace(
-      step=max(step for step in self._steps if newest is None or step <= newest)
-    ), iter(())
+  def restore(self, abstract, report, *, newest, verify):
+    step = max(step for step in self._steps if newest is None or step <= newest)
+    return snapshot(4)._replace(step=step, heads=np.zeros(LANES, int))
 
-  def begin_anew(self):
+  def set_aside(self):
     self._steps = []
 
 
@@ -51,77 +293,87 @@ class Listed:
   ("steps", "agreed"),
   [
     ([[20, 40], [20, 40]], 40), ([[20, 40], [20]], 20), ([[20], [20, 40], [20, 40, 60]], 20),
-    ([[20, 60], [20, 40, 60], [20, 40]], 20), ([[0], [0, 20]], 0), ([[20], []], None), ([[], []], None),
-    ([[], [0], [20, 40]], None), ([[7, 9]], 9), ([[]], None),
+    ([[20, 60], [20, 40, 60], [20, 40]], 20), ([[0], [0, 20]], 0), ([[20], []], None),
+    ([[], []], None), ([[], [0], [20, 40]], None), ([[7, 9]], 9), ([[]], None),
   ],
 )  # fmt: skip
-def test_units_go_on_from_the_newest_checkpoint_that_all_have(steps, agreed):
-  """Or all begin anew, without those that some have."""
+def test_units_continue_from_the_newest_checkpoint_that_all_have(tmp_path, steps, agreed):
+  """Or all start from the beginning, without those that some have."""
   checkpoints = [Listed(have) for have in steps]
-  found, said = [0] * len(steps), [[] for _ in steps]
+  found, reported = [0] * len(steps), [[] for _ in steps]
 
   def restore(unit, agree):
-    keeper = Keeper(checkpoints[unit], None, agree, said[unit].append, units=len(steps))
-    restored, _ = keeper.restore({})
+    journal = Journal(tmp_path / str(unit), LANES, SCHEMA)
+    manager = RecoveryManager(
+      checkpoints[unit], journal, reported[unit].append, durable=True, agree=agree, units=len(steps)
+    )
+    restored = manager.restore({})
     found[unit] = None if restored is None else restored.step
+    journal.close()
 
   threads = [threading.Thread(target=restore, args=of) for of in enumerate(meeting(len(steps)))]
   for thread in threads:
     thread.start()
   for thread in threads:
-    thread.join(10)
+    thread.join(60)
   assert found == [agreed] * len(steps)
   for unit, had in enumerate(steps):
     lost = bool(had) and agreed is None
     assert checkpoints[unit].steps() == ([] if lost else had)
-    assert [line for line in said[unit] if "all begin anew" in line] == said[unit] and len(
-      said[unit]
-    ) == lost
+    assert len(reported[unit]) == lost
 
 
-def test_a_unit_that_has_nothing_as_old_says_so(tmp_path):
-  write(tmp_path, 4, 8)
-  keeper = Keeper(Checkpoints(tmp_path), None, lambda step: [step, 2], print, units=2)
-  with pytest.raises(CheckpointError, match="there is no checkpoint of step 2 or before in"):
-    keeper.restore(abstract())
-  assert Checkpoints(tmp_path).steps() == [4, 8]  # nothing was changed
+def test_a_unit_without_a_common_checkpoint_fails_and_changes_nothing(tmp_path):
+  with Unit(tmp_path) as unit:
+    for step in (4, 8):
+      unit.collect(step)
+      unit.save(step, required=True)
+  with (
+    Unit(tmp_path, agree=lambda step: [step, 2], units=2) as unit,
+    pytest.raises(CheckpointError, match="there is no checkpoint of step 2 or before in"),
+  ):
+    unit.restore()
+  assert Checkpoints(tmp_path).steps() == [4, 8]
 
 
-class Forgetful:
-  """A journal of which is known only where it begins."""
-
-  tail = 0
-
-  def evict(self, tails):
-    assert len(set(tails.tolist())) == 1 and len(tails) == LANES
-    self.tail = int(tails[0])
+@pytest.mark.parametrize("evicted", [False, True])
+def test_a_unit_that_starts_from_the_beginning_keeps_its_experience(tmp_path, evicted):
+  """Of lanes whose first slots are evicted, the rest is lost too; that is reported."""
+  with Unit(tmp_path, durable=True) as unit:
+    unit.collect(CAPACITY + 3 * evicted)
+    unit.save(1, required=True)
+  with Unit(tmp_path, durable=True, agree=lambda step: [step, -1], units=2) as unit:
+    assert unit.restore() is None
+    kept = everything(0, 0 if evicted else CAPACITY)
+    assert times(unit.manager.later(np.zeros(LANES, int))) == kept
+    lost = f"{LANES * (CAPACITY + 3)} later frames of {LANES} lanes are lost"
+    assert any(lost in line for line in unit.reported) == evicted
+  assert Checkpoints(tmp_path).steps() == []
 
 
 @pytest.mark.parametrize(
-  ("units", "keep", "theirs", "kept", "tail"),
+  ("units", "keep", "theirs", "kept"),
   [  # the newest that the other unit has at each save but the last; what is there in the end
-    (1, 2, [], [8, 10], 4),
-    (2, 1, [-1, 2, 4, 6], [6, 8, 10], 6),  # at the save before, both had 6
-    (2, 1, [-1, 2, 4, 4], [4, 6, 8, 10], 4),  # it fails from 6 on
-    (2, 1, [-1, 2, 2, 6], [6, 8, 10], 6),  # of 4
-    (2, 1, [-1, -1, -1, -1], [2, 4, 6, 8, 10], 0),  # it may come back without any
+    (1, 2, [], [8, 10]),
+    (2, 1, [-1, 2, 4, 6], [6, 8, 10]),  # at the save before, both had 6
+    (2, 1, [-1, 2, 4, 4], [4, 6, 8, 10]),  # it fails from 6 on
+    (2, 1, [-1, 2, 2, 6], [6, 8, 10]),  # of 4
+    (2, 1, [-1, -1, -1, -1], [2, 4, 6, 8, 10]),  # it may come back without any
   ],
-)  # fmt: skip
-def test_what_another_unit_may_have_to_go_back_to_stays(tmp_path, units, keep, theirs, kept, tail):
-  """The last save is of a unit that is stopped, and asks nobody."""
-  others, journal = iter(theirs), Forgetful()
+)
+def test_what_another_unit_may_have_to_go_back_to_stays(tmp_path, units, keep, theirs, kept):
+  """The last save is of a unit that is stopped, and asks no other."""
+  others = iter(theirs)
 
   def agree(step):
     return [step] if units == 1 else [step, next(others)]
 
-  keeper = Keeper(Checkpoints(tmp_path, keep), journal, agree, pytest.fail, units=units)
-  for step in (2, 4, 6, 8, 10):
-    keeper.settle()
-    keeper.save(snapshot(step, since=step - 2), required=step == 10)
-  keeper.close()
-  assert Checkpoints(tmp_path).steps() == kept and journal.tail == tail
-  assert next(others, None) is None
-  restored, _ = Checkpoints(tmp_path).restore(abstract(), pytest.fail, newest=kept[0])
-  np.testing.assert_array_equal(
-    restored.heads >= tail, True
-  )  # it is followed by what the journal holds
+  with Unit(tmp_path, durable=True, keep=keep, agree=agree, units=units) as unit:
+    for step in (2, 4, 6, 8, 10):
+      unit.collect(10 * step)
+      unit.save(step, required=step == 10)
+    assert next(others, None) is None
+    assert unit.manager.checkpoints.steps() == kept
+    assert unit.journal.tails.tolist() == [10 * kept[0] - CAPACITY] * LANES
+    oldest = Checkpoints(tmp_path).restore(abstract(), pytest.fail, newest=kept[0])
+    assert times(unit.manager.stored(oldest)) == everything(10 * kept[0] - CAPACITY, 10 * kept[0])

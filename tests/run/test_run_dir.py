@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny
 
 from speedyzero_jax.config import loader
 from speedyzero_jax.run import run_dir
@@ -16,8 +15,11 @@ from speedyzero_jax.run.run_dir import RunFolderError
 ROOT = Path(__file__).resolve().parents[2]
 
 
+SMALL = ("learner.steps=12", "run.env_steps=150", "actor.random_steps=40", "run.mode=lockstep")
+
+
 def config(folder, *overrides):
-  return tiny.config(f"run.dir={folder}", *overrides)
+  return loader.load(["quickstart"], [*SMALL, f"run.dir={folder}", *overrides])
 
 
 def listing(folder):
@@ -42,7 +44,7 @@ def test_a_new_run_writes_its_configuration_and_holds_the_folder(tmp_path):
 
 def test_without_a_folder_the_runs_are_numbered(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  runs = [run_dir.create(tiny.config(), "tiny-Catch-s0") for _ in range(3)]
+  runs = [run_dir.create(config(""), "tiny-Catch-s0") for _ in range(3)]
   assert [str(run.path) for run in runs] == [
     "runs/tiny-Catch-s0",
     "runs/tiny-Catch-s0-2",
@@ -56,7 +58,8 @@ def hold(folder):
   """A process that holds a folder until it is killed."""
   code = (
     "import sys, time\nfrom pathlib import Path\nfrom speedyzero_jax.run import run_dir\n"
-    "run = run_dir.open_existing(Path(sys.argv[1]), [])\nprint('held', flush=True)\ntime.sleep(600)\n"
+    "run = run_dir.open_existing(Path(sys.argv[1]), [])\n"
+    "print('held', flush=True)\ntime.sleep(600)\n"
   )
   holder = subprocess.Popen(
     [sys.executable, "-c", code, folder], cwd=ROOT, stdout=subprocess.PIPE, text=True
@@ -97,9 +100,7 @@ def test_a_folder_of_another_run_names_what_differs(tmp_path):
   with pytest.raises(RunFolderError) as refused:
     run_dir.create(config(tmp_path, "run.seed=7", "optim.learning_rate=0.5"), "x")
   assert "another configuration" in str(refused.value)
-  assert "run.seed: 0 != 7" in str(refused.value) and "optim.learning_rate: 0.002 != 0.5" in str(
-    refused.value
-  )
+  assert "run.seed: 0 != 7" in str(refused.value) and "optim.learning_rate: " in str(refused.value)
   with pytest.raises(RunFolderError, match=r"; \.\.\.\)"):  # more than three are not listed
     many = ("run.seed=7", "env.discount=0.5", "priority.alpha=1", "learner.batch_size=16")
     run_dir.create(config(tmp_path, *many), "x")
@@ -135,8 +136,9 @@ def test_where_writing_is_not_allowed(tmp_path):
 
 @pytest.mark.parametrize(
   "changes",
-  [["evaluation.episodes=3", "evaluation.interval=5"], ["run.keep_checkpoints=9"], ["run.log_interval=1"],
-   ["env.threads=1"], ["profile.steps=5"], ["run.compile_cache=/tmp/x"], []],
+  [["evaluation.episodes=3", "evaluation.interval=5"], ["run.keep_checkpoints=9"],
+   ["run.log_interval=1"], ["env.threads=1"], ["profile.steps=5"], ["run.compile_cache=/tmp/x"],
+   []],
 )  # fmt: skip
 def test_what_may_change_when_a_run_goes_on(tmp_path, changes):
   run_dir.create(config(tmp_path), "x").close()
@@ -148,8 +150,9 @@ def test_what_may_change_when_a_run_goes_on(tmp_path, changes):
 @pytest.mark.parametrize(
   ("change", "named"),
   [("run.seed=1", "run.seed: 0 != 1"), ("learner.steps=99", "learner.steps: 12 != 99"),
-   ("run.mode=async", "run.mode"), ("env.game=CartPole", "env.game"), ("run.env_steps=151", "run.env_steps"),
-   ("evaluation.episods=1", "evaluation.episodes"), ("run.keep_checkpoints=0", "run.keep_checkpoints"),
+   ("run.mode=async", "run.mode"), ("env.game=CartPole", "env.game"),
+   ("run.env_steps=151", "run.env_steps"), ("evaluation.episods=1", "evaluation.episodes"),
+   ("run.keep_checkpoints=0", "run.keep_checkpoints"),
    ("nonsense", "key=value")],
 )  # fmt: skip
 def test_what_may_not_change_is_named(tmp_path, change, named):
@@ -161,9 +164,7 @@ def test_what_may_not_change_is_named(tmp_path, change, named):
   run_dir.open_existing(tmp_path, []).close()  # a refusal holds nothing
 
 
-@pytest.mark.parametrize(
-  "content", [None, b"\xff\xfe", b"env: [", b"env: {gme: Catch}", b"run: {seed: many}", b"- 1"]
-)
+@pytest.mark.parametrize("content", [None, b"\xff\xfe", b"env: [", b"run: {seed: many}", b"- 1"])
 def test_a_folder_without_a_readable_configuration(tmp_path, content):
   if content is not None:
     (tmp_path / "config.yaml").write_bytes(content)
@@ -175,6 +176,21 @@ def test_a_folder_without_a_readable_configuration(tmp_path, content):
   if content is not None:
     with pytest.raises(RunFolderError, match=expected):
       run_dir.create(config(tmp_path), "x")
+
+
+def test_a_folder_of_an_earlier_version_says_so(tmp_path):
+  run_dir.create(config(tmp_path), "x").close()
+  path = tmp_path / "config.yaml"
+  path.write_text(path.read_text().replace("\nrun:\n", "\nrun:\n  forgotten: 3\n"))
+  for use in (
+    run_dir.read_config,
+    lambda folder: run_dir.open_existing(folder, []),
+    lambda folder: run_dir.create(config(folder), "x"),
+  ):
+    with pytest.raises(
+      RunFolderError, match=r"earlier version .*cannot be resumed.*run\.forgotten"
+    ):
+      use(tmp_path)
 
 
 def test_a_folder_that_is_not_there_is_not_made(tmp_path):

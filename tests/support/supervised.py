@@ -1,4 +1,4 @@
-"""What the tests of the supervisor share: one in a process of its own, with small children that end in every way."""
+"""A supervisor in a process of its own, with small children that end in every way."""
 
 import contextlib
 import json
@@ -10,34 +10,30 @@ import uuid
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMITS = {
-  "pause": 0.05,
-  "longest_pause": 0.2,
-  "grace": 0.3,
-  "save_patience": 10.0,
-  "kill_after": 0.3,
-}
+LIMITS = {"pause": 0.05, "longest_pause": 0.2, "grace": 0.3, "save_patience": 10.0}
+LIMITS["kill_after"] = 0.3
 
-# Arguments: children as [name, command, vital], limits. Prints what is reported and asked, and at the end the restarts.
+# Arguments: children as [name, command, vital], limits. Prints what is reported and asked for, and
+# in the end the restarts.
 SUPERVISOR = """
 import json, os, sys
 from pathlib import Path
 from speedyzero_jax.cluster.child import Child
-from speedyzero_jax.cluster.supervisor import Supervisor
+from speedyzero_jax.cluster.supervisor import Limits, Supervisor
 
 if os.isatty(0):
   os.close(os.open(os.ttyname(0), os.O_RDWR))  # makes it the terminal that Ctrl-C is typed on
 children, limits = json.loads(sys.argv[1]), json.loads(sys.argv[2])
-say = lambda text: print(text, flush=True)
+report = lambda text: print(text, flush=True)
 
 def make(resume):
-  say(f"make {resume}")
+  report(f"make {resume}")
   environment = {"RESUME": "1" if resume else ""}
   return [Child(name, command, environment, vital) for name, command, vital in children]
 
-supervisor = Supervisor(make, Path("logs"), say, **limits)
+supervisor = Supervisor(make, Path("logs"), report, Limits(**limits))
 code = supervisor.run()
-say("restarts " + json.dumps(supervisor.restarts))
+report("restarts " + json.dumps(supervisor.restarts))
 assert not {"jax", "numpy", "grpc"} & sys.modules.keys()
 sys.exit(code)
 """
@@ -48,6 +44,7 @@ import os, signal, sys, time
 from pathlib import Path
 
 name, resumed = sys.argv[1], bool(os.environ["RESUME"])
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def touch(what):
   Path(what).write_text(str(os.getpid()))
@@ -56,9 +53,12 @@ def until(what):
   while not Path(what).exists():
     time.sleep(0.01)
 
+def on_stop(handler):
+  for number in STOPS:
+    signal.signal(number, handler)
+
 def save(number, _frame):  # as launch/multihost.py: a second signal has its usual effect
-  for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    signal.signal(each, signal.SIG_DFL)
+  on_stop(signal.SIG_DFL)
   time.sleep(0.2)
   touch(f"saved-{name}")
   sys.exit(128 + number)
@@ -67,36 +67,23 @@ def ready():
   touch(f"ready-{name}")
 """
 SLEEP = "ready(); time.sleep(100)"
-SAVE = """
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-  signal.signal(number, save)
-ready(); time.sleep(100)
-"""
-STUBBORN = """
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-  signal.signal(number, signal.SIG_IGN)
-ready(); time.sleep(100)
-"""
-STOP = """
-signal.signal(signal.SIGTERM, lambda *_: (print("told to"), sys.exit()))
-ready(); time.sleep(100)
-"""
-NOW_AND_THEN = """
+SAVE = f"on_stop(save); {SLEEP}"
+STUBBORN = f"on_stop(signal.SIG_IGN); {SLEEP}"
+STOP = f"signal.signal(signal.SIGTERM, lambda *_: (print('got it'), sys.exit())); {SLEEP}"
+COUNTED = """
 n = len(list(Path().glob("was-*")))
 touch(f"was-{n}")
 if n > 3: touch("finish")
 """
-SHOT = "os.kill(os.getpid(), signal.SIGKILL)"
+KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
 class Run:
-  """A supervisor in a folder of its own, and its children's traces."""
+  """A supervisor in a folder of its own, and the traces of its children."""
 
   def __init__(self, folder, children, stdin=None, **limits):
-    self.folder, self.mark = (
-      folder,
-      f"mark-{uuid.uuid4().hex}",
-    )  # all processes have the mark on their command lines
+    self.folder = folder
+    self.mark = f"mark-{uuid.uuid4().hex}"  # on the command lines of all processes
     commands = []
     for name, code, vital in children:
       (folder / f"{name}.py").write_text(f"{COMMON}\n{code}\n")
@@ -122,15 +109,11 @@ class Run:
   def child(self, name):
     return next(child for child in self.status()["children"] if child["name"] == name)
 
-  def ready(self, name):
-    """What it says its number is."""
-    return (self.folder / f"ready-{name}").read_text()
-
   def log(self, name):
     return (self.folder / "logs" / f"{name}.log").read_text()
 
   def end(self, code):
-    """Waits for the end and checks that it left nobody. Returns the output."""
+    """Waits for the end and checks that no process is left. Returns the output."""
     self.output = self.process.communicate(timeout=30)[0]
     assert self.process.returncode == code, self.output
     assert not pids(self.mark)
@@ -150,7 +133,7 @@ def wait_for(condition, seconds=20.0):
 
 
 def pids(mark):
-  """Of the processes with the mark on their command line, zombies not among them."""
+  """The processes, without zombies, that have the mark on their command line."""
   found = []
   for path in Path("/proc").glob("[0-9]*/cmdline"):
     with contextlib.suppress(OSError):

@@ -1,5 +1,6 @@
-"""The EfficientZero family as an `Agent`: acting by search, the unrolled loss, and reanalysis."""
+"""The EfficientZero family as an `Agent`: acting by search, an unrolled loss, and reanalysis."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -28,11 +29,13 @@ from speedyzero_jax.agents.efficientzero.networks import (
 from speedyzero_jax.agents.efficientzero.reanalyse import Reanalysis
 from speedyzero_jax.agents.efficientzero.search import ModelStep, Root, SearchResult, make_search
 from speedyzero_jax.config.schema import Config
+from speedyzero_jax.envs.batched_env import largest_value
 from speedyzero_jax.replay.replay import Replay, Selection
 from speedyzero_jax.replay.sampler import PrioritizedSampler, importance_weights
 from speedyzero_jax.replay.schema import Column, make_schema
 from speedyzero_jax.replay.storage import LaneStore, take
 from speedyzero_jax.types import Params
+
 
 class EfficientZero:
   """See `agents.base.Agent`.
@@ -46,12 +49,11 @@ class EfficientZero:
 
   target_interval = 0  # targets are made by reanalysis, with weights of its own
 
-  def __init__(
-    self, config: Config, frame_shape: tuple[int, ...], frame_dtype: Any, actions: int
-  ):
+  def __init__(self, config: Config, frame_shape: tuple[int, ...], frame_dtype: Any, actions: int):
     own: EfficientZeroConfig = config.agent
     self._config, self._own, self._actions = config, own, actions
     self._stack = config.env.frame_stack
+    _check_support(config)
     height, width, channels = frame_shape
     self.synchronised = own.network.batch_norm == "sync"
     self.blueprint: Blueprint = make_blueprint(
@@ -73,9 +75,9 @@ class EfficientZero:
       frame_dtype,
       actions,
       (
-        Column("policy", "float32", (actions,), fill=1 / actions),  # the search's improved policy
-        Column("search_value", "float32"),  # the root's value after the search
-        Column("value", "float32"),  # the network's value
+        Column("policy", "float32", (actions,), fill=1 / actions),  # improved by the search
+        Column("search_value", "float32"),  # of the root, after the search
+        Column("value", "float32"),  # of the root, from the network
       ),
       copies={"bootstrap": "value"},  # the value at the end of n-step returns
       stamps={
@@ -160,7 +162,13 @@ class EfficientZero:
     return Root(policy_logits=policy_logits, value=value, state=state)
 
   def _search_windows(
-    self, variables: Variables, frames: jax.Array, key: jax.Array, temperature: Any, *, explore: bool
+    self,
+    variables: Variables,
+    frames: jax.Array,
+    key: jax.Array,
+    temperature: Any,
+    *,
+    explore: bool,
   ) -> SearchResult:
     """frames [B, S-1+n, H, W, C] -> SearchResult with leaves [B, n, ...]."""
     batch, states = frames.shape[0], frames.shape[1] - self._stack + 1
@@ -205,7 +213,7 @@ class EfficientZero:
     real = time[:, None] + np.arange(states.shape[1]) == states
     flat = store.flat(lane[:, None], states)
     action = take(store.action, flat[:, :-1])
-    # Unrolled beyond the end of an episode, the model sees random actions.
+    # Past the end of an episode the model is unrolled with random actions.
     random = replay.rng.integers(0, store.num_actions, action.shape, np.int32)
     action = np.where(real[:, :-1] & (action >= 0), action, random)
     age = np.where(real, learner_step - take(store["policy_step"], flat), 0)
@@ -224,8 +232,19 @@ class EfficientZero:
     return {"reanalyse": "search", "act": "search"}.get(program, "values")
 
 
+def _check_support(config: Config) -> None:
+  """Raises ValueError if the support of the value distribution cannot hold the game's returns."""
+  largest = largest_value(config.env)
+  needed = 0 if largest is None else math.ceil(losses.transform(jnp.asarray(largest)))
+  if config.agent.network.support < needed:
+    raise ValueError(
+      f"network.support: must be at least {needed} for returns of up to {largest:.0f}, which "
+      f"{config.env.game} has, got {config.agent.network.support}"
+    )
+
+
 def make_recurrent_fn(blueprint: Blueprint) -> Any:
-  """g and f for the search: `(variables, state, carry, action) -> ModelStep`, scalars decoded."""
+  """g and f for the search: `(variables, state, carry, action) -> ModelStep`, decoding scalars."""
 
   def recurrent(variables: Any, state: jax.Array, carry: Any, action: jax.Array) -> ModelStep:
     network = blueprint.bind(variables)

@@ -1,4 +1,4 @@
-"""Configuration sections of the EfficientZero family: EfficientZero, its V2 and SpeedyZero."""
+"""Configuration sections of EfficientZero, EfficientZero V2 and SpeedyZero."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -12,30 +12,27 @@ from speedyzero_jax.replay.sweep import STRETCH
 
 @dataclasses.dataclass(frozen=True)
 class NetworkConfig:
-  """Sizes of h, g, f and the consistency heads (EZ's by default)."""
+  """Sizes of h, g, f and the consistency heads (defaults: EZ)."""
 
   channels: int = opt(
     64, "channels of the hidden state; the first stages of h use half (EZ: 64)", "[1, 1e5]"
   )
   downsample: int = opt(
-    16,
-    "side of a frame over side of the hidden state: 16, 8 or 4 for images, 1 for vectors (EZ: 16)",
+    16, "frame side over hidden-state side: 16, 8 or 4 for images, 1 for vectors (EZ: 16)"
   )
-  blocks: int = opt(1, "residual blocks at each place where EZ has one (EZ: 1)", "[1, 1000]")
+  blocks: int = opt(1, "residual blocks wherever EZ has one (EZ: 1)", "[1, 1000]")
   reduced_channels: int = opt(
     16, "channels of the 1x1 convolution before each head (EZ: 16)", "[1, 1e5]"
   )
   head_hidden: int = opt(
-    32, "width of the hidden layer in the value, policy and value-prefix heads (EZ: 32)", "[1, 1e5]"
+    32, "hidden width of the value, policy and value-prefix heads (EZ: 32)", "[1, 1e5]"
   )
   lstm_hidden: int = opt(512, "width of the value-prefix LSTM (EZ: 512)", "[1, 1e5]")
   value_prefix_horizon: int = opt(
-    5, "unroll steps after which the value-prefix LSTM starts anew (EZ: 5)", "[1, 1e9]"
+    5, "unroll steps between resets of the value-prefix LSTM (EZ: 5)", "[1, 1e9]"
   )
   support: int = opt(
-    300,
-    "values are categorical over the integers -support..support of h(x) (EZ: 300, so 601 atoms)",
-    "[1, 1e5]",
+    300, "value atoms are the integers -support..support, of h(x) (EZ: 300, 601 atoms)", "[1, 1e5]"
   )
   projection_hidden: int = opt(1024, "SimSiam projection, hidden width (EZ: 1024)", "[1, 1e5]")
   projection_out: int = opt(1024, "SimSiam projection, output width (EZ: 1024)", "[1, 1e5]")
@@ -44,29 +41,25 @@ class NetworkConfig:
     "plane", "one plane holding a/|A| (EZ), or one plane per action (ours)"
   )
   bn_momentum: float = opt(
-    0.9,
-    "share of the old running statistics kept at each update (EZ: 0.9, PyTorch's 0.1)",
-    "[0, 1]",
+    0.9, "share of the old running statistics kept per update (EZ: 0.9, PyTorch's 0.1)", "[0, 1]"
   )
   dtype: Literal["float32", "bfloat16"] = opt(
     "float32", "compute type of activations; parameters are always float32"
   )
   batch_norm: Literal["sync", "local"] = opt(
-    "sync", "batch statistics over the whole batch, or over each device's share"
+    "sync", "batch statistics over the whole batch, or over each device's share (EZ: one device)"
   )
 
 
 @dataclasses.dataclass(frozen=True)
 class SearchConfig:
-  """Tree search, for acting, reanalysis and evaluation alike."""
+  """Tree search for acting, reanalysis and evaluation."""
 
   algorithm: Literal["gumbel", "puct"] = opt(
     "gumbel", "Gumbel MuZero with sequential halving (EZ-V2), or PUCT (EZ)"
   )
   simulations: int = opt(16, "simulations per root (EZ: 50, EZ-V2: 16)", "[1, 1e5]")
-  max_depth: int = opt(
-    0, "deepest node visited; 0 means the number of simulations (ours)", "[0, 1e9]"
-  )
+  max_depth: int = opt(0, "maximum depth; 0: the number of simulations (ours)", "[0, 1e9]")
   max_considered: int = opt(
     8,
     "Gumbel: root actions considered, at most the number of actions (EZ-V2: 4 if |A|<16, else 8)",
@@ -83,58 +76,53 @@ class SearchConfig:
     0.25, "PUCT: share of root noise in the prior (EZ: 0.25)", "[0, 1]"
   )
   value_scaling: Literal["tree", "node"] = opt(
-    "tree",
-    "Q normalised by min and max over the whole tree (EZ), or over the siblings (mctx's way)",
+    "tree", "Q normalised over the whole tree (EZ), or over the siblings (mctx)"
   )
   min_value_range: float = opt(
     0.01, "floor on max - min when Q is normalised (EZ: 0.01)", "[1e-6, 1e6]"
   )
   temperatures: tuple[float, ...] = opt(
-    (1.0, 0.5, 0.25), "PUCT: temperature of the sampled action, by stage (EZ)", "[1e-6, 1e6]"
+    (1.0, 0.5, 0.25), "PUCT: temperature of sampled actions, by stage (EZ)", "[1e-6, 1e6]"
   )
   temperature_stages: tuple[float, ...] = opt(
-    (0.5, 0.75), "shares of training at which the next temperature begins (EZ)", "[0, 1]"
+    (0.5, 0.75), "shares of training at which stages after the first begin (EZ)", "[0, 1]"
   )
 
 
 @dataclasses.dataclass(frozen=True)
 class ReanalyseConfig:
-  """Fresh policy and value targets for old states."""
+  """New policy and value targets for stored states."""
 
   schedule: Literal["batch", "sweep", "off"] = opt(
-    "batch",
-    "search the states of each sampled batch (EZ, SZ), or the whole buffer round and round (ours), or never",
+    "batch", "search the states of each sampled batch (EZ, SZ), or sweep the whole replay (ours)"
   )
   ratio: float = opt(
-    1.0,
-    "batch: share of the samples whose policy is searched anew; others keep their stored one (EZ: 0.99)",
-    "[0, 1]",
+    1.0, "batch: share of the samples searched again; others keep their policy (EZ: 0.99)", "[0, 1]"
   )
   explore: bool = opt(True, "search with noise at the root, as the actor does (EZ: yes)")
   weights_interval: int = opt(
     25,
-    "learner steps between updates of the reanalyser's weights, which are also the target network (SZ: 25, EZ: 200)",
+    "learner steps between updates of the reanalyser's (target) network (SZ: 25, EZ: 200)",
     "[1, 1e9]",
   )
   max_age: int = opt(
     100,
-    "sweep: every stored target is at most this many learner steps old; batches are drawn ahead, so that those in use may be up to learner.prefetch + 1 older (ours)",
+    "sweep: maximum age of stored targets, learner steps; batches are drawn up to learner.prefetch "
+    "+ 1 steps ahead (ours)",
     "[1, 1e9]",
   )
   block: int = opt(
-    0,
-    "sweep: states searched in one call; 0: 256 where the learner's devices are CPUs, else 4,096 (ours)",
-    "[0, 1e6]",
+    0, "sweep: states searched per call; 0: 256 on CPUs, else 4,096 (ours)", "[0, 1e6]"
   )
   value_target: Literal["bootstrap", "search", "mixed"] = opt(
-    "bootstrap", "n-step return (EZ), value of the search, or the latter for old data only (EZ-V2)"
+    "bootstrap", "n-step return (EZ), search value, or the latter for old data only (EZ-V2)"
   )
   mixed_start: int = opt(
-    30_000, "mixed: learner steps before search values are used (EZ-V2: 30k)", "[0, 1e9]"
+    30_000, "mixed: first learner step that uses search values (EZ-V2: 30k)", "[0, 1e9]"
   )
   mixed_newest: int = opt(
     5_000,
-    "mixed: the newest transitions that keep the n-step target (EZ-V2: 5k)",
+    "mixed: newest transitions, which keep the n-step target (EZ-V2: 5k)",
     "[0, 1e9]",
     divided="exactly",
   )
@@ -142,46 +130,37 @@ class ReanalyseConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RefreshConfig:
-  """Priority Refresh: the priorities of the whole buffer, recomputed continuously.
+  """Priority Refresh: continuous recomputation of all priorities.
 
-  A reanalyse sweep with a bound as tight refreshes them in passing; then `weights_interval` and `block` are not used."""
+  A reanalysis sweep with a bound as tight does it, without using `weights_interval` and `block`.
+  """
 
   enabled: bool = opt(
     True, "recompute all priorities continuously (SZ); off: only those of sampled transitions (EZ)"
   )
   max_age: int = opt(
-    100,
-    "no priority is older than this many learner steps (our reading: the paper gives no bound)",
-    "[1, 1e9]",
+    100, "maximum age of a priority, learner steps (ours: SZ publishes no bound)", "[1, 1e9]"
   )
   weights_interval: int = opt(
-    10,
-    "learner steps between updates of the refresher's weights (SZ: 10); unused if a reanalyse sweep does its work",
-    "[1, 1e9]",
+    10, "learner steps between updates of the refresher's weights (SZ: 10)", "[1, 1e9]"
   )
-  block: int = opt(
-    0,
-    "states evaluated in one call; 0: 256 where the learner's devices are CPUs, else 4,096 (ours); unused if a reanalyse sweep does its work",
-    "[0, 1e6]",
-  )
+  block: int = opt(0, "states evaluated per call; 0: 256 on CPUs, else 4,096 (ours)", "[0, 1e6]")
 
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
-  """Targets, augmentation and the terms of the unrolled loss."""
+  """Targets, augmentation and coefficients of the unrolled loss."""
 
   td_steps: int = opt(5, "n of the n-step value target (EZ: 5)", "[1, 1000]")
   age_interval: int = opt(
     30_000,
-    "n shrinks by one for each of these many transitions of age, down to 1; 0: n never shrinks (EZ: 30,000)",
+    "transitions of age per step by which n shrinks, down to 1; 0: n is constant (EZ: 30,000)",
     "[0, 1e9]",
     divided="at least 1",
   )
   unroll_steps: int = opt(5, "K, model steps unrolled in the loss (EZ: 5)", "[1, 1000]")
   state_gradient: float = opt(
-    0.5,
-    "share of the gradient that passes into the hidden state at each of them (EZ: 0.5)",
-    "[0, 1]",
+    0.5, "scale of the gradient into the hidden state at each model step (EZ: 0.5)", "[0, 1]"
   )
   value_coefficient: float = opt(0.25, "weight of the value loss (EZ: 0.25)", "[0, 1e6]")
   value_prefix_coefficient: float = opt(1.0, "weight of the value-prefix loss (EZ: 1)", "[0, 1e6]")
@@ -189,11 +168,9 @@ class LossConfig:
   consistency_coefficient: float = opt(
     2.0, "weight of the SimSiam consistency loss (EZ: 2, EZ-V2: 5)", "[0, 1e6]"
   )
-  shift: int = opt(
-    4, "augmentation: random shift by up to this many pixels; 0: none (EZ: 4)", "[0, 1000]"
-  )
+  shift: int = opt(4, "augmentation: maximum random shift, pixels; 0: none (EZ: 4)", "[0, 1000]")
   intensity: float = opt(
-    0.05, "augmentation: scale of the random brightness; 0: none (EZ: 0.05)", "[0, 1000]"
+    0.05, "augmentation: scale of random brightness; 0: none (EZ: 0.05)", "[0, 1000]"
   )
 
 

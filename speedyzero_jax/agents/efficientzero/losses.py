@@ -1,6 +1,7 @@
-"""Value coding, augmentation and the unrolled loss of EfficientZero. Pure functions; no optimiser, no devices.
+"""Value coding, augmentation and the unrolled loss of EfficientZero, as pure functions.
 
-Source: MuZero (Schrittwieser et al. 2020) appendix F for value coding, EfficientZero (Ye et al. 2021) for the loss.
+Sources: MuZero (Schrittwieser et al. 2020), appendix F, for value coding; EfficientZero (Ye et al.
+2021) for the loss.
 """
 
 from typing import NamedTuple
@@ -9,31 +10,31 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from speedyzero_jax.agents.efficientzero.networks import Network
 from speedyzero_jax.agents.efficientzero.config import LossConfig
+from speedyzero_jax.agents.efficientzero.networks import Network
 
 _EPSILON = 0.001  # of the invertible value transform (MuZero, appendix F)
 
 
-# --- value coding ---------------------------------------------------------------------------------------------------
+# --- value coding
 
 
 def transform(x: jax.Array) -> jax.Array:
-  """h(x) = sign(x)(sqrt(|x|+1)-1) + 0.001x, which compresses large values."""
+  """h(x) = sign(x)(sqrt(|x|+1)-1) + 0.001x."""
   return jnp.sign(x) * (jnp.sqrt(jnp.abs(x) + 1) - 1) + _EPSILON * x
 
 
 def inverse_transform(y: jax.Array) -> jax.Array:
-  """h's inverse, in a form that keeps its digits near zero in float32."""
+  """Inverse of h, in a form accurate near zero in float32."""
   y_abs = jnp.abs(y)
-  # The root u = sqrt(|x|+1)-1 of eps*u^2 + (1+2*eps)*u - |y| = 0; then |x| = u*(u+2).
+  # u = sqrt(|x|+1)-1 is a root of eps*u^2 + (1+2*eps)*u - |y| = 0; then |x| = u*(u+2).
   b = 1 + 2 * _EPSILON
   u = 2 * y_abs / (b + jnp.sqrt(b * b + 4 * _EPSILON * y_abs))
   return jnp.sign(y) * u * (u + 2)
 
 
 def two_hot(x: jax.Array, support: int) -> jax.Array:
-  """Scalars [...] -> probabilities [..., 2*support+1] on the two integers around h(x); beyond the support, its edge."""
+  """Scalars [...] -> probabilities [..., 2*support+1] on the integers around h(x), clipped."""
   y = jnp.clip(transform(x), -support, support)
   low = jnp.floor(y)
   share = (y - low)[..., None]
@@ -44,17 +45,20 @@ def two_hot(x: jax.Array, support: int) -> jax.Array:
 
 
 def decode(logits: jax.Array) -> jax.Array:
-  """Logits [..., 2*support+1] -> the scalar they stand for: h's inverse of the mean atom."""
+  """Logits [..., 2*support+1] -> scalars [...]: h's inverse of the mean atom."""
   support = logits.shape[-1] // 2
   atoms = jnp.arange(-support, support + 1, dtype=jnp.float32)
   return inverse_transform(jnp.sum(jax.nn.softmax(logits) * atoms, axis=-1))
 
 
-# --- observations ---------------------------------------------------------------------------------------------------
+# --- observations
 
 
 def stack_frames(frames: jax.Array, stack: int) -> jax.Array:
-  """Frames [B, S+K, H, W, C], oldest first -> observations [B, K+1, H, W, S*C]; observation k ends with frame S-1+k."""
+  """Frames [B, S+K, H, W, C], oldest first -> observations [B, K+1, H, W, S*C].
+
+  Observation k ends with frame S-1+k.
+  """
   batch, length, height, width, channels = frames.shape
   views = [frames[:, i : length - stack + 1 + i] for i in range(stack)]
   stacked = jnp.stack(views, axis=5)  # [B, K+1, H, W, C, S]
@@ -63,19 +67,19 @@ def stack_frames(frames: jax.Array, stack: int) -> jax.Array:
 
 
 def normalise(observation: jax.Array) -> jax.Array:
-  """uint8 images -> float32 in [0, 1]; vectors stay as they are."""
+  """uint8 images -> float32 in [0, 1]; vectors are unchanged."""
   if observation.dtype == jnp.uint8:
     return observation.astype(jnp.float32) / 255
   return observation.astype(jnp.float32)
 
 
 def augment(keys: jax.Array, observation: jax.Array, shift: int, intensity: float) -> jax.Array:
-  """Random shift (edge-padded) and random brightness, one draw for each of `keys`.
+  """Random shift (edge-padded) and random brightness.
 
   Args:
-    keys: [N] one key per observation, so that a sample's augmentation does not depend on how a batch is sharded.
+    keys: [N], one per observation, so that augmentation does not depend on the sharding.
     observation: [N, H, W, C], uint8 or float.
-    shift: largest shift, pixels; ignored for vectors.
+    shift: maximum shift, pixels; ignored for vectors.
     intensity: scale s of the factor 1 + s*clip(normal, -2, 2) (DrQ; Yarats et al. 2020).
 
   Returns:
@@ -100,7 +104,7 @@ def augment(keys: jax.Array, observation: jax.Array, shift: int, intensity: floa
 class LearnerBatch(NamedTuple):
   """Input of the loss."""
 
-  frames: chex.Array  # [B, S+K, H, W, C] frames t-S+1 .. t+K, repeated at an episode's edges
+  frames: chex.Array  # [B, S+K, H, W, C] frames t-S+1 .. t+K, repeated at the episode's edges
   action: chex.Array  # [B, K]
   weight: chex.Array  # [B] float32, normalised importance weights
   value: chex.Array  # [B, K+1]
@@ -112,18 +116,18 @@ class LearnerBatch(NamedTuple):
   consistency_mask: chex.Array
 
 
-# --- the loss -------------------------------------------------------------------------------------------------------
+# --- loss
 
 
 class LossTerms(NamedTuple):
-  """Means over the batch, unweighted, and what replay wants back."""
+  """Unweighted means over the batch, and errors per sample."""
 
   value: chex.Array  # [] cross-entropy over all K+1 states
   value_prefix: chex.Array  # []
   policy: chex.Array  # []
   consistency: chex.Array  # [] in [-1, 1], -1 when perfect
   policy_entropy: chex.Array  # [] of the root's predicted policy, nats
-  td_error: chex.Array  # [B] |v(s_t) - z_t|, the new priorities
+  td_error: chex.Array  # [B] |v(s_t) - z_t|, for the priorities
 
 
 def _cross_entropy(logits: jax.Array, target: jax.Array) -> jax.Array:
@@ -149,23 +153,24 @@ def unrolled_loss(
   frame_stack: int,
   horizon: int,
 ) -> tuple[jax.Array, LossTerms]:
-  """The loss of one batch; updates the network's running statistics.
+  """The loss of a batch; updates the network's running statistics.
 
-  The state after k model steps is trained towards the targets of time t + k. Recurrent terms count 1/K each and
-  the gradient into the hidden state is scaled at every step (EfficientZero: halved); consistency is SimSiam's negative
-  cosine between the predicted projection of the imagined state and the stopped projection of the real next observation.
+  The state after k model steps is trained on the targets of time t + k. Recurrent terms have weight
+  1/K and the gradient into the hidden state is scaled at every step. Consistency is SimSiam's
+  negative cosine between the predicted projection of the imagined state and the projection (without
+  gradient) of the actual next observation.
 
-  The states are unrolled first and the heads see all K+1 of them as one batch, where EfficientZero applies them step
-  by step. So batch norm normalises roots and imagined states alike in training, as it does with its running
-  statistics in search.
+  All K+1 states pass through the heads as one batch, where EfficientZero applies them step by step:
+  batch norm then normalises roots and imagined states alike, as its running statistics do in
+  search.
 
   Args:
-    network: bound, in training mode throughout.
-    batch: weights already normalised; B here may be one device's share.
-    keys: [B] one key per sample, for the augmentation.
-    config: coefficients, the scale of that gradient, and augmentation.
+    network: bound, in training mode.
+    batch: weights already normalised; B may be one device's share.
+    keys: [B], for augmentation.
+    config: coefficients and augmentation.
     frame_stack: S.
-    horizon: unroll steps after which the value prefix and its LSTM start anew.
+    horizon: unroll steps between resets of the value prefix and its LSTM.
 
   Returns:
     The weighted mean loss [] and its terms.

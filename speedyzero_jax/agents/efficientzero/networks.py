@@ -1,10 +1,9 @@
-"""EfficientZero's networks: representation h, dynamics g with the value-prefix LSTM, prediction f, SimSiam heads.
+"""EfficientZero's networks: representation h, dynamics g, value-prefix LSTM, prediction f, SimSiam.
 
-One code for every size: images are [B, H, W, S*C], vectors are images of one pixel [B, 1, 1, S*D] and their
-convolutions have 1x1 kernels. Parameters are float32; activations are `config.dtype`; logits leave as float32.
-Knows nothing of losses, search, processes or files.
+Images are [B, H, W, S*C]; vectors are images of one pixel, [B, 1, 1, S*D], with 1x1 kernels.
+Parameters are float32, activations `config.dtype`, logits float32.
 
-Source: EfficientZero (Ye et al. 2021), appendix A and the facts in its released code, written afresh.
+Source: EfficientZero (Ye et al. 2021), appendix A and its released code.
 """
 
 import dataclasses
@@ -22,15 +21,16 @@ from speedyzero_jax.types import Params
 Carry = tuple[jax.Array, jax.Array]  # the LSTM's (c, h), each [B, lstm_hidden]
 
 
-_CHUNK = 32  # images in one piece of a weight gradient on a CPU
+_CHUNK = 32  # images per piece of a weight gradient on a CPU
 
 
 def _convolve(
   x: jax.Array, kernel: jax.Array, strides: tuple[int, ...], padding: Any, **options: Any
 ) -> jax.Array:
-  """`jax.lax.conv_general_dilated`; on a CPU the gradient of its kernel is summed over pieces of a large batch.
+  """`jax.lax.conv_general_dilated`, with a faster weight gradient for large batches on a CPU.
 
-  There XLA contracts that gradient over the batch itself: with 256 images of 24x24 and more at half the speed of 32.
+  XLA's CPU backend contracts that gradient over the batch, at half the speed for 256 images of
+  24x24 and more; here it is summed over pieces of 32.
   """
 
   def whole(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -56,7 +56,7 @@ def _convolve(
 
 
 class _Layers:
-  """Makes layers that share one configuration."""
+  """Factory of layers that share a configuration."""
 
   def __init__(self, config: NetworkConfig, axis_name: str | None, rngs: nnx.Rngs):
     self.dtype = jnp.dtype(config.dtype)
@@ -69,8 +69,8 @@ class _Layers:
     kernel = kernel or self.kernel
     pad = kernel[0] // 2
     return nnx.Conv(
-      inputs, outputs, kernel, strides=stride, padding=pad, use_bias=False, dtype=self.dtype, rngs=self._rngs,
-      conv_general_dilated=_convolve,
+      inputs, outputs, kernel, strides=stride, padding=pad, use_bias=False,
+      dtype=self.dtype, rngs=self._rngs, conv_general_dilated=_convolve,
       kernel_init=nnx.initializers.variance_scaling(2.0, "fan_out", "truncated_normal"),
     )  # fmt: skip
 
@@ -96,7 +96,7 @@ class _Layers:
 
 
 class ResBlock(nnx.Module):
-  """Two normalised convolutions around a skip connection; the skip is a convolution where the shape changes."""
+  """Two normalised convolutions and a skip connection, a convolution where the shape changes."""
 
   def __init__(self, layers: _Layers, inputs: int, outputs: int, stride: int = 1):
     self.conv1, self.norm1 = layers.conv(inputs, outputs, stride=stride), layers.norm(outputs)
@@ -120,7 +120,7 @@ def _pool(x: jax.Array) -> jax.Array:
 
 
 class Representation(nnx.Module):
-  """h: observation [B, H, W, S*C] in [0, 1] -> hidden state [B, H/d, W/d, channels], d = config.downsample."""
+  """h: observation [B, H, W, S*C] in [0, 1] -> hidden state [B, H/d, W/d, channels]."""
 
   def __init__(self, config: NetworkConfig, layers: _Layers, inputs: int):
     channels, half, d = config.channels, config.channels // 2, config.downsample
@@ -132,7 +132,8 @@ class Representation(nnx.Module):
       self.down: ResBlock | None = ResBlock(layers, half, channels, stride=2)
     else:
       self.down = None
-    # After /4, each further halving is a residual stage and an average pool; one more residual stage ends it.
+    # After /4, each further halving is a residual stage and an average pool; a residual stage ends
+    # it.
     self.pools = {1: 0, 4: 0, 8: 1, 16: 2}[d]
     stages.extend(_blocks(layers, channels, config.blocks) for _ in range(self.pools + 1))
     self.stages = nnx.List(stages)
@@ -153,7 +154,7 @@ class Representation(nnx.Module):
 
 
 class Head(nnx.Module):
-  """1x1 convolution, then an MLP with one hidden layer whose last layer starts at zero."""
+  """1x1 convolution, then an MLP with one hidden layer."""
 
   def __init__(self, config: NetworkConfig, layers: _Layers, pixels: int, outputs: int):
     self.conv = layers.conv(config.channels, config.reduced_channels, kernel=(1, 1))
@@ -166,7 +167,7 @@ class Head(nnx.Module):
 
 
 class Mlp(nnx.Module):
-  """Linear, batch norm, ReLU, linear (zero at first), in float32 from there."""
+  """Linear, batch norm, ReLU, linear (initialised to zero); float32 output."""
 
   def __init__(self, layers: _Layers, inputs: int, hidden: int, outputs: int):
     self.linear1, self.norm1 = layers.linear(inputs, hidden), layers.norm(hidden)
@@ -178,7 +179,7 @@ class Mlp(nnx.Module):
 
 
 class Dynamics(nnx.Module):
-  """g without its reward: (hidden state, action) -> next hidden state."""
+  """g without the reward: (hidden state, action) -> next hidden state."""
 
   def __init__(self, config: NetworkConfig, layers: _Layers, num_actions: int):
     self.num_actions, self.one_hot = num_actions, config.action_encoding == "one_hot"
@@ -205,7 +206,7 @@ class Dynamics(nnx.Module):
 
 
 class ValuePrefix(nnx.Module):
-  """Logits of the value prefix [.., 2*support+1] from hidden states, by an LSTM over the steps of an unroll."""
+  """Logits of the value prefix [.., 2*support+1] from hidden states, by an LSTM over the unroll."""
 
   def __init__(self, config: NetworkConfig, layers: _Layers, pixels: int):
     self.conv = layers.conv(config.channels, config.reduced_channels, kernel=(1, 1))
@@ -217,7 +218,7 @@ class ValuePrefix(nnx.Module):
   def __call__(
     self, states: jax.Array, carry: Carry, train: bool, horizon: int
   ) -> tuple[Carry, jax.Array]:
-    """States [K, B, ...] that follow each other -> last carry, logits [K, B, atoms]; reset before k % horizon == 0."""
+    """Unrolled states [K, B, ...] -> last carry, logits [K, B, atoms]; resets every `horizon`."""
     steps, batch = states.shape[:2]
     x = states.reshape(-1, *states.shape[2:])
     x = nnx.relu(self.norm(self.conv(x), use_running_average=not train)).reshape(steps, batch, -1)
@@ -233,7 +234,7 @@ class ValuePrefix(nnx.Module):
 
 
 class Consistency(nnx.Module):
-  """SimSiam (Chen & He 2020): `project` for both branches, `predict` on top of the one with a gradient."""
+  """SimSiam (Chen & He 2020): `project` for both branches, `predict` for the one with gradient."""
 
   def __init__(self, config: NetworkConfig, layers: _Layers, inputs: int):
     hidden, out = config.projection_hidden, config.projection_out
@@ -260,20 +261,20 @@ class Consistency(nnx.Module):
 
 
 def initial_carry(config: NetworkConfig, batch: int) -> Carry:
-  """The LSTM's (c, h) at a reset of the value prefix: zeros [B, lstm_hidden] in the compute type."""
+  """The LSTM's (c, h) after a reset: zeros [B, lstm_hidden] in the compute type."""
   zeros = jnp.zeros((batch, config.lstm_hidden), config.dtype)
   return zeros, zeros
 
 
 class Network(nnx.Module):
-  """All of it. Methods take `train`: whether batch norm uses (and updates from) the batch or its running statistics.
+  """All networks. `train` selects batch statistics (and updates the running ones) in batch norm.
 
   Args:
     config: sizes.
     observation_shape: [H, W, S*C].
     num_actions: |A|.
-    axis_name: mesh axis over which batch statistics are shared while training; None for local ones.
-    rngs: initial parameters.
+    axis_name: mesh axis over which batch statistics are shared in training; None for local ones.
+    rngs: of the initial parameters.
   """
 
   def __init__(
@@ -314,19 +315,19 @@ class Network(nnx.Module):
   def step(
     self, state: jax.Array, carry: Carry, action: jax.Array
   ) -> tuple[jax.Array, Carry, jax.Array]:
-    """One step of the search: (state, carry, action [B]) -> next state, next carry, value-prefix logits [B, atoms]."""
+    """A step in search, action [B] -> next state, next carry, value-prefix logits [B, atoms]."""
     state = self.dynamics(state, action, False)
     carry, prefix_logits = self.value_prefix(state[None], carry, False, 1)
     return state, carry, prefix_logits[0]
 
   def initial_carry(self, batch: int) -> Carry:
-    """The LSTM's carry at a reset of the value prefix."""
+    """See `initial_carry`."""
     return initial_carry(self.config, batch)
 
 
 @dataclasses.dataclass(frozen=True)
 class Blueprint:
-  """A network without its values: makes variables, and turns variables back into a network inside jit."""
+  """A network's structure without values; makes variables and binds them inside jit."""
 
   config: NetworkConfig
   observation_shape: tuple[int, int, int]
@@ -334,19 +335,19 @@ class Blueprint:
   graph: Any
 
   def init(self, key: jax.Array) -> Variables:
-    """Fresh variables from a key."""
+    """Initial variables."""
     network = Network(self.config, self.observation_shape, self.num_actions, rngs=nnx.Rngs(key))
     return variables_of(network)
 
   def bind(self, variables: Variables) -> Network:
-    """The network with these variables; cheap, meant for use while tracing."""
-    # As jax arrays: into numpy ones flax would write new running statistics in place, behind the caller's back.
+    """The network with these variables; cheap, for use while tracing."""
+    # flax would write new running statistics into numpy arrays in place.
     variables = jax.tree.map(jnp.asarray, variables)
     return nnx.merge(self.graph, variables.params, variables.batch_stats)
 
 
 def variables_of(network: Network) -> Variables:
-  """What a (bound) network holds now, as plain pytrees."""
+  """The variables of a bound network as plain pytrees."""
   return Variables(
     *(nnx.to_pure_dict(nnx.state(network, kind)) for kind in (nnx.Param, nnx.BatchStat))
   )
@@ -359,7 +360,7 @@ def make_blueprint(
   *,
   axis_name: str | None = None,
 ) -> Blueprint:
-  """The shape of a network, without allocating it."""
+  """The structure of a network, without allocating it."""
   abstract = nnx.eval_shape(
     lambda: Network(config, observation_shape, num_actions, axis_name=axis_name, rngs=nnx.Rngs(0))
   )
@@ -372,5 +373,5 @@ def make_blueprint(
 
 
 def count_parameters(params: Params) -> int:
-  """Number of learned scalars (running statistics not counted)."""
+  """Number of parameters, without running statistics."""
   return int(sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(params)))

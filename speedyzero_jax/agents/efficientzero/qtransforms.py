@@ -1,11 +1,11 @@
-"""Q values scaled by the range of the whole tree, as EfficientZero does, for use with mctx.
+"""Q transforms for mctx that scale by the range of the whole tree, as EfficientZero does.
 
-mctx hands a qtransform one unbatched tree and one node, and takes back a number for each action. mctx's own scale by
-the siblings of that node; these scale by every edge of the tree, so that siblings of nearly equal worth stay nearly
-equal. Knows nothing of networks, configuration or random numbers.
+A qtransform maps an unbatched tree and a node to one number per action. mctx scales by the node's
+siblings; these scale by every edge of the tree, so that siblings of nearly equal value stay close.
 
-Both need `tree.embeddings.reward` [N], the reward of the edge into each node: with it the range is taken over N
-numbers rather than N x A, and XLA hoists it out of the descent, to once per simulation.
+Both need `tree.embeddings.reward` [N], the reward of the edge into each node: the range is then
+taken over N numbers rather than N x A, and XLA hoists it out of the descent, to once per
+simulation.
 """
 
 import chex
@@ -15,16 +15,16 @@ import mctx
 
 
 def tree_range(tree: mctx.Tree, discount: float) -> tuple[chex.Array, chex.Array]:
-  """Returns the least and the greatest Q = reward + discount * value of the tree's visited edges.
+  """The minimum and maximum Q = reward + discount * value over the tree's visited edges.
 
   Args:
     tree: unbatched tree of N nodes, with `embeddings.reward` [N].
     discount: discount per step.
 
   Returns:
-    Two scalars; (inf, -inf) while nothing below the root has been visited.
+    Two scalars; (inf, -inf) while nothing below the root is visited.
   """
-  # Nodes stand for edges: every node but the root, whose index is 0, is the far end of exactly one.
+  # Every node but the root is the far end of exactly one edge.
   is_edge = (tree.node_visits > 0) & (jnp.arange(tree.node_visits.shape[0]) != tree.ROOT_INDEX)
   qvalues = tree.embeddings.reward + discount * tree.node_values
   return jnp.min(jnp.where(is_edge, qvalues, jnp.inf)), jnp.max(
@@ -33,12 +33,11 @@ def tree_range(tree: mctx.Tree, discount: float) -> tuple[chex.Array, chex.Array
 
 
 def mean_value(tree: mctx.Tree, node_index: chex.Numeric) -> chex.Array:
-  """Returns the mean of a node's network value and the Q of its visited actions, each counted once. Scalar.
+  """The mean of a node's network value and the Q of its visited actions. Scalar.
 
-  (V(s) + sum of Q(s, a) over visited a) / (1 + number of visited a). EfficientZero completes the Q of unvisited
-  actions with such a mean, where in place of V(s) stands the mean of the node above, and at the root nothing: a value
-  of another state, handed down the path. The node's own value estimates the same thing directly, and a tree's result
-  then depends on nothing but that tree.
+  (V(s) + sum of Q(s, a) over visited a) / (1 + number of visited a). EfficientZero uses the mean of
+  the parent node in place of V(s), and nothing at the root; the node's own value estimates the same
+  quantity directly.
   """
   visited = tree.children_visits[node_index] > 0
   total = jnp.sum(jnp.where(visited, tree.qvalues(node_index), 0.0))
@@ -46,14 +45,14 @@ def mean_value(tree: mctx.Tree, node_index: chex.Numeric) -> chex.Array:
 
 
 def mixed_value(tree: mctx.Tree, node_index: chex.Numeric) -> chex.Array:
-  """Returns v_mix, the interpolation of a node's network value and its prior-weighted Q. Scalar.
+  """v_mix, the interpolation of a node's network value and its prior-weighted Q. Scalar.
 
-  (V(s) + n * sum of pi(a) Q(s, a) / sum of pi(a)) / (1 + n), both sums over visited a, n the visits of all actions:
-  Danihelka et al. (2022), "Policy improvement by planning with Gumbel", equation 33.
+  (V(s) + n * sum of pi(a) Q(s, a) / sum of pi(a)) / (1 + n), sums over visited a, n visits of all
+  actions: Danihelka et al. (2022), "Policy improvement by planning with Gumbel", equation 33.
   """
   visits = tree.children_visits[node_index]
   prior = jax.nn.softmax(tree.children_prior_logits[node_index])
-  # A visited action may have a prior of zero; the weights must still sum to more than that.
+  # A visited action may have a prior of zero; the sum of weights must stay positive.
   weight = jnp.where(visits > 0, jnp.maximum(prior, jnp.finfo(prior.dtype).tiny), 0.0)
   total_visits = jnp.sum(visits)
   weighted = jnp.sum(weight * tree.qvalues(node_index)) / jnp.where(
@@ -67,8 +66,8 @@ def _scaled(
 ) -> chex.Array:
   qvalues = jnp.where(tree.children_visits[node_index] > 0, tree.qvalues(node_index), missing)
   low, high = tree_range(tree, discount)
-  # The value that completes the unvisited actions may lie outside the range of the edges. Widening the range, rather
-  # than clipping the value, keeps the transform strictly increasing, which is what policy improvement rests on.
+  # The completing value may lie outside the range of the edges. Widening the range, rather than
+  # clipping the value, keeps the transform strictly increasing, as policy improvement requires.
   low, high = jnp.minimum(low, jnp.min(qvalues)), jnp.maximum(high, jnp.max(qvalues))
   return (qvalues - low) / jnp.maximum(high - low, min_range)
 
@@ -76,17 +75,17 @@ def _scaled(
 def qtransform_tree_by_mean_value(
   tree: mctx.Tree, node_index: chex.Numeric, *, discount: float, min_range: float = 0.01
 ) -> chex.Array:
-  """Q completed by `mean_value`, scaled to [0, 1] by the tree's range: for PUCT (EfficientZero, section 3).
+  """Q completed by `mean_value`, scaled to [0, 1], for PUCT (EfficientZero, section 3).
 
   Args:
     tree: unbatched tree of N nodes, with `embeddings.reward` [N].
     node_index: scalar, the node whose actions are scored.
     discount: discount per step.
-    min_range: the range is taken to be at least this, so that noise among equals is not blown up.
+    min_range: lower bound of the range, so that noise among equals is not amplified.
 
   Returns:
-    [A], (Q - min) / max(max - min, min_range), with min and max over the visited edges of the tree and, while some
-    action of this node is unvisited, over the value that completes it.
+    [A], (Q - min) / max(max - min, min_range). The range covers the visited edges of the tree and,
+    if some action of the node is unvisited, the value that completes it.
   """
   return _scaled(tree, node_index, mean_value(tree, node_index), discount, min_range)
 
@@ -100,13 +99,14 @@ def qtransform_tree_by_mixed_value(
   value_scale: float = 0.1,
   maxvisit_init: float = 50.0,
 ) -> chex.Array:
-  """Q completed by `mixed_value`, scaled by the tree's range, times (maxvisit_init + max visits) * value_scale.
+  """sigma(Q) for Gumbel search: Q completed by `mixed_value` and scaled over the tree.
 
-  For Gumbel search, as EfficientZero V2: sigma of Danihelka et al. (2022), equation 8, on Q scaled over the tree.
-  Arguments and scaling as in `qtransform_tree_by_mean_value`; names as in `mctx.qtransform_completed_by_mix_value`.
+  Equation 8 of Danihelka et al. (2022), (maxvisit_init + max visits) * value_scale * Q, as in
+  EfficientZero V2. Arguments as in `qtransform_tree_by_mean_value` and
+  `mctx.qtransform_completed_by_mix_value`.
 
   Returns:
-    [A], what is added to the prior logits.
+    [A], added to the prior logits.
   """
   scaled = _scaled(tree, node_index, mixed_value(tree, node_index), discount, min_range)
   return (maxvisit_init + jnp.max(tree.children_visits[node_index])) * value_scale * scaled

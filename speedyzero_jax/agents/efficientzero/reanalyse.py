@@ -1,10 +1,10 @@
-"""Reanalysis and Priority Refresh: fresh policies, values and priorities for stored states.
+"""Reanalysis and Priority Refresh: new policies, values and priorities for stored states.
 
-Three tasks. `reanalyse` searches states: those of each sampled batch (EfficientZero, SpeedyZero), or
-the whole replay in sweeps with a bound on the age of every target; whole-buffer reanalysis is due to
-ReZero (Xuan et al. 2024, arXiv 2404.16364). `bootstrap` evaluates the states that end the n-step
-returns of a sampled batch. `refresh` is SpeedyZero's Priority Refresh: it evaluates the whole replay
-in sweeps and recomputes priorities. A reanalysis sweep with a bound as tight does that in passing.
+Three tasks. `reanalyse` searches the states of each sampled batch (EfficientZero, SpeedyZero), or
+sweeps the whole replay with a bound on the age of targets; whole-buffer reanalysis is due to ReZero
+(Xuan et al. 2024, arXiv 2404.16364). `bootstrap` evaluates the states that end the n-step returns
+of a sampled batch. `refresh` is SpeedyZero's Priority Refresh: it sweeps the whole replay,
+evaluates states and recomputes priorities. A reanalysis sweep with a bound as tight includes it.
 """
 
 from collections.abc import Callable
@@ -84,12 +84,13 @@ class Reanalysis:
       )
 
   def batch_work(self, replay: Replay, selection: Selection) -> list[Work]:
-    """The states that the targets of these samples are made from."""
+    """The searches and evaluations behind the targets of a batch."""
     if self._own.reanalyse.schedule != "batch":
       return []
     store, lane = replay.store, selection.lane
     _, time = replay.present(lane, selection.time)
-    searched = round(self._own.reanalyse.ratio * len(time))  # samples are independent: any will do
+    # The first ones, since samples are independent.
+    searched = round(self._own.reanalyse.ratio * len(time))
     states = targets.unrolled_times(store, lane, time, self._unroll)[:searched]
     ends = targets.bootstrap_times(store, lane, time, self._spec)
     works = []
@@ -123,7 +124,7 @@ class Reanalysis:
   def _refresh_priorities(
     self, replay: Replay, lane: np.ndarray, time: np.ndarray, step: int
   ) -> None:
-    """Scores every transition that rests on the values of these slots: them and the n before each."""
+    """Scores every transition that depends on the values of these slots: them and n before each."""
     store, sampler = replay.store, replay.selector
     assert isinstance(sampler, PrioritizedSampler)
     present, _ = replay.present(lane, time)

@@ -1,8 +1,7 @@
 """Batched tree search over a learned model that predicts value prefixes (EfficientZero), with mctx.
 
-Gumbel search with sequential halving, or PUCT, chosen by `SearchConfig`. The model comes in as pure functions:
-nothing here knows of networks, devices, processes or time. Every root is searched by itself; what else is in the
-batch changes nothing but the random numbers it is given.
+Gumbel search with sequential halving, or PUCT, chosen by `SearchConfig`. Roots are searched
+independently; only random numbers depend on the rest of the batch.
 """
 
 import functools
@@ -18,7 +17,7 @@ from speedyzero_jax.agents.efficientzero import qtransforms
 from speedyzero_jax.agents.efficientzero.config import SearchConfig
 from speedyzero_jax.types import Params
 
-# Added, times a uniform number, to PUCT scores: too small to overrule a difference, enough to order equals.
+# Scale of the random numbers added to PUCT scores, to order equal ones only.
 _TIE_BREAK = 1e-6
 
 
@@ -28,15 +27,14 @@ class SearchResult(NamedTuple):
   action: chex.Array  # [B] int32, the action to play
   policy: chex.Array  # [B, A] float32, the policy target (improved policy, or visit distribution)
   search_value: chex.Array  # [B] float32, the root's value after the search
-  value: chex.Array  # [B] float32, the network's value of the root before it
+  value: chex.Array  # [B] float32, the network's value of the root
 
 
 class ModelStep(NamedTuple):
-  """What the model predicts of a state's successor. Scalars are decoded, in the units of rewards."""
+  """The model's prediction of a successor state. Scalars are decoded, in units of reward."""
 
-  value_prefix: (
-    chex.Array
-  )  # [B] float32, undiscounted sum of rewards since the carry was initial, this step's included
+  # [B] float32, undiscounted sum of rewards since the initial carry, including this step's.
+  value_prefix: chex.Array
   policy_logits: chex.Array  # [B, A] of the successor
   value: chex.Array  # [B] float32, of the successor
   state: Any  # pytree [B, ...], the successor
@@ -44,16 +42,15 @@ class ModelStep(NamedTuple):
 
 
 class Root(NamedTuple):
-  """States to search from, with the network's predictions."""
+  """States to search from, and the network's predictions of them."""
 
   policy_logits: chex.Array  # [B, A]
   value: chex.Array  # [B] float32
   state: Any  # pytree [B, ...]
 
 
-RecurrentFn = Callable[
-  [Params, Any, Any, chex.Array], ModelStep
-]  # (params, state, carry, action [B] int32)
+# (params, state, carry, action [B] int32) -> ModelStep
+RecurrentFn = Callable[[Params, Any, Any, chex.Array], ModelStep]
 
 
 class SearchFn(Protocol):
@@ -71,28 +68,29 @@ class SearchFn(Protocol):
     """Searches B roots.
 
     Args:
-      params: handed to the model.
-      root: the states, and what the network says of them.
-      key: all randomness comes from it; without `explore` the result does not depend on it.
-      explore: Gumbel or Dirichlet noise at the root, and for PUCT an action sampled by visits. Without it the best
-        action is played: Gumbel's highest score among the most visited ones, PUCT's most visited one.
-      temperature: PUCT samples with probabilities in proportion to visits^(1 / temperature); 0 means the most
-        visited. Changes neither the policy nor the values. Gumbel, whose noise is its exploration, has no use for it.
+      params: passed to the model.
+      root: states and predictions.
+      key: random key; without `explore` the result does not depend on it.
+      explore: add Gumbel or Dirichlet noise at the root and, for PUCT, sample the action by visits.
+        Otherwise play the best action: Gumbel's highest score among the most visited, or PUCT's
+        most visited.
+      temperature: PUCT samples in proportion to visits^(1 / temperature); 0 means the most visited.
+        It affects neither policy nor values. Gumbel ignores it.
 
     Returns:
-      Action, policy (Gumbel: the improved policy; PUCT: the share of visits), root value after and before the search.
+      Action, policy (Gumbel: the improved policy; PUCT: the share of visits) and root values.
 
     Raises:
-      ValueError: the root's arrays do not have the shapes of B states with `num_actions` actions.
+      ValueError: the root's arrays are not of B states with `num_actions` actions.
     """
 
 
 class _Node(NamedTuple):
-  """What mctx keeps for each node, as its embedding."""
+  """Embedding of a node in mctx's tree."""
 
   state: Any  # pytree [B, ...]
   carry: Any  # pytree [B, ...]
-  prefix: chex.Array  # [B] float32, value prefix since the last reset above or at the parent
+  prefix: chex.Array  # [B] float32, value prefix since the last reset at or above the parent
   reward: chex.Array  # [B] float32, of the edge from the parent
   depth: chex.Array  # [B] int32, edges from the root
 
@@ -106,25 +104,23 @@ def make_search(
   recurrent_fn: RecurrentFn,
   initial_carry: Callable[[int], Any],
 ) -> SearchFn:
-  """Makes the search that `config` describes.
+  """Makes the configured search.
 
-  The value prefix starts anew every `value_prefix_horizon` steps, counted from the root: from a node whose depth is a
-  multiple of it, the model steps with the initial carry and a prefix of zero. The reward of an edge is the difference
-  of the prefixes at its ends; just after a reset it is the prefix itself (Ye et al. 2021, section 4.2).
+  The value prefix is reset every `value_prefix_horizon` steps from the root: from a node whose
+  depth is a multiple of it, the model steps with the initial carry and a prefix of zero. The reward
+  of an edge is the difference of the prefixes at its ends, or just after a reset the prefix itself
+  (Ye et al. 2021, section 4.2).
 
   Args:
     config: algorithm, budget and constants.
     num_actions: A.
     discount: discount per step.
     value_prefix_horizon: steps between resets of the value prefix.
-    recurrent_fn: the model's step, pure, on a batch.
-    initial_carry: the carry at the start of a prefix, for a batch of the given size.
-
-  Returns:
-    The search, see `SearchFn`.
+    recurrent_fn: the model's step, pure and batched.
+    initial_carry: the carry after a reset, for a given batch size.
 
   Raises:
-    ValueError: a setting has no meaning.
+    ValueError: an invalid setting.
   """
   _check(config, num_actions, discount, value_prefix_horizon)
   run = (_gumbel_policy if config.algorithm == "gumbel" else _puct_policy)(
@@ -214,10 +210,10 @@ def _gumbel_policy(
 def _puct_policy(
   config: SearchConfig, discount: float, num_actions: int
 ) -> Callable[..., mctx.PolicyOutput]:
-  """MuZero's search (Schrittwieser et al. 2020, appendix B), as `mctx.muzero_policy` but for one thing.
+  """MuZero's search (Schrittwieser et al. 2020, appendix B), as `mctx.muzero_policy` but for ties.
 
-  mctx draws new numbers to break ties at every node it passes; that is most of its cost on a CPU, and makes a search
-  without noise depend on its key. Here they are drawn once, for all nodes, and only when exploring.
+  mctx draws random numbers to break ties at every node on the path, most of its cost on a CPU, and
+  makes a search without noise depend on its key. Here they are drawn once, and only to explore.
   """
   if config.value_scaling == "tree":
     qtransform = functools.partial(
@@ -231,9 +227,7 @@ def _puct_policy(
   def select(key, tree, node_index, depth=0):
     del key, depth
     visits = tree.children_visits[node_index]
-    node_visits = tree.node_visits[
-      node_index
-    ]  # the children's, plus one for the node itself: never zero
+    node_visits = tree.node_visits[node_index]  # the children's, plus one for the node: positive
     prior = jax.nn.softmax(tree.children_prior_logits[node_index])
     exploration = config.c1 + jnp.log((node_visits + config.c2 + 1) / config.c2)
     score = qtransform(tree, node_index) + exploration * prior * jnp.sqrt(node_visits) / (
@@ -282,7 +276,7 @@ def _puct_policy(
 
 
 def _select(condition: chex.Array, a: Any, b: Any) -> Any:
-  """Chooses whole pytrees [B, ...] by a condition [B]."""
+  """Chooses between pytrees [B, ...] by a condition [B]."""
 
   def leaf(x: chex.Array, y: chex.Array) -> chex.Array:
     return jnp.where(condition.reshape(condition.shape + (1,) * (y.ndim - 1)), x, y)
@@ -291,7 +285,7 @@ def _select(condition: chex.Array, a: Any, b: Any) -> Any:
 
 
 def _batch_size(root: Root, num_actions: int) -> int:
-  """Returns B, raising ValueError unless all of `root` agrees on it."""
+  """B. Raises ValueError for roots of inconsistent shapes."""
   if root.value.ndim != 1:
     raise ValueError(f"root.value must be [B], got shape {root.value.shape}")
   batch = root.value.shape[0]
@@ -308,7 +302,7 @@ def _batch_size(root: Root, num_actions: int) -> int:
 def _check(
   config: SearchConfig, num_actions: int, discount: float, value_prefix_horizon: int
 ) -> None:
-  """Raises ValueError for settings without meaning."""
+  """Raises ValueError for invalid settings."""
 
   def require(good: bool, message: str) -> None:
     if not good:

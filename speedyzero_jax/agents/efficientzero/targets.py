@@ -1,6 +1,6 @@
-"""What the learner trains towards, computed from stored slots: n-step returns, value prefixes, policies and masks.
+"""Training targets from stored slots: n-step returns, value prefixes, policies and masks.
 
-Pure functions of a LaneStore. Must not know of sampling, threads, or who computes the values.
+Pure functions of a `LaneStore`. Lane and time are [B]; the states of a sample are time .. time+K.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from speedyzero_jax.replay.storage import LaneStore, take
 
 @dataclasses.dataclass(frozen=True)
 class TargetSpec:
-  """The choices behind the targets; meanings and sources in `config.py`."""
+  """Settings of the targets; meanings and sources in `config.py`."""
 
   unroll_steps: int
   value_prefix_horizon: int
@@ -25,24 +25,23 @@ class TargetSpec:
   value_target: Literal["bootstrap", "search", "mixed"] = "bootstrap"
   mixed_start: int = 0
   mixed_newest: int = 0
-  renewed: bool = True  # what targets are made from is brought up to date for training; else that takes what is stored
+  renewed: bool = True  # stored values are recomputed for training (reanalysis is on)
 
 
 class Targets(NamedTuple):
-  """Training targets for K + 1 states from each sampled one on."""
+  """Training targets for the K + 1 states of each sample."""
 
   value: np.ndarray  # [B, K+1] float32, an untransformed return
   value_prefix: np.ndarray  # [B, K] float32, sum of rewards since the prefix was last reset
   policy: np.ndarray  # [B, K+1, A] float32
-  # [B, K+1] float32, 1 up to the end and in the absorbing states after a terminal one
-  value_mask: np.ndarray
+  value_mask: np.ndarray  # [B, K+1] float32, 1 up to the end and in absorbing terminal states
   prefix_mask: np.ndarray  # [B, K] float32, the same for value_prefix
   policy_mask: np.ndarray  # [B, K+1] float32, 1 for states in which an action was taken
   consistency_mask: np.ndarray  # [B, K] float32, 1 where state k+1 is a real frame of the episode
 
 
 def target_spec(config: Config) -> TargetSpec:
-  """The choices of a run."""
+  """The settings of a run."""
   own: EfficientZeroConfig = config.agent
   return TargetSpec(
     unroll_steps=own.loss.unroll_steps,
@@ -58,26 +57,24 @@ def target_spec(config: Config) -> TargetSpec:
 
 
 def one_state(spec: TargetSpec) -> TargetSpec:
-  """The same choices for targets of single states."""
+  """The same settings for targets of single states."""
   return dataclasses.replace(spec, unroll_steps=0)
 
 
-def unrolled_times(
-  store: LaneStore, lane: np.ndarray, time: np.ndarray, unroll: int
-) -> np.ndarray:
-  """Times of states time .. time+K, clamped to the episode's last stored frame, [B, K+1] int64."""
+def unrolled_times(store: LaneStore, lane: np.ndarray, time: np.ndarray, unroll: int) -> np.ndarray:
+  """Times of the states, clamped to the episode's last stored frame, [B, K+1] int64."""
   return np.minimum(time[:, None] + np.arange(unroll + 1), store.last(lane, time)[:, None])
 
 
 def transition_age(store: LaneStore, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
-  """Transitions collected in all lanes since each one was, itself included; [B] int64."""
+  """Transitions collected in all lanes from each one on, itself included; [B] int64."""
   return store.num_transitions - take(store.inserted, store.flat(lane, time))
 
 
 def td_horizon(
   store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec
 ) -> np.ndarray:
-  """n of the n-step return for each sample, [B] int64: shorter for old data (EZ's off-policy correction)."""
+  """n of the n-step return, [B] int64: shorter for old data (EZ's off-policy correction)."""
   shrink = (
     transition_age(store, lane, time) // spec.age_interval
     if spec.age_interval
@@ -89,9 +86,9 @@ def td_horizon(
 def bootstrap_times(
   store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec
 ) -> np.ndarray:
-  """Slots whose value ends the n-step return of states time .. time+K, [B, K+1] int64.
+  """Slots whose value ends the n-step return of each state, [B, K+1] int64.
 
-  Clamped to the last stored frame of the episode; the value is used unless that frame is a terminal one.
+  Clamped to the last stored frame of the episode, whose value is used unless it is terminal.
   """
   states = time[:, None] + np.arange(spec.unroll_steps + 1)
   return np.minimum(
@@ -102,10 +99,10 @@ def bootstrap_times(
 def n_step_values(
   store: LaneStore, values: np.ndarray, lane: np.ndarray, time: np.ndarray, spec: TargetSpec
 ) -> np.ndarray:
-  """n-step returns of states time .. time+K, [B, K+1] float64, bootstrapping from `values` [L, C].
+  """n-step returns of the states, [B, K+1] float64, bootstrapping from `values` [L, C].
 
-  z = sum_{i<m} discount^i reward[s+i] + discount^m values[s+m], m = n unless the episode's last stored frame comes
-  first. A terminal frame is worth 0. States beyond the last stored frame get 0.
+  z = sum_{i<m} discount^i reward[s+i] + discount^m values[s+m], m = n unless the episode's last
+  stored frame comes first. A terminal frame is worth 0; states past the last stored frame get 0.
   """
   unroll = spec.unroll_steps
   last = store.last(lane, time)[:, None]
@@ -127,10 +124,10 @@ def n_step_values(
 def compute_targets(
   store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec, learner_step: int
 ) -> Targets:
-  """Targets of the unroll from each live slot (lane [B], time [B]).
+  """Targets of the unroll from each live slot.
 
-  After a terminal frame come absorbing states: value and reward 0, trained on. After a truncated episode's last
-  frame, or past a lane's head, nothing is known: masks are 0 (and so are the targets).
+  After a terminal frame come absorbing states: value and reward 0, trained on. After a truncated
+  episode's last frame, or past a lane's head, masks and targets are 0.
   """
   unroll = spec.unroll_steps
   at = lane[:, None]
@@ -138,11 +135,10 @@ def compute_targets(
   last = store.last(lane, time)[:, None]
   flat = store.flat(at, np.minimum(states, last))
   real = states <= last
-  terminal = take(store.terminated, store.flat(at, last))  # [B, 1], never so in an open episode
+  terminal = take(store.terminated, store.flat(at, last))  # [B, 1], false in an open episode
   acted = real & (take(store.action, flat) >= 0)
-  known = acted[:, :unroll] | (
-    terminal & (states[:, :unroll] >= last)
-  )  # the transition out of the state
+  # Whether the transition out of the state is known.
+  known = acted[:, :unroll] | (terminal & (states[:, :unroll] >= last))
 
   reward = np.where(acted, take(store.reward, flat), 0.0)
   prefix = np.zeros((len(time), unroll))
@@ -169,7 +165,7 @@ def compute_targets(
 def use_search(
   store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec, learner_step: int
 ) -> np.ndarray:
-  """Which samples take the search's value rather than the n-step return, [B] bool (EZ-V2's mixed target)."""
+  """Samples that use the search value rather than the n-step return, [B] bool (EZ-V2, mixed)."""
   if spec.value_target != "mixed":
     return np.full(len(time), spec.value_target == "search")
   return (transition_age(store, lane, time) > spec.mixed_newest) & (
@@ -180,18 +176,18 @@ def use_search(
 def refreshed_errors(
   store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec, learner_step: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Priority Refresh: v - z of transitions (lane [B], time [B]) from stored values, and how old that is.
+  """Priority Refresh: errors v - z of transitions from stored values, and their stamps.
 
-  v is the refreshed value. z is what training would take at `learner_step`: the n-step return, ended by a
-  refreshed value, or the search's value where the spec says so and it is as new as v (a refresh alone does not search).
-  Where nothing is renewed for training, it is what `compute_targets` makes of what is stored.
+  v is the refreshed value. z is the target of training at `learner_step`: the n-step return ended
+  by a refreshed value, or the search value if the spec selects it and it is as new as v (a refresh
+  does not search). If values are not renewed for training, z is the target from stored values.
 
   Args:
     spec: with unroll_steps 0.
 
   Returns:
-    Errors float64 [B], and learner steps int32 [B], of the oldest weights behind each: if all values are at most so
-    old, so are all errors.
+    Errors float64 [B], and the learner steps int32 [B] of the oldest weights behind each: a bound
+    on the age of all values bounds the age of all errors.
   """
   flat = store.flat(lane, time)
   value, stamp = take(store["value"], flat), take(store["value_step"], flat)
@@ -206,9 +202,9 @@ def refreshed_errors(
 
 
 def rests_on(store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec) -> np.ndarray:
-  """The older of the stamps of the two values behind each |v - n-step return|, int32 [B]; spec as above.
+  """The older of the stamps of the two values behind each |v - n-step return|, int32 [B].
 
-  A return that is not renewed has no age: it is what it is.
+  Without renewal a stored return has no age. `spec` has unroll_steps 0.
   """
   v_step = take(store["value_step"], store.flat(lane, time))
   if not spec.renewed:

@@ -1,6 +1,6 @@
-"""LightZero's side of peers.py: its EfficientZero model, C++ tree, game buffer and learn step, by its own calls.
+"""LightZero's side of peers.py: its EfficientZero model, C++ tree, game buffer and learn step.
 
-Runs in an environment of its own (peers.py makes it), which knows nothing of ours.
+Runs in LightZero's environment, which peers.py makes.
 """
 
 import importlib.metadata
@@ -15,15 +15,15 @@ from easydict import EasyDict
 from lzero.mcts.buffer.game_buffer_efficientzero import EfficientZeroGameBuffer
 from lzero.mcts.buffer.game_segment import GameSegment
 from lzero.policy.efficientzero import EfficientZeroPolicy
-from peers_work import (
+from peers import (
   ACTIONS,
   EPISODE,
-  RUNS,
+  PROGRAMS,
   STACK,
   TD_STEPS,
   UNROLL,
   Piece,
-  Run,
+  Program,
   Work,
   episodes,
   resident,
@@ -33,29 +33,39 @@ from peers_work import (
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ALL = np.ones(ACTIONS, np.int8)  # every action is legal
 LARGE = {
-  "observation_shape": (3 * STACK, 96, 96), "image_channel": 3, "action_space_size": ACTIONS, "downsample": True,
-  "frame_stack_num": STACK, "num_res_blocks": 1, "num_channels": 64, "reward_head_channels": 16,
-  "value_head_channels": 16, "policy_head_channels": 16, "lstm_hidden_size": 512, "support_scale": 300,
-  "reward_support_size": 601, "value_support_size": 601, "proj_hid": 1024, "proj_out": 1024, "pred_hid": 512,
-  "pred_out": 1024, "self_supervised_learning_loss": True, "discrete_action_encoding_type": "not_one_hot",
+  "observation_shape": (3 * STACK, 96, 96), "image_channel": 3, "action_space_size": ACTIONS,
+  "downsample": True, "frame_stack_num": STACK, "num_res_blocks": 1, "num_channels": 64,
+  "reward_head_channels": 16, "value_head_channels": 16, "policy_head_channels": 16,
+  "lstm_hidden_size": 512, "support_scale": 300, "reward_support_size": 601,
+  "value_support_size": 601, "proj_hid": 1024, "proj_out": 1024, "pred_hid": 512, "pred_out": 1024,
+  "self_supervised_learning_loss": True, "discrete_action_encoding_type": "not_one_hot",
 }  # fmt: skip
-SMALL = LARGE | {  # of configs/atari_small.yaml, but for the frames
+SMALL = LARGE | {  # configs/atari_small.yaml with larger frames
   "observation_shape": (STACK, 64, 64), "image_channel": 1, "num_channels": 32,
-  "reward_head_channels": 8, "value_head_channels": 8, "policy_head_channels": 8, "lstm_hidden_size": 128,
-  "support_scale": 50, "reward_support_size": 101, "value_support_size": 101, "proj_hid": 256,
-  "proj_out": 256, "pred_hid": 128, "pred_out": 256, "discrete_action_encoding_type": "one_hot",
+  "reward_head_channels": 8, "value_head_channels": 8, "policy_head_channels": 8,
+  "lstm_hidden_size": 128, "support_scale": 50, "reward_support_size": 101,
+  "value_support_size": 101, "proj_hid": 256, "proj_out": 256, "pred_hid": 128, "pred_out": 256,
+  "discrete_action_encoding_type": "one_hot",
 }  # fmt: skip
 
 
 def configuration(model: dict[str, Any], **changes: Any) -> EasyDict:
-  """EfficientZero's defaults of LightZero with EfficientZero's sizes, augmentation and priorities."""
+  """LightZero's defaults with EfficientZero's sizes, augmentation and priorities."""
   cfg = EasyDict(EfficientZeroPolicy.default_config())
   cfg.update(EfficientZeroGameBuffer.default_config())
   cfg.model.update(model)
-  cfg.update({
-    "cuda": DEVICE == "cuda", "device": DEVICE, "game_segment_length": EPISODE, "use_augmentation": True,
-    "use_priority": True, "num_unroll_steps": UNROLL, "td_steps": TD_STEPS, **changes,
-  })  # fmt: skip
+  cfg.update(
+    {
+      "cuda": DEVICE == "cuda",
+      "device": DEVICE,
+      "game_segment_length": EPISODE,
+      "use_augmentation": True,
+      "use_priority": True,
+      "num_unroll_steps": UNROLL,
+      "td_steps": TD_STEPS,
+      **changes,
+    }
+  )
   return cfg
 
 
@@ -113,7 +123,7 @@ def push(
 
 
 def draw(batch: int, transitions: int) -> tuple[Work, dict[str, Any]]:
-  """A batch with its observations and the policies stored; without reanalysis and without bootstrap values."""
+  """A batch with its observations and stored policies, without reanalysis and bootstrap values."""
   before = resident()
   buffer = filled(configuration(LARGE, reanalyze_ratio=0, batch_size=batch), transitions)
   held = buffer.get_num_of_transitions()
@@ -129,9 +139,10 @@ def draw(batch: int, transitions: int) -> tuple[Work, dict[str, Any]]:
     buffer._compute_target_policy_non_reanalyzed(policies, ACTIONS)
 
   return work, {
-    "transitions": held, "bytes_per_transition": size / held,
+    "transitions": held,
+    "bytes_per_transition": size / held,
     "resident_bytes_per_transition": (resident() - before) / held,
-  }  # fmt: skip
+  }
 
 
 def fresh(batch: int, simulations: int, transitions: int) -> tuple[Work, dict[str, Any]]:
@@ -150,20 +161,25 @@ def train(batch: int) -> tuple[Work, dict[str, Any]]:
 
 
 class Play:
-  """LightZero's collecting on envpool's Breakout, all lanes together, as its collector does it with its own games."""
+  """Collection on envpool's Breakout, all lanes together, as LightZero's collector does it."""
 
   def __init__(
-    self, cfg: EasyDict, policy: EfficientZeroPolicy, buffer: EfficientZeroGameBuffer, run: Run
+    self,
+    cfg: EasyDict,
+    policy: EfficientZeroPolicy,
+    buffer: EfficientZeroGameBuffer,
+    program: Program,
   ):
-    self._cfg, self._policy, self._buffer, self._lanes = cfg, policy, buffer, run.lanes
+    self._cfg, self._policy, self._buffer, self._lanes = cfg, policy, buffer, program.lanes
     self._env = envpool.make_gymnasium(
-      "Breakout-v5", num_envs=run.lanes, img_height=run.frame_size, img_width=run.frame_size, gray_scale=run.grey,
-      stack_num=1, episodic_life=True, use_fire_reset=False, max_episode_steps=3000, reward_clip=True, seed=0,
+      "Breakout-v5", num_envs=program.lanes, img_height=program.frame_size,
+      img_width=program.frame_size, gray_scale=program.grey, stack_num=1, episodic_life=True,
+      use_fire_reset=False, max_episode_steps=3000, reward_clip=True, seed=0,
     )  # fmt: skip
     self._actions = cfg.model.action_space_size
     self._mask = np.ones(self._actions, np.int8)
     self._frames = self._scaled(self._env.reset()[0])
-    self._segments = [self._new(lane) for lane in range(run.lanes)]
+    self._segments = [self._new(lane) for lane in range(program.lanes)]
 
   @staticmethod
   def _scaled(frames: np.ndarray) -> np.ndarray:
@@ -185,10 +201,10 @@ class Play:
         np.stack([np.concatenate(segment.get_obs()) for segment in self._segments])
       )
       masks, players = [self._mask] * self._lanes, [-1] * self._lanes
-      said = self._policy._forward_collect(stacked.to(DEVICE), masks, to_play=players)
-      action = np.array([said[lane]["action"] for lane in range(self._lanes)])
-      visits = [said[lane]["visit_count_distributions"] for lane in range(self._lanes)]
-      values = [said[lane]["searched_value"] for lane in range(self._lanes)]
+      found = self._policy._forward_collect(stacked.to(DEVICE), masks, to_play=players)
+      action = np.array([found[lane]["action"] for lane in range(self._lanes)])
+      visits = [found[lane]["visit_count_distributions"] for lane in range(self._lanes)]
+      values = [found[lane]["searched_value"] for lane in range(self._lanes)]
     frames, reward, terminated, truncated, _ = self._env.step(action.astype(np.int32))
     self._frames = self._scaled(frames)
     for lane, segment in enumerate(self._segments):
@@ -200,39 +216,45 @@ class Play:
 
 
 def whole(size: str, steps: int, simulations: int) -> tuple[Work, dict[str, Any]]:
-  """Collecting, reanalysing all of each batch and learning in turn; the rate over the later half."""
-  run = RUNS[size]
+  """Collects, reanalyses each batch and learns in turn; the rate over the later half."""
+  program = PROGRAMS[size]
   cfg = configuration(
-    (SMALL if size == "small" else LARGE) | {"action_space_size": 4}, reanalyze_ratio=1, batch_size=run.batch,
-    num_simulations=simulations, replay_buffer_size=run.stored, gray_scale=run.grey,
-  )  # fmt: skip
+    (SMALL if size == "small" else LARGE) | {"action_space_size": 4},
+    reanalyze_ratio=1,
+    batch_size=program.batch,
+    num_simulations=simulations,
+    replay_buffer_size=program.stored,
+    gray_scale=program.grey,
+  )
   policy, buffer = make_policy(cfg), EfficientZeroGameBuffer(cfg)
-  play = Play(cfg, policy, buffer, run)
+  play = Play(cfg, policy, buffer, program)
 
   def learn() -> None:
-    data = buffer.sample(run.batch, policy)
-    said = policy._forward_learn(data)
-    buffer.update_priority(data, said["value_priority_orig"].detach().cpu().numpy())
+    data = buffer.sample(program.batch, policy)
+    found = policy._forward_learn(data)
+    buffer.update_priority(data, found["value_priority_orig"].detach().cpu().numpy())
 
   def work() -> dict[str, Any]:
-    while buffer.get_num_of_transitions() < run.stored:
+    while buffer.get_num_of_transitions() < program.stored:
       play.step(random=True)
     collected = 0
     for step in range(steps):
       if step == steps // 2:
         begin = time.perf_counter()
-      while collected < run.each * (step + 1):
+      while collected < program.agent_steps * (step + 1):
         play.step(random=False)
-        collected += run.lanes
+        collected += program.lanes
       buffer.remove_oldest_data_to_fit()
       learn()
-    return {"samples_per_second": run.batch * (steps - steps // 2) / (time.perf_counter() - begin)}
+    return {
+      "samples_per_second": program.batch * (steps - steps // 2) / (time.perf_counter() - begin)
+    }
 
   return work, {}
 
 
 def versions() -> tuple[Work, dict[str, Any]]:
-  """No work but facts."""
+  """No work, only facts."""
   names = ("LightZero", "DI-engine", "torch", "numpy")
   return lambda: None, {
     "versions": {name: importlib.metadata.version(name) for name in names},

@@ -1,0 +1,147 @@
+"""This project's side of peers.py."""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pieces
+from common import ROOT
+from peers import ACTIONS, EPISODE, PROGRAMS, STACK, Piece, Work, episodes, resident, serve
+from runs import SEARCHES, STEP, TARGET_AGE_MAX, TIME, read_metrics
+
+LANES = 16
+FRAME = (96, 96, 3)
+SET = os.environ.get("PEERS_SET", "").split()
+
+
+def configuration(*changes: str) -> Any:
+  """EfficientZero's preset with changes and the overrides of peers.py."""
+  settings = ["replay.frames=host", f"actor.lanes={LANES}", *changes, *SET]
+  return pieces.load(argparse.ArgumentParser(), ["efficientzero"], settings)
+
+
+def make_model(*changes: str) -> pieces.Model:
+  return pieces.Model(configuration(*changes), FRAME, ACTIONS, jax.local_devices())
+
+
+def stacks(count: int) -> np.ndarray:
+  """Frames of states, [B, S, H, W, C] uint8 in host memory, as actors and replays have them."""
+  return np.random.default_rng(0).integers(0, 256, (count, STACK, *FRAME), dtype=np.uint8)
+
+
+def search(roots: int, simulations: int, algorithm: str) -> tuple[Work, dict[str, Any]]:
+  model = make_model(f"search.algorithm={algorithm}", f"search.simulations={simulations}")
+  frames = stacks(roots)
+  return lambda: model.search(frames) and None, {}
+
+
+def value(states: int) -> tuple[Work, dict[str, Any]]:
+  model, frames = make_model(), stacks(states)
+
+  def work() -> None:
+    model.value(frames)
+
+  return work, {}
+
+
+def train(batch: int) -> tuple[Work, dict[str, Any]]:
+  """A training step on a batch in host memory."""
+  config = configuration(f"learner.batch_size={batch}")
+  training = pieces.Training(config, FRAME, ACTIONS, jax.local_devices(), from_host=True)
+  return training.step, {}
+
+
+def replay_settings(batch: int, transitions: int) -> list[str]:
+  """Capacity for this many transitions, in equal lanes of whole episodes."""
+  capacity = (-(-transitions // EPISODE // LANES) + 1) * LANES * (EPISODE + 1)
+  return [f"learner.batch_size={batch}", f"replay.capacity={capacity}"]
+
+
+def filled(config: Any, transitions: int) -> Any:
+  """A replay that holds `episodes`."""
+  replay = pieces.empty_replay(config, FRAME, ACTIONS)
+  heads = [0] * LANES
+  slots = EPISODE + 1
+  last = np.arange(slots) == EPISODE
+  for i, episode in enumerate(episodes(transitions)):
+    lane, start = i % LANES, heads[i % LANES]
+    columns = {
+      "frame": episode.frames,
+      "first": np.arange(slots) == 0,
+      "terminated": last,
+      "action": np.append(episode.action, -1).astype(np.int32),
+      "reward": np.append(episode.reward, np.float32(0)),
+      "step": np.zeros(slots, np.int32),
+    }
+    policy = np.concatenate([episode.policy, np.full((1, ACTIONS), 1 / ACTIONS, np.float32)])
+    value = np.append(episode.value, np.float32(0))
+    replay.append(pieces.segment(lane, start, columns, policy, value))
+    replay.set_priorities(np.full(EPISODE, lane), start + np.arange(EPISODE), episode.priority, 0)
+    heads[lane] += slots
+  return replay
+
+
+def draw(batch: int, transitions: int) -> tuple[Work, dict[str, Any]]:
+  """A batch with its frames, without reanalysis."""
+  before = resident()
+  config = configuration(*replay_settings(batch, transitions))
+  replay = filled(config, transitions)
+  held, drawn = replay.num_transitions, pieces.batch_drawing(config, replay, None)
+  return lambda: drawn() and None, {
+    "transitions": held,
+    "bytes_per_transition": replay.stats(0)["bytes_per_transition"],
+    "resident_bytes_per_transition": (resident() - before) / held,
+  }
+
+
+def fresh(batch: int, simulations: int, transitions: int) -> tuple[Work, dict[str, Any]]:
+  """A batch of which every policy is searched and every bootstrap value evaluated."""
+  settings = [*replay_settings(batch, transitions), "reanalyse.ratio=1"]
+  settings += ["search.algorithm=gumbel", f"search.simulations={simulations}"]
+  config = configuration(*settings)
+  drawn = pieces.batch_drawing(config, filled(config, transitions), make_model(*settings))
+  return lambda: drawn() and None, {}
+
+
+def whole(size: str, steps: int, simulations: int) -> tuple[Work, dict[str, Any]]:
+  """The launcher on Breakout with sweeps; its rate over the later half of the learner steps."""
+  program = PROGRAMS[size]
+  presets = ["atari_small"] if size == "small" else ["atari100k", "sweep"]
+  env_steps = program.stored + int(program.agent_steps * steps)
+  overrides = [
+    "env.game=Breakout", f"env.frame_size={program.frame_size}",
+    f"env.grayscale={str(program.grey).lower()}", f"actor.lanes={program.lanes}",
+    f"actor.random_steps={program.stored}", f"run.env_steps={env_steps}",
+    f"learner.batch_size={program.batch}", f"learner.steps={steps}",
+    f"search.simulations={simulations}", f"replay.capacity={program.stored}",
+    f"run.log_interval={min(10, steps // 4)}", "evaluation.at_end=false", *SET,
+  ]  # fmt: skip
+
+  def work() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+      command = [sys.executable, str(ROOT / "launch/multihost.py"), "--config", *presets]
+      subprocess.run([*command, *overrides, f"run.dir={folder}/run"], check=True, stdout=sys.stderr)
+      rows = [row for row in read_metrics(Path(folder) / "run") if row[STEP] >= steps // 2]
+    taken, seconds = (rows[-1][name] - rows[0][name] for name in (STEP, TIME))
+    return {
+      "samples_per_second": program.batch * taken / seconds,
+      "searches_per_step": statistics.fmean(row[SEARCHES] for row in rows[1:]),
+      "target_age_max": max(row[TARGET_AGE_MAX] for row in rows),
+    }
+
+  return work, {}
+
+
+PIECES: dict[str, Piece] = {
+  piece.__name__: piece for piece in (search, value, train, draw, fresh, whole)
+}
+
+if __name__ == "__main__":
+  serve(PIECES)

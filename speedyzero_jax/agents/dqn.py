@@ -1,0 +1,249 @@
+"""DQN (Mnih et al. 2015) with double Q-learning, n-step returns, prioritized replay, dueling heads.
+
+Lanes may explore with different epsilons, as the actors of Ape-X (Horgan et al. 2018) do.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from speedyzero_jax.agents.base import (
+  AXIS,
+  ActInputs,
+  ActOutput,
+  Arrays,
+  LossOutput,
+  Task,
+  Variables,
+  Window,
+  Work,
+)
+from speedyzero_jax.config.fields import opt
+from speedyzero_jax.config.schema import AgentConfig, Config, PriorityConfig
+from speedyzero_jax.ops import td
+from speedyzero_jax.ops.torsos import TorsoConfig, make_torso, observe, pure, torso_problems
+from speedyzero_jax.replay.replay import Replay, Selection
+from speedyzero_jax.replay.sampler import PrioritizedSampler, importance_weights
+from speedyzero_jax.replay.schema import Column, make_schema
+from speedyzero_jax.replay.storage import LaneStore, take
+from speedyzero_jax.types import Params
+
+TD_ERROR = "losses/td_error"  # mean |target - Q(s, a)| of the sampled transitions
+Q_VALUE = "losses/q_value"  # mean Q(s, a) of the same
+
+
+@dataclasses.dataclass(frozen=True)
+class NetworkConfig(TorsoConfig):
+  """The Q-network."""
+
+  dueling: bool = opt(
+    True,
+    "Q = V + A - mean A, with a hidden layer for each (Wang et al. 2016); off: one linear layer",
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+  """The target and the loss."""
+
+  td_steps: int = opt(3, "n of the n-step return (DQN: 1, Ape-X: 3)", "[1, 1000]")
+  double: bool = opt(
+    True, "the online network chooses the target's action (van Hasselt et al. 2016)"
+  )
+  target_interval: int = opt(
+    2500,
+    "learner steps between copies to the target network (DQN: 10,000, Ape-X: 2,500)",
+    "[1, 1e9]",
+  )
+  huber_delta: float = opt(1.0, "error from which the loss is linear (DQN: 1)", "(0, 1e9]")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExploreConfig:
+  """Epsilon-greedy exploration in training; evaluation is greedy."""
+
+  schedule: Literal["lanes", "annealed"] = opt(
+    "lanes",
+    "lane i of N always explores with epsilon ** (1 + spread * i / (N-1)) (Ape-X), N being the "
+    "lanes of a learner process; or all lanes with one epsilon that falls linearly (DQN)",
+  )
+  epsilon: float = opt(0.4, "lanes: of the first lane (Ape-X: 0.4)", "[0, 1]")
+  spread: float = opt(7.0, "lanes: exponent of the last lane, minus 1 (Ape-X: 7)", "[0, 1000]")
+  epsilon_start: float = opt(1.0, "annealed: at the start (DQN: 1)", "[0, 1]")
+  epsilon_end: float = opt(0.01, "annealed: at the end (DQN: 0.1, later work: 0.01)", "[0, 1]")
+  share: float = opt(0.1, "annealed: share of training in which it falls", "(0, 1]")
+
+
+@dataclasses.dataclass(frozen=True)
+class DqnConfig(AgentConfig):
+  """The sections and their constraints."""
+
+  name: ClassVar[str] = "dqn"
+  network: NetworkConfig = NetworkConfig()
+  priority: PriorityConfig = PriorityConfig()
+  loss: LossConfig = LossConfig()
+  explore: ExploreConfig = ExploreConfig()
+
+  def problems(self, config: Config) -> Iterable[str]:
+    return torso_problems(self.network, config.env)
+
+
+AGENT_CONFIG = DqnConfig
+
+
+class QNetwork(nnx.Module):
+  """Observations [B, H, W, C] -> Q [B, A].
+
+  Args:
+    config: sizes.
+    shape: [H, W, C].
+    actions: A.
+    rngs: initial parameters.
+  """
+
+  def __init__(
+    self, config: NetworkConfig, shape: tuple[int, int, int], actions: int, rngs: nnx.Rngs
+  ):
+    self.torso, self.dueling = make_torso(config, shape, rngs), config.dueling
+    hidden = config.hidden
+    if config.dueling:
+      self.streams = nnx.Linear(hidden, 2 * hidden, rngs=rngs)  # for the value and the advantages
+      self.value = nnx.Linear(hidden, 1, rngs=rngs)
+    self.advantage = nnx.Linear(hidden, actions, rngs=rngs)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    features = self.torso(x)
+    if not self.dueling:
+      return self.advantage(features)
+    for_value, for_advantage = jnp.split(nnx.relu(self.streams(features)), 2, axis=-1)
+    advantage = self.advantage(for_advantage)
+    return self.value(for_value) + advantage - jnp.mean(advantage, axis=-1, keepdims=True)
+
+
+def epsilons(config: ExploreConfig, lane: Any, lanes: int, progress: Any) -> jax.Array:
+  """The epsilon of each lane [n], of so many in all; `progress` is the share of training done."""
+  if config.schedule == "lanes":
+    return config.epsilon ** (1 + config.spread * (lane % lanes) / max(lanes - 1, 1))
+  fallen = jnp.minimum(progress / config.share, 1)
+  epsilon = config.epsilon_start + fallen * (config.epsilon_end - config.epsilon_start)
+  return jnp.broadcast_to(epsilon, lane.shape)
+
+
+class DQN:
+  """See `agents.base.Agent`.
+
+  Args:
+    config: of the learner process.
+    frame_shape: [H, W, C].
+    frame_dtype: of the frames.
+    actions: A.
+  """
+
+  synchronised = True  # there are no batch statistics
+  subscriptions: ClassVar[dict[str, int]] = {}
+  tasks: ClassVar[dict[str, Task]] = {}
+
+  def __init__(self, config: Config, frame_shape: tuple[int, ...], frame_dtype: Any, actions: int):
+    own: DqnConfig = config.agent
+    self._config, self._own, self._stack = config, own, config.env.frame_stack
+    height, width, channels = frame_shape
+    shape = (height, width, channels * self._stack)
+    self._network = pure(lambda rngs: QNetwork(own.network, shape, actions, rngs))
+    # max Q(s, .) and Q(s, a) when the agent acted, from which TD errors can be computed.
+    columns = (Column("value", "float32"), Column("action_value", "float32"))
+    self.schema = make_schema(frame_shape, frame_dtype, actions, columns)
+    self.window = Window(after=own.loss.td_steps, within_episode=True)
+    self.lookahead = own.loss.td_steps
+    self.target_interval = own.loss.target_interval
+
+  # --- device
+
+  def init(self, key: jax.Array) -> Variables:
+    return Variables(self._network.init(key), ())
+
+  def initial_core(self, n: int) -> Any:
+    return ()
+
+  def act(
+    self, variables: Variables, inputs: ActInputs, key: jax.Array, progress: Any, *, explore: bool
+  ) -> ActOutput:
+    q = self._network.apply(variables.params, observe(inputs.frames))
+    action = jnp.argmax(q, axis=-1)
+    if explore:
+      epsilon = epsilons(self._own.explore, inputs.lane, self._config.actor.lanes, progress)
+      which, other = jax.random.split(key)
+      random = jax.random.randint(other, action.shape, 0, q.shape[-1])
+      action = jnp.where(jax.random.uniform(which, action.shape) < epsilon, random, action)
+    columns = {"value": jnp.max(q, axis=-1), "action_value": td.q_of(q, action)}
+    return ActOutput(action.astype(jnp.int32), columns, ())
+
+  def loss(
+    self, params: Params, batch_stats: Params, target: Params, batch: Arrays, keys: jax.Array
+  ) -> tuple[jax.Array, LossOutput]:
+    del keys
+    config, network, frames = self._own.loss, self._network, batch["frames"]
+
+    def later(frames: jax.Array, steps: jax.Array) -> jax.Array:
+      return jax.lax.dynamic_slice_in_dim(frames, steps, self._stack)
+
+    now = observe(frames[:, : self._stack])
+    end = observe(jax.vmap(later)(frames, batch["steps"]))
+    q = network.apply(params, now)
+    next_q = network.apply(target, end)
+    selector = network.apply(params, end) if config.double else next_q
+    error = td.q_learning_error(
+      q, batch["action"], batch["reward"], batch["discount"], next_q, selector
+    )
+    error = error * batch["loss_mask"][:, 0]
+    weight = batch["weight"] / jax.lax.pmax(jnp.max(batch["weight"]), AXIS)
+    weight = jnp.maximum(weight, self._own.priority.min_weight)
+    metrics = {
+      TD_ERROR: jnp.mean(jnp.abs(error)),
+      Q_VALUE: jnp.mean(td.q_of(q, batch["action"])),
+    }
+    loss = jnp.mean(weight * optax.losses.huber_loss(error, delta=config.huber_delta))
+    return loss, LossOutput(batch_stats, metrics, jnp.abs(error))
+
+  # --- host
+
+  def make_selector(self, store: LaneStore) -> PrioritizedSampler:
+    return PrioritizedSampler(
+      store,
+      self._own.priority,
+      stack=self._stack,
+      lookahead=self.lookahead,
+      first_step=lambda lane, time: take(store["step"], store.flat(lane, time)),
+    )
+
+  def batch_work(self, replay: Replay, selection: Selection) -> list[Work]:
+    return []
+
+  def assemble(
+    self, replay: Replay, selection: Selection, learner_step: int
+  ) -> tuple[Arrays, dict[str, float]]:
+    store, lane, priority = replay.store, selection.lane, self._own.priority
+    present, time = replay.present(lane, selection.time)
+    returns = td.n_step(store, lane, time, self._own.loss.td_steps, self._config.env.discount)
+    # An evicted transition's place may be taken by a slot without an action.
+    action = np.maximum(take(store.action, store.flat(lane, time)), 0)
+    progress = min(learner_step / max(self._config.learner.steps, 1), 1.0)
+    beta = priority.beta_start + progress * (priority.beta_end - priority.beta_start)
+    batch = {
+      "action": action,
+      "weight": importance_weights(selection.probability, beta),
+      "loss_mask": present[:, None].astype(np.float32),
+      **returns._asdict(),
+    }
+    return batch, {}
+
+  def label(self, program: str) -> str:
+    return "Q-values"
+
+
+make_agent = DQN

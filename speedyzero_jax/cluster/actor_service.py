@@ -1,0 +1,171 @@
+"""Service for actor processes: sessions, grants of agent steps, and appended experience."""
+
+import dataclasses
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from speedyzero_jax.cluster import messages
+from speedyzero_jax.cluster.dismissal import Dismissal, check_incarnation
+from speedyzero_jax.cluster.grpc_server import RunOver
+from speedyzero_jax.cluster.heartbeats import Heartbeats
+from speedyzero_jax.metrics.aggregation import Episode
+from speedyzero_jax.run.experiment import Experiment
+from speedyzero_jax.types import Segment
+from speedyzero_jax.workers.weights import ACTOR
+
+
+@dataclasses.dataclass(eq=False)
+class _Session:
+  """An actor's session."""
+
+  lanes: range
+  incarnation: int = -1
+  sequence: int = -1  # of its last grant
+  grant: messages.Grant | None = None  # not yet used by an append
+  closed: bool = False  # it has ended all its episodes and takes no further step
+  lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+
+class ActorService:
+  """Answers the calls of actors; from any thread.
+
+  Args:
+    experiment: of the unit.
+    lanes: of each actor.
+    dismissal: of the unit's workers.
+    heartbeats: is informed of calls.
+  """
+
+  def __init__(
+    self,
+    experiment: Experiment,
+    lanes: Sequence[range],
+    dismissal: Dismissal,
+    heartbeats: Heartbeats,
+  ):
+    self._collector, self._limiter = experiment.collector, experiment.limiter
+    self._replay, self._weights = experiment.replay, experiment.weights
+    self._ready = experiment.pipeline.ready
+    self._sessions = [_Session(part) for part in lanes]
+    self._dismissal, self._heartbeats = dismissal, heartbeats
+
+  def join_actor(self, request: messages.ActorJoin) -> messages.ActorWelcome:
+    """Starts a session; a new incarnation's lanes begin new episodes.
+
+    Raises RunOver when there is nothing left to collect.
+    """
+    session, worker = self._session(request.actor), f"actor {request.actor}"
+    with session.lock:
+      if request.incarnation < session.incarnation:
+        check_incarnation(session.incarnation, request.incarnation, worker)
+      if request.incarnation > session.incarnation:
+        session.incarnation, session.sequence, session.closed = request.incarnation, -1, False
+        self._release(session)
+        self._collector.cut(session.lanes)
+        self._heartbeats.joined("actor", request.actor)
+      if self._limiter.collected:  # else each lane would begin an episode of one slot
+        self._dismissal.dismissed(worker)
+        raise RunOver("everything is collected")
+      self._dismissal.joined(worker)
+      return messages.ActorWelcome(session.lanes.start, self._heads(session))
+
+  def _session(self, number: int) -> _Session:
+    self._dismissal.check(f"actor {number}")
+    self._heartbeats.beat("actor", number)
+    return self._sessions[number]
+
+  def _heads(self, session: _Session) -> np.ndarray:
+    return self._replay.heads[session.lanes.start : session.lanes.stop]
+
+  def _release(self, session: _Session) -> None:
+    grant, session.grant = session.grant, None
+    if grant is not None:
+      self._limiter.release(grant.steps)
+      self._limiter.end_acting(session)
+
+  def grant(self, request: messages.GrantRequest, seconds: float) -> messages.Grant | None:
+    """Grants agent steps, as soon as the rate limiter allows any."""
+    session, worker = self._session(request.actor), f"actor {request.actor}"
+    with session.lock:
+      check_incarnation(session.incarnation, request.incarnation, worker)
+      if request.sequence == session.sequence and session.grant is not None:
+        return session.grant  # the answer was lost
+      if request.sequence <= session.sequence:
+        raise ValueError(f"grant {request.sequence} of {worker} was used already")
+      wanted = min(request.steps, len(session.lanes))
+      steps = self._wait_for_steps(session, request.actor, wanted, seconds)
+      if steps is None:
+        self._dismissal.check(worker)
+        return None
+      self._heartbeats.served("actor", request.actor)
+      self._release(session)
+      session.sequence = request.sequence
+      if steps:  # else it leaves, or closes its lanes with frames that no step follows
+        self._limiter.begin_acting(session)  # before the newest weights are looked up
+      session.grant = messages.Grant(
+        steps=steps,
+        # Fewer than wanted are all there were, whatever was released since: other lanes are cut.
+        closing=steps < wanted or not self._limiter.pool,
+        weights=self._weights.latest(ACTOR).step if self._limiter.bounds_lag else 0,
+        progress=self._limiter.progress,
+        random=self._limiter.playing_randomly,
+      )
+      return session.grant
+
+  def _wait_for_steps(
+    self, session: _Session, actor: int, wanted: int, seconds: float
+  ) -> int | None:
+    """Steps to grant; 0 when the actor may leave, None if there is no answer yet."""
+    if session.closed:
+      self._limiter.wait_for(lambda: self._limiter.collected, seconds)
+      if not self._limiter.collected:
+        return None
+      self._dismissal.dismissed(f"actor {actor}")
+      return 0
+    self._heartbeats.waits("actor", actor)
+    return self._limiter.reserve(wanted, seconds, urgent=lambda: not self._ready())
+
+  def append(self, request: messages.Append) -> messages.Acknowledged:
+    """Makes experience durable and part of the replay; acknowledges again what is there."""
+    session = self._session(request.actor)
+    with session.lock:
+      worker = f"actor {request.actor}"
+      check_incarnation(session.incarnation, request.incarnation, worker)
+      heads = self._replay.heads
+      for segment in request.segments:
+        if segment.lane not in session.lanes:
+          raise ValueError(
+            f"lane {segment.lane} is not of {worker}, which has lanes {session.lanes.start} to "
+            f"{session.lanes.stop - 1}"
+          )
+      new = [s for s in request.segments if s.start + len(s.frame) > heads[s.lane]]
+      if new:
+        self._take(session, request, new)
+      return messages.Acknowledged(self._heads(session))
+
+  def _take(self, session: _Session, request: messages.Append, new: list[Segment]) -> None:
+    worker, grant = f"actor {request.actor}", session.grant
+    if grant is None or request.sequence != session.sequence:
+      raise ValueError(f"{worker} has no grant for what it appends")
+    taken = sum(int((segment.action >= 0).sum()) for segment in new)
+    if max(int(s.step.max()) for s in new) > self._limiter.learner_steps:
+      raise ValueError(f"{worker} acted with weights of a later learner step than the newest")
+    if taken > grant.steps:
+      raise ValueError(f"{worker} took {taken} steps of {grant.steps} granted")
+    score, length = request.score, request.length
+    if len(score) > len(session.lanes) or not np.isfinite(score).all() or (length < 0).any():
+      raise ValueError(
+        "score and length must be of at most one episode per lane, finite and not negative"
+      )
+    episodes = [Episode(*x) for x in zip(score.tolist(), length.tolist(), strict=True)]
+    try:
+      self._collector.take(new, episodes, granted=grant.steps)
+    except ValueError:
+      raise
+    except Exception as error:
+      raise RunOver(f"the unit has failed: {error}") from error
+    session.closed = grant.closing and taken == grant.steps
+    session.grant = None
+    self._limiter.end_acting(session)

@@ -1,0 +1,69 @@
+"""Assignment of one machine's accelerators to the processes of a run."""
+
+import itertools
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from speedyzero_jax.config.loader import ConfigError
+from speedyzero_jax.run.topology import Topology
+
+_GPU = re.compile(r"\s*(\d+|(GPU|MIG)-\S+)\s*")  # a number or an id
+_MEMORY = 0.9  # of a device, for all its processes
+
+
+class Devices(NamedTuple):
+  """The accelerators of one process."""
+
+  ids: list[int]
+  memory: float  # fraction of each device's
+
+
+def local_gpus() -> int:
+  """Number of this machine's NVIDIA devices that may be used."""
+  platforms = os.environ.get("JAX_PLATFORMS")
+  if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+    return 0
+  visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+  if visible is not None:  # CUDA ignores all from the first invalid one on: -1, "", NoDevFiles
+    return len(list(itertools.takewhile(_GPU.fullmatch, visible.split(","))))
+  driver = Path("/proc/driver/nvidia/gpus")
+  return len(list(driver.iterdir())) if driver.is_dir() else 0
+
+
+def deal_devices(topology: Topology, count: int, batch_size: int) -> list[Devices | None]:
+  """Shares a machine's `count` devices among its processes, by id; all None without devices.
+
+  A learner gets no more devices than its part of the batch can be divided by. With a device for
+  each process, actors and refreshers get one each, the last ones, and the learners share the rest
+  equally. With fewer, the learners share all, and actors and refreshers use these as well.
+
+  Raises:
+    ConfigError: there are fewer devices than learners (NCCL refuses two processes on one device).
+  """
+  learners, helpers = topology.learners, topology.actors + topology.refreshers
+  if not count:
+    return [None] * topology.num_processes
+  if learners > count:
+    raise ConfigError(
+      f"topology.learners: {learners} learners need a GPU each, and there are {count}; "
+      "one learner can use them all"
+    )
+  separate = count >= learners + helpers
+  free = count - helpers if separate else count
+  each = next(n for n in range(free // learners, 0, -1) if batch_size % (n * learners) == 0)
+  dealt = [list(range(i * each, (i + 1) * each)) for i in range(learners)]
+  dealt += [[count - 1 - i % (helpers if separate else count)] for i in range(helpers)]
+  users = [max(sum(device in other for other in dealt) for device in ids) for ids in dealt]
+  return [Devices(ids, _MEMORY / n) for ids, n in zip(dealt, users, strict=True)]
+
+
+def dealt_text(topology: Topology, dealt: Sequence[Devices | None], count: int) -> str:
+  """One line on the devices of each process, and those that are left over."""
+  given = {str(topology.role(i)): devices.ids for i, devices in enumerate(dealt) if devices}
+  parts = [f"{','.join(map(str, ids))} for {role}" for role, ids in given.items()]
+  if unused := sorted(set(range(count)).difference(*given.values())):
+    parts.append(f"{','.join(map(str, unused))} unused (the batch can't be shared equally)")
+  return "; ".join(parts)

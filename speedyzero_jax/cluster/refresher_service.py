@@ -1,0 +1,231 @@
+"""Service for refresher processes: blocks of states to compute, results, and frames."""
+
+import dataclasses
+import itertools
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from speedyzero_jax.agents.base import Work
+from speedyzero_jax.cluster import messages
+from speedyzero_jax.cluster.dismissal import Dismissal, check_incarnation
+from speedyzero_jax.cluster.grpc_server import RunOver
+from speedyzero_jax.cluster.heartbeats import Heartbeats
+from speedyzero_jax.run.experiment import Experiment
+from speedyzero_jax.workers.sweeper import write_results
+
+_CHUNK = 256  # frames in one answer
+_POLL = 1.0  # seconds between checks of the heartbeats
+
+
+@dataclasses.dataclass
+class _Handed:
+  """A block that a refresher is computing."""
+
+  work: Work
+  holder: tuple[int, int]  # refresher, incarnation
+  deadline: float
+  batch: "_Batch | None"
+
+
+@dataclasses.dataclass(eq=False)
+class _Batch:
+  """Pieces of work of a sampled batch that are not done."""
+
+  left: int
+
+
+class RefresherService:
+  """Answers the calls of refreshers; from any thread.
+
+  Args:
+    experiment: of the unit.
+    refreshers: how many there are.
+    welcome: where they find the frames.
+    dismissal: of the unit's workers.
+    heartbeats: is informed of calls.
+  """
+
+  def __init__(
+    self,
+    experiment: Experiment,
+    refreshers: int,
+    welcome: messages.RefresherWelcome,
+    dismissal: Dismissal,
+    heartbeats: Heartbeats,
+  ):
+    topology = experiment.config.topology
+    self._experiment, self._tasks = experiment, experiment.agent.tasks
+    self._replay, self._limiter = experiment.replay, experiment.limiter
+    self._sweepers = experiment.sweepers if refreshers else []
+    self._block_timeout, self._patient = topology.block_timeout, topology.bound_age
+    self._welcome, self._dismissal, self._heartbeats = welcome, dismissal, heartbeats
+    self._incarnations = [-1] * refreshers
+    self._lock = threading.Lock()  # of what follows
+    self._numbers = itertools.count(1)
+    self._waiting: deque[tuple[Work, _Batch]] = deque()
+    self._handed: dict[int, _Handed] = {}
+
+  def join_refresher(self, request: messages.RefresherJoin) -> messages.RefresherWelcome:
+    """Starts a session; blocks of the former incarnation become available at once."""
+    number, incarnation = request.refresher, request.incarnation
+    worker = f"refresher {number}"
+    self._dismissal.check(worker)
+    with self._lock:
+      known = self._incarnation(number)
+      if incarnation < known:
+        check_incarnation(known, incarnation, worker)
+      if incarnation > known:
+        self._heartbeats.joined("refresher", number)
+      self._incarnations[number] = incarnation
+      self._dismissal.joined(worker)
+      for block, handed in list(self._handed.items()):
+        if handed.holder[0] == number and handed.holder[1] < incarnation:
+          self._return(block)
+    self._limiter.notify()
+    return self._welcome
+
+  def _incarnation(self, refresher: int) -> int:
+    self._heartbeats.beat("refresher", refresher)
+    return self._incarnations[refresher]
+
+  def _return(self, block: int) -> None:
+    """Makes a block available again. A sweep returns to its states by itself."""
+    handed = self._handed.pop(block)
+    if handed.batch is not None:
+      self._waiting.appendleft((handed.work, handed.batch))
+
+  def work(self, request: messages.WorkRequest, seconds: float) -> messages.Block | None:
+    """The next block: of a batch that the learner waits for, or of a sweep that is due."""
+    number, worker = request.refresher, f"refresher {request.refresher}"
+    self._dismissal.check(worker)
+    check_incarnation(self._incarnation(number), request.incarnation, worker)
+    found: list[messages.Block] = []
+
+    def look() -> bool:
+      if block := self._next((number, request.incarnation)):
+        found.append(block)
+      return bool(found) or self._dismissal.over
+
+    self._heartbeats.waits("refresher", number)
+    self._limiter.wait_for(look, seconds)
+    if not found:
+      self._dismissal.check(worker)
+      return None
+    self._heartbeats.served("refresher", number)
+    return found[0]
+
+  def _next(self, holder: tuple[int, int]) -> messages.Block | None:
+    with self._lock:
+      now = time.monotonic()
+      for block, handed in list(self._handed.items()):
+        # Overdue, or lost on its way: a refresher that has a block does not ask for one.
+        if handed.deadline < now or handed.holder == holder:
+          self._return(block)
+      batch: _Batch | None = None
+      if self._waiting:
+        work, batch = self._waiting.popleft()
+      else:
+        due = self._due_work()
+        if due is None:
+          return None
+        work = due
+      block = next(self._numbers)
+      self._handed[block] = _Handed(work, holder, now + self._block_timeout, batch)
+    cell, written = self._replay.window_cells(work.lane, work.time, work.real.shape[1] - 1)
+    subscription = self._tasks[work.task].subscription
+    return messages.Block(
+      block=block,
+      task=work.task,
+      lane=work.lane.astype(np.int32),
+      cell=cell.astype(np.int32),
+      step=self._experiment.weights.latest(subscription).step,
+      frames=written,
+    )
+
+  def _due_work(self) -> Work | None:
+    if not self._experiment.pipeline.ready():
+      return None
+    for sweeper in self._sweepers:
+      if sweeper.due(self._replay, self._limiter.learner_steps):
+        return sweeper.next(self._replay)
+    return None
+
+  def result(self, request: messages.Result) -> messages.Ok:
+    """Writes results, unless the block has been given to another refresher meanwhile."""
+    with self._lock:
+      self._incarnation(request.refresher)
+      handed = self._handed.get(request.block)
+      if handed is None or handed.holder != (request.refresher, request.incarnation):
+        return messages.Ok()
+    work = handed.work
+    if request.task != work.task:
+      raise ValueError(
+        f"block {request.block} is of task {work.task}, the result of {request.task}"
+      )
+    task = self._tasks[work.task]
+    newest = self._experiment.weights.latest(task.subscription).step
+    if not 0 <= request.step <= newest:
+      raise ValueError(f"result.step must be in 0..{newest}, got {request.step}")
+    write_results(self._replay, task, work, request.arrays, request.step)
+    with self._lock:
+      if self._handed.pop(request.block, None) is not None and handed.batch is not None:
+        handed.batch.left -= 1
+    self._experiment.count_states(task, int(work.real.sum()))
+    self._limiter.notify()
+    return messages.Ok()
+
+  def execute(self, works: Sequence[Work], learner_step: int) -> None:
+    """Has a sampled batch's work done by refreshers, and waits for it.
+
+    Unless `topology.bound_age`, for a limited time, and not at all without a live refresher. The wait
+    ends when the run does.
+    """
+    parts = [part for work in works for part in _split(work, len(self._incarnations))]
+    batch = _Batch(len(parts))
+    with self._lock:
+      self._waiting.extend((part, batch) for part in parts)
+    self._limiter.notify()
+    # Twice the timeout: a lost block is handed out once more.
+    until = math.inf if self._patient else time.monotonic() + 2 * self._block_timeout
+
+    def settled() -> bool:
+      return not batch.left or self._limiter.finishing or self._limiter.stopping
+
+    while not settled() and time.monotonic() < until:
+      if not self._patient and not self._heartbeats.any_alive("refresher"):
+        break
+      self._limiter.wait_for(settled, min(_POLL, until - time.monotonic()))
+    with self._lock:  # late results are still written, but blocks are not handed out again
+      self._waiting = deque(item for item in self._waiting if item[1] is not batch)
+      for handed in self._handed.values():
+        if handed.batch is batch:
+          handed.batch = None
+
+  def frames(self, request: messages.FramesRequest, seconds: float) -> messages.FramesChunk | None:
+    """Frames in the order of writing, for refreshers on other machines."""
+    worker = f"refresher {request.refresher}"
+    check_incarnation(self._incarnation(request.refresher), request.incarnation, worker)
+    replay, dismissal = self._replay, self._dismissal
+    self._limiter.wait_for(
+      lambda: dismissal.over or replay.frames_written > request.sequence, seconds
+    )
+    following, lane, cell, frame = replay.frames_since(request.sequence, _CHUNK)
+    if not len(lane):
+      if dismissal.over:  # not before: a block may need the frames
+        raise RunOver("the run has ended")
+      return None
+    return messages.FramesChunk(following, lane.astype(np.int32), cell.astype(np.int32), frame)
+
+
+def _split(work: Work, parts: int) -> list[Work]:
+  """The same work in about equal parts."""
+  bounds = np.linspace(0, len(work.lane), min(parts, len(work.lane)) + 1).astype(int)
+  return [
+    work._replace(lane=work.lane[a:b], time=work.time[a:b], real=work.real[a:b])
+    for a, b in itertools.pairwise(bounds.tolist())
+  ]

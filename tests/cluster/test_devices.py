@@ -1,0 +1,77 @@
+"""Assignment of devices: every process has one, and none is overcommitted."""
+
+import collections
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from speedyzero_jax.cluster.devices import deal_devices, dealt_text, local_gpus
+from speedyzero_jax.config.loader import ConfigError
+from speedyzero_jax.run.topology import Topology
+
+
+@given(
+  st.builds(Topology, st.integers(1, 9), st.integers(0, 9), st.integers(0, 9)), st.integers(1, 24)
+)
+def test_every_process_has_devices_and_none_is_overcommitted(shape, count):
+  batch_size = shape.learners * math.lcm(*range(1, 25))
+  if count < shape.learners:
+    with pytest.raises(ConfigError, match=f"{shape.learners} learners need a GPU each"):
+      deal_devices(shape, count, batch_size)
+    return
+  dealt = deal_devices(shape, count, batch_size)
+  assert len(dealt) == shape.num_processes
+  memory = collections.Counter()
+  for devices in dealt:
+    assert devices.ids and set(devices.ids) <= set(range(count)) and devices.memory > 0
+    memory.update(dict.fromkeys(devices.ids, devices.memory))
+  assert max(memory.values()) <= 0.9 + 1e-9
+  learners = [devices.ids for devices in dealt[: shape.learners]]
+  assert len({len(ids) for ids in learners}) == 1  # a mesh of equal parts
+  assert len(set(itertools.chain(*learners))) == sum(map(len, learners))
+  if count >= shape.num_processes:
+    assert {devices.memory for devices in dealt} == {0.9}  # none is shared
+  assert count - len(memory) < shape.learners  # no more are unused than can't be shared equally
+
+
+@pytest.mark.parametrize(
+  ("shape", "count", "batch_size", "ids"),
+  [
+    ((1, 1, 1), 8, 60, [[0, 1, 2, 3, 4, 5], [7], [6]]),
+    ((1, 1, 1), 8, 2048, [[0, 1, 2, 3], [7], [6]]),  # 2048 can't be divided by 6
+    ((2, 2, 2), 4, 64, [[0, 1], [2, 3], [3], [2], [1], [0]]),
+  ],
+)
+def test_usual_machines(shape, count, batch_size, ids):
+  assert [d.ids for d in deal_devices(Topology(*shape), count, batch_size)] == ids
+
+
+def test_processes_share_a_single_device_and_its_memory():
+  dealt = deal_devices(Topology(1, 1, 1), 1, 64)
+  assert [(d.ids, round(d.memory, 3)) for d in dealt] == [([0], 0.3)] * 3
+  assert deal_devices(Topology(2, 1, 1), 0, 64) == [None] * 4
+
+
+def test_the_line_on_devices_names_the_unused_ones():
+  def text(shape, count):
+    return dealt_text(shape, deal_devices(shape, count, 64), count)
+
+  assert text(Topology(1, 1, 1), 4) == "0,1 for learner-0; 3 for actor-0.0; 2 for refresher-0.0"
+  assert "; 2 unused" in text(Topology(2, 1, 0), 4)
+
+
+@pytest.mark.parametrize(
+  ("visible", "count"),
+  [
+    ("", 0), ("0", 1), ("3,1", 2), ("0, 1", 2), ("GPU-a,GPU-b,", 2), ("MIG-a", 1),
+    ("-1", 0), ("NoDevFiles", 0), ("0,-1,1", 1), ("0,,1", 1),
+  ],
+)  # fmt: skip
+def test_gpus_are_counted_as_cuda_does(monkeypatch, visible, count):
+  monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+  for platforms, expected in (("", count), ("cuda", count), ("cpu,gpu", count), ("cpu", 0)):
+    monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    assert local_gpus() == expected

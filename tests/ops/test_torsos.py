@@ -1,0 +1,94 @@
+"""Shapes of torsos, their convolutions against float64 arithmetic, and observations."""
+
+import jax
+import numpy as np
+import pytest
+
+from speedyzero_jax.config.schema import EnvConfig
+from speedyzero_jax.ops import torsos
+from speedyzero_jax.ops.torsos import TorsoConfig
+
+
+def _torso(shape, **sizes):
+  config = TorsoConfig(**{"hidden": 8, "channels": 4, **sizes})
+  return torsos.pure(lambda rngs: torsos.make_torso(config, shape, rngs))
+
+
+def _count(params):
+  return sum(x.size for x in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize(
+  ("torso", "shape", "parameters"),
+  [
+    ("auto", (1, 1, 5), 5 * 8 + 8 + 8 * 8 + 8),
+    ("mlp", (2, 3, 2), 12 * 8 + 8 + 8 * 8 + 8),
+    # 42 -> 9 -> 3 -> 1
+    ("auto", (42, 42, 3), (64 * 3 * 4 + 4) + (16 * 4 * 8 + 8) + (9 * 8 * 8 + 8) + (8 * 8 + 8)),
+    # 21x22 -> 11x11 -> 6x6 -> 3x3
+    (
+      "resnet",
+      (21, 22, 3),
+      (27 * 4 + 4) + 4 * (36 * 4 + 4) + (36 * 8 + 8) + (72 * 8 + 8) + 8 * (72 * 8 + 8) + 72 * 8 + 8,
+    ),
+  ],
+)
+def test_features_and_parameters(torso, shape, parameters):
+  network = _torso(shape, torso=torso)
+  params = network.init(jax.random.key(0))
+  x = np.random.default_rng(0).random((3, *shape), np.float32)
+  features = jax.jit(network.apply)(params, x)
+  assert features.shape == (3, 8) and features.dtype == np.float32
+  assert (features >= 0).all() and len(np.unique(features)) > 8
+  assert _count(params) == parameters
+  again = network.init(jax.random.key(0))
+  jax.tree.map(np.testing.assert_array_equal, params, again)
+
+
+def test_nature_is_three_strided_convolutions_and_a_linear_layer():
+  network = _torso((38, 36, 2))
+  params = network.init(jax.random.key(1))
+  rng = np.random.default_rng(1)
+  params = jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape).astype(np.float32), params)
+  x = rng.random((2, 38, 36, 2), np.float32)
+  ours = np.asarray(network.apply(params, x))
+
+  p, y = jax.tree.map(np.float64, params), x.astype(np.float64)
+  for layer, stride in zip((p["convs"][i] for i in range(3)), (4, 2, 1), strict=True):
+    k = layer["kernel"].shape[0]
+    rows, columns = ((side - k) // stride + 1 for side in y.shape[1:3])
+    out = np.zeros((len(y), rows, columns, layer["kernel"].shape[-1]))
+    for i in range(rows):
+      for j in range(columns):
+        patch = y[:, i * stride : i * stride + k, j * stride : j * stride + k]
+        out[:, i, j] = np.tensordot(patch, layer["kernel"], 3)
+    y = np.maximum(out + layer["bias"], 0)
+  y = np.maximum(y.reshape(2, -1) @ p["linear"]["kernel"] + p["linear"]["bias"], 0)
+  np.testing.assert_allclose(ours, y, rtol=1e-4, atol=1e-5)
+
+
+def test_observations_put_the_frames_of_a_stack_side_by_side():
+  rng = np.random.default_rng(0)
+  images = rng.integers(0, 256, (2, 5, 3, 6, 7, 2), np.uint8)  # [B, T, S, H, W, C]
+  expected = np.concatenate([images[:, :, s] for s in range(3)], axis=-1) / 255
+  np.testing.assert_allclose(torsos.observe(images), expected, rtol=1e-6)
+  vectors = rng.normal(size=(4, 1, 1, 1, 3)).astype(np.float32)
+  np.testing.assert_array_equal(torsos.observe(vectors), vectors[:, 0])
+
+
+@pytest.mark.parametrize(
+  ("game", "size", "torso", "key"),
+  [
+    ("Catch", 96, "nature", "network.torso"),
+    ("Catch", 96, "resnet", "network.torso"),
+    ("Pong", 35, "auto", "env.frame_size"),
+    ("Catch", 8, "auto", None),
+    ("Pong", 36, "nature", None),
+    ("Pong", 8, "resnet", None),
+    ("Pong", 8, "mlp", None),
+  ],
+)
+def test_a_torso_that_does_not_fit_is_named(game, size, torso, key):
+  env = EnvConfig(game=game, frame_size=size)
+  found = [line.split(":")[0] for line in torsos.torso_problems(TorsoConfig(torso=torso), env)]
+  assert found == ([key] if key else [])
