@@ -37,7 +37,7 @@ class TrajectoryQueue:
       )
     self._store, self._length, self._stack, self._pace = store, length, stack, pace
     self._next = np.zeros(store.lanes, np.int64)  # start of each lane's next window
-    self._settled = self._next.copy()  # start of the oldest one neither trained on nor skipped
+    self._pending: set[tuple[int, int]] = set()  # (lane, start) of those selected, not trained on
     self._turn = np.arange(store.lanes)  # order in which lanes are visited
     self._skipped = 0  # windows
 
@@ -61,7 +61,7 @@ class TrajectoryQueue:
 
   def _skip(self) -> None:
     """Skips evicted and surplus windows."""
-    store, before = self._store, self._next.copy()
+    store = self._store
     behind = np.where(store.tail > 0, store.tail + self._stack - 1, 0) - self._next
     lost = -(-np.maximum(behind, 0) // self._length)
     self._next += lost * self._length
@@ -70,7 +70,6 @@ class TrajectoryQueue:
       filled = store.head.sum() / self._length - store.lanes  # each lane's last may be incomplete
       surplus = filled - store.num_transitions * self._pace - self._skipped
       self._skipped += len(self._take(math.floor(max(surplus, 0)))[0])
-    self._settled = np.where(self._settled == before, self._next, self._settled)
 
   @property
   def count(self) -> int:
@@ -94,11 +93,13 @@ class TrajectoryQueue:
     if complete < n:
       raise ValueError(f"requested {n} trajectories, only {complete} are complete")
     lanes, times = self._take(n)
+    self._pending.update(zip(lanes, times, strict=True))
     return Selection(np.array(lanes, np.int32), np.array(times, np.int64), np.ones(n))
 
   def update(self, selection: Selection, priority: np.ndarray, step: int) -> None:
     """Records that the windows were trained on."""
-    np.maximum.at(self._settled, selection.lane, selection.time + self._length)
+    self._pending -= set(zip(selection.lane.tolist(), selection.time.tolist(), strict=True))
+    self._pending = {(l, time) for l, time in self._pending if time >= self._store.tail[l]}
 
   def stats(self, learner_step: int) -> dict[str, float]:
     """Complete windows not yet used, and windows skipped."""
@@ -109,8 +110,11 @@ class TrajectoryQueue:
 
     Windows selected but not trained on are selected again after a restart.
     """
+    start = self._next.copy()
+    for lane, time in self._pending:
+      start[lane] = min(start[lane], time)
     return {
-      "queue_next": self._settled.copy(),
+      "queue_next": start,
       "queue_turn": self._turn.copy(),
       "queue_skipped": np.array([self._skipped], np.int64),
     }
@@ -121,5 +125,5 @@ class TrajectoryQueue:
       raise ValueError(
         f"state has {len(state['queue_next'])} lanes, this replay has {len(self._next)}"
       )
-    self._next, self._settled = state["queue_next"].copy(), state["queue_next"].copy()
-    self._turn, self._skipped = state["queue_turn"].copy(), int(state["queue_skipped"][0])
+    self._next, self._turn = state["queue_next"].copy(), state["queue_turn"].copy()
+    self._skipped = int(state["queue_skipped"][0])
