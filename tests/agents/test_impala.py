@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import json
 import math
 import threading
 
@@ -24,6 +25,7 @@ from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.storage import LaneStore
 from speedyzero_jax.run import loops, snapshot, steps
 from speedyzero_jax.run.build import build
+from speedyzero_jax.run.checkpoint import Checkpoints
 from speedyzero_jax.run.experiment import TrainingError
 from speedyzero_jax.run.rate_limiter import RateLimiter
 from speedyzero_jax.types import Segment
@@ -290,7 +292,7 @@ def test_actions_follow_the_stored_logits():
     ("actor.random_steps=9", "actor.random_steps: must be 0"),
     ("learner.tail_steps=9", "learner.tail_steps: must be 0"),
     ("learner.steps=375", "learner.steps: must be at most 374, .* 2992 trajectories"),
-    ("replay.capacity=815", "replay.capacity: must be 0 or at least 816"),
+    ("replay.capacity=809", "replay.capacity: must be 0 or at least 810"),
   ],
 )
 def test_a_bad_setting_is_named(override, message):
@@ -414,7 +416,8 @@ def _config(*overrides):
 def _run(config, folder, *, stop=0, resume=False, after=lambda experiment: None):
   """Runs to the end or to learner step `stop`, and saves; returns what `after` makes of it."""
   info = RunInfo("Catch", 0, str(folder), 1, 1, 1, 0, {})
-  with MetricsLogger(info, None, lambda numbers: [numbers]) as logger:
+  resume_step = max(Checkpoints(folder).steps()) if resume else None
+  with MetricsLogger(info, resume_step, lambda numbers: [numbers]) as logger:
     experiment = build(config, folder, logger, resume=resume)
     with contextlib.closing(experiment):
       if stop:
@@ -427,8 +430,6 @@ def _run(config, folder, *, stop=0, resume=False, after=lambda experiment: None)
 
 
 def _lags(folder):
-  import json
-
   lines = (folder / "metrics.jsonl").read_text().splitlines()
   return [row[impala.TRAINED_LAG_MAX] for row in map(json.loads, lines)
           if impala.TRAINED_LAG_MAX in row]  # fmt: skip
