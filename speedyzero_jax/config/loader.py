@@ -377,7 +377,8 @@ def validate(config: Config) -> None:
     ConfigError: one line per key with an invalid value.
   """
   known = fields_of(config.agent.name)
-  found = [*checks.interval_problems(known, flat(config)), *checks.problems(config)]
-  found += config.agent.problems(config)
+  found = list(checks.interval_problems(known, flat(config)))
+  if not found:  # the others compute with these numbers
+    found = [*checks.problems(config), *config.agent.problems(config)]
   if found:
     raise ConfigError("\n".join(found))

@@ -1,5 +1,6 @@
 """A FIFO queue of trajectories: consecutive windows of each lane, each trained on once."""
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -15,35 +16,65 @@ class TrajectoryQueue:
 
   Windows of a lane are contiguous: window i is slots i * length .. (i+1) * length, the last of
   which is the first of window i + 1. They cross episode boundaries. Lanes with complete windows
-  take turns; evicted windows are skipped.
+  take turns.
+
+  Evicted windows are skipped. So are the oldest ones when there are more than the learner will
+  take: an episode's end is a slot but no agent step, so lanes fill more windows than agent steps
+  account for, and the queue would grow and its windows age.
 
   Args:
     store: of the slots.
     length: T, slots per window.
+    stack: S, frames in an observation; those of a window's first slot must be stored too.
+    pace: windows that the learner takes per agent step, at most 1/T; inf: skip evicted ones only.
   """
 
-  def __init__(self, store: LaneStore, length: int):
-    if store.capacity < 2 * length + 1:
+  def __init__(self, store: LaneStore, length: int, *, stack: int = 1, pace: float = math.inf):
+    if store.capacity < 2 * length + stack:
       raise ValueError(
-        f"capacity must be at least {2 * length + 1} slots per lane (two trajectories), "
+        f"capacity must be at least {2 * length + stack} slots per lane (two trajectories), "
         f"got {store.capacity}"
       )
-    self._store, self._length = store, length
+    self._store, self._length, self._stack, self._pace = store, length, stack, pace
     self._next = np.zeros(store.lanes, np.int64)  # start of each lane's next window
+    self._pending: set[tuple[int, int]] = set()  # (lane, start) of those selected, not trained on
     self._turn = np.arange(store.lanes)  # order in which lanes are visited
-    self.skipped = 0  # windows evicted before they were trained on
+    self._skipped = 0  # windows
 
   def _complete(self) -> np.ndarray:
     """Number of complete windows of each lane, [L]."""
-    behind = np.maximum(self._store.tail - self._next, 0)
-    lost = -(-behind // self._length)
-    self.skipped += int(lost.sum())
-    self._next += lost * self._length
     return np.maximum(self._store.head - 1 - self._next, 0) // self._length
+
+  def _take(self, n: int) -> tuple[list[int], list[int]]:
+    """Lanes and first slots of the next n windows, or of all that are complete."""
+    complete = self._complete()
+    lanes: list[int] = []
+    times: list[int] = []
+    while len(lanes) < n and complete.any():
+      for lane in self._turn[complete[self._turn] > 0][: n - len(lanes)].tolist():
+        lanes.append(lane)
+        times.append(int(self._next[lane]))
+        complete[lane] -= 1
+        self._next[lane] += self._length
+        self._turn = np.append(self._turn[self._turn != lane], lane)
+    return lanes, times
+
+  def _skip(self) -> None:
+    """Skips evicted and surplus windows."""
+    store = self._store
+    behind = np.where(store.tail > 0, store.tail + self._stack - 1, 0) - self._next
+    lost = -(-np.maximum(behind, 0) // self._length)
+    self._next += lost * self._length
+    self._skipped += int(lost.sum())
+    if store.num_transitions:
+      filled = store.head.sum() / self._length - store.lanes  # each lane's last may be incomplete
+      surplus = filled - store.num_transitions * self._pace - self._skipped
+      self._skipped += len(self._take(math.floor(max(surplus, 0)))[0])
 
   @property
   def count(self) -> int:
     """Complete windows in all lanes."""
+    self._skip()
     return int(self._complete().sum())
 
   def ready(self, n: int) -> bool:
@@ -54,32 +85,39 @@ class TrajectoryQueue:
     """No-op: complete windows are counted from the heads."""
 
   def select(self, n: int, rng: np.random.Generator) -> Selection:
-    """The next n windows. Raises ValueError if fewer are complete."""
-    complete = self._complete()
-    if complete.sum() < n:
-      raise ValueError(f"requested {n} trajectories, only {complete.sum()} are complete")
-    lanes: list[int] = []
-    times: list[int] = []
-    while len(lanes) < n:
-      for lane in self._turn.copy():
-        if complete[lane] and len(lanes) < n:
-          lanes.append(int(lane))
-          times.append(int(self._next[lane]))
-          complete[lane] -= 1
-          self._next[lane] += self._length
-          self._turn = np.append(self._turn[self._turn != lane], lane)
+    """The next n windows. Raises ValueError if fewer are complete.
+
+    Windows evicted since `ready` returned True are included: it stays true until `select`.
+    """
+    complete = self._complete().sum()
+    if complete < n:
+      raise ValueError(f"requested {n} trajectories, only {complete} are complete")
+    lanes, times = self._take(n)
+    self._pending.update(zip(lanes, times, strict=True))
     return Selection(np.array(lanes, np.int32), np.array(times, np.int64), np.ones(n))
 
   def update(self, selection: Selection, priority: np.ndarray, step: int) -> None:
-    """No-op: trajectories have no priority."""
+    """Records that the windows were trained on."""
+    self._pending -= set(zip(selection.lane.tolist(), selection.time.tolist(), strict=True))
+    self._pending = {(l, time) for l, time in self._pending if time >= self._store.tail[l]}
 
   def stats(self, learner_step: int) -> dict[str, float]:
-    """Complete windows not yet used, and windows lost to eviction."""
-    return {QUEUED: float(self.count), SKIPPED: float(self.skipped)}
+    """Complete windows not yet used, and windows skipped."""
+    return {QUEUED: float(self.count), SKIPPED: float(self._skipped)}
 
   def state_dict(self) -> dict[str, np.ndarray]:
-    """The position in each lane, and the order of the lanes."""
-    return {"queue_next": self._next.copy(), "queue_turn": self._turn.copy()}
+    """The position in each lane, the order of the lanes, and the number of skipped windows.
+
+    Windows selected but not trained on are selected again after a restart.
+    """
+    start = self._next.copy()
+    for lane, time in self._pending:
+      start[lane] = min(start[lane], time)
+    return {
+      "queue_next": start,
+      "queue_turn": self._turn.copy(),
+      "queue_skipped": np.array([self._skipped], np.int64),
+    }
 
   def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
     """Restores `state_dict`. Raises ValueError if it is of other lanes."""
@@ -88,3 +126,4 @@ class TrajectoryQueue:
         f"state has {len(state['queue_next'])} lanes, this replay has {len(self._next)}"
       )
     self._next, self._turn = state["queue_next"].copy(), state["queue_turn"].copy()
+    self._skipped = int(state["queue_skipped"][0])

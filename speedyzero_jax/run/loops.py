@@ -10,7 +10,7 @@ from collections.abc import Callable
 from speedyzero_jax.metrics import names
 from speedyzero_jax.run import steps
 from speedyzero_jax.run.batch_pipeline import PreparedBatch
-from speedyzero_jax.run.experiment import Experiment
+from speedyzero_jax.run.experiment import Experiment, TrainingError
 from speedyzero_jax.run.rate_limiter import Stopped
 from speedyzero_jax.workers.learner import StepResult
 from speedyzero_jax.workers.sweeper import Sweeper
@@ -33,6 +33,7 @@ def _lockstep(experiment: Experiment) -> None:
   limiter = experiment.limiter
   while not limiter.finished and not limiter.stopping:
     if not (limiter.may_learn() and experiment.pipeline.ready()):
+      _check_supply(experiment, limiter.learner_steps)
       experiment.collector.collect()
       continue
     for sweeper in experiment.sweepers:
@@ -42,6 +43,17 @@ def _lockstep(experiment: Experiment) -> None:
     prepared = steps.draw(experiment, step)
     steps.settle(experiment, prepared, steps.learn(experiment, prepared), step)
     steps.bookkeeping(experiment)
+
+
+def _check_supply(experiment: Experiment, step: int) -> None:
+  """Raises TrainingError if learner step `step` (from 0) will never have a batch."""
+  if experiment.limiter.collected and not experiment.pipeline.ready():
+    config, count = experiment.own, experiment.replay.selector.count
+    raise TrainingError(
+      f"all {config.run.env_steps} agent steps are collected, but of the samples for learner step "
+      f"{step + 1} of {config.learner.steps} only {count} of {config.learner.batch_size} exist; "
+      "set run.env_steps higher or learner.steps lower"
+    )
 
 
 class _Overlapped:
@@ -116,11 +128,14 @@ class _Overlapped:
     experiment, limiter = self._experiment, self._limiter
 
     def may_draw() -> bool:
-      due = limiter.may_draw(self._drawn) and experiment.pipeline.ready()
-      return due and len(self._ready) < experiment.config.learner.prefetch
+      if len(self._ready) >= experiment.config.learner.prefetch:
+        return False
+      due = limiter.may_draw(self._drawn)
+      return due and (limiter.collected or experiment.pipeline.ready())
 
     while self._drawn < experiment.config.learner.steps:
       limiter.wait_until(may_draw)
+      _check_supply(experiment, self._drawn)
       self._ready.append(steps.draw(experiment, self._drawn))
       self._drawn += 1
       limiter.notify()

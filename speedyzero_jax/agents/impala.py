@@ -1,0 +1,292 @@
+"""IMPALA (Espeholt et al. 2018): an actor-critic on trajectories in the order they are collected.
+
+V-trace corrects for the policy lag, which is bounded. With R agent steps per learner step, in one
+process, a slot is trained on at most
+
+    actor.weights_interval + (slack + replay.capacity + actor.lanes + 1) / R
+
+learner steps after those of the weights that acted in it: the rate limiter lets collection be
+`slack` agent steps ahead, and the ring evicts what waits for longer than its capacity.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from speedyzero_jax.agents.base import (
+  AXIS,
+  ActInputs,
+  ActOutput,
+  Arrays,
+  LossOutput,
+  Task,
+  Variables,
+  Window,
+  Work,
+)
+from speedyzero_jax.config.fields import opt
+from speedyzero_jax.config.schema import AgentConfig, Config
+from speedyzero_jax.ops.torsos import TorsoConfig, make_torso, observe, pure, torso_problems
+from speedyzero_jax.ops.vtrace import vtrace
+from speedyzero_jax.replay.replay import Replay, Selection
+from speedyzero_jax.replay.schema import Column, make_schema
+from speedyzero_jax.replay.storage import LaneStore, take
+from speedyzero_jax.replay.trajectory_queue import TrajectoryQueue
+from speedyzero_jax.types import Params
+
+# Means over the actions trained on.
+LOSS_POLICY = "losses/policy"
+LOSS_VALUE = "losses/value"  # half the squared error
+ENTROPY = "losses/policy_entropy"  # nats
+RATIO = "losses/importance_ratio"  # min(rho_bar, pi / mu)
+TRAINED_LAG_MEAN = "stats/trained_lag_mean"  # learner steps since the weights that chose them
+TRAINED_LAG_MAX = "stats/trained_lag_max"
+
+
+@dataclasses.dataclass(frozen=True)
+class NetworkConfig(TorsoConfig):
+  """The network of policy and value."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+  """Trajectories, V-trace and the terms of the loss."""
+
+  unroll_length: int = opt(20, "T, slots per trajectory (IMPALA: 20 on Atari, 100)", "[1, 10000]")
+  vtrace_lambda: float = opt(1.0, "mixes multi-step with one-step returns (IMPALA: 1)", "[0, 1]")
+  rho_bar: float = opt(
+    1.0, "largest importance ratio of a temporal difference (IMPALA: 1)", "(0, 1e9]"
+  )
+  c_bar: float = opt(1.0, "largest importance ratio of a trace (IMPALA: 1)", "(0, 1e9]")
+  rho_bar_pg: float = opt(
+    1.0, "largest importance ratio in the policy gradient (IMPALA: 1)", "(0, 1e9]"
+  )
+  value_coefficient: float = opt(
+    0.5, "weight of half the squared error of the value (IMPALA: 0.5)", "[0, 1e6]"
+  )
+  entropy_coefficient: float = opt(
+    0.01, "weight of the policy's entropy (IMPALA: 0.01 on Atari)", "[0, 1e6]"
+  )
+  reduction: Literal["mean", "sum"] = opt(
+    "mean",
+    "over the actions of a batch: mean (as SEED RL and acme do) or sum (IMPALA's code, cleanba)",
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class ImpalaConfig(AgentConfig):
+  """The sections and their constraints."""
+
+  name: ClassVar[str] = "impala"
+  network: NetworkConfig = NetworkConfig()
+  loss: LossConfig = LossConfig()
+
+  def problems(self, config: Config) -> Iterable[str]:
+    yield from torso_problems(self.network, config.env)
+    actor, learner, length = config.actor, config.learner, self.loss.unroll_length
+    if learner.tail_steps:
+      yield (
+        "learner.tail_steps: must be 0, as trajectories are trained on while they come, "
+        f"got {learner.tail_steps}"
+      )
+    if actor.random_steps:
+      yield (
+        "actor.random_steps: must be 0, as trajectories of random play would be trained on late, "
+        f"got {actor.random_steps}"
+      )
+    # Up to T agent steps of each lane do not fill a trajectory.
+    trajectories = max(config.run.env_steps - actor.lanes * length, 0) // length
+    if learner.steps > trajectories // learner.batch_size:
+      yield (
+        f"learner.steps: must be at most {trajectories // learner.batch_size}, as run.env_steps "
+        f"({config.run.env_steps}) give {trajectories} trajectories of loss.unroll_length "
+        f"({length}) in {actor.lanes} lanes, {learner.batch_size} a learner step; "
+        f"got {learner.steps}"
+      )
+    least = least_capacity(config, length)
+    if 0 < config.replay.capacity < least:
+      yield (
+        f"replay.capacity: must be 0 or at least {least}, for trajectories that wait while actors "
+        f"are ahead of the learner, got {config.replay.capacity}"
+      )
+
+
+def least_capacity(config: Config, length: int) -> int:
+  """Slots with which no lane evicts a trajectory of this length that the run will need.
+
+  Collection is ahead of the learner by the rate limiter's slack, or by what all lanes need to fill
+  their first trajectories. Lanes take turns, so one may have a trajectory more than another; one
+  may be incomplete, and one have lost its start.
+  """
+  lanes, batch = config.actor.lanes, config.learner.batch_size
+  slack = max(2 * lanes, 2 * -(-config.run.env_steps // config.learner.steps))
+  ahead = max(slack, (lanes + batch) * length)
+  return ahead + lanes * (3 * length + config.env.frame_stack)
+
+
+AGENT_CONFIG = ImpalaConfig
+
+
+class ActorCritic(nnx.Module):
+  """Observations [B, H, W, C] -> logits [B, A], values [B]."""
+
+  def __init__(
+    self, config: NetworkConfig, shape: tuple[int, int, int], actions: int, rngs: nnx.Rngs
+  ):
+    self.torso = make_torso(config, shape, rngs)
+    zeros = nnx.initializers.zeros  # all actions are alike at first
+    self.policy = nnx.Linear(config.hidden, actions, kernel_init=zeros, rngs=rngs)
+    self.value = nnx.Linear(config.hidden, 1, rngs=rngs)
+
+  def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    features = self.torso(x)
+    return self.policy(features), self.value(features)[:, 0]
+
+
+class Impala:
+  """See `agents.base.Agent`.
+
+  Args:
+    config: of the learner process.
+    frame_shape: [H, W, C].
+    frame_dtype: of the frames.
+    actions: A.
+  """
+
+  target_interval = 0
+  synchronised = True  # there are no batch statistics
+  subscriptions: ClassVar[dict[str, int]] = {}
+  tasks: ClassVar[dict[str, Task]] = {}
+
+  def __init__(
+    self, config: Config, frame_shape: tuple[int, ...], frame_dtype: Any, actions: int
+  ):
+    own: ImpalaConfig = config.agent
+    self._loss, self._stack = own.loss, config.env.frame_stack
+    self._discount = config.env.discount
+    self._pace = config.learner.steps * config.learner.batch_size / config.run.env_steps
+    height, width, channels = frame_shape
+    shape = (height, width, channels * self._stack)
+    self._network = pure(lambda rngs: ActorCritic(own.network, shape, actions, rngs))
+    # In slots played at random the logits are 0: a uniform policy.
+    self.schema = make_schema(
+      frame_shape, frame_dtype, actions, (Column("logits", "float32", (actions,)),)
+    )
+    self.window = Window(after=own.loss.unroll_length, within_episode=False)
+    self.lookahead = 2 * own.loss.unroll_length  # the least that a queue works with
+
+  # --- device
+
+  def init(self, key: jax.Array) -> Variables:
+    return Variables(self._network.init(key), ())
+
+  def initial_core(self, n: int) -> Any:
+    return ()
+
+  def act(
+    self,
+    variables: Variables,
+    inputs: ActInputs,
+    key: jax.Array,
+    progress: jax.Array,
+    *,
+    explore: bool,
+  ) -> ActOutput:
+    logits, _ = self._network.apply(variables.params, observe(inputs.frames))
+    action = jax.random.categorical(key, logits) if explore else jnp.argmax(logits, axis=-1)
+    return ActOutput(action.astype(jnp.int32), {"logits": logits}, ())
+
+  def loss(
+    self,
+    params: Params,
+    batch_stats: Params,
+    target: Params,
+    batch: Arrays,
+    keys: jax.Array,
+  ) -> tuple[jax.Array, LossOutput]:
+    config, acted = self._loss, batch["acted_mask"]
+    logits, value = self._unrolled(params, batch)
+    log_policy = jax.nn.log_softmax(logits[:, :-1])
+    log_chosen = _chosen(log_policy, batch["action"])
+    log_behaviour = _chosen(jax.nn.log_softmax(batch["logits"]), batch["action"])
+    ratio = jnp.where(acted > 0, jnp.exp(log_chosen - log_behaviour), 0)
+    returns = jax.vmap(
+      partial(
+        vtrace,
+        lambda_=config.vtrace_lambda,
+        rho_bar=config.rho_bar,
+        c_bar=config.c_bar,
+        rho_bar_pg=config.rho_bar_pg,
+      )
+    )(batch["reward"], batch["discount"], value, ratio)
+    count = jnp.maximum(jax.lax.pmean(jnp.sum(acted), AXIS), 1)  # on each device, on average
+
+    def mean(x: jax.Array) -> jax.Array:
+      return jnp.sum(x * acted) / count
+
+    policy = mean(-log_chosen * returns.advantages)
+    error = mean(0.5 * (returns.targets - value[:, :-1]) ** 2)
+    entropy = mean(-jnp.sum(jnp.exp(log_policy) * log_policy, axis=-1))
+    loss = policy + config.value_coefficient * error - config.entropy_coefficient * entropy
+    if config.reduction == "sum":
+      loss *= count * jax.lax.axis_size(AXIS)
+    clipped = mean(jnp.minimum(ratio, config.rho_bar))
+    metrics = {LOSS_POLICY: policy, LOSS_VALUE: error, ENTROPY: entropy, RATIO: clipped}
+    return loss, LossOutput(batch_stats, metrics, jnp.zeros(len(acted)))
+
+  def _unrolled(self, params: Params, batch: Arrays) -> tuple[jax.Array, jax.Array]:
+    """Logits [B, T+1, A] and values [B, T+1]."""
+    # Places outside the frames are those of evicted samples, which count for nothing.
+    stacked = jax.vmap(lambda frames, at: frames.at[at].get(mode="clip"))(
+      batch["frames"], batch["stack"]
+    )
+    size, slots = stacked.shape[:2]
+    observation = observe(stacked.reshape(size * slots, *stacked.shape[2:]))
+    logits, value = self._network.apply(params, observation)
+    return logits.reshape(size, slots, -1), value.reshape(size, slots)
+
+  # --- host
+
+  def make_selector(self, store: LaneStore) -> TrajectoryQueue:
+    return TrajectoryQueue(store, self._loss.unroll_length, stack=self._stack, pace=self._pace)
+
+  def batch_work(self, replay: Replay, selection: Selection) -> list[Work]:
+    return []
+
+  def assemble(
+    self, replay: Replay, selection: Selection, learner_step: int
+  ) -> tuple[Arrays, dict[str, float]]:
+    store = replay.store
+    present, time = replay.present(selection.lane, selection.time)
+    times = time[:, None] + np.arange(self._loss.unroll_length + 1)
+    flat = store.flat(selection.lane[:, None], times)
+    now, following = flat[:, :-1], flat[:, 1:]
+    action = take(store.action, now)
+    acted = (action >= 0) & present[:, None]
+    lag = (learner_step - take(store["step"], now))[acted]
+    batch = {
+      "action": np.maximum(action, 0),
+      "reward": take(store.reward, now),
+      "discount": np.where(take(store.terminated, following), 0, self._discount).astype(np.float32),
+      "logits": take(store["logits"], now),
+      "acted_mask": acted.astype(np.float32),
+    }
+    info = {TRAINED_LAG_MEAN: float(lag.mean()), TRAINED_LAG_MAX: float(lag.max())}
+    return batch, info if lag.size else {}
+
+  def label(self, program: str) -> str:
+    return "policy and value"
+
+
+def _chosen(values: jax.Array, action: jax.Array) -> jax.Array:
+  """values [..., A] of the actions [...]."""
+  return jnp.take_along_axis(values, action[..., None], axis=-1)[..., 0]
+
+
+make_agent = Impala

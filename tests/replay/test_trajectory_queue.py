@@ -1,0 +1,175 @@
+"""The trajectory queue: order, eviction, pace and restarts, against the slots that were appended."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from speedyzero_jax.replay.replay import Selection
+from speedyzero_jax.replay.schema import make_schema
+from speedyzero_jax.replay.storage import LaneStore
+from speedyzero_jax.replay.trajectory_queue import QUEUED, SKIPPED, TrajectoryQueue
+from speedyzero_jax.types import Segment
+
+_SCHEMA = make_schema((1, 1, 1), "uint8", 2)
+_RNG = np.random.default_rng(0)
+
+
+def append(store, lane, ends):
+  """Slots of a lane; `ends` [n] says which are the last of their episodes."""
+  n, head = len(ends), int(store.head[lane])
+  closed = head == 0 or store.action[lane, (head - 1) % store.capacity] < 0
+  arrays = {c.name: np.zeros((n, *c.shape), c.dtype) for c in _SCHEMA.columns}
+  arrays["first"] = np.array([closed, *ends[:-1]])
+  arrays["truncated"] = np.array(ends)
+  arrays["action"] = np.where(ends, -1, 0).astype(np.int32)
+  store.append([Segment.of(lane, head, arrays)])
+
+
+def append_some(store, rng, longest):
+  """Slots of a random lane; an episode ends after ten of them on average."""
+  lane, n = int(rng.integers(store.lanes)), int(rng.integers(1, longest + 1))
+  append(store, lane, (rng.random(n) < 0.1).tolist())
+
+
+def windows(selection):
+  return list(zip(selection.lane.tolist(), selection.time.tolist(), strict=True))
+
+
+def trained(queue, selection):
+  queue.update(selection, np.zeros(len(selection.lane)), 0)
+
+
+sizes = st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(0, 2**32 - 1))
+
+
+@given(sizes)
+def test_every_window_once_and_lanes_take_turns(size):
+  lanes, length, seed = size
+  rng = np.random.default_rng(seed)
+  store = LaneStore(_SCHEMA, lanes, 1000)
+  queue = TrajectoryQueue(store, length)
+  found = []
+  for _ in range(30):
+    append_some(store, rng, 3 * length)
+    n = int(rng.integers(1, 4))
+    expected = sum(max(head - 1, 0) // length for head in store.head.tolist()) - len(found)
+    assert queue.count == expected and queue.ready(n) == (expected >= n)
+    if not queue.ready(n):
+      with pytest.raises(ValueError, match=f"requested {n} trajectories, only {expected}"):
+        queue.select(n, rng)
+      continue
+    selected = windows(queue.select(n, rng))
+    for i, (lane, _) in enumerate(selected):  # nobody twice while another waits
+      passed = selected[:i][::-1]
+      since = passed[: [l for l, _ in passed].index(lane)] if lane in dict(passed) else None
+      if since is not None:
+        for other in range(lanes):
+          taken = sum(l == other for l, _ in found + selected[:i])
+          waits = (store.head[other] - 1) // length > taken
+          assert not waits or other in dict(since) or other == lane
+    found += selected
+  for lane in range(lanes):
+    times = [time for l, time in found if l == lane]
+    assert times == [i * length for i in range(len(times))]
+  assert queue.stats(0) == {QUEUED: queue.count, SKIPPED: 0}
+
+
+@given(sizes, st.integers(1, 3), st.integers(0, 9))
+def test_no_window_is_selected_whose_frames_are_evicted(size, stack, spare):
+  lanes, length, seed = size
+  rng = np.random.default_rng(seed)
+  store = LaneStore(_SCHEMA, lanes, 2 * length + stack + spare)
+  queue = TrajectoryQueue(store, length, stack=stack)
+  found = []
+  for _ in range(40):
+    append_some(store, rng, 2 * length)
+    if queue.ready(1) and rng.random() < 0.3:
+      selection = queue.select(1, rng)
+      ((lane, time),) = windows(selection)
+      assert time % length == 0 and time + length < store.head[lane]
+      assert time - (stack - 1) >= store.tail[lane] or store.tail[lane] == 0
+      assert (lane, time) not in found
+      trained(queue, selection)
+      found.append((lane, time))
+  queue.ready(1)
+  passed = sum(queue.state_dict()["queue_next"]) // length
+  assert passed == len(found) + queue.stats(0)[SKIPPED]
+
+
+@given(sizes, st.floats(0.3, 1))
+def test_windows_beyond_the_pace_are_skipped_and_no_others(size, share):
+  lanes, length, seed = size
+  rng = np.random.default_rng(seed)
+  store = LaneStore(_SCHEMA, lanes, 2000)
+  pace = share / length
+  queue, found, oldest = TrajectoryQueue(store, length, pace=pace), 0, np.zeros(lanes)
+  for _ in range(60):
+    append_some(store, rng, 2 * length)
+    needed, complete = store.num_transitions * pace, ((store.head - 1) // length).clip(0).sum()
+    available = queue.count + found
+    assert available <= needed + lanes + 1
+    assert available >= min(needed, complete) - 1e-9
+    assert queue.stats(0)[SKIPPED] == complete - available
+    if queue.ready(1):
+      ((lane, time),) = windows(queue.select(1, rng))
+      assert time >= oldest[lane]
+      oldest[lane], found = time + length, found + 1
+
+
+@given(sizes, st.booleans())
+def test_a_restart_repeats_what_was_not_trained_on(size, finished):
+  lanes, length, seed = size
+  rng = np.random.default_rng(seed)
+  store = LaneStore(_SCHEMA, lanes, 300)
+  queue = TrajectoryQueue(store, length, pace=0.8 / length)
+  last = None
+  for _ in range(30):
+    append_some(store, rng, 2 * length)
+    if queue.ready(2):
+      if last is not None:
+        trained(queue, last)
+      last = queue.select(2, rng)
+  if last is not None and finished:
+    trained(queue, last)
+  state, again = queue.state_dict(), TrajectoryQueue(store, length, pace=0.8 / length)
+  again.load_state_dict(state)
+  n = queue.count
+  rest = windows(queue.select(n, rng))
+  if finished or last is None:
+    assert again.count == n and windows(again.select(n, rng)) == rest
+    return
+  repeated = windows(again.select(again.count, rng))
+  assert set(windows(last)) | set(rest) <= set(repeated)
+  assert all(repeated.index(window) < repeated.index((lane, time + length))
+             for window in windows(last) for lane, time in [window]
+             if (lane, time + length) in repeated)  # fmt: skip
+
+
+def test_what_is_ready_can_be_selected_although_evicted_meanwhile():
+  store = LaneStore(_SCHEMA, 1, 9)
+  queue = TrajectoryQueue(store, 3)
+  append(store, 0, [False] * 7)
+  assert queue.ready(2)
+  append(store, 0, [False] * 4)
+  assert windows(queue.select(2, _RNG)) == [(0, 0), (0, 3)]
+
+
+def test_impossible_sizes_and_states_of_other_lanes():
+  with pytest.raises(ValueError, match="capacity must be at least 10 slots per lane"):
+    TrajectoryQueue(LaneStore(_SCHEMA, 1, 9), 4, stack=2)
+  queues = [TrajectoryQueue(LaneStore(_SCHEMA, lanes, 9), 4) for lanes in (2, 3)]
+  with pytest.raises(ValueError, match="state has 2 lanes, this replay has 3"):
+    queues[1].load_state_dict(queues[0].state_dict())
+
+
+def test_selections_have_lanes_times_and_no_probabilities():
+  store = LaneStore(_SCHEMA, 2, 20)
+  queue = TrajectoryQueue(store, 4)
+  for lane in (1, 0):
+    append(store, lane, [False] * 9)
+  selection = queue.select(3, _RNG)
+  assert isinstance(selection, Selection)
+  np.testing.assert_array_equal(selection.lane, [0, 1, 0])
+  np.testing.assert_array_equal(selection.time, [0, 0, 4])
+  np.testing.assert_array_equal(selection.probability, 1)
