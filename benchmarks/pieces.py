@@ -71,9 +71,7 @@ def make_agent(config: Config, frame: Frame, actions: int) -> Agent:
 
 def empty_replay(config: Config, agent: Agent) -> Replay:
   """The replay of a run with this configuration."""
-  return builders.make_replay(
-    config, agent, make_mesh(jax.local_devices()), lambda _: None, seed=0
-  )
+  return builders.make_replay(config, agent, make_mesh(jax.local_devices()), lambda _: None, seed=0)
 
 
 class Player:

@@ -28,9 +28,7 @@ class Table:
     self._repeat, self._median, self._peak = repeat, median_seconds, peak
     self.rows: list[dict[str, Any]] = []
 
-  def add(
-    self, piece: str, size: int, call: Callable[[], Any], *forms: Any, **more: int
-  ) -> None:
+  def add(self, piece: str, size: int, call: Callable[[], Any], *forms: Any, **more: int) -> None:
     """Times a call of programs that handles `size` samples, roots, states or agent steps."""
     seconds = self._median(call, self._repeat, float("inf"))
     row = {"piece": piece, "size": size, **more, "median_s": seconds, "per_second": size / seconds}
