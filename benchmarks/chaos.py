@@ -3,12 +3,12 @@
     python benchmarks/chaos.py --minutes 10 --every 5 --out benchmarks/results/chaos.json
 
 A hook in the actor processes (`witness/`) records every acknowledged segment in a file outside the
-run; all of them must be in the journals at the end. The journals are also read after each kill:
-segments found once must still be there, unchanged, at each later look. `lost` counts violations of
-either kind, `repeated` slots stored twice. When the time is up the run must finish by itself with
-all agent steps. Segments collected by a learner without actors are covered by the journals only.
+run; all of their slots must be in the journals at the end. The journals are also read after each
+kill: rows found once must still be there, unchanged, at each later look. `lost` counts violations
+of either kind, `repeated` slots stored twice. When the time is up the run must finish by itself
+with all agent steps. Segments of a learner without actors are covered by the journals only.
 
-All checkpoints are kept, because a journal drops what every kept checkpoint holds.
+The replay evicts nothing, because journals drop what it has evicted.
 """
 
 import argparse
@@ -31,8 +31,8 @@ from typing import Any
 from common import ROOT, parser_of, write
 from runs import ENV_STEPS, read_metrics
 
-PROCESSES = "learner=2,actor=2,reanalyser=2"
-Segments = dict[tuple[int, int, int], tuple[int, int]]  # (unit, lane, first slot): (slots, CRC)
+PROCESSES = "learner=2,actor=2,refresher=2"
+Rows = dict[tuple[int, int, int], tuple[int, int]]  # (unit, lane, first slot): (slots, CRC)
 
 
 @contextlib.contextmanager
@@ -57,9 +57,13 @@ def journals(folder: Path, learners: int) -> list[Path]:
   return [path / "journal.sqlite" for path in folders]
 
 
-def stored(folder: Path, learners: int) -> tuple[Segments, int]:
-  """Segments in the journals and slots stored twice; reads copies, since the run holds locks."""
-  found: Segments = {}
+def stored(folder: Path, learners: int) -> tuple[Rows, int]:
+  """Rows written to the journals, and slots stored twice.
+
+  Reads copies, since the run holds locks, with the write-ahead log, where newer rows still are.
+  Segments that a learner has buffered but not flushed, hence not acknowledged, are not included.
+  """
+  found: Rows = {}
   repeated = 0
   for unit, journal in enumerate(journals(folder, learners)):
     with tempfile.TemporaryDirectory() as copy:
@@ -84,13 +88,24 @@ def acknowledged(path: Path, learners: int) -> dict[tuple[int, int, int], int]:
   return {((process - learners) % learners, *at): size for process, *at, size in rows}
 
 
+def missing(segments: dict[tuple[int, int, int], int], rows: Rows) -> int:
+  """Segments with a slot in no row; a row may hold several segments."""
+
+  def slots(start: tuple[int, int, int], size: int) -> set[tuple[int, int, int]]:
+    unit, lane, first = start
+    return {(unit, lane, first + i) for i in range(size)}
+
+  held = set().union(*(slots(start, size) for start, (size, _) in rows.items()))
+  return sum(not slots(start, size) <= held for start, size in segments.items())
+
+
 class Chaos:
   """A supervised run, kills of its processes, and what its journals held after each."""
 
   def __init__(self, process: subprocess.Popen[bytes], folder: Path, learners: int):
     self._process, self._folder, self._learners = process, folder, learners
     self.kills: collections.Counter[str] = collections.Counter()
-    self.seen: Segments = {}
+    self.seen: Rows = {}
     self.lost = self.repeated = 0
 
   def children(self) -> list[dict[str, Any]]:
@@ -116,7 +131,7 @@ class Chaos:
     self.compare()
 
   def compare(self) -> None:
-    """Looks for segments that have gone or changed since they were first seen."""
+    """Looks for rows that have gone or changed since they were first seen."""
     learners = [c["pid"] for c in self.children() if c["pid"] and _kind(c) == "learner"]
     with stopped(learners):
       now, repeated = stored(self._folder, self._learners)
@@ -155,7 +170,7 @@ def main() -> int:
       sys.executable, str(ROOT / "launch/multihost.py"), "--config", "quickstart",
       "--processes", arguments.processes, f"run.dir={folder}",
       f"run.env_steps={arguments.env_steps}", f"learner.steps={arguments.env_steps // 4}",
-      "evaluation.at_end=false", "run.checkpoint_interval=200", "run.keep_checkpoints=1000",
+      "evaluation.at_end=false", "run.checkpoint_interval=200", "replay.capacity=0",
     ]  # fmt: skip
     paths = [str(ROOT / "benchmarks/witness"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"WITNESS": str(witness), "PYTHONPATH": os.pathsep.join(paths)}
@@ -170,7 +185,6 @@ def main() -> int:
       process.terminate()
       process.wait()
     confirmed = acknowledged(witness, learners)
-    missing = sum(chaos.seen.get(key, (0, 0))[0] != size for key, size in confirmed.items())
     finished = process.returncode == 0
     rows = read_metrics(folder) if finished else []
     result = {
@@ -182,8 +196,8 @@ def main() -> int:
       "agent_steps": rows[-1][ENV_STEPS] if rows else None,
       "agent_steps_wanted": arguments.env_steps,
       "segments_acknowledged": len(confirmed),
-      "segments_stored": len(chaos.seen),
-      "lost": chaos.lost + missing,
+      "rows_stored": len(chaos.seen),
+      "lost": chaos.lost + missing(confirmed, chaos.seen),
       "repeated": chaos.repeated,
     }
     if not finished:

@@ -1,4 +1,4 @@
-"""Command-line types, timing, provenance and result files; standard library only."""
+"""Command-line types, provenance and result files; standard library only."""
 
 import argparse
 import datetime
@@ -10,8 +10,7 @@ import platform
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,16 +80,6 @@ def provenance() -> dict[str, Any]:
     "python": platform.python_version(),
     "versions": {package: _version(package) for package in _PACKAGES},
   }
-
-
-def seconds(call: Callable[[], Any], repeat: int) -> tuple[float, float]:
-  """Times `call`, which must block on its results: (first call, median of `repeat` more)."""
-  times = []
-  for _ in range(repeat + 1):
-    begin = time.perf_counter()
-    call()
-    times.append(time.perf_counter() - begin)
-  return times[0], statistics.median(times[1:])
 
 
 def spread(rows: Sequence[dict[str, Any]], key: str) -> tuple[float, float]:

@@ -1,9 +1,10 @@
-"""Pieces of the package behind a small interface, for speed.py, replay.py and peers.
+"""Parts of the package as a run has them, with random experience, for the other benchmarks.
 
 Apart from `witness/` this is the only module of the benchmarks that imports the package.
 """
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,28 +16,34 @@ sys.path.insert(0, str(ROOT))  # a clone works without being installed
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from speedyzero_jax.agents.efficientzero.inference import Inference
 
-from speedyzero_jax.agents.efficientzero.reanalyse import BatchReanalyser
+from speedyzero_jax.agents.base import Agent, Task, Work
 from speedyzero_jax.config import loader
-from speedyzero_jax.config.checks import VECTOR_GAMES
-from speedyzero_jax.config.schema import Config
-from speedyzero_jax.envs.batched_env import make_env
-from speedyzero_jax.replay.replay import Replay
-from speedyzero_jax.run import batch_pipeline
-from speedyzero_jax.run.builders import Game, enable_compilation_cache, make_replay
-from speedyzero_jax.run.profiler import search_cost
+from speedyzero_jax.config.schema import Config, ReplayConfig
+from speedyzero_jax.envs.batched_env import VECTOR_GAMES, make_env
+from speedyzero_jax.metrics.aggregation import PartTimes
+from speedyzero_jax.replay.replay import Replay, Selection
+from speedyzero_jax.run import builders
+from speedyzero_jax.run.batch_pipeline import BatchPipeline, PreparedBatch
+from speedyzero_jax.run.builders import enable_compilation_cache
 from speedyzero_jax.system import memory
-from speedyzero_jax.system.costs import cost_of, peak_flops
-from speedyzero_jax.types import LearnerBatch, Segment
+from speedyzero_jax.system.compilation import Form
+from speedyzero_jax.system.costs import median_seconds, peak_flops
+from speedyzero_jax.types import Segment
+from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.learner import Learner, make_mesh
-from speedyzero_jax.workers.weights import REANALYSER, WeightsStore
+from speedyzero_jax.workers.sweeper import TaskRunner, make_sweepers, write_results
+from speedyzero_jax.workers.weights import WeightsStore
 
 memory.keep_freed()  # as a run does
 
-__all__ = ["enable_compilation_cache", "peak_flops"]
+__all__ = [
+  "Segment", "Selection", "Work", "enable_compilation_cache", "make_sweepers", "median_seconds",
+  "peak_flops", "write_results",
+]  # fmt: skip
 Frame = tuple[int, int, int]  # H, W, C
 _EPISODE = 500  # mean length of random episodes, slots
+_SLOTS = 4096  # of the replay behind a single batch
 
 
 def load(
@@ -57,181 +64,131 @@ def atari_frame(parser: argparse.ArgumentParser, config: Config) -> Frame:
   return env.frame_size, env.frame_size, 1 if env.grayscale else 3
 
 
-def dtype_of(config: Config) -> str:
-  """The network's dtype."""
-  return config.agent.network.dtype
+def make_agent(config: Config, frame: Frame, actions: int) -> Agent:
+  """The configured agent for a game with these frames and so many actions."""
+  return builders.make_agent(config, builders.EnvSpec(frame, np.dtype(np.uint8), actions))
 
 
-def unroll_steps(config: Config) -> int:
-  """K: a sample has K + 1 states."""
-  return config.agent.loss.unroll_steps
-
-
-def _noise(config: Config, frame: Frame, actions: int) -> LearnerBatch:
-  """A random batch."""
-  rng, size = np.random.default_rng(0), config.learner.batch_size
-  steps = unroll_steps(config)
-  states, ones = (size, steps + 1), np.ones((size, steps), np.float32)
-  return LearnerBatch(
-    frames=rng.integers(0, 256, (size, config.env.frame_stack + steps, *frame), dtype=np.uint8),
-    action=rng.integers(0, actions, (size, steps)).astype(np.int32),
-    weight=rng.random(size).astype(np.float32),
-    value=rng.normal(size=states).astype(np.float32),
-    value_prefix=rng.normal(size=(size, steps)).astype(np.float32),
-    policy=rng.dirichlet(np.ones(actions), states).astype(np.float32),
-    value_mask=np.ones(states, np.float32),
-    prefix_mask=ones,
-    policy_mask=np.ones(states, np.float32),
-    consistency_mask=ones,
-  )
-
-
-class Training:
-  """A learner with a random batch.
-
-  Args:
-    config: of the run.
-    frame: shape of the game's frames.
-    actions: number of actions.
-    devices: that share the batch.
-    from_host: put the batch on the devices in every step, and fetch the result.
-  """
-
-  def __init__(
-    self,
-    config: Config,
-    frame: Frame,
-    actions: int,
-    devices: Sequence[jax.Device],
-    from_host: bool = False,
-  ):
-    observation = (*frame[:2], frame[2] * config.env.frame_stack)
-    self.learner = Learner(config, observation, actions, make_mesh(devices))
-    self._state = self.learner.init(jax.random.key(0))
-    self._batch: Any = _noise(config, frame, actions)
-    self._from_host, self._key = from_host, jax.random.key(1)
-    if not from_host:
-      self._batch = self.learner.put(self._batch)
-
-  @property
-  def variables(self) -> Any:
-    return self._state.variables
-
-  def step(self) -> None:
-    """One update; blocks until it is done."""
-    batch = self.learner.put(self._batch) if self._from_host else self._batch
-    self._state, result = self.learner.step(self._state, batch, self._key)
-    if self._from_host:
-      jax.device_get(result)
-    jax.block_until_ready(self._state)
-
-  def flops(self) -> float:
-    """FLOPs of a step on one device, by XLA's count."""
-    return cost_of(self.learner.lower(self._state, self._batch, self._key)).flops
-
-
-class Model:
-  """Search and value of a network that was just initialised."""
-
-  def __init__(self, config: Config, frame: Frame, actions: int, devices: Sequence[jax.Device]):
-    observation = (*frame[:2], frame[2] * config.env.frame_stack)
-    self._config, mesh = config, make_mesh(devices)
-    learner = Learner(config, observation, actions, mesh)
-    self._blueprint = learner.blueprint
-    self.variables = learner.init(jax.random.key(0)).variables
-    self.inference = Inference(config, learner.blueprint, mesh)
-    self._arguments = (jax.random.key(0), 1.0)
-
-  def search(self, frames: np.ndarray) -> Any:
-    """Searches each state of the windows [B, S-1+states, H, W, C]; results are in host memory."""
-    found = self.inference.search(self.variables, frames, *self._arguments, explore=True)
-    return jax.device_get(found)
-
-  def value(self, frames: np.ndarray) -> np.ndarray:
-    """The network's values of the states, in host memory."""
-    return jax.device_get(self.inference.value(self.variables, frames))
-
-  def search_flops(self, frames: np.ndarray) -> float:
-    """FLOPs of a search on one device, by XLA's count."""
-    lowered = self.inference.search.lower(self.variables, frames, *self._arguments, explore=True)
-    roots = -(-len(frames) // self.inference.devices)
-    return search_cost(lowered, self._config, self._blueprint, self.variables, roots).flops
-
-
-def empty_replay(config: Config, frame: Frame, actions: int) -> Replay:
+def empty_replay(config: Config, agent: Agent) -> Replay:
   """The replay of a run with this configuration."""
-  game = Game(frame, np.dtype(np.uint8), actions)
-  return make_replay(config, game, make_mesh(jax.local_devices()), lambda _: None, seed=0)
-
-
-def segment(
-  lane: int,
-  start: int,
-  columns: dict[str, np.ndarray],
-  policy: np.ndarray,
-  value: np.ndarray,
-) -> Segment:
-  """Slots with these base columns (frame, first, terminated, action, reward, step).
-
-  `policy` and `value` are the search's, the latter also stands for the network's value.
-  """
-  truncated = np.zeros(len(value), bool)
-  agent = {"policy": policy, "search_value": value, "value": value}
-  return Segment.of(lane, start, {**columns, "truncated": truncated, **agent})
+  return builders.make_replay(config, agent, make_mesh(jax.local_devices()), lambda _: None, seed=0)
 
 
 class Player:
   """Random experience, in the order in which actors would append it."""
 
-  def __init__(self, lanes: int, frame: Frame, actions: int):
+  def __init__(self, agent: Agent, lanes: int):
     self.rng = np.random.default_rng(0)
-    self._heads, self._open = [0] * lanes, [False] * lanes
-    self._frame, self._actions = frame, actions
+    self._schema, self._heads, self._open = agent.schema, [0] * lanes, [False] * lanes
 
   def segments(self, n: int, step: int) -> list[Segment]:
     """The next n slots of each lane, with weights of learner step `step`."""
     return [self._segment(lane, n, step) for lane in range(len(self._heads))]
 
   def _segment(self, lane: int, n: int, step: int) -> Segment:
-    rng, start = self.rng, self._heads[lane]
+    rng, schema, start = self.rng, self._schema, self._heads[lane]
     end = rng.random(n) < 1 / _EPISODE
     begins, self._open[lane] = not self._open[lane], not end[-1]
     self._heads[lane] += n
     columns = {
-      "frame": rng.integers(0, 256, (n, *self._frame), np.uint8),
+      "frame": rng.integers(0, 256, (n, *schema.frame.shape), np.uint8),
       "first": np.concatenate([[begins], end[:-1]]),
       "terminated": end,
-      "action": np.where(end, -1, rng.integers(0, self._actions, n)).astype(np.int32),
+      "truncated": np.zeros(n, bool),
+      "action": np.where(end, -1, rng.integers(0, schema.num_actions, n)).astype(np.int32),
       "reward": rng.normal(size=n).astype(np.float32),
       "step": np.full(n, step, np.int32),
     }
-    policy = rng.random((n, self._actions), np.float32)
-    return segment(lane, start, columns, policy, rng.normal(size=n).astype(np.float32))
+    columns |= {x.name: rng.random((n, *x.shape), np.float32) for x in schema.extra}
+    return Segment.of(lane, start, columns)
 
 
-def filled_replay(config: Config, frame: Frame, actions: int) -> tuple[Replay, Player, int]:
+def filled_replay(config: Config, agent: Agent) -> tuple[Replay, Player, int]:
   """A full replay with varied priorities, and the learner step, 100."""
-  replay = empty_replay(config, frame, actions)
-  player = Player(config.actor.lanes, frame, actions)
+  replay, player = empty_replay(config, agent), Player(agent, config.actor.lanes)
   slots = config.replay.capacity
-  capacity = slots // config.actor.lanes
-  chunk = max(capacity // 100, 1)
-  for step in range(-(-capacity // chunk)):
+  chunk = max(slots // config.actor.lanes // 100, 1)
+  for step in range(-(-slots // config.actor.lanes // chunk)):
     replay.append_many(player.segments(chunk, step))
   for _ in range(20):
-    lane, at, _ = replay.sample(max(slots // 20, 1))
-    replay.set_priorities(lane, at, player.rng.exponential(size=len(lane)), 100)
+    selection = replay.select(max(slots // 20, 1))
+    replay.update(selection, player.rng.exponential(size=len(selection.lane)), 100)
   return replay, player, 100
 
 
-def batch_drawing(config: Config, replay: Replay, model: Model | None) -> Callable[[], Any]:
-  """Draws and assembles a batch with its frames; with a model, reanalysed first."""
-  reanalyse = None
-  if model is not None:
-    everywhere = NamedSharding(make_mesh(jax.local_devices()), PartitionSpec())
-    weights = WeightsStore({REANALYSER: 1}, everywhere, model.variables)
-    reanalyse = BatchReanalyser(config, model.inference, weights, jax.random.key(0))
-  return lambda: batch_pipeline.draw(config, replay, reanalyse, 0)
+class Model:
+  """The tasks of an agent with a network that was just initialised."""
+
+  def __init__(self, agent: Agent, frame_stack: int, devices: Sequence[jax.Device]):
+    mesh = make_mesh(devices)
+    self.agent, self.inference = agent, Inference(agent, frame_stack, mesh)
+    everywhere, key = NamedSharding(mesh, PartitionSpec()), jax.random.key(0)
+    self.weights = WeightsStore(agent.subscriptions, everywhere, jax.jit(agent.init)(key))
+
+  def run(self, task: str, frames: np.ndarray) -> dict[str, Any]:
+    """Results, in host memory, for the states of windows [B, S-1+n, H, W, C]."""
+    version = self.weights.latest(self.agent.tasks[task].subscription)
+    return self.inference.compute(version, task, frames, jax.random.key(0))
+
+  def prepare(self, task: str, frames: np.ndarray) -> Form:
+    """Compiles a task for such windows."""
+    version = self.weights.latest(self.agent.tasks[task].subscription)
+    return self.inference.tasks[task].prepare(version.variables, frames, jax.random.key(0))
+
+
+def batch_drawing(
+  config: Config, agent: Agent, replay: Replay, model: Model | None
+) -> Callable[[], PreparedBatch]:
+  """Draws and assembles a batch with its frames; with a model, its work is done first."""
+
+  def execute(works: list[Work], learner_step: int) -> None:
+    if model is not None:
+      runner = TaskRunner(agent, model.inference, replay, model.weights)
+      for work in works:
+        runner.run(work, jax.random.key(learner_step))
+
+  pipeline = BatchPipeline(agent, replay, config.learner.batch_size, execute, PartTimes())
+  return lambda: pipeline.draw(0)
+
+
+class Training:
+  """A learner with a batch of random experience.
+
+  Args:
+    config: of the run.
+    agent: made from it.
+    devices: that share the batch.
+    from_host: put the batch on the devices in every step, and fetch the result.
+  """
+
+  def __init__(
+    self, config: Config, agent: Agent, devices: Sequence[jax.Device], from_host: bool = False
+  ):
+    config = dataclasses.replace(config, replay=ReplayConfig(_SLOTS, "host"))
+    replay, _, _ = filled_replay(config, agent)
+    self._learner = Learner(config, agent, make_mesh(devices))
+    self._state = self._learner.init(jax.random.key(0))
+    self._batch = batch_drawing(config, agent, replay, None)().arrays
+    self._from_host, self._key = from_host, jax.random.key(1)
+    if not from_host:
+      self._batch = self._learner.put(self._batch)
+
+  def step(self) -> None:
+    """One update; blocks until it is done."""
+    batch = self._learner.put(self._batch) if self._from_host else self._batch
+    self._state, result = self._learner.step(self._state, batch, self._key)
+    if self._from_host:
+      jax.device_get(result)
+    jax.block_until_ready(self._state)
+
+  def prepare(self) -> Form:
+    """Compiles the step, for a batch on the devices."""
+    return self._learner.prepare(self._state, self._batch, self._key)
+
+
+def random_results(task: Task, work: Work, rng: np.random.Generator) -> dict[str, np.ndarray]:
+  """Numbers in place of a task's results."""
+  return {x.name: rng.random((*work.real.shape, *x.shape), np.float32) for x in task.results}
 
 
 def environment(config: Config, lanes: int, steps: int = 20) -> Callable[[], Any]:

@@ -3,7 +3,7 @@
     python benchmarks/replay.py --out benchmarks/results/replay.json          # a minute, 4 GB
     python benchmarks/replay.py --slots 100000 --repeat 5 --gather-slots 2000 # seconds
 
-The ring is full, so every append evicts. Frames are four bytes here, because a gather reads as many
+The ring is full, so every append evicts. Frames have 16 bytes here, because a gather reads as many
 frames from a large replay as from a small one. It is timed separately, on frames of the real size,
 in a replay of `--gather-slots`.
 """
@@ -13,70 +13,65 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 from common import parser_of, positive, write
 
 ACTIONS = 6
-TINY = (1, 1, 4)  # frame shape
+TINY = (4, 4, 1)  # frame shape
+BLOCK = 256  # states of a sweep's block
 
 Ready = Callable[[], Callable[[], Any]]  # prepares one execution; what it returns is timed
 
 
 def operations(
-  replay: Any, player: Any, begin: int, batch: int, states: int
+  replay: Any, agents: dict[str, Any], player: Any, begin: int, batch: int
 ) -> Iterator[tuple[str, Ready]]:
-  """Operations by name; `states` of a sample. Each execution advances the learner step."""
-  rng, clock = player.rng, iter(range(begin, 2**31))
+  """Operations by name, with agents by schedule. Each execution advances the learner step."""
+  import pieces
 
-  def values(n: int) -> np.ndarray:
-    return rng.normal(size=n).astype(np.float32)
+  rng, clock = player.rng, iter(range(begin, 2**31))
+  sweeping, of_batches = agents["sweep"], agents["batch"]
+  [sweeper] = pieces.make_sweepers(sweeping, actor_interval=10)
 
   def append() -> Callable[[], Any]:
     segments = player.segments(1, next(clock))
     return lambda: replay.append_many(segments)
 
-  def set_priorities() -> Callable[[], Any]:
-    lane, at, _ = replay.sample(batch)
-    error = values(batch)
-    return lambda: replay.set_priorities(lane, at, error, next(clock))
+  def assemble() -> None:
+    with replay.lock:
+      sweeping.assemble(replay, replay.select(batch), next(clock))
+
+  def update() -> Callable[[], Any]:
+    selection, error = replay.select(batch), rng.normal(size=batch)
+    return lambda: replay.update(selection, error, next(clock))
+
+  def writing(agent: Any, works: Callable[[], list[Any]]) -> Callable[[], Any]:
+    tasks = [(agent.tasks[work.task], work) for work in works()]
+    results = [pieces.random_results(task, work, rng) for task, work in tasks]
+
+    def run() -> None:
+      for work, found in zip(works(), results, strict=True):
+        pieces.write_results(replay, agent.tasks[work.task], work, found, step)
+
+    step = next(clock)
+    return run
 
   def reanalyse_batch() -> Callable[[], Any]:
-    lane, at, _ = replay.sample(batch)
-    policy, found = rng.random((batch * states, ACTIONS), np.float32), values(batch * states)
+    selection = replay.select(batch)
+    return writing(of_batches, lambda: of_batches.batch_work(replay, selection))
 
-    def run() -> None:
-      step = next(clock)
-      lanes, times = (x.reshape(-1) for x in replay.states_to_search(lane, at))
-      replay.write_search(lanes, times, policy, found, found, step)
-      lanes, times = (x.reshape(-1) for x in replay.states_to_bootstrap(lane, at))
-      replay.write_bootstrap(lanes, times, found, step)
-
-    return run
-
-  def sweep(n: int = 256) -> Callable[[], Any]:
-    policy, found, step = rng.random((n, ACTIONS), np.float32), values(n), next(clock)
-
-    def run() -> None:
-      lane, at = replay.next_block("reanalyse", n)
-      replay.write_search(lane, at, policy, found, found, step)
-      replay.write_values(lane, at, found, step)
-      replay.refresh_priorities(lane, at, step)
-
-    return run
+  def sweep() -> Callable[[], Any]:
+    return writing(sweeping, lambda: [sweeper.next(replay)])
 
   def due() -> Any:
-    return replay.quota("refresh", 512, 10**6), replay.oldest_step("refresh")
+    return sweeper.behind(replay, 100), sweeper.overdue(replay, 100)
 
   yield "append, one slot in each lane", append
-  yield f"sample {batch}", lambda: lambda: replay.sample(batch)
-  yield (
-    f"sample and make_batch {batch}, without frames",
-    lambda: lambda: replay.make_batch(*replay.sample(batch), next(clock)),
-  )
-  yield f"set_priorities {batch}", set_priorities
+  yield f"select {batch}", lambda: lambda: replay.select(batch)
+  yield f"select and assemble {batch}, without frames", lambda: assemble
+  yield f"update {batch} priorities", update
   yield f"batch reanalysis of {batch}: states and writes", reanalyse_batch
-  yield "sweep block of 256: states, writes, priorities", sweep
-  yield "due: quota and oldest_step", lambda: due
+  yield f"sweep block of {BLOCK}: states, writes, priorities", sweep
+  yield "due: quota and oldest step", lambda: due
   yield "stats", lambda: lambda: replay.stats(next(clock))
   yield "state_dict", lambda: replay.state_dict
 
@@ -97,8 +92,8 @@ def gather(replay: Any, unroll: int, window_bytes: int, batch: int, repeat: int)
   """Windows of a batch from host memory."""
 
   def windows() -> Callable[[], Any]:
-    lane, at, _ = replay.sample(batch)
-    return lambda: replay.windows(lane, at, after=unroll)
+    selection = replay.select(batch)
+    return lambda: replay.windows(selection.lane, selection.time, after=unroll)
 
   row = {"operation": f"windows of {batch}", "bytes": batch * window_bytes}
   return row | timed(windows, repeat)
@@ -111,22 +106,27 @@ def main() -> None:
   parser.add_argument("--lanes", type=positive, default=16)
   parser.add_argument("--batch", type=positive, default=2048)
   parser.add_argument("--repeat", type=positive, default=20)
-  parser.add_argument("--side", type=positive, default=96, help="of the RGB frames gathered")
+  parser.add_argument("--side", type=positive, default=96, help="of gathered RGB frames, in fours")
   parser.add_argument("--gather-slots", type=int, default=50_000, help="0: no gather")
   arguments = parser.parse_args()
   slow = max(arguments.repeat // 5, 1)
   import pieces  # imports jax and the package: not needed for --help
 
-  def config(slots: int) -> Any:
-    settings = ["replay.frames=host", f"replay.capacity={slots}", "reanalyse.ratio=1"]
-    settings += [f"actor.lanes={arguments.lanes}"]
-    return pieces.load(parser, ["efficientzero"], settings)
+  def config(slots: int, schedule: str = "sweep") -> Any:
+    settings = [f"replay.capacity={slots}", f"actor.lanes={arguments.lanes}"]
+    settings += ["network.downsample=4", "replay.frames=host", "refresh.enabled=true"]
+    settings += ["reanalyse.ratio=1", f"reanalyse.block={BLOCK}"]
+    settings.append(f"reanalyse.schedule={schedule}")
+    return pieces.load(parser, ["efficientzero", "sweep"], settings)
 
-  unroll = pieces.unroll_steps(config(arguments.slots[0]))
   rows: dict[str, list[dict[str, float]]] = {}
   for slots in arguments.slots:
-    replay, player, step = pieces.filled_replay(config(slots), TINY, ACTIONS)
-    for name, ready in operations(replay, player, step, arguments.batch, unroll + 1):
+    agents = {
+      schedule: pieces.make_agent(config(slots, schedule), TINY, ACTIONS)
+      for schedule in ("sweep", "batch")
+    }
+    replay, player, step = pieces.filled_replay(config(slots), agents["sweep"])
+    for name, ready in operations(replay, agents, player, step, arguments.batch):
       repeat = slow if name.startswith("stat") else arguments.repeat
       rows.setdefault(name, []).append({"slots": slots} | timed(ready, repeat))
     del replay, player
@@ -136,7 +136,9 @@ def main() -> None:
   gathered = None
   if arguments.gather_slots:
     large, frame = config(arguments.gather_slots), (arguments.side, arguments.side, 3)
-    replay, _, _ = pieces.filled_replay(large, frame, ACTIONS)
+    agent = pieces.make_agent(large, frame, ACTIONS)
+    replay, _, _ = pieces.filled_replay(large, agent)
+    unroll = agent.window.after
     window_bytes = (large.env.frame_stack + unroll) * 3 * arguments.side**2
     gathered = gather(replay, unroll, window_bytes, arguments.batch, slow)
     gathered |= {"frame": frame, "slots": arguments.gather_slots}

@@ -8,16 +8,15 @@ and results go there, except for the training step, whose batch stays on the dev
 batch` searches and evaluates the K+1 states of every sample. `environment` is random play in as
 many lanes as the configuration has; an actor step is a search of that many roots and one such step.
 The peak is a large matrix product in the network's dtype, measured in the same run; FLOPs are of
-one device. First calls include compilation, unless the compilation cache has the program.
+one device.
 """
 
 import argparse
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from common import parser_of, positive, seconds, write
+from common import parser_of, positive, write
 
 PLAYED = 20  # agent steps per lane in a call
 
@@ -25,22 +24,22 @@ PLAYED = 20  # agent steps per lane in a call
 class Table:
   """Measured rows; prints each."""
 
-  def __init__(self, repeat: int, peak: float):
-    self._repeat, self._peak = repeat, peak
+  def __init__(self, repeat: int, median_seconds: Callable[..., float], peak: float):
+    self._repeat, self._median, self._peak = repeat, median_seconds, peak
     self.rows: list[dict[str, Any]] = []
 
-  def add(
-    self, piece: str, size: int, call: Callable[[], Any], flops: float | None = None, **more: int
-  ) -> None:
-    """Times a call that handles `size` samples, roots, states or agent steps."""
-    first, median = seconds(call, self._repeat)
-    row = {"piece": piece, "size": size, **more, "first_s": first, "median_s": median}
-    row |= {"per_second": size / median}
+  def add(self, piece: str, size: int, call: Callable[[], Any], *forms: Any, **more: int) -> None:
+    """Times a call of programs that handles `size` samples, roots, states or agent steps."""
+    seconds = self._median(call, self._repeat, float("inf"))
+    row = {"piece": piece, "size": size, **more, "median_s": seconds, "per_second": size / seconds}
     text = ", ".join([f"{piece}, {size}", *(f"{key} {value}" for key, value in more.items())])
-    text += f": {median * 1e3:.1f} ms, {size / median:.0f}/s, first call {first:.1f} s"
-    if flops is not None:
-      row |= {"tflop": flops / 1e12, "mfu": flops / median / self._peak}
+    text += f": {seconds * 1e3:.1f} ms, {size / seconds:.0f}/s"
+    if forms:
+      flops = sum(form.flops.total() for form in forms)
+      row["compile_s"] = sum(form.compile_seconds for form in forms)
+      row |= {"tflop": flops / 1e12, "mfu": flops / seconds / self._peak}
       text += f", {flops / 1e12:.3f} TFLOP, {100 * row['mfu']:.1f}% of peak"
+      text += f", compiled in {row['compile_s']:.1f} s"
     self.rows.append(row)
     print(text, flush=True)
 
@@ -69,43 +68,38 @@ def main() -> None:
   devices = jax.local_devices()[: arguments.devices]
   if any(size % len(devices) for size in arguments.batch):
     parser.error(f"--batch: must be multiples of the {len(devices)} devices")
-  peak = pieces.peak_flops(pieces.dtype_of(base))
+  dtype, stack = base.agent.network.dtype, base.env.frame_stack
+  peak = pieces.peak_flops(dtype, devices)
   kind = f"{len(devices)} x {devices[0].device_kind}"
-  print(f"{kind}, {pieces.dtype_of(base)} matrix product: {peak / 1e12:.2f} TFLOP/s each")
-  rng, table = np.random.default_rng(0), Table(arguments.repeat, peak)
+  print(f"{kind}, {dtype} matrix product: {peak / 1e12:.2f} TFLOP/s each")
+  rng, table = np.random.default_rng(0), Table(arguments.repeat, pieces.median_seconds, peak)
 
-  def noise(windows: int, states: int) -> np.ndarray:
-    shape = (windows, base.env.frame_stack - 1 + states, *frame)
-    return rng.integers(0, 256, shape, dtype=np.uint8)
+  def configured(setting: str) -> tuple[Any, Any]:
+    settings = [*arguments.set, "reanalyse.schedule=batch", setting]
+    config = pieces.load(parser, arguments.config, settings)
+    return config, pieces.make_agent(config, frame, arguments.actions)
 
-  def configured(setting: str) -> Any:
-    return pieces.load(parser, arguments.config, [*arguments.set, setting])
+  def add(piece: str, model: Any, tasks: list[str], windows: int, states: int, **more: int) -> None:
+    shape = (windows, stack - 1 + states, *frame)
+    frames = rng.integers(0, 256, shape, dtype=np.uint8)
+    forms = [model.prepare(task, frames) for task in tasks]
+    call = lambda: [model.run(task, frames) for task in tasks]  # noqa: E731
+    table.add(piece, windows * states, call, *forms, **more)
 
   for size in arguments.batch:
-    config = configured(f"learner.batch_size={size}")
-    training = pieces.Training(config, frame, arguments.actions, devices)
-    table.add("train step", size, training.step, training.flops())
+    training = pieces.Training(*configured(f"learner.batch_size={size}"), devices)
+    table.add("train step", size, training.step, training.prepare())
     del training
   for simulations in arguments.simulations:
-    config = configured(f"search.simulations={simulations}")
-    model = pieces.Model(config, frame, arguments.actions, devices)
+    _, agent = configured(f"search.simulations={simulations}")
+    model, states = pieces.Model(agent, stack, devices), agent.window.after + 1
     for roots in arguments.roots:
-      one = noise(roots, 1)
-      flops = model.search_flops(one)
-      call = functools.partial(model.search, one)
-      table.add("search", roots, call, flops, simulations=simulations)
+      add("search", model, ["reanalyse"], roots, 1, simulations=simulations)
     for size in arguments.batch:
-      states = pieces.unroll_steps(base) + 1
-      many = noise(size, states)
-
-      def reanalyse(model: Any = model, many: np.ndarray = many) -> None:
-        model.search(many)
-        model.value(many)
-
-      table.add("reanalysed batch", size * states, reanalyse, batch=size, simulations=simulations)
+      both = ["reanalyse", "bootstrap"]
+      add("reanalysed batch", model, both, size, states, batch=size, simulations=simulations)
   for roots in arguments.roots:
-    one = noise(roots, 1)
-    table.add("value", roots, functools.partial(model.value, one))
+    add("value", model, ["bootstrap"], roots, 1)
   lanes = base.actor.lanes
   play = pieces.environment(base, lanes, PLAYED)
   table.add("environment", PLAYED * lanes, play, lanes=lanes)
@@ -113,7 +107,7 @@ def main() -> None:
     "devices": kind,
     "preset": arguments.config,
     "set": arguments.set,
-    "dtype": pieces.dtype_of(base),
+    "dtype": dtype,
     "peak_flops": peak,
     "rows": table.rows,
   }

@@ -1,7 +1,7 @@
 """Whole-buffer sweeps against reanalysis of each batch: return, searches per step, target age.
 
     python benchmarks/sweep.py [--seeds 5] [--out benchmarks/results/sweep-Catch.json]
-    python benchmarks/sweep.py --set env.game=CartPole network.support=9
+    python benchmarks/sweep.py --set env.game=CartPole
 
 `batch` searches the K+1 states of every sample again, as EfficientZero and SpeedyZero do; `sweep S`
 goes over the whole replay so that no policy, value or priority is more than S learner steps old.

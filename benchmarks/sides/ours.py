@@ -27,34 +27,34 @@ def configuration(*changes: str) -> Any:
   return pieces.load(argparse.ArgumentParser(), ["efficientzero"], settings)
 
 
-def make_model(*changes: str) -> pieces.Model:
-  return pieces.Model(configuration(*changes), FRAME, ACTIONS, jax.local_devices())
+def make_agent(config: Any) -> Any:
+  return pieces.make_agent(config, FRAME, ACTIONS)
 
 
-def stacks(count: int) -> np.ndarray:
-  """Frames of states, [B, S, H, W, C] uint8 in host memory, as actors and replays have them."""
-  return np.random.default_rng(0).integers(0, 256, (count, STACK, *FRAME), dtype=np.uint8)
+def make_model(config: Any) -> pieces.Model:
+  return pieces.Model(make_agent(config), STACK, jax.local_devices())
+
+
+def on_states(task: str, count: int, *changes: str) -> tuple[Work, dict[str, Any]]:
+  """A task on random frames [B, S, H, W, C] uint8 in host memory, as actors and replays have."""
+  model = make_model(configuration(*changes))
+  frames = np.random.default_rng(0).integers(0, 256, (count, STACK, *FRAME), dtype=np.uint8)
+  return lambda: model.run(task, frames) and None, {}
 
 
 def search(roots: int, simulations: int, algorithm: str) -> tuple[Work, dict[str, Any]]:
-  model = make_model(f"search.algorithm={algorithm}", f"search.simulations={simulations}")
-  frames = stacks(roots)
-  return lambda: model.search(frames) and None, {}
+  changes = f"search.algorithm={algorithm}", f"search.simulations={simulations}"
+  return on_states("reanalyse", roots, *changes)
 
 
 def value(states: int) -> tuple[Work, dict[str, Any]]:
-  model, frames = make_model(), stacks(states)
-
-  def work() -> None:
-    model.value(frames)
-
-  return work, {}
+  return on_states("bootstrap", states)
 
 
 def train(batch: int) -> tuple[Work, dict[str, Any]]:
   """A training step on a batch in host memory."""
   config = configuration(f"learner.batch_size={batch}")
-  training = pieces.Training(config, FRAME, ACTIONS, jax.local_devices(), from_host=True)
+  training = pieces.Training(config, make_agent(config), jax.local_devices(), from_host=True)
   return training.step, {}
 
 
@@ -66,7 +66,7 @@ def replay_settings(batch: int, transitions: int) -> list[str]:
 
 def filled(config: Any, transitions: int) -> Any:
   """A replay that holds `episodes`."""
-  replay = pieces.empty_replay(config, FRAME, ACTIONS)
+  replay = pieces.empty_replay(config, make_agent(config))
   heads = [0] * LANES
   slots = EPISODE + 1
   last = np.arange(slots) == EPISODE
@@ -76,14 +76,18 @@ def filled(config: Any, transitions: int) -> Any:
       "frame": episode.frames,
       "first": np.arange(slots) == 0,
       "terminated": last,
+      "truncated": np.zeros(slots, bool),
       "action": np.append(episode.action, -1).astype(np.int32),
       "reward": np.append(episode.reward, np.float32(0)),
       "step": np.zeros(slots, np.int32),
+      "policy": np.concatenate([episode.policy, np.full((1, ACTIONS), 1 / ACTIONS, np.float32)]),
     }
-    policy = np.concatenate([episode.policy, np.full((1, ACTIONS), 1 / ACTIONS, np.float32)])
     value = np.append(episode.value, np.float32(0))
-    replay.append(pieces.segment(lane, start, columns, policy, value))
-    replay.set_priorities(np.full(EPISODE, lane), start + np.arange(EPISODE), episode.priority, 0)
+    columns |= {"value": value, "search_value": value}
+    replay.append(pieces.Segment.of(lane, start, columns))
+    times = start + np.arange(EPISODE)
+    chosen = pieces.Selection(np.full(EPISODE, lane), times, np.ones(EPISODE))
+    replay.update(chosen, episode.priority, 0)
     heads[lane] += slots
   return replay
 
@@ -93,7 +97,8 @@ def draw(batch: int, transitions: int) -> tuple[Work, dict[str, Any]]:
   before = resident()
   config = configuration(*replay_settings(batch, transitions))
   replay = filled(config, transitions)
-  held, drawn = replay.num_transitions, pieces.batch_drawing(config, replay, None)
+  drawn = pieces.batch_drawing(config, make_agent(config), replay, None)
+  held = replay.num_transitions
   return lambda: drawn() and None, {
     "transitions": held,
     "bytes_per_transition": replay.stats(0)["bytes_per_transition"],
@@ -106,7 +111,8 @@ def fresh(batch: int, simulations: int, transitions: int) -> tuple[Work, dict[st
   settings = [*replay_settings(batch, transitions), "reanalyse.ratio=1"]
   settings += ["search.algorithm=gumbel", f"search.simulations={simulations}"]
   config = configuration(*settings)
-  drawn = pieces.batch_drawing(config, filled(config, transitions), make_model(*settings))
+  model = make_model(config)
+  drawn = pieces.batch_drawing(config, model.agent, filled(config, transitions), model)
   return lambda: drawn() and None, {}
 
 
