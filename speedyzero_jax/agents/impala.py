@@ -164,9 +164,7 @@ class Impala:
   subscriptions: ClassVar[dict[str, int]] = {}
   tasks: ClassVar[dict[str, Task]] = {}
 
-  def __init__(
-    self, config: Config, frame_shape: tuple[int, ...], frame_dtype: Any, actions: int
-  ):
+  def __init__(self, config: Config, frame_shape: tuple[int, ...], frame_dtype: Any, actions: int):
     own: ImpalaConfig = config.agent
     self._loss, self._stack = own.loss, config.env.frame_stack
     self._discount = config.env.discount

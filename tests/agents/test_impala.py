@@ -437,9 +437,7 @@ def _lags(folder):
 
 def test_ratios_are_one_on_policy(tmp_path):
   """Also in stacks of frames, at the starts of episodes and across them."""
-  config = _config(
-    "env.game=CartPole", "env.frame_stack=3", "run.mode=lockstep", "learner.steps=1"
-  )
+  config = _config("env.game=CartPole", "env.frame_stack=3", "run.mode=lockstep", "learner.steps=1")
   info = RunInfo("CartPole", 0, str(tmp_path), 1, 1, 1, 0, {})
   with MetricsLogger(info, None, lambda numbers: [numbers]) as logger:
     experiment = build(config, tmp_path, logger, resume=False)
