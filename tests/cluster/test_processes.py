@@ -133,7 +133,9 @@ def acknowledged(folder):
   """Agent steps in the journal of a run that is not in use."""
   config = run_dir.read_config(folder)
   schema = builders.make_agent(config).schema
-  with contextlib.closing(Journal(folder / "journal.sqlite", config.actor.lanes, schema)) as journal:
+  with contextlib.closing(
+    Journal(folder / "journal.sqlite", config.actor.lanes, schema)
+  ) as journal:
     batches = journal.read(journal.tails)
     return sum(int((segment.action >= 0).sum()) for batch in batches for segment in batch)
 
