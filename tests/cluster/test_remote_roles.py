@@ -13,7 +13,7 @@ import tiny
 from small_unit import BATCH, SWEEP, assert_same
 
 from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER
-from speedyzero_jax.cluster import grpc_server, heartbeats, messages, remote_actor, remote_refresher
+from speedyzero_jax.cluster import grpc_server, heartbeats, remote_actor, remote_refresher
 from speedyzero_jax.cluster.grpc_client import Client, Refused
 from speedyzero_jax.cluster.learner_process import wire_format
 from speedyzero_jax.cluster.remote_refresher import FetchedFrames, MappedFrames
