@@ -15,8 +15,8 @@ sys.path.insert(0, str(ROOT))  # a clone works without being installed
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-
 from speedyzero_jax.agents.efficientzero.inference import Inference
+
 from speedyzero_jax.agents.efficientzero.reanalyse import BatchReanalyser
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.checks import VECTOR_GAMES

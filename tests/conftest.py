@@ -1,6 +1,8 @@
-"""What all tests share: CPU devices to build meshes from, compiled code kept between runs, hypothesis profiles.
+"""What all tests share: CPU devices to build meshes from, compiled code kept between runs,
+hypothesis profiles.
 
-The variables are set before anything imports jax, and are inherited by the processes that tests start. Those already in
+The variables are set before anything imports jax, and are inherited by the processes that tests
+start. Those already in
 the environment win, so that `JAX_PLATFORMS=cuda make test` runs the suite on GPUs.
 """
 
@@ -19,7 +21,8 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "xla"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 
-# Processes that are started inherit what is ignored: the first under nohup, the second in the background of a script.
+# Processes that are started inherit what is ignored: the first under nohup, the second in the
+# background of a script.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

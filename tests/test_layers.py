@@ -1,4 +1,5 @@
-"""The structure of the package: layers, import cycles, words that belong to one agent, and sizes."""
+"""The structure of the package: layers, import cycles, words that belong to one agent, and
+sizes."""
 
 import ast
 import itertools

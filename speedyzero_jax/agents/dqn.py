@@ -14,7 +14,6 @@ import optax
 from flax import nnx
 
 from speedyzero_jax.agents.base import (
-  AXIS,
   ActInputs,
   ActOutput,
   Arrays,
@@ -202,8 +201,7 @@ class DQN:
       q, batch["action"], batch["reward"], batch["discount"], next_q, selector
     )
     error = error * batch["loss_mask"][:, 0]
-    weight = batch["weight"] / jax.lax.pmax(jnp.max(batch["weight"]), AXIS)
-    weight = jnp.maximum(weight, self._own.priority.min_weight)
+    weight = batch["weight"]
     metrics = {
       TD_ERROR: jnp.mean(jnp.abs(error)),
       Q_VALUE: jnp.mean(td.q_of(q, batch["action"])),
@@ -234,10 +232,9 @@ class DQN:
     # An evicted transition's place may be taken by a slot without an action.
     action = np.maximum(take(store.action, store.flat(lane, time)), 0)
     progress = min(learner_step / max(self._config.learner.steps, 1), 1.0)
-    beta = priority.beta_start + progress * (priority.beta_end - priority.beta_start)
     batch = {
       "action": action,
-      "weight": importance_weights(selection.probability, beta),
+      "weight": importance_weights(selection.probability, priority, progress),
       "loss_mask": present[:, None].astype(np.float32),
       **returns._asdict(),
     }

@@ -11,6 +11,8 @@ from speedyzero_jax.replay.staleness import NEVER, Stamps
 from speedyzero_jax.replay.storage import LaneStore, take
 from speedyzero_jax.replay.sum_tree import SumTree
 
+_GROUP = 256  # samples whose importance weights are normalised together
+
 AGE_MEAN, AGE_MAX = "priority_age_mean", "priority_age_max"
 
 
@@ -151,9 +153,23 @@ class PrioritizedSampler:
     self.count = int((priority > 0).sum())
 
 
-def importance_weights(probability: np.ndarray, beta: float) -> np.ndarray:
-  """Unnormalised importance weights p^-beta, float32 [B] (Schaul et al. 2016, section 3.4).
+def importance_weights(
+  probability: np.ndarray, config: PriorityConfig, progress: float
+) -> np.ndarray:
+  """Importance weights p^-beta, float32 [B], at most 1 (Schaul et al. 2016, section 3.4).
 
-  The factor N^-beta is omitted: normalisation by the maximum cancels it.
+  They are divided by the maximum of each group of 256 consecutive samples, EfficientZero's batch
+  size: the maximum of a larger batch is larger, so that dividing by it would lower all weights, and
+  with them the effective learning rate, as the batch grows. Samples are independent, so groups are
+  alike.
+
+  Args:
+    probability: [B], of drawing each sample.
+    config: exponents and the least weight.
+    progress: share of training done, in [0, 1].
   """
-  return (probability**-beta).astype(np.float32)
+  beta = config.beta_start + progress * (config.beta_end - config.beta_start)
+  weight = probability**-beta
+  largest = np.maximum.reduceat(weight, np.arange(0, len(weight), _GROUP))
+  weight /= np.repeat(largest, _GROUP)[: len(weight)]
+  return np.maximum(weight, config.min_weight).astype(np.float32)

@@ -275,25 +275,36 @@ def test_every_preset_is_valid_and_says_what_it_is_for(preset):
 
 
 EFFICIENTZERO = {  # the paper and the released code, as in its Atari configuration
-  "env.frame_size": 96, "env.frame_stack": 4, "env.frame_skip": 4, "env.noop_max": 30, "env.max_episode_steps": 3000,
-  "env.grayscale": False, "env.episodic_life": True, "env.clip_rewards": True, "env.sticky_actions": 0,
+  "env.frame_size": 96, "env.frame_stack": 4, "env.frame_skip": 4, "env.noop_max": 30,
+  "env.max_episode_steps": 3000,
+  "env.grayscale": False, "env.episodic_life": True, "env.clip_rewards": True,
+  "env.sticky_actions": 0,
   "env.fire_reset": False, "reanalyse.explore": True, "loss.state_gradient": 0.5,
-  "network.channels": 64, "network.lstm_hidden": 512, "network.support": 300, "network.value_prefix_horizon": 5,
+  "network.channels": 64, "network.lstm_hidden": 512, "network.support": 300,
+  "network.value_prefix_horizon": 5,
   "search.algorithm": "puct", "search.simulations": 50, "search.c1": 1.25, "search.c2": 19652,
   "search.value_scaling": "tree", "search.dirichlet_alpha": 0.3, "search.dirichlet_fraction": 0.25,
   "actor.random_steps": 2000, "actor.weights_interval": 100, "search.temperatures": (1, 0.5, 0.25),
-  "search.temperature_stages": (0.5, 0.75), "priority.alpha": 0.6, "priority.beta_start": 0.4, "priority.beta_end": 1,
-  "loss.td_steps": 5, "loss.age_interval": 30_000, "reanalyse.schedule": "batch", "reanalyse.ratio": 0.99,
-  "reanalyse.weights_interval": 200, "refresh.enabled": False, "optim.name": "sgd", "optim.learning_rate": 0.2,
-  "optim.momentum": 0.9, "optim.weight_decay": 1e-4, "optim.clip_norm": 5, "optim.warmup_steps": 1000,
-  "optim.decay_steps": 100_000, "optim.decay_rate": 0.1, "learner.batch_size": 256, "learner.steps": 120_000,
+  "search.temperature_stages": (0.5, 0.75), "priority.alpha": 0.6, "priority.beta_start": 0.4,
+  "priority.beta_end": 1,
+  "loss.td_steps": 5, "loss.age_interval": 30_000, "reanalyse.schedule": "batch",
+  "reanalyse.ratio": 0.99,
+  "reanalyse.weights_interval": 200, "refresh.enabled": False, "optim.name": "sgd",
+  "optim.learning_rate": 0.2,
+  "optim.momentum": 0.9, "optim.weight_decay": 1e-4, "optim.clip_norm": 5,
+  "optim.warmup_steps": 1000,
+  "optim.decay_steps": 100_000, "optim.decay_rate": 0.1, "learner.batch_size": 256,
+  "learner.steps": 120_000,
   "learner.tail_steps": 20_000, "loss.unroll_steps": 5, "loss.value_coefficient": 0.25,
-  "loss.consistency_coefficient": 2, "evaluation.episodes": 32, "evaluation.max_episode_steps": 27_000,
+  "loss.consistency_coefficient": 2, "evaluation.episodes": 32,
+  "evaluation.max_episode_steps": 27_000,
   "run.env_steps": 100_000,
 }  # fmt: skip
 SPEEDYZERO = {  # the paper's main setting
-  "run.env_steps": 300_000, "learner.steps": 15_000, "learner.batch_size": 8 * 256, "reanalyse.weights_interval": 25,
-  "actor.weights_interval": 10, "refresh.weights_interval": 10, "refresh.enabled": True, "optim.name": "clipped_lars",
+  "run.env_steps": 300_000, "learner.steps": 15_000, "learner.batch_size": 8 * 256,
+  "reanalyse.weights_interval": 25,
+  "actor.weights_interval": 10, "refresh.weights_interval": 10, "refresh.enabled": True,
+  "optim.name": "clipped_lars",
 }  # fmt: skip
 
 

@@ -24,7 +24,8 @@ def assert_same(a, b):
 
 
 def play(env, steps, action=None, seed=0):
-  """The EnvSteps of `steps` steps, the reset's first; uniformly random actions where none is given."""
+  """The EnvSteps of `steps` steps, the reset's first; uniformly random actions where none is
+  given."""
   rng = np.random.default_rng(seed)
   shown = [env.reset()]
   for _ in range(steps):
@@ -66,7 +67,8 @@ def test_shapes_types_and_first_frames():
 
 @pytest.mark.parametrize("training", [True, False])
 def test_against_envpool_driven_by_hand(training):
-  """Frames are envpool's transposed; ends, first frames and rewards are what lives and game over say."""
+  """Frames are envpool's transposed; ends, first frames and rewards are what lives and game over
+  say."""
   import envpool
 
   lanes, cap = 4, 90
@@ -179,7 +181,8 @@ def test_noops_before_the_first_frame():
 
 
 def test_a_step_of_four_frames_is_two_steps_of_two():
-  """So the skip repeats the action, sums the rewards, and takes the maximum over the last two frames only."""
+  """So the skip repeats the action, sums the rewards, and takes the maximum over the last two
+  frames only."""
   four = batched_env.make_env(BREAKOUT, 2, 0, training=False)
   two = batched_env.make_env(dataclasses.replace(BREAKOUT, frame_skip=2), 2, 0, training=False)
   assert_same(four.reset(), two.reset())
@@ -221,7 +224,8 @@ def area_resize(image, size):
 
 @pytest.mark.parametrize("game, rom", [("Breakout", "breakout"), ("MsPacman", "ms_pacman")])
 def test_against_a_plain_emulator(game, rom):
-  """NoFrameskip-v4 semantics written out on ALE itself, with the no-ops found by comparing frames."""
+  """NoFrameskip-v4 semantics written out on ALE itself, with the no-ops found by comparing
+  frames."""
   # Where only a part of what is pinned is at hand it can't be compared; the gate has it all.
   ale_py = (
     importlib.import_module("ale_py") if "CI" in os.environ else pytest.importorskip("ale_py")
@@ -244,7 +248,8 @@ def test_against_a_plain_emulator(game, rom):
         return close(ale.getScreenRGB(), frame)
     return False
 
-  rams = []  # white box: the RAM says where in the no-ops the emulator stands, frames alone may repeat
+  # White box: the RAM says where in the no-ops the emulator stands, frames alone may repeat
+  rams = []
 
   def spy(call):
     def called(*args):
@@ -485,7 +490,8 @@ def test_training_reward():
 
 
 def test_envpool_is_imported_late_and_its_atari_family_is_enough(tmp_path):
-  """As on machines that carry only a part of it: `import envpool` fails there, for it imports every family."""
+  """As on machines that carry only a part of it: `import envpool` fails there, for it imports
+  every family."""
   spec = importlib.util.find_spec("envpool")
   assert spec is not None and spec.submodule_search_locations
   whole, part = pathlib.Path(spec.submodule_search_locations[0]), tmp_path / "envpool"

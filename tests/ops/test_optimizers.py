@@ -155,7 +155,8 @@ def test_clipped_lars_is_sgd_where_all_ratios_are_clipped_at_one():
 
 
 def _numpy_lars(kernel, bias, rates, *, trust_max):
-  """Several steps in float64: buffer <- momentum * buffer + ratio * (g + wd * w), w <- w - rate * buffer."""
+  """Several steps in float64: buffer <- momentum * buffer + ratio * (g + wd * w), w <- w - rate
+  * buffer."""
   eta, wd, momentum = 0.4, 0.1, 0.8
   kernel, bias = np.float64(kernel), np.float64(bias)
   kernel_buffer, bias_buffer = np.zeros_like(kernel), np.zeros_like(bias)
@@ -202,7 +203,8 @@ def test_norms_are_float32_for_bfloat16_params():
 
 
 def test_bfloat16_product_is_rounded_once():
-  # 1.75 * (1 + 2**-8) is nearest to 1.75 + 2**-7 in bfloat16; rounding the sum first, to 1, would give 1.75.
+  # 1.75 * (1 + 2**-8) is nearest to 1.75 + 2**-7 in bfloat16; rounding the sum first, to 1, would
+  # give 1.75.
   w, g = jnp.full((1, 1), 2.0**-8, jnp.bfloat16), jnp.ones((1, 1), jnp.bfloat16)
   updates, _ = _step(
     optimizers.scale_by_clipped_trust_ratio(0.0, 1.75, 1.75, weight_decay=1.0), g, w
@@ -375,7 +377,8 @@ def test_only_kernels_are_decayed(name):
 @pytest.mark.parametrize("name", ["clipped_lars", "lars"])
 def test_make_optimizer_reads_every_number_of_lars(name):
   config = OptimConfig(
-    name=name, learning_rate=0.5, momentum=0.5, weight_decay=0.2, trust_coefficient=0.5, trust_min=0.1, trust_max=0.3,
+    name=name, learning_rate=0.5, momentum=0.5, weight_decay=0.2, trust_coefficient=0.5,
+    trust_min=0.1, trust_max=0.3,
     trust_eps=0.7, clip_norm=0.0, warmup_steps=2, decay_steps=3, decay_rate=0.5,
   )  # fmt: skip
   numbers = {"trust_coefficient": 0.5, "eps": 0.7, "momentum": 0.5, "weight_decay": 0.2}

@@ -1,4 +1,5 @@
-"""Layers that start at zero, such as the last layers of heads, learn under (Clipped) LARS as fast as under SGD."""
+"""Layers that start at zero, such as the last layers of heads, learn under (Clipped) LARS as
+fast as under SGD."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,5 @@
-"""The replay: consistent frames and targets, refusals, bit-exact restores, and copies of the frames."""
+"""The replay: consistent frames and targets, refusals, bit-exact restores, and copies of the
+frames."""
 
 import threading
 

@@ -19,6 +19,7 @@ from tiny_replay import (
   write,
 )
 
+from speedyzero_jax.config.schema import PriorityConfig
 from speedyzero_jax.replay.sampler import importance_weights
 from speedyzero_jax.replay.sum_tree import SumTree
 
@@ -149,23 +150,43 @@ def test_the_quota_bounds_the_age_of_every_value_and_priority(
   assert replay.oldest_step("policy_step") < 60 - max_age  # the other sweep did not run
 
 
+def weights_of(p, beta, min_weight=0.0):
+  config = PriorityConfig(beta_start=0.0, beta_end=2 * beta, min_weight=min_weight)
+  return importance_weights(np.asarray(p), config, 0.5)
+
+
 def test_importance_weights():
-  p = np.array([0.5, 0.25, 0.125])
-  np.testing.assert_allclose(importance_weights(p, 1.0), [2, 4, 8])
-  np.testing.assert_allclose(importance_weights(p, 0.5), [2**0.5, 2, 8**0.5], rtol=1e-6)
-  np.testing.assert_allclose(importance_weights(p, 0.0), np.ones(3))
+  p = [0.5, 0.25, 0.125]
+  np.testing.assert_allclose(weights_of(p, 1.0), [0.25, 0.5, 1])
+  np.testing.assert_allclose(weights_of(p, 0.5), [0.5, 0.5**0.5, 1], rtol=1e-6)
+  np.testing.assert_allclose(weights_of(p, 0.0), np.ones(3))
+  np.testing.assert_allclose(weights_of(p, 1.0, min_weight=0.4), [0.4, 0.5, 1], rtol=1e-6)
 
 
-@pytest.mark.parametrize("shards", [[60], [12, 48]])
-def test_importance_weights_undo_the_sampling_bias(shards):
-  """Also that of shards of other sizes and totals, drawn from equally often."""
+@pytest.mark.parametrize("beta", [0.4, 1.0])
+def test_the_mean_importance_weight_does_not_depend_on_the_batch_size(beta):
+  """Heavy-tailed priorities, as those of value errors on Atari are."""
+  rng = np.random.default_rng(0)
+  tree = SumTree(20_000)
+  tree.set(np.arange(tree.size), (rng.pareto(1.5, tree.size) + 1e-6) ** 0.6)
+  means = {
+    batch: np.mean(
+      [weights_of(tree.sample(batch, rng)[1], beta).mean() for _ in range(8000 // batch)]
+    )
+    for batch in (256, 2048)
+  }
+  np.testing.assert_allclose(means[2048], means[256], rtol=0.1)
+  assert weights_of(tree.sample(600, rng)[1], beta).max() == 1  # the last group is smaller
+
+
+def test_importance_weights_undo_the_sampling_bias():
   rng = np.random.default_rng(0)
   priority, x = rng.random(60) ** 2 + 0.01, rng.normal(size=60)
-  total = weights = 0.0
-  for part in np.split(np.arange(60), np.cumsum(shards)[:-1]):
-    tree = SumTree(len(part))
-    tree.set(np.arange(tree.size), priority[part])
-    leaf, probability = tree.sample(200_000, rng)
-    weight = importance_weights(probability, 1.0)
-    total, weights = total + (weight * x[part][leaf]).sum(), weights + weight.sum()
-  np.testing.assert_allclose(total / weights, x.mean(), atol=0.01)
+  tree = SumTree(60)
+  tree.set(np.arange(60), priority)
+  weighted = [
+    (x[leaf], weights_of(probability, 1.0))
+    for leaf, probability in (tree.sample(256, rng) for _ in range(2000))
+  ]
+  total = sum((w * v).sum() for v, w in weighted)
+  np.testing.assert_allclose(total / sum(w.sum() for _, w in weighted), x.mean(), atol=0.01)

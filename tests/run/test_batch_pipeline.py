@@ -1,4 +1,5 @@
-"""Batches from the replay to the learner: what is recomputed first, exact weights, and evictions meanwhile."""
+"""Batches from the replay to the learner: what is recomputed first, exact weights, and evictions
+meanwhile."""
 
 import contextlib
 
@@ -41,7 +42,8 @@ def make_pipeline(replay, execute=lambda works, step: None, times=None, *overrid
   end=st.sampled_from([0.05, 0.4]),
 )
 def test_a_sample_evicted_before_its_frames_are_copied_is_masked(seed, when, end):
-  """Actors append after the selection, before the frames' cells are known, or before they are copied."""
+  """Actors append after the selection, before the frames' cells are known, or before they are
+  copied."""
   rng = np.random.default_rng(seed)
   replay, stream = make_replay(20), reference.Stream(LANES, seed, end)
   while not replay.ready(BATCH) or rng.random() < 0.8:

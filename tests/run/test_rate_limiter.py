@@ -59,14 +59,16 @@ def test_the_schedule_is_exact(c):
 
 
 def slack_of(c):
-  """Agent steps that collection may be ahead: two steps of all lanes, or what two learner steps are worth."""
+  """Agent steps that collection may be ahead: two steps of all lanes, or what two learner steps
+  are worth."""
   paced = c.learner.steps - c.learner.tail_steps
   ratio = math.ceil(Fraction(c.run.env_steps - c.actor.random_steps, paced)) if paced else 0
   return max(2 * c.actor.lanes, 2 * ratio)
 
 
 def play(c, choose):
-  """Lets `choose(may_learn, may_collect)` run both roles to the end; returns agent steps seen at each learner step."""
+  """Lets `choose(may_learn, may_collect)` run both roles to the end; returns agent steps seen at
+  each learner step."""
   limiter, seen = RateLimiter(c), []
   while not limiter.finished:
     may_learn, may_collect = limiter.may_learn(), limiter.may_collect()

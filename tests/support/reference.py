@@ -1,4 +1,5 @@
-"""An independent, slow replay: lists of episodes, and everything recomputed from them by brute force."""
+"""An independent, slow replay: lists of episodes, and everything recomputed from them by brute
+force."""
 
 import dataclasses
 

@@ -1,6 +1,8 @@
-"""Gumbel and PUCT tree search over a model with value prefix, one root at a time: the reference for test_search.py.
+"""Gumbel and PUCT tree search over a model with value prefix, one root at a time: the reference
+for test_search.py.
 
-Written from the papers, in plain Python with numpy float64, with nodes as objects: no mctx, no jax, nothing of ours.
+Written from the papers, in plain Python with numpy float64, with nodes as objects: no mctx, no
+jax, nothing of ours.
 Slow and obvious on purpose.
 """
 
@@ -83,7 +85,8 @@ class Search:
     return self.reward(parent, child) + self.s.discount * float(np.mean(child.returns))
 
   def visits(self, node: Node) -> np.ndarray:
-    """The number of times each action was taken: each visit of a child backed up one return into it."""
+    """The number of times each action was taken: each visit of a child backed up one return into
+    it."""
     return np.array(
       [len(node.children[a].returns) if a in node.children else 0 for a in range(len(node.logits))]
     )
@@ -144,7 +147,8 @@ class Search:
     return self.best(gumbel + root.logits + self.sigma(root, root), self.visits(root) == due)
 
   def schedule(self, num_actions: int) -> list[int]:
-    """Sequential halving: before each simulation, the visits that the root action to be visited already has."""
+    """Sequential halving: before each simulation, the visits that the root action to be visited
+    already has."""
     survivors = min(self.s.max_considered, num_actions)
     phases = math.ceil(math.log2(survivors)) if survivors > 1 else 1
     due: list[int] = []

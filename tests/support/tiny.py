@@ -1,6 +1,7 @@
 """A tiny configuration of Catch, experiments built from it, and a scripted environment and agent.
 
-`config` and `experiment` serve tests of whole parts; `FakeEnv` and `ChecksumAgent` those that compare
+`config` and `experiment` serve tests of whole parts; `FakeEnv` and `ChecksumAgent` those that
+compare
 what an actor or a task produces with what the frames alone say.
 """
 

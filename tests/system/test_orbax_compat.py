@@ -1,4 +1,5 @@
-"""Processes of one jax.distributed cluster write and read checkpoints of their own, at the same time."""
+"""Processes of one jax.distributed cluster write and read checkpoints of their own, at the same
+time."""
 
 import socket
 import subprocess

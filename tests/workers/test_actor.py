@@ -1,4 +1,5 @@
-"""The actor against a scripted environment and an agent that says what checksums of its frames say."""
+"""The actor against a scripted environment and an agent that says what checksums of its frames
+say."""
 
 import jax
 import numpy as np

@@ -1,4 +1,5 @@
-"""Evaluation on scripted environments: whole episodes, raw rewards, one per lane, the best action."""
+"""Evaluation on scripted environments: whole episodes, raw rewards, one per lane, the best
+action."""
 
 import dataclasses
 import json
@@ -37,7 +38,8 @@ def play(episodes, *overrides, seed=5, game="Catch", **kwargs):
 
 
 def expected(made, episodes):
-  """Return, length and cappedness of each lane's first episode, and that its actions were greedy."""
+  """Return, length and cappedness of each lane's first episode, and that its actions were
+  greedy."""
   rows = []
   for env in made:
     for lane in range(env.num_lanes):

@@ -116,12 +116,10 @@ class EfficientZero:
   def loss(
     self, params: Params, batch_stats: Params, target: Params, batch: Arrays, keys: jax.Array
   ) -> tuple[jax.Array, LossOutput]:
-    weight = batch["weight"] / jax.lax.pmax(jnp.max(batch["weight"]), AXIS)
-    weight = jnp.maximum(weight, self._own.priority.min_weight)
     network = self.blueprint.bind(Variables(params, batch_stats))
     loss, terms = losses.unrolled_loss(
       network,
-      losses.LearnerBatch(**{**batch, "weight": weight}),
+      losses.LearnerBatch(**batch),
       keys,
       self._own.loss,
       frame_stack=self._stack,
@@ -203,10 +201,8 @@ class EfficientZero:
     action = np.where(real[:, :-1] & (action >= 0), action, random)
     age = np.where(real, learner_step - take(store["policy_step"], flat), 0)
     ages = age[made["policy_mask"] > 0]
-    priority, steps = self._own.priority, max(self._config.learner.steps, 1)
-    share = min(learner_step / steps, 1.0)
-    beta = priority.beta_start + share * (priority.beta_end - priority.beta_start)
-    weight = importance_weights(selection.probability, beta)
+    progress = min(learner_step / max(self._config.learner.steps, 1), 1.0)
+    weight = importance_weights(selection.probability, self._own.priority, progress)
     info = {
       metric_names.TARGET_AGE_MEAN: float(ages.mean()) if ages.size else 0.0,
       metric_names.TARGET_AGE_MAX: float(ages.max(initial=0)),

@@ -1,4 +1,5 @@
-"""Acting and tasks on windows of frames: each state by itself, from running statistics, on any devices."""
+"""Acting and tasks on windows of frames: each state by itself, from running statistics, on any
+devices."""
 
 import dataclasses
 import functools
@@ -40,7 +41,8 @@ def _inference(devices=1, *overrides):
 
 @functools.cache
 def _variables(devices=1):
-  """Nothing zero or one in them, so that values, policies and rewards differ from state to state."""
+  """Nothing zero or one in them, so that values, policies and rewards differ from state to
+  state."""
   rng = np.random.default_rng(1)
 
   def number(path, x):

@@ -1,4 +1,5 @@
-"""Value coding against its definition, augmentation against crops, the unrolled loss against loops."""
+"""Value coding against its definition, augmentation against crops, the unrolled loss against
+loops."""
 
 import dataclasses
 import functools

@@ -1,4 +1,5 @@
-"""The networks against numpy and hand arithmetic: sizes, forward pass, running statistics, types."""
+"""The networks against numpy and hand arithmetic: sizes, forward pass, running statistics,
+types."""
 
 import dataclasses
 import functools

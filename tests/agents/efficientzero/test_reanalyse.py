@@ -1,4 +1,5 @@
-"""Reanalysis and Priority Refresh: which states are recomputed, what is written, and the bound on ages."""
+"""Reanalysis and Priority Refresh: which states are recomputed, what is written, and the bound
+on ages."""
 
 import time as clock
 
@@ -87,7 +88,8 @@ def test_which_sweeps_a_configuration_needs():
 
 
 class Played:
-  """A replay of games played by a `ChecksumAgent`, and a runner of its tasks, each with its weights."""
+  """A replay of games played by a `ChecksumAgent`, and a runner of its tasks, each with its
+  weights."""
 
   def __init__(self, *overrides):
     agent, inference = tiny.checksum_parts(*overrides)
@@ -186,7 +188,8 @@ def refreshed(stream, lane, time, target):
 
 @given(capacity=st.integers(7, 30), seed=SEEDS, target=st.sampled_from(["bootstrap", "search"]))
 def test_refreshed_priorities_equal_brute_force(capacity, seed, target):
-  """After values change anywhere, the priorities that rest on them are those of the stored values."""
+  """After values change anywhere, the priorities that rest on them are those of the stored
+  values."""
   rng = np.random.default_rng(seed)
   overrides = (FIXED, f"reanalyse.value_target={target}", "reanalyse.schedule=sweep")
   replay, stream = make_replay(capacity, *overrides), reference.Stream(LANES, seed)
@@ -221,7 +224,8 @@ def test_refreshed_priorities_equal_brute_force(capacity, seed, target):
 @pytest.mark.parametrize("schedule", ["batch", "off"])
 @pytest.mark.parametrize("target", ["bootstrap", "search"])
 def test_a_refresh_without_a_sweep_that_searches(schedule, target):
-  """A refresh leans on no search older than its values; without reanalysis it is the training target."""
+  """A refresh leans on no search older than its values; without reanalysis it is the training
+  target."""
   overrides = (f"reanalyse.schedule={schedule}", f"reanalyse.value_target={target}", FIXED)
   replay, stream = make_replay(60, *overrides), reference.Stream(LANES, 3)
   for l in range(LANES):

@@ -1,4 +1,5 @@
-"""The search against an independent one on random models, and its treatment of roots, keys and types."""
+"""The search against an independent one on random models, and its treatment of roots, keys and
+types."""
 
 import dataclasses
 import functools

@@ -74,7 +74,8 @@ def test_targets_equal_brute_force(spec, capacity, seed, end, learner_step):
 
 @given(spec=SPECS, capacity=st.integers(2, 16), seed=st.integers(0, 2**32 - 1))
 def test_bootstrap_times_are_the_only_values_that_matter(spec, capacity, seed):
-  """Values elsewhere may be anything; the value at a bootstrap time enters with weight discount^m, unless terminal."""
+  """Values elsewhere may be anything; the value at a bootstrap time enters with weight
+  discount^m, unless terminal."""
   _, store, lane, time = filled(capacity, seed)
   at = bootstrap_times(store, lane, time, spec)
   z = n_step_values(store, store["bootstrap"], lane, time, spec)
@@ -88,7 +89,8 @@ def test_bootstrap_times_are_the_only_values_that_matter(spec, capacity, seed):
 
 
 def hand_made(ending):
-  """One episode of 4 frames with rewards 1, 2, 4, values 10, 20, 30, 40 and search values 11, 21, 31, 41."""
+  """One episode of 4 frames with rewards 1, 2, 4, values 10, 20, 30, 40 and search values 11,
+  21, 31, 41."""
   store = make_store(1, 20)
   stream = reference.Stream(1, 0, end_probability=0.0)
   s = stream.segment(0, 4)
@@ -149,7 +151,8 @@ def test_old_data_gets_shorter_returns():
   store = hand_made("open")
   got = compute_targets(store, np.array([0, 0]), np.array([0, 2]), spec, 0)
   np.testing.assert_array_equal(got.value[0], [1 + 20 / 2, 2 + 30 / 2])
-  # One transition further back of the two newest: age 2, n = 2, and the lane's head is nearer than that.
+  # One transition further back of the two newest: age 2, n = 2, and the lane's head is nearer than
+  # that.
   np.testing.assert_array_equal(got.value[1], [4 + 40 / 2, 40])
 
 
