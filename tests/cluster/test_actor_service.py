@@ -69,9 +69,9 @@ def test_experience_of_other_lanes_or_without_a_grant_is_refused(make_unit):
 
 
 @pytest.mark.parametrize(
-  "episodes", [[Episode(np.nan, 3)], [Episode(np.inf, 3)], [Episode(1.0, -1)], [Episode(1.0,
-  3)] * 3]
-)  # fmt: skip
+  "episodes",
+  [[Episode(np.nan, 3)], [Episode(np.inf, 3)], [Episode(1.0, -1)], 3 * [Episode(1.0, 3)]],
+)
 def test_impossible_episodes_are_refused(make_unit, episodes):
   unit = make_unit("actor.lanes=4", actors=2)
   unit.join()

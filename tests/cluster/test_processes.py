@@ -170,8 +170,7 @@ def audit(folder, units):
 
 @pytest.mark.timeout(600)
 def test_killed_processes_lose_and_repeat_nothing(tmp_path):
-  """A learner, with which all restart: one that acts and sweeps itself. Then workers, in any
-  order."""
+  """First a learner, which acts and sweeps itself: all restart. Then workers, in any order."""
   folder, rng = tmp_path / "run", random.Random(0)
   processes = "--processes", "learner=2,actor=1,refresher=1"
   with Run.new(folder, *processes, "evaluation.interval=60") as run:

@@ -1,4 +1,4 @@
-"""The trajectory queue: order, eviction, pace and restarts, against the slots that were appended."""
+"""The trajectory queue: order, eviction, pace and restarts, against slots that were appended."""
 
 import numpy as np
 import pytest

@@ -148,7 +148,7 @@ def test_environments_that_play_differently_are_an_error(copied, monkeypatch):
   folder, *_ = copied()
   play_differently(monkeypatch, lambda: 1)
   with (
-    pytest.raises(TrainingError, match=r"can.t continue from step 12: .*other frames"),
+    pytest.raises(TrainingError, match=r"can't continue from step 12: .*other frames"),
     tiny.experiment(folder, resume_step=12),
   ):
     pytest.fail("opened")
