@@ -7,7 +7,7 @@ import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_storage import SEEDS
-from tiny_replay import LANES, UNROLL, make_replay, play
+from tiny_replay import LANES, UNROLL, make_replay, play, stored
 
 from speedyzero_jax.replay.device_frames import DeviceFrames, place_frames
 from speedyzero_jax.workers.learner import make_mesh
@@ -74,7 +74,7 @@ def test_a_replay_shows_the_same_windows_from_devices_and_from_the_host(capacity
       windows = ours.windows(drawn.lane, drawn.time, after=UNROLL, spread=spread)
       assert isinstance(windows, jax.Array)
       np.testing.assert_array_equal(windows, wanted)
-  other.import_slots(ours.export_slots(np.zeros(LANES, int)))
+  other.import_frames(stored(ours))
   other.load_state_dict(ours.state_dict())
   lane, time = host.next_block("refresh", 16)
   np.testing.assert_array_equal(other.windows(lane, time), host.windows(lane, time))

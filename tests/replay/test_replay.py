@@ -15,11 +15,13 @@ from tiny_replay import (
   UNROLL,
   assert_same,
   eligible,
+  frames,
   make_agent,
   make_replay,
   play,
   set_priorities,
   slots,
+  stored,
   write,
 )
 
@@ -90,13 +92,9 @@ class Worked:
 @given(capacity=st.integers(7, 40), seed=SEEDS)
 def test_a_restored_replay_behaves_alike_bit_for_bit(capacity, seed):
   work, replay, other = Worked(seed), make_replay(capacity), make_replay(capacity, seed=999)
-  saved = ALL
   for step in range(int(work.rng.integers(1, 15))):
     work(step, replay)
-    if work.rng.random() < 0.3:  # an incremental save
-      other.import_slots(replay.export_slots(saved))
-      saved = replay.heads
-  other.import_slots(replay.export_slots(saved))
+  other.import_frames(stored(replay))
   state = replay.state_dict()
   assert all(isinstance(x, np.ndarray) for x in state.values())
   other.load_state_dict(state)
@@ -104,7 +102,7 @@ def test_a_restored_replay_behaves_alike_bit_for_bit(capacity, seed):
   for step in range(15, 20):
     assert_same(*work(step, replay, other))
   assert_same(other.state_dict(), replay.state_dict())
-  assert_same(other.export_slots(ALL), replay.export_slots(ALL))
+  assert_same(frames(other), frames(replay))
 
 
 @settings(max_examples=25)
@@ -131,25 +129,22 @@ def test_restoring_refuses_what_does_not_fit():
   replay, stream = make_replay(20), reference.Stream(LANES, 0)
   for step in range(6):
     play(replay, stream, np.random.default_rng(step), step)
-  exported, state = replay.export_slots(ALL), replay.state_dict()
+  segments, state = stored(replay), replay.state_dict()
   other = make_replay(20)
   with pytest.raises(ValueError, match="not of the slots"):
     other.load_state_dict(state)
-  for broken in (
-    exported | {"frame": exported["frame"][:-1]},
-    exported | {"frame": exported["frame"].astype(float)},
-    exported | {"start": exported["start"][:1]},
-  ):
-    with pytest.raises(ValueError, match="exported"):
-      other.import_slots(broken)
+  first = segments[0]
+  for broken in (first._replace(frame=first.frame.astype(float)), first._replace(lane=LANES)):
+    with pytest.raises(ValueError, match="frames of lane"):
+      other.import_frames([broken])
   assert not other.heads.any()
-  other.import_slots(exported)
+  other.import_frames(segments)
   with pytest.raises(ValueError, match="do not follow"):
-    other.import_slots(exported)
+    other.import_frames(segments)
   with pytest.raises(ValueError, match="slot_reward"):
     other.load_state_dict(state | {"slot_reward": state["slot_reward"][:-1]})
   with pytest.raises(ValueError, match="new replay"):
-    replay.import_slots(exported)
+    replay.import_frames(segments)
   other.load_state_dict(state)
   assert_same(other.state_dict(), state)
 
@@ -157,7 +152,7 @@ def test_restoring_refuses_what_does_not_fit():
 def test_refused_segments_change_nothing():
   replay, stream = make_replay(20), reference.Stream(LANES, 0, end_probability=0.0)
   replay.append(stream.segment(0, 9))
-  before, frames = replay.state_dict(), replay.export_slots(ALL)
+  before, held = replay.state_dict(), frames(replay)
   good, fine = stream.segment(0, 4), stream.segment(1, 4)
   for refused in (bad(good, reward=(1, np.nan)), bad(good, action=(2, -1)), good._replace(start=8)):
     for call in (replay.check, replay.append_many):
@@ -165,7 +160,7 @@ def test_refused_segments_change_nothing():
         call([fine, refused])
   replay.check([fine, good])
   assert_same(replay.state_dict(), before)
-  assert_same(replay.export_slots(ALL), frames)
+  assert_same(frames(replay), held)
   replay.append_many([fine, good])
 
 
@@ -317,7 +312,7 @@ def test_a_copy_of_the_frames_shows_the_same_windows(capacity, seed):
   written = {follow(replay, number, copy), follow(replay, 0, late), replay.frames_written}
   assert written == {sum(stream.heads)}
   other = make_replay(capacity)
-  other.import_slots(replay.export_slots(ALL))
+  other.import_frames(stored(replay))
   other.load_state_dict(replay.state_dict())
   follow(other, 0, restarted)
   lane, time = slots(stream, capacity)

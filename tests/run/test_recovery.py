@@ -50,7 +50,12 @@ class Unit:
     self.reported = []
     self.journal = Journal(folder / "journal.sqlite", LANES, SCHEMA)
     self.manager = RecoveryManager(
-      Checkpoints(folder, keep), self.journal, self.reported.append, durable=durable, **options
+      Checkpoints(folder, keep),
+      self.journal,
+      self.reported.append,
+      durable=durable,
+      exact=not durable,
+      **options,
     )
 
   def __enter__(self):
@@ -305,7 +310,13 @@ def test_units_continue_from_the_newest_checkpoint_that_all_have(tmp_path, steps
   def restore(unit, agree):
     journal = Journal(tmp_path / str(unit), LANES, SCHEMA)
     manager = RecoveryManager(
-      checkpoints[unit], journal, reported[unit].append, durable=True, agree=agree, units=len(steps)
+      checkpoints[unit],
+      journal,
+      reported[unit].append,
+      durable=True,
+      exact=False,
+      agree=agree,
+      units=len(steps),
     )
     restored = manager.restore({})
     found[unit] = None if restored is None else restored.step

@@ -10,6 +10,7 @@ from speedyzero_jax.agents.efficientzero.agent import EfficientZero
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.selector import Selection
 from speedyzero_jax.replay.storage import LaneStore
+from speedyzero_jax.types import Segment
 
 LANES, UNROLL, STACK, TD, DISCOUNT = 2, 3, 2, 2, 0.9
 ALPHA, MIN_PRIORITY, AGE_INTERVAL = 0.7, 0.01, 12
@@ -78,3 +79,20 @@ def assert_same(a, b):
   assert a.keys() == b.keys()
   for key in a:
     np.testing.assert_array_equal(a[key], b[key], err_msg=key)
+
+
+def stored(replay):
+  """The live slots of every lane as one segment each, as a journal gives them back."""
+  store, segments = replay.store, []
+  for lane, (tail, head) in enumerate(zip(store.tail, store.head, strict=True)):
+    if head > tail:
+      cell = np.arange(tail, head) % store.capacity
+      columns = {c.name: store[c.name][lane, cell] for c in replay.schema.columns[1:]}
+      columns["frame"] = store.frame[lane, cell]
+      segments.append(Segment.of(lane, int(tail), columns))
+  return segments
+
+
+def frames(replay):
+  """The stored frames by lane."""
+  return {str(segment.lane): segment.frame for segment in stored(replay)}
