@@ -161,7 +161,10 @@ def audit(folder, units):
           for name, column in segment.arrays().items():
             if name in ("frame", "action", "reward"):
               stored = getattr(replay.store, name)[segment.lane, cells]
-              np.testing.assert_array_equal(stored, column, err_msg=name)
+              # Where an environment was lost, the replay ended the episode at its last slot.
+              cut = (replay.store.action[segment.lane, cells] < 0) & (segment.action >= 0)
+              kept = ~cut | (name == "frame")
+              np.testing.assert_array_equal(stored[kept], column[kept], err_msg=name)
       steps = replay.num_transitions
       assert steps == restored.limiter.env_steps == own.run.env_steps
     total += steps
