@@ -70,6 +70,9 @@ class LossConfig:
   value_coefficient: float = opt(
     0.5, "weight of half the squared error of the value (IMPALA: 0.5)", "[0, 1e6]"
   )
+  reward_scale: float = opt(
+    1.0, "multiplies rewards; returns near 1 suit the other coefficients", "(0, 1e6]"
+  )
   entropy_coefficient: float = opt(
     0.01, "weight of the policy's entropy (IMPALA: 0.01 on Atari)", "[0, 1e6]"
   )
@@ -270,7 +273,7 @@ class Impala:
     lag = (learner_step - take(store["step"], now))[acted]
     batch = {
       "action": np.maximum(action, 0),
-      "reward": take(store.reward, now),
+      "reward": take(store.reward, now) * np.float32(self._loss.reward_scale),
       "discount": np.where(take(store.terminated, following), 0, self._discount).astype(np.float32),
       "logits": take(store["logits"], now),
       "acted_mask": acted.astype(np.float32),

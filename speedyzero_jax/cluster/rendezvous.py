@@ -19,6 +19,7 @@ from speedyzero_jax.cluster.addresses import own_address
 
 _HEARTBEAT_TIMEOUT = 20  # seconds of silence after which a process counts as dead
 _LEAVE_TIMEOUT = 5.0  # seconds
+_EXIT_SECONDS = 0.5  # in which a process that has left ends
 _PREFIX = "speedyzero/"
 
 
@@ -160,3 +161,4 @@ class Rendezvous:
     for other in range(1, self.place.num_processes):
       with contextlib.suppress(RendezvousError):
         self.lookup(f"left/{other}", max(until - time.monotonic(), 0.01))
+    time.sleep(_EXIT_SECONDS)  # those that have left may still be ending
