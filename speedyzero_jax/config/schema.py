@@ -117,7 +117,9 @@ class OptimConfig:
   clip_norm: float = opt(5.0, "global norm gradients are clipped to; 0: never (EZ: 5)", "[0, 1e9]")
   warmup_steps: int = opt(1000, "learner steps of linear warm-up from 0 (EZ: 1,000)", "[0, 1e9]")
   decay_steps: int = opt(
-    100_000, "learner steps between decays by decay_rate; 0: no decay (EZ: 100k)", "[0, 1e9]"
+    100_000,
+    "learner steps between decays by decay_rate, after the warm-up; 0: no decay (EZ: 100k)",
+    "[0, 1e9]",
   )
   decay_rate: float = opt(0.1, "factor of the rate every decay_steps (EZ: 0.1)", "(0, 1]")
 

@@ -28,6 +28,7 @@ LOSS_TOTAL = "losses/total"  # what is minimised; its terms are the agent's
 GRADIENT_NORM = "learner/gradient_norm"  # before clipping
 UPDATE_NORM = "learner/update_norm"
 PARAMETER_NORM = "learner/parameter_norm"
+TRUST_RATIO_PREFIX = "trust_ratio/"  # (Clipped) LARS: of each layer, at the last learner step
 HOST_TO_DEVICE_BYTES = "learner/host_to_device_bytes"  # per learner step
 
 REPLAY_PREFIX = "replay/"  # whatever the replay reports, such as:
@@ -73,7 +74,7 @@ _OVER_TIME = {"min": ("*_min",), "max": ("*_max",), "last": ("*_last",)}
 _ACROSS_LEARNERS = {
   # Learner 0's value stands for the run: learners agree, or only it has one.
   "local": (STEP, "*/step", TIME, "time/*", "*_last", "losses/*", "learner/*_norm", "evaluation/*",
-            LEARNING_RATE, LEARNER_STEPS_PER_SECOND),
+            "trust_ratio/*", LEARNING_RATE, LEARNER_STEPS_PER_SECOND),
   "mean": ("*_mean", "*_per_transition"),
   "min": ("*_min",),
   "max": ("*_max", "*_best", "queue/*"),

@@ -225,11 +225,13 @@ def lars(
 
 
 def learning_rate_schedule(config: OptimConfig) -> optax.Schedule:
-  """The learning rate: a linear warm-up from 0 times a staircase decay.
+  """The learning rate: a linear warm-up from 0, then a staircase decay.
 
-  At step t it is `learning_rate * min(1, t / warmup_steps) * decay_rate ** (t // decay_steps)`;
-  `warmup_steps=0` or `decay_steps=0` leaves its factor out. With a warm-up the first step has rate
-  0.
+  At step t it is `learning_rate * t / warmup_steps` up to step `warmup_steps` and
+  `learning_rate * decay_rate ** ((t - warmup_steps) // decay_steps)` from it on. With a warm-up the
+  first step has rate 0; `decay_steps=0` means no decay.
+
+  Source: EfficientZero (Ye et al. 2021), released code.
 
   Args:
     config: `learning_rate`, `warmup_steps`, `decay_steps` and `decay_rate` are read.
@@ -252,7 +254,8 @@ def learning_rate_schedule(config: OptimConfig) -> optax.Schedule:
     if config.warmup_steps:
       rate *= jnp.minimum(1.0, jnp.asarray(count) / config.warmup_steps)
     if config.decay_steps:
-      rate *= config.decay_rate ** (jnp.asarray(count) // config.decay_steps)
+      since = jnp.maximum(jnp.asarray(count) - config.warmup_steps, 0)
+      rate *= config.decay_rate ** (since // config.decay_steps)
     return rate
 
   return schedule

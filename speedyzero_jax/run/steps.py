@@ -3,9 +3,11 @@
 `loops.py` determines their order and threads.
 """
 
+import jax
 import numpy as np
 
 from speedyzero_jax.metrics import names
+from speedyzero_jax.ops import optimizers
 from speedyzero_jax.run import builders, snapshot
 from speedyzero_jax.run.batch_pipeline import PreparedBatch
 from speedyzero_jax.run.experiment import Experiment
@@ -105,6 +107,10 @@ def log(experiment: Experiment) -> None:
   """Writes a line of metrics."""
   step = experiment.limiter.learner_steps
   experiment.logger.log_latest(experiment.times.take(step))
+  ratios = optimizers.trust_ratios(experiment.state.opt_state)
+  experiment.logger.log_latest(
+    {names.TRUST_RATIO_PREFIX + layer: ratio for layer, ratio in jax.device_get(ratios).items()}
+  )
   experiment.logger.write_line(step, experiment.replay.stats(step), experiment.collector.episodes)
 
 

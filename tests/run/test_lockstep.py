@@ -5,8 +5,9 @@ import shutil
 import jax
 import pytest
 import tiny
-from whole_runs import assert_same, everything, interrupt_at, rows_of, run, stopped
+from whole_runs import assert_same, everything, finish, interrupt_at, rows_of, run, stopped
 
+from speedyzero_jax.metrics import names
 from speedyzero_jax.run import loops, snapshot, steps
 from speedyzero_jax.run.checkpoint import CheckpointError, Checkpoints
 from speedyzero_jax.run.experiment import Membership, TrainingError
@@ -259,3 +260,18 @@ def test_a_required_checkpoint_that_cannot_be_written_is_an_error(tmp_path, monk
     assert "free on the disk" not in capsys.readouterr().out
   assert capsys.readouterr().out.count("free on the disk") == 1
   assert not Checkpoints(tmp_path).steps()
+
+
+def test_the_trust_ratio_of_each_layer_is_logged(tmp_path):
+  """With its name; the smallest is the summary's."""
+  with tiny.experiment(
+    tmp_path, "optim.name=clipped_lars", "learner.steps=3", "run.log_interval=1"
+  ) as experiment:
+    assert finish(experiment) is True
+  for row in rows_of(tmp_path):
+    ratios = {
+      name: ratio for name, ratio in row.items() if name.startswith(names.TRUST_RATIO_PREFIX)
+    }
+    assert "trust_ratio/dynamics/conv/kernel" in ratios
+    assert min(ratios.values()) == pytest.approx(row["learner/trust_ratio_min"], abs=1e-12)
+    assert ratios["trust_ratio/policy/mlp/linear2/kernel"] == 1  # zero at initialization: exempt

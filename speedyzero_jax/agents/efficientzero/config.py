@@ -40,6 +40,11 @@ class NetworkConfig:
   action_encoding: Literal["plane", "one_hot"] = opt(
     "plane", "one plane holding a/|A| (EZ), or one plane per action (ours)"
   )
+  init: Literal["he", "pytorch"] = opt(
+    "he",
+    "initial scale: He et al. 2015 for convolutions and LeCun's for linear layers (ours), or "
+    "PyTorch's defaults (EZ), 2.4 and 1.7 times smaller; last layers of heads are 0 in both (EZ)",
+  )
   bn_momentum: float = opt(
     0.9, "share of the old running statistics kept per update (EZ: 0.9, PyTorch's 0.1)", "[0, 1]"
   )
@@ -159,6 +164,17 @@ class LossConfig:
     divided="at least 1",
   )
   unroll_steps: int = opt(5, "K, model steps unrolled in the loss (EZ: 5)", "[1, 1000]")
+  absorbing_states: bool = opt(
+    True,
+    "train on the states after a terminal frame, of value and reward 0 (MuZero's pseudocode: yes, "
+    "EZ: no)",
+  )
+  gradient_scaling: Literal["muzero", "efficientzero"] = opt(
+    "muzero",
+    "recurrent terms weigh 1/K, and state_gradient scales where a state enters g (MuZero's "
+    "pseudocode); or all terms weigh 1/K, and it scales where a state leaves g, before all heads "
+    "(EZ)",
+  )
   state_gradient: float = opt(
     0.5, "scale of the gradient into the hidden state at each model step (EZ: 0.5)", "[0, 1]"
   )

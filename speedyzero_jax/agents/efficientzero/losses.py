@@ -155,8 +155,9 @@ def unrolled_loss(
 ) -> tuple[jax.Array, LossTerms]:
   """The loss of a batch; updates the network's running statistics.
 
-  The state after k model steps is trained on the targets of time t + k. Recurrent terms have weight
-  1/K and the gradient into the hidden state is scaled at every step. Consistency is SimSiam's
+  The state after k model steps is trained on the targets of time t + k. `config.gradient_scaling`
+  says which terms have weight 1/K and where the gradient into the hidden state is scaled at every
+  step. Consistency is SimSiam's
   negative cosine between the predicted projection of the imagined state and the projection (without
   gradient) of the actual next observation.
 
@@ -182,10 +183,11 @@ def unrolled_loss(
 
   root = augment(view_keys[:, 0], observations[:, 0], config.shift, config.intensity)
   states = [network.represent(root, True)]
+  released = config.gradient_scaling == "efficientzero"
   for k in range(steps):
-    states.append(
-      network.dynamics(_scale_gradient(states[-1], config.state_gradient), batch.action[:, k], True)
-    )
+    state = states[-1] if released else _scale_gradient(states[-1], config.state_gradient)
+    state = network.dynamics(state, batch.action[:, k], True)
+    states.append(_scale_gradient(state, config.state_gradient) if released else state)
   imagined = jnp.stack(states[1:])  # [K, B, ...]
   _, prefix_logits = network.value_prefix(imagined, network.initial_carry(size), True, horizon)
   value_logits, policy_logits = network.predict(jnp.concatenate(states), True)
@@ -218,7 +220,7 @@ def unrolled_loss(
     + config.value_prefix_coefficient * prefix_loss
     + config.consistency_coefficient * consistency_loss
   )  # fmt: skip
-  per_sample = here[0] + jnp.mean(recurrent, axis=0)
+  per_sample = (here[0] / steps if released else here[0]) + jnp.mean(recurrent, axis=0)
   log_policy = jax.nn.log_softmax(policy_logits[0])
   return jnp.mean(batch.weight * per_sample), LossTerms(
     value=jnp.mean(value_loss),

@@ -55,6 +55,21 @@ def _convolve(
   return convolve(x, kernel)
 
 
+_HE = nnx.initializers.variance_scaling(2.0, "fan_out", "truncated_normal")
+_LECUN = nnx.initializers.lecun_normal()
+_ZEROS = nnx.initializers.zeros
+
+
+def _uniform(fan_in: int) -> nnx.Initializer:
+  """Uniform in +-1/sqrt(fan_in), PyTorch's default for kernels and biases."""
+  limit = fan_in**-0.5
+
+  def init(key: jax.Array, shape: Any, dtype: Any = jnp.float32, *_: Any) -> jax.Array:
+    return jax.random.uniform(key, shape, dtype, -limit, limit)
+
+  return init
+
+
 class _Layers:
   """Factory of layers that share a configuration."""
 
@@ -62,6 +77,7 @@ class _Layers:
     self.dtype = jnp.dtype(config.dtype)
     self.kernel = (1, 1) if config.downsample == 1 else (3, 3)
     self._config, self._axis_name, self._rngs = config, axis_name, rngs
+    self._pytorch = config.init == "pytorch"
 
   def conv(
     self, inputs: int, outputs: int, *, kernel: tuple[int, int] | None = None, stride: int = 1
@@ -71,7 +87,7 @@ class _Layers:
     return nnx.Conv(
       inputs, outputs, kernel, strides=stride, padding=pad, use_bias=False,
       dtype=self.dtype, rngs=self._rngs, conv_general_dilated=_convolve,
-      kernel_init=nnx.initializers.variance_scaling(2.0, "fan_out", "truncated_normal"),
+      kernel_init=_uniform(inputs * kernel[0] * kernel[1]) if self._pytorch else _HE,
     )  # fmt: skip
 
   def norm(self, features: int) -> nnx.BatchNorm:
@@ -86,13 +102,21 @@ class _Layers:
   def linear(
     self, inputs: int, outputs: int, *, zero: bool = False, bias: bool = True
   ) -> nnx.Linear:
-    init = nnx.initializers.zeros if zero else nnx.initializers.lecun_normal()
+    init = _uniform(inputs) if self._pytorch else _LECUN
     return nnx.Linear(
-      inputs, outputs, use_bias=bias, dtype=self.dtype, kernel_init=init, rngs=self._rngs
+      inputs,
+      outputs,
+      use_bias=bias,
+      dtype=self.dtype,
+      kernel_init=_ZEROS if zero else init,
+      bias_init=init if self._pytorch and not zero else _ZEROS,
+      rngs=self._rngs,
     )
 
   def lstm(self, inputs: int, hidden: int) -> nnx.OptimizedLSTMCell:
-    return nnx.OptimizedLSTMCell(inputs, hidden, dtype=self.dtype, rngs=self._rngs)
+    kinds = ("kernel_init", "recurrent_kernel_init", "bias_init") if self._pytorch else ()
+    inits = dict.fromkeys(kinds, _uniform(hidden))  # PyTorch adds up two such biases
+    return nnx.OptimizedLSTMCell(inputs, hidden, dtype=self.dtype, rngs=self._rngs, **inits)
 
 
 class ResBlock(nnx.Module):

@@ -25,6 +25,7 @@ class TargetSpec:
   value_target: Literal["bootstrap", "search", "mixed"] = "bootstrap"
   mixed_start: int = 0
   mixed_newest: int = 0
+  absorbing: bool = True  # states after a terminal frame are trained on
   renewed: bool = True  # stored values are recomputed for training (reanalysis is on)
 
 
@@ -34,7 +35,7 @@ class Targets(NamedTuple):
   value: np.ndarray  # [B, K+1] float32, an untransformed return
   value_prefix: np.ndarray  # [B, K] float32, sum of rewards since the prefix was last reset
   policy: np.ndarray  # [B, K+1, A] float32
-  value_mask: np.ndarray  # [B, K+1] float32, 1 up to the end and in absorbing terminal states
+  value_mask: np.ndarray  # [B, K+1] float32, 1 up to the end and in absorbing states if trained on
   prefix_mask: np.ndarray  # [B, K] float32, the same for value_prefix
   policy_mask: np.ndarray  # [B, K+1] float32, 1 for states in which an action was taken
   consistency_mask: np.ndarray  # [B, K] float32, 1 where state k+1 is a real frame of the episode
@@ -50,6 +51,7 @@ def target_spec(config: Config) -> TargetSpec:
     age_interval=own.loss.age_interval,
     discount=config.env.discount,
     value_target=own.reanalyse.value_target,
+    absorbing=own.loss.absorbing_states,
     mixed_start=own.reanalyse.mixed_start,
     mixed_newest=own.reanalyse.mixed_newest,
     renewed=own.reanalyse.schedule != "off",
@@ -126,8 +128,8 @@ def compute_targets(
 ) -> Targets:
   """Targets of the unroll from each live slot.
 
-  After a terminal frame come absorbing states: value and reward 0, trained on. After a truncated
-  episode's last frame, or past a lane's head, masks and targets are 0.
+  After a terminal frame come absorbing states: value and reward 0, trained on if `spec.absorbing`.
+  After a truncated episode's last frame, or past a lane's head, masks and targets are 0.
   """
   unroll = spec.unroll_steps
   at = lane[:, None]
@@ -136,9 +138,10 @@ def compute_targets(
   flat = store.flat(at, np.minimum(states, last))
   real = states <= last
   terminal = take(store.terminated, store.flat(at, last))  # [B, 1], false in an open episode
+  absorbing = terminal & spec.absorbing
   acted = real & (take(store.action, flat) >= 0)
   # Whether the transition out of the state is known.
-  known = acted[:, :unroll] | (terminal & (states[:, :unroll] >= last))
+  known = acted[:, :unroll] | (absorbing & (states[:, :unroll] >= last))
 
   reward = np.where(acted, take(store.reward, flat), 0.0)
   prefix = np.zeros((len(time), unroll))
@@ -155,7 +158,7 @@ def compute_targets(
     value=value.astype(np.float32),
     value_prefix=np.where(known, prefix, 0.0).astype(np.float32),
     policy=policy,
-    value_mask=(real | terminal).astype(np.float32),
+    value_mask=(real | absorbing).astype(np.float32),
     prefix_mask=known.astype(np.float32),
     policy_mask=acted.astype(np.float32),
     consistency_mask=real[:, 1:].astype(np.float32),

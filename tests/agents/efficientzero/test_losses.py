@@ -365,6 +365,80 @@ def test_the_gradient_into_the_root_is_scaled_at_every_step(scale):
       )  # heads take all of theirs
 
 
+def _gradients(batch, w, config):
+  """Backpropagation by hand, one sample after another, in float64.
+
+  EfficientZero's release scales the loss by 1/K and, when the gradient of a state that g returned
+  is complete, with those of all its heads, halves it. MuZero's pseudocode gives recurrent terms
+  1/K and scales what passes through g into the state before.
+  """
+  w = {name: x.astype(np.float64) for name, x in w.items()}
+  grads = {name: np.zeros_like(x) for name, x in w.items()}
+  released = config.gradient_scaling == "efficientzero"
+  scale = config.state_gradient
+
+  def cross_entropy(name, x, target, factor):
+    """Adds the gradient of a head's kernel; returns that of its input."""
+    logits = (np.exp(_log_softmax(x @ w[name])) - target) * factor
+    grads[name] += np.outer(x, logits)
+    return w[name] @ logits
+
+  for b in range(_B):
+    views = [
+      np.concatenate(batch.frames[b, t : t + _S], axis=-1).reshape(-1) / 255 for t in range(_K + 1)
+    ]
+    states, carries = [views[0] @ w["root"]], []
+    for k in range(_K):
+      states.append(states[k] @ w["dynamics"] + 0.1 * batch.action[b, k])
+      before = carries[-1] if k % _HORIZON else np.full(_D, 0.25)
+      carries.append(before + states[-1])
+    above, through_carry = np.zeros(_D), np.zeros(_D)
+    for k in range(_K, -1, -1):
+      factor = batch.weight[b] / _B / (_K if k or released else 1)
+      state, grad = states[k], above
+      value, policy = _two_hot(batch.value[b, k]), batch.policy[b, k]
+      masks = config.value_coefficient * batch.value_mask[b, k], batch.policy_mask[b, k]
+      grad = grad + cross_entropy("value", state, value, factor * masks[0])
+      grad = grad + cross_entropy(
+        "policy", state, policy, factor * config.policy_coefficient * masks[1]
+      )
+      if k:
+        own = config.value_prefix_coefficient * batch.prefix_mask[b, k - 1] * factor
+        prefix = cross_entropy(
+          "prefix", carries[k - 1], _two_hot(batch.value_prefix[b, k - 1]), own
+        )
+        through_carry = prefix + (through_carry if k % _HORIZON else 0)
+        real = views[k] @ w["root"] @ w["project"]
+        projected = state @ w["project"]
+        predicted = projected @ w["predict"]
+        size, unit = np.linalg.norm(predicted), real / np.linalg.norm(real)
+        direction = predicted / size
+        down = (unit - direction * (direction @ unit)) / size
+        down *= -factor * config.consistency_coefficient * batch.consistency_mask[b, k - 1]
+        grads["predict"] += np.outer(projected, down)
+        down = w["predict"] @ down
+        grads["project"] += np.outer(state, down)
+        grad = grad + through_carry + w["project"] @ down
+        if released:
+          grad = grad * scale
+        grads["dynamics"] += np.outer(states[k - 1], grad)
+        above = w["dynamics"] @ grad * (1 if released else scale)
+      else:
+        grads["root"] += np.outer(views[0], grad)
+  return grads
+
+
+@pytest.mark.parametrize("scaling", ["muzero", "efficientzero"])
+def test_every_module_has_the_gradient_of_the_named_scaling(scaling):
+  config = dataclasses.replace(_CONFIG, gradient_scaling=scaling, state_gradient=0.4)
+  batch, weights = _batch(), _weights()
+  ours = jax.jit(jax.grad(lambda w: _loss(w, batch, config)[0]))(weights)
+  assert not ours.pop("real").any()
+  for name, grad in ours.items():
+    expected = _gradients(batch, weights, config)[name]
+    np.testing.assert_allclose(grad, expected, rtol=1e-3, atol=1e-6, err_msg=name)
+
+
 def test_consistency_pulls_the_imagined_towards_the_real_and_never_the_other_way():
   weights, batch = _weights(), _only(_batch(), consistency_mask=np.ones(_K))
   grads = jax.jit(jax.grad(lambda w: _loss(w, batch)[0]))(weights)

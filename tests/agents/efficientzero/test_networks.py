@@ -419,3 +419,27 @@ def test_kernel_gradient_in_pieces(stride):
     return str(jax.make_jaxpr(of)(x, kernel)).count("= conv_general_dilated[")
 
   assert convolutions(ours) == convolutions(theirs) + (2 if jax.default_backend() == "cpu" else 0)
+
+
+# --- initial values
+
+
+def test_pytorchs_initial_scale():
+  """Kernels and biases are uniform within 1/sqrt(inputs); those of an LSTM cell, 1/sqrt(hidden)."""
+  config = dataclasses.replace(TINY, init="pytorch", lstm_hidden=32, head_hidden=32, downsample=4)
+  blueprint = make_blueprint(config, (16, 16, 2), _ACTIONS)
+  leaves = _leaves(jax.jit(blueprint.init)(jax.random.key(0)).params)
+  for path, x in leaves.items():
+    if "norm" in path or "/linear2/" in path:
+      continue
+    kernel = (
+      leaves[path.removesuffix("bias") + "kernel"]
+      if path.endswith("/bias") and "/lstm/" not in path
+      else x
+    )
+    inputs = config.lstm_hidden if "/lstm/" in path else np.prod(kernel.shape[:-1])
+    limit = inputs**-0.5
+    assert np.abs(x).max() <= limit, path
+    if x.size > 100:
+      np.testing.assert_allclose(x.std(), limit / 3**0.5, rtol=0.15, err_msg=path)
+      assert abs(x.mean()) < 0.1 * limit, path

@@ -35,7 +35,8 @@ def arguments(spec, learner_step):
   given["unroll"], given["prefix_horizon"] = (
     given.pop(name) for name in ("unroll_steps", "value_prefix_horizon")
   )
-  return {k: v for k, v in given.items() if k != "renewed"} | {"learner_step": learner_step}
+  unread = ("renewed", "absorbing")
+  return {k: v for k, v in given.items() if k not in unread} | {"learner_step": learner_step}
 
 
 def filled(capacity, seed, end=0.15):
@@ -134,6 +135,16 @@ def test_worked_example(ending, value, prefix, masks):
   np.testing.assert_array_equal(got.value[0], value)
   np.testing.assert_array_equal(got.value_prefix[0], prefix)
   for name, mask in zip(MASKS, masks.split(), strict=True):
+    np.testing.assert_array_equal(getattr(got, name)[0], [*map(int, mask)], err_msg=name)
+
+
+def test_absorbing_states_can_be_masked():
+  """As in EfficientZero: the terminal frame itself, of value 0, is trained on."""
+  spec = dataclasses.replace(two_steps(5), absorbing=False)
+  got = compute_targets(hand_made("terminated"), np.array([0]), np.array([0]), spec, 0)
+  np.testing.assert_array_equal(got.value[0, :4], [9.5, 4, 4, 0])
+  np.testing.assert_array_equal(got.value_prefix[0], [1, 3, 7, 0, 0])
+  for name, mask in zip(MASKS, ["111100", "11100", "111000", "11100"], strict=True):
     np.testing.assert_array_equal(getattr(got, name)[0], [*map(int, mask)], err_msg=name)
 
 
