@@ -14,11 +14,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help:
 	@echo "make train     train CONFIG (quickstart); ARGS=\"env.game=Pong ...\" goes to the launcher"
-	@echo "make test      the whole test suite; ARGS=\"tests/test_config.py -k yaml\" narrows it, -n0 uses one process"
+	@echo "make test      the whole test suite; ARGS=\"tests/config -k yaml\" narrows it, -n0 uses one process"
 	@echo "make lint      ruff and mypy"
 	@echo "make setup     install into $(VENV) (train, test and lint do it when needed)"
 	@echo "make cuda12    setup, and jax for CUDA 12 GPUs; make cuda13 for CUDA 13"
-	@echo "make lock      resolve requirements*.lock anew from pyproject.toml (needs uv)"
+	@echo "make lock      resolve requirements*.lock again from pyproject.toml (needs uv)"
 	@echo "make clean     remove $(VENV), caches and build leftovers; runs/ stays"
 
 setup: $(STAMP)

@@ -1,7 +1,8 @@
 """The `Agent` interface: all that actors, learner, replay and loops know of an algorithm.
 
 An agent is pure functions and a few numbers. Functions marked *device* are traced by jax; functions
-marked *host* work on numpy arrays of the replay and are called with its lock held.
+marked *host* work on numpy arrays of the replay and are called with its lock held (`make_selector`:
+before the replay is in use).
 
 Letters: n environments or states, B samples, S stacked frames, T+1 slots of a batch's window.
 """
@@ -65,8 +66,8 @@ class Window(NamedTuple):
 class Task(NamedTuple):
   """Background work: a program over stored states whose results are written back.
 
-  With `max_age` a task sweeps the whole replay, so that every value of `stamp` is at most
-  so many learner steps old. Without, it works on what `Agent.batch_work` asks for.
+  With `max_age` a task sweeps the whole replay, fast enough that no value of `stamp` gets older
+  than so many learner steps. Without, it works on what `Agent.batch_work` asks for.
   """
 
   program: Callable[[Variables, Any, jax.Array], Arrays]
@@ -133,7 +134,8 @@ class Agent(Protocol):
       params: to be differentiated.
       batch_stats: running statistics.
       target: parameters of the target network; () without one.
-      batch: from `assemble`, with `frames`.
+      batch: from `assemble`, with `frames` [B, F, H, W, C]; unless `window.within_episode`
+        also `stack` [B, T+1, S], the places in F of the frames of each slot.
       keys: [B], one per sample, independent of how the batch is divided among devices.
     """
 

@@ -1,4 +1,4 @@
-"""Dismissal of workers at the end of a run."""
+"""Dismissal of workers at the end of a run: tracks those that have not yet heard of it."""
 
 import threading
 

@@ -1,7 +1,7 @@
 """Heartbeats of a unit's actors and refreshers: which are alive, their restarts and waiting times.
 
-Every request counts as a heartbeat. Each process asks for weights every `service.POLL_SECONDS`, so
-one that is silent for longer is dead or hangs.
+Every request counts as a heartbeat. Each process asks for weights every `grpc_server.POLL_SECONDS`,
+so one that is silent for `TIMEOUT` is dead or hangs.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """The learner's service: everything that actors and refreshers of a unit can call.
 
-Implements the calls of `messages.CALLS`. Sockets are `grpc_server.py`'s.
+Implements the calls of `messages.CALLS`. Transport: `grpc_server.py`.
 """
 
 from collections.abc import Sequence

@@ -1,11 +1,11 @@
 """Typed configuration of a run: frozen dataclasses, one per section.
 
-Every tunable number is a field with its meaning and source. Agents add sections (`AgentConfig`).
+Settings are fields with their meaning and source. Agents add sections (`AgentConfig`).
 
 Sources: EZ = EfficientZero (Ye et al. 2021) and its released code; EZ-V2 = EfficientZero V2 (Wang
 et al. 2024); SZ = SpeedyZero (Mei et al., ICLR 2023); "ours" = this project's choice or reading.
 
-Intervals without a source keep counts within int32 and computations within float32.
+Ranges without a source avoid overflow of int32 counts and float32 computations.
 """
 
 import dataclasses
@@ -144,7 +144,7 @@ class LearnerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TopologyConfig:
-  """The processes of a run. A single process has all roles and ignores these settings."""
+  """The processes of a run. A run of several needs `--processes` or a cluster."""
 
   learners: int = opt(
     0,

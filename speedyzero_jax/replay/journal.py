@@ -1,4 +1,4 @@
-"""Journal of experience: every stored step, written once, in one SQLite file.
+"""Journal of experience: steps as they are collected, in one SQLite file.
 
 Appends are buffered in memory; `flush` makes them durable. A write is one transaction in WAL mode,
 so a killed process leaves all of it or none, a full disk changes nothing, and with

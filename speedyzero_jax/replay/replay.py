@@ -1,6 +1,7 @@
 """The replay: thread-safe storage of steps, selection of training data, and sweeps.
 
-One lock makes every method atomic. Agents compute targets from `store` while they hold `lock`.
+One lock makes changes and reads of its columns atomic; frames are copied without it (see `held`).
+Agents compute targets from `store` while they hold `lock`.
 """
 
 import threading

@@ -1,1 +1,1 @@
-"""One run in one process: its parts, loops, checkpoints and entry point."""
+"""The run as one process sees it: its parts, loops, checkpoints and entry point."""

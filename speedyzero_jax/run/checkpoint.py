@@ -1,9 +1,10 @@
 """Checkpoints of a run, written by Orbax; atomic, the newest few kept.
 
 A checkpoint at learner step N is `checkpoints/N/`: pytrees of arrays and a JSON of counters. It
-holds what changes. Experience is in the journal, and a checkpoint names the slots of it that it
-refers to. CRC-32s of all arrays and of the JSON are stored and checked; a damaged checkpoint is
-reported, moved to `damaged/`, and the one before is used. Nothing is ever unpickled.
+holds the network, the optimizer and the replay's columns except frames; those are in the journal,
+and a checkpoint names the slots of it that it refers to. CRC-32s of all arrays and of the JSON are
+stored and checked; a damaged checkpoint is reported, moved to `damaged/`, and the one before is
+used. Nothing is ever unpickled.
 
 While a newer state of step N is written, the older one is `checkpoints/N.replaced/`. Readers try N,
 then N.replaced, then the step before.

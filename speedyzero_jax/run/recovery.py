@@ -1,6 +1,7 @@
 """Recovery of a run from its checkpoints and its journal.
 
-The journal holds all experience, a checkpoint what changes; together they restore a run. All units
+The journal holds steps as they were collected, a checkpoint everything that changes later; together
+they restore a run. All units
 of a run continue from the same learner step.
 """
 

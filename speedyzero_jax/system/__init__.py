@@ -1,1 +1,1 @@
-"""Facilities of the machine: memory, compilation, devices."""
+"""Facilities of the machine: memory, compilation, costs of programs, and patches of Orbax."""

@@ -1,1 +1,1 @@
-"""The roles of a run: actor, learner, sweeper and evaluator, and what they share."""
+"""The work of a run: acting, learning, sweeping and evaluating, and the weights they share."""

@@ -223,7 +223,7 @@ def test_kills_what_a_process_leaves_behind(run):
 
 def test_waiting_takes_no_time(run):
   one = run(("learner-0", SLEEP, True), ("actor-0", "pass", False)).until("ready-learner-0")
-  wait_for(lambda: one.child("actor-0")["pid"] is None)
+  wait_for(lambda: ("actor-0", None) in [(c["name"], c["pid"]) for c in one.status()["children"]])
 
   def wakeups():
     status = Path(f"/proc/{one.process.pid}/status").read_text()

@@ -13,7 +13,7 @@ from speedyzero_jax.run.checkpoint import Checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = f"run.compile_cache={os.environ['JAX_COMPILATION_CACHE_DIR']}"
-STEPS = 40
+STEPS = 30
 # Checkpoints at every other step: a signal at any moment is likely to come while one is written.
 NEW = [
   "--config", "quickstart", *tiny.OVERRIDES, CACHE, f"learner.steps={STEPS}",

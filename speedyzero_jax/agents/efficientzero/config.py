@@ -137,7 +137,8 @@ class ReanalyseConfig:
 class RefreshConfig:
   """Priority Refresh: continuous recomputation of all priorities.
 
-  A reanalysis sweep with a bound as tight does it, without using `weights_interval` and `block`.
+  With `reanalyse.max_age` <= `refresh.max_age` a reanalysis sweep does it as well, and
+  `weights_interval` and `block` are not used.
   """
 
   enabled: bool = opt(

@@ -4,7 +4,8 @@ Three tasks. `reanalyse` searches the states of each sampled batch (EfficientZer
 sweeps the whole replay with a bound on the age of targets; whole-buffer reanalysis is due to ReZero
 (Xuan et al. 2024, arXiv 2404.16364). `bootstrap` evaluates the states that end the n-step returns
 of a sampled batch. `refresh` is SpeedyZero's Priority Refresh: it sweeps the whole replay,
-evaluates states and recomputes priorities. A reanalysis sweep with a bound as tight includes it.
+evaluates states and recomputes priorities. With
+`reanalyse.max_age` <= `refresh.max_age` a reanalysis sweep does it as well.
 """
 
 from collections.abc import Callable

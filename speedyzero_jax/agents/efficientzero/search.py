@@ -118,11 +118,7 @@ def make_search(
     value_prefix_horizon: steps between resets of the value prefix.
     recurrent_fn: the model's step, pure and batched.
     initial_carry: the carry after a reset, for a given batch size.
-
-  Raises:
-    ValueError: an invalid setting.
   """
-  _check(config, num_actions, discount, value_prefix_horizon)
   run = (_gumbel_policy if config.algorithm == "gumbel" else _puct_policy)(
     config, discount, num_actions
   )
@@ -297,49 +293,3 @@ def _batch_size(root: Root, num_actions: int) -> int:
     if leaf.shape[:1] != (batch,):
       raise ValueError(f"root.state must lead with {batch} roots, got shape {leaf.shape}")
   return batch
-
-
-def _check(
-  config: SearchConfig, num_actions: int, discount: float, value_prefix_horizon: int
-) -> None:
-  """Raises ValueError for invalid settings."""
-
-  def require(good: bool, message: str) -> None:
-    if not good:
-      raise ValueError(message)
-
-  require(
-    config.algorithm in ("gumbel", "puct"),
-    f"search.algorithm must be gumbel or puct, got {config.algorithm!r}",
-  )
-  require(
-    config.value_scaling in ("tree", "node"),
-    f"search.value_scaling must be tree or node, got {config.value_scaling!r}",
-  )
-  require(
-    config.simulations >= 1, f"search.simulations must be at least 1, got {config.simulations}"
-  )
-  require(config.max_depth >= 0, f"search.max_depth must not be negative, got {config.max_depth}")
-  require(
-    config.max_considered >= 1,
-    f"search.max_considered must be at least 1, got {config.max_considered}",
-  )
-  require(
-    config.min_value_range > 0,
-    f"search.min_value_range must be positive, got {config.min_value_range}",
-  )
-  require(config.c2 > 0, f"search.c2 must be positive, got {config.c2}")
-  require(
-    config.dirichlet_alpha > 0,
-    f"search.dirichlet_alpha must be positive, got {config.dirichlet_alpha}",
-  )
-  require(
-    0 <= config.dirichlet_fraction <= 1,
-    f"search.dirichlet_fraction must be in [0, 1], got {config.dirichlet_fraction}",
-  )
-  require(num_actions >= 1, f"num_actions must be at least 1, got {num_actions}")
-  require(0 <= discount <= 1, f"discount must be in [0, 1], got {discount}")
-  require(
-    value_prefix_horizon >= 1,
-    f"value_prefix_horizon must be at least 1, got {value_prefix_horizon}",
-  )

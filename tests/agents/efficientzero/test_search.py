@@ -3,7 +3,6 @@ types."""
 
 import dataclasses
 import functools
-import math
 from typing import Any, Literal, NamedTuple
 
 import hypothesis
@@ -334,28 +333,6 @@ def test_states_and_predictions_in_bfloat16_are_searched_in_float32():
     == jnp.float32
   )
   assert results[0].action.dtype == jnp.int32
-
-
-@pytest.mark.parametrize(
-  ("change", "name"),
-  [
-    ({"simulations": 0}, "simulations"),
-    ({"max_considered": 0}, "max_considered"),
-    ({"min_value_range": 0.0}, "min_value_range"),
-    ({"dirichlet_alpha": 0.0}, "dirichlet_alpha"),
-    ({"discount": math.nan}, "discount"),
-    ({"value_prefix_horizon": 0}, "value_prefix_horizon"),
-  ],
-)
-def test_settings_without_meaning_are_refused(change: dict[str, Any], name: str):
-  arguments: dict[str, Any] = {"num_actions": 2, "discount": 0.9, "value_prefix_horizon": 5}
-  fields = {f.name for f in dataclasses.fields(SearchConfig)}
-  config = SearchConfig(**{k: v for k, v in change.items() if k in fields})
-  arguments |= {k: v for k, v in change.items() if k not in fields}
-  with pytest.raises(ValueError, match=name):
-    search_lib.make_search(
-      config, recurrent_fn=_recurrent, initial_carry=lambda batch: jnp.zeros([batch]), **arguments
-    )
 
 
 def test_roots_of_the_wrong_shape_are_refused():
