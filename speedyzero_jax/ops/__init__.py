@@ -1,1 +1,1 @@
-"""Numerics shared by agents: optimizers and transforms."""
+"""Numerics shared by agents: optimizers, torsos, convolution, TD errors and V-trace."""

@@ -16,44 +16,10 @@ from flax import nnx
 
 from speedyzero_jax.agents.base import Variables
 from speedyzero_jax.agents.efficientzero.config import NetworkConfig
+from speedyzero_jax.ops.conv import convolve
 from speedyzero_jax.types import Params
 
 Carry = tuple[jax.Array, jax.Array]  # the LSTM's (c, h), each [B, lstm_hidden]
-
-
-_CHUNK = 32  # images per piece of a weight gradient on a CPU
-
-
-def _convolve(
-  x: jax.Array, kernel: jax.Array, strides: tuple[int, ...], padding: Any, **options: Any
-) -> jax.Array:
-  """`jax.lax.conv_general_dilated`, with a faster weight gradient for large batches on a CPU.
-
-  XLA's CPU backend contracts that gradient over the batch, at half the speed for 256 images of
-  24x24 and more; here it is summed over pieces of 32.
-  """
-
-  def whole(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    return jax.lax.conv_general_dilated(x, kernel, strides, padding, **options)
-
-  if jax.default_backend() != "cpu" or len(x) <= _CHUNK or x.shape[1] * x.shape[2] < 24 * 24:
-    return whole(x, kernel)
-
-  @jax.custom_vjp
-  def convolve(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    return whole(x, kernel)
-
-  def backward(saved: tuple[jax.Array, jax.Array], y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, kernel = saved
-    (dx,) = jax.linear_transpose(lambda x: whole(x, kernel), x)(y)
-    pieces = [slice(i, i + _CHUNK) for i in range(0, len(x), _CHUNK)]
-    return dx, sum(
-      jax.linear_transpose(lambda k, at=at: whole(x[at], k), kernel)(y[at])[0] for at in pieces
-    )
-
-  convolve.defvjp(lambda x, kernel: (whole(x, kernel), (x, kernel)), backward)
-  return convolve(x, kernel)
-
 
 _HE = nnx.initializers.variance_scaling(2.0, "fan_out", "truncated_normal")
 _LECUN = nnx.initializers.lecun_normal()
@@ -86,7 +52,7 @@ class _Layers:
     pad = kernel[0] // 2
     return nnx.Conv(
       inputs, outputs, kernel, strides=stride, padding=pad, use_bias=False,
-      dtype=self.dtype, rngs=self._rngs, conv_general_dilated=_convolve,
+      dtype=self.dtype, rngs=self._rngs, conv_general_dilated=convolve,
       kernel_init=_uniform(inputs * kernel[0] * kernel[1]) if self._pytorch else _HE,
     )  # fmt: skip
 

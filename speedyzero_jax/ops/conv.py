@@ -1,0 +1,38 @@
+"""Convolution with a faster weight gradient on CPUs."""
+
+from typing import Any
+
+import jax
+
+_CHUNK = 32  # images per piece of a weight gradient on a CPU
+
+
+def convolve(
+  x: jax.Array, kernel: jax.Array, strides: tuple[int, ...], padding: Any, **options: Any
+) -> jax.Array:
+  """`jax.lax.conv_general_dilated`, with a faster weight gradient for large batches on a CPU.
+
+  XLA's CPU backend contracts that gradient over the batch, at half the speed for 256 images of
+  24x24 and more; here it is summed over pieces of 32.
+  """
+
+  def whole(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jax.lax.conv_general_dilated(x, kernel, strides, padding, **options)
+
+  if jax.default_backend() != "cpu" or len(x) <= _CHUNK or x.shape[1] * x.shape[2] < 24 * 24:
+    return whole(x, kernel)
+
+  @jax.custom_vjp
+  def in_pieces(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return whole(x, kernel)
+
+  def backward(saved: tuple[jax.Array, jax.Array], y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, kernel = saved
+    (dx,) = jax.linear_transpose(lambda x: whole(x, kernel), x)(y)
+    pieces = [slice(i, i + _CHUNK) for i in range(0, len(x), _CHUNK)]
+    return dx, sum(
+      jax.linear_transpose(lambda k, at=at: whole(x[at], k), kernel)(y[at])[0] for at in pieces
+    )
+
+  in_pieces.defvjp(lambda x, kernel: (whole(x, kernel), (x, kernel)), backward)
+  return in_pieces(x, kernel)
