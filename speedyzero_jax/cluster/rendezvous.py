@@ -1,6 +1,7 @@
 """Rendezvous of a run's processes: membership, key-value store and barriers of jax.distributed.
 
-The only module that uses private parts of jax (its distributed client and cluster detection).
+The only module that uses private parts of jax: its distributed client, cluster detection, and the
+writer of its compilation cache.
 """
 
 import contextlib
@@ -8,10 +9,11 @@ import functools
 import os
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
-from jax._src import distributed
+from jax._src import compiler, distributed
 from jax._src.clusters import cluster
 from jax._src.lib import _jax
 
@@ -108,6 +110,10 @@ class Rendezvous:
       )
     else:
       state.client, state.num_processes, state.process_id = None, 1, 0
+    # Only process 0 writes to the compilation cache, but programs of other processes have other
+    # keys: without this, all learners but the first compile everything again at each start.
+    first: Any = SimpleNamespace(global_state=SimpleNamespace(client=state.client, process_id=0))
+    compiler.distributed = first
     jax.local_devices()
 
   def publish(self, name: str, value: str) -> None:

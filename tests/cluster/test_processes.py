@@ -178,7 +178,7 @@ def test_a_killed_learner_and_actor_lose_and_repeat_nothing(tmp_path):
   processes = "--processes", "learner=2,actor=1"
   no_sweeps = "reanalyse.schedule=off", "refresh.enabled=false", "loss.unroll_steps=1"
   with Run.new(folder, *processes, *no_sweeps, "evaluation.interval=60") as run:
-    run.learn(25)
+    run.learn(45)
     run.kill("learner-1")
     run.until("resuming at learner step (20|40),")
     if killed := run.learn(random.Random(0).randint(5, 20)):

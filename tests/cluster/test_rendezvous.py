@@ -26,6 +26,11 @@ if number < 2:
   for turn in range(2):
     rendezvous.lookup(f"turn/{turn}", 60)
     print("sum", float(np.asarray(add(mine).addressable_shards[0].data)[0]), flush=True)
+  jax.clear_caches()
+  events = []
+  jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
+  add(mine).block_until_ready()
+  print("cached", events.count("/jax/compilation_cache/cache_hits"), flush=True)
 else:
   print("alone", float(jax.numpy.ones(2).sum()), rendezvous.count("came"), flush=True)
   rendezvous.publish(f"turn/{rendezvous.count('turn')}", "")
@@ -35,8 +40,10 @@ os._exit(0)
 """
 
 
-def start(address, number):
+def start(address, number, cache):
   environment = os.environ | {
+    "JAX_COMPILATION_CACHE_DIR": str(cache),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_NUM_CPU_DEVICES": "2",
     "JAX_PLATFORMS": "cpu",
     "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -54,11 +61,11 @@ def value(process, word):
   raise AssertionError(f"ended with {process.wait()} before printing '{word}'")
 
 
-def test_learners_share_devices_and_another_dies_and_comes_back():
+def test_learners_share_devices_and_another_dies_and_comes_back(tmp_path):
   with socket.socket() as probe:
     probe.bind(("127.0.0.1", 0))
     address = f"127.0.0.1:{probe.getsockname()[1]}"
-  members = [start(address, number) for number in range(3)]
+  members = [start(address, number, tmp_path) for number in range(3)]
   try:
     helper = members[2]
     assert value(helper, "devices") == [2, 2]
@@ -68,10 +75,11 @@ def test_learners_share_devices_and_another_dies_and_comes_back():
       assert value(learner, "sum") == [10]
     helper.send_signal(signal.SIGKILL)
     helper.wait()
-    members.append(start(address, 2))
+    members.append(start(address, 2, tmp_path))
     assert value(members[3], "alone") == [2, 1]
     for learner in members[:2]:
       assert value(learner, "sum") == [10]
+      assert value(learner, "cached") == [1]  # each learner's programs, not only the first one's
     members[3].stdin.close()
     assert [process.wait(60) for process in (members[0], members[1], members[3])] == [0, 0, 0]
   finally:
