@@ -58,7 +58,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   parser.add_argument("--num-processes", type=int, metavar="N", help="number of processes")
   parser.add_argument("--process-id", type=int, metavar="I", help="number of this one, from 0")
   parser.add_argument(
-    "--devices", metavar="I,...", help="accelerators of this machine to use (default: all)"
+    "--devices",
+    metavar="I,...",
+    type=_indices,
+    help="accelerators of this machine to use (default: all)",
   )
   parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, listed below")
   arguments = parser.parse_args(argv)
@@ -75,6 +78,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   if arguments.processes:
     arguments.overrides += counts(parser, arguments.processes)
   return arguments
+
+
+def _indices(text: str) -> list[int]:
+  return [int(index) for index in text.split(",")]
 
 
 def chosen_agent(argv: Sequence[str]) -> str:
@@ -239,7 +246,7 @@ def be_one(arguments: argparse.Namespace) -> int:
     place = rendezvous.detect()
   resume = arguments.resume is not None
   if place is not None:
-    devices = [int(x) for x in arguments.devices.split(",")] if arguments.devices else None
+    devices = arguments.devices
 
     def open_with(meet: Callable[[Config], None]) -> RunDir:
       def check(config: Config) -> None:

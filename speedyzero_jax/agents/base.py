@@ -102,6 +102,7 @@ class Agent(Protocol):
   tasks: Mapping[str, Task]
   target_interval: int  # learner steps between copies to the target network; 0: there is none
   synchronised: bool  # batch statistics leave the loss equal on all devices
+  on_policy: bool  # trains once on new experience: resumed runs drop what is after a checkpoint
 
   def init(self, key: jax.Array) -> Variables:
     """Device: fresh variables."""

@@ -29,7 +29,7 @@ from speedyzero_jax.ops import td
 from speedyzero_jax.ops.torsos import TorsoConfig, make_torso, observe, pure, torso_problems
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.sampler import PrioritizedSampler, importance_weights
-from speedyzero_jax.replay.schema import Column, make_schema
+from speedyzero_jax.replay.schema import make_schema
 from speedyzero_jax.replay.selector import Selection
 from speedyzero_jax.replay.storage import LaneStore, take
 from speedyzero_jax.types import Params
@@ -146,6 +146,7 @@ class DQN:
   """
 
   synchronised = True  # there are no batch statistics
+  on_policy = False
   subscriptions: ClassVar[dict[str, int]] = {}
   tasks: ClassVar[dict[str, Task]] = {}
 
@@ -155,9 +156,7 @@ class DQN:
     height, width, channels = frame_shape
     shape = (height, width, channels * self._stack)
     self._network = pure(lambda rngs: QNetwork(own.network, shape, actions, rngs))
-    # max Q(s, .) and Q(s, a) when the agent acted, from which TD errors can be computed.
-    columns = (Column("value", "float32"), Column("action_value", "float32"))
-    self.schema = make_schema(frame_shape, frame_dtype, actions, columns)
+    self.schema = make_schema(frame_shape, frame_dtype, actions)
     self.window = Window(after=own.loss.td_steps, within_episode=True)
     self.lookahead = own.loss.td_steps
     self.target_interval = own.loss.target_interval
@@ -180,8 +179,7 @@ class DQN:
       which, other = jax.random.split(key)
       random = jax.random.randint(other, action.shape, 0, q.shape[-1])
       action = jnp.where(jax.random.uniform(which, action.shape) < epsilon, random, action)
-    columns = {"value": jnp.max(q, axis=-1), "action_value": td.q_of(q, action)}
-    return ActOutput(action.astype(jnp.int32), columns, ())
+    return ActOutput(action.astype(jnp.int32), {}, ())
 
   def loss(
     self, params: Params, batch_stats: Params, target: Params, batch: Arrays, keys: jax.Array

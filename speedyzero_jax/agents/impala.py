@@ -164,6 +164,7 @@ class Impala:
 
   target_interval = 0
   synchronised = True  # there are no batch statistics
+  on_policy = True
   subscriptions: ClassVar[dict[str, int]] = {}
   tasks: ClassVar[dict[str, Task]] = {}
 
@@ -278,8 +279,9 @@ class Impala:
       "logits": take(store["logits"], now),
       "acted_mask": acted.astype(np.float32),
     }
-    info = {TRAINED_LAG_MEAN: float(lag.mean()), TRAINED_LAG_MAX: float(lag.max())}
-    return batch, info if lag.size else {}
+    if not lag.size:  # resets, or evicted
+      return batch, {}
+    return batch, {TRAINED_LAG_MEAN: float(lag.mean()), TRAINED_LAG_MAX: float(lag.max())}
 
   def label(self, program: str) -> str:
     return "policy and value"

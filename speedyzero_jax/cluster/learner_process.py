@@ -52,7 +52,7 @@ def wire_format(own: Config, agent: Agent) -> WireFormat:
     results={
       name: {column.name: column for column in task.results} for name, task in agent.tasks.items()
     },
-    max_bytes=max(64 << 20, size + (1 << 20)),
+    max_bytes=max(64 << 20, max(size, 2 * own.actor.lanes * agent.schema.slot_bytes) + (1 << 20)),
   )
 
 

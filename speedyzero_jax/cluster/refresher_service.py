@@ -18,7 +18,7 @@ from speedyzero_jax.cluster.heartbeats import Heartbeats
 from speedyzero_jax.run.experiment import Experiment
 from speedyzero_jax.workers.sweeper import write_results
 
-_CHUNK = 256  # frames in one answer
+_CHUNK = 32 << 20  # bytes of frames in one answer, about
 _POLL = 1.0  # seconds between checks of the heartbeats
 
 
@@ -148,7 +148,7 @@ class RefresherService:
     )
 
   def _due_work(self) -> Work | None:
-    if not self._experiment.pipeline.ready():
+    if not self._experiment.sweeping():
       return None
     for sweeper in self._sweepers:
       if sweeper.due(self._replay, self._limiter.learner_steps):
@@ -214,7 +214,9 @@ class RefresherService:
     self._limiter.wait_for(
       lambda: dismissal.over or replay.frames_written > request.sequence, seconds
     )
-    following, lane, cell, frame = replay.frames_since(request.sequence, _CHUNK)
+    following, lane, cell, frame = replay.frames_since(
+      request.sequence, max(1, min(256, _CHUNK // replay.schema.slot_bytes))
+    )
     if not len(lane):
       if dismissal.over:  # not before: a block may need the frames
         raise RunOver("the run has ended")

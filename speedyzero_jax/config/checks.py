@@ -41,6 +41,11 @@ def problems(config: Config) -> Iterable[str]:
       f"learner.batch_size: must be a multiple of learner.devices ({learner.devices}), "
       f"got {learner.batch_size}"
     )
+  if config.topology.refreshers and not config.agent.refreshes:
+    yield (
+      f"topology.refreshers: must be 0, as {config.agent.name} with these settings recomputes "
+      f"nothing, got {config.topology.refreshers}"
+    )
   given = [k for k in ("certificate", "key", "authority") if getattr(config.topology, f"tls_{k}")]
   if given and len(given) < 3:
     yield (

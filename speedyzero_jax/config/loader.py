@@ -48,9 +48,17 @@ def agent_module(name: str) -> Any:
     except (ImportError, ValueError):
       found = None
     if found is not None:
-      loaded = importlib.import_module(module)
-      if hasattr(loaded, "AGENT_CONFIG"):
-        return loaded
+      try:
+        loaded = importlib.import_module(module)
+      except Exception as error:
+        raise ConfigError(f"agent: {module} fails with {type(error).__name__}: {error}") from error
+      if not hasattr(loaded, "AGENT_CONFIG"):
+        continue
+      if not (
+        isinstance(loaded.AGENT_CONFIG, type) and issubclass(loaded.AGENT_CONFIG, AgentConfig)
+      ):
+        raise ConfigError(f"agent: AGENT_CONFIG of {module} is not a subclass of AgentConfig")
+      return loaded
   raise ConfigError(f"agent: there is no agent {name!r}; there are {', '.join(agent_names())}")
 
 
@@ -217,6 +225,9 @@ class _Preset(typing.NamedTuple):
     """Dotted key -> value for a run of this agent and game. A ConfigError names the file."""
     try:
       games = {name: _parsed(leaves, agent) for name, leaves in self.games.items()}
+      for name in games:
+        if name != game and name.lower() == str(game).lower():
+          raise ConfigError(f"games: {name!r} differs from env.game={game} in upper case only")
       return _parsed(self.leaves, agent) | games.get(str(game), {})
     except ConfigError as error:
       raise ConfigError(f"{self.path}: {error}") from None
@@ -237,6 +248,8 @@ def _read_preset(path: Path, parents: tuple[Path, ...] = ()) -> list[_Preset]:
     if not isinstance(games, dict) or not all(isinstance(own, dict) for own in games.values()):
       raise ConfigError("games: expected a mapping of games to settings")
     of_games = {game: _leaves(leaves) for game, leaves in games.items()}
+    if any("env.game" in leaves or _AGENT in leaves for leaves in of_games.values()):
+      raise ConfigError("games: env.game and agent can't be set for a single game")
     own = _Preset(path, _leaves(document), of_games)
   except (OSError, UnicodeDecodeError, ConfigError) as error:
     raise ConfigError(f"{path}: {error}") from None
@@ -272,6 +285,8 @@ def load(presets: Sequence[str] = (), overrides: Sequence[str] = ()) -> Config:
   for leaves in (*(preset.leaves for preset in read), last):
     chosen |= leaves
   agent, game = chosen.get(_AGENT, DEFAULT_AGENT), chosen.get("env.game")
+  if not isinstance(agent, str):
+    raise ConfigError(f"agent: expected a name, got {agent!r}")
   values: dict[str, Any] = {}
   for preset in read:
     values |= preset.values(agent, game)

@@ -282,6 +282,11 @@ class AgentConfig:
 
   name: ClassVar[str]  # the agent's module, as in `agent=NAME`
 
+  @property
+  def refreshes(self) -> bool:
+    """Whether the agent recomputes what the replay stores, so that there is work for refreshers."""
+    return False
+
   def problems(self, config: "Config") -> Iterable[str]:
     """Yields `key: problem` for settings that contradict each other."""
     return ()

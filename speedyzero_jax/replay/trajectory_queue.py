@@ -59,23 +59,42 @@ class TrajectoryQueue:
         self._turn = np.append(self._turn[self._turn != lane], lane)
     return lanes, times
 
-  def _skip(self) -> None:
-    """Skips evicted and surplus windows."""
+  def _evicted(self) -> np.ndarray:
+    """Number of each lane's next windows that are evicted, [L]."""
     store = self._store
     behind = np.where(store.tail > 0, store.tail + self._stack - 1, 0) - self._next
-    lost = -(-np.maximum(behind, 0) // self._length)
-    self._next += lost * self._length
-    self._skipped += int(lost.sum())
-    if store.num_transitions:
-      filled = store.head.sum() / self._length - store.lanes  # each lane's last may be incomplete
-      surplus = filled - store.num_transitions * self._pace - self._skipped
-      self._skipped += len(self._take(math.floor(max(surplus, 0)))[0])
+    return -(-np.maximum(behind, 0) // self._length)
+
+  def _surplus(self, skipped: int) -> int:
+    """Number of windows to skip besides so many already skipped."""
+    store = self._store
+    if not store.num_transitions:
+      return 0
+    filled = store.head.sum() / self._length - store.lanes  # each lane's last may be incomplete
+    return math.floor(max(filled - store.num_transitions * self._pace - skipped, 0))
+
+  def _due(self) -> tuple[int, int]:
+    """Windows left to train on, and windows to skip before."""
+    evicted, complete = self._evicted(), self._complete()
+    left, lost = int(np.maximum(complete - evicted, 0).sum()), int(evicted.sum())
+    surplus = min(self._surplus(self._skipped + lost), left)
+    return left - surplus, lost + surplus
+
+  def _skip(self, spare: int) -> None:
+    """Skips evicted and surplus windows, at most `spare` of them complete ones."""
+    evicted, complete = self._evicted(), self._complete()
+    losing = np.minimum(evicted, complete)
+    lose = np.diff(np.minimum(np.cumsum(losing), spare), prepend=0)
+    skip = np.where(lose == losing, evicted, lose)
+    self._next += skip * self._length
+    self._skipped += int(skip.sum())
+    surplus = min(self._surplus(self._skipped), spare - int(lose.sum()))
+    self._skipped += len(self._take(surplus)[0])
 
   @property
   def count(self) -> int:
-    """Complete windows in all lanes."""
-    self._skip()
-    return int(self._complete().sum())
+    """Complete windows in all lanes, without those that are to be skipped."""
+    return self._due()[0]
 
   def ready(self, n: int) -> bool:
     """Whether n windows are complete."""
@@ -87,11 +106,13 @@ class TrajectoryQueue:
   def select(self, n: int, rng: np.random.Generator) -> Selection:
     """The next n windows. Raises ValueError if fewer are complete.
 
-    Windows evicted since `ready` returned True are included: it stays true until `select`.
+    After `ready` returned True there are always n: where appends have since evicted windows or made
+    them surplus, fewer are skipped.
     """
-    complete = self._complete().sum()
+    complete = int(self._complete().sum())
     if complete < n:
       raise ValueError(f"requested {n} trajectories, only {complete} are complete")
+    self._skip(complete - n)
     lanes, times = self._take(n)
     self._pending.update(zip(lanes, times, strict=True))
     return Selection(np.array(lanes, np.int32), np.array(times, np.int64), np.ones(n))
@@ -103,20 +124,24 @@ class TrajectoryQueue:
 
   def stats(self, learner_step: int) -> dict[str, float]:
     """Complete windows not yet used, and windows skipped."""
-    return {QUEUED: float(self.count), SKIPPED: float(self._skipped)}
+    queued, to_skip = self._due()
+    return {QUEUED: float(queued), SKIPPED: float(self._skipped + to_skip)}
 
   def state_dict(self) -> dict[str, np.ndarray]:
     """The position in each lane, the order of the lanes, and the number of skipped windows.
 
     Windows selected but not trained on are selected again after a restart.
     """
-    start = self._next.copy()
+    before = self._next.copy(), self._turn, self._skipped
+    self._skip(int(self._complete().sum()))  # in the state only: `ready` may have counted on them
+    start, turn, skipped = self._next, self._turn, self._skipped
+    self._next, self._turn, self._skipped = before
     for lane, time in self._pending:
       start[lane] = min(start[lane], time)
     return {
       "queue_next": start,
-      "queue_turn": self._turn.copy(),
-      "queue_skipped": np.array([self._skipped], np.int64),
+      "queue_turn": turn.copy(),
+      "queue_skipped": np.array([skipped], np.int64),
     }
 
   def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:

@@ -81,10 +81,12 @@ def _build(
     learner = Learner(config, agent, membership.mesh or local, report=logger.message)
   except ValueError as error:
     raise TrainingError(str(error)) from error
+  if warning := builders.capacity_problem(own, agent):
+    logger.message(warning)
   inference = Inference(agent, config.env.frame_stack, local, report=logger.message)
   seed, memory = unit_seed(config, "replay", membership), membership.frame_memory
   replay = builders.make_replay(own, agent, local, logger.message, seed=seed, frame_memory=memory)
-  recovery = _recovery(config, journal, run_dir, logger, membership)
+  recovery = _recovery(config, agent, journal, run_dir, logger, membership)
   restored = recovery.restore(snapshot.abstract(learner, agent)) if resume else None
   if restored is None:
     state = learner.init(jax.random.fold_in(jax.random.key(config.run.seed), INIT))
@@ -136,14 +138,19 @@ def _local_actor(experiment: Experiment, episodes: EpisodeStats) -> LocalActor:
 
 
 def _recovery(
-  config: Config, journal: Journal, run_dir: Path, logger: MetricsLogger, membership: Membership
+  config: Config,
+  agent: Agent,
+  journal: Journal,
+  run_dir: Path,
+  logger: MetricsLogger,
+  membership: Membership,
 ) -> RecoveryManager:
   return RecoveryManager(
     Checkpoints(run_dir, config.run.keep_checkpoints),
     journal,
     logger.message,
     durable=membership.durable,
-    exact=config.run.mode == "lockstep",
+    exact=config.run.mode == "lockstep" or agent.on_policy,
     agree=membership.agree,
     units=membership.units,
   )

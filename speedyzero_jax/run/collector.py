@@ -1,7 +1,8 @@
 """The collector: adds experience to the journal, the replay and the counters atomically."""
 
+import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -91,13 +92,14 @@ class Collector:
         self._replay.truncate(lane)
 
   def replay_recorded(self, recorded: Sequence[Segment]) -> None:
-    """Appends durable segments of one append, recorded after the checkpoint."""
+    """Appends durable segments, at most one of a lane, recorded after the checkpoint."""
     for segment in recorded:
       if segment.first[0]:
         self._replay.truncate(segment.lane)  # the environment was lost at that time
     now = self._limiter.learner_steps  # later ones were lost with the learner
     known = [segment._replace(step=np.minimum(segment.step, now)) for segment in recorded]
-    self._replay.append_many(known)
+    for part in _parts(known, self._replay.store.capacity):
+      self._replay.append_many(part)
     self._limiter.add_env_steps(sum(int((segment.action >= 0).sum()) for segment in recorded))
 
   def _store(self, segments: Sequence[Segment]) -> None:
@@ -112,3 +114,10 @@ class Collector:
     """Closes the local environments."""
     if self.local is not None:
       self.local.close()
+
+
+def _parts(segments: Sequence[Segment], slots: int) -> Iterator[list[Segment]]:
+  """The segments cut into parts of at most so many slots: the first part of each, and so on."""
+  for begin in range(0, max(len(segment.frame) for segment in segments), slots):
+    cut = operator.itemgetter(slice(begin, begin + slots))
+    yield [s.map(cut, s.start + begin) for s in segments if len(s.frame) > begin]

@@ -23,7 +23,7 @@ from speedyzero_jax.workers.learner import Learner, LearnerState
 from speedyzero_jax.workers.sweeper import Sweeper, TaskRunner
 from speedyzero_jax.workers.weights import WeightsStore
 
-INIT, LEARN, ACT, BATCH, SWEEP = range(5)  # purposes of random keys
+INIT, LEARN, ACT, BATCH, SWEEP = range(5)  # purposes of random keys; sweeper i has SWEEP + i
 
 
 class TrainingError(Exception):
@@ -93,6 +93,7 @@ class Experiment:
 
   def __post_init__(self) -> None:
     self.execute = self._execute_here
+    self._sweeping = False
     self.pipeline = BatchPipeline(
       self.agent,
       self.replay,
@@ -114,14 +115,21 @@ class Experiment:
     """The random key of all learner steps, the same in all processes."""
     return jax.random.fold_in(jax.random.key(self.config.run.seed), LEARN)
 
+  def sweeping(self) -> bool:
+    """Whether sweeps have begun: once a first batch can be drawn."""
+    self._sweeping = self._sweeping or self.pipeline.ready()
+    return self._sweeping
+
   def sweep_key(self, sweeper: Sweeper) -> jax.Array:
     """The random key of a sweep's next block."""
-    return jax.random.fold_in(self.key(SWEEP), sweeper.calls)
+    purpose = SWEEP + self.sweepers.index(sweeper)
+    return jax.random.fold_in(self.key(purpose), sweeper.calls)
 
   def _execute_here(self, works: list[Work], learner_step: int) -> None:
     key = jax.random.fold_in(self.key(BATCH), learner_step)
-    for work in works:
-      self.count_states(self.agent.tasks[work.task], self.runner.run(work, key))
+    for i, work in enumerate(works):
+      states = self.runner.run(work, jax.random.fold_in(key, i))
+      self.count_states(self.agent.tasks[work.task], states)
 
   def count_states(self, task: Task, states: int) -> None:
     """Counts states that a task has computed."""

@@ -114,8 +114,7 @@ class _Overlapped:
     experiment, limiter = self._experiment, self._limiter
 
     def due() -> bool:
-      ready = experiment.pipeline.ready()
-      return ready and sweeper.due(experiment.replay, limiter.learner_steps)
+      return experiment.sweeping() and sweeper.due(experiment.replay, limiter.learner_steps)
 
     while True:
       begin = time.monotonic()

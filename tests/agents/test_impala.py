@@ -23,7 +23,7 @@ from speedyzero_jax.metrics.board import RunInfo
 from speedyzero_jax.metrics.logger import MetricsLogger
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.storage import LaneStore
-from speedyzero_jax.run import loops, snapshot, steps
+from speedyzero_jax.run import loops, snapshot, steps, warmup
 from speedyzero_jax.run.build import build
 from speedyzero_jax.run.checkpoint import Checkpoints
 from speedyzero_jax.run.experiment import TrainingError
@@ -524,6 +524,41 @@ def test_an_interrupted_overlapping_run_has_all_its_trajectories(tmp_path):
     _run(config, tmp_path, stop=stop, resume=stop > 20)
   _, state, _ = _run(config, tmp_path, resume=True, after=_everything)
   assert state.step == 60
+
+
+def test_a_killed_run_drops_what_it_collected_after_its_checkpoint_and_ends(tmp_path):
+  """Trajectories that the ring would evict at once could not be trained on."""
+  config = _config("run.mode=async")
+  _run(config, tmp_path, stop=20)
+  info = RunInfo("Catch", 0, str(tmp_path), 1, 1, 1, 0, {})
+  with MetricsLogger(info, 20, lambda numbers: [numbers]) as logger:
+    experiment = build(config, tmp_path, logger, resume=True)
+    with contextlib.closing(experiment):
+      before = experiment.limiter.env_steps
+      while experiment.limiter.env_steps < 1100:
+        experiment.collector.collect()
+      experiment.recovery.journal.flush()
+    experiment = build(config, tmp_path, logger, resume=True)
+    with contextlib.closing(experiment):
+      assert experiment.limiter.env_steps == before
+  env_steps, state, _ = _run(config, tmp_path, resume=True, after=_everything)
+  assert (env_steps, state.step) == (1220, 60)
+
+
+@pytest.mark.parametrize(
+  "overrides",
+  [
+    # Some batches hold resets only.
+    ("loss.unroll_length=1", "learner.batch_size=1", "actor.lanes=1", "learner.steps=150",
+     "run.env_steps=200"),
+    # Few of the trajectories are used, and stacks are longer than them.
+    ("loss.unroll_length=2", "env.frame_stack=4", "learner.batch_size=4", "actor.lanes=2",
+     "learner.steps=10", "run.env_steps=800"),
+  ],
+)  # fmt: skip
+def test_short_trajectories(tmp_path, overrides):
+  config = _config(*overrides, "replay.capacity=0", "run.mode=lockstep")
+  _run(config, tmp_path, after=lambda experiment: warmup.example_batch(experiment))
 
 
 def test_catch_is_learned(tmp_path):

@@ -1,6 +1,7 @@
 """Presets, overrides, validation and saved settings of a configuration."""
 
 import math
+import sys
 import typing
 
 import pytest
@@ -446,6 +447,43 @@ def test_settings_of_a_game_apply_to_that_game_right_after_their_preset(tmp_path
   assert seen([p]) == (5, 0) and seen([p], "env.game=Pong") == (6, 3)
   assert seen([p, q], "env.game=Pong") == (6, 4)
   assert seen([p], "env.game=Pong", "learner.steps=9") == (9, 3)
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("games: {Pong: {env.game: Breakout}}", "env.game and agent can't be set"),
+    ("games: {pong: {run.seed: 3}}", "'pong' differs from env.game=Pong"),
+    ("agent: [dqn]", "agent: expected a name"),
+  ],
+)
+def test_a_preset_that_cannot_be_meant_is_refused(tmp_path, text, message):
+  (tmp_path / "p.yaml").write_text(text)
+  with pytest.raises(ConfigError, match=message):
+    loader.load([str(tmp_path / "p.yaml")], ["env.game=Pong"])
+
+
+@pytest.mark.parametrize(
+  ("source", "message"),
+  [
+    ("import nothing_of_this_name", "fails with ModuleNotFoundError"),
+    ("AGENT_CONFIG = 3", "AGENT_CONFIG of broken_agent is not a subclass"),
+  ],
+)
+def test_a_broken_agent_is_named(tmp_path, monkeypatch, source, message):
+  (tmp_path / "broken_agent.py").write_text(source)
+  monkeypatch.syspath_prepend(tmp_path)
+  monkeypatch.delitem(sys.modules, "broken_agent", raising=False)
+  with pytest.raises(ConfigError, match=message):
+    loader.load([], ["agent=broken_agent"])
+
+
+def test_an_agent_without_background_work_has_no_refreshers():
+  with pytest.raises(ConfigError, match=r"topology.refreshers: must be 0, as dqn"):
+    loader.load(["dqn"], ["topology.refreshers=1"])
+  with pytest.raises(ConfigError, match=r"topology.refreshers: must be 0, as efficientzero"):
+    off = ["reanalyse.schedule=off", "refresh.enabled=false"]
+    loader.load([], ["topology.refreshers=1", *off])
 
 
 # --- Presets on top of others ---

@@ -92,9 +92,8 @@ def test_no_window_is_selected_whose_frames_are_evicted(size, stack, spare):
       assert (lane, time) not in found
       trained(queue, selection)
       found.append((lane, time))
-  queue.ready(1)
-  passed = sum(queue.state_dict()["queue_next"]) // length
-  assert passed == len(found) + queue.stats(0)[SKIPPED]
+  state = queue.state_dict()
+  assert sum(state["queue_next"]) // length == len(found) + state["queue_skipped"]
 
 
 @given(sizes, st.floats(0.3, 1))
@@ -147,12 +146,29 @@ def test_a_restart_repeats_what_was_not_trained_on(size, finished):
 
 
 def test_what_is_ready_can_be_selected_although_evicted_meanwhile():
-  store = LaneStore(_SCHEMA, 1, 9)
+  store = LaneStore(_SCHEMA, 1, 7)
   queue = TrajectoryQueue(store, 3)
   append(store, 0, [False] * 7)
   assert queue.ready(2)
-  append(store, 0, [False] * 4)
+  append(store, 0, [False] * 2)
+  assert not queue.ready(2)
   assert windows(queue.select(2, _RNG)) == [(0, 0), (0, 3)]
+
+
+@given(sizes, st.floats(0.3, 1), st.integers(1, 3))
+def test_what_is_ready_can_be_selected_whatever_is_appended_meanwhile(size, share, n):
+  """Episode ends, evictions and reports make windows surplus, or take them away."""
+  lanes, length, seed = size
+  rng = np.random.default_rng(seed)
+  store = LaneStore(_SCHEMA, lanes, 3 * length + 1)
+  queue = TrajectoryQueue(store, length, pace=share / length)
+  for _ in range(40):
+    append_some(store, rng, 2 * length)
+    if queue.ready(n):
+      append_some(store, rng, 2 * length)
+      queue.stats(0), queue.state_dict(), queue.ready(n)
+      selection = queue.select(n, rng)
+      assert len(set(windows(selection))) == n
 
 
 def test_impossible_sizes_and_states_of_other_lanes():

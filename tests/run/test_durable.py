@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from small_unit import slots
 from whole_runs import finish, rows_of
 
 from speedyzero_jax.replay.journal import JournalError
@@ -157,3 +158,21 @@ def test_a_full_journal_ends_the_run_with_one_line(tmp_path, monkeypatch, capsys
   assert code == 1 and errors.startswith("error: ") and errors.count("\n") == 1
   assert str(tmp_path / "journal.sqlite") in errors and "disk is full" in errors
   assert errors.strip() in out.splitlines() and len(raised) == (not acts)
+
+
+def test_more_experience_than_the_replay_holds_is_replayed(tmp_path):
+  """A journal's row may be longer than a lane: the journal is written less often than read."""
+  small = "run.mode=async", "replay.capacity=60"
+  with tiny.experiment(tmp_path, *small) as experiment:
+    while experiment.limiter.env_steps < 100:
+      experiment.collector.collect()
+    experiment.recovery.journal.flush()
+    heads, steps = experiment.replay.heads, experiment.limiter.env_steps
+    assert (heads > experiment.replay.store.capacity).all()
+    stored = slots(experiment.replay)
+  with tiny.experiment(tmp_path, *small, resume_step=0) as experiment:
+    assert experiment.limiter.env_steps == steps
+    np.testing.assert_array_equal(experiment.replay.heads, heads)
+    again = slots(experiment.replay)
+    for lane, frames in stored.items():
+      np.testing.assert_array_equal(again[lane], frames, err_msg=lane)

@@ -50,6 +50,7 @@ class EfficientZero:
     _check_support(config)
     height, width, channels = frame_shape
     self.synchronised = own.network.batch_norm == "sync"
+    self.on_policy = False
     self.blueprint: Blueprint = make_blueprint(
       own.network,
       (height, width, channels * self._stack),

@@ -203,6 +203,10 @@ class EfficientZeroConfig(AgentConfig):
   reanalyse: ReanalyseConfig = ReanalyseConfig()
   refresh: RefreshConfig = RefreshConfig()
 
+  @property
+  def refreshes(self) -> bool:
+    return self.reanalyse.schedule != "off" or self.refresh.enabled
+
   def problems(self, config: Config) -> Iterable[str]:
     yield from self._network_problems(config)
     yield from self._search_problems()
