@@ -120,7 +120,8 @@ def _build(
     experiment.collector.local = _local_actor(experiment, episodes)
   if restored is not None:
     snapshot.restore(experiment, restored)
-  snapshot.replay_journal(experiment)
+  later = snapshot.replay_journal(experiment)
+  snapshot.restore_actor(experiment, restored, later=later)
   logger.add_source(lambda: {names.ENV_STEPS: limiter.env_steps})
   return experiment
 

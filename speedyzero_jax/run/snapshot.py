@@ -74,11 +74,9 @@ def save(experiment: Experiment, *, required: bool = False) -> None:
 
 
 def restore(experiment: Experiment, restored: Snapshot) -> None:
-  """Restores a checkpoint into newly made parts.
+  """Restores a checkpoint into newly made parts, except the actor.
 
-  Raises:
-    TrainingError: the checkpoint is of another number of learner processes, or differs from theirs;
-      or, in lockstep, the environments can't be restored.
+  Raises TrainingError if it is of another number of learner processes, or differs from theirs.
   """
   meta = restored.meta
   _check_same_network(experiment, restored.step)
@@ -101,7 +99,6 @@ def restore(experiment: Experiment, restored: Snapshot) -> None:
   experiment.logger.message(
     f"resuming at learner step {restored.step}, agent step {restored.env_steps}"
   )
-  _restore_actor(experiment, restored)
 
 
 def _check_same_network(experiment: Experiment, step: int) -> None:
@@ -113,15 +110,38 @@ def _check_same_network(experiment: Experiment, step: int) -> None:
     )
 
 
-def _restore_actor(experiment: Experiment, restored: Snapshot) -> None:
-  local = experiment.collector.local
+def replay_journal(experiment: Experiment) -> bool:
+  """Appends the segments recorded after the checkpoint. Returns whether there were any."""
+  limiter, replay = experiment.limiter, experiment.replay
+  before, heads = limiter.env_steps, replay.heads
+  for segments in experiment.recovery.later(heads):
+    experiment.collector.replay_recorded(segments)
+  if limiter.env_steps > before:
+    experiment.logger.message(f"{limiter.env_steps - before} more agent steps from the journal")
+  return bool((replay.heads > heads).any())  # resets, too, are slots
+
+
+def restore_actor(experiment: Experiment, restored: Snapshot | None, *, later: bool) -> None:
+  """Restores the local actor's games, or cuts their episodes and begins new ones.
+
+  Args:
+    experiment: to restore into; its replay is restored.
+    restored: the checkpoint, if any.
+    later: the replay holds steps from after the checkpoint.
+
+  Raises:
+    TrainingError: the games can't be restored, and the mode is lockstep.
+  """
+  local, lost = experiment.collector.local, later
   if local is None:
     return
   try:
-    if not restored.items.get("actor"):
+    if restored is not None and not restored.items.get("actor"):
       raise RuntimeError("the games were played in other processes")
-    local.load_state_dict(restored.items["actor"])
+    if restored is not None:
+      local.load_state_dict(restored.items["actor"])
   except RuntimeError as error:
+    assert restored is not None
     if experiment.config.run.mode == "lockstep":
       raise TrainingError(
         f"can't continue from step {restored.step}: {error}. A lockstep run continues bit for bit "
@@ -131,18 +151,8 @@ def _restore_actor(experiment: Experiment, restored: Snapshot) -> None:
     experiment.logger.message(
       f"warning: {error}; new games begin, and unfinished episodes end where they were"
     )
-    local.cut()
-
-
-def replay_journal(experiment: Experiment) -> None:
-  """Appends the segments recorded after the checkpoint."""
-  limiter, replay, local = experiment.limiter, experiment.replay, experiment.collector.local
-  before, heads = limiter.env_steps, replay.heads
-  for segments in experiment.recovery.later(heads):
-    experiment.collector.replay_recorded(segments)
-  if limiter.env_steps > before:
-    experiment.logger.message(f"{limiter.env_steps - before} more agent steps from the journal")
-  if local is not None and (replay.heads > heads).any():  # resets, too, are slots
+    lost = True
+  if lost:
     local.cut()
 
 

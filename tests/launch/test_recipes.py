@@ -49,7 +49,7 @@ def test_sbatch_places_helpers_beside_the_learner_that_they_serve(cluster):
   for call, environment in calls:
     assert int(environment["NODE"]) == shape.role(call.process_id).unit
   # Each node: a learner on both GPUs; an actor and a refresher on GPU 0, a refresher on GPU 1.
-  assert [call.devices for call, _ in calls] == [None, None, "0", "0", "1", "1", "0", "0"]
+  assert [call.devices for call, _ in calls] == [None, None, [0], [0], [1], [1], [0], [0]]
   assert {environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] for _, environment in calls} == {"0.30"}
 
 
@@ -57,7 +57,7 @@ def test_sbatch_separates_gpus(cluster):
   gpus = {"LEARNER_GPUS": "0,1,2,3", "HELPER_GPUS": "4,5,6,7", "SLURM_GPUS_ON_NODE": "8"}
   assert cluster.sbatch(ACTORS="1", REFRESHERS="4", **gpus) == 0
   calls = cluster.calls()
-  assert [call.devices for call, _ in calls] == ["0,1,2,3", "4", "5", "6", "7", "4"]
+  assert [call.devices for call, _ in calls] == [[0, 1, 2, 3], [4], [5], [6], [7], [4]]
   assert [e["XLA_PYTHON_CLIENT_MEM_FRACTION"] for _, e in calls] == ["0.90"] + ["0.45"] * 5
   assert cluster.sbatch(LEARNER_GPUS="0") == 2  # without HELPER_GPUS
 

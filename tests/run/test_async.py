@@ -56,12 +56,12 @@ def test_overlapping_roles_take_exactly_the_configured_steps(tmp_path, monkeypat
 
 def test_the_bound_on_policy_lag_holds_with_a_slow_actor(tmp_path):
   def lag(folder, *overrides):
-    many = ASYNC, "learner.steps=40", "actor.weights_interval=2", *overrides
+    many = ASYNC, "learner.steps=80", "actor.weights_interval=2", *overrides
     with tiny.experiment(folder, *many) as experiment:
       local, step = experiment.collector.local.actor, experiment.collector.local.actor.step
 
       def slow(*args, **kwargs):
-        time.sleep(0.15 if experiment.limiter.learner_steps else 0)
+        time.sleep(0.1 if experiment.limiter.learner_steps else 0)
         return step(*args, **kwargs)
 
       local.step = slow

@@ -176,3 +176,18 @@ def test_more_experience_than_the_replay_holds_is_replayed(tmp_path):
     again = slots(experiment.replay)
     for lane, frames in stored.items():
       np.testing.assert_array_equal(again[lane], frames, err_msg=lane)
+
+
+def test_steps_of_other_processes_continue_their_episodes_before_new_games_begin(tmp_path):
+  """A run of several processes, killed after its checkpoint, continues as one that acts itself."""
+  with durable(tmp_path) as experiment:
+    for _ in range(3):
+      experiment.collector.collect()
+    local, experiment.collector.local = experiment.collector.local, None  # as if remote
+    snapshot.save(experiment, required=True)
+    experiment.collector.local = local
+    experiment.collector.collect()
+    steps = experiment.limiter.env_steps
+  with durable(tmp_path, 0) as experiment:
+    assert experiment.limiter.env_steps == steps
+    assert finish(experiment) is True
