@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 from common import ROOT, parser_of, write
-from runs import ENV_STEPS, read_metrics
 
 PROCESSES = "learner=2,actor=2,refresher=2"
 Rows = dict[tuple[int, int, int], tuple[int, int]]  # (unit, lane, first slot): (slots, CRC)
@@ -158,6 +157,15 @@ def parse() -> argparse.Namespace:
   return arguments
 
 
+def trained(folder: Path) -> int:
+  """Agent steps of all learners, as they print at their ends."""
+  found = [
+    re.findall(r"trained: (\d+) agent steps", log.read_text())
+    for log in folder.glob("logs/learner-*.log")
+  ]
+  return sum(int(steps[-1]) for steps in found if steps)
+
+
 def main() -> int:
   """Returns 0 if the run finished and nothing was lost or repeated."""
   arguments = parse()
@@ -186,14 +194,13 @@ def main() -> int:
       process.wait()
     confirmed = acknowledged(witness, learners)
     finished = process.returncode == 0
-    rows = read_metrics(folder) if finished else []
     result = {
       "processes": arguments.processes,
       "minutes": round((time.monotonic() - begin) / 60, 2),
       "finished": finished,
       "kills": dict(chaos.kills),
       "restarts": {child["name"]: child["restarts"] for child in chaos.children()},
-      "agent_steps": rows[-1][ENV_STEPS] if rows else None,
+      "agent_steps": trained(folder),
       "agent_steps_wanted": arguments.env_steps,
       "segments_acknowledged": len(confirmed),
       "rows_stored": len(chaos.seen),
