@@ -83,7 +83,10 @@ def main() -> None:
     shape = (windows, stack - 1 + states, *frame)
     frames = rng.integers(0, 256, shape, dtype=np.uint8)
     forms = [model.prepare(task, frames) for task in tasks]
-    call = lambda: [model.run(task, frames) for task in tasks]  # noqa: E731
+
+    def call(tasks: Any = tasks, frames: Any = frames) -> Any:
+      return [model.run(task, frames) for task in tasks]
+
     table.add(piece, windows * states, call, *forms, **more)
 
   for size in arguments.batch:

@@ -60,7 +60,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   parser.add_argument(
     "--devices",
     metavar="I,...",
-    type=_indices,
+    type=device_ids,
     help="accelerators of this machine to use (default: all)",
   )
   parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, listed below")
@@ -80,7 +80,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   return arguments
 
 
-def _indices(text: str) -> list[int]:
+def device_ids(text: str) -> list[int]:
+  """Of `--devices`. Raises ValueError if they are not numbers."""
   return [int(index) for index in text.split(",")]
 
 

@@ -135,23 +135,22 @@ def restore_actor(experiment: Experiment, restored: Snapshot | None, *, later: b
   local, lost = experiment.collector.local, later
   if local is None:
     return
-  try:
-    if restored is not None and not restored.items.get("actor"):
-      raise RuntimeError("the games were played in other processes")
-    if restored is not None:
+  if restored is not None:
+    try:
+      if not restored.items.get("actor"):
+        raise RuntimeError("the games were played in other processes")
       local.load_state_dict(restored.items["actor"])
-  except RuntimeError as error:
-    assert restored is not None
-    if experiment.config.run.mode == "lockstep":
-      raise TrainingError(
-        f"can't continue from step {restored.step}: {error}. A lockstep run continues bit for bit "
-        "or not at all: resume it with the envpool and on the kind of machine that it began with, "
-        "or start a new run."
-      ) from error
-    experiment.logger.message(
-      f"warning: {error}; new games begin, and unfinished episodes end where they were"
-    )
-    lost = True
+    except RuntimeError as error:
+      if experiment.config.run.mode == "lockstep":
+        raise TrainingError(
+          f"can't continue from step {restored.step}: {error}. A lockstep run continues bit for "
+          "bit or not at all: resume it with the envpool and on the kind of machine that it began "
+          "with, or start a new run."
+        ) from error
+      experiment.logger.message(
+        f"warning: {error}; new games begin, and unfinished episodes end where they were"
+      )
+      lost = True
   if lost:
     local.cut()
 

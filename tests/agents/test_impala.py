@@ -553,7 +553,7 @@ def test_a_killed_run_drops_what_it_collected_after_its_checkpoint_and_ends(tmp_
      "run.env_steps=200"),
     # Few of the trajectories are used, and stacks are longer than them.
     ("loss.unroll_length=2", "env.frame_stack=4", "learner.batch_size=4", "actor.lanes=2",
-     "learner.steps=10", "run.env_steps=800"),
+     "learner.steps=10", "run.env_steps=2000"),
   ],
 )  # fmt: skip
 def test_short_trajectories(tmp_path, overrides):

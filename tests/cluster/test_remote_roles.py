@@ -12,8 +12,10 @@ import pytest
 import tiny
 from small_unit import BATCH, SWEEP, assert_same
 
+from speedyzero_jax.agents import dqn
 from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER
-from speedyzero_jax.cluster import grpc_server, heartbeats, remote_actor, remote_refresher
+from speedyzero_jax.cluster import grpc_server, heartbeats, messages, remote_actor, remote_refresher
+from speedyzero_jax.cluster.codec import decode, encode
 from speedyzero_jax.cluster.grpc_client import Client, Refused
 from speedyzero_jax.cluster.learner_process import wire_format
 from speedyzero_jax.cluster.remote_refresher import FetchedFrames, MappedFrames
@@ -21,6 +23,7 @@ from speedyzero_jax.cluster.remote_weights import RemoteWeights
 from speedyzero_jax.config import loader
 from speedyzero_jax.metrics.aggregation import EpisodeStats
 from speedyzero_jax.run.topology import Role, derived_seed
+from speedyzero_jax.types import Segment
 from speedyzero_jax.workers.actor import Actor
 from speedyzero_jax.workers.weights import ACTOR
 
@@ -297,3 +300,16 @@ def test_workers_that_compute_for_long_count_as_alive(make_unit, cluster, monkey
     release.set()
   time.sleep(0.8)
   assert present() == (0, 0)
+
+
+def test_a_step_of_many_lanes_with_large_frames_fits_a_message():
+  config = loader.load(["dqn"], ["env.game=Pong", "env.frame_size=320", "actor.lanes=256"])
+  agent = dqn.make_agent(config, (320, 320, 3), np.uint8, 6)
+  wire = wire_format(config, agent)
+  columns = {c.name: np.zeros((1, *c.shape), c.dtype) for c in agent.schema.columns}
+  columns["first"][:] = True
+  none = np.zeros(0)
+  segments = [Segment.of(lane, 0, columns) for lane in range(256)]
+  append = messages.Append(0, 0, 0, segments, none, none.astype(np.int64))
+  data = encode(append, wire)
+  assert len(data) > 64 << 20 and len(decode(messages.Append, data, wire).segments) == 256

@@ -96,6 +96,8 @@ def test_presets_and_overrides_may_alternate():
     [], ["--resume", "x", "--config", "quickstart"], ["--episodes", "1"],
     [*NEW, "--processes", "learner=many"], [*NEW, "--processes", "actor=1"],
     [*NEW, "--coordinator", "localhost:1"],
+    [*NEW, "--coordinator", "localhost:1", "--num-processes", "1", "--process-id", "0",
+     "--devices", "a"],
   ],
 )  # fmt: skip
 def test_an_impossible_command_line_shows_the_usage(arguments, capsys):

@@ -54,6 +54,23 @@ def test_overlapping_roles_take_exactly_the_configured_steps(tmp_path, monkeypat
     assert_same(ended, everything(experiment))
 
 
+def test_sweeps_go_on_when_no_batch_is_ready_any_more_and_have_keys_of_their_own(tmp_path):
+  """At the end of a run a queue is empty while the learner may still wait for a sweep."""
+  with tiny.experiment(tmp_path) as experiment:
+    assert len(experiment.sweepers) == 2
+    keys = {str(jax.random.key_data(experiment.sweep_key(s))) for s in experiment.sweepers}
+    assert len(keys) == 2
+    ready = iter([False, True, False])
+    experiment.pipeline.ready = lambda: next(ready)
+    assert [experiment.sweeping() for _ in range(3)] == [False, True, True]
+
+
+def test_a_replay_too_small_to_be_kept_to_is_reported(tmp_path, capsys):
+  with tiny.experiment(tmp_path, "replay.capacity=9") as experiment:
+    assert experiment.replay.store.capacity > 3
+  assert "warning: replay.capacity=9 is less than" in capsys.readouterr().out
+
+
 def test_the_bound_on_policy_lag_holds_with_a_slow_actor(tmp_path):
   def lag(folder, *overrides):
     many = ASYNC, "learner.steps=80", "actor.weights_interval=2", *overrides

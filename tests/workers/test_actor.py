@@ -183,7 +183,10 @@ def test_an_actor_may_start_behind_the_slots_of_another():
   first, _ = make(2, seed=1)
   calls, from_zero = (collect(a, 20, until=6)[0] for a in (actor, first))
   assert [(s.lane, s.start) for s in calls[0] + calls[-1]] == [(5, 7), (6, 7), (5, 12), (6, 12)]
-  played = lambda calls: [s.action[0] for segments in calls for s in segments]  # noqa: E731
+
+  def played(calls):
+    return [s.action[0] for segments in calls for s in segments]
+
   assert played(calls) != played(from_zero)
   restored, _ = make(2, seed=1, lane_offset=5)
   restored.load_state_dict(actor.state_dict())

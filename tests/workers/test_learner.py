@@ -55,7 +55,10 @@ def _fresh():
 def _start():
   """Variables with nothing zero or one any more, on the host, and the optimiser's first state."""
   rng, fresh = np.random.default_rng(1), _fresh()
-  noise = lambda x: x + rng.uniform(-0.4, 0.4, x.shape).astype(np.float32)  # noqa: E731
+
+  def noise(x):
+    return x + rng.uniform(-0.4, 0.4, x.shape).astype(np.float32)
+
   return jax.tree.map(noise, fresh.variables), (), fresh.opt_state
 
 

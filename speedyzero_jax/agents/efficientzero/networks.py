@@ -81,9 +81,8 @@ class _Layers:
 
   def lstm(self, inputs: int, hidden: int) -> nnx.OptimizedLSTMCell:
     kinds = ("kernel_init", "recurrent_kernel_init", "bias_init") if self._pytorch else ()
-    inits: dict[str, Any] = dict.fromkeys(
-      kinds, _uniform(hidden)
-    )  # PyTorch adds up two such biases
+    # PyTorch adds up two such biases.
+    inits: dict[str, Any] = dict.fromkeys(kinds, _uniform(hidden))
     return nnx.OptimizedLSTMCell(inputs, hidden, dtype=self.dtype, rngs=self._rngs, **inits)
 
 
