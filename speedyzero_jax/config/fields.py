@@ -1,9 +1,18 @@
-"""Declaration of configuration fields: default, help, valid interval and behaviour on resume."""
+"""Fields of a configuration: their declaration, the text form of their values, their intervals."""
 
 import dataclasses
+import math
+import typing
+from collections.abc import Iterable
 from typing import Any, Literal
 
 Divided = Literal["", "exactly", "at least 1"]
+
+_BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+class ConfigError(ValueError):
+  """An invalid setting; the message names it. Launchers print it and exit with status 2."""
 
 
 def opt(
@@ -23,14 +32,73 @@ def opt(
   return dataclasses.field(default=default, metadata=metadata)
 
 
-def inside(value: float, interval: str) -> bool:
-  """Whether a number lies in an interval such as `"[0, 1)"`."""
-  low, high = (float(end) for end in interval[1:-1].split(","))
-  above = value >= low if interval[0] == "[" else value > low
-  return above and (value <= high if interval[-1] == "]" else value < high)
-
-
 def share(value: int, divided: Divided, unit: int, units: int) -> int:
   """Share of learner process `unit` of a field's value."""
   part = value // units + (unit < value % units)
   return max(part, min(value, 1)) if divided == "at least 1" else part
+
+
+def interval_problem(key: str, value: Any, interval: str) -> Iterable[str]:
+  """Yields `key: ...` if the number, or one of a tuple, lies outside `interval`."""
+  low, high = (float(end) for end in interval[1:-1].split(","))
+  for number in value if isinstance(value, tuple) else (value,):
+    above = number >= low if interval[0] == "[" else number > low
+    below = number <= high if interval[-1] == "]" else number < high
+    if not (above and below):
+      yield f"{key}: must lie in {interval}, got {show(value)}"
+      return
+
+
+def describe(kind: Any) -> str:
+  """The expected kind of value, for error messages and `--help`."""
+  if typing.get_origin(kind) is Literal:
+    return "one of " + ", ".join(typing.get_args(kind))
+  names = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
+  return names.get(kind, "a list of numbers")
+
+
+def parse(key: str, value: Any, kind: Any) -> Any:
+  """`value`, a text or list of texts, as the type of `key`. Raises ConfigError if it is not one."""
+  try:
+    if isinstance(value, str):
+      return _parse_text(value, kind)
+    if isinstance(value, list) and typing.get_origin(kind) is tuple:
+      return tuple(_parse_text(part, float) for part in value)
+  except (ValueError, KeyError, AttributeError):  # AttributeError: a list within the list
+    pass
+  raise ConfigError(f"{key}: expected {describe(kind)}, got {value!r}")
+
+
+def _parse_text(text: str, kind: Any) -> Any:
+  """The value of type `kind` spelled by `text`. Raises ValueError or KeyError if there is none."""
+  if kind is str:
+    return text
+  text = text.strip()
+  if kind is bool:
+    return _BOOLS[text.lower()]
+  if kind is int:
+    try:
+      return int(text)
+    except ValueError:
+      number = _parse_text(text, float)
+      if number.is_integer():  # 1e5
+        return int(number)
+      raise
+  if kind is float:
+    number = float(text)
+    if not math.isfinite(number):
+      raise ValueError
+    return number
+  if typing.get_origin(kind) is Literal:
+    return {name: name for name in typing.get_args(kind)}[text]
+  text = text.removeprefix("[").removesuffix("]")  # what remains is tuple[float, ...]
+  return tuple(_parse_text(part, float) for part in text.split(",")) if text.strip() else ()
+
+
+def show(value: Any) -> str:
+  """The text that `parse` reads back as `value`."""
+  if isinstance(value, bool):
+    return str(value).lower()
+  if isinstance(value, tuple):
+    return "[" + ", ".join(map(show, value)) + "]"
+  return str(value)

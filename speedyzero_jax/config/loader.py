@@ -5,26 +5,35 @@ read without its implicit types (under which `off` is a bool and `1e5` a string)
 until the field's type parses them, so presets and overrides read the same.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import functools
 import importlib
 import importlib.util
+import pkgutil
 import textwrap
-import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
-from speedyzero_jax.config import checks, fields
+from speedyzero_jax.config import checks
+from speedyzero_jax.config.fields import (
+  ConfigError,
+  describe,
+  interval_problem,
+  parse,
+  share,
+  show,
+)
 from speedyzero_jax.config.schema import AgentConfig, Config
-from speedyzero_jax.config.values import ConfigError, describe, nearest, parse, show
 
+_CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 _AGENT = "agent"  # the one key without a section
-DEFAULT_AGENT = "efficientzero"
 _BUILT_IN = "speedyzero_jax.agents"
+DEFAULT_AGENT = "efficientzero"
 
 Leaves = dict[str, Any]  # dotted key -> text or list of texts, not yet parsed
 
@@ -40,39 +49,28 @@ def agent_module(name: str) -> Any:
   """The module of an agent: one of this package, or any other by its dotted name.
 
   Raises:
-    ConfigError: no such module, or it is not an agent's.
+    ConfigError: there is no such module, or it is not an agent's.
   """
-  for module in (f"{_BUILT_IN}.{name}", name):
-    try:
-      found = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-      found = None
-    if found is not None:
-      try:
-        loaded = importlib.import_module(module)
-      except Exception as error:
-        raise ConfigError(f"agent: {module} fails with {type(error).__name__}: {error}") from error
-      if not hasattr(loaded, "AGENT_CONFIG"):
-        continue
-      if not (
-        isinstance(loaded.AGENT_CONFIG, type) and issubclass(loaded.AGENT_CONFIG, AgentConfig)
-      ):
-        raise ConfigError(f"agent: AGENT_CONFIG of {module} is not a subclass of AgentConfig")
+  for module in filter(_exists, (f"{_BUILT_IN}.{name}", name)):
+    loaded = importlib.import_module(module)
+    if hasattr(loaded, "AGENT_CONFIG"):
       return loaded
   raise ConfigError(f"agent: there is no agent {name!r}; there are {', '.join(agent_names())}")
+
+
+def _exists(module: str) -> bool:
+  try:
+    return importlib.util.find_spec(module) is not None
+  except (ImportError, ValueError):
+    return False
 
 
 @functools.cache
 def agent_names() -> list[str]:
   """The agents of this package."""
   folder = Path(__file__).resolve().parents[1] / "agents"
-  names = [path.stem for path in folder.glob("[a-z]*.py")]
-  names += [path.parent.name for path in folder.glob("[a-z]*/config.py")]
-  return sorted(name for name in names if hasattr(_import(name), "AGENT_CONFIG"))
-
-
-def _import(name: str) -> Any:
-  return importlib.import_module(f"{_BUILT_IN}.{name}")
+  names = [module.name for module in pkgutil.iter_modules([str(folder)])]
+  return [n for n in names if hasattr(importlib.import_module(f"{_BUILT_IN}.{n}"), "AGENT_CONFIG")]
 
 
 @functools.cache
@@ -126,9 +124,8 @@ class _Loader(yaml.BaseLoader):
     seen = set()
     for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
       if key.value in seen:
-        raise yaml.constructor.ConstructorError(
-          None, None, f"{key.value!r} is given twice", key.start_mark
-        )
+        problem = f"{key.value!r} is given twice"
+        raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
       seen.add(key.value)
     return super().construct_mapping(node, deep)
 
@@ -139,27 +136,29 @@ def _read_yaml(text: str) -> dict[str, Any]:
     document = yaml.load(text, Loader=_Loader)  # safe: BaseLoader constructs no objects
   except yaml.YAMLError as error:
     raise ConfigError(f"not readable as YAML: {error}") from None
-  if document is None or document == "":
+  return _mapping(document, "keys to values")
+
+
+def _mapping(value: Any, of: str) -> dict[str, Any]:
+  if isinstance(value, dict):
+    return value
+  if value in (None, ""):  # all of it is commented out
     return {}
-  if not isinstance(document, dict):
-    raise ConfigError(f"expected a mapping of keys to values, got {document!r}")
-  return document
+  raise ConfigError(f"expected a mapping of {of}, got {value!r}")
 
 
 def _leaves(document: Mapping[str, Any]) -> Leaves:
   """Dotted key -> text, from nested sections or dotted keys."""
   found: Leaves = {}
   for key, value in document.items():
-    nested = value.items() if isinstance(value, dict) else [("", value)]
-    if not isinstance(value, dict) and key != _AGENT and "." not in key:
-      if value == "":  # a section whose keys are all commented out is empty text
-        continue
-      raise ConfigError(f"{key}: expected a mapping of keys to values, got {value!r}")
-    for name, leaf in nested:
-      full = f"{key}.{name}" if name else key
-      if full in found:
-        raise ConfigError(f"{full} is given twice")
-      found[full] = leaf
+    if key == _AGENT or ("." in key and not isinstance(value, dict)):
+      leaves = {key: value}
+    else:
+      section = _mapping(value, f"settings for {key!r}")
+      leaves = {f"{key}.{name}": leaf for name, leaf in section.items()}
+    if twice := found.keys() & leaves.keys():
+      raise ConfigError(f"{min(twice)} is given twice")
+    found |= leaves
   return found
 
 
@@ -171,92 +170,86 @@ def _parsed(leaves: Leaves, agent: str) -> dict[str, Any]:
     if key == _AGENT:
       continue
     if key not in known:
-      _refuse_key(key, agent)
+      others = [name for name in agent_names() if name != agent and key in fields_of(name)]
+      if others:
+        raise ConfigError(
+          f"{key} is a setting of {', '.join(others)}; the agent of this run is {agent}"
+        )
+      raise UnknownKeyError(f"unknown key {key!r}; the nearest is {_nearest(key, known)}")
     values[key] = parse(key, leaf, known[key].type)
   return values
 
 
-def _refuse_key(key: str, agent: str) -> None:
-  others = [name for name in agent_names() if name != agent and key in fields_of(name)]
-  if others:
-    raise ConfigError(
-      f"{key} is a setting of {', '.join(others)}; the agent of this run is {agent}"
-    )
-  raise UnknownKeyError(f"unknown key {key!r}; the nearest is {nearest(key, fields_of(agent))}")
+def _nearest(key: str, candidates: Iterable[str]) -> str:
+  """The keys with the same last word, or with the one it abbreviates (lr); else the most alike."""
+  last = key.rpartition(".")[2]
+  same, likeness = [], {}
+  for candidate in candidates:
+    word = candidate.partition(".")[2]
+    if last in (word, "".join(part[:1] for part in word.split("_"))):
+      same.append(candidate)
+    pairs = ((key, candidate), (last, word))
+    likeness[candidate] = sum(difflib.SequenceMatcher(None, a, b).ratio() for a, b in pairs)
+  return " or ".join(same or [max(likeness, key=likeness.__getitem__)])
 
 
 # --- Presets ---
 
 
-def _config_dir() -> Path:
-  """`configs/` beside the package (a clone), else in the working directory."""
-  beside = Path(__file__).resolve().parents[2] / "configs"
-  return beside if beside.is_dir() else Path.cwd() / "configs"
-
-
 def preset_names() -> list[str]:
   """Presets that can be given by name."""
-  return sorted(path.stem for path in _config_dir().glob("*.yaml"))
+  return sorted(path.stem for path in _CONFIGS.glob("*.yaml"))
 
 
 def _preset_path(preset: str, folder: Path) -> Path:
   """The file of a preset given by name, or by a path relative to `folder`."""
   if preset.endswith((".yaml", ".yml")):
-    path = folder / preset
-    if not path.is_file():
-      raise ConfigError(f"no such preset file: {path}")
-    return path
+    return folder / preset
   if preset not in preset_names():
     near = difflib.get_close_matches(preset, preset_names(), n=3, cutoff=0.5)
     raise ConfigError(
       f"unknown preset {preset!r}; the nearest: {', '.join(near or preset_names()) or 'none'}"
     )
-  return _config_dir() / f"{preset}.yaml"
+  return _CONFIGS / f"{preset}.yaml"
 
 
-class _Preset(typing.NamedTuple):
+class _Preset(NamedTuple):
   """A preset's settings, and those for single games (`games: {NAME: ...}`)."""
 
   path: Path
   leaves: Leaves
   games: dict[str, Leaves]
 
-  def values(self, agent: str, game: str | None) -> dict[str, Any]:
-    """Dotted key -> value for a run of this agent and game. A ConfigError names the file."""
-    try:
-      games = {name: _parsed(leaves, agent) for name, leaves in self.games.items()}
-      for name in games:
-        if name != game and name.lower() == str(game).lower():
-          raise ConfigError(f"games: {name!r} differs from env.game={game} in upper case only")
-      return _parsed(self.leaves, agent) | games.get(str(game), {})
-    except ConfigError as error:
-      raise ConfigError(f"{self.path}: {error}") from None
-
 
 def _read_preset(path: Path, parents: tuple[Path, ...] = ()) -> list[_Preset]:
   """The file's `base` presets in order, then the file itself."""
   path = path.resolve()
-  if path in parents:
-    raise ConfigError(f"{path}: a preset is its own base")
-  try:
+  with _named_in_errors(path):
+    if path in parents:
+      raise ConfigError("a preset is its own base")
     document = _read_yaml(path.read_text(encoding="utf-8"))
     bases = document.pop("base", [])
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
       raise ConfigError(f"base: expected names of presets, got {bases!r}")
-    games = document.pop("games", None) or {}
-    if not isinstance(games, dict) or not all(isinstance(own, dict) for own in games.values()):
-      raise ConfigError("games: expected a mapping of games to settings")
-    of_games = {game: _leaves(leaves) for game, leaves in games.items()}
-    if any("env.game" in leaves or _AGENT in leaves for leaves in of_games.values()):
+    games = {
+      game: _leaves(_mapping(settings, f"settings for {game}"))
+      for game, settings in _mapping(document.pop("games", None), "games to settings").items()
+    }
+    if any("env.game" in leaves or _AGENT in leaves for leaves in games.values()):
       raise ConfigError("games: env.game and agent can't be set for a single game")
-    own = _Preset(path, _leaves(document), of_games)
+    own = _Preset(path, _leaves(document), games)
+    paths = [_preset_path(base, path.parent) for base in bases]
+  return [part for base in paths for part in _read_preset(base, (*parents, path))] + [own]
+
+
+@contextlib.contextmanager
+def _named_in_errors(path: Path) -> Iterator[None]:
+  try:
+    yield
   except (OSError, UnicodeDecodeError, ConfigError) as error:
-    raise ConfigError(f"{path}: {error}") from None
-  found: list[_Preset] = []
-  for base in bases:
-    found += _read_preset(_preset_path(base, path.parent), (*parents, path))
-  return [*found, own]
+    reason = error.strerror if isinstance(error, OSError) else error
+    raise ConfigError(f"{path}: {reason}") from None
 
 
 # --- Entry points ---
@@ -284,12 +277,12 @@ def load(presets: Sequence[str] = (), overrides: Sequence[str] = ()) -> Config:
   chosen: Leaves = {}
   for leaves in (*(preset.leaves for preset in read), last):
     chosen |= leaves
-  agent, game = chosen.get(_AGENT, DEFAULT_AGENT), chosen.get("env.game")
-  if not isinstance(agent, str):
-    raise ConfigError(f"agent: expected a name, got {agent!r}")
+  agent, game = parse(_AGENT, chosen.get(_AGENT, DEFAULT_AGENT), str), chosen.get("env.game")
   values: dict[str, Any] = {}
   for preset in read:
-    values |= preset.values(agent, game)
+    with _named_in_errors(preset.path):
+      games = {name: _parsed(leaves, agent) for name, leaves in preset.games.items()}
+      values |= _parsed(preset.leaves, agent) | games.get(str(game), {})
   config = build(agent, values | _parsed(last, agent))
   validate(config)
   return config
@@ -313,6 +306,22 @@ def _overridden(overrides: Sequence[str]) -> Leaves:
       raise ConfigError(f"override {text!r} is not of the form key=value")
     leaves[key.strip()] = value
   return leaves
+
+
+def validate(config: Config) -> None:
+  """Checks intervals and dependencies between settings.
+
+  Raises:
+    ConfigError: one line per key with an invalid value.
+  """
+  values, found = flat(config), list[str]()
+  for key, field in fields_of(config.agent.name).items():
+    if field.metadata["interval"]:
+      found += interval_problem(key, values[key], field.metadata["interval"])
+  if not found:  # the others compute with these numbers
+    found = [*checks.problems(config, values), *config.agent.problems(config)]
+  if found:
+    raise ConfigError("\n".join(found))
 
 
 def to_yaml(config: Config) -> str:
@@ -342,7 +351,7 @@ def divide(config: Config, unit: int, units: int) -> Config:
   values, known = flat(config), fields_of(config.agent.name)
   for key, field in known.items():
     if field.metadata["divided"]:
-      values[key] = fields.share(values[key], field.metadata["divided"], unit, units)
+      values[key] = share(values[key], field.metadata["divided"], unit, units)
   return build(config.agent.name, values)
 
 
@@ -361,7 +370,7 @@ def diff(a: Config, b: Config) -> dict[str, str]:
 def immutable(config: Config, keys: Iterable[str]) -> list[str]:
   """The given keys that a resumed run may not change."""
   known = fields_of(config.agent.name)
-  return [key for key in keys if key not in known or not known[key].metadata["mutable"]]
+  return [key for key in keys if not known[key].metadata["mutable"]]
 
 
 def help_text(agent: str = DEFAULT_AGENT) -> str:
@@ -372,28 +381,11 @@ def help_text(agent: str = DEFAULT_AGENT) -> str:
   ]
   for section, cls in _sections(agent).items():
     lines += ["", f"{section}: {(cls.__doc__ or '').strip()}"]
-    for key, field in fields_of(agent).items():
-      if key.startswith(f"{section}."):
-        lines.append(f"  {key}={show(field.default)}  ({describe(field.type)})")
-        lines += textwrap.wrap(
-          field.metadata["help"], 100, initial_indent="      ", subsequent_indent="      "
-        )
+    for field in dataclasses.fields(cls):
+      lines.append(f"  {section}.{field.name}={show(field.default)}  ({describe(field.type)})")
+      lines.append(textwrap.indent(textwrap.fill(field.metadata["help"], 94), " " * 6))
   lines += ["", "Presets (--config, several stack, the later wins):"]
   for name in preset_names():
-    first_line = (_config_dir() / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0]
+    first_line = (_CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0]
     lines.append(f"  {name:14} {first_line.lstrip('# ')}")
   return "\n".join(lines) + "\n"
-
-
-def validate(config: Config) -> None:
-  """Checks intervals and dependencies between settings.
-
-  Raises:
-    ConfigError: one line per key with an invalid value.
-  """
-  known = fields_of(config.agent.name)
-  found = list(checks.interval_problems(known, flat(config)))
-  if not found:  # the others compute with these numbers
-    found = [*checks.problems(config), *config.agent.problems(config)]
-  if found:
-    raise ConfigError("\n".join(found))

@@ -20,24 +20,16 @@ class EnvConfig:
   """The environment and its conventions."""
 
   game: str = opt("Breakout", "Atari game by its Atari-100k name, or Catch, or CartPole")
-  frame_size: int = opt(
-    96, "height and width of a frame after area resizing, pixels (EZ: 96)", "[8, 512]"
-  )
+  frame_size: int = opt(96, "frames' height and width after area resizing (EZ: 96)", "[8, 512]")
   grayscale: bool = opt(False, "one grey channel instead of RGB (EZ: RGB)")
   frame_stack: int = opt(4, "frames stacked into an observation (EZ: 4)", "[1, 1000]")
   frame_skip: int = opt(4, "raw frames per agent step, max over the last two (EZ: 4)", "[1, 1000]")
-  noop_max: int = opt(
-    30, "up to this many no-op raw frames after a reset, at least 1 (EZ: 30)", "[1, 1000]"
-  )
+  noop_max: int = opt(30, "1 to so many no-op raw frames follow a reset (EZ: 30)", "[1, 1000]")
   fire_reset: bool = opt(False, "press fire after a reset in games that need it (EZ: no)")
   episodic_life: bool = opt(True, "a lost life ends the training episode (EZ: yes)")
   clip_rewards: bool = opt(True, "train on the sign of rewards (EZ: yes); evaluation is always raw")
-  sticky_actions: float = opt(
-    0.0, "probability that the emulator repeats the last action (EZ: 0, NoFrameskip-v4)", "[0, 1]"
-  )
-  max_episode_steps: int = opt(
-    3000, "agent steps after which a training episode is truncated (EZ: 3,000)", "[1, 1e9]"
-  )
+  sticky_actions: float = opt(0.0, "probability of repeating the last action (EZ: 0)", "[0, 1]")
+  max_episode_steps: int = opt(3000, "agent steps until truncation (EZ: 3,000)", "[1, 1e9]")
   discount: float = opt(0.997**4, "discount per agent step (EZ as released: 0.997^4)", "(0, 1]")
   threads: int = opt(0, "envpool threads; 0 lets envpool choose", "[0, 1e9]", mutable=True)
 
@@ -46,28 +38,16 @@ class EnvConfig:
 class ActorConfig:
   """Collection of experience."""
 
-  lanes: int = opt(
-    16,
-    "environments stepped together (SZ publishes no number: ours)",
-    "[1, 1e5]",
-    divided="exactly",
-  )
+  lanes: int = opt(16, "environments stepped together (ours)", "[1, 1e5]", divided="exactly")
   random_steps: int = opt(
-    2000,
-    "agent steps of uniformly random play before training (EZ: 2,000)",
-    "[0, 1e9]",
-    divided="exactly",
+    2000, "agent steps of random play before training (EZ: 2,000)", "[0, 1e9]", divided="exactly"
   )
   random_hold: float = opt(
     1.0, "mean steps that random play holds an action, to reach further (ours, EZ: 1)", "[1, 1e6]"
   )
-  weights_interval: int = opt(
-    10, "learner steps between updates of the actor's weights (SZ: 10)", "[1, 1e9]"
-  )
+  weights_interval: int = opt(10, "learner steps between its new weights (SZ: 10)", "[1, 1e9]")
   max_lag: int = opt(
-    0,
-    "async: maximum policy lag, learner steps, before the learner blocks; 0: no bound (ours)",
-    "[0, 1e9]",
+    0, "async: policy lag, learner steps, at which the learner waits; 0: never (ours)", "[0, 1e9]"
   )
 
 
@@ -76,10 +56,7 @@ class ReplayConfig:
   """Storage of experience."""
 
   capacity: int = opt(
-    0,
-    "frames kept, oldest evicted first; 0: everything the run collects (EZ: everything)",
-    "[0, 1e9]",
-    divided="exactly",
+    0, "newest frames kept; 0: all that the run collects (EZ: all)", "[0, 1e9]", divided="exactly"
   )
   frames: Literal["auto", "device", "host"] = opt(
     "auto",
@@ -97,29 +74,21 @@ class OptimConfig:
   )
   learning_rate: float = opt(0.2, "base learning rate (EZ: 0.2 at batch 256)", "(0, 1e9]")
   momentum: float = opt(0.9, "momentum; Adam's b1 (EZ: 0.9)", "[0, 1)")
-  weight_decay: float = opt(
-    1e-4, "weight decay on leaves of rank 2 and more (EZ: 1e-4)", "[0, 1e9]"
-  )
+  weight_decay: float = opt(1e-4, "on leaves of rank 2 and more (EZ: 1e-4)", "[0, 1e9]")
   trust_coefficient: float = opt(
     0.001, "LARS: eta (You et al. 2017: 0.001; SZ's value is not published)", "(0, 1e9]"
   )
-  trust_min: float = opt(
-    0.0, "Clipped LARS: lower bound of a layer's trust ratio (our reading)", "[0, 1e9]"
-  )
+  trust_min: float = opt(0.0, "Clipped LARS: least trust ratio (our reading)", "[0, 1e9]")
   trust_max: float = opt(
-    1.0, "Clipped LARS: upper bound; 1: never faster than SGD (our reading)", "(0, 1e9]"
+    1.0, "Clipped LARS: largest trust ratio; 1: never faster than SGD (our reading)", "(0, 1e9]"
   )
   trust_eps: float = opt(
-    0.0,
-    "(Clipped) LARS: added to the denominator of the trust ratio (ours, as optax: 0)",
-    "[0, 1e9]",
+    0.0, "(Clipped) LARS: added to the trust ratio's denominator (ours, as optax: 0)", "[0, 1e9]"
   )
   clip_norm: float = opt(5.0, "global norm gradients are clipped to; 0: never (EZ: 5)", "[0, 1e9]")
   warmup_steps: int = opt(1000, "learner steps of linear warm-up from 0 (EZ: 1,000)", "[0, 1e9]")
   decay_steps: int = opt(
-    100_000,
-    "learner steps between decays by decay_rate, after the warm-up; 0: no decay (EZ: 100k)",
-    "[0, 1e9]",
+    100_000, "learner steps between decays, after the warm-up; 0: no decay (EZ: 100k)", "[0, 1e9]"
   )
   decay_rate: float = opt(0.1, "factor of the rate every decay_steps (EZ: 0.1)", "(0, 1]")
 
@@ -129,15 +98,10 @@ class LearnerConfig:
   """The training step."""
 
   batch_size: int = opt(
-    256,
-    "samples per learner step, over all devices (EZ: 256, SZ: 8 x 256)",
-    "[1, 1e6]",
-    divided="exactly",
+    256, "samples per learner step (EZ: 256, SZ: 8 x 256)", "[1, 1e6]", divided="exactly"
   )
   steps: int = opt(100_000, "learner steps (EZ: 100k + 20k, SZ: 15k)", "[1, 1e9]")
-  tail_steps: int = opt(
-    0, "learner steps taken after the last agent step, of `steps` (EZ: 20k)", "[0, 1e9]"
-  )
+  tail_steps: int = opt(0, "of these, taken after the last agent step (EZ: 20k)", "[0, 1e9]")
   devices: int = opt(0, "devices in the learner's mesh; 0: all local devices", "[0, 1e9]")
   prefetch: int = opt(2, "async: batches prepared ahead of the learner", "[1, 1000]")
 
@@ -148,27 +112,27 @@ class TopologyConfig:
 
   learners: int = opt(
     0,
-    "learner processes, one mesh, each with its own lanes; 0: all but actors and refreshers",
+    "learner processes, one mesh, each with its own lanes; 0: all but the others",
     "[0, 1e5]",
     divided="exactly",
   )
   actors: int = opt(
     0,
-    "actor processes, divided among the learners; a learner without one acts itself",
+    "actor processes, shared by the learners; a learner without one acts itself",
     "[0, 1e5]",
     mutable=True,
     divided="exactly",
   )
   refreshers: int = opt(
     0,
-    "processes that recompute stored data, divided likewise; a learner without one does so itself",
+    "processes that recompute stored data; a learner without one does so itself",
     "[0, 1e5]",
     mutable=True,
     divided="exactly",
   )
   host: str = opt(
     "",
-    "address of the learners, if all are on one machine; empty: each learner's own address on its "
+    "address of the learners, if all are on one machine; empty: each one's own address on the "
     "route to the coordinator, or with TLS its host name",
     mutable=True,
   )
@@ -186,13 +150,12 @@ class TopologyConfig:
   )
   weights_dtype: Literal["float32", "bfloat16"] = opt(
     "float32",
-    "type of the weights sent to actors and refreshers; bfloat16 halves the traffic, but rounds",
+    "of the weights sent to actors and refreshers; bfloat16 halves the traffic, but rounds",
     mutable=True,
   )
   block_timeout: float = opt(
     30.0,
-    "seconds until a block of states is reassigned to another refresher; after twice this it is "
-    "skipped",
+    "seconds until another refresher gets a block of states; after twice this it is skipped",
     "(0, 1e9]",
     mutable=True,
   )
@@ -212,9 +175,7 @@ class EvaluationConfig:
   max_episode_steps: int = opt(
     27_000, "cap of an episode, agent steps (EZ: 27,000 = 108k frames)", "[1, 1e9]", mutable=True
   )
-  interval: int = opt(
-    0, "learner steps between evaluations during training; 0: none", "[0, 1e9]", mutable=True
-  )
+  interval: int = opt(0, "learner steps between evaluations; 0: none", "[0, 1e9]", mutable=True)
   at_end: bool = opt(True, "evaluate the final weights when training ends", mutable=True)
 
 
@@ -238,28 +199,18 @@ class RunConfig:
   dir: str = opt("", "run folder; empty: a new one under runs/, named after preset, game and seed")
   seed: int = opt(0, "random seed", "[0, 4294967296)")
   env_steps: int = opt(
-    100_000,
-    "agent steps collected, exactly (Atari-100k: 100,000 = 400k frames)",
-    "[1, 1e9]",
-    divided="exactly",
+    100_000, "agent steps collected (Atari-100k: 100,000)", "[1, 1e9]", divided="exactly"
   )
   mode: Literal["async", "lockstep"] = opt(
     "async", "roles overlap in threads (async), or take turns and reproduce bit for bit (lockstep)"
   )
   checkpoint_interval: int = opt(1000, "learner steps between checkpoints", "[1, 1e9]")
   keep_checkpoints: int = opt(
-    3,
-    "newest checkpoints kept, besides all since the newest that every learner has",
-    "[1, 1e9]",
-    mutable=True,
+    3, "newest checkpoints kept, and all since every learner's newest", "[1, 1e9]", mutable=True
   )
-  log_interval: int = opt(
-    20, "learner steps between lines in metrics.jsonl", "[1, 1e9]", mutable=True
-  )
+  log_interval: int = opt(20, "learner steps between lines of metrics", "[1, 1e9]", mutable=True)
   compile_cache: str = opt(
-    "",
-    "folder for XLA's persistent compilation cache; empty: ~/.cache/speedyzero_jax/xla",
-    mutable=True,
+    "", "folder of XLA's compilation cache; empty: ~/.cache/speedyzero_jax/xla", mutable=True
   )
 
 
@@ -271,9 +222,7 @@ class PriorityConfig:
   beta_start: float = opt(0.4, "importance exponent at the start (EZ: 0.4, EZ-V2: 1)", "[0, 2]")
   beta_end: float = opt(1.0, "importance exponent at the end of training (EZ: 1)", "[0, 2]")
   min_priority: float = opt(1e-6, "added to every priority (EZ: 1e-6)", "[1e-12, 1e6]")
-  min_weight: float = opt(
-    0.0, "lower bound of importance weights relative to their maximum (EZ-V2: 0.1)", "[0, 1]"
-  )
+  min_weight: float = opt(0.0, "least importance weight, of the largest (EZ-V2: 0.1)", "[0, 1]")
 
 
 @dataclasses.dataclass(frozen=True)

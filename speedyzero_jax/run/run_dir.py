@@ -110,7 +110,7 @@ def read_config(path: Path) -> Config:
     raise RunFolderError(f"{path} holds no run: {error.strerror or error}") from error
   except UnknownKeyError as error:
     raise RunFolderError(
-      f"{path} was written by an earlier version of this program and cannot be resumed: {error}"
+      f"{path} was written by an earlier version of this program and can't be used: {error}"
     ) from error
   except (ConfigError, UnicodeDecodeError) as error:
     raise RunFolderError(f"{path / 'config.yaml'} can't be read: {error}") from error

@@ -1,7 +1,7 @@
 """Presets, overrides, validation and saved settings of a configuration."""
 
 import math
-import sys
+import re
 import typing
 
 import pytest
@@ -85,9 +85,8 @@ def test_a_share_of_a_run_adds_up_to_the_run():
 
 
 def test_keys_that_a_resumed_run_may_not_change():
-  keys = ["env.threads", "learner.steps", "profile.steps", "search.simulations", "unknown.key"]
-  expected = ["learner.steps", "search.simulations", "unknown.key"]
-  assert loader.immutable(DEFAULT, keys) == expected
+  keys = ["env.threads", "learner.steps", "profile.steps", "search.simulations"]
+  assert loader.immutable(DEFAULT, keys) == ["learner.steps", "search.simulations"]
 
 
 # --- Overrides ---
@@ -426,8 +425,9 @@ def test_help_has_every_key():
 
 
 def test_an_agent_brings_its_sections():
-  with pytest.raises(ConfigError, match=r"no agent 'sarsa'.*efficientzero"):
-    loader.load([], ["agent=sarsa"])
+  for name in ("sarsa", "json", "..dqn", ""):
+    with pytest.raises(ConfigError, match=rf"no agent '{re.escape(name)}'.* dqn, efficientzero, "):
+      loader.load([], [f"agent={name}"])
   with pytest.raises(ConfigError, match="agent"):
     loader.override(DEFAULT, ["agent=another"])
   assert loader.load([], ["agent=efficientzero"]) == DEFAULT
@@ -453,29 +453,13 @@ def test_settings_of_a_game_apply_to_that_game_right_after_their_preset(tmp_path
   ("text", "message"),
   [
     ("games: {Pong: {env.game: Breakout}}", "env.game and agent can't be set"),
-    ("games: {pong: {run.seed: 3}}", "'pong' differs from env.game=Pong"),
-    ("agent: [dqn]", "agent: expected a name"),
+    ("agent: [dqn]", "agent: expected text"),
   ],
 )
 def test_a_preset_that_cannot_be_meant_is_refused(tmp_path, text, message):
   (tmp_path / "p.yaml").write_text(text)
   with pytest.raises(ConfigError, match=message):
     loader.load([str(tmp_path / "p.yaml")], ["env.game=Pong"])
-
-
-@pytest.mark.parametrize(
-  ("source", "message"),
-  [
-    ("import nothing_of_this_name", "fails with ModuleNotFoundError"),
-    ("AGENT_CONFIG = 3", "AGENT_CONFIG of broken_agent is not a subclass"),
-  ],
-)
-def test_a_broken_agent_is_named(tmp_path, monkeypatch, source, message):
-  (tmp_path / "broken_agent.py").write_text(source)
-  monkeypatch.syspath_prepend(tmp_path)
-  monkeypatch.delitem(sys.modules, "broken_agent", raising=False)
-  with pytest.raises(ConfigError, match=message):
-    loader.load([], ["agent=broken_agent"])
 
 
 def test_an_agent_without_background_work_has_no_refreshers():

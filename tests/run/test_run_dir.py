@@ -187,9 +187,7 @@ def test_a_folder_of_an_earlier_version_says_so(tmp_path):
     lambda folder: run_dir.open_existing(folder, []),
     lambda folder: run_dir.create(config(folder), "x"),
   ):
-    with pytest.raises(
-      RunFolderError, match=r"earlier version .*cannot be resumed.*run\.forgotten"
-    ):
+    with pytest.raises(RunFolderError, match=r"earlier version .*can't be used.*run\.forgotten"):
       use(tmp_path)
 
 
