@@ -129,18 +129,18 @@ class ActorService:
 
   def append(self, request: messages.Append) -> messages.Acknowledged:
     """Makes experience durable and part of the replay; acknowledges again what is there."""
-    session = self._session(request.actor)
+    session, segments = self._session(request.actor), messages.unpack(request.segments)
     with session.lock:
       worker = f"actor {request.actor}"
       check_incarnation(session.incarnation, request.incarnation, worker)
       heads = self._replay.heads
-      for segment in request.segments:
+      for segment in segments:
         if segment.lane not in session.lanes:
           raise ValueError(
             f"lane {segment.lane} is not of {worker}, which has lanes {session.lanes.start} to "
             f"{session.lanes.stop - 1}"
           )
-      new = [s for s in request.segments if s.start + len(s.frame) > heads[s.lane]]
+      new = [s for s in segments if s.start + len(s.frame) > heads[s.lane]]
       if new:
         self._take(session, request, new)
       return messages.Acknowledged(self._heads(session))
@@ -155,7 +155,12 @@ class ActorService:
     if taken > grant.steps:
       raise ValueError(f"{worker} took {taken} steps of {grant.steps} granted")
     score, length = request.score, request.length
-    if len(score) > len(session.lanes) or not np.isfinite(score).all() or (length < 0).any():
+    if (
+      not score.shape == length.shape <= (len(session.lanes),)
+      or (score.dtype, length.dtype) != (np.float64, np.int64)
+      or not np.isfinite(score).all()
+      or (length < 0).any()
+    ):
       raise ValueError(
         "score and length must be of at most one episode per lane, finite and not negative"
       )

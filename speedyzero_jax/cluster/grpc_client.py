@@ -40,13 +40,12 @@ class Client:
   """Client of one learner service, for any number of threads.
 
   Calls raise Refused (with the server's text), Unreachable, RunOver, or WireError for a message
-  that does not fit the format. Polls (grant, weights, work, frames) wait without limit; after
-  `stop` they raise Stopped.
+  that is not of its type. Polls wait without limit; after `stop` they raise Stopped.
 
   Args:
     address: host:port of the server.
     token: secret of the run.
-    wire: format of all messages.
+    max_bytes: of any message.
     patience: seconds for which an unanswered call is repeated, plus at most CALL_SECONDS.
     tls: as for `serve`.
   """
@@ -55,13 +54,13 @@ class Client:
     self,
     address: str,
     token: bytes,
-    wire: codec.WireFormat,
     *,
+    max_bytes: int,
     patience: float = 60.0,
     tls: Tls | None = None,
   ):
     options = [
-      *channel_options(wire.max_bytes),
+      *channel_options(max_bytes),
       ("grpc.initial_reconnect_backoff_ms", 100),
       ("grpc.min_reconnect_backoff_ms", round(1000 * _CONNECT_SECONDS)),
       ("grpc.max_reconnect_backoff_ms", 1000),
@@ -75,43 +74,20 @@ class Client:
       credentials = grpc.ssl_channel_credentials(authority, key, certificate)
       self._channel = grpc.secure_channel(address, credentials, options)
     self._calls = {name: self._channel.unary_unary(f"/{SERVICE}/{name}") for name in messages.CALLS}
-    self._address, self._wire, self._patience = address, wire, patience
+    self._names = {call.request: (name, call) for name, call in messages.CALLS.items()}
+    self._address, self._patience = address, patience
     self._metadata = ((TOKEN, token),)
     self._stopping = threading.Event()
     # In flight. Each use is one atomic operation, so that a signal handler may call `stop`.
     self._polls: set[grpc.Future] = set()
 
-  def join_actor(self, request: messages.ActorJoin) -> messages.ActorWelcome:
-    """Starts an actor's session and ends that of its earlier incarnation."""
-    return self._call("join_actor", request)
-
-  def join_refresher(self, request: messages.RefresherJoin) -> messages.RefresherWelcome:
-    """Starts a refresher's session and ends that of its earlier incarnation."""
-    return self._call("join_refresher", request)
-
-  def append(self, request: messages.Append) -> messages.Acknowledged:
-    """Sends collected slots; they are durable when this returns."""
-    return self._call("append", request)
-
-  def grant(self, request: messages.GrantRequest) -> messages.Grant:
-    """Waits until agent steps may be taken."""
-    return self._call("grant", request)
-
-  def weights(self, request: messages.WeightsRequest) -> messages.Weights:
-    """Waits for newer weights than the subscriber has."""
-    return self._call("weights", request)
-
-  def work(self, request: messages.WorkRequest) -> messages.Block:
-    """Waits for a block to compute."""
-    return self._call("work", request)
-
-  def result(self, request: messages.Result) -> messages.Ok:
-    """Sends the result of a block."""
-    return self._call("result", request)
-
-  def frames(self, request: messages.FramesRequest) -> messages.FramesChunk:
-    """Waits for new frames."""
-    return self._call("frames", request)
+  def call(self, request: Any) -> Any:
+    """The answer to a request, of the types in `messages.CALLS`."""
+    name, call = self._names[type(request)]
+    data = codec.encode(request)
+    while not (answer := self._deliver(name, data, call.poll)) and call.poll:
+      pass
+    return codec.decode(call.answer, answer)
 
   def stop(self) -> None:
     """Ends all polls and retries, now and later; other calls can still be made, once each."""
@@ -128,13 +104,6 @@ class Client:
 
   def __exit__(self, *_: object) -> None:
     self.close()
-
-  def _call(self, name: str, request: Any) -> Any:
-    call = messages.CALLS[name]
-    data = codec.encode(request, self._wire)
-    while not (answer := self._deliver(name, data, call.poll)) and call.poll:
-      pass
-    return codec.decode(call.answer, answer, self._wire)
 
   def _deliver(self, name: str, data: bytes, poll: bool) -> bytes:
     """The answer to a request, after as many attempts as it takes."""

@@ -6,11 +6,10 @@ logged once per host and call.
 
 import hmac
 import logging
-import socket
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import grpc
 
@@ -19,7 +18,6 @@ from speedyzero_jax.cluster.addresses import is_loopback
 
 SERVICE = "speedyzero.Unit"
 TOKEN = "speedyzero-token-bin"  # key of the metadata; -bin: its value is bytes
-MIN_TOKEN = 16  # bytes
 POLL_SECONDS = 2.0  # longest wait of a poll, and so the time that a lost caller holds a thread
 KEEPALIVE_SECONDS = 5.0  # between pings of a silent peer, and for its answer
 
@@ -32,27 +30,6 @@ _log = logging.getLogger(__name__)
 
 class RunOver(Exception):
   """The run has ended. Raised by the service in any call, and then by the client's call."""
-
-
-class Service(Protocol):
-  """Methods that the server calls, from many threads at once.
-
-  A ValueError refuses the call, with its text; RunOver ends the caller's work. Polls wait up to
-  `seconds` and return None if there is nothing yet. If an answer is lost, the call is repeated.
-  """
-
-  def join_actor(self, request: messages.ActorJoin) -> messages.ActorWelcome: ...
-  def join_refresher(self, request: messages.RefresherJoin) -> messages.RefresherWelcome: ...
-  def append(self, request: messages.Append) -> messages.Acknowledged: ...
-  def grant(self, request: messages.GrantRequest, seconds: float) -> messages.Grant | None: ...
-  def weights(
-    self, request: messages.WeightsRequest, seconds: float
-  ) -> messages.Weights | None: ...
-  def work(self, request: messages.WorkRequest, seconds: float) -> messages.Block | None: ...
-  def result(self, request: messages.Result) -> messages.Ok: ...
-  def frames(
-    self, request: messages.FramesRequest, seconds: float
-  ) -> messages.FramesChunk | None: ...
 
 
 class Tls(NamedTuple):
@@ -72,7 +49,7 @@ def channel_options(max_bytes: int) -> list[tuple[str, int]]:
   interval = round(1000 * KEEPALIVE_SECONDS)
   return [
     ("grpc.max_receive_message_length", max_bytes),
-    ("grpc.max_send_message_length", -1),  # `codec.encode` checks it
+    ("grpc.max_send_message_length", max_bytes),
     ("grpc.keepalive_time_ms", interval),
     ("grpc.keepalive_timeout_ms", interval),
     ("grpc.http2.ping_timeout_ms", interval),  # its default of a minute would take precedence
@@ -101,74 +78,55 @@ class Server:
 
 
 def serve(
-  service: Service,
+  service: Any,
   address: str,
   token: bytes,
-  wire: codec.WireFormat,
   *,
+  max_bytes: int,
   clients: int,
   tls: Tls | None = None,
 ) -> Server:
-  """Starts a server, which runs until `Server.stop` or until the object is deleted.
+  """Starts a server, which runs until `Server.stop`.
 
   Args:
-    service: takes all valid calls.
+    service: has the methods of `messages.CALLS`, which take the request (polls: and the seconds to
+      wait, after which they return None) and are called from many threads at once. A ValueError
+      refuses the call, with its text; RunOver ends the caller's work. If an answer is lost, the
+      call is repeated.
     address: host:port to listen on; port 0 picks a free one.
-    token: secret of the run that callers must send, at least 16 bytes.
-    wire: format of all messages.
+    token: secret of the run that callers must send.
+    max_bytes: of any message.
     clients: number of processes that will call; each may have six calls open at once.
     tls: None for plain TCP, where the token can be read on the network.
 
   Raises:
     OSError: the address cannot be used, or a TLS file not be read.
-    ValueError: the token is too short, or address or TLS files are invalid.
   """
-  if len(token) < MIN_TOKEN:
-    raise ValueError(f"the token has {len(token)} bytes, it must have at least {MIN_TOKEN}")
-  host, colon, port = address.rpartition(":")
-  if not colon or not host or not port.isdecimal():
-    raise ValueError(f"address must be host:port, got {address!r}")
   pool = futures.ThreadPoolExecutor(_THREADS * clients, "service")
-  server = grpc.server(
-    pool,
-    [_Handlers(service, token, wire)],
-    options=[*channel_options(wire.max_bytes), ("grpc.so_reuseport", 0)],
-  )
+  options = [*channel_options(max_bytes), ("grpc.so_reuseport", 0)]
+  server = grpc.server(pool, [_Handlers(service, token)], options=options)
+  host, _, _ = address.rpartition(":")
   try:
     if tls is None:
-      bound = server.add_insecure_port(address)
+      port = server.add_insecure_port(address)
     else:
       certificate, key, authority = tls.read()
-      bound = server.add_secure_port(
-        address,
-        grpc.ssl_server_credentials([(key, certificate)], authority, require_client_auth=True),
-      )
-  except RuntimeError as error:
-    raise _bind_error(host.strip("[]"), int(port), tls) from error
+      credentials = grpc.ssl_server_credentials([(key, certificate)], authority, True)
+      port = server.add_secure_port(address, credentials)
+  except RuntimeError as error:  # gRPC does not report the reason
+    files = f", or these TLS files: {', '.join(map(str, tls))}" if tls else ""
+    raise OSError(f"cannot listen on {address}: this machine can't use it{files}") from error
   if tls is None and not is_loopback(host.strip("[]")):
     _log.warning("%s is served without TLS: the token can be read on the network", address)
   server.start()
-  return Server(server, pool, f"{host}:{bound}")
-
-
-def _bind_error(host: str, port: int, tls: Tls | None) -> Exception:
-  """The reason for a failed bind, which gRPC does not report."""
-  try:
-    family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-      probe.bind(where)
-  except OSError as error:
-    return OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}")
-  if tls is not None:
-    return ValueError(f"invalid TLS certificate, key or authority: {', '.join(map(str, tls))}")
-  return OSError(f"cannot listen on {host}:{port}")
+  return Server(server, pool, f"{host}:{port}")
 
 
 class _Handlers(grpc.GenericRpcHandler):
   """Methods of the service, for callers with the token."""
 
-  def __init__(self, service: Service, token: bytes, wire: codec.WireFormat):
-    self._token, self._wire = token, wire
+  def __init__(self, service: Any, token: bytes):
+    self._token = token
     self._logged: set[tuple[str, str]] = set()
     self._methods = {
       f"/{SERVICE}/{name}": grpc.unary_unary_rpc_method_handler(
@@ -195,13 +153,13 @@ class _Handlers(grpc.GenericRpcHandler):
 
     def answer(data: bytes, context: grpc.ServicerContext) -> Any:
       try:
-        request: Any = codec.decode(call.request, data, self._wire)
+        request: Any = codec.decode(call.request, data)
       except codec.WireError as error:
         self._log_once(context, name, str(error))
         context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{name}: {error}"[:_MAX_TEXT])
       try:
         found = method(request, *waiting)
-        return b"" if found is None and call.poll else codec.encode(found, self._wire)
+        return b"" if found is None and call.poll else codec.encode(found)
       except RunOver as error:
         code, text = grpc.StatusCode.ABORTED, str(error)
       except Exception as error:

@@ -7,21 +7,19 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 
 from speedyzero_jax.agents.base import Agent
 from speedyzero_jax.cluster import messages
-from speedyzero_jax.cluster.codec import WireFormat
 from speedyzero_jax.cluster.grpc_server import Tls, serve
 from speedyzero_jax.cluster.heartbeats import Heartbeats
 from speedyzero_jax.cluster.learner_service import LearnerService
 from speedyzero_jax.cluster.rendezvous import Rendezvous
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.schema import Config
-from speedyzero_jax.run.builders import make_agent, replay_capacity
+from speedyzero_jax.run.builders import frames_shape, make_agent
 from speedyzero_jax.run.experiment import Experiment, Membership
 from speedyzero_jax.run.topology import Role, Topology, lanes_of_actors
 from speedyzero_jax.workers.learner import make_mesh
@@ -33,27 +31,14 @@ _LONG = 24 * 3600.0
 _FAREWELL = 10.0  # seconds in which workers should finish a step and hear that the run is over
 
 
-def wire_format(own: Config, agent: Agent) -> WireFormat:
-  """Sizes and arrays of a unit's messages; `own` is the unit's share of the configuration."""
-  variables: Any = jax.eval_shape(agent.init, jax.random.key(0))
-  half = own.topology.weights_dtype == "bfloat16"
+def max_message(own: Config, agent: Agent) -> int:
+  """Bytes that a unit's messages may have: its weights, or two slots of every lane.
 
-  def sent(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    halved = half and x.dtype == jax.numpy.float32
-    return jax.ShapeDtypeStruct(x.shape, jax.numpy.bfloat16 if halved else x.dtype)
-
-  weights = {name: sent(leaf) for name, leaf in messages.named(variables).items()}
-  size = sum(leaf.size * leaf.dtype.itemsize for leaf in weights.values())
-  return WireFormat(
-    lanes=own.actor.lanes,
-    capacity=replay_capacity(own, agent),
-    schema=agent.schema,
-    weights=weights,
-    results={
-      name: {column.name: column for column in task.results} for name, task in agent.tasks.items()
-    },
-    max_bytes=max(64 << 20, max(size, 2 * own.actor.lanes * agent.schema.slot_bytes) + (1 << 20)),
-  )
+  `own` is the unit's share of the configuration.
+  """
+  weights = jax.tree.leaves(jax.eval_shape(agent.init, jax.random.key(0)))
+  size = sum(leaf.size * leaf.dtype.itemsize for leaf in weights)
+  return max(64 << 20, max(size, 2 * own.actor.lanes * agent.schema.slot_bytes) + (1 << 20))
 
 
 def tls_of(config: Config) -> Tls | None:
@@ -89,9 +74,8 @@ def membership_of(
     memory = None
     if refreshers:
       agent = make_agent(own)
-      frame = agent.schema.frame
-      shape = (own.actor.lanes, replay_capacity(own, agent), *frame.shape)
-      memory = stack.enter_context(_shared_memory(shape, np.dtype(frame.dtype)))
+      dtype = np.dtype(agent.schema.frame.dtype)
+      memory = stack.enter_context(_shared_memory(frames_shape(own, agent), dtype))
     yield Membership(
       unit=role.unit,
       units=topology.learners,
@@ -194,10 +178,14 @@ def serving(
   )
   if refreshers:
     experiment.execute = service.execute
-  wire = wire_format(own, experiment.agent)
-  address = f"[{host}]:0" if ":" in host else f"{host}:0"
-  clients, tls = actors + refreshers, tls_of(own)
-  with serve(service, address, token, wire, clients=clients, tls=tls) as server:
+  with serve(
+    service,
+    f"[{host}]:0" if ":" in host else f"{host}:0",
+    token,
+    max_bytes=max_message(own, experiment.agent),
+    clients=actors + refreshers,
+    tls=tls_of(own),
+  ) as server:
     rendezvous.publish(f"unit/{role.unit}", json.dumps({"address": server.address}))
     try:
       yield

@@ -60,7 +60,8 @@ class LearnerService:
     kind: Kind = "actor" if request.subscriber == ACTOR else "refresher"
     self._heartbeats.beat(kind, request.number)
     over = self._dismissal.over
-    version = self._weights.wait_newer(request.subscriber, request.have, 0.0 if over else seconds)
+    have = -1 if request.have is None else request.have
+    version = self._weights.wait_newer(request.subscriber, have, 0.0 if over else seconds)
     if version is None:
       if self._dismissal.over:  # not before: a block may need the newest
         raise RunOver("the run has ended")

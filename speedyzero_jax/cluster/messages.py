@@ -1,33 +1,20 @@
 """Messages between the learner and its workers: actors and refreshers call, the learner answers.
 
-A message is a NamedTuple. Its annotations are all that `codec` needs to convert and check it: a
-plain int is not negative, a plain float is finite, and an array is what its `Spec` says. Values of
-float arrays are not checked here.
+A message is a NamedTuple, which `codec` converts and checks by its annotations; an int is never
+negative. Letters in shapes: n slots or states, k states per window, w frames per window, l lanes,
+e episodes, s segments.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any, NamedTuple
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from speedyzero_jax.types import Params, Segment
 
-
-class Spec(NamedTuple):
-  """Dtype, shape and range of an array, or the range of an int.
-
-  A letter in a shape has one size throughout a message: n slots or states, k states per window,
-  w frames per window, l lanes, e episodes, s segments.
-  """
-
-  dtype: str
-  shape: tuple[int | str, ...] = ()
-  low: int | None = None  # least value of integers
-  below: int | str | None = None  # integers are less than this, or this size of the wire format
-
-
-LANES = Spec("int32", ("n",), 0, "lanes")
+Arrays = dict[str, np.ndarray]
 
 
 class ActorJoin(NamedTuple):
@@ -41,7 +28,7 @@ class ActorWelcome(NamedTuple):
   """The actor's lanes: first .. first+l-1."""
 
   first: int
-  heads: Annotated[np.ndarray, Spec("int64", ("l",), 0)]  # next slot to append, by lane
+  heads: np.ndarray  # [l] int64, next slot to append, by lane
 
 
 class RefresherJoin(NamedTuple):
@@ -64,15 +51,15 @@ class Append(NamedTuple):
   actor: int
   incarnation: int
   sequence: int  # of the grant that it uses; unused steps of the grant are returned
-  segments: list[Segment]
-  score: Annotated[np.ndarray, Spec("float64", ("e",))]  # of finished episodes
-  length: Annotated[np.ndarray, Spec("int64", ("e",), 0)]  # of the same, in agent steps
+  segments: Arrays  # made by `pack`
+  score: np.ndarray  # [e] float64, of finished episodes
+  length: np.ndarray  # [e] int64, of the same, in agent steps
 
 
 class Acknowledged(NamedTuple):
   """Slots before these are stored durably."""
 
-  heads: Annotated[np.ndarray, Spec("int64", ("l",), 0)]  # by lane of the actor
+  heads: np.ndarray  # [l] int64, by lane of the actor
 
 
 class GrantRequest(NamedTuple):
@@ -99,14 +86,14 @@ class WeightsRequest(NamedTuple):
 
   number: int  # of the actor or refresher
   subscriber: str
-  have: Annotated[int, Spec("int64", low=-1)]  # learner step; -1: none
+  have: int | None  # learner step
 
 
 class Weights(NamedTuple):
   """One version of the network's variables, converted by `named` and `unnamed`."""
 
   step: int
-  arrays: Annotated[dict[str, np.ndarray], "weights"]
+  arrays: Arrays
 
 
 class WorkRequest(NamedTuple):
@@ -120,9 +107,9 @@ class Block(NamedTuple):
   """States for one of the agent's tasks: n windows of w frames."""
 
   block: int
-  task: Annotated[str, "task"]
-  lane: Annotated[np.ndarray, LANES]
-  cell: Annotated[np.ndarray, Spec("int32", ("n", "w"), 0, "capacity")]
+  task: str
+  lane: np.ndarray  # [n] int32
+  cell: np.ndarray  # [n, w] int32
   step: int  # least learner step of the weights to use
   frames: int  # number of written frames that the refresher must have
 
@@ -133,9 +120,9 @@ class Result(NamedTuple):
   refresher: int
   incarnation: int
   block: int
-  task: Annotated[str, "task"]
+  task: str
   step: int  # learner step of the weights used
-  arrays: Annotated[dict[str, np.ndarray], "results"]
+  arrays: Arrays
 
 
 class FramesRequest(NamedTuple):
@@ -150,9 +137,9 @@ class FramesChunk(NamedTuple):
   """Frames in the order of writing, without those that are overwritten already."""
 
   sequence: int  # for the next request
-  lane: Annotated[np.ndarray, LANES]
-  cell: Annotated[np.ndarray, Spec("int32", ("n",), 0, "capacity")]
-  frame: Annotated[np.ndarray, "frame"]  # [n, *frame]
+  lane: np.ndarray  # [n] int32
+  cell: np.ndarray  # [n] int32
+  frame: np.ndarray  # [n, *frame]
 
 
 class Ok(NamedTuple):
@@ -189,3 +176,35 @@ def named(tree: Params) -> dict[str, Any]:
 def unnamed(like: Params, arrays: Mapping[str, Any]) -> Params:
   """The tree with the structure of `like` and these leaves. Raises KeyError if one is missing."""
   return jax.tree_util.tree_map_with_path(lambda path, _: arrays[jax.tree_util.keystr(path)], like)
+
+
+def pack(segments: Sequence[Segment]) -> Arrays:
+  """Segments as one array per column for the slots of all, and "_index": [s] of lane, start, n."""
+  if not segments:
+    return {}
+  columns = [segment.arrays() for segment in segments]
+  index = np.array([(x.lane, x.start, len(x.frame)) for x in segments], np.int64)
+  return {"_index": index} | {
+    name: np.concatenate([column[name] for column in columns]) for name in columns[0]
+  }
+
+
+def unpack(arrays: Arrays) -> list[Segment]:
+  """The segments of `pack`, as views. Raises ValueError if sizes or names are impossible.
+
+  Whether the columns are those of the replay's schema is checked when they are appended.
+  """
+  if not arrays:
+    return []
+  columns = dict(arrays)
+  index = columns.pop("_index", np.zeros(0))
+  if index.dtype != np.int64 or index.shape[1:] != (3,) or (index[:, 2] < 1).any():
+    raise ValueError("segments: no valid index of lanes, starts and sizes")
+  missing = set(Segment._fields[2:9]) - columns.keys()
+  bounds = [0, *itertools.accumulate(index[:, 2].tolist())]
+  if missing or any(column.shape[:1] != (bounds[-1],) for column in columns.values()):
+    raise ValueError(f"segments: columns {sorted(missing)} are missing, or differ in slots")
+  return [
+    Segment.of(lane, start, {name: column[a:b] for name, column in columns.items()})
+    for (lane, start, _), (a, b) in zip(index.tolist(), itertools.pairwise(bounds), strict=True)
+  ]

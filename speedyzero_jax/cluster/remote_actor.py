@@ -1,6 +1,5 @@
 """An actor process: asks for agent steps, takes them, and hands over what it collected."""
 
-import contextlib
 import functools
 
 import jax
@@ -9,7 +8,6 @@ import numpy as np
 from speedyzero_jax.agents.base import Agent
 from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.grpc_client import Client
-from speedyzero_jax.cluster.grpc_server import RunOver
 from speedyzero_jax.cluster.remote_weights import RemoteWeights
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.envs.batched_env import make_env
@@ -23,7 +21,7 @@ _report = functools.partial(print, flush=True)
 
 
 def act(config: Config, agent: Agent, client: Client, role: Role, incarnation: int) -> None:
-  """Acts until the run is over.
+  """Acts until everything is collected.
 
   Args:
     config: of the unit.
@@ -32,15 +30,10 @@ def act(config: Config, agent: Agent, client: Client, role: Role, incarnation: i
     role: of this process.
     incarnation: larger than that of any earlier process in this role, since the learner started.
 
-  Raises what `Client`'s calls raise, except RunOver.
+  Raises what `Client.call` raises: RunOver if the run ends before that.
   """
-  with contextlib.suppress(RunOver):
-    _act(config, agent, client, role, incarnation)
-
-
-def _act(config: Config, agent: Agent, client: Client, role: Role, incarnation: int) -> None:
   number = role.number
-  welcome = client.join_actor(messages.ActorJoin(number, incarnation))
+  welcome: messages.ActorWelcome = client.call(messages.ActorJoin(number, incarnation))
   lanes = len(welcome.heads)
   # Incarnations count from 0 again when all processes restart: the slots collected differ then.
   distinct = incarnation + (int(welcome.heads.sum()) << 32)
@@ -62,7 +55,8 @@ def _act(config: Config, agent: Agent, client: Client, role: Role, incarnation: 
   sequence, closed = 0, False
   try:
     while True:
-      grant = client.grant(messages.GrantRequest(number, incarnation, sequence, lanes))
+      request = messages.GrantRequest(number, incarnation, sequence, lanes)
+      grant: messages.Grant = client.call(request)
       if not grant.steps and closed:
         return
       version = weights.latest(ACTOR, at_least=grant.weights)
@@ -76,7 +70,8 @@ def _act(config: Config, agent: Agent, client: Client, role: Role, incarnation: 
         segments, closed = actor.close(version, progress=progress, random=random), True
       scores = np.array([episode.score for episode in actor.finished], np.float64)
       lengths = np.array([episode.length for episode in actor.finished], np.int64)
-      client.append(messages.Append(number, incarnation, sequence, segments, scores, lengths))
+      packed = messages.pack(segments)
+      client.call(messages.Append(number, incarnation, sequence, packed, scores, lengths))
       sequence += 1
   finally:
     env.close()

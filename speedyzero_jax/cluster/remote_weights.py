@@ -41,10 +41,11 @@ class RemoteWeights:
       ).start()
 
   def _follow(self, subscriber: str) -> None:
-    have = -1
+    have: int | None = None
     try:
       while True:
-        sent = self._client.weights(messages.WeightsRequest(self._number, subscriber, have))
+        request = messages.WeightsRequest(self._number, subscriber, have)
+        sent: messages.Weights = self._client.call(request)
         version = Version(sent.step, self._unpack(sent))
         have = sent.step
         with self._changed:

@@ -1,5 +1,6 @@
 """Entry point of one of several processes: join the run, resolve the role, run it."""
 
+import contextlib
 import json
 import secrets
 import socket
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from speedyzero_jax.cluster.grpc_client import Client, Refused, Unreachable
-from speedyzero_jax.cluster.grpc_server import MIN_TOKEN
+from speedyzero_jax.cluster.grpc_server import RunOver
 from speedyzero_jax.cluster.rendezvous import Place, Rendezvous, RendezvousError
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.loader import ConfigError
@@ -22,7 +23,7 @@ from speedyzero_jax.run.topology import Role, Topology
 from speedyzero_jax.run.train import FAILED, train
 from speedyzero_jax.workers.weights import DivergedError
 
-_TOKEN = 32  # random bytes
+_TOKEN, _MIN_TOKEN = 32, 16  # bytes: of random ones, and in a file
 _PATIENCE = 600.0  # seconds for which learners wait for each other to save
 
 
@@ -90,9 +91,9 @@ def _token(config: Config) -> bytes:
   except OSError as error:
     reason = error.strerror or error
     raise ConfigError(f"topology.token_file: can't read {name}: {reason}") from error
-  if len(token) < MIN_TOKEN:
+  if len(token) < _MIN_TOKEN:
     raise ConfigError(
-      f"topology.token_file: {name} must hold {MIN_TOKEN} bytes or more, got {len(token)}"
+      f"topology.token_file: {name} must hold {_MIN_TOKEN} bytes or more, got {len(token)}"
     )
   return token
 
@@ -154,12 +155,14 @@ def _serve(
   enable_compilation_cache(config)
   own = loader.divide(config, role.unit, shape.learners)
   agent = make_agent(own)
-  wire = learner_process.wire_format(own, agent)
+  max_bytes = learner_process.max_message(own, agent)
   incarnation = rendezvous.count(f"incarnation/{role}")
   address = learner_process.address_of(role.unit, rendezvous)
-  with Client(address, token, wire, tls=learner_process.tls_of(config)) as client:
-    if role.kind == "actor":
-      act(own, agent, client, role, incarnation)
-    else:
-      refresh(own, agent, client, wire, role, incarnation)
+  tls = learner_process.tls_of(config)
+  work = act if role.kind == "actor" else refresh
+  with (
+    contextlib.suppress(RunOver),
+    Client(address, token, max_bytes=max_bytes, tls=tls) as client,
+  ):
+    work(own, agent, client, role, incarnation)
   return 0

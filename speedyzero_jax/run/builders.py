@@ -49,6 +49,11 @@ def replay_capacity(config: Config, agent: Agent) -> int:
   return max(-(-wanted // config.actor.lanes), shortest_lane(config, agent))
 
 
+def frames_shape(config: Config, agent: Agent) -> tuple[int, ...]:
+  """[L, C, H, W, channels] of the replay's frames."""
+  return (config.actor.lanes, replay_capacity(config, agent), *agent.schema.frame.shape)
+
+
 def capacity_problem(config: Config, agent: Agent) -> str | None:
   """A warning if `replay.capacity` is too small to be kept to."""
   least = shortest_lane(config, agent)

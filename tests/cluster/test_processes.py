@@ -30,9 +30,17 @@ from speedyzero_jax.run.experiment import Membership
 ROOT = Path(__file__).resolve().parents[2]
 ENV_STEPS, STEPS = 300, 100  # enough for some seconds in the middle
 SETTINGS = [
-  *tiny.OVERRIDES, f"run.compile_cache={os.environ['JAX_COMPILATION_CACHE_DIR']}", "run.mode=async",
+  f"run.compile_cache={os.environ['JAX_COMPILATION_CACHE_DIR']}", "run.mode=async",
   "actor.lanes=4", f"run.env_steps={ENV_STEPS}", f"learner.steps={STEPS}",
   "run.checkpoint_interval=20", "run.log_interval=1", "run.keep_checkpoints=2",
+]  # fmt: skip
+EFFICIENTZERO = [
+  "--config", "quickstart", *tiny.OVERRIDES, "refresh.enabled=false", "loss.unroll_steps=1",
+  *SETTINGS,
+]  # fmt: skip
+DQN = [  # starts in a third of the time
+  "--config", "dqn", "env.game=Catch", "actor.random_steps=40", "learner.batch_size=8",
+  "evaluation.episodes=2", "evaluation.at_end=false", "evaluation.interval=60", *SETTINGS,
 ]  # fmt: skip
 
 
@@ -48,10 +56,6 @@ class Run:
       self.process = subprocess.Popen(
         command, env=environment, stdout=out, stderr=out, process_group=0
       )
-
-  @classmethod
-  def new(cls, folder, *arguments):
-    return cls(folder, "--config", "quickstart", *SETTINGS, f"run.dir={folder}", *arguments)
 
   def __enter__(self):
     return self
@@ -175,9 +179,7 @@ def audit(folder, units):
 def test_a_killed_learner_and_actor_lose_and_repeat_nothing(tmp_path):
   """After a learner, which acts itself, all processes restart; after an actor, it."""
   folder = tmp_path / "run"
-  processes = "--processes", "learner=2,actor=1"
-  no_sweeps = "reanalyse.schedule=off", "refresh.enabled=false", "loss.unroll_steps=1"
-  with Run.new(folder, *processes, *no_sweeps, "evaluation.interval=60") as run:
+  with Run(folder, *DQN, f"run.dir={folder}", "--processes", "learner=2,actor=1") as run:
     run.learn(45)
     run.kill("learner-1")
     run.until("resuming at learner step (20|40),")
@@ -209,34 +211,10 @@ def check_metrics(folder):
 
 
 @pytest.mark.timeout(600)
-def test_a_killed_launcher_leaves_no_process_and_its_run_continues(tmp_path):
-  """As a single process. Before, a refresher is killed."""
+def test_a_hanging_refresher_and_a_killed_launcher_stop_no_run(tmp_path):
+  """Three times in a row: a refresher that hangs, a launcher killed, and a single process."""
   folder, secret = tmp_path / "run", tmp_path / "secret"
   secret.write_text("read by each process for itself")
-  processes = "--processes", "learner=1,actor=1,refresher=1"
-  with Run.new(folder, *processes, f"topology.token_file={secret}") as run:
-    run.until("run folder")
-    second = Run(folder, "--resume", folder, "--processes", "learner=1")
-    run.learn(10)
-    assert "in use" in second.end(2)
-    run.kill("refresher-0.0")
-    run.learn(10)
-    run.process.kill()
-    wait_for(lambda: not running(folder), "processes outlive the launcher")
-  assert any("queue/refresher_wait_seconds" in row for row in rows_of(folder))
-  before = acknowledged(folder)
-  with Run(folder, "--resume", folder, "topology.actors=0", "topology.refreshers=0") as run:
-    output = run.end(0)
-    begun = re.findall(r"resuming at .*, agent step (\d+)|(\d+) more agent steps", output)
-    assert sum(int(at or more) for at, more in begun) == before
-    assert f"trained: {ENV_STEPS} agent steps, {STEPS} learner steps" in output
-  assert audit(folder, 1) == ENV_STEPS
-
-
-@pytest.mark.timeout(600)
-def test_a_hanging_refresher_makes_targets_old_or_the_learner_wait(tmp_path):
-  """As `topology.bound_age` says. Neither way does it keep the run from ending."""
-  folder, processes = tmp_path / "run", ("--processes", "learner=1,refresher=1")
 
   def hang(run):
     wait_for(lambda: rows_of(folder)[-1].get("present/refreshers"), "no refresher comes", 120)
@@ -244,15 +222,23 @@ def test_a_hanging_refresher_makes_targets_old_or_the_learner_wait(tmp_path):
     os.kill(pid, signal.SIGSTOP)
     return pid, learned(folder)
 
-  with Run.new(folder, *processes, "refresh.enabled=false") as run:
+  new = [*EFFICIENTZERO, f"run.dir={folder}", f"topology.token_file={secret}"]
+  with Run(folder, *new, "--processes", "learner=1,actor=1,refresher=1") as run:
+    run.until("run folder")
+    second = Run(folder, "--resume", folder, "--processes", "learner=1")
     run.learn(5)
+    assert "in use" in second.end(2)
+    run.kill("refresher-0.0")
+    run.learn(3)
     hang(run)
     assert run.learn(20)
     assert rows_of(folder)[-1][metric_names.TARGET_AGE_MAX] > 8  # reanalyse.max_age
     run.process.send_signal(signal.SIGTERM)
     assert "stopped and saved at learner step" in run.end(143)
-  with Run(folder, "--resume", folder, "topology.bound_age=true", *processes) as run:
-    run.learn(5)
+  assert any("queue/refresher_wait_seconds" in row for row in rows_of(folder))
+  bounded = "topology.bound_age=true", "topology.actors=0"
+  with Run(folder, "--resume", folder, *bounded, "--processes", "learner=1,refresher=1") as run:
+    run.learn(3)
     pid, step = hang(run)
     time.sleep(3)
     waits = learned(folder)
@@ -260,4 +246,13 @@ def test_a_hanging_refresher_makes_targets_old_or_the_learner_wait(tmp_path):
     time.sleep(1.5)
     assert learned(folder) == waits < STEPS
     os.kill(pid, signal.SIGCONT)
-    assert f"trained: {ENV_STEPS} agent steps, {STEPS} learner steps" in run.end(0)
+    assert run.learn(3)
+    run.process.kill()
+    wait_for(lambda: not running(folder), "processes outlive the launcher")
+  before = acknowledged(folder)
+  with Run(folder, "--resume", folder, "topology.actors=0", "topology.refreshers=0") as run:
+    output = run.end(0)
+    begun = re.findall(r"resuming at .*, agent step (\d+)|(\d+) more agent steps", output)
+    assert sum(int(at or more) for at, more in begun) == before
+    assert f"trained: {ENV_STEPS} agent steps, {STEPS} learner steps" in output
+  assert audit(folder, 1) == ENV_STEPS

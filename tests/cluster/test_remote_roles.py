@@ -15,9 +15,9 @@ from small_unit import BATCH, SWEEP, assert_same
 from speedyzero_jax.agents import dqn
 from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER
 from speedyzero_jax.cluster import grpc_server, heartbeats, messages, remote_actor, remote_refresher
-from speedyzero_jax.cluster.codec import decode, encode
+from speedyzero_jax.cluster.codec import encode
 from speedyzero_jax.cluster.grpc_client import Client, Refused
-from speedyzero_jax.cluster.learner_process import wire_format
+from speedyzero_jax.cluster.learner_process import max_message
 from speedyzero_jax.cluster.remote_refresher import FetchedFrames, MappedFrames
 from speedyzero_jax.cluster.remote_weights import RemoteWeights
 from speedyzero_jax.config import loader
@@ -27,7 +27,7 @@ from speedyzero_jax.types import Segment
 from speedyzero_jax.workers.actor import Actor
 from speedyzero_jax.workers.weights import ACTOR
 
-TOKEN = bytes(range(32))
+TOKEN, MAX_BYTES = bytes(range(32)), 1 << 20
 ROLE = Role("actor", 0, 0)
 
 
@@ -35,7 +35,7 @@ class Cluster:
   """The server of a unit, clients, and roles in threads."""
 
   def __init__(self, unit, monkeypatch):
-    self.unit, self.wire = unit, wire_format(unit.config, unit.agent)
+    self.unit = unit
     self.seeds, self._threads, self._errors = [], [], []
     monkeypatch.setattr(grpc_server, "POLL_SECONDS", 0.2)
     monkeypatch.setattr(remote_actor, "make_env", self._make_env)
@@ -48,7 +48,7 @@ class Cluster:
   def __enter__(self):
     self._stack = contextlib.ExitStack()
     self._server = self._stack.enter_context(
-      grpc_server.serve(self.unit.service, "127.0.0.1:0", TOKEN, self.wire, clients=4)
+      grpc_server.serve(self.unit.service, "127.0.0.1:0", TOKEN, max_bytes=MAX_BYTES, clients=4)
     )
     return self
 
@@ -64,12 +64,15 @@ class Cluster:
         assert time.monotonic() - begin < 8  # all have heard it
 
   def client(self):
-    return self._stack.enter_context(Client(self._server.address, TOKEN, self.wire, patience=5.0))
+    return self._stack.enter_context(
+      Client(self._server.address, TOKEN, max_bytes=MAX_BYTES, patience=5.0)
+    )
 
   def _start(self, role, *arguments):
     def body():
       try:
-        role(*arguments)
+        with contextlib.suppress(grpc_server.RunOver):
+          role(*arguments)
       except BaseException as error:
         self._errors.append(error)
 
@@ -83,7 +86,7 @@ class Cluster:
 
   def refresh(self, number=0, config=None):
     unit, role = self.unit, Role("refresher", 0, number)
-    arguments = config or unit.config, unit.agent, self.client(), self.wire, role, 0
+    arguments = config or unit.config, unit.agent, self.client(), role, 0
     return self._start(remote_refresher.refresh, *arguments)
 
 
@@ -247,7 +250,9 @@ def test_what_ends_a_subscription_is_raised_where_its_results_are_wanted(make_un
     with pytest.raises(ValueError, match="an array is"):
       RemoteWeights(client, 0, (ACTOR,), other, here).latest(ACTOR)
     with pytest.raises(Refused, match="has incarnation"):
-      FetchedFrames(client, 0, 7, served.wire).gather(np.zeros(1, int), np.zeros((1, 2), int), 1)
+      FetchedFrames(client, 0, 7, unit.replay.store.frame).gather(
+        np.zeros(1, int), np.zeros((1, 2), int), 1
+      )
 
 
 def test_workers_that_come_when_the_run_is_over_leave(make_unit, cluster):
@@ -305,11 +310,9 @@ def test_workers_that_compute_for_long_count_as_alive(make_unit, cluster, monkey
 def test_a_step_of_many_lanes_with_large_frames_fits_a_message():
   config = loader.load(["dqn"], ["env.game=Pong", "env.frame_size=320", "actor.lanes=256"])
   agent = dqn.make_agent(config, (320, 320, 3), np.uint8, 6)
-  wire = wire_format(config, agent)
   columns = {c.name: np.zeros((1, *c.shape), c.dtype) for c in agent.schema.columns}
   columns["first"][:] = True
   none = np.zeros(0)
-  segments = [Segment.of(lane, 0, columns) for lane in range(256)]
+  segments = messages.pack([Segment.of(lane, 0, columns) for lane in range(256)])
   append = messages.Append(0, 0, 0, segments, none, none.astype(np.int64))
-  data = encode(append, wire)
-  assert len(data) > 64 << 20 and len(decode(messages.Append, data, wire).segments) == 256
+  assert 64 << 20 < len(encode(append)) < max_message(config, agent)

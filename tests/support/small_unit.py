@@ -29,6 +29,7 @@ from speedyzero_jax.workers.weights import ACTOR
 
 SECONDS = 0.02  # that a poll waits
 SUBSCRIPTIONS = ACTOR, REANALYSER, REFRESHER
+NAMES = {call.request: (name, call.poll) for name, call in messages.CALLS.items()}
 BATCH = ("reanalyse.schedule=batch", "refresh.enabled=false")
 SWEEP = {"reanalyse": "refresh.enabled=false", "refresh": "reanalyse.schedule=off"}
 
@@ -77,10 +78,10 @@ class Unit:
     score = np.array([episode.score for episode in episodes])
     length = np.array([episode.length for episode in episodes], np.int64)
     return self.service.append(
-      messages.Append(actor, incarnation, sequence, list(segments), score, length)
+      messages.Append(actor, incarnation, sequence, messages.pack(segments), score, length)
     )
 
-  def ask_weights(self, subscriber=ACTOR, have=-1, seconds=SECONDS):
+  def ask_weights(self, subscriber=ACTOR, have=None, seconds=SECONDS):
     return self.service.weights(messages.WeightsRequest(0, subscriber, have), seconds)
 
   def join_refresher(self, refresher=0, incarnation=0):
@@ -231,16 +232,12 @@ class Direct:
   def __init__(self, service: LearnerService):
     self._service = service
 
-  def __getattr__(self, name: str):
-    call = messages.CALLS[name]
-
-    def ask(request):
-      answer = None
-      while answer is None:
-        answer = getattr(self._service, name)(request, *[SECONDS] * call.poll)
-      return answer
-
-    return ask
+  def call(self, request):
+    name, poll = NAMES[type(request)]
+    answer = None
+    while answer is None:
+      answer = getattr(self._service, name)(request, *[SECONDS] * poll)
+    return answer
 
 
 def assert_same(ours, theirs, *, besides=()):
