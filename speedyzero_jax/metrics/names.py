@@ -29,7 +29,6 @@ GRADIENT_NORM = "learner/gradient_norm"  # before clipping
 UPDATE_NORM = "learner/update_norm"
 PARAMETER_NORM = "learner/parameter_norm"
 TRUST_RATIO_PREFIX = "trust_ratio/"  # (Clipped) LARS: of each layer, at the last learner step
-HOST_TO_DEVICE_BYTES = "learner/host_to_device_bytes"  # per learner step
 
 REPLAY_PREFIX = "replay/"  # whatever the replay reports, such as:
 REPLAY_TRANSITIONS = "replay/transitions"

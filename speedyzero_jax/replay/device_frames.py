@@ -5,8 +5,8 @@ divided over the mesh: each device holds its share of the frames, and one reduct
 windows.
 """
 
+import math
 import threading
-from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -15,66 +15,33 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from speedyzero_jax.replay.schema import Column
+from speedyzero_jax.system import memory
 from speedyzero_jax.system.dispatch_lock import in_order
 
 _UPLOAD = 256  # frames restored in one call
 
 
-def place_frames(
-  where: Literal["auto", "device", "host"],
-  mesh: Mesh,
-  *,
-  lanes: int,
-  capacity: int,
-  rows: int,
-  frame_shape: tuple[int, ...],
-  frame_dtype: np.dtype | type,
-  report: Callable[[str], None],
-) -> "DeviceFrames | None":
-  """Frames on the mesh's devices, or None if they are to stay on the host (`replay.frames`).
+def reason_to_stay(where: Literal["auto", "device", "host"], mesh: Mesh, size: int) -> str | None:
+  """Why frames are to stay in host memory; None if they are to be on the mesh's devices.
 
   Args:
-    where: as configured; auto takes accelerators with three times the memory that `rows` cells per
-      lane need, since growing takes two and a half times as much and training needs some too.
+    where: as configured; auto takes accelerators with three times the memory needed, since growing
+      takes two and a half times as much and training needs some too.
     mesh: of the learner.
-    lanes, capacity, rows, frame_shape, frame_dtype: see `DeviceFrames`.
-    report: receives a line on where the frames are, and why.
+    size: bytes of the frames on each device.
   """
-  stay = "frames stay in host memory:"
-  if where == "host" or (where == "auto" and jax.default_backend() == "cpu"):
-    report(f"{stay} {'as configured' if where == 'host' else 'the devices are CPUs'}")
-    return None
-  size = DeviceFrames.size(lanes, rows, frame_shape, frame_dtype, mesh.size)
-  if where == "auto":
-    stats = [device.memory_stats() for device in mesh.devices.flat]
-    if not all(stats):
-      report(f"{stay} they take {size / 1e9:.1f} GB, and these devices don't report free memory")
-      return None
-    free = min(
-      known.get("bytes_limit", 0) - known.get("bytes_in_use", 0) for known in stats if known
-    )
-    if 3 * size > free:
-      report(f"{stay} {size / 1e9:.1f} GB of them, and {free / 1e9:.1f} GB free on a device")
-      return None
-  report(f"frames on {mesh.size} device(s), {size / 1e9:.1f} GB each")
-  return DeviceFrames(
-    mesh,
-    lanes=lanes,
-    capacity=capacity,
-    rows=rows,
-    frame_shape=frame_shape,
-    frame_dtype=frame_dtype,
-  )
-
-
-def host_bytes(windows: np.ndarray | jax.Array) -> int:
-  """Bytes sent from the host to devices for windows [B, T, ...].
-
-  For windows gathered on devices, those are one int32 index per frame.
-  """
-  if isinstance(windows, np.ndarray):
-    return windows.nbytes
-  return 4 * windows.shape[0] * windows.shape[1]
+  if where != "auto":
+    return "as configured" if where == "host" else None
+  if jax.default_backend() == "cpu":
+    return "the devices are CPUs"
+  found = [device.memory_stats() or {} for device in mesh.devices.flat]
+  if not all(found):
+    return f"they take {memory.size(size)}, and these devices don't report free memory"
+  free = min(stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0) for stats in found)
+  if 3 * size > free:
+    return f"{memory.size(size)} of them, and {memory.size(free)} free on a device"
+  return None
 
 
 class DeviceFrames:
@@ -84,30 +51,19 @@ class DeviceFrames:
 
   Args:
     mesh: of the learner; all its devices must belong to this process.
+    frame: the frames' column.
     lanes: of the replay.
     capacity: cells per lane of the replay, C.
     rows: initial cells per lane, at most C.
-    frame_shape: [H, W, channels].
-    frame_dtype: of the frames.
   """
 
-  def __init__(
-    self,
-    mesh: Mesh,
-    *,
-    lanes: int,
-    capacity: int,
-    rows: int,
-    frame_shape: tuple[int, ...],
-    frame_dtype: np.dtype | type,
-  ):
+  def __init__(self, mesh: Mesh, frame: Column, *, lanes: int, capacity: int, rows: int):
     self._mesh, (self._axis,) = mesh, mesh.axis_names
     self._lanes = -(-lanes // mesh.size) * mesh.size  # padded to a multiple of the devices
     self._capacity, self._rows = capacity, min(rows, capacity)
     self._chunk = lanes  # frames of a typical append
-    self._shape, self._dtype = tuple(frame_shape), np.dtype(frame_dtype)
+    self._frame = frame
     self._lock = threading.Lock()
-    self.bytes_written = 0  # to all devices, so far
     by_lane, everywhere = PartitionSpec(self._axis), PartitionSpec()
     self._by_lane = by_lane
     self._map = partial(jax.shard_map, mesh=mesh, check_vma=False)
@@ -125,14 +81,12 @@ class DeviceFrames:
       )
       for spread in (False, True)
     }
-    self._frames = self._zeros(self._rows)
+    self._frames = self._zeros()
 
   @staticmethod
-  def size(
-    lanes: int, rows: int, frame_shape: tuple[int, ...], frame_dtype: np.dtype | type, devices: int
-  ) -> int:
+  def size(frame: Column, lanes: int, rows: int, devices: int) -> int:
     """Bytes on each device with `rows` cells per lane."""
-    return -(-lanes // devices) * rows * int(np.prod(frame_shape)) * np.dtype(frame_dtype).itemsize
+    return -(-lanes // devices) * rows * frame.nbytes
 
   @property
   def devices(self) -> int:
@@ -142,7 +96,7 @@ class DeviceFrames:
   @property
   def bytes_per_device(self) -> int:
     """Bytes held on each device."""
-    return self.size(self._lanes, self._rows, self._shape, self._dtype, self._mesh.size)
+    return self.size(self._frame, self._lanes, self._rows, self._mesh.size)
 
   def write(self, lane: np.ndarray, cell: np.ndarray, frames: np.ndarray) -> None:
     """Writes frames [n, H, W, C] to distinct cells (lane [n], cell [n]), asynchronously."""
@@ -156,7 +110,6 @@ class DeviceFrames:
         # Rows of -1 are written nowhere.
         row = np.pad(self._row(lane[part], cell[part]), (0, missing), constant_values=-1)
         self._frames = self._write(self._frames, row, np.pad(flat[part], ((0, missing), (0, 0))))
-        self.bytes_written += self._mesh.size * width * flat[:1].nbytes
 
   def gather(self, lane: np.ndarray, cell: np.ndarray, *, spread: bool) -> jax.Array:
     """Frames [B, T, H, W, C] of written cells (lane [B, T], cell [B, T]), asynchronously.
@@ -176,15 +129,15 @@ class DeviceFrames:
   def _row(self, lane: np.ndarray, cell: np.ndarray) -> np.ndarray:
     return (np.asarray(lane, np.int64) * self._rows + cell).astype(np.int32)
 
-  def _zeros(self, rows: int) -> jax.Array:
+  def _zeros(self) -> jax.Array:
     # Flattened, so that no layout pads a small last axis.
-    shape = (self._lanes * rows, int(np.prod(self._shape)))
+    shape = (self._lanes * self._rows, math.prod(self._frame.shape))
     if shape[0] > np.iinfo(np.int32).max:
       raise ValueError(
         f"{shape[0]} frames exceed the range of int32; keep them on the host (replay.frames=host)"
       )
     sharding = NamedSharding(self._mesh, self._by_lane)
-    return jax.jit(lambda: jnp.zeros(shape, self._dtype), out_shardings=sharding)()
+    return jax.jit(lambda: jnp.zeros(shape, self._frame.dtype), out_shardings=sharding)()
 
   def _make_room(self, rows: int) -> None:
     if rows <= self._rows:
@@ -215,7 +168,7 @@ class DeviceFrames:
         partial(jax.lax.psum_scatter, scatter_dimension=0, tiled=True) if spread else jax.lax.psum
       )
       found = meet(found, self._axis)
-    return found.reshape(*found.shape[:-1], *self._shape)
+    return found.reshape(*found.shape[:-1], *self._frame.shape)
 
   @staticmethod
   def _local_grow(held: jax.Array, *, lanes: int, old: int, new: int) -> jax.Array:

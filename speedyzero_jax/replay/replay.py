@@ -55,12 +55,7 @@ class Replay:
       sweeps: names of the sweeps.
       device_frames: where windows are gathered, if not in host memory.
       frame_memory: [lanes, capacity, H, W, C] array for the frames, if shared with other processes.
-
-    Raises:
-      ValueError: an invalid size.
     """
-    if frame_stack < 1:
-      raise ValueError(f"frame_stack must be at least 1, got {frame_stack}")
     self.schema, self._stack = schema, frame_stack
     self.store = LaneStore(schema, lanes, capacity, frame_memory)
     self.selector = make_selector(self.store)
@@ -102,18 +97,24 @@ class Replay:
     if not segments:
       return
     with self.lock:
-      old_head = self.heads
-      self.store.append(segments)
-      sizes = [len(segment.frame) for segment in segments]
-      lane = np.repeat([segment.lane for segment in segments], sizes)
-      time = np.concatenate([s.start + np.arange(n) for s, n in zip(segments, sizes, strict=True)])
-      self._log.append(self.store.flat(lane, time))
-      if self._device_frames is not None:  # under the lock, so that visible slots have their frames
-        frames = np.concatenate([segment.frame for segment in segments])
-        self._device_frames.write(lane, self.store.cell(time), frames)
-      self._grow_sweeps(old_head)
+      old_head = self.store.head.copy()
+      self._written(*self.store.append(segments))
+      used = np.minimum(self.store.head, self.store.capacity)
+      for sweep in self._sweeps.values():
+        sweep.grow(used)
       grown = np.array([segment.lane for segment in segments])
       self.selector.appended(grown, old_head[grown])
+
+  def _written(self, lane: np.ndarray, time: np.ndarray) -> None:
+    """Records newly written slots [n], and copies their frames to the devices."""
+    self._log.append(self.store.flat(lane, time))
+    if self._device_frames is None:
+      return
+    # Under the lock, so that visible slots have their frames; in pieces, to bound temporary memory.
+    for begin in range(0, len(lane), 4096):
+      part = slice(begin, begin + 4096)
+      cell = self.store.cell(time[part])
+      self._device_frames.write(lane[part], cell, self.store.gather(lane[part], cell))
 
   def check(self, segments: Sequence[Segment]) -> None:
     """Raises the ValueError that `append_many` of these segments would raise."""
@@ -121,23 +122,11 @@ class Replay:
       self.store.check(segments)
 
   def truncate(self, lane: int) -> None:
-    """Ends a lane's open episode after its environment was lost (see `LaneStore.truncate`).
-
-    Raises ValueError for an unknown lane.
-    """
+    """Ends a lane's open episode after its environment was lost (see `LaneStore.truncate`)."""
     with self.lock:
-      if not 0 <= lane < self.store.lanes:
-        raise ValueError(f"lane must be in 0..{self.store.lanes - 1}, got {lane}")
       self.store.truncate(lane)
       if self.store.head[lane]:
         self.selector.appended(np.array([lane]), self.store.head[[lane]])
-
-  def _grow_sweeps(self, old_head: np.ndarray) -> None:
-    capacity = self.store.capacity
-    before, after = np.minimum(old_head, capacity), np.minimum(self.store.head, capacity)
-    for lane in np.flatnonzero(before != after):
-      for sweep in self._sweeps.values():
-        sweep.grow(int(lane), int(before[lane]), int(after[lane]))
 
   # --- selection
 
@@ -152,11 +141,7 @@ class Replay:
       return self.selector.select(n, self.rng)
 
   def update(self, selection: Selection, priority: np.ndarray, step: int) -> None:
-    """Passes the errors [B] of learner step `step` to the selector.
-
-    Raises ValueError if they are not finite.
-    """
-    priority = finite("priority", priority, selection.time.shape)
+    """Passes the errors [B] of learner step `step` to the selector."""
     with self.lock:
       keep, _ = self.present(selection.lane, selection.time)
       kept = Selection(*(x[keep] for x in selection))
@@ -205,9 +190,7 @@ class Replay:
   def blanks(self, count: int, after: int = 0, *, spread: bool = False) -> Array:
     """Placeholder windows with the shape and placement of real ones, for compilation."""
     cells = np.zeros((count, self._stack + after), np.int64)
-    if self._device_frames is not None:
-      return self._device_frames.gather(cells, cells, spread=spread)
-    return np.zeros((*cells.shape, *self.store.frame.shape[2:]), self.store.frame.dtype)
+    return self._gather(cells[:, 0], cells, spread)
 
   def held(self, lane: np.ndarray, time: np.ndarray, since: np.ndarray) -> np.ndarray:
     """Whether windows gathered after `tails` were `since` [L] contain no replaced frame, bool [B].
@@ -247,11 +230,6 @@ class Replay:
     """Bytes of frames on each device; 0 if batches are gathered on the host."""
     return self._device_frames.bytes_per_device if self._device_frames is not None else 0
 
-  @property
-  def bytes_to_devices(self) -> int:
-    """Bytes of frames sent to the devices so far."""
-    return self._device_frames.bytes_written if self._device_frames is not None else 0
-
   # --- rewriting stored values
 
   def present(self, lane: np.ndarray, time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -276,33 +254,25 @@ class Replay:
 
     Args:
       stamp: of the schema.
-      lane: of distinct slots.
-      time: of the slots.
+      lane: of the slots.
+      time: of the slots; for repeated ones the last value counts.
       step: learner step of the weights.
       columns: values by column of this stamp.
-
-    Raises:
-      ValueError: values of another shape, or not finite.
     """
-    checked = {
-      name: finite(name, values, (len(time), *self.store[name].shape[2:]))
-      for name, values in columns.items()
-    }
     with self.lock:
       found, safe = self.present(lane, time)
       known = self.store.stamps[stamp]
       flat = self.store.flat(lane, safe)
       keep = found & (take(known.step, flat) <= step)
       flat = flat[keep]
-      for name, values in checked.items():
+      for name, values in columns.items():
         put(self.store[name], flat, values[keep])
       known.set(flat, step)
 
   def next_block(self, sweep: str, n: int) -> tuple[np.ndarray, np.ndarray]:
     """The next n states of a sweep: lane [n] int32, time [n] int64."""
     with self.lock:
-      used = np.minimum(self.store.head, self.store.capacity)
-      lane, cell = self._sweeps[sweep].next_block(n, used)
+      lane, cell = self._sweeps[sweep].next_block(n)
       return lane.astype(np.int32), self.store.time_of(lane, cell)
 
   def quota(self, sweep: str, n: int, max_age: int, delay: int = 0) -> int:
@@ -313,8 +283,6 @@ class Replay:
   def oldest_step(self, stamp: str) -> int:
     """The oldest learner step of a stamp. Raises ValueError while the replay is empty."""
     with self.lock:
-      if not self.store.num_slots():
-        raise ValueError("oldest_step: the replay is empty")
       return self.store.stamps[stamp].oldest()
 
   # --- state
@@ -322,11 +290,12 @@ class Replay:
   def stats(self, learner_step: int) -> dict[str, float]:
     """Sizes in transitions and bytes, and the selector's metrics."""
     with self.lock:
-      memory = self.store.memory()
+      transitions = self.store.stored_transitions
+      used = float(self.store.slot_bytes * self.store.num_slots())
       return {
-        "transitions": float(self.store.stored_transitions),
-        "bytes": memory["bytes"],
-        "bytes_per_transition": memory["bytes_per_transition"],
+        "transitions": float(transitions),
+        "bytes": used,
+        "bytes_per_transition": used / max(transitions, 1),
         **self.selector.stats(learner_step),
       }
 
@@ -350,34 +319,14 @@ class Replay:
       store = self.store
       snapshot.check_store(store, state)
       snapshot.import_store(store, state)
-      lane, time = snapshot.live_index(store)
-      self._log.append(store.flat(lane, time))
-      if self._device_frames is not None:
-        for begin in range(0, len(lane), 4096):  # in pieces, to bound temporary memory
-          some = slice(begin, begin + 4096)
-          cell = store.cell(time[some])
-          self._device_frames.write(lane[some], cell, store.gather(lane[some], cell))
+      self._written(*snapshot.live_index(store))
       self.selector.load_state_dict(state)
       self.rng = snapshot.unpack_rng(state["rng"])
       for name, sweep in self._sweeps.items():
-        sweep.load(state[f"sweep_{name}"])
+        sweep.load(state[f"sweep_{name}"], np.minimum(store.head, store.capacity))
 
   def import_frames(self, segments: Sequence[Segment]) -> None:
-    """Restores frames into a new replay, each lane's oldest first, before `load_state_dict`.
-
-    Raises:
-      ValueError: invalid or discontinuous segments, or this replay is not new.
-    """
+    """Restores frames into a new replay, each lane's oldest first, before `load_state_dict`."""
     with self.lock:
-      if self._log.count:
-        raise ValueError("frames can only be imported into a new replay")
       for segment in segments:
-        self.store.put_frames(segment.lane, segment.start, segment.frame)
-
-
-def finite(name: str, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-  """`values` as float32. Raises ValueError unless they are finite and of this shape."""
-  values = np.asarray(values, np.float32)
-  if values.shape != shape or not np.isfinite(values).all():
-    raise ValueError(f"{name} must be finite and {list(shape)}, got {list(values.shape)}")
-  return values
+        self.store.put_frames(segment)

@@ -24,16 +24,12 @@ class PrioritizedSampler:
   stored. Newly eligible transitions get the current maximum priority.
 
   Args:
-    store: of the transitions.
-    config: exponents and minimum priority.
+    store: of the transitions; a lane has room for `stack + lookahead` slots.
+    config: exponents and minimum priority, which keeps eligible transitions reachable.
     stack: frames in an observation.
     lookahead: slots after a state that its targets depend on.
     first_step: learner steps [m] of the weights behind the stored values of slots (lane [m],
       time [m]), recorded as the age of their first priority.
-
-  Raises:
-    ValueError: min_priority is not positive (eligible transitions must stay reachable), or a lane
-      is too short for anything in an unfinished episode to become eligible.
   """
 
   def __init__(
@@ -45,13 +41,6 @@ class PrioritizedSampler:
     lookahead: int,
     first_step: Callable[[np.ndarray, np.ndarray], np.ndarray],
   ):
-    if store.capacity < stack + lookahead:
-      raise ValueError(
-        f"capacity must be at least {stack + lookahead} slots per lane (stack + lookahead), "
-        f"got {store.capacity}"
-      )
-    if not config.min_priority > 0:
-      raise ValueError(f"priority.min_priority must be positive, got {config.min_priority}")
     self._store, self._stack, self._lookahead = store, stack, lookahead
     self._alpha, self._min_priority = config.alpha, config.min_priority
     self._first_step = first_step
@@ -69,11 +58,6 @@ class PrioritizedSampler:
 
   def appended(self, lane: np.ndarray, old_head: np.ndarray) -> None:
     """Admits transitions that became eligible since lanes [m] had `old_head` [m]."""
-    lane, time = self._admit(lane, old_head)
-    self._stamps.set(self._store.flat(lane, time), self._first_step(lane, time))
-
-  def _admit(self, lane: np.ndarray, old_head: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Updates the tree after lanes [m] grew; returns (lane, time) of the new entries."""
     store = self._store
     head, tail = store.head[lane], store.tail[lane]
     # Eligibility may change near the old head, in new slots, and where stacks were just evicted.
@@ -84,7 +68,7 @@ class PrioritizedSampler:
     valid = np.concatenate([near_head < head[:, None], near_tail < recent[:, None]], axis=1)
     row, _ = np.nonzero(valid)
     lane, time, is_new = lane[row], time[valid], time[valid] >= old_head[row]
-    leaf = self._store.flat(lane, time)
+    leaf = store.flat(lane, time)
     was = self._tree.get(leaf) > 0  # for new slots: of the evicted slot
     now = self._eligible(lane, time)
     enters, leaves = now & (is_new | ~was), was & ~now
@@ -92,7 +76,7 @@ class PrioritizedSampler:
     self._tree.set(leaf[changed], np.where(enters[changed], self._tree.max or 1.0, 0.0))
     self._stamps.set(leaf[leaves], NEVER)
     self.count += int(now.sum()) - int(was.sum())
-    return lane[enters], time[enters]
+    self._stamps.set(leaf[enters], self._first_step(lane[enters], time[enters]))
 
   def _eligible(self, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
     store = self._store
@@ -134,20 +118,13 @@ class PrioritizedSampler:
 
   def state_dict(self) -> dict[str, np.ndarray]:
     """`priority` float64 and `priority_step` int32 of all live slots."""
-    store = self._store
-    leaves = self._tree.leaves.reshape(store.lanes, store.capacity)
-    return {
-      "priority": store.newest(leaves, store.tail),
-      "priority_step": store.newest(self._stamps.step, store.tail),
-    }
+    leaf = self._store.flat(*snapshot.live_index(self._store))
+    return {"priority": self._tree.get(leaf), "priority_step": take(self._stamps.step, leaf)}
 
   def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-    """Restores `state_dict` into a new sampler. Raises ValueError if it is of other slots."""
-    lane, time = snapshot.live_index(self._store)
+    """Restores `state_dict` into a new sampler."""
+    leaf = self._store.flat(*snapshot.live_index(self._store))
     priority, step = state["priority"], state["priority_step"]
-    if len(priority) != len(lane) or len(step) != len(lane):
-      raise ValueError(f"state has {len(priority)} priorities for {len(lane)} slots")
-    leaf = self._store.flat(lane, time)
     self._tree.set(leaf, priority)
     self._stamps.set(leaf, np.where(priority > 0, step, NEVER))
     self.count = int((priority > 0).sum())

@@ -23,6 +23,11 @@ class Column(NamedTuple):
   below: int | None = None  # exclusive maximum, for integers
   fill: float = 0.0  # value where the action was random
 
+  @property
+  def nbytes(self) -> int:
+    """Bytes of one value."""
+    return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
   def problem(self, array: np.ndarray, slots: int) -> str | None:
     """The error in shape or dtype of `slots` values, or None."""
     if array.shape == (slots, *self.shape) and array.dtype == self.dtype:
@@ -61,7 +66,7 @@ class Schema(NamedTuple):
   @property
   def slot_bytes(self) -> int:
     """Bytes of one slot's columns."""
-    return sum(math.prod(c.shape) * np.dtype(c.dtype).itemsize for c in self.columns)
+    return sum(column.nbytes for column in self.columns)
 
   def check(self, segment: Segment) -> None:
     """Raises ValueError unless the segment holds exactly these columns, in shape and dtype."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from speedyzero_jax.replay.storage import LaneStore, put
+from speedyzero_jax.replay.storage import LaneStore, put, take
 
 _WORD = (1 << 64) - 1
 
@@ -40,7 +40,8 @@ def live_index(store: LaneStore) -> tuple[np.ndarray, np.ndarray]:
 
 def export_store(store: LaneStore) -> dict[str, np.ndarray]:
   """The contents of a store except the frames: live slots in `live_index` order."""
-  state = {f"slot_{name}": store.newest(array, store.tail) for name, array in store.fields.items()}
+  flat = store.flat(*live_index(store))
+  state = {f"slot_{name}": take(array, flat) for name, array in store.fields.items()}
   return state | {
     "head": store.head.copy(),
     "tail": store.tail.copy(),

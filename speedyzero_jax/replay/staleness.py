@@ -21,13 +21,12 @@ class Stamps:
 
   def set(self, cell: np.ndarray, step: np.ndarray | int) -> None:
     """Stamps cells [m] with step [m] or []; NEVER empties them. The last repeated cell counts."""
-    step = np.asarray(step, np.int32)  # raises before anything has changed
-    before, order = self._flat[cell], -1 - np.arange(len(cell), dtype=np.int32)
-    self._flat[cell] = order
-    counts = self._flat[cell] == order  # each cell once
-    self._flat[cell] = step
-    self._add(before[counts], -1)
-    self._add(self._flat[cell[counts]], 1)
+    steps = np.broadcast_to(step, len(cell))
+    cell, index = np.unique(cell[::-1], return_index=True)
+    steps = steps[::-1][index]
+    self._add(self._flat[cell], -1)
+    self._flat[cell] = steps
+    self._add(steps, 1)
 
   def _add(self, steps: np.ndarray, sign: int) -> None:
     steps, counts = np.unique_counts(steps[steps != NEVER])

@@ -3,8 +3,8 @@
 Slots that are neighbours in time are neighbours in memory. A slot is named (lane, absolute time).
 """
 
-import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -49,34 +49,28 @@ class LaneStore:
       lanes: L.
       capacity: C, slots per lane.
       frame_memory: [L, C, H, W, C] array for the frames, if shared with other processes.
-
-    Raises:
-      ValueError: a size below 1, or frame memory of another shape or dtype.
     """
-    sizes = ("lanes", lanes), ("capacity", capacity), ("num_actions", schema.num_actions)
-    for name, size in sizes:
-      if size < 1:
-        raise ValueError(f"{name} must be at least 1, got {size}")
     cells = (lanes, capacity)
     self.schema, self.lanes, self.capacity = schema, lanes, capacity
     self.num_actions = schema.num_actions
     frame, *others = schema.columns
-    shape = (*cells, *frame.shape)
-    self.frame = (
-      memory.zeros(shape, np.dtype(frame.dtype)) if frame_memory is None else frame_memory
-    )
-    if self.frame.shape != shape or self.frame.dtype != frame.dtype:
-      expected, got = f"{frame.dtype}{list(shape)}", f"{self.frame.dtype}{list(self.frame.shape)}"
-      raise ValueError(f"frame_memory is {got}, not {expected}")
-    self._columns = {c.name: np.zeros((*cells, *c.shape), c.dtype) for c in others}
-    copies = {name: np.zeros_like(self._columns[source]) for name, source in schema.copies.items()}
+    if frame_memory is None:
+      frame_memory = memory.zeros((*cells, *frame.shape), np.dtype(frame.dtype))
+    self.frame = frame_memory
+    columns = {c.name: np.zeros((*cells, *c.shape), c.dtype) for c in others}
+    copies = {name: np.zeros_like(columns[source]) for name, source in schema.copies.items()}
     self.stamps = {name: Stamps(cells) for name in schema.stamps}
     stamps = {name: stamps.step for name, stamps in self.stamps.items()}
     self.inserted = np.zeros(cells, np.int64)
     self.episode_start = np.zeros(cells, np.int64)
     self.episode_end = np.zeros(cells, np.int64)
-    derived = ("inserted", "episode_start", "episode_end")
-    self.fields = self._columns | copies | stamps | {name: getattr(self, name) for name in derived}
+    derived = {
+      "inserted": self.inserted,
+      "episode_start": self.episode_start,
+      "episode_end": self.episode_end,
+    }
+    self._columns = {"frame": self.frame} | columns
+    self.fields = columns | copies | stamps | derived  # all but the frames
     self.head = np.zeros(lanes, np.int64)
     self.tail = np.zeros(lanes, np.int64)
     self.num_transitions = 0  # collected so far, evicted ones included
@@ -87,25 +81,44 @@ class LaneStore:
   def __getitem__(self, name: str) -> np.ndarray:
     return self.fields[name]
 
-  def append(self, segments: Sequence[Segment]) -> None:
+  def append(self, segments: Sequence[Segment]) -> tuple[np.ndarray, np.ndarray]:
     """Appends segments of different lanes, evicting the oldest slots of full lanes.
 
     A frame may be both terminated and truncated; it then counts as terminated.
 
+    Returns:
+      Lane and time [n] of the new slots.
+
     Raises:
       ValueError: invalid segments; nothing has changed then.
     """
-    lane, size, offset, slots = self._checked(segments)
-    self._write(lane, size, offset, slots, [segment.frame for segment in segments])
+    slots = self.check(segments)
+    lane, time, columns = slots.lane, slots.time, slots.columns
+    cell, flat = self.cell(time), self.flat(lane, time)
+    # A slot's episode starts at the latest `first` in its segment, or where the open episode does.
+    first, open_start = columns["first"], self.episode_start[lane, self.cell(self.head[lane] - 1)]
+    latest = np.maximum.accumulate(np.where(first | slots.leads, np.arange(len(lane)), 0))
+    self.episode_start[lane, cell] = np.where(first, time, open_start)[latest]
+    self.episode_end[lane, cell] = OPEN
+    acted = columns["action"] >= 0
+    evicted = (time - self.capacity >= self.tail[lane]) & (self.action[lane, cell] >= 0)
+    self.stored_transitions += int(acted.sum()) - int(evicted.sum())
+    for name, column in self._columns.items():
+      column[lane, cell] = columns[name]
+    for name, source in self.schema.copies.items():
+      self[name][lane, cell] = columns[source]
+    for stamps in self.stamps.values():
+      stamps.set(flat, columns["step"])
+    self.inserted[lane, cell] = self.num_transitions + np.cumsum(acted) - acted
+    self.num_transitions += int(acted.sum())
+    self.head[lane] = time + 1  # for repeated lanes the last one counts
+    np.maximum(self.tail, self.head - self.capacity, out=self.tail)
+    for end in np.flatnonzero(~acted):
+      self._close(int(lane[end]), int(time[end]))
+    return lane, time
 
-  def check(self, segments: Sequence[Segment]) -> None:
-    """Raises the ValueError that `append` would raise."""
-    self._checked(segments)
-
-  def _checked(
-    self, segments: Sequence[Segment]
-  ) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-    """Lanes of all slots, sizes and offsets of the segments, and one array per column."""
+  def check(self, segments: Sequence[Segment]) -> "_Slots":
+    """The segments' slots. Raises the ValueError that `append` would raise."""
     lanes = [int(segment.lane) for segment in segments]
     if len(set(lanes)) != len(lanes):
       raise ValueError(f"one append takes one segment per lane, got lanes {lanes}")
@@ -113,13 +126,16 @@ class LaneStore:
       self._check_place(segment)
       self.schema.check(segment)
     # One array per column from here on: most segments are one slot long.
-    size = np.array([len(segment.frame) for segment in segments])
+    sizes = [len(segment.frame) for segment in segments]
     arrays = [segment.arrays() for segment in segments]
-    slots = {name: np.concatenate([array[name] for array in arrays]) for name in self._columns}
-    lane = np.repeat(lanes, size)
-    offset = np.cumsum(size) - size  # of each segment's first slot
-    self._check_content(lane, offset, slots, [segment.frame for segment in segments])
-    return lane, size, offset, slots
+    slots = _Slots(
+      lane=np.repeat(lanes, sizes),
+      time=np.concatenate([s.start + np.arange(n) for s, n in zip(segments, sizes, strict=True)]),
+      leads=np.concatenate([np.arange(n) == 0 for n in sizes]),
+      columns={name: np.concatenate([array[name] for array in arrays]) for name in self._columns},
+    )
+    self._check_content(slots)
+    return slots
 
   def _check_place(self, segment: Segment) -> None:
     lane, n = segment.lane, len(segment.frame)
@@ -133,19 +149,12 @@ class LaneStore:
     if not 1 <= n <= self.capacity:
       raise ValueError(f"segment of lane {lane}: must hold 1..{self.capacity} slots, got {n}")
 
-  def _check_content(
-    self,
-    lane: np.ndarray,
-    offset: np.ndarray,
-    slots: dict[str, np.ndarray],
-    frames: list[np.ndarray],
-  ) -> None:
+  def _check_content(self, slots: "_Slots") -> None:
     """Checks values and their consistency."""
-    ended = slots["terminated"] | slots["truncated"]
-    expected_first = np.concatenate([[False], ended[:-1]])
-    expected_first[offset] = ~self._is_open(lane[offset])
-    action, step = slots["action"], slots["step"]
-    floats = [c.name for c in self.schema.columns[1:] if np.dtype(c.dtype).kind == "f"]
+    columns, lane = slots.columns, slots.lane
+    ended = columns["terminated"] | columns["truncated"]
+    first = np.where(slots.leads, ~self._is_open(lane), np.roll(ended, 1))
+    action, step = columns["action"], columns["step"]
     for wrong, message in (
       ((action == -1) != ended, "action must be -1 exactly where an episode ends"),
       (
@@ -154,55 +163,13 @@ class LaneStore:
       ),
       ((step < 0) | (step == NEVER), f"step must be a learner step, 0..{NEVER - 1}"),
       (
-        slots["first"] != expected_first,
+        columns["first"] != first,
         "first must hold exactly at the lane's start and after an episode's end",
       ),
-      *((~_finite(slots[name]), f"{name} must be finite") for name in floats),
+      *((~_finite(x), f"{name} must be finite") for name, x in columns.items()),
     ):
       if wrong.any():
         raise ValueError(f"segment of lane {lane[wrong][0]}: {message}")
-    if self.frame.dtype.kind == "f" and not all(np.isfinite(frame).all() for frame in frames):
-      raise ValueError(f"segments of lanes {lane[offset].tolist()}: frame must be finite")
-
-  def _write(
-    self,
-    lane: np.ndarray,
-    size: np.ndarray,
-    offset: np.ndarray,
-    slots: dict[str, np.ndarray],
-    frames: list[np.ndarray],
-  ) -> None:
-    position = np.arange(len(lane))
-    start = self.head[lane[offset]]
-    time = position + np.repeat(start - offset, size)
-    cell, flat = self.cell(time), self.flat(lane, time)
-    # A slot's episode starts at the latest `first` in its segment, or where the open episode does.
-    open_start = self.episode_start[lane, self.cell(self.head[lane] - 1)]
-    first_time = np.where(slots["first"], time, open_start)
-    boundary = slots["first"].copy()
-    boundary[offset] = True
-    begin = np.maximum.accumulate(np.where(boundary, position, 0))
-    self.episode_start[lane, cell] = first_time[begin]
-    self.episode_end[lane, cell] = OPEN
-    acted = slots["action"] >= 0
-    evicted = (time - self.capacity >= self.tail[lane]) & (self.action[lane, cell] >= 0)
-    self.stored_transitions += int(acted.sum()) - int(evicted.sum())
-    for name, column in self._columns.items():
-      column[lane, cell] = slots[name]
-    for name, source in self.schema.copies.items():
-      self[name][lane, cell] = slots[source]
-    for stamps in self.stamps.values():
-      stamps.set(flat, slots["step"])
-    self.inserted[lane, cell] = self.num_transitions + np.cumsum(acted) - acted
-    self.num_transitions += int(acted.sum())
-    for at, n, frame in zip(offset, size, frames, strict=True):
-      place, new = (cell[at], frame[0]) if n == 1 else (cell[at : at + n], frame)
-      self.frame[lane[at], place] = new
-    grown = lane[offset]
-    self.head[grown] = start + size
-    self.tail[grown] = np.maximum(self.tail[grown], self.head[grown] - self.capacity)
-    for end in np.flatnonzero(~acted):
-      self._close(int(lane[end]), int(time[end]))
 
   def _is_open(self, lane: np.ndarray) -> np.ndarray:
     """Whether each lane's newest slot belongs to an unfinished episode."""
@@ -227,22 +194,15 @@ class LaneStore:
     self.stored_transitions -= 1
     self._close(lane, end)
 
-  def put_frames(self, lane: int, start: int, frame: np.ndarray) -> None:
-    """Restores frames [n, H, W, C] of slots start.. of a lane; a gap evicts the slots before it.
+  def put_frames(self, segment: Segment) -> None:
+    """Restores the frames of a segment; a gap evicts the slots before it.
 
-    The caller restores the other fields. Raises ValueError if `start` is before the lane's head.
+    The caller restores the other fields.
     """
-    if not 0 <= lane < self.lanes or start < self.head[lane]:
-      raise ValueError(f"frames of lane {lane} from slot {start} on do not follow its head")
-    if frame.shape[1:] != self.frame.shape[2:] or frame.dtype != self.frame.dtype:
-      raise ValueError(
-        f"frames of lane {lane} must be {self.frame.dtype}{list(self.frame.shape[2:])} each, "
-        f"got {frame.dtype}{list(frame.shape[1:])}"
-      )
-    if start > self.head[lane]:
-      self.tail[lane] = start
-    stop = start + len(frame)
-    kept = frame[-self.capacity :]
+    lane, stop = segment.lane, segment.start + len(segment.frame)
+    if segment.start > self.head[lane]:
+      self.tail[lane] = segment.start
+    kept = segment.frame[-self.capacity :]
     self.frame[lane, np.arange(stop - len(kept), stop) % self.capacity] = kept
     self.head[lane] = stop
     self.tail[lane] = max(self.tail[lane], stop - self.capacity)
@@ -274,46 +234,37 @@ class LaneStore:
     return int((self.head - self.tail).sum())
 
   def window_cells(self, lane: np.ndarray, time: np.ndarray, before: int, after: int) -> np.ndarray:
-    """Cells of frames time-before .. time+after, [B, before+1+after], for `gather`.
+    """Cells of frames time-before .. time+after of live slots, [B, before+1+after], for `gather`.
 
-    Beyond an episode's first or last stored frame that frame is repeated. Raises ValueError for
-    slots not stored.
+    Beyond an episode's first or last stored frame that frame is repeated.
     """
-    if not self.live(lane, time).all():
-      raise ValueError("windows: some of the slots are not stored")
     lo = np.maximum(take(self.episode_start, self.flat(lane, time)), self.tail[lane])
     hi = self.last(lane, time)
     window = time[:, None] + np.arange(-before, after + 1)
     return self.cell(np.clip(window, lo[:, None], hi[:, None]))
 
-  def newest(self, field: np.ndarray, start: np.ndarray) -> np.ndarray:
-    """Copies a field [L, C, ...] of slots start[lane] .. head[lane]-1, all live, lane by lane."""
-    parts = []
-    begins, sizes = (start % self.capacity).tolist(), (self.head - start).tolist()
-    for ring, begin, size in zip(field, begins, sizes, strict=True):
-      wrapped = max(begin + size - self.capacity, 0)
-      parts += [ring[begin : begin + size], ring[:wrapped]]
-    return np.concatenate(parts)
-
   def gather(self, lane: np.ndarray, cell: np.ndarray) -> np.ndarray:
     """Frames [..., H, W, C] of cells (lane [...], cell [...])."""
     return take(self.frame, np.asarray(lane, np.int64) * self.capacity + cell)
 
-  def memory(self) -> dict[str, float]:
-    """Bytes in use (of slots, and of frames alone), reserved, and per stored transition."""
-    arrays = list(self.fields.values())
-    cells = self.lanes * self.capacity
-    slots = self.num_slots()
-    frames = self.frame.nbytes / cells * slots
-    used = frames + sum(a.nbytes for a in arrays) / cells * slots
-    return {
-      "bytes": used,
-      "frame_bytes": frames,
-      "reserved_bytes": float(self.frame.nbytes + sum(a.nbytes for a in arrays)),
-      "bytes_per_transition": used / max(self.stored_transitions, 1),
-    }
+  @property
+  def slot_bytes(self) -> int:
+    """Bytes of a slot, with all that is stored about it."""
+    arrays = (self.frame, *self.fields.values())
+    return sum(array.nbytes for array in arrays) // (self.lanes * self.capacity)
+
+
+class _Slots(NamedTuple):
+  """Slots of several segments, one segment after the other."""
+
+  lane: np.ndarray  # [n]
+  time: np.ndarray  # [n]
+  leads: np.ndarray  # [n] bool, the first of its segment
+  columns: dict[str, np.ndarray]  # [n, ...] each
 
 
 def _finite(values: np.ndarray) -> np.ndarray:
   """Whether all values of a slot are finite, bool [n]."""
-  return np.isfinite(values).reshape(len(values), math.prod(values.shape[1:])).all(-1)
+  if values.dtype.kind != "f":
+    return np.ones(len(values), bool)
+  return np.isfinite(values).all(axis=tuple(range(1, values.ndim)))

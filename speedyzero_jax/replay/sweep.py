@@ -19,38 +19,39 @@ class Sweep:
   """
 
   def __init__(self, lanes: int, capacity: int, stretch: int = STRETCH):
-    self.lanes, self.capacity, self.stretch = lanes, capacity, stretch
+    self.stretch = stretch
     self._per_lane = -(-capacity // stretch)
+    self._used = np.zeros(lanes, np.int64)  # cells
     self._queue: deque[int] = deque()  # lane * stretches per lane + index in the lane
 
   def __len__(self) -> int:
     """Number of stretches in use."""
     return len(self._queue)
 
-  def grow(self, lane: int, used_before: int, used: int) -> None:
-    """Records that a lane uses `used` cells, `used_before` before."""
-    positions = range(-(-used_before // self.stretch), -(-used // self.stretch))
-    self._queue.extend(lane * self._per_lane + position for position in positions)
+  def grow(self, used: np.ndarray) -> None:
+    """Receives the number of cells in use in each lane, [lanes]."""
+    before, after = -(-self._used // self.stretch), -(-used // self.stretch)
+    for lane in np.flatnonzero(after > before).tolist():
+      self._queue.extend(lane * self._per_lane + np.arange(before[lane], after[lane]))
+    self._used = used
 
-  def next_block(self, n: int, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  def next_block(self, n: int) -> tuple[np.ndarray, np.ndarray]:
     """The next n cells to recompute: lane [n] int64, cell [n] int64, with repetitions to fill n.
 
     Args:
       n: number of states, at least one stretch; whole stretches are taken.
-      used: [lanes], cells in use.
 
     Raises:
-      ValueError: n is below one stretch, or no cell is in use.
+      ValueError: no cell is in use.
     """
-    count = self._stretches(n)
     if not self._queue:
       raise ValueError("next_block: the buffer is empty")
-    count = min(count, len(self._queue))
+    count = min(n // self.stretch, len(self._queue))
     chosen = np.array([self._queue[i] for i in range(count)])
     self._queue.rotate(-count)
     lane, position = chosen // self._per_lane, chosen % self._per_lane
     cell = position[:, None] * self.stretch + np.arange(self.stretch)
-    cell = np.minimum(cell, used[lane, None] - 1)
+    cell = np.minimum(cell, self._used[lane, None] - 1)
     return np.resize(np.repeat(lane, self.stretch), n), np.resize(cell, n)
 
   def quota(self, n: int, max_age: int, delay: int = 0) -> int:
@@ -64,29 +65,16 @@ class Sweep:
 
     Args:
       n: states per block.
-      max_age: bound, learner steps.
+      max_age: bound, learner steps, at least delay + 2.
       delay: learner steps.
-
-    Raises:
-      ValueError: max_age is not above delay + 1.
     """
-    steps = max_age - delay - 1
-    if steps < 1:
-      raise ValueError(
-        f"max_age must be at least {delay + 2} learner steps with a delay of {delay}, got {max_age}"
-      )
-    blocks_in_pass = -(-len(self) // self._stretches(n))
-    return -(-(blocks_in_pass + 1) * n // steps)
-
-  def _stretches(self, n: int) -> int:
-    if n < self.stretch:
-      raise ValueError(f"a block must hold at least {self.stretch} states, got {n}")
-    return n // self.stretch
+    blocks_in_pass = -(-len(self) // (n // self.stretch))
+    return -(-(blocks_in_pass + 1) * n // (max_age - delay - 1))
 
   def state(self) -> np.ndarray:
     """The queue, int64, for a checkpoint."""
     return np.array(self._queue, np.int64)
 
-  def load(self, queue: Iterable[int]) -> None:
-    """Restores `state`."""
-    self._queue = deque(int(stretch) for stretch in queue)
+  def load(self, queue: Iterable[int], used: np.ndarray) -> None:
+    """Restores `state`, with the cells in use [lanes]."""
+    self._queue, self._used = deque(int(stretch) for stretch in queue), used

@@ -23,18 +23,13 @@ class TrajectoryQueue:
   account for, and the queue would grow and its windows age.
 
   Args:
-    store: of the slots.
+    store: of the slots; a lane has room for two windows and a stack.
     length: T, slots per window.
     stack: S, frames in an observation; those of a window's first slot must be stored too.
     pace: windows that the learner takes per agent step, at most 1/T; inf: skip evicted ones only.
   """
 
   def __init__(self, store: LaneStore, length: int, *, stack: int = 1, pace: float = math.inf):
-    if store.capacity < 2 * length + stack:
-      raise ValueError(
-        f"capacity must be at least {2 * length + stack} slots per lane (two trajectories), "
-        f"got {store.capacity}"
-      )
     self._store, self._length, self._stack, self._pace = store, length, stack, pace
     self._next = np.zeros(store.lanes, np.int64)  # start of each lane's next window
     self._pending: set[tuple[int, int]] = set()  # (lane, start) of those selected, not trained on
@@ -145,10 +140,6 @@ class TrajectoryQueue:
     }
 
   def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-    """Restores `state_dict`. Raises ValueError if it is of other lanes."""
-    if state["queue_next"].shape != self._next.shape:
-      raise ValueError(
-        f"state has {len(state['queue_next'])} lanes, this replay has {len(self._next)}"
-      )
+    """Restores `state_dict`."""
     self._next, self._turn = state["queue_next"].copy(), state["queue_turn"].copy()
     self._skipped = int(state["queue_skipped"][0])

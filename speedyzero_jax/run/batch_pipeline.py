@@ -7,7 +7,6 @@ import numpy as np
 
 from speedyzero_jax.agents.base import Agent, Arrays, Work
 from speedyzero_jax.metrics.aggregation import PartTimes
-from speedyzero_jax.replay.device_frames import host_bytes
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.selector import Selection
 
@@ -20,7 +19,6 @@ class PreparedBatch(NamedTuple):
   arrays: Arrays  # input of the loss, [B, ...] each
   selection: Selection
   info: dict[str, float]  # metrics
-  host_bytes: int  # bytes sent from the host to devices
 
 
 class BatchPipeline:
@@ -61,10 +59,7 @@ class BatchPipeline:
       arrays, info = agent.assemble(replay, selection, learner_step)
     with part("gather"):
       arrays = self._gather(arrays, selection)
-    size = host_bytes(arrays["frames"]) + sum(
-      x.nbytes for name, x in arrays.items() if name != "frames"
-    )
-    return PreparedBatch(arrays, selection, info, size)
+    return PreparedBatch(arrays, selection, info)
 
   def _gather(self, arrays: Arrays, selection: Selection) -> Arrays:
     """Adds frames, and masks samples evicted since they were selected."""

@@ -12,10 +12,11 @@ from speedyzero_jax.agents import base
 from speedyzero_jax.agents.base import Agent
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.envs.batched_env import make_env
-from speedyzero_jax.replay.device_frames import DeviceFrames, place_frames
+from speedyzero_jax.replay.device_frames import DeviceFrames, reason_to_stay
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.storage import LaneStore
 from speedyzero_jax.run.checkpoint import Checkpoints
+from speedyzero_jax.system import memory
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.weights import Version
 
@@ -108,30 +109,27 @@ def make_replay(
 def frames_on_devices(
   config: Config, agent: Agent, mesh: Mesh, report: Callable[[str], None]
 ) -> DeviceFrames | None:
-  """The copy of the frames on devices, or None (see `place_frames`).
+  """The copy of the frames on devices; None if they stay in host memory.
 
   Its initial size suffices for episodes of ten steps and more.
   """
   capacity, shortest = replay_capacity(config, agent), shortest_lane(config, agent)
   rows = capacity if config.replay.capacity else max(-(-11 * capacity // 20), shortest)
-  frame = agent.schema.frame
-  return place_frames(
-    config.replay.frames,
-    mesh,
-    rows=rows,
-    report=report,
-    lanes=config.actor.lanes,
-    capacity=capacity,
-    frame_shape=frame.shape,
-    frame_dtype=np.dtype(frame.dtype),
-  )
+  frame, lanes = agent.schema.frame, config.actor.lanes
+  size = DeviceFrames.size(frame, lanes, rows, mesh.size)
+  reason = reason_to_stay(config.replay.frames, mesh, size)
+  if reason is not None:
+    report(f"frames stay in host memory: {reason}")
+    return None
+  report(f"frames on {mesh.size} device(s), {memory.size(size)} each")
+  return DeviceFrames(mesh, frame, lanes=lanes, capacity=capacity, rows=rows)
 
 
 def replay_bytes(config: Config, agent: Agent) -> int:
   """Host memory of the replay at the end of a run, a lower bound: a slot per agent step kept."""
-  slot = LaneStore(agent.schema, 1, 1).memory()["reserved_bytes"]
+  slot = LaneStore(agent.schema, 1, 1).slot_bytes
   kept = config.replay.capacity or config.run.env_steps
-  return int(slot) * min(kept, config.run.env_steps)
+  return slot * min(kept, config.run.env_steps)
 
 
 def restore_for_evaluation(

@@ -42,7 +42,6 @@ class Collector:
     self.episodes = episodes
     self.local: LocalActor | None = None
     self.failure: Exception | None = None  # raised by `take`; ends the run
-    self.observation_bytes = 0  # bytes sent to devices for acting
     self.lock = threading.Lock()  # held while actor, journal and replay are inconsistent
 
   def collect(self) -> None:
@@ -52,11 +51,12 @@ class Collector:
     limiter.begin_acting(self)
     version = self._weights.latest(ACTOR)
     with self._times.part("act"), self.lock:
-      random = limiter.playing_randomly
       segments, count = local.actor.step(
-        version, budget=limiter.pool, progress=limiter.progress, random=random
+        version,
+        budget=limiter.pool,
+        progress=limiter.progress,
+        random=limiter.playing_randomly,
       )
-      self.observation_bytes += 0 if random else local.actor.observation_bytes
       self._store(segments)
       limiter.add_env_steps(count)
     self._logger.count(names.AGENT_STEPS_PER_SECOND, count)

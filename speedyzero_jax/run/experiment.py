@@ -85,8 +85,6 @@ class Experiment:
   pipeline: BatchPipeline = dataclasses.field(init=False)
   execute: Callable[[list[Work], int], None] = dataclasses.field(init=False)
   after_step: list[Callable[[], object]] = dataclasses.field(default_factory=list)
-  batch_bytes: int = 0  # bytes sent to devices for batches
-  reported_bytes: int | None = None  # of `host_bytes`, those already logged
   interrupted: bool = False
   leaving: bool = False  # all learner processes know of an interruption
   learning: bool = False  # learner steps carry interruptions between processes
@@ -140,12 +138,6 @@ class Experiment:
   def program_bytes(self) -> int:
     """Memory on each device that the compiled programs need besides their arguments."""
     return self.learner.update.bytes + self.inference.program_bytes
-
-  @property
-  def host_bytes(self) -> int:
-    """Bytes sent to devices: frames, inputs of inference, batches."""
-    sent = self.collector.observation_bytes + self.batch_bytes + self.runner.host_bytes
-    return sent + self.replay.bytes_to_devices
 
   @property
   def in_full_work(self) -> bool:

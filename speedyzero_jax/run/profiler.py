@@ -33,7 +33,6 @@ class _Totals(NamedTuple):
   seconds: float
   parts: dict[str, float]
   calls: list[int]  # of each program
-  host_bytes: int
   compiled: int
 
 
@@ -110,7 +109,6 @@ class Profiler:
       time.perf_counter(),
       x.times.totals(),
       [timing.program.calls[timing.form.label] for timing in self._timings],
-      x.host_bytes,
       len(self._compilations.names),
     )
 
@@ -144,7 +142,6 @@ class Profiler:
       "transitions": x.replay.num_transitions,
       "seconds_per_step": seconds,
       "samples_per_second": x.config.learner.batch_size / seconds,
-      "host_to_device_bytes_per_step": (end.host_bytes - begin.host_bytes) / steps,
       "parts": self._parts(begin, end, seconds),
       "programs": programs,
       "flops_per_step": flops,

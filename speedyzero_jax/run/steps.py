@@ -28,12 +28,7 @@ def sweep(experiment: Experiment, sweeper: Sweeper) -> None:
 
 def draw(experiment: Experiment, learner_step: int) -> PreparedBatch:
   """The batch of a learner step, on the learner's devices."""
-  reported = experiment.reported_bytes
-  before = experiment.host_bytes if reported is None else reported
   prepared = experiment.pipeline.draw(learner_step)
-  experiment.batch_bytes += prepared.host_bytes
-  experiment.reported_bytes = experiment.host_bytes
-  experiment.logger.log_mean({names.HOST_TO_DEVICE_BYTES: experiment.reported_bytes - before})
   with experiment.times.part("gather"):
     return prepared._replace(arrays=experiment.learner.put(prepared.arrays))
 

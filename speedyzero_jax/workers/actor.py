@@ -80,11 +80,6 @@ class Actor:
     self._core = jax.tree.map(np.asarray, agent.initial_core(env.num_lanes))
     self._show(env.reset())
 
-  @property
-  def observation_bytes(self) -> int:
-    """Bytes of the frames of one decision."""
-    return self._stacked.nbytes
-
   def step(
     self, version: Version, *, budget: int, progress: float, random: bool, last: bool = True
   ) -> tuple[list[Segment], int]:

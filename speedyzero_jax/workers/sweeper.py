@@ -4,19 +4,12 @@ import jax
 import numpy as np
 
 from speedyzero_jax.agents.base import Agent, Arrays, Task, Work
-from speedyzero_jax.replay.device_frames import host_bytes
-from speedyzero_jax.replay.replay import Array, Replay
+from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.weights import WeightsStore
 
 _SLACK = 2  # learner steps by which a sweep may be behind
 _ON_CPU, _ON_ACCELERATOR = 256, 4096  # states per call that saturate two cores, or a GPU
-
-
-def frames_of(work: Work, replay: Replay, devices: int) -> Array:
-  """Inputs of a task: frames [B, S-1+n, H, W, C]."""
-  spread = len(work.lane) % devices == 0
-  return replay.windows(work.lane, work.time, after=work.real.shape[1] - 1, spread=spread)
 
 
 def write_results(replay: Replay, task: Task, work: Work, results: Arrays, step: int) -> None:
@@ -42,16 +35,16 @@ class TaskRunner:
 
   def __init__(self, agent: Agent, inference: Inference, replay: Replay, weights: WeightsStore):
     self._agent, self._inference, self._replay, self._weights = agent, inference, replay, weights
-    self.host_bytes = 0  # sent to devices so far
 
   def run(self, work: Work, key: jax.Array) -> int:
     """Runs one piece of work; returns the number of states."""
     task = self._agent.tasks[work.task]
     version = self._weights.latest(task.subscription)
-    frames = frames_of(work, self._replay, self._inference.devices)
+    spread = len(work.lane) % self._inference.devices == 0
+    after = work.real.shape[1] - 1
+    frames = self._replay.windows(work.lane, work.time, after=after, spread=spread)
     results = self._inference.compute(version, work.task, frames, key)
     write_results(self._replay, task, work, results, version.step)
-    self.host_bytes += host_bytes(frames)
     return int(work.real.sum())
 
 

@@ -192,7 +192,7 @@ def test_values_of_learners_combine_as_their_names_say():
     names.LEARNER_STEPS_PER_SECOND: 8.0, names.wait("refresher"): 0.25, names.POLICY_LAG: 8.0,
     names.present("actor"): 1, names.restarts("actor"): 2, names.CHECKPOINT_STEP: 4,
     names.EPISODES: 1, names.EPISODE_RETURN_LAST: 1.0, names.EPISODE_RETURN_BEST: 1.0,
-    "unknown": 1.0, names.HOST_TO_DEVICE_BYTES: 100,
+    "unknown": 1.0,
   }  # fmt: skip
   second = {name: 3 * value for name, value in first.items()} | {"only/here": 7.0}
   shared = aggregation.shared_values(first)
@@ -205,7 +205,6 @@ def test_values_of_learners_combine_as_their_names_say():
   sums = {
     names.ENV_STEPS, "replay/transitions", "replay/bytes", "some/states_per_second",
     "some/states_per_learner_step", names.present("actor"), names.restarts("actor"), names.EPISODES,
-    names.HOST_TO_DEVICE_BYTES,
   }  # fmt: skip
   largest = {"replay/some_age_max", names.wait("refresher"), names.EPISODE_RETURN_BEST}
   factors = dict.fromkeys(shared, 2) | dict.fromkeys(sums, 4) | dict.fromkeys(largest, 3)

@@ -1,5 +1,7 @@
 """Frames on devices: what was written last is gathered, and where frames are placed."""
 
+from unittest import mock
+
 import jax
 import numpy as np
 import pytest
@@ -9,20 +11,20 @@ from hypothesis import strategies as st
 from test_storage import SEEDS
 from tiny_replay import LANES, UNROLL, make_replay, play, stored
 
-from speedyzero_jax.replay.device_frames import DeviceFrames, place_frames
+from speedyzero_jax.replay.device_frames import DeviceFrames, reason_to_stay
+from speedyzero_jax.replay.schema import Column
 from speedyzero_jax.workers.learner import make_mesh
 
 SHAPE = (2, 1, 3)
 
 
-def make(devices, lanes=3, capacity=9, rows=2, dtype=np.uint8, shape=SHAPE):
+def make(devices, lanes=3, capacity=9, rows=2, dtype="uint8", shape=SHAPE):
   mesh = make_mesh(jax.local_devices()[:devices])
-  form = {"frame_shape": shape, "frame_dtype": dtype}
-  return DeviceFrames(mesh, lanes=lanes, capacity=capacity, rows=rows, **form)
+  frame = Column("frame", dtype, shape)
+  return DeviceFrames(mesh, frame, lanes=lanes, capacity=capacity, rows=rows)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
-@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+@pytest.mark.parametrize(("devices", "dtype"), [(1, "uint8"), (2, "float32"), (4, "uint8")])
 def test_what_was_written_last_is_gathered_from_any_number_of_devices(devices, dtype):
   """Also after growing from 2 rows to 9, in writes of one frame and of many."""
   rng, ours = np.random.default_rng(devices), make(devices, dtype=dtype)
@@ -41,7 +43,8 @@ def test_what_was_written_last_is_gathered_from_any_number_of_devices(devices, d
     assert len(spread.sharding.device_set) == devices
     assert spread.addressable_shards[0].data.shape[0] == 8 // devices
     assert whole.sharding.device_set == {jax.local_devices()[0]}
-  assert ours.bytes_per_device == DeviceFrames.size(3, 9, SHAPE, dtype, devices)
+  lanes = {1: 3, 2: 2, 4: 1}[devices]
+  assert ours.bytes_per_device == lanes * 9 * 6 * np.dtype(dtype).itemsize
 
 
 def test_a_write_copies_nothing_else():
@@ -80,31 +83,18 @@ def test_a_replay_shows_the_same_windows_from_devices_and_from_the_host(capacity
   np.testing.assert_array_equal(other.windows(lane, time), host.windows(lane, time))
 
 
-class FakeMesh:
-  """Of two devices, the second with so many bytes free."""
-
-  size = 2
-
-  def __init__(self, free):
-    self.devices = np.array([self._device(10**9), self._device(free)])
-
-  @staticmethod
-  def _device(free):
-    stats = {"bytes_limit": free + 100, "bytes_in_use": 100}
-    return type("Device", (), {"memory_stats": lambda self: stats})()
-
-
-def place(where, mesh):
-  sizes = {"lanes": 4, "capacity": 10, "rows": 10, "frame_shape": SHAPE, "frame_dtype": np.uint8}
-  return place_frames(where, mesh, **sizes, report=lambda line: None)
-
-
 def test_frames_are_placed_as_configured_and_where_there_is_room(monkeypatch):
-  mesh = make_mesh(jax.local_devices()[:2])
+  def mesh(*free):
+    """Of devices with so many bytes free; None: unknown."""
+    stats = [None if x is None else {"bytes_limit": x + 100, "bytes_in_use": 100} for x in free]
+    devices = [mock.Mock(memory_stats=lambda known=known: known) for known in stats]
+    return mock.Mock(devices=np.array(devices))
+
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-  assert isinstance(place("device", mesh), DeviceFrames) and place("host", mesh) is None
-  assert (
-    place("auto", FakeMesh(3 * 2 * 10 * 6 - 1)) is None
-  )  # two lanes of ten frames, 6 bytes each
+  assert reason_to_stay("device", mesh(0), 10) is None
+  assert reason_to_stay("host", mesh(1000), 10) == "as configured"
+  assert reason_to_stay("auto", mesh(1000, 30), 10) is None
+  assert "free on a device" in reason_to_stay("auto", mesh(1000, 29), 10)
+  assert "don't report" in reason_to_stay("auto", mesh(1000, None), 10)
   monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-  assert place("auto", mesh) is None
+  assert "CPUs" in reason_to_stay("auto", mesh(1000), 10)

@@ -35,11 +35,3 @@ def test_the_oldest_and_the_ages_are_those_of_a_look_at_all_cells(changes, one_f
       assert stamps.ages(1000) == (0.0, 0.0)
       with pytest.raises(ValueError):
         stamps.oldest()
-
-
-def test_a_step_that_is_no_stamp_changes_nothing():
-  stamps = Stamps((4,))
-  stamps.set(np.arange(3), 5)
-  with pytest.raises(OverflowError):
-    stamps.set(np.arange(4), 2**31)
-  assert stamps.step.tolist() == [5, 5, 5, NEVER] and stamps.ages(6) == (1, 1)

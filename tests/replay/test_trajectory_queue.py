@@ -171,14 +171,6 @@ def test_what_is_ready_can_be_selected_whatever_is_appended_meanwhile(size, shar
       assert len(set(windows(selection))) == n
 
 
-def test_impossible_sizes_and_states_of_other_lanes():
-  with pytest.raises(ValueError, match="capacity must be at least 10 slots per lane"):
-    TrajectoryQueue(LaneStore(_SCHEMA, 1, 9), 4, stack=2)
-  queues = [TrajectoryQueue(LaneStore(_SCHEMA, lanes, 9), 4) for lanes in (2, 3)]
-  with pytest.raises(ValueError, match="state has 2 lanes, this replay has 3"):
-    queues[1].load_state_dict(queues[0].state_dict())
-
-
 def test_selections_have_lanes_times_and_no_probabilities():
   store = LaneStore(_SCHEMA, 2, 20)
   queue = TrajectoryQueue(store, 4)

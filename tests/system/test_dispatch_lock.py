@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from speedyzero_jax.replay.device_frames import DeviceFrames
+from speedyzero_jax.replay.schema import Column
 from speedyzero_jax.system.dispatch_lock import in_order
 from speedyzero_jax.workers.learner import Learner, make_mesh
 
@@ -20,7 +21,7 @@ def learner_step(mesh):
 
 def gather(mesh):
   sizes = {"lanes": 2, "capacity": 4, "rows": 4}
-  frames = DeviceFrames(mesh, frame_shape=(1, 1, 1), frame_dtype=np.uint8, **sizes)
+  frames = DeviceFrames(mesh, Column("frame", "uint8", (1, 1, 1)), **sizes)
   index = np.zeros((2, 1), np.int64)
   return lambda: frames.gather(index, index, spread=False)
 
