@@ -46,10 +46,8 @@ class Replay:
     """Makes an empty replay.
 
     Args:
-      schema: of a slot.
+      schema, lanes, capacity: of the storage (see `LaneStore`).
       make_selector: makes the selector from the storage.
-      lanes: L.
-      capacity: slots per lane.
       frame_stack: S.
       rng_seed: of selection.
       sweeps: names of the sweeps.

@@ -28,13 +28,6 @@ class Column(NamedTuple):
     """Bytes of one value."""
     return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
-  def problem(self, array: np.ndarray, slots: int) -> str | None:
-    """The error in shape or dtype of `slots` values, or None."""
-    if array.shape == (slots, *self.shape) and array.dtype == self.dtype:
-      return None
-    expected = f"{self.dtype}{[slots, *self.shape]}"
-    return f"{self.name} must be {expected}, got {array.dtype}{list(array.shape)}"
-
 
 class Schema(NamedTuple):
   """Columns of a slot.
@@ -70,14 +63,17 @@ class Schema(NamedTuple):
 
   def check(self, segment: Segment) -> None:
     """Raises ValueError unless the segment holds exactly these columns, in shape and dtype."""
-    arrays = segment.arrays()
+    arrays, slots = segment.arrays(), len(segment.frame)
     if arrays.keys() != {column.name for column in self.columns}:
       names = sorted(arrays.keys() ^ {column.name for column in self.columns})
       raise ValueError(f"segment of lane {segment.lane}: missing or unknown columns {names}")
     for column in self.columns:
-      problem = column.problem(arrays[column.name], len(segment.frame))
-      if problem:
-        raise ValueError(f"segment of lane {segment.lane}: {problem}")
+      array, shape = arrays[column.name], (slots, *column.shape)
+      if array.shape != shape or array.dtype != column.dtype:
+        raise ValueError(
+          f"segment of lane {segment.lane}: {column.name} must be {column.dtype}{list(shape)}, "
+          f"got {array.dtype}{list(array.shape)}"
+        )
 
 
 def make_schema(

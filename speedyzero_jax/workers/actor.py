@@ -5,12 +5,12 @@ saved and restored.
 """
 
 import zlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-from speedyzero_jax.agents.base import ActInputs, Agent
+from speedyzero_jax.agents.base import ActInputs, ActOutput, Agent
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.envs.batched_env import BatchedEnv, make_env, training_reward
 from speedyzero_jax.metrics.aggregation import Episode, EpisodeStats
@@ -35,12 +35,6 @@ class FrameStacker:
       new[continuing, :-1] = self._frames[continuing, 1:]
     self._frames = new
     return new
-
-
-class _Decision(NamedTuple):
-  action: np.ndarray  # [L]
-  columns: dict[str, np.ndarray]  # [L, ...] each
-  core: Any
 
 
 class Actor:
@@ -121,16 +115,15 @@ class Actor:
         segments[i] = _join(segments[i], end)
     return segments, count
 
-  def _decide(self, version: Version, progress: float, random: bool) -> _Decision:
+  def _decide(self, version: Version, progress: float, random: bool) -> ActOutput:
     # A key per slot, the same for any actor that continues these lanes.
     key = jax.random.fold_in(self._key, int(self._slot.max()))
     if random:
       return self._random_decision(key)
     inputs = ActInputs(self._stacked, self._shown.first, self._lanes.astype(np.int32), self._core)
-    out = self._inference.decide(version, inputs, key, progress, explore=True)
-    return _Decision(out.action, out.columns, out.core)
+    return self._inference.decide(version, inputs, key, progress, explore=True)
 
-  def _random_decision(self, key: jax.Array) -> _Decision:
+  def _random_decision(self, key: jax.Array) -> ActOutput:
     lanes = len(self._lanes)
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
     action = rng.integers(self._env.num_actions, size=lanes)
@@ -141,7 +134,7 @@ class Actor:
       column.name: np.full((lanes, *column.shape), column.fill, column.dtype)
       for column in self._agent.schema.extra
     }
-    return _Decision(action, columns, self._core)
+    return ActOutput(action, columns, self._core)
 
   def close(self, version: Version, *, progress: float, random: bool) -> list[Segment]:
     """The current frames as truncated ends of all lanes' episodes, before the actor stops."""
@@ -161,7 +154,7 @@ class Actor:
     ]
 
   def _segment(
-    self, i: Any, cut: Any, action: int, reward: float, decision: _Decision, step: int
+    self, i: Any, cut: Any, action: int, reward: float, decision: ActOutput, step: int
   ) -> Segment:
     shown, one = self._shown, slice(i, i + 1)
     return Segment(
@@ -184,12 +177,10 @@ class Actor:
 
   def state_dict(self) -> dict[str, np.ndarray]:
     """The state for a checkpoint, with the actions that replay the environments."""
-    shape = (len(self._actions), len(self._lanes))
-    actions = np.stack(self._actions) if self._actions else np.zeros(shape, np.int16)
     crc = zlib.crc32(self._shown.frame.tobytes())  # detects a different replay
     core = {f"core_{i}": np.asarray(x) for i, x in enumerate(jax.tree.leaves(self._core))}
     return {
-      "actions": actions,
+      "actions": np.array(self._actions, np.int16).reshape(-1, len(self._lanes)),
       "frames_crc": np.array([crc], np.int64),
       "start": self._start.copy(),
       **core,

@@ -1,5 +1,6 @@
 """The evaluator: full episodes without exploration, on raw rewards."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -92,23 +93,18 @@ def evaluate(
     report: receives a line of progress every ten seconds.
   """
   cap = episode_cap(config.env.game, max_episode_steps or config.evaluation.max_episode_steps)
-  returns: list[float] = []
-  lengths: list[int] = []
-  capped = 0
   lanes = min(episodes, _MAX_LANES)
-  rounds = -(-episodes // lanes)
-  for turn in range(rounds):
-    env = make_env(config.env, lanes, _seed(seed, turn), training=False, max_episode_steps=cap)
-    try:
-      played = _play(config, agent, inference, version, env, should_stop, report)
-    finally:
-      env.close()
-    if played is None:
+  played: list[tuple[float, int, bool]] = []
+  while len(played) < episodes:
+    seeded = _seed(seed, len(played) // lanes)
+    env = make_env(config.env, lanes, seeded, training=False, max_episode_steps=cap)
+    with contextlib.closing(env):
+      found = _play(config, agent, inference, version, env, should_stop, report)
+    if found is None:
       return None
-    keep = min(lanes, episodes - len(returns))
-    returns += played[0][:keep].tolist()
-    lengths += played[1][:keep].tolist()
-    capped += int(played[2][:keep].sum())
+    played += found
+  del played[episodes:]
+  returns = [score for score, _, _ in played]
   mean = float(np.mean(returns))
   return Evaluation(
     game=config.env.game,
@@ -119,8 +115,8 @@ def evaluate(
     std=float(np.std(returns)),
     human_normalised=human_normalised(config.env.game, mean),
     returns=returns,
-    lengths=lengths,
-    capped=capped,
+    lengths=[length for _, length, _ in played],
+    capped=sum(capped for _, _, capped in played),
     max_episode_steps=cap,
     seed=seed,
   )
@@ -138,8 +134,8 @@ def _play(
   env: BatchedEnv,
   should_stop: Callable[[], bool],
   report: Callable[[str], None],
-) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-  """One episode in every lane -> returns [L], lengths [L], whether it was capped [L]."""
+) -> list[tuple[float, int, bool]] | None:
+  """One episode in every lane: return, length, and whether it was capped."""
   stacker = FrameStacker(config.env.frame_stack)
   key = jax.random.key(0)  # has no effect without exploration
   lanes = np.arange(env.num_lanes, dtype=np.int32)
@@ -164,4 +160,4 @@ def _play(
     length += playing
     capped |= playing & step.truncated
     playing &= ~(step.terminated | step.truncated)
-  return score, length, capped
+  return list(zip(score.tolist(), length.tolist(), capped.tolist(), strict=True))

@@ -1,11 +1,10 @@
 """Compiled inference, for acting and for an agent's tasks, on the devices of one process."""
 
-from collections.abc import Callable
-from functools import lru_cache, partial, wraps
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -45,7 +44,7 @@ class Inference:
   def _compiled(self, function: Callable, *static: str) -> Any:
     if self._mesh is None or self._mesh.size == 1:
       return jax.jit(function, static_argnames=static)
-    return _Divided(function, self._mesh)
+    return _Divided(function, self._mesh, static)
 
   def states(self, frames: Any) -> int:
     """Number of states in frames [B, S-1+n, ...]: B * n."""
@@ -86,43 +85,34 @@ class Inference:
 class _Divided:
   """`function(variables, inputs, key, *rest)` with the inputs divided among devices."""
 
-  def __init__(self, function: Callable, mesh: Mesh):
-    self.__name__, self._devices = function.__name__, mesh.size
-    axis = mesh.axis_names[0]
+  def __init__(self, function: Callable, mesh: Mesh, static: Sequence[str]):
+    self._devices, (axis,) = mesh.size, mesh.axis_names
     parts, whole = PartitionSpec(axis), PartitionSpec()
-    self._sharding = NamedSharding(mesh, parts)
+    self._parts, self._whole = NamedSharding(mesh, parts), NamedSharding(mesh, whole)
 
-    @lru_cache
-    def compiled(rest: int, **static: Any) -> Any:
-      @wraps(function)  # compilations are reported by function name
-      def of_part(variables: Any, inputs: Any, key: jax.Array, *others: Any) -> Any:
+    @partial(jax.jit, static_argnames=static)
+    @wraps(function)  # compilations are reported by function name
+    def program(variables: Any, inputs: Any, key: jax.Array, *rest: Any, **static: Any) -> Any:
+      def of_part(variables: Any, inputs: Any, key: jax.Array, *rest: Any) -> Any:
         key = jax.random.fold_in(key, jax.lax.axis_index(axis))
-        return function(variables, inputs, key, *others, **static)
+        return function(variables, inputs, key, *rest, **static)
 
-      specs = (whole, parts, whole, *[whole] * rest)
-      return jax.jit(
-        jax.shard_map(of_part, mesh=mesh, in_specs=specs, out_specs=parts, check_vma=False)
-      )
+      batch = len(jax.tree.leaves(inputs)[0])
+      last = np.minimum(np.arange(batch + -batch % mesh.size), batch - 1)  # repeats the last one
+      inputs = jax.tree.map(lambda x: x[last], inputs) if len(last) > batch else inputs
+      specs = (whole, parts, whole, *[whole] * len(rest))
+      divided = jax.shard_map(of_part, mesh=mesh, in_specs=specs, out_specs=parts, check_vma=False)
+      return jax.tree.map(lambda x: x[:batch], divided(variables, inputs, key, *rest))
 
-    self._compiled = compiled
+    self._program, self.__name__ = program, function.__name__
 
-  def __call__(self, variables: Any, inputs: Any, key: jax.Array, *rest: Any, **static: Any) -> Any:
-    batch = len(jax.tree.leaves(inputs)[0])
-    divided = self._divide(inputs, batch)
-    found = self._compiled(len(rest), **static)(variables, divided, key, *rest)
-    return found if batch % self._devices == 0 else jax.tree.map(lambda x: x[:batch], found)
+  def __call__(self, variables: Any, inputs: Any, *rest: Any, **static: Any) -> Any:
+    return self._program(variables, self._placed(inputs), *rest, **static)
 
-  def lower(
-    self, variables: Any, inputs: Any, key: jax.Array, *rest: Any, **static: Any
-  ) -> jax.stages.Lowered:
+  def lower(self, variables: Any, inputs: Any, *rest: Any, **static: Any) -> jax.stages.Lowered:
     """As the method of a jitted function."""
-    divided = self._divide(inputs, len(jax.tree.leaves(inputs)[0]))
-    return self._compiled(len(rest), **static).lower(variables, divided, key, *rest)
+    return self._program.lower(variables, self._placed(inputs), *rest, **static)
 
-  def _divide(self, inputs: Any, batch: int) -> Any:
-    missing = -batch % self._devices
-
-    def pad(x: Any) -> Any:
-      return jnp.concatenate([x, jnp.repeat(x[-1:], missing, axis=0)]) if missing else x
-
-    return jax.device_put(jax.tree.map(pad, inputs), self._sharding)
+  def _placed(self, inputs: Any) -> Any:
+    divisible = len(jax.tree.leaves(inputs)[0]) % self._devices == 0
+    return jax.device_put(inputs, self._parts if divisible else self._whole)

@@ -6,9 +6,6 @@ import jax
 import numpy as np
 import pytest
 import reference
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from test_storage import SEEDS
 from tiny_replay import LANES, UNROLL, make_replay, play, stored
 
 from speedyzero_jax.replay.device_frames import DeviceFrames, reason_to_stay
@@ -55,10 +52,9 @@ def test_a_write_copies_nothing_else():
   assert memory.alias_size_in_bytes == ours.bytes_per_device
 
 
-@settings(max_examples=3)
-@given(capacity=st.integers(7, 30), seed=SEEDS)
-def test_a_replay_shows_the_same_windows_from_devices_and_from_the_host(capacity, seed):
+def test_a_replay_shows_the_same_windows_from_devices_and_from_the_host():
   """While lanes grow and evict, and after a restore."""
+  capacity, seed = 9, 0
 
   def on_devices():
     frames = make(2, LANES, capacity, rows=4, shape=reference.FRAME_SHAPE)

@@ -88,7 +88,7 @@ class Worked:
     return shown
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(capacity=st.integers(7, 40), seed=SEEDS)
 def test_a_restored_replay_behaves_alike_bit_for_bit(capacity, seed):
   work, replay, other = Worked(seed), make_replay(capacity), make_replay(capacity, seed=999)
@@ -105,7 +105,7 @@ def test_a_restored_replay_behaves_alike_bit_for_bit(capacity, seed):
   assert_same(frames(other), frames(replay))
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(capacity=st.integers(7, 30), seed=SEEDS)
 def test_stats_and_the_oldest_steps_are_those_of_a_look_at_all_slots(capacity, seed):
   """While slots are appended, evicted, searched, refreshed, trained on; after a truncation."""

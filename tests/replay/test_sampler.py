@@ -24,6 +24,7 @@ from speedyzero_jax.replay.sampler import importance_weights
 from speedyzero_jax.replay.sum_tree import SumTree
 
 
+@settings(max_examples=30)
 @given(capacity=st.integers(7, 30), seed=SEEDS, end=st.sampled_from([0.02, 0.15, 0.5]))
 def test_exactly_the_eligible_transitions_are_in_the_tree(capacity, seed, end):
   rng = np.random.default_rng(seed)
@@ -118,7 +119,7 @@ def test_without_refresh_priorities_age():
   assert stats["priority_age_mean"] == (4 * 1 + 12 * 7) / 16
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
   seed=SEEDS,
   capacity=st.integers(20, 80),

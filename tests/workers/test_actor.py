@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_replay import stored
 
@@ -65,8 +65,12 @@ def naive_stacks(frames, first, stack):
   return np.stack(stacks)
 
 
+@settings(max_examples=25)
 @given(
-  lanes=st.integers(1, 6), budget=st.integers(1, 45), seed=st.integers(0, 999), clip=st.booleans()
+  lanes=st.sampled_from([1, 4]),
+  budget=st.integers(1, 45),
+  seed=st.integers(0, 999),
+  clip=st.booleans(),
 )
 def test_collects_exactly_its_budget_and_what_the_environment_showed(lanes, budget, seed, clip):
   actor, env = make(lanes, seed, tiny.config(f"env.clip_rewards={clip}"))
@@ -138,7 +142,7 @@ def test_frame_stacks_begin_again_with_each_episode(stack):
 def test_random_play_is_uniform_and_holds_actions(hold):
   """The share of steps that keep the action before: held, or drawn again by chance."""
   actor, env = make(6, config=tiny.config(f"actor.random_hold={hold}"))
-  calls = [actor.step(version(), **RANDOM)[0] for _ in range(1500)]
+  calls = [actor.step(version(), **RANDOM)[0] for _ in range(800)]
   actions = actor.state_dict()["actions"]
   kept = (actions[1:] == actions[:-1]).mean()
   assert kept == pytest.approx(1 - 1 / hold + 1 / hold / env.num_actions, abs=0.03)
@@ -155,7 +159,8 @@ def assert_same_segments(a, b):
       np.testing.assert_array_equal(column, right.arrays()[name], err_msg=name)
 
 
-@given(lanes=st.integers(1, 4), steps=st.integers(0, 25), seed=st.integers(0, 99))
+@settings(max_examples=25)
+@given(lanes=st.sampled_from([1, 4]), steps=st.integers(0, 25), seed=st.integers(0, 99))
 def test_a_restored_actor_continues_as_if_it_had_never_stopped(lanes, steps, seed):
   actor, _ = make(lanes, seed)
   for i in range(steps):
@@ -223,7 +228,8 @@ def test_actions_depend_on_the_progress_that_is_given():
   assert played(0.0) == played(0.0) != played(0.5)
 
 
-@given(lanes=st.integers(1, 5), seed=st.integers(0, 999), calls=st.integers(0, 20))
+@settings(max_examples=25)
+@given(lanes=st.sampled_from([1, 4]), seed=st.integers(0, 999), calls=st.integers(0, 20))
 def test_a_budget_that_is_not_the_last_closes_nothing(lanes, seed, calls):
   """Steps of exactly as many as there are lanes in motion, again and again; then `close`."""
   (actor, env), (other, _) = make(lanes, seed), make(lanes, seed)
