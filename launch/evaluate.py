@@ -18,107 +18,88 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a clone not installed
 
+from speedyzero_jax.config import loader
+from speedyzero_jax.config.loader import ConfigError
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.run import run_dir
 from speedyzero_jax.run.run_dir import RunFolderError
 
 FAILED, WRONG_USE = 1, 2
-_MAX = 10**9  # as in a run's settings
-
-
-def _positive(text: str) -> int:
-  number = int(text)
-  if not 1 <= number <= _MAX:
-    raise argparse.ArgumentTypeError(f"must be at least 1 and at most {_MAX}, got {number}")
-  return number
-
-
-def _natural(text: str) -> int:
-  number = int(text)
-  if number < 0:
-    raise argparse.ArgumentTypeError(f"must be at least 0, got {number}")
-  return number
-
-
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-  """Parses the command line."""
-  parser = argparse.ArgumentParser(
-    prog="launch/evaluate.py", description="Evaluates the last checkpoint of a run."
-  )
-  parser.add_argument("run_dir", type=Path, help="the run's folder")
-  parser.add_argument(
-    "--episodes", type=_positive, help="episodes to play (default: the run's evaluation.episodes)"
-  )
-  parser.add_argument(
-    "--max-episode-steps", type=_positive, help="cap in agent steps (default: the run's)"
-  )
-  parser.add_argument(
-    "--seed", type=_natural, help="of the environments (default: that of the run's own evaluations)"
-  )
-  return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Returns the exit code."""
+  parser = argparse.ArgumentParser(
+    prog="launch/evaluate.py", description="Evaluates the last checkpoint of a run."
+  )
+  parser.add_argument("run_dir", type=Path, help="the run's folder")
+  for key, meaning in (("episodes", "episodes to play"), ("max_episode_steps", "agent step cap")):
+    option = "--" + key.replace("_", "-")
+    parser.add_argument(
+      option, metavar="N", help=f"{meaning} (default: the run's evaluation.{key})"
+    )
+  parser.add_argument(
+    "--seed", type=int, help="of the environments (default: that of the run's own evaluations)"
+  )
+  arguments = parser.parse_args(argv)
+  if arguments.seed is not None and arguments.seed < 0:
+    parser.error("--seed: must be at least 0")
+  given = {key: getattr(arguments, key) for key in ("episodes", "max_episode_steps")}
+  changes = [f"evaluation.{key}={value}" for key, value in given.items() if value is not None]
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
   logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-  arguments = parse(sys.argv[1:] if argv is None else argv)
   try:
-    config = run_dir.read_config(arguments.run_dir)
-    return evaluate(arguments, config)
-  except RunFolderError as error:
-    print(f"error: {error}", file=sys.stderr)
+    config = loader.override(run_dir.read_config(arguments.run_dir), changes)
+    return evaluate(config, arguments.run_dir, arguments.seed)
+  except (ConfigError, RunFolderError) as error:
+    _report(f"error: {error}")
     return WRONG_USE
   except KeyboardInterrupt:
-    print("stopped; no evaluation was written", file=sys.stderr)
+    _report("stopped; no evaluation was written")
     return 128 + signal.SIGINT
 
 
-def evaluate(arguments: argparse.Namespace, config: Config) -> int:
+def evaluate(config: Config, folder: Path, seed: int | None) -> int:
   """Plays, prints and writes. Returns the exit code."""
   import jax
 
-  from speedyzero_jax.run.builders import (
-    enable_compilation_cache,
-    evaluation_seed,
-    restore_for_evaluation,
-  )
+  from speedyzero_jax.run import builders
   from speedyzero_jax.run.checkpoint import CheckpointError
   from speedyzero_jax.system import memory
   from speedyzero_jax.workers import evaluator
 
-  def report(line: str) -> None:
-    print(line, file=sys.stderr)
-
   memory.keep_freed()
-  enable_compilation_cache(config)
+  builders.enable_compilation_cache(config)
   try:
-    agent, inference, version = restore_for_evaluation(
-      config, arguments.run_dir, warn=lambda line: report(f"warning: {line}"), report=report
+    agent, inference, version = builders.restore_for_evaluation(
+      config, folder, warn=lambda line: _report(f"warning: {line}"), report=_report
     )
     result = evaluator.evaluate(
       config,
       agent,
       inference,
       version,
-      episodes=arguments.episodes or config.evaluation.episodes,
-      seed=evaluation_seed(config) if arguments.seed is None else arguments.seed,
-      max_episode_steps=arguments.max_episode_steps,
-      report=report,
+      episodes=config.evaluation.episodes,
+      seed=builders.evaluation_seed(config) if seed is None else seed,
+      report=_report,
     )
     assert result is not None  # without `should_stop`
     print(result)
-    result.write(arguments.run_dir / "evaluation.json")
+    result.write(folder / "evaluation.json")
   except (CheckpointError, OSError) as error:
-    print(f"error: {error}", file=sys.stderr)
+    _report(f"error: {error}")
     return FAILED
   except (MemoryError, jax.errors.JaxRuntimeError) as error:
     where = memory.ran_out(error)
     if where is None:
       raise
-    print(f"error: {memory.out_of(where, error)}", file=sys.stderr)
+    _report(f"error: {memory.out_of(where, error)}")
     return FAILED
   return 0
+
+
+def _report(line: str) -> None:
+  print(line, file=sys.stderr)
 
 
 if __name__ == "__main__":

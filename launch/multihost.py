@@ -27,7 +27,6 @@ from speedyzero_jax.run import run_dir, topology
 from speedyzero_jax.run.run_dir import RunDir, RunFolderError
 
 FAILED, WRONG_USE = 1, 2
-_KINDS = {"learner": "learners", "actor": "actors", "refresher": "refreshers"}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -38,51 +37,49 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     epilog=loader.help_text(chosen_agent(argv)),
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
-  parser.add_argument(
-    "--config",
-    nargs="+",
-    action="extend",
-    metavar="PRESET",
-    default=[],
-    help="presets from configs/; later ones win",
-  )
-  parser.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue this run")
-  parser.add_argument(
-    "--processes",
-    metavar="KIND=N,...",
-    help="start and supervise processes on this machine, e.g. learner=1,actor=1,refresher=2",
-  )
-  parser.add_argument(
-    "--coordinator", metavar="HOST:PORT", help="address of process 0, for one process of several"
-  )
-  parser.add_argument("--num-processes", type=int, metavar="N", help="number of processes")
-  parser.add_argument("--process-id", type=int, metavar="I", help="number of this one, from 0")
-  parser.add_argument(
-    "--devices",
-    metavar="I,...",
-    type=device_ids,
-    help="accelerators of this machine to use (default: all)",
-  )
-  parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, listed below")
+  add = parser.add_argument
+  presets = "presets from configs/; later ones win"
+  add("--config", nargs="+", action="extend", metavar="PRESET", default=[], help=presets)
+  add("--resume", type=Path, metavar="RUN_DIR", help="continue this run")
+  started = "start and supervise processes on this machine, e.g. learner=1,actor=1,refresher=2"
+  add("--processes", type=process_counts, metavar="KIND=N,...", help=started)
+  add("--coordinator", metavar="HOST:PORT", help="address of process 0, for one of several")
+  add("--num-processes", type=int, metavar="N", help="number of processes")
+  add("--process-id", type=int, metavar="I", help="number of this one, from 0")
+  devices = "accelerators of this machine to use, for one of several processes (default: all)"
+  add("--devices", metavar="I,...", type=device_ids, help=devices)
+  add("overrides", nargs="*", metavar="key=value", help="settings, listed below")
   arguments = parser.parse_args(argv)
   separate_overrides(arguments, argv)
   if arguments.resume is None and not arguments.config:
     parser.error("--config PRESET or --resume RUN_DIR is required")
   if arguments.resume is not None and arguments.config:
     parser.error("--resume takes its configuration from the run folder; leave --config out")
-  given = [arguments.coordinator, arguments.num_processes, arguments.process_id]
-  if any(x is not None for x in given) and (None in given or arguments.processes):
-    parser.error(
-      "--coordinator, --num-processes and --process-id go together, and exclude --processes"
-    )
-  if arguments.processes:
-    arguments.overrides += counts(parser, arguments.processes)
+  place = [arguments.coordinator, arguments.num_processes, arguments.process_id]
+  if any(x is not None for x in place) and None in place:
+    parser.error("--coordinator, --num-processes and --process-id go together")
+  if arguments.processes and (arguments.coordinator or arguments.devices):
+    parser.error("--processes gives processes their place and devices; leave these options out")
+  arguments.overrides += arguments.processes or []
   return arguments
 
 
 def device_ids(text: str) -> list[int]:
-  """Of `--devices`. Raises ValueError if they are not numbers."""
+  """`0,1` as numbers. Raises ValueError if they are not."""
   return [int(index) for index in text.split(",")]
+
+
+def process_counts(text: str) -> list[str]:
+  """`learner=1,actor=2` as overrides."""
+  counts = dict.fromkeys(("learner", "actor", "refresher"), "0")
+  parts = [part.partition("=") for part in text.split(",")]
+  for kind, _, count in parts:
+    if kind not in counts or not count.isdecimal():
+      raise argparse.ArgumentTypeError(f"expected learner=N,actor=N,refresher=N, got {text!r}")
+    counts[kind] = count
+  if len({kind for kind, *_ in parts}) < len(parts) or not int(counts["learner"]):
+    raise argparse.ArgumentTypeError(f"each kind once, and at least one learner; got {text!r}")
+  return [f"topology.{kind}s={count}" for kind, count in counts.items()]
 
 
 def chosen_agent(argv: Sequence[str]) -> str:
@@ -102,19 +99,6 @@ def separate_overrides(arguments: argparse.Namespace, argv: Sequence[str]) -> No
   arguments.config = [text for text in arguments.config if "=" not in text]
 
 
-def counts(parser: argparse.ArgumentParser, text: str) -> list[str]:
-  """`learner=1,actor=2` as overrides."""
-  found = {}
-  for part in text.split(","):
-    kind, _, count = part.partition("=")
-    if kind not in _KINDS or not count.isdecimal():
-      parser.error(f"--processes: expected learner=N,actor=N,refresher=N, got {part!r}")
-    found[kind] = int(count)
-  if not found.get("learner"):
-    parser.error("--processes: at least one learner is needed")
-  return [f"topology.{_KINDS[kind]}={found.get(kind, 0)}" for kind in _KINDS]
-
-
 def open_folder(
   arguments: argparse.Namespace, num_processes: int | None, check: Callable[[Config], None]
 ) -> RunDir:
@@ -129,23 +113,23 @@ def open_folder(
     ConfigError: invalid settings.
     RunFolderError: an unusable folder.
   """
-  if arguments.resume is not None:
-    if any(text.partition("=")[0].strip() == "run.dir" for text in arguments.overrides):
-      raise ConfigError(
-        f"run.dir: --resume says already that the folder is {arguments.resume}; leave run.dir out"
-      )
-    folder = run_dir.open_existing(arguments.resume, arguments.overrides)
-    try:
-      check(folder.config)
-    except ConfigError:
-      folder.close()
-      raise
-    return folder
-  # Settled with the number of learners, among which the run is divided.
-  config = topology.settle(loader.load(arguments.config, arguments.overrides), num_processes)
-  check(config)
-  preset = "+".join(Path(name).stem for name in arguments.config)
-  return run_dir.create(config, f"{preset}-{config.env.game}-s{config.run.seed}")
+  if arguments.resume is None:
+    # Settled with the number of learners, among which the run is divided.
+    config = topology.settle(loader.load(arguments.config, arguments.overrides), num_processes)
+    check(config)
+    preset = "+".join(Path(name).stem for name in arguments.config)
+    return run_dir.create(config, f"{preset}-{config.env.game}-s{config.run.seed}")
+  if any(text.partition("=")[0].strip() == "run.dir" for text in arguments.overrides):
+    raise ConfigError(
+      f"run.dir: --resume says already that the folder is {arguments.resume}; leave run.dir out"
+    )
+  with contextlib.ExitStack() as unless_usable:
+    folder = unless_usable.enter_context(
+      run_dir.open_existing(arguments.resume, arguments.overrides)
+    )
+    check(folder.config)
+    unless_usable.pop_all()
+  return folder
 
 
 def check_possible(config: Config) -> None:
@@ -166,9 +150,6 @@ def check_possible(config: Config) -> None:
     )
   try:
     check_game(config.env.game)
-  except ValueError as error:
-    raise ConfigError(f"env.game: {error}") from error
-  try:
     cap = config.evaluation.max_episode_steps
     make_env(config.env, 1, config.run.seed, training=False, max_episode_steps=cap).close()
   except (ValueError, TypeError) as error:  # TypeError: envpool's, of unusable numbers
@@ -239,33 +220,34 @@ def be_one(arguments: argparse.Namespace) -> int:
   from speedyzero_jax.system import memory
 
   memory.keep_freed()
-  if arguments.coordinator is not None:
-    place: rendezvous.Place | None = rendezvous.Place(
-      arguments.coordinator, arguments.num_processes, arguments.process_id
+  try:
+    place = (
+      rendezvous.detect()
+      if arguments.coordinator is None
+      else rendezvous.Place(arguments.coordinator, arguments.num_processes, arguments.process_id)
     )
-  else:
-    place = rendezvous.detect()
+  except rendezvous.RendezvousError as error:
+    raise ConfigError(str(error)) from error
   resume = arguments.resume is not None
-  if place is not None:
-    devices = arguments.devices
 
-    def open_with(meet: Callable[[Config], None]) -> RunDir:
-      def check(config: Config) -> None:
-        meet(config)
-        check_possible(config)
-
-      return open_folder(arguments, place.num_processes, check)
-
-    return worker.main(place, open_with, resume=resume, devices=devices)
-
-  def check(config: Config) -> None:
+  def alone(config: Config) -> None:
     if topology.resolve(config).num_processes > 1:
       raise ConfigError(
         "topology: asks for several processes; start them with --processes, or on a cluster"
       )
-    check_possible(config)
 
-  with Signals() as signals, open_folder(arguments, None, check) as folder:
+  def open_after(meet: Callable[[Config], None]) -> RunDir:
+    def check(config: Config) -> None:
+      meet(config)
+      check_possible(config)
+
+    return open_folder(arguments, place and place.num_processes, check)
+
+  if place is not None:
+    return worker.main(place, open_after, resume=resume, devices=arguments.devices)
+  if arguments.devices:
+    raise ConfigError("--devices is for one of several processes; set CUDA_VISIBLE_DEVICES instead")
+  with Signals() as signals, open_after(alone) as folder:
     print(f"topology: {topology.resolve(folder.config)}", flush=True)
     return train(folder.config, folder.path, resume=resume, signals=signals)
 
@@ -281,12 +263,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   arguments = parse(sys.argv[1:] if argv is None else argv)
   try:
     return supervise(arguments) if arguments.processes else be_one(arguments)
-  except (ConfigError, RunFolderError) as error:
+  except (ConfigError, RunFolderError, JournalError) as error:
     print(f"error: {error}", file=sys.stderr)
-    return WRONG_USE
-  except JournalError as error:
-    print(f"error: {error}", file=sys.stderr)
-    return FAILED
+    return FAILED if isinstance(error, JournalError) else WRONG_USE
 
 
 if __name__ == "__main__":

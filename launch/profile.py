@@ -108,13 +108,12 @@ def profile(config: Config, folder: Path) -> bool:
   from speedyzero_jax.run.build import build
   from speedyzero_jax.run.builders import enable_compilation_cache
   from speedyzero_jax.run.profiler import Profiler
-  from speedyzero_jax.run.train import run_info
   from speedyzero_jax.system.compilation import Compilations, WarmUp
 
   enable_compilation_cache(config)
   with (
     Compilations() as compilations,
-    MetricsLogger(run_info(config, folder), None) as logger,
+    MetricsLogger(config, folder, None) as logger,
     contextlib.closing(build(config, folder, logger, resume=False)) as experiment,
   ):
     warm_up = WarmUp(compilations, lambda: experiment.in_full_work)

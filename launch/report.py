@@ -18,7 +18,6 @@ import signal
 import statistics
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import yaml
 from rich import box
@@ -103,11 +102,8 @@ def _read_metrics(run: Run, path: pathlib.Path) -> None:
   if not rows:
     run.problems.append("metrics.jsonl is empty")
     return
-  last: dict[str, Any] = {}
-  for row in rows:
-    last |= {name: value for name, value in row.items() if value is not None}
   run.steps = max(row[names.STEP] for row in rows)
-  run.env_steps, run.wall_seconds = last.get(names.ENV_STEPS), last.get(names.TIME)
+  run.env_steps, run.wall_seconds = rows[-1].get(names.ENV_STEPS), rows[-1].get(names.TIME)
   run.curve = [float(x) for row in rows if (x := row.get(names.EPISODE_RETURN)) is not None]
   run.training_return = run.curve[-1] if run.curve else None
 
@@ -115,10 +111,8 @@ def _read_metrics(run: Run, path: pathlib.Path) -> None:
 def _read_evaluation(run: Run, path: pathlib.Path) -> None:
   evaluation = json.loads(path.read_text())
   run.game = run.game or evaluation.get("game")
-  std, human = evaluation.get("std"), evaluation.get("human_normalised")
-  run.evaluation_std = None if std is None else float(std)
-  run.human_normalised = None if human is None else float(human)
-  run.evaluation_mean, run.evaluation_step = float(evaluation["mean"]), evaluation.get("step")
+  run.evaluation_std, run.human_normalised = evaluation["std"], evaluation["human_normalised"]
+  run.evaluation_mean, run.evaluation_step = float(evaluation["mean"]), evaluation["step"]
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
@@ -132,20 +126,22 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     for score in SCORES:
       scores = [x for run in members if (x := getattr(run, score)) is not None]
       if 1 < len(scores) == len(members):
-        human = [x for run in members if (x := run.human_normalised) is not None]
-        groups.append(
-          Group(
-            game=members[0].game,
-            seeds=[run.seed for run in members],
-            score=score,
-            mean=statistics.fmean(scores),
-            stderr=statistics.stdev(scores) / math.sqrt(len(scores)),
-            iqm=interquartile_mean(scores),
-            human_normalised=statistics.fmean(human) if len(human) == len(scores) else None,
-          )
-        )
+        groups.append(_group(members, score, scores))
         break
   return groups
+
+
+def _group(members: Sequence[Run], score: str, scores: Sequence[float]) -> Group:
+  human = [x for run in members if (x := run.human_normalised) is not None]
+  return Group(
+    game=members[0].game,
+    seeds=[run.seed for run in members],
+    score=score,
+    mean=statistics.fmean(scores),
+    stderr=statistics.stdev(scores) / math.sqrt(len(scores)),
+    iqm=interquartile_mean(scores),
+    human_normalised=statistics.fmean(human) if len(human) == len(scores) else None,
+  )
 
 
 def interquartile_mean(scores: Sequence[float]) -> float:
@@ -156,12 +152,13 @@ def interquartile_mean(scores: Sequence[float]) -> float:
 
 def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
   """At most `width` characters, each the mean of its share, scaled from lowest to highest."""
+  if not values:
+    return ""
   width = min(width, len(values))
-  edges = [i * len(values) // width for i in range(width + 1)] if values else []
+  edges = [i * len(values) // width for i in range(width + 1)]
   means = [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(edges)]
-  low, high = min(means, default=0.0), max(means, default=0.0)
-  scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
-  return "".join(SPARKS[round((mean - low) * scale)] for mean in means)
+  scale = (len(SPARKS) - 1) / ((max(means) - min(means)) or math.inf)
+  return "".join(SPARKS[round((mean - min(means)) * scale)] for mean in means)
 
 
 def show(runs: Sequence[Run], groups: Sequence[Group], console: Console) -> None:
@@ -196,7 +193,7 @@ def _run_cells(run: Run) -> dict[str, str]:
 def _group_cells(group: Group) -> dict[str, str]:
   return {
     "game": group.game or "-",
-    "seeds": ",".join("-" if seed is None else str(seed) for seed in group.seeds),
+    "seeds": ",".join(str(seed) for seed in group.seeds),
     "return of": "evaluation" if group.score == "evaluation_mean" else "training",
     "mean ± stderr": f"{format_number(group.mean)} ± {format_number(group.stderr)}",
     "IQM": format_number(group.iqm),
@@ -206,7 +203,7 @@ def _group_cells(group: Group) -> dict[str, str]:
 
 def _show_table(title: str, rows: Sequence[dict[str, str]], console: Console) -> None:
   if not console.is_terminal:
-    for cells in (list(rows[0]), *(list(row.values()) for row in rows)):
+    for cells in (rows[0].keys(), *(row.values() for row in rows)):
       print("\t".join(cells), file=console.file)
     return
   hidden = {"notes"} if console.width >= 100 else {"notes", "curve"}
@@ -215,10 +212,8 @@ def _show_table(title: str, rows: Sequence[dict[str, str]], console: Console) ->
     title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, collapse_padding=True
   )
   for head in heads:
-    left = head in ("run", "game", "seeds", "curve")
-    table.add_column(
-      head, no_wrap=head != "run", overflow="fold", justify="left" if left else "right"
-    )
+    justify = "left" if head in ("run", "game", "seeds", "curve") else "right"
+    table.add_column(head, no_wrap=head != "run", overflow="fold", justify=justify)
   for row in rows:
     table.add_row(*(Text(row[head]) for head in heads))
   console.print(table)
@@ -237,10 +232,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
   groups = group_runs(runs)
   show(runs, groups, Console())
   if options.json:
-    described = [dataclasses.asdict(run) for run in runs]
-    for run in described:
-      del run["settings"]
-    report = {"runs": described, "groups": [dataclasses.asdict(group) for group in groups]}
+    described = [{k: v for k, v in vars(run).items() if k != "settings"} for run in runs]
+    report = {"runs": described, "groups": [vars(group) for group in groups]}
     options.json.write_text(json.dumps(report, indent=2) + "\n")
   return 0
 

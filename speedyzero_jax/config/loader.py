@@ -213,16 +213,16 @@ def _preset_path(preset: str, folder: Path) -> Path:
   return _CONFIGS / f"{preset}.yaml"
 
 
-class _Preset(NamedTuple):
-  """A preset's settings, and those for single games (`games: {NAME: ...}`)."""
+class _Settings(NamedTuple):
+  """A preset's settings, for every game or for one (`games: {NAME: ...}`)."""
 
   path: Path
+  game: str | None
   leaves: Leaves
-  games: dict[str, Leaves]
 
 
-def _read_preset(path: Path, parents: tuple[Path, ...] = ()) -> list[_Preset]:
-  """The file's `base` presets in order, then the file itself."""
+def _read_preset(path: Path, parents: tuple[Path, ...] = ()) -> list[_Settings]:
+  """The settings of the file's `base` presets in order, then the file's own."""
   path = path.resolve()
   with _named_in_errors(path):
     if path in parents:
@@ -232,15 +232,15 @@ def _read_preset(path: Path, parents: tuple[Path, ...] = ()) -> list[_Preset]:
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
       raise ConfigError(f"base: expected names of presets, got {bases!r}")
-    games = {
-      game: _leaves(_mapping(settings, f"settings for {game}"))
-      for game, settings in _mapping(document.pop("games", None), "games to settings").items()
-    }
-    if any("env.game" in leaves or _AGENT in leaves for leaves in games.values()):
-      raise ConfigError("games: env.game and agent can't be set for a single game")
-    own = _Preset(path, _leaves(document), games)
+    games = _mapping(document.pop("games", None), "games to settings")
+    own = [_Settings(path, None, _leaves(document))]
+    for game, settings in games.items():
+      leaves = _leaves(_mapping(settings, f"settings for {game}"))
+      if leaves.keys() & {"env.game", _AGENT}:
+        raise ConfigError("games: env.game and agent can't be set for a single game")
+      own.append(_Settings(path, game, leaves))
     paths = [_preset_path(base, path.parent) for base in bases]
-  return [part for base in paths for part in _read_preset(base, (*parents, path))] + [own]
+  return [part for base in paths for part in _read_preset(base, (*parents, path))] + own
 
 
 @contextlib.contextmanager
@@ -265,9 +265,6 @@ def load(presets: Sequence[str] = (), overrides: Sequence[str] = ()) -> Config:
       (`base: [atari100k]`).
     overrides: `key=value` with dotted keys, such as `env.game=Pong` or `search.temperatures=1,0.5`.
 
-  Returns:
-    A valid configuration (see `validate`).
-
   Raises:
     ConfigError: an unknown preset, agent or key (the message names the nearest), a value of the
       wrong type or out of range, an unreadable file.
@@ -275,14 +272,15 @@ def load(presets: Sequence[str] = (), overrides: Sequence[str] = ()) -> Config:
   read = [part for preset in presets for part in _read_preset(_preset_path(preset, Path.cwd()))]
   last = _overridden(overrides)
   chosen: Leaves = {}
-  for leaves in (*(preset.leaves for preset in read), last):
+  for leaves in (*(settings.leaves for settings in read if settings.game is None), last):
     chosen |= leaves
-  agent, game = parse(_AGENT, chosen.get(_AGENT, DEFAULT_AGENT), str), chosen.get("env.game")
+  agent = parse(_AGENT, chosen.get(_AGENT, DEFAULT_AGENT), str)
   values: dict[str, Any] = {}
-  for preset in read:
-    with _named_in_errors(preset.path):
-      games = {name: _parsed(leaves, agent) for name, leaves in preset.games.items()}
-      values |= _parsed(preset.leaves, agent) | games.get(str(game), {})
+  for path, game, leaves in read:
+    with _named_in_errors(path):
+      parsed = _parsed(leaves, agent)  # of other games, too: their mistakes are reported
+    if game in (None, chosen.get("env.game")):
+      values |= parsed
   config = build(agent, values | _parsed(last, agent))
   validate(config)
   return config

@@ -18,56 +18,51 @@ from speedyzero_jax.metrics import names
 if TYPE_CHECKING:
   from speedyzero_jax.types import EnvStep
 
-_MARKS = 60  # per window of rates
 _NEWEST = 1000  # values of a metric that are kept for its mean
 
 
 class Rates:
-  """Events per second by name, over at least the last `window` seconds. Thread-safe.
+  """Events per second by name, since the newest call of `rates` that is `window` seconds old.
 
-  Totals are noted whenever `rates` is called, so it must be called more often than that.
+  Thread-safe.
   """
 
   def __init__(self, window: float = 60.0, clock: Callable[[], float] = time.monotonic):
     self._window, self._clock = window, clock
-    self._totals: dict[str, float] = {}
-    self._marks: collections.deque[tuple[float, dict[str, float]]] = collections.deque()
-    self._marks.append((clock(), {}))
+    self._totals: dict[str, float] = collections.defaultdict(float)
+    self._calls: collections.deque[tuple[float, dict[str, float]]] = collections.deque()
+    self._calls.append((clock(), {}))
     self._lock = threading.Lock()
 
   def count(self, name: str, events: float = 1) -> None:
     """Counts events happening now."""
     with self._lock:
-      self._totals[name] = self._totals.get(name, 0.0) + events
+      self._totals[name] += events
 
   def rates(self) -> dict[str, float]:
     """Events per second of each name counted so far."""
     with self._lock:
       now = self._clock()
-      while len(self._marks) > 1 and self._marks[1][0] <= now - self._window:
-        self._marks.popleft()
-      since, before = self._marks[0]
-      if now - self._marks[-1][0] >= self._window / _MARKS:
-        self._marks.append((now, dict(self._totals)))
-      span = now - since
-      return {
-        name: (total - before.get(name, 0.0)) / span if span > 0 else 0.0
-        for name, total in self._totals.items()
-      }
+      while len(self._calls) > 1 and self._calls[1][0] <= now - self._window:
+        self._calls.popleft()
+      since, before = self._calls[0]
+      self._calls.append((now, dict(self._totals)))
+    span = max(now - since, 1e-9)
+    return {n: (x - before.get(n, 0.0)) / span for n, x in self._calls[-1][1].items()}
 
 
 class StepTotals:
   """Amounts by name, as totals and per learner step. Thread-safe."""
 
   def __init__(self) -> None:
-    self._totals: dict[str, float] = {}
+    self._totals: dict[str, float] = collections.defaultdict(float)
     self._step, self._before = 0, dict[str, float]()
     self._lock = threading.Lock()
 
   def add(self, name: str, amount: float) -> None:
     """Adds to the total of a name."""
     with self._lock:
-      self._totals[name] = self._totals.get(name, 0.0) + amount
+      self._totals[name] += amount
 
   def totals(self) -> dict[str, float]:
     """The totals so far."""
@@ -79,12 +74,10 @@ class StepTotals:
     totals = self.totals()
     steps, before = step - self._step, self._before
     self._step, self._before = step, totals
-    if steps <= 0:
-      return {}
-    return {name: (total - before.get(name, 0.0)) / steps for name, total in totals.items()}
+    return {n: (x - before.get(n, 0.0)) / steps for n, x in totals.items()} if steps > 0 else {}
 
 
-class PartTimes:
+class PartTimes(StepTotals):
   """Seconds that threads spend in named parts of their work. Thread-safe.
 
   A part that sends work to a device is short, the one that waits for the device long.
@@ -99,9 +92,8 @@ class PartTimes:
     mark: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
     clock: Callable[[], float] = time.monotonic,
   ):
+    super().__init__()
     self._mark, self._clock = mark, clock
-    self._seconds = StepTotals()
-    self.totals = self._seconds.totals  # seconds in each part so far, over all threads
 
   @contextlib.contextmanager
   def part(self, name: str) -> Iterator[None]:
@@ -111,11 +103,11 @@ class PartTimes:
       with self._mark(name):
         yield
     finally:
-      self._seconds.add(name, self._clock() - begin)
+      self.add(name, self._clock() - begin)
 
   def take(self, step: int) -> dict[str, float]:
-    """The `time/` metrics: seconds per learner step since the last call, as `StepTotals.take`."""
-    return {names.TIME_PREFIX + name: x for name, x in self._seconds.take(step).items()}
+    """The `time/` metrics: seconds per learner step since the last call."""
+    return {names.TIME_PREFIX + name: x for name, x in super().take(step).items()}
 
 
 class RunningMeans:
@@ -156,15 +148,9 @@ class Episode:
 
 
 class EpisodeStats:
-  """Returns and lengths of the last `window` finished games. Thread-safe.
-
-  Raises:
-    ValueError: `lanes` or `window` is not positive.
-  """
+  """Returns and lengths of the last `window` finished games. Thread-safe."""
 
   def __init__(self, lanes: int, window: int = 100):
-    if lanes < 1 or window < 1:
-      raise ValueError(f"lanes is {lanes} and window is {window}, both must be at least 1")
     self._lanes, self._window = lanes, window
     self._lock = threading.Lock()
     self.clear()
@@ -185,12 +171,7 @@ class EpisodeStats:
 
     Returns:
       The games that ended with this step, in the order of their lanes.
-
-    Raises:
-      ValueError: the step has another number of lanes.
     """
-    if step.reward.shape != (self._lanes,):
-      raise ValueError(f"step has rewards of shape {step.reward.shape}, not ({self._lanes},)")
     with self._lock:
       self._score += np.where(step.first, 0.0, step.reward)
       self._length += ~step.first
@@ -212,15 +193,16 @@ class EpisodeStats:
   def summary(self) -> dict[str, float]:
     """The `charts/episode*` metrics. Without a finished game, only their number: 0."""
     with self._lock:
-      if not self._recent:
-        return {names.EPISODES: self._count}
-      return {
-        names.EPISODES: self._count,
-        names.EPISODE_RETURN: float(np.mean([episode.score for episode in self._recent])),
-        names.EPISODE_RETURN_LAST: self._recent[-1].score,
-        names.EPISODE_RETURN_BEST: float(self._best),
-        names.EPISODE_LENGTH: float(np.mean([episode.length for episode in self._recent])),
-      }
+      recent, count, best = list(self._recent), self._count, float(self._best)
+    if not recent:
+      return {names.EPISODES: count}
+    return {
+      names.EPISODES: count,
+      names.EPISODE_RETURN: float(np.mean([episode.score for episode in recent])),
+      names.EPISODE_RETURN_LAST: recent[-1].score,
+      names.EPISODE_RETURN_BEST: best,
+      names.EPISODE_LENGTH: float(np.mean([episode.length for episode in recent])),
+    }
 
 
 def shared_values(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,9 +220,8 @@ def combine_learners(learners: Sequence[Mapping[str, float]]) -> dict[str, float
 
 
 def _combine(how: str, values: Sequence[float]) -> float:
-  if how in ("local", "last"):
-    return values[0 if how == "local" else -1]
   if how == "sum":
     return sum(values)  # whole numbers stay whole
-  array = np.asarray(values)
-  return float(array.mean() if how == "mean" else array.min() if how == "min" else array.max())
+  if how in ("local", "last"):
+    return values[0 if how == "local" else -1]
+  return float(getattr(np, how)(values))  # mean, min or max

@@ -1,10 +1,9 @@
 """Layout of a run's latest numbers: one line of text, and one screen."""
 
-import dataclasses
 import fnmatch
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -13,6 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from speedyzero_jax.config.schema import Config
 from speedyzero_jax.metrics import names
 
 # Sections of the screen: a title, and patterns of the metrics shown, at most six in that order.
@@ -31,46 +31,26 @@ _NOT_IN_LABELS = re.compile(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class RunInfo:
-  """A run's identity and its totals."""
-
-  game: str
-  seed: int
-  run_dir: str
-  env_steps: int  # agent steps of the whole run
-  learner_steps: int  # of the whole run
-  batch_size: int
-  random_steps: int = 0  # agent steps before training
-  processes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # kind -> how many
-
-
 class Board:
-  """The latest values and their layout. Not thread-safe.
+  """The latest values of a run and their layout. Not thread-safe."""
 
-  Args:
-    run: identity and totals.
-    clock: seconds, from any origin.
-  """
-
-  def __init__(self, run: RunInfo, clock: Callable[[], float]):
-    self.run, self._clock = run, clock
+  def __init__(self, config: Config, folder: str):
+    self.folder, self._config = folder, config
+    self.title = f"{config.agent.name}  {config.env.game}  seed {config.run.seed}"
     self._values: dict[str, Any] = {}
-    self._elapsed, self._measured = 0.0, clock()
 
   def update(self, values: Mapping[str, Any]) -> None:
     """Takes new values; metrics not among them keep their last one."""
     self._values.update(values)
-    if isinstance(values.get(names.TIME), int | float):
-      self._elapsed, self._measured = values[names.TIME], self._clock()
 
   def progress(self) -> list[str]:
     """Steps taken and processes present; a change of these shows that the run is alive."""
     parts = [
-      f"agent {self._share(names.ENV_STEPS, self.run.env_steps)}",
-      f"learner {self._share(names.STEP, self.run.learner_steps)}",
+      f"agent {self._share(names.ENV_STEPS, self._config.run.env_steps)}",
+      f"learner {self._share(names.STEP, self._config.learner.steps)}",
     ]
-    for kind, count in self.run.processes.items():
+    topology = self._config.topology
+    for kind, count in (("actor", topology.actors), ("refresher", topology.refreshers)):
       if count:
         again = names.restarts(kind)
         restarts = f" (restarts {self._text(again)})" if self._values.get(again) else ""
@@ -81,7 +61,7 @@ class Board:
     """The state in one line of text."""
     text = self._text
     parts = [
-      self._now(),
+      self._elapsed(),
       *self.progress(),
       f"return {text(names.EPISODE_RETURN)} (best {text(names.EPISODE_RETURN_BEST)})",
       f"loss {text(names.LOSS_TOTAL)}",
@@ -91,20 +71,20 @@ class Board:
       f"policy lag {text(names.POLICY_LAG)}",
       f"replay {text(names.REPLAY_BYTES)}",
       f"evaluation {text(names.EVALUATION_MEAN)}",
-      f"eta {self._eta(names.STEP, names.LEARNER_STEPS_PER_SECOND, self.run.learner_steps)}",
+      f"eta {self._eta(names.STEP, names.LEARNER_STEPS_PER_SECOND, self._config.learner.steps)}",
     ]
     return "  ".join(parts)
 
   def screen(self) -> RenderableType:
     """The state as a panel that fits 80 x 24."""
-    run = self.run
     bars = Table.grid("", "", "", "", padding=(0, 1), expand=True)
     bars.columns[1].ratio = 1
+    agent_steps, learner_steps = self._config.run.env_steps, self._config.learner.steps
     for label, name, rate, total in (
-      ("agent steps", names.ENV_STEPS, names.AGENT_STEPS_PER_SECOND, run.env_steps),
-      ("learner steps", names.STEP, names.LEARNER_STEPS_PER_SECOND, run.learner_steps),
+      ("agent steps", names.ENV_STEPS, names.AGENT_STEPS_PER_SECOND, agent_steps),
+      ("learner steps", names.STEP, names.LEARNER_STEPS_PER_SECOND, learner_steps),
     ):
-      bar = ProgressBar(total=max(total, 1), completed=min(self._number(name), total))
+      bar = ProgressBar(total=total, completed=min(self._number(name), total))
       bars.add_row(label, bar, self._share(name, total), f"eta {self._eta(name, rate, total)}")
     grid = Table.grid(padding=(0, 2), expand=True)
     for _ in range(_COLUMNS):
@@ -116,15 +96,15 @@ class Board:
     processes = Text("  ".join(self.progress()[2:]), no_wrap=True)
     return Panel(
       Group(bars, "", grid, processes),
-      title=Text(f"SpeedyZero  {run.game}  seed {run.seed}", style="bold", no_wrap=True),
-      subtitle=Text(f"{run.run_dir}  {self._now()}", overflow="ellipsis", no_wrap=True),
+      title=Text(self.title, style="bold", no_wrap=True),
+      subtitle=Text(f"{self.folder}  {self._elapsed()}", overflow="ellipsis", no_wrap=True),
       border_style="cyan",
     )
 
   def _section(self, title: str, patterns: Sequence[str]) -> RenderableType:
-    found = {
-      name: None for pattern in patterns for name in fnmatch.filter(self._values, pattern)
-    }  # in order, each once
+    found = dict.fromkeys(
+      name for pattern in patterns for name in fnmatch.filter(self._values, pattern)
+    )  # in order, each once
     table = Table.grid("", "", padding=(0, 1), expand=True)
     table.columns[1].no_wrap, table.columns[1].justify = True, "right"
     for name in list(found)[:_ROWS]:
@@ -132,25 +112,23 @@ class Board:
       table.add_row(Text(label, "dim", no_wrap=True, overflow="ellipsis"), self._text(name))
     return Group(Text(title, style="bold cyan", no_wrap=True), table)
 
-  def _now(self) -> str:
-    return _clock_time(self._elapsed + self._clock() - self._measured)
-
   def _number(self, name: str) -> float:
     """The latest value, 0 if there is none."""
     return float(self._values.get(name) or 0.0)
 
   def _text(self, name: str) -> str:
-    if name not in self._values:
-      return "-"
-    if self._values[name] is None:
-      return "nan"
+    if self._values.get(name) is None:
+      return "nan" if name in self._values else "-"
     if name.endswith("bytes"):
       return f"{format_number(self._number(name) / 1e9)} GB"
     return format_number(self._number(name))
 
   def _share(self, name: str, total: int) -> str:
     done = self._number(name)
-    return f"{format_number(done)}/{format_number(total)} {done / max(total, 1):.0%}"
+    return f"{format_number(done)}/{format_number(total)} {done / total:.0%}"
+
+  def _elapsed(self) -> str:
+    return _clock_time(self._number(names.TIME))
 
   def _eta(self, name: str, rate_name: str, total: int) -> str:
     rate = self._number(rate_name)

@@ -1,30 +1,17 @@
-"""Append-only files, and the reading of `metrics.jsonl` whatever its state after a kill."""
+"""Rows of `metrics.jsonl`, whatever its state after a kill."""
 
-import contextlib
-import errno
-import io
 import json
 import os
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 from speedyzero_jax.metrics import names
 
 
-def append(file: io.FileIO, record: bytes) -> None:
-  """Appends a record whole, visible to readers at once.
-
-  Raises:
-    OSError: the record cannot be written; what was written of it is removed.
-  """
-  end = os.fstat(file.fileno()).st_size
-  try:
-    if file.write(record) < len(record):
-      raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-  except OSError:
-    with contextlib.suppress(OSError):
-      file.truncate(end)
-    raise
+def line(row: Mapping[str, Any]) -> bytes:
+  """The line of a row. Raises ValueError if a value is NaN or infinite."""
+  return json.dumps(row, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
 def read_rows(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], int]:
@@ -38,7 +25,14 @@ def read_rows(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], int]:
     OSError: the file cannot be read.
   """
   *lines, _ = pathlib.Path(path).read_bytes().split(b"\n")
-  rows = [row for line in lines if (row := _parse(line)) is not None]
+  rows = []
+  for text in lines:
+    try:
+      row = json.loads(text.decode())
+    except ValueError:  # not UTF-8, or not JSON
+      continue
+    if isinstance(row, dict) and type(row.get(names.STEP)) is int:
+      rows.append(row)
   return rows, len(lines) - len(rows)
 
 
@@ -52,30 +46,10 @@ def drop_after(path: pathlib.Path, step: int) -> float:
   Raises:
     OSError: the file cannot be read, or cannot be replaced; it is then as it was.
   """
-  content = path.read_bytes() if path.exists() else b""
-  kept, elapsed = [], 0.0
-  for line in content.split(b"\n")[:-1]:
-    row = _parse(line)
-    if row is None:
-      continue
-    if isinstance(row.get(names.TIME), int | float):
-      elapsed = max(elapsed, float(row[names.TIME]))
-    if row[names.STEP] <= step:
-      kept.append(line + b"\n")
-  if b"".join(kept) != content:
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-      file.writelines(kept)
-      file.flush()
-      os.fsync(file.fileno())
-    os.replace(temporary, path)
-  return elapsed
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-  """A line as a dict with an integer `step`, or None if it is damaged."""
-  try:
-    row = json.loads(line.decode())
-  except ValueError:  # not UTF-8, or not JSON
-    return None
-  return row if isinstance(row, dict) and type(row.get(names.STEP)) is int else None
+  if not path.exists():
+    return 0.0
+  rows, _ = read_rows(path)
+  temporary = path.with_name(path.name + ".tmp")
+  temporary.write_bytes(b"".join(line(row) for row in rows if row[names.STEP] <= step))
+  os.replace(temporary, path)
+  return max((row.get(names.TIME, 0.0) for row in rows), default=0.0)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from speedyzero_jax.config.schema import Config
 from speedyzero_jax.metrics import jsonl, names
 from speedyzero_jax.metrics.aggregation import (
   EpisodeStats,
@@ -14,7 +15,6 @@ from speedyzero_jax.metrics.aggregation import (
   combine_learners,
   shared_values,
 )
-from speedyzero_jax.metrics.board import RunInfo
 from speedyzero_jax.metrics.progress import Display
 from speedyzero_jax.metrics.recorder import Recorder
 
@@ -27,23 +27,28 @@ class MetricsLogger:
   """Takes metrics from any thread. A context manager: inside it the display is on.
 
   Args:
-    run: identity and totals, of the whole run, or of one learner's share.
+    config: of the run, or of one learner's share of it.
+    folder: of the run.
     resume_step: None for a new run, else the learner step it resumes from.
     exchange: publishes this learner's values and returns all learners' newest, or only these; they
       are combined into the run's. Called from any thread, but not twice at once.
 
   Raises:
-    ValueError: a new run in a folder that holds metrics.
     OSError: the files cannot be opened.
   """
 
   def __init__(
-    self, run: RunInfo, resume_step: int | None, exchange: Exchange = lambda values: [values]
+    self,
+    config: Config,
+    folder: Path,
+    resume_step: int | None,
+    exchange: Exchange = lambda values: [values],
   ):
-    self._run, self._resume_step, self._exchange = run, resume_step, exchange
-    self._restarts = _restarts_before(Path(run.run_dir) / "metrics.jsonl", resume_step)
-    self._recorder = Recorder(run.run_dir, resume_step)
-    self._display = Display(run)
+    self._config, self._folder = config, folder
+    self._resume_step, self._exchange = resume_step, exchange
+    self._restarts = _restarts_before(folder / "metrics.jsonl", resume_step)
+    self._recorder = Recorder(folder, resume_step)
+    self._display = Display(config, str(folder))
     self._means, self._rates, self._per_step = RunningMeans(), Rates(), StepTotals()
     self._per_step.take(resume_step or 0)
     self._lock = threading.Lock()
@@ -69,7 +74,7 @@ class MetricsLogger:
     """Resumes from this learner step instead: lines of later steps are removed."""
     if step != self._resume_step:
       self._recorder.close()
-      self._recorder = Recorder(self._run.run_dir, step)
+      self._recorder = Recorder(self._folder, step)
       self._resume_step = step
       self._per_step.take(step)
 
@@ -88,8 +93,8 @@ class MetricsLogger:
 
   def log_evaluation(self, results: Mapping[str, float | None]) -> None:
     """The last evaluation, logged under `evaluation/`; None is left out."""
-    known = {name: value for name, value in results.items() if value is not None}
-    self.log_latest({names.EVALUATION_PREFIX + name: value for name, value in known.items()})
+    known = {names.EVALUATION_PREFIX + n: x for n, x in results.items() if x is not None}
+    self.log_latest(known)
 
   def count(self, name: str, events: float) -> None:
     """Events of a metric named `..._per_second` or `..._per_learner_step`; else ValueError."""
@@ -115,15 +120,15 @@ class MetricsLogger:
       self._values |= means | self._per_step.take(step) | episodes.summary() | latest
       self._values |= self._current()
       values = self._combined()
-      collected = max(values.get(names.ENV_STEPS, 0) - self._run.random_steps, 1)
-      values[names.SAMPLES_PER_INSERT] = step * self._run.batch_size / collected
+      collected = max(values.get(names.ENV_STEPS, 0) - self._config.actor.random_steps, 1)
+      values[names.SAMPLES_PER_INSERT] = step * self._config.learner.batch_size / collected
       self._display.update(self._recorder.write(step, values))
 
   def refresh(self) -> None:
     """Exchanges and shows what changes without a learner step."""
     with self._publishing:
       self._values |= self._current()
-      self._display.refresh(self._combined())
+      self._display.update(self._combined() | {names.TIME: self._recorder.elapsed()})
 
   def _refresh_periodically(self) -> None:
     while not self._closing.wait(REFRESH_SECONDS):

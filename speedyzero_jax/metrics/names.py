@@ -7,7 +7,7 @@ import fnmatch
 import functools
 from collections.abc import Mapping
 
-# Every line of metrics.jsonl begins with these.
+# Every line of metrics.jsonl has these.
 STEP = "step"  # learner steps so far
 ENV_STEPS = "env_steps"  # agent steps so far, over all lanes
 TIME = "time"  # seconds the run has been running, summed over its restarts
@@ -33,17 +33,14 @@ TRUST_RATIO_PREFIX = "trust_ratio/"  # (Clipped) LARS: of each layer, at the las
 REPLAY_PREFIX = "replay/"  # whatever the replay reports, such as:
 REPLAY_TRANSITIONS = "replay/transitions"
 REPLAY_BYTES = "replay/bytes"
-PRIORITY_AGE_MEAN = "replay/priority_age_mean"  # learner steps since the priorities' weights
-PRIORITY_AGE_MAX = "replay/priority_age_max"
+PRIORITY_AGE_MAX = "replay/priority_age_max"  # learner steps since the priorities' weights
 
 POLICY_LAG = "stats/policy_lag"  # learner steps since the weights that actors act with
 POLICY_LAG_MAX = "stats/policy_lag_max"
 
 CHECKPOINT_STEP = "checkpoint/step"  # of the newest complete checkpoint
 EVALUATION_PREFIX = "evaluation/"  # the last evaluation
-EVALUATION_STEP = "evaluation/step"  # learner step of its weights
 EVALUATION_MEAN = "evaluation/mean"
-EVALUATION_MEDIAN = "evaluation/median"
 EVALUATION_STD = "evaluation/std"
 EVALUATION_HUMAN_NORMALISED = "evaluation/human_normalised"
 TIME_PREFIX = "time/"  # seconds per learner step that threads spend in a part of their work

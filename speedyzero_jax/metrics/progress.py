@@ -14,7 +14,8 @@ from typing import Any, TextIO, cast
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from speedyzero_jax.metrics.board import Board, RunInfo
+from speedyzero_jax.config.schema import Config
+from speedyzero_jax.metrics.board import Board
 
 TERMINAL = "SPEEDYZERO_TERMINAL"  # variable: open descriptor to show on, where stdout is a log
 PLAIN_INTERVAL = 10.0  # seconds between plain lines
@@ -25,7 +26,8 @@ class Display:
   """The progress of a run on one or more streams. A context manager; thread-safe.
 
   Args:
-    run: identity and totals.
+    config: of the run.
+    folder: of the run.
     streams: where to show it, by default standard output and what `TERMINAL` names. Capable
       terminals outside CI get a live screen, others plain lines.
     clock: seconds, from any origin.
@@ -33,11 +35,12 @@ class Display:
 
   def __init__(
     self,
-    run: RunInfo,
+    config: Config,
+    folder: str,
     streams: Sequence[TextIO] | None = None,
     clock: Callable[[], float] = time.monotonic,
   ):
-    self._board, self._clock = Board(run, clock), clock
+    self._board, self._clock = Board(config, folder), clock
     self._lock = threading.Lock()
     self._live: list[Live] = []
     self._plain: list[Console] = []
@@ -54,8 +57,7 @@ class Display:
     for live in self._live:
       live.start(refresh=True)
       live.console.show_cursor(True)  # rich hides it, and a killed process could not bring it back
-    run = self._board.run
-    self._print(self._plain, f"SpeedyZero  {run.game}  seed {run.seed}  {run.run_dir}")
+    self._print(self._plain, f"{self._board.title}  {self._board.folder}")
     return self
 
   def __exit__(self, *unused: object) -> None:
@@ -65,29 +67,18 @@ class Display:
       self._print(self._plain, self._board.line())
 
   def update(self, values: Mapping[str, Any]) -> None:
-    """Takes the values of a new line. Metrics not among them keep their last value."""
+    """Takes new values; others stay. A plain line follows if one is due and there is progress."""
     with self._lock:
+      before, now = self._board.progress(), self._clock()
       self._board.update(values)
-      self._print_line()
-
-  def refresh(self, values: Mapping[str, Any]) -> None:
-    """Takes values between lines; a plain line follows only if there is progress."""
-    with self._lock:
-      before = self._board.progress()
-      self._board.update(values)
-      if self._board.progress() != before:
-        self._print_line()
+      self._unshown = now < self._next_line or self._board.progress() == before
+      if not self._unshown:
+        self._next_line = now + PLAIN_INTERVAL
+        self._print(self._plain, self._board.line())
 
   def message(self, text: str) -> None:
     """Shows an event at once."""
     self._print([*self._plain, *(live.console for live in self._live)], text)
-
-  def _print_line(self) -> None:
-    now = self._clock()
-    self._unshown = now < self._next_line
-    if not self._unshown:
-      self._next_line = now + PLAIN_INTERVAL
-      self._print(self._plain, self._board.line())
 
   def _print(self, consoles: Sequence[Console], text: str) -> None:
     for console in consoles:
@@ -131,20 +122,8 @@ class _QuietStream:
     self._attempt(self._stream.flush)
 
   def _attempt(self, call: Callable[[], object]) -> None:
-    if self._broken:
-      return
-    try:
-      call()
-    except (OSError, ValueError) as error:  # ValueError: closed
-      self._broken = True
-      if isinstance(error, BrokenPipeError):
-        self._discard_rest()
-
-  def _discard_rest(self) -> None:
-    # Python would flush the stream's buffer again at exit, fail, and change the exit status.
-    try:
-      null = os.open(os.devnull, os.O_WRONLY)
-      os.dup2(null, self._stream.fileno())
-      os.close(null)
-    except (OSError, ValueError):
-      pass
+    if not self._broken:
+      try:
+        call()
+      except (OSError, ValueError):  # ValueError: closed
+        self._broken = True

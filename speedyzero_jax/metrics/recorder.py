@@ -3,8 +3,9 @@
 Once the files are open, a disk that refuses costs lines and one warning, never the run.
 """
 
+import contextlib
+import errno
 import io
-import json
 import logging
 import math
 import numbers
@@ -36,7 +37,6 @@ class Recorder:
     clock: seconds, from any origin.
 
   Raises:
-    ValueError: a new run in a folder that already holds metrics.
     OSError: the files cannot be opened.
   """
 
@@ -47,8 +47,6 @@ class Recorder:
     clock: Callable[[], float] = time.monotonic,
   ):
     path = pathlib.Path(run_dir) / "metrics.jsonl"
-    if resume_step is None and path.exists() and path.stat().st_size:
-      raise ValueError(f"{path} holds another run's metrics: resume it, or choose a new folder")
     folder = path.with_name("tensorboard")
     folder.mkdir(parents=True, exist_ok=True)
     elapsed = 0.0 if resume_step is None else jsonl.drop_after(path, resume_step)
@@ -63,11 +61,14 @@ class Recorder:
       start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
       event = _event(step=resume_step + 1, session_log=start)
       self._append("tensorboard", self._events, event)
-    self._clock = clock
-    self._started = clock() - elapsed
+    self._clock, self._started = clock, clock() - elapsed
+
+  def elapsed(self) -> float:
+    """Seconds the run has been running, summed over its restarts."""
+    return round(self._clock() - self._started, 3)
 
   def write(self, step: int, values: Mapping[str, Any]) -> dict[str, Number]:
-    """Writes the line of a learner step, with the seconds the run has been running as `time`.
+    """Writes the line of a learner step, with `elapsed` as `time`.
 
     Values are numbers of Python or NumPy, or device scalars, which are waited for. NaN and
     infinities become null, with a warning the first time a metric has one.
@@ -78,16 +79,12 @@ class Recorder:
     Raises:
       ValueError, TypeError: a value is not a number; nothing is written.
     """
-    row: dict[str, Number] = {names.STEP: int(step)}
-    if names.ENV_STEPS in values:
-      row[names.ENV_STEPS] = None  # in front; its value follows
-    row[names.TIME] = round(self._clock() - self._started, 3)
+    row: dict[str, Number] = {names.STEP: int(step), names.TIME: self.elapsed()}
     row |= {name: _number(value) for name, value in values.items()}
     for name, value in row.items():
       if value is None:
         self._warn(name, "metric %s is not finite at learner step %d: written as null", name, step)
-    line = json.dumps(row, separators=(",", ":"), allow_nan=False) + "\n"
-    self._append("metrics.jsonl", self._lines, line.encode())
+    self._append("metrics.jsonl", self._lines, jsonl.line(row))
     scalars = [
       summary_pb2.Summary.Value(tag=name, simple_value=value)
       for name, value in row.items()
@@ -103,9 +100,14 @@ class Recorder:
     self._events.close()
 
   def _append(self, what: str, file: io.FileIO, record: bytes) -> None:
+    """Appends a record whole and visible to readers at once, or not at all."""
+    end = os.fstat(file.fileno()).st_size
     try:
-      jsonl.append(file, record)
+      if file.write(record) < len(record):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
+      with contextlib.suppress(OSError):
+        file.truncate(end)
       self._warn(what, "cannot write %s (%s): lines are lost until it can be written", what, error)
 
   def _warn(self, what: str, text: str, *args: object) -> None:
@@ -115,8 +117,8 @@ class Recorder:
 
 
 def _number(value: Any) -> Number:
-  if value is None or isinstance(value, numbers.Integral):
-    return value if value is None else int(value)
+  if isinstance(value, numbers.Integral):
+    return int(value)
   number = float(value)
   return number if math.isfinite(number) else None
 
@@ -129,5 +131,4 @@ def _event(**fields: Any) -> bytes:
   """
   body = event_pb2.Event(wall_time=time.time(), **fields).SerializeToString()
   length = struct.pack("<Q", len(body))
-  checks = [struct.pack("<I", masked_crc32c(part)) for part in (length, body)]
-  return length + checks[0] + body + checks[1]
+  return b"".join(part + struct.pack("<I", masked_crc32c(part)) for part in (length, body))

@@ -11,7 +11,6 @@ import jax
 
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.schema import Config
-from speedyzero_jax.metrics.board import RunInfo
 from speedyzero_jax.metrics.logger import MetricsLogger
 from speedyzero_jax.replay.journal import JournalError
 from speedyzero_jax.run import loops, snapshot, steps, warmup
@@ -58,7 +57,7 @@ def train(
   reported = loader.divide(config, unit, units) if unit else config
   resume_step = max(Checkpoints(folder).steps(), default=0) if resume else None
   try:
-    opened = MetricsLogger(run_info(reported, folder), resume_step, membership.share)
+    opened = MetricsLogger(reported, folder, resume_step, membership.share)
   except OSError as error:
     print(f"error: can't write into {folder}: {error.strerror or error}", file=sys.stderr)
     return FAILED
@@ -79,20 +78,6 @@ def train(
       return _fail(logger, str(error))
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
       return _device_or_memory_error(error, logger, units)
-
-
-def run_info(config: Config, folder: Path) -> RunInfo:
-  """Identity and totals of a run, for its display."""
-  return RunInfo(
-    game=config.env.game,
-    seed=config.run.seed,
-    run_dir=str(folder),
-    env_steps=config.run.env_steps,
-    learner_steps=config.learner.steps,
-    batch_size=config.learner.batch_size,
-    random_steps=config.actor.random_steps,
-    processes={"actor": config.topology.actors, "refresher": config.topology.refreshers},
-  )
 
 
 def _run(

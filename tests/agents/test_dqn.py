@@ -13,7 +13,6 @@ from speedyzero_jax.agents.base import ActInputs, Variables
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.loader import ConfigError
 from speedyzero_jax.metrics import names
-from speedyzero_jax.metrics.board import RunInfo
 from speedyzero_jax.metrics.logger import MetricsLogger
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.selector import Selection
@@ -287,8 +286,7 @@ def test_a_bad_setting_is_named(override, message):
 
 def _run(config, folder, *, stop=0, resume=False, after=lambda experiment: None):
   """Runs to the end or to learner step `stop`, and saves; returns what `after` makes of it."""
-  info = RunInfo("Catch", 0, str(folder), 1, 1, 1, 0, {})
-  with MetricsLogger(info, None, lambda numbers: [numbers]) as logger:
+  with MetricsLogger(config, folder, None) as logger:
     experiment = build(config, folder, logger, resume=resume)
     with contextlib.closing(experiment):
       if stop:

@@ -19,7 +19,6 @@ from speedyzero_jax.agents.base import ActInputs, Variables
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.loader import ConfigError
 from speedyzero_jax.metrics import names
-from speedyzero_jax.metrics.board import RunInfo
 from speedyzero_jax.metrics.logger import MetricsLogger
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.storage import LaneStore
@@ -415,9 +414,8 @@ def _config(*overrides):
 
 def _run(config, folder, *, stop=0, resume=False, after=lambda experiment: None):
   """Runs to the end or to learner step `stop`, and saves; returns what `after` makes of it."""
-  info = RunInfo("Catch", 0, str(folder), 1, 1, 1, 0, {})
   resume_step = max(Checkpoints(folder).steps()) if resume else None
-  with MetricsLogger(info, resume_step, lambda numbers: [numbers]) as logger:
+  with MetricsLogger(config, folder, resume_step) as logger:
     experiment = build(config, folder, logger, resume=resume)
     with contextlib.closing(experiment):
       if stop:
@@ -438,8 +436,7 @@ def _lags(folder):
 def test_ratios_are_one_on_policy(tmp_path):
   """Also in stacks of frames, at the starts of episodes and across them."""
   config = _config("env.game=CartPole", "env.frame_stack=3", "run.mode=lockstep", "learner.steps=1")
-  info = RunInfo("CartPole", 0, str(tmp_path), 1, 1, 1, 0, {})
-  with MetricsLogger(info, None, lambda numbers: [numbers]) as logger:
+  with MetricsLogger(config, tmp_path, None) as logger:
     experiment = build(config, tmp_path, logger, resume=False)
     with contextlib.closing(experiment):
       rng = np.random.default_rng(0)
@@ -530,8 +527,7 @@ def test_a_killed_run_drops_what_it_collected_after_its_checkpoint_and_ends(tmp_
   """Trajectories that the ring would evict at once could not be trained on."""
   config = _config("run.mode=async")
   _run(config, tmp_path, stop=20)
-  info = RunInfo("Catch", 0, str(tmp_path), 1, 1, 1, 0, {})
-  with MetricsLogger(info, 20, lambda numbers: [numbers]) as logger:
+  with MetricsLogger(config, tmp_path, 20) as logger:
     experiment = build(config, tmp_path, logger, resume=True)
     with contextlib.closing(experiment):
       before = experiment.limiter.env_steps

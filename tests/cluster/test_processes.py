@@ -23,7 +23,7 @@ from speedyzero_jax.config import loader
 from speedyzero_jax.metrics import jsonl
 from speedyzero_jax.metrics.logger import MetricsLogger
 from speedyzero_jax.replay.journal import Journal
-from speedyzero_jax.run import build, builders, run_dir, train
+from speedyzero_jax.run import build, builders, run_dir
 from speedyzero_jax.run.checkpoint import Checkpoints
 from speedyzero_jax.run.experiment import Membership
 
@@ -152,7 +152,7 @@ def audit(folder, units):
     own, step = loader.divide(config, number, units), max(Checkpoints(place).steps())
     membership = Membership(number, units, acts=False)
     with (
-      MetricsLogger(train.run_info(own, place), step) as logger,
+      MetricsLogger(own, place, step) as logger,
       contextlib.closing(
         build.build(config, place, logger, resume=True, membership=membership)
       ) as restored,

@@ -170,6 +170,5 @@ def test_wrong_use_of_evaluation(finished, tmp_path, capsys):
   assert "there is no checkpoint in" in capsys.readouterr().err
   assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
   for arguments in (["--episodes", "0"], ["--max-episode-steps", "10000000000"]):
-    with pytest.raises(SystemExit) as exited:
-      evaluate.main([str(tmp_path), *arguments])
-    assert exited.value.code == 2
+    assert evaluate.main([str(tmp_path), *arguments]) == 2
+    assert "error: evaluation." in capsys.readouterr().err

@@ -7,31 +7,24 @@ import sys
 import jax
 import numpy as np
 import pytest
-from launched import NEW, start
+from launched import NEW
 
 from launch import multihost, profile
 from speedyzero_jax.cluster import supervisor
 from speedyzero_jax.metrics import progress
-from speedyzero_jax.run import builders, steps, train
-from speedyzero_jax.run.collector import Collector
+from speedyzero_jax.run import builders, train
 
 MANY = [*NEW, "run.mode=async", "actor.lanes=4"]
+PLACE = ["--coordinator", "localhost:1", "--num-processes", "1", "--process-id", "0"]
 
 
 # --- wrong use: exit code 2, one line, nothing written
 
 
-def test_a_misspelt_key_is_reported_with_the_nearest(tmp_path):
-  process = start("--config", "quickstart", "learner.batchsize=8", f"run.dir={tmp_path / 'run'}")
-  out, errors = process.communicate(timeout=60)
-  assert process.returncode == 2 and out == "" and errors.count("\n") == 1
-  assert "learner.batchsize" in errors and "learner.batch_size" in errors
-  assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
   ("arguments", "message"),
   [
+    ([*NEW, "learner.batchsize=8"], "'learner.batchsize'; the nearest is learner.batch_size"),
     (["--config", "quikstart"], "unknown preset 'quikstart'; the nearest: quickstart"),
     ([*NEW, "env.game=Brekout", "network.downsample=16"], "did you mean Breakout"),
     ([*NEW, "env.game=Catchh"], "did you mean Catch?"),
@@ -41,6 +34,7 @@ def test_a_misspelt_key_is_reported_with_the_nearest(tmp_path):
     ([*NEW, "refresh.max_age=3"], "refresh.max_age"),
     ([*NEW, "learner.devices=4000"], "learner.devices"),
     ([*NEW, "topology.actors=2", "run.mode=async"], "topology"),
+    ([*NEW, "--devices", "0"], "--devices is for one of several processes"),
     (["--resume", "nothing"], "nothing holds no run"),
     (["--resume", "nothing", "run.dir=else"], "run.dir: --resume says already"),
     ([*NEW, "run.dir=/proc/run"], "can't make a run in /proc/run"),
@@ -95,9 +89,9 @@ def test_presets_and_overrides_may_alternate():
   [
     [], ["--resume", "x", "--config", "quickstart"], ["--episodes", "1"],
     [*NEW, "--processes", "learner=many"], [*NEW, "--processes", "actor=1"],
-    [*NEW, "--coordinator", "localhost:1"],
-    [*NEW, "--coordinator", "localhost:1", "--num-processes", "1", "--process-id", "0",
-     "--devices", "a"],
+    [*NEW, "--processes", "learner=1,learner=2"], [*NEW, "--processes", "learner=1", *PLACE],
+    [*NEW, "--processes", "learner=1", "--devices", "0"], [*NEW, *PLACE[:2]],
+    [*NEW, *PLACE, "--devices", "a"],
   ],
 )  # fmt: skip
 def test_an_impossible_command_line_shows_the_usage(arguments, capsys):
@@ -176,16 +170,9 @@ def too_much_on_the_device(*args, **kwargs):
   jax.block_until_ready(jax.numpy.zeros(2**42))
 
 
-@pytest.mark.parametrize(
-  ("owner", "name", "fail"),
-  [
-    (Collector, "collect", too_much),
-    (steps, "draw", too_much_on_the_device),
-    (builders, "make_replay", too_much),
-  ],
-)
-def test_a_lack_of_memory_is_reported_in_one_line(tmp_path, monkeypatch, capsys, owner, name, fail):
-  monkeypatch.setattr(owner, name, fail)
+@pytest.mark.parametrize("fail", [too_much, too_much_on_the_device])
+def test_a_lack_of_memory_is_reported_in_one_line(tmp_path, monkeypatch, capsys, fail):
+  monkeypatch.setattr(builders, "make_replay", fail)
   assert multihost.main([*NEW, "run.mode=async", f"run.dir={tmp_path / 'run'}"]) == 1
   errors = capsys.readouterr().err
   assert errors.startswith("error: out of host memory: ") and errors.count("\n") == 1
@@ -193,9 +180,9 @@ def test_a_lack_of_memory_is_reported_in_one_line(tmp_path, monkeypatch, capsys,
 
 
 def test_other_errors_of_a_device_are_raised(tmp_path, monkeypatch):
-  def broken(*args):
+  def broken(*args, **kwargs):
     raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
 
-  monkeypatch.setattr(Collector, "collect", broken)
+  monkeypatch.setattr(builders, "make_replay", broken)
   with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
     multihost.main([*NEW, f"run.dir={tmp_path / 'run'}"])

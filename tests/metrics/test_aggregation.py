@@ -47,14 +47,8 @@ def test_a_rate_covers_the_window_and_hardly_more(steps):
     happened.append((clock.now, events))
     rate = rates.rates()["x"]
     calls.append(clock.now)
-  # The rate is that since a call that is just older than the window, to a sixtieth of it.
-  newest = max([at for at in calls if clock.now - at >= 60.0], default=start)
-  possible = [
-    sum(n for at, n in happened if at > since) / (clock.now - since)
-    for since in calls[:-1]
-    if newest - 1.0 <= since <= newest
-  ]
-  assert any(rate == pytest.approx(x) for x in possible)
+  since = max([at for at in calls if clock.now - at >= 60.0], default=start)
+  assert rate == pytest.approx(sum(n for at, n in happened if at > since) / (clock.now - since))
 
 
 class Step(NamedTuple):
@@ -96,10 +90,6 @@ def test_episodes_continue_across_lost_lives_and_end_at_game_over_or_cap():
   stats.clear()
   assert stats.summary() == {names.EPISODES: 0}
   assert stats.update(step_of([2, 5], ["to", ""])) == [episode(2.0, 1)]  # lane 1's 5 are gone
-  with pytest.raises(ValueError, match="shape"):
-    stats.update(step_of([1], ["o"]))
-  with pytest.raises(ValueError, match="lanes"):
-    aggregation.EpisodeStats(0)
 
 
 class Device:

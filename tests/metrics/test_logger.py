@@ -2,18 +2,22 @@
 
 import json
 import time
+import types
 
 import pytest
 
+from speedyzero_jax.config import schema
 from speedyzero_jax.metrics import logger, names
 from speedyzero_jax.metrics.aggregation import Episode, EpisodeStats
-from speedyzero_jax.metrics.board import RunInfo
 from speedyzero_jax.metrics.logger import MetricsLogger
 
-
-def info(folder, **changes):
-  values = {"env_steps": 300, "learner_steps": 12, "batch_size": 8, "random_steps": 40}
-  return RunInfo(game="Pong", seed=3, run_dir=str(folder), **values | changes)
+CONFIG = schema.Config(
+  agent=types.SimpleNamespace(name="dqn"),
+  actor=schema.ActorConfig(random_steps=40),
+  learner=schema.LearnerConfig(steps=12, batch_size=8),
+  topology=schema.TopologyConfig(actors=2),
+  run=schema.RunConfig(env_steps=300),
+)
 
 
 def write(metrics, step, **sources):
@@ -39,7 +43,7 @@ def test_a_line_holds_whatever_is_logged_combined_over_learners(tmp_path):
     shared.append(values)
     return [values, other]
 
-  with MetricsLogger(info(tmp_path), None, exchange) as metrics:
+  with MetricsLogger(CONFIG, tmp_path, None, exchange) as metrics:
     metrics.log_mean({names.POLICY_LAG: 6.0, "losses/own": 1.0})
     metrics.log_mean({names.POLICY_LAG: 10.0, "losses/own": 2.0})
     metrics.log_latest({names.CHECKPOINT_STEP: 4})
@@ -62,7 +66,7 @@ def test_a_line_holds_whatever_is_logged_combined_over_learners(tmp_path):
 
 def test_events_are_counted_per_learner_step(tmp_path):
   name = "agent/states_per_learner_step"
-  with MetricsLogger(info(tmp_path), 4) as metrics:
+  with MetricsLogger(CONFIG, tmp_path, 4) as metrics:
     for step, events in ((6, 100), (8, 30), (8, 0), (10, 4)):
       metrics.count(name, events)
       write(metrics, step)
@@ -76,7 +80,7 @@ def test_events_are_counted_per_learner_step(tmp_path):
 
 def test_restarts_add_up(tmp_path):
   def run(resume_step, step, actors):
-    with MetricsLogger(info(tmp_path), resume_step) as metrics:
+    with MetricsLogger(CONFIG, tmp_path, resume_step) as metrics:
       if resume_step is not None:
         metrics.rewind(min(resume_step, 2))  # drops lines, but not restarts
       write(metrics, step, **{names.restarts("actor"): actors})
@@ -96,7 +100,7 @@ def test_changes_between_lines_are_shared_and_shown_but_not_written(tmp_path, mo
     shared.append(dict(values))
     return [values, {names.present("actor"): 1}]
 
-  with MetricsLogger(info(tmp_path, processes={"actor": 2}), None, exchange) as metrics:
+  with MetricsLogger(CONFIG, tmp_path, None, exchange) as metrics:
     metrics.add_source(lambda: now)
     metrics.count(names.AGENT_STEPS_PER_SECOND, 5)
     for actors in (0, 1):

@@ -24,7 +24,6 @@ from speedyzero_jax.agents.efficientzero.agent import EfficientZero
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.envs.batched_env import BatchedEnv
-from speedyzero_jax.metrics.board import RunInfo
 from speedyzero_jax.metrics.logger import MetricsLogger
 from speedyzero_jax.run import build, builders
 from speedyzero_jax.run.experiment import ALONE, Experiment, Membership
@@ -71,20 +70,12 @@ def experiment(
       tracing takes longer than a tiny run. Nothing is reported on compilation then.
   """
   made = config(*overrides)
-  info = RunInfo(
-    game=made.env.game,
-    seed=made.run.seed,
-    run_dir=str(folder),
-    env_steps=made.run.env_steps,
-    learner_steps=made.learner.steps,
-    batch_size=made.learner.batch_size,
-  )
   with contextlib.ExitStack() as stack:
     if shared:
       programs = mock.patch.multiple(build, **_shared_programs(made))
     else:
       programs = contextlib.nullcontext()
-    logger = stack.enter_context(MetricsLogger(info, resume_step, membership.share))
+    logger = stack.enter_context(MetricsLogger(made, folder, resume_step, membership.share))
     with programs:
       resume = resume_step is not None
       opened = build.build(made, folder, logger, resume=resume, membership=membership)
