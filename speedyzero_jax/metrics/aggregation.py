@@ -5,11 +5,11 @@ Any thread may add values; adding costs a lock and never waits for a device.
 
 import collections
 import contextlib
-import dataclasses
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,9 +22,9 @@ _NEWEST = 1000  # values of a metric that are kept for its mean
 
 
 class Rates:
-  """Events per second by name, since the newest call of `rates` that is `window` seconds old.
+  """Events per second by name. Thread-safe.
 
-  Thread-safe.
+  Rates cover the time since the newest call of `rates` at least `window` seconds ago, or the start.
   """
 
   def __init__(self, window: float = 60.0, clock: Callable[[], float] = time.monotonic):
@@ -46,9 +46,10 @@ class Rates:
       while len(self._calls) > 1 and self._calls[1][0] <= now - self._window:
         self._calls.popleft()
       since, before = self._calls[0]
-      self._calls.append((now, dict(self._totals)))
-    span = max(now - since, 1e-9)
-    return {n: (x - before.get(n, 0.0)) / span for n, x in self._calls[-1][1].items()}
+      totals = dict(self._totals)
+      self._calls.append((now, totals))
+    span = (now - since) or math.inf
+    return {name: (total - before.get(name, 0.0)) / span for name, total in totals.items()}
 
 
 class StepTotals:
@@ -74,7 +75,9 @@ class StepTotals:
     totals = self.totals()
     steps, before = step - self._step, self._before
     self._step, self._before = step, totals
-    return {n: (x - before.get(n, 0.0)) / steps for n, x in totals.items()} if steps > 0 else {}
+    if steps <= 0:
+      return {}
+    return {name: (total - before.get(name, 0.0)) / steps for name, total in totals.items()}
 
 
 class PartTimes(StepTotals):
@@ -139,8 +142,7 @@ class RunningMeans:
     }
 
 
-@dataclasses.dataclass(frozen=True)
-class Episode:
+class Episode(NamedTuple):
   """A finished game: from its reset to its end or its cap, across lost lives."""
 
   score: float  # sum of raw rewards
@@ -156,7 +158,7 @@ class EpisodeStats:
     self.clear()
 
   def clear(self) -> None:
-    """Resets everything; all lanes begin new games."""
+    """Forgets all games; all lanes begin new ones."""
     with self._lock:
       self._score = np.zeros(self._lanes, np.float64)
       self._length = np.zeros(self._lanes, np.int64)
@@ -206,7 +208,7 @@ class EpisodeStats:
 
 
 def shared_values(values: Mapping[str, Any]) -> dict[str, Any]:
-  """The values of one learner that `combine_learners` needs."""
+  """The values of one learner that `combine_learners` needs; others are its own."""
   return {name: x for name, x in values.items() if names.across_learners(name) != "local"}
 
 
@@ -222,6 +224,6 @@ def combine_learners(learners: Sequence[Mapping[str, float]]) -> dict[str, float
 def _combine(how: str, values: Sequence[float]) -> float:
   if how == "sum":
     return sum(values)  # whole numbers stay whole
-  if how in ("local", "last"):
-    return values[0 if how == "local" else -1]
+  if how == "last":
+    return values[-1]
   return float(getattr(np, how)(values))  # mean, min or max

@@ -33,7 +33,6 @@ TRUST_RATIO_PREFIX = "trust_ratio/"  # (Clipped) LARS: of each layer, at the las
 REPLAY_PREFIX = "replay/"  # whatever the replay reports, such as:
 REPLAY_TRANSITIONS = "replay/transitions"
 REPLAY_BYTES = "replay/bytes"
-PRIORITY_AGE_MAX = "replay/priority_age_max"  # learner steps since the priorities' weights
 
 POLICY_LAG = "stats/policy_lag"  # learner steps since the weights that actors act with
 POLICY_LAG_MAX = "stats/policy_lag_max"
@@ -41,8 +40,6 @@ POLICY_LAG_MAX = "stats/policy_lag_max"
 CHECKPOINT_STEP = "checkpoint/step"  # of the newest complete checkpoint
 EVALUATION_PREFIX = "evaluation/"  # the last evaluation
 EVALUATION_MEAN = "evaluation/mean"
-EVALUATION_STD = "evaluation/std"
-EVALUATION_HUMAN_NORMALISED = "evaluation/human_normalised"
 TIME_PREFIX = "time/"  # seconds per learner step that threads spend in a part of their work
 
 RATE_SUFFIX = "_per_second"

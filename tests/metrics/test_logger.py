@@ -60,7 +60,7 @@ def test_a_line_holds_whatever_is_logged_combined_over_learners(tmp_path):
     names.restarts("learner"): 0, names.SAMPLES_PER_INSERT: 6 * 8 / (150 - 40),
   }  # fmt: skip
   assert {name: row.get(name) for name in expected} == expected
-  assert row["agent/states_per_second"] > 1e6 and names.EVALUATION_HUMAN_NORMALISED not in row
+  assert row["agent/states_per_second"] > 1e6 and "evaluation/human_normalised" not in row
   assert shared[-1][names.ENV_STEPS] == 100 and "losses/own" not in shared[-1]
 
 

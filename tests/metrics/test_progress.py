@@ -27,11 +27,11 @@ FOLDER = "runs/atari300k-MsPacman-s3"
 VALUES = {
   names.STEP: 6180, names.ENV_STEPS: 123_456, names.EPISODE_RETURN: 312.44,
   names.EPISODE_RETURN_BEST: 864.0, names.EPISODE_RETURN_LAST: 401.0, names.EPISODES: 88,
-  names.EVALUATION_MEAN: 398.2, names.EVALUATION_STD: 101.7, names.AGENT_STEPS_PER_SECOND: 143.2,
+  names.EVALUATION_MEAN: 398.2, "evaluation/std": 101.7, names.AGENT_STEPS_PER_SECOND: 143.2,
   names.LEARNER_STEPS_PER_SECOND: 8.82, names.SAMPLES_PER_SECOND: 14_649.0,
   "agent/states_per_second": 6212.2, names.LOSS_TOTAL: 4.2123, "losses/policy": None,
   "losses/own": -0.9613, names.REPLAY_TRANSITIONS: 123_000, names.REPLAY_BYTES: 3.412e9,
-  names.CHECKPOINT_STEP: 6000, "replay/target_age_mean": 27.3, names.PRIORITY_AGE_MAX: 38,
+  names.CHECKPOINT_STEP: 6000, "replay/target_age_mean": 27.3, "replay/priority_age_max": 38,
   names.POLICY_LAG: 6.2, names.POLICY_LAG_MAX: 17, names.wait("learner"): 0.0213,
   names.wait("refresher"): 12.5, names.present("actor"): 3, names.present("refresher"): 15,
   names.restarts("refresher"): 37,
