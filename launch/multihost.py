@@ -119,10 +119,6 @@ def open_folder(
     check(config)
     preset = "+".join(Path(name).stem for name in arguments.config)
     return run_dir.create(config, f"{preset}-{config.env.game}-s{config.run.seed}")
-  if any(text.partition("=")[0].strip() == "run.dir" for text in arguments.overrides):
-    raise ConfigError(
-      f"run.dir: --resume says already that the folder is {arguments.resume}; leave run.dir out"
-    )
   with contextlib.ExitStack() as unless_usable:
     folder = unless_usable.enter_context(
       run_dir.open_existing(arguments.resume, arguments.overrides)
