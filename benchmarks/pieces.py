@@ -6,8 +6,9 @@ Apart from `witness/` this is the only module of the benchmarks that imports the
 import argparse
 import dataclasses
 import sys
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from common import ROOT
 
@@ -27,8 +28,8 @@ from speedyzero_jax.run import builders
 from speedyzero_jax.run.batch_pipeline import BatchPipeline, PreparedBatch
 from speedyzero_jax.run.builders import enable_compilation_cache
 from speedyzero_jax.system import memory
-from speedyzero_jax.system.compilation import Form
-from speedyzero_jax.system.costs import median_seconds, peak_flops
+from speedyzero_jax.system.compilation import Program
+from speedyzero_jax.system.costs import matmul_flops, median_seconds, peak_flops
 from speedyzero_jax.types import Segment
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.learner import Learner, make_mesh
@@ -116,12 +117,27 @@ def filled_replay(config: Config, agent: Agent) -> tuple[Replay, Player, int]:
   return replay, player, 100
 
 
+class Cost(NamedTuple):
+  """What a program costs."""
+
+  compile_seconds: float
+  flops: int  # of a call on one device
+
+
+def cost(program: Program, *args: Any) -> Cost:
+  """Compiles a program for these arguments."""
+  begin = time.perf_counter()
+  program.prepare(*args)
+  seconds = time.perf_counter() - begin
+  return Cost(seconds, matmul_flops(program.function, *args).total())
+
+
 class Model:
   """The tasks of an agent with a network that was just initialised."""
 
-  def __init__(self, agent: Agent, frame_stack: int, devices: Sequence[jax.Device]):
+  def __init__(self, agent: Agent, devices: Sequence[jax.Device]):
     mesh = make_mesh(devices)
-    self.agent, self.inference = agent, Inference(agent, frame_stack, mesh)
+    self.agent, self.inference = agent, Inference(agent, mesh)
     everywhere, key = NamedSharding(mesh, PartitionSpec()), jax.random.key(0)
     self.weights = WeightsStore(agent.subscriptions, everywhere, jax.jit(agent.init)(key))
 
@@ -130,10 +146,10 @@ class Model:
     version = self.weights.latest(self.agent.tasks[task].subscription)
     return self.inference.compute(version, task, frames, jax.random.key(0))
 
-  def prepare(self, task: str, frames: np.ndarray) -> Form:
+  def cost(self, task: str, frames: np.ndarray) -> Cost:
     """Compiles a task for such windows."""
     version = self.weights.latest(self.agent.tasks[task].subscription)
-    return self.inference.tasks[task].prepare(version.variables, frames, jax.random.key(0))
+    return cost(self.inference.tasks[task], version.variables, frames, jax.random.key(0))
 
 
 def batch_drawing(
@@ -181,9 +197,10 @@ class Training:
       jax.device_get(result)
     jax.block_until_ready(self._state)
 
-  def prepare(self) -> Form:
+  def cost(self) -> Cost:
     """Compiles the step, for a batch on the devices."""
-    return self._learner.prepare(self._state, self._batch, self._key)
+    learner = self._learner
+    return cost(learner.update, *learner.arguments(self._state, self._batch, self._key))
 
 
 def random_results(task: Task, work: Work, rng: np.random.Generator) -> dict[str, np.ndarray]:

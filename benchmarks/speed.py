@@ -28,15 +28,15 @@ class Table:
     self._repeat, self._median, self._peak = repeat, median_seconds, peak
     self.rows: list[dict[str, Any]] = []
 
-  def add(self, piece: str, size: int, call: Callable[[], Any], *forms: Any, **more: int) -> None:
+  def add(self, piece: str, size: int, call: Callable[[], Any], *costs: Any, **more: int) -> None:
     """Times a call of programs that handles `size` samples, roots, states or agent steps."""
     seconds = self._median(call, self._repeat, float("inf"))
     row = {"piece": piece, "size": size, **more, "median_s": seconds, "per_second": size / seconds}
     text = ", ".join([f"{piece}, {size}", *(f"{key} {value}" for key, value in more.items())])
     text += f": {seconds * 1e3:.1f} ms, {size / seconds:.0f}/s"
-    if forms:
-      flops = sum(form.flops.total() for form in forms)
-      row["compile_s"] = sum(form.compile_seconds for form in forms)
+    if costs:
+      flops = sum(cost.flops for cost in costs)
+      row["compile_s"] = sum(cost.compile_seconds for cost in costs)
       row |= {"tflop": flops / 1e12, "mfu": flops / seconds / self._peak}
       text += f", {flops / 1e12:.3f} TFLOP, {100 * row['mfu']:.1f}% of peak"
       text += f", compiled in {row['compile_s']:.1f} s"
@@ -82,20 +82,20 @@ def main() -> None:
   def add(piece: str, model: Any, tasks: list[str], windows: int, states: int, **more: int) -> None:
     shape = (windows, stack - 1 + states, *frame)
     frames = rng.integers(0, 256, shape, dtype=np.uint8)
-    forms = [model.prepare(task, frames) for task in tasks]
+    costs = [model.cost(task, frames) for task in tasks]
 
     def call(tasks: Any = tasks, frames: Any = frames) -> Any:
       return [model.run(task, frames) for task in tasks]
 
-    table.add(piece, windows * states, call, *forms, **more)
+    table.add(piece, windows * states, call, *costs, **more)
 
   for size in arguments.batch:
     training = pieces.Training(*configured(f"learner.batch_size={size}"), devices)
-    table.add("train step", size, training.step, training.prepare())
+    table.add("train step", size, training.step, training.cost())
     del training
   for simulations in arguments.simulations:
     _, agent = configured(f"search.simulations={simulations}")
-    model, states = pieces.Model(agent, stack, devices), agent.window.after + 1
+    model, states = pieces.Model(agent, devices), agent.window.after + 1
     for roots in arguments.roots:
       add("search", model, ["reanalyse"], roots, 1, simulations=simulations)
     for size in arguments.batch:

@@ -1,17 +1,16 @@
 """Profile of a few learner steps: launch/profile.py --config PRESET [PRESET ...] [key=value ...]
 
-A run as configured, in one process, with a replay that random play has filled. Once nothing
-compiles any more, profile.steps learner steps are timed and as many more traced; then it ends. The
-new folder (--out, or one under runs/) has profile.json and the trace (plugins/profile/, for xprof
-or ui.perfetto.dev); the tables are printed too.
+A short run as configured, in one process, with a replay that random play has filled. After some
+learner steps, profile.steps of them are timed and as many more traced. The new folder (--out, or
+one under runs/) has profile.json and the trace (plugins/profile/, for xprof or ui.perfetto.dev);
+the tables are printed too.
 
-Exit codes: 0 done, 1 failed, 2 wrong use, 130 stopped by Ctrl-C.
+Exit codes are those of launch/multihost.py.
 """
 
 import argparse
-import contextlib
+import math
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from speedyzero_jax.run import run_dir, topology
 from speedyzero_jax.run.run_dir import RunFolderError
 from speedyzero_jax.system import memory
 
-FAILED, WRONG_USE = 1, 2
+WRONG_USE = 2
 STEPS = 5  # learner steps profiled, unless profile.steps is set
 
 
@@ -61,69 +60,50 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   return arguments
 
 
-def filled(config: Config, random_steps: int, max_age: int) -> Config:
-  """The configuration with so many random agent steps, then learner steps at the same pace.
+def shortened(config: Config, fill: int | None) -> Config:
+  """The configuration of a run that ends after the profile, at the pace of the one given.
 
-  There are enough learner steps for sweeps of at most `max_age` to come round, and for the profile.
+  Args:
+    config: of the whole run.
+    fill: agent steps of random play before the first learner step; None for half of the run.
 
-  Raises ConfigError if `random_steps` is not from actor.random_steps to below all agent steps.
+  Raises:
+    ConfigError: `fill` is not from actor.random_steps to below all agent steps.
   """
+  from speedyzero_jax.run.builders import make_agent
+  from speedyzero_jax.workers.sweeper import make_sweepers
+
   total, begin, learner = config.run.env_steps, config.actor.random_steps, config.learner
-  if not begin <= random_steps < total:
+  fill = max(total // 2, begin) if fill is None else fill
+  if not begin <= fill < total:
     raise ConfigError(f"--fill: must be from actor.random_steps ({begin}) to below {total}")
   pace = (total - begin) / max(learner.steps - learner.tail_steps, 1)  # agent per learner steps
-  # The first block of a sweep is computed within half of its age.
-  steps = max(round((total - random_steps) / pace), 2 * config.profile.steps + 2 * max_age + 10)
+  profiled = config.profile.steps or STEPS
+  sweepers = make_sweepers(make_agent(config), config.actor.weights_interval)
+  stored = min(fill, config.replay.capacity or fill)
+  first = max((1 / sweeper.calls_per_step(stored) for sweeper in sweepers), default=0)
+  steps = 10 + math.ceil(first) + 2 * profiled  # `first`: until all sweeps have begun
   changes = [
-    f"actor.random_steps={random_steps}",
-    f"run.env_steps={max(total, random_steps + round(steps * pace))}",
+    f"actor.random_steps={fill}",
+    f"run.env_steps={fill + math.ceil(steps * pace)}",
+    f"run.checkpoint_interval={steps}",
     f"learner.steps={steps}",
     "learner.tail_steps=0",
+    "evaluation.interval=0",
+    "evaluation.at_end=false",
+    f"profile.steps={profiled}",
   ]
   return loader.override(config, changes)
 
 
 def configured(arguments: argparse.Namespace) -> Config:
   """The configuration of the run to profile. Raises ConfigError."""
-  from speedyzero_jax.run.builders import make_agent
-
-  config = loader.load(arguments.config, arguments.overrides)
-  changes = [f"run.dir={arguments.out}"] if arguments.out else []
-  changes += [] if config.profile.steps else [f"profile.steps={STEPS}"]
-  config = loader.override(config, changes)
+  out = [f"run.dir={arguments.out}"] if arguments.out else []
+  config = loader.load(arguments.config, [*arguments.overrides, *out])
   if topology.resolve(config).num_processes > 1:
     raise ConfigError("topology: asks for several processes; only one can be profiled")
   multihost.check_possible(config)
-  fill = arguments.fill
-  if fill is None:
-    fill = max(config.run.env_steps // 2, config.actor.random_steps)
-  ages = [task.max_age for task in make_agent(config).tasks.values()]
-  return filled(config, fill, max(ages, default=0))
-
-
-def profile(config: Config, folder: Path) -> bool:
-  """Starts a run in this folder and ends it after the profile. Returns whether it was completed."""
-  from speedyzero_jax.metrics.logger import MetricsLogger
-  from speedyzero_jax.run import loops, warmup
-  from speedyzero_jax.run.build import build
-  from speedyzero_jax.run.builders import enable_compilation_cache
-  from speedyzero_jax.run.profiler import Profiler
-  from speedyzero_jax.system.compilation import Compilations, WarmUp
-
-  enable_compilation_cache(config)
-  with (
-    Compilations() as compilations,
-    MetricsLogger(config, folder, None) as logger,
-    contextlib.closing(build(config, folder, logger, resume=False)) as experiment,
-  ):
-    warm_up = WarmUp(compilations, lambda: experiment.in_full_work)
-    experiment.after_step.append(warm_up.step)
-    timings = warmup.prepare(experiment)
-    with Profiler(
-      experiment, folder, timings, compilations, warm_up, then=experiment.interrupt
-    ) as profiler:
-      loops.run(experiment)
-    return profiler.done
+  return shortened(config, arguments.fill)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -139,25 +119,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"error: {error}", file=sys.stderr)
     return WRONG_USE
 
-  import jax
+  from speedyzero_jax.run.signals import Signals
+  from speedyzero_jax.run.train import train
 
-  from speedyzero_jax.run.experiment import TrainingError
-  from speedyzero_jax.workers.weights import DivergedError
-
-  try:
-    with folder:
-      return 0 if profile(config, folder.path) else FAILED
-  except (TrainingError, DivergedError, OSError) as error:
-    print(f"error: {error}", file=sys.stderr)
-    return FAILED
-  except (MemoryError, jax.errors.JaxRuntimeError) as error:
-    where = memory.ran_out(error)
-    if where is None:
-      raise
-    print(f"error: {memory.out_of(where, error)}", file=sys.stderr)
-    return FAILED
-  except KeyboardInterrupt:
-    return 128 + signal.SIGINT
+  with Signals() as signals, folder:
+    return train(config, folder.path, resume=False, signals=signals)
 
 
 if __name__ == "__main__":

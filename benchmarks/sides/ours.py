@@ -32,7 +32,7 @@ def make_agent(config: Any) -> Any:
 
 
 def make_model(config: Any) -> pieces.Model:
-  return pieces.Model(make_agent(config), STACK, jax.local_devices())
+  return pieces.Model(make_agent(config), jax.local_devices())
 
 
 def on_states(task: str, count: int, *changes: str) -> tuple[Work, dict[str, Any]]:

@@ -41,7 +41,7 @@ def act(config: Config, agent: Agent, client: Client, role: Role, incarnation: i
   env = make_env(config.env, lanes, own_seed, training=True)
   like = jax.eval_shape(agent.init, jax.random.key(0))
   weights = RemoteWeights(client, number, (ACTOR,), like, jax.local_devices()[0])
-  inference = Inference(agent, config.env.frame_stack, report=_report)
+  inference = Inference(agent, report=_report)
   actor = Actor(
     config,
     agent,

@@ -110,7 +110,7 @@ def refresh(config: Config, agent: Agent, client: Client, role: Role, incarnatio
   like = jax.eval_shape(agent.init, jax.random.key(0))
   everywhere = NamedSharding(mesh, PartitionSpec())
   weights = RemoteWeights(client, number, tuple(agent.subscriptions), like, everywhere)
-  inference = Inference(agent, config.env.frame_stack, mesh, report=_report)
+  inference = Inference(agent, mesh, report=_report)
   key = jax.random.key(derived_seed(config.run.seed, str(role), incarnation))
   while True:
     block: messages.Block = client.call(messages.WorkRequest(number, incarnation))

@@ -83,7 +83,7 @@ def _build(
     raise TrainingError(str(error)) from error
   if warning := builders.capacity_problem(own, agent):
     logger.message(warning)
-  inference = Inference(agent, config.env.frame_stack, local, report=logger.message)
+  inference = Inference(agent, local, report=logger.message)
   seed, memory = unit_seed(config, "replay", membership), membership.frame_memory
   replay = builders.make_replay(own, agent, local, logger.message, seed=seed, frame_memory=memory)
   recovery = _recovery(config, agent, journal, run_dir, logger, membership)

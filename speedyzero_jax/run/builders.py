@@ -151,7 +151,7 @@ def restore_for_evaluation(
   shapes: Any = jax.eval_shape(agent.init, jax.random.key(0))
   abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
   step, variables = Checkpoints(run_dir).restore_item("network", abstract, warn)
-  inference = Inference(agent, config.env.frame_stack, report=report)
+  inference = Inference(agent, report=report)
   return agent, inference, Version(step, variables)
 
 

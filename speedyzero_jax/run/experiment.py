@@ -139,11 +139,6 @@ class Experiment:
     """Memory on each device that the compiled programs need besides their arguments."""
     return self.learner.update.bytes + self.inference.program_bytes
 
-  @property
-  def in_full_work(self) -> bool:
-    """Whether the sweeps of this process have begun."""
-    return not self.membership.sweeps or all(sweeper.states for sweeper in self.sweepers)
-
   def interrupt(self) -> None:
     """Ends the run soon; safe to call from a signal handler.
 

@@ -1,12 +1,11 @@
 """Profile of a few learner steps of a run: seconds per part, costs per program, and a trace."""
 
-import contextlib
 import io
 import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,186 +16,141 @@ from rich.table import Table
 from speedyzero_jax.run.experiment import Experiment
 from speedyzero_jax.run.warmup import Timing
 from speedyzero_jax.system import costs
-from speedyzero_jax.system.compilation import Compilations, WarmUp
 
+_WARM_UP = 5  # learner steps before the profile, in which jax compiles what is small
 _NOTES = (
-  "Parts are timed in the run. A program's seconds are those of a call alone, before the run. "
-  "FLOPs are of matrix products and convolutions, loops included; bytes are XLA's count, in which "
-  "the body of a loop counts once. Both are of one device."
+  "Parts are timed in the run. A program's seconds are those of a call alone, before the run; its "
+  "calls per learner step are those on average. FLOPs are of matrix products and convolutions, "
+  "loops included, of one device."
 )
 
 
-class _Totals(NamedTuple):
-  """Counts so far, at a moment with no learner step under way."""
+def attach(experiment: Experiment, folder: Path, timings: Sequence[Timing]) -> None:
+  """Profiles `profile.steps` learner steps of the run that begins.
 
-  step: int
-  seconds: float
-  parts: dict[str, float]
-  calls: list[int]  # of each program
-  compiled: int
-
-
-class Profiler:
-  """Times `profile.steps` learner steps once a run has warmed up, then traces as many more.
-
-  A trace slows down work that consists of many small programs, hence the two passes. A context
-  manager, to be entered before the run begins. Writes `profile.json` and `plugins/profile/`.
+  Writes `profile.json` and `plugins/profile/` into the folder, unless the run ends earlier.
 
   Args:
     experiment: to profile.
     folder: to write to.
-    timings: of the programs, from `warmup.prepare`.
-    compilations: listening.
-    warm_up: stepped before.
-    then: called at the end.
+    timings: of its programs.
   """
+  flops = sum((timing.flops for timing in timings), Counter[str]())
+  dtype = flops.most_common(1)[0][0] if flops else "float32"
+  peak = costs.peak_flops(dtype, experiment.learner.mesh.local_devices)
+  phases = _profile(experiment, folder, timings, {"peak_dtype": dtype, "peak_flops": peak})
+  experiment.after_step.append(lambda: next(phases, None))
 
-  def __init__(
-    self,
-    experiment: Experiment,
-    folder: Path,
-    timings: Sequence[Timing],
-    compilations: Compilations,
-    warm_up: WarmUp,
-    then: Callable[[], None] = lambda: None,
-  ):
-    self._experiment, self._folder, self._timings = experiment, folder, timings
-    self._compilations, self._warm_up, self._then = compilations, warm_up, then
-    self.done = False
 
-  def __enter__(self) -> "Profiler":
-    flops = sum((timing.form.flops for timing in self._timings), Counter[str]())
-    self._dtype = flops.most_common(1)[0][0] if flops else "float32"
-    self._peak = costs.peak_flops(self._dtype, self._experiment.learner.mesh.local_devices)
-    self._phases = self._profile()
-    self._experiment.after_step.append(lambda: next(self._phases, None))
-    return self
+def _profile(
+  experiment: Experiment, folder: Path, timings: Sequence[Timing], peak: dict[str, Any]
+) -> Iterator[None]:
+  """The profile; yields until the next learner step is done.
 
-  def __exit__(self, *_: object) -> None:
-    self._phases.close()
-    if not self.done:
-      self._experiment.logger.message("no profile: the run ended before its steps were taken")
+  Steps are first timed, then as many traced: a trace slows down work of many small programs.
+  """
+  sweepers = experiment.sweepers if experiment.membership.sweeps else []
+  for _ in range(_WARM_UP):
+    yield
+  while not all(sweeper.states for sweeper in sweepers):
+    yield
+  steps = experiment.config.profile.steps
+  begin = _measure(experiment)
+  for _ in range(steps):
+    yield
+  end = _measure(experiment)
+  options = jax.profiler.ProfileOptions()
+  options.python_tracer_level = 0  # tracing every call of Python would slow it down
+  with jax.profiler.trace(folder, create_perfetto_trace=True, profiler_options=options):
+    for step in range(end.step, end.step + steps):
+      with jax.profiler.StepTraceAnnotation("learner step", step_num=step):
+        yield
+    jax.block_until_ready(experiment.state)
+  result = peak | _result(experiment, timings, begin, end, peak["peak_flops"])
+  path = folder / "profile.json"
+  path.write_text(json.dumps(result, indent=1) + "\n")
+  experiment.logger.message(f"{tables(result)}{path}; the trace is beside it, in plugins/profile/")
 
-  def _profile(self) -> Generator[None]:
-    """The profile, which yields until the next learner step is done."""
-    experiment, steps = self._experiment, self._experiment.config.profile.steps
-    while not self._warm_up.over:
-      yield
-    begin = self._totals()
-    for _ in range(steps):
-      yield
-    end = self._totals()
-    with self._trace():
-      for step in range(end.step, end.step + steps):
-        with jax.profiler.StepTraceAnnotation("learner step", step_num=step):
-          yield
-      jax.block_until_ready(experiment.state)
-    result = self._result(begin, end)
-    path = self._folder / "profile.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    experiment.logger.message(
-      f"{tables(result)}{path}; the trace is beside it, in plugins/profile/"
-    )
-    self.done = True
-    self._then()
 
-  def _totals(self) -> _Totals:
-    x = self._experiment
-    with x.times.part("train"):  # the last step may still be going on
-      jax.block_until_ready(x.state)
-    return _Totals(
-      x.limiter.learner_steps,
-      time.perf_counter(),
-      x.times.totals(),
-      [timing.program.calls[timing.form.label] for timing in self._timings],
-      len(self._compilations.names),
-    )
+class _Measured(NamedTuple):
+  """Totals so far, at a moment with no learner step under way."""
 
-  @contextlib.contextmanager
-  def _trace(self) -> Iterator[None]:
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # tracing every call of Python would slow it down
-    jax.profiler.start_trace(self._folder, create_perfetto_trace=True, profiler_options=options)
-    try:
-      yield
-    finally:
-      with self._experiment.times.part("profile"):
-        jax.profiler.stop_trace()
+  step: int
+  seconds: float
+  parts: dict[str, float]
 
-  def _result(self, begin: _Totals, end: _Totals) -> dict[str, Any]:
-    x, steps = self._experiment, end.step - begin.step
-    seconds = (end.seconds - begin.seconds) / steps
-    calls = [(b - a) / steps for a, b in zip(begin.calls, end.calls, strict=True)]
-    programs = [
-      self._program(timing, count)
-      for timing, count in zip(self._timings, calls, strict=True)
-      if count
-    ]
-    flops = math.fsum(program["flops"] * program["calls"] for program in programs)
-    devices = x.learner.mesh.local_devices
-    return {
-      "device": f"{len(devices)} x {devices[0].device_kind}",
-      "jax": jax.__version__,
-      "mode": x.config.run.mode,
-      "learner_steps": [begin.step, end.step],
-      "transitions": x.replay.num_transitions,
-      "seconds_per_step": seconds,
-      "samples_per_second": x.config.learner.batch_size / seconds,
-      "parts": self._parts(begin, end, seconds),
-      "programs": programs,
-      "flops_per_step": flops,
-      "share_of_peak": flops / seconds / self._peak,
-      "peak_flops": self._peak,
-      "peak_dtype": self._dtype,
-      "compiled_meanwhile": self._compilations.names[begin.compiled : end.compiled],
-      "notes": _NOTES,
-    }
 
-  def _program(self, timing: Timing, calls: float) -> dict[str, Any]:
-    form, flops = timing.form, timing.form.flops.total()
-    return {
-      "program": timing.name,
-      "label": form.label,
-      "calls": calls,  # per learner step
-      "compile_seconds": form.compile_seconds,
-      "seconds": timing.seconds,
-      "flops": flops,
-      "bytes": form.traffic,
-      "share_of_peak": flops / timing.seconds / self._peak,
-    }
+def _measure(experiment: Experiment) -> _Measured:
+  with experiment.times.part("train"):  # the last step may still be going on
+    jax.block_until_ready(experiment.state)
+  step, parts = experiment.limiter.learner_steps, experiment.times.totals()
+  return _Measured(step, time.perf_counter(), parts)
 
-  def _parts(self, begin: _Totals, end: _Totals, step: float) -> list[dict[str, Any]]:
-    """Parts by thread; `host` is the rest of the learner's thread."""
-    threads = {"act": "actor", "sample": "batches", "gather": "batches"}
-    threads |= {task.part: "batches" for task in self._experiment.agent.tasks.values()}
-    threads |= {sweeper.task.part: "sweeps" for sweeper in self._experiment.sweepers}
-    if self._experiment.config.run.mode == "lockstep":
-      threads = {}
-    rows: list[dict[str, Any]] = []
-    for part, total in end.parts.items():
-      seconds = (total - begin.parts.get(part, 0.0)) / (end.step - begin.step)
-      if seconds:
-        rows.append({"part": part, "thread": threads.get(part, "learner"), "seconds": seconds})
-    spent = math.fsum(row["seconds"] for row in rows if row["thread"] == "learner")
-    rows.append({"part": "host", "thread": "learner", "seconds": max(step - spent, 0.0)})
-    return sorted(rows, key=lambda r: (r["thread"] != "learner", r["thread"], -r["seconds"]))
+
+def _result(
+  experiment: Experiment,
+  timings: Sequence[Timing],
+  begin: _Measured,
+  end: _Measured,
+  peak: float,
+) -> dict[str, Any]:
+  config, devices = experiment.config, experiment.learner.mesh.local_devices
+  seconds = (end.seconds - begin.seconds) / (end.step - begin.step)
+  timings = [timing for timing in timings if timing.calls]
+  flops = math.fsum(timing.calls * timing.flops.total() for timing in timings)
+  return {
+    "device": f"{len(devices)} x {devices[0].device_kind}",
+    "mode": config.run.mode,
+    "learner_steps": [begin.step, end.step],
+    "transitions": experiment.replay.num_transitions,
+    "seconds_per_step": seconds,
+    "samples_per_second": config.learner.batch_size / seconds,
+    "flops_per_step": flops,
+    "share_of_peak": flops / seconds / peak,
+    "parts": _parts(experiment, begin, end, seconds),
+    "programs": [
+      {
+        "program": timing.program,
+        "calls": timing.calls,
+        "seconds": timing.seconds,
+        "flops": timing.flops.total(),
+        "share_of_peak": timing.flops.total() / timing.seconds / peak,
+      }
+      for timing in timings
+    ],
+    "notes": _NOTES,
+  }
+
+
+def _parts(
+  experiment: Experiment, begin: _Measured, end: _Measured, seconds: float
+) -> list[dict[str, Any]]:
+  """Seconds per learner step of each part, by thread; `host` is the rest of the learner's."""
+  threads = {"act": "actor", "sample": "batches", "gather": "batches"}
+  threads |= {task.part: "batches" for task in experiment.agent.tasks.values()}
+  threads |= {sweeper.task.part: "sweeps" for sweeper in experiment.sweepers}
+  if experiment.config.run.mode == "lockstep":
+    threads = {}
+  rows: list[dict[str, Any]] = []
+  for part, total in end.parts.items():
+    each = (total - begin.parts.get(part, 0.0)) / (end.step - begin.step)
+    if each:
+      rows.append({"part": part, "thread": threads.get(part, "learner"), "seconds": each})
+  spent = math.fsum(row["seconds"] for row in rows if row["thread"] == "learner")
+  rows.append({"part": "host", "thread": "learner", "seconds": max(seconds - spent, 0.0)})
+  return sorted(rows, key=lambda row: (row["thread"] != "learner", row["thread"], -row["seconds"]))
 
 
 def tables(profile: dict[str, Any]) -> str:
   """A profile as text."""
   numbers = [
-    {"number": name, "value": value}
-    for name, value in profile.items()
-    if name not in ("parts", "programs", "notes")
+    {"number": name, "value": value} for name, value in profile.items() if type(value) is not list
   ]
   console = Console(file=io.StringIO(), width=140, color_system=None)
   with console.capture() as text:
     for rows in (profile["parts"], profile["programs"], numbers):
-      table = Table(box=None)
-      for column, value in rows[0].items() if rows else ():
-        table.add_column(column, justify="left" if isinstance(value, str) else "right")
+      table = Table(*(rows[0] if rows else ()), box=None)
       for row in rows:
         table.add_row(*(f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()))
       console.print(table, "")
-    console.print(profile["notes"])
   return text.get()

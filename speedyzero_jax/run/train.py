@@ -13,16 +13,14 @@ from speedyzero_jax.config import loader
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.metrics.logger import MetricsLogger
 from speedyzero_jax.replay.journal import JournalError
-from speedyzero_jax.run import loops, snapshot, steps, warmup
+from speedyzero_jax.run import loops, profiler, snapshot, steps, warmup
 from speedyzero_jax.run.build import build
 from speedyzero_jax.run.builders import enable_compilation_cache
 from speedyzero_jax.run.checkpoint import CheckpointError, Checkpoints
 from speedyzero_jax.run.experiment import ALONE, Experiment, Membership, TrainingError
 from speedyzero_jax.run.forecast import Forecast
-from speedyzero_jax.run.profiler import Profiler
 from speedyzero_jax.run.signals import Signals
 from speedyzero_jax.system import memory
-from speedyzero_jax.system.compilation import Compilations, WarmUp
 from speedyzero_jax.workers.weights import DivergedError
 
 FAILED, WRONG_USE = 1, 2  # exit codes
@@ -69,11 +67,10 @@ def train(
       logger.message(
         f"run folder {folder}; {len(devices)} x {devices[0].device_kind}; mode {config.run.mode}"
       )
-      with Compilations() as compilations:
-        forecast = Forecast(logger.message)
-        experiment = build(config, folder, logger, resume=resume, membership=membership)
-        with contextlib.closing(experiment):
-          return _run(experiment, folder, signals, compilations, forecast, serving, saved)
+      forecast = Forecast(logger.message)
+      experiment = build(config, folder, logger, resume=resume, membership=membership)
+      with contextlib.closing(experiment):
+        return _run(experiment, folder, signals, forecast, serving, saved)
     except (TrainingError, DivergedError, CheckpointError, JournalError, OSError) as error:
       return _fail(logger, str(error))
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
@@ -84,24 +81,21 @@ def _run(
   experiment: Experiment,
   folder: Path,
   signals: Signals,
-  compilations: Compilations,
   forecast: Forecast,
   serving: Callable[[Experiment], contextlib.AbstractContextManager],
   saved: Callable[[], None],
 ) -> int:
-  logger, limiter, profile = experiment.logger, experiment.limiter, experiment.config.profile
+  logger, limiter = experiment.logger, experiment.limiter
   signals.on_stop = experiment.interrupt
-  warm_up = WarmUp(compilations, lambda: experiment.in_full_work)
-  experiment.after_step.append(warm_up.step)
-  forecast.watch(experiment, warm_up)
-  with contextlib.ExitStack() as observers:
-    if signals.came():  # while the experiment was built
-      experiment.interrupt()
-    observers.enter_context(serving(experiment))
+  forecast.begin(experiment)
+  if signals.came():  # while the experiment was built
+    experiment.interrupt()
+  with serving(experiment):
     if not limiter.finished:
-      forecast.prepared(timings := warmup.prepare(experiment))
-      if profile.steps:
-        observers.enter_context(Profiler(experiment, folder, timings, compilations, warm_up))
+      timings = warmup.prepare(experiment)
+      forecast.prepared(experiment, timings)
+      if experiment.config.profile.steps:
+        profiler.attach(experiment, folder, timings)
     finished = loops.run(experiment)
   if signals.came() and not limiter.env_steps:
     return _nothing_saved(logger, folder, signals)

@@ -5,6 +5,7 @@ real ones, and each is timed alone.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,30 +19,30 @@ from speedyzero_jax.agents.base import ActInputs, Agent, Arrays, Work
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.run.builders import mean_stored, shortest_lane
 from speedyzero_jax.run.experiment import Experiment
-from speedyzero_jax.system.compilation import Form, Program
-from speedyzero_jax.system.costs import median_seconds
+from speedyzero_jax.system.compilation import Program
+from speedyzero_jax.system.costs import matmul_flops
 from speedyzero_jax.types import Segment
 from speedyzero_jax.workers.weights import ACTOR
 
-_LONG = 5.0  # seconds after which one measurement is enough
-
-
-class _Call(NamedTuple):
-  name: str  # "train", "act", or that of the task
-  program: Program
-  per_step: float  # calls per learner step, on average over the rest of the run
-  prepare: Callable[[], Form]
-  run: Callable[[], Any]
+_LONG = 5.0  # seconds after which a call is not timed again
 
 
 class Timing(NamedTuple):
-  """A program that a run calls repeatedly, compiled and timed."""
+  """A program that a run calls repeatedly."""
 
-  name: str
-  program: Program
-  per_step: float
-  form: Form
+  program: str  # "train", "act", or the name of a task
+  calls: float  # per learner step, on average over the rest of the run
   seconds: float  # of a call, alone
+  flops: Counter[str]  # of a call on one device (see `matmul_flops`); empty without a profile
+
+
+class _Call(NamedTuple):
+  name: str
+  per_step: float
+  program: Program
+  args: tuple
+  keywords: dict[str, Any]
+  run: Callable[[], Any]
 
 
 def prepare(experiment: Experiment) -> list[Timing]:
@@ -49,38 +50,44 @@ def prepare(experiment: Experiment) -> list[Timing]:
 
   Returns an empty list if the run is interrupted.
   """
+
+  def compile_now(call: _Call) -> None:
+    if not experiment.interrupted:
+      call.program.prepare(*call.args, **call.keywords)
+
   calls = list(_calls(experiment))
   with ThreadPoolExecutor() as pool:
-    forms = list(pool.map(lambda call: None if experiment.interrupted else call.prepare(), calls))
+    list(pool.map(compile_now, calls))
   timings = []
-  for call, form in zip(calls, forms, strict=True):
-    if experiment.interrupted or form is None or experiment.membership.units > 1:
+  for call in calls if experiment.membership.units == 1 else ():
+    if experiment.interrupted:
       return []
-    timings.append(Timing(call.name, call.program, call.per_step, form, _seconds(call.run)))
+    counted = bool(experiment.config.profile.steps)
+    function = call.program.function
+    flops = matmul_flops(function, *call.args, **call.keywords) if counted else Counter()
+    timings.append(Timing(call.name, call.per_step, _seconds(call.run), flops))
   return timings
 
 
 def _seconds(run: Callable[[], Any]) -> float:
-  """Time of a call; for a long one that of the first call, which is somewhat slower."""
-
-  def waited() -> None:
+  """Time of the fastest of three calls, or of fewer long ones."""
+  times: list[float] = []
+  while len(times) < 3 and sum(times) < _LONG:
+    begin = time.perf_counter()
     jax.block_until_ready(run())
-
-  begin = time.perf_counter()
-  waited()
-  first = time.perf_counter() - begin
-  return first if first > _LONG else median_seconds(waited, 1)
+    times.append(time.perf_counter() - begin)
+  return min(times)
 
 
 def _calls(experiment: Experiment) -> Iterator[_Call]:
   config, agent, key = experiment.own, experiment.agent, jax.random.key(0)
   limiter, inference = experiment.limiter, experiment.inference
+  begin = max(limiter.env_steps, config.actor.random_steps)  # where learner steps go on
   steps = max(config.learner.steps - limiter.learner_steps, 1)
   weights = {name: version.variables for name, version in experiment.weights.snapshot().items()}
 
-  def call(name: str, program: Program, per_step: float, *args: Any, **kwargs: Any) -> _Call:
-    bound = partial(program.prepare, *args, **kwargs), partial(program, *args, **kwargs)
-    return _Call(name, program, per_step, *bound)
+  def call(name: str, program: Program, per_step: float, *args: Any, **keywords: Any) -> _Call:
+    return _Call(name, per_step, program, args, keywords, partial(program, *args, **keywords))
 
   def task(name: str, per_step: float, count: int, after: int) -> _Call:
     frames = experiment.replay.blanks(count, after, spread=count % inference.devices == 0)
@@ -88,26 +95,20 @@ def _calls(experiment: Experiment) -> Iterator[_Call]:
     return call(name, inference.tasks[name], per_step, variables, frames, key)
 
   if experiment.membership.acts:
-    left = config.run.env_steps - max(limiter.env_steps, config.actor.random_steps)
-    per_step = max(left, 0) / config.actor.lanes / steps
+    per_step = max(config.run.env_steps - begin, 0) / config.actor.lanes / steps
     args = weights[ACTOR], _act_inputs(experiment), key, np.float32(0)
     yield call("act", inference.act, per_step, *args, explore=True)
   batch, works = example_batch(experiment)
   if experiment.membership.sweeps:
-    stored = mean_stored(config, agent, limiter.env_steps)
+    stored = mean_stored(config, agent, begin)
     for sweeper in experiment.sweepers:
       yield task(sweeper.name, sweeper.calls_per_step(stored), sweeper.block, 0)
     for work in works:
       yield task(work.task, 1, len(work.lane), work.real.shape[1] - 1)
   learner, arrays = experiment.learner, experiment.learner.put(batch)
+  train = call("train", learner.update, 1, *learner.arguments(experiment.state, arrays, key))
   copy = jax.jit(partial(jax.tree.map, jnp.copy))  # a step donates its state
-  yield _Call(
-    "train",
-    learner.update,
-    1,
-    partial(learner.prepare, experiment.state, arrays, key),
-    lambda: learner.step(copy(experiment.state), arrays, key),
-  )
+  yield train._replace(run=lambda: learner.step(copy(experiment.state), arrays, key))
 
 
 def _act_inputs(experiment: Experiment) -> ActInputs:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from speedyzero_jax.agents.base import ActInputs, ActOutput, Agent, Arrays, Variables
+from speedyzero_jax.agents.base import ActInputs, ActOutput, Agent, Arrays
 from speedyzero_jax.system.compilation import Program, Report
 from speedyzero_jax.workers.weights import Version, device_get_finite
 
@@ -18,7 +18,6 @@ class Inference:
 
   Args:
     agent: provides the programs.
-    frame_stack: S.
     mesh: devices of this process, one axis: inputs are divided, weights replicated. None for the
       default device.
     report: receives a line when something compiles.
@@ -27,17 +26,15 @@ class Inference:
   def __init__(
     self,
     agent: Agent,
-    frame_stack: int,
     mesh: Mesh | None = None,
     *,
     report: Report = lambda _: None,
   ):
-    self._agent, self._stack = agent, frame_stack
     self.devices = 1 if mesh is None else mesh.size
     self._mesh = mesh
-    self.act = Program(self._compiled(agent.act, "explore"), self._act_label, report)
+    self.act = Program(self._compiled(agent.act, "explore"), agent.label("act"), report)
     self.tasks = {
-      name: Program(self._compiled(task.program), partial(self._task_label, name), report)
+      name: Program(self._compiled(task.program), agent.label(name), report)
       for name, task in agent.tasks.items()
     }
 
@@ -45,17 +42,6 @@ class Inference:
     if self._mesh is None or self._mesh.size == 1:
       return jax.jit(function, static_argnames=static)
     return _Divided(function, self._mesh, static)
-
-  def states(self, frames: Any) -> int:
-    """Number of states in frames [B, S-1+n, ...]: B * n."""
-    return int(frames.shape[0] * (frames.shape[1] - self._stack + 1))
-
-  def _act_label(self, variables: Variables, inputs: ActInputs, *_: Any, explore: bool) -> str:
-    greedily = "" if explore else " greedily"
-    return f"{self._agent.label('act')}{greedily}, {len(inputs.frames)} states"
-
-  def _task_label(self, task: str, variables: Variables, frames: Any, *_: Any) -> str:
-    return f"{self._agent.label(task)}, {self.states(frames)} states"
 
   @property
   def program_bytes(self) -> int:

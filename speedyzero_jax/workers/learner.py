@@ -19,7 +19,7 @@ from speedyzero_jax.agents.base import AXIS, Agent, Arrays, Variables
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.metrics import names
 from speedyzero_jax.ops import optimizers
-from speedyzero_jax.system.compilation import Form, Program, Report
+from speedyzero_jax.system.compilation import Program, Report
 from speedyzero_jax.system.dispatch_lock import in_order
 from speedyzero_jax.types import Params
 
@@ -69,7 +69,7 @@ class Learner:
     self._schedule = optimizers.learning_rate_schedule(config.optim)
     self._replicated = NamedSharding(mesh, PartitionSpec())
     self._sharded = NamedSharding(mesh, PartitionSpec(AXIS))
-    self.update = Program(jax.jit(self._make_step(), donate_argnums=0), self._label, report)
+    self.update = Program(jax.jit(self._make_step(), donate_argnums=0), "train step", report)
     here = len(mesh.local_devices)
     self._flags = {
       value: jax.make_array_from_process_local_data(self._sharded, np.full(here, value))
@@ -133,13 +133,9 @@ class Learner:
       state, result = self.update(state, batch, key, self._flags[stop])
     return state, StepResult(*result)
 
-  def prepare(self, state: LearnerState, batch: Arrays, key: jax.Array) -> Form:
-    """Compiles the step if necessary."""
-    return self.update.prepare(state, batch, key, self._flags[False])
-
-  @staticmethod
-  def _label(state: LearnerState, batch: Arrays, *_: Any) -> str:
-    return f"train step, batch {len(batch['frames'])}"
+  def arguments(self, state: LearnerState, batch: Arrays, key: jax.Array) -> tuple:
+    """Arguments of `update`."""
+    return state, batch, key, self._flags[False]
 
   def _fresh(self, key: jax.Array) -> LearnerState:
     variables = self._agent.init(key)

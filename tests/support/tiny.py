@@ -93,7 +93,7 @@ def _shared_programs(made: Config) -> dict[str, Any]:
   learning = Config(agent=every, env=made.env, optim=made.optim, learner=steps)
   return {
     "Learner": lambda config, agent, mesh, **_: _learner(learning, mesh),
-    "Inference": lambda agent, frame_stack, mesh, **_: _inference(acting, mesh),
+    "Inference": lambda agent, mesh, **_: _inference(acting, mesh),
   }
 
 
@@ -116,7 +116,7 @@ def _learner(config: Config, mesh: Mesh) -> Learner:
 
 @functools.cache
 def _inference(config: Config, mesh: Mesh) -> Inference:
-  return Inference(builders.make_agent(config), config.env.frame_stack, mesh)
+  return Inference(builders.make_agent(config), mesh)
 
 
 class FakeEnv(BatchedEnv):
@@ -212,4 +212,4 @@ def checksum_parts(*overrides: str) -> tuple[ChecksumAgent, Inference]:
   """The `ChecksumAgent` of the tiny configuration with these changes, and its compiled programs."""
   made = config(*overrides)
   agent = ChecksumAgent(made)
-  return agent, Inference(agent, made.env.frame_stack)
+  return agent, Inference(agent)

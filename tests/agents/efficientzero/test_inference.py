@@ -36,7 +36,7 @@ def _agent(*overrides):
 
 @functools.cache
 def _inference(devices=1, *overrides):
-  return Inference(_agent(*overrides), _S, make_mesh(jax.devices()[:devices]))
+  return Inference(_agent(*overrides), make_mesh(jax.devices()[:devices]))
 
 
 @functools.cache
