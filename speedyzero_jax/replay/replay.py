@@ -315,7 +315,6 @@ class Replay:
     """
     with self.lock:
       store = self.store
-      snapshot.check_store(store, state)
       snapshot.import_store(store, state)
       self._written(*snapshot.live_index(store))
       self.selector.load_state_dict(state)

@@ -1,32 +1,22 @@
 """Conversion of a replay's parts to plain numpy arrays and back, bit for bit."""
 
+import json
 from collections.abc import Mapping
 
 import numpy as np
 
 from speedyzero_jax.replay.storage import LaneStore, put, take
 
-_WORD = (1 << 64) - 1
-
 
 def pack_rng(rng: np.random.Generator) -> np.ndarray:
-  """The state of a PCG64 generator, uint64 [6]."""
-  state = rng.bit_generator.state
-  big = [state["state"]["state"], state["state"]["inc"]]
-  words = [word for value in big for word in (value >> 64, value & _WORD)]
-  return np.array([*words, state["has_uint32"], state["uinteger"]], np.uint64)
+  """The state of a PCG64 generator as JSON, uint8 [N]."""
+  return np.frombuffer(json.dumps(rng.bit_generator.state).encode(), np.uint8)
 
 
-def unpack_rng(words: np.ndarray) -> np.random.Generator:
+def unpack_rng(packed: np.ndarray) -> np.random.Generator:
   """The generator saved by `pack_rng`."""
-  state, inc = ((int(words[i]) << 64) | int(words[i + 1]) for i in (0, 2))
   bits = np.random.PCG64()
-  bits.state = {
-    "bit_generator": "PCG64",
-    "state": {"state": state, "inc": inc},
-    "has_uint32": int(words[4]),
-    "uinteger": int(words[5]),
-  }
+  bits.state = json.loads(packed.tobytes())
   return np.random.Generator(bits)
 
 
@@ -49,23 +39,19 @@ def export_store(store: LaneStore) -> dict[str, np.ndarray]:
   }
 
 
-def check_store(store: LaneStore, state: Mapping[str, np.ndarray]) -> None:
-  """Raises ValueError unless `state` is of the slots whose frames the store holds."""
+def import_store(store: LaneStore, state: Mapping[str, np.ndarray]) -> None:
+  """Restores `export_store`.
+
+  Raises ValueError unless `state` is of the slots whose frames the store holds; nothing has changed
+  then.
+  """
   if not (np.array_equal(state["head"], store.head) and np.array_equal(state["tail"], store.tail)):
-    raise ValueError(
-      "the state is not of the slots whose frames were imported: heads or tails differ"
-    )
-  slots = store.num_slots()
+    raise ValueError("the state is not of the slots whose frames were imported")
+  flat = store.flat(*live_index(store))
   for name, array in store.fields.items():
     saved = state[f"slot_{name}"]
-    if saved.shape != (slots, *array.shape[2:]) or saved.dtype != array.dtype:
-      expected = f"{array.dtype}{[slots, *array.shape[2:]]}"
-      raise ValueError(f"slot_{name} is {saved.dtype}{list(saved.shape)}, expected {expected}")
-
-
-def import_store(store: LaneStore, state: Mapping[str, np.ndarray]) -> None:
-  """Restores `export_store`; call `check_store` first."""
-  flat = store.flat(*live_index(store))
+    if saved.shape != (len(flat), *array.shape[2:]) or saved.dtype != array.dtype:
+      raise ValueError(f"slot_{name} is {saved.dtype}{list(saved.shape)}, not as in this store")
   for name, array in store.fields.items():
     if name in store.stamps:
       store.stamps[name].set(flat, state[f"slot_{name}"])

@@ -87,7 +87,7 @@ def _build(
   seed, memory = unit_seed(config, "replay", membership), membership.frame_memory
   replay = builders.make_replay(own, agent, local, logger.message, seed=seed, frame_memory=memory)
   recovery = _recovery(config, agent, journal, run_dir, logger, membership)
-  restored = recovery.restore(snapshot.abstract(learner, agent)) if resume else None
+  restored = recovery.restore(snapshot.templates(learner, agent)) if resume else None
   if restored is None:
     state = learner.init(jax.random.fold_in(jax.random.key(config.run.seed), INIT))
     if resume:

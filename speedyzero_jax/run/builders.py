@@ -147,12 +147,10 @@ def restore_for_evaluation(
     CheckpointError: no checkpoint can be read.
   """
   agent = make_agent(config)
-  here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-  shapes: Any = jax.eval_shape(agent.init, jax.random.key(0))
-  abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
-  step, variables = Checkpoints(run_dir).restore_item("network", abstract, warn)
+  template: Any = jax.eval_shape(agent.init, jax.random.key(0))
+  step, variables = Checkpoints(run_dir).restore_item("network", template, warn)
   inference = Inference(agent, report=report)
-  return agent, inference, Version(step, variables)
+  return agent, inference, Version(step, jax.device_put(variables, jax.local_devices()[0]))
 
 
 def enable_compilation_cache(config: Config) -> None:

@@ -156,7 +156,6 @@ class Experiment:
     """Closes environments and files."""
     self.collector.close()
     self.recovery.close()
-    self.recovery.journal.close()
 
 
 def unit_seed(config: Config, name: str, membership: Membership) -> int:

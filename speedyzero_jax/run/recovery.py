@@ -1,12 +1,11 @@
 """Recovery of a run from its checkpoints and its journal.
 
 The journal holds steps as they were collected, a checkpoint everything that changes later; together
-they restore a run. All units
-of a run continue from the same learner step.
+they restore a run. All units of a run continue from the same learner step.
 """
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
@@ -20,11 +19,11 @@ class RecoveryManager:
 
   Args:
     checkpoints: of the unit.
-    journal: of the unit; its owner closes it.
+    journal: of the unit; closed by `close`.
     report: called with a line for people.
     durable: experience is durable as soon as it is appended; if not, with the next checkpoint.
     exact: a resumed run drops experience from after the checkpoint and repeats what came after it;
-      if not, that experience is replayed.
+      if not, that experience stays in the journal, to be replayed.
     agree: sends all units a number, waits for theirs, and returns them.
     units: that agree.
   """
@@ -44,12 +43,12 @@ class RecoveryManager:
     self._report, self._durable, self._exact = report, durable, exact
     self._agree, self._units = agree, units
     self._common = -1  # newest step that every unit is known to have; -1: none
-    self._thread: threading.Thread | None = None
-    self._error: Exception | None = None  # of the last save
+    self._writer = ThreadPoolExecutor(1, "checkpoint")
+    self._saving: Future[None] | None = None
 
   # --- Restoring ---
 
-  def restore(self, abstract: Mapping[str, Params]) -> Snapshot | None:
+  def restore(self, templates: Mapping[str, Params]) -> Snapshot | None:
     """The newest usable checkpoint that every unit has; see `Checkpoints.restore`.
 
     None if a unit has none: then all start from the beginning, and checkpoints of this unit are
@@ -65,7 +64,7 @@ class RecoveryManager:
       snapshot: Snapshot | None = None
       if self.checkpoints.steps() and newest != -1:
         snapshot = self.checkpoints.restore(
-          abstract, self._report, newest=newest, verify=self.journal.verify
+          templates, self._report, newest=newest, verify=self.journal.verify
         )
       steps = self._agree(-1 if snapshot is None else snapshot.step)
       if len(set(steps)) == 1:
@@ -86,14 +85,6 @@ class RecoveryManager:
         f"later frames of {np.count_nonzero(lost)} lanes are lost and will be collected again"
       )
     return snapshot
-
-  def stored(self, snapshot: Snapshot) -> Iterator[list[Segment]]:
-    """The experience that a checkpoint refers to: slots tails <= t < heads. See `Journal.read`."""
-    return self.journal.read(snapshot.tails, snapshot.heads)
-
-  def later(self, heads: np.ndarray) -> Iterator[list[Segment]]:
-    """The experience from heads [L] on; none if `exact`. See `Journal.read`."""
-    return self.journal.read(heads)
 
   # --- Saving ---
 
@@ -130,35 +121,27 @@ class RecoveryManager:
     if self._units == 1:
       self._common = snapshot.step
     elif not required:
-      newest = self.checkpoints.newest
-      newest_of_all = set(self._agree(-1 if newest is None else newest))
+      newest_of_all = set(self._agree(max(self.checkpoints.steps(), default=-1)))
       if len(newest_of_all) == 1:
         self._common = newest_of_all.pop()
-    self._thread = threading.Thread(
-      target=self._save, args=(snapshot, self._common), name="checkpoint"
-    )
-    self._thread.start()
+    self._saving = self._writer.submit(self._save, snapshot, self._common)
     if required:
       self._join()
 
   def _save(self, snapshot: Snapshot, needed: int) -> None:
-    try:
-      self.journal.flush()  # a checkpoint refers to what is on disk
-      self.checkpoints.save(snapshot, needed=needed)
-      tails = self.checkpoints.tails()
-      if tails is not None:
-        self.journal.evict(tails)
-    except Exception as error:  # raised by the next `wait` or `save`
-      self._error = error
+    self.journal.flush()  # a checkpoint refers to what is on disk
+    self.checkpoints.save(snapshot, needed=needed)
+    tails = self.checkpoints.tails()
+    if tails is not None:
+      self.journal.evict(tails)
 
   def _join(self) -> None:
-    if self._thread is not None:
-      self._thread.join()
-      self._thread = None
-    error, self._error = self._error, None
-    if error is not None:
-      raise error
+    saving, self._saving = self._saving, None
+    if saving is not None:
+      saving.result()
 
   def close(self) -> None:
-    """Waits for the last save and reports if it failed."""
+    """Waits for the last save, reports if it failed, and closes the journal."""
     self.wait()
+    self._writer.shutdown()
+    self.journal.close()

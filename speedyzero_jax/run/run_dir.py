@@ -4,10 +4,11 @@ A folder of another run, or in use by a process, is refused before anything in i
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import os
-from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.loader import ConfigError, UnknownKeyError
@@ -18,24 +19,20 @@ class RunFolderError(Exception):
   """The folder cannot be used; the message says why and what to do."""
 
 
-class RunDir:
+@dataclasses.dataclass(frozen=True)
+class RunDir(contextlib.AbstractContextManager):
   """An exclusively held run folder. Use as a context manager, or `close` it."""
 
-  def __init__(self, path: Path, config: Config, lock: int):
-    self.path, self.config, self._lock = path, config, lock
-    self.evaluation = path / "evaluation.json"
-
-  def __enter__(self) -> "RunDir":
-    return self
+  path: Path
+  config: Config
+  _lock: IO
 
   def __exit__(self, *_: object) -> None:
     self.close()
 
   def close(self) -> None:
     """Releases the lock. May be called twice."""
-    if self._lock >= 0:
-      os.close(self._lock)
-      self._lock = -1
+    self._lock.close()
 
 
 def create(config: Config, name: str) -> RunDir:
@@ -58,10 +55,12 @@ def create(config: Config, name: str) -> RunDir:
   try:
     path.mkdir(parents=True, exist_ok=True)
     if (path / "config.yaml").exists():
-      raise RunFolderError(_occupied(path, config))
+      raise RunFolderError(
+        f"{path} already holds a run. To continue it: --resume {path}. Or choose another run.dir."
+      )
     if any(entry.name not in ("run.lock", "config.yaml.tmp") for entry in path.iterdir()):
       raise RunFolderError(f"{path} is not empty and holds no run; choose another run.dir")
-    lock = _lock(path)
+    lock = _lock(path, "run.lock")
     temporary = path / "config.yaml.tmp"
     temporary.write_text(loader.to_yaml(config))
     os.replace(temporary, path / "config.yaml")
@@ -92,10 +91,7 @@ def open_existing(path: Path, changes: list[str]) -> RunDir:
       f"{path} was started with another configuration ({'; '.join(different)}); "
       "start a new run instead"
     )
-  try:
-    return RunDir(path, config, _lock(path))
-  except OSError as error:
-    raise RunFolderError(f"can't use {path}: {error.strerror or error}") from error
+  return RunDir(path, config, _lock(path, "run.lock"))
 
 
 def read_config(path: Path) -> Config:
@@ -116,40 +112,18 @@ def read_config(path: Path) -> Config:
     raise RunFolderError(f"{path / 'config.yaml'} can't be read: {error}") from error
 
 
-def _occupied(path: Path, config: Config) -> str:
-  changed = loader.diff(read_config(path), config)
-  changed.pop("run.dir", None)  # the same folder may be spelled in several ways
-  different = [f"{key}: {values}" for key, values in changed.items()]
-  what = (
-    f"another configuration ({'; '.join(different[:3])}{'; ...' if len(different) > 3 else ''})"
-    if different
-    else "this"
-  )
-  return (
-    f"{path} already holds a run of {what}. To continue it: --resume {path}. "
-    "Or choose another run.dir."
-  )
+def supervised(path: Path) -> IO:
+  """The supervisor's lock of a folder, until closed. Raises RunFolderError if it is held."""
+  return _lock(path, "supervisor.lock")
 
 
-@contextlib.contextmanager
-def supervised(path: Path) -> Iterator[None]:
-  """Holds the supervisor's lock of a folder. Raises RunFolderError if another process holds it."""
+def _lock(path: Path, name: str) -> IO:
+  """A locked file in the folder; the kernel releases the lock however the process ends."""
   try:
-    lock = _lock(path, "supervisor.lock")
+    file = (path / name).open("a")
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError:
+    raise RunFolderError(f"{path} is in use by another process") from None
   except OSError as error:
     raise RunFolderError(f"can't use {path}: {error.strerror or error}") from error
-  try:
-    yield
-  finally:
-    os.close(lock)
-
-
-def _lock(path: Path, name: str = "run.lock") -> int:
-  """Locks the folder for this process; the kernel releases it however the process ends."""
-  descriptor = os.open(path / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-  try:
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except BlockingIOError:
-    os.close(descriptor)
-    raise RunFolderError(f"{path} is in use by another process") from None
-  return descriptor
+  return file

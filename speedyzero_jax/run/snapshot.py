@@ -15,8 +15,8 @@ from speedyzero_jax.workers.learner import Learner, LearnerState
 from speedyzero_jax.workers.weights import ACTOR, DivergedError, Version
 
 
-def abstract(learner: Learner, agent: Agent) -> dict[str, Params]:
-  """Shapes of the items of a checkpoint that are restored to devices."""
+def templates(learner: Learner, agent: Agent) -> dict[str, Params]:
+  """Structure and shapes of a checkpoint's items; of the others, only their parts know them."""
   state = learner.abstract()
   weights = dict.fromkeys((ACTOR, *agent.subscriptions), state.variables)
   optimizer = {"state": state.opt_state, "target": state.target}
@@ -86,8 +86,8 @@ def restore(experiment: Experiment, restored: Snapshot) -> None:
       f"continue with {experiment.membership.units}"
     )
   experiment.logger.rewind(restored.step)
-  for segments in experiment.recovery.stored(restored):
-    experiment.replay.import_frames(segments)
+  for segment in experiment.recovery.journal.read(restored.tails, restored.heads):
+    experiment.replay.import_frames([segment])
   experiment.replay.load_state_dict(restored.items["replay"])
   steps: dict[str, Any] = meta["weights"]
   experiment.weights.restore(
@@ -105,8 +105,8 @@ def _check_same_network(experiment: Experiment, step: int) -> None:
   digests = experiment.membership.agree(int(parameters_hash(experiment)[:15], 16))
   if len(set(digests)) > 1:
     raise TrainingError(
-      f"the learner processes' checkpoints of step {step} hold different networks: move "
-      f"checkpoints/{step} away, in the run folder and in its units/*, to continue from older ones"
+      f"the learner processes' checkpoints of step {step} hold different networks: to continue "
+      f"from older ones, move checkpoints/{step}-* away, in the run folder and in its units/*"
     )
 
 
@@ -114,8 +114,8 @@ def replay_journal(experiment: Experiment) -> bool:
   """Appends the segments recorded after the checkpoint. Returns whether there were any."""
   limiter, replay = experiment.limiter, experiment.replay
   before, heads = limiter.env_steps, replay.heads
-  for segments in experiment.recovery.later(heads):
-    experiment.collector.replay_recorded(segments)
+  for segment in experiment.recovery.journal.read(heads):
+    experiment.collector.replay_recorded([segment])
   if limiter.env_steps > before:
     experiment.logger.message(f"{limiter.env_steps - before} more agent steps from the journal")
   return bool((replay.heads > heads).any())  # resets, too, are slots

@@ -43,19 +43,19 @@ class Topology(NamedTuple):
     return sum(self)
 
   def role(self, process_id: int) -> Role:
-    """The role of a process. Raises ValueError if there is no such process."""
-    index = process_id
-    kinds: tuple[Kind, ...] = get_args(Kind)
-    for kind, count in zip(kinds, self, strict=True):
-      if index < count:
-        return Role(kind, index % self.learners, index // self.learners)
-      index -= count
-    raise ValueError(f"there are {self.num_processes} processes, no number {process_id}")
+    """The role of a process."""
+    return self._roles()[process_id]
 
   def serving(self, kind: Kind, unit: int) -> int:
     """The number of a unit's processes of a kind."""
-    roles = (self.role(process_id) for process_id in range(self.num_processes))
-    return sum(role.kind == kind and role.unit == unit for role in roles)
+    return sum((role.kind, role.unit) == (kind, unit) for role in self._roles())
+
+  def _roles(self) -> list[Role]:
+    return [
+      Role(kind, index % self.learners, index // self.learners)
+      for kind, count in zip(get_args(Kind), self, strict=True)
+      for index in range(count)
+    ]
 
   def __str__(self) -> str:
     counts = zip(get_args(Kind), self, strict=True)

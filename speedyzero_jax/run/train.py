@@ -53,11 +53,11 @@ def train(
   enable_compilation_cache(config)
   unit, units = membership.unit, membership.units
   reported = loader.divide(config, unit, units) if unit else config
-  resume_step = max(Checkpoints(folder).steps(), default=0) if resume else None
   try:
+    resume_step = max(Checkpoints(folder).steps(), default=0) if resume else None
     opened = MetricsLogger(reported, folder, resume_step, membership.share)
-  except OSError as error:
-    print(f"error: can't write into {folder}: {error.strerror or error}", file=sys.stderr)
+  except (CheckpointError, OSError) as error:
+    print(f"error: can't use {folder}: {error}", file=sys.stderr)
     return FAILED
   with opened as logger:
     try:

@@ -81,10 +81,8 @@ class Learner:
     return jax.jit(self._fresh, out_shardings=self._replicated)(key)
 
   def abstract(self) -> LearnerState:
-    """Shapes of the state, for restoring a checkpoint onto one device of this process."""
-    here = jax.sharding.SingleDeviceSharding(self.mesh.local_devices[0])
-    shapes = jax.eval_shape(self._fresh, jax.random.key(0))
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
+    """Shapes of the state."""
+    return jax.eval_shape(self._fresh, jax.random.key(0))
 
   def restore(
     self, variables: Variables, target: Params, opt_state: optax.OptState, step: int

@@ -1,14 +1,20 @@
-"""A run that has ended: its files, resuming it, refusing changes of it, and evaluating it."""
+"""A run that has ended: its files, resuming it, refusing changes of it, and evaluating it.
+
+And one that was stopped and killed on its way, which must end as the other.
+"""
 
 import json
+import random
 import re
 import shutil
+import signal
+import time
 
 import jax
 import numpy as np
 import pytest
 import tiny
-from launched import CACHE, NEW, STEPS, hash_in, listing, newest, python, start
+from launched import CACHE, NEW, STEPS, hash_in, listing, newest, start, wait_until
 
 from launch import evaluate, multihost
 from speedyzero_jax.metrics import jsonl
@@ -16,19 +22,14 @@ from speedyzero_jax.run import run_dir, train
 from speedyzero_jax.run.checkpoint import Checkpoints
 
 
-def ended(folder, *arguments, devices=1):
-  """A run to its end in a process; returns its output."""
-  process = start("--config", *arguments, f"run.dir={folder}", devices=devices)
-  out, errors = process.communicate(timeout=280)
-  assert process.returncode == 0, errors
-  return out
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
   """Folder and output of a run, which tests must not change."""
   folder = tmp_path_factory.mktemp("runs") / "run"
-  return folder, ended(folder, *NEW[1:])
+  process = start(*NEW, f"run.dir={folder}")
+  out, errors = process.communicate(timeout=280)
+  assert process.returncode == 0, errors
+  return folder, out
 
 
 @pytest.fixture
@@ -69,11 +70,46 @@ def test_resuming_it_evaluates_and_does_not_train(finished, copied, capsys):
   assert json.loads((copied / "evaluation.json").read_text())["episodes"] == 3
 
 
+NUMBERS = {"TERM": signal.SIGTERM, "INT": signal.SIGINT}
+
+
+@pytest.mark.timeout(1200)
+def test_a_run_stopped_and_killed_at_any_moment_ends_as_the_undisturbed_one(finished, tmp_path):
+  folder, log, rng = tmp_path / "run", tmp_path / "log", random.Random(3)
+  process = start(*NEW, f"run.dir={folder}", log=log)
+  for name in ("early", "TERM", "KILL"):
+    before = newest(folder)
+    if name == "early":  # it has begun, but has no checkpoint
+      assert wait_until((folder / "metrics.jsonl").exists, process)
+    else:
+      assert wait_until(lambda step=before + 2: newest(folder) >= step, process)
+      time.sleep(rng.uniform(0, 0.1))
+    number = NUMBERS.get(name, signal.SIGKILL)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=200)
+    expected = -signal.SIGKILL if number == signal.SIGKILL else 128 + number
+    assert process.returncode == expected, errors
+    output = log.read_text()
+    assert (f"resuming at learner step {before}," in output) == (before >= 0)
+    if number != signal.SIGKILL:
+      (saved,) = re.findall(r"stopped and saved at learner step (\d+);", output)
+      assert int(saved) == newest(folder) > before and errors == ""
+    process = start("--resume", folder, log=log)
+  _, errors = process.communicate(timeout=400)
+  assert process.returncode == 0, errors
+  assert hash_in(log.read_text()) == hash_in(finished[1])
+  assert (folder / "evaluation.json").read_text() == (finished[0] / "evaluation.json").read_text()
+  for of in (folder, finished[0]):
+    rows, damaged = jsonl.read_rows(of / "metrics.jsonl")
+    assert not damaged and [row["step"] for row in rows] == [*range(1, STEPS + 1), STEPS]
+    assert not (of / "damaged").exists()
+    assert Checkpoints(of).steps() == [STEPS - 4, STEPS - 2, STEPS]
+
+
 def test_another_configuration_in_its_folder_is_refused(finished, capsys):
   folder, _ = finished
   before = listing(folder)
   for arguments, message in (
-    ([*NEW, f"run.dir={folder}", "run.seed=1"], "run.seed: 0 != 1"),
     (["--resume", str(folder), "learner.steps=99"], f"learner.steps: {STEPS} != 99"),
     ([*NEW, f"run.dir={folder}"], f"--resume {folder}"),
   ):
@@ -82,23 +118,18 @@ def test_another_configuration_in_its_folder_is_refused(finished, capsys):
   assert listing(folder) == before
 
 
-def test_a_run_on_four_devices_does_not_continue_on_three(tmp_path, monkeypatch, capsys):
-  folder = tmp_path / "run"
-  output = ended(
-    folder, "quickstart", *tiny.OVERRIDES, CACHE, "learner.devices=0", "run.mode=async", devices=4
-  )
-  assert "4 x cpu" in output and "trained: 150 agent steps, 12 learner steps" in output
-  assert newest(folder) == 12
-  rows, _ = jsonl.read_rows(folder / "metrics.jsonl")
-  assert rows[-1]["charts/samples_per_insert"] == 12 * 8 / 110
+def test_a_run_does_not_continue_where_devices_cannot_share_its_batch(
+  tmp_path, monkeypatch, capsys
+):
+  run_dir.create(tiny.config("learner.devices=0", f"run.dir={tmp_path}"), "x").close()
   monkeypatch.setattr(train, "train", lambda *args, **kwargs: pytest.fail("trains"))
   three = jax.local_devices()[:1] * 3
   monkeypatch.setattr(jax, "local_devices", lambda: three)
-  before = listing(folder)
+  before = listing(tmp_path)
   for _ in range(2):  # the folder is free again
-    assert multihost.main(["--resume", str(folder)]) == 2
+    assert multihost.main(["--resume", str(tmp_path)]) == 2
     assert "learner.batch_size: must be a multiple of the 3" in capsys.readouterr().err
-  assert listing(folder) == before
+  assert listing(tmp_path) == before
 
 
 @pytest.mark.parametrize("part", ["checkpoints", "journal.sqlite"])
@@ -133,24 +164,15 @@ def test_evaluating_it_as_the_run_did_gives_the_same(finished, copied):
   assert evaluate.main([str(copied), "--seed", "4", "--max-episode-steps", "5"]) == 0
 
 
-INTERRUPTED = """
-import os, signal, sys
-from launch import evaluate
-from speedyzero_jax.workers import evaluator
-make_env = evaluator.make_env
-def interrupted(*args, **kwargs):
-  os.kill(os.getpid(), signal.SIGINT)
-  return make_env(*args, **kwargs)
-evaluator.make_env = interrupted
-sys.exit(evaluate.main(sys.argv[1:]))
-"""
+def test_an_interrupted_evaluation_leaves_the_one_before(finished, monkeypatch, capsys):
+  def interrupted(*args, **kwargs):
+    raise KeyboardInterrupt
 
-
-def test_an_interrupted_evaluation_leaves_the_one_before(finished):
   before = listing(finished[0])
-  process = python("-c", INTERRUPTED, finished[0], "--episodes", "3")
-  out, errors = process.communicate(timeout=120)
-  assert (process.returncode, out, errors.count("\n")) == (130, "", 1)
+  monkeypatch.setattr("speedyzero_jax.workers.evaluator.make_env", interrupted)
+  assert evaluate.main([str(finished[0]), "--episodes", "3"]) == 130
+  out, errors = capsys.readouterr()
+  assert (out, errors.count("\n")) == ("", 1)
   assert listing(finished[0]) == before
 
 

@@ -55,11 +55,11 @@ def test_new_games_differ_each_time(tmp_path, monkeypatch):
     experiment.collector.collect()
     snapshot.save(experiment, required=True)
     experiment.collector.collect()
-  for _ in range(3):
+  for _ in range(2):
     with durable(tmp_path, 0) as experiment:
       experiment.collector.collect()
   first, *again = seeds
-  assert set(again[::2]) == {first} and len({*again[1::2], first}) == 4
+  assert set(again[::2]) == {first} and len({*again[1::2], first}) == 3
 
 
 def test_a_restart_from_the_beginning_keeps_the_experience(tmp_path):
@@ -73,9 +73,8 @@ def test_a_restart_from_the_beginning_keeps_the_experience(tmp_path):
   assert Checkpoints(tmp_path).steps() == [0, 4]
   with durable(tmp_path, 4, agree=lambda step: [step, -1]) as experiment:
     assert not Checkpoints(tmp_path).steps() and not rows_of(tmp_path)
-    assert sorted(path.name for path in (tmp_path / "damaged").iterdir() if path.is_dir()) == [
-      "0", "4"
-    ]  # fmt: skip
+    aside = {path.name.split("-")[0] for path in (tmp_path / "damaged").iterdir() if path.is_dir()}
+    assert aside == {"0", "4"}
     assert (experiment.limiter.learner_steps, experiment.limiter.env_steps) == (0, 100)
     snapshot.save(experiment, required=True)
     new, heads = snapshot.parameters_hash(experiment), experiment.replay.heads

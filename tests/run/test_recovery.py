@@ -31,14 +31,13 @@ def play(lane, start, stop):
   return Segment.of(lane, start, arrays | {"first": time == 0, "reward": time.astype(np.float32)})
 
 
-def times(lists):
+def times(segments):
   """Lane -> times of its slots; their content must be right."""
   found = {lane: [] for lane in range(LANES)}
-  for segments in lists:
-    for segment in segments:
-      stop = segment.start + len(segment.frame)
-      assert_same_tree(segment.arrays(), play(segment.lane, segment.start, stop).arrays())
-      found[segment.lane] += range(segment.start, stop)
+  for segment in segments:
+    stop = segment.start + len(segment.frame)
+    assert_same_tree(segment.arrays(), play(segment.lane, segment.start, stop).arrays())
+    found[segment.lane] += range(segment.start, stop)
   return found
 
 
@@ -63,7 +62,6 @@ class Unit:
 
   def __exit__(self, *_):
     self.manager.close()
-    self.journal.close()
 
   def collect(self, head):
     heads = self.journal.heads.tolist()
@@ -77,6 +75,11 @@ class Unit:
 
   def restore(self):
     return self.manager.restore(abstract())
+
+
+def stored(unit, snapshot):
+  """The experience that a checkpoint refers to."""
+  return unit.journal.read(snapshot.tails, snapshot.heads)
 
 
 def everything(tail, head):
@@ -96,8 +99,8 @@ def test_a_run_comes_back_with_its_experience(tmp_path, durable):
   with Unit(tmp_path, durable=durable) as unit:
     restored = unit.restore()
     assert_same_tree(restored, saved)
-    assert times(unit.manager.stored(restored)) == everything(3, 15)
-    later = times(unit.manager.later(restored.heads))
+    assert times(stored(unit, restored)) == everything(3, 15)
+    later = times(unit.journal.read(restored.heads))
     assert later == everything(15, 17 if durable else 15)
     assert unit.journal.heads.tolist() == [17 if durable else 15] * LANES
     assert not unit.reported
@@ -111,9 +114,9 @@ def test_an_exact_run_drops_what_was_written_after_the_checkpoint(tmp_path):
     unit.journal.flush()
   with Unit(tmp_path) as unit:
     restored = unit.restore()
-    assert times(unit.manager.stored(restored)) == everything(0, 5)
+    assert times(stored(unit, restored)) == everything(0, 5)
     assert unit.journal.heads.tolist() == [5] * LANES
-    assert times(unit.manager.later(restored.heads)) == everything(5, 5)
+    assert times(unit.journal.read(restored.heads)) == everything(5, 5)
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -123,7 +126,7 @@ def test_without_a_checkpoint_only_durable_experience_is_kept(tmp_path, durable)
     unit.journal.flush()
   with Unit(tmp_path, durable=durable) as unit:
     assert unit.restore() is None
-    assert times(unit.manager.later(np.zeros(LANES, int))) == everything(0, 5 * durable)
+    assert times(unit.journal.read(np.zeros(LANES, int))) == everything(0, 5 * durable)
 
 
 def test_the_journal_keeps_what_any_checkpoint_refers_to(tmp_path):
@@ -134,11 +137,11 @@ def test_the_journal_keeps_what_any_checkpoint_refers_to(tmp_path):
       unit.save(step, required=True)
     assert unit.manager.checkpoints.steps() == [4, 5]
     assert unit.journal.tails.tolist() == [40 - CAPACITY] * LANES
-  flip(tmp_path / "checkpoints" / "5" / "meta" / "metadata")
+  flip(tmp_path / "checkpoints" / "5-150" / "meta" / "metadata")
   with Unit(tmp_path) as unit:
     restored = unit.restore()
-    assert restored.step == 4 and "checkpoints/5" in unit.reported[0]
-    assert times(unit.manager.stored(restored)) == everything(40 - CAPACITY, 40)
+    assert restored.step == 4 and "checkpoints/5-150" in unit.reported[0]
+    assert times(stored(unit, restored)) == everything(40 - CAPACITY, 40)
     unit.collect(50)
     unit.save(5, required=True)
   content = (tmp_path / "journal.sqlite").read_bytes()
@@ -146,7 +149,7 @@ def test_the_journal_keeps_what_any_checkpoint_refers_to(tmp_path):
   assert content.count(frames) == 1
   (tmp_path / "journal.sqlite").write_bytes(content.replace(frames, frames[::-1]))
   with Unit(tmp_path) as unit:
-    assert unit.restore().step == 4 and "lane 0, slot 40 is damaged" in unit.reported[0]
+    assert unit.restore().step == 4 and "lane 0, slot 40 is missing or damaged" in unit.reported[0]
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -183,7 +186,7 @@ def test_a_journal_that_fails_fails_the_checkpoint(tmp_path, monkeypatch):
   with Unit(tmp_path) as unit:
     restored = unit.restore()
     assert_same_tree(restored, saved)
-    assert times(unit.manager.stored(restored)) == everything(0, 8)
+    assert times(stored(unit, restored)) == everything(0, 8)
 
 
 _WRITER = """
@@ -228,7 +231,7 @@ def test_killed_at_any_moment(tmp_path, durable):
       return name
 
     assert parent.stdout.readline() == "ready\n"
-    for _ in range(4):
+    for _ in range(6):
       parent.stdin.write("next\n")
       parent.stdin.flush()
       newest.pop("pid", None)
@@ -248,8 +251,8 @@ def test_killed_at_any_moment(tmp_path, durable):
           continue
         assert restored.step in (step, step + 1) and not unit.reported
         head, last = int(restored.heads[0]), int(unit.journal.heads[0])
-        assert times(unit.manager.stored(restored)) == everything(max(0, head - CAPACITY), head)
-        assert times(unit.manager.later(restored.heads)) == everything(head, last)
+        assert times(stored(unit, restored)) == everything(max(0, head - CAPACITY), head)
+        assert times(unit.journal.read(restored.heads)) == everything(head, last)
         assert last in (newest["head"], newest["head"] + 2) if durable else last == head
         newest["head"], newest["step"] = last, restored.step
     parent.stdin.close()
@@ -356,7 +359,7 @@ def test_a_unit_that_starts_from_the_beginning_keeps_its_experience(tmp_path, ev
   with Unit(tmp_path, durable=True, agree=lambda step: [step, -1], units=2) as unit:
     assert unit.restore() is None
     kept = everything(0, 0 if evicted else CAPACITY)
-    assert times(unit.manager.later(np.zeros(LANES, int))) == kept
+    assert times(unit.journal.read(np.zeros(LANES, int))) == kept
     lost = f"{LANES * (CAPACITY + 3)} later frames of {LANES} lanes are lost"
     assert any(lost in line for line in unit.reported) == evicted
   assert Checkpoints(tmp_path).steps() == []
@@ -387,4 +390,4 @@ def test_what_another_unit_may_have_to_go_back_to_stays(tmp_path, units, keep, t
     assert unit.manager.checkpoints.steps() == kept
     assert unit.journal.tails.tolist() == [10 * kept[0] - CAPACITY] * LANES
     oldest = Checkpoints(tmp_path).restore(abstract(), pytest.fail, newest=kept[0])
-    assert times(unit.manager.stored(oldest)) == everything(10 * kept[0] - CAPACITY, 10 * kept[0])
+    assert times(stored(unit, oldest)) == everything(10 * kept[0] - CAPACITY, 10 * kept[0])

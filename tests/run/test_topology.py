@@ -33,8 +33,6 @@ def test_roles_are_distinct_and_units_have_equal_shares_of_helpers(shape):
     assert sum(serving) == count and max(serving) - min(serving) <= 1
     for unit, n in enumerate(serving):
       assert sorted(r.number for r in roles if (r.kind, r.unit) == (kind, unit)) == list(range(n))
-  with pytest.raises(ValueError, match=f"there are {shape.num_processes} processes"):
-    shape.role(shape.num_processes)
 
 
 def test_roles_and_topologies_have_names():

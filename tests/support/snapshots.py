@@ -24,9 +24,10 @@ def variables(step):
 
 
 def optimizer_state(params):
-  optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
-  gradient = jax.tree.map(lambda x: x * 0.1, params)
-  return jax.device_get(optimizer.update(gradient, optimizer.init(params), params)[1])
+  """As optax has it, made without running jax, which would cost a process its compilations."""
+  moments = [jax.tree.map(lambda x, by=by: x * np.float32(by), params) for by in (0.1, 0.01)]
+  adam = optax.ScaleByAdamState(np.array(1, np.int32), *moments)
+  return optax.EmptyState(), (adam, optax.EmptyState())
 
 
 def snapshot(step, *, head=None, tail=0, **items):
@@ -39,12 +40,11 @@ def snapshot(step, *, head=None, tail=0, **items):
     "optimizer": optimizer_state(network.params),
     "weights": {name: variables(step - i) for i, name in enumerate(("actor", "refresher"))},
     "replay": {
-      "columns": {
-        "inserted": rng.integers(2**40, 2**62, (step, LANES), np.int64),
-        "first": rng.random(step) < 0.5,
-        "policy": np.zeros((0, 3), np.float32),
-      },
-      "sampler": {"priority": rng.random(step), "count": np.array(step, np.int64)},
+      "inserted": rng.integers(2**40, 2**62, (step, LANES), np.int64),
+      "first": rng.random(step) < 0.5,
+      "policy": np.zeros((0, 3), np.float32),
+      "priority": rng.random(step),
+      "count": np.array(step, np.int64),
       "rng": rng.integers(0, 2**64, 6, np.uint64, endpoint=False),
     },
     "actor": {"actions": rng.integers(0, 5, (step, LANES)).astype(np.int16)},
