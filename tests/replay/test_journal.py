@@ -3,7 +3,6 @@
 import contextlib
 import os
 import resource
-import shutil
 import signal
 import sqlite3
 import subprocess
@@ -343,21 +342,6 @@ def test_a_second_opener_is_refused(tmp_path):
 # --- Disks ---
 
 
-@contextlib.contextmanager
-def small_disk(folder):
-  """2 MB of memory mounted at a folder, where the system permits it."""
-  mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
-  if (
-    shutil.which("mount") is None
-    or subprocess.run(mount, capture_output=True, check=False).returncode
-  ):
-    pytest.skip("may not mount a file system")
-  try:
-    yield
-  finally:
-    subprocess.run(["umount", str(folder)], check=True)
-
-
 def append_until_it_fails(journal, limit=10_000):
   """Message of the first JournalError, and the heads of the last flush before it."""
   for _ in range(limit):
@@ -370,27 +354,11 @@ def append_until_it_fails(journal, limit=10_000):
   raise AssertionError("never failed")
 
 
-def test_full_disk(tmp_path):
-  """What was flushed stays, what was not is kept until there is room."""
-  with small_disk(tmp_path):
-    path, filler = tmp_path / "journal", tmp_path / "filler"
-    filler.write_bytes(bytes(500_000))
-    with opened(path, LARGE) as journal:
-      message, durable = append_until_it_fails(journal)
-      assert min(durable) > 10 and str(path) in message and "full" in message
-      for _ in range(2):
-        with pytest.raises(JournalError, match="full"):
-          journal.flush()
-      filler.unlink()
-      journal.flush()
-      message, durable = append_until_it_fails(journal)
-    with opened(path, LARGE) as journal:
-      assert journal.heads.tolist() == durable
-      assert read(journal) == expected(NONE, durable, schema=LARGE)
-
-
 def test_failing_writes(tmp_path):
-  """The system refuses to let the file grow, as it would for a quota; then it permits it again."""
+  """The system refuses to let the file grow, as on a full disk; then it permits it again.
+
+  What was flushed stays, what was not is kept until there is room.
+  """
   limits = resource.getrlimit(resource.RLIMIT_FSIZE)
   with opened(tmp_path / "journal", LARGE) as journal:
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))

@@ -22,15 +22,15 @@ NEW = [
 ]  # fmt: skip
 
 
-def start(*arguments, devices=1, script="multihost.py", log=None):
+def start(*arguments, script="multihost.py", log=None):
   """A process whose standard output goes to the file `log`, if given."""
   out = subprocess.PIPE if log is None else log.open("w")
-  return python(ROOT / "launch" / script, *arguments, devices=devices, stdout=out)
+  return python(ROOT / "launch" / script, *arguments, stdout=out)
 
 
-def python(*arguments, devices=1, **options):
+def python(*arguments, **options):
   """A Python process with pipes for its output, unless they are given."""
-  environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(ROOT)}
+  environment = os.environ | {"JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT)}
   options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
   return subprocess.Popen([sys.executable, *map(str, arguments)], env=environment, **options)
 
