@@ -89,9 +89,7 @@ class FetchedFrames:
       if self._error and self._written < written:
         raise self._error
     if isinstance(self._frames, DeviceFrames):
-      lanes = np.broadcast_to(lane[:, None], cell.shape)
-      spread = len(lane) % self._frames.devices == 0
-      return self._frames.gather(lanes, cell, spread=spread)
+      return self._frames.gather(lane, cell)
     return self._frames[lane[:, None], cell]
 
 

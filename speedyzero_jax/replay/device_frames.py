@@ -89,11 +89,6 @@ class DeviceFrames:
     return -(-lanes // devices) * rows * frame.nbytes
 
   @property
-  def devices(self) -> int:
-    """Number of devices that hold frames."""
-    return self._mesh.size
-
-  @property
   def bytes_per_device(self) -> int:
     """Bytes held on each device."""
     return self.size(self._frame, self._lanes, self._rows, self._mesh.size)
@@ -111,17 +106,14 @@ class DeviceFrames:
         row = np.pad(self._row(lane[part], cell[part]), (0, missing), constant_values=-1)
         self._frames = self._write(self._frames, row, np.pad(flat[part], ((0, missing), (0, 0))))
 
-  def gather(self, lane: np.ndarray, cell: np.ndarray, *, spread: bool) -> jax.Array:
-    """Frames [B, T, H, W, C] of written cells (lane [B, T], cell [B, T]), asynchronously.
+  def gather(self, lane: np.ndarray, cell: np.ndarray) -> jax.Array:
+    """Frames [B, T, H, W, C] of written cells (lane [B], cell [B, T]), asynchronously.
 
-    Args:
-      lane: of each frame.
-      cell: of each frame.
-      spread: divide B over the mesh (B is a multiple of its size), as the learner needs it.
-        Otherwise the result is on the mesh's first device.
+    They are divided over the mesh if B is a multiple of its size, else on its first device.
     """
+    spread = len(lane) % self._mesh.size == 0
     with self._lock:
-      row = self._row(lane, cell)
+      row = self._row(lane[:, None], cell)
       with in_order(self._mesh):
         found = self._gather[spread](self._frames, row)
     return found if spread else found.addressable_data(0)

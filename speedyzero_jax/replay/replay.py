@@ -92,8 +92,6 @@ class Replay:
     Raises:
       ValueError: invalid segments (see `LaneStore.append`); nothing has changed then.
     """
-    if not segments:
-      return
     with self.lock:
       old_head = self.store.head.copy()
       self._written(*self.store.append(segments))
@@ -147,19 +145,16 @@ class Replay:
 
   # --- frames
 
-  def windows(
-    self, lane: np.ndarray, time: np.ndarray, after: int = 0, *, spread: bool = False
-  ) -> Array:
+  def windows(self, lane: np.ndarray, time: np.ndarray, after: int = 0) -> Array:
     """Frames of the states time .. time+after with their stacks, [B, S+after, H, W, C].
 
     State time+i is frames i .. i+S-1. Beyond an episode's first and last stored frames those are
-    repeated. With frames on devices the result is a jax array, on the first device or, with
-    `spread`, divided over the mesh; otherwise a numpy array.
+    repeated. With frames on devices the result is a jax array (see `DeviceFrames.gather`).
     """
-    return self._gather(lane, self.window_cells(lane, time, after)[0], spread)
+    return self._gather(lane, self.window_cells(lane, time, after)[0])
 
   def trajectories(
-    self, lane: np.ndarray, time: np.ndarray, after: int, *, spread: bool = False
+    self, lane: np.ndarray, time: np.ndarray, after: int
   ) -> tuple[Array, np.ndarray]:
     """Frames of consecutive slots across episodes, and indices of each slot's stack in them.
 
@@ -175,20 +170,19 @@ class Replay:
       stack = np.maximum(states[..., None] + np.arange(1 - self._stack, 1), start[..., None])
       index = stack - (time[:, None, None] - self._stack + 1)
       cells = store.cell(slots)
-    return self._gather(lane, cells, spread), index.astype(np.int32)
+    return self._gather(lane, cells), index.astype(np.int32)
 
-  def _gather(self, lane: np.ndarray, cells: np.ndarray, spread: bool) -> Array:
+  def _gather(self, lane: np.ndarray, cells: np.ndarray) -> Array:
     # Copied outside the lock, being large. Meanwhile frames may be replaced: `held` detects that,
     # and results computed from them are dropped on writing.
-    lanes = np.broadcast_to(lane[:, None], cells.shape)
     if self._device_frames is not None:
-      return self._device_frames.gather(lanes, cells, spread=spread)
-    return self.store.gather(lanes, cells)
+      return self._device_frames.gather(lane, cells)
+    return self.store.gather(lane[:, None], cells)
 
-  def blanks(self, count: int, after: int = 0, *, spread: bool = False) -> Array:
+  def blanks(self, count: int, after: int = 0) -> Array:
     """Placeholder windows with the shape and placement of real ones, for compilation."""
     cells = np.zeros((count, self._stack + after), np.int64)
-    return self._gather(cells[:, 0], cells, spread)
+    return self._gather(cells[:, 0], cells)
 
   def held(self, lane: np.ndarray, time: np.ndarray, since: np.ndarray) -> np.ndarray:
     """Whether windows gathered after `tails` were `since` [L] contain no replaced frame, bool [B].

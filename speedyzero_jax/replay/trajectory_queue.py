@@ -1,5 +1,6 @@
 """A FIFO queue of trajectories: consecutive windows of each lane, each trained on once."""
 
+import copy
 import math
 from collections.abc import Mapping
 
@@ -92,7 +93,6 @@ class TrajectoryQueue:
     return self._due()[0]
 
   def ready(self, n: int) -> bool:
-    """Whether n windows are complete."""
     return self.count >= n
 
   def appended(self, lane: np.ndarray, old_head: np.ndarray) -> None:
@@ -127,16 +127,15 @@ class TrajectoryQueue:
 
     Windows selected but not trained on are selected again after a restart.
     """
-    before = self._next.copy(), self._turn, self._skipped
-    self._skip(int(self._complete().sum()))  # in the state only: `ready` may have counted on them
-    start, turn, skipped = self._next, self._turn, self._skipped
-    self._next, self._turn, self._skipped = before
+    saved = copy.copy(self)  # windows are skipped in it only: `ready` may have counted on them
+    saved._next = self._next.copy()
+    saved._skip(int(self._complete().sum()))
     for lane, time in self._pending:
-      start[lane] = min(start[lane], time)
+      saved._next[lane] = min(saved._next[lane], time)
     return {
-      "queue_next": start,
-      "queue_turn": turn.copy(),
-      "queue_skipped": np.array([skipped], np.int64),
+      "queue_next": saved._next,
+      "queue_turn": saved._turn.copy(),
+      "queue_skipped": np.array([saved._skipped], np.int64),
     }
 
   def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:

@@ -67,9 +67,9 @@ class BatchPipeline:
     tails = replay.tails
     lane, time = selection.lane, selection.time
     if window.within_episode:
-      frames = replay.windows(lane, time, after=window.after, spread=True)
+      frames = replay.windows(lane, time, after=window.after)
     else:
-      frames, stack = replay.trajectories(lane, time, window.after, spread=True)
+      frames, stack = replay.trajectories(lane, time, window.after)
       arrays = arrays | {"stack": stack}
     held = replay.held(lane, time, tails).astype(np.float32)[:, None]
     masked = {name: x * held for name, x in arrays.items() if name.endswith("_mask")}

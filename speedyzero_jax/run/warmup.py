@@ -90,7 +90,7 @@ def _calls(experiment: Experiment) -> Iterator[_Call]:
     return _Call(name, per_step, program, args, keywords, partial(program, *args, **keywords))
 
   def task(name: str, per_step: float, count: int, after: int) -> _Call:
-    frames = experiment.replay.blanks(count, after, spread=count % inference.devices == 0)
+    frames = experiment.replay.blanks(count, after)
     variables = weights[agent.tasks[name].subscription]
     return call(name, inference.tasks[name], per_step, variables, frames, key)
 
@@ -133,7 +133,7 @@ def example_batch(experiment: Experiment) -> tuple[Arrays, list[Work]]:
     arrays, _ = agent.assemble(replay, selection, 0)
   if not window.within_episode:
     arrays |= {"stack": replay.trajectories(selection.lane, selection.time, window.after)[1]}
-  frames = experiment.replay.blanks(size, window.after, spread=True)
+  frames = experiment.replay.blanks(size, window.after)
   return {"frames": frames, **arrays}, works
 
 

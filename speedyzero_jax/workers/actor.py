@@ -68,8 +68,7 @@ class Actor:
     self._lanes = lane_offset + np.arange(env.num_lanes)
     self._actions: list[np.ndarray] = []
     self._stacker = FrameStacker(config.env.frame_stack)
-    zeros = np.zeros(env.num_lanes, np.int64)
-    self._start = zeros if start is None else np.asarray(start, np.int64)
+    self._start = np.zeros(env.num_lanes, np.int64) if start is None else start
     self._slot = self._start.copy()  # absolute time of the current frames
     self._core = jax.tree.map(np.asarray, agent.initial_core(env.num_lanes))
     self._show(env.reset())
@@ -232,24 +231,27 @@ class LocalActor:
   ):
     self._config, self._agent, self._inference, self._replay = config, agent, inference, replay
     self._seed, self._key, self._stats = seed, key, stats
-    # Environments that could not be restored are replaced by ones with another seed, derived from
-    # the number of slots at that moment.
-    self._generation = 0
-    self._begin(None)
+    self._begin(0)
 
-  def _begin(self, start: np.ndarray | None) -> None:
-    seed = self._seed + (self._generation << 32)  # distinct from evaluation and other runs
+  def _begin(self, generation: int) -> None:
+    """Makes environments whose first frames follow all slots of the replay.
+
+    Environments that could not be restored are replaced by those of another generation, with
+    another seed: the number of slots at that moment.
+    """
+    self._generation = generation
+    seed = self._seed + (generation << 32)  # distinct from evaluation and other runs
     self.env = make_env(self._config.env, self._config.actor.lanes, seed, training=True)
     self._stats.clear()  # also of games finished by a replay that diverged
     self.actor = Actor(
-      self._config, self._agent, self.env, self._inference, self._key, self._stats, start=start
+      self._config,
+      self._agent,
+      self.env,
+      self._inference,
+      self._key,
+      self._stats,
+      start=self._replay.heads,
     )
-
-  def _restart(self, generation: int) -> None:
-    """Makes new environments, whose first frames follow all slots of the replay."""
-    self.env.close()
-    self._generation = generation
-    self._begin(self._replay.heads)
 
   def state_dict(self) -> dict[str, np.ndarray]:
     """The state for a checkpoint."""
@@ -262,14 +264,16 @@ class LocalActor:
       RuntimeError: the environments showed other frames; call `cut` then.
     """
     if generation := int(state["generation"][0]):
-      self._restart(generation)
+      self.env.close()
+      self._begin(generation)
     self.actor.load_state_dict(state)
 
   def cut(self) -> None:
     """Truncates unfinished episodes and starts new games."""
     for lane in range(self._config.actor.lanes):
       self._replay.truncate(lane)
-    self._restart(int(self._replay.heads.sum()))
+    self.env.close()
+    self._begin(int(self._replay.heads.sum()))
 
   def close(self) -> None:
     """Closes the environments."""

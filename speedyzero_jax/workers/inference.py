@@ -30,7 +30,6 @@ class Inference:
     *,
     report: Report = lambda _: None,
   ):
-    self.devices = 1 if mesh is None else mesh.size
     self._mesh = mesh
     self.act = Program(self._compiled(agent.act, "explore"), agent.label("act"), report)
     self.tasks = {

@@ -15,15 +15,13 @@ _ON_CPU, _ON_ACCELERATOR = 256, 4096  # states per call that saturate two cores,
 def write_results(replay: Replay, task: Task, work: Work, results: Arrays, step: int) -> None:
   """Writes a task's results [B, n, ...] into the replay, unless newer ones are stored.
 
-  Raises ValueError for missing results or wrong shapes.
+  Raises ValueError for results that are missing, of other shapes, or not finite.
   """
-  for column in task.results:
-    expected = (*work.real.shape, *column.shape)
-    if column.name not in results or results[column.name].shape != expected:
-      raise ValueError(f"{work.task}: result {column.name} must be {list(expected)}")
-    if not np.isfinite(results[column.name]).all():  # before any is written
-      raise ValueError(f"{work.task}: result {column.name} must be finite")
   real = work.real
+  for column in task.results:  # before any is written
+    found, shape = results.get(column.name), (*real.shape, *column.shape)
+    if found is None or found.shape != shape or not np.isfinite(found).all():
+      raise ValueError(f"{work.task}: result {column.name} must be finite and {list(shape)}")
   time = (work.time[:, None] + np.arange(real.shape[1]))[real]
   lane = np.broadcast_to(work.lane[:, None], real.shape)[real]
   with replay.lock:
@@ -40,9 +38,7 @@ class TaskRunner:
     """Runs one piece of work; returns the number of states."""
     task = self._agent.tasks[work.task]
     version = self._weights.latest(task.subscription)
-    spread = len(work.lane) % self._inference.devices == 0
-    after = work.real.shape[1] - 1
-    frames = self._replay.windows(work.lane, work.time, after=after, spread=spread)
+    frames = self._replay.windows(work.lane, work.time, after=work.real.shape[1] - 1)
     results = self._inference.compute(version, work.task, frames, key)
     write_results(self._replay, task, work, results, version.step)
     return int(work.real.sum())

@@ -65,8 +65,7 @@ class WeightsStore:
   ):
     self._intervals, self._where = dict(intervals), where
     self._changed = threading.Condition()
-    first = Version(0, self.to_device(initial))
-    self._versions = dict.fromkeys(intervals, first)
+    self._versions = dict.fromkeys(intervals, Version(0, self.to_device(initial)))
 
   def to_device(self, variables: Variables) -> Variables:
     """A copy for subscribers of variables on any mesh, since the learner donates its buffers."""

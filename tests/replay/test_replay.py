@@ -188,7 +188,6 @@ def test_rewriting_keeps_newer_values_and_drops_those_of_evicted_slots():
 
 def test_an_empty_replay_is_not_ready():
   replay = make_replay(20)
-  replay.append_many([])
   assert not replay.ready(1) and replay.stats(0)["transitions"] == 0
   with pytest.raises(ValueError, match="nothing to sample"):
     replay.select(4)

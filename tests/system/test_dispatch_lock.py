@@ -23,7 +23,7 @@ def gather(mesh):
   sizes = {"lanes": 2, "capacity": 4, "rows": 4}
   frames = DeviceFrames(mesh, Column("frame", "uint8", (1, 1, 1)), **sizes)
   index = np.zeros((2, 1), np.int64)
-  return lambda: frames.gather(index, index, spread=False)
+  return lambda: frames.gather(index[:, 0], index)
 
 
 @pytest.mark.parametrize("program", [learner_step, gather])
