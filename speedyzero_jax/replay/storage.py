@@ -42,13 +42,9 @@ class LaneStore:
   def __init__(
     self, schema: Schema, lanes: int, capacity: int, frame_memory: np.ndarray | None = None
   ):
-    """Allocates the rings.
+    """Allocates the rings of L lanes.
 
-    Args:
-      schema: of a slot.
-      lanes: L.
-      capacity: C, slots per lane.
-      frame_memory: [L, C, H, W, C] array for the frames, if shared with other processes.
+    `frame_memory` [L, capacity, H, W, C] holds the frames if they are shared with other processes.
     """
     cells = (lanes, capacity)
     self.schema, self.lanes, self.capacity = schema, lanes, capacity

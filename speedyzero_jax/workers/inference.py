@@ -23,13 +23,7 @@ class Inference:
     report: receives a line when something compiles.
   """
 
-  def __init__(
-    self,
-    agent: Agent,
-    mesh: Mesh | None = None,
-    *,
-    report: Report = lambda _: None,
-  ):
+  def __init__(self, agent: Agent, mesh: Mesh | None = None, *, report: Report = lambda _: None):
     self._mesh = mesh
     self.act = Program(self._compiled(agent.act, "explore"), agent.label("act"), report)
     self.tasks = {

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speedyzero_jax.replay.replay import Selection
@@ -43,6 +43,7 @@ def trained(queue, selection):
 sizes = st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(0, 2**32 - 1))
 
 
+@settings(max_examples=25)
 @given(sizes)
 def test_every_window_once_and_lanes_take_turns(size):
   lanes, length, seed = size
@@ -75,6 +76,7 @@ def test_every_window_once_and_lanes_take_turns(size):
   assert queue.stats(0) == {QUEUED: queue.count, SKIPPED: 0}
 
 
+@settings(max_examples=25)
 @given(sizes, st.integers(1, 3), st.integers(0, 9))
 def test_no_window_is_selected_whose_frames_are_evicted(size, stack, spare):
   lanes, length, seed = size
@@ -96,6 +98,7 @@ def test_no_window_is_selected_whose_frames_are_evicted(size, stack, spare):
   assert sum(state["queue_next"]) // length == len(found) + state["queue_skipped"]
 
 
+@settings(max_examples=25)
 @given(sizes, st.floats(0.3, 1))
 def test_windows_beyond_the_pace_are_skipped_and_no_others(size, share):
   lanes, length, seed = size
@@ -116,6 +119,7 @@ def test_windows_beyond_the_pace_are_skipped_and_no_others(size, share):
       oldest[lane], found = time + length, found + 1
 
 
+@settings(max_examples=25)
 @given(sizes, st.booleans())
 def test_a_restart_repeats_what_was_not_trained_on(size, finished):
   lanes, length, seed = size
@@ -156,6 +160,7 @@ def test_what_is_ready_can_be_selected_although_evicted_meanwhile():
   assert windows(queue.select(2, _RNG)) == [(0, 0), (0, 3)]
 
 
+@settings(max_examples=25)
 @given(sizes, st.floats(0.3, 1), st.integers(1, 3))
 def test_what_is_ready_can_be_selected_whatever_is_appended_meanwhile(size, share, n):
   """Episode ends, evictions and reports make windows surplus, or take them away."""

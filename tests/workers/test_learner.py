@@ -296,7 +296,9 @@ def test_devices_send_each_other_few_messages():
   message."""
   learner = _learner(4, LOCAL)
   program = (
-    learner.update.lower(_restored(learner), learner.put(_batch()), _KEY, learner._flags[False])
+    learner.update.function.lower(
+      _restored(learner), learner.put(_batch()), _KEY, learner._flags[False]
+    )
     .compile()
     .as_text()
   )
@@ -336,16 +338,20 @@ def test_metrics_are_finite_scalars_and_norms_are_those_of_the_update():
   assert results[-1].priority.shape == (_B,)
 
 
-def test_one_batch_can_be_learned_in_half_precision():
-  learner = _learner(1, "network.dtype=bfloat16")
+def test_one_batch_can_be_learned_in_half_precision_and_lars_reports_its_trust_ratios():
+  lars = ("optim.name=clipped_lars", "optim.trust_min=1", "optim.trust_max=1")  # as SGD
+  learner = _learner(1, "network.dtype=bfloat16", *lars)
   ones = {name: np.ones_like(x) for name, x in _batch().items() if name.endswith("_mask")}
   policy = np.eye(_A, dtype=np.float32)[np.random.default_rng(5).integers(0, _A, (_B, _K + 1))]
   batch = _batch(weight=np.ones(_B, np.float32), policy=policy, **ones)
-  state, losses = learner.restore(*_fresh()), []
+  state, losses = learner.init(jax.random.key(0)), []
   for _ in range(60):
     state, result = learner.step(state, learner.put(batch), _KEY)
     losses.append(float(result.metrics[names.LOSS_TOTAL]))
   assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 1.0
+  ratios = {name: result.metrics[f"learner/trust_ratio_{name}"] for name in ("min", "mean", "max")}
+  assert set(map(float, ratios.values())) == {1.0}
+  assert 0 < result.metrics["learner/trust_ratio_fraction_clipped"] <= 1
 
 
 def test_the_state_is_laid_out_as_promised():
@@ -369,11 +375,3 @@ def test_the_state_is_laid_out_as_promised():
 def test_a_batch_that_cannot_be_shared_equally_is_refused():
   with pytest.raises(ValueError, match=r"learner.batch_size=8 .*3 devices"):
     _learner(3)
-
-
-def test_lars_reports_its_trust_ratios():
-  learner = _learner(1, "optim.name=clipped_lars", "optim.trust_max=0.002")
-  metrics = jax.eval_shape(learner.step, learner.abstract(), _batch(), _KEY)[1].metrics
-  assert {f"learner/trust_ratio_{name}" for name in ("min", "mean", "max", "fraction_clipped")} < {
-    *metrics
-  }
