@@ -7,8 +7,9 @@ before the replay is in use).
 Letters: n environments or states, B samples, S stacked frames, T+1 slots of a batch's window.
 """
 
+import abc
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -51,7 +52,7 @@ class ActOutput(NamedTuple):
 class LossOutput(NamedTuple):
   """What comes of a loss besides its value."""
 
-  batch_stats: Params
+  batch_stats: Params  # the same on all devices
   metrics: dict[str, jax.Array]  # scalars by metric name, means over the local samples
   priority: jax.Array  # [B], the error behind each sample's priority; zeros if unused
 
@@ -92,42 +93,39 @@ class Work(NamedTuple):
   real: np.ndarray  # [B, n] bool: state k is a stored one, not a repetition of its episode's last
 
 
-class Agent(Protocol):
-  """An algorithm. Attributes are fixed when the agent is made."""
+class Agent(abc.ABC):
+  """An algorithm. Its attributes are fixed when it is made, by `make_agent` of its module:
+
+      make_agent(config, frame_shape [H, W, C], frame_dtype, number of actions)
+
+  What has a default here concerns only some algorithms.
+  """
 
   schema: Schema  # of a stored step
   window: Window
   lookahead: int  # slots after a sample's first that its targets may use, at least window.after
-  subscriptions: Mapping[str, int]  # weights copies for tasks: learner steps between updates
-  tasks: Mapping[str, Task]
-  target_interval: int  # learner steps between copies to the target network; 0: there is none
-  synchronised: bool  # batch statistics leave the loss equal on all devices
-  on_policy: bool  # trains once on new experience: resumed runs drop what is after a checkpoint
+  subscriptions: Mapping[str, int] = {}  # weights for tasks: learner steps between updates
+  tasks: Mapping[str, Task] = {}
+  target_interval: int = 0  # learner steps between copies to the target network; 0: there is none
+  on_policy: bool = False  # trained on once: a resumed run drops experience after its checkpoint
 
+  @abc.abstractmethod
   def init(self, key: jax.Array) -> Variables:
     """Device: fresh variables."""
 
   def initial_core(self, n: int) -> Any:
-    """Device: recurrent state at the start of an episode; () without one."""
+    """Device: recurrent state at the start of an episode."""
+    return ()
 
+  @abc.abstractmethod
   def act(
-    self,
-    variables: Variables,
-    inputs: ActInputs,
-    key: jax.Array,
-    progress: jax.Array,
-    *,
-    explore: bool,
+    self, variables: Variables, inputs: ActInputs, key: jax.Array, progress: Any, *, explore: bool
   ) -> ActOutput:
     """Device: chooses actions. `progress` is the share of training done, [] in [0, 1]."""
 
+  @abc.abstractmethod
   def loss(
-    self,
-    params: Params,
-    batch_stats: Params,
-    target: Params,
-    batch: Arrays,
-    keys: jax.Array,
+    self, params: Params, batch_stats: Params, target: Params, batch: Arrays, keys: jax.Array
   ) -> tuple[jax.Array, LossOutput]:
     """Device: the loss of one device's share of a batch, inside a shard_map over `AXIS`.
 
@@ -140,12 +138,15 @@ class Agent(Protocol):
       keys: [B], one per sample, independent of how the batch is divided among devices.
     """
 
+  @abc.abstractmethod
   def make_selector(self, store: LaneStore) -> Selector:
     """Host: the rule by which samples are chosen."""
 
   def batch_work(self, replay: Replay, selection: Selection) -> list[Work]:
-    """Host: what is to be recomputed before a batch is assembled; may be nothing."""
+    """Host: what is to be recomputed before a batch is assembled."""
+    return []
 
+  @abc.abstractmethod
   def assemble(
     self, replay: Replay, selection: Selection, learner_step: int
   ) -> tuple[Arrays, dict[str, float]]:
@@ -154,16 +155,3 @@ class Agent(Protocol):
     Arrays whose names end in `_mask` are set to 0 for samples that are evicted before their frames
     are gathered.
     """
-
-  def label(self, program: str) -> str:
-    """A short description of `act` or a task, shown while it compiles."""
-
-
-def make_agent(config: Any, frame_shape: tuple[int, ...], frame_dtype: Any, actions: int) -> Agent:
-  """The agent that a configuration names, for an environment with these frames and actions."""
-  from speedyzero_jax.config.loader import agent_module
-
-  made: Agent = agent_module(config.agent.name).make_agent(
-    config, frame_shape, frame_dtype, actions
-  )
-  return made

@@ -16,17 +16,23 @@ from flax import nnx
 from speedyzero_jax.agents.base import (
   ActInputs,
   ActOutput,
+  Agent,
   Arrays,
   LossOutput,
-  Task,
   Variables,
   Window,
-  Work,
 )
 from speedyzero_jax.config.fields import opt
 from speedyzero_jax.config.schema import AgentConfig, Config, PriorityConfig
 from speedyzero_jax.ops import td
-from speedyzero_jax.ops.torsos import TorsoConfig, make_torso, observe, pure, torso_problems
+from speedyzero_jax.ops.torsos import (
+  TorsoConfig,
+  make_torso,
+  observation_shape,
+  observe,
+  pure,
+  torso_problems,
+)
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.sampler import PrioritizedSampler, importance_weights
 from speedyzero_jax.replay.schema import make_schema
@@ -98,14 +104,7 @@ AGENT_CONFIG = DqnConfig
 
 
 class QNetwork(nnx.Module):
-  """Observations [B, H, W, C] -> Q [B, A].
-
-  Args:
-    config: sizes.
-    shape: [H, W, C].
-    actions: A.
-    rngs: initial parameters.
-  """
+  """Observations [B, H, W, C] -> Q [B, A]."""
 
   def __init__(
     self, config: NetworkConfig, shape: tuple[int, int, int], actions: int, rngs: nnx.Rngs
@@ -135,26 +134,13 @@ def epsilons(config: ExploreConfig, lane: Any, lanes: int, progress: Any) -> jax
   return jnp.broadcast_to(epsilon, lane.shape)
 
 
-class DQN:
-  """See `agents.base.Agent`.
-
-  Args:
-    config: of the learner process.
-    frame_shape: [H, W, C].
-    frame_dtype: of the frames.
-    actions: A.
-  """
-
-  synchronised = True  # there are no batch statistics
-  on_policy = False
-  subscriptions: ClassVar[dict[str, int]] = {}
-  tasks: ClassVar[dict[str, Task]] = {}
+class DQN(Agent):
+  """See `agents.base.Agent`."""
 
   def __init__(self, config: Config, frame_shape: tuple[int, ...], frame_dtype: Any, actions: int):
     own: DqnConfig = config.agent
     self._config, self._own, self._stack = config, own, config.env.frame_stack
-    height, width, channels = frame_shape
-    shape = (height, width, channels * self._stack)
+    shape = observation_shape(frame_shape, self._stack)
     self._network = pure(lambda rngs: QNetwork(own.network, shape, actions, rngs))
     self.schema = make_schema(frame_shape, frame_dtype, actions)
     self.window = Window(after=own.loss.td_steps, within_episode=True)
@@ -165,9 +151,6 @@ class DQN:
 
   def init(self, key: jax.Array) -> Variables:
     return Variables(self._network.init(key), ())
-
-  def initial_core(self, n: int) -> Any:
-    return ()
 
   def act(
     self, variables: Variables, inputs: ActInputs, key: jax.Array, progress: Any, *, explore: bool
@@ -184,7 +167,6 @@ class DQN:
   def loss(
     self, params: Params, batch_stats: Params, target: Params, batch: Arrays, keys: jax.Array
   ) -> tuple[jax.Array, LossOutput]:
-    del keys
     config, network, frames = self._own.loss, self._network, batch["frames"]
 
     def later(frames: jax.Array, steps: jax.Array) -> jax.Array:
@@ -199,12 +181,11 @@ class DQN:
       q, batch["action"], batch["reward"], batch["discount"], next_q, selector
     )
     error = error * batch["loss_mask"][:, 0]
-    weight = batch["weight"]
+    loss = jnp.mean(batch["weight"] * optax.losses.huber_loss(error, delta=config.huber_delta))
     metrics = {
       TD_ERROR: jnp.mean(jnp.abs(error)),
-      Q_VALUE: jnp.mean(td.q_of(q, batch["action"])),
+      Q_VALUE: jnp.mean(td.chosen(q, batch["action"])),
     }
-    loss = jnp.mean(weight * optax.losses.huber_loss(error, delta=config.huber_delta))
     return loss, LossOutput(batch_stats, metrics, jnp.abs(error))
 
   # --- host
@@ -218,9 +199,6 @@ class DQN:
       first_step=lambda lane, time: take(store["step"], store.flat(lane, time)),
     )
 
-  def batch_work(self, replay: Replay, selection: Selection) -> list[Work]:
-    return []
-
   def assemble(
     self, replay: Replay, selection: Selection, learner_step: int
   ) -> tuple[Arrays, dict[str, float]]:
@@ -229,7 +207,7 @@ class DQN:
     returns = td.n_step(store, lane, time, self._own.loss.td_steps, self._config.env.discount)
     # An evicted transition's place may be taken by a slot without an action.
     action = np.maximum(take(store.action, store.flat(lane, time)), 0)
-    progress = min(learner_step / max(self._config.learner.steps, 1), 1.0)
+    progress = min(learner_step / self._config.learner.steps, 1.0)
     batch = {
       "action": action,
       "weight": importance_weights(selection.probability, priority, progress),
@@ -237,9 +215,6 @@ class DQN:
       **returns._asdict(),
     }
     return batch, {}
-
-  def label(self, program: str) -> str:
-    return "Q-values"
 
 
 make_agent = DQN

@@ -23,16 +23,23 @@ from speedyzero_jax.agents.base import (
   AXIS,
   ActInputs,
   ActOutput,
+  Agent,
   Arrays,
   LossOutput,
-  Task,
   Variables,
   Window,
-  Work,
 )
 from speedyzero_jax.config.fields import opt
 from speedyzero_jax.config.schema import AgentConfig, Config
-from speedyzero_jax.ops.torsos import TorsoConfig, make_torso, observe, pure, torso_problems
+from speedyzero_jax.ops.td import chosen
+from speedyzero_jax.ops.torsos import (
+  TorsoConfig,
+  make_torso,
+  observation_shape,
+  observe,
+  pure,
+  torso_problems,
+)
 from speedyzero_jax.ops.vtrace import vtrace
 from speedyzero_jax.replay.replay import Replay, Selection
 from speedyzero_jax.replay.schema import Column, make_schema
@@ -47,11 +54,6 @@ ENTROPY = "losses/policy_entropy"  # nats
 RATIO = "losses/importance_ratio"  # min(rho_bar, pi / mu)
 TRAINED_LAG_MEAN = "stats/trained_lag_mean"  # learner steps since the weights that chose them
 TRAINED_LAG_MAX = "stats/trained_lag_max"
-
-
-@dataclasses.dataclass(frozen=True)
-class NetworkConfig(TorsoConfig):
-  """The network of policy and value."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +89,7 @@ class ImpalaConfig(AgentConfig):
   """The sections and their constraints."""
 
   name: ClassVar[str] = "impala"
-  network: NetworkConfig = NetworkConfig()
+  network: TorsoConfig = TorsoConfig()
   loss: LossConfig = LossConfig()
 
   def problems(self, config: Config) -> Iterable[str]:
@@ -140,7 +142,7 @@ class ActorCritic(nnx.Module):
   """Observations [B, H, W, C] -> logits [B, A], values [B]."""
 
   def __init__(
-    self, config: NetworkConfig, shape: tuple[int, int, int], actions: int, rngs: nnx.Rngs
+    self, config: TorsoConfig, shape: tuple[int, int, int], actions: int, rngs: nnx.Rngs
   ):
     self.torso = make_torso(config, shape, rngs)
     zeros = nnx.initializers.zeros  # all actions are alike at first
@@ -152,34 +154,21 @@ class ActorCritic(nnx.Module):
     return self.policy(features), self.value(features)[:, 0]
 
 
-class Impala:
-  """See `agents.base.Agent`.
+class Impala(Agent):
+  """See `agents.base.Agent`."""
 
-  Args:
-    config: of the learner process.
-    frame_shape: [H, W, C].
-    frame_dtype: of the frames.
-    actions: A.
-  """
-
-  target_interval = 0
-  synchronised = True  # there are no batch statistics
   on_policy = True
-  subscriptions: ClassVar[dict[str, int]] = {}
-  tasks: ClassVar[dict[str, Task]] = {}
 
   def __init__(self, config: Config, frame_shape: tuple[int, ...], frame_dtype: Any, actions: int):
     own: ImpalaConfig = config.agent
     self._loss, self._stack = own.loss, config.env.frame_stack
     self._discount = config.env.discount
     self._pace = config.learner.steps * config.learner.batch_size / config.run.env_steps
-    height, width, channels = frame_shape
-    shape = (height, width, channels * self._stack)
+    shape = observation_shape(frame_shape, self._stack)
     self._network = pure(lambda rngs: ActorCritic(own.network, shape, actions, rngs))
     # In slots played at random the logits are 0: a uniform policy.
-    self.schema = make_schema(
-      frame_shape, frame_dtype, actions, (Column("logits", "float32", (actions,)),)
-    )
+    logits = Column("logits", "float32", (actions,))
+    self.schema = make_schema(frame_shape, frame_dtype, actions, (logits,))
     self.window = Window(after=own.loss.unroll_length, within_episode=False)
     self.lookahead = 2 * own.loss.unroll_length  # the least that a queue works with
 
@@ -188,35 +177,21 @@ class Impala:
   def init(self, key: jax.Array) -> Variables:
     return Variables(self._network.init(key), ())
 
-  def initial_core(self, n: int) -> Any:
-    return ()
-
   def act(
-    self,
-    variables: Variables,
-    inputs: ActInputs,
-    key: jax.Array,
-    progress: jax.Array,
-    *,
-    explore: bool,
+    self, variables: Variables, inputs: ActInputs, key: jax.Array, progress: Any, *, explore: bool
   ) -> ActOutput:
     logits, _ = self._network.apply(variables.params, observe(inputs.frames))
     action = jax.random.categorical(key, logits) if explore else jnp.argmax(logits, axis=-1)
     return ActOutput(action.astype(jnp.int32), {"logits": logits}, ())
 
   def loss(
-    self,
-    params: Params,
-    batch_stats: Params,
-    target: Params,
-    batch: Arrays,
-    keys: jax.Array,
+    self, params: Params, batch_stats: Params, target: Params, batch: Arrays, keys: jax.Array
   ) -> tuple[jax.Array, LossOutput]:
     config, acted = self._loss, batch["acted_mask"]
     logits, value = self._unrolled(params, batch)
     log_policy = jax.nn.log_softmax(logits[:, :-1])
-    log_chosen = _chosen(log_policy, batch["action"])
-    log_behaviour = _chosen(jax.nn.log_softmax(batch["logits"]), batch["action"])
+    log_chosen = chosen(log_policy, batch["action"])
+    log_behaviour = chosen(jax.nn.log_softmax(batch["logits"]), batch["action"])
     ratio = jnp.where(acted > 0, jnp.exp(log_chosen - log_behaviour), 0)
     returns = jax.vmap(
       partial(
@@ -258,9 +233,6 @@ class Impala:
   def make_selector(self, store: LaneStore) -> TrajectoryQueue:
     return TrajectoryQueue(store, self._loss.unroll_length, stack=self._stack, pace=self._pace)
 
-  def batch_work(self, replay: Replay, selection: Selection) -> list[Work]:
-    return []
-
   def assemble(
     self, replay: Replay, selection: Selection, learner_step: int
   ) -> tuple[Arrays, dict[str, float]]:
@@ -282,14 +254,6 @@ class Impala:
     if not lag.size:  # resets, or evicted
       return batch, {}
     return batch, {TRAINED_LAG_MEAN: float(lag.mean()), TRAINED_LAG_MAX: float(lag.max())}
-
-  def label(self, program: str) -> str:
-    return "policy and value"
-
-
-def _chosen(values: jax.Array, action: jax.Array) -> jax.Array:
-  """values [..., A] of the actions [...]."""
-  return jnp.take_along_axis(values, action[..., None], axis=-1)[..., 0]
 
 
 make_agent = Impala

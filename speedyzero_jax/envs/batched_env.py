@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from speedyzero_jax.config.schema import EnvConfig
-from speedyzero_jax.envs import scores
+from speedyzero_jax.envs.scores import atari100k_games
 from speedyzero_jax.types import EnvStep
 
 VECTOR_GAMES = ("Catch", "CartPole")
@@ -36,7 +36,6 @@ _CARTPOLE_STEPS = 500  # of CartPole-v1
 # |x| in metres and |angle| beyond which the pole has fallen.
 _CARTPOLE_LIMITS = np.array([2.4, math.radians(12)])
 _NO_CAP = 2**30  # envpool adds one to its cap: its largest int would overflow
-_MIN_SIDE, _MAX_SIDE = 8, 512  # pixels; the screen is 210 x 160
 
 
 class _Task(NamedTuple):
@@ -71,12 +70,10 @@ class BatchedEnv:
       "env_seed": seeds.tolist(),
       "num_threads": min(threads, lanes),
     }
-    self._new_pool = functools.partial(_registry(task.family).make_gymnasium, task.name, **options)
-    self._pool: Any = self._new_pool()
+    self._pool: Any = _registry(task.family).make_gymnasium(task.name, **options)
     self._family = task.family
     self._episodic_life = task.options.get("episodic_life", False)
-    # [L] bool, the last frame ends its episode; None before the first reset.
-    self._ended: np.ndarray | None = None
+    self._ended = np.zeros(lanes, bool)  # the last frame ends its episode
     self._lives = np.zeros(lanes, np.int32)
     shape = self._pool.spec.state_array_spec["obs"].shape
     self.num_lanes = lanes
@@ -86,15 +83,7 @@ class BatchedEnv:
     self.frame_dtype = np.dtype(np.uint8 if images else np.float32)
 
   def reset(self) -> EnvStep:
-    """The first frame of every lane. A further call starts new games from the same seed.
-
-    Raises:
-      RuntimeError: the environment is closed.
-    """
-    self._check_open()
-    if self._ended is not None:
-      # envpool's own reset would continue games that have lives left.
-      self._pool = self._new_pool()
+    """The first frame of every lane. To be called once, before any step."""
     with warnings.catch_warnings():  # about CartPole's bounds
       warnings.filterwarnings("ignore", message=".*precision lowered", category=UserWarning)
       obs, info = self._pool.reset()
@@ -105,24 +94,16 @@ class BatchedEnv:
     """Takes one agent step in every lane.
 
     Args:
-      action: [L] integers below `num_actions`; checked but ignored in lanes whose episode has
-        ended.
+      action: [L] integers below `num_actions`; ignored in lanes whose episode has ended.
 
     Raises:
-      ValueError: wrong shape, type or range; nothing was stepped.
-      RuntimeError: the environment was not reset, or is closed.
+      ValueError: wrong shape or range; nothing was stepped.
     """
-    self._check_open()
-    if self._ended is None:
-      raise RuntimeError("step() before reset()")
-    action = np.asarray(action)
-    if action.shape != (self.num_lanes,) or action.dtype.kind not in "iu":
+    if action.shape != (self.num_lanes,) or not (
+      0 <= action.min() <= action.max() < self.num_actions
+    ):
       raise ValueError(
-        f"action must be [{self.num_lanes}] integers, got {action.dtype} {list(action.shape)}"
-      )
-    if action.min() < 0 or action.max() >= self.num_actions:
-      raise ValueError(
-        f"action must be in 0..{self.num_actions - 1}, got {action.min()}..{action.max()}"
+        f"action must be [{self.num_lanes}] in 0..{self.num_actions - 1}, got {action}"
       )
     obs, reward, ended, capped, info = self._pool.step(action.astype(np.int32))
     return self._show(obs, reward, self._ended, ended, capped, info)
@@ -130,10 +111,6 @@ class BatchedEnv:
   def close(self) -> None:
     """Closes the environments and their threads. May be called twice."""
     self._pool = None
-
-  def _check_open(self) -> None:
-    if self._pool is None:
-      raise RuntimeError("the environment is closed")
 
   def _show(
     self,
@@ -178,7 +155,7 @@ def make_env(
 
   Args:
     config: the game and its conventions. `episodic_life` applies to training only.
-    lanes: environments stepped together, at least 1.
+    lanes: environments stepped together.
     seed: any non-negative integer.
     training: whether lost lives may end episodes. Rewards are raw either way: see
       `training_reward`.
@@ -186,20 +163,11 @@ def make_env(
       otherwise no cap.
 
   Raises:
-    ValueError: an invalid setting, or an unknown game (the message names the nearest known ones).
+    ValueError: an unknown game (the message names the nearest known one).
   """
-  cap = (
-    max_episode_steps
-    if max_episode_steps is not None
-    else config.max_episode_steps
-    if training
-    else _NO_CAP
-  )
-  _check_range("lanes", lanes, 1)
-  _check_range("seed", seed, 0)
-  _check_range("max_episode_steps", cap, 1, _NO_CAP)
-  _check_range("env.threads", config.threads, 0)
-  return BatchedEnv(_task(config, training, cap), lanes, seed, config.threads)
+  if max_episode_steps is None:
+    max_episode_steps = config.max_episode_steps if training else _NO_CAP
+  return BatchedEnv(_task(config, training, max_episode_steps), lanes, seed, config.threads)
 
 
 def episode_cap(game: str, cap: int) -> int:
@@ -207,43 +175,30 @@ def episode_cap(game: str, cap: int) -> int:
   return min(cap, _CARTPOLE_STEPS) if game == "CartPole" else cap
 
 
-def largest_value(config: EnvConfig) -> float | None:
-  """The largest discounted return of a training episode; None if unknown.
-
-  Catch ends with its only reward, 1 or -1; CartPole gives 1 per step.
-  """
-  if config.game == "CartPole":
-    steps = episode_cap(config.game, config.max_episode_steps)
-    return sum(config.discount**t for t in range(steps))
-  return 1.0 if config.game == "Catch" else None
-
-
 def training_reward(config: EnvConfig, reward: np.ndarray) -> np.ndarray:
   """Training rewards, float32: their sign if `config.clip_rewards`, otherwise unchanged."""
   return (np.sign(reward) if config.clip_rewards else np.asarray(reward)).astype(np.float32)
 
 
-def game_names() -> list[str]:
-  """Values of `EnvConfig.game`: Catch, CartPole, Atari-100k's games, then other Atari games."""
-  known = [*VECTOR_GAMES, *scores.atari100k_games()]
-  return known + sorted(_atari_games() - set(known))
-
-
 def check_game(game: str) -> None:
-  """Raises ValueError for an unknown game; the message names the nearest ones."""
-  known = (*VECTOR_GAMES, *scores.atari100k_games())
-  if game not in known and game not in _atari_games():  # in this order: loading envpool is slow
-    near = _nearest(game)
-    hint = (
-      f"did you mean {' or '.join(near)}?"
-      if near
-      else f"known are {', '.join(known)} and more of Atari's"
-    )
-    raise ValueError(f"unknown game {game!r}; {hint}")
+  """Raises ValueError for an unknown game; the message names the nearest one."""
+  known = (*VECTOR_GAMES, *atari100k_games())
+  if game in known or game in _atari_games():  # in this order: loading envpool is slow
+    return
+  plain = {_plain(name): name for name in (*known, *sorted(_atari_games()))}
+  near = difflib.get_close_matches(_plain(game), plain, n=1)
+  hint = f"did you mean {plain[near[0]]}?" if near else f"known are {', '.join(known)} and more"
+  raise ValueError(f"unknown game {game!r}; {hint}")
+
+
+def _plain(game: str) -> str:
+  """A game's name without case, separators and gym's prefixes and suffixes."""
+  name = re.sub(r"^ale/|(noframeskip|deterministic)?-v\d+$", "", game.lower())
+  return re.sub(r"[^a-z0-9]", "", name)
 
 
 def _task(config: EnvConfig, training: bool, cap: int) -> _Task:
-  """Translates the settings for envpool; raises ValueError for invalid ones."""
+  """Translates the settings for envpool. Raises ValueError for an unknown game."""
   if config.game == "Catch":
     return _Task("toy_text", "Catch-v0", {})
   if config.game == "CartPole":
@@ -251,10 +206,6 @@ def _task(config: EnvConfig, training: bool, cap: int) -> _Task:
       "classic_control", "CartPole-v1", {"max_episode_steps": episode_cap(config.game, cap)}
     )
   check_game(config.game)
-  _check_range("env.frame_size", config.frame_size, _MIN_SIDE, _MAX_SIDE)
-  _check_range("env.frame_skip", config.frame_skip, 1)
-  _check_range("env.noop_max", config.noop_max, 1)  # at 0 envpool crashes the process
-  _check_range("env.sticky_actions", config.sticky_actions, 0, 1)
   options = {
     "img_height": config.frame_size,
     "img_width": config.frame_size,
@@ -268,23 +219,6 @@ def _task(config: EnvConfig, training: bool, cap: int) -> _Task:
     "max_episode_steps": cap,
   }
   return _Task("atari", f"{config.game}-v5", options)
-
-
-def _check_range(name: str, value: float, low: float, high: float = math.inf) -> None:
-  if not low <= value <= high:
-    most = f" and at most {high}" if high < math.inf else ""
-    raise ValueError(f"{name} must be at least {low}{most}, got {value}")
-
-
-def _nearest(game: str) -> list[str]:
-  """Names like an unknown one, ignoring case, separators and gym's prefixes and suffixes."""
-  plain = {re.sub(r"[^a-z0-9]", "", name.lower()): name for name in game_names()}
-  wanted = re.sub(
-    r"[^a-z0-9]", "", re.sub(r"^ale/|(noframeskip|deterministic)?-v\d+$", "", game.lower())
-  )
-  close = difflib.get_close_matches(wanted, plain, n=3)
-  close = [wanted] if wanted in plain else close
-  return [plain[name] for name in close]
 
 
 @functools.cache

@@ -36,9 +36,9 @@ def n_step(store: LaneStore, lane: np.ndarray, time: np.ndarray, n: int, discoun
   )
 
 
-def q_of(q: jax.Array, action: jax.Array) -> jax.Array:
-  """Q [B, A] and actions [B] -> the actions' values [B]."""
-  return jnp.take_along_axis(q, action[:, None], axis=1)[:, 0]
+def chosen(values: jax.Array, action: jax.Array) -> jax.Array:
+  """Values [..., A] of all actions -> those of the actions [...]."""
+  return jnp.take_along_axis(values, action[..., None], axis=-1)[..., 0]
 
 
 def q_learning_error(
@@ -60,5 +60,5 @@ def q_learning_error(
     selector: [B, A] whose maximum chooses the later action: `next_q` (Mnih et al. 2015), or the
       online network's Q of the same states for double Q-learning (van Hasselt et al. 2016).
   """
-  target = reward + discount * q_of(next_q, jnp.argmax(selector, axis=-1))
-  return jax.lax.stop_gradient(target) - q_of(q, action)
+  target = reward + discount * chosen(next_q, jnp.argmax(selector, axis=-1))
+  return jax.lax.stop_gradient(target) - chosen(q, action)

@@ -118,19 +118,12 @@ def _conv(
   )
 
 
-def make_torso(
-  config: TorsoConfig, observation_shape: tuple[int, int, int], rngs: nnx.Rngs
-) -> nnx.Module:
-  """The configured torso: observations [B, H, W, C] float32 -> features [B, config.hidden].
-
-  Args:
-    config: kind and sizes.
-    observation_shape: [H, W, C], with the channels of all stacked frames.
-    rngs: initial parameters.
-  """
-  vector = observation_shape[:2] == (1, 1)
-  kind = ("mlp" if vector else "nature") if config.torso == "auto" else config.torso
-  return {"mlp": Mlp, "nature": Nature, "resnet": ResNet}[kind](config, observation_shape, rngs)
+def make_torso(config: TorsoConfig, shape: tuple[int, int, int], rngs: nnx.Rngs) -> nnx.Module:
+  """The configured torso: observations [B, *shape] float32 -> features [B, config.hidden]."""
+  kind = config.torso
+  if kind == "auto":
+    kind = "mlp" if shape[:2] == (1, 1) else "nature"
+  return {"mlp": Mlp, "nature": Nature, "resnet": ResNet}[kind](config, shape, rngs)
 
 
 def torso_problems(config: TorsoConfig, env: EnvConfig) -> Iterable[str]:
@@ -143,6 +136,12 @@ def torso_problems(config: TorsoConfig, env: EnvConfig) -> Iterable[str]:
       f"env.frame_size: must be at least {_NATURE_SIDE} for network.torso=nature, "
       f"got {env.frame_size}"
     )
+
+
+def observation_shape(frame_shape: tuple[int, ...], stack: int) -> tuple[int, int, int]:
+  """[H, W, S*C] of observations made of `stack` frames [H, W, C]."""
+  height, width, channels = frame_shape
+  return height, width, channels * stack
 
 
 def observe(frames: jax.Array) -> jax.Array:

@@ -17,7 +17,9 @@ class Selection(NamedTuple):
 class Selector(Protocol):
   """A rule that selects stored slots for training. Called with the replay's lock held."""
 
-  count: int  # number of samples that can be selected
+  @property
+  def count(self) -> int:
+    """Number of samples that can be selected."""
 
   def appended(self, lane: np.ndarray, old_head: np.ndarray) -> None:
     """Called when lanes [m] have grown from `old_head` [m], or their open episodes have ended."""

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from speedyzero_jax.agents import base
 from speedyzero_jax.agents.base import Agent
+from speedyzero_jax.config.loader import agent_module
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.envs.batched_env import make_env
 from speedyzero_jax.replay.device_frames import DeviceFrames, reason_to_stay
@@ -38,7 +38,8 @@ def env_spec(config: Config) -> EnvSpec:
 
 def make_agent(config: Config, spec: EnvSpec | None = None) -> Agent:
   """The configured agent. Raises ValueError for sizes that don't fit the environment."""
-  return base.make_agent(config, *(spec or env_spec(config)))
+  made: Agent = agent_module(config.agent.name).make_agent(config, *(spec or env_spec(config)))
+  return made
 
 
 def replay_capacity(config: Config, agent: Agent) -> int:

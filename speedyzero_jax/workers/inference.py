@@ -25,9 +25,9 @@ class Inference:
 
   def __init__(self, agent: Agent, mesh: Mesh | None = None, *, report: Report = lambda _: None):
     self._mesh = mesh
-    self.act = Program(self._compiled(agent.act, "explore"), agent.label("act"), report)
+    self.act = Program(self._compiled(agent.act, "explore"), "act", report)
     self.tasks = {
-      name: Program(self._compiled(task.program), agent.label(name), report)
+      name: Program(self._compiled(task.program), name, report)
       for name, task in agent.tasks.items()
     }
 

@@ -170,7 +170,6 @@ class Learner:
       params, state.variables.batch_stats, state.target, batch, keys
     )
     grads = self._mean(grads)
-    stats = out.batch_stats if self._agent.synchronised else self._mean(out.batch_stats)
     updates, opt_state = self._optimizer.update(grads, state.opt_state, params)
     params = optax.apply_updates(params, updates)
     target = state.target
@@ -185,6 +184,6 @@ class Learner:
     }
     ratios = optimizers.trust_ratio_summary(opt_state)
     metrics |= {f"learner/trust_ratio_{name}": value for name, value in ratios.items()}
-    new = LearnerState(Variables(params, stats), target, opt_state, state.step + 1)
+    new = LearnerState(Variables(params, out.batch_stats), target, opt_state, state.step + 1)
     stopping = jax.lax.pmax(jnp.any(stop).astype(jnp.int32), AXIS) > 0
     return new, (metrics, out.priority, stopping)

@@ -13,6 +13,9 @@ REWARD, DISCOUNT = [1.0, 0, -1, 2], [0.9, 0.9, 0, 0.9]
 VALUE, RATIO = [0.1, 0.2, 0.3, 0.4, 0.5], [0.5, 2, 1, 3]
 
 
+_compiled = jax.jit(vtrace)
+
+
 # As rlax.vtrace_td_error_and_advantage gives them.
 @pytest.mark.parametrize(
   ("ratio", "options", "targets", "advantages"),
@@ -23,7 +26,7 @@ VALUE, RATIO = [0.1, 0.2, 0.3, 0.4, 0.5], [0.5, 2, 1, 3]
   ],
 )
 def test_fixed_vectors(ratio, options, targets, advantages):
-  found = vtrace(*map(jnp.array, (REWARD, DISCOUNT, VALUE, ratio)), **options)
+  found = _compiled(*map(jnp.array, (REWARD, DISCOUNT, VALUE, ratio)), **options)
   np.testing.assert_allclose(found.targets, targets, rtol=1e-5)
   np.testing.assert_allclose(found.advantages, advantages, rtol=1e-5)
 
@@ -68,7 +71,7 @@ def reference(x, lambda_, **clips):
 
 @st.composite
 def trajectories(draw):
-  size = draw(st.sampled_from([1, 2, 3, 7, 12]))  # each compiles
+  size = draw(st.sampled_from([1, 2, 7]))  # each compiles
   # Of each slot: an action is taken, or its episode is terminated or truncated there.
   kinds = draw(st.lists(st.sampled_from("aaaatx"), min_size=size + 1, max_size=size + 1))
   acted, terminated = np.array(kinds) == "a", np.array(kinds) == "t"
@@ -80,9 +83,6 @@ def trajectories(draw):
     "acted": acted, "terminated": terminated, "discount": discount, "ratio": ratio, "value": value,
     "reward": reward, "lambda_": rng.uniform(size=size),
   }  # fmt: skip
-
-
-_compiled = jax.jit(vtrace)
 
 
 def found(x, lambda_, **clips):
@@ -102,7 +102,7 @@ def test_every_episode_of_a_trajectory_by_itself(x, rho_bar, c_bar, rho_bar_pg):
 
 
 @pytest.mark.parametrize("end", ["t", "x"])
-@pytest.mark.parametrize("position", range(7))
+@pytest.mark.parametrize("position", [0, 1, 3, 6])
 def test_nothing_passes_back_over_an_end(end, position):
   """What follows an end, and the value of a terminal slot, changes nothing before it."""
   rng = np.random.default_rng(position)
@@ -138,6 +138,5 @@ def test_with_ratios_of_one_it_is_generalised_advantage_estimation(x, lambda_):
 
 def test_no_gradient_passes():
   arrays = [jnp.array(x) for x in (REWARD, DISCOUNT, VALUE, RATIO)]
-  for which in range(4):
-    gradient = jax.grad(lambda *a: sum(x.sum() for x in vtrace(*a)), which)(*arrays)
-    np.testing.assert_array_equal(gradient, 0)
+  gradient = jax.grad(lambda *a: sum(x.sum() for x in vtrace(*a)), range(4))
+  assert not any(x.any() for x in jax.jit(gradient)(*arrays))

@@ -1,6 +1,5 @@
 """The EfficientZero family as an `Agent`: acting by search, an unrolled loss, and reanalysis."""
 
-import math
 from functools import partial
 from typing import Any
 
@@ -12,6 +11,7 @@ from speedyzero_jax.agents.base import (
   AXIS,
   ActInputs,
   ActOutput,
+  Agent,
   Arrays,
   LossOutput,
   Variables,
@@ -20,16 +20,11 @@ from speedyzero_jax.agents.base import (
 )
 from speedyzero_jax.agents.efficientzero import losses, metric_names, targets
 from speedyzero_jax.agents.efficientzero.config import EfficientZeroConfig
-from speedyzero_jax.agents.efficientzero.networks import (
-  Blueprint,
-  initial_carry,
-  make_blueprint,
-  variables_of,
-)
+from speedyzero_jax.agents.efficientzero.networks import Blueprint, initial_carry, variables_of
 from speedyzero_jax.agents.efficientzero.reanalyse import Reanalysis
 from speedyzero_jax.agents.efficientzero.search import ModelStep, Root, SearchResult, make_search
 from speedyzero_jax.config.schema import Config
-from speedyzero_jax.envs.batched_env import largest_value
+from speedyzero_jax.ops.torsos import observation_shape
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.sampler import PrioritizedSampler, importance_weights
 from speedyzero_jax.replay.schema import Column, make_schema
@@ -38,31 +33,21 @@ from speedyzero_jax.replay.storage import LaneStore, take
 from speedyzero_jax.types import Params
 
 
-class EfficientZero:
-  """See `agents.base.Agent`."""
-
-  target_interval = 0  # targets are made by reanalysis, with weights of its own
+class EfficientZero(Agent):
+  """See `agents.base.Agent`. There is no target network: reanalysis has weights of its own."""
 
   def __init__(self, config: Config, frame_shape: tuple[int, ...], frame_dtype: Any, actions: int):
     own: EfficientZeroConfig = config.agent
-    self._config, self._own, self._actions = config, own, actions
-    self._stack = config.env.frame_stack
-    _check_support(config)
-    height, width, channels = frame_shape
-    self.synchronised = own.network.batch_norm == "sync"
-    self.on_policy = False
-    self.blueprint: Blueprint = make_blueprint(
-      own.network,
-      (height, width, channels * self._stack),
-      actions,
-      axis_name=AXIS if self.synchronised else None,
-    )
+    self._config, self._own, self._stack = config, own, config.env.frame_stack
+    axis = AXIS if own.network.batch_norm == "sync" else None
+    shape = observation_shape(frame_shape, self._stack)
+    self.blueprint = Blueprint(own.network, shape, actions, axis_name=axis)
     self._search = make_search(
       own.search,
       num_actions=actions,
       discount=config.env.discount,
       value_prefix_horizon=own.network.value_prefix_horizon,
-      recurrent_fn=make_recurrent_fn(self.blueprint),
+      recurrent_fn=self._recurrent,
       initial_carry=partial(initial_carry, own.network),
     )
     self.schema = make_schema(
@@ -94,17 +79,8 @@ class EfficientZero:
   def init(self, key: jax.Array) -> Variables:
     return self.blueprint.init(key)
 
-  def initial_core(self, n: int) -> Any:
-    return ()
-
   def act(
-    self,
-    variables: Variables,
-    inputs: ActInputs,
-    key: jax.Array,
-    progress: jax.Array,
-    *,
-    explore: bool,
+    self, variables: Variables, inputs: ActInputs, key: jax.Array, progress: Any, *, explore: bool
   ) -> ActOutput:
     search = self._own.search
     stage = jnp.searchsorted(jnp.array(search.temperature_stages), progress, side="right")
@@ -134,7 +110,25 @@ class EfficientZero:
       metric_names.POLICY_ENTROPY: terms.policy_entropy,
       metric_names.TD_ERROR: jnp.mean(terms.td_error),
     }
-    return loss, LossOutput(variables_of(network).batch_stats, metrics, terms.td_error)
+    statistics = variables_of(network).batch_stats
+    if self._own.network.batch_norm == "local":
+      statistics = jax.lax.pmean(statistics, AXIS)
+    return loss, LossOutput(statistics, metrics, terms.td_error)
+
+  def _recurrent(
+    self, variables: Variables, state: jax.Array, carry: Any, action: jax.Array
+  ) -> ModelStep:
+    """g and f for the search."""
+    network = self.blueprint.bind(variables)
+    state, carry, prefix_logits = network.step(state, carry, action)
+    value_logits, policy_logits = network.predict(state, False)
+    return ModelStep(
+      value_prefix=losses.decode(prefix_logits),
+      policy_logits=policy_logits,
+      value=losses.decode(value_logits),
+      state=state,
+      carry=carry,
+    )
 
   def _roots(self, variables: Variables, frames: jax.Array) -> Root:
     network = self.blueprint.bind(variables)
@@ -142,17 +136,10 @@ class EfficientZero:
     observations = losses.normalise(observations.reshape(-1, *observations.shape[2:]))
     state = network.represent(observations, False)
     value_logits, policy_logits = network.predict(state, False)
-    value = losses.decode(value_logits)
-    return Root(policy_logits=policy_logits, value=value, state=state)
+    return Root(policy_logits=policy_logits, value=losses.decode(value_logits), state=state)
 
   def _search_windows(
-    self,
-    variables: Variables,
-    frames: jax.Array,
-    key: jax.Array,
-    temperature: Any,
-    *,
-    explore: bool,
+    self, variables: Variables, frames: Any, key: jax.Array, temperature: Any, *, explore: bool
   ) -> SearchResult:
     """frames [B, S-1+n, H, W, C] -> SearchResult with leaves [B, n, ...]."""
     batch, states = frames.shape[0], frames.shape[1] - self._stack + 1
@@ -166,7 +153,6 @@ class EfficientZero:
     return {"policy": found.policy, "search_value": found.search_value, "value": found.value}
 
   def _values(self, variables: Variables, frames: jax.Array, key: jax.Array) -> Arrays:
-    del key
     return {"value": self._roots(variables, frames).value.reshape(frames.shape[0], -1)}
 
   # --- host
@@ -202,42 +188,10 @@ class EfficientZero:
     action = np.where(real[:, :-1] & (action >= 0), action, random)
     age = np.where(real, learner_step - take(store["policy_step"], flat), 0)
     ages = age[made["policy_mask"] > 0]
-    progress = min(learner_step / max(self._config.learner.steps, 1), 1.0)
+    progress = min(learner_step / self._config.learner.steps, 1.0)
     weight = importance_weights(selection.probability, self._own.priority, progress)
     info = {
       metric_names.TARGET_AGE_MEAN: float(ages.mean()) if ages.size else 0.0,
       metric_names.TARGET_AGE_MAX: float(ages.max(initial=0)),
     }
     return {"action": action, "weight": weight, **made}, info
-
-  def label(self, program: str) -> str:
-    return {"reanalyse": "search", "act": "search"}.get(program, "values")
-
-
-def _check_support(config: Config) -> None:
-  """Raises ValueError if the support of the value distribution cannot hold the game's returns."""
-  largest = largest_value(config.env)
-  needed = 0 if largest is None else math.ceil(losses.transform(jnp.asarray(largest)))
-  if config.agent.network.support < needed:
-    raise ValueError(
-      f"network.support: must be at least {needed} for returns of up to {largest:.0f}, which "
-      f"{config.env.game} has, got {config.agent.network.support}"
-    )
-
-
-def make_recurrent_fn(blueprint: Blueprint) -> Any:
-  """g and f for the search: `(variables, state, carry, action) -> ModelStep`, decoding scalars."""
-
-  def recurrent(variables: Any, state: jax.Array, carry: Any, action: jax.Array) -> ModelStep:
-    network = blueprint.bind(variables)
-    state, carry, prefix_logits = network.step(state, carry, action)
-    value_logits, policy_logits = network.predict(state, False)
-    return ModelStep(
-      value_prefix=losses.decode(prefix_logits),
-      policy_logits=policy_logits,
-      value=losses.decode(value_logits),
-      state=state,
-      carry=carry,
-    )
-
-  return recurrent

@@ -157,9 +157,8 @@ def unrolled_loss(
 
   The state after k model steps is trained on the targets of time t + k. `config.gradient_scaling`
   says which terms have weight 1/K and where the gradient into the hidden state is scaled at every
-  step. Consistency is SimSiam's
-  negative cosine between the predicted projection of the imagined state and the projection (without
-  gradient) of the actual next observation.
+  step. Consistency is SimSiam's negative cosine between the predicted projection of the imagined
+  state and the projection (without gradient) of the actual next observation.
 
   All K+1 states pass through the heads as one batch, where EfficientZero applies them step by step:
   batch norm then normalises roots and imagined states alike, as its running statistics do in
@@ -189,26 +188,24 @@ def unrolled_loss(
     state = network.dynamics(state, batch.action[:, k], True)
     states.append(_scale_gradient(state, config.state_gradient) if released else state)
   imagined = jnp.stack(states[1:])  # [K, B, ...]
-  _, prefix_logits = network.value_prefix(imagined, network.initial_carry(size), True, horizon)
+  carry = network.initial_carry(size)
+  _, prefix_logits = network.value_prefix(imagined, carry, True, horizon)
   value_logits, policy_logits = network.predict(jnp.concatenate(states), True)
   value_logits = value_logits.reshape(steps + 1, size, -1)
   policy_logits = policy_logits.reshape(steps + 1, size, -1)
 
   # All [K+1, B] or [K, B].
-  value_loss = _cross_entropy(value_logits, two_hot(batch.value.T, support)) * batch.value_mask.T
-  policy_loss = (
-    _cross_entropy(policy_logits, jnp.swapaxes(batch.policy, 0, 1)) * batch.policy_mask.T
-  )
-  prefix_loss = (
-    _cross_entropy(prefix_logits, two_hot(batch.value_prefix.T, support)) * batch.prefix_mask.T
-  )
+  value, prefix = two_hot(batch.value.T, support), two_hot(batch.value_prefix.T, support)
+  value_loss = _cross_entropy(value_logits, value) * batch.value_mask.T
+  prefix_loss = _cross_entropy(prefix_logits, prefix) * batch.prefix_mask.T
+  policy = jnp.swapaxes(batch.policy, 0, 1)
+  policy_loss = _cross_entropy(policy_logits, policy) * batch.policy_mask.T
   consistency_loss = jnp.zeros((steps, size))
   if config.consistency_coefficient:
     following = observations[:, 1:].reshape(size * steps, *observations.shape[2:])
     following = augment(view_keys[:, 1:].reshape(-1), following, config.shift, config.intensity)
-    real = jax.lax.stop_gradient(
-      network.consistency.project(network.represent(following, True), True)
-    )
+    real = network.consistency.project(network.represent(following, True), True)
+    real = jax.lax.stop_gradient(real)
     real = jnp.swapaxes(real.reshape(size, steps, -1), 0, 1)
     projected = network.consistency.project(imagined.reshape(-1, *imagined.shape[2:]), True)
     predicted = network.consistency.predict(projected, True).reshape(steps, size, -1)

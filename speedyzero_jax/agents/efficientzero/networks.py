@@ -6,18 +6,16 @@ Parameters are float32, activations `config.dtype`, logits float32.
 Source: EfficientZero (Ye et al. 2021), appendix A and its released code.
 """
 
-import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from speedyzero_jax.agents.base import Variables
 from speedyzero_jax.agents.efficientzero.config import NetworkConfig
 from speedyzero_jax.ops.conv import convolve
-from speedyzero_jax.types import Params
 
 Carry = tuple[jax.Array, jax.Array]  # the LSTM's (c, h), each [B, lstm_hidden]
 
@@ -184,13 +182,9 @@ class Dynamics(nnx.Module):
       planes = jax.nn.one_hot(action, self.num_actions, dtype=state.dtype)
     else:
       planes = (action[:, None] / self.num_actions).astype(state.dtype)
-    planes = jnp.broadcast_to(
-      planes[:, None, None, :], (state.shape[0], state.shape[1], state.shape[2], planes.shape[-1])
-    )
-    x = self.norm(
-      self.conv(jnp.concatenate([state, planes], axis=-1)), use_running_average=not train
-    )
-    x = nnx.relu(x + state)
+    planes = jnp.broadcast_to(planes[:, None, None, :], (*state.shape[:3], planes.shape[-1]))
+    x = self.conv(jnp.concatenate([state, planes], axis=-1))
+    x = nnx.relu(self.norm(x, use_running_average=not train) + state)
     for block in self.blocks:
       x = block(x, train)
     return x
@@ -232,11 +226,9 @@ class Consistency(nnx.Module):
     sizes = [(inputs, hidden), (hidden, hidden), (hidden, out)]
     self.linears = nnx.List([layers.linear(i, o) for i, o in sizes])
     self.norms = nnx.List([layers.norm(o) for _, o in sizes])
-    self.predict1, self.predict_norm = (
-      layers.linear(out, config.prediction_hidden),
-      layers.norm(config.prediction_hidden),
-    )
-    self.predict2 = layers.linear(config.prediction_hidden, out)
+    narrow = config.prediction_hidden
+    self.predict1, self.predict_norm = layers.linear(out, narrow), layers.norm(narrow)
+    self.predict2 = layers.linear(narrow, out)
 
   def project(self, state: jax.Array, train: bool) -> jax.Array:
     x = state.reshape(state.shape[0], -1)
@@ -279,10 +271,6 @@ class Network(nnx.Module):
   ):
     layers = _Layers(config, axis_name, rngs)
     height, width, channels = observation_shape
-    if height % config.downsample or width % config.downsample:
-      raise ValueError(
-        f"frames of {height}x{width} can't be divided by network.downsample={config.downsample}"
-      )
     pixels = (height // config.downsample) * (width // config.downsample)
     self.config, self.dtype = config, layers.dtype
     self.representation = Representation(config, layers, channels)
@@ -316,53 +304,28 @@ class Network(nnx.Module):
     return initial_carry(self.config, batch)
 
 
-@dataclasses.dataclass(frozen=True)
 class Blueprint:
-  """A network's structure without values; makes variables and binds them inside jit."""
+  """A network's structure without values; makes variables and binds them inside jit.
 
-  config: NetworkConfig
-  observation_shape: tuple[int, int, int]
-  num_actions: int
-  graph: Any
+  Arguments are those of `Network`, without `rngs`.
+  """
+
+  def __init__(self, *arguments: Any, **options: Any):
+    self._make = partial(Network, *arguments, **options)
+    self._graph = nnx.graphdef(nnx.eval_shape(lambda: self._make(rngs=nnx.Rngs(0))))
 
   def init(self, key: jax.Array) -> Variables:
     """Initial variables."""
-    network = Network(self.config, self.observation_shape, self.num_actions, rngs=nnx.Rngs(key))
-    return variables_of(network)
+    return variables_of(self._make(rngs=nnx.Rngs(key)))
 
   def bind(self, variables: Variables) -> Network:
     """The network with these variables; cheap, for use while tracing."""
     # flax would write new running statistics into numpy arrays in place.
     variables = jax.tree.map(jnp.asarray, variables)
-    return nnx.merge(self.graph, variables.params, variables.batch_stats)
+    return nnx.merge(self._graph, variables.params, variables.batch_stats)
 
 
 def variables_of(network: Network) -> Variables:
   """The variables of a bound network as plain pytrees."""
-  return Variables(
-    *(nnx.to_pure_dict(nnx.state(network, kind)) for kind in (nnx.Param, nnx.BatchStat))
-  )
-
-
-def make_blueprint(
-  config: NetworkConfig,
-  observation_shape: tuple[int, int, int],
-  num_actions: int,
-  *,
-  axis_name: str | None = None,
-) -> Blueprint:
-  """The structure of a network, without allocating it."""
-  abstract = nnx.eval_shape(
-    lambda: Network(config, observation_shape, num_actions, axis_name=axis_name, rngs=nnx.Rngs(0))
-  )
-  return Blueprint(
-    config=config,
-    observation_shape=observation_shape,
-    num_actions=num_actions,
-    graph=nnx.graphdef(abstract),
-  )
-
-
-def count_parameters(params: Params) -> int:
-  """Number of parameters, without running statistics."""
-  return int(sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(params)))
+  kinds = (nnx.Param, nnx.BatchStat)
+  return Variables(*(nnx.to_pure_dict(nnx.state(network, kind)) for kind in kinds))

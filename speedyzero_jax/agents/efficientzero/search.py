@@ -6,7 +6,7 @@ independently; only random numbers depend on the rest of the batch.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -49,42 +49,6 @@ class Root(NamedTuple):
   state: Any  # pytree [B, ...]
 
 
-# (params, state, carry, action [B] int32) -> ModelStep
-RecurrentFn = Callable[[Params, Any, Any, chex.Array], ModelStep]
-
-
-class SearchFn(Protocol):
-  """A pure function; jit it with `static_argnames="explore"`."""
-
-  def __call__(
-    self,
-    params: Params,
-    root: Root,
-    key: chex.PRNGKey,
-    *,
-    explore: bool,
-    temperature: chex.Numeric = 1.0,
-  ) -> SearchResult:
-    """Searches B roots.
-
-    Args:
-      params: passed to the model.
-      root: states and predictions.
-      key: random key; without `explore` the result does not depend on it.
-      explore: add Gumbel or Dirichlet noise at the root and, for PUCT, sample the action by visits.
-        Otherwise play the best action: Gumbel's highest score among the most visited, or PUCT's
-        most visited.
-      temperature: PUCT samples in proportion to visits^(1 / temperature); 0 means the most visited.
-        It affects neither policy nor values. Gumbel ignores it.
-
-    Returns:
-      Action, policy (Gumbel: the improved policy; PUCT: the share of visits) and root values.
-
-    Raises:
-      ValueError: the root's arrays are not of B states with `num_actions` actions.
-    """
-
-
 class _Node(NamedTuple):
   """Embedding of a node in mctx's tree."""
 
@@ -101,9 +65,9 @@ def make_search(
   num_actions: int,
   discount: float,
   value_prefix_horizon: int,
-  recurrent_fn: RecurrentFn,
+  recurrent_fn: Callable[[Params, Any, Any, chex.Array], ModelStep],
   initial_carry: Callable[[int], Any],
-) -> SearchFn:
+) -> Callable[..., SearchResult]:
   """Makes the configured search.
 
   The value prefix is reset every `value_prefix_horizon` steps from the root: from a node whose
@@ -116,8 +80,16 @@ def make_search(
     num_actions: A.
     discount: discount per step.
     value_prefix_horizon: steps between resets of the value prefix.
-    recurrent_fn: the model's step, pure and batched.
+    recurrent_fn: the model's step, (params, state, carry, action [B] int32) -> ModelStep.
     initial_carry: the carry after a reset, for a given batch size.
+
+  Returns:
+    A pure function (params, root, key, *, explore, temperature=1.0) -> SearchResult, to be jitted
+    with `static_argnames="explore"`. With `explore` there is Gumbel or Dirichlet noise at the root
+    and PUCT samples the action in proportion to visits^(1 / temperature). Without, the result does
+    not depend on the key, and the action is the best one: Gumbel's highest score among the most
+    visited, or PUCT's most visited. The temperature affects neither policy nor values, nor Gumbel
+    search at all.
   """
   run = (_gumbel_policy if config.algorithm == "gumbel" else _puct_policy)(
     config, discount, num_actions
@@ -138,23 +110,15 @@ def make_search(
       prior_logits=out.policy_logits.astype(jnp.float32),
       value=out.value.astype(jnp.float32),
     )
-    return output, _Node(
-      state=out.state, carry=out.carry, prefix=prefix, reward=reward, depth=node.depth + 1
-    )
+    return output, _Node(out.state, out.carry, prefix, reward, node.depth + 1)
 
   def search(
     params: Params, root: Root, key: chex.PRNGKey, *, explore: bool, temperature: chex.Numeric = 1.0
   ) -> SearchResult:
-    batch = _batch_size(root, num_actions)
     value = root.value.astype(jnp.float32)
-    zeros = jnp.zeros([batch], jnp.float32)
-    node = _Node(
-      state=root.state,
-      carry=initial_carry(batch),
-      prefix=zeros,
-      reward=zeros,
-      depth=jnp.zeros([batch], jnp.int32),
-    )
+    zeros, depth = jnp.zeros_like(value), jnp.zeros(len(value), jnp.int32)
+    carry = initial_carry(len(value))
+    node = _Node(state=root.state, carry=carry, prefix=zeros, reward=zeros, depth=depth)
     mctx_root = mctx.RootFnOutput(
       prior_logits=root.policy_logits.astype(jnp.float32), value=value, embedding=node
     )
@@ -226,9 +190,8 @@ def _puct_policy(
     node_visits = tree.node_visits[node_index]  # the children's, plus one for the node: positive
     prior = jax.nn.softmax(tree.children_prior_logits[node_index])
     exploration = config.c1 + jnp.log((node_visits + config.c2 + 1) / config.c2)
-    score = qtransform(tree, node_index) + exploration * prior * jnp.sqrt(node_visits) / (
-      1 + visits
-    )
+    bonus = exploration * prior * jnp.sqrt(node_visits) / (1 + visits)
+    score = qtransform(tree, node_index) + bonus
     if tree.extra_data is not None:
       score += tree.extra_data[node_index]
     return jnp.argmax(score).astype(jnp.int32)
@@ -238,15 +201,13 @@ def _puct_policy(
     shape = root.prior_logits.shape
     tie_break = None
     if explore:
-      noise = jax.random.dirichlet(
-        noise_key, jnp.full(num_actions, config.dirichlet_alpha), shape[:1]
-      )
+      alpha = jnp.full(num_actions, config.dirichlet_alpha)
+      noise = jax.random.dirichlet(noise_key, alpha, shape[:1])
       prior = jax.nn.softmax(root.prior_logits)
       prior += config.dirichlet_fraction * (noise - prior)
       root = root.replace(prior_logits=jnp.log(jnp.maximum(prior, jnp.finfo(prior.dtype).tiny)))
-      tie_break = _TIE_BREAK * jax.random.uniform(
-        tie_key, (shape[0], config.simulations + 1, num_actions)
-      )
+      nodes = config.simulations + 1
+      tie_break = _TIE_BREAK * jax.random.uniform(tie_key, (shape[0], nodes, num_actions))
     tree = mctx.search(
       params,
       key,
@@ -261,9 +222,8 @@ def _puct_policy(
     visits = tree.summary().visit_probs
     if explore:
       logits = jnp.log(visits / jnp.max(visits, axis=-1, keepdims=True))
-      action = jax.random.categorical(
-        action_key, logits / jnp.maximum(temperature, jnp.finfo(logits.dtype).tiny)
-      )
+      logits /= jnp.maximum(temperature, jnp.finfo(logits.dtype).tiny)
+      action = jax.random.categorical(action_key, logits)
     else:
       action = jnp.argmax(visits, axis=-1)
     return mctx.PolicyOutput(action=action, action_weights=visits, search_tree=tree)
@@ -278,18 +238,3 @@ def _select(condition: chex.Array, a: Any, b: Any) -> Any:
     return jnp.where(condition.reshape(condition.shape + (1,) * (y.ndim - 1)), x, y)
 
   return jax.tree.map(leaf, a, b)
-
-
-def _batch_size(root: Root, num_actions: int) -> int:
-  """B. Raises ValueError for roots of inconsistent shapes."""
-  if root.value.ndim != 1:
-    raise ValueError(f"root.value must be [B], got shape {root.value.shape}")
-  batch = root.value.shape[0]
-  if root.policy_logits.shape != (batch, num_actions):
-    raise ValueError(
-      f"root.policy_logits must be {(batch, num_actions)}, got shape {root.policy_logits.shape}"
-    )
-  for leaf in jax.tree.leaves(root.state):
-    if leaf.shape[:1] != (batch,):
-      raise ValueError(f"root.state must lead with {batch} roots, got shape {leaf.shape}")
-  return batch

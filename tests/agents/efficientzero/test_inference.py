@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from speedyzero_jax.agents.base import ActInputs, Variables
 from speedyzero_jax.agents.efficientzero import losses
-from speedyzero_jax.agents.efficientzero.agent import EfficientZero, make_recurrent_fn
+from speedyzero_jax.agents.efficientzero.agent import EfficientZero
 from speedyzero_jax.agents.efficientzero.networks import initial_carry
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.learner import make_mesh
@@ -166,8 +166,8 @@ def test_running_statistics_are_used():
 
 
 def test_the_recurrent_function_steps_state_carry_and_prefix():
-  blueprint, own = _agent().blueprint, tiny.config(*_OVERRIDES).agent.network
-  network, recurrent = blueprint.bind(_variables()), jax.jit(make_recurrent_fn(blueprint))
+  agent, own = _agent(), tiny.config(*_OVERRIDES).agent.network
+  network, recurrent = agent.blueprint.bind(_variables()), jax.jit(agent._recurrent)
   last = jnp.asarray(np.random.default_rng(4).uniform(size=(3, 4, 4, 4)), jnp.float32)
   carry, states, prefixes = initial_carry(own, 3), [], []
   for action in np.array([[0, 3, 1], [2, 2, 0]], np.int32):

@@ -333,16 +333,3 @@ def test_states_and_predictions_in_bfloat16_are_searched_in_float32():
     == jnp.float32
   )
   assert results[0].action.dtype == jnp.int32
-
-
-def test_roots_of_the_wrong_shape_are_refused():
-  tables = Tables.random(0, PUCT.actions)
-  root = _root(tables, _codes(0))
-  wrong = {
-    "policy_logits": root._replace(policy_logits=np.zeros([_ROOTS, PUCT.actions + 1])),
-    "value": root._replace(value=np.zeros([_ROOTS, 1])),
-    "state": root._replace(state=np.zeros([_ROOTS - 1])),
-  }
-  for name, bad in wrong.items():
-    with pytest.raises(ValueError, match=name):
-      _searcher(PUCT)(tables, bad, jax.random.key(0), explore=False)
