@@ -1,62 +1,43 @@
-"""DQN against float64 arithmetic, its target network and exploration, and whole runs on Catch."""
+"""DQN against float64 arithmetic, its target network and its exploration."""
 
-import contextlib
 import functools
 
 import episodes
 import jax
 import numpy as np
 import pytest
+import trained
+from trained import KEY, largest
 
 from speedyzero_jax.agents import dqn
 from speedyzero_jax.agents.base import ActInputs, Variables
-from speedyzero_jax.config import loader
-from speedyzero_jax.config.loader import ConfigError
 from speedyzero_jax.metrics import names
-from speedyzero_jax.metrics.logger import MetricsLogger
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.selector import Selection
-from speedyzero_jax.run import loops, snapshot, steps
-from speedyzero_jax.run.build import build
-from speedyzero_jax.workers.learner import Learner, make_mesh
 
-_N, _STACK, _DISCOUNT, _DELTA, _BATCH, _ACTIONS, _RATE = 3, 2, 0.9, 0.7, 96, 3, 0.5
+_N, _STACK, _DISCOUNT, _DELTA, _BATCH, _ACTIONS = 3, 2, 0.9, 0.7, 96, 3
 _TINY = (
   "agent=dqn", "env.game=CartPole", f"env.frame_stack={_STACK}", f"env.discount={_DISCOUNT}",
   "network.hidden=4", "network.layers=1", f"loss.td_steps={_N}", f"loss.huber_delta={_DELTA}",
   "loss.target_interval=3", "priority.beta_start=0.5", "priority.min_weight=0.3",
-  f"learner.batch_size={_BATCH}", "learner.steps=100", "optim.name=sgd", "optim.momentum=0",
-  f"optim.learning_rate={_RATE}", "optim.warmup_steps=0", "optim.decay_steps=0",
-  "optim.clip_norm=0", "optim.weight_decay=0",
+  f"learner.batch_size={_BATCH}",
 )  # fmt: skip
-_KEY = jax.random.key(0)
 
 
 def _agent(*overrides):
-  config = loader.load([], [*_TINY, *overrides])
-  return config, dqn.make_agent(config, (1, 1, 2), np.float32, _ACTIONS)
+  return trained.make(_ACTIONS, *_TINY, *overrides)
 
 
 @functools.cache
 def _learner(*overrides, devices=1):
-  return Learner(*_agent(*overrides), make_mesh(jax.devices()[:devices]))
+  return trained.make_learner(*_agent(*overrides), devices)
 
 
 @functools.cache
 def _start(dueling=True):
-  """Parameters and target parameters, with nothing zero."""
+  """Parameters and target parameters."""
   _, agent = _agent(f"network.dueling={dueling}")
-  rng = np.random.default_rng(4)
-  params = jax.device_get(agent.init(_KEY).params)
-  return tuple(
-    jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), params) for _ in range(2)
-  )
-
-
-def _state(learner, dueling=True):
-  params, target = _start(dueling)
-  opt_state = jax.device_get(learner.init(_KEY).opt_state)
-  return learner.restore(Variables(params, ()), target, opt_state, 0)
+  return trained.random_params(agent, 4), trained.random_params(agent, 5)
 
 
 @functools.cache
@@ -140,15 +121,8 @@ def _reference(double=True, dueling=True):
 
 
 def _step(learner, batch, state=None, dueling=True):
-  state = _state(learner, dueling) if state is None else state
-  state, result = learner.step(state, learner.put(batch), _KEY)
-  return state, jax.device_get(result)
-
-
-def _largest(a, b):
-  return max(
-    jax.tree.leaves(jax.tree.map(lambda x, y: np.abs(x - y).max(), *jax.device_get((a, b))))
-  )
+  state = trained.restored(learner, *_start(dueling)) if state is None else state
+  return trained.step(learner, state, batch)
 
 
 # --- the loss
@@ -162,15 +136,7 @@ def test_errors_loss_and_gradient(double, dueling):
   assert np.abs(errors).min() < _DELTA < np.abs(errors).max()
   np.testing.assert_allclose(result.priority, np.abs(errors), rtol=1e-4, atol=1e-4)
   np.testing.assert_allclose(result.metrics[names.LOSS_TOTAL], loss(_start(dueling)[0]), rtol=1e-4)
-  # The targets held fixed, the slope of the loss in any direction is the gradient's.
-  before, after = _start(dueling)[0], jax.device_get(state.variables.params)
-  rng = np.random.default_rng(0)
-  for _ in range(5):
-    way = jax.tree.map(lambda x: rng.normal(size=x.shape), before)
-    ahead, behind = (jax.tree.map(lambda x, d, h=h: x + h * d, before, way) for h in (1e-6, -1e-6))
-    slope = (loss(ahead) - loss(behind)) / 2e-6
-    moved = jax.tree.map(lambda x, y, d: ((x - y) / _RATE * d).sum(), before, after, way)
-    np.testing.assert_allclose(sum(jax.tree.leaves(moved)), slope, rtol=1e-3, atol=1e-4)
+  trained.assert_gradient(_start(dueling)[0], state.variables.params, loss)
 
 
 def test_double_learning_changes_the_targets():
@@ -189,11 +155,11 @@ def test_masked_samples_have_no_gradient():
     "action": np.where(masked, 0, batch["action"]).astype(np.int32),
   }
   again, _ = _step(learner, batch | other | {"loss_mask": mask})
-  assert _largest(state.variables.params, _start()[0]) > 1e-3
-  assert _largest(state.variables.params, again.variables.params) == 0
+  assert largest(state.variables.params, _start()[0]) > 1e-3
+  assert largest(state.variables.params, again.variables.params) == 0
   nothing, result = _step(learner, batch | {"loss_mask": 0 * mask})
   assert result.metrics[names.LOSS_TOTAL] == 0
-  assert _largest(nothing.variables.params, _start()[0]) == 0
+  assert largest(nothing.variables.params, _start()[0]) == 0
 
 
 def test_evicted_samples_are_masked():
@@ -213,19 +179,19 @@ def test_evicted_samples_are_masked():
 
 def test_the_target_network_is_copied_every_interval():
   learner, (batch, _) = _learner(), _batch()
-  state, expected = _state(learner), _start()[1]
+  state, expected = trained.restored(learner, *_start()), _start()[1]
   for step in range(1, 8):
     state, _ = _step(learner, batch, state)
     params = jax.device_get(state.variables.params)
-    assert _largest(params, expected) > 1e-3
+    assert largest(params, expected) > 1e-3
     expected = params if step % 3 == 0 else expected
-    assert _largest(state.target, expected) == 0
+    assert largest(state.target, expected) == 0
 
 
 def test_two_devices_do_as_one():
   (one, alone), (two, both) = (_step(_learner(devices=devices), _batch()[0]) for devices in (1, 2))
-  assert _largest(one.variables.params, two.variables.params) < 1e-6
-  assert _largest(one.variables.params, _start()[0]) > 1e-3
+  assert largest(one.variables.params, two.variables.params) < 1e-6
+  assert largest(one.variables.params, _start()[0]) > 1e-3
   np.testing.assert_allclose(alone.priority, both.priority, rtol=1e-5)
   for name, value in alone.metrics.items():
     np.testing.assert_allclose(value, both.metrics[name], rtol=1e-5, err_msg=name)
@@ -255,75 +221,9 @@ def test_acting_is_epsilon_greedy():
   inputs = ActInputs(frames, np.zeros(lanes, bool), np.arange(lanes), ())
   act = jax.jit(agent.act, static_argnames="explore")
   explored, greedy = (
-    jax.device_get(act(Variables(params, ()), inputs, _KEY, 0.0, explore=e)) for e in (True, False)
+    jax.device_get(act(Variables(params, ()), inputs, KEY, 0.0, explore=e)) for e in (True, False)
   )
   q = _q(params, frames.reshape(lanes, -1))
   np.testing.assert_array_equal(greedy.action, q.argmax(-1))
   other = explored.action != greedy.action
   assert abs(other.mean() - 0.6 * (1 - 1 / _ACTIONS)) < 0.08
-
-
-# --- configuration
-
-
-@pytest.mark.parametrize(
-  ("override", "message"),
-  [
-    ("network.torso=nature", "network.torso: must be mlp for Catch"),
-    ("loss.td_steps=0", "loss.td_steps: must lie in"),
-    ("explore.epsilon=1.5", "explore.epsilon: must lie in"),
-    ("explore.schedule=never", "explore.schedule: expected one of lanes, annealed"),
-    ("search.simulations=8", "search.simulations is a setting of efficientzero"),
-  ],
-)
-def test_a_bad_setting_is_named(override, message):
-  with pytest.raises(ConfigError, match=message):
-    loader.load(["dqn"], [override])
-
-
-# --- whole runs
-
-
-def _run(config, folder, *, stop=0, resume=False, after=lambda experiment: None):
-  """Runs to the end or to learner step `stop`, and saves; returns what `after` makes of it."""
-  with MetricsLogger(config, folder, None) as logger:
-    experiment = build(config, folder, logger, resume=resume)
-    with contextlib.closing(experiment):
-      if stop:
-        experiment.after_step.append(
-          lambda: experiment.limiter.learner_steps == stop and experiment.interrupt()
-        )
-      loops.run(experiment)
-      snapshot.save(experiment, required=True)
-      return after(experiment)
-
-
-def _everything(experiment):
-  replay = {name: x.copy() for name, x in experiment.replay.state_dict().items()}
-  return experiment.limiter.env_steps, jax.device_get(experiment.state), replay
-
-
-def test_a_resumed_run_ends_as_one_that_was_not_interrupted(tmp_path):
-  config = loader.load(
-    ["dqn"],
-    ["run.mode=lockstep", "learner.steps=30", "run.env_steps=500", "actor.random_steps=100",
-     "network.hidden=8", "loss.target_interval=7", "learner.batch_size=8", "learner.devices=1",
-     "run.checkpoint_interval=10"],
-  )  # fmt: skip
-  for name in ("whole", "parts"):
-    (tmp_path / name).mkdir()
-  whole = _run(config, tmp_path / "whole", after=_everything)
-  _run(config, tmp_path / "parts", stop=17)
-  parts = _run(config, tmp_path / "parts", resume=True, after=_everything)
-  assert whole[0] == parts[0] == 500 and whole[1].step == 30
-  jax.tree.map(np.testing.assert_array_equal, whole, parts)
-
-
-def test_catch_is_learned(tmp_path):
-  config = loader.load(
-    ["dqn"],
-    ["run.mode=lockstep", "learner.steps=1500", "run.env_steps=9000", "learner.devices=1",
-     "optim.learning_rate=3e-3", "loss.target_interval=50", "run.log_interval=500"],
-  )  # fmt: skip
-  evaluation = _run(config, tmp_path, after=steps.evaluate_now)
-  assert evaluation.mean >= 0.9  # 1 is perfect

@@ -1,66 +1,54 @@
 """IMPALA's loss in float64, acting, the supply of trajectories and their lag, and whole runs."""
 
-import contextlib
 import dataclasses
 import functools
-import json
 import math
-import threading
 
 import episodes
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
+import trained
+from hypothesis import given
 from hypothesis import strategies as st
+from trained import KEY, RATE, experiment, largest
+from whole_runs import rows_of
 
 from speedyzero_jax.agents import impala
 from speedyzero_jax.agents.base import ActInputs, Variables
 from speedyzero_jax.config import loader
-from speedyzero_jax.config.loader import ConfigError
 from speedyzero_jax.metrics import names
-from speedyzero_jax.metrics.logger import MetricsLogger
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.storage import LaneStore
-from speedyzero_jax.run import loops, snapshot, steps, warmup
-from speedyzero_jax.run.build import build
-from speedyzero_jax.run.checkpoint import Checkpoints
+from speedyzero_jax.run import steps, warmup
 from speedyzero_jax.run.experiment import TrainingError
 from speedyzero_jax.run.rate_limiter import RateLimiter
 from speedyzero_jax.types import Segment
-from speedyzero_jax.workers.learner import Learner, make_mesh
 
-_T, _STACK, _DISCOUNT, _LAMBDA, _BATCH, _ACTIONS, _RATE = 7, 2, 0.9, 0.8, 8, 3, 0.5
+_T, _STACK, _DISCOUNT, _LAMBDA, _BATCH, _ACTIONS = 7, 2, 0.9, 0.8, 8, 3
 _RHO, _C, _RHO_PG, _VALUE, _ENTROPY = 1.3, 0.9, 1.1, 0.6, 0.2
 _TINY = (
   "agent=impala", "env.game=CartPole", f"env.frame_stack={_STACK}", f"env.discount={_DISCOUNT}",
   "network.hidden=4", "network.layers=1", f"loss.unroll_length={_T}", f"loss.rho_bar={_RHO}",
   f"loss.vtrace_lambda={_LAMBDA}", f"loss.c_bar={_C}", f"loss.rho_bar_pg={_RHO_PG}",
   f"loss.value_coefficient={_VALUE}", f"loss.entropy_coefficient={_ENTROPY}",
-  "actor.random_steps=0", f"learner.batch_size={_BATCH}", "learner.steps=100", "optim.name=sgd",
-  "optim.momentum=0", f"optim.learning_rate={_RATE}", "optim.warmup_steps=0",
-  "optim.decay_steps=0", "optim.clip_norm=0", "optim.weight_decay=0",
+  "actor.random_steps=0", f"learner.batch_size={_BATCH}",
 )  # fmt: skip
-_KEY = jax.random.key(0)
 
 
 def _agent(*overrides):
-  config = loader.load([], [*_TINY, *overrides])
-  return config, impala.make_agent(config, (1, 1, 2), np.float32, _ACTIONS)
+  return trained.make(_ACTIONS, *_TINY, *overrides)
 
 
 @functools.cache
-def _learner(*overrides, devices=1):
-  return Learner(*_agent(*overrides), make_mesh(jax.devices()[:devices]))
+def _learner(reduction="mean", rate=RATE, devices=1):
+  changes = (f"loss.reduction={reduction}", f"optim.learning_rate={rate}")
+  return trained.make_learner(*_agent(*changes), devices)
 
 
 @functools.cache
 def _params():
-  """Parameters of which none is zero."""
-  _, agent = _agent()
-  rng = np.random.default_rng(4)
-  params = jax.device_get(agent.init(_KEY).params)
-  return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), params)
+  return trained.random_params(_agent()[1], 4)
 
 
 def _recorded(replay, agent):
@@ -92,17 +80,9 @@ def _gathered(agent, replay, selection, step=50):
   return {"frames": frames, "stack": stack, **arrays}
 
 
-def _step(learner, batch, params=None):
-  opt_state = jax.device_get(learner.init(_KEY).opt_state)
-  state = learner.restore(Variables(_params() if params is None else params, ()), (), opt_state, 0)
-  state, result = learner.step(state, learner.put(batch), _KEY)
-  return state.variables.params, jax.device_get(result)
-
-
-def _largest(a, b):
-  return max(
-    jax.tree.leaves(jax.tree.map(lambda x, y: np.abs(x - y).max(), *jax.device_get((a, b))))
-  )
+def _step(learner, batch):
+  state, result = trained.step(learner, trained.restored(learner, _params()), batch)
+  return state.variables.params, result
 
 
 # --- the loss, from the segments as they were stored
@@ -174,25 +154,18 @@ def _reference():
   return sum(part[1].sum() for part in parts), loss
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_loss_and_gradient(reduction):
-  rate = {"mean": _RATE, "sum": _RATE / 100}[reduction]
-  learner = _learner(f"loss.reduction={reduction}", f"optim.learning_rate={rate}")
-  after, result = _step(learner, _batch()[0])
+@pytest.mark.parametrize(("reduction", "rate"), [("mean", RATE), ("sum", RATE / 100)])
+def test_loss_and_gradient(reduction, rate):
+  after, result = _step(_learner(reduction, rate), _batch()[0])
   count, total = _reference()
   assert count < _BATCH * _T  # some slots are ends
   scale = 1 / count if reduction == "mean" else 1
-  got = result.metrics[names.LOSS_TOTAL]
-  np.testing.assert_allclose(got, scale * total(_params()), rtol=1e-4)
-  rng, after = np.random.default_rng(0), jax.device_get(after)
-  for _ in range(5):
-    way = jax.tree.map(lambda x: rng.normal(size=x.shape), _params())
-    ahead, behind = (
-      jax.tree.map(lambda x, d, h=h: x + h * d, _params(), way) for h in (1e-6, -1e-6)
-    )
-    slope = scale * (total(ahead) - total(behind)) / 2e-6
-    moved = jax.tree.map(lambda x, y, d: ((x - y) / rate * d).sum(), _params(), after, way)
-    np.testing.assert_allclose(sum(jax.tree.leaves(moved)), slope, rtol=2e-3, atol=1e-3 * scale)
+
+  def loss(params):
+    return scale * total(params)
+
+  np.testing.assert_allclose(result.metrics[names.LOSS_TOTAL], loss(_params()), rtol=1e-4)
+  trained.assert_gradient(_params(), after, loss, rate=rate, rtol=2e-3, atol=1e-3 * scale)
 
 
 def test_masked_trajectories_and_ends_have_no_gradient():
@@ -211,24 +184,23 @@ def test_masked_trajectories_and_ends_have_no_gradient():
     "acted_mask": mask,
   }
   again, _ = _step(learner, batch | other)
-  assert ends.any() and _largest(after, _params()) > 1e-3
-  assert _largest(after, again) == 0
+  assert ends.any() and largest(after, _params()) > 1e-3
+  assert largest(after, again) == 0
   nothing, result = _step(learner, batch | {"acted_mask": 0 * mask})
-  assert result.metrics[names.LOSS_TOTAL] == 0 and _largest(nothing, _params()) == 0
+  assert result.metrics[names.LOSS_TOTAL] == 0 and largest(nothing, _params()) == 0
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_two_devices_do_as_one(reduction):
+@pytest.mark.parametrize(("reduction", "rate"), [("mean", RATE), ("sum", RATE / 100)])
+def test_two_devices_do_as_one(reduction, rate):
   batch, _, _ = _batch()
   mask = batch["acted_mask"].copy()
   mask[:3, 2:] = 0  # the first device has fewer actions
   (one, alone), (two, both) = (
-    _step(_learner(f"loss.reduction={reduction}", devices=n), batch | {"acted_mask": mask})
-    for n in (1, 2)
+    _step(_learner(reduction, rate, devices), batch | {"acted_mask": mask}) for devices in (1, 2)
   )
-  assert _largest(one, _params()) > 1e-3
+  assert largest(one, _params()) > 1e-3
   size = max(np.abs(x).max() for x in jax.tree.leaves(jax.device_get(one)))
-  assert _largest(one, two) < 1e-6 * max(size, 1)
+  assert largest(one, two) < 1e-6 * max(size, 1)
   for name, value in alone.metrics.items():
     np.testing.assert_allclose(value, both.metrics[name], rtol=1e-4, atol=1e-6, err_msg=name)
 
@@ -268,7 +240,7 @@ def test_actions_follow_the_stored_logits():
   inputs = ActInputs(stack.repeat(lanes, 0), np.zeros(lanes, bool), np.arange(lanes), ())
   act = jax.jit(agent.act, static_argnames="explore")
   explored, greedy = (
-    jax.device_get(act(variables, inputs, _KEY, 0.0, explore=e)) for e in (True, False)
+    jax.device_get(act(variables, inputs, KEY, 0.0, explore=e)) for e in (True, False)
   )
   logits, _ = _network(_params(), stack.reshape(1, -1))
   for out in (explored, greedy):
@@ -278,32 +250,14 @@ def test_actions_follow_the_stored_logits():
   np.testing.assert_array_equal(greedy.action, logits.argmax())
 
 
-# --- configuration and the supply of trajectories
-
-
-@pytest.mark.parametrize(
-  ("override", "message"),
-  [
-    ("network.torso=nature", "network.torso: must be mlp for Catch"),
-    ("loss.unroll_length=0", "loss.unroll_length: must lie in"),
-    ("loss.reduction=max", "loss.reduction: expected one of mean, sum"),
-    ("loss.td_steps=3", "loss.td_steps is a setting of .*dqn"),
-    ("actor.random_steps=9", "actor.random_steps: must be 0"),
-    ("learner.tail_steps=9", "learner.tail_steps: must be 0"),
-    ("learner.steps=375", "learner.steps: must be at most 374, .* 2992 trajectories"),
-    ("replay.capacity=809", "replay.capacity: must be 0 or at least 810"),
-  ],
-)
-def test_a_bad_setting_is_named(override, message):
-  with pytest.raises(ConfigError, match=message):
-    loader.load(["impala"], ["learner.steps=374", override])
+# --- the supply of trajectories
 
 
 @st.composite
 def _supplies(draw):
   """Configurations that take all trajectories there are, or almost, from a small replay."""
   length, lanes, batch = (draw(st.integers(1, top)) for top in (6, 5, 5))
-  wanted = draw(st.integers(1, 30))
+  wanted = draw(st.integers(1, 20))
   env_steps = wanted * length * batch + lanes * length + draw(st.integers(0, 3 * length * batch))
   most = (env_steps // length - lanes) // batch
   overrides = [
@@ -385,7 +339,6 @@ class _Simulation:
     self.limiter.add_learner_step()
 
 
-@settings(max_examples=100)
 @given(_supplies(), st.floats(0, 0.5), st.integers(0, 2**32 - 1), st.permutations(range(3)))
 def test_trajectories_never_run_out_and_their_lag_is_bounded(config, ends, seed, order):
   """With the most learner steps and the least replay that are accepted, in any interleaving."""
@@ -407,157 +360,84 @@ def _config(*overrides):
   return loader.load(
     ["impala"],
     ["network.hidden=8", "loss.unroll_length=5", "actor.lanes=4", "learner.batch_size=4",
-     "learner.steps=60", "run.env_steps=1220", "replay.capacity=0", "learner.devices=1",
-     "run.checkpoint_interval=20", "run.log_interval=5", *overrides],
+     "learner.steps=30", "run.env_steps=620", "replay.capacity=0", "learner.devices=1",
+     "run.checkpoint_interval=10", "run.log_interval=5", *overrides],
   )  # fmt: skip
-
-
-def _run(config, folder, *, stop=0, resume=False, after=lambda experiment: None):
-  """Runs to the end or to learner step `stop`, and saves; returns what `after` makes of it."""
-  resume_step = max(Checkpoints(folder).steps()) if resume else None
-  with MetricsLogger(config, folder, resume_step) as logger:
-    experiment = build(config, folder, logger, resume=resume)
-    with contextlib.closing(experiment):
-      if stop:
-        experiment.after_step.append(
-          lambda: experiment.limiter.learner_steps == stop and experiment.interrupt()
-        )
-      loops.run(experiment)
-      snapshot.save(experiment, required=True)
-      return after(experiment)
-
-
-def _lags(folder):
-  lines = (folder / "metrics.jsonl").read_text().splitlines()
-  return [row[impala.TRAINED_LAG_MAX] for row in map(json.loads, lines)
-          if impala.TRAINED_LAG_MAX in row]  # fmt: skip
 
 
 def test_ratios_are_one_on_policy(tmp_path):
   """Also in stacks of frames, at the starts of episodes and across them."""
   config = _config("env.game=CartPole", "env.frame_stack=3", "run.mode=lockstep", "learner.steps=1")
-  with MetricsLogger(config, tmp_path, None) as logger:
-    experiment = build(config, tmp_path, logger, resume=False)
-    with contextlib.closing(experiment):
-      rng = np.random.default_rng(0)
-      fresh = experiment.state.variables.params
-      experiment.state = experiment.state._replace(
-        variables=Variables(jax.tree.map(lambda x: x + 0.3 * rng.normal(size=x.shape), fresh), ())
-      )
-      experiment.weights.publish(0, experiment.state.variables)
-      while experiment.replay.num_transitions < 160:
-        experiment.collector.collect()
-      while experiment.replay.ready(4):
-        prepared = steps.draw(experiment, 0)
-      assert prepared.arrays["acted_mask"].min() == 0
-      params = jax.device_get(experiment.state.variables.params)
-      metrics = steps.learn(experiment, prepared).metrics
-      np.testing.assert_allclose(metrics[impala.RATIO], 1, rtol=1e-6)
-      assert _largest(params, experiment.state.variables.params) > 0
+  with experiment(config, tmp_path) as run:
+    rng = np.random.default_rng(0)
+    fresh = run.state.variables.params
+    run.state = run.state._replace(
+      variables=Variables(jax.tree.map(lambda x: x + 0.3 * rng.normal(size=x.shape), fresh), ())
+    )
+    run.weights.publish(0, run.state.variables)
+    while run.replay.num_transitions < 160:
+      run.collector.collect()
+    while run.replay.ready(4):
+      prepared = steps.draw(run, 0)
+    assert prepared.arrays["acted_mask"].min() == 0
+    params = jax.device_get(run.state.variables.params)
+    metrics = steps.learn(run, prepared).metrics
+    np.testing.assert_allclose(metrics[impala.RATIO], 1, rtol=1e-6)
+    assert largest(params, run.state.variables.params) > 0
 
 
-def _finish(config, folder, seconds=100):
-  """`_run` in a thread, so that a deadlock is a failure; returns what it raised."""
-  done = []
-
-  def body():
-    try:
-      done.append(_run(config, folder))
-    except BaseException as error:
-      done.append(error)
-
-  thread = threading.Thread(target=body, daemon=True)
-  thread.start()
-  thread.join(seconds)
-  assert done, "the roles wait for each other"
-  return done[0]
-
-
-@pytest.mark.parametrize("overrides", [(), ("actor.weights_interval=7", "learner.prefetch=1")])
-def test_the_lag_of_an_overlapping_run_is_bounded(tmp_path, overrides):
+@pytest.mark.parametrize(
+  ("overrides", "lag"),
+  [
+    (("actor.weights_interval=7", "learner.prefetch=1"), 6),
+    # Before the first trajectory is complete, actors go on although the learner is behind.
+    (("actor.lanes=40", "learner.batch_size=2", "learner.steps=100", "run.env_steps=1300"), 0),
+  ],
+)
+def test_the_lag_of_an_overlapping_run_is_bounded(tmp_path, overrides, lag):
   config = _config(*overrides)
-  assert _finish(config, tmp_path) is None
-  lags = _lags(tmp_path)
-  assert lags and max(lags) <= _lag_bound(config)
-  assert max(lags) >= config.actor.weights_interval - 1
+  trained.run(config, tmp_path)
+  lags = [row[impala.TRAINED_LAG_MAX] for row in rows_of(tmp_path) if impala.TRAINED_LAG_MAX in row]
+  assert lag <= max(lags) <= _lag_bound(config)
 
 
 @pytest.mark.parametrize("mode", ["async", "lockstep"])
 def test_a_run_without_enough_trajectories_ends_with_an_error(tmp_path, mode):
   config = _config(f"run.mode={mode}")
-  too_many = dataclasses.replace(config.learner, steps=70)  # as the configuration would refuse
-  error = _finish(dataclasses.replace(config, learner=too_many), tmp_path)
-  assert isinstance(error, TrainingError)
-  assert "all 1220 agent steps are collected" in str(error) and "of 70" in str(error)
-
-
-def test_many_lanes_and_small_batches_begin(tmp_path):
-  """Before the first trajectory is complete, actors go on although the learner is behind."""
-  config = _config("actor.lanes=40", "learner.batch_size=2", "learner.steps=100",
-                   "run.env_steps=1300")  # fmt: skip
-  assert _finish(config, tmp_path) is None
-  assert max(_lags(tmp_path)) <= _lag_bound(config)
-
-
-def _everything(experiment):
-  replay = {name: x.copy() for name, x in experiment.replay.state_dict().items()}
-  return experiment.limiter.env_steps, jax.device_get(experiment.state), replay
-
-
-def test_a_resumed_run_ends_as_one_that_was_not_interrupted(tmp_path):
-  config = _config("run.mode=lockstep")
-  for name in ("whole", "parts"):
-    (tmp_path / name).mkdir()
-  whole = _run(config, tmp_path / "whole", after=_everything)
-  _run(config, tmp_path / "parts", stop=33)
-  parts = _run(config, tmp_path / "parts", resume=True, after=_everything)
-  assert whole[0] == parts[0] == 1220 and whole[1].step == 60
-  jax.tree.map(np.testing.assert_array_equal, whole, parts)
-
-
-def test_an_interrupted_overlapping_run_has_all_its_trajectories(tmp_path):
-  config = _config("run.mode=async")
-  for stop in (20, 41):
-    _run(config, tmp_path, stop=stop, resume=stop > 20)
-  _, state, _ = _run(config, tmp_path, resume=True, after=_everything)
-  assert state.step == 60
+  too_many = dataclasses.replace(config.learner, steps=40)  # as the configuration would refuse
+  with pytest.raises(TrainingError, match=r"all 620 agent steps are collected.* of 40"):
+    trained.run(dataclasses.replace(config, learner=too_many), tmp_path)
 
 
 def test_a_killed_run_drops_what_it_collected_after_its_checkpoint_and_ends(tmp_path):
   """Trajectories that the ring would evict at once could not be trained on."""
   config = _config("run.mode=async")
-  _run(config, tmp_path, stop=20)
-  with MetricsLogger(config, tmp_path, 20) as logger:
-    experiment = build(config, tmp_path, logger, resume=True)
-    with contextlib.closing(experiment):
-      before = experiment.limiter.env_steps
-      while experiment.limiter.env_steps < 1100:
-        experiment.collector.collect()
-      experiment.recovery.journal.flush()
-    experiment = build(config, tmp_path, logger, resume=True)
-    with contextlib.closing(experiment):
-      assert experiment.limiter.env_steps == before
-  env_steps, state, _ = _run(config, tmp_path, resume=True, after=_everything)
-  assert (env_steps, state.step) == (1220, 60)
+  trained.run(config, tmp_path, stop=12)
+  with experiment(config, tmp_path, resume=True) as run:
+    before = run.limiter.env_steps
+    while run.limiter.env_steps < 560:
+      run.collector.collect()
+    run.recovery.journal.flush()
+
+  def counts(run):
+    return run.limiter.env_steps, run.state.step
+
+  with experiment(config, tmp_path, resume=True) as run:
+    assert run.limiter.env_steps == before < 560
+  assert trained.run(config, tmp_path, resume=True, after=counts) == (620, 30)
 
 
 @pytest.mark.parametrize(
   "overrides",
   [
     # Some batches hold resets only.
-    ("loss.unroll_length=1", "learner.batch_size=1", "actor.lanes=1", "learner.steps=150",
-     "run.env_steps=200"),
+    ("loss.unroll_length=1", "learner.batch_size=1", "actor.lanes=1", "learner.steps=60",
+     "run.env_steps=80"),
     # Few of the trajectories are used, and stacks are longer than them.
     ("loss.unroll_length=2", "env.frame_stack=4", "learner.batch_size=4", "actor.lanes=2",
-     "learner.steps=10", "run.env_steps=2000"),
+     "learner.steps=10", "run.env_steps=600"),
   ],
 )  # fmt: skip
 def test_short_trajectories(tmp_path, overrides):
-  config = _config(*overrides, "replay.capacity=0", "run.mode=lockstep")
-  _run(config, tmp_path, after=lambda experiment: warmup.example_batch(experiment))
-
-
-def test_catch_is_learned(tmp_path):
-  config = loader.load(["impala"], ["run.mode=lockstep", "learner.devices=1"])
-  evaluation = _run(config, tmp_path, after=steps.evaluate_now)
-  assert evaluation.mean >= 0.9  # 1 is perfect
+  config = _config(*overrides, "run.mode=lockstep")
+  trained.run(config, tmp_path, after=lambda run: warmup.example_batch(run))

@@ -1,0 +1,69 @@
+"""What holds for every agent without a test of its own: whole runs on Catch, and bad settings."""
+
+import pytest
+import trained
+from whole_runs import assert_same, everything
+
+from speedyzero_jax.config import loader
+from speedyzero_jax.config.loader import ConfigError
+from speedyzero_jax.run import steps
+
+RUN = ("run.mode=lockstep", "learner.devices=1")
+# Settings of a run of 30 learner steps, and of the least one that learns Catch.
+SHORT = {
+  "dqn": (
+    "network.hidden=8", "learner.batch_size=8", "run.env_steps=500", "actor.random_steps=100",
+    "loss.target_interval=7",
+  ),
+  "impala": (
+    "network.hidden=8", "learner.batch_size=4", "run.env_steps=620", "actor.lanes=4",
+    "loss.unroll_length=5", "replay.capacity=0",
+  ),
+}  # fmt: skip
+LEARNS = {
+  "dqn": (
+    "learner.steps=300", "run.env_steps=4000", "actor.lanes=16", "optim.learning_rate=3e-3",
+    "loss.target_interval=50",
+  ),
+  "impala": (
+    "learner.steps=240", "run.env_steps=40000", "actor.lanes=32", "replay.capacity=0",
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("agent", SHORT)
+def test_a_resumed_run_ends_as_one_that_was_not_interrupted(tmp_path, agent):
+  short = ("learner.steps=30", "run.checkpoint_interval=10", *SHORT[agent])
+  config = loader.load([agent], [*RUN, *short])
+  for name in ("whole", "parts"):
+    (tmp_path / name).mkdir()
+  whole = trained.run(config, tmp_path / "whole", after=everything)
+  trained.run(config, tmp_path / "parts", stop=17)
+  parts = trained.run(config, tmp_path / "parts", resume=True, after=everything)
+  assert whole["counters"] == [config.run.env_steps, 30]
+  assert_same(whole, parts)
+
+
+@pytest.mark.parametrize("agent", LEARNS)
+def test_catch_is_learned(tmp_path, agent):
+  config = loader.load([agent], [*RUN, *LEARNS[agent]])
+  assert trained.run(config, tmp_path, after=steps.evaluate_now).mean >= 0.9  # 1 is perfect
+
+
+@pytest.mark.parametrize(
+  ("agent", "override", "message"),
+  [
+    ("dqn", "network.torso=nature", "network.torso: must be mlp for Catch"),
+    ("dqn", "loss.td_steps=0", "loss.td_steps: must lie in"),
+    ("dqn", "search.simulations=8", "search.simulations is a setting of efficientzero"),
+    ("impala", "network.torso=nature", "network.torso: must be mlp for Catch"),
+    ("impala", "loss.reduction=max", "loss.reduction: expected one of mean, sum"),
+    ("impala", "actor.random_steps=9", "actor.random_steps: must be 0"),
+    ("impala", "learner.tail_steps=9", "learner.tail_steps: must be 0"),
+    ("impala", "learner.steps=375", "learner.steps: must be at most 374, .* 2992 trajectories"),
+    ("impala", "replay.capacity=809", "replay.capacity: must be 0 or at least 810"),
+  ],
+)
+def test_a_bad_setting_is_named(agent, override, message):
+  with pytest.raises(ConfigError, match=message):
+    loader.load([agent], [*(["learner.steps=374"] if agent == "impala" else []), override])
