@@ -1,5 +1,6 @@
 """The EfficientZero family as an `Agent`: acting by search, an unrolled loss, and reanalysis."""
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -94,7 +95,7 @@ class EfficientZero(Agent):
     self, params: Params, batch_stats: Params, target: Params, batch: Arrays, keys: jax.Array
   ) -> tuple[jax.Array, LossOutput]:
     network = self.blueprint.bind(Variables(params, batch_stats))
-    loss, terms = losses.unrolled_loss(
+    loss, metrics, td_error = losses.unrolled_loss(
       network,
       losses.LearnerBatch(**batch),
       keys,
@@ -102,18 +103,10 @@ class EfficientZero(Agent):
       frame_stack=self._stack,
       horizon=self._own.network.value_prefix_horizon,
     )
-    metrics = {
-      metric_names.LOSS_VALUE: terms.value,
-      metric_names.LOSS_VALUE_PREFIX: terms.value_prefix,
-      metric_names.LOSS_POLICY: terms.policy,
-      metric_names.LOSS_CONSISTENCY: terms.consistency,
-      metric_names.POLICY_ENTROPY: terms.policy_entropy,
-      metric_names.TD_ERROR: jnp.mean(terms.td_error),
-    }
     statistics = variables_of(network).batch_stats
     if self._own.network.batch_norm == "local":
       statistics = jax.lax.pmean(statistics, AXIS)
-    return loss, LossOutput(statistics, metrics, terms.td_error)
+    return loss, LossOutput(statistics, metrics, td_error)
 
   def _recurrent(
     self, variables: Variables, state: jax.Array, carry: Any, action: jax.Array
@@ -158,7 +151,7 @@ class EfficientZero(Agent):
   # --- host
 
   def make_selector(self, store: LaneStore) -> PrioritizedSampler:
-    one_state = targets.one_state(self._spec)
+    one_state = dataclasses.replace(self._spec, unroll_steps=0)
     return PrioritizedSampler(
       store,
       self._own.priority,

@@ -10,6 +10,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from speedyzero_jax.agents.efficientzero import metric_names
 from speedyzero_jax.agents.efficientzero.config import LossConfig
 from speedyzero_jax.agents.efficientzero.networks import Network
 
@@ -119,17 +120,6 @@ class LearnerBatch(NamedTuple):
 # --- loss
 
 
-class LossTerms(NamedTuple):
-  """Unweighted means over the batch, and errors per sample."""
-
-  value: chex.Array  # [] cross-entropy over all K+1 states
-  value_prefix: chex.Array  # []
-  policy: chex.Array  # []
-  consistency: chex.Array  # [] in [-1, 1], -1 when perfect
-  policy_entropy: chex.Array  # [] of the root's predicted policy, nats
-  td_error: chex.Array  # [B] |v(s_t) - z_t|, for the priorities
-
-
 def _cross_entropy(logits: jax.Array, target: jax.Array) -> jax.Array:
   return -jnp.sum(target * jax.nn.log_softmax(logits), axis=-1)
 
@@ -152,7 +142,7 @@ def unrolled_loss(
   *,
   frame_stack: int,
   horizon: int,
-) -> tuple[jax.Array, LossTerms]:
+) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
   """The loss of a batch; updates the network's running statistics.
 
   The state after k model steps is trained on the targets of time t + k. `config.gradient_scaling`
@@ -173,7 +163,8 @@ def unrolled_loss(
     horizon: unroll steps between resets of the value prefix and its LSTM.
 
   Returns:
-    The weighted mean loss [] and its terms.
+    The weighted mean loss [], its terms and other means by metric name, and the errors
+    |v(s_t) - z_t| [B] for the priorities.
   """
   size, steps = batch.action.shape
   support = network.config.support
@@ -219,11 +210,13 @@ def unrolled_loss(
   )  # fmt: skip
   per_sample = (here[0] / steps if released else here[0]) + jnp.mean(recurrent, axis=0)
   log_policy = jax.nn.log_softmax(policy_logits[0])
-  return jnp.mean(batch.weight * per_sample), LossTerms(
-    value=jnp.mean(value_loss),
-    value_prefix=jnp.mean(prefix_loss),
-    policy=jnp.mean(policy_loss),
-    consistency=jnp.mean(consistency_loss),
-    policy_entropy=-jnp.mean(jnp.sum(jnp.exp(log_policy) * log_policy, axis=-1)),
-    td_error=jnp.abs(decode(value_logits[0]) - batch.value[:, 0]),
-  )
+  td_error = jnp.abs(decode(value_logits[0]) - batch.value[:, 0])
+  metrics = {
+    metric_names.LOSS_VALUE: jnp.mean(value_loss),
+    metric_names.LOSS_VALUE_PREFIX: jnp.mean(prefix_loss),
+    metric_names.LOSS_POLICY: jnp.mean(policy_loss),
+    metric_names.LOSS_CONSISTENCY: jnp.mean(consistency_loss),
+    metric_names.POLICY_ENTROPY: -jnp.mean(jnp.sum(jnp.exp(log_policy) * log_policy, axis=-1)),
+    metric_names.TD_ERROR: jnp.mean(td_error),
+  }
+  return jnp.mean(batch.weight * per_sample), metrics, td_error

@@ -320,8 +320,6 @@ class Blueprint:
 
   def bind(self, variables: Variables) -> Network:
     """The network with these variables; cheap, for use while tracing."""
-    # flax would write new running statistics into numpy arrays in place.
-    variables = jax.tree.map(jnp.asarray, variables)
     return nnx.merge(self._graph, variables.params, variables.batch_stats)
 
 

@@ -17,19 +17,13 @@ import mctx
 def tree_range(tree: mctx.Tree, discount: float) -> tuple[chex.Array, chex.Array]:
   """The minimum and maximum Q = reward + discount * value over the tree's visited edges.
 
-  Args:
-    tree: unbatched tree of N nodes, with `embeddings.reward` [N].
-    discount: discount per step.
-
-  Returns:
-    Two scalars; (inf, -inf) while nothing below the root is visited.
+  (inf, -inf) while nothing below the root is visited.
   """
   # Every node but the root is the far end of exactly one edge.
   is_edge = (tree.node_visits > 0) & (jnp.arange(tree.node_visits.shape[0]) != tree.ROOT_INDEX)
   qvalues = tree.embeddings.reward + discount * tree.node_values
-  return jnp.min(jnp.where(is_edge, qvalues, jnp.inf)), jnp.max(
-    jnp.where(is_edge, qvalues, -jnp.inf)
-  )
+  low = jnp.min(jnp.where(is_edge, qvalues, jnp.inf))
+  return low, jnp.max(jnp.where(is_edge, qvalues, -jnp.inf))
 
 
 def mean_value(tree: mctx.Tree, node_index: chex.Numeric) -> chex.Array:
@@ -55,9 +49,8 @@ def mixed_value(tree: mctx.Tree, node_index: chex.Numeric) -> chex.Array:
   # A visited action may have a prior of zero; the sum of weights must stay positive.
   weight = jnp.where(visits > 0, jnp.maximum(prior, jnp.finfo(prior.dtype).tiny), 0.0)
   total_visits = jnp.sum(visits)
-  weighted = jnp.sum(weight * tree.qvalues(node_index)) / jnp.where(
-    total_visits > 0, jnp.sum(weight), 1.0
-  )
+  total_weight = jnp.where(total_visits > 0, jnp.sum(weight), 1.0)
+  weighted = jnp.sum(weight * tree.qvalues(node_index)) / total_weight
   return (tree.raw_values[node_index] + total_visits * weighted) / (1 + total_visits)
 
 
@@ -77,15 +70,9 @@ def qtransform_tree_by_mean_value(
 ) -> chex.Array:
   """Q completed by `mean_value`, scaled to [0, 1], for PUCT (EfficientZero, section 3).
 
-  Args:
-    tree: unbatched tree of N nodes, with `embeddings.reward` [N].
-    node_index: scalar, the node whose actions are scored.
-    discount: discount per step.
-    min_range: lower bound of the range, so that noise among equals is not amplified.
-
-  Returns:
-    [A], (Q - min) / max(max - min, min_range). The range covers the visited edges of the tree and,
-    if some action of the node is unvisited, the value that completes it.
+  [A], (Q - min) / max(max - min, min_range). The range covers the visited edges of the tree and, if
+  some action of the node is unvisited, the value that completes it. `min_range` keeps noise among
+  equals from being amplified.
   """
   return _scaled(tree, node_index, mean_value(tree, node_index), discount, min_range)
 
@@ -102,11 +89,8 @@ def qtransform_tree_by_mixed_value(
   """sigma(Q) for Gumbel search: Q completed by `mixed_value` and scaled over the tree.
 
   Equation 8 of Danihelka et al. (2022), (maxvisit_init + max visits) * value_scale * Q, as in
-  EfficientZero V2. Arguments as in `qtransform_tree_by_mean_value` and
-  `mctx.qtransform_completed_by_mix_value`.
-
-  Returns:
-    [A], added to the prior logits.
+  EfficientZero V2; arguments as in `mctx.qtransform_completed_by_mix_value`. [A], to be added to
+  the prior logits.
   """
   scaled = _scaled(tree, node_index, mixed_value(tree, node_index), discount, min_range)
   return (maxvisit_init + jnp.max(tree.children_visits[node_index])) * value_scale * scaled

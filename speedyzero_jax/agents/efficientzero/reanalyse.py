@@ -8,6 +8,7 @@ evaluates states and recomputes priorities. With
 `reanalyse.max_age` <= `refresh.max_age` a reanalysis sweep does it as well.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
@@ -44,7 +45,7 @@ class Reanalysis:
     own: EfficientZeroConfig = config.agent
     self._own, self._spec = own, spec
     self._unroll = own.loss.unroll_steps
-    self._one_state = targets.one_state(spec)
+    self._one_state = dataclasses.replace(spec, unroll_steps=0)
     schedule, refresh = own.reanalyse.schedule, own.refresh
     self.subscriptions: dict[str, int] = {}
     self.tasks: dict[str, Task] = {}

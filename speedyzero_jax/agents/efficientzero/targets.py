@@ -58,11 +58,6 @@ def target_spec(config: Config) -> TargetSpec:
   )
 
 
-def one_state(spec: TargetSpec) -> TargetSpec:
-  """The same settings for targets of single states."""
-  return dataclasses.replace(spec, unroll_steps=0)
-
-
 def unrolled_times(store: LaneStore, lane: np.ndarray, time: np.ndarray, unroll: int) -> np.ndarray:
   """Times of the states, clamped to the episode's last stored frame, [B, K+1] int64."""
   return np.minimum(time[:, None] + np.arange(unroll + 1), store.last(lane, time)[:, None])
@@ -77,11 +72,9 @@ def td_horizon(
   store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec
 ) -> np.ndarray:
   """n of the n-step return, [B] int64: shorter for old data (EZ's off-policy correction)."""
-  shrink = (
-    transition_age(store, lane, time) // spec.age_interval
-    if spec.age_interval
-    else np.zeros_like(time)
-  )
+  if not spec.age_interval:
+    return np.full_like(time, spec.td_steps)
+  shrink = transition_age(store, lane, time) // spec.age_interval
   return np.clip(spec.td_steps - shrink, 1, spec.td_steps)
 
 
@@ -93,9 +86,8 @@ def bootstrap_times(
   Clamped to the last stored frame of the episode, whose value is used unless it is terminal.
   """
   states = time[:, None] + np.arange(spec.unroll_steps + 1)
-  return np.minimum(
-    states + td_horizon(store, lane, time, spec)[:, None], store.last(lane, time)[:, None]
-  )
+  ends = states + td_horizon(store, lane, time, spec)[:, None]
+  return np.minimum(ends, store.last(lane, time)[:, None])
 
 
 def n_step_values(
@@ -171,9 +163,8 @@ def use_search(
   """Samples that use the search value rather than the n-step return, [B] bool (EZ-V2, mixed)."""
   if spec.value_target != "mixed":
     return np.full(len(time), spec.value_target == "search")
-  return (transition_age(store, lane, time) > spec.mixed_newest) & (
-    learner_step >= spec.mixed_start
-  )
+  old = transition_age(store, lane, time) > spec.mixed_newest
+  return old & (learner_step >= spec.mixed_start)
 
 
 def refreshed_errors(
@@ -197,9 +188,8 @@ def refreshed_errors(
   searched = use_search(store, lane, time, spec, learner_step)
   if spec.renewed:
     searched &= take(store["policy_step"], flat) >= stamp
-  returns = n_step_values(
-    store, store["value"] if spec.renewed else store["bootstrap"], lane, time, spec
-  )[:, 0]
+  ends = store["value" if spec.renewed else "bootstrap"]
+  returns = n_step_values(store, ends, lane, time, spec)[:, 0]
   z = np.where(searched, take(store["search_value"], flat), returns)
   return value - z, np.where(searched, stamp, rests_on(store, lane, time, spec))
 
@@ -213,6 +203,5 @@ def rests_on(store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetS
   if not spec.renewed:
     return v_step
   end = store.flat(lane, bootstrap_times(store, lane, time, spec)[:, 0])
-  return np.where(
-    take(store.terminated, end), v_step, np.minimum(v_step, take(store["value_step"], end))
-  )
+  older = np.minimum(v_step, take(store["value_step"], end))
+  return np.where(take(store.terminated, end), v_step, older)

@@ -103,13 +103,14 @@ def test_results_of_a_window_are_those_of_its_states_and_of_acting_in_them():
   assert acted.action.dtype == jnp.int32 and (acted.action < _A).all()
 
 
-@pytest.mark.parametrize("batch", [4, 3])  # shares of equal size, and one that is short
-def test_devices_that_share_the_windows_find_the_same(batch):
-  frames = np.concatenate([_windows(), 255 - _windows()])[:batch]
-  values = _values(frames, devices=2)
-  _close(values, _values(frames), 1e-4, 1e-5)
-  assert len(values.sharding.device_set) == 2 or batch == 3
-  _close(_search(frames, devices=2), _search(frames))
+def test_devices_that_share_the_windows_find_the_same():
+  frames = np.concatenate([_windows(), 255 - _windows()])
+  values, found = _values(frames), _search(frames)
+  for batch in (4, 3):  # shares of equal size, and one that is short
+    shared = _values(frames[:batch], devices=2)
+    _close(shared, values[:batch], 1e-4, 1e-5)
+    assert len(shared.sharding.device_set) == 2 or batch == 3
+    _close(_search(frames[:batch], devices=2), {name: x[:batch] for name, x in found.items()})
 
 
 def test_devices_explore_apart_and_keys_decide():
@@ -143,11 +144,17 @@ def test_the_temperature_follows_the_progress_by_stages():
 
 
 def test_a_value_is_the_decoded_head_on_the_newest_stack():
-  values, network = _values(_windows()), _agent().blueprint.bind(_variables())
+  values, agent = _values(_windows()), _agent()
+
+  @jax.jit
+  def decoded(variables, observation):
+    network = agent.blueprint.bind(variables)
+    return losses.decode(network.predict(network.represent(observation, False), False)[0])
+
   for b, n, stack in _singles()[:2]:
     observation = np.concatenate(list(stack[0]), axis=-1)[None] / np.float32(255)  # oldest first
-    logits, _ = network.predict(network.represent(jnp.asarray(observation), False), False)
-    np.testing.assert_allclose(values[b, n], losses.decode(logits)[0], rtol=1e-4, atol=1e-5)
+    found = decoded(_variables(), observation)
+    np.testing.assert_allclose(values[b, n], found[0], rtol=1e-4, atol=1e-5)
   # Frames that are not bytes are taken as they are.
   _close(_values(_windows().astype(np.float32) / 255), values, 1e-4, 1e-5)
 
@@ -167,20 +174,29 @@ def test_running_statistics_are_used():
 
 def test_the_recurrent_function_steps_state_carry_and_prefix():
   agent, own = _agent(), tiny.config(*_OVERRIDES).agent.network
-  network, recurrent = agent.blueprint.bind(_variables()), jax.jit(agent._recurrent)
-  last = jnp.asarray(np.random.default_rng(4).uniform(size=(3, 4, 4, 4)), jnp.float32)
-  carry, states, prefixes = initial_carry(own, 3), [], []
-  for action in np.array([[0, 3, 1], [2, 2, 0]], np.int32):
-    step = recurrent(_variables(), last, carry, action)
-    states.append(network.dynamics(last, jnp.asarray(action), False))
-    value, policy = network.predict(states[-1], False)
-    _close((step.state, step.value), (states[-1], losses.decode(value)), 1e-4, 1e-5)
-    _close(step.policy_logits, policy, 1e-4, 1e-5)
-    last, carry = step.state, step.carry
-    prefixes.append(step.value_prefix)
-  # Two steps one by one are one unroll of two, as the loss does it.
-  unrolled, logits = network.value_prefix(jnp.stack(states), initial_carry(own, 3), False, 2)
-  _close((np.stack(prefixes), carry), (losses.decode(logits), unrolled), 1e-4, 1e-5)
+  start = jnp.asarray(np.random.default_rng(4).uniform(size=(3, 4, 4, 4)), jnp.float32)
+  actions = np.array([[0, 3, 1], [2, 2, 0]], np.int32)
+
+  @jax.jit
+  def both(variables):
+    network, last, carry, steps = agent.blueprint.bind(variables), start, initial_carry(own, 3), []
+    expected = []
+    for action in actions:
+      steps.append(agent._recurrent(variables, last, carry, action))
+      state = network.dynamics(last, action, False)
+      value, policy = network.predict(state, False)
+      expected.append((state, losses.decode(value), policy))
+      last, carry = steps[-1].state, steps[-1].carry
+    # Two steps one by one are one unroll of two, as the loss does it.
+    states = jnp.stack([state for state, *_ in expected])
+    unrolled, logits = network.value_prefix(states, initial_carry(own, 3), False, 2)
+    return steps, expected, unrolled, losses.decode(logits)
+
+  steps, expected, carry, prefixes = both(_variables())
+  for step, of_network in zip(steps, expected, strict=True):
+    _close((step.state, step.value, step.policy_logits), of_network, 1e-4, 1e-5)
+  _close(np.stack([step.value_prefix for step in steps]), prefixes, 1e-4, 1e-5)
+  _close(steps[-1].carry, carry, 1e-4, 1e-5)
 
 
 def test_each_device_computes_its_share():

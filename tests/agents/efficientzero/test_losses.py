@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from speedyzero_jax.agents.efficientzero import losses
+from speedyzero_jax.agents.efficientzero import losses, metric_names
 from speedyzero_jax.agents.efficientzero.config import LossConfig
 
 # --- value coding
@@ -28,20 +28,25 @@ def _h(x):
 _scalars = st.floats(-1e6, 1e6, width=32, allow_subnormal=False)
 
 
+_transform, _inverse = jax.jit(losses.transform), jax.jit(losses.inverse_transform)
+_two_hot_of = jax.jit(losses.two_hot, static_argnums=1)
+_decode = jax.jit(losses.decode)
+
+
 @hypothesis.given(_scalars)
 def test_transform_is_its_formula_and_inverse_transform_undoes_it(x):
-  y = float(losses.transform(jnp.float32(x)))
+  y = float(_transform(np.float32(x)))
   np.testing.assert_allclose(y, _h(x), rtol=1e-5, atol=2e-7)
-  np.testing.assert_allclose(losses.inverse_transform(jnp.float32(_h(x))), x, rtol=1e-5, atol=1e-37)
-  np.testing.assert_allclose(losses.inverse_transform(jnp.float32(y)), x, rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(_inverse(np.float32(_h(x))), x, rtol=1e-5, atol=1e-37)
+  np.testing.assert_allclose(_inverse(np.float32(y)), x, rtol=1e-5, atol=1e-6)
 
 
-@hypothesis.given(_scalars, st.sampled_from([1, 10, 300]))
+@hypothesis.given(_scalars, st.sampled_from([1, 300]))
 @hypothesis.example(0.0, 300)
 @hypothesis.example(1e6, 300)
 @hypothesis.example(-1e6, 1)
 def test_two_hot_is_two_neighbours_whose_mean_is_the_value(x, support):
-  p = np.asarray(losses.two_hot(jnp.float32(x), support), np.float64)
+  p = np.asarray(_two_hot_of(np.float32(x), support), np.float64)
   atoms = np.arange(-support, support + 1)
   mean = np.clip(_h(x), -support, support)
   assert p.shape == (2 * support + 1,) and p.min() >= 0
@@ -51,21 +56,20 @@ def test_two_hot_is_two_neighbours_whose_mean_is_the_value(x, support):
   if abs(_h(x)) > support:
     assert p[0 if x < 0 else -1] == 1
 
-  inside = math.copysign(min(abs(x), float(losses.inverse_transform(jnp.float32(support)))), x)
-  decoded = losses.decode(jnp.log(jnp.asarray(p, jnp.float32)))
+  inside = math.copysign(min(abs(x), float(_inverse(np.float32(support)))), x)
+  with np.errstate(divide="ignore"):
+    decoded = _decode(np.float32(np.log(p)))
   np.testing.assert_allclose(decoded, inside, rtol=1e-3, atol=1e-4)
 
 
 # --- observations
 
 
-@hypothesis.given(st.integers(1, 4), st.integers(0, 3), st.integers(1, 3))
-@hypothesis.settings(max_examples=10)
+@pytest.mark.parametrize(("stack", "unroll", "channels"), [(1, 2, 3), (4, 0, 1), (3, 2, 2)])
 def test_stacks_are_the_newest_frames_oldest_first(stack, unroll, channels):
-  frames = np.random.default_rng(stack).integers(
-    0, 256, (2, stack + unroll, 3, 2, channels), np.uint8
-  )
-  stacked = losses.stack_frames(jnp.asarray(frames), stack)
+  shape = (2, stack + unroll, 3, 2, channels)
+  frames = np.random.default_rng(stack).integers(0, 256, shape, np.uint8)
+  stacked = jax.jit(losses.stack_frames, static_argnums=1)(frames, stack)
   assert stacked.dtype == np.uint8 and stacked.shape == (2, unroll + 1, 3, 2, stack * channels)
   for k in range(unroll + 1):
     for i in range(stack):
@@ -299,20 +303,20 @@ def _reference(batch, w, config):
 
 def test_the_loss_is_the_weighted_sum_taken_step_by_step():
   batch, weights = _batch(), _weights()
-  loss, ours = _loss(weights, batch)
+  loss, ours, td_error = _loss(weights, batch)
   total, terms, entropy, errors = _reference(batch, weights, _CONFIG)
   np.testing.assert_allclose(loss, total, rtol=1e-5)
   for name, expected in terms.items():
-    np.testing.assert_allclose(getattr(ours, name), expected, rtol=1e-5, err_msg=name)
-  np.testing.assert_allclose(ours.policy_entropy, entropy, rtol=1e-5)
-  for error, (mean_atom, target) in zip(np.asarray(ours.td_error), errors, strict=True):
+    np.testing.assert_allclose(ours[f"losses/{name}"], expected, rtol=1e-5, err_msg=name)
+  np.testing.assert_allclose(ours[metric_names.POLICY_ENTROPY], entropy, rtol=1e-5)
+  for error, (mean_atom, target) in zip(np.asarray(td_error), errors, strict=True):
     # |v - z| = error for v on one side of z; h of that v is the mean atom.
     assert min(abs(_h(target + error) - mean_atom), abs(_h(target - error) - mean_atom)) < 1e-5
 
 
 def test_masks_hide_their_targets_entirely():
   batch, weights = _batch(), _weights()
-  loss, _ = _loss(weights, batch)
+  loss, *_ = _loss(weights, batch)
   garbled = batch._replace(
     value=np.where(batch.value_mask == 0, 77, batch.value).astype(np.float32),
     value_prefix=np.where(batch.prefix_mask == 0, -77, batch.value_prefix).astype(np.float32),
@@ -327,42 +331,11 @@ def test_masks_hide_their_targets_entirely():
 
 def test_without_its_coefficient_consistency_is_never_computed():
   weights, config = _weights(), dataclasses.replace(_CONFIG, consistency_coefficient=0.0)
-  loss, terms = _loss(
+  loss, terms, _ = _loss(
     {name: w for name, w in weights.items() if name not in ("real", "project")}, _batch(), config
   )
-  assert terms.consistency == 0
+  assert terms[metric_names.LOSS_CONSISTENCY] == 0
   np.testing.assert_allclose(loss, _reference(_batch(), weights, config)[0], rtol=1e-5)
-
-
-def _only(batch, **masks):
-  """The batch with every mask zero but these (K or K+1 long, the same for all samples)."""
-  zero = {name: np.zeros_like(x) for name, x in batch._asdict().items() if name.endswith("_mask")}
-  chosen = {
-    name: np.broadcast_to(np.float32(mask), zero[name].shape) for name, mask in masks.items()
-  }
-  return batch._replace(**(zero | chosen))
-
-
-@pytest.mark.parametrize("scale", [0.5, 0.8])
-def test_the_gradient_into_the_root_is_scaled_at_every_step(scale):
-  config = dataclasses.replace(_CONFIG, state_gradient=scale)
-  weights = _weights() | {"dynamics": np.eye(_D, dtype=np.float32)}
-  batch = _batch()._replace(action=np.zeros((_B, _K), np.int32))
-  # Nothing moves the state and all steps have the root's targets: gradients differ by scale only.
-  value, policy = (np.repeat(x[:, :1], _K + 1, axis=1) for x in (batch.value, batch.policy))
-  batch = batch._replace(value=value, policy=policy)
-  gradient = jax.jit(jax.grad(lambda w, b: _loss(w, b, config)[0]))
-  for name in ("value_mask", "policy_mask"):
-    root, *imagined = [
-      gradient(weights, _only(batch, **{name: np.eye(_K + 1)[k]})) for k in range(_K + 1)
-    ]
-    assert np.abs(root["root"]).max() > 1e-3
-    for k, grads in enumerate(imagined, 1):
-      np.testing.assert_allclose(grads["root"], root["root"] * scale**k / _K, rtol=1e-4, atol=1e-8)
-      head = name.removesuffix("_mask")
-      np.testing.assert_allclose(
-        grads[head], root[head] / _K, rtol=1e-4, atol=1e-8
-      )  # heads take all of theirs
 
 
 def _gradients(batch, w, config):
@@ -437,32 +410,6 @@ def test_every_module_has_the_gradient_of_the_named_scaling(scaling):
   for name, grad in ours.items():
     expected = _gradients(batch, weights, config)[name]
     np.testing.assert_allclose(grad, expected, rtol=1e-3, atol=1e-6, err_msg=name)
-
-
-def test_consistency_pulls_the_imagined_towards_the_real_and_never_the_other_way():
-  weights, batch = _weights(), _only(_batch(), consistency_mask=np.ones(_K))
-  grads = jax.jit(jax.grad(lambda w: _loss(w, batch)[0]))(weights)
-  assert not grads["real"].any()
-  assert all(grads[name].any() for name in ("root", "dynamics", "project", "predict"))
-
-  def with_fixed_target(projection):
-    """The same loss with the target's projection held in numbers."""
-    frames = jnp.asarray(batch.frames) / 255
-    network, state, total = Linear(weights | {"project": projection}), None, jnp.zeros(())
-    for k in range(_K + 1):
-      stack = jnp.concatenate([frames[:, k + i] for i in range(_S)], axis=-1).reshape(_B, -1)
-      if k == 0:
-        state = (stack @ weights["root"])[:, None, None, :]
-        continue
-      state = network.dynamics(state, batch.action[:, k - 1], True)
-      x = network.consistency.predict(network.consistency.project(state, True), True)
-      y = stack @ weights["root"] @ weights["project"]  # numbers: not the argument
-      cosine = jnp.sum(x * y, -1) / jnp.linalg.norm(x, axis=-1) / jnp.linalg.norm(y, axis=-1)
-      total -= jnp.mean(batch.weight * cosine) * _CONFIG.consistency_coefficient / _K
-    return total
-
-  expected = jax.jit(jax.grad(with_fixed_target))(weights["project"])
-  np.testing.assert_allclose(grads["project"], expected, rtol=1e-4, atol=1e-6)
 
 
 def test_every_view_is_augmented_by_itself_and_by_its_samples_key():

@@ -9,7 +9,7 @@ import pytest
 import reference
 import tiny
 import tiny_replay
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_replay import (
   AGE_INTERVAL,
@@ -48,6 +48,7 @@ def states_of(work):
   return set(zip(lane.tolist(), time.tolist(), strict=True))
 
 
+@settings(max_examples=20)
 @given(seed=SEEDS, ratio=st.sampled_from([1.0, 0.5, 0.0]))
 def test_batch_work_is_exactly_the_states_that_the_targets_are_made_from(seed, ratio):
   agent = make_agent(f"reanalyse.ratio={ratio}")
@@ -311,7 +312,7 @@ class SlowRunner:
 
 @pytest.mark.parametrize(
   ("mode", "bounds"),
-  [*(("lockstep", name) for name in BOUNDS), ("async", "two sweeps"), ("async", "tight")],
+  [*(("lockstep", name) for name in BOUNDS), ("async", "tight")],
 )
 def test_nothing_stored_is_older_than_the_bound(tmp_path, mode, bounds):
   """At every learner step, while the replay grows and after: the hard bound of Priority Refresh."""

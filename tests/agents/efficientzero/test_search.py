@@ -133,18 +133,16 @@ def _searcher(case: Case):
 
 
 CASES = [
-  Case("gumbel", "tree", actions=2, simulations=18, horizon=1),
   Case("gumbel", "tree", actions=5, simulations=20, horizon=2, considered=4),
   Case(
     "gumbel", "tree", actions=3, simulations=11, horizon=2, max_depth=2, considered=1, min_range=1.0
   ),
   Case("gumbel", "node", actions=4, simulations=16, horizon=3, min_range=1.0),
   Case("puct", "tree", actions=2, simulations=20, horizon=2),
-  Case("puct", "tree", actions=4, simulations=20, horizon=3),
   Case("puct", "tree", actions=3, simulations=15, horizon=1, max_depth=2, min_range=2.0),
   Case("puct", "node", actions=2, simulations=20, horizon=5, min_range=1.0),
 ]
-GUMBEL, PUCT = CASES[1], CASES[4]
+GUMBEL, PUCT = CASES[0], CASES[3]
 
 
 def _name(case: Case) -> str:
@@ -173,7 +171,7 @@ def _compare(case: Case, tables: Tables, codes, found, logits, gumbel, action: b
 
 
 @pytest.mark.parametrize("case", CASES, ids=_name)
-@hypothesis.settings(max_examples=6, deadline=None)
+@hypothesis.settings(max_examples=5, deadline=None)
 @hypothesis.given(seed=st.integers(0, 2**31))
 def test_agrees_with_reference(case: Case, seed: int):
   tables, codes = Tables.random(seed, case.actions), _codes(seed)
@@ -186,7 +184,7 @@ def test_agrees_with_reference(case: Case, seed: int):
   assert depth == case.max_depth if case.max_depth else depth > case.horizon
 
 
-@hypothesis.settings(max_examples=6, deadline=None)
+@hypothesis.settings(max_examples=5, deadline=None)
 @hypothesis.given(seed=st.integers(0, 2**31))
 def test_gumbel_noise_agrees_with_reference(seed: int):
   tables, codes, key = Tables.random(seed, GUMBEL.actions), _codes(seed), jax.random.key(seed)
@@ -196,7 +194,7 @@ def test_gumbel_noise_agrees_with_reference(seed: int):
   _compare(GUMBEL, tables, codes, found, tables.logits[codes], gumbel)
 
 
-@hypothesis.settings(max_examples=6, deadline=None)
+@hypothesis.settings(max_examples=5, deadline=None)
 @hypothesis.given(seed=st.integers(0, 2**31))
 def test_dirichlet_noise_agrees_with_reference(seed: int):
   tables, codes, key = Tables.random(seed, PUCT.actions), _codes(seed), jax.random.key(seed)
@@ -259,8 +257,7 @@ def test_a_root_is_searched_the_same_in_any_company(case: Case):
       np.testing.assert_allclose(a[0], b[place], rtol=1e-5)
 
 
-@pytest.mark.parametrize("algorithm", ["gumbel", "puct"])
-@pytest.mark.parametrize("horizon", [1, 3])
+@pytest.mark.parametrize(("algorithm", "horizon"), [("gumbel", 3), ("puct", 1)])
 def test_chain_recovers_its_rewards_across_resets(algorithm: str, horizon: int):
   # One action, so the tree is a chain, and simulation k reaches depth k. The model sums rewards in
   # its carry and has no resets; values are zero.
