@@ -90,10 +90,9 @@ def test_the_bound_on_policy_lag_holds_with_a_slow_actor(tmp_path):
 
 def test_an_interrupted_run_is_saved_and_continues(tmp_path):
   step, before = None, None
-  overrides = ASYNC, "learner.devices=2"
   for stop in ({"collects": 5}, {"learner_step": 3}):
-    step, before = stopped(tmp_path, *overrides, resume_step=step, before=before, **stop)
-  with tiny.experiment(tmp_path, *overrides, resume_step=step) as experiment:
+    step, before = stopped(tmp_path, ASYNC, resume_step=step, before=before, **stop)
+  with tiny.experiment(tmp_path, ASYNC, resume_step=step) as experiment:
     assert_same(before, everything(experiment))
     assert finish(experiment) is True
     assert counts(experiment) == (150, 12, 12) and experiment.replay.num_transitions == 150
