@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from speedyzero_jax.cluster import messages
-from speedyzero_jax.cluster.dismissal import Dismissal, check_incarnation
 from speedyzero_jax.cluster.grpc_server import RunOver
-from speedyzero_jax.cluster.heartbeats import Heartbeats
+from speedyzero_jax.cluster.roster import Roster, Worker
 from speedyzero_jax.metrics.aggregation import Episode
 from speedyzero_jax.run.experiment import Experiment
 from speedyzero_jax.types import Segment
@@ -20,8 +19,8 @@ from speedyzero_jax.workers.weights import ACTOR
 class _Session:
   """An actor's session."""
 
+  worker: Worker
   lanes: range
-  incarnation: int = -1
   sequence: int = -1  # of its last grant
   grant: messages.Grant | None = None  # not yet used by an append
   closed: bool = False  # it has ended all its episodes and takes no further step
@@ -29,51 +28,33 @@ class _Session:
 
 
 class ActorService:
-  """Answers the calls of actors; from any thread.
+  """Answers the calls of actors, from any thread; each has the lanes at its number."""
 
-  Args:
-    experiment: of the unit.
-    lanes: of each actor.
-    dismissal: of the unit's workers.
-    heartbeats: is informed of calls.
-  """
-
-  def __init__(
-    self,
-    experiment: Experiment,
-    lanes: Sequence[range],
-    dismissal: Dismissal,
-    heartbeats: Heartbeats,
-  ):
+  def __init__(self, experiment: Experiment, lanes: Sequence[range], roster: Roster):
     self._collector, self._limiter = experiment.collector, experiment.limiter
     self._replay, self._weights = experiment.replay, experiment.weights
     self._ready = experiment.pipeline.ready
-    self._sessions = [_Session(part) for part in lanes]
-    self._dismissal, self._heartbeats = dismissal, heartbeats
+    self._sessions = [_Session(Worker("actor", i), part) for i, part in enumerate(lanes)]
+    self._roster = roster
 
   def join_actor(self, request: messages.ActorJoin) -> messages.ActorWelcome:
     """Starts a session; a new incarnation's lanes begin new episodes.
 
     Raises RunOver when there is nothing left to collect.
     """
-    session, worker = self._session(request.actor), f"actor {request.actor}"
+    session = self._session(request.actor)
     with session.lock:
-      if request.incarnation < session.incarnation:
-        check_incarnation(session.incarnation, request.incarnation, worker)
-      if request.incarnation > session.incarnation:
-        session.incarnation, session.sequence, session.closed = request.incarnation, -1, False
+      if self._roster.join(session.worker, request.incarnation):
+        session.sequence, session.closed = -1, False
         self._release(session)
         self._collector.cut(session.lanes)
-        self._heartbeats.joined("actor", request.actor)
       if self._limiter.collected:  # else each lane would begin an episode of one slot
-        self._dismissal.dismissed(worker)
+        self._roster.dismiss(session.worker)
         raise RunOver("everything is collected")
-      self._dismissal.joined(worker)
       return messages.ActorWelcome(session.lanes.start, self._heads(session))
 
   def _session(self, number: int) -> _Session:
-    self._dismissal.check(f"actor {number}")
-    self._heartbeats.beat("actor", number)
+    self._roster.enter(Worker("actor", number))
     return self._sessions[number]
 
   def _heads(self, session: _Session) -> np.ndarray:
@@ -87,19 +68,20 @@ class ActorService:
 
   def grant(self, request: messages.GrantRequest, seconds: float) -> messages.Grant | None:
     """Grants agent steps, as soon as the rate limiter allows any."""
-    session, worker = self._session(request.actor), f"actor {request.actor}"
+    session = self._session(request.actor)
+    worker = session.worker
     with session.lock:
-      check_incarnation(session.incarnation, request.incarnation, worker)
+      self._roster.check(worker, request.incarnation)
       if request.sequence == session.sequence and session.grant is not None:
         return session.grant  # the answer was lost
       if request.sequence <= session.sequence:
         raise ValueError(f"grant {request.sequence} of {worker} was used already")
       wanted = min(request.steps, len(session.lanes))
-      steps = self._wait_for_steps(session, request.actor, wanted, seconds)
+      steps = self._wait_for_steps(session, wanted, seconds)
       if steps is None:
-        self._dismissal.check(worker)
+        self._roster.enter(worker)
         return None
-      self._heartbeats.served("actor", request.actor)
+      self._roster.served(worker)
       self._release(session)
       session.sequence = request.sequence
       if steps:  # else it leaves, or closes its lanes with frames that no step follows
@@ -114,39 +96,33 @@ class ActorService:
       )
       return session.grant
 
-  def _wait_for_steps(
-    self, session: _Session, actor: int, wanted: int, seconds: float
-  ) -> int | None:
+  def _wait_for_steps(self, session: _Session, wanted: int, seconds: float) -> int | None:
     """Steps to grant; 0 when the actor may leave, None if there is no answer yet."""
     if session.closed:
       self._limiter.wait_for(lambda: self._limiter.collected, seconds)
       if not self._limiter.collected:
         return None
-      self._dismissal.dismissed(f"actor {actor}")
+      self._roster.dismiss(session.worker)
       return 0
-    self._heartbeats.waits("actor", actor)
+    self._roster.waits(session.worker)
     return self._limiter.reserve(wanted, seconds, urgent=lambda: not self._ready())
 
   def append(self, request: messages.Append) -> messages.Acknowledged:
     """Makes experience durable and part of the replay; acknowledges again what is there."""
     session, segments = self._session(request.actor), messages.unpack(request.segments)
     with session.lock:
-      worker = f"actor {request.actor}"
-      check_incarnation(session.incarnation, request.incarnation, worker)
+      self._roster.check(session.worker, request.incarnation)
       heads = self._replay.heads
       for segment in segments:
         if segment.lane not in session.lanes:
-          raise ValueError(
-            f"lane {segment.lane} is not of {worker}, which has lanes {session.lanes.start} to "
-            f"{session.lanes.stop - 1}"
-          )
+          raise ValueError(f"lane {segment.lane} is not of {session.worker}: {session.lanes}")
       new = [s for s in segments if s.start + len(s.frame) > heads[s.lane]]
       if new:
         self._take(session, request, new)
       return messages.Acknowledged(self._heads(session))
 
   def _take(self, session: _Session, request: messages.Append, new: list[Segment]) -> None:
-    worker, grant = f"actor {request.actor}", session.grant
+    worker, grant = session.worker, session.grant
     if grant is None or request.sequence != session.sequence:
       raise ValueError(f"{worker} has no grant for what it appends")
     taken = sum(int((segment.action >= 0).sum()) for segment in new)

@@ -4,7 +4,6 @@ If only the answer was lost, a repeated call reaches the service twice; messages
 """
 
 import random
-import threading
 import time
 from typing import Any
 
@@ -19,7 +18,6 @@ from speedyzero_jax.cluster.grpc_server import (
   Tls,
   channel_options,
 )
-from speedyzero_jax.run.rate_limiter import Stopped
 
 CALL_SECONDS = 30.0 + POLL_SECONDS  # timeout of one attempt
 
@@ -40,7 +38,7 @@ class Client:
   """Client of one learner service, for any number of threads.
 
   Calls raise Refused (with the server's text), Unreachable, RunOver, or WireError for a message
-  that is not of its type. Polls wait without limit; after `stop` they raise Stopped.
+  that is not of its type. Polls wait without limit.
 
   Args:
     address: host:port of the server.
@@ -77,26 +75,17 @@ class Client:
     self._names = {call.request: (name, call) for name, call in messages.CALLS.items()}
     self._address, self._patience = address, patience
     self._metadata = ((TOKEN, token),)
-    self._stopping = threading.Event()
-    # In flight. Each use is one atomic operation, so that a signal handler may call `stop`.
-    self._polls: set[grpc.Future] = set()
 
   def call(self, request: Any) -> Any:
     """The answer to a request, of the types in `messages.CALLS`."""
     name, call = self._names[type(request)]
     data = codec.encode(request)
-    while not (answer := self._deliver(name, data, call.poll)) and call.poll:
+    while not (answer := self._deliver(name, data)) and call.poll:
       pass
     return codec.decode(call.answer, answer)
 
-  def stop(self) -> None:
-    """Ends all polls and retries, now and later; other calls can still be made, once each."""
-    self._stopping.set()
-    for poll in list(self._polls):
-      poll.cancel()
-
   def close(self) -> None:
-    """Closes the connection; no call may be in progress."""
+    """Closes the connection, and ends the calls of threads that are left."""
     self._channel.close()
 
   def __enter__(self) -> "Client":
@@ -105,12 +94,12 @@ class Client:
   def __exit__(self, *_: object) -> None:
     self.close()
 
-  def _deliver(self, name: str, data: bytes, poll: bool) -> bytes:
+  def _deliver(self, name: str, data: bytes) -> bytes:
     """The answer to a request, after as many attempts as it takes."""
     begin, pause = time.monotonic(), _FIRST_PAUSE
     while True:
       try:
-        return self._poll(name, data) if poll else self._send(name, data).result()
+        return self._calls[name](data, timeout=CALL_SECONDS, metadata=self._metadata)
       except grpc.RpcError as error:
         code, text = error.code(), error.details()
       if code is grpc.StatusCode.ABORTED:
@@ -121,23 +110,5 @@ class Client:
       if waited >= self._patience:
         raise Unreachable(f"{self._address} has not answered for {waited:.0f} seconds: {text}")
       # Random, so that the clients of a restarted server do not call all at once.
-      if self._stopping.wait(min(random.uniform(pause / 2, pause), self._patience - waited)):
-        raise Stopped
+      time.sleep(min(random.uniform(pause / 2, pause), self._patience - waited))
       pause = min(2 * pause, _LONGEST_PAUSE)
-
-  def _poll(self, name: str, data: bytes) -> bytes:
-    if self._stopping.is_set():
-      raise Stopped
-    poll = self._send(name, data)
-    self._polls.add(poll)
-    try:
-      if self._stopping.is_set():  # again, now that `stop` can see the poll
-        poll.cancel()
-      return poll.result()
-    except grpc.FutureCancelledError:
-      raise Stopped from None
-    finally:
-      self._polls.discard(poll)
-
-  def _send(self, name: str, data: bytes) -> grpc.Future:
-    return self._calls[name].future(data, timeout=CALL_SECONDS, metadata=self._metadata)

@@ -14,9 +14,9 @@ import numpy as np
 from speedyzero_jax.agents.base import Agent
 from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.grpc_server import Tls, serve
-from speedyzero_jax.cluster.heartbeats import Heartbeats
 from speedyzero_jax.cluster.learner_service import LearnerService
 from speedyzero_jax.cluster.rendezvous import Rendezvous
+from speedyzero_jax.cluster.roster import Roster
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.run.builders import frames_shape, make_agent
@@ -24,7 +24,6 @@ from speedyzero_jax.run.experiment import Experiment, Membership
 from speedyzero_jax.run.topology import Role, Topology, lanes_of_actors
 from speedyzero_jax.workers.learner import make_mesh
 
-_PATIENCE = 600.0  # seconds in which a unit's service should start
 # Seconds for which units wait for each other: one may read a long journal, wait for its actors, or
 # evaluate. If it dies, the others hear of it at once.
 _LONG = 24 * 3600.0
@@ -53,14 +52,7 @@ def tls_of(config: Config) -> Tls | None:
 def membership_of(
   config: Config, topology: Topology, role: Role, rendezvous: Rendezvous
 ) -> Iterator[Membership]:
-  """The place of this learner process among those of the run.
-
-  Args:
-    config: of the run.
-    topology: of the run.
-    role: of this process.
-    rendezvous: with the other processes.
-  """
+  """The place of this learner process among those of the run."""
   own = loader.divide(config, role.unit, topology.learners)
   devices = rendezvous.devices(range(topology.learners))
   per_process = config.learner.devices or len(jax.local_devices())
@@ -152,29 +144,20 @@ def serving(
   host: str,
   token: bytes,
 ) -> Iterator[None]:
-  """Serves this unit's actors and refreshers, and publishes the address.
-
-  Args:
-    experiment: of this process.
-    topology: of the run.
-    role: of this process.
-    rendezvous: with the other processes.
-    host: address to listen on and to be reached by.
-    token: secret of the run.
-  """
+  """Serves this unit's actors and refreshers at the host, and publishes the address."""
   own = experiment.own
   actors, refreshers = (topology.serving(kind, role.unit) for kind in ("actor", "refresher"))
   if not actors + refreshers:
     yield
     return
-  heartbeats = Heartbeats({"actor": actors, "refresher": refreshers}, experiment.logger.log_mean)
-  experiment.logger.add_source(heartbeats.summary)
+  roster = Roster({"actor": actors, "refresher": refreshers}, experiment.logger.log_mean)
+  experiment.logger.add_source(roster.summary)
   service = LearnerService(
     experiment,
     lanes=lanes_of_actors(own.actor.lanes, actors) if actors else (),
     refreshers=refreshers,
     welcome=_welcome(experiment.membership.frame_memory),
-    heartbeats=heartbeats,
+    roster=roster,
   )
   if refreshers:
     experiment.execute = service.execute
@@ -186,13 +169,8 @@ def serving(
     clients=actors + refreshers,
     tls=tls_of(own),
   ) as server:
-    rendezvous.publish(f"unit/{role.unit}", json.dumps({"address": server.address}))
+    rendezvous.publish(f"address/{role.unit}", server.address)
     try:
       yield
     finally:
       service.finish(_FAREWELL)
-
-
-def address_of(unit: int, rendezvous: Rendezvous) -> str:
-  """The address of a unit's service, once it is published."""
-  return str(json.loads(rendezvous.lookup(f"unit/{unit}", _PATIENCE))["address"])

@@ -10,12 +10,10 @@ import numpy as np
 
 from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.actor_service import ActorService
-from speedyzero_jax.cluster.dismissal import Dismissal
 from speedyzero_jax.cluster.grpc_server import RunOver
-from speedyzero_jax.cluster.heartbeats import Heartbeats
 from speedyzero_jax.cluster.refresher_service import RefresherService
+from speedyzero_jax.cluster.roster import Roster, Worker
 from speedyzero_jax.run.experiment import Experiment
-from speedyzero_jax.run.topology import Kind
 from speedyzero_jax.workers.weights import ACTOR
 
 
@@ -27,7 +25,7 @@ class LearnerService:
     lanes: of each actor.
     refreshers: how many there are.
     welcome: where refreshers find the frames.
-    heartbeats: is informed of calls.
+    roster: of the unit's workers.
   """
 
   def __init__(
@@ -37,33 +35,33 @@ class LearnerService:
     lanes: Sequence[range],
     refreshers: int,
     welcome: messages.RefresherWelcome,
-    heartbeats: Heartbeats,
+    roster: Roster,
   ):
     self._limiter, self._weights = experiment.limiter, experiment.weights
     self._half = experiment.config.topology.weights_dtype == "bfloat16"
-    self._heartbeats, self._dismissal = heartbeats, Dismissal()
+    self._roster = roster
     self._packed: dict[str, messages.Weights] = {}
-    actors = ActorService(experiment, lanes, self._dismissal, heartbeats)
-    works = RefresherService(experiment, refreshers, welcome, self._dismissal, heartbeats)
+    actors = ActorService(experiment, lanes, roster)
+    works = RefresherService(experiment, refreshers, welcome, roster)
     self.join_actor, self.grant, self.append = actors.join_actor, actors.grant, actors.append
     self.join_refresher, self.work, self.result = works.join_refresher, works.work, works.result
     self.frames, self.execute = works.frames, works.execute
 
   def finish(self, patience: float) -> None:
     """Answers every later call with the end of the run; waits so long for workers to hear it."""
-    self._dismissal.over = True
+    self._roster.over = True
     self._limiter.notify()
-    self._dismissal.wait(patience)
+    self._roster.wait_for_dismissal(patience)
 
   def weights(self, request: messages.WeightsRequest, seconds: float) -> messages.Weights | None:
     """The newest version of a subscription, if the worker does not have it."""
-    kind: Kind = "actor" if request.subscriber == ACTOR else "refresher"
-    self._heartbeats.beat(kind, request.number)
-    over = self._dismissal.over
+    worker = Worker("actor" if request.subscriber == ACTOR else "refresher", request.number)
+    self._roster.beat(worker)
+    over = self._roster.over
     have = -1 if request.have is None else request.have
     version = self._weights.wait_newer(request.subscriber, have, 0.0 if over else seconds)
     if version is None:
-      if self._dismissal.over:  # not before: a block may need the newest
+      if self._roster.over:  # not before: a block may need the newest
         raise RunOver("the run has ended")
       return None
     packed = self._packed.get(request.subscriber)

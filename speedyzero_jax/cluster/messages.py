@@ -115,12 +115,11 @@ class Block(NamedTuple):
 
 
 class Result(NamedTuple):
-  """Outputs of a task for one block, by name; each is [n, k, ...]."""
+  """Outputs of the task for one block, by name; each is [n, k, ...]."""
 
   refresher: int
   incarnation: int
   block: int
-  task: str
   step: int  # learner step of the weights used
   arrays: Arrays
 

@@ -12,9 +12,8 @@ import numpy as np
 
 from speedyzero_jax.agents.base import Work
 from speedyzero_jax.cluster import messages
-from speedyzero_jax.cluster.dismissal import Dismissal, check_incarnation
 from speedyzero_jax.cluster.grpc_server import RunOver
-from speedyzero_jax.cluster.heartbeats import Heartbeats
+from speedyzero_jax.cluster.roster import Roster, Worker
 from speedyzero_jax.run.experiment import Experiment
 from speedyzero_jax.workers.sweeper import write_results
 
@@ -40,31 +39,21 @@ class _Batch:
 
 
 class RefresherService:
-  """Answers the calls of refreshers; from any thread.
-
-  Args:
-    experiment: of the unit.
-    refreshers: how many there are.
-    welcome: where they find the frames.
-    dismissal: of the unit's workers.
-    heartbeats: is informed of calls.
-  """
+  """Answers the calls of refreshers, from any thread; `welcome` says where the frames are."""
 
   def __init__(
     self,
     experiment: Experiment,
     refreshers: int,
     welcome: messages.RefresherWelcome,
-    dismissal: Dismissal,
-    heartbeats: Heartbeats,
+    roster: Roster,
   ):
     topology = experiment.config.topology
     self._experiment, self._tasks = experiment, experiment.agent.tasks
     self._replay, self._limiter = experiment.replay, experiment.limiter
     self._sweepers = experiment.sweepers if refreshers else []
     self._block_timeout, self._patient = topology.block_timeout, topology.bound_age
-    self._welcome, self._dismissal, self._heartbeats = welcome, dismissal, heartbeats
-    self._incarnations = [-1] * refreshers
+    self._welcome, self._roster, self._refreshers = welcome, roster, refreshers
     self._lock = threading.Lock()  # of what follows
     self._numbers = itertools.count(1)
     self._waiting: deque[tuple[Work, _Batch]] = deque()
@@ -73,25 +62,15 @@ class RefresherService:
   def join_refresher(self, request: messages.RefresherJoin) -> messages.RefresherWelcome:
     """Starts a session; blocks of the former incarnation become available at once."""
     number, incarnation = request.refresher, request.incarnation
-    worker = f"refresher {number}"
-    self._dismissal.check(worker)
+    worker = Worker("refresher", number)
+    self._roster.enter(worker)
     with self._lock:
-      known = self._incarnation(number)
-      if incarnation < known:
-        check_incarnation(known, incarnation, worker)
-      if incarnation > known:
-        self._heartbeats.joined("refresher", number)
-      self._incarnations[number] = incarnation
-      self._dismissal.joined(worker)
+      self._roster.join(worker, incarnation)
       for block, handed in list(self._handed.items()):
         if handed.holder[0] == number and handed.holder[1] < incarnation:
           self._return(block)
     self._limiter.notify()
     return self._welcome
-
-  def _incarnation(self, refresher: int) -> int:
-    self._heartbeats.beat("refresher", refresher)
-    return self._incarnations[refresher]
 
   def _return(self, block: int) -> None:
     """Makes a block available again. A sweep returns to its states by itself."""
@@ -101,22 +80,22 @@ class RefresherService:
 
   def work(self, request: messages.WorkRequest, seconds: float) -> messages.Block | None:
     """The next block: of a batch that the learner waits for, or of a sweep that is due."""
-    number, worker = request.refresher, f"refresher {request.refresher}"
-    self._dismissal.check(worker)
-    check_incarnation(self._incarnation(number), request.incarnation, worker)
+    worker = Worker("refresher", request.refresher)
+    self._roster.enter(worker)
+    self._roster.check(worker, request.incarnation)
     found: list[messages.Block] = []
 
     def look() -> bool:
-      if block := self._next((number, request.incarnation)):
+      if block := self._next((request.refresher, request.incarnation)):
         found.append(block)
-      return bool(found) or self._dismissal.over
+      return bool(found) or self._roster.over
 
-    self._heartbeats.waits("refresher", number)
+    self._roster.waits(worker)
     self._limiter.wait_for(look, seconds)
     if not found:
-      self._dismissal.check(worker)
+      self._roster.enter(worker)
       return None
-    self._heartbeats.served("refresher", number)
+    self._roster.served(worker)
     return found[0]
 
   def _next(self, holder: tuple[int, int]) -> messages.Block | None:
@@ -126,14 +105,9 @@ class RefresherService:
         # Overdue, or lost on its way: a refresher that has a block does not ask for one.
         if handed.deadline < now or handed.holder == holder:
           self._return(block)
-      batch: _Batch | None = None
-      if self._waiting:
-        work, batch = self._waiting.popleft()
-      else:
-        due = self._due_work()
-        if due is None:
-          return None
-        work = due
+      work, batch = self._waiting.popleft() if self._waiting else (self._due_work(), None)
+      if work is None:
+        return None
       block = next(self._numbers)
       self._handed[block] = _Handed(work, holder, now + self._block_timeout, batch)
     cell, written = self._replay.window_cells(work.lane, work.time, work.real.shape[1] - 1)
@@ -157,17 +131,12 @@ class RefresherService:
 
   def result(self, request: messages.Result) -> messages.Ok:
     """Writes results, unless the block has been given to another refresher meanwhile."""
+    self._roster.beat(Worker("refresher", request.refresher))
     with self._lock:
-      self._incarnation(request.refresher)
       handed = self._handed.get(request.block)
       if handed is None or handed.holder != (request.refresher, request.incarnation):
         return messages.Ok()
-    work = handed.work
-    if request.task != work.task:
-      raise ValueError(
-        f"block {request.block} is of task {work.task}, the result of {request.task}"
-      )
-    task = self._tasks[work.task]
+    work, task = handed.work, self._tasks[handed.work.task]
     newest = self._experiment.weights.latest(task.subscription).step
     if not 0 <= request.step <= newest:
       raise ValueError(f"result.step must be in 0..{newest}, got {request.step}")
@@ -185,7 +154,7 @@ class RefresherService:
     Unless `topology.bound_age`, for a limited time, and not at all without a live refresher. The
     wait ends when the run does.
     """
-    parts = [part for work in works for part in _split(work, len(self._incarnations))]
+    parts = [part for work in works for part in _split(work, self._refreshers)]
     batch = _Batch(len(parts))
     with self._lock:
       self._waiting.extend((part, batch) for part in parts)
@@ -197,7 +166,7 @@ class RefresherService:
       return not batch.left or self._limiter.finishing or self._limiter.stopping
 
     while not settled() and time.monotonic() < until:
-      if not self._patient and not self._heartbeats.any_alive("refresher"):
+      if not self._patient and not self._roster.alive("refresher"):
         break
       self._limiter.wait_for(settled, min(_POLL, until - time.monotonic()))
     with self._lock:  # late results are still written, but blocks are not handed out again
@@ -208,17 +177,16 @@ class RefresherService:
 
   def frames(self, request: messages.FramesRequest, seconds: float) -> messages.FramesChunk | None:
     """Frames in the order of writing, for refreshers on other machines."""
-    worker = f"refresher {request.refresher}"
-    check_incarnation(self._incarnation(request.refresher), request.incarnation, worker)
-    replay, dismissal = self._replay, self._dismissal
-    self._limiter.wait_for(
-      lambda: dismissal.over or replay.frames_written > request.sequence, seconds
-    )
+    worker = Worker("refresher", request.refresher)
+    self._roster.beat(worker)
+    self._roster.check(worker, request.incarnation)
+    replay, roster = self._replay, self._roster
+    self._limiter.wait_for(lambda: roster.over or replay.frames_written > request.sequence, seconds)
     following, lane, cell, frame = replay.frames_since(
       request.sequence, max(1, min(256, _CHUNK // replay.schema.slot_bytes))
     )
     if not len(lane):
-      if dismissal.over:  # not before: a block may need the frames
+      if roster.over:  # not before: a block may need the frames
         raise RunOver("the run has ended")
       return None
     return messages.FramesChunk(following, lane.astype(np.int32), cell.astype(np.int32), frame)

@@ -7,7 +7,6 @@ machine; else fetched.
 import contextlib
 import functools
 import os
-import threading
 
 import jax
 import numpy as np
@@ -15,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from speedyzero_jax.agents.base import Agent
 from speedyzero_jax.cluster import messages
+from speedyzero_jax.cluster.following import Following
 from speedyzero_jax.cluster.grpc_client import Client
 from speedyzero_jax.cluster.remote_weights import RemoteWeights
 from speedyzero_jax.config.schema import Config
@@ -50,44 +50,31 @@ def _mapped(
   return None
 
 
-class FetchedFrames:
+class FetchedFrames(Following):
   """A copy of the frames that follows the learner's: on devices, or an array on the host."""
 
   def __init__(
     self, client: Client, number: int, incarnation: int, frames: DeviceFrames | np.ndarray
   ):
+    super().__init__()
     self._client, self._session, self._frames = client, (number, incarnation), frames
     self._written = 0
-    self._changed = threading.Condition()
-    self._error: BaseException | None = None
-    threading.Thread(target=self._follow, name="frames", daemon=True).start()
+    self.follow("frames", self._update)
 
-  def _follow(self) -> None:
-    try:
-      while True:
-        request = messages.FramesRequest(*self._session, self._written)
-        chunk: messages.FramesChunk = self._client.call(request)
-        if isinstance(self._frames, DeviceFrames):
-          self._frames.write(chunk.lane, chunk.cell, chunk.frame)
-        else:
-          self._frames[chunk.lane, chunk.cell] = chunk.frame
-        with self._changed:
-          self._written = chunk.sequence
-          self._changed.notify_all()
-    except BaseException as error:  # raised again in `gather`
-      with self._changed:
-        self._error = error
-        self._changed.notify_all()
+  def _update(self) -> None:
+    request = messages.FramesRequest(*self._session, self._written)
+    chunk: messages.FramesChunk = self._client.call(request)
+    if isinstance(self._frames, DeviceFrames):
+      self._frames.write(chunk.lane, chunk.cell, chunk.frame)
+    else:
+      self._frames[chunk.lane, chunk.cell] = chunk.frame
+    with self.changed:
+      self._written = chunk.sequence
+      self.changed.notify_all()
 
   def gather(self, lane: np.ndarray, cell: np.ndarray, written: int) -> Array:
-    """Frames [n, w, ...] of cells, once so many have been written.
-
-    Raises whatever ended the copying before that.
-    """
-    with self._changed:
-      self._changed.wait_for(lambda: self._error or self._written >= written)
-      if self._error and self._written < written:
-        raise self._error
+    """Frames [n, w, ...] of cells, once so many have been written."""
+    self.wait_for(lambda: self._written >= written)
     if isinstance(self._frames, DeviceFrames):
       return self._frames.gather(lane, cell)
     return self._frames[lane[:, None], cell]
@@ -117,6 +104,4 @@ def refresh(config: Config, agent: Agent, client: Client, role: Role, incarnatio
     windows = frames.gather(block.lane, block.cell, block.frames)
     block_key = jax.random.fold_in(key, block.block)
     results = inference.compute(version, block.task, windows, block_key)
-    client.call(
-      messages.Result(number, incarnation, block.block, block.task, version.step, results)
-    )
+    client.call(messages.Result(number, incarnation, block.block, version.step, results))

@@ -1,18 +1,18 @@
 """Remote subscriptions to weights: the newest version of each, fetched in its own thread."""
 
-import threading
+import functools
 
 import jax
 import jax.numpy as jnp
 
 from speedyzero_jax.agents.base import Variables
 from speedyzero_jax.cluster import messages
+from speedyzero_jax.cluster.following import Following
 from speedyzero_jax.cluster.grpc_client import Client
-from speedyzero_jax.cluster.grpc_server import RunOver
 from speedyzero_jax.workers.weights import Version
 
 
-class RemoteWeights:
+class RemoteWeights(Following):
   """The newest weights of some subscribers.
 
   Args:
@@ -31,30 +31,20 @@ class RemoteWeights:
     like: Variables,
     where: jax.Device | jax.sharding.Sharding,
   ):
+    super().__init__()
     self._client, self._number, self._like, self._where = client, number, like, where
     self._versions: dict[str, Version] = {}
-    self._changed = threading.Condition()
-    self._error: BaseException | None = None
     for subscriber in subscribers:
-      threading.Thread(
-        target=self._follow, args=(subscriber,), name=f"weights-{subscriber}", daemon=True
-      ).start()
+      self.follow(f"weights-{subscriber}", functools.partial(self._update, subscriber))
 
-  def _follow(self, subscriber: str) -> None:
-    have: int | None = None
-    try:
-      while True:
-        request = messages.WeightsRequest(self._number, subscriber, have)
-        sent: messages.Weights = self._client.call(request)
-        version = Version(sent.step, self._unpack(sent))
-        have = sent.step
-        with self._changed:
-          self._versions[subscriber] = version
-          self._changed.notify_all()
-    except BaseException as error:  # raised again in `latest`
-      with self._changed:
-        self._error = error
-        self._changed.notify_all()
+  def _update(self, subscriber: str) -> None:
+    have = self._versions[subscriber].step if subscriber in self._versions else None
+    request = messages.WeightsRequest(self._number, subscriber, have)
+    sent: messages.Weights = self._client.call(request)
+    version = Version(sent.step, self._unpack(sent))
+    with self.changed:
+      self._versions[subscriber] = version
+      self.changed.notify_all()
 
   def _unpack(self, sent: messages.Weights) -> Variables:
     def place(like: jax.ShapeDtypeStruct, array) -> jax.Array:
@@ -67,19 +57,8 @@ class RemoteWeights:
     return jax.tree.map(place, self._like, messages.unnamed(self._like, sent.arrays))
 
   def latest(self, subscriber: str, at_least: int = 0) -> Version:
-    """The newest version, once it is of this learner step or later.
-
-    Raises whatever ended the subscription; RunOver only if there is no such version: with one, the
-    caller's work can still be done.
-    """
-    with self._changed:
-      self._changed.wait_for(lambda: self._error or self._at(subscriber) >= at_least)
-      if self._error and not (
-        isinstance(self._error, RunOver) and self._at(subscriber) >= at_least
-      ):
-        raise self._error
-      return self._versions[subscriber]
-
-  def _at(self, subscriber: str) -> int:
-    version = self._versions.get(subscriber)
-    return -1 if version is None else version.step
+    """The newest version, once it is of this learner step or later (see `Following.wait_for`)."""
+    self.wait_for(
+      lambda: subscriber in self._versions and self._versions[subscriber].step >= at_least
+    )
+    return self._versions[subscriber]

@@ -29,15 +29,12 @@ class Limits:
   deaths only: where memory is short, the kernel sends SIGKILL.
   """
 
-  max_failures: int = 5  # consecutive, of one process that is not vital, before the run fails
-  max_restarts: int = 20  # of all processes, consecutive, after failures of vital ones
-  max_deaths: int = (
-    60  # consecutive, of one process that is not vital or of the vital ones together
-  )
-  settled: float = 600.0  # uptime that resets these counts; longer than it takes to compile
+  # Consecutive ones of a process that is not vital, or of the vital ones together, end the run:
+  max_failures: int = 5
+  max_deaths: int = 60
+  settled: float = 600.0  # uptime that resets counts and pause; longer than it takes to compile
   pause: float = 1.0  # before a restart; doubles with every consecutive death
   longest_pause: float = 30.0
-  healthy: float = 60.0  # uptime after which the pause is short again
   grace: float = 20.0  # for the other processes to end when all vital ones have finished
   save_patience: float = 300.0  # for vital processes to save after a signal
   kill_after: float = 5.0  # between SIGTERM and SIGKILL
@@ -101,7 +98,7 @@ class Supervisor:
     return code
 
   def _run(self) -> int:
-    streaks = {_ALL: _Streak(self._limits, self._limits.max_restarts + 1)}
+    streaks = {_ALL: _Streak(self._limits)}
     due = {_ALL: 0.0}  # when to start a child, by name, or all of them
     children: dict[str, Child] = {}
     while not self._signals:
@@ -128,7 +125,7 @@ class Supervisor:
         return 0
       for process in failed:
         name = _ALL if process.child.vital else process.child.name
-        streak = streaks.setdefault(name, _Streak(self._limits, self._limits.max_failures))
+        streak = streaks.setdefault(name, _Streak(self._limits))
         pause, verdict = streak.add(process)
         if verdict or process.code == WRONG_USE:
           self._report(process.exit_report() + verdict, final=True)
@@ -262,9 +259,8 @@ class Supervisor:
 class _Streak:
   """Consecutive deaths of one process, or of the vital ones together."""
 
-  def __init__(self, limits: Limits, max_failures: int):
-    self._limits, self._max_failures = limits, max_failures
-    self._next_pause = limits.pause
+  def __init__(self, limits: Limits):
+    self._limits = limits
     self._deaths = self._failures = 0
 
   def add(self, process: Process) -> tuple[float, str]:
@@ -275,14 +271,13 @@ class _Streak:
     else:
       self._deaths += 1
       self._failures = self._failures + 1 if process.self_inflicted else 0
-    if self._failures >= self._max_failures:
+    if self._failures >= limits.max_failures:
       verdict = f"\nIt was the last of {self._failures} consecutive failures."
     elif self._deaths >= limits.max_deaths:
       each = f"each after less than {limits.settled:g} s"
       verdict = f"\nIt was the last of {self._deaths} consecutive deaths, {each}."
-    pause = limits.pause if process.uptime >= limits.healthy else self._next_pause
-    self._next_pause = min(2 * pause, limits.longest_pause)
-    return pause, verdict
+    doublings = max(self._deaths - 1, 0)
+    return min(limits.pause * 2**doublings, limits.longest_pause), verdict
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from speedyzero_jax.run.train import FAILED, train
 from speedyzero_jax.workers.weights import DivergedError
 
 _TOKEN, _MIN_TOKEN = 32, 16  # bytes: of random ones, and in a file
-_PATIENCE = 600.0  # seconds for which learners wait for each other to save
+_PATIENCE = 600.0  # seconds for which processes wait for each other to start, and to save
 
 
 class Run(NamedTuple):
@@ -102,14 +102,11 @@ def _run(run: Run, rendezvous: Rendezvous, signals: Signals) -> int:
   config = loader.from_yaml(run.config)
   shape = topology.resolve(config, rendezvous.place.num_processes)
   role = shape.role(rendezvous.place.process_id)
-  if not run.token:
-    run = run._replace(token=_token(config).hex())
+  token = bytes.fromhex(run.token) or _token(config)
   try:
     if role.kind == "learner":
-      # Certificates are for names.
-      named = socket.gethostname() if config.topology.tls_certificate else rendezvous.address
-      return _learn(config, run, shape, role, rendezvous, signals, config.topology.host or named)
-    return _serve(config, bytes.fromhex(run.token), shape, role, rendezvous)
+      return _learn(config, run, token, shape, role, rendezvous, signals)
+    return _serve(config, token, shape, role, rendezvous)
   finally:
     rendezvous.leave()
 
@@ -117,11 +114,11 @@ def _run(run: Run, rendezvous: Rendezvous, signals: Signals) -> int:
 def _learn(
   config: Config,
   run: Run,
+  token: bytes,
   shape: Topology,
   role: Role,
   rendezvous: Rendezvous,
   signals: Signals,
-  host: str,
 ) -> int:
   from speedyzero_jax.cluster import learner_process
 
@@ -129,7 +126,9 @@ def _learn(
   folder.mkdir(parents=True, exist_ok=True)
   if not role.unit:
     print(f"topology: {shape}", flush=True)
-  token = bytes.fromhex(run.token)
+  # Certificates are for names.
+  named = socket.gethostname() if config.topology.tls_certificate else rendezvous.address
+  host = config.topology.host or named
   with learner_process.membership_of(config, shape, role, rendezvous) as membership:
     return train(
       config,
@@ -157,7 +156,7 @@ def _serve(
   agent = make_agent(own)
   max_bytes = learner_process.max_message(own, agent)
   incarnation = rendezvous.count(f"incarnation/{role}")
-  address = learner_process.address_of(role.unit, rendezvous)
+  address = rendezvous.lookup(f"address/{role.unit}", _PATIENCE)
   tls = learner_process.tls_of(config)
   work = act if role.kind == "actor" else refresh
   with (

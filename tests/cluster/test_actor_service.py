@@ -206,7 +206,7 @@ def test_waits_and_restarts_are_reported(make_unit):
   unit = make_unit("actor.random_steps=10", refreshers=0)
   unit.fill(3)
   unit.join()
-  assert unit.heartbeats.summary() == {"present/actors": 1, "restarts/actors": 0}
+  assert unit.roster.summary() == {"present/actors": 1, "restarts/actors": 0}
   sequence = play_to_the_limit(unit, unit.player())
   assert len(unit.waits) == sequence > 2
   unit.grant(sequence), unit.grant(sequence)  # no answer yet: both are one wait
@@ -215,7 +215,7 @@ def test_waits_and_restarts_are_reported(make_unit):
   assert unit.grant(sequence, seconds=10)
   assert unit.waits[-1] == {names.wait("actor"): 7}
   unit.join(incarnation=1), unit.join(incarnation=1)  # the answer to the first was lost
-  assert unit.heartbeats.summary()["restarts/actors"] == 1
+  assert unit.roster.summary()["restarts/actors"] == 1
 
 
 def test_actors_leave_a_unit_that_can_store_nothing(make_unit, monkeypatch):
@@ -341,7 +341,7 @@ class Unlucky(Direct):
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("danger", [0.0, 0.02, 0.1])
+@pytest.mark.parametrize("danger", [0.0, 0.1])
 def test_actors_that_die_at_any_moment_collect_exactly_what_was_asked(
   make_unit, monkeypatch, seed, danger
 ):
@@ -392,7 +392,7 @@ def test_actors_that_die_at_any_moment_collect_exactly_what_was_asked(
   assert unit.limiter.env_steps == unit.replay.num_transitions == total
   acknowledged = sum(client.acknowledged for client in clients)
   assert acknowledged == total if not (danger or early) else acknowledged <= total
-  assert (len(clients) > actors) == (danger > 0) or danger == 0.02
+  assert (len(clients) > actors) == (danger > 0)
   assert early or (last_actions(unit) == -1).all()
   with unit.twin() as again:
     # The journal does not say where the last games were cut, nor the order of the lanes' steps.

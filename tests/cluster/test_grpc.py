@@ -24,7 +24,6 @@ from speedyzero_jax.cluster import grpc_client as client_module
 from speedyzero_jax.cluster.grpc_client import Client, Refused, Unreachable
 from speedyzero_jax.cluster.grpc_server import RunOver, Server, Tls, serve
 from speedyzero_jax.cluster.messages import CALLS
-from speedyzero_jax.run.rate_limiter import Stopped
 
 EXAMPLES = int(os.environ.get("SPEEDYZERO_FUZZ_EXAMPLES", "300"))
 TOKEN = bytes(range(32))
@@ -307,31 +306,6 @@ def test_after_stop_no_method_of_the_service_is_running(service, server):
 # --- the client alone
 
 
-def test_stop_ends_polls_at_once_and_other_calls_go_on(service, server):
-  ended = []
-  leave = threading.Event()
-  service.answers["weights"] = service.answers["work"] = lambda _: leave.wait(10) and None
-  with Client(server.address, TOKEN, max_bytes=MAX_BYTES) as client:
-    threads = [
-      threading.Thread(target=lambda ask=ask: ended.append(error_of(client.call, ask)))
-      for ask in (ASK, EACH[messages.WorkRequest])
-    ]
-    for thread in threads:
-      thread.start()
-    for _ in waiting():
-      if len(service.asked) == 2:
-        break
-    begin = time.monotonic()
-    client.stop()
-    for thread in threads:
-      thread.join(5)
-    assert ended == [Stopped, Stopped] and time.monotonic() - begin < 2
-    leave.set()
-    client.call(EACH[messages.Append])
-    with pytest.raises(Stopped):
-      client.call(EACH[messages.GrantRequest])
-
-
 def free_port() -> int:
   with socket.create_server(("127.0.0.1", 0)) as probe:
     return probe.getsockname()[1]
@@ -345,13 +319,6 @@ def test_a_missing_server_is_unreachable_after_a_while():
   ):
     client.call(EACH[messages.ActorJoin])
   assert 1 <= time.monotonic() - begin < 5
-
-
-def test_stop_ends_retries():
-  with Client(f"127.0.0.1:{free_port()}", TOKEN, max_bytes=MAX_BYTES) as client:
-    threading.Timer(0.5, client.stop).start()
-    with pytest.raises(Stopped):
-      client.call(EACH[messages.ActorJoin])
 
 
 def test_a_wrong_token_is_not_retried(server):
@@ -456,13 +423,19 @@ def test_a_client_outlives_its_server():
         process.stdout.close()
 
 
-def test_a_server_that_hangs_is_noticed(monkeypatch):
-  """Stopped, not killed: its connection stays open and only keepalive can tell."""
-  monkeypatch.setattr(grpc_server, "KEEPALIVE_SECONDS", 0.5)
-  process = start_server(port := free_port())
+def test_a_busy_server_is_waited_for_and_one_that_hangs_is_noticed(monkeypatch):
+  """Pings are answered while Python does nothing else, as when jax compiles with the lock held.
+
+  A process that is stopped, not killed, keeps its connection open, so that only pings can tell.
+  """
+  monkeypatch.setattr(grpc_server, "KEEPALIVE_SECONDS", 0.4)
+  process = start_server(port := free_port(), "busy")
   try:
-    with Client(f"127.0.0.1:{port}", TOKEN, max_bytes=MAX_BYTES, patience=2.0) as client:
-      client.call(EACH[messages.GrantRequest])
+    with Client(f"127.0.0.1:{port}", TOKEN, max_bytes=MAX_BYTES, patience=0.1) as client:
+      client.call(EACH[messages.ActorJoin])
+      begin = time.monotonic()
+      client.call(EACH[messages.Result])
+      assert time.monotonic() - begin > 1.5
       process.send_signal(signal.SIGSTOP)
       begin = time.monotonic()
       with pytest.raises(Unreachable):
@@ -474,62 +447,18 @@ def test_a_server_that_hangs_is_noticed(monkeypatch):
     process.stdout.close()
 
 
-def test_a_server_that_is_busy_is_waited_for(monkeypatch):
-  """Pings are answered while Python does nothing else, as when jax compiles with the lock held."""
-  monkeypatch.setattr(grpc_server, "KEEPALIVE_SECONDS", 0.3)
-  process = start_server(port := free_port(), "busy")
-  try:
-    with Client(f"127.0.0.1:{port}", TOKEN, max_bytes=MAX_BYTES, patience=0.1) as client:
-      client.call(EACH[messages.ActorJoin])
-      begin = time.monotonic()
-      client.call(EACH[messages.Result])
-      assert time.monotonic() - begin > 1.5
-  finally:
-    process.kill()
-    process.wait()
-    process.stdout.close()
-
-
-def test_a_signal_handler_may_stop_the_client():
-  """In a process of its own, whose main thread waits in a poll."""
-  process = start_server(port := free_port())
-  waiter = subprocess.Popen(
-    [sys.executable, __file__, "wait", str(port)], stdout=subprocess.PIPE, text=True,
-    env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-  )  # fmt: skip
-  try:
-    assert waiter.stdout.readline() == "waiting\n"
-    time.sleep(0.5)
-    waiter.send_signal(signal.SIGTERM)
-    assert waiter.communicate(timeout=10)[0] == "stopped\n" and waiter.returncode == 0
-  finally:
-    for one in (process, waiter):
-      one.kill()
-      one.wait()
-      one.stdout.close()
-
-
 def main(role: str, port: str) -> None:
   """The other processes of these tests."""
-  if role in ("serve", "mute", "busy"):
-    service = FakeService()
-    service.answers["grant"] = EACH[messages.Grant]._replace(weights=os.getpid())
-    if role == "mute":
-      service.answers["result"] = lambda _: print("asked", flush=True) or threading.Event().wait()
-    if role == "busy":
-      service.answers["result"] = lambda _: (
-        ctypes.PyDLL(None).sleep(2) or messages.Ok()
-      )  # holds the lock
-    service.answers["weights"] = lambda _: time.sleep(grpc_server.POLL_SECONDS)
-    with serve(service, f"127.0.0.1:{port}", TOKEN, max_bytes=MAX_BYTES, clients=1):
-      print("serving", flush=True)
-      threading.Event().wait()
-  client = Client(f"127.0.0.1:{port}", TOKEN, max_bytes=MAX_BYTES)
-  signal.signal(signal.SIGTERM, lambda *_: client.stop())
-  print("waiting", flush=True)
-  with contextlib.suppress(Stopped):
-    client.call(ASK)
-  print("stopped", flush=True)
+  service = FakeService()
+  service.answers["grant"] = EACH[messages.Grant]._replace(weights=os.getpid())
+  if role == "mute":
+    service.answers["result"] = lambda _: print("asked", flush=True) or threading.Event().wait()
+  if role == "busy":
+    hold_the_lock = ctypes.PyDLL(None).sleep
+    service.answers["result"] = lambda _: hold_the_lock(2) or messages.Ok()
+  with serve(service, f"127.0.0.1:{port}", TOKEN, max_bytes=MAX_BYTES, clients=1):
+    print("serving", flush=True)
+    threading.Event().wait()
 
 
 # --- fuzz

@@ -22,7 +22,7 @@ def test_unknown_numbers_are_refused_and_not_waited_for(make_unit):
     lambda: unit.join_refresher(2),
     lambda: unit.work(2),
     lambda: unit.frames(refresher=2),
-    lambda: unit.service.result(messages.Result(2, 0, 1, "refresh", 0, {})),
+    lambda: unit.service.result(messages.Result(2, 0, 1, 0, {})),
   ):
     unit.refuses(call, "there are 2 .*, this is number 2")
   begin = time.monotonic()

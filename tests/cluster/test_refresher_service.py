@@ -180,8 +180,6 @@ def test_results_that_do_not_fit_are_refused(make_unit):
     (good | {"policy": good["policy"] * np.inf}, "must be finite"),
   ):
     unit.refuses(lambda arrays=arrays: unit.result(block, arrays=arrays), match)
-  other = block._replace(task="bootstrap")
-  unit.refuses(lambda: unit.result(other, arrays={"value": good["value"]}), "is of task reanalyse")
   unit.result(block, arrays=good)
 
 
@@ -234,7 +232,7 @@ def test_waits_and_restarts_are_reported(make_unit):
   unit.executing()
   assert unit.work(seconds=5) and unit.waits == [{names.wait("refresher"): 3}]
   unit.join_refresher(0, 3)
-  summary = unit.heartbeats.summary()
+  summary = unit.roster.summary()
   assert (summary["present/refreshers"], summary["restarts/refreshers"]) == (1, 1)
 
 

@@ -14,7 +14,7 @@ from small_unit import BATCH, SWEEP, assert_same
 
 from speedyzero_jax.agents import dqn
 from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER
-from speedyzero_jax.cluster import grpc_server, heartbeats, messages, remote_actor, remote_refresher
+from speedyzero_jax.cluster import grpc_server, messages, remote_actor, remote_refresher, roster
 from speedyzero_jax.cluster.codec import encode
 from speedyzero_jax.cluster.grpc_client import Client, Refused
 from speedyzero_jax.cluster.learner_process import max_message
@@ -155,21 +155,33 @@ def test_an_actor_waits_for_the_weights_of_its_grant(make_unit, cluster, monkeyp
   assert not unit.limiter.lagging  # none waits for an actor that has left
 
 
-@pytest.mark.parametrize(
-  "place", ["mapped", "elsewhere", "gone", "another file", "none", "on devices"]
-)
-def test_refreshers_compute_what_a_local_one_would(make_unit, cluster, monkeypatch, place):
+@pytest.fixture
+def shared_file():
+  """A descriptor of shared memory and its path, as a refresher hears it."""
+  descriptor = os.memfd_create("test")
+  yield descriptor, f"/proc/{os.getpid()}/fd/{descriptor}"
+  os.close(descriptor)
+
+
+def test_frames_are_mapped_where_their_file_is_the_learner_s(shared_file):
+  descriptor, path = shared_file
+  os.write(descriptor, b"abcdef")
+  link = os.readlink(path)
+  for wrong in ((path, "/memfd:other (deleted)"), (f"{path}000", link), (__file__, link), ("", "")):
+    assert not remote_refresher._mapped(messages.RefresherWelcome(*wrong), (2, 3), np.dtype("S1"))
+  frames = remote_refresher._mapped(messages.RefresherWelcome(path, link), (2, 3), np.dtype("S1"))
+  assert frames.gather(np.array([1]), np.array([[0, 2]]), 0).tolist() == [[b"d", b"f"]]
+
+
+@pytest.mark.parametrize("place", ["mapped", "fetched", "on devices"])
+def test_refreshers_compute_what_a_local_one_would(
+  make_unit, cluster, monkeypatch, place, shared_file
+):
   unit = make_unit(*BATCH, "topology.bound_age=true", refreshers=2, durable=True)
   unit.fill(30)
-  descriptor = os.memfd_create("test")
+  descriptor, path = shared_file
   os.write(descriptor, unit.replay.store.frame.tobytes())
-  path = f"/proc/{os.getpid()}/fd/{descriptor}"
-  link = os.readlink(path)
-  places = {
-    "elsewhere": (path, "/memfd:other (deleted)"), "gone": (f"{path}000", link),
-    "another file": (__file__, link), "none": ("", ""),
-  }  # fmt: skip
-  unit.welcome(*places.get(place, (path, link)), 2)
+  unit.welcome(path, os.readlink(path) if place != "fetched" else "elsewhere", 2)
   kind, gathered = MappedFrames if place == "mapped" else FetchedFrames, []
   gather = kind.gather
 
@@ -194,7 +206,6 @@ def test_refreshers_compute_what_a_local_one_would(make_unit, cluster, monkeypat
     assert set(gathered) == {on_devices}
     assert unit.replay.state_dict()["slot_policy_step"].max() == 9
     assert_same(unit.replay, local.replay, besides={"rng"})
-  os.close(descriptor)
 
 
 @pytest.mark.parametrize(("task", "stamp"), [("refresh", "value"), ("reanalyse", "bootstrap")])
@@ -266,9 +277,9 @@ def test_workers_that_come_when_the_run_is_over_leave(make_unit, cluster):
 
 def test_workers_that_compute_for_long_count_as_alive(make_unit, cluster, monkeypatch):
   """They ask for weights meanwhile."""
-  monkeypatch.setattr(heartbeats, "TIMEOUT", 0.7)  # they do so every 0.2 seconds
+  monkeypatch.setattr(roster, "TIMEOUT", 0.7)  # they do so every 0.2 seconds
   unit = make_unit("actor.random_steps=0", SWEEP["reanalyse"])
-  unit.heartbeats._clock = time.monotonic
+  unit.roster._clock = time.monotonic
   unit.fill(10)
   unit.learn(6)
   unit.publish(6)
@@ -288,7 +299,7 @@ def test_workers_that_compute_for_long_count_as_alive(make_unit, cluster, monkey
       return super().compute(*args, **kwargs)
 
   def present():
-    summary = unit.heartbeats.summary()
+    summary = unit.roster.summary()
     return summary["present/actors"], summary["present/refreshers"]
 
   served = cluster(unit)

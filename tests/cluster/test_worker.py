@@ -37,8 +37,8 @@ def tokens(config, folder, monkeypatch):
   """What process 0 publishes, and the token that it uses itself."""
   used, published = [], {}
 
-  def learn(config, run, *_):
-    used.append(bytes.fromhex(run.token))
+  def learn(config, run, token, *_):
+    used.append(token)
     return 0
 
   @contextlib.contextmanager

@@ -18,8 +18,8 @@ import tiny
 
 from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER, REFRESHER
 from speedyzero_jax.cluster import messages
-from speedyzero_jax.cluster.heartbeats import Heartbeats
 from speedyzero_jax.cluster.learner_service import LearnerService
+from speedyzero_jax.cluster.roster import Roster
 from speedyzero_jax.metrics.aggregation import EpisodeStats
 from speedyzero_jax.run import build, builders
 from speedyzero_jax.run.experiment import Experiment, Membership
@@ -38,8 +38,8 @@ class Unit:
   """A learner process that serves actors and refreshers.
 
   Attributes:
-    waits: what the heartbeats report.
-    now: seconds on the clock of the heartbeats.
+    waits: what the roster reports.
+    now: seconds on the clock of the roster.
   """
 
   def __init__(self, folder, experiment: Experiment, overrides, actors: int, refreshers: int):
@@ -53,7 +53,7 @@ class Unit:
     self.waits: list[dict[str, float]] = []
     self.now = 0.0
     counts = {"actor": actors, "refresher": refreshers}
-    self.heartbeats = Heartbeats(counts, self.waits.append, lambda: self.now)
+    self.roster = Roster(counts, self.waits.append, lambda: self.now)
     self.episodes = []
     experiment.collector.episodes.record = self.episodes.append
     self.welcome("", "", refreshers)
@@ -61,7 +61,7 @@ class Unit:
   def welcome(self, file: str, link: str, refreshers: int) -> None:
     """Makes the service, with this answer to refreshers."""
     self.service = LearnerService(
-      self.experiment, lanes=self.lanes, refreshers=refreshers, heartbeats=self.heartbeats,
+      self.experiment, lanes=self.lanes, refreshers=refreshers, roster=self.roster,
       welcome=messages.RefresherWelcome(file, link),
     )  # fmt: skip
 
@@ -101,9 +101,7 @@ class Unit:
       frames = self.replay.store.frame[lane, block.cell]
       arrays = self.inference.compute(version, block.task, frames, jax.random.key(9))
     step = version.step if step is None else step
-    return self.service.result(
-      messages.Result(refresher, incarnation, block.block, block.task, step, arrays)
-    )
+    return self.service.result(messages.Result(refresher, incarnation, block.block, step, arrays))
 
   # --- the work of actors and the learner
 

@@ -2,7 +2,9 @@
 
 import pytest
 
-from speedyzero_jax.cluster.heartbeats import TIMEOUT, Heartbeats
+from speedyzero_jax.cluster.roster import TIMEOUT, Roster, Worker
+
+ACTOR, OTHER, REFRESHER = Worker("actor", 0), Worker("actor", 1), Worker("refresher", 0)
 
 
 class Unit:
@@ -10,12 +12,12 @@ class Unit:
 
   def __init__(self, **counts):
     self.now, self.waits = 100.0, []
-    self.beats = Heartbeats(
+    self.roster = Roster(
       counts or {"actor": 2, "refresher": 1}, self.waits.append, clock=lambda: self.now
     )
 
   def metrics(self, group):
-    return [self.beats.summary()[f"{group}/{kind}s"] for kind in ("actor", "refresher")]
+    return [self.roster.summary()[f"{group}/{kind}s"] for kind in ("actor", "refresher")]
 
 
 @pytest.fixture
@@ -24,50 +26,53 @@ def unit():
 
 
 def test_a_silent_process_is_not_present(unit):
-  assert unit.metrics("present") == [0, 0] and not unit.beats.any_alive("actor")
-  unit.beats.beat("actor", 0)
-  unit.beats.beat("refresher", 0)
+  assert unit.metrics("present") == [0, 0]
+  unit.roster.beat(ACTOR)
+  unit.roster.beat(REFRESHER)
   assert unit.metrics("present") == [1, 1]
   unit.now += TIMEOUT / 2
-  unit.beats.beat("actor", 1)
+  unit.roster.beat(OTHER)
   assert unit.metrics("present") == [2, 1]
   unit.now += TIMEOUT / 2 + 0.1
   assert unit.metrics("present") == [1, 0]
-  assert unit.beats.any_alive("actor") and not unit.beats.any_alive("refresher")
 
 
-def test_every_start_but_the_first_is_a_restart(unit):
-  for number in (0, 1, 1, 1):
-    unit.beats.joined("actor", number)
+def test_every_start_but_the_first_is_a_restart_and_ends_the_former(unit):
+  assert unit.roster.join(ACTOR, 3)
+  for incarnation, new in ((0, True), (1, True), (1, False), (4, True)):
+    assert unit.roster.join(OTHER, incarnation) == new
   assert unit.metrics("restarts") == [2, 0]
+  for call in (unit.roster.join, unit.roster.check):
+    with pytest.raises(ValueError, match="actor 1 has incarnation 4 now, this is 1"):
+      call(OTHER, 1)
 
 
 def test_a_wait_lasts_from_the_first_request_to_the_answer(unit):
   for _ in range(3):
-    unit.beats.waits("actor", 1)
+    unit.roster.waits(OTHER)
     unit.now += 2
-  unit.beats.waits("refresher", 0)
+  unit.roster.waits(REFRESHER)
   unit.now += 1
-  unit.beats.served("actor", 1)
-  unit.beats.served("refresher", 0)
-  unit.beats.served("actor", 1)  # had not waited
+  unit.roster.served(OTHER)
+  unit.roster.served(REFRESHER)
+  unit.roster.served(OTHER)  # had not waited
   assert unit.waits == [{"queue/actor_wait_seconds": 7}, {"queue/refresher_wait_seconds": 1}]
 
 
 def test_a_new_process_does_not_inherit_a_wait(unit):
-  unit.beats.waits("actor", 0)
+  unit.roster.waits(ACTOR)
   unit.now += 50
-  unit.beats.joined("actor", 0)
-  unit.beats.waits("actor", 0)
+  unit.roster.join(ACTOR, 0)
+  unit.roster.waits(ACTOR)
   unit.now += 1
-  unit.beats.served("actor", 0)
+  unit.roster.served(ACTOR)
   assert unit.waits == [{"queue/actor_wait_seconds": 1}]
 
 
 def test_only_processes_of_the_unit_count():
   unit = Unit(actor=0, refresher=2)
-  assert unit.beats.summary() == {"present/refreshers": 0, "restarts/refreshers": 0}
+  assert unit.roster.summary() == {"present/refreshers": 0, "restarts/refreshers": 0}
   with pytest.raises(ValueError, match="there are 0 actors"):
-    unit.beats.beat("actor", 0)
+    unit.roster.beat(ACTOR)
   with pytest.raises(ValueError, match="there are 2 refreshers"):
-    unit.beats.beat("refresher", 2)
+    unit.roster.beat(Worker("refresher", 2))
