@@ -62,6 +62,7 @@ def membership_of(
     for device in [x for x in devices if x.process_index == unit][:per_process]
   ]
   refreshers = topology.serving("refresher", role.unit)
+  agree = _agreement(rendezvous, role.unit, topology.learners)
   with contextlib.ExitStack() as stack:
     memory = None
     if refreshers:
@@ -76,9 +77,9 @@ def membership_of(
       sweeps=not refreshers,
       durable=True,
       frame_memory=memory,
-      agree=_agreement(rendezvous, role.unit, topology.learners),
+      agree=agree,
       share=_sharing(rendezvous, role.unit),
-      meet=_meetings(rendezvous, topology.learners),
+      meet=lambda: agree(0),
     )
 
 
@@ -127,11 +128,6 @@ def _sharing(
     return [numbers]
 
   return share
-
-
-def _meetings(rendezvous: Rendezvous, units: int) -> Callable[[], None]:
-  number = itertools.count()
-  return lambda: rendezvous.barrier(f"meeting/{next(number)}", _LONG, range(units))
 
 
 @contextlib.contextmanager

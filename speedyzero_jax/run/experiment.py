@@ -56,7 +56,7 @@ class Membership:
   frame_memory: np.ndarray | None = None
   agree: Callable[[int], Sequence[int]] = lambda step: [step]
   share: Callable[[Mapping[str, float]], Sequence[Mapping[str, float]]] = lambda numbers: [numbers]
-  meet: Callable[[], None] = lambda: None
+  meet: Callable[[], object] = lambda: None
 
 
 ALONE = Membership()
