@@ -303,7 +303,7 @@ def test_workers_that_compute_for_long_count_as_alive(make_unit, cluster, monkey
     return summary["present/actors"], summary["present/refreshers"]
 
   served = cluster(unit)
-  slow = Slow(unit.agent, unit.config.env.frame_stack)
+  slow = Slow(unit.agent)
   for module in (remote_actor, remote_refresher):
     monkeypatch.setattr(module, "Inference", lambda *_, **__: slow)
   with served:

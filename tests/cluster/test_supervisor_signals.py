@@ -107,7 +107,9 @@ def test_a_save_that_fails_is_a_failure(run):
 
 
 def test_a_signal_ends_the_pause_before_a_restart(run):
-  one = run(("learner-0", KILLED, True), pause=100.0).until("logs/supervisor.json")
+  one = run(("learner-0", KILLED, True), pause=100.0, longest_pause=100.0).until(
+    "logs/supervisor.json"
+  )
   wait_for(lambda: one.child("learner-0")["pid"] is None)
   one.process.send_signal(signal.SIGTERM)
   assert "restarting all processes in 100 s" in one.end(143)
