@@ -1,9 +1,10 @@
 """Checkpoints of a run, written by Orbax; atomic, the newest few kept.
 
-A checkpoint is `checkpoints/N-M/`, with N learner and M agent steps: an array of bytes for each
-item, since Orbax takes half a millisecond per array, and a JSON of counters and of the names,
-dtypes and shapes in each item. Items are the network, the optimizer and the replay's columns except
-frames; those are in the journal, and a checkpoint names the slots of it that it refers to.
+A checkpoint is `checkpoints/N-M/`, with N learner and M agent steps. Its item `network` is a pytree
+that Orbax alone can restore; of the others (the optimizer, the replay's columns except frames) each
+is one array of bytes, since Orbax takes half a millisecond per array. A JSON holds counters, and
+the names, dtypes and shapes of each item's arrays. Frames are in the journal; a checkpoint names
+the slots of it that it refers to.
 CRC-32s of the items and of the JSON are stored and checked; a damaged checkpoint is reported, moved
 to `damaged/`, and the one before is used. Nothing is ever unpickled.
 """
@@ -30,6 +31,7 @@ from speedyzero_jax.types import Params
 
 logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs every step of every save
 
+NETWORK = "network"
 T = TypeVar("T")
 
 # What readers raise for bytes that are missing, torn or of another shape. TensorStore raises
@@ -133,7 +135,10 @@ class Checkpoints:
     }
     meta["crc32"] = _crc_of_json(meta)
     self._check_space(sum(array.nbytes for array in packed.values()))
-    items = {name: ocp.args.ArraySave(array) for name, array in packed.items()}
+    items = {
+      name: ocp.args.StandardSave(tree) if name == NETWORK else ocp.args.ArraySave(packed[name])
+      for name, tree in snapshot.items.items()
+    }
     try:
       with orbax_compat.checkpointer() as writer:
         writer.save(folder, args=ocp.args.Composite(meta=ocp.args.JsonSave(meta), **items))
@@ -243,18 +248,23 @@ def _read_items(
   names: Collection[str],
   templates: Mapping[str, Params],
 ) -> dict[str, Any]:
-  args = {name: ocp.args.ArrayRestore() for name in names}
+  layouts = {name: meta["items"][name][1] for name in names}
+  for name in templates.keys() & layouts.keys():
+    if layouts[name] != _layout(templates[name]):
+      raise ValueError(f"arrays of '{name}' have other names, dtypes or shapes")
+  args: dict[str, Any] = {name: ocp.args.ArrayRestore() for name in names}
+  if NETWORK in names:
+    blank = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), templates[NETWORK])
+    args[NETWORK] = ocp.args.StandardRestore(blank)
   with orbax_compat.checkpointer() as reader:
-    packed = reader.restore(folder, args=ocp.args.Composite(**args))
+    restored = reader.restore(folder, args=ocp.args.Composite(**args))
   items: dict[str, Any] = {}
   for name in names:
-    crc, layout = meta["items"][name]
-    if zlib.crc32(packed[name]) != crc:
+    packed = _pack(restored[name]) if name == NETWORK else restored[name]
+    if zlib.crc32(packed) != meta["items"][name][0]:
       raise ValueError(f"checksum of '{name}' differs")
-    items[name] = _unpack(packed[name], layout)
+    items[name] = _unpack(packed, layouts[name])
     if name in templates:
-      if layout != _layout(templates[name]):
-        raise ValueError(f"arrays of '{name}' have other names, dtypes or shapes")
       structure = jax.tree.structure(templates[name])
       items[name] = jax.tree.unflatten(structure, items[name].values())
   return items

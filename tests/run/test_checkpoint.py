@@ -5,6 +5,7 @@ import shutil
 import jax
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from snapshots import (
   LANES,
@@ -52,6 +53,14 @@ def test_one_item_alone_is_read_without_the_rest(copied):
   step, network = Checkpoints(folder).restore_item("network", abstract()["network"], pytest.fail)
   assert step == 8
   assert_same_tree(network, snapshots[-1].items["network"])
+
+
+def test_orbax_alone_restores_the_network(two):
+  folder, snapshots = two
+  with ocp.StandardCheckpointer() as checkpointer:
+    found = checkpointer.restore(folder / "checkpoints" / "8-24" / "network")
+  wanted = snapshots[-1].items["network"]
+  assert_same_tree(found, {"params": wanted.params, "batch_stats": wanted.batch_stats})
 
 
 def test_items_without_arrays(tmp_path):
