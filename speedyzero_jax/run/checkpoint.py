@@ -260,8 +260,8 @@ def _read_items(
     restored = reader.restore(folder, args=ocp.args.Composite(**args))
   items: dict[str, Any] = {}
   for name in names:
-    packed = _pack(restored[name]) if name == NETWORK else restored[name]
-    if zlib.crc32(packed) != meta["items"][name][0]:
+    packed: np.ndarray = _pack(restored[name]) if name == NETWORK else restored[name]
+    if zlib.crc32(packed.data) != meta["items"][name][0]:
       raise ValueError(f"checksum of '{name}' differs")
     items[name] = _unpack(packed, layouts[name])
     if name in templates:
