@@ -1,5 +1,6 @@
 """Construction of an experiment from a configuration or a checkpoint."""
 
+import contextlib
 from pathlib import Path
 
 import jax
@@ -57,20 +58,29 @@ def build(
   """
   own = loader.divide(config, membership.unit, membership.units)
   agent = builders.make_agent(own)
-  journal = Journal(run_dir / "journal.sqlite", own.actor.lanes, agent.schema)
-  try:
-    return _build(config, own, agent, journal, run_dir, logger, resume, membership)
-  except BaseException:
-    journal.close()
-    raise
+  with contextlib.ExitStack() as stack:  # closes the journal on an error
+    journal = stack.enter_context(
+      contextlib.closing(Journal(run_dir / "journal.sqlite", own.actor.lanes, agent.schema))
+    )
+    recovery = RecoveryManager(
+      Checkpoints(run_dir, config.run.keep_checkpoints),
+      journal,
+      logger.message,
+      durable=membership.durable,
+      exact=config.run.mode == "lockstep" or agent.on_policy,
+      agree=membership.agree,
+      units=membership.units,
+    )
+    experiment = _build(config, own, agent, recovery, logger, resume, membership)
+    stack.pop_all()
+    return experiment
 
 
 def _build(
   config: Config,
   own: Config,
   agent: Agent,
-  journal: Journal,
-  run_dir: Path,
+  recovery: RecoveryManager,
   logger: MetricsLogger,
   resume: bool,
   membership: Membership,
@@ -86,7 +96,6 @@ def _build(
   inference = Inference(agent, local, report=logger.message)
   seed, memory = unit_seed(config, "replay", membership), membership.frame_memory
   replay = builders.make_replay(own, agent, local, logger.message, seed=seed, frame_memory=memory)
-  recovery = _recovery(config, agent, journal, run_dir, logger, membership)
   restored = recovery.restore(snapshot.templates(learner, agent)) if resume else None
   if restored is None:
     state = learner.init(jax.random.fold_in(jax.random.key(config.run.seed), INIT))
@@ -135,23 +144,4 @@ def _local_actor(experiment: Experiment, episodes: EpisodeStats) -> LocalActor:
     seed=experiment.seed("environments"),
     key=experiment.key(ACT),
     stats=episodes,
-  )
-
-
-def _recovery(
-  config: Config,
-  agent: Agent,
-  journal: Journal,
-  run_dir: Path,
-  logger: MetricsLogger,
-  membership: Membership,
-) -> RecoveryManager:
-  return RecoveryManager(
-    Checkpoints(run_dir, config.run.keep_checkpoints),
-    journal,
-    logger.message,
-    durable=membership.durable,
-    exact=config.run.mode == "lockstep" or agent.on_policy,
-    agree=membership.agree,
-    units=membership.units,
   )

@@ -5,8 +5,9 @@ After the random play, learner steps are due at a constant number of samples per
 learner waits while an actor uses weights that the next step would make too old.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from speedyzero_jax.config.schema import Config
@@ -25,6 +26,13 @@ class RateLimiter:
 
   Args:
     config: of the learner process.
+
+  Attributes (read-only):
+    env_steps: agent steps collected.
+    learner_steps: learner steps taken.
+    bounds_lag: whether there is a bound on policy lag.
+    finishing: whether `finish_together` was called.
+    stopping: whether `stop` was called.
   """
 
   def __init__(self, config: Config):
@@ -37,50 +45,47 @@ class RateLimiter:
     # Learner steps that may begin while an actor acts: its weights are up to an interval old then.
     self._leeway = config.actor.max_lag - config.actor.weights_interval
     self._acting: dict[Hashable, int] = {}  # actor -> learner step at which it began
-    self._env_steps = self._learner_steps = 0
+    self.env_steps = self.learner_steps = 0
     self._reserved = 0  # agent steps granted to actors and not yet collected
-    self._stopping = self._finishing = False
+    self.stopping = self.finishing = False
     self._changed = threading.Condition()
+
+  @contextlib.contextmanager
+  def _change(self) -> Iterator[None]:
+    """A context for a change, after which waiting roles evaluate their conditions again."""
+    with self._changed:
+      yield
+      self._changed.notify_all()
 
   def restore(self, env_steps: int, learner_steps: int) -> None:
     """Sets the counters to those of a checkpoint."""
     with self._changed:
-      self._env_steps, self._learner_steps = env_steps, learner_steps
-
-  @property
-  def env_steps(self) -> int:
-    """Agent steps collected."""
-    return self._env_steps
-
-  @property
-  def learner_steps(self) -> int:
-    """Learner steps taken."""
-    return self._learner_steps
+      self.env_steps, self.learner_steps = env_steps, learner_steps
 
   @property
   def collected(self) -> bool:
     """Whether all agent steps are collected."""
-    return self._env_steps >= self._total_env
+    return self.env_steps >= self._total_env
 
   @property
   def finished(self) -> bool:
     """Whether all agent steps are collected and all learner steps taken."""
-    return self._learner_steps >= self._total_learner and self.collected
+    return self.learner_steps >= self._total_learner and self.collected
 
   @property
   def pool(self) -> int:
     """Agent steps neither collected nor granted."""
-    return self._total_env - self._env_steps - self._reserved
+    return self._total_env - self.env_steps - self._reserved
 
   @property
   def playing_randomly(self) -> bool:
     """Whether the next agent steps belong to the initial random play."""
-    return self._env_steps < self._random
+    return self.env_steps < self._random
 
   @property
   def progress(self) -> float:
     """Share of the learner steps taken, in [0, 1]."""
-    return self._learner_steps / self._total_learner if self._total_learner else 1.0
+    return self.learner_steps / self._total_learner if self._total_learner else 1.0
 
   def required(self, step: int) -> int:
     """Agent steps that must be collected before learner step `step` (from 0)."""
@@ -94,17 +99,16 @@ class RateLimiter:
 
   def may_learn(self) -> bool:
     """Whether the next learner step is due."""
-    return self._learner_steps < self._total_learner and self.may_draw(self._learner_steps)
+    return self.learner_steps < self._total_learner and self.may_draw(self.learner_steps)
 
   def may_draw(self, step: int) -> bool:
     """Whether the batch of learner step `step` is due."""
-    return self._finishing or self._env_steps >= self.required(step)
+    return self.finishing or self.env_steps >= self.required(step)
 
   def may_collect(self) -> bool:
     """Whether collection may continue."""
-    if not self.pool:
-      return False
-    return self._env_steps + self._reserved < self.required(self._learner_steps) + self._slack
+    ahead = self.env_steps + self._reserved - self.required(self.learner_steps)
+    return self.pool > 0 and ahead < self._slack
 
   def reserve(self, steps: int, seconds: float, urgent: Callable[[], bool]) -> int | None:
     """Grants up to `steps` agent steps once collection may continue or `urgent()`.
@@ -117,8 +121,8 @@ class RateLimiter:
 
     with self._changed:
       self.wait_for(lambda: self.collected or available(), seconds)
-      if self._stopping or self.collected:
-        return None if self._stopping else 0
+      if self.stopping or self.collected:
+        return None if self.stopping else 0
       if not available():
         return None
       count = min(steps, self.pool)
@@ -127,76 +131,59 @@ class RateLimiter:
 
   def release(self, steps: int) -> None:
     """Returns granted agent steps that were not used."""
-    with self._changed:
+    with self._change():
       self._reserved -= steps
-      self._changed.notify_all()
 
   def add_env_steps(self, count: int, *, reserved: int = 0) -> None:
     """Counts agent steps collected, of `reserved` granted ones."""
-    with self._changed:
-      self._env_steps += count
+    with self._change():
+      self.env_steps += count
       self._reserved -= reserved
-      self._changed.notify_all()
 
   def add_learner_step(self) -> None:
     """Counts a learner step."""
-    with self._changed:
-      self._learner_steps += 1
-      self._changed.notify_all()
+    with self._change():
+      self.learner_steps += 1
 
   def begin_acting(self, actor: Hashable) -> None:
     """An actor takes agent steps, with weights at least as new as the newest at this call."""
     with self._changed:
-      self._acting[actor] = self._learner_steps
+      self._acting[actor] = self.learner_steps
 
   def end_acting(self, actor: Hashable) -> None:
     """The actor's agent steps are in the replay, or lost."""
-    with self._changed:
+    with self._change():
       self._acting.pop(actor, None)
-      self._changed.notify_all()
 
   @property
   def lagging(self) -> bool:
     """Whether the next learner step would make some actor's weights older than `actor.max_lag`."""
     with self._changed:
-      since = min(self._acting.values(), default=self._learner_steps)
-      return self.bounds_lag and self._learner_steps - since >= self._leeway
+      since = min(self._acting.values(), default=self.learner_steps)
+      return self.bounds_lag and self.learner_steps - since >= self._leeway
 
   def notify(self) -> None:
     """Wakes waiting roles to evaluate their conditions again."""
-    with self._changed:
-      self._changed.notify_all()
+    with self._change():
+      pass
 
   def finish_together(self) -> None:
     """Lets learner steps proceed without agent steps, since other learners wait for them."""
-    with self._changed:
-      self._finishing = True
-      self._changed.notify_all()
-
-  @property
-  def finishing(self) -> bool:
-    """Whether `finish_together` was called."""
-    return self._finishing
+    with self._change():
+      self.finishing = True
 
   def stop(self) -> None:
     """Wakes waiting roles with `Stopped`."""
-    with self._changed:
-      self._stopping = True
-      self._changed.notify_all()
+    with self._change():
+      self.stopping = True
 
-  @property
-  def stopping(self) -> bool:
-    """Whether `stop` was called."""
-    return self._stopping
-
-  def wait_for(self, predicate: Callable[[], Any], seconds: float) -> None:
+  def wait_for(self, predicate: Callable[[], Any], seconds: float | None = None) -> None:
     """Blocks until `predicate()` holds, the run stops, or `seconds` have passed."""
     with self._changed:
-      self._changed.wait_for(lambda: self._stopping or predicate(), seconds)
+      self._changed.wait_for(lambda: self.stopping or predicate(), seconds)
 
   def wait_until(self, predicate: Callable[[], Any]) -> None:
     """Blocks until `predicate()` holds; raises Stopped if the run stops first."""
-    with self._changed:
-      self._changed.wait_for(lambda: self._stopping or predicate())
-      if self._stopping:
-        raise Stopped
+    self.wait_for(predicate)
+    if self.stopping:
+      raise Stopped
