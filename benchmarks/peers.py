@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
 from common import ROOT, parser_of, positive, write
 
 HERE = Path(__file__).resolve().parent

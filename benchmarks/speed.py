@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
 from common import parser_of, positive, write
 
 PLAYED = 20  # agent steps per lane in a call
@@ -60,6 +61,7 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
 def main() -> None:
   parser, arguments = parse()
   import jax  # not needed for --help
+
   import pieces
 
   base = pieces.load(parser, arguments.config, arguments.set)

@@ -15,6 +15,7 @@ from easydict import EasyDict
 from lzero.mcts.buffer.game_buffer_efficientzero import EfficientZeroGameBuffer
 from lzero.mcts.buffer.game_segment import GameSegment
 from lzero.policy.efficientzero import EfficientZeroPolicy
+
 from peers import (
   ACTIONS,
   EPISODE,

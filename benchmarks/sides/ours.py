@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+
 import pieces
 from common import ROOT
 from peers import ACTIONS, EPISODE, PROGRAMS, STACK, Piece, Work, episodes, resident, serve

@@ -2,18 +2,18 @@
 
 import functools
 
-import episodes
 import jax
 import numpy as np
 import pytest
-import trained
-from trained import KEY, largest
 
+import episodes
+import trained
 from speedyzero_jax.agents import dqn
 from speedyzero_jax.agents.base import ActInputs, Variables
 from speedyzero_jax.metrics import names
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.selector import Selection
+from trained import KEY, largest
 
 _N, _STACK, _DISCOUNT, _DELTA, _BATCH, _ACTIONS = 3, 2, 0.9, 0.7, 96, 3
 _TINY = (

@@ -1,12 +1,12 @@
 """What holds for every agent without a test of its own: whole runs on Catch, and bad settings."""
 
 import pytest
-import trained
-from whole_runs import assert_same, everything
 
+import trained
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.loader import ConfigError
 from speedyzero_jax.run import steps
+from whole_runs import assert_same, everything
 
 RUN = ("run.mode=lockstep", "learner.devices=1")
 # Settings of a run of 30 learner steps, and of the least one that learns Catch.

@@ -4,16 +4,14 @@ import dataclasses
 import functools
 import math
 
-import episodes
 import jax
 import numpy as np
 import pytest
-import trained
 from hypothesis import given
 from hypothesis import strategies as st
-from trained import KEY, RATE, experiment, largest
-from whole_runs import rows_of
 
+import episodes
+import trained
 from speedyzero_jax.agents import impala
 from speedyzero_jax.agents.base import ActInputs, Variables
 from speedyzero_jax.config import loader
@@ -24,6 +22,8 @@ from speedyzero_jax.run import steps, warmup
 from speedyzero_jax.run.experiment import TrainingError
 from speedyzero_jax.run.rate_limiter import RateLimiter
 from speedyzero_jax.types import Segment
+from trained import KEY, RATE, experiment, largest
+from whole_runs import rows_of
 
 _T, _STACK, _DISCOUNT, _LAMBDA, _BATCH, _ACTIONS = 7, 2, 0.9, 0.8, 8, 3
 _RHO, _C, _RHO_PG, _VALUE, _ENTROPY = 1.3, 0.9, 1.1, 0.6, 0.2

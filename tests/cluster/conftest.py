@@ -4,6 +4,7 @@ import contextlib
 import itertools
 
 import pytest
+
 import small_unit
 from supervised import Run, pids, wait_for
 

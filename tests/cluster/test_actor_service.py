@@ -5,9 +5,9 @@ import time
 
 import numpy as np
 import pytest
+
 import tiny
 from small_unit import Direct, assert_same
-
 from speedyzero_jax.cluster import messages, remote_actor
 from speedyzero_jax.cluster.grpc_server import RunOver
 from speedyzero_jax.metrics import names

@@ -5,12 +5,12 @@ import jax
 import msgpack
 import numpy as np
 import pytest
-import samples
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
-from samples import KINDS
 
+import samples
+from samples import KINDS
 from speedyzero_jax.cluster import codec, messages
 from speedyzero_jax.cluster.codec import WireError, decode, encode
 from speedyzero_jax.cluster.messages import Acknowledged, Append, Grant, Result, WeightsRequest

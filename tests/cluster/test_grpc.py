@@ -15,10 +15,10 @@ from collections.abc import Iterator
 import grpc
 import numpy as np
 import pytest
-import samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import samples
 from speedyzero_jax.cluster import codec, grpc_server, messages
 from speedyzero_jax.cluster import grpc_client as client_module
 from speedyzero_jax.cluster.grpc_client import Client, Refused, Unreachable

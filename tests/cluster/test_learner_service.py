@@ -6,8 +6,8 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_unit import BATCH
 
+from small_unit import BATCH
 from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER, REFRESHER
 from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.grpc_server import RunOver

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny
 
+import tiny
 from speedyzero_jax.agents.efficientzero import metric_names
 from speedyzero_jax.config import loader
 from speedyzero_jax.metrics import jsonl

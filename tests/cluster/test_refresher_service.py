@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from small_unit import BATCH, SWEEP, assert_same
 
+from small_unit import BATCH, SWEEP, assert_same
 from speedyzero_jax.cluster import messages, refresher_service
 from speedyzero_jax.metrics import names
 from speedyzero_jax.run import steps

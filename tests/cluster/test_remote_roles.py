@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 import tiny
 from small_unit import BATCH, SWEEP, assert_same
-
 from speedyzero_jax.agents import dqn
 from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER
 from speedyzero_jax.cluster import grpc_server, messages, remote_actor, remote_refresher, roster

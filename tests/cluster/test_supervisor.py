@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-from supervised import COUNTED, KILLED, SAVE, SLEEP, STOP, STUBBORN, pids, wait_for
 
 from speedyzero_jax.cluster import child
 from speedyzero_jax.cluster.child import Child
 from speedyzero_jax.cluster.supervisor import Supervisor
+from supervised import COUNTED, KILLED, SAVE, SLEEP, STOP, STUBBORN, pids, wait_for
 
 FINISH = ("learner-0", "until('finish')", True)
 

@@ -6,10 +6,10 @@ import signal
 import time
 
 import pytest
-from supervised import KILLED, LIMITS, SAVE, SLEEP, STOP, STUBBORN, pids, wait_for
 
 from speedyzero_jax.cluster.child import Child
 from speedyzero_jax.cluster.supervisor import Limits, Supervisor
+from supervised import KILLED, LIMITS, SAVE, SLEEP, STOP, STUBBORN, pids, wait_for
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -4,8 +4,8 @@ import contextlib
 import json
 
 import pytest
-import tiny
 
+import tiny
 from speedyzero_jax.cluster import worker
 from speedyzero_jax.cluster.rendezvous import Place
 from speedyzero_jax.config import loader

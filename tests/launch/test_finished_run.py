@@ -13,10 +13,10 @@ import time
 import jax
 import numpy as np
 import pytest
-import tiny
-from launched import CACHE, NEW, STEPS, hash_in, listing, newest, start, wait_until
 
+import tiny
 from launch import evaluate, multihost
+from launched import CACHE, NEW, STEPS, hash_in, listing, newest, start, wait_until
 from speedyzero_jax.metrics import jsonl
 from speedyzero_jax.run import run_dir, train
 from speedyzero_jax.run.checkpoint import Checkpoints

@@ -7,9 +7,9 @@ import sys
 import jax
 import numpy as np
 import pytest
-from launched import NEW
 
 from launch import multihost, profile
+from launched import NEW
 from speedyzero_jax.cluster import supervisor
 from speedyzero_jax.metrics import progress
 from speedyzero_jax.run import builders, train

@@ -5,8 +5,8 @@ import signal
 import time
 
 import pytest
-from fake_cluster import ROOT, SBATCH, Cluster, jobs, named, pod_variables
 
+from fake_cluster import ROOT, SBATCH, Cluster, jobs, named, pod_variables
 from speedyzero_jax.run import topology
 
 MANIFESTS = [ROOT / "launch/k8s/indexed-job.yaml", ROOT / "launch/k8s/jobset.yaml"]

@@ -6,9 +6,9 @@ import pty
 import signal
 
 import pytest
-from launched import NEW, ROOT, newest, python, wait_until
 
 from launch import multihost
+from launched import NEW, ROOT, newest, python, wait_until
 from speedyzero_jax.run import builders
 from speedyzero_jax.run.checkpoint import Checkpoints
 from speedyzero_jax.run.collector import Collector

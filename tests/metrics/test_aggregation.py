@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from clock import Clock
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clock import Clock
 from speedyzero_jax.metrics import aggregation, names
 
 

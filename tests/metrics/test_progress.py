@@ -8,9 +8,9 @@ import time
 import types
 
 import pytest
-from clock import Clock
 from rich.console import Console
 
+from clock import Clock
 from speedyzero_jax.config import schema
 from speedyzero_jax.metrics import names, progress
 from speedyzero_jax.metrics.board import Board, format_number

@@ -10,11 +10,11 @@ import time
 
 import numpy as np
 import pytest
-from clock import Clock
 from hypothesis import given
 from hypothesis import strategies as st
 from tensorboardX.proto import event_pb2
 
+from clock import Clock
 from speedyzero_jax.metrics import jsonl
 from speedyzero_jax.metrics.recorder import Recorder
 

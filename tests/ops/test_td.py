@@ -1,11 +1,11 @@
 """n-step returns of stored steps against plain lists, and the Q-learning error by hand."""
 
-import episodes
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import episodes
 from speedyzero_jax.ops import td
 from speedyzero_jax.replay.schema import make_schema
 from speedyzero_jax.replay.storage import LaneStore

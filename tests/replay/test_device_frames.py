@@ -5,12 +5,12 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
-import reference
-from tiny_replay import LANES, UNROLL, make_replay, play, stored
 
+import reference
 from speedyzero_jax.replay.device_frames import DeviceFrames, reason_to_stay
 from speedyzero_jax.replay.schema import Column
 from speedyzero_jax.workers.learner import make_mesh
+from tiny_replay import LANES, UNROLL, make_replay, play, stored
 
 SHAPE = (2, 1, 3)
 

@@ -5,10 +5,13 @@ import threading
 
 import numpy as np
 import pytest
-import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_storage import SEEDS, bad
+
+import reference
+from speedyzero_jax.replay import snapshot
+from speedyzero_jax.replay.selector import Selection
 from tiny_replay import (
   LANES,
   STACK,
@@ -24,9 +27,6 @@ from tiny_replay import (
   stored,
   write,
 )
-
-from speedyzero_jax.replay import snapshot
-from speedyzero_jax.replay.selector import Selection
 
 ALL = np.zeros(LANES)  # from the first slot on
 

@@ -2,10 +2,14 @@
 
 import numpy as np
 import pytest
-import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_storage import SEEDS
+
+import reference
+from speedyzero_jax.config.schema import PriorityConfig
+from speedyzero_jax.replay.sampler import importance_weights
+from speedyzero_jax.replay.sum_tree import SumTree
 from tiny_replay import (
   ALPHA,
   LANES,
@@ -18,10 +22,6 @@ from tiny_replay import (
   slots,
   write,
 )
-
-from speedyzero_jax.config.schema import PriorityConfig
-from speedyzero_jax.replay.sampler import importance_weights
-from speedyzero_jax.replay.sum_tree import SumTree
 
 
 @settings(max_examples=30)

@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-import reference
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_replay import fill, make_store
 
+import reference
 from speedyzero_jax.replay.staleness import NEVER
 from speedyzero_jax.replay.storage import OPEN
+from tiny_replay import fill, make_store
 
 SEEDS = st.integers(0, 2**32 - 1)
 

@@ -6,14 +6,14 @@ import time
 import jax
 import numpy as np
 import pytest
-import tiny
-from whole_runs import assert_same, everything, finish, interrupt_at, rows_of, stopped
 
+import tiny
 from speedyzero_jax.metrics import names
 from speedyzero_jax.run import snapshot, steps
 from speedyzero_jax.run.checkpoint import Checkpoints
 from speedyzero_jax.workers import actor
 from speedyzero_jax.workers.weights import DivergedError
+from whole_runs import assert_same, everything, finish, interrupt_at, rows_of, stopped
 
 ASYNC = "run.mode=async"
 

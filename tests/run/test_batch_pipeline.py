@@ -6,12 +6,12 @@ import contextlib
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-import reference
 from hypothesis import given
-from tiny_replay import LANES, STACK, UNROLL, make_agent, make_replay, play, write
 
+import reference
 from speedyzero_jax.metrics.aggregation import PartTimes
 from speedyzero_jax.run.batch_pipeline import BatchPipeline
+from tiny_replay import LANES, STACK, UNROLL, make_agent, make_replay, play, write
 
 BATCH = 30
 BETA = ("priority.beta_start=0.4", "priority.beta_end=0.9")

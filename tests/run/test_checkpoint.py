@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+
 from snapshots import (
   LANES,
   Variables,
@@ -17,7 +18,6 @@ from snapshots import (
   variables,
   write,
 )
-
 from speedyzero_jax.replay.journal import JournalDamage, JournalError
 from speedyzero_jax.run.checkpoint import CheckpointError, Checkpoints
 

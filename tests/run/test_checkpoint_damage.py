@@ -10,8 +10,8 @@ import types
 import jax
 import numpy as np
 import pytest
-from snapshots import abstract, assert_same_tree, flip, read, snapshot, write
 
+from snapshots import abstract, assert_same_tree, flip, read, snapshot, write
 from speedyzero_jax.run import checkpoint
 from speedyzero_jax.run.checkpoint import CheckpointError, Checkpoints
 

@@ -6,10 +6,9 @@ import threading
 import jax
 import numpy as np
 import pytest
+
 import tiny
 from small_unit import slots
-from whole_runs import finish, rows_of
-
 from speedyzero_jax.replay.journal import JournalError
 from speedyzero_jax.run import build, snapshot, train
 from speedyzero_jax.run.checkpoint import Checkpoints
@@ -17,6 +16,7 @@ from speedyzero_jax.run.experiment import Membership, TrainingError
 from speedyzero_jax.run.signals import Signals
 from speedyzero_jax.workers import actor
 from speedyzero_jax.workers.weights import ACTOR
+from whole_runs import finish, rows_of
 
 SHORT = "run.mode=async", "learner.steps=8", "run.env_steps=100"
 

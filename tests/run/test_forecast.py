@@ -6,8 +6,8 @@ import time
 import jax
 import numpy as np
 import pytest
-import tiny
 
+import tiny
 from speedyzero_jax.config import loader
 from speedyzero_jax.run import builders, forecast, steps, warmup
 from speedyzero_jax.run.forecast import Forecast

@@ -4,14 +4,14 @@ import shutil
 
 import jax
 import pytest
-import tiny
-from whole_runs import assert_same, everything, interrupt_at, rows_of, run, stopped
 
+import tiny
 from speedyzero_jax.metrics import names
 from speedyzero_jax.run import loops, snapshot, steps
 from speedyzero_jax.run.checkpoint import CheckpointError, Checkpoints
 from speedyzero_jax.run.experiment import Membership, TrainingError
 from speedyzero_jax.workers import actor
+from whole_runs import assert_same, everything, interrupt_at, rows_of, run, stopped
 
 MEASURED = ("time", "_per_second", "queue/", "time/")  # metrics that depend on the machine
 

@@ -6,8 +6,8 @@ import math
 import jax
 import numpy as np
 import pytest
-import tiny
 
+import tiny
 from launch import profile as launcher
 from speedyzero_jax.agents.base import ActInputs
 from speedyzero_jax.config import loader

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from snapshots import LANES, abstract, assert_same_tree, flip, snapshot
 
+from snapshots import LANES, abstract, assert_same_tree, flip, snapshot
 from speedyzero_jax.replay.journal import Journal, JournalError
 from speedyzero_jax.replay.schema import make_schema
 from speedyzero_jax.run.checkpoint import CheckpointError, Checkpoints

@@ -4,8 +4,8 @@ import contextlib
 
 import jax
 import pytest
-import tiny
 
+import tiny
 from speedyzero_jax.run import loops, warmup
 from speedyzero_jax.run.builders import mean_stored
 

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import tiny
-
 from speedyzero_jax.run.checkpoint import Checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]

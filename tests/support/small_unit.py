@@ -14,8 +14,8 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
-import tiny
 
+import tiny
 from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER, REFRESHER
 from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.learner_service import LearnerService

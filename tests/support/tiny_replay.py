@@ -3,9 +3,9 @@
 import functools
 
 import numpy as np
+
 import reference
 import tiny
-
 from speedyzero_jax.agents.efficientzero.agent import EfficientZero
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.selector import Selection

@@ -4,7 +4,6 @@ import contextlib
 
 import jax
 import numpy as np
-from whole_runs import finish
 
 from speedyzero_jax.agents.base import Variables
 from speedyzero_jax.config import loader
@@ -14,6 +13,7 @@ from speedyzero_jax.run import snapshot
 from speedyzero_jax.run.build import build
 from speedyzero_jax.run.checkpoint import Checkpoints
 from speedyzero_jax.workers.learner import Learner, make_mesh
+from whole_runs import finish
 
 RATE = 0.5
 # With plain SGD a step shows the gradient.

@@ -5,9 +5,9 @@ import threading
 import jax
 import numpy as np
 import pytest
+
 import tiny
 from small_unit import slots
-
 from speedyzero_jax.metrics import jsonl
 from speedyzero_jax.run import loops, snapshot
 

@@ -4,17 +4,17 @@ say."""
 import jax
 import numpy as np
 import pytest
-import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_replay import stored
 
+import tiny
 from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.aggregation import EpisodeStats
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.run.builders import make_agent
 from speedyzero_jax.workers.actor import Actor, FrameStacker, LocalActor
 from speedyzero_jax.workers.weights import Version
+from tiny_replay import stored
 
 STACK = 2
 AGENT, INFERENCE = tiny.checksum_parts()

@@ -6,8 +6,8 @@ import json
 
 import numpy as np
 import pytest
-import tiny
 
+import tiny
 from speedyzero_jax.workers import evaluator
 from speedyzero_jax.workers.evaluator import evaluate
 from speedyzero_jax.workers.weights import Version

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 from jax.sharding import NamedSharding, PartitionSpec
 
+import tiny
 from speedyzero_jax.agents.base import ActInputs, Variables
 from speedyzero_jax.agents.efficientzero import losses
 from speedyzero_jax.agents.efficientzero.agent import EfficientZero

@@ -6,11 +6,19 @@ import time as clock
 import jax
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 import reference
 import tiny
 import tiny_replay
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER, REFRESHER
+from speedyzero_jax.metrics.aggregation import EpisodeStats
+from speedyzero_jax.replay.replay import Replay
+from speedyzero_jax.run import loops
+from speedyzero_jax.workers.actor import Actor
+from speedyzero_jax.workers.sweeper import TaskRunner, make_sweepers
+from speedyzero_jax.workers.weights import ACTOR, WeightsStore
 from tiny_replay import (
   AGE_INTERVAL,
   ALPHA,
@@ -25,14 +33,6 @@ from tiny_replay import (
   slots,
   write,
 )
-
-from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER, REFRESHER
-from speedyzero_jax.metrics.aggregation import EpisodeStats
-from speedyzero_jax.replay.replay import Replay
-from speedyzero_jax.run import loops
-from speedyzero_jax.workers.actor import Actor
-from speedyzero_jax.workers.sweeper import TaskRunner, make_sweepers
-from speedyzero_jax.workers.weights import ACTOR, WeightsStore
 
 SEEDS = st.integers(0, 2**32 - 1)
 FIXED = "loss.age_interval=0"  # n does not shrink

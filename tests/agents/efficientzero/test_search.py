@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference_search
 
+import reference_search
 from speedyzero_jax.agents.efficientzero import search as search_lib
 from speedyzero_jax.agents.efficientzero.config import SearchConfig
 

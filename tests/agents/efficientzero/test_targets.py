@@ -4,17 +4,17 @@ import dataclasses
 
 import numpy as np
 import pytest
-import reference
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_replay import fill, make_store
 
+import reference
 from speedyzero_jax.agents.efficientzero.targets import (
   TargetSpec,
   bootstrap_times,
   compute_targets,
   n_step_values,
 )
+from tiny_replay import fill, make_store
 
 SPECS = st.builds(
   TargetSpec,
