@@ -40,7 +40,7 @@ train: setup
 	$(BIN)/python launch/multihost.py --config $(CONFIG) $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n $$(($$(nproc) < 3 ? $$(nproc) + 1 : 4)) --dist worksteal $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.flatten_util
 import numpy as np
 
 from speedyzero_jax.replay.replay import Replay
@@ -91,6 +92,14 @@ class Work(NamedTuple):
   lane: np.ndarray  # [B]
   time: np.ndarray  # [B]
   real: np.ndarray  # [B, n] bool: state k is a stored one, not a repetition of its episode's last
+
+
+def mean_over_devices(tree: Any) -> Any:
+  """Device: the mean over `AXIS`, as one array: CPU processes would send each leaf separately."""
+  if jax.lax.axis_size(AXIS) == 1:
+    return tree
+  flat, unravel = jax.flatten_util.ravel_pytree(tree)
+  return unravel(jax.lax.pmean(flat, AXIS))
 
 
 class Agent(abc.ABC):

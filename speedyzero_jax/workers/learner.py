@@ -9,13 +9,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from speedyzero_jax.agents.base import AXIS, Agent, Arrays, Variables
+from speedyzero_jax.agents.base import AXIS, Agent, Arrays, Variables, mean_over_devices
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.metrics import names
 from speedyzero_jax.ops import optimizers
@@ -151,13 +150,6 @@ class Learner:
       check_vma=False,  # gradients of replicated parameters are averaged explicitly
     )
 
-  def _mean(self, tree: Any) -> Any:
-    """The mean over devices, as one array: CPU processes would send each leaf separately."""
-    if self.mesh.size == 1:
-      return tree
-    flat, unravel = jax.flatten_util.ravel_pytree(tree)
-    return unravel(jax.lax.pmean(flat, AXIS))
-
   def _local_step(
     self, state: LearnerState, batch: Arrays, key: jax.Array, stop: jax.Array
   ) -> tuple[LearnerState, tuple[dict[str, jax.Array], jax.Array, jax.Array]]:
@@ -169,14 +161,14 @@ class Learner:
     (loss, out), grads = jax.value_and_grad(self._agent.loss, has_aux=True)(
       params, state.variables.batch_stats, state.target, batch, keys
     )
-    grads = self._mean(grads)
+    grads = mean_over_devices(grads)
     updates, opt_state = self._optimizer.update(grads, state.opt_state, params)
     params = optax.apply_updates(params, updates)
     target = state.target
     if self._agent.target_interval:
       due = (state.step + 1) % self._agent.target_interval == 0
       target = jax.tree.map(lambda new, old: jnp.where(due, new, old), params, target)
-    metrics = self._mean({names.LOSS_TOTAL: loss, **out.metrics}) | {
+    metrics = mean_over_devices({names.LOSS_TOTAL: loss, **out.metrics}) | {
       names.LEARNING_RATE: jnp.asarray(self._schedule(state.step), jnp.float32),
       names.GRADIENT_NORM: optax.tree.norm(grads),
       names.UPDATE_NORM: optax.tree.norm(updates),

@@ -360,7 +360,6 @@ def test_the_state_is_laid_out_as_promised():
   assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(
     lambda x: (x.shape, x.dtype), abstract
   )
-  assert {x.sharding.device_set.pop() for x in jax.tree.leaves(abstract)} == {jax.devices()[0]}
   assert all(
     x.is_fully_replicated and len(x.sharding.device_set) == 4 for x in jax.tree.leaves(state)
   )

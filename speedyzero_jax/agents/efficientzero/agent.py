@@ -18,6 +18,7 @@ from speedyzero_jax.agents.base import (
   Variables,
   Window,
   Work,
+  mean_over_devices,
 )
 from speedyzero_jax.agents.efficientzero import losses, metric_names, targets
 from speedyzero_jax.agents.efficientzero.config import EfficientZeroConfig
@@ -105,7 +106,7 @@ class EfficientZero(Agent):
     )
     statistics = variables_of(network).batch_stats
     if self._own.network.batch_norm == "local":
-      statistics = jax.lax.pmean(statistics, AXIS)
+      statistics = mean_over_devices(statistics)
     return loss, LossOutput(statistics, metrics, td_error)
 
   def _recurrent(

@@ -202,6 +202,7 @@ def test_the_recurrent_function_steps_state_carry_and_prefix():
 def test_each_device_computes_its_share():
   def flops(devices):
     program = _inference(devices).tasks["bootstrap"]
-    return program.lower(_variables(devices), _windows(), _KEY).compile().cost_analysis()["flops"]
+    function = program.function
+    return function.lower(_variables(devices), _windows(), _KEY).compile().cost_analysis()["flops"]
 
   assert 0.4 < flops(2) / flops(1) < 0.7
