@@ -29,7 +29,7 @@ from runs import (
   value_of,
 )
 
-BASE = [  # half of the quickstart's steps, so that the schedules can still differ
+BASE = [  # fewer samples per agent step than the quickstart's, so that the schedules can differ
   "learner.steps=4000", "run.env_steps=14000", "optim.decay_steps=4000",
   "run.checkpoint_interval=100000", "reanalyse.weights_interval=10", "refresh.max_age=100",
   "run.log_interval=50",
