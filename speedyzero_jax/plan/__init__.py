@@ -1,0 +1,1 @@
+"""Planning: a run's programs compiled for GPUs that need not be there, with their projected costs."""

@@ -1,0 +1,300 @@
+"""Optimised HLO as XLA prints it: its kernels with their FLOPs, bytes and number of launches.
+
+Costs are of one device. Bytes are those of a kernel's operands and results, as if caches held
+nothing between kernels; slices, gathers, scatters and updates in place count what they touch.
+Loops of unknown length are taken to run `steps` times.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+_BITS = {"pred": 8, "token": 0, "opaque": 0}  # others carry their bits in their name
+_NO_KERNEL = {
+  "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
+  "replica-id", "opt-barrier",
+}  # fmt: skip
+COLLECTIVES = (
+  "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute",
+  "collective-broadcast",
+)  # fmt: skip
+_TRANSFERS = ("infeed", "outfeed", "send", "recv")
+_PARTIAL = {"gather", "dynamic-slice", "slice"}
+
+_SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%(\S+) = (.*)$")
+_COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$")
+_OPCODE = re.compile(r"\s*([\w-]+)\(")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+
+
+class Shape(NamedTuple):
+  """An array's type."""
+
+  dtype: str
+  dims: tuple[int, ...]
+
+  @property
+  def size(self) -> int:
+    """Number of elements."""
+    return math.prod(self.dims)
+
+  @property
+  def bytes(self) -> float:
+    """Bytes in memory."""
+    bits = _BITS.get(self.dtype)
+    if bits is None:
+      found = re.search(r"\d+", self.dtype)
+      bits = int(found[0]) if found else 32
+    return self.size * bits / 8
+
+
+class Instruction(NamedTuple):
+  """A line of a computation."""
+
+  name: str
+  opcode: str
+  shapes: tuple[Shape, ...]  # of the result, a tuple's flattened
+  operands: tuple[str, ...]
+  rest: str  # attributes
+  root: bool
+
+  @property
+  def bytes(self) -> float:
+    """Bytes of the result."""
+    return sum(shape.bytes for shape in self.shapes)
+
+  def attribute(self, name: str) -> str | None:
+    """The value of `name=value`, without a leading percent sign; None if it is not there."""
+    found = re.search(rf"\b{name}=%?([^,\s}}]+)", self.rest)
+    return found[1] if found else None
+
+
+class Kernel(NamedTuple):
+  """A launch on the device, repeated `count` times; costs are of one launch."""
+
+  name: str
+  kind: str  # opcode, or the target of a custom call
+  count: float
+  flops: float
+  bytes: float
+  dtype: str  # of the first operand
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+  """What a program takes on each device."""
+
+  kernels: tuple[Kernel, ...]
+  round_trips: float  # times that the host waits for a loop's condition
+  unknown_loops: int
+  transfers: int  # instructions that exchange data with the host
+
+  @property
+  def launches(self) -> float:
+    """Kernels launched, collectives included."""
+    return sum(kernel.count for kernel in self.kernels)
+
+  @property
+  def collectives(self) -> float:
+    """Collective operations."""
+    return sum(kernel.count for kernel in self.kernels if kernel.kind in COLLECTIVES)
+
+  @property
+  def flops(self) -> float:
+    """FLOPs of matrix products and convolutions."""
+    return sum(kernel.count * kernel.flops for kernel in self.kernels)
+
+  @property
+  def bytes(self) -> float:
+    """Bytes read and written."""
+    return sum(kernel.count * kernel.bytes for kernel in self.kernels)
+
+
+Computation = Mapping[str, Instruction]
+
+
+def parse(text: str) -> tuple[dict[str, Computation], str]:
+  """The computations of a module by name, and the name of its entry."""
+  computations: dict[str, dict[str, Instruction]] = {}
+  entry, current = "", None
+  for line in text.splitlines():
+    if found := _COMPUTATION.match(line):
+      current = computations.setdefault(found[2], {})
+      entry = found[2] if found[1] else entry
+    elif line.startswith("}"):
+      current = None
+    elif current is not None and (found := _INSTRUCTION.match(line)):
+      instruction = _instruction(found[2], found[3], bool(found[1]))
+      current[instruction.name] = instruction
+  if not entry:
+    raise ValueError("not the text of an HLO module")
+  return computations, entry
+
+
+def cost(text: str, steps: float) -> Cost:
+  """Costs of a module's entry.
+
+  Args:
+    text: the optimised module.
+    steps: iterations of loops whose number is not known to the compiler.
+  """
+  computations, entry = parse(text)
+  walk = _Walk(computations, steps)
+  kernels = tuple(walk.kernels(entry, 1.0))
+  return Cost(kernels, walk.round_trips, walk.unknown_loops, walk.transfers)
+
+
+class _Walk:
+  """Kernels in the order of execution, loops multiplied by their lengths."""
+
+  def __init__(self, computations: Mapping[str, Computation], steps: float):
+    self._computations, self._steps = computations, steps
+    self.round_trips, self.unknown_loops, self.transfers = 0.0, 0, 0
+
+  def kernels(self, name: str, count: float) -> Iterator[Kernel]:
+    computation = self._computations[name]
+    for x in computation.values():
+      if x.opcode in _NO_KERNEL or x.opcode.endswith(("-done", "-update")):
+        continue
+      if x.opcode == "while":
+        yield from self._loop(x, count)
+      elif x.opcode in ("call", "async-start"):
+        yield from self.kernels(x.attribute("to_apply") or x.attribute("calls") or "", count)
+      elif x.opcode == "conditional":
+        branches = re.findall(r"%([\w.-]+)", x.rest.partition("branch_computations=")[2])
+        found = [list(self.kernels(b, count)) for b in branches if b in self._computations]
+        self.round_trips += count
+        yield from max(found, key=lambda kernels: sum(k.bytes for k in kernels), default=[])
+      else:
+        self.transfers += x.opcode.removesuffix("-start") in _TRANSFERS
+        yield self._kernel(computation, x, count)
+
+  def _loop(self, x: Instruction, count: float) -> Iterator[Kernel]:
+    trips = _TRIPS.search(x.rest)
+    times = float(trips[1]) if trips else self._steps
+    if not trips:
+      self.unknown_loops += 1
+      self.round_trips += count * (times + 1)
+      yield from self.kernels(x.attribute("condition") or "", count * (times + 1))
+    yield from self.kernels(x.attribute("body") or "", count * times)
+
+  def _kernel(self, computation: Computation, x: Instruction, count: float) -> Kernel:
+    operands = [computation[name] for name in x.operands if name in computation]
+    kind = x.opcode.removesuffix("-start")
+    if kind == "custom-call":
+      kind = (x.attribute("custom_call_target") or kind).strip('"')
+    fused = self._computations.get(x.attribute("calls") or "") if kind == "fusion" else None
+    if fused is not None:
+      flops, moved = sum(map(_flops, *zip(*((fused, y) for y in fused.values())))), _traffic(fused)
+    else:
+      flops = _flops(computation, x)
+      moved = _touched(computation, x) + sum(_read(computation, y, [x]) for y in operands)
+    dtype = operands[0].shapes[0].dtype if operands and operands[0].shapes else ""
+    return Kernel(x.name, kind, count, flops, moved, dtype)
+
+
+def _traffic(fused: Computation) -> float:
+  """Bytes that a fusion reads and writes."""
+  users: dict[str, list[Instruction]] = {}
+  for x in fused.values():
+    for name in x.operands:
+      users.setdefault(name, []).append(x)
+  read = sum(
+    _read(fused, x, _through(x, users)) for x in fused.values() if x.opcode == "parameter"
+  )
+  root = next(x for x in fused.values() if x.root)
+  roots = [fused[name] for name in root.operands] if root.opcode == "tuple" else [root]
+  return read + sum(_touched(fused, x) for x in roots)
+
+
+def _through(x: Instruction, users: Mapping[str, list[Instruction]]) -> list[Instruction]:
+  """Users of a value, with those of its bitcasts in their place."""
+  found: list[Instruction] = []
+  for user in users.get(x.name, []):
+    found += _through(user, users) if user.opcode == "bitcast" else [user]
+  return found
+
+
+def _read(computation: Computation, x: Instruction, users: list[Instruction]) -> float:
+  """Bytes of a value that its users read."""
+  total = 0.0
+  for user in users:
+    if user.opcode in _PARTIAL:
+      total += user.bytes
+    elif user.opcode in ("dynamic-update-slice", "scatter") and _first(computation, user) == x.name:
+      total += 0  # updated in place
+    else:
+      return x.bytes
+  return min(total, x.bytes)
+
+
+def _first(computation: Computation, x: Instruction) -> str:
+  """Name of the first operand, behind bitcasts."""
+  name = x.operands[0]
+  while name in computation and computation[name].opcode == "bitcast":
+    name = computation[name].operands[0]
+  return name
+
+
+def _touched(computation: Computation, x: Instruction) -> float:
+  """Bytes of a result that are written."""
+  while x.opcode == "bitcast":
+    x = computation[x.operands[0]]
+  if x.opcode == "dynamic-update-slice":
+    return computation[x.operands[1]].bytes
+  if x.opcode == "scatter":
+    return 2 * computation[x.operands[-1]].bytes
+  return x.bytes
+
+
+def _flops(computation: Computation, x: Instruction) -> float:
+  """FLOPs of a matrix product or convolution; 0 for others."""
+  operands = [computation[name].shapes[0] for name in x.operands if name in computation]
+  if x.opcode == "dot":
+    dims = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", x.rest)
+    axes = [int(axis) for axis in dims[1].split(",") if axis] if dims else []
+    return 2.0 * x.shapes[0].size * math.prod(operands[0].dims[axis] for axis in axes)
+  labels = x.attribute("dim_labels")
+  if not labels:
+    return 0.0
+  # Input, kernel and output of the forward convolution, which its gradients permute.
+  kernel, output = operands[1], x.shapes[0]
+  if "BackwardInput" in x.rest:
+    output = operands[0]
+  elif "BackwardFilter" in x.rest:
+    kernel, output = x.shapes[0], operands[1]
+  features = _output_features(labels, kernel)
+  return 2.0 * kernel.size * output.size / features
+
+
+def _output_features(labels: str, kernel: Shape) -> int:
+  """Number of the forward convolution's output channels, from `input_kernel->output` labels."""
+  return kernel.dims[labels.partition("_")[2].partition("->")[0].index("o")]
+
+
+def _instruction(name: str, text: str, root: bool) -> Instruction:
+  end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
+  shapes = tuple(
+    Shape(dtype, tuple(int(n) for n in dims.split(",") if n))
+    for dtype, dims in _SHAPE.findall(text[:end])
+  )
+  opcode = _OPCODE.match(text, end)
+  if opcode is None:
+    raise ValueError(f"not an HLO instruction: {text[:200]}")
+  close = _closing(text, opcode.end() - 1)
+  arguments, rest = text[opcode.end() : close], text[close + 1 :]
+  operands = tuple(re.findall(r"%([^\s,()]+)", arguments))
+  return Instruction(name, opcode[1], shapes, operands, rest, root)
+
+
+def _closing(text: str, at: int) -> int:
+  """Index of the parenthesis that closes the one at `at`."""
+  depth = 0
+  for i in range(at, len(text)):
+    depth += (text[i] == "(") - (text[i] == ")")
+    if depth == 0:
+      return i
+  raise ValueError(f"parentheses do not match: {text[:200]}")

@@ -1,0 +1,91 @@
+"""GPUs that programs are compiled for without having one.
+
+XLA compiles for a described device if jax's CUDA plugin is installed (`make gpu-plan` installs it)
+and `JAX_PLATFORMS=cpu` was set before jax was imported. Figures come from the files in `targets/`.
+"""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+_FILES = Path(__file__).parent / "targets"
+# The same for all devices of compute capability 8.0 and 9.0 (CUDA programming guide).
+_COMMON = {
+  "threads_per_block_limit": 1024,
+  "threads_per_warp": 32,
+  "shared_memory_per_block": 49152,
+  "block_dim_limit_x": 2147483647,
+  "block_dim_limit_y": 65535,
+  "block_dim_limit_z": 65535,
+  "registers_per_core_limit": 65536,
+  "registers_per_block_limit": 65536,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+  """A GPU's published figures."""
+
+  name: str
+  source: str
+  memory_bytes: int
+  bandwidth: float  # bytes/s of its memory
+  flops: dict[str, float]  # peak FLOP/s of dense matrix products, by dtype
+  xla: dict[str, Any]  # fields of XLA's device description
+
+  def describe(self) -> str:
+    """XLA's GpuTargetConfigProto as text."""
+    fields = _COMMON | {key: x for key, x in self.xla.items() if key != "compute_capability"}
+    fields |= {"memory_bandwidth": int(self.bandwidth), "device_memory_size": self.memory_bytes}
+    major, minor = self.xla["compute_capability"]
+    lines = [f"  {key}: {value}" for key, value in fields.items()]
+    lines.append(f"  cuda_compute_capability {{ major: {major} minor: {minor} }}")
+    return "\n".join(
+      ["gpu_device_info {", *lines, "}", 'platform_name: "CUDA"',
+       "dnn_version_info { major: 9 minor: 10 }", f'device_description_str: "{self.name}"']
+    )  # fmt: skip
+
+  def mesh(self, axis: str, devices: int, processes: int = 1) -> Mesh:
+    """A mesh of `devices` such GPUs, divided over `processes`.
+
+    Raises:
+      RuntimeError: jax's CUDA plugin is not installed.
+      ValueError: the devices can't be divided equally.
+    """
+    if devices % processes:
+      raise ValueError(f"{devices} devices can't be divided over {processes} processes")
+    shape = f"{processes}x1x{devices // processes}"
+    found = _topology(shape, self.describe())
+    return Mesh(np.asarray(found.devices), (axis,))
+
+
+@functools.cache
+def _topology(shape: str, description: str) -> Any:
+  try:
+    return topologies.get_topology_desc(
+      platform="cuda", topology=shape, target_config=description
+    )
+  except Exception as error:
+    raise RuntimeError(
+      f"jax {jax.__version__} can't compile for GPUs here: {error}; `make gpu-plan` installs "
+      "what it needs"
+    ) from error
+
+
+def names() -> list[str]:
+  """Names of the known targets."""
+  return sorted(path.stem for path in _FILES.glob("*.json"))
+
+
+def load(name: str) -> Target:
+  """A target by name. Raises ValueError for an unknown one."""
+  if name not in names():
+    raise ValueError(f"unknown target {name!r}; known are {', '.join(names())}")
+  return Target(**json.loads((_FILES / f"{name}.json").read_text()))

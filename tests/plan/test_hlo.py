@@ -1,0 +1,113 @@
+"""Costs read from HLO text, against numbers worked out by hand."""
+
+import pytest
+
+from speedyzero_jax.plan import hlo
+
+MODULE = """HloModule jit_f, is_scheduled=true
+
+%fused_update (p.0: f32[10,8], p.1: f32[1,8], p.2: s32[]) -> f32[10,8] {
+  %p.0 = f32[10,8]{1,0} parameter(0)
+  %p.1 = f32[1,8]{1,0} parameter(1)
+  %p.2 = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  ROOT %dus = f32[10,8]{1,0} dynamic-update-slice(%p.0, %p.1, %p.2, %zero)
+}
+
+%fused_pick (q.0: f32[10,8], q.1: s32[]) -> f32[1,8] {
+  %q.0 = f32[10,8]{1,0} parameter(0)
+  %q.1 = s32[] parameter(1)
+  %zero.1 = s32[] constant(0)
+  %flat = f32[10,8]{1,0} bitcast(%q.0)
+  ROOT %ds = f32[1,8]{1,0} dynamic-slice(%flat, %q.1, %zero.1), dynamic_slice_sizes={1,8}
+}
+
+%matmul (m.0: bf16[4,16], m.1: bf16[16,32]) -> bf16[4,32] {
+  %m.0 = bf16[4,16]{1,0} parameter(0)
+  %m.1 = bf16[16,32]{1,0} parameter(1)
+  ROOT %dot.1 = bf16[4,32]{1,0} dot(%m.0, %m.1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%body (state: (f32[10,8], s32[])) -> (f32[10,8], /*index=1*/s32[]) {
+  %state = (f32[10,8]{1,0}, /*index=1*/s32[]) parameter(0)
+  %table = f32[10,8]{1,0} get-tuple-element(%state), index=0
+  %i = s32[] get-tuple-element(%state), index=1
+  %row = f32[1,8]{1,0} fusion(%table, %i), kind=kLoop, calls=%fused_pick
+  %new = f32[10,8]{1,0} fusion(%table, %row, %i), kind=kLoop, calls=%fused_update
+  ROOT %out = (f32[10,8]{1,0}, s32[]) tuple(%new, %i)
+}
+
+%condition (state.1: (f32[10,8], s32[])) -> pred[] {
+  %state.1 = (f32[10,8]{1,0}, s32[]) parameter(0)
+  %i.1 = s32[] get-tuple-element(%state.1), index=1
+  %five = s32[] constant(5)
+  ROOT %less = pred[] compare(%i.1, %five), direction=LT
+}
+
+ENTRY %main (a: bf16[4,16], b: bf16[16,32], x: bf16[2,6,6,3], k: bf16[8,3,3,3], s: (f32[10,8], s32[])) -> f32[10,8] {
+  %a = bf16[4,16]{1,0} parameter(0), metadata={op_name="a(b)"}
+  %b = bf16[16,32]{1,0} parameter(1)
+  %x = bf16[2,6,6,3]{3,2,1,0} parameter(2)
+  %k = bf16[8,3,3,3]{3,2,1,0} parameter(3)
+  %s = (f32[10,8]{1,0}, s32[]) parameter(4)
+  %gemm = bf16[4,32]{1,0} fusion(%a, %b), kind=kCustom, calls=%matmul
+  %conv = (bf16[2,6,6,8]{3,2,1,0}, u8[0]{0}) custom-call(%x, %k), window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convForward"
+  %y = bf16[2,6,6,8]{3,2,1,0} get-tuple-element(%conv), index=0
+  %dk = (bf16[8,3,3,3]{3,2,1,0}, u8[0]{0}) custom-call(%x, %y), window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convBackwardFilter"
+  %dx = (bf16[2,6,6,3]{3,2,1,0}, u8[0]{0}) custom-call(%y, %k), window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convBackwardInput"
+  %sum = bf16[4,32]{1,0} all-reduce-start(%gemm), to_apply=%add
+  %summed = bf16[4,32]{1,0} all-reduce-done(%sum)
+  %LOOP
+  ROOT %result = f32[10,8]{1,0} get-tuple-element(%loop), index=0
+}
+"""  # noqa: E501
+LOOP = "loop = (f32[10,8]{1,0}, s32[]) while(%s), condition=%condition, body=%body"
+KNOWN = LOOP + ', backend_config={"known_trip_count":{"n":"5"},"known_init_step":{}}'
+UNKNOWN = LOOP + ", metadata={}"
+
+
+@pytest.fixture(scope="module")
+def known():
+  return hlo.cost(MODULE.replace("LOOP", KNOWN), steps=3)
+
+
+def by_name(cost):
+  return {kernel.name: kernel for kernel in cost.kernels}
+
+
+def test_matrix_products_and_convolutions_have_their_flops(known):
+  kernels = by_name(known)
+  assert kernels["gemm"].flops == 2 * 4 * 16 * 32
+  forward = 2 * (2 * 6 * 6) * (3 * 3 * 3) * 8
+  assert [kernels[name].flops for name in ("conv", "dk", "dx")] == [forward] * 3
+
+
+def test_kernels_move_their_operands_and_results(known):
+  kernels = by_name(known)
+  assert kernels["gemm"].bytes == 2 * (4 * 16 + 16 * 32 + 4 * 32)
+  assert kernels["conv"].bytes == 2 * (2 * 6 * 6 * 3 + 8 * 27 + 2 * 6 * 6 * 8)
+
+
+def test_slices_and_updates_in_place_move_what_they_touch(known):
+  kernels = by_name(known)
+  assert kernels["row"].bytes == 32 + 4 + 32  # a row, the index, the result
+  assert kernels["new"].bytes == 32 + 4 + 32
+
+
+def test_loops_multiply_their_kernels(known):
+  kernels = by_name(known)
+  assert kernels["row"].count == kernels["new"].count == 5
+  assert (known.round_trips, known.unknown_loops) == (0, 0)
+  # gemm, three convolutions, the collective, and five times two.
+  assert (known.launches, known.collectives, known.transfers) == (15, 1, 0)
+
+
+def test_loops_of_unknown_length_ask_the_host():
+  found = hlo.cost(MODULE.replace("LOOP", UNKNOWN), steps=3)
+  assert (found.round_trips, found.unknown_loops) == (4, 1)
+  assert found.launches == 5 + 3 * 2 + 4  # the condition runs once more than the body
+
+
+def test_text_that_is_no_module_is_refused():
+  with pytest.raises(ValueError, match="HLO"):
+    hlo.cost("HloModule x\n", steps=1)
