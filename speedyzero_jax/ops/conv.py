@@ -4,6 +4,8 @@ from typing import Any
 
 import jax
 
+from speedyzero_jax.system.platform import platform
+
 _CHUNK = 32  # images per piece of a weight gradient on a CPU
 
 
@@ -19,7 +21,7 @@ def convolve(
   def whole(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return jax.lax.conv_general_dilated(x, kernel, strides, padding, **options)
 
-  if jax.default_backend() != "cpu" or len(x) <= _CHUNK or x.shape[1] * x.shape[2] < 24 * 24:
+  if platform() != "cpu" or len(x) <= _CHUNK or x.shape[1] * x.shape[2] < 24 * 24:
     return whole(x, kernel)
 
   @jax.custom_vjp

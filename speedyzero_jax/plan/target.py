@@ -40,6 +40,10 @@ class Target:
   flops: dict[str, float]  # peak FLOP/s of dense matrix products, by dtype
   xla: dict[str, Any]  # fields of XLA's device description
 
+  def peak(self, dtype: str) -> float:
+    """Peak FLOP/s of products of operands of an XLA type, float32 as TF32."""
+    return self.flops["bfloat16" if dtype in ("bf16", "f16") else "float32"]
+
   def describe(self) -> str:
     """XLA's GpuTargetConfigProto as text."""
     fields = _COMMON | {key: x for key, x in self.xla.items() if key != "compute_capability"}

@@ -110,12 +110,8 @@ def make_replay(
 def frames_on_devices(
   config: Config, agent: Agent, mesh: Mesh, report: Callable[[str], None]
 ) -> DeviceFrames | None:
-  """The copy of the frames on devices; None if they stay in host memory.
-
-  Its initial size suffices for episodes of ten steps and more.
-  """
-  capacity, shortest = replay_capacity(config, agent), shortest_lane(config, agent)
-  rows = capacity if config.replay.capacity else max(-(-11 * capacity // 20), shortest)
+  """The copy of the frames on devices; None if they stay in host memory."""
+  capacity, rows = replay_capacity(config, agent), initial_rows(config, agent)
   frame, lanes = agent.schema.frame, config.actor.lanes
   size = DeviceFrames.size(frame, lanes, rows, mesh.size)
   reason = reason_to_stay(config.replay.frames, mesh, size)
@@ -124,6 +120,14 @@ def frames_on_devices(
     return None
   report(f"frames on {mesh.size} device(s), {memory.size(size)} each")
   return DeviceFrames(mesh, frame, lanes=lanes, capacity=capacity, rows=rows)
+
+
+def initial_rows(config: Config, agent: Agent) -> int:
+  """Cells per lane of the frames on devices, enough for episodes of ten steps and more."""
+  capacity = replay_capacity(config, agent)
+  if config.replay.capacity:
+    return capacity
+  return max(-(-11 * capacity // 20), shortest_lane(config, agent))
 
 
 def replay_bytes(config: Config, agent: Agent) -> int:

@@ -33,7 +33,9 @@ class Forecast:
 
   def begin(self, experiment: Experiment) -> None:
     """Estimates memory before anything is compiled."""
-    self._batch_bytes = _bytes(example_batch(experiment)[0])
+    config, agent = experiment.own, experiment.agent
+    frames = experiment.replay.blanks(config.learner.batch_size, agent.window.after)
+    self._batch_bytes = _bytes((example_batch(config, agent)[0], frames))
     self._estimate_memory(experiment)
     self._report_memory("this configuration needs {}, without its programs")
 

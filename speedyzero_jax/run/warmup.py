@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from speedyzero_jax.agents.base import ActInputs, Agent, Arrays, Work
+from speedyzero_jax.config.schema import Config
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.run.builders import mean_stored, shortest_lane
 from speedyzero_jax.run.experiment import Experiment
@@ -98,7 +99,8 @@ def _calls(experiment: Experiment) -> Iterator[_Call]:
     per_step = max(config.run.env_steps - begin, 0) / config.actor.lanes / steps
     args = weights[ACTOR], _act_inputs(experiment), key, np.float32(0)
     yield call("act", inference.act, per_step, *args, explore=True)
-  batch, works = example_batch(experiment)
+  batch, works = example_batch(config, agent)
+  batch |= {"frames": experiment.replay.blanks(config.learner.batch_size, agent.window.after)}
   if experiment.membership.sweeps:
     stored = mean_stored(config, agent, begin)
     for sweeper in experiment.sweepers:
@@ -122,9 +124,11 @@ def _act_inputs(experiment: Experiment) -> ActInputs:
   )
 
 
-def example_batch(experiment: Experiment) -> tuple[Arrays, list[Work]]:
-  """A batch with the shapes of real ones, and the work that precedes it, from a replay of zeros."""
-  config, agent = experiment.own, experiment.agent
+def example_batch(config: Config, agent: Agent) -> tuple[Arrays, list[Work]]:
+  """A batch of a process but for its frames, with the shapes of real ones, and the work before it.
+
+  They come from a replay of zeros.
+  """
   size, window = config.learner.batch_size, agent.window
   replay = _zeros(agent, config.env.frame_stack, shortest_lane(config, agent) + 1, size)
   with replay.lock:
@@ -133,8 +137,7 @@ def example_batch(experiment: Experiment) -> tuple[Arrays, list[Work]]:
     arrays, _ = agent.assemble(replay, selection, 0)
   if not window.within_episode:
     arrays |= {"stack": replay.trajectories(selection.lane, selection.time, window.after)[1]}
-  frames = experiment.replay.blanks(size, window.after)
-  return {"frames": frames, **arrays}, works
+  return arrays, works
 
 
 def _zeros(agent: Agent, stack: int, slots: int, batch: int) -> Replay:

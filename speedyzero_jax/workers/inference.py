@@ -86,12 +86,17 @@ class _Divided:
     self._program, self.__name__ = program, function.__name__
 
   def __call__(self, variables: Any, inputs: Any, *rest: Any, **static: Any) -> Any:
-    return self._program(variables, self._placed(inputs), *rest, **static)
+    inputs = jax.device_put(inputs, self._where(inputs))
+    return self._program(variables, inputs, *rest, **static)
 
   def lower(self, variables: Any, inputs: Any, *rest: Any, **static: Any) -> jax.stages.Lowered:
     """As the method of a jitted function."""
-    return self._program.lower(variables, self._placed(inputs), *rest, **static)
+    where = self._where(inputs)
+    inputs = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), inputs
+    )
+    return self._program.lower(variables, inputs, *rest, **static)
 
-  def _placed(self, inputs: Any) -> Any:
+  def _where(self, inputs: Any) -> NamedSharding:
     divisible = len(jax.tree.leaves(inputs)[0]) % self._devices == 0
-    return jax.device_put(inputs, self._parts if divisible else self._whole)
+    return self._parts if divisible else self._whole

@@ -4,8 +4,8 @@ Parameters are replicated and the batch is divided. The same global batch gives 
 any number of devices.
 """
 
+import functools
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -69,8 +69,11 @@ class Learner:
     self._replicated = NamedSharding(mesh, PartitionSpec())
     self._sharded = NamedSharding(mesh, PartitionSpec(AXIS))
     self.update = Program(jax.jit(self._make_step(), donate_argnums=0), "train step", report)
-    here = len(mesh.local_devices)
-    self._flags = {
+
+  @functools.cached_property
+  def _flags(self) -> dict[bool, jax.Array]:
+    here = len(self.mesh.local_devices)
+    return {
       value: jax.make_array_from_process_local_data(self._sharded, np.full(here, value))
       for value in (False, True)
     }
@@ -156,7 +159,7 @@ class Learner:
     local = batch["frames"].shape[0]
     # A key per sample by its index in the global batch, the same on any number of devices.
     index = jax.lax.axis_index(AXIS) * local + jnp.arange(local)
-    keys = jax.vmap(partial(jax.random.fold_in, jax.random.fold_in(key, state.step)))(index)
+    keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.fold_in(key, state.step)))(index)
     params = state.variables.params
     (loss, out), grads = jax.value_and_grad(self._agent.loss, has_aux=True)(
       params, state.variables.batch_stats, state.target, batch, keys

@@ -5,6 +5,7 @@ import numpy as np
 
 from speedyzero_jax.agents.base import Agent, Arrays, Task, Work
 from speedyzero_jax.replay.replay import Replay
+from speedyzero_jax.system.platform import platform
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.weights import WeightsStore
 
@@ -56,7 +57,7 @@ class Sweeper:
 
   def __init__(self, name: str, task: Task, actor_interval: int, weights_interval: int):
     self.name, self.task, self.max_age = name, task, task.max_age
-    on_cpu = jax.default_backend() == "cpu"
+    on_cpu = platform() == "cpu"
     self.block = task.block or (_ON_CPU if on_cpu else _ON_ACCELERATOR)
     # Weights are as old as their interval when used, and so are slots when appended.
     self._delay = max(weights_interval, actor_interval)

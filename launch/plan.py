@@ -1,0 +1,90 @@
+"""Plans a run on GPUs that need not be there: launch/plan.py --config PRESET ... --target h200
+
+Compiles every program of the run's learner processes for the target and prints, for each device,
+memory, kernel launches, collectives, host round trips, FLOPs, bytes and projected time, and the
+minutes of the whole run; --out writes the same as JSON. `make gpu-plan` installs what it needs.
+
+Exit codes: 0 done; 1 jax can't compile for GPUs here; 2 wrong use; 3 the run needs more memory than
+a device has.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # a clone works uninstalled
+sys.path.append(str(ROOT / ".venv" / "gpu-compiler"))  # from `make gpu-plan`
+
+from launch import multihost
+from speedyzero_jax.config import loader
+from speedyzero_jax.config.loader import ConfigError
+
+FAILED, WRONG_USE, TOO_LARGE = 1, 2, 3
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+  """The command line."""
+  parser = argparse.ArgumentParser(
+    prog="launch/plan.py", description="Plans a run on GPUs that need not be there."
+  )
+  add = parser.add_argument
+  add("--config", nargs="+", action="extend", required=True, metavar="PRESET", help="presets")
+  add("--target", default="h200", help="GPU: a100, h100 or h200 (default: h200)")
+  add("--devices", type=int, default=1, metavar="N", help="of all learner processes (default: 1)")
+  add(
+    "--processes", type=multihost.process_counts, metavar="KIND=N,...",
+    help="learner=N,actor=N,refresher=N: what actors and refreshers do is not on these devices",
+  )  # fmt: skip
+  add("--out", type=Path, metavar="FILE", help="JSON to write")
+  add("overrides", nargs="*", metavar="key=value", help="settings (see launch/multihost.py --help)")
+  arguments = parser.parse_args(argv)
+  multihost.separate_overrides(arguments, argv)
+  arguments.overrides += arguments.processes or []
+  return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Returns the exit code."""
+  arguments = parse(sys.argv[1:] if argv is None else argv)
+  os.environ["JAX_PLATFORMS"] = "cpu"  # or jax looks for the target's driver
+  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+  from speedyzero_jax.plan import plan, target
+  from speedyzero_jax.plan.programs import ROLES
+  from speedyzero_jax.run import topology
+
+  try:
+    device = target.load(arguments.target)
+    config = topology.settle(loader.load(arguments.config, arguments.overrides))
+    shape = topology.resolve(config)
+    roles = frozenset(kind for kind in ROLES if not shape.serving(kind, 0))
+    found = plan.make_plan(
+      config, device, arguments.devices, processes=shape.learners, roles=roles, report=_report
+    )
+  except (ConfigError, ValueError) as error:
+    _report(f"error: {error}")
+    return WRONG_USE
+  except RuntimeError as error:
+    _report(f"error: {error}")
+    return FAILED
+  print(plan.tables(found, device, arguments.devices))
+  if arguments.out:
+    head = {
+      "command": ["python", "launch/plan.py", *(sys.argv[1:] if argv is None else argv)],
+      "target": device.name,
+      "devices": arguments.devices,
+      "processes": shape.learners,
+    }
+    arguments.out.write_text(json.dumps(head | found.as_dict(), indent=1) + "\n")
+  return 0 if found.fits else TOO_LARGE
+
+
+def _report(line: str) -> None:
+  print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,227 @@
+"""A run's projected memory and time on GPUs, from its compiled programs."""
+
+import io
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from speedyzero_jax.agents.base import AXIS, Agent
+from speedyzero_jax.config import loader
+from speedyzero_jax.config.schema import Config
+from speedyzero_jax.plan import hlo
+from speedyzero_jax.plan.programs import ROLES, Planned, abstract_state, programs
+from speedyzero_jax.plan.target import Target
+from speedyzero_jax.replay.device_frames import DeviceFrames
+from speedyzero_jax.run import builders
+from speedyzero_jax.system.compilation import memory_of
+from speedyzero_jax.system.memory import size
+from speedyzero_jax.system.platform import planned
+from speedyzero_jax.workers.learner import Learner
+
+REACHED = 0.8  # share of the peak FLOP/s that convolutions and matrix products reach
+LAUNCH = 2.5e-6  # seconds between kernels
+COLLECTIVE = 15e-6  # seconds of a small collective operation
+ROUND_TRIP = 20e-6  # seconds that the device waits for the host to read a loop's condition
+LOOP_STEPS = 3.0  # mean iterations of loops of unknown length: descents and backups of the search
+EPISODE = 2000  # agent steps of an evaluation's episodes
+ASSUMPTIONS = (
+  f"Each kernel takes the longer of its FLOPs at {REACHED:.0%} of the peak and its bytes at the "
+  f"memory's bandwidth, and {LAUNCH * 1e6:g} us to launch; a collective {COLLECTIVE * 1e6:g} us, "
+  f"a loop condition read by the host {ROUND_TRIP * 1e6:g} us.",
+  f"Loops of unknown length (descents and backups in the tree) run {LOOP_STEPS:g} times.",
+  "Parts do not overlap. Environments, replay and transfers from the host keep up and take none "
+  "of the device's time.",
+  f"An evaluation plays all episodes together, {EPISODE} agent steps each.",
+  "No program has been autotuned, so temporary memory is a lower bound.",
+)
+
+
+class ProgramCost(NamedTuple):
+  """A program's figures; memory, FLOPs, bytes and launches are those of each device and call."""
+
+  name: str
+  batch: int  # on all devices that share a call
+  calls: float  # in the whole run
+  temporary_bytes: int  # beside the arguments, results included
+  donated: bool  # no result is copied that could replace an argument
+  launches: float
+  collectives: float
+  round_trips: float
+  unknown_loops: int
+  transfers: int  # data exchanged with the host inside the program
+  flops: float
+  bytes: float
+  roofline_seconds: float
+  seconds: float  # with launches, collectives and round trips
+
+  @property
+  def minutes(self) -> float:
+    """Of the whole run."""
+    return self.calls * self.seconds / 60
+
+
+class Plan(NamedTuple):
+  """What a run takes on each device of a learner process."""
+
+  programs: list[ProgramCost]
+  memory: dict[str, float]  # bytes by use
+  available: int  # bytes
+  minutes: dict[str, float]  # by part, and `total`
+
+  @property
+  def fits(self) -> bool:
+    """Whether the memory suffices."""
+    return sum(self.memory.values()) <= self.available
+
+  def as_dict(self) -> dict[str, Any]:
+    """For JSON."""
+    return {
+      "programs": [row._asdict() | {"minutes": row.minutes} for row in self.programs],
+      "memory_bytes": self.memory,
+      "available_bytes": self.available,
+      "fits": self.fits,
+      "minutes": self.minutes,
+      "assumptions": list(ASSUMPTIONS),
+    }
+
+
+def make_plan(
+  config: Config,
+  target: Target,
+  devices: int,
+  *,
+  processes: int = 1,
+  roles: frozenset[str] = ROLES,
+  report: Callable[[str], None] = lambda _: None,
+) -> Plan:
+  """Compiles the programs of a run's learner processes and adds up what they take.
+
+  Args:
+    config: of the run.
+    target: GPU of all learner processes.
+    devices: of all learner processes together.
+    processes: learner processes.
+    roles: what they do besides learning; the rest happens in other processes.
+    report: takes lines of progress.
+
+  Raises:
+    RuntimeError: jax can't compile for GPUs here.
+    ValueError: the batch or the devices can't be divided.
+  """
+  own = loader.divide(config, 0, processes)
+  agent = builders.make_agent(own)
+  with planned("cuda"):
+    mesh = target.mesh(AXIS, devices, processes)
+    local = mesh if processes == 1 else target.mesh(AXIS, devices // processes)
+    learner = Learner(config, agent, mesh)
+    costs = []
+    for program in programs(config, own, agent, learner, local, roles):
+      report(f"compiling {program.name}, batch {program.batch}")
+      costs.append(_cost(program, target, config))
+  memory = _memory(own, agent, learner, len(local.devices.flat), target, costs)
+  return Plan(costs, memory, target.memory_bytes, _minutes(costs, config))
+
+
+def _cost(program: Planned, target: Target, config: Config) -> ProgramCost:
+  compiled = program.lowered.compile()
+  text = compiled.as_text()
+  found = hlo.cost(text or "", LOOP_STEPS)
+  roofline = math.fsum(
+    kernel.count
+    * max(
+      kernel.flops / (REACHED * target.peak(kernel.dtype)),
+      kernel.bytes / target.bandwidth,
+    )
+    for kernel in found.kernels
+  )
+  memory = compiled.memory_analysis()
+  donated = program.name != "train" or _all_donated(memory)
+  overhead = (
+    found.launches * LAUNCH + found.collectives * COLLECTIVE + found.round_trips * ROUND_TRIP
+  )
+  calls = program.calls
+  if program.name == "evaluate":
+    interval = config.evaluation.interval
+    times = int(config.evaluation.at_end) + (config.learner.steps // interval if interval else 0)
+    calls = float(times * EPISODE)
+  return ProgramCost(
+    program.name, program.batch, calls, memory_of(compiled), donated, found.launches,
+    found.collectives, found.round_trips, found.unknown_loops, found.transfers, found.flops,
+    found.bytes, roofline, roofline + overhead,
+  )  # fmt: skip
+
+
+def _all_donated(memory: Any) -> bool:
+  """Whether a training step's state is updated in place: its other results are small."""
+  return memory.output_size_in_bytes - memory.alias_size_in_bytes < 2**20
+
+
+def _memory(
+  own: Config,
+  agent: Agent,
+  learner: Learner,
+  devices: int,
+  target: Target,
+  costs: list[ProgramCost],
+) -> dict[str, float]:
+  state = abstract_state(learner)
+  copies = 1 + len(agent.subscriptions)
+  frame, capacity = agent.schema.frame, builders.replay_capacity(own, agent)
+  frames = DeviceFrames.size(frame, own.actor.lanes, builders.initial_rows(own, agent), devices)
+  held = own.replay.frames == "device" or (
+    own.replay.frames == "auto" and 3 * frames < target.memory_bytes
+  )
+  window = own.env.frame_stack + agent.window.after
+  batch = own.learner.batch_size * window * frame.nbytes / devices
+  batches = (own.learner.prefetch + 2) if own.run.mode == "async" else 1
+  return {
+    "weights": float(_bytes(state.variables) + _bytes(state.target)),
+    "copies of the weights": float(copies * _bytes(state.variables)),
+    "optimizer": float(_bytes(state.opt_state)),
+    "frames of the replay": float(frames) if held and capacity else 0.0,
+    "batches": float(batches * batch),
+    "programs": float(sum(cost.temporary_bytes for cost in costs)),
+  }
+
+
+def _minutes(costs: list[ProgramCost], config: Config) -> dict[str, float]:
+  minutes: dict[str, float] = {}
+  for cost in costs:
+    minutes[cost.name] = minutes.get(cost.name, 0.0) + cost.minutes
+  return minutes | {"total": sum(minutes.values())}
+
+
+def _bytes(tree: Any) -> int:
+  return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def tables(plan: Plan, target: Target, devices: int) -> str:
+  """A plan as text."""
+  console = Console(file=io.StringIO(), width=150, color_system=None)
+  each = Table(
+    "program", "batch", "calls", "memory", "launches", "collectives", "round trips", "GFLOP",
+    "GB", "roofline ms", "ms", "minutes", box=None,
+  )  # fmt: skip
+  for row in plan.programs:
+    each.add_row(
+      row.name, f"{row.batch:,}", f"{row.calls:,.0f}", size(row.temporary_bytes),
+      f"{row.launches:,.0f}", f"{row.collectives:.0f}", f"{row.round_trips:.0f}",
+      f"{row.flops / 1e9:,.1f}", f"{row.bytes / 1e9:,.2f}", f"{row.roofline_seconds * 1e3:.2f}",
+      f"{row.seconds * 1e3:.2f}", f"{row.minutes:.2f}",
+    )  # fmt: skip
+  memory = Table("memory of a device", "", box=None)
+  for name, count in plan.memory.items():
+    memory.add_row(name, size(count))
+  total = sum(plan.memory.values())
+  memory.add_row("in all", f"{size(total)} of {size(plan.available)}")
+  with console.capture() as text:
+    console.print(f"{devices} x {target.name}; figures of a device and a call", "", each, "")
+    console.print(memory, "")
+    console.print(f"projected: {plan.minutes['total']:.1f} minutes, nothing overlapped", "")
+    for line in ASSUMPTIONS:
+      console.print(f"- {line}")
+  return text.get()
