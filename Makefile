@@ -7,14 +7,16 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+COMPILER := $(VENV)/gpu-compiler/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup cuda12 cuda13 train test lint lock clean
+.PHONY: help setup cuda12 cuda13 train gpu-plan test lint lock clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make train     train CONFIG (quickstart); ARGS=\"env.game=Pong ...\" goes to the launcher"
 	@echo "make test      the whole test suite; ARGS=\"tests/config -k yaml\" narrows it, -n0 uses one process"
+	@echo "make gpu-plan  memory and time of a full-size run on one H200 and on eight, without a GPU"
 	@echo "make lint      ruff and mypy"
 	@echo "make setup     install into $(VENV) (train, test and lint do it when needed)"
 	@echo "make cuda12    setup, and jax for CUDA 12 GPUs; make cuda13 for CUDA 13"
@@ -39,7 +41,18 @@ cuda12 cuda13: setup
 train: setup
 	$(BIN)/python launch/multihost.py --config $(CONFIG) $(ARGS)
 
-test: setup
+gpu-plan: $(COMPILER)
+	$(BIN)/python launch/plan.py --config atari300k sweep gpu --devices 1 8 $(ARGS)
+
+# jax's compiler for GPUs, out of the way of runs: with it on the path jax looks for a driver.
+$(COMPILER): $(STAMP) requirements-cuda12.lock
+	awk '/^[a-z]/ {wanted = /^jax-cuda12-(pjrt|plugin)=/} wanted' requirements-cuda12.lock > $(VENV)/compiler.lock
+	rm -rf $(dir $@)
+	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --only-binary :all: \
+	  --target $(dir $@) -r $(VENV)/compiler.lock
+	@touch $@
+
+test: $(STAMP) $(COMPILER)
 	$(BIN)/python -m pytest -n $$(($$(nproc) < 3 ? $$(nproc) + 1 : 4)) --dist worksteal $(ARGS)
 
 lint: setup

@@ -13,16 +13,16 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # a clone works uninstalled
-sys.path.append(str(ROOT / ".venv" / "gpu-compiler"))  # from `make gpu-plan`
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works uninstalled
 
 from launch import multihost
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.loader import ConfigError
 
+ROOT = Path(__file__).resolve().parent.parent
 FAILED, WRONG_USE, TOO_LARGE = 1, 2, 3
 
 
@@ -34,11 +34,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   add = parser.add_argument
   add("--config", nargs="+", action="extend", required=True, metavar="PRESET", help="presets")
   add("--target", default="h200", help="GPU: a100, h100 or h200 (default: h200)")
-  add("--devices", type=int, default=1, metavar="N", help="of all learner processes (default: 1)")
+  add(
+    "--devices", type=int, nargs="+", default=[1], metavar="N",
+    help="of all learner processes (default: 1); a plan for each number",
+  )  # fmt: skip
   add(
     "--processes", type=multihost.process_counts, metavar="KIND=N,...",
     help="learner=N,actor=N,refresher=N: what actors and refreshers do is not on these devices",
   )  # fmt: skip
+  add("--only", nargs="+", metavar="PROGRAM", help="train, act, evaluate, publish or tasks")
   add("--out", type=Path, metavar="FILE", help="JSON to write")
   add("overrides", nargs="*", metavar="key=value", help="settings (see launch/multihost.py --help)")
   arguments = parser.parse_args(argv)
@@ -50,6 +54,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
   """Returns the exit code."""
   arguments = parse(sys.argv[1:] if argv is None else argv)
+  sys.path.append(str(ROOT / ".venv" / "gpu-compiler"))  # from `make gpu-plan`
   os.environ["JAX_PLATFORMS"] = "cpu"  # or jax looks for the target's driver
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
   from speedyzero_jax.plan import plan, target
@@ -61,25 +66,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = topology.settle(loader.load(arguments.config, arguments.overrides))
     shape = topology.resolve(config)
     roles = frozenset(kind for kind in ROLES if not shape.serving(kind, 0))
-    found = plan.make_plan(
-      config, device, arguments.devices, processes=shape.learners, roles=roles, report=_report
-    )
+    found = {
+      devices: plan.make_plan(
+        config,
+        device,
+        devices,
+        processes=shape.learners,
+        roles=roles,
+        only=arguments.only,
+        report=_report,
+      )
+      for devices in arguments.devices
+    }
   except (ConfigError, ValueError) as error:
     _report(f"error: {error}")
     return WRONG_USE
   except RuntimeError as error:
     _report(f"error: {error}")
     return FAILED
-  print(plan.tables(found, device, arguments.devices))
+  for devices, each in found.items():
+    print(plan.tables(each, device, devices))
   if arguments.out:
-    head = {
-      "command": ["python", "launch/plan.py", *(sys.argv[1:] if argv is None else argv)],
+    given = sys.argv[1:] if argv is None else argv
+    result = {
+      "command": " ".join(["python", "launch/plan.py", *given]),
       "target": device.name,
-      "devices": arguments.devices,
       "processes": shape.learners,
+      "versions": {name: version(name) for name in ("jax", "jaxlib", "jax-cuda12-pjrt")},
+      "assumptions": plan.ASSUMPTIONS,
+      "plans": [{"devices": devices} | each.as_dict() for devices, each in found.items()],
     }
-    arguments.out.write_text(json.dumps(head | found.as_dict(), indent=1) + "\n")
-  return 0 if found.fits else TOO_LARGE
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+  return 0 if all(each.fits for each in found.values()) else TOO_LARGE
 
 
 def _report(line: str) -> None:

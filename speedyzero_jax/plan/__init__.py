@@ -1,1 +1,1 @@
-"""Planning: a run's programs compiled for GPUs that need not be there, with their projected costs."""
+"""Planning: a run's programs compiled for GPUs that need not be there, and their costs."""

@@ -72,7 +72,8 @@ class Instruction(NamedTuple):
     return found[1] if found else None
 
 
-class Kernel(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Kernel:
   """A launch on the device, repeated `count` times; costs are of one launch."""
 
   name: str
@@ -116,7 +117,7 @@ class Cost:
 Computation = Mapping[str, Instruction]
 
 
-def parse(text: str) -> tuple[dict[str, Computation], str]:
+def parse(text: str) -> tuple[Mapping[str, Computation], str]:
   """The computations of a module by name, and the name of its entry."""
   computations: dict[str, dict[str, Instruction]] = {}
   entry, current = "", None
@@ -188,7 +189,7 @@ class _Walk:
       kind = (x.attribute("custom_call_target") or kind).strip('"')
     fused = self._computations.get(x.attribute("calls") or "") if kind == "fusion" else None
     if fused is not None:
-      flops, moved = sum(map(_flops, *zip(*((fused, y) for y in fused.values())))), _traffic(fused)
+      flops, moved = sum(_flops(fused, y) for y in fused.values()), _traffic(fused)
     else:
       flops = _flops(computation, x)
       moved = _touched(computation, x) + sum(_read(computation, y, [x]) for y in operands)
@@ -202,9 +203,7 @@ def _traffic(fused: Computation) -> float:
   for x in fused.values():
     for name in x.operands:
       users.setdefault(name, []).append(x)
-  read = sum(
-    _read(fused, x, _through(x, users)) for x in fused.values() if x.opcode == "parameter"
-  )
+  read = sum(_read(fused, x, _through(x, users)) for x in fused.values() if x.opcode == "parameter")
   root = next(x for x in fused.values() if x.root)
   roots = [fused[name] for name in root.operands] if root.opcode == "tuple" else [root]
   return read + sum(_touched(fused, x) for x in roots)

@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,7 @@ from speedyzero_jax.agents.base import AXIS, Agent
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.plan import hlo
-from speedyzero_jax.plan.programs import ROLES, Planned, abstract_state, programs
+from speedyzero_jax.plan.programs import EPISODE, ROLES, Planned, abstract_state, programs
 from speedyzero_jax.plan.target import Target
 from speedyzero_jax.replay.device_frames import DeviceFrames
 from speedyzero_jax.run import builders
@@ -27,7 +27,6 @@ LAUNCH = 2.5e-6  # seconds between kernels
 COLLECTIVE = 15e-6  # seconds of a small collective operation
 ROUND_TRIP = 20e-6  # seconds that the device waits for the host to read a loop's condition
 LOOP_STEPS = 3.0  # mean iterations of loops of unknown length: descents and backups of the search
-EPISODE = 2000  # agent steps of an evaluation's episodes
 ASSUMPTIONS = (
   f"Each kernel takes the longer of its FLOPs at {REACHED:.0%} of the peak and its bytes at the "
   f"memory's bandwidth, and {LAUNCH * 1e6:g} us to launch; a collective {COLLECTIVE * 1e6:g} us, "
@@ -53,6 +52,7 @@ class ProgramCost(NamedTuple):
   round_trips: float
   unknown_loops: int
   transfers: int  # data exchanged with the host inside the program
+  slow_convolutions: float  # not cuDNN's, or not of the dtype of activations
   flops: float
   bytes: float
   roofline_seconds: float
@@ -85,7 +85,6 @@ class Plan(NamedTuple):
       "available_bytes": self.available,
       "fits": self.fits,
       "minutes": self.minutes,
-      "assumptions": list(ASSUMPTIONS),
     }
 
 
@@ -96,6 +95,7 @@ def make_plan(
   *,
   processes: int = 1,
   roles: frozenset[str] = ROLES,
+  only: Collection[str] | None = None,
   report: Callable[[str], None] = lambda _: None,
 ) -> Plan:
   """Compiles the programs of a run's learner processes and adds up what they take.
@@ -106,6 +106,7 @@ def make_plan(
     devices: of all learner processes together.
     processes: learner processes.
     roles: what they do besides learning; the rest happens in other processes.
+    only: names of programs; None for all.
     report: takes lines of progress.
 
   Raises:
@@ -113,6 +114,7 @@ def make_plan(
     ValueError: the batch or the devices can't be divided.
   """
   own = loader.divide(config, 0, processes)
+  dtype = loader.flat(config).get("network.dtype", "float32")
   agent = builders.make_agent(own)
   with planned("cuda"):
     mesh = target.mesh(AXIS, devices, processes)
@@ -120,14 +122,15 @@ def make_plan(
     learner = Learner(config, agent, mesh)
     costs = []
     for program in programs(config, own, agent, learner, local, roles):
-      report(f"compiling {program.name}, batch {program.batch}")
-      costs.append(_cost(program, target, config))
+      if only is None or program.name in only:
+        report(f"compiling {program.name}, batch {program.batch}")
+        costs.append(_cost(program, target, dtype))
   memory = _memory(own, agent, learner, len(local.devices.flat), target, costs)
   return Plan(costs, memory, target.memory_bytes, _minutes(costs, config))
 
 
-def _cost(program: Planned, target: Target, config: Config) -> ProgramCost:
-  compiled = program.lowered.compile()
+def _cost(program: Planned, target: Target, dtype: str) -> ProgramCost:
+  compiled = program.lower().compile()
   text = compiled.as_text()
   found = hlo.cost(text or "", LOOP_STEPS)
   roofline = math.fsum(
@@ -143,16 +146,22 @@ def _cost(program: Planned, target: Target, config: Config) -> ProgramCost:
   overhead = (
     found.launches * LAUNCH + found.collectives * COLLECTIVE + found.round_trips * ROUND_TRIP
   )
-  calls = program.calls
-  if program.name == "evaluate":
-    interval = config.evaluation.interval
-    times = int(config.evaluation.at_end) + (config.learner.steps // interval if interval else 0)
-    calls = float(times * EPISODE)
   return ProgramCost(
-    program.name, program.batch, calls, memory_of(compiled), donated, found.launches,
-    found.collectives, found.round_trips, found.unknown_loops, found.transfers, found.flops,
-    found.bytes, roofline, roofline + overhead,
+    program.name, program.batch, program.calls, memory_of(compiled), donated, found.launches,
+    found.collectives, found.round_trips, found.unknown_loops, found.transfers,
+    slow_convolutions(found, dtype), found.flops, found.bytes, roofline, roofline + overhead,
   )  # fmt: skip
+
+
+def slow_convolutions(cost: hlo.Cost, dtype: str) -> float:
+  """Convolutions that are not cuDNN's, or not of the dtype of activations."""
+  wanted = {"bfloat16": "bf16", "float32": "f32"}[dtype]
+  return sum(
+    kernel.count
+    for kernel in cost.kernels
+    if kernel.kind == "convolution"
+    or (kernel.kind.startswith("__cudnn$conv") and kernel.dtype != wanted)
+  )
 
 
 def _all_donated(memory: Any) -> bool:

@@ -1,7 +1,7 @@
 """The programs of a run with abstract arguments, for devices that need not be there."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from speedyzero_jax.agents.base import AXIS, ActInputs, Agent, Variables
+from speedyzero_jax.agents.base import AXIS, ActInputs, Agent
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.run.builders import mean_stored
 from speedyzero_jax.run.warmup import example_batch
@@ -18,6 +18,7 @@ from speedyzero_jax.workers.learner import Learner, LearnerState
 from speedyzero_jax.workers.sweeper import make_sweepers
 
 ROLES = frozenset({"actor", "refresher"})  # what a learner process does besides learning
+EPISODE = 2000  # agent steps of an evaluation's episodes, assumed
 
 
 class Planned(NamedTuple):
@@ -26,7 +27,7 @@ class Planned(NamedTuple):
   name: str  # "train", "act", "evaluate", "publish", or that of a task
   batch: int  # samples or states of a call, on all devices that share it
   calls: float  # in the whole run
-  lowered: jax.stages.Lowered
+  lower: Callable[[], jax.stages.Lowered]
 
 
 def abstract_state(learner: Learner) -> LearnerState:
@@ -48,110 +49,91 @@ def programs(
     local: this process' devices.
     roles: what the process does besides learning, from `ROLES`.
   """
-  state, arrays, works = abstract_state(learner), *example_batch(own, agent)
-  frames = functools.partial(_frames, own, agent, local)
-  inference = Inference(agent, local)
+  state, (arrays, works) = abstract_state(learner), example_batch(own, agent)
+  inference, steps = Inference(agent, local), config.learner.steps
   variables = _on(NamedSharding(local, PartitionSpec()), state.variables)
-  key = _key(local)
-  steps = config.learner.steps
-  yield Planned(
-    "train", config.learner.batch_size, steps, _train(config, own, agent, learner, state, arrays)
-  )
-  yield Planned("publish", 1, _publications(config, agent), _copy.lower(variables))
-  act = functools.partial(_act, own, agent, inference, variables, key)
-  yield Planned("evaluate", config.evaluation.episodes, 0, act(own.evaluation.episodes, False))
+
+  def task(name: str, count: int, states: int, calls: float) -> Planned:
+    args = variables, _frames(own, agent, local, count, states - 1), _key(local)
+    lower = functools.partial(inference.tasks[name].function.lower, *args)
+    return Planned(name, count * states, calls, lower)
+
+  def act(name: str, count: int, calls: float, explore: bool) -> Planned:
+    args = variables, _inputs(own, agent, local, count), _key(local), _progress(local)
+    lower = functools.partial(inference.act.function.lower, *args, explore=explore)
+    return Planned(name, count, calls, lower)
+
+  args = state, _batch(config, agent, learner, arrays), _key(learner.mesh), _flags(learner)
+  train = functools.partial(learner.update.function.lower, *args)
+  yield Planned("train", config.learner.batch_size, steps, train)
+  intervals = [config.actor.weights_interval, *agent.subscriptions.values()]
+  copies = sum(steps / interval for interval in intervals)
+  yield Planned("publish", 1, copies, functools.partial(_copy.lower, variables))
+  yield act("evaluate", config.evaluation.episodes, evaluation_steps(config), False)
   if "actor" in roles:
-    calls = max(own.run.env_steps - own.actor.random_steps, 0) / own.actor.lanes
-    yield Planned("act", own.actor.lanes, calls, act(own.actor.lanes, True))
+    lanes = own.actor.lanes
+    calls = max(own.run.env_steps - own.actor.random_steps, 0) / lanes
+    yield act("act", lanes, calls, True)
   if "refresher" in roles:
     stored = mean_stored(own, agent, own.actor.random_steps)
     for sweeper in make_sweepers(agent, own.actor.weights_interval):
-      lowered = inference.tasks[sweeper.name].function.lower(
-        variables, frames(sweeper.block, 0), key
-      )
       calls = steps * sweeper.calls_per_step(stored)
-      yield Planned(sweeper.name, sweeper.block, calls, lowered)
+      yield task(sweeper.name, sweeper.block, 1, calls)
     for work in works:
       count, states = work.real.shape
-      lowered = inference.tasks[work.task].function.lower(
-        variables, frames(count, states - 1), key
-      )
-      yield Planned(work.task, work.real.size, steps, lowered)
+      yield task(work.task, count, states, steps)
+
+
+def evaluation_steps(config: Config) -> float:
+  """Steps of all evaluations of a run, each with all its episodes at once."""
+  interval = config.evaluation.interval
+  times = int(config.evaluation.at_end) + (config.learner.steps // interval if interval else 0)
+  return times * EPISODE
 
 
 _copy = jax.jit(functools.partial(jax.tree.map, jnp.copy))
 
 
-def _publications(config: Config, agent: Agent) -> float:
-  intervals = [config.actor.weights_interval, *agent.subscriptions.values()]
-  return sum(config.learner.steps / interval for interval in intervals)
-
-
-def _train(
-  config: Config,
-  own: Config,
-  agent: Agent,
-  learner: Learner,
-  state: LearnerState,
-  arrays: dict[str, np.ndarray],
-) -> jax.stages.Lowered:
-  size = config.learner.batch_size
-  divided = NamedSharding(learner.mesh, PartitionSpec(AXIS))
-  batch = {
-    name: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype, sharding=divided)
-    for name, x in arrays.items()
+def _batch(
+  config: Config, agent: Agent, learner: Learner, arrays: dict[str, np.ndarray]
+) -> dict[str, jax.ShapeDtypeStruct]:
+  size, divided = config.learner.batch_size, NamedSharding(learner.mesh, PartitionSpec(AXIS))
+  frame = agent.schema.frame
+  shape = (size, config.env.frame_stack + agent.window.after, *frame.shape)
+  return {
+    "frames": jax.ShapeDtypeStruct(shape, frame.dtype, sharding=divided),
+    **{
+      name: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype, sharding=divided)
+      for name, x in arrays.items()
+    },
   }
-  batch["frames"] = jax.ShapeDtypeStruct(
-    (size, own.env.frame_stack + agent.window.after, *agent.schema.frame.shape),
-    agent.schema.frame.dtype,
-    sharding=divided,
-  )
-  flags = jax.ShapeDtypeStruct((learner.mesh.size,), bool, sharding=divided)
-  lowered: jax.stages.Lowered = learner.update.function.lower(
-    state, batch, _key(learner.mesh), flags
-  )
-  return lowered
 
 
-def _act(
-  own: Config,
-  agent: Agent,
-  inference: Inference,
-  variables: Variables,
-  key: Any,
-  count: int,
-  explore: bool,
-) -> jax.stages.Lowered:
-  core = jax.eval_shape(lambda: agent.initial_core(count))
-  shape = (count, own.env.frame_stack, *agent.schema.frame.shape)
+def _flags(learner: Learner) -> jax.ShapeDtypeStruct:
+  divided = NamedSharding(learner.mesh, PartitionSpec(AXIS))
+  return jax.ShapeDtypeStruct((learner.mesh.size,), bool, sharding=divided)
+
+
+def _inputs(own: Config, agent: Agent, mesh: Mesh, count: int) -> ActInputs:
   inputs = ActInputs(
-    jax.ShapeDtypeStruct(shape, agent.schema.frame.dtype),
+    _frames(own, agent, mesh, count, 0),
     jax.ShapeDtypeStruct((count,), bool),
     jax.ShapeDtypeStruct((count,), np.int32),
-    core,
+    jax.eval_shape(lambda: agent.initial_core(count)),
   )
-  mesh = variables_mesh(variables)
-  inputs = _on(NamedSharding(mesh, _divided(mesh, count)), inputs)
-  progress = jax.ShapeDtypeStruct((), np.float32, sharding=NamedSharding(mesh, PartitionSpec()))
-  lowered: jax.stages.Lowered = inference.act.function.lower(
-    variables, inputs, key, progress, explore=explore
-  )
-  return lowered
-
-
-def variables_mesh(variables: Variables) -> Mesh:
-  """The mesh over which abstract variables are replicated."""
-  mesh: Mesh = jax.tree.leaves(variables)[0].sharding.mesh
-  return mesh
+  placed: ActInputs = _on(NamedSharding(mesh, _divided(mesh, count)), inputs)
+  return placed
 
 
 def _frames(own: Config, agent: Agent, mesh: Mesh, count: int, after: int) -> jax.ShapeDtypeStruct:
-  column = agent.schema.frame
-  return jax.ShapeDtypeStruct(
-    (count, own.env.frame_stack + after, *column.shape),
-    column.dtype,
-    sharding=NamedSharding(mesh, _divided(mesh, count)),
-  )
+  frame = agent.schema.frame
+  shape = (count, own.env.frame_stack + after, *frame.shape)
+  sharding = NamedSharding(mesh, _divided(mesh, count))
+  return jax.ShapeDtypeStruct(shape, frame.dtype, sharding=sharding)
+
+
+def _progress(mesh: Mesh) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct((), np.float32, sharding=NamedSharding(mesh, PartitionSpec()))
 
 
 def _divided(mesh: Mesh, count: int) -> PartitionSpec:

@@ -73,9 +73,7 @@ class Target:
 @functools.cache
 def _topology(shape: str, description: str) -> Any:
   try:
-    return topologies.get_topology_desc(
-      platform="cuda", topology=shape, target_config=description
-    )
+    return topologies.get_topology_desc(platform="cuda", topology=shape, target_config=description)
   except Exception as error:
     raise RuntimeError(
       f"jax {jax.__version__} can't compile for GPUs here: {error}; `make gpu-plan` installs "

@@ -92,9 +92,7 @@ class _Divided:
   def lower(self, variables: Any, inputs: Any, *rest: Any, **static: Any) -> jax.stages.Lowered:
     """As the method of a jitted function."""
     where = self._where(inputs)
-    inputs = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), inputs
-    )
+    inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), inputs)
     return self._program.lower(variables, inputs, *rest, **static)
 
   def _where(self, inputs: Any) -> NamedSharding:

@@ -159,7 +159,8 @@ class Learner:
     local = batch["frames"].shape[0]
     # A key per sample by its index in the global batch, the same on any number of devices.
     index = jax.lax.axis_index(AXIS) * local + jnp.arange(local)
-    keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.fold_in(key, state.step)))(index)
+    of_step = functools.partial(jax.random.fold_in, jax.random.fold_in(key, state.step))
+    keys = jax.vmap(of_step)(index)
     params = state.variables.params
     (loss, out), grads = jax.value_and_grad(self._agent.loss, has_aux=True)(
       params, state.variables.batch_stats, state.target, batch, keys
