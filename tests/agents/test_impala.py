@@ -440,4 +440,4 @@ def test_a_killed_run_drops_what_it_collected_after_its_checkpoint_and_ends(tmp_
 )  # fmt: skip
 def test_short_trajectories(tmp_path, overrides):
   config = _config(*overrides, "run.mode=lockstep")
-  trained.run(config, tmp_path, after=lambda run: warmup.example_batch(run))
+  trained.run(config, tmp_path, after=lambda run: warmup.example_batch(run.own, run.agent))
