@@ -30,7 +30,9 @@ def test_the_mean_stored_is_that_of_the_steps_to_come(capacity):
 def test_a_batch_has_the_shapes_that_were_forecast(tmp_path, schedule, frames):
   overrides = f"reanalyse.schedule={schedule}", f"replay.frames={frames}"
   with tiny.experiment(tmp_path, *overrides) as experiment:
-    expected, _ = warmup.example_batch(experiment)
+    expected, _ = warmup.example_batch(experiment.own, experiment.agent)
+    window = experiment.agent.window.after
+    expected["frames"] = experiment.replay.blanks(experiment.own.learner.batch_size, window)
     while not experiment.pipeline.ready():
       experiment.collector.collect()
     drawn = experiment.pipeline.draw(0).arrays
