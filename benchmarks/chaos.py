@@ -178,7 +178,7 @@ def main() -> int:
       sys.executable, str(ROOT / "launch/multihost.py"), "--config", "quickstart",
       "--processes", arguments.processes, f"run.dir={folder}",
       f"run.env_steps={arguments.env_steps}", f"learner.steps={arguments.env_steps // 4}",
-      "evaluation.at_end=false", "run.checkpoint_interval=200",
+      "evaluation.at_end=false", "run.checkpoint_interval=200", "replay.capacity=0",
     ]  # fmt: skip
     paths = [str(ROOT / "benchmarks/witness"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"WITNESS": str(witness), "PYTHONPATH": os.pathsep.join(paths)}

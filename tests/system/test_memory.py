@@ -45,8 +45,8 @@ def test_nothing_is_known_without_proc(tmp_path):
 def test_use_follows_what_is_written():
   assert memory.available() > 2**20
   before = memory.resident()
-  written = np.ones(2**24)
-  assert memory.resident() - before > 0.9 * written.nbytes
+  written = np.ones(2**25)
+  assert memory.resident() - before > 0.75 * written.nbytes  # other threads may free some
   assert memory.resident(peak=True) >= before + 0.9 * written.nbytes
 
 
