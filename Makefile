@@ -42,7 +42,7 @@ train: setup
 	$(BIN)/python launch/multihost.py --config $(CONFIG) $(ARGS)
 
 gpu-plan: $(COMPILER)
-	$(BIN)/python launch/plan.py --config atari300k sweep gpu --devices 1 8 $(ARGS)
+	$(BIN)/python launch/plan.py --config atari300k sweep gpu --devices 1,8 $(ARGS)
 
 # jax's compiler for GPUs, out of the way of runs: with it on the path jax looks for a driver.
 $(COMPILER): $(STAMP) requirements-cuda12.lock

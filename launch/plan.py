@@ -35,14 +35,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   add("--config", nargs="+", action="extend", required=True, metavar="PRESET", help="presets")
   add("--target", default="h200", help="GPU: a100, h100 or h200 (default: h200)")
   add(
-    "--devices", type=int, nargs="+", default=[1], metavar="N",
+    "--devices", type=multihost.device_ids, default=[1], metavar="N,...",
     help="of all learner processes (default: 1); a plan for each number",
   )  # fmt: skip
   add(
     "--processes", type=multihost.process_counts, metavar="KIND=N,...",
     help="learner=N,actor=N,refresher=N: what actors and refreshers do is not on these devices",
   )  # fmt: skip
-  add("--only", nargs="+", metavar="PROGRAM", help="train, act, evaluate, publish or tasks")
+  add("--only", metavar="NAME,...", help="programs: train, act, evaluate, publish, or tasks")
   add("--out", type=Path, metavar="FILE", help="JSON to write")
   add("overrides", nargs="*", metavar="key=value", help="settings (see launch/multihost.py --help)")
   arguments = parser.parse_args(argv)
@@ -65,6 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = target.load(arguments.target)
     config = topology.settle(loader.load(arguments.config, arguments.overrides))
     shape = topology.resolve(config)
+    for devices in arguments.devices:
+      if devices < 1 or devices % shape.learners:
+        raise ValueError(f"--devices: {devices} can't be divided over {shape.learners} learners")
+    if arguments.out and not arguments.out.parent.is_dir():
+      raise ValueError(f"--out: there is no folder {arguments.out.parent}")
     roles = frozenset(kind for kind in ROLES if not shape.serving(kind, 0))
     found = {
       devices: plan.make_plan(
@@ -73,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         devices,
         processes=shape.learners,
         roles=roles,
-        only=arguments.only,
+        only=arguments.only.split(",") if arguments.only else None,
         report=_report,
       )
       for devices in arguments.devices
@@ -97,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       "plans": [{"devices": devices} | each.as_dict() for devices, each in found.items()],
     }
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-  return 0 if all(each.fits for each in found.values()) else TOO_LARGE
+  return 0 if arguments.only or all(each.fits for each in found.values()) else TOO_LARGE
 
 
 def _report(line: str) -> None:

@@ -109,7 +109,8 @@ class ActorService:
 
   def append(self, request: messages.Append) -> messages.Acknowledged:
     """Makes experience durable and part of the replay; acknowledges again what is there."""
-    session, segments = self._session(request.actor), messages.unpack(request.segments)
+    session = self._session(request.actor)
+    segments = messages.unpack(request.segments, most=2 * len(session.lanes))
     with session.lock:
       self._roster.check(session.worker, request.incarnation)
       heads = self._replay.heads
@@ -132,7 +133,9 @@ class ActorService:
       raise ValueError(f"{worker} took {taken} steps of {grant.steps} granted")
     score, length = request.score, request.length
     if (
-      not score.shape == length.shape <= (len(session.lanes),)
+      score.shape != length.shape
+      or score.ndim != 1
+      or len(score) > len(session.lanes)
       or (score.dtype, length.dtype) != (np.float64, np.int64)
       or not np.isfinite(score).all()
       or (length < 0).any()

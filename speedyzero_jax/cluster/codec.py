@@ -20,6 +20,8 @@ _HINTS = {
   kind: get_type_hints(kind) for call in CALLS.values() for kind in (call.request, call.answer)
 }
 
+_LIMITS = {"max_array_len": 16, "max_map_len": 10_000, "max_str_len": 4096}  # of memory, too
+
 Message = TypeVar("Message")
 
 
@@ -37,7 +39,7 @@ def encode(message: Any) -> bytes:
 def decode(kind: type[Message], data: bytes) -> Message:
   """The message of this kind in `data`; arrays are read-only. Raises WireError otherwise."""
   try:
-    found = msgpack.unpackb(data, list_hook=_array, max_array_len=16, max_str_len=4096)
+    found = msgpack.unpackb(data, list_hook=_array, **_LIMITS)
   except (ValueError, OverflowError, msgpack.UnpackException) as error:
     raise WireError(f"not a message: {error}"[:300]) from None
   if not isinstance(found, dict) or [*found] != [kind.__name__]:

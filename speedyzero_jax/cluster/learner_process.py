@@ -25,7 +25,7 @@ from speedyzero_jax.run.topology import Role, Topology, lanes_of_actors
 from speedyzero_jax.workers.learner import make_mesh
 
 # Seconds for which units wait for each other: one may read a long journal, wait for its actors, or
-# evaluate. If it dies, the others hear of it at once.
+# evaluate. If it dies, the supervisor ends the others.
 _LONG = 24 * 3600.0
 _FAREWELL = 10.0  # seconds in which workers should finish a step and hear that the run is over
 

@@ -188,8 +188,8 @@ def pack(segments: Sequence[Segment]) -> Arrays:
   }
 
 
-def unpack(arrays: Arrays) -> list[Segment]:
-  """The segments of `pack`, as views. Raises ValueError if sizes or names are impossible.
+def unpack(arrays: Arrays, most: int) -> list[Segment]:
+  """The segments of `pack`, as views; ValueError for impossible sizes or names, or too many.
 
   Whether the columns are those of the replay's schema is checked when they are appended.
   """
@@ -199,6 +199,8 @@ def unpack(arrays: Arrays) -> list[Segment]:
   index = columns.pop("_index", np.zeros(0))
   if index.dtype != np.int64 or index.shape[1:] != (3,) or (index[:, 2] < 1).any():
     raise ValueError("segments: no valid index of lanes, starts and sizes")
+  if len(index) > most:
+    raise ValueError(f"segments: {len(index)} are more than {most}")
   missing = set(Segment._fields[2:9]) - columns.keys()
   bounds = [0, *itertools.accumulate(index[:, 2].tolist())]
   if missing or any(column.shape[:1] != (bounds[-1],) for column in columns.values()):

@@ -18,7 +18,7 @@ from speedyzero_jax.run.experiment import Experiment
 from speedyzero_jax.workers.sweeper import write_results
 
 _CHUNK = 32 << 20  # bytes of frames in one answer, about
-_POLL = 1.0  # seconds between checks of the heartbeats
+_POLL = 1.0  # seconds between checks for signs of life
 
 
 @dataclasses.dataclass

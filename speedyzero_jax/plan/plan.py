@@ -23,6 +23,7 @@ from speedyzero_jax.system.platform import planned
 from speedyzero_jax.workers.learner import Learner
 
 REACHED = 0.8  # share of the peak FLOP/s that convolutions and matrix products reach
+USABLE = 0.75  # share of the memory that jax takes by default (XLA_CLIENT_MEM_FRACTION)
 LAUNCH = 2.5e-6  # seconds between kernels
 COLLECTIVE = 15e-6  # seconds of a small collective operation
 ROUND_TRIP = 20e-6  # seconds that the device waits for the host to read a loop's condition
@@ -35,7 +36,9 @@ ASSUMPTIONS = (
   "Parts do not overlap. Environments, replay and transfers from the host keep up and take none "
   "of the device's time.",
   f"An evaluation plays all episodes together, {EPISODE} agent steps each.",
-  "No program has been autotuned, so temporary memory is a lower bound.",
+  "Messages between devices cost their latency and the memory's bandwidth, not the link's.",
+  f"A run may use {USABLE:.0%} of a device's memory, jax's default. No program has been autotuned, "
+  "so each needs at least what is said; all are added up, as if they ran together.",
 )
 
 
@@ -111,7 +114,7 @@ def make_plan(
 
   Raises:
     RuntimeError: jax can't compile for GPUs here.
-    ValueError: the batch or the devices can't be divided.
+    ValueError: the batch or the devices can't be divided, or a name is unknown.
   """
   own = loader.divide(config, 0, processes)
   dtype = loader.flat(config).get("network.dtype", "float32")
@@ -120,13 +123,16 @@ def make_plan(
     mesh = target.mesh(AXIS, devices, processes)
     local = mesh if processes == 1 else target.mesh(AXIS, devices // processes)
     learner = Learner(config, agent, mesh)
-    costs = []
-    for program in programs(config, own, agent, learner, local, roles):
+    found, costs = list(programs(config, own, agent, learner, local, roles)), []
+    if only is not None and (unknown := set(only) - {program.name for program in found}):
+      names = ", ".join(program.name for program in found)
+      raise ValueError(f"no program is named {min(unknown)!r}; there are {names}")
+    for program in found:
       if only is None or program.name in only:
         report(f"compiling {program.name}, batch {program.batch}")
         costs.append(_cost(program, target, dtype))
   memory = _memory(own, agent, learner, len(local.devices.flat), target, costs)
-  return Plan(costs, memory, target.memory_bytes, _minutes(costs, config))
+  return Plan(costs, memory, int(USABLE * target.memory_bytes), _minutes(costs, config))
 
 
 def _cost(program: Planned, target: Target, dtype: str) -> ProgramCost:
@@ -182,7 +188,7 @@ def _memory(
   frame, capacity = agent.schema.frame, builders.replay_capacity(own, agent)
   frames = DeviceFrames.size(frame, own.actor.lanes, builders.initial_rows(own, agent), devices)
   held = own.replay.frames == "device" or (
-    own.replay.frames == "auto" and 3 * frames < target.memory_bytes
+    own.replay.frames == "auto" and 3 * frames < USABLE * target.memory_bytes
   )
   window = own.env.frame_stack + agent.window.after
   batch = own.learner.batch_size * window * frame.nbytes / devices

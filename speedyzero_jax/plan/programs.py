@@ -13,6 +13,7 @@ from speedyzero_jax.agents.base import AXIS, ActInputs, Agent
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.run.builders import mean_stored
 from speedyzero_jax.run.warmup import example_batch
+from speedyzero_jax.workers.evaluator import MAX_LANES
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.learner import Learner, LearnerState
 from speedyzero_jax.workers.sweeper import make_sweepers
@@ -66,10 +67,11 @@ def programs(
   args = state, _batch(config, agent, learner, arrays), _key(learner.mesh), _flags(learner)
   train = functools.partial(learner.update.function.lower, *args)
   yield Planned("train", config.learner.batch_size, steps, train)
-  intervals = [config.actor.weights_interval, *agent.subscriptions.values()]
-  copies = sum(steps / interval for interval in intervals)
+  intervals = {config.actor.weights_interval, *agent.subscriptions.values()}
+  copies = sum(any(step % n == 0 for n in intervals) for step in range(1, steps + 1))
   yield Planned("publish", 1, copies, functools.partial(_copy.lower, variables))
-  yield act("evaluate", config.evaluation.episodes, evaluation_steps(config), False)
+  together = min(config.evaluation.episodes, MAX_LANES)
+  yield act("evaluate", together, evaluation_steps(config), False)
   if "actor" in roles:
     lanes = own.actor.lanes
     calls = max(own.run.env_steps - own.actor.random_steps, 0) / lanes
@@ -85,10 +87,10 @@ def programs(
 
 
 def evaluation_steps(config: Config) -> float:
-  """Steps of all evaluations of a run, each with all its episodes at once."""
+  """Steps of all evaluations of a run, with up to `MAX_LANES` episodes at once."""
   interval = config.evaluation.interval
   times = int(config.evaluation.at_end) + (config.learner.steps // interval if interval else 0)
-  return times * EPISODE
+  return times * EPISODE * -(-config.evaluation.episodes // MAX_LANES)
 
 
 _copy = jax.jit(functools.partial(jax.tree.map, jnp.copy))

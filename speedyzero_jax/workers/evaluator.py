@@ -20,7 +20,7 @@ from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.weights import Version
 
 _REPORT_SECONDS = 10
-_MAX_LANES = 64  # environments played at once; further episodes are played in turns
+MAX_LANES = 64  # environments played at once; further episodes are played in turns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,7 @@ def evaluate(
     report: receives a line of progress every ten seconds.
   """
   cap = episode_cap(config.env.game, max_episode_steps or config.evaluation.max_episode_steps)
-  lanes = min(episodes, _MAX_LANES)
+  lanes = min(episodes, MAX_LANES)
   played: list[tuple[float, int, bool]] = []
   while len(played) < episodes:
     seeded = _seed(seed, len(played) // lanes)

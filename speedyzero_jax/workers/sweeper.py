@@ -16,13 +16,15 @@ _ON_CPU, _ON_ACCELERATOR = 256, 4096  # states per call that saturate two cores,
 def write_results(replay: Replay, task: Task, work: Work, results: Arrays, step: int) -> None:
   """Writes a task's results [B, n, ...] into the replay, unless newer ones are stored.
 
-  Raises ValueError for results that are missing, of other shapes, or not finite.
+  Raises ValueError for other results than the task's, or some that are not finite.
   """
-  real = work.real
+  real, names = work.real, {column.name for column in task.results}
+  if results.keys() != names:
+    raise ValueError(f"{work.task}: results must be {sorted(names)}, got {sorted(results)}")
   for column in task.results:  # before any is written
-    found, shape = results.get(column.name), (*real.shape, *column.shape)
-    if found is None or found.shape != shape or not np.isfinite(found).all():
-      raise ValueError(f"{work.task}: result {column.name} must be finite and {list(shape)}")
+    found, form = results[column.name], (column.dtype, (*real.shape, *column.shape))
+    if (found.dtype, found.shape) != form or not np.isfinite(found).all():
+      raise ValueError(f"{work.task}: result {column.name} must be finite, of {form}")
   time = (work.time[:, None] + np.arange(real.shape[1]))[real]
   lane = np.broadcast_to(work.lane[:, None], real.shape)[real]
   with replay.lock:

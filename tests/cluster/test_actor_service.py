@@ -81,6 +81,9 @@ def test_impossible_episodes_are_refused(make_unit, episodes):
   unit.join()
   segments, _ = unit.play(unit.player(), unit.grant())
   unit.refuses(lambda: unit.append(segments, episodes=episodes), "score and length")
+  for shape in ((), (2, 1), (1, 0)):  # no vectors
+    odd = messages.Append(0, 0, 0, messages.pack(segments), np.zeros(shape), np.zeros(shape, int))
+    unit.refuses(lambda odd=odd: unit.service.append(odd), "score and length")
   unit.append(segments, episodes=[Episode(-1.5, 3), Episode(1.0, 0)])  # as many as lanes
   assert unit.episodes == [Episode(-1.5, 3), Episode(1.0, 0)]
 

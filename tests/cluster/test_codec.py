@@ -92,6 +92,7 @@ ATTACKS = [
   b"\x81" * 100 + b"\xdd\xff\xff\xff\xff" + bytes(50),  # a list of 2**32 - 1 values
   900 * b"\xdd\x00\x00\xea\x60" + bytes(60_000),  # lists of 60000 values, in one another
   1000 * b"\xdf\xff\xff\xff\xff\xa0",  # maps of as many, in one another
+  raw({"Acknowledged": {"heads": dict.fromkeys(map(str, range(20_000)))}}),
   *(nested * depth + b"\xc0" for nested in NESTED for depth in (10, 1000, 50_000)),
 ]
 
@@ -170,8 +171,10 @@ def test_numpy_scalars_can_be_sent():
 
 def test_segments_come_back_from_their_columns():
   segments = [samples.segment(2, 9, n=2), samples.segment(0, 5)]
-  assert samples.leaves(messages.unpack(messages.pack(segments))) == samples.leaves(segments)
-  assert messages.unpack(messages.pack([])) == []
+  assert samples.leaves(messages.unpack(messages.pack(segments), 100)) == samples.leaves(segments)
+  assert messages.unpack(messages.pack([]), 0) == []
+  with pytest.raises(ValueError, match="2 are more than 1"):
+    messages.unpack(messages.pack(segments), 1)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +190,7 @@ def test_sizes_that_do_not_add_up_and_missing_columns_are_errors(changes):
   arrays = messages.pack([samples.segment(n=2)]) | changes
   arrays = {name: array for name, array in arrays.items() if array is not None}
   with pytest.raises(ValueError, match="segments: "):
-    messages.unpack(arrays)
+    messages.unpack(arrays, 100)
 
 
 def test_a_tree_comes_back_from_its_names():

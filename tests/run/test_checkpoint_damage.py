@@ -145,7 +145,9 @@ def test_files_that_cannot_be_opened_are_no_damage(copied):
   lowest_free = min(set(range(soft)) - set(map(int, os.listdir("/proc/self/fd"))))
   resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + 1, hard))
   try:
-    with pytest.raises(CheckpointError, match="which may be whole: .*(RESOURCE_EXHAUSTED|Too many open files)"):
+    with pytest.raises(
+      CheckpointError, match=r"which may be whole: .*(RESOURCE_EXHAUSTED|Too many open files)"
+    ):
       Checkpoints(folder).restore(abstract(), pytest.fail)
   finally:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -26,7 +26,7 @@ def envs(monkeypatch):
     return made[-1]
 
   monkeypatch.setattr(evaluator, "make_env", make_env)
-  monkeypatch.setattr(evaluator, "_MAX_LANES", 4)
+  monkeypatch.setattr(evaluator, "MAX_LANES", 4)
   return made
 
 
