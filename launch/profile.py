@@ -25,7 +25,7 @@ from speedyzero_jax.run import run_dir, topology
 from speedyzero_jax.run.run_dir import RunFolderError
 from speedyzero_jax.system import memory
 
-WRONG_USE = 2
+FAILED, WRONG_USE = 1, 2
 STEPS = 5  # learner steps profiled, unless profile.steps is set
 
 
@@ -123,7 +123,11 @@ def main(argv: Sequence[str] | None = None) -> int:
   from speedyzero_jax.run.train import train
 
   with Signals() as signals, folder:
-    return train(config, folder.path, resume=False, signals=signals)
+    code = train(config, folder.path, resume=False, signals=signals)
+  if code == 0 and not (folder.path / "profile.json").exists():
+    print("error: the run ended before all of its work had begun: no profile", file=sys.stderr)
+    return FAILED
+  return code
 
 
 if __name__ == "__main__":

@@ -27,4 +27,4 @@ def _recorded(self: Client, request: Any) -> Any:
   return answer
 
 
-Client.call = _recorded  # type: ignore[method-assign]
+Client.call = _recorded

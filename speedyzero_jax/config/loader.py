@@ -276,10 +276,13 @@ def load(presets: Sequence[str] = (), overrides: Sequence[str] = ()) -> Config:
     chosen |= leaves
   agent = parse(_AGENT, chosen.get(_AGENT, DEFAULT_AGENT), str)
   values: dict[str, Any] = {}
+  wanted = chosen.get("env.game")
   for path, game, leaves in read:
     with _named_in_errors(path):
       parsed = _parsed(leaves, agent)  # of other games, too: their mistakes are reported
-    if game in (None, chosen.get("env.game")):
+    if game not in (None, wanted) and str(game).lower() == str(wanted).lower():
+      raise ConfigError(f"{path}: games: {game!r} differs from env.game={wanted} in case only")
+    if game in (None, wanted):
       values |= parsed
   config = build(agent, values | _parsed(last, agent))
   validate(config)

@@ -2,7 +2,8 @@
 
 Costs are of one device. Bytes are those of a kernel's operands and results, as if caches held
 nothing between kernels; slices, gathers, scatters and updates in place count what they touch.
-Loops of unknown length are taken to run `steps` times.
+Loops of unknown length are taken to run `steps` times. Calls of cuBLAS, of which there are none
+while nothing is autotuned, would count no FLOPs.
 """
 
 import dataclasses
@@ -165,13 +166,14 @@ class _Walk:
       elif x.opcode in ("call", "async-start"):
         yield from self.kernels(x.attribute("to_apply") or x.attribute("calls") or "", count)
       elif x.opcode == "conditional":
-        branches = re.findall(r"%([\w.-]+)", x.rest.partition("branch_computations=")[2])
-        found = [list(self.kernels(b, count)) for b in branches if b in self._computations]
+        named = re.findall(r"%([\w.-]+)", x.rest)
+        found = [list(self.kernels(b, count)) for b in named if b in self._computations]
         self.round_trips += count
         yield from max(found, key=lambda kernels: sum(k.bytes for k in kernels), default=[])
       else:
-        self.transfers += x.opcode.removesuffix("-start") in _TRANSFERS
-        yield self._kernel(computation, x, count)
+        kernel = self._kernel(computation, x, count)
+        self.transfers += kernel.kind in _TRANSFERS or "callback" in kernel.kind
+        yield kernel
 
   def _loop(self, x: Instruction, count: float) -> Iterator[Kernel]:
     trips = _TRIPS.search(x.rest)

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-import jax
 from rich.console import Console
 from rich.table import Table
 
@@ -13,13 +12,14 @@ from speedyzero_jax.agents.base import AXIS, Agent
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.plan import hlo
-from speedyzero_jax.plan.programs import EPISODE, ROLES, Planned, abstract_state, programs
+from speedyzero_jax.plan.programs import EPISODE, ROLES, Planned, abstract_state, bytes_of, programs
 from speedyzero_jax.plan.target import Target
 from speedyzero_jax.replay.device_frames import DeviceFrames
 from speedyzero_jax.run import builders
 from speedyzero_jax.system.compilation import memory_of
 from speedyzero_jax.system.memory import size
 from speedyzero_jax.system.platform import planned
+from speedyzero_jax.workers.evaluator import MAX_LANES
 from speedyzero_jax.workers.learner import Learner
 
 REACHED = 0.8  # share of the peak FLOP/s that convolutions and matrix products reach
@@ -35,7 +35,7 @@ ASSUMPTIONS = (
   f"Loops of unknown length (descents and backups in the tree) run {LOOP_STEPS:g} times.",
   "Parts do not overlap. Environments, replay and transfers from the host keep up and take none "
   "of the device's time.",
-  f"An evaluation plays all episodes together, {EPISODE} agent steps each.",
+  f"An evaluation plays up to {MAX_LANES} episodes together, {EPISODE} agent steps each.",
   "Messages between devices cost their latency and the memory's bandwidth, not the link's.",
   f"A run may use {USABLE:.0%} of a device's memory, jax's default. No program has been autotuned, "
   "so each needs at least what is said; all are added up, as if they ran together.",
@@ -49,7 +49,7 @@ class ProgramCost(NamedTuple):
   batch: int  # on all devices that share a call
   calls: float  # in the whole run
   temporary_bytes: int  # beside the arguments, results included
-  donated: bool  # no result is copied that could replace an argument
+  donated: bool  # the state, if there is one, is updated in place
   launches: float
   collectives: float
   round_trips: float
@@ -132,7 +132,7 @@ def make_plan(
         report(f"compiling {program.name}, batch {program.batch}")
         costs.append(_cost(program, target, dtype))
   memory = _memory(own, agent, learner, len(local.devices.flat), target, costs)
-  return Plan(costs, memory, int(USABLE * target.memory_bytes), _minutes(costs, config))
+  return Plan(costs, memory, int(USABLE * target.memory_bytes), _minutes(costs))
 
 
 def _cost(program: Planned, target: Target, dtype: str) -> ProgramCost:
@@ -148,12 +148,13 @@ def _cost(program: Planned, target: Target, dtype: str) -> ProgramCost:
     for kernel in found.kernels
   )
   memory = compiled.memory_analysis()
-  donated = program.name != "train" or _all_donated(memory)
+  aliased = memory.alias_size_in_bytes if memory else 0
   overhead = (
     found.launches * LAUNCH + found.collectives * COLLECTIVE + found.round_trips * ROUND_TRIP
   )
   return ProgramCost(
-    program.name, program.batch, program.calls, memory_of(compiled), donated, found.launches,
+    program.name, program.batch, program.calls, memory_of(compiled),
+    aliased >= 0.99 * program.state_bytes, found.launches,
     found.collectives, found.round_trips, found.unknown_loops, found.transfers,
     slow_convolutions(found, dtype), found.flops, found.bytes, roofline, roofline + overhead,
   )  # fmt: skip
@@ -170,11 +171,6 @@ def slow_convolutions(cost: hlo.Cost, dtype: str) -> float:
   )
 
 
-def _all_donated(memory: Any) -> bool:
-  """Whether a training step's state is updated in place: its other results are small."""
-  return memory.output_size_in_bytes - memory.alias_size_in_bytes < 2**20
-
-
 def _memory(
   own: Config,
   agent: Agent,
@@ -185,7 +181,7 @@ def _memory(
 ) -> dict[str, float]:
   state = abstract_state(learner)
   copies = 1 + len(agent.subscriptions)
-  frame, capacity = agent.schema.frame, builders.replay_capacity(own, agent)
+  frame = agent.schema.frame
   frames = DeviceFrames.size(frame, own.actor.lanes, builders.initial_rows(own, agent), devices)
   held = own.replay.frames == "device" or (
     own.replay.frames == "auto" and 3 * frames < USABLE * target.memory_bytes
@@ -194,24 +190,20 @@ def _memory(
   batch = own.learner.batch_size * window * frame.nbytes / devices
   batches = (own.learner.prefetch + 2) if own.run.mode == "async" else 1
   return {
-    "weights": float(_bytes(state.variables) + _bytes(state.target)),
-    "copies of the weights": float(copies * _bytes(state.variables)),
-    "optimizer": float(_bytes(state.opt_state)),
-    "frames of the replay": float(frames) if held and capacity else 0.0,
+    "weights": float(bytes_of(state.variables) + bytes_of(state.target)),
+    "copies of the weights": float(copies * bytes_of(state.variables)),
+    "optimizer": float(bytes_of(state.opt_state)),
+    "frames of the replay": float(frames) if held else 0.0,
     "batches": float(batches * batch),
     "programs": float(sum(cost.temporary_bytes for cost in costs)),
   }
 
 
-def _minutes(costs: list[ProgramCost], config: Config) -> dict[str, float]:
+def _minutes(costs: list[ProgramCost]) -> dict[str, float]:
   minutes: dict[str, float] = {}
   for cost in costs:
     minutes[cost.name] = minutes.get(cost.name, 0.0) + cost.minutes
   return minutes | {"total": sum(minutes.values())}
-
-
-def _bytes(tree: Any) -> int:
-  return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def tables(plan: Plan, target: Target, devices: int) -> str:

@@ -1,11 +1,11 @@
 """The programs of a run with abstract arguments, for devices that need not be there."""
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
@@ -17,6 +17,7 @@ from speedyzero_jax.workers.evaluator import MAX_LANES
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.learner import Learner, LearnerState
 from speedyzero_jax.workers.sweeper import make_sweepers
+from speedyzero_jax.workers.weights import copy_tree
 
 ROLES = frozenset({"actor", "refresher"})  # what a learner process does besides learning
 EPISODE = 2000  # agent steps of an evaluation's episodes, assumed
@@ -28,7 +29,13 @@ class Planned(NamedTuple):
   name: str  # "train", "act", "evaluate", "publish", or that of a task
   batch: int  # samples or states of a call, on all devices that share it
   calls: float  # in the whole run
+  state_bytes: int  # of the arguments that a call is to update in place
   lower: Callable[[], jax.stages.Lowered]
+
+
+def bytes_of(tree: Any) -> int:
+  """Bytes of all arrays of a pytree, abstract or not."""
+  return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def abstract_state(learner: Learner) -> LearnerState:
@@ -57,19 +64,19 @@ def programs(
   def task(name: str, count: int, states: int, calls: float) -> Planned:
     args = variables, _frames(own, agent, local, count, states - 1), _key(local)
     lower = functools.partial(inference.tasks[name].function.lower, *args)
-    return Planned(name, count * states, calls, lower)
+    return Planned(name, count * states, calls, 0, lower)
 
   def act(name: str, count: int, calls: float, explore: bool) -> Planned:
     args = variables, _inputs(own, agent, local, count), _key(local), _progress(local)
     lower = functools.partial(inference.act.function.lower, *args, explore=explore)
-    return Planned(name, count, calls, lower)
+    return Planned(name, count, calls, 0, lower)
 
   args = state, _batch(config, agent, learner, arrays), _key(learner.mesh), _flags(learner)
   train = functools.partial(learner.update.function.lower, *args)
-  yield Planned("train", config.learner.batch_size, steps, train)
+  yield Planned("train", config.learner.batch_size, steps, bytes_of(state), train)
   intervals = {config.actor.weights_interval, *agent.subscriptions.values()}
   copies = sum(any(step % n == 0 for n in intervals) for step in range(1, steps + 1))
-  yield Planned("publish", 1, copies, functools.partial(_copy.lower, variables))
+  yield Planned("publish", 1, copies, 0, functools.partial(copy_tree.lower, variables))
   together = min(config.evaluation.episodes, MAX_LANES)
   yield act("evaluate", together, evaluation_steps(config), False)
   if "actor" in roles:
@@ -91,9 +98,6 @@ def evaluation_steps(config: Config) -> float:
   interval = config.evaluation.interval
   times = int(config.evaluation.at_end) + (config.learner.steps // interval if interval else 0)
   return times * EPISODE * -(-config.evaluation.episodes // MAX_LANES)
-
-
-_copy = jax.jit(functools.partial(jax.tree.map, jnp.copy))
 
 
 def _batch(

@@ -16,7 +16,7 @@ import numpy as np
 from speedyzero_jax.agents.base import Variables
 
 ACTOR = "actor"  # the subscription of all actors; tasks have others
-_copy = jax.jit(partial(jax.tree.map, jnp.copy))  # one call rather than one per array
+copy_tree = jax.jit(partial(jax.tree.map, jnp.copy))  # one call rather than one per array
 
 
 class Version(NamedTuple):
@@ -72,7 +72,7 @@ class WeightsStore:
     here = jax.tree.map(
       lambda x: x.addressable_data(0) if isinstance(x, jax.Array) else x, variables
     )
-    return _copy(jax.device_put(here, self._where))
+    return copy_tree(jax.device_put(here, self._where))
 
   def publish(self, step: int, variables: Variables) -> None:
     """Publishes the weights after `step` learner steps to the subscribers that are due."""

@@ -454,6 +454,7 @@ def test_settings_of_a_game_apply_to_that_game_right_after_their_preset(tmp_path
   ("text", "message"),
   [
     ("games: {Pong: {env.game: Breakout}}", "env.game and agent can't be set"),
+    ("games: {pong: {run.seed: 1}}", "differs from env.game=Pong in case only"),
     ("agent: [dqn]", "agent: expected text"),
   ],
 )

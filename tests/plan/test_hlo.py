@@ -57,6 +57,7 @@ ENTRY %main (a: bf16[4,16], b: bf16[16,32], x: bf16[2,6,6,3], k: bf16[8,3,3,3], 
   %dx = (bf16[2,6,6,3]{3,2,1,0}, u8[0]{0}) custom-call(%y, %k), window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convBackwardInput"
   %sum = bf16[4,32]{1,0} all-reduce-start(%gemm), to_apply=%add
   %summed = bf16[4,32]{1,0} all-reduce-done(%sum)
+  %told = f32[] custom-call(%gemm), custom_call_target="xla_ffi_python_gpu_callback"
   %LOOP
   ROOT %result = f32[10,8]{1,0} get-tuple-element(%loop), index=0
 }
@@ -98,14 +99,14 @@ def test_loops_multiply_their_kernels(known):
   kernels = by_name(known)
   assert kernels["row"].count == kernels["new"].count == 5
   assert (known.round_trips, known.unknown_loops) == (0, 0)
-  # gemm, three convolutions, the collective, and five times two.
-  assert (known.launches, known.collectives, known.transfers) == (15, 1, 0)
+  # gemm, three convolutions, the collective, the callback, and five times two.
+  assert (known.launches, known.collectives, known.transfers) == (16, 1, 1)
 
 
 def test_loops_of_unknown_length_ask_the_host():
   found = hlo.cost(MODULE.replace("LOOP", UNKNOWN), steps=3)
   assert (found.round_trips, found.unknown_loops) == (4, 1)
-  assert found.launches == 5 + 3 * 2 + 4  # the condition runs once more than the body
+  assert found.launches == 6 + 3 * 2 + 4  # the condition runs once more than the body
 
 
 def test_text_that_is_no_module_is_refused():
