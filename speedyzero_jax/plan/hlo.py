@@ -2,8 +2,7 @@
 
 Costs are of one device. Bytes are those of a kernel's operands and results, as if caches held
 nothing between kernels; slices, gathers, scatters and updates in place count what they touch.
-Loops of unknown length are taken to run `steps` times. Calls of cuBLAS, of which there are none
-while nothing is autotuned, would count no FLOPs.
+Loops of unknown length are taken to run `steps` times.
 """
 
 import dataclasses
@@ -28,6 +27,9 @@ _SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%(\S+) = (.*)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$")
 _OPCODE = re.compile(r"\s*([\w-]+)\(")
+_CONTRACTED = re.compile(  # of a dot, or of a call of cuBLAS
+  r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)'
+)
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
@@ -254,9 +256,9 @@ def _touched(computation: Computation, x: Instruction) -> float:
 def _flops(computation: Computation, x: Instruction) -> float:
   """FLOPs of a matrix product or convolution; 0 for others."""
   operands = [computation[name].shapes[0] for name in x.operands if name in computation]
-  if x.opcode == "dot":
-    dims = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", x.rest)
-    axes = [int(axis) for axis in dims[1].split(",") if axis] if dims else []
+  if x.opcode == "dot" or "__cublas$" in x.rest:
+    dims = _CONTRACTED.search(x.rest)
+    axes = [int(axis) for axis in re.findall(r"\d+", dims[1])] if dims else []
     return 2.0 * x.shapes[0].size * math.prod(operands[0].dims[axis] for axis in axes)
   labels = x.attribute("dim_labels")
   if not labels:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
+import jax
 from rich.console import Console
 from rich.table import Table
 
@@ -130,13 +131,15 @@ def make_plan(
     for program in found:
       if only is None or program.name in only:
         report(f"compiling {program.name}, batch {program.batch}")
-        costs.append(_cost(program, target, dtype))
+        costs.append(cost_of(program, program.compile(), target, dtype))
   memory = _memory(own, agent, learner, len(local.devices.flat), target, costs)
   return Plan(costs, memory, int(USABLE * target.memory_bytes), _minutes(costs))
 
 
-def _cost(program: Planned, target: Target, dtype: str) -> ProgramCost:
-  compiled = program.lower().compile()
+def cost_of(
+  program: Planned, compiled: jax.stages.Compiled, target: Target, dtype: str
+) -> ProgramCost:
+  """Figures of a compiled program, with activations of `dtype`."""
   text = compiled.as_text()
   found = hlo.cost(text or "", LOOP_STEPS)
   roofline = math.fsum(

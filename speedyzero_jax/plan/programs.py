@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -29,8 +29,15 @@ class Planned(NamedTuple):
   name: str  # "train", "act", "evaluate", "publish", or that of a task
   batch: int  # samples or states of a call, on all devices that share it
   calls: float  # in the whole run
-  state_bytes: int  # of the arguments that a call is to update in place
-  lower: Callable[[], jax.stages.Lowered]
+  state_bytes: int  # of the first argument, if a call is to update it in place
+  function: Any  # jitted, or with `lower` as jitted functions have
+  args: tuple  # abstract: first the learner's state or its variables
+  options: dict[str, Any]  # static arguments
+
+  def compile(self) -> jax.stages.Compiled:
+    """The compiled program."""
+    compiled: jax.stages.Compiled = self.function.lower(*self.args, **self.options).compile()
+    return compiled
 
 
 def bytes_of(tree: Any) -> int:
@@ -63,20 +70,18 @@ def programs(
 
   def task(name: str, count: int, states: int, calls: float) -> Planned:
     args = variables, _frames(own, agent, local, count, states - 1), _key(local)
-    lower = functools.partial(inference.tasks[name].function.lower, *args)
-    return Planned(name, count * states, calls, 0, lower)
+    return Planned(name, count * states, calls, 0, inference.tasks[name].function, args, {})
 
   def act(name: str, count: int, calls: float, explore: bool) -> Planned:
     args = variables, _inputs(own, agent, local, count), _key(local), _progress(local)
-    lower = functools.partial(inference.act.function.lower, *args, explore=explore)
-    return Planned(name, count, calls, 0, lower)
+    return Planned(name, count, calls, 0, inference.act.function, args, {"explore": explore})
 
   args = state, _batch(config, agent, learner, arrays), _key(learner.mesh), _flags(learner)
-  train = functools.partial(learner.update.function.lower, *args)
-  yield Planned("train", config.learner.batch_size, steps, bytes_of(state), train)
+  update, size = learner.update.function, config.learner.batch_size
+  yield Planned("train", size, steps, bytes_of(state), update, args, {})
   intervals = {config.actor.weights_interval, *agent.subscriptions.values()}
   copies = sum(any(step % n == 0 for n in intervals) for step in range(1, steps + 1))
-  yield Planned("publish", 1, copies, 0, functools.partial(copy_tree.lower, variables))
+  yield Planned("publish", 1, copies, 0, copy_tree, (variables,), {})
   together = min(config.evaluation.episodes, MAX_LANES)
   yield act("evaluate", together, evaluation_steps(config), False)
   if "actor" in roles:

@@ -109,6 +109,17 @@ def test_loops_of_unknown_length_ask_the_host():
   assert found.launches == 6 + 3 * 2 + 4  # the condition runs once more than the body
 
 
+def test_calls_of_cublas_have_the_flops_of_their_product():
+  call = (
+    '(bf16[4,32]{1,0}, s8[0]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", '
+    'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{'
+    '"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}'
+  )
+  fusion = "bf16[4,32]{1,0} fusion(%a, %b), kind=kCustom, calls=%matmul"
+  text = MODULE.replace("LOOP", KNOWN).replace(fusion, call)
+  assert by_name(hlo.cost(text, steps=3))["gemm"].flops == 2 * 4 * 16 * 32
+
+
 def test_text_that_is_no_module_is_refused():
   with pytest.raises(ValueError, match="HLO"):
     hlo.cost("HloModule x\n", steps=1)

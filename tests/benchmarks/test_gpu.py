@@ -1,0 +1,90 @@
+"""The visits of benchmarks/gpu.py, and its check of a plan, on a CPU."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+WRITE = "import os, pathlib, sys; pathlib.Path(sys.argv[2]).write_text(os.environ['XLA_FLAGS'])"
+SLEEP = "import time; time.sleep(60)"
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+  monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+  monkeypatch.delenv("XLA_FLAGS", raising=False)
+  import gpu
+
+  return gpu
+
+
+def take(gpu, folder, seconds=30.0, **steps):
+  return gpu.take(steps, folder, seconds / 60, time.monotonic() + seconds)
+
+
+def test_results_are_not_made_again_and_failures_are(gpu, tmp_path):
+  (tmp_path / "old.json").write_text("kept")
+  steps = {"old": ["-c", WRITE], "new": ["-c", WRITE], "bad": ["-c", "raise SystemExit(3)"]}
+  failed = take(gpu, tmp_path, **{name: gpu.Step(command, "") for name, command in steps.items()})
+  assert failed == ["bad"] and not (tmp_path / "bad.gave-up").exists()
+  assert (tmp_path / "old.json").read_text() == "kept" and (tmp_path / "new.json").exists()
+
+
+def test_a_step_that_takes_a_whole_visit_is_given_up_unless_it_resumes(gpu, tmp_path):
+  assert take(gpu, tmp_path, 1.5, train=gpu.Step(["-c", SLEEP], resumes=True)) is None
+  assert take(gpu, tmp_path, 1.5, long=gpu.Step(["-c", SLEEP])) is None
+  assert [path.name for path in tmp_path.glob("*.gave-up")] == ["long.gave-up"]
+  assert take(gpu, tmp_path, long=gpu.Step(["-c", WRITE])) == ["long"]
+
+
+def test_an_interrupted_step_takes_its_children_along(gpu, tmp_path):
+  """As training does, a child that ignores the parent's death would hold the device."""
+  pid = tmp_path / "pid"
+  child = f"import os, pathlib, time; pathlib.Path({str(pid)!r}).write_text(str(os.getpid()))"
+  parent = (
+    f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r} + '; {SLEEP}'])"
+  )
+  assert take(gpu, tmp_path, 3.0, tree=gpu.Step(["-c", parent])) is None
+  with pytest.raises(ProcessLookupError):
+    os.kill(int(pid.read_text()), 0)
+
+
+def test_the_fastest_flags_are_used_if_they_gain_enough(gpu, tmp_path):
+  def write(name, seconds):
+    (tmp_path / f"{name}.json").write_text(
+      json.dumps({"rows": [{"calls": 10, "seconds": seconds}, {"calls": 1, "seconds": 1.0}]})
+    )
+
+  write("check", 1.0)
+  write("flags-graph-loops", 0.99)
+  assert gpu.fastest(tmp_path) == ""
+  write("flags-graph-all", 0.5)
+  write("flags-latency-hiding", 0.7)
+  assert take(gpu, tmp_path, last=gpu.Step(["-c", WRITE])) == []
+  assert (tmp_path / "last.json").read_text() == gpu.FLAGS["graph-all"]
+
+
+def test_a_plan_is_checked_and_wrong_outputs_are_found(tmp_path):
+  script = [sys.executable, "benchmarks/plan_check.py", "--config", "quickstart", "--set"]
+  script += ["--only", "act", "publish", "--calls", "2"]
+
+  def run(*more):
+    return subprocess.run([*script, *more], cwd=ROOT, capture_output=True, text=True)
+
+  out = tmp_path / "check.json"
+  done = run("--out", str(out))
+  assert done.returncode == 0, done.stderr
+  result = json.loads(out.read_text())
+  assert {row["program"] for row in result["rows"]} == {"act", "publish"}
+  assert all(row["seconds"] > 0 and row["predicted_seconds"] > 0 for row in result["rows"])
+  act = next(row for row in result["rows"] if row["program"] == "act")
+  act["outputs"][-1][0] += 2 * max(abs(act["outputs"][-1][1]), 0.1)
+  out.write_text(json.dumps(result))
+  done = run("--reference", str(out))
+  assert done.returncode == 1
+  assert "act: outputs differ" in done.stdout and "publish: outputs differ" not in done.stdout
