@@ -176,7 +176,7 @@ class EvaluationConfig:
     27_000, "cap of an episode, agent steps (EZ: 27,000 = 108k frames)", "[1, 1e9]", mutable=True
   )
   interval: int = opt(0, "learner steps between evaluations; 0: none", "[0, 1e9]", mutable=True)
-  at_end: bool = opt(True, "evaluate the final weights when training ends", mutable=True)
+  at_end: bool = opt(True, "evaluate the weights when training ends or pauses", mutable=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,6 +209,10 @@ class RunConfig:
     3, "newest checkpoints kept, and all since every learner's newest", "[1, 1e9]", mutable=True
   )
   log_interval: int = opt(20, "learner steps between lines of metrics", "[1, 1e9]", mutable=True)
+  pause_at: int = opt(
+    0, "learner step after which the run saves and ends, to be resumed; 0: none", "[0, 1e9]",
+    mutable=True,
+  )  # fmt: skip
   compile_cache: str = opt(
     "", "folder of XLA's compilation cache; empty: ~/.cache/speedyzero_jax/xla", mutable=True
   )

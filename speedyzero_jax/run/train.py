@@ -90,21 +90,25 @@ def _run(
   forecast.begin(experiment)
   if signals.came():  # while the experiment was built
     experiment.interrupt()
+  experiment.after_step.append(lambda: experiment.interrupt() if _paused(experiment) else None)
   with serving(experiment):
-    if not limiter.finished:
+    if not limiter.finished and not _paused(experiment):
       timings = warmup.prepare(experiment)
       forecast.prepared(experiment, timings)
       if experiment.config.profile.steps:
         profiler.attach(experiment, folder, timings)
-    finished = loops.run(experiment)
+      loops.run(experiment)
   if signals.came() and not limiter.env_steps:
     return _nothing_saved(logger, folder, signals)
   snapshot.save(experiment, required=True)
   saved()
-  if not finished:
+  if not limiter.finished:
     logger.message(
       f"stopped and saved at learner step {limiter.learner_steps}; continue with --resume {folder}"
     )
+    if _paused(experiment) and not signals.came():
+      experiment.interrupted = False  # or the evaluation would end at once
+      return _final_evaluation(experiment, folder, signals)
     # Without a signal here, another learner process received one.
     return signals.exit_code if signals.came() else 128 + signal.SIGTERM
   logger.message(
@@ -113,6 +117,11 @@ def _run(
   )
   forecast.ended()
   return _final_evaluation(experiment, folder, signals)
+
+
+def _paused(experiment: Experiment) -> bool:
+  """Whether the run is to end here, for `run.pause_at`."""
+  return 0 < experiment.config.run.pause_at <= experiment.limiter.learner_steps
 
 
 def _final_evaluation(experiment: Experiment, folder: Path, signals: Signals) -> int:

@@ -1,0 +1,96 @@
+"""Population Based Training: launch/population.py configs/populations/cartpole.yaml --dir DIR
+
+Members are run folders in DIR, trained in rounds. After each, the worst copy the best, checkpoint
+and replay included, with changed settings. DIR has also events.jsonl, with every decision, and at
+the end population.json. The same command continues an interrupted population.
+
+Exit codes: 0 done; 2 wrong use; 130 or 143 stopped by Ctrl-C or SIGTERM, after saving.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a clone not installed
+
+from speedyzero_jax.cluster import devices
+from speedyzero_jax.config.loader import ConfigError
+from speedyzero_jax.population import config as populations
+from speedyzero_jax.population import controller
+from speedyzero_jax.population.trainer import Interrupted, RunTrainer
+from speedyzero_jax.run import run_dir
+from speedyzero_jax.run.run_dir import RunFolderError
+
+WRONG_USE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Returns the exit code."""
+  parser = argparse.ArgumentParser(
+    prog="launch/population.py", description="Trains a population that evolves its settings."
+  )
+  parser.add_argument("population", type=Path, help="YAML, see configs/populations/")
+  parser.add_argument("--dir", type=Path, required=True, help="folder of the population")
+  parser.add_argument(
+    "--together", type=int, metavar="N", help="members trained at once (default: one per GPU, or 1)"
+  )
+  arguments = parser.parse_args(argv)
+  count = devices.local_gpus()
+  together = arguments.together or max(count, 1)
+  if together < 1:
+    parser.error("--together: must be at least 1")
+  places = [{"CUDA_VISIBLE_DEVICES": str(i % count)} if count else {} for i in range(together)]
+  try:
+    population = populations.load(arguments.population)
+    with contextlib.ExitStack() as stack:
+      stack.enter_context(_claimed(arguments.dir, arguments.population.read_text()))
+      return _run(population, arguments.dir, places)
+  except (ConfigError, RunFolderError) as error:
+    print(f"error: {error}", file=sys.stderr)
+    return WRONG_USE
+
+
+def _claimed(folder: Path, description: str) -> contextlib.AbstractContextManager:
+  """The folder's lock, with the description stored in it."""
+  folder.mkdir(parents=True, exist_ok=True)
+  lock, kept = run_dir.supervised(folder), folder / "population.yaml"
+  if kept.exists() and kept.read_text() != description:
+    lock.close()
+    raise RunFolderError(f"{folder} holds another population; choose another --dir")
+  temporary = folder / "population.yaml.tmp"
+  temporary.write_text(description)
+  os.replace(temporary, kept)
+  return lock
+
+
+def _run(population: populations.Population, folder: Path, places: list[dict[str, str]]) -> int:
+  trainer = RunTrainer(population, folder.resolve(), places)
+  log = controller.EventLog(folder / "events.jsonl")
+  received: list[int] = []
+
+  def stop(number: int, _frame: object) -> None:
+    received.append(number)
+    trainer.stop()
+
+  for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, stop)
+  try:
+    result = controller.run(population, trainer, log, lambda line: print(line, flush=True))
+  except Interrupted:
+    print("stopped; the same command continues")
+    return 128 + received[0]
+  finally:
+    log.close()
+  (folder / "population.json").write_text(json.dumps(result, indent=1) + "\n")
+  settings = ", ".join(f"{key}={value:.4g}" for key, value in result["settings"].items())
+  print(f"best: {trainer.path(result['best'])}, {result['scores'][-1][result['best']]}; {settings}")
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,1 @@
+"""Population Based Training: selection and exploration over run folders."""

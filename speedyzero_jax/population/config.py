@@ -1,0 +1,99 @@
+"""Description of a population, read from YAML."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from speedyzero_jax.config import loader
+from speedyzero_jax.config.fields import ConfigError, interval_problem, opt, parse
+from speedyzero_jax.population.selection import Knob
+
+
+@dataclasses.dataclass(frozen=True)
+class Population:
+  """Members, rounds and rules. Each round ends with an evaluation of every member."""
+
+  config: tuple[str, ...]  # presets of the members
+  settings: tuple[str, ...]  # `key=value`, for all members
+  knobs: tuple[Knob, ...]
+  members: int = opt(20, "members (PBT: 20 to 80)", "[2, 10000]")
+  rounds: int = opt(10, "rounds of equally many learner steps, a selection after each but the last",
+                    "[1, 1e6]")  # fmt: skip
+  selection: Literal["truncation", "t_test", "none"] = opt(
+    "truncation", "truncation, Welch's t-test on the returns of evaluations (PBT), or none"
+  )
+  share: float = opt(0.2, "truncation: of the members that are replaced (PBT: 0.2)", "(0, 0.5]")
+  level: float = opt(0.05, "t_test: significance (PBT: 0.05)", "(0, 1)")
+  resample: float = opt(0.0, "probability to draw a setting anew after a copy", "[0, 1]")
+  factors: tuple[float, ...] = opt(
+    (0.8, 1.2), "else it is multiplied by one of these (PBT: 0.8, 1.2)", "(0, 1e3]"
+  )
+  seed: int = opt(0, "of selection, exploration, and of the members' runs", "[0, 1e9]")
+
+
+def load(path: Path) -> Population:
+  """Reads `config`, `settings`, `explore: {key: [low, high, log|linear]}` and the fields.
+
+  Raises:
+    ConfigError: unreadable, an unknown key, a value out of range, or settings with which members
+      cannot run.
+  """
+  try:
+    document = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+  except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    raise ConfigError(f"{path}: {error}") from None
+  if not isinstance(document, dict):
+    raise ConfigError(f"{path}: expected a mapping of keys to values")
+  try:
+    return _population(document)
+  except ConfigError as error:
+    raise ConfigError(f"{path}: {error}") from None
+
+
+def _population(document: dict[str, Any]) -> Population:
+  presets, settings = (_texts(document.pop(key, []), key) for key in ("config", "settings"))
+  if not presets:
+    raise ConfigError("config: names of presets are needed")
+  explore = document.pop("explore", None)
+  if not isinstance(explore, dict) or not explore:
+    raise ConfigError("explore: settings with their ranges are needed")
+  fields = {field.name: field for field in dataclasses.fields(Population) if field.metadata}
+  values: dict[str, Any] = {}
+  for key, value in document.items():
+    if key not in fields:
+      raise ConfigError(f"unknown key {key!r}; there are {', '.join(fields)}")
+    values[key] = parse(key, value, fields[key].type)
+    if interval := fields[key].metadata["interval"]:
+      for problem in interval_problem(key, values[key], interval):
+        raise ConfigError(problem)
+  knobs = _knobs(explore, loader.load(presets, settings).agent.name)
+  for end in ("low", "high"):
+    loader.load(presets, [*settings, *(f"{knob.key}={getattr(knob, end)}" for knob in knobs)])
+  return Population(presets, settings, knobs, **values)
+
+
+def _texts(value: Any, key: str) -> tuple[str, ...]:
+  texts = [value] if isinstance(value, str) else value
+  if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+    raise ConfigError(f"{key}: expected a list of texts, got {value!r}")
+  return tuple(texts)
+
+
+def _knobs(explore: Mapping[str, Any], agent: str) -> tuple[Knob, ...]:
+  known, knobs = loader.fields_of(agent), []
+  for key, value in explore.items():
+    kind = known[key].type if key in known else None
+    if kind not in (int, float):
+      raise ConfigError(f"explore: {key!r} is no number among the settings of {agent}")
+    if not isinstance(value, list) or len(value) != 3 or value[2] not in ("log", "linear"):
+      raise ConfigError(f"explore: {key}: expected [low, high, log or linear], got {value!r}")
+    low, high = (parse(f"explore: {key}", text, float) for text in value[:2])
+    if not low < high or (value[2] == "log" and low <= 0):
+      raise ConfigError(f"explore: {key}: {value} is no range")
+    if kind is int:
+      low, high = round(low), round(high)
+    knobs.append(Knob(key, low, high, value[2] == "log", kind is int))
+  return tuple(knobs)

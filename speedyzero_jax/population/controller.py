@@ -1,0 +1,164 @@
+"""The controller of a population: rounds of training, each followed by exploit and explore.
+
+All decisions are in a log of events, appended before they are carried out; what is carried out can
+be repeated. So a controller that was killed continues where it was.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from speedyzero_jax.population import selection
+from speedyzero_jax.population.config import Population
+
+Settings = dict[str, float]  # values of the knobs by key
+Event = dict[str, Any]
+
+
+class Outcome(NamedTuple):
+  """What a member's round came to; no returns if it diverged or failed."""
+
+  member: int
+  returns: list[float]  # of the evaluation after the round
+
+
+class Trainer(Protocol):
+  """Trains members; both methods can be repeated after a crash."""
+
+  def train(self, members: Mapping[int, Settings], round_: int) -> Iterable[Outcome]:
+    """Trains members to the end of a round (from 0), in any order."""
+
+  def copy(self, member: int, source: int, settings: Settings, round_: int) -> None:
+    """Replaces a member by a copy of another with these settings, once in a round."""
+
+
+class EventLog:
+  """Events as JSON lines, on disk when `append` returns. An incomplete last line is dropped."""
+
+  def __init__(self, path: Path):
+    text = path.read_bytes() if path.exists() else b""
+    whole = text[: text.rfind(b"\n") + 1]
+    self.events: list[Event] = [json.loads(line) for line in whole.splitlines()]
+    self._file = path.open("r+b" if path.exists() else "w+b")
+    self._file.truncate(len(whole))
+    self._file.seek(len(whole))
+
+  def append(self, event: Event) -> None:
+    """Adds an event."""
+    self._file.write(json.dumps(event).encode() + b"\n")
+    self._file.flush()
+    os.fsync(self._file.fileno())
+    self.events.append(event)
+
+  def of(self, name: str, round_: int) -> Iterator[Event]:
+    """Events of a kind and round."""
+    return (e for e in self.events if e["event"] == name and e["round"] == round_)
+
+  def close(self) -> None:
+    """Closes the file."""
+    self._file.close()
+
+
+def run(
+  population: Population,
+  trainer: Trainer,
+  log: EventLog,
+  report: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+  """Runs, or continues, all rounds.
+
+  Returns:
+    `best`, the member with the highest score after the last round, its `settings`, and the
+    `scores` [rounds][members], null where a member failed.
+  """
+  settings = initial(population)
+  table = []
+  for round_ in range(population.rounds):
+    outcomes = _train(population, trainer, log, settings, round_, report)
+    scores = [_mean(outcomes[member]) for member in range(population.members)]
+    table.append([score if math.isfinite(score) else None for score in scores])
+    report(f"round {round_ + 1} of {population.rounds}: best {max(scores):.4g}, "
+           f"median {np.median(scores):.4g}")  # fmt: skip
+    if round_ == population.rounds - 1:
+      break
+    if not any(log.of("selected", round_)):
+      log.append({"event": "selected", "round": round_,
+                  "copies": _select(population, settings, outcomes, scores, round_)})  # fmt: skip
+    (chosen,) = log.of("selected", round_)
+    if not any(log.of("copied", round_)):
+      for copy in chosen["copies"]:
+        trainer.copy(**copy, round_=round_)
+        report(_text(copy, scores))
+      log.append({"event": "copied", "round": round_})
+    settings |= {copy["member"]: copy["settings"] for copy in chosen["copies"]}
+  best = int(np.argmax(scores))
+  return {"best": best, "settings": settings[best], "scores": table}
+
+
+def initial(population: Population) -> dict[int, Settings]:
+  """Settings drawn for every member."""
+  rng = np.random.default_rng([population.seed, 0])
+  return {
+    member: {knob.key: knob.draw(rng) for knob in population.knobs}
+    for member in range(population.members)
+  }
+
+
+def _train(
+  population: Population,
+  trainer: Trainer,
+  log: EventLog,
+  settings: Mapping[int, Settings],
+  round_: int,
+  report: Callable[[str], None],
+) -> dict[int, list[float]]:
+  """Returns of every member's evaluation."""
+  outcomes = {event["member"]: event["returns"] for event in log.of("trained", round_)}
+  missing = {m: settings[m] for m in range(population.members) if m not in outcomes}
+  for member, returns in trainer.train(missing, round_):
+    log.append({"event": "trained", "round": round_, "member": member,
+                "settings": settings[member], "returns": returns})  # fmt: skip
+    outcomes[member] = returns
+    report(f"  member {member}: {_mean(returns):.4g}")
+  return outcomes
+
+
+def _select(
+  population: Population,
+  settings: Mapping[int, Settings],
+  outcomes: Mapping[int, list[float]],
+  scores: list[float],
+  round_: int,
+) -> list[Event]:
+  rng = np.random.default_rng([population.seed, 1 + round_])
+  copies: list[selection.Copy] = []
+  if population.selection == "truncation":
+    copies = selection.truncation(scores, population.share, rng)
+  elif population.selection == "t_test":
+    each = [outcomes[member] for member in range(population.members)]
+    copies = selection.t_test(each, population.level, rng)
+
+  def explored(source: int) -> Settings:
+    return {
+      knob.key: knob.draw(rng)
+      if rng.random() < population.resample
+      else knob.perturb(settings[source][knob.key], population.factors, rng)
+      for knob in population.knobs
+    }
+
+  return [{**copy._asdict(), "settings": explored(copy.source)} for copy in copies]
+
+
+def _text(copy: Event, scores: list[float]) -> str:
+  member, source = copy["member"], copy["source"]
+  values = ", ".join(f"{key}={value:.4g}" for key, value in copy["settings"].items())
+  return f"  {member} ({scores[member]:.4g}) copies {source} ({scores[source]:.4g}): {values}"
+
+
+def _mean(returns: list[float]) -> float:
+  return float(np.mean(returns)) if returns else -math.inf

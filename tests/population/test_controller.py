@@ -1,0 +1,150 @@
+"""The controller on the toy of the PBT paper, also when it is killed anywhere."""
+
+import json
+
+import numpy as np
+import pytest
+
+from speedyzero_jax.config.fields import ConfigError
+from speedyzero_jax.population import config, controller
+from speedyzero_jax.population.config import Population
+from speedyzero_jax.population.controller import EventLog, Outcome
+from speedyzero_jax.population.selection import Knob
+
+KNOBS = (Knob("h0", 0.0, 1.0, False, False), Knob("h1", 0.0, 1.0, False, False))
+START = {0: {"h0": 1.0, "h1": 0.0}, 1: {"h0": 0.0, "h1": 0.9}}
+
+
+class Killed(Exception):
+  pass
+
+
+class Toy:
+  """Q = 1.2 - |theta|^2; a member climbs 1.2 - h0 theta0^2 - h1 theta1^2 (PBT, figure 2)."""
+
+  def __init__(self, state, kill_after=10**9):
+    self.state, self.left = state, kill_after
+
+  def tick(self):
+    self.left -= 1
+    if self.left < 0:
+      raise Killed
+
+  def train(self, members, round_):
+    for member, h in members.items():
+      self.tick()
+      done, theta = self.state[member]
+      if done <= round_:
+        for _ in range(4):
+          theta = theta - 0.02 * 2 * np.array([h["h0"], h["h1"]]) * theta
+        self.state[member] = round_ + 1, theta
+      self.tick()
+      yield Outcome(member, [float(1.2 - self.state[member][1] @ self.state[member][1])])
+
+  def copy(self, member, source, settings, round_):
+    self.tick()
+    self.state[member] = self.state[source]
+
+
+def toy_population(monkeypatch, **changes):
+  monkeypatch.setattr(controller, "initial", lambda _: {m: dict(h) for m, h in START.items()})
+  values = {"members": 2, "rounds": 60, "share": 0.5, "factors": (0.8, 1.25)}
+  return Population((), (), KNOBS, **values | changes)
+
+
+def start():
+  return {member: (0, np.array([0.9, 0.9])) for member in START}
+
+
+def play(population, path, state, kill_after=10**9):
+  log = EventLog(path)
+  try:
+    return controller.run(population, Toy(state, kill_after), log)
+  finally:
+    log.close()
+
+
+def test_alone_each_member_is_stuck_and_together_they_reach_the_optimum(monkeypatch, tmp_path):
+  alone = play(toy_population(monkeypatch, selection="none"), tmp_path / "a", start())
+  assert max(alone["scores"][-1]) == pytest.approx(1.2 - 0.81, abs=0.01)
+  together = play(toy_population(monkeypatch, resample=0.5), tmp_path / "b", start())
+  assert max(together["scores"][-1]) > 1.15
+
+
+def test_a_controller_killed_again_and_again_makes_the_same_decisions(monkeypatch, tmp_path):
+  population = toy_population(monkeypatch, resample=0.5, rounds=12)
+  whole = play(population, tmp_path / "whole", start())
+  state, rng = start(), np.random.default_rng(0)
+  result = None
+  for _ in range(200):
+    try:
+      result = play(population, tmp_path / "killed", state, kill_after=int(rng.integers(2, 9)))
+      break
+    except Killed:
+      with (tmp_path / "killed").open("ab") as file:
+        file.write(b'{"event": "trai')  # a write that was cut off
+  assert result == whole
+  assert (tmp_path / "killed").read_text() == (tmp_path / "whole").read_text()
+
+
+def test_members_that_fail_are_replaced(monkeypatch, tmp_path):
+  class Failing(Toy):
+    def train(self, members, round_):
+      for outcome in super().train(members, round_):
+        yield outcome._replace(returns=[]) if outcome.member == round_ == 0 else outcome
+
+  log = EventLog(tmp_path / "events")
+  result = controller.run(toy_population(monkeypatch, rounds=2), Failing(start()), log)
+  assert result["scores"][0][0] is None and result["scores"][1][0] is not None
+  (event,) = log.of("selected", 0)
+  assert [(c["member"], c["source"]) for c in event["copies"]] == [(0, 1)]
+  log.close()
+
+
+GOOD = """
+config: [impala]
+settings: [env.game=CartPole]
+explore:
+  optim.learning_rate: [1e-6, 1e-1, log]
+  loss.unroll_length: [5, 20, linear]
+"""
+
+
+def test_a_description_is_read(tmp_path):
+  path = tmp_path / "p.yaml"
+  path.write_text(GOOD + "factors: 0.5,2\nmembers: 4\n")
+  population = config.load(path)
+  assert population.members == 4 and population.factors == (0.5, 2.0)
+  assert population.knobs == (
+    Knob("optim.learning_rate", 1e-6, 0.1, True, False),
+    Knob("loss.unroll_length", 5, 20, False, True),
+  )
+
+
+@pytest.mark.parametrize(
+  "change, message",
+  [
+    (("members", "member"), "unknown key 'member'; there are members, rounds"),
+    (("members: 4", "members: 1"), "members: must lie in [2, 10000], got 1"),
+    (("optim.learning_rate", "optim.name"), "'optim.name' is no number among the settings of"),
+    (("1e-6", "0"), "optim.learning_rate: ['0', '1e-1', 'log'] is no range"),
+    (("1e-1", "1e99"), "optim.learning_rate: must lie in (0, 1e9], got 1e+99"),
+    (("[impala]", "[nonsense]"), "unknown preset 'nonsense'"),
+    (("CartPole", "CartPole, env.gam=x"), "unknown key 'env.gam'"),
+    (("explore:", "factor:"), "explore: settings with their ranges are needed"),
+  ],
+)
+def test_a_wrong_description_is_refused_in_one_line(tmp_path, change, message):
+  path = tmp_path / "p.yaml"
+  path.write_text((GOOD + "members: 4\n").replace(*change))
+  with pytest.raises(ConfigError) as caught:
+    config.load(path)
+  text = str(caught.value)
+  assert str(path) in text and message in text
+
+
+def test_events_survive_as_lines(tmp_path):
+  log = EventLog(tmp_path / "e")
+  log.append({"event": "selected", "round": 0, "copies": []})
+  log.close()
+  assert [json.loads(line) for line in (tmp_path / "e").read_text().splitlines()] == log.events
