@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from common import ROOT
+from costs import matmul_flops, median_seconds, peak_flops
 
 sys.path.insert(0, str(ROOT))  # a clone works without being installed
 
@@ -29,7 +30,6 @@ from speedyzero_jax.run.batch_pipeline import BatchPipeline, PreparedBatch
 from speedyzero_jax.run.builders import enable_compilation_cache
 from speedyzero_jax.system import memory
 from speedyzero_jax.system.compilation import Program
-from speedyzero_jax.system.costs import matmul_flops, median_seconds, peak_flops
 from speedyzero_jax.types import Segment
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.learner import Learner, make_mesh
