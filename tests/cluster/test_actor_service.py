@@ -209,7 +209,7 @@ def test_waits_and_restarts_are_reported(make_unit):
   unit = make_unit("actor.random_steps=10", refreshers=0)
   unit.fill(3)
   unit.join()
-  assert unit.roster.summary() == {"present/actors": 1, "restarts/actors": 0}
+  assert unit.roster.summary() == {"present/actors": 1}
   sequence = play_to_the_limit(unit, unit.player())
   assert len(unit.waits) == sequence > 2
   unit.grant(sequence), unit.grant(sequence)  # no answer yet: both are one wait
