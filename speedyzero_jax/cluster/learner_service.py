@@ -24,7 +24,6 @@ class LearnerService:
     experiment: of the unit.
     lanes: of each actor.
     refreshers: how many there are.
-    welcome: where refreshers find the frames.
     roster: of the unit's workers.
   """
 
@@ -34,7 +33,6 @@ class LearnerService:
     *,
     lanes: Sequence[range],
     refreshers: int,
-    welcome: messages.RefresherWelcome,
     roster: Roster,
   ):
     self._limiter, self._weights = experiment.limiter, experiment.weights
@@ -42,7 +40,7 @@ class LearnerService:
     self._roster = roster
     self._packed: dict[str, messages.Weights] = {}
     actors = ActorService(experiment, lanes, roster)
-    works = RefresherService(experiment, refreshers, welcome, roster)
+    works = RefresherService(experiment, refreshers, roster)
     self.join_actor, self.grant, self.append = actors.join_actor, actors.grant, actors.append
     self.join_refresher, self.work, self.result = works.join_refresher, works.work, works.result
     self.frames, self.execute = works.frames, works.execute

@@ -129,18 +129,17 @@ def _learn(
   # Certificates are for names.
   named = socket.gethostname() if config.topology.tls_certificate else rendezvous.address
   host = config.topology.host or named
-  with learner_process.membership_of(config, shape, role, rendezvous) as membership:
-    return train(
-      config,
-      folder,
-      resume=run.resume,
-      signals=signals,
-      membership=membership,
-      serving=lambda experiment: learner_process.serving(
-        experiment, shape, role, rendezvous, host=host, token=token
-      ),
-      saved=lambda: rendezvous.barrier("saved", _PATIENCE, range(shape.learners)),
-    )
+  return train(
+    config,
+    folder,
+    resume=run.resume,
+    signals=signals,
+    membership=learner_process.membership_of(config, shape, role, rendezvous),
+    serving=lambda experiment: learner_process.serving(
+      experiment, shape, role, rendezvous, host=host, token=token
+    ),
+    saved=lambda: rendezvous.barrier("saved", _PATIENCE, range(shape.learners)),
+  )
 
 
 def _serve(

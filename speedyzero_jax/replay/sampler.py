@@ -5,10 +5,9 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from speedyzero_jax.config.schema import PriorityConfig
-from speedyzero_jax.replay import snapshot
 from speedyzero_jax.replay.selector import Selection
 from speedyzero_jax.replay.staleness import NEVER, Stamps
-from speedyzero_jax.replay.storage import LaneStore, take
+from speedyzero_jax.replay.storage import LaneStore, slots_between, take
 from speedyzero_jax.replay.sum_tree import SumTree
 
 _GROUP = 256  # samples whose importance weights are normalised together
@@ -116,14 +115,17 @@ class PrioritizedSampler:
     mean, oldest = self._stamps.ages(learner_step)
     return {AGE_MEAN: mean, AGE_MAX: oldest}
 
+  def _live_leaves(self) -> np.ndarray:
+    return self._store.flat(*slots_between(self._store.tail, self._store.head))
+
   def state_dict(self) -> dict[str, np.ndarray]:
     """`priority` float64 and `priority_step` int32 of all live slots."""
-    leaf = self._store.flat(*snapshot.live_index(self._store))
+    leaf = self._live_leaves()
     return {"priority": self._tree.get(leaf), "priority_step": take(self._stamps.step, leaf)}
 
   def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
     """Restores `state_dict` into a new sampler."""
-    leaf = self._store.flat(*snapshot.live_index(self._store))
+    leaf = self._live_leaves()
     priority, step = state["priority"], state["priority_step"]
     self._tree.set(leaf, priority)
     self._stamps.set(leaf, np.where(priority > 0, step, NEVER))

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from speedyzero_jax.replay.storage import LaneStore, put, take
+from speedyzero_jax.replay.storage import LaneStore, put, slots_between, take
 
 
 def pack_rng(rng: np.random.Generator) -> np.ndarray:
@@ -20,17 +20,9 @@ def unpack_rng(packed: np.ndarray) -> np.random.Generator:
   return np.random.Generator(bits)
 
 
-def live_index(store: LaneStore) -> tuple[np.ndarray, np.ndarray]:
-  """All live slots, by lane, oldest first: (lane [N], time [N]) int64."""
-  count = store.head - store.tail
-  lane = np.repeat(np.arange(store.lanes), count)
-  offset = np.arange(len(lane)) - np.repeat(np.cumsum(count) - count, count)
-  return lane, store.tail[lane] + offset
-
-
 def export_store(store: LaneStore) -> dict[str, np.ndarray]:
-  """The contents of a store except the frames: live slots in `live_index` order."""
-  flat = store.flat(*live_index(store))
+  """The contents of a store except the frames: live slots by lane, oldest first."""
+  flat = store.flat(*slots_between(store.tail, store.head))
   state = {f"slot_{name}": take(array, flat) for name, array in store.fields.items()}
   return state | {
     "head": store.head.copy(),
@@ -47,7 +39,7 @@ def import_store(store: LaneStore, state: Mapping[str, np.ndarray]) -> None:
   """
   if not (np.array_equal(state["head"], store.head) and np.array_equal(state["tail"], store.tail)):
     raise ValueError("the state is not of the slots whose frames were imported")
-  flat = store.flat(*live_index(store))
+  flat = store.flat(*slots_between(store.tail, store.head))
   for name, array in store.fields.items():
     saved = state[f"slot_{name}"]
     if saved.shape != (len(flat), *array.shape[2:]) or saved.dtype != array.dtype:

@@ -29,6 +29,14 @@ def put(field: np.ndarray, flat: np.ndarray, values: np.ndarray) -> None:
   field.reshape(-1, *field.shape[2:])[flat] = values
 
 
+def slots_between(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Slots begin[lane] <= t < end[lane], by lane, oldest first: (lane [N], time [N]) int64."""
+  count = np.maximum(end - begin, 0)
+  lane = np.repeat(np.arange(len(count)), count)
+  offset = np.arange(len(lane)) - np.repeat(np.cumsum(count) - count, count)
+  return lane, begin[lane] + offset
+
+
 class LaneStore:
   """Rings of slots, arrays [L, capacity, ...]; slot t of a lane lives in cell t % capacity.
 
@@ -39,20 +47,12 @@ class LaneStore:
   are tail[lane] <= t < head[lane].
   """
 
-  def __init__(
-    self, schema: Schema, lanes: int, capacity: int, frame_memory: np.ndarray | None = None
-  ):
-    """Allocates the rings of L lanes.
-
-    `frame_memory` [L, capacity, H, W, C] holds the frames if they are shared with other processes.
-    """
+  def __init__(self, schema: Schema, lanes: int, capacity: int):
     cells = (lanes, capacity)
     self.schema, self.lanes, self.capacity = schema, lanes, capacity
     self.num_actions = schema.num_actions
     frame, *others = schema.columns
-    if frame_memory is None:
-      frame_memory = memory.zeros((*cells, *frame.shape), np.dtype(frame.dtype))
-    self.frame = frame_memory
+    self.frame = memory.zeros((*cells, *frame.shape), np.dtype(frame.dtype))
     columns = {c.name: np.zeros((*cells, *c.shape), c.dtype) for c in others}
     copies = {name: np.zeros_like(columns[source]) for name, source in schema.copies.items()}
     self.stamps = {name: Stamps(cells) for name in schema.stamps}

@@ -94,8 +94,8 @@ def _build(
   if warning := builders.capacity_problem(own, agent):
     logger.message(warning)
   inference = Inference(agent, local, report=logger.message)
-  seed, memory = unit_seed(config, "replay", membership), membership.frame_memory
-  replay = builders.make_replay(own, agent, local, logger.message, seed=seed, frame_memory=memory)
+  seed = unit_seed(config, "replay", membership)
+  replay = builders.make_replay(own, agent, local, logger.message, seed=seed)
   restored = recovery.restore(snapshot.templates(learner, agent)) if resume else None
   if restored is None:
     state = learner.init(jax.random.fold_in(jax.random.key(config.run.seed), INIT))

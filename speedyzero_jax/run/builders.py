@@ -51,11 +51,6 @@ def replay_capacity(config: Config, agent: Agent) -> int:
   return max(-(-wanted // config.actor.lanes), shortest_lane(config, agent))
 
 
-def frames_shape(config: Config, agent: Agent) -> tuple[int, ...]:
-  """[L, C, H, W, channels] of the replay's frames."""
-  return (config.actor.lanes, replay_capacity(config, agent), *agent.schema.frame.shape)
-
-
 def capacity_problem(config: Config, agent: Agent) -> str | None:
   """A warning if `replay.capacity` is too small to be kept to."""
   least = shortest_lane(config, agent)
@@ -85,13 +80,7 @@ def mean_stored(config: Config, agent: Agent, collected: int) -> float:
 
 
 def make_replay(
-  config: Config,
-  agent: Agent,
-  mesh: Mesh,
-  report: Callable[[str], None],
-  *,
-  seed: int,
-  frame_memory: np.ndarray | None = None,
+  config: Config, agent: Agent, mesh: Mesh, report: Callable[[str], None], *, seed: int
 ) -> Replay:
   """The configured replay, with its frames on the devices of the mesh if configured so."""
   return Replay(
@@ -103,7 +92,6 @@ def make_replay(
     rng_seed=seed,
     sweeps=[name for name, task in agent.tasks.items() if task.max_age],
     device_frames=frames_on_devices(config, agent, mesh, report),
-    frame_memory=frame_memory,
   )
 
 

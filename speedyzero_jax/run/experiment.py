@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from speedyzero_jax.agents.base import Agent, Task, Work
@@ -41,7 +40,6 @@ class Membership:
     acts: this process has a local actor.
     sweeps: this process runs the sweeps of the agent's tasks.
     durable: experience is on disk before it counts, for actors in other processes.
-    frame_memory: memory of the replay's frames.
     agree: publishes a number to all learner processes and returns those of all.
     share: publishes metrics and returns those to report on, in unit 0 the newest of all.
     meet: waits for all learner processes.
@@ -53,7 +51,6 @@ class Membership:
   acts: bool = True
   sweeps: bool = True
   durable: bool = False
-  frame_memory: np.ndarray | None = None
   agree: Callable[[int], Sequence[int]] = lambda step: [step]
   share: Callable[[Mapping[str, float]], Sequence[Mapping[str, float]]] = lambda numbers: [numbers]
   meet: Callable[[], object] = lambda: None

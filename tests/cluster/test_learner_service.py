@@ -70,7 +70,7 @@ def test_all_workers_hear_the_end_and_are_waited_for(make_unit):
   ended.join(0.05)
   # What a worker may need to finish what it is doing is still sent.
   assert len(unit.frames().lane) == 8 and unit.ask_weights().step == 0
-  for call in (lambda: unit.frames(unit.replay.frames_written), lambda: unit.ask_weights(have=0)):
+  for call in (lambda: unit.frames(unit.replay.heads), lambda: unit.ask_weights(have=0)):
     with pytest.raises(RunOver):
       call()
   segments, _ = unit.play(unit.player(), granted)

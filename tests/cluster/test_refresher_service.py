@@ -25,7 +25,7 @@ def test_a_sweep_by_refreshers_is_the_local_one(make_unit, task):
     unit.learn(8)
     blocks = 0
     while block := unit.work():
-      assert (block.task, block.step, block.frames) == (task, 6, unit.replay.frames_written)
+      assert (block.task, block.step, block.heads.tolist()) == (task, 6, unit.replay.heads.tolist())
       unit.result(block)
       blocks += 1
     (sweeper,) = local.sweepers
@@ -239,13 +239,12 @@ def test_waits_and_presence_are_reported(make_unit):
 # --- frames
 
 
-def fetch(unit, copy, sequence=0):
+def fetch(unit, copy, heads=None):
   """Follows the frames into a copy, as far as there are any; returns where to continue."""
-  while chunk := unit.frames(sequence, seconds=0.0):
-    assert len(chunk.lane) and chunk.sequence > sequence
-    copy[chunk.lane, chunk.cell] = chunk.frame
-    sequence = chunk.sequence
-  return sequence
+  while chunk := unit.frames(heads, seconds=0.0):
+    assert len(chunk.lane) and (heads is None or (chunk.heads >= heads).all())
+    copy[chunk.lane, chunk.cell], heads = chunk.frame, chunk.heads
+  return heads
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -254,17 +253,19 @@ def test_a_copy_of_the_frames_follows_lanes_that_forget(make_unit, seed):
   rng = np.random.default_rng(seed)
   unit = make_unit("actor.lanes=3", "replay.capacity=30", actors=3)
   unit.join_refresher()
-  copy, sequence = np.zeros_like(unit.replay.store.frame), 0
+  copy, heads = np.zeros_like(unit.replay.store.frame), None
   for actor in range(3):
     player = unit.player(actor, seed)
     for _ in range(int(rng.choice([1, 5, 40]))):
       segments, _ = unit.play(player, messages.Grant(99, False, 0, 0.0, False))
       unit.collector.take(segments, [], granted=0)
       if seed % 2 and rng.random() < 0.3:
-        sequence = fetch(unit, copy, sequence)
-  sequence = fetch(unit, copy, sequence)
+        heads = fetch(unit, copy, heads)
+  heads = fetch(unit, copy, heads)
   np.testing.assert_array_equal(copy, unit.replay.store.frame)
-  assert sequence == unit.replay.frames_written
+  np.testing.assert_array_equal(heads, unit.replay.heads)
+  for wrong in (heads[:2], heads.astype(np.int32)):
+    unit.refuses(lambda wrong=wrong: unit.frames(wrong), "heads must be")
 
 
 def test_a_request_for_frames_waits_for_them(make_unit):
@@ -276,4 +277,4 @@ def test_a_request_for_frames_waits_for_them(make_unit):
   thread.start()
   unit.fill(1)
   thread.join(10)
-  assert len(found[0].lane) == 3 == found[0].sequence
+  assert len(found[0].lane) == 3 == found[0].heads.sum()

@@ -1,7 +1,6 @@
 """Actors and refreshers behind a real service do what local ones would have done, to the bit."""
 
 import contextlib
-import os
 import threading
 import time
 
@@ -18,7 +17,7 @@ from speedyzero_jax.cluster import grpc_server, messages, remote_actor, remote_r
 from speedyzero_jax.cluster.codec import encode
 from speedyzero_jax.cluster.grpc_client import Client, Refused
 from speedyzero_jax.cluster.learner_process import max_message
-from speedyzero_jax.cluster.remote_refresher import FetchedFrames, MappedFrames
+from speedyzero_jax.cluster.remote_refresher import FrameCopy
 from speedyzero_jax.cluster.remote_weights import RemoteWeights
 from speedyzero_jax.config import loader
 from speedyzero_jax.metrics.aggregation import EpisodeStats
@@ -155,42 +154,17 @@ def test_an_actor_waits_for_the_weights_of_its_grant(make_unit, cluster, monkeyp
   assert not unit.limiter.lagging  # none waits for an actor that has left
 
 
-@pytest.fixture
-def shared_file():
-  """A descriptor of shared memory and its path, as a refresher hears it."""
-  descriptor = os.memfd_create("test")
-  yield descriptor, f"/proc/{os.getpid()}/fd/{descriptor}"
-  os.close(descriptor)
-
-
-def test_frames_are_mapped_where_their_file_is_the_learner_s(shared_file):
-  descriptor, path = shared_file
-  os.write(descriptor, b"abcdef")
-  link = os.readlink(path)
-  for wrong in ((path, "/memfd:other (deleted)"), (f"{path}000", link), (__file__, link), ("", "")):
-    assert not remote_refresher._mapped(messages.RefresherWelcome(*wrong), (2, 3), np.dtype("S1"))
-  frames = remote_refresher._mapped(messages.RefresherWelcome(path, link), (2, 3), np.dtype("S1"))
-  assert frames.gather(np.array([1]), np.array([[0, 2]]), 0).tolist() == [[b"d", b"f"]]
-
-
-@pytest.mark.parametrize("place", ["mapped", "fetched", "on devices"])
-def test_refreshers_compute_what_a_local_one_would(
-  make_unit, cluster, monkeypatch, place, shared_file
-):
+@pytest.mark.parametrize("on_devices", [False, True])
+def test_refreshers_compute_what_a_local_one_would(make_unit, cluster, monkeypatch, on_devices):
   unit = make_unit(*BATCH, "topology.bound_age=true", refreshers=2, durable=True)
   unit.fill(30)
-  descriptor, path = shared_file
-  os.write(descriptor, unit.replay.store.frame.tobytes())
-  unit.welcome(path, os.readlink(path) if place != "fetched" else "elsewhere", 2)
-  kind, gathered = MappedFrames if place == "mapped" else FetchedFrames, []
-  gather = kind.gather
+  gathered, gather = [], FrameCopy.gather
 
   def spied(*args):
     gathered.append(isinstance(windows := gather(*args), jax.Array))
     return windows
 
-  monkeypatch.setattr(kind, "gather", spied)
-  on_devices = place == "on devices"
+  monkeypatch.setattr(FrameCopy, "gather", spied)
   theirs = loader.override(unit.config, ["replay.frames=device"]) if on_devices else None
   with unit.twin() as local, cluster(unit) as served:
     for number in range(2):
@@ -261,8 +235,8 @@ def test_what_ends_a_subscription_is_raised_where_its_results_are_wanted(make_un
     with pytest.raises(ValueError, match="an array is"):
       RemoteWeights(client, 0, (ACTOR,), other, here).latest(ACTOR)
     with pytest.raises(Refused, match="has incarnation"):
-      FetchedFrames(client, 0, 7, unit.replay.store.frame).gather(
-        np.zeros(1, int), np.zeros((1, 2), int), 1
+      FrameCopy(client, 0, 7, unit.replay.store.frame, 3).gather(
+        np.zeros(1, int), np.zeros((1, 2), int), np.ones(3)
       )
 
 

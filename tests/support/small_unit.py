@@ -56,14 +56,9 @@ class Unit:
     self.roster = Roster(counts, self.waits.append, lambda: self.now)
     self.episodes = []
     experiment.collector.episodes.record = self.episodes.append
-    self.welcome("", "", refreshers)
-
-  def welcome(self, file: str, link: str, refreshers: int) -> None:
-    """Makes the service, with this answer to refreshers."""
     self.service = LearnerService(
-      self.experiment, lanes=self.lanes, refreshers=refreshers, roster=self.roster,
-      welcome=messages.RefresherWelcome(file, link),
-    )  # fmt: skip
+      experiment, lanes=self.lanes, refreshers=refreshers, roster=self.roster
+    )
 
   # --- calls
 
@@ -90,8 +85,9 @@ class Unit:
   def work(self, refresher=0, incarnation=0, seconds=SECONDS):
     return self.service.work(messages.WorkRequest(refresher, incarnation), seconds)
 
-  def frames(self, sequence=0, refresher=0, incarnation=0, seconds=SECONDS):
-    return self.service.frames(messages.FramesRequest(refresher, incarnation, sequence), seconds)
+  def frames(self, heads=None, refresher=0, incarnation=0, seconds=SECONDS):
+    heads = np.zeros_like(self.replay.heads) if heads is None else heads
+    return self.service.frames(messages.FramesRequest(refresher, incarnation, heads), seconds)
 
   def result(self, block, refresher=0, incarnation=0, *, step=None, arrays=None):
     """The result of a block; by default what its task makes of the frames."""
