@@ -26,14 +26,14 @@ from speedyzero_jax.envs.batched_env import VECTOR_GAMES, make_env
 from speedyzero_jax.metrics.aggregation import PartTimes
 from speedyzero_jax.replay.replay import Replay, Selection
 from speedyzero_jax.run import builders
-from speedyzero_jax.run.batch_pipeline import BatchPipeline, PreparedBatch
+from speedyzero_jax.run.batch_pipeline import PreparedBatch, draw
 from speedyzero_jax.run.builders import enable_compilation_cache
 from speedyzero_jax.system import memory
 from speedyzero_jax.system.compilation import Program
 from speedyzero_jax.types import Segment
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.learner import Learner, make_mesh
-from speedyzero_jax.workers.sweeper import TaskRunner, make_sweepers, write_results
+from speedyzero_jax.workers.sweeper import make_sweepers, run_task, write_results
 from speedyzero_jax.workers.weights import WeightsStore
 
 memory.keep_freed()  # as a run does
@@ -159,12 +159,11 @@ def batch_drawing(
 
   def execute(works: list[Work], learner_step: int) -> None:
     if model is not None:
-      runner = TaskRunner(agent, model.inference, replay, model.weights)
+      key = jax.random.key(learner_step)
       for work in works:
-        runner.run(work, jax.random.key(learner_step))
+        run_task(agent.tasks[work.task], model.inference, replay, model.weights, work, key)
 
-  pipeline = BatchPipeline(agent, replay, config.learner.batch_size, execute, PartTimes())
-  return lambda: pipeline.draw(0)
+  return lambda: draw(agent, replay, config.learner.batch_size, 0, execute, PartTimes())
 
 
 class Training:

@@ -33,7 +33,7 @@ class ActorService:
   def __init__(self, experiment: Experiment, lanes: Sequence[range], roster: Roster):
     self._collector, self._limiter = experiment.collector, experiment.limiter
     self._replay, self._weights = experiment.replay, experiment.weights
-    self._ready = experiment.pipeline.ready
+    self._ready = experiment.ready
     self._sessions = [_Session(Worker("actor", i), part) for i, part in enumerate(lanes)]
     self._roster = roster
 

@@ -53,7 +53,6 @@ def membership_of(
     for unit in range(topology.learners)
     for device in [x for x in devices if x.process_index == unit][:per_process]
   ]
-  agree = _agreement(rendezvous, role.unit, topology.learners)
   return Membership(
     unit=role.unit,
     units=topology.learners,
@@ -61,9 +60,8 @@ def membership_of(
     acts=not topology.serving("actor", role.unit),
     sweeps=not topology.serving("refresher", role.unit),
     durable=True,
-    agree=agree,
+    agree=_agreement(rendezvous, role.unit, topology.learners),
     share=_sharing(rendezvous, role.unit),
-    meet=lambda: agree(0),
   )
 
 

@@ -1,4 +1,4 @@
-"""Rendezvous of a run's processes: membership, key-value store and barriers of jax.distributed.
+"""Rendezvous of a run's processes: membership and key-value store of jax.distributed.
 
 The only module that uses private parts of jax: its distributed client, cluster detection, and the
 writer of its compilation cache.
@@ -134,19 +134,6 @@ class Rendezvous:
   def count(self, name: str) -> int:
     """The number of earlier calls with this name, by any process."""
     return int(self._client.key_value_increment(_PREFIX + name, 1)) - 1
-
-  def barrier(self, name: str, timeout: float, processes: Sequence[int] | None = None) -> None:
-    """Waits until these processes (None: all) have called it. Each name can be used once.
-
-    Raises RendezvousError after `timeout` seconds, also if one of them has died earlier (observed
-    with jax 0.10.2; it is why actors may die without consequences for others).
-    """
-    try:
-      self._client.wait_at_barrier(_PREFIX + name, int(timeout * 1000), processes)
-    except jax.errors.JaxRuntimeError as error:
-      raise RendezvousError(
-        f"not all processes reached '{name}' within {timeout:.0f} s: {error}"
-      ) from error
 
   def devices(self, processes: Sequence[int]) -> list[jax.Device]:
     """The devices of these processes, ordered by process and id, to make a mesh of."""

@@ -24,7 +24,7 @@ from speedyzero_jax.run.train import FAILED, train
 from speedyzero_jax.workers.weights import DivergedError
 
 _TOKEN, _MIN_TOKEN = 32, 16  # bytes: of random ones, and in a file
-_PATIENCE = 600.0  # seconds for which processes wait for each other to start, and to save
+_PATIENCE = 600.0  # seconds for which processes wait for each other to start
 
 
 class Run(NamedTuple):
@@ -138,7 +138,6 @@ def _learn(
     serving=lambda experiment: learner_process.serving(
       experiment, shape, role, rendezvous, host=host, token=token
     ),
-    saved=lambda: rendezvous.barrier("saved", _PATIENCE, range(shape.learners)),
   )
 
 

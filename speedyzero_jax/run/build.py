@@ -30,7 +30,7 @@ from speedyzero_jax.run.recovery import RecoveryManager
 from speedyzero_jax.workers.actor import LocalActor
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.learner import Learner, make_mesh
-from speedyzero_jax.workers.sweeper import TaskRunner, make_sweepers
+from speedyzero_jax.workers.sweeper import make_sweepers
 from speedyzero_jax.workers.weights import ACTOR, WeightsStore
 
 
@@ -120,7 +120,6 @@ def _build(
     weights=weights,
     limiter=limiter,
     collector=Collector(replay, limiter, weights, logger, episodes, times, recovery.append),
-    runner=TaskRunner(agent, inference, replay, weights),
     sweepers=make_sweepers(agent, config.actor.weights_interval),
     recovery=recovery,
     state=state,

@@ -34,7 +34,6 @@ def train(
   signals: Signals,
   membership: Membership = ALONE,
   serving: Callable[[Experiment], contextlib.AbstractContextManager] = contextlib.nullcontext,
-  saved: Callable[[], None] = lambda: None,
 ) -> int:
   """Runs to the end, or until a signal.
 
@@ -45,7 +44,6 @@ def train(
     signals: entered.
     membership: of this process; the first learner process evaluates, and reports on all.
     serving: context in which the roles run, with the service for actors and refreshers.
-    saved: called after the final checkpoint.
 
   Returns:
     The exit code.
@@ -70,7 +68,7 @@ def train(
       forecast = Forecast(logger.message)
       experiment = build(config, folder, logger, resume=resume, membership=membership)
       with contextlib.closing(experiment):
-        return _run(experiment, folder, signals, forecast, serving, saved)
+        return _run(experiment, folder, signals, forecast, serving)
     except (TrainingError, DivergedError, CheckpointError, JournalError, OSError) as error:
       return _fail(logger, str(error))
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
@@ -83,7 +81,6 @@ def _run(
   signals: Signals,
   forecast: Forecast,
   serving: Callable[[Experiment], contextlib.AbstractContextManager],
-  saved: Callable[[], None],
 ) -> int:
   logger, limiter = experiment.logger, experiment.limiter
   signals.on_stop = experiment.interrupt
@@ -97,10 +94,12 @@ def _run(
       if experiment.config.profile.steps:
         profiler.attach(experiment, folder, timings)
     finished = loops.run(experiment)
-  if signals.came() and not limiter.env_steps:
+  empty = signals.came() and not limiter.env_steps
+  if not empty:
+    snapshot.save(experiment, required=True)
+  experiment.membership.agree(0)  # the first learner to end would abort others that are saving
+  if empty:
     return _nothing_saved(logger, folder, signals)
-  snapshot.save(experiment, required=True)
-  saved()
   if not finished:
     logger.message(
       f"stopped and saved at learner step {limiter.learner_steps}; continue with --resume {folder}"

@@ -93,7 +93,7 @@ def test_a_batch_is_split_and_waited_for_and_computed_as_by_one_process(make_uni
     thread.join(10)
     assert done and unit.work() is None
     for work in works:
-      local.runner.run(work, jax.random.key(5))
+      local.run_task(work, jax.random.key(5))
     assert_same(unit.replay, local.replay, besides={"rng"})
 
 

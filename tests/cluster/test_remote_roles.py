@@ -176,7 +176,7 @@ def test_refreshers_compute_what_a_local_one_would(make_unit, cluster, monkeypat
       assert done
       local.weights.publish(step, unit.agent.init(number=step))
       for work in works:
-        local.runner.run(work, jax.random.key(0))
+        local.run_task(work, jax.random.key(0))
     assert set(gathered) == {on_devices}
     assert unit.replay.state_dict()["slot_policy_step"].max() == 9
     assert_same(unit.replay, local.replay, besides={"rng"})

@@ -137,7 +137,7 @@ class Unit:
 
   def learn_in_thread(self) -> threading.Thread:
     """Counts learner steps as they fall due, to the last one."""
-    limiter, ready = self.limiter, self.experiment.pipeline.ready
+    limiter, ready = self.limiter, self.experiment.ready
 
     def body():
       while not limiter.stopping and limiter.learner_steps < self.config.learner.steps:
