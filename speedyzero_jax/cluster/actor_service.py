@@ -90,7 +90,7 @@ class ActorService:
         steps=steps,
         # Fewer than wanted are all there were, whatever was released since: other lanes are cut.
         closing=steps < wanted or not self._limiter.pool,
-        weights=self._weights.latest(ACTOR).step if self._limiter.bounds_lag else 0,
+        weights=self._weights.latest(ACTOR).step,
         progress=self._limiter.progress,
         random=self._limiter.playing_randomly,
       )

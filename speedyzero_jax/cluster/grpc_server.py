@@ -21,7 +21,7 @@ TOKEN = "speedyzero-token-bin"  # key of the metadata; -bin: its value is bytes
 POLL_SECONDS = 2.0  # longest wait of a poll, and so the time that a lost caller holds a thread
 KEEPALIVE_SECONDS = 5.0  # between pings of a silent peer, and for its answer
 
-_THREADS = 6  # per client: the calls it may have open at once, and a spare
+_THREADS = 2  # per client: for its call, and one before whose caller was lost
 _MAX_TEXT = 1000  # characters of an error: gRPC limits metadata
 _MAX_LOGGED = 1000  # hosts and calls remembered
 
@@ -96,7 +96,7 @@ def serve(
     address: host:port to listen on; port 0 picks a free one.
     token: secret of the run that callers must send.
     max_bytes: of any message.
-    clients: number of processes that will call; each may have six calls open at once.
+    clients: number of processes that will call, each from one thread.
     tls: None for plain TCP, where the token can be read on the network.
 
   Raises:

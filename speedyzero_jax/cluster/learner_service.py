@@ -10,7 +10,6 @@ import numpy as np
 
 from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.actor_service import ActorService
-from speedyzero_jax.cluster.grpc_server import RunOver
 from speedyzero_jax.cluster.refresher_service import RefresherService
 from speedyzero_jax.cluster.roster import Roster, Worker
 from speedyzero_jax.run.experiment import Experiment
@@ -51,17 +50,12 @@ class LearnerService:
     self._limiter.notify()
     self._roster.wait_for_dismissal(patience)
 
-  def weights(self, request: messages.WeightsRequest, seconds: float) -> messages.Weights | None:
-    """The newest version of a subscription, if the worker does not have it."""
-    worker = Worker("actor" if request.subscriber == ACTOR else "refresher", request.number)
-    self._roster.beat(worker)
-    over = self._roster.over
-    have = -1 if request.have is None else request.have
-    version = self._weights.wait_newer(request.subscriber, have, 0.0 if over else seconds)
-    if version is None:
-      if self._roster.over:  # not before: a block may need the newest
-        raise RunOver("the run has ended")
-      return None
+  def weights(self, request: messages.WeightsRequest) -> messages.Weights:
+    """The newest version of a subscription; also after the end, for what was begun before."""
+    self._roster.beat(
+      Worker("actor" if request.subscriber == ACTOR else "refresher", request.number)
+    )
+    version = self._weights.latest(request.subscriber)
     packed = self._packed.get(request.subscriber)
     if packed is None or packed.step != version.step:  # two threads may pack the same; no harm
       arrays = {

@@ -75,11 +75,10 @@ class Grant(NamedTuple):
 
 
 class WeightsRequest(NamedTuple):
-  """Request for weights newer than the subscriber has; also a sign that the process is alive."""
+  """Request for the newest weights of a subscription."""
 
   number: int  # of the actor or refresher
   subscriber: str
-  have: int | None  # learner step
 
 
 class Weights(NamedTuple):
@@ -151,10 +150,10 @@ CALLS: Mapping[str, Call] = {  # by method of the service and of the client
   "join_refresher": Call(RefresherJoin, Ok),
   "append": Call(Append, Acknowledged),
   "grant": Call(GrantRequest, Grant, poll=True),
-  "weights": Call(WeightsRequest, Weights, poll=True),
+  "weights": Call(WeightsRequest, Weights),
   "work": Call(WorkRequest, Block, poll=True),
   "result": Call(Result, Ok),
-  "frames": Call(FramesRequest, FramesChunk, poll=True),
+  "frames": Call(FramesRequest, FramesChunk),
 }
 
 

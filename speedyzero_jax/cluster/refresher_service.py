@@ -12,7 +12,6 @@ import numpy as np
 
 from speedyzero_jax.agents.base import Work
 from speedyzero_jax.cluster import messages
-from speedyzero_jax.cluster.grpc_server import RunOver
 from speedyzero_jax.cluster.roster import Roster, Worker
 from speedyzero_jax.run.experiment import Experiment
 from speedyzero_jax.workers.sweeper import write_results
@@ -169,22 +168,17 @@ class RefresherService:
         if handed.batch is batch:
           handed.batch = None
 
-  def frames(self, request: messages.FramesRequest, seconds: float) -> messages.FramesChunk | None:
-    """Frames of the slots that a refresher does not have yet."""
+  def frames(self, request: messages.FramesRequest) -> messages.FramesChunk:
+    """Frames of slots that a refresher does not have yet; also after the end, as `weights`."""
     worker = Worker("refresher", request.refresher)
     self._roster.beat(worker)
     self._roster.check(worker, request.incarnation)
-    replay, roster = self._replay, self._roster
+    replay = self._replay
     if (request.heads.shape, request.heads.dtype) != (replay.heads.shape, np.int64):
       raise ValueError(f"heads must be int64 [{replay.store.lanes}]")
-    self._limiter.wait_for(lambda: roster.over or (replay.heads > request.heads).any(), seconds)
     heads, lane, cell, frame = replay.frames_since(
       request.heads, max(1, min(256, _CHUNK // replay.schema.slot_bytes))
     )
-    if not len(lane):
-      if roster.over:  # not before: a block may need the frames
-        raise RunOver("the run has ended")
-      return None
     return messages.FramesChunk(heads, lane.astype(np.int32), cell.astype(np.int32), frame)
 
 

@@ -40,7 +40,7 @@ def act(config: Config, agent: Agent, client: Client, role: Role, incarnation: i
   own_seed = derived_seed(config.run.seed, str(role), distinct)
   env = make_env(config.env, lanes, own_seed, training=True)
   like = jax.eval_shape(agent.init, jax.random.key(0))
-  weights = RemoteWeights(client, number, (ACTOR,), like, jax.local_devices()[0])
+  weights = RemoteWeights(client, number, like, jax.local_devices()[0])
   inference = Inference(agent, report=_report)
   actor = Actor(
     config,

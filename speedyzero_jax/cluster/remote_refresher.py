@@ -11,7 +11,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from speedyzero_jax.agents.base import Agent
 from speedyzero_jax.cluster import messages
-from speedyzero_jax.cluster.following import Following
 from speedyzero_jax.cluster.grpc_client import Client
 from speedyzero_jax.cluster.remote_weights import RemoteWeights
 from speedyzero_jax.config.schema import Config
@@ -26,36 +25,32 @@ from speedyzero_jax.workers.learner import make_mesh
 _report = functools.partial(print, flush=True)
 
 
-class FrameCopy(Following):
-  """A copy of the frames that follows the learner's: on devices, or an array on the host."""
+class FrameCopy:
+  """A copy of the learner's frames: on devices, or an array on the host.
+
+  Args:
+    client: of the unit.
+    session: number and incarnation of the refresher.
+    frames: to copy to.
+    lanes: of the unit.
+  """
 
   def __init__(
-    self,
-    client: Client,
-    number: int,
-    incarnation: int,
-    frames: DeviceFrames | np.ndarray,
-    lanes: int,
+    self, client: Client, session: tuple[int, int], frames: DeviceFrames | np.ndarray, lanes: int
   ):
-    super().__init__()
-    self._client, self._session, self._frames = client, (number, incarnation), frames
+    self._client, self._session, self._frames = client, session, frames
     self._heads = np.zeros(lanes, np.int64)  # of the slots copied
-    self.follow("frames", self._update)
-
-  def _update(self) -> None:
-    request = messages.FramesRequest(*self._session, self._heads)
-    chunk: messages.FramesChunk = self._client.call(request)
-    if isinstance(self._frames, DeviceFrames):
-      self._frames.write(chunk.lane, chunk.cell, chunk.frame)
-    else:
-      self._frames[chunk.lane, chunk.cell] = chunk.frame
-    with self.changed:
-      self._heads = chunk.heads
-      self.changed.notify_all()
 
   def gather(self, lane: np.ndarray, cell: np.ndarray, heads: np.ndarray) -> Array:
-    """Frames [n, w, ...] of cells, once all slots before these heads are copied."""
-    self.wait_for(lambda: bool((self._heads >= heads).all()))
+    """Frames [n, w, ...] of cells, after all slots before these heads are copied."""
+    while (self._heads < heads).any():
+      request = messages.FramesRequest(*self._session, self._heads)
+      chunk: messages.FramesChunk = self._client.call(request)
+      if isinstance(self._frames, DeviceFrames):
+        self._frames.write(chunk.lane, chunk.cell, chunk.frame)
+      else:
+        self._frames[chunk.lane, chunk.cell] = chunk.frame
+      self._heads = chunk.heads
     if isinstance(self._frames, DeviceFrames):
       return self._frames.gather(lane, cell)
     return self._frames[lane[:, None], cell]
@@ -70,10 +65,10 @@ def refresh(config: Config, agent: Agent, client: Client, role: Role, incarnatio
   held = frames_on_devices(config, agent, mesh, _report) or memory.zeros(
     (lanes, replay_capacity(config, agent), *frame.shape), np.dtype(frame.dtype)
   )
-  frames = FrameCopy(client, number, incarnation, held, lanes)
+  frames = FrameCopy(client, (number, incarnation), held, lanes)
   like = jax.eval_shape(agent.init, jax.random.key(0))
   everywhere = NamedSharding(mesh, PartitionSpec())
-  weights = RemoteWeights(client, number, tuple(agent.subscriptions), like, everywhere)
+  weights = RemoteWeights(client, number, like, everywhere)
   inference = Inference(agent, mesh, report=_report)
   key = jax.random.key(derived_seed(config.run.seed, str(role), incarnation))
   while True:

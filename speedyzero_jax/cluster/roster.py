@@ -1,7 +1,7 @@
 """The actors and refreshers of a unit: their incarnations, waits and signs of life.
 
-Each process asks for weights every `grpc_server.POLL_SECONDS`, so one that is silent for `TIMEOUT`
-is dead or hangs.
+Each process calls at every step or block, and every `grpc_server.POLL_SECONDS` while it waits for
+one: if it is silent for `TIMEOUT`, it is dead, hangs or compiles.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from speedyzero_jax.cluster.grpc_server import RunOver
 from speedyzero_jax.metrics import names
 from speedyzero_jax.run.topology import Kind
 
-TIMEOUT = 10.0  # seconds of silence after which a process does not count as alive
+TIMEOUT = 30.0  # seconds of silence after which a process does not count as alive
 
 
 class Worker(NamedTuple):

@@ -1,6 +1,5 @@
 """Blocks of states, their results and frames when refreshers die, repeat calls, or come late."""
 
-import threading
 from types import SimpleNamespace
 
 import jax
@@ -9,6 +8,7 @@ import pytest
 
 from small_unit import BATCH, SWEEP, assert_same
 from speedyzero_jax.cluster import messages, refresher_service
+from speedyzero_jax.cluster.roster import TIMEOUT
 from speedyzero_jax.metrics import names
 from speedyzero_jax.run import steps
 
@@ -132,7 +132,7 @@ def test_the_learner_waits_for_live_refreshers_only(make_unit):
   unit.work(seconds=5)
   thread.join(0.1)
   assert not done
-  unit.now += 11  # it hangs
+  unit.now += TIMEOUT + 1  # it hangs
   thread.join(10)
   assert done
 
@@ -141,7 +141,7 @@ def test_with_bound_age_the_learner_waits_until_the_end_of_the_run(make_unit):
   unit = batch_unit(make_unit, "topology.block_timeout=0.1", "topology.bound_age=true")
   _, thread, done = unit.executing()
   held = unit.work(seconds=5)
-  unit.now += 11
+  unit.now += TIMEOUT + 1
   thread.join(1.3)
   assert not done
   unit.result(held)
@@ -241,8 +241,8 @@ def test_waits_and_presence_are_reported(make_unit):
 
 def fetch(unit, copy, heads=None):
   """Follows the frames into a copy, as far as there are any; returns where to continue."""
-  while chunk := unit.frames(heads, seconds=0.0):
-    assert len(chunk.lane) and (heads is None or (chunk.heads >= heads).all())
+  while len((chunk := unit.frames(heads)).lane):
+    assert heads is None or (chunk.heads >= heads).all()
     copy[chunk.lane, chunk.cell], heads = chunk.frame, chunk.heads
   return heads
 
@@ -266,15 +266,3 @@ def test_a_copy_of_the_frames_follows_lanes_that_forget(make_unit, seed):
   np.testing.assert_array_equal(heads, unit.replay.heads)
   for wrong in (heads[:2], heads.astype(np.int32)):
     unit.refuses(lambda wrong=wrong: unit.frames(wrong), "heads must be")
-
-
-def test_a_request_for_frames_waits_for_them(make_unit):
-  unit = make_unit()
-  unit.join_refresher()
-  assert unit.frames() is None
-  found = []
-  thread = threading.Thread(target=lambda: found.append(unit.frames(seconds=20)), daemon=True)
-  thread.start()
-  unit.fill(1)
-  thread.join(10)
-  assert len(found[0].lane) == 3 == found[0].heads.sum()

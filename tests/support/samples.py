@@ -39,7 +39,7 @@ def one_of_each() -> dict[type, Any]:
     messages.Acknowledged(np.array([7, 8], np.int64)),
     messages.GrantRequest(1, 2, 3, 4),
     messages.Grant(4, True, 11, 0.25, False),
-    messages.WeightsRequest(1, "actor", None),
+    messages.WeightsRequest(1, "actor"),
     messages.Weights(12, weights),
     messages.WorkRequest(2, 3),
     messages.Block(6, "search", lane, np.array([[0, 1, 2], [3, 4, 4]], np.int32), 10, heads),

@@ -76,8 +76,8 @@ class Unit:
       messages.Append(actor, incarnation, sequence, messages.pack(segments), score, length)
     )
 
-  def ask_weights(self, subscriber=ACTOR, have=None, seconds=SECONDS):
-    return self.service.weights(messages.WeightsRequest(0, subscriber, have), seconds)
+  def ask_weights(self, subscriber=ACTOR):
+    return self.service.weights(messages.WeightsRequest(0, subscriber))
 
   def join_refresher(self, refresher=0, incarnation=0):
     return self.service.join_refresher(messages.RefresherJoin(refresher, incarnation))
@@ -85,9 +85,9 @@ class Unit:
   def work(self, refresher=0, incarnation=0, seconds=SECONDS):
     return self.service.work(messages.WorkRequest(refresher, incarnation), seconds)
 
-  def frames(self, heads=None, refresher=0, incarnation=0, seconds=SECONDS):
+  def frames(self, heads=None, refresher=0, incarnation=0):
     heads = np.zeros_like(self.replay.heads) if heads is None else heads
-    return self.service.frames(messages.FramesRequest(refresher, incarnation, heads), seconds)
+    return self.service.frames(messages.FramesRequest(refresher, incarnation, heads))
 
   def result(self, block, refresher=0, incarnation=0, *, step=None, arrays=None):
     """The result of a block; by default what its task makes of the frames."""
