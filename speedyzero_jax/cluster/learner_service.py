@@ -17,14 +17,7 @@ from speedyzero_jax.workers.weights import ACTOR
 
 
 class LearnerService:
-  """Serves one unit; all methods may be called from many threads at once.
-
-  Args:
-    experiment: of the unit.
-    lanes: of each actor.
-    refreshers: how many there are.
-    roster: of the unit's workers.
-  """
+  """Serves one unit, with these lanes of each actor and so many refreshers. Thread-safe."""
 
   def __init__(
     self,

@@ -21,16 +21,9 @@ _report = functools.partial(print, flush=True)
 
 
 def act(config: Config, agent: Agent, client: Client, role: Role, incarnation: int) -> None:
-  """Acts until everything is collected.
+  """Acts until everything is collected; raises RunOver if the run ends before that.
 
-  Args:
-    config: of the unit.
-    agent: that acts.
-    client: of the unit.
-    role: of this process.
-    incarnation: larger than that of any earlier process in this role, since the learner started.
-
-  Raises what `Client.call` raises: RunOver if the run ends before that.
+  `incarnation` is larger than that of any earlier process in this role, since the learner started.
   """
   number = role.number
   welcome: messages.ActorWelcome = client.call(messages.ActorJoin(number, incarnation))

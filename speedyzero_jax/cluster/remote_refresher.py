@@ -26,14 +26,7 @@ _report = functools.partial(print, flush=True)
 
 
 class FrameCopy:
-  """A copy of the learner's frames: on devices, or an array on the host.
-
-  Args:
-    client: of the unit.
-    session: number and incarnation of the refresher.
-    frames: to copy to.
-    lanes: of the unit.
-  """
+  """A copy of the frames in a unit's lanes: on devices, or an array on the host."""
 
   def __init__(
     self, client: Client, session: tuple[int, int], frames: DeviceFrames | np.ndarray, lanes: int

@@ -10,13 +10,9 @@ from speedyzero_jax.workers.weights import Version
 
 
 class RemoteWeights:
-  """The newest versions fetched of the weights for some subscribers.
+  """The newest weights fetched for each subscriber, of the shapes and types in `like`.
 
-  Args:
-    client: of the unit.
-    number: of the actor or refresher.
-    like: shapes and types of the network's variables.
-    where: to put them; a device, or several with a copy on each.
+  They are put `where`: on a device, or on several with a copy on each.
   """
 
   def __init__(

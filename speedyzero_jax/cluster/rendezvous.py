@@ -63,15 +63,9 @@ def detect() -> Place | None:
 class Rendezvous:
   """Membership of this process in the run. Create it before any other use of jax.
 
-  Args:
-    place: of this process.
-    devices: ids of the accelerators to use; None for all, in clusters that jax detects, too.
-    timeout: seconds to wait for the coordinator.
-
-  `address` is the one at which other processes reach this machine.
-
-  Raises:
-    RendezvousError: the coordinator could not be reached or refused.
+  The process uses the accelerators with the ids in `devices` (None: all, in clusters that jax
+  detects, too). Other processes reach this machine at `address`. Raises RendezvousError if the
+  coordinator refuses, or can't be reached in `timeout` seconds.
   """
 
   def __init__(self, place: Place, *, devices: Sequence[int] | None = None, timeout: int = 300):

@@ -41,10 +41,8 @@ class _State:
 class Roster:
   """The workers that serve one unit. Thread-safe; an unknown worker raises ValueError.
 
-  Args:
-    counts: workers of each kind.
-    mean: takes metrics that are averaged: `queue/KIND_wait_seconds`, once for each wait.
-    clock: seconds, from any origin.
+  `counts` has the workers of each kind; `mean` takes the metric `queue/KIND_wait_seconds` once for
+  each wait.
   """
 
   def __init__(

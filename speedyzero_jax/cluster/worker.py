@@ -48,12 +48,9 @@ def main(
   Args:
     place: of this process.
     open_folder: opens the run's folder, in process 0 only; its argument is to be called with the
-      configuration before devices are used.
+      configuration before devices are used. May raise ConfigError or RunFolderError.
     resume: the run is continued; process 0 decides.
     devices: ids of the accelerators to use; None for all.
-
-  Raises:
-    ConfigError, RunFolderError: the run is impossible.
   """
   signals = Signals()
   try:

@@ -28,13 +28,10 @@ class MetricsLogger:
 
   Args:
     config: of the run, or of one learner's share of it.
-    folder: of the run.
+    folder: of the run. Raises OSError if the files cannot be opened.
     resume_step: None for a new run, else the learner step it resumes from.
     exchange: publishes this learner's values and returns all learners' newest, or only these; they
       are combined into the run's. Called from any thread, but not twice at once.
-
-  Raises:
-    OSError: the files cannot be opened.
   """
 
   def __init__(

@@ -38,12 +38,8 @@ _SHOWN = (
 class Display:
   """The progress of a run on one or more streams. A context manager; thread-safe.
 
-  Args:
-    config: of the run.
-    folder: of the run.
-    streams: where to show it, by default standard output and what `TERMINAL` names. Capable
-      terminals outside CI get bars, others plain lines.
-    clock: seconds, from any origin.
+  Streams are by default standard output and what `TERMINAL` names. Capable terminals outside CI get
+  bars, others plain lines.
   """
 
   def __init__(

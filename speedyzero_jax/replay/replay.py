@@ -41,15 +41,9 @@ class Replay:
     sweeps: Sequence[str] = (),
     device_frames: DeviceFrames | None = None,
   ):
-    """Makes an empty replay.
+    """Makes an empty replay, with the selector that `make_selector` gives and the named sweeps.
 
-    Args:
-      schema, lanes, capacity: of the storage (see `LaneStore`).
-      make_selector: makes the selector from the storage.
-      frame_stack: S.
-      rng_seed: of selection.
-      sweeps: names of the sweeps.
-      device_frames: where windows are gathered, if not in host memory.
+    Windows are gathered from `device_frames`, or in host memory. `rng_seed` is of selection.
     """
     self.schema, self._stack = schema, frame_stack
     self.store = LaneStore(schema, lanes, capacity)
@@ -238,12 +232,7 @@ class Replay:
   ) -> None:
     """Replaces values [B, ...] by results of learner step `step`, unless newer ones are stored.
 
-    Args:
-      stamp: of the schema.
-      lane: of the slots.
-      time: of the slots; for repeated ones the last value counts.
-      step: learner step of the weights.
-      columns: values by column of this stamp.
+    `columns` are of the named stamp. For repeated slots the last value counts.
     """
     with self.lock:
       found, safe = self.present(lane, time)

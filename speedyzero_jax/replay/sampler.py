@@ -20,15 +20,9 @@ class PrioritizedSampler:
 
   A transition is *eligible* if an action was taken in its state, the frames of the state's stack
   are stored, and its targets are final: its episode has ended, or `lookahead` further slots are
-  stored. Newly eligible transitions get the current maximum priority.
-
-  Args:
-    store: of the transitions; a lane has room for `stack + lookahead` slots.
-    config: exponents and minimum priority, which keeps eligible transitions reachable.
-    stack: frames in an observation.
-    lookahead: slots after a state that its targets depend on.
-    first_step: learner steps [m] of the weights behind the stored values of slots (lane [m],
-      time [m]), recorded as the age of their first priority.
+  stored. Newly eligible transitions get the current maximum priority; its age is that of the
+  learner steps [m] that `first_step` gives for slots (lane [m], time [m]). A lane has room for
+  `stack + lookahead` slots.
   """
 
   def __init__(
@@ -140,12 +134,7 @@ def importance_weights(
   They are divided by the maximum of each group of 256 consecutive samples, EfficientZero's batch
   size: the maximum of a larger batch is larger, so that dividing by it would lower all weights, and
   with them the effective learning rate, as the batch grows. Samples are independent, so groups are
-  alike.
-
-  Args:
-    probability: [B], of drawing each sample.
-    config: exponents and the least weight.
-    progress: share of training done, in [0, 1].
+  alike. `progress` is the share of training done, in [0, 1].
   """
   beta = config.beta_start + progress * (config.beta_end - config.beta_start)
   weight = probability**-beta

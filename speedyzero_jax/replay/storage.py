@@ -80,13 +80,8 @@ class LaneStore:
   def append(self, segments: Sequence[Segment]) -> tuple[np.ndarray, np.ndarray]:
     """Appends segments of different lanes, evicting the oldest slots of full lanes.
 
-    A frame may be both terminated and truncated; it then counts as terminated.
-
-    Returns:
-      Lane and time [n] of the new slots.
-
-    Raises:
-      ValueError: invalid segments; nothing has changed then.
+    A frame may be both terminated and truncated; it then counts as terminated. Returns lane and
+    time [n] of the new slots. Raises ValueError for invalid segments; nothing has changed then.
     """
     slots = self.check(segments)
     lane, time, columns = slots.lane, slots.time, slots.columns

@@ -44,17 +44,8 @@ def build(
 ) -> Experiment:
   """Makes all parts and, on resume, restores them from the newest readable checkpoint.
 
-  Args:
-    config: of the run.
-    run_dir: folder of the run, or of the learner process, locked by this process.
-    logger: receives messages and metrics.
-    resume: continue an earlier run.
-    membership: of this process.
-
-  Raises:
-    CheckpointError: no checkpoint can be read.
-    JournalError: the journal can't be opened.
-    TrainingError: the run can't continue here.
+  `run_dir` is the folder of the run, or of the learner process, locked by this process. Raises
+  CheckpointError, JournalError or TrainingError if the run can't continue here.
   """
   own = loader.divide(config, membership.unit, membership.units)
   agent = builders.make_agent(own)

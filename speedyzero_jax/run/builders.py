@@ -128,16 +128,9 @@ def replay_bytes(config: Config, agent: Agent) -> int:
 def restore_for_evaluation(
   config: Config, run_dir: Path, *, warn: Callable[[str], None], report: Callable[[str], None]
 ) -> tuple[Agent, Inference, Version]:
-  """The newest readable checkpoint of a run, for acting.
+  """The newest readable checkpoint of a run, for acting. Raises CheckpointError if there is none.
 
-  Args:
-    config: of the run.
-    run_dir: its folder.
-    warn: receives lines on unreadable checkpoints.
-    report: receives lines on compilation.
-
-  Raises:
-    CheckpointError: no checkpoint can be read.
+  `warn` receives lines on unreadable checkpoints, `report` on compilation.
   """
   agent = make_agent(config)
   template: Any = jax.eval_shape(agent.init, jax.random.key(0))

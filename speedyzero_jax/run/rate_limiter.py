@@ -24,14 +24,7 @@ class RateLimiter:
   ratio = (env_steps - random_steps) / (steps - tail_steps); the last tail_steps once all are.
   Collection continues while it is less than `slack` agent steps ahead of the learner.
 
-  Args:
-    config: of the learner process.
-
-  Attributes (read-only):
-    env_steps: agent steps collected.
-    learner_steps: learner steps taken.
-    finishing: whether `finish_together` was called.
-    stopping: whether `stop` was called.
+  Callers may read `env_steps`, `learner_steps`, `finishing` and `stopping`.
   """
 
   def __init__(self, config: Config):

@@ -35,7 +35,7 @@ def train(
   membership: Membership = ALONE,
   serving: Callable[[Experiment], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> int:
-  """Runs to the end, or until a signal.
+  """Runs to the end, or until a signal. Returns the exit code.
 
   Args:
     config: of the run.
@@ -44,9 +44,6 @@ def train(
     signals: entered.
     membership: of this process; the first learner process evaluates, and reports on all.
     serving: context in which the roles run, with the service for actors and refreshers.
-
-  Returns:
-    The exit code.
   """
   enable_compilation_cache(config)
   unit, units = membership.unit, membership.units

@@ -79,18 +79,10 @@ def evaluate(
   should_stop: Callable[[], bool] = lambda: False,
   report: Callable[[str], None] = lambda line: None,
 ) -> Evaluation | None:
-  """Plays full episodes.
+  """Plays full episodes, in environments of this seed, with reports every ten seconds.
 
-  Args:
-    config: of the run.
-    agent: chooses actions.
-    inference: of the agent.
-    version: weights.
-    episodes: number of episodes.
-    seed: of the environments.
-    max_episode_steps: cap of an episode, agent steps; None: the configured one.
-    should_stop: called between steps; if True, None is returned.
-    report: receives a line of progress every ten seconds.
+  `max_episode_steps` caps an episode, in agent steps (None: as configured). Returns None once
+  `should_stop`, called between steps, is true.
   """
   cap = episode_cap(config.env.game, max_episode_steps or config.evaluation.max_episode_steps)
   lanes = min(episodes, MAX_LANES)

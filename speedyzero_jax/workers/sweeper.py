@@ -50,11 +50,7 @@ def run_task(
 class Sweeper:
   """The schedule of one task's sweeps over a replay.
 
-  Args:
-    name: of the task.
-    task: with `max_age`.
-    actor_interval: learner steps between updates of the actors' weights.
-    weights_interval: learner steps between updates of the task's weights.
+  The intervals are learner steps between updates of the actors' and of the task's weights.
   """
 
   def __init__(self, name: str, task: Task, actor_interval: int, weights_interval: int):

@@ -49,12 +49,9 @@ def device_get_finite(version: Version, results: Any) -> Any:
 
 
 class WeightsStore:
-  """The newest version of the weights for each subscriber. Thread-safe.
+  """The newest version of the weights for each subscriber, on `where`. Thread-safe.
 
-  Args:
-    intervals: learner steps between updates, by subscriber.
-    where: device or sharding of the subscribers' copies.
-    initial: weights at learner step 0.
+  `intervals` are learner steps between updates, by subscriber.
   """
 
   def __init__(
