@@ -67,7 +67,7 @@ def atari_frame(parser: argparse.ArgumentParser, config: Config) -> Frame:
 
 def make_agent(config: Config, frame: Frame, actions: int) -> Agent:
   """The configured agent for a game with these frames and so many actions."""
-  return builders.make_agent(config, builders.EnvSpec(frame, np.dtype(np.uint8), actions))
+  return loader.agent_module(config.agent.name).make_agent(config, frame, np.uint8, actions)
 
 
 def empty_replay(config: Config, agent: Agent) -> Replay:

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from speedyzero_jax.config import checks
 from speedyzero_jax.config.fields import (
   ConfigError,
   describe,
@@ -319,7 +318,7 @@ def validate(config: Config) -> None:
     if field.metadata["interval"]:
       found += interval_problem(key, values[key], field.metadata["interval"])
   if not found:  # the others compute with these numbers
-    found = [*checks.problems(config, values), *config.agent.problems(config)]
+    found = [*config.problems(), *config.agent.problems(config)]
   if found:
     raise ConfigError("\n".join(found))
 

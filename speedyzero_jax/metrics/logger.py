@@ -87,11 +87,6 @@ class MetricsLogger:
     with self._lock:
       self._latest.update(values)
 
-  def log_evaluation(self, results: Mapping[str, float | None]) -> None:
-    """The last evaluation, logged under `evaluation/`; None is left out."""
-    known = {names.EVALUATION_PREFIX + n: x for n, x in results.items() if x is not None}
-    self.log_latest(known)
-
   def count(self, name: str, events: float) -> None:
     """Events of a metric named `..._per_second` or `..._per_learner_step`; else ValueError."""
     if name.endswith(names.RATE_SUFFIX):

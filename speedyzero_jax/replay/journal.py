@@ -169,7 +169,7 @@ class Journal:
       )
 
   def evict(self, tails: np.ndarray) -> None:
-    """Drops the slots before tails [L], at most the heads. Whole rows give their space to others."""
+    """Drops the slots before tails [L], at most the heads; whole rows give way to new ones."""
     with self._lock:
       self.flush()
       tails = np.maximum(tails, self._tails)

@@ -4,6 +4,7 @@ One lock makes changes and reads of its columns atomic; frames are copied withou
 Agents compute targets from `store` while they hold `lock`.
 """
 
+import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from speedyzero_jax.replay import snapshot
 from speedyzero_jax.replay.device_frames import DeviceFrames
 from speedyzero_jax.replay.schema import Schema
 from speedyzero_jax.replay.selector import Selection, Selector
@@ -20,6 +20,18 @@ from speedyzero_jax.replay.sweep import Sweep
 from speedyzero_jax.types import Segment
 
 Array = np.ndarray | jax.Array
+
+
+def pack_rng(rng: np.random.Generator) -> np.ndarray:
+  """The state of a PCG64 generator as JSON, uint8 [N]."""
+  return np.frombuffer(json.dumps(rng.bit_generator.state).encode(), np.uint8)
+
+
+def unpack_rng(packed: np.ndarray) -> np.random.Generator:
+  """The generator saved by `pack_rng`."""
+  bits = np.random.PCG64()
+  bits.state = json.loads(packed.tobytes())
+  return np.random.Generator(bits)
 
 
 class Replay:
@@ -278,9 +290,9 @@ class Replay:
     """The contents except the frames, as numpy arrays."""
     with self.lock:
       return {
-        **snapshot.export_store(self.store),
+        **self.store.state_dict(),
         **self.selector.state_dict(),
-        "rng": snapshot.pack_rng(self.rng),
+        "rng": pack_rng(self.rng),
         **{f"sweep_{name}": sweep.state() for name, sweep in self._sweeps.items()},
       }
 
@@ -292,10 +304,10 @@ class Replay:
     """
     with self.lock:
       store = self.store
-      snapshot.import_store(store, state)
+      store.load_state_dict(state)
       self._written(*slots_between(store.tail, store.head))
       self.selector.load_state_dict(state)
-      self.rng = snapshot.unpack_rng(state["rng"])
+      self.rng = unpack_rng(state["rng"])
       for name, sweep in self._sweeps.items():
         sweep.load(state[f"sweep_{name}"], np.minimum(store.head, store.capacity))
 

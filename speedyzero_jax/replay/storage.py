@@ -3,7 +3,7 @@
 Slots that are neighbours in time are neighbours in memory. A slot is named (lane, absolute time).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -197,6 +197,33 @@ class LaneStore:
     self.frame[lane, np.arange(stop - len(kept), stop) % self.capacity] = kept
     self.head[lane] = stop
     self.tail[lane] = max(self.tail[lane], stop - self.capacity)
+
+  def state_dict(self) -> dict[str, np.ndarray]:
+    """The contents except the frames: live slots by lane, oldest first."""
+    flat = self.flat(*slots_between(self.tail, self.head))
+    state = {f"slot_{name}": take(array, flat) for name, array in self.fields.items()}
+    counts = {"head": self.head.copy(), "tail": self.tail.copy()}
+    return state | counts | {"num_transitions": np.array(self.num_transitions, np.int64)}
+
+  def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+    """Restores `state_dict`.
+
+    Raises ValueError unless it is of the slots whose frames are stored; nothing has changed then.
+    """
+    if not (np.array_equal(state["head"], self.head) and np.array_equal(state["tail"], self.tail)):
+      raise ValueError("the state is not of the slots whose frames were imported")
+    flat = self.flat(*slots_between(self.tail, self.head))
+    for name, array in self.fields.items():
+      saved = state[f"slot_{name}"]
+      if saved.shape != (len(flat), *array.shape[2:]) or saved.dtype != array.dtype:
+        raise ValueError(f"slot_{name} is {saved.dtype}{list(saved.shape)}, not as in this store")
+    for name, array in self.fields.items():
+      if name in self.stamps:
+        self.stamps[name].set(flat, state[f"slot_{name}"])
+      else:
+        put(array, flat, state[f"slot_{name}"])
+    self.num_transitions = int(state["num_transitions"])
+    self.stored_transitions = int((state["slot_action"] >= 0).sum())
 
   def cell(self, time: np.ndarray) -> np.ndarray:
     """Cells of slots in their lane's ring."""

@@ -2,10 +2,9 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from speedyzero_jax.agents.base import Agent
@@ -21,24 +20,13 @@ from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.weights import Version
 
 
-class EnvSpec(NamedTuple):
-  """Shapes of the configured environment."""
-
-  frame_shape: tuple[int, int, int]
-  frame_dtype: np.dtype
-  num_actions: int
-
-
-def env_spec(config: Config) -> EnvSpec:
-  """The specification of the configured environment. Raises ValueError for an unknown game."""
+def make_agent(config: Config) -> Agent:
+  """The configured agent. Raises ValueError for an unknown game, and sizes that don't fit it."""
   env = make_env(config.env, 1, 0, training=True)
   env.close()
-  return EnvSpec(env.frame_shape, env.frame_dtype, env.num_actions)
-
-
-def make_agent(config: Config, spec: EnvSpec | None = None) -> Agent:
-  """The configured agent. Raises ValueError for sizes that don't fit the environment."""
-  made: Agent = agent_module(config.agent.name).make_agent(config, *(spec or env_spec(config)))
+  made: Agent = agent_module(config.agent.name).make_agent(
+    config, env.frame_shape, env.frame_dtype, env.num_actions
+  )
   return made
 
 

@@ -22,19 +22,12 @@ _NOTES = (
 )
 
 
-def attach(experiment: Experiment, folder: Path, timings: Sequence[Timing]) -> None:
+def profile(experiment: Experiment, folder: Path, timings: Sequence[Timing]) -> Iterator[None]:
   """Profiles `profile.steps` learner steps of the run that begins, with these program timings.
 
-  Writes `profile.json` and `plugins/profile/` into the folder, unless the run ends earlier.
-  """
-  phases = _profile(experiment, folder, timings)
-  experiment.after_step.append(lambda: next(phases, None))
-
-
-def _profile(experiment: Experiment, folder: Path, timings: Sequence[Timing]) -> Iterator[None]:
-  """The profile; yields until the next learner step is done.
-
-  Steps are first timed, then as many traced: a trace slows down work of many small programs.
+  To be resumed after each learner step. Writes `profile.json` and `plugins/profile/` into the
+  folder, unless the run ends earlier. Steps are first timed, then as many traced: a trace slows
+  down work of many small programs.
   """
   sweepers = experiment.sweepers if experiment.membership.sweeps else []
   for _ in range(_WARM_UP):

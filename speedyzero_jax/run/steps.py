@@ -131,5 +131,5 @@ def evaluate_now(experiment: Experiment) -> Evaluation | None:
   )
   if result is not None:
     experiment.logger.message(str(result))
-    experiment.logger.log_evaluation(result.summary())
+    experiment.logger.log_latest(result.metrics())
   return result

@@ -89,7 +89,8 @@ def _run(
       timings = warmup.prepare(experiment)
       forecast.prepared(experiment, timings)
       if experiment.config.profile.steps:
-        profiler.attach(experiment, folder, timings)
+        phases = profiler.profile(experiment, folder, timings)
+        experiment.after_step.append(lambda: next(phases, None))
     finished = loops.run(experiment)
   empty = signals.came() and not limiter.env_steps
   if not empty:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_storage import SEEDS, bad
 
 import reference
-from speedyzero_jax.replay import snapshot
+from speedyzero_jax.replay.replay import pack_rng, unpack_rng
 from speedyzero_jax.replay.selector import Selection
 from tiny_replay import (
   LANES,
@@ -259,7 +259,7 @@ def test_the_generator_survives_in_full():
   """Odd numbers of 32-bit draws leave half a word behind, which counts too."""
   rng = np.random.Generator(np.random.PCG64(5))
   rng.integers(0, 7, 3, np.int32)
-  other = snapshot.unpack_rng(snapshot.pack_rng(rng))
+  other = unpack_rng(pack_rng(rng))
   assert rng.bit_generator.state["has_uint32"] == 1
   assert other.bit_generator.state == rng.bit_generator.state
 

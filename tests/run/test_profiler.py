@@ -15,7 +15,8 @@ def finished(folder, *overrides):
   """Runs to the end; returns the hash of the parameters, and the profile if there is one."""
   with tiny.experiment(folder, *overrides) as experiment:
     if experiment.config.profile.steps:
-      profiler.attach(experiment, folder, warmup.prepare(experiment))
+      phases = profiler.profile(experiment, folder, warmup.prepare(experiment))
+      experiment.after_step.append(lambda: next(phases, None))
     assert loops.run(experiment)
     path = folder / "profile.json"
     profile = json.loads(path.read_text()) if path.exists() else None

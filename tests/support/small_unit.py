@@ -211,7 +211,7 @@ def _parts(
   programs = tiny.checksum_parts(*(x for x in changes if x.startswith(("reanalyse", "refresh"))))[1]
   membership = Membership(acts=False, sweeps=False, durable=durable)
   with (
-    mock.patch.object(builders, "make_agent", lambda config, spec=None: tiny.ChecksumAgent(config)),
+    mock.patch.object(builders, "make_agent", tiny.ChecksumAgent),
     mock.patch.object(build, "Inference", lambda *_, **__: programs),
     tiny.experiment(
       folder, *changes, resume_step=resume_step, membership=membership, shared=False
