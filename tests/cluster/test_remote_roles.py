@@ -13,7 +13,7 @@ import tiny
 from small_unit import BATCH, SWEEP, assert_same
 from speedyzero_jax.agents import dqn
 from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER
-from speedyzero_jax.cluster import grpc_server, messages, remote_actor, remote_refresher, roster
+from speedyzero_jax.cluster import grpc_server, messages, remote_actor, remote_refresher
 from speedyzero_jax.cluster.codec import encode
 from speedyzero_jax.cluster.grpc_client import Client, Refused
 from speedyzero_jax.cluster.learner_process import max_message
@@ -245,49 +245,6 @@ def test_workers_that_come_when_the_run_is_over_leave(make_unit, cluster):
     for thread in (served.act(), served.refresh()):
       thread.join(10)
       assert not thread.is_alive()
-
-
-def test_workers_that_compute_for_long_count_as_alive(make_unit, cluster, monkeypatch):
-  """They ask for weights meanwhile."""
-  monkeypatch.setattr(roster, "TIMEOUT", 0.7)  # they do so every 0.2 seconds
-  unit = make_unit("actor.random_steps=0", SWEEP["reanalyse"])
-  unit.roster._clock = time.monotonic
-  unit.fill(10)
-  unit.learn(6)
-  unit.publish(6)
-  busy, release = threading.Semaphore(0), threading.Event()
-
-  class Slow(type(unit.inference)):
-    def _wait(self):
-      busy.release()
-      release.wait(20)
-
-    def decide(self, *args, **kwargs):
-      self._wait()
-      return super().decide(*args, **kwargs)
-
-    def compute(self, *args, **kwargs):
-      self._wait()
-      return super().compute(*args, **kwargs)
-
-  def present():
-    summary = unit.roster.summary()
-    return summary["present/actors"], summary["present/refreshers"]
-
-  served = cluster(unit)
-  slow = Slow(unit.agent)
-  for module in (remote_actor, remote_refresher):
-    monkeypatch.setattr(module, "Inference", lambda *_, **__: slow)
-  with served:
-    served.act(), served.refresh()
-    assert busy.acquire(timeout=20) and busy.acquire(timeout=20)
-    until = time.monotonic() + 1.5
-    while time.monotonic() < until:
-      assert present() == (1, 1)
-      time.sleep(0.05)
-    release.set()
-  time.sleep(0.8)
-  assert present() == (0, 0)
 
 
 def test_a_step_of_many_lanes_with_large_frames_fits_a_message():
