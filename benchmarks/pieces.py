@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from common import ROOT
+from costs import matmul_flops, median_seconds, peak_flops
 
 sys.path.insert(0, str(ROOT))  # a clone works without being installed
 
@@ -25,15 +26,14 @@ from speedyzero_jax.envs.batched_env import VECTOR_GAMES, make_env
 from speedyzero_jax.metrics.aggregation import PartTimes
 from speedyzero_jax.replay.replay import Replay, Selection
 from speedyzero_jax.run import builders
-from speedyzero_jax.run.batch_pipeline import BatchPipeline, PreparedBatch
+from speedyzero_jax.run.batch_pipeline import PreparedBatch, draw
 from speedyzero_jax.run.builders import enable_compilation_cache
 from speedyzero_jax.system import memory
 from speedyzero_jax.system.compilation import Program
-from speedyzero_jax.system.costs import matmul_flops, median_seconds, peak_flops
 from speedyzero_jax.types import Segment
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.learner import Learner, make_mesh
-from speedyzero_jax.workers.sweeper import TaskRunner, make_sweepers, write_results
+from speedyzero_jax.workers.sweeper import make_sweepers, run_task, write_results
 from speedyzero_jax.workers.weights import WeightsStore
 
 memory.keep_freed()  # as a run does
@@ -67,7 +67,7 @@ def atari_frame(parser: argparse.ArgumentParser, config: Config) -> Frame:
 
 def make_agent(config: Config, frame: Frame, actions: int) -> Agent:
   """The configured agent for a game with these frames and so many actions."""
-  return builders.make_agent(config, builders.EnvSpec(frame, np.dtype(np.uint8), actions))
+  return loader.agent_module(config.agent.name).make_agent(config, frame, np.uint8, actions)
 
 
 def empty_replay(config: Config, agent: Agent) -> Replay:
@@ -159,12 +159,11 @@ def batch_drawing(
 
   def execute(works: list[Work], learner_step: int) -> None:
     if model is not None:
-      runner = TaskRunner(agent, model.inference, replay, model.weights)
+      key = jax.random.key(learner_step)
       for work in works:
-        runner.run(work, jax.random.key(learner_step))
+        run_task(agent.tasks[work.task], model.inference, replay, model.weights, work, key)
 
-  pipeline = BatchPipeline(agent, replay, config.learner.batch_size, execute, PartTimes())
-  return lambda: pipeline.draw(0)
+  return lambda: draw(agent, replay, config.learner.batch_size, 0, execute, PartTimes())
 
 
 class Training:

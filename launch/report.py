@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from speedyzero_jax.metrics import jsonl, names
-from speedyzero_jax.metrics.board import format_number
+from speedyzero_jax.metrics.progress import format_number
 
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 16

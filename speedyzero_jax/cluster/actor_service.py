@@ -33,7 +33,7 @@ class ActorService:
   def __init__(self, experiment: Experiment, lanes: Sequence[range], roster: Roster):
     self._collector, self._limiter = experiment.collector, experiment.limiter
     self._replay, self._weights = experiment.replay, experiment.weights
-    self._ready = experiment.pipeline.ready
+    self._ready = experiment.ready
     self._sessions = [_Session(Worker("actor", i), part) for i, part in enumerate(lanes)]
     self._roster = roster
 
@@ -90,7 +90,7 @@ class ActorService:
         steps=steps,
         # Fewer than wanted are all there were, whatever was released since: other lanes are cut.
         closing=steps < wanted or not self._limiter.pool,
-        weights=self._weights.latest(ACTOR).step if self._limiter.bounds_lag else 0,
+        weights=self._weights.latest(ACTOR).step,
         progress=self._limiter.progress,
         random=self._limiter.playing_randomly,
       )

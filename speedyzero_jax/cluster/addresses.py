@@ -16,11 +16,9 @@ def is_loopback(host: str) -> bool:
 def own_address(coordinator: str) -> str:
   """The address at which the run's other machines reach this one; sends nothing.
 
-  It is the local address on the route to the coordinator (host:port). On the coordinator's machine
-  its own name may mean a loopback address (127.0.1.1 on Debian): then the one on the default route.
-
-  Raises:
-    OSError: there is no route to the coordinator.
+  It is the local address on the route to the coordinator (host:port), without which OSError is
+  raised. On the coordinator's machine its own name may mean a loopback address (127.0.1.1 on
+  Debian): then the one on the default route.
   """
   host, _, port = coordinator.rpartition(":")
   host = host.strip("[]")

@@ -35,14 +35,9 @@ class Child(NamedTuple):
 
 
 class Process:
-  """A started child. It leads a process group, so a terminal's Ctrl-C does not reach it directly.
+  """A started child, whose output is appended to `log`. Raises OSError if it can't be started.
 
-  Args:
-    child: what to start.
-    log: file that its output is appended to.
-
-  Raises:
-    OSError: the log can't be written, or the process can't be started.
+  It leads a process group, so a terminal's Ctrl-C does not reach it directly.
   """
 
   running = True

@@ -93,7 +93,7 @@ def _fits(value: Any, hint: Any) -> bool:
   if isinstance(value, bool | np.bool_):
     return hint is bool
   if isinstance(value, int | np.integer):
-    return hint in (int, int | None, float) and 0 <= int(value) < 1 << 63
+    return hint in (int, float) and 0 <= int(value) < 1 << 63
   if isinstance(value, np.ndarray):
     return hint is np.ndarray
   return isinstance(value, hint)

@@ -38,10 +38,8 @@ def deal_devices(topology: Topology, count: int, batch_size: int) -> list[Device
 
   A learner gets no more devices than its part of the batch can be divided by. With a device for
   each process, actors and refreshers get one each, the last ones, and the learners share the rest
-  equally. With fewer, the learners share all, and actors and refreshers use these as well.
-
-  Raises:
-    ConfigError: there are fewer devices than learners (NCCL refuses two processes on one device).
+  equally. With fewer, the learners share all, and actors and refreshers use these as well. Raises
+  ConfigError for fewer devices than learners (NCCL refuses two processes on one device).
   """
   learners, helpers = topology.learners, topology.actors + topology.refreshers
   if not count:

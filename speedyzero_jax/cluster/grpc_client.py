@@ -38,14 +38,8 @@ class Client:
   """Client of one learner service, for any number of threads.
 
   Calls raise Refused (with the server's text), Unreachable, RunOver, or WireError for a message
-  that is not of its type. Polls wait without limit.
-
-  Args:
-    address: host:port of the server.
-    token: secret of the run.
-    max_bytes: of any message.
-    patience: seconds for which an unanswered call is repeated, plus at most CALL_SECONDS.
-    tls: as for `serve`.
+  that is not of its type. Polls wait without limit. Unanswered calls are repeated for `patience`
+  seconds, plus at most CALL_SECONDS; the other arguments are those of `serve`.
   """
 
   def __init__(

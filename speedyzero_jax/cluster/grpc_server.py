@@ -21,7 +21,7 @@ TOKEN = "speedyzero-token-bin"  # key of the metadata; -bin: its value is bytes
 POLL_SECONDS = 2.0  # longest wait of a poll, and so the time that a lost caller holds a thread
 KEEPALIVE_SECONDS = 5.0  # between pings of a silent peer, and for its answer
 
-_THREADS = 6  # per client: the calls it may have open at once, and a spare
+_THREADS = 2  # per client: for its call, and one before whose caller was lost
 _MAX_TEXT = 1000  # characters of an error: gRPC limits metadata
 _MAX_LOGGED = 1000  # hosts and calls remembered
 
@@ -91,16 +91,12 @@ def serve(
   Args:
     service: has the methods of `messages.CALLS`, which take the request (polls: and the seconds to
       wait, after which they return None) and are called from many threads at once. A ValueError
-      refuses the call, with its text; RunOver ends the caller's work. If an answer is lost, the
-      call is repeated.
-    address: host:port to listen on; port 0 picks a free one.
+      refuses the call, with its text; RunOver ends the caller's work.
+    address: host:port to listen on; port 0 picks a free one. Raises OSError if it can't be used.
     token: secret of the run that callers must send.
     max_bytes: of any message.
-    clients: number of processes that will call; each may have six calls open at once.
+    clients: number of processes that will call, each from one thread.
     tls: None for plain TCP, where the token can be read on the network.
-
-  Raises:
-    OSError: the address cannot be used, or a TLS file not be read.
   """
   pool = futures.ThreadPoolExecutor(_THREADS * clients, "service")
   options = [*channel_options(max_bytes), ("grpc.so_reuseport", 0)]

@@ -3,23 +3,17 @@
 import contextlib
 import itertools
 import json
-import os
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
-import numpy as np
 
 from speedyzero_jax.agents.base import Agent
-from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.grpc_server import Tls, serve
 from speedyzero_jax.cluster.learner_service import LearnerService
 from speedyzero_jax.cluster.rendezvous import Rendezvous
 from speedyzero_jax.cluster.roster import Roster
-from speedyzero_jax.config import loader
 from speedyzero_jax.config.schema import Config
-from speedyzero_jax.run.builders import frames_shape, make_agent
 from speedyzero_jax.run.experiment import Experiment, Membership
 from speedyzero_jax.run.topology import Role, Topology, lanes_of_actors
 from speedyzero_jax.workers.learner import make_mesh
@@ -48,12 +42,10 @@ def tls_of(config: Config) -> Tls | None:
   return Tls(Path(part.tls_certificate), Path(part.tls_key), Path(part.tls_authority))
 
 
-@contextlib.contextmanager
 def membership_of(
   config: Config, topology: Topology, role: Role, rendezvous: Rendezvous
-) -> Iterator[Membership]:
+) -> Membership:
   """The place of this learner process among those of the run."""
-  own = loader.divide(config, role.unit, topology.learners)
   devices = rendezvous.devices(range(topology.learners))
   per_process = config.learner.devices or len(jax.local_devices())
   chosen = [
@@ -61,49 +53,16 @@ def membership_of(
     for unit in range(topology.learners)
     for device in [x for x in devices if x.process_index == unit][:per_process]
   ]
-  refreshers = topology.serving("refresher", role.unit)
-  agree = _agreement(rendezvous, role.unit, topology.learners)
-  with contextlib.ExitStack() as stack:
-    memory = None
-    if refreshers:
-      agent = make_agent(own)
-      dtype = np.dtype(agent.schema.frame.dtype)
-      memory = stack.enter_context(_shared_memory(frames_shape(own, agent), dtype))
-    yield Membership(
-      unit=role.unit,
-      units=topology.learners,
-      mesh=make_mesh(chosen),
-      acts=not topology.serving("actor", role.unit),
-      sweeps=not refreshers,
-      durable=True,
-      frame_memory=memory,
-      agree=agree,
-      share=_sharing(rendezvous, role.unit),
-      meet=lambda: agree(0),
-    )
-
-
-@contextlib.contextmanager
-def _shared_memory(shape: tuple[int, ...], dtype: np.dtype) -> Iterator[np.ndarray]:
-  """An array that other processes of this machine can map (see `_welcome`).
-
-  It exists as long as any of them maps it.
-  """
-  # A random name: no other machine has a file of this one.
-  descriptor = os.memfd_create(f"speedyzero-{secrets.token_hex()}")
-  try:
-    os.ftruncate(descriptor, int(np.prod(shape)) * dtype.itemsize)
-    yield np.memmap(f"/proc/self/fd/{descriptor}", dtype, "r+", shape=shape)
-  finally:
-    os.close(descriptor)
-
-
-def _welcome(memory: np.ndarray | None) -> messages.RefresherWelcome:
-  filename = getattr(memory, "filename", None)
-  if filename is None:
-    return messages.RefresherWelcome("", "")
-  path = f"/proc/{os.getpid()}/fd/{Path(filename).name}"
-  return messages.RefresherWelcome(path, os.readlink(filename))
+  return Membership(
+    unit=role.unit,
+    units=topology.learners,
+    mesh=make_mesh(chosen),
+    acts=not topology.serving("actor", role.unit),
+    sweeps=not topology.serving("refresher", role.unit),
+    durable=True,
+    agree=_agreement(rendezvous, role.unit, topology.learners),
+    share=_sharing(rendezvous, role.unit),
+  )
 
 
 def _agreement(rendezvous: Rendezvous, unit: int, units: int) -> Callable[[int], Sequence[int]]:
@@ -152,7 +111,6 @@ def serving(
     experiment,
     lanes=lanes_of_actors(own.actor.lanes, actors) if actors else (),
     refreshers=refreshers,
-    welcome=_welcome(experiment.membership.frame_memory),
     roster=roster,
   )
   if refreshers:

@@ -10,7 +10,6 @@ import numpy as np
 
 from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.actor_service import ActorService
-from speedyzero_jax.cluster.grpc_server import RunOver
 from speedyzero_jax.cluster.refresher_service import RefresherService
 from speedyzero_jax.cluster.roster import Roster, Worker
 from speedyzero_jax.run.experiment import Experiment
@@ -18,15 +17,7 @@ from speedyzero_jax.workers.weights import ACTOR
 
 
 class LearnerService:
-  """Serves one unit; all methods may be called from many threads at once.
-
-  Args:
-    experiment: of the unit.
-    lanes: of each actor.
-    refreshers: how many there are.
-    welcome: where refreshers find the frames.
-    roster: of the unit's workers.
-  """
+  """Serves one unit, with these lanes of each actor and so many refreshers. Thread-safe."""
 
   def __init__(
     self,
@@ -34,7 +25,6 @@ class LearnerService:
     *,
     lanes: Sequence[range],
     refreshers: int,
-    welcome: messages.RefresherWelcome,
     roster: Roster,
   ):
     self._limiter, self._weights = experiment.limiter, experiment.weights
@@ -42,7 +32,7 @@ class LearnerService:
     self._roster = roster
     self._packed: dict[str, messages.Weights] = {}
     actors = ActorService(experiment, lanes, roster)
-    works = RefresherService(experiment, refreshers, welcome, roster)
+    works = RefresherService(experiment, refreshers, roster)
     self.join_actor, self.grant, self.append = actors.join_actor, actors.grant, actors.append
     self.join_refresher, self.work, self.result = works.join_refresher, works.work, works.result
     self.frames, self.execute = works.frames, works.execute
@@ -53,17 +43,12 @@ class LearnerService:
     self._limiter.notify()
     self._roster.wait_for_dismissal(patience)
 
-  def weights(self, request: messages.WeightsRequest, seconds: float) -> messages.Weights | None:
-    """The newest version of a subscription, if the worker does not have it."""
-    worker = Worker("actor" if request.subscriber == ACTOR else "refresher", request.number)
-    self._roster.beat(worker)
-    over = self._roster.over
-    have = -1 if request.have is None else request.have
-    version = self._weights.wait_newer(request.subscriber, have, 0.0 if over else seconds)
-    if version is None:
-      if self._roster.over:  # not before: a block may need the newest
-        raise RunOver("the run has ended")
-      return None
+  def weights(self, request: messages.WeightsRequest) -> messages.Weights:
+    """The newest version of a subscription; also after the end, for what was begun before."""
+    self._roster.beat(
+      Worker("actor" if request.subscriber == ACTOR else "refresher", request.number)
+    )
+    version = self._weights.latest(request.subscriber)
     packed = self._packed.get(request.subscriber)
     if packed is None or packed.step != version.step:  # two threads may pack the same; no harm
       arrays = {

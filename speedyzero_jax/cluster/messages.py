@@ -38,13 +38,6 @@ class RefresherJoin(NamedTuple):
   incarnation: int
 
 
-class RefresherWelcome(NamedTuple):
-  """Place of the learner's frames: a file to map where that is possible, else fetch them."""
-
-  frames_file: str  # [lanes, capacity, *frame]; empty if there is none
-  frames_link: str  # target of that link; on another machine it differs
-
-
 class Append(NamedTuple):
   """Slots collected in one step. It may be sent again: `start` shows what is stored already."""
 
@@ -82,11 +75,10 @@ class Grant(NamedTuple):
 
 
 class WeightsRequest(NamedTuple):
-  """Request for weights newer than the subscriber has; also a sign that the process is alive."""
+  """Request for the newest weights of a subscription."""
 
   number: int  # of the actor or refresher
   subscriber: str
-  have: int | None  # learner step
 
 
 class Weights(NamedTuple):
@@ -111,7 +103,7 @@ class Block(NamedTuple):
   lane: np.ndarray  # [n] int32
   cell: np.ndarray  # [n, w] int32
   step: int  # least learner step of the weights to use
-  frames: int  # number of written frames that the refresher must have
+  heads: np.ndarray  # [lanes] int64, the refresher must have the frames before these slots
 
 
 class Result(NamedTuple):
@@ -125,17 +117,17 @@ class Result(NamedTuple):
 
 
 class FramesRequest(NamedTuple):
-  """Request for the frames from this sequence number on."""
+  """Request for the frames of these slots and later ones."""
 
   refresher: int
   incarnation: int
-  sequence: int
+  heads: np.ndarray  # [lanes] int64
 
 
 class FramesChunk(NamedTuple):
-  """Frames in the order of writing, without those that are overwritten already."""
+  """Frames in the order of each lane, without evicted ones."""
 
-  sequence: int  # for the next request
+  heads: np.ndarray  # [lanes] int64, for the next request
   lane: np.ndarray  # [n] int32
   cell: np.ndarray  # [n] int32
   frame: np.ndarray  # [n, *frame]
@@ -155,13 +147,13 @@ class Call(NamedTuple):
 
 CALLS: Mapping[str, Call] = {  # by method of the service and of the client
   "join_actor": Call(ActorJoin, ActorWelcome),
-  "join_refresher": Call(RefresherJoin, RefresherWelcome),
+  "join_refresher": Call(RefresherJoin, Ok),
   "append": Call(Append, Acknowledged),
   "grant": Call(GrantRequest, Grant, poll=True),
-  "weights": Call(WeightsRequest, Weights, poll=True),
+  "weights": Call(WeightsRequest, Weights),
   "work": Call(WorkRequest, Block, poll=True),
   "result": Call(Result, Ok),
-  "frames": Call(FramesRequest, FramesChunk, poll=True),
+  "frames": Call(FramesRequest, FramesChunk),
 }
 
 

@@ -12,7 +12,6 @@ import numpy as np
 
 from speedyzero_jax.agents.base import Work
 from speedyzero_jax.cluster import messages
-from speedyzero_jax.cluster.grpc_server import RunOver
 from speedyzero_jax.cluster.roster import Roster, Worker
 from speedyzero_jax.run.experiment import Experiment
 from speedyzero_jax.workers.sweeper import write_results
@@ -39,27 +38,21 @@ class _Batch:
 
 
 class RefresherService:
-  """Answers the calls of refreshers, from any thread; `welcome` says where the frames are."""
+  """Answers the calls of refreshers, from any thread."""
 
-  def __init__(
-    self,
-    experiment: Experiment,
-    refreshers: int,
-    welcome: messages.RefresherWelcome,
-    roster: Roster,
-  ):
+  def __init__(self, experiment: Experiment, refreshers: int, roster: Roster):
     topology = experiment.config.topology
     self._experiment, self._tasks = experiment, experiment.agent.tasks
     self._replay, self._limiter = experiment.replay, experiment.limiter
     self._sweepers = experiment.sweepers if refreshers else []
     self._block_timeout, self._patient = topology.block_timeout, topology.bound_age
-    self._welcome, self._roster, self._refreshers = welcome, roster, refreshers
+    self._roster, self._refreshers = roster, refreshers
     self._lock = threading.Lock()  # of what follows
     self._numbers = itertools.count(1)
     self._waiting: deque[tuple[Work, _Batch]] = deque()
     self._handed: dict[int, _Handed] = {}
 
-  def join_refresher(self, request: messages.RefresherJoin) -> messages.RefresherWelcome:
+  def join_refresher(self, request: messages.RefresherJoin) -> messages.Ok:
     """Starts a session; blocks of the former incarnation become available at once."""
     number, incarnation = request.refresher, request.incarnation
     worker = Worker("refresher", number)
@@ -70,7 +63,7 @@ class RefresherService:
         if handed.holder[0] == number and handed.holder[1] < incarnation:
           self._return(block)
     self._limiter.notify()
-    return self._welcome
+    return messages.Ok()
 
   def _return(self, block: int) -> None:
     """Makes a block available again. A sweep returns to its states by itself."""
@@ -110,7 +103,7 @@ class RefresherService:
         return None
       block = next(self._numbers)
       self._handed[block] = _Handed(work, holder, now + self._block_timeout, batch)
-    cell, written = self._replay.window_cells(work.lane, work.time, work.real.shape[1] - 1)
+    cell, heads = self._replay.window_cells(work.lane, work.time, work.real.shape[1] - 1)
     subscription = self._tasks[work.task].subscription
     return messages.Block(
       block=block,
@@ -118,7 +111,7 @@ class RefresherService:
       lane=work.lane.astype(np.int32),
       cell=cell.astype(np.int32),
       step=self._experiment.weights.latest(subscription).step,
-      frames=written,
+      heads=heads,
     )
 
   def _due_work(self) -> Work | None:
@@ -175,21 +168,18 @@ class RefresherService:
         if handed.batch is batch:
           handed.batch = None
 
-  def frames(self, request: messages.FramesRequest, seconds: float) -> messages.FramesChunk | None:
-    """Frames in the order of writing, for refreshers on other machines."""
+  def frames(self, request: messages.FramesRequest) -> messages.FramesChunk:
+    """Frames of slots that a refresher does not have yet; also after the end, as `weights`."""
     worker = Worker("refresher", request.refresher)
     self._roster.beat(worker)
     self._roster.check(worker, request.incarnation)
-    replay, roster = self._replay, self._roster
-    self._limiter.wait_for(lambda: roster.over or replay.frames_written > request.sequence, seconds)
-    following, lane, cell, frame = replay.frames_since(
-      request.sequence, max(1, min(256, _CHUNK // replay.schema.slot_bytes))
+    replay = self._replay
+    if (request.heads.shape, request.heads.dtype) != (replay.heads.shape, np.int64):
+      raise ValueError(f"heads must be int64 [{replay.store.lanes}]")
+    heads, lane, cell, frame = replay.frames_since(
+      request.heads, max(1, min(256, _CHUNK // replay.schema.slot_bytes))
     )
-    if not len(lane):
-      if roster.over:  # not before: a block may need the frames
-        raise RunOver("the run has ended")
-      return None
-    return messages.FramesChunk(following, lane.astype(np.int32), cell.astype(np.int32), frame)
+    return messages.FramesChunk(heads, lane.astype(np.int32), cell.astype(np.int32), frame)
 
 
 def _split(work: Work, parts: int) -> list[Work]:

@@ -21,16 +21,9 @@ _report = functools.partial(print, flush=True)
 
 
 def act(config: Config, agent: Agent, client: Client, role: Role, incarnation: int) -> None:
-  """Acts until everything is collected.
+  """Acts until everything is collected; raises RunOver if the run ends before that.
 
-  Args:
-    config: of the unit.
-    agent: that acts.
-    client: of the unit.
-    role: of this process.
-    incarnation: larger than that of any earlier process in this role, since the learner started.
-
-  Raises what `Client.call` raises: RunOver if the run ends before that.
+  `incarnation` is larger than that of any earlier process in this role, since the learner started.
   """
   number = role.number
   welcome: messages.ActorWelcome = client.call(messages.ActorJoin(number, incarnation))
@@ -40,7 +33,7 @@ def act(config: Config, agent: Agent, client: Client, role: Role, incarnation: i
   own_seed = derived_seed(config.run.seed, str(role), distinct)
   env = make_env(config.env, lanes, own_seed, training=True)
   like = jax.eval_shape(agent.init, jax.random.key(0))
-  weights = RemoteWeights(client, number, (ACTOR,), like, jax.local_devices()[0])
+  weights = RemoteWeights(client, number, like, jax.local_devices()[0])
   inference = Inference(agent, report=_report)
   actor = Actor(
     config,

@@ -1,50 +1,34 @@
-"""Remote subscriptions to weights: the newest version of each, fetched in its own thread."""
-
-import functools
+"""The weights that an actor or a refresher works with, fetched from the learner as they are due."""
 
 import jax
 import jax.numpy as jnp
 
 from speedyzero_jax.agents.base import Variables
 from speedyzero_jax.cluster import messages
-from speedyzero_jax.cluster.following import Following
 from speedyzero_jax.cluster.grpc_client import Client
 from speedyzero_jax.workers.weights import Version
 
 
-class RemoteWeights(Following):
-  """The newest weights of some subscribers.
+class RemoteWeights:
+  """The newest weights fetched for each subscriber, of the shapes and types in `like`.
 
-  Args:
-    client: of the unit.
-    number: of the actor or refresher.
-    subscribers: whose versions to keep.
-    like: shapes and types of the network's variables.
-    where: to put them; a device, or several with a copy on each.
+  They are put `where`: on a device, or on several with a copy on each.
   """
 
   def __init__(
-    self,
-    client: Client,
-    number: int,
-    subscribers: tuple[str, ...],
-    like: Variables,
-    where: jax.Device | jax.sharding.Sharding,
+    self, client: Client, number: int, like: Variables, where: jax.Device | jax.sharding.Sharding
   ):
-    super().__init__()
     self._client, self._number, self._like, self._where = client, number, like, where
     self._versions: dict[str, Version] = {}
-    for subscriber in subscribers:
-      self.follow(f"weights-{subscriber}", functools.partial(self._update, subscriber))
 
-  def _update(self, subscriber: str) -> None:
-    have = self._versions[subscriber].step if subscriber in self._versions else None
-    request = messages.WeightsRequest(self._number, subscriber, have)
-    sent: messages.Weights = self._client.call(request)
-    version = Version(sent.step, self._unpack(sent))
-    with self.changed:
-      self._versions[subscriber] = version
-      self.changed.notify_all()
+  def latest(self, subscriber: str, at_least: int) -> Version:
+    """A version of this learner step or later; the newest, if one has to be fetched."""
+    version = self._versions.get(subscriber)
+    if version is None or version.step < at_least:
+      request = messages.WeightsRequest(self._number, subscriber)
+      sent: messages.Weights = self._client.call(request)
+      version = self._versions[subscriber] = Version(sent.step, self._unpack(sent))
+    return version
 
   def _unpack(self, sent: messages.Weights) -> Variables:
     def place(like: jax.ShapeDtypeStruct, array) -> jax.Array:
@@ -55,10 +39,3 @@ class RemoteWeights(Following):
       return jnp.asarray(jax.device_put(array, self._where), like.dtype)
 
     return jax.tree.map(place, self._like, messages.unnamed(self._like, sent.arrays))
-
-  def latest(self, subscriber: str, at_least: int = 0) -> Version:
-    """The newest version, once it is of this learner step or later (see `Following.wait_for`)."""
-    self.wait_for(
-      lambda: subscriber in self._versions and self._versions[subscriber].step >= at_least
-    )
-    return self._versions[subscriber]

@@ -1,4 +1,4 @@
-"""Rendezvous of a run's processes: membership, key-value store and barriers of jax.distributed.
+"""Rendezvous of a run's processes: membership and key-value store of jax.distributed.
 
 The only module that uses private parts of jax: its distributed client, cluster detection, and the
 writer of its compilation cache.
@@ -63,15 +63,9 @@ def detect() -> Place | None:
 class Rendezvous:
   """Membership of this process in the run. Create it before any other use of jax.
 
-  Args:
-    place: of this process.
-    devices: ids of the accelerators to use; None for all, in clusters that jax detects, too.
-    timeout: seconds to wait for the coordinator.
-
-  `address` is the one at which other processes reach this machine.
-
-  Raises:
-    RendezvousError: the coordinator could not be reached or refused.
+  The process uses the accelerators with the ids in `devices` (None: all, in clusters that jax
+  detects, too). Other processes reach this machine at `address`. Raises RendezvousError if the
+  coordinator refuses, or can't be reached in `timeout` seconds.
   """
 
   def __init__(self, place: Place, *, devices: Sequence[int] | None = None, timeout: int = 300):
@@ -134,19 +128,6 @@ class Rendezvous:
   def count(self, name: str) -> int:
     """The number of earlier calls with this name, by any process."""
     return int(self._client.key_value_increment(_PREFIX + name, 1)) - 1
-
-  def barrier(self, name: str, timeout: float, processes: Sequence[int] | None = None) -> None:
-    """Waits until these processes (None: all) have called it. Each name can be used once.
-
-    Raises RendezvousError after `timeout` seconds, also if one of them has died earlier (observed
-    with jax 0.10.2; it is why actors may die without consequences for others).
-    """
-    try:
-      self._client.wait_at_barrier(_PREFIX + name, int(timeout * 1000), processes)
-    except jax.errors.JaxRuntimeError as error:
-      raise RendezvousError(
-        f"not all processes reached '{name}' within {timeout:.0f} s: {error}"
-      ) from error
 
   def devices(self, processes: Sequence[int]) -> list[jax.Device]:
     """The devices of these processes, ordered by process and id, to make a mesh of."""

@@ -1,7 +1,7 @@
-"""The actors and refreshers of a unit: their incarnations, restarts, waits and signs of life.
+"""The actors and refreshers of a unit: their incarnations, waits and signs of life.
 
-Each process asks for weights every `grpc_server.POLL_SECONDS`, so one that is silent for `TIMEOUT`
-is dead or hangs.
+Each process calls at every step or block, and every `grpc_server.POLL_SECONDS` while it waits for
+one: if it is silent for `TIMEOUT`, it is dead, hangs or compiles.
 """
 
 import dataclasses
@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from speedyzero_jax.cluster.grpc_server import RunOver
+from speedyzero_jax.metrics import names
 from speedyzero_jax.run.topology import Kind
 
-TIMEOUT = 10.0  # seconds of silence after which a process does not count as alive
+TIMEOUT = 30.0  # seconds of silence after which a process does not count as alive
 
 
 class Worker(NamedTuple):
@@ -32,7 +33,6 @@ class _State:
   """What is known of a worker."""
 
   incarnation: int = -1
-  starts: int = 0
   last_beat: float = -math.inf
   waiting_since: float | None = None
   present: bool = False  # it has joined, and not yet heard that nothing is left to do
@@ -41,10 +41,8 @@ class _State:
 class Roster:
   """The workers that serve one unit. Thread-safe; an unknown worker raises ValueError.
 
-  Args:
-    counts: workers of each kind.
-    mean: takes metrics that are averaged: `queue/KIND_wait_seconds`, once for each wait.
-    clock: seconds, from any origin.
+  `counts` has the workers of each kind; `mean` takes the metric `queue/KIND_wait_seconds` once for
+  each wait.
   """
 
   def __init__(
@@ -85,7 +83,6 @@ class Roster:
       new = incarnation > state.incarnation
       if new:
         state.incarnation, state.waiting_since = incarnation, None
-        state.starts += 1
       self.check(worker, incarnation)
       state.present = True
       return new
@@ -102,7 +99,7 @@ class Roster:
       state = self._states[worker]
       since, state.waiting_since = state.waiting_since, None
     if since is not None:
-      self._mean({f"queue/{worker.kind}_wait_seconds": self._clock() - since})
+      self._mean({names.wait(worker.kind): self._clock() - since})
 
   def dismiss(self, worker: Worker) -> None:
     """Records that a worker has heard that nothing is left to do."""
@@ -120,16 +117,8 @@ class Roster:
   def alive(self, kind: Kind) -> int:
     """Number of workers of this kind that gave a recent sign of life."""
     since = self._clock() - TIMEOUT
-    return sum(self._states[worker].last_beat >= since for worker in self._of(kind))
+    return sum(w.kind == kind and s.last_beat >= since for w, s in self._states.items())
 
   def summary(self) -> dict[str, float]:
-    """Metrics `present/KINDs` and `restarts/KINDs`, for the kinds that the unit has."""
-    found = dict[str, float]()
-    for kind in {worker.kind: None for worker in self._states}:
-      found[f"present/{kind}s"] = self.alive(kind)
-      starts = (self._states[worker].starts for worker in self._of(kind))
-      found[f"restarts/{kind}s"] = sum(max(count - 1, 0) for count in starts)
-    return found
-
-  def _of(self, kind: Kind) -> list[Worker]:
-    return [worker for worker in self._states if worker.kind == kind]
+    """The metric of processes present, for each kind that the unit has."""
+    return {names.present(kind): self.alive(kind) for kind, count in self._counts.items() if count}

@@ -77,14 +77,10 @@ class Supervisor:
     SIGINT, SIGTERM and SIGHUP (unless ignored, as under nohup) are passed to the vital processes,
     which may save; a second signal kills everything.
 
-    Returns:
-      0 when all vital processes ended with 0; 128 + n when signal n stopped them; the exit code of
-      a vital process that failed; WRONG_USE when another process exited with that; FAILED when
-      processes died too often.
-
-    Raises:
-      ValueError: `make` gave no vital child, or two of the same name.
-      OSError: logs can't be written, or processes can't be started.
+    Returns 0 when all vital processes ended with 0; 128 + n when signal n stopped them; the exit
+    code of a vital process that failed; WRONG_USE when another process exited with that; FAILED
+    when processes died too often. Raises OSError if logs can't be written, or processes not
+    started.
     """
     self._logs.mkdir(parents=True, exist_ok=True)
     with _signal_pipe() as pipe, selectors.DefaultSelector() as self._selector:

@@ -24,7 +24,7 @@ from speedyzero_jax.run.train import FAILED, train
 from speedyzero_jax.workers.weights import DivergedError
 
 _TOKEN, _MIN_TOKEN = 32, 16  # bytes: of random ones, and in a file
-_PATIENCE = 600.0  # seconds for which processes wait for each other to start, and to save
+_PATIENCE = 600.0  # seconds for which processes wait for each other to start
 
 
 class Run(NamedTuple):
@@ -48,12 +48,9 @@ def main(
   Args:
     place: of this process.
     open_folder: opens the run's folder, in process 0 only; its argument is to be called with the
-      configuration before devices are used.
+      configuration before devices are used. May raise ConfigError or RunFolderError.
     resume: the run is continued; process 0 decides.
     devices: ids of the accelerators to use; None for all.
-
-  Raises:
-    ConfigError, RunFolderError: the run is impossible.
   """
   signals = Signals()
   try:
@@ -129,18 +126,16 @@ def _learn(
   # Certificates are for names.
   named = socket.gethostname() if config.topology.tls_certificate else rendezvous.address
   host = config.topology.host or named
-  with learner_process.membership_of(config, shape, role, rendezvous) as membership:
-    return train(
-      config,
-      folder,
-      resume=run.resume,
-      signals=signals,
-      membership=membership,
-      serving=lambda experiment: learner_process.serving(
-        experiment, shape, role, rendezvous, host=host, token=token
-      ),
-      saved=lambda: rendezvous.barrier("saved", _PATIENCE, range(shape.learners)),
-    )
+  return train(
+    config,
+    folder,
+    resume=run.resume,
+    signals=signals,
+    membership=learner_process.membership_of(config, shape, role, rendezvous),
+    serving=lambda experiment: learner_process.serving(
+      experiment, shape, role, rendezvous, host=host, token=token
+    ),
+  )
 
 
 def _serve(

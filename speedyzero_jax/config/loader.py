@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from speedyzero_jax.config import checks
 from speedyzero_jax.config.fields import (
   ConfigError,
   describe,
@@ -265,9 +264,8 @@ def load(presets: Sequence[str] = (), overrides: Sequence[str] = ()) -> Config:
       (`base: [atari100k]`).
     overrides: `key=value` with dotted keys, such as `env.game=Pong` or `search.temperatures=1,0.5`.
 
-  Raises:
-    ConfigError: an unknown preset, agent or key (the message names the nearest), a value of the
-      wrong type or out of range, an unreadable file.
+  Raises ConfigError for an unknown preset, agent or key (the message names the nearest), a value of
+  the wrong type or out of range, and an unreadable file.
   """
   read = [part for preset in presets for part in _read_preset(_preset_path(preset, Path.cwd()))]
   last = _overridden(overrides)
@@ -320,7 +318,7 @@ def validate(config: Config) -> None:
     if field.metadata["interval"]:
       found += interval_problem(key, values[key], field.metadata["interval"])
   if not found:  # the others compute with these numbers
-    found = [*checks.problems(config, values), *config.agent.problems(config)]
+    found = [*config.problems(), *config.agent.problems(config)]
   if found:
     raise ConfigError("\n".join(found))
 
@@ -337,10 +335,8 @@ def to_yaml(config: Config) -> str:
 def from_yaml(text: str) -> Config:
   """The configuration that `to_yaml` wrote; missing keys take their defaults.
 
-  Intervals are not checked: a saved configuration was valid when it was saved.
-
-  Raises:
-    ConfigError: unreadable text, an unknown key, a value of the wrong type.
+  Intervals are not checked: a saved configuration was valid when it was saved. Raises ConfigError
+  for unreadable text, an unknown key, or a value of the wrong type.
   """
   leaves = _leaves(_read_yaml(text))
   agent = str(leaves.get(_AGENT, DEFAULT_AGENT))

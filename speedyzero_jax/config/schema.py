@@ -259,3 +259,32 @@ class Config:
   evaluation: EvaluationConfig = EvaluationConfig()
   profile: ProfileConfig = ProfileConfig()
   run: RunConfig = RunConfig()
+
+  def problems(self) -> Iterable[str]:
+    """Yields `key: problem` for settings that contradict each other, whatever the agent."""
+    actor, learner, optim, topology = self.actor, self.learner, self.optim, self.topology
+    for key, value, bound, limit in (
+      ("actor.random_steps", actor.random_steps, "run.env_steps", self.run.env_steps),
+      ("learner.tail_steps", learner.tail_steps, "learner.steps", learner.steps),
+      ("optim.trust_min", optim.trust_min, "optim.trust_max", optim.trust_max),
+    ):
+      if value > limit:
+        yield f"{key}: must be at most {bound} ({limit}), got {value}"
+    if 0 < actor.max_lag <= actor.weights_interval:
+      yield (
+        "actor.max_lag: must be 0 or more than actor.weights_interval "
+        f"({actor.weights_interval}), got {actor.max_lag}"
+      )
+    if learner.devices and learner.batch_size % learner.devices:
+      yield (
+        f"learner.batch_size: must be a multiple of learner.devices ({learner.devices}), "
+        f"got {learner.batch_size}"
+      )
+    if topology.refreshers and not self.agent.refreshes:
+      yield (
+        f"topology.refreshers: must be 0, as {self.agent.name} with these settings recomputes "
+        f"nothing, got {topology.refreshers}"
+      )
+    tls = (topology.tls_certificate, topology.tls_key, topology.tls_authority)
+    if any(tls) and not all(tls):
+      yield "topology.tls_certificate: goes together with topology.tls_key and tls_authority"

@@ -91,13 +91,9 @@ class BatchedEnv:
     return self._show(obs, np.zeros(self.num_lanes, np.float32), ~no, no, no, info)
 
   def step(self, action: np.ndarray) -> EnvStep:
-    """Takes one agent step in every lane.
+    """Takes one agent step in every lane, with actions [L]; ignored where an episode has ended.
 
-    Args:
-      action: [L] integers below `num_actions`; ignored in lanes whose episode has ended.
-
-    Raises:
-      ValueError: wrong shape or range; nothing was stepped.
+    Raises ValueError for a wrong shape or range; nothing was stepped then.
     """
     if action.shape != (self.num_lanes,) or not (
       0 <= action.min() <= action.max() < self.num_actions
@@ -151,19 +147,12 @@ def make_env(
   """Makes a batch of environments.
 
   Equal arguments and actions give equal frames and rewards, bit for bit, on any number of threads;
-  a lane's randomness depends only on the seed and its index.
+  a lane's randomness depends only on the seed and its index. In training lost lives may end
+  episodes; rewards are raw either way (see `training_reward`). Raises ValueError for an unknown
+  game.
 
-  Args:
-    config: the game and its conventions. `episodic_life` applies to training only.
-    lanes: environments stepped together.
-    seed: any non-negative integer.
-    training: whether lost lives may end episodes. Rewards are raw either way: see
-      `training_reward`.
-    max_episode_steps: cap in agent steps of a game; None: `config.max_episode_steps` in training,
-      otherwise no cap.
-
-  Raises:
-    ValueError: an unknown game (the message names the nearest known one).
+  `max_episode_steps` caps a game, in agent steps. None is `config.max_episode_steps` in training,
+  otherwise no cap.
   """
   if max_episode_steps is None:
     max_episode_steps = config.max_episode_steps if training else _NO_CAP

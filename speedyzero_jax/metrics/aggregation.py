@@ -83,11 +83,8 @@ class StepTotals:
 class PartTimes(StepTotals):
   """Seconds that threads spend in named parts of their work. Thread-safe.
 
-  A part that sends work to a device is short, the one that waits for the device long.
-
-  Args:
-    mark: makes a context that also marks the part elsewhere, such as in a profiler's trace.
-    clock: seconds, from any origin.
+  A part that sends work to a device is short, the one that waits for the device long. `mark` makes
+  a context that also marks the part elsewhere, such as in a profiler's trace.
   """
 
   def __init__(
@@ -166,13 +163,10 @@ class EpisodeStats:
       self._best, self._count = -np.inf, 0
 
   def update(self, step: "EnvStep") -> list[Episode]:
-    """Adds one step of all lanes.
+    """Adds one step of all lanes; returns the games that ended with it, in the order of lanes.
 
     A game ends where `game_over` or `truncated` is set; a lost life alone (`terminated`) does not
     end it, nor does the `first` frame after it count as a step.
-
-    Returns:
-      The games that ended with this step, in the order of their lanes.
     """
     with self._lock:
       self._score += np.where(step.first, 0.0, step.reward)

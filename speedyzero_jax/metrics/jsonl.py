@@ -15,14 +15,10 @@ def line(row: Mapping[str, Any]) -> bytes:
 
 
 def read_rows(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], int]:
-  """Reads `metrics.jsonl`.
+  """The undamaged rows of `metrics.jsonl` in file order, and the number of damaged lines.
 
-  Returns:
-    The undamaged rows in file order, and the number of damaged lines. A last line without its
-    newline is being written or was torn by a kill: it is left out and not counted.
-
-  Raises:
-    OSError: the file cannot be read.
+  A last line without its newline is being written or was torn by a kill: it is left out and not
+  counted.
   """
   *lines, _ = pathlib.Path(path).read_bytes().split(b"\n")
   rows = []
@@ -39,12 +35,8 @@ def read_rows(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], int]:
 def drop_after(path: pathlib.Path, step: int) -> float:
   """Removes damaged lines and those of later learner steps than `step`, atomically.
 
-  Returns:
-    The seconds the run had been running by its last line, removed or not: that time was spent. 0
-    for a missing file.
-
-  Raises:
-    OSError: the file cannot be read, or cannot be replaced; it is then as it was.
+  Returns the seconds the run had been running by its last line, removed or not: that time was
+  spent. 0 for a missing file.
   """
   if not path.exists():
     return 0.0

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from speedyzero_jax.config.schema import Config
-from speedyzero_jax.metrics import jsonl, names
+from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.aggregation import (
   EpisodeStats,
   Rates,
@@ -28,13 +28,10 @@ class MetricsLogger:
 
   Args:
     config: of the run, or of one learner's share of it.
-    folder: of the run.
+    folder: of the run. Raises OSError if the files cannot be opened.
     resume_step: None for a new run, else the learner step it resumes from.
     exchange: publishes this learner's values and returns all learners' newest, or only these; they
       are combined into the run's. Called from any thread, but not twice at once.
-
-  Raises:
-    OSError: the files cannot be opened.
   """
 
   def __init__(
@@ -46,7 +43,6 @@ class MetricsLogger:
   ):
     self._config, self._folder = config, folder
     self._resume_step, self._exchange = resume_step, exchange
-    self._restarts = _restarts_before(folder / "metrics.jsonl", resume_step)
     self._recorder = Recorder(folder, resume_step)
     self._display = Display(config, str(folder))
     self._means, self._rates, self._per_step = RunningMeans(), Rates(), StepTotals()
@@ -90,11 +86,6 @@ class MetricsLogger:
     """Values that stay until replaced."""
     with self._lock:
       self._latest.update(values)
-
-  def log_evaluation(self, results: Mapping[str, float | None]) -> None:
-    """The last evaluation, logged under `evaluation/`; None is left out."""
-    known = {names.EVALUATION_PREFIX + n: x for n, x in results.items() if x is not None}
-    self.log_latest(known)
 
   def count(self, name: str, events: float) -> None:
     """Events of a metric named `..._per_second` or `..._per_learner_step`; else ValueError."""
@@ -143,18 +134,5 @@ class MetricsLogger:
     return values
 
   def _combined(self) -> dict[str, Any]:
-    """The run's values: over all learners, with the restarts before this one."""
-    values = self._values | combine_learners(self._exchange(shared_values(self._values)))
-    return values | {name: values.get(name, 0) + count for name, count in self._restarts.items()}
-
-
-def _restarts_before(path: Path, resume_step: int | None) -> dict[str, int]:
-  """Restarts by metric, as far as the run's lines say, including this one."""
-  resumed = resume_step is not None and path.exists()  # a supervisor resumes even the first start
-  before = {names.restarts("learner"): 0}
-  for row in jsonl.read_rows(path)[0] if resumed else []:
-    for name, count in row.items():
-      if name.startswith(names.RESTARTS_PREFIX) and isinstance(count, int):
-        before[name] = max(before.get(name, 0), count)
-  before[names.restarts("learner")] += resumed
-  return before
+    """The run's values, over all learners."""
+    return self._values | combine_learners(self._exchange(shared_values(self._values)))

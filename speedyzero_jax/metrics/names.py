@@ -44,17 +44,11 @@ TIME_PREFIX = "time/"  # seconds per learner step that threads spend in a part o
 
 RATE_SUFFIX = "_per_second"
 PER_STEP_SUFFIX = "_per_learner_step"
-RESTARTS_PREFIX = "restarts/"
 
 
 def present(kind: str) -> str:
   """Processes of a kind (actor, refresher) heard of lately."""
   return f"present/{kind}s"
-
-
-def restarts(kind: str) -> str:
-  """Times processes of a kind started again; for learners, times the run was resumed."""
-  return f"{RESTARTS_PREFIX}{kind}s"
 
 
 def wait(kind: str) -> str:
@@ -72,7 +66,7 @@ _ACROSS_LEARNERS = {
   "min": ("*_min",),
   "max": ("*_max", "*_best", "queue/*"),
   "sum": (ENV_STEPS, EPISODES, "*_per_second", "*_per_learner_step", "*_bytes", "replay/*",
-          "present/*", "restarts/*"),
+          "present/*"),
 }  # fmt: skip
 
 

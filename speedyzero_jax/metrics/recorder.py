@@ -30,14 +30,9 @@ Number = int | float | None  # None: the value was NaN or infinite
 class Recorder:
   """Appends metrics to `run_dir/metrics.jsonl` and `run_dir/tensorboard/`. Not thread-safe.
 
-  Args:
-    run_dir: the run's folder, created if needed.
-    resume_step: None for a new run. Otherwise the learner step the run resumes from (0 without a
-      checkpoint): lines of later steps are removed, so that no curve goes back in time.
-    clock: seconds, from any origin.
-
-  Raises:
-    OSError: the files cannot be opened.
+  `resume_step` is None for a new run. Otherwise it is the learner step the run resumes from (0
+  without a checkpoint): lines of later steps are removed, so that no curve goes back in time.
+  Raises OSError if the files cannot be opened.
   """
 
   def __init__(
@@ -68,16 +63,11 @@ class Recorder:
     return round(self._clock() - self._started, 3)
 
   def write(self, step: int, values: Mapping[str, Any]) -> dict[str, Number]:
-    """Writes the line of a learner step, with `elapsed` as `time`.
+    """Writes the line of a learner step, with `elapsed` as `time`; returns it as written.
 
-    Values are numbers of Python or NumPy, or device scalars, which are waited for. NaN and
-    infinities become null, with a warning the first time a metric has one.
-
-    Returns:
-      The line as written.
-
-    Raises:
-      ValueError, TypeError: a value is not a number; nothing is written.
+    Values are numbers of Python or NumPy, or device scalars, which are waited for; anything else is
+    a ValueError or TypeError. NaN and infinities become null, with a warning the first time a
+    metric has one.
     """
     row: dict[str, Number] = {names.STEP: int(step), names.TIME: self.elapsed()}
     row |= {name: _number(value) for name, value in values.items()}

@@ -55,8 +55,8 @@ class Journal:
     schema: columns of a slot.
     buffer_bytes: appends are written when the buffer exceeds this size.
 
-  Raises:
-    JournalError: not a journal, one with other columns, damaged, or in use.
+  Methods raise JournalError if the disk is full or failed; what they would write has not changed
+  then. So does the constructor for what is not a journal of these columns, or is in use.
   """
 
   def __init__(self, path: Path, lanes: int, schema: Schema, *, buffer_bytes: int = _BUFFER_BYTES):
@@ -95,9 +95,8 @@ class Journal:
   def append(self, segments: Sequence[Segment]) -> None:
     """Adds segments with the columns of the schema, all or none; `flush` makes them durable.
 
-    Raises:
-      ValueError: a segment does not start at its lane's head; then none is added.
-      JournalError: the buffer is full and cannot be written; it keeps the segments.
+    Raises ValueError if a segment does not start at its lane's head; then none is added. A
+    JournalError means that the buffer is full and cannot be written; it keeps the segments.
     """
     with self._lock:
       heads = self._heads.copy()
@@ -117,11 +116,7 @@ class Journal:
         self.flush()
 
   def flush(self) -> None:
-    """Makes everything appended so far durable.
-
-    Raises:
-      JournalError: the disk is full or failed. Nothing is lost; `flush` may be called again.
-    """
+    """Makes everything appended so far durable. After an error it may be called again."""
     with self._lock:
       if not self._buffer:
         return
@@ -136,17 +131,8 @@ class Journal:
     """Lets every lane continue from heads [L], those of a verified checkpoint, or 0.
 
     Lanes without the slots just before there are emptied: their file was lost, or evicted further
-    than an old checkpoint. Of the others, later slots are kept, for `read`, or dropped.
-
-    Args:
-      heads: [L].
-      drop: drop later slots of all lanes.
-
-    Returns:
-      [L] int64, slots from `heads` on that were dropped.
-
-    Raises:
-      JournalError: the disk is full or failed; nothing has changed.
+    than an old checkpoint. Of the others, later slots are kept, for `read`, or dropped. Returns the
+    number of slots from `heads` on that were dropped, [L] int64.
     """
     with self._lock:
       self.flush()
@@ -183,13 +169,7 @@ class Journal:
       )
 
   def evict(self, tails: np.ndarray) -> None:
-    """Drops the slots before tails [L], at most the heads.
-
-    Rows wholly before them give their space to new rows.
-
-    Raises:
-      JournalError: the disk is full or failed; nothing has changed.
-    """
+    """Drops the slots before tails [L], at most the heads; whole rows give way to new ones."""
     with self._lock:
       self.flush()
       tails = np.maximum(tails, self._tails)
@@ -208,18 +188,11 @@ class Journal:
   # --- Reading ---
 
   def read(self, start: np.ndarray, stop: np.ndarray | None = None) -> Iterator[Segment]:
-    """Slots start[lane] <= t < stop[lane], in the order of each lane.
+    """Slots start[lane] <= t < stop[lane] (None: the heads), in the order of each lane.
 
     If every append was flushed by itself, the order between lanes is that of the appends too. A
     segment that begins an episode while its lane's previous one is open follows a lost environment.
-
-    Args:
-      start: [L].
-      stop: [L]; None: the heads.
-
-    Raises:
-      JournalDamage: slots are damaged or missing.
-      JournalError: the disk failed.
+    Raises JournalDamage if slots are damaged or missing.
     """
     for row, begin, end in self._rows(start, stop):
       yield self._codec.decode(row, begin, end)

@@ -4,6 +4,7 @@ One lock makes changes and reads of its columns atomic; frames are copied withou
 Agents compute targets from `store` while they hold `lock`.
 """
 
+import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,16 +12,26 @@ from typing import Any
 import jax
 import numpy as np
 
-from speedyzero_jax.replay import snapshot
 from speedyzero_jax.replay.device_frames import DeviceFrames
 from speedyzero_jax.replay.schema import Schema
 from speedyzero_jax.replay.selector import Selection, Selector
-from speedyzero_jax.replay.storage import LaneStore, put, take
+from speedyzero_jax.replay.storage import LaneStore, put, slots_between, take
 from speedyzero_jax.replay.sweep import Sweep
-from speedyzero_jax.replay.write_log import WriteLog
 from speedyzero_jax.types import Segment
 
 Array = np.ndarray | jax.Array
+
+
+def pack_rng(rng: np.random.Generator) -> np.ndarray:
+  """The state of a PCG64 generator as JSON, uint8 [N]."""
+  return np.frombuffer(json.dumps(rng.bit_generator.state).encode(), np.uint8)
+
+
+def unpack_rng(packed: np.ndarray) -> np.random.Generator:
+  """The generator saved by `pack_rng`."""
+  bits = np.random.PCG64()
+  bits.state = json.loads(packed.tobytes())
+  return np.random.Generator(bits)
 
 
 class Replay:
@@ -41,25 +52,16 @@ class Replay:
     rng_seed: int,
     sweeps: Sequence[str] = (),
     device_frames: DeviceFrames | None = None,
-    frame_memory: np.ndarray | None = None,
   ):
-    """Makes an empty replay.
+    """Makes an empty replay, with the selector that `make_selector` gives and the named sweeps.
 
-    Args:
-      schema, lanes, capacity: of the storage (see `LaneStore`).
-      make_selector: makes the selector from the storage.
-      frame_stack: S.
-      rng_seed: of selection.
-      sweeps: names of the sweeps.
-      device_frames: where windows are gathered, if not in host memory.
-      frame_memory: [lanes, capacity, H, W, C] array for the frames, if shared with other processes.
+    Windows are gathered from `device_frames`, or in host memory. `rng_seed` is of selection.
     """
     self.schema, self._stack = schema, frame_stack
-    self.store = LaneStore(schema, lanes, capacity, frame_memory)
+    self.store = LaneStore(schema, lanes, capacity)
     self.selector = make_selector(self.store)
     self.rng = np.random.Generator(np.random.PCG64(rng_seed))
     self.lock = threading.RLock()
-    self._log = WriteLog(lanes * capacity)
     self._device_frames = device_frames
     self._sweeps = {name: Sweep(lanes, capacity) for name in sweeps}
 
@@ -102,8 +104,7 @@ class Replay:
       self.selector.appended(grown, old_head[grown])
 
   def _written(self, lane: np.ndarray, time: np.ndarray) -> None:
-    """Records newly written slots [n], and copies their frames to the devices."""
-    self._log.append(self.store.flat(lane, time))
+    """Copies the frames of newly written slots [n] to the devices."""
     if self._device_frames is None:
       return
     # Under the lock, so that visible slots have their frames; in pieces, to bound temporary memory.
@@ -195,26 +196,25 @@ class Replay:
 
   def window_cells(
     self, lane: np.ndarray, time: np.ndarray, after: int = 0
-  ) -> tuple[np.ndarray, int]:
-    """Cells [B, S+after] of the frames of `windows` in each lane's ring, and `frames_written`."""
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """Cells [B, S+after] of the frames of `windows` in each lane's ring, and the heads."""
     with self.lock:
       _, safe = self.present(lane, time)
-      return self.store.window_cells(lane, safe, self._stack - 1, after), self._log.count
+      return self.store.window_cells(lane, safe, self._stack - 1, after), self.heads
 
-  @property
-  def frames_written(self) -> int:
-    """Frames written so far, the sequence number that copies follow."""
-    return self._log.count
+  def frames_since(
+    self, heads: np.ndarray, n: int
+  ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Up to n frames of stored slots from heads [L] on.
 
-  def frames_since(self, number: int, n: int) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
-    """Up to n of the frames written from `number` on (see `WriteLog.since`).
-
-    Returns the next sequence number, and lane [m], cell [m] and frames [m, H, W, C].
+    Returns the heads to continue from, and lane [m], cell [m] and frames [m, H, W, C].
     """
     with self.lock:
-      following, flat = self._log.since(number, n)
-    lane, cell = np.divmod(flat, self.store.capacity)
-    # Copied outside the lock, as in `windows`. A cell written meanwhile is returned again later.
+      following = np.maximum(heads, self.store.tail)
+      lane, time = (x[:n] for x in slots_between(following, self.store.head))
+    following[lane] = time + 1  # for repeated lanes the last one counts
+    cell = self.store.cell(time)
+    # Copied outside the lock, as in `windows`. A slot evicted meanwhile is followed by its heir.
     return following, lane, cell, self.store.gather(lane, cell)
 
   @property
@@ -244,12 +244,7 @@ class Replay:
   ) -> None:
     """Replaces values [B, ...] by results of learner step `step`, unless newer ones are stored.
 
-    Args:
-      stamp: of the schema.
-      lane: of the slots.
-      time: of the slots; for repeated ones the last value counts.
-      step: learner step of the weights.
-      columns: values by column of this stamp.
+    `columns` are of the named stamp. For repeated slots the last value counts.
     """
     with self.lock:
       found, safe = self.present(lane, time)
@@ -295,9 +290,9 @@ class Replay:
     """The contents except the frames, as numpy arrays."""
     with self.lock:
       return {
-        **snapshot.export_store(self.store),
+        **self.store.state_dict(),
         **self.selector.state_dict(),
-        "rng": snapshot.pack_rng(self.rng),
+        "rng": pack_rng(self.rng),
         **{f"sweep_{name}": sweep.state() for name, sweep in self._sweeps.items()},
       }
 
@@ -309,10 +304,10 @@ class Replay:
     """
     with self.lock:
       store = self.store
-      snapshot.import_store(store, state)
-      self._written(*snapshot.live_index(store))
+      store.load_state_dict(state)
+      self._written(*slots_between(store.tail, store.head))
       self.selector.load_state_dict(state)
-      self.rng = snapshot.unpack_rng(state["rng"])
+      self.rng = unpack_rng(state["rng"])
       for name, sweep in self._sweeps.items():
         sweep.load(state[f"sweep_{name}"], np.minimum(store.head, store.capacity))
 

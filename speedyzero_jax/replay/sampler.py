@@ -5,10 +5,9 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from speedyzero_jax.config.schema import PriorityConfig
-from speedyzero_jax.replay import snapshot
 from speedyzero_jax.replay.selector import Selection
 from speedyzero_jax.replay.staleness import NEVER, Stamps
-from speedyzero_jax.replay.storage import LaneStore, take
+from speedyzero_jax.replay.storage import LaneStore, slots_between, take
 from speedyzero_jax.replay.sum_tree import SumTree
 
 _GROUP = 256  # samples whose importance weights are normalised together
@@ -21,15 +20,9 @@ class PrioritizedSampler:
 
   A transition is *eligible* if an action was taken in its state, the frames of the state's stack
   are stored, and its targets are final: its episode has ended, or `lookahead` further slots are
-  stored. Newly eligible transitions get the current maximum priority.
-
-  Args:
-    store: of the transitions; a lane has room for `stack + lookahead` slots.
-    config: exponents and minimum priority, which keeps eligible transitions reachable.
-    stack: frames in an observation.
-    lookahead: slots after a state that its targets depend on.
-    first_step: learner steps [m] of the weights behind the stored values of slots (lane [m],
-      time [m]), recorded as the age of their first priority.
+  stored. Newly eligible transitions get the current maximum priority; its age is that of the
+  learner steps [m] that `first_step` gives for slots (lane [m], time [m]). A lane has room for
+  `stack + lookahead` slots.
   """
 
   def __init__(
@@ -116,14 +109,17 @@ class PrioritizedSampler:
     mean, oldest = self._stamps.ages(learner_step)
     return {AGE_MEAN: mean, AGE_MAX: oldest}
 
+  def _live_leaves(self) -> np.ndarray:
+    return self._store.flat(*slots_between(self._store.tail, self._store.head))
+
   def state_dict(self) -> dict[str, np.ndarray]:
     """`priority` float64 and `priority_step` int32 of all live slots."""
-    leaf = self._store.flat(*snapshot.live_index(self._store))
+    leaf = self._live_leaves()
     return {"priority": self._tree.get(leaf), "priority_step": take(self._stamps.step, leaf)}
 
   def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
     """Restores `state_dict` into a new sampler."""
-    leaf = self._store.flat(*snapshot.live_index(self._store))
+    leaf = self._live_leaves()
     priority, step = state["priority"], state["priority_step"]
     self._tree.set(leaf, priority)
     self._stamps.set(leaf, np.where(priority > 0, step, NEVER))
@@ -138,12 +134,7 @@ def importance_weights(
   They are divided by the maximum of each group of 256 consecutive samples, EfficientZero's batch
   size: the maximum of a larger batch is larger, so that dividing by it would lower all weights, and
   with them the effective learning rate, as the batch grows. Samples are independent, so groups are
-  alike.
-
-  Args:
-    probability: [B], of drawing each sample.
-    config: exponents and the least weight.
-    progress: share of training done, in [0, 1].
+  alike. `progress` is the share of training done, in [0, 1].
   """
   beta = config.beta_start + progress * (config.beta_end - config.beta_start)
   weight = probability**-beta

@@ -3,7 +3,7 @@
 Slots that are neighbours in time are neighbours in memory. A slot is named (lane, absolute time).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +29,14 @@ def put(field: np.ndarray, flat: np.ndarray, values: np.ndarray) -> None:
   field.reshape(-1, *field.shape[2:])[flat] = values
 
 
+def slots_between(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Slots begin[lane] <= t < end[lane], by lane, oldest first: (lane [N], time [N]) int64."""
+  count = np.maximum(end - begin, 0)
+  lane = np.repeat(np.arange(len(count)), count)
+  offset = np.arange(len(lane)) - np.repeat(np.cumsum(count) - count, count)
+  return lane, begin[lane] + offset
+
+
 class LaneStore:
   """Rings of slots, arrays [L, capacity, ...]; slot t of a lane lives in cell t % capacity.
 
@@ -39,20 +47,12 @@ class LaneStore:
   are tail[lane] <= t < head[lane].
   """
 
-  def __init__(
-    self, schema: Schema, lanes: int, capacity: int, frame_memory: np.ndarray | None = None
-  ):
-    """Allocates the rings of L lanes.
-
-    `frame_memory` [L, capacity, H, W, C] holds the frames if they are shared with other processes.
-    """
+  def __init__(self, schema: Schema, lanes: int, capacity: int):
     cells = (lanes, capacity)
     self.schema, self.lanes, self.capacity = schema, lanes, capacity
     self.num_actions = schema.num_actions
     frame, *others = schema.columns
-    if frame_memory is None:
-      frame_memory = memory.zeros((*cells, *frame.shape), np.dtype(frame.dtype))
-    self.frame = frame_memory
+    self.frame = memory.zeros((*cells, *frame.shape), np.dtype(frame.dtype))
     columns = {c.name: np.zeros((*cells, *c.shape), c.dtype) for c in others}
     copies = {name: np.zeros_like(columns[source]) for name, source in schema.copies.items()}
     self.stamps = {name: Stamps(cells) for name in schema.stamps}
@@ -80,13 +80,8 @@ class LaneStore:
   def append(self, segments: Sequence[Segment]) -> tuple[np.ndarray, np.ndarray]:
     """Appends segments of different lanes, evicting the oldest slots of full lanes.
 
-    A frame may be both terminated and truncated; it then counts as terminated.
-
-    Returns:
-      Lane and time [n] of the new slots.
-
-    Raises:
-      ValueError: invalid segments; nothing has changed then.
+    A frame may be both terminated and truncated; it then counts as terminated. Returns lane and
+    time [n] of the new slots. Raises ValueError for invalid segments; nothing has changed then.
     """
     slots = self.check(segments)
     lane, time, columns = slots.lane, slots.time, slots.columns
@@ -202,6 +197,33 @@ class LaneStore:
     self.frame[lane, np.arange(stop - len(kept), stop) % self.capacity] = kept
     self.head[lane] = stop
     self.tail[lane] = max(self.tail[lane], stop - self.capacity)
+
+  def state_dict(self) -> dict[str, np.ndarray]:
+    """The contents except the frames: live slots by lane, oldest first."""
+    flat = self.flat(*slots_between(self.tail, self.head))
+    state = {f"slot_{name}": take(array, flat) for name, array in self.fields.items()}
+    counts = {"head": self.head.copy(), "tail": self.tail.copy()}
+    return state | counts | {"num_transitions": np.array(self.num_transitions, np.int64)}
+
+  def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+    """Restores `state_dict`.
+
+    Raises ValueError unless it is of the slots whose frames are stored; nothing has changed then.
+    """
+    if not (np.array_equal(state["head"], self.head) and np.array_equal(state["tail"], self.tail)):
+      raise ValueError("the state is not of the slots whose frames were imported")
+    flat = self.flat(*slots_between(self.tail, self.head))
+    for name, array in self.fields.items():
+      saved = state[f"slot_{name}"]
+      if saved.shape != (len(flat), *array.shape[2:]) or saved.dtype != array.dtype:
+        raise ValueError(f"slot_{name} is {saved.dtype}{list(saved.shape)}, not as in this store")
+    for name, array in self.fields.items():
+      if name in self.stamps:
+        self.stamps[name].set(flat, state[f"slot_{name}"])
+      else:
+        put(array, flat, state[f"slot_{name}"])
+    self.num_transitions = int(state["num_transitions"])
+    self.stored_transitions = int((state["slot_action"] >= 0).sum())
 
   def cell(self, time: np.ndarray) -> np.ndarray:
     """Cells of slots in their lane's ring."""

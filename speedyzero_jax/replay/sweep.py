@@ -38,11 +38,7 @@ class Sweep:
   def next_block(self, n: int) -> tuple[np.ndarray, np.ndarray]:
     """The next n cells to recompute: lane [n] int64, cell [n] int64, with repetitions to fill n.
 
-    Args:
-      n: number of states, at least one stretch; whole stretches are taken.
-
-    Raises:
-      ValueError: no cell is in use.
+    n is at least one stretch; whole stretches are taken. Raises ValueError if no cell is in use.
     """
     if not self._queue:
       raise ValueError("next_block: the buffer is empty")
@@ -61,12 +57,7 @@ class Sweep:
     credit reaches n. A pass must fit into the steps that `delay` leaves: the maximum age of the
     weights when a block is started (or a slot appended), plus the maximum duration of a block. One
     more step is lost between the learner's step and the work, and one more block to the phase of
-    the credit.
-
-    Args:
-      n: states per block.
-      max_age: bound, learner steps, at least delay + 2.
-      delay: learner steps.
+    the credit: so `max_age` must be at least delay + 2.
     """
     blocks_in_pass = -(-len(self) // (n // self.stretch))
     return -(-(blocks_in_pass + 1) * n // (max_age - delay - 1))

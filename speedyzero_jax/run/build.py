@@ -30,7 +30,7 @@ from speedyzero_jax.run.recovery import RecoveryManager
 from speedyzero_jax.workers.actor import LocalActor
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.learner import Learner, make_mesh
-from speedyzero_jax.workers.sweeper import TaskRunner, make_sweepers
+from speedyzero_jax.workers.sweeper import make_sweepers
 from speedyzero_jax.workers.weights import ACTOR, WeightsStore
 
 
@@ -44,17 +44,8 @@ def build(
 ) -> Experiment:
   """Makes all parts and, on resume, restores them from the newest readable checkpoint.
 
-  Args:
-    config: of the run.
-    run_dir: folder of the run, or of the learner process, locked by this process.
-    logger: receives messages and metrics.
-    resume: continue an earlier run.
-    membership: of this process.
-
-  Raises:
-    CheckpointError: no checkpoint can be read.
-    JournalError: the journal can't be opened.
-    TrainingError: the run can't continue here.
+  `run_dir` is the folder of the run, or of the learner process, locked by this process. Raises
+  CheckpointError, JournalError or TrainingError if the run can't continue here.
   """
   own = loader.divide(config, membership.unit, membership.units)
   agent = builders.make_agent(own)
@@ -94,8 +85,8 @@ def _build(
   if warning := builders.capacity_problem(own, agent):
     logger.message(warning)
   inference = Inference(agent, local, report=logger.message)
-  seed, memory = unit_seed(config, "replay", membership), membership.frame_memory
-  replay = builders.make_replay(own, agent, local, logger.message, seed=seed, frame_memory=memory)
+  seed = unit_seed(config, "replay", membership)
+  replay = builders.make_replay(own, agent, local, logger.message, seed=seed)
   restored = recovery.restore(snapshot.templates(learner, agent)) if resume else None
   if restored is None:
     state = learner.init(jax.random.fold_in(jax.random.key(config.run.seed), INIT))
@@ -120,7 +111,6 @@ def _build(
     weights=weights,
     limiter=limiter,
     collector=Collector(replay, limiter, weights, logger, episodes, times, recovery.append),
-    runner=TaskRunner(agent, inference, replay, weights),
     sweepers=make_sweepers(agent, config.actor.weights_interval),
     recovery=recovery,
     state=state,

@@ -2,10 +2,9 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from speedyzero_jax.agents.base import Agent
@@ -21,24 +20,13 @@ from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.weights import Version
 
 
-class EnvSpec(NamedTuple):
-  """Shapes of the configured environment."""
-
-  frame_shape: tuple[int, int, int]
-  frame_dtype: np.dtype
-  num_actions: int
-
-
-def env_spec(config: Config) -> EnvSpec:
-  """The specification of the configured environment. Raises ValueError for an unknown game."""
+def make_agent(config: Config) -> Agent:
+  """The configured agent. Raises ValueError for an unknown game, and sizes that don't fit it."""
   env = make_env(config.env, 1, 0, training=True)
   env.close()
-  return EnvSpec(env.frame_shape, env.frame_dtype, env.num_actions)
-
-
-def make_agent(config: Config, spec: EnvSpec | None = None) -> Agent:
-  """The configured agent. Raises ValueError for sizes that don't fit the environment."""
-  made: Agent = agent_module(config.agent.name).make_agent(config, *(spec or env_spec(config)))
+  made: Agent = agent_module(config.agent.name).make_agent(
+    config, env.frame_shape, env.frame_dtype, env.num_actions
+  )
   return made
 
 
@@ -49,11 +37,6 @@ def replay_capacity(config: Config, agent: Agent) -> int:
   """
   wanted = config.replay.capacity or 2 * config.run.env_steps
   return max(-(-wanted // config.actor.lanes), shortest_lane(config, agent))
-
-
-def frames_shape(config: Config, agent: Agent) -> tuple[int, ...]:
-  """[L, C, H, W, channels] of the replay's frames."""
-  return (config.actor.lanes, replay_capacity(config, agent), *agent.schema.frame.shape)
 
 
 def capacity_problem(config: Config, agent: Agent) -> str | None:
@@ -85,13 +68,7 @@ def mean_stored(config: Config, agent: Agent, collected: int) -> float:
 
 
 def make_replay(
-  config: Config,
-  agent: Agent,
-  mesh: Mesh,
-  report: Callable[[str], None],
-  *,
-  seed: int,
-  frame_memory: np.ndarray | None = None,
+  config: Config, agent: Agent, mesh: Mesh, report: Callable[[str], None], *, seed: int
 ) -> Replay:
   """The configured replay, with its frames on the devices of the mesh if configured so."""
   return Replay(
@@ -103,7 +80,6 @@ def make_replay(
     rng_seed=seed,
     sweeps=[name for name, task in agent.tasks.items() if task.max_age],
     device_frames=frames_on_devices(config, agent, mesh, report),
-    frame_memory=frame_memory,
   )
 
 
@@ -140,16 +116,9 @@ def replay_bytes(config: Config, agent: Agent) -> int:
 def restore_for_evaluation(
   config: Config, run_dir: Path, *, warn: Callable[[str], None], report: Callable[[str], None]
 ) -> tuple[Agent, Inference, Version]:
-  """The newest readable checkpoint of a run, for acting.
+  """The newest readable checkpoint of a run, for acting. Raises CheckpointError if there is none.
 
-  Args:
-    config: of the run.
-    run_dir: its folder.
-    warn: receives lines on unreadable checkpoints.
-    report: receives lines on compilation.
-
-  Raises:
-    CheckpointError: no checkpoint can be read.
+  `warn` receives lines on unreadable checkpoints, `report` on compilation.
   """
   agent = make_agent(config)
   template: Any = jax.eval_shape(agent.init, jax.random.key(0))

@@ -65,12 +65,7 @@ class Snapshot(NamedTuple):
 
 
 class Checkpoints:
-  """The checkpoints of one run folder. Not thread-safe.
-
-  Args:
-    run_dir: the folder; `checkpoints/` is made in it.
-    keep: how many of the newest checkpoints stay, at least.
-  """
+  """The checkpoints in `run_dir/checkpoints/`, of which the newest `keep` stay. Not thread-safe."""
 
   def __init__(self, run_dir: Path, keep: int = 3):
     self._directory = run_dir.resolve() / "checkpoints"
@@ -104,12 +99,8 @@ class Checkpoints:
   def save(self, snapshot: Snapshot, *, needed: int | None = None) -> None:
     """Writes a checkpoint, unless there is one of this moment.
 
-    Args:
-      snapshot: what to write.
-      needed: checkpoints from this step on stay, however many; None: only the newest few.
-
-    Raises:
-      CheckpointError: the disk is full or failed. Earlier checkpoints are intact.
+    The newest few stay, and all from step `needed` on. Raises CheckpointError if the disk is full
+    or failed; earlier checkpoints are intact then.
     """
     folder = self._directory / f"{snapshot.step}-{snapshot.env_steps}"
     if folder.is_dir():
@@ -183,9 +174,8 @@ class Checkpoints:
       newest: later learner steps are not wanted.
       verify: called with tails and heads [L]; raises JournalDamage if those slots are not stored.
 
-    Raises:
-      CheckpointError: there is none, none is usable, or the machine failed (memory, permissions,
-        open files), which is no reason to use an older one. Nothing has been changed then.
+    Raises CheckpointError if there is none, none is usable, or the machine failed (memory,
+    permissions, open files), which is no reason to use an older one. Nothing has been changed then.
     """
 
     def read(folder: Path) -> Snapshot:

@@ -19,12 +19,7 @@ from speedyzero_jax.workers.weights import ACTOR, WeightsStore
 class Collector:
   """Collects with a local actor, or receives the experience of remote ones. Thread-safe.
 
-  Args:
-    replay, limiter, logger: of this process.
-    weights: to act with.
-    episodes: returns of finished games.
-    times: measures the part act.
-    record: makes segments durable.
+  `record` makes segments durable.
   """
 
   def __init__(

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from speedyzero_jax.agents.base import Agent, Task, Work
@@ -13,14 +12,13 @@ from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.aggregation import PartTimes
 from speedyzero_jax.metrics.logger import MetricsLogger
 from speedyzero_jax.replay.replay import Replay
-from speedyzero_jax.run.batch_pipeline import BatchPipeline
 from speedyzero_jax.run.collector import Collector
 from speedyzero_jax.run.rate_limiter import RateLimiter
 from speedyzero_jax.run.recovery import RecoveryManager
 from speedyzero_jax.run.topology import derived_seed
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.learner import Learner, LearnerState
-from speedyzero_jax.workers.sweeper import Sweeper, TaskRunner
+from speedyzero_jax.workers.sweeper import Sweeper, run_task
 from speedyzero_jax.workers.weights import WeightsStore
 
 INIT, LEARN, ACT, BATCH, SWEEP = range(5)  # purposes of random keys; sweeper i has SWEEP + i
@@ -41,10 +39,8 @@ class Membership:
     acts: this process has a local actor.
     sweeps: this process runs the sweeps of the agent's tasks.
     durable: experience is on disk before it counts, for actors in other processes.
-    frame_memory: memory of the replay's frames.
-    agree: publishes a number to all learner processes and returns those of all.
+    agree: publishes a number to all learner processes, waits for and returns those of all.
     share: publishes metrics and returns those to report on, in unit 0 the newest of all.
-    meet: waits for all learner processes.
   """
 
   unit: int = 0
@@ -53,10 +49,8 @@ class Membership:
   acts: bool = True
   sweeps: bool = True
   durable: bool = False
-  frame_memory: np.ndarray | None = None
   agree: Callable[[int], Sequence[int]] = lambda step: [step]
   share: Callable[[Mapping[str, float]], Sequence[Mapping[str, float]]] = lambda numbers: [numbers]
-  meet: Callable[[], object] = lambda: None
 
 
 ALONE = Membership()
@@ -78,11 +72,9 @@ class Experiment:
   weights: WeightsStore
   limiter: RateLimiter
   collector: Collector
-  runner: TaskRunner
   sweepers: list[Sweeper]
   recovery: RecoveryManager
   state: LearnerState
-  pipeline: BatchPipeline = dataclasses.field(init=False)
   execute: Callable[[list[Work], int], None] = dataclasses.field(init=False)
   after_step: list[Callable[[], object]] = dataclasses.field(default_factory=list)
   interrupted: bool = False
@@ -92,13 +84,10 @@ class Experiment:
   def __post_init__(self) -> None:
     self.execute = self._execute_here
     self._sweeping = False
-    self.pipeline = BatchPipeline(
-      self.agent,
-      self.replay,
-      self.own.learner.batch_size,
-      lambda works, step: self.execute(works, step),
-      self.times,
-    )
+
+  def ready(self) -> bool:
+    """Whether a batch can be drawn."""
+    return self.replay.ready(self.own.learner.batch_size)
 
   def key(self, purpose: int) -> jax.Array:
     """A random key of this process."""
@@ -115,7 +104,7 @@ class Experiment:
 
   def sweeping(self) -> bool:
     """Whether sweeps have begun: once a first batch can be drawn."""
-    self._sweeping = self._sweeping or self.pipeline.ready()
+    self._sweeping = self._sweeping or self.ready()
     return self._sweeping
 
   def sweep_key(self, sweeper: Sweeper) -> jax.Array:
@@ -126,8 +115,14 @@ class Experiment:
   def _execute_here(self, works: list[Work], learner_step: int) -> None:
     key = jax.random.fold_in(self.key(BATCH), learner_step)
     for i, work in enumerate(works):
-      states = self.runner.run(work, jax.random.fold_in(key, i))
-      self.count_states(self.agent.tasks[work.task], states)
+      self.run_task(work, jax.random.fold_in(key, i))
+
+  def run_task(self, work: Work, key: jax.Array) -> int:
+    """Runs one piece of work in this process; returns the number of states."""
+    task = self.agent.tasks[work.task]
+    states = run_task(task, self.inference, self.replay, self.weights, work, key)
+    self.count_states(task, states)
+    return states
 
   def count_states(self, task: Task, states: int) -> None:
     """Counts states that a task has computed."""

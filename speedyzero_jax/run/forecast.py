@@ -15,10 +15,7 @@ _LIBRARIES = 1.2e9  # bytes of host memory for libraries and compiled programs, 
 
 
 class Forecast:
-  """Estimates what a run needs. To be made before the run's parts are.
-
-  Args:
-    report: takes lines.
+  """Estimates what a run needs, and reports it in lines. To be made before the run's parts are.
 
   Attributes:
     host: bytes of host memory that this process needs.

@@ -32,7 +32,7 @@ def _lockstep(experiment: Experiment) -> None:
   """A fixed order in one thread: the same seed gives the same run, bit for bit."""
   limiter = experiment.limiter
   while not limiter.finished and not limiter.stopping:
-    if not (limiter.may_learn() and experiment.pipeline.ready()):
+    if not (limiter.may_learn() and experiment.ready()):
       _check_supply(experiment, limiter.learner_steps)
       experiment.collector.collect()
       continue
@@ -47,7 +47,7 @@ def _lockstep(experiment: Experiment) -> None:
 
 def _check_supply(experiment: Experiment, step: int) -> None:
   """Raises TrainingError if learner step `step` (from 0) will never have a batch."""
-  if experiment.limiter.collected and not experiment.pipeline.ready():
+  if experiment.limiter.collected and not experiment.ready():
     config, count = experiment.own, experiment.replay.selector.count
     raise TrainingError(
       f"all {config.run.env_steps} agent steps are collected, but of the samples for learner step "
@@ -102,7 +102,7 @@ class _Overlapped:
 
   def _collect(self) -> None:
     def may_collect() -> bool:  # also if the learner is due but has too little to draw from
-      return self._limiter.may_collect() or not self._experiment.pipeline.ready()
+      return self._limiter.may_collect() or not self._experiment.ready()
 
     while not self._limiter.collected:
       begin = time.monotonic()
@@ -130,7 +130,7 @@ class _Overlapped:
       if len(self._ready) >= experiment.config.learner.prefetch:
         return False
       due = limiter.may_draw(self._drawn)
-      return due and (limiter.collected or experiment.pipeline.ready())
+      return due and (limiter.collected or experiment.ready())
 
     while self._drawn < experiment.config.learner.steps:
       limiter.wait_until(may_draw)

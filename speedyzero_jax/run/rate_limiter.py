@@ -24,15 +24,7 @@ class RateLimiter:
   ratio = (env_steps - random_steps) / (steps - tail_steps); the last tail_steps once all are.
   Collection continues while it is less than `slack` agent steps ahead of the learner.
 
-  Args:
-    config: of the learner process.
-
-  Attributes (read-only):
-    env_steps: agent steps collected.
-    learner_steps: learner steps taken.
-    bounds_lag: whether there is a bound on policy lag.
-    finishing: whether `finish_together` was called.
-    stopping: whether `stop` was called.
+  Callers may read `env_steps`, `learner_steps`, `finishing` and `stopping`.
   """
 
   def __init__(self, config: Config):
@@ -41,7 +33,7 @@ class RateLimiter:
     self._start = min(self._random, self._total_env)
     self._paced = self._total_learner - config.learner.tail_steps
     self._slack = max(2 * config.actor.lanes, 2 * (self._earned(1) if self._paced else 0))
-    self.bounds_lag = config.actor.max_lag > 0
+    self._bounds_lag = config.actor.max_lag > 0
     # Learner steps that may begin while an actor acts: its weights are up to an interval old then.
     self._leeway = config.actor.max_lag - config.actor.weights_interval
     self._acting: dict[Hashable, int] = {}  # actor -> learner step at which it began
@@ -160,7 +152,7 @@ class RateLimiter:
     """Whether the next learner step would make some actor's weights older than `actor.max_lag`."""
     with self._changed:
       since = min(self._acting.values(), default=self.learner_steps)
-      return self.bounds_lag and self.learner_steps - since >= self._leeway
+      return self._bounds_lag and self.learner_steps - since >= self._leeway
 
   def notify(self) -> None:
     """Wakes waiting roles to evaluate their conditions again."""

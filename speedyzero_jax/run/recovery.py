@@ -52,12 +52,8 @@ class RecoveryManager:
     """The newest usable checkpoint that every unit has; see `Checkpoints.restore`.
 
     None if a unit has none: then all start from the beginning, and checkpoints of this unit are
-    set aside. Afterwards the journal continues from the heads of the checkpoint, or from 0.
-
-    Raises:
-      CheckpointError: there are checkpoints, but none is usable, or all are newer than what
-        another unit has.
-      JournalError: the journal cannot be written.
+    set aside. Afterwards the journal continues from the heads of the checkpoint, or from 0. Raises
+    CheckpointError if none is usable, or all are newer than what another unit has.
     """
     newest = None
     while True:
@@ -89,10 +85,7 @@ class RecoveryManager:
   # --- Saving ---
 
   def append(self, segments: Sequence[Segment]) -> None:
-    """Adds experience to the journal; if `durable`, it is on disk at the end.
-
-    Raises ValueError and JournalError as `Journal.append` and `flush`.
-    """
+    """Adds experience to the journal; if `durable`, it is on disk at the end."""
     self.journal.append(segments)
     if self._durable:
       self.journal.flush()
@@ -108,14 +101,8 @@ class RecoveryManager:
     """Starts a checkpoint in the background, once the save before has ended.
 
     Checkpoints stay as long as another unit may have to go back to them, the experience that they
-    refer to as long as they do.
-
-    Args:
-      snapshot: what to save; the journal has its slots.
-      required: wait for it, and for no other unit. If not, all units must save this step.
-
-    Raises:
-      CheckpointError, JournalError: it is required and failed.
+    refer to (the journal has it) as long as they do. A `required` one is waited for, and raises
+    CheckpointError or JournalError; it waits for no other unit. Others must be saved by all units.
     """
     self.wait()
     if self._units == 1:

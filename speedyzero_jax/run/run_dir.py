@@ -36,15 +36,10 @@ class RunDir(contextlib.AbstractContextManager):
 
 
 def create(config: Config, name: str) -> RunDir:
-  """Creates the folder of a new run.
+  """Creates the folder of a new run and stores its configuration there.
 
-  Args:
-    config: of the run, stored in the folder. `run.dir` is the folder; if empty, `runs/NAME`, with
-      a number if that exists.
-    name: e.g. quickstart-Catch-s0.
-
-  Raises:
-    RunFolderError: the folder holds a run already, is in use, or cannot be written.
+  It is `run.dir`; if that is empty, `runs/NAME`, with a number if that exists. Raises
+  RunFolderError if it holds a run already, is in use, or cannot be written.
   """
   if config.run.dir:
     path = Path(config.run.dir)
@@ -70,14 +65,9 @@ def create(config: Config, name: str) -> RunDir:
 
 
 def open_existing(path: Path, changes: list[str]) -> RunDir:
-  """Opens the folder of an earlier run, to resume it.
+  """Opens the folder of an earlier run, to resume it with these `key=value` changes.
 
-  Args:
-    path: the folder.
-    changes: `key=value` overrides of keys that a resumed run may change.
-
-  Raises:
-    RunFolderError: it holds no run, is in use, or a change is not allowed.
+  Raises RunFolderError if it holds no run, is in use, or a change is not allowed.
   """
   stored = read_config(path)
   try:

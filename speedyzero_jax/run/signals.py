@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 # Seconds within which a repeated signal is the same one, sent to both the process and its group.
 _DUPLICATE_SECONDS = 1.0
@@ -22,12 +23,12 @@ class Signals:
     self._when = 0.0
 
   def __enter__(self) -> "Signals":
-    self._before = {number: signal.signal(number, self._stop) for number in _stops()}
+    self._handling = _handling(self._stop)
+    self._handling.__enter__()
     return self
 
   def __exit__(self, *_: object) -> None:
-    for number, handler in self._before.items():
-      signal.signal(number, handler)
+    self._handling.__exit__(None, None, None)
 
   def _stop(self, number: int, _frame: object) -> None:
     if self.received is None:
@@ -38,15 +39,9 @@ class Signals:
       os.kill(os.getpid(), number)
 
   @staticmethod
-  @contextlib.contextmanager
-  def at_once() -> Iterator[None]:
+  def at_once() -> contextlib.AbstractContextManager[None]:
     """A context in which signals end the process at once, since there is nothing to save."""
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in _stops()}
-    try:
-      yield
-    finally:
-      for number, handler in before.items():
-        signal.signal(number, handler)
+    return _handling(signal.SIG_DFL)
 
   def came(self) -> bool:
     """Whether a signal was received."""
@@ -59,6 +54,13 @@ class Signals:
     return 128 + self.received
 
 
-def _stops() -> set[signal.Signals]:
+@contextlib.contextmanager
+def _handling(handler: Any) -> Iterator[None]:
   ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
-  return {signal.SIGINT, signal.SIGTERM, signal.SIGHUP} - ignored
+  stops = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP} - ignored
+  before = {number: signal.signal(number, handler) for number in stops}
+  try:
+    yield
+  finally:
+    for number, former in before.items():
+      signal.signal(number, former)

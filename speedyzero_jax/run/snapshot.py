@@ -32,13 +32,8 @@ def learner_state(learner: Learner, restored: Snapshot) -> LearnerState:
 def save(experiment: Experiment, *, required: bool = False) -> None:
   """Starts saving a checkpoint in the background; reports a failure of the previous one.
 
-  Args:
-    experiment: to save.
-    required: wait for the checkpoint.
-
-  Raises:
-    CheckpointError: a required checkpoint failed. Other failures don't stop training.
-    DivergedError: the parameters are not finite; nothing is saved.
+  A `required` one is waited for, and raises CheckpointError; other failures don't stop training.
+  Raises DivergedError if parameters are not finite; nothing is saved then.
   """
   experiment.recovery.wait()
   step = experiment.limiter.learner_steps
@@ -122,15 +117,10 @@ def replay_journal(experiment: Experiment) -> bool:
 
 
 def restore_actor(experiment: Experiment, restored: Snapshot | None, *, later: bool) -> None:
-  """Restores the local actor's games, or cuts their episodes and begins new ones.
+  """Restores the local actor's games, after the replay, or cuts their episodes and begins new ones.
 
-  Args:
-    experiment: to restore into; its replay is restored.
-    restored: the checkpoint, if any.
-    later: the replay holds steps from after the checkpoint.
-
-  Raises:
-    TrainingError: the games can't be restored, and the mode is lockstep.
+  `later` tells that the replay holds steps from after the checkpoint. Raises TrainingError if games
+  can't be restored, and the mode is lockstep.
   """
   local, lost = experiment.collector.local, later
   if local is None:

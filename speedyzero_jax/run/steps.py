@@ -8,7 +8,7 @@ import numpy as np
 
 from speedyzero_jax.metrics import names
 from speedyzero_jax.ops import optimizers
-from speedyzero_jax.run import builders, snapshot
+from speedyzero_jax.run import batch_pipeline, builders, snapshot
 from speedyzero_jax.run.batch_pipeline import PreparedBatch
 from speedyzero_jax.run.experiment import Experiment
 from speedyzero_jax.workers.evaluator import Evaluation, evaluate
@@ -20,15 +20,21 @@ from speedyzero_jax.workers.weights import DivergedError, Version
 def sweep(experiment: Experiment, sweeper: Sweeper) -> None:
   """Computes one block of a sweep. Call while `sweeper.due`."""
   with experiment.times.part(sweeper.task.part):
-    states = experiment.runner.run(sweeper.next(experiment.replay), experiment.sweep_key(sweeper))
+    states = experiment.run_task(sweeper.next(experiment.replay), experiment.sweep_key(sweeper))
   sweeper.calls += 1
   sweeper.states += states
-  experiment.count_states(sweeper.task, states)
 
 
 def draw(experiment: Experiment, learner_step: int) -> PreparedBatch:
   """The batch of a learner step, on the learner's devices."""
-  prepared = experiment.pipeline.draw(learner_step)
+  prepared = batch_pipeline.draw(
+    experiment.agent,
+    experiment.replay,
+    experiment.own.learner.batch_size,
+    learner_step,
+    experiment.execute,
+    experiment.times,
+  )
   with experiment.times.part("gather"):
     return prepared._replace(arrays=experiment.learner.put(prepared.arrays))
 
@@ -93,7 +99,7 @@ def bookkeeping(experiment: Experiment) -> None:
     with experiment.times.part("evaluate"):
       if experiment.membership.unit == 0:
         evaluate_now(experiment)
-      experiment.membership.meet()
+      experiment.membership.agree(0)  # waits for all
   for call in experiment.after_step:
     call()
 
@@ -125,5 +131,5 @@ def evaluate_now(experiment: Experiment) -> Evaluation | None:
   )
   if result is not None:
     experiment.logger.message(str(result))
-    experiment.logger.log_evaluation(result.summary())
+    experiment.logger.log_latest(result.metrics())
   return result

@@ -63,15 +63,10 @@ class Topology(NamedTuple):
 
 
 def resolve(config: Config, num_processes: int | None = None) -> Topology:
-  """The topology of a configuration.
+  """The topology of a configuration, for so many started processes; None: as many as it says.
 
-  Args:
-    config: of the whole run.
-    num_processes: processes that were started; None to take the number from the configuration.
-
-  Raises:
-    ConfigError: the numbers contradict each other, or lanes or batch can't be divided by the
-      learners, or a setting is not for several processes.
+  Raises ConfigError if the numbers contradict each other, lanes or batch can't be divided by the
+  learners, or a setting is not for several processes.
   """
   wanted = config.topology
   helpers = wanted.actors + wanted.refreshers

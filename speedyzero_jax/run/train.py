@@ -34,9 +34,8 @@ def train(
   signals: Signals,
   membership: Membership = ALONE,
   serving: Callable[[Experiment], contextlib.AbstractContextManager] = contextlib.nullcontext,
-  saved: Callable[[], None] = lambda: None,
 ) -> int:
-  """Runs to the end, or until a signal.
+  """Runs to the end, or until a signal. Returns the exit code.
 
   Args:
     config: of the run.
@@ -45,10 +44,6 @@ def train(
     signals: entered.
     membership: of this process; the first learner process evaluates, and reports on all.
     serving: context in which the roles run, with the service for actors and refreshers.
-    saved: called after the final checkpoint.
-
-  Returns:
-    The exit code.
   """
   enable_compilation_cache(config)
   unit, units = membership.unit, membership.units
@@ -70,7 +65,7 @@ def train(
       forecast = Forecast(logger.message)
       experiment = build(config, folder, logger, resume=resume, membership=membership)
       with contextlib.closing(experiment):
-        return _run(experiment, folder, signals, forecast, serving, saved)
+        return _run(experiment, folder, signals, forecast, serving)
     except (TrainingError, DivergedError, CheckpointError, JournalError, OSError) as error:
       return _fail(logger, str(error))
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
@@ -83,7 +78,6 @@ def _run(
   signals: Signals,
   forecast: Forecast,
   serving: Callable[[Experiment], contextlib.AbstractContextManager],
-  saved: Callable[[], None],
 ) -> int:
   logger, limiter = experiment.logger, experiment.limiter
   signals.on_stop = experiment.interrupt
@@ -96,12 +90,15 @@ def _run(
       timings = warmup.prepare(experiment)
       forecast.prepared(experiment, timings)
       if experiment.config.profile.steps:
-        profiler.attach(experiment, folder, timings)
+        phases = profiler.profile(experiment, folder, timings)
+        experiment.after_step.append(lambda: next(phases, None))
       loops.run(experiment)
-  if signals.came() and not limiter.env_steps:
+  empty = signals.came() and not limiter.env_steps
+  if not empty:
+    snapshot.save(experiment, required=True)
+  experiment.membership.agree(0)  # the first learner to end would abort others that are saving
+  if empty:
     return _nothing_saved(logger, folder, signals)
-  snapshot.save(experiment, required=True)
-  saved()
   if not limiter.finished:
     logger.message(
       f"stopped and saved at learner step {limiter.learner_steps}; continue with --resume {folder}"

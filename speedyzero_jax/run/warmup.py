@@ -5,7 +5,6 @@ real ones, and each is timed alone.
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -21,7 +20,6 @@ from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.run.builders import mean_stored, shortest_lane
 from speedyzero_jax.run.experiment import Experiment
 from speedyzero_jax.system.compilation import Program
-from speedyzero_jax.system.costs import matmul_flops
 from speedyzero_jax.types import Segment
 from speedyzero_jax.workers.weights import ACTOR
 
@@ -34,15 +32,12 @@ class Timing(NamedTuple):
   program: str  # "train", "act", or the name of a task
   calls: float  # per learner step, on average over the rest of the run
   seconds: float  # of a call, alone
-  flops: Counter[str]  # of a call on one device (see `matmul_flops`); empty without a profile
 
 
 class _Call(NamedTuple):
   name: str
   per_step: float
-  program: Program
-  args: tuple
-  keywords: dict[str, Any]
+  compile: Callable[[], None]
   run: Callable[[], Any]
 
 
@@ -54,7 +49,7 @@ def prepare(experiment: Experiment) -> list[Timing]:
 
   def compile_now(call: _Call) -> None:
     if not experiment.interrupted:
-      call.program.prepare(*call.args, **call.keywords)
+      call.compile()
 
   calls = list(_calls(experiment))
   with ThreadPoolExecutor() as pool:
@@ -63,10 +58,7 @@ def prepare(experiment: Experiment) -> list[Timing]:
   for call in calls if experiment.membership.units == 1 else ():
     if experiment.interrupted:
       return []
-    counted = bool(experiment.config.profile.steps)
-    function = call.program.function
-    flops = matmul_flops(function, *call.args, **call.keywords) if counted else Counter()
-    timings.append(Timing(call.name, call.per_step, _seconds(call.run), flops))
+    timings.append(Timing(call.name, call.per_step, _seconds(call.run)))
   return timings
 
 
@@ -88,7 +80,8 @@ def _calls(experiment: Experiment) -> Iterator[_Call]:
   weights = {name: version.variables for name, version in experiment.weights.snapshot().items()}
 
   def call(name: str, program: Program, per_step: float, *args: Any, **keywords: Any) -> _Call:
-    return _Call(name, per_step, program, args, keywords, partial(program, *args, **keywords))
+    run, compiles = partial(program, *args, **keywords), partial(program.prepare, *args, **keywords)
+    return _Call(name, per_step, compiles, run)
 
   def task(name: str, per_step: float, count: int, after: int) -> _Call:
     frames = experiment.replay.blanks(count, after)

@@ -11,13 +11,7 @@ Report = Callable[[str], None]
 
 
 class Program:
-  """A jitted function that reports its compilations, which can take minutes.
-
-  Args:
-    function: jitted, or with `lower` and a name as jitted ones have.
-    label: name of what it computes.
-    report: takes lines.
-  """
+  """A jitted function, or one with its `lower` and name, that reports its compilations."""
 
   def __init__(self, function: Any, label: str, report: Report):
     self.function, self._label, self._report = function, label, report

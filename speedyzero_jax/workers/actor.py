@@ -38,17 +38,10 @@ class FrameStacker:
 
 
 class Actor:
-  """Steps environments within a budget of agent steps.
+  """Steps new environments, which it owns, within a budget of agent steps.
 
-  Args:
-    config: of the run.
-    agent: chooses actions.
-    env: new environments, reset and owned by the actor.
-    inference: of the agent.
-    key: random key.
-    stats: receives returns of finished games.
-    lane_offset: number of this actor's first lane in the replay.
-    start: [L], slots of the environments' first frames; None: 0.
+  Its lanes in the replay are those from `lane_offset` on; `start` [L] are the slots of the
+  environments' first frames (None: 0). `stats` receives returns of finished games.
   """
 
   def __init__(
@@ -86,8 +79,7 @@ class Actor:
       random: play uniformly at random (the first steps of a run).
       last: whether the budget is final. If not, its end closes only the lanes not reached.
 
-    Returns:
-      One segment per lane, and the number of agent steps in them. Resets are not agent steps.
+    Returns one segment per lane, and the number of agent steps in them. Resets are not agent steps.
     """
     shown = self._shown
     ended = shown.terminated | shown.truncated
@@ -186,12 +178,9 @@ class Actor:
     }
 
   def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-    """Replays a new actor's environments to the state of `state_dict`.
+    """Replays a new actor's environments to the state of `state_dict`, 3,000 steps a second.
 
-    Takes about a second per 3,000 agent steps on one core.
-
-    Raises:
-      RuntimeError: the environments showed other frames (another envpool or machine).
+    Raises RuntimeError if they showed other frames (another envpool or machine).
     """
     for action in state["actions"]:
       ended = self._shown.terminated | self._shown.truncated

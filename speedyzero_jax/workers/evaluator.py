@@ -15,6 +15,7 @@ from speedyzero_jax.agents.base import ActInputs, Agent
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.envs.batched_env import BatchedEnv, episode_cap, make_env
 from speedyzero_jax.envs.scores import human_normalised
+from speedyzero_jax.metrics import names
 from speedyzero_jax.workers.actor import FrameStacker
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.weights import Version
@@ -49,10 +50,12 @@ class Evaluation:
     temporary.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
     os.replace(temporary, path)
 
-  def summary(self) -> dict[str, float | None]:
-    """The numbers to log."""
-    keys = ("step", "mean", "median", "std", "human_normalised")
-    return {key: getattr(self, key) for key in keys}
+  def metrics(self) -> dict[str, float]:
+    """The numbers to log, as far as they are known."""
+    found = {
+      key: getattr(self, key) for key in ("step", "mean", "median", "std", "human_normalised")
+    }
+    return {names.EVALUATION_PREFIX + key: x for key, x in found.items() if x is not None}
 
   def __str__(self) -> str:
     normalised = (
@@ -79,18 +82,10 @@ def evaluate(
   should_stop: Callable[[], bool] = lambda: False,
   report: Callable[[str], None] = lambda line: None,
 ) -> Evaluation | None:
-  """Plays full episodes.
+  """Plays full episodes, in environments of this seed, with reports every ten seconds.
 
-  Args:
-    config: of the run.
-    agent: chooses actions.
-    inference: of the agent.
-    version: weights.
-    episodes: number of episodes.
-    seed: of the environments.
-    max_episode_steps: cap of an episode, agent steps; None: the configured one.
-    should_stop: called between steps; if True, None is returned.
-    report: receives a line of progress every ten seconds.
+  `max_episode_steps` caps an episode, in agent steps (None: as configured). Returns None once
+  `should_stop`, called between steps, is true.
   """
   cap = episode_cap(config.env.game, max_episode_steps or config.evaluation.max_episode_steps)
   lanes = min(episodes, MAX_LANES)

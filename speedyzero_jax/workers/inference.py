@@ -16,11 +16,8 @@ from speedyzero_jax.workers.weights import Version, device_get_finite
 class Inference:
   """An agent's programs, each compiled once per batch size.
 
-  Args:
-    agent: provides the programs.
-    mesh: devices of this process, one axis: inputs are divided, weights replicated. None for the
-      default device.
-    report: receives a line when something compiles.
+  Inputs are divided over the mesh's devices, which are of this process, and weights replicated;
+  None is the default device. `report` receives a line when something compiles.
   """
 
   def __init__(self, agent: Agent, mesh: Mesh | None = None, *, report: Report = lambda _: None):

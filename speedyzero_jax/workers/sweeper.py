@@ -31,30 +31,26 @@ def write_results(replay: Replay, task: Task, work: Work, results: Arrays, step:
     task.write(replay, lane, time, {name: x[real] for name, x in results.items()}, step)
 
 
-class TaskRunner:
-  """Runs an agent's tasks in this process."""
-
-  def __init__(self, agent: Agent, inference: Inference, replay: Replay, weights: WeightsStore):
-    self._agent, self._inference, self._replay, self._weights = agent, inference, replay, weights
-
-  def run(self, work: Work, key: jax.Array) -> int:
-    """Runs one piece of work; returns the number of states."""
-    task = self._agent.tasks[work.task]
-    version = self._weights.latest(task.subscription)
-    frames = self._replay.windows(work.lane, work.time, after=work.real.shape[1] - 1)
-    results = self._inference.compute(version, work.task, frames, key)
-    write_results(self._replay, task, work, results, version.step)
-    return int(work.real.sum())
+def run_task(
+  task: Task,
+  inference: Inference,
+  replay: Replay,
+  weights: WeightsStore,
+  work: Work,
+  key: jax.Array,
+) -> int:
+  """Runs one piece of a task's work in this process; returns the number of states."""
+  version = weights.latest(task.subscription)
+  frames = replay.windows(work.lane, work.time, after=work.real.shape[1] - 1)
+  results = inference.compute(version, work.task, frames, key)
+  write_results(replay, task, work, results, version.step)
+  return int(work.real.sum())
 
 
 class Sweeper:
   """The schedule of one task's sweeps over a replay.
 
-  Args:
-    name: of the task.
-    task: with `max_age`.
-    actor_interval: learner steps between updates of the actors' weights.
-    weights_interval: learner steps between updates of the task's weights.
+  The intervals are learner steps between updates of the actors' and of the task's weights.
   """
 
   def __init__(self, name: str, task: Task, actor_interval: int, weights_interval: int):

@@ -49,12 +49,9 @@ def device_get_finite(version: Version, results: Any) -> Any:
 
 
 class WeightsStore:
-  """The newest version of the weights for each subscriber. Thread-safe.
+  """The newest version of the weights for each subscriber, on `where`. Thread-safe.
 
-  Args:
-    intervals: learner steps between updates, by subscriber.
-    where: device or sharding of the subscribers' copies.
-    initial: weights at learner step 0.
+  `intervals` are learner steps between updates, by subscriber.
   """
 
   def __init__(
@@ -64,7 +61,7 @@ class WeightsStore:
     initial: Variables,
   ):
     self._intervals, self._where = dict(intervals), where
-    self._changed = threading.Condition()
+    self._lock = threading.Lock()
     self._versions = dict.fromkeys(intervals, Version(0, self.to_device(initial)))
 
   def to_device(self, variables: Variables) -> Variables:
@@ -80,31 +77,21 @@ class WeightsStore:
     if not due:
       return
     version = Version(step, self.to_device(variables))
-    with self._changed:
+    with self._lock:
       self._versions.update(dict.fromkeys(due, version))
-      self._changed.notify_all()
 
   def latest(self, subscriber: str) -> Version:
-    """The newest version for a subscriber."""
-    with self._changed:
-      return self._versions[subscriber]
-
-  def wait_newer(self, subscriber: str, have: int, seconds: float) -> Version | None:
-    """The newest version for a subscriber once it is later than `have`; None after `seconds`.
-
-    Raises ValueError for an unknown subscriber.
-    """
+    """The newest version for a subscriber. Raises ValueError for an unknown one."""
     if subscriber not in self._intervals:
       raise ValueError(
         f"nobody subscribes as '{subscriber}'; there are {', '.join(self._intervals)}"
       )
-    with self._changed:
-      found = self._changed.wait_for(lambda: self._versions[subscriber].step > have, seconds)
-      return self._versions[subscriber] if found else None
+    with self._lock:
+      return self._versions[subscriber]
 
   def snapshot(self) -> dict[str, Version]:
     """All versions by subscriber, for a checkpoint."""
-    with self._changed:
+    with self._lock:
       return dict(self._versions)
 
   def restore(self, versions: Mapping[str, Version]) -> None:
@@ -113,5 +100,5 @@ class WeightsStore:
       name: Version(versions[name].step, self.to_device(versions[name].variables))
       for name in self._intervals
     }
-    with self._changed:
+    with self._lock:
       self._versions = placed

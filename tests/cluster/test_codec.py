@@ -146,7 +146,7 @@ def test_bytes_that_are_no_message(name):
   [
     (Grant, "steps", True), (Grant, "steps", -1), (Grant, "steps", 2**63), (Grant, "steps", 1.0),
     (Grant, "steps", None), (Grant, "closing", 1), (Grant, "progress", True),
-    (Grant, "progress", "0.5"), (WeightsRequest, "have", -1), (WeightsRequest, "subscriber", 5),
+    (Grant, "progress", "0.5"), (WeightsRequest, "subscriber", 5),
     (Append, "segments", None), (Result, "arrays", {"policy": 3}),
   ],
 )  # fmt: skip

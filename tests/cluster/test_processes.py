@@ -200,8 +200,6 @@ def check_metrics(folder):
   ours, theirs = rows_of(folder), rows_of(folder / "units/1")
   assert max(row["env_steps"] for row in theirs) <= ENV_STEPS / 2
   assert max(row["env_steps"] for row in ours) > ENV_STEPS / 2
-  assert {row["restarts/learners"] for row in ours[-20:]} == {1}
-  assert ours[-1]["restarts/actors"] <= 1
   assert max(row["present/actors"] for row in ours) == 1
   assert not any("present/actors" in row for row in theirs)
   for wait in ("learner", "actor"):

@@ -1,6 +1,5 @@
 """Blocks of states, their results and frames when refreshers die, repeat calls, or come late."""
 
-import threading
 from types import SimpleNamespace
 
 import jax
@@ -9,6 +8,7 @@ import pytest
 
 from small_unit import BATCH, SWEEP, assert_same
 from speedyzero_jax.cluster import messages, refresher_service
+from speedyzero_jax.cluster.roster import TIMEOUT
 from speedyzero_jax.metrics import names
 from speedyzero_jax.run import steps
 
@@ -25,7 +25,7 @@ def test_a_sweep_by_refreshers_is_the_local_one(make_unit, task):
     unit.learn(8)
     blocks = 0
     while block := unit.work():
-      assert (block.task, block.step, block.frames) == (task, 6, unit.replay.frames_written)
+      assert (block.task, block.step, block.heads.tolist()) == (task, 6, unit.replay.heads.tolist())
       unit.result(block)
       blocks += 1
     (sweeper,) = local.sweepers
@@ -93,7 +93,7 @@ def test_a_batch_is_split_and_waited_for_and_computed_as_by_one_process(make_uni
     thread.join(10)
     assert done and unit.work() is None
     for work in works:
-      local.runner.run(work, jax.random.key(5))
+      local.run_task(work, jax.random.key(5))
     assert_same(unit.replay, local.replay, besides={"rng"})
 
 
@@ -132,7 +132,7 @@ def test_the_learner_waits_for_live_refreshers_only(make_unit):
   unit.work(seconds=5)
   thread.join(0.1)
   assert not done
-  unit.now += 11  # it hangs
+  unit.now += TIMEOUT + 1  # it hangs
   thread.join(10)
   assert done
 
@@ -141,7 +141,7 @@ def test_with_bound_age_the_learner_waits_until_the_end_of_the_run(make_unit):
   unit = batch_unit(make_unit, "topology.block_timeout=0.1", "topology.bound_age=true")
   _, thread, done = unit.executing()
   held = unit.work(seconds=5)
-  unit.now += 11
+  unit.now += TIMEOUT + 1
   thread.join(1.3)
   assert not done
   unit.result(held)
@@ -227,27 +227,24 @@ def test_calls_of_older_incarnations_are_refused(make_unit):
     unit.refuses(call, "refresher 0 has incarnation 1 now, this is 0")
 
 
-def test_waits_and_restarts_are_reported(make_unit):
+def test_waits_and_presence_are_reported(make_unit):
   unit = batch_unit(make_unit)
   assert unit.work() is None and unit.work() is None  # one wait
   unit.now += 3
   unit.executing()
   assert unit.work(seconds=5) and unit.waits == [{names.wait("refresher"): 3}]
-  unit.join_refresher(0, 3)
-  summary = unit.roster.summary()
-  assert (summary["present/refreshers"], summary["restarts/refreshers"]) == (1, 1)
+  assert unit.roster.summary()["present/refreshers"] == 1
 
 
 # --- frames
 
 
-def fetch(unit, copy, sequence=0):
+def fetch(unit, copy, heads=None):
   """Follows the frames into a copy, as far as there are any; returns where to continue."""
-  while chunk := unit.frames(sequence, seconds=0.0):
-    assert len(chunk.lane) and chunk.sequence > sequence
-    copy[chunk.lane, chunk.cell] = chunk.frame
-    sequence = chunk.sequence
-  return sequence
+  while len((chunk := unit.frames(heads)).lane):
+    assert heads is None or (chunk.heads >= heads).all()
+    copy[chunk.lane, chunk.cell], heads = chunk.frame, chunk.heads
+  return heads
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -256,26 +253,16 @@ def test_a_copy_of_the_frames_follows_lanes_that_forget(make_unit, seed):
   rng = np.random.default_rng(seed)
   unit = make_unit("actor.lanes=3", "replay.capacity=30", actors=3)
   unit.join_refresher()
-  copy, sequence = np.zeros_like(unit.replay.store.frame), 0
+  copy, heads = np.zeros_like(unit.replay.store.frame), None
   for actor in range(3):
     player = unit.player(actor, seed)
     for _ in range(int(rng.choice([1, 5, 40]))):
       segments, _ = unit.play(player, messages.Grant(99, False, 0, 0.0, False))
       unit.collector.take(segments, [], granted=0)
       if seed % 2 and rng.random() < 0.3:
-        sequence = fetch(unit, copy, sequence)
-  sequence = fetch(unit, copy, sequence)
+        heads = fetch(unit, copy, heads)
+  heads = fetch(unit, copy, heads)
   np.testing.assert_array_equal(copy, unit.replay.store.frame)
-  assert sequence == unit.replay.frames_written
-
-
-def test_a_request_for_frames_waits_for_them(make_unit):
-  unit = make_unit()
-  unit.join_refresher()
-  assert unit.frames() is None
-  found = []
-  thread = threading.Thread(target=lambda: found.append(unit.frames(seconds=20)), daemon=True)
-  thread.start()
-  unit.fill(1)
-  thread.join(10)
-  assert len(found[0].lane) == 3 == found[0].sequence
+  np.testing.assert_array_equal(heads, unit.replay.heads)
+  for wrong in (heads[:2], heads.astype(np.int32)):
+    unit.refuses(lambda wrong=wrong: unit.frames(wrong), "heads must be")

@@ -1,4 +1,4 @@
-"""Presence, restarts and waiting times of a unit's processes, by a clock that the test moves."""
+"""Presence, incarnations and waiting times of a unit's processes, by the test's clock."""
 
 import pytest
 
@@ -16,8 +16,8 @@ class Unit:
       counts or {"actor": 2, "refresher": 1}, self.waits.append, clock=lambda: self.now
     )
 
-  def metrics(self, group):
-    return [self.roster.summary()[f"{group}/{kind}s"] for kind in ("actor", "refresher")]
+  def present(self):
+    return [self.roster.summary()[f"present/{kind}s"] for kind in ("actor", "refresher")]
 
 
 @pytest.fixture
@@ -26,22 +26,21 @@ def unit():
 
 
 def test_a_silent_process_is_not_present(unit):
-  assert unit.metrics("present") == [0, 0]
+  assert unit.present() == [0, 0]
   unit.roster.beat(ACTOR)
   unit.roster.beat(REFRESHER)
-  assert unit.metrics("present") == [1, 1]
+  assert unit.present() == [1, 1]
   unit.now += TIMEOUT / 2
   unit.roster.beat(OTHER)
-  assert unit.metrics("present") == [2, 1]
+  assert unit.present() == [2, 1]
   unit.now += TIMEOUT / 2 + 0.1
-  assert unit.metrics("present") == [1, 0]
+  assert unit.present() == [1, 0]
 
 
-def test_every_start_but_the_first_is_a_restart_and_ends_the_former(unit):
+def test_every_start_ends_the_former(unit):
   assert unit.roster.join(ACTOR, 3)
   for incarnation, new in ((0, True), (1, True), (1, False), (4, True)):
     assert unit.roster.join(OTHER, incarnation) == new
-  assert unit.metrics("restarts") == [2, 0]
   for call in (unit.roster.join, unit.roster.check):
     with pytest.raises(ValueError, match="actor 1 has incarnation 4 now, this is 1"):
       call(OTHER, 1)
@@ -71,7 +70,7 @@ def test_a_new_process_does_not_inherit_a_wait(unit):
 
 def test_only_processes_of_the_unit_count():
   unit = Unit(actor=0, refresher=2)
-  assert unit.roster.summary() == {"present/refreshers": 0, "restarts/refreshers": 0}
+  assert unit.roster.summary() == {"present/refreshers": 0}
   with pytest.raises(ValueError, match="there are 0 actors"):
     unit.roster.beat(ACTOR)
   with pytest.raises(ValueError, match="there are 2 refreshers"):

@@ -180,7 +180,7 @@ def test_values_of_learners_combine_as_their_names_say():
     "replay/bytes": 10, "replay/bytes_per_transition": 10, "replay/some_age_mean": 4.0,
     "replay/some_age_max": 9.0, "some/states_per_second": 5.0, "some/states_per_learner_step": 2.0,
     names.LEARNER_STEPS_PER_SECOND: 8.0, names.wait("refresher"): 0.25, names.POLICY_LAG: 8.0,
-    names.present("actor"): 1, names.restarts("actor"): 2, names.CHECKPOINT_STEP: 4,
+    names.present("actor"): 1, names.CHECKPOINT_STEP: 4,
     names.EPISODES: 1, names.EPISODE_RETURN_LAST: 1.0, names.EPISODE_RETURN_BEST: 1.0,
     "unknown": 1.0,
   }  # fmt: skip
@@ -194,7 +194,7 @@ def test_values_of_learners_combine_as_their_names_say():
   combined = aggregation.combine_learners([shared, aggregation.shared_values(second)])
   sums = {
     names.ENV_STEPS, "replay/transitions", "replay/bytes", "some/states_per_second",
-    "some/states_per_learner_step", names.present("actor"), names.restarts("actor"), names.EPISODES,
+    "some/states_per_learner_step", names.present("actor"), names.EPISODES,
   }  # fmt: skip
   largest = {"replay/some_age_max", names.wait("refresher"), names.EPISODE_RETURN_BEST}
   factors = dict.fromkeys(shared, 2) | dict.fromkeys(sums, 4) | dict.fromkeys(largest, 3)

@@ -1,4 +1,4 @@
-"""The metrics logger: lines of one learner and of several, restarts, and updates between lines."""
+"""The metrics logger: lines of one learner and of several, and updates between lines."""
 
 import json
 import time
@@ -36,7 +36,7 @@ def test_a_line_holds_whatever_is_logged_combined_over_learners(tmp_path):
   shared = []
   other = {
     names.ENV_STEPS: 50, "replay/transitions": 40.0, names.POLICY_LAG: 2.0, names.EPISODES: 5,
-    names.restarts("actor"): 3, "agent/states_per_second": 1e6,
+    "agent/states_per_second": 1e6,
   }  # fmt: skip
 
   def exchange(values):
@@ -47,20 +47,20 @@ def test_a_line_holds_whatever_is_logged_combined_over_learners(tmp_path):
     metrics.log_mean({names.POLICY_LAG: 6.0, "losses/own": 1.0})
     metrics.log_mean({names.POLICY_LAG: 10.0, "losses/own": 2.0})
     metrics.log_latest({names.CHECKPOINT_STEP: 4})
-    metrics.log_evaluation({"mean": 5.0, "human_normalised": None})
+    metrics.log_latest({names.EVALUATION_MEAN: 5.0})
     metrics.count("agent/states_per_second", 10)
     with pytest.raises(ValueError, match="agent/states"):
       metrics.count("agent/states", 10)
-    write(metrics, 6, **{names.restarts("actor"): 0})
+    write(metrics, 6)
   (row,) = rows(tmp_path)
   expected = {
     names.STEP: 6, names.ENV_STEPS: 150, "replay/transitions": 70.0, "replay/some_age_max": 9.0,
     names.POLICY_LAG: 5.0, "losses/own": 1.5, names.EPISODES: 6, names.EPISODE_RETURN: 1.0,
-    names.CHECKPOINT_STEP: 4, names.EVALUATION_MEAN: 5.0, names.restarts("actor"): 3,
-    names.restarts("learner"): 0, names.SAMPLES_PER_INSERT: 6 * 8 / (150 - 40),
+    names.CHECKPOINT_STEP: 4, names.EVALUATION_MEAN: 5.0,
+    names.SAMPLES_PER_INSERT: 6 * 8 / (150 - 40),
   }  # fmt: skip
   assert {name: row.get(name) for name in expected} == expected
-  assert row["agent/states_per_second"] > 1e6 and "evaluation/human_normalised" not in row
+  assert row["agent/states_per_second"] > 1e6
   assert shared[-1][names.ENV_STEPS] == 100 and "losses/own" not in shared[-1]
 
 
@@ -76,20 +76,6 @@ def test_events_are_counted_per_learner_step(tmp_path):
     write(metrics, 9)
     assert [row["step"] for row in rows(tmp_path)] == [6, 8, 8, 9]
     assert rows(tmp_path)[-1][name] == 3
-
-
-def test_restarts_add_up(tmp_path):
-  def run(resume_step, step, actors):
-    with MetricsLogger(CONFIG, tmp_path, resume_step) as metrics:
-      if resume_step is not None:
-        metrics.rewind(min(resume_step, 2))  # drops lines, but not restarts
-      write(metrics, step, **{names.restarts("actor"): actors})
-    return [rows(tmp_path)[-1].get(names.restarts(kind)) for kind in ("learner", "actor")]
-
-  assert run(0, 3, 2) == [0, 2]  # as under a supervisor, which always resumes
-  assert run(0, 1, 0) == [1, 2]
-  assert run(2, 6, 4) == [2, 6]
-  assert run(6, 7, 1) == [3, 7]
 
 
 def test_changes_between_lines_are_shared_and_shown_but_not_written(tmp_path, monkeypatch, capsys):

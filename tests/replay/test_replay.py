@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_storage import SEEDS, bad
 
 import reference
-from speedyzero_jax.replay import snapshot
+from speedyzero_jax.replay.replay import pack_rng, unpack_rng
 from speedyzero_jax.replay.selector import Selection
 from tiny_replay import (
   LANES,
@@ -259,44 +259,44 @@ def test_the_generator_survives_in_full():
   """Odd numbers of 32-bit draws leave half a word behind, which counts too."""
   rng = np.random.Generator(np.random.PCG64(5))
   rng.integers(0, 7, 3, np.int32)
-  other = snapshot.unpack_rng(snapshot.pack_rng(rng))
+  other = unpack_rng(pack_rng(rng))
   assert rng.bit_generator.state["has_uint32"] == 1
   assert other.bit_generator.state == rng.bit_generator.state
 
 
-def follow(replay, number, copy):
-  """Brings a copy of the frames up to date; returns the number to continue from."""
+def follow(replay, heads, copy):
+  """Brings a copy of the frames up to date; returns the heads to continue from."""
   while True:
-    number, lane, cell, frames = replay.frames_since(number, 3)
+    heads, lane, cell, frames = replay.frames_since(heads, 3)
     if not len(lane):
-      return number
+      return heads
     copy[lane, cell] = frames
 
 
 @given(capacity=st.integers(7, 20), seed=SEEDS)
 def test_a_copy_of_the_frames_shows_the_same_windows(capacity, seed):
-  """Also where one lane is played more than others, after a restart, and in shared memory."""
+  """Also where one lane is played more than others, after a restart."""
   rng = np.random.default_rng(seed)
-  shared, copy, late, restarted = np.zeros((4, LANES, capacity, *reference.FRAME_SHAPE), np.uint8)
-  replay, stream = make_replay(capacity, frame_memory=shared), reference.Stream(LANES, seed)
-  number = 0
+  copy, late, restarted = np.zeros((3, LANES, capacity, *reference.FRAME_SHAPE), np.uint8)
+  replay, stream = make_replay(capacity), reference.Stream(LANES, seed)
+  none = heads = np.zeros(LANES, np.int64)
   for step in range(12):
     if step < 4 or rng.random() < 0.2:
       play(replay, stream, rng, step)
     else:
       replay.append(stream.segment(0, int(rng.integers(1, 6)), step))
     if rng.random() < 0.5:
-      number = follow(replay, number, copy)
-  written = {follow(replay, number, copy), follow(replay, 0, late), replay.frames_written}
-  assert written == {sum(stream.heads)}
+      heads = follow(replay, heads, copy)
+  for followed in (follow(replay, heads, copy), follow(replay, none, late), replay.heads):
+    assert followed.tolist() == list(stream.heads)
   other = make_replay(capacity)
   other.import_frames(stored(replay))
   other.load_state_dict(replay.state_dict())
-  follow(other, 0, restarted)
+  follow(other, none, restarted)
   lane, time = slots(stream, capacity)
   wanted = replay.windows(lane, time, after=UNROLL)
   assert wanted.any()
-  for made, held in ((replay, shared), (replay, copy), (replay, late), (other, restarted)):
-    cells, count = made.window_cells(lane, time, UNROLL)
-    assert count == made.frames_written
+  for made, held in ((replay, copy), (replay, late), (other, restarted)):
+    cells, needed = made.window_cells(lane, time, UNROLL)
+    assert (needed == made.heads).all()
     np.testing.assert_array_equal(held[lane[:, None], cells], wanted)

@@ -175,12 +175,3 @@ def test_truncate_ends_the_open_episode_and_lets_a_new_one_begin():
   fresh = reference.Stream(1, 1, end_probability=0.0).segment(0, 2)
   store.append([fresh._replace(start=4)])
   assert store.episode_start[0, 4:6].tolist() == [4, 4]
-
-
-def test_frames_may_be_kept_in_memory_of_another_process():
-  memory = np.zeros((2, 5, *reference.FRAME_SHAPE), np.uint8)
-  shared, own = make_store(2, 5, memory), make_store(2, 5)
-  for store in (shared, own):
-    fill(store, reference.Stream(2, 3), 3)
-  assert shared.frame is memory and memory.any()
-  np.testing.assert_array_equal(memory, own.frame)

@@ -61,7 +61,7 @@ def test_sweeps_go_on_when_no_batch_is_ready_any_more_and_have_keys_of_their_own
     keys = {str(jax.random.key_data(experiment.sweep_key(s))) for s in experiment.sweepers}
     assert len(keys) == 2
     ready = iter([False, True, False])
-    experiment.pipeline.ready = lambda: next(ready)
+    experiment.ready = lambda: next(ready)
     assert [experiment.sweeping() for _ in range(3)] == [False, True, True]
 
 

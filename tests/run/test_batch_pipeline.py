@@ -10,7 +10,7 @@ from hypothesis import given
 
 import reference
 from speedyzero_jax.metrics.aggregation import PartTimes
-from speedyzero_jax.run.batch_pipeline import BatchPipeline
+from speedyzero_jax.run import batch_pipeline
 from tiny_replay import LANES, STACK, UNROLL, make_agent, make_replay, play, write
 
 BATCH = 30
@@ -32,8 +32,9 @@ class Interrupted(PartTimes):
       yield
 
 
-def make_pipeline(replay, execute=lambda works, step: None, times=None, *overrides):
-  return BatchPipeline(make_agent(*overrides), replay, BATCH, execute, times or PartTimes())
+def draw(replay, step, *overrides, execute=lambda works, step: None, times=None):
+  agent = make_agent(*overrides)
+  return batch_pipeline.draw(agent, replay, BATCH, step, execute, times or PartTimes())
 
 
 @given(
@@ -71,10 +72,8 @@ def test_a_sample_evicted_before_its_frames_are_copied_is_masked(seed, when, end
       return found
 
     replay.window_cells = late
-    pipeline = make_pipeline(replay)
-  else:
-    pipeline = make_pipeline(replay, times=Interrupted(when, append))
-  drawn = pipeline.draw(1)
+  times = None if when == "cells" else Interrupted(when, append)
+  drawn = draw(replay, 1, times=times)
   replay.window_cells = cells
   lane, time = drawn.selection.lane, drawn.selection.time
   live = time >= replay.tails[lane]
@@ -99,7 +98,7 @@ def test_a_drawn_batch_has_the_weights_frames_and_ages_of_its_samples():
   state = replay.state_dict()
   at = {key: i for i, key in enumerate(stream.live(60))}
   for step in (0, 5, 12):
-    drawn = make_pipeline(replay, lambda *_: None, None, *BETA).draw(step)
+    drawn = draw(replay, step, *BETA)
     arrays, keys = drawn.arrays, list(zip(*drawn.selection[:2], strict=True))
     chosen = np.array([state["priority"][at[key]] for key in keys]) / state["priority"].sum()
     weight = chosen ** -(0.4 + 0.5 * step / 12)
@@ -133,7 +132,7 @@ def test_what_the_agent_wants_recomputed_is_recomputed_before_the_batch_is_assem
       found = {"policy": policy, "search_value": np.zeros(n), "value": np.full(n, 50.0)}
       write(replay, work.task, lane, time, step, **found)
 
-  drawn = make_pipeline(replay, execute).draw(4)
+  drawn = draw(replay, 4, execute=execute)
   assert seen == [["reanalyse", "bootstrap"]]
   policy, acted = drawn.arrays["policy"], drawn.arrays["policy_mask"] > 0
   assert (policy[acted] == [0, 0, 1]).all() and drawn.info["replay/target_age_max"] == 0
@@ -141,7 +140,5 @@ def test_what_the_agent_wants_recomputed_is_recomputed_before_the_batch_is_assem
 
 
 def test_nothing_to_draw_is_an_error():
-  pipeline = make_pipeline(make_replay(20))
-  assert not pipeline.ready()
   with pytest.raises(ValueError, match="nothing to sample"):
-    pipeline.draw(0)
+    draw(make_replay(20), 0)

@@ -33,9 +33,9 @@ def test_a_batch_has_the_shapes_that_were_forecast(tmp_path, schedule, frames):
     expected, _ = warmup.example_batch(experiment.own, experiment.agent)
     window = experiment.agent.window.after
     expected["frames"] = experiment.replay.blanks(experiment.own.learner.batch_size, window)
-    while not experiment.pipeline.ready():
+    while not experiment.ready():
       experiment.collector.collect()
-    drawn = experiment.pipeline.draw(0).arrays
+    drawn = steps.draw(experiment, 0).arrays
     for name, x in drawn.items():
       assert (x.shape, x.dtype) == (expected[name].shape, expected[name].dtype), name
     assert drawn.keys() == expected.keys()
@@ -53,7 +53,7 @@ def test_the_forecast_covers_what_is_held_and_done(tmp_path, schedule):
     left = 12 * math.fsum(timing.calls * timing.seconds for timing in timings)  # 12 learner steps
     assert left < made.seconds < left + time.monotonic() - began + 60
     assert made.host >= memory.resident(peak=True)
-    while not experiment.pipeline.ready():
+    while not experiment.ready():
       experiment.collector.collect()
     prepared = steps.draw(experiment, 0)
     held = jax.tree.leaves((experiment.state, experiment.weights.snapshot(), prepared.arrays))

@@ -3,23 +3,20 @@
 import json
 import math
 
-import jax
-import numpy as np
 import pytest
 
 import tiny
 from launch import profile as launcher
-from speedyzero_jax.agents.base import ActInputs
 from speedyzero_jax.config import loader
-from speedyzero_jax.run import builders, loops, profiler, run_dir, snapshot, warmup
-from speedyzero_jax.system import costs
+from speedyzero_jax.run import loops, profiler, run_dir, snapshot, warmup
 
 
 def finished(folder, *overrides):
   """Runs to the end; returns the hash of the parameters, and the profile if there is one."""
   with tiny.experiment(folder, *overrides) as experiment:
     if experiment.config.profile.steps:
-      profiler.attach(experiment, folder, warmup.prepare(experiment))
+      phases = profiler.profile(experiment, folder, warmup.prepare(experiment))
+      experiment.after_step.append(lambda: next(phases, None))
     assert loops.run(experiment)
     path = folder / "profile.json"
     profile = json.loads(path.read_text()) if path.exists() else None
@@ -39,26 +36,9 @@ def test_a_lockstep_run_stays_as_it_was(tmp_path):
   assert math.fsum(parts.values()) == pytest.approx(profile["seconds_per_step"], rel=1e-3)
   rows = {row["program"]: row for row in profile["programs"]}
   assert rows.keys() == {"train", "act", "reanalyse", "refresh"} and rows["train"]["calls"] == 1
-  for row in rows.values():
-    assert row["seconds"] > 0 and row["flops"] > 0
-    achieved = row["flops"] / row["seconds"]
-    assert row["share_of_peak"] == pytest.approx(achieved / profile["peak_flops"])
-  total = math.fsum(row["flops"] * row["calls"] for row in rows.values())
-  assert profile["flops_per_step"] == pytest.approx(total)
+  assert all(row["seconds"] > 0 for row in rows.values())
   traces = [path.name for path in (tmp_path / "profiled" / "plugins").rglob("*")]
   assert "perfetto_trace.json.gz" in traces and any(name.endswith(".xplane.pb") for name in traces)
-
-
-def test_every_simulation_of_a_search_counts():
-  flops = []
-  for simulations in (2, 3):
-    agent = builders.make_agent(tiny.config(f"search.simulations={simulations}"))
-    variables = jax.eval_shape(agent.init, jax.random.key(0))
-    frames = np.zeros((3, 2, 1, 1, 50), np.float32)
-    inputs = ActInputs(frames, np.ones(3, bool), np.zeros(3, np.int32), ())
-    args = variables, inputs, jax.random.key(0), np.float32(0)
-    flops.append(costs.matmul_flops(agent.act, *args, explore=True).total())
-  assert 1.2 < flops[1] / flops[0] < 1.5  # a root, then simulations of like size
 
 
 def test_a_run_too_short_to_warm_up_is_not_profiled(tmp_path):
@@ -79,7 +59,7 @@ def test_one_command_profiles_a_new_run(tmp_path, capsys):
   threads = {row["part"]: row["thread"] for row in profile["parts"]}
   assert threads["train"] == threads["host"] == "learner" and threads["act"] == "actor"
   assert threads["search"] == threads["sample"] == threads["gather"] == "batches"
-  assert "share_of_peak" in capsys.readouterr().out
+  assert "samples_per_second" in capsys.readouterr().out
   assert launcher.main(arguments) == 2  # the folder is taken
   assert str(folder) in capsys.readouterr().err
 

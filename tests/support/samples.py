@@ -28,24 +28,24 @@ def one_of_each() -> dict[type, Any]:
   """One message of every kind, the same every time."""
   frames = np.arange(12, dtype=np.uint8).reshape(2, 2, 1, 3)
   lane, cell = np.array([0, 2], np.int32), np.array([4, 1], np.int32)
+  heads = np.array([20, 0, 7], np.int64)
   segments = messages.pack([segment(0, 5, 2), segment(2, 9)])
   weights = {"['b']": np.array([1.5, -2], jnp.bfloat16), "['n']": np.array(3, np.int32)}
   found = [
     messages.ActorJoin(1, 2),
     messages.ActorWelcome(1, np.array([5, 6], np.int64)),
     messages.RefresherJoin(2, 3),
-    messages.RefresherWelcome("/proc/7/fd/5", "/memfd:frames (deleted)"),
     messages.Append(1, 2, 3, segments, np.array([np.nan]), np.array([7], np.int64)),
     messages.Acknowledged(np.array([7, 8], np.int64)),
     messages.GrantRequest(1, 2, 3, 4),
     messages.Grant(4, True, 11, 0.25, False),
-    messages.WeightsRequest(1, "actor", None),
+    messages.WeightsRequest(1, "actor"),
     messages.Weights(12, weights),
     messages.WorkRequest(2, 3),
-    messages.Block(6, "search", lane, np.array([[0, 1, 2], [3, 4, 4]], np.int32), 10, 20),
+    messages.Block(6, "search", lane, np.array([[0, 1, 2], [3, 4, 4]], np.int32), 10, heads),
     messages.Result(2, 3, 6, 10, {"policy": np.ones((2, 3, 2), np.float32)}),
-    messages.FramesRequest(2, 3, 20),
-    messages.FramesChunk(20, lane, cell, frames),
+    messages.FramesRequest(2, 3, heads),
+    messages.FramesChunk(heads, lane, cell, frames),
     messages.Ok(),
   ]
   return {type(one): one for one in found}

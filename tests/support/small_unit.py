@@ -56,14 +56,9 @@ class Unit:
     self.roster = Roster(counts, self.waits.append, lambda: self.now)
     self.episodes = []
     experiment.collector.episodes.record = self.episodes.append
-    self.welcome("", "", refreshers)
-
-  def welcome(self, file: str, link: str, refreshers: int) -> None:
-    """Makes the service, with this answer to refreshers."""
     self.service = LearnerService(
-      self.experiment, lanes=self.lanes, refreshers=refreshers, roster=self.roster,
-      welcome=messages.RefresherWelcome(file, link),
-    )  # fmt: skip
+      experiment, lanes=self.lanes, refreshers=refreshers, roster=self.roster
+    )
 
   # --- calls
 
@@ -81,8 +76,8 @@ class Unit:
       messages.Append(actor, incarnation, sequence, messages.pack(segments), score, length)
     )
 
-  def ask_weights(self, subscriber=ACTOR, have=None, seconds=SECONDS):
-    return self.service.weights(messages.WeightsRequest(0, subscriber, have), seconds)
+  def ask_weights(self, subscriber=ACTOR):
+    return self.service.weights(messages.WeightsRequest(0, subscriber))
 
   def join_refresher(self, refresher=0, incarnation=0):
     return self.service.join_refresher(messages.RefresherJoin(refresher, incarnation))
@@ -90,8 +85,9 @@ class Unit:
   def work(self, refresher=0, incarnation=0, seconds=SECONDS):
     return self.service.work(messages.WorkRequest(refresher, incarnation), seconds)
 
-  def frames(self, sequence=0, refresher=0, incarnation=0, seconds=SECONDS):
-    return self.service.frames(messages.FramesRequest(refresher, incarnation, sequence), seconds)
+  def frames(self, heads=None, refresher=0, incarnation=0):
+    heads = np.zeros_like(self.replay.heads) if heads is None else heads
+    return self.service.frames(messages.FramesRequest(refresher, incarnation, heads))
 
   def result(self, block, refresher=0, incarnation=0, *, step=None, arrays=None):
     """The result of a block; by default what its task makes of the frames."""
@@ -141,7 +137,7 @@ class Unit:
 
   def learn_in_thread(self) -> threading.Thread:
     """Counts learner steps as they fall due, to the last one."""
-    limiter, ready = self.limiter, self.experiment.pipeline.ready
+    limiter, ready = self.limiter, self.experiment.ready
 
     def body():
       while not limiter.stopping and limiter.learner_steps < self.config.learner.steps:
@@ -215,7 +211,7 @@ def _parts(
   programs = tiny.checksum_parts(*(x for x in changes if x.startswith(("reanalyse", "refresh"))))[1]
   membership = Membership(acts=False, sweeps=False, durable=durable)
   with (
-    mock.patch.object(builders, "make_agent", lambda config, spec=None: tiny.ChecksumAgent(config)),
+    mock.patch.object(builders, "make_agent", tiny.ChecksumAgent),
     mock.patch.object(build, "Inference", lambda *_, **__: programs),
     tiny.experiment(
       folder, *changes, resume_step=resume_step, membership=membership, shared=False

@@ -29,8 +29,8 @@ def make_agent(*overrides):
   return EfficientZero(config, reference.FRAME_SHAPE, np.uint8, reference.NUM_ACTIONS)
 
 
-def make_store(lanes, capacity, memory=None):
-  return LaneStore(make_agent().schema, lanes, capacity, memory)
+def make_store(lanes, capacity):
+  return LaneStore(make_agent().schema, lanes, capacity)
 
 
 def fill(store, stream, seed, rounds=6, longest=None):

@@ -29,14 +29,9 @@ Results = dict[str, np.ndarray]
 
 
 class Reanalysis:
-  """The tasks of a run.
+  """The tasks of a run with these targets and |A| actions.
 
-  Args:
-    config: of the run.
-    spec: of the targets.
-    search: program of `reanalyse`.
-    values: program of `bootstrap` and `refresh`.
-    actions: |A|.
+  `search` is the program of `reanalyse`, `values` that of `bootstrap` and `refresh`.
   """
 
   def __init__(

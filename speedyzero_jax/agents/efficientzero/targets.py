@@ -173,15 +173,12 @@ def refreshed_errors(
   """Priority Refresh: errors v - z of transitions from stored values, and their stamps.
 
   v is the refreshed value. z is the target of training at `learner_step`: the n-step return ended
-  by a refreshed value, or the search value if the spec selects it and it is as new as v (a refresh
-  does not search). If values are not renewed for training, z is the target from stored values.
+  by a refreshed value, or the search value if the spec (of unroll_steps 0) selects it and it is as
+  new as v (a refresh does not search). If values are not renewed for training, z is the target from
+  stored values.
 
-  Args:
-    spec: with unroll_steps 0.
-
-  Returns:
-    Errors float64 [B], and the learner steps int32 [B] of the oldest weights behind each: a bound
-    on the age of all values bounds the age of all errors.
+  Returns errors float64 [B], and the learner steps int32 [B] of the oldest weights behind each: a
+  bound on the age of all values bounds the age of all errors.
   """
   flat = store.flat(lane, time)
   value, stamp = take(store["value"], flat), take(store["value_step"], flat)

@@ -17,7 +17,7 @@ from speedyzero_jax.metrics.aggregation import EpisodeStats
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.run import loops
 from speedyzero_jax.workers.actor import Actor
-from speedyzero_jax.workers.sweeper import TaskRunner, make_sweepers
+from speedyzero_jax.workers.sweeper import make_sweepers, run_task
 from speedyzero_jax.workers.weights import ACTOR, WeightsStore
 from tiny_replay import (
   AGE_INTERVAL,
@@ -107,9 +107,13 @@ class Played:
       self.replay.append_many(segments)
     for step in (2, 3):
       self.weights.publish(step, agent.init(number=100 * step))
-    self.runner = TaskRunner(agent, inference, self.replay, self.weights)
+    self._inference = inference
     self.slots = [(l, t) for l in range(3) for t in range(self.replay.tails[l], 70)]
     self.before = self.column_state()
+
+  def run(self, work, seed=0):
+    task, key = self.agent.tasks[work.task], jax.random.key(seed)
+    return run_task(task, self._inference, self.replay, self.weights, work, key)
 
   def column_state(self):
     return {k: x.copy() for k, x in self.replay.store.fields.items()}
@@ -149,7 +153,7 @@ def test_batch_reanalysis_writes_exactly_the_states_of_the_batch():
   works = played.agent.batch_work(played.replay, drawn)
   assert [work.task for work in works] == ["reanalyse", "bootstrap"]
   for work in works:
-    count = played.runner.run(work, jax.random.key(1))
+    count = played.run(work, 1)
     assert count == work.real.sum()
     played.check(work.task, states_of(work), 300)
 
@@ -160,7 +164,7 @@ def test_a_sweep_recomputes_the_whole_replay_with_its_own_weights(name):
   sweepers = {sweeper.name: sweeper for sweeper in make_sweepers(played.agent, 2)}
   sweeper, step = sweepers[name], {"refresh": 2, "reanalyse": 3}[name]
   for _ in range(12 // 2 + 1):  # 3 lanes of 4 stretches, 2 in a block of 32
-    played.runner.run(sweeper.next(played.replay), jax.random.key(1))
+    played.run(sweeper.next(played.replay), 1)
   store = played.replay.store
   assert (store["value_step"] == step).all()
   for lane, time in played.slots:
@@ -263,7 +267,7 @@ def test_credit_is_earned_by_learner_steps_and_survives_a_restart():
   quota = replay.quota(sweeper.name, 32, sweeper.max_age, 3)
   for step in range(1, 5):
     while sweeper.due(replay, step):
-      played.runner.run(sweeper.next(replay), jax.random.key(0))
+      played.run(sweeper.next(replay))
       blocks += 1
   assert sweeper.credited == 4 and blocks == 4 * quota // 32
   owed = [sweeper.credit + steps * quota > 32 + 2 * quota for steps in range(6)]
@@ -281,7 +285,7 @@ def test_what_is_overdue_is_due_without_credit():
   assert not sweeper.overdue(replay, 5) and sweeper.overdue(replay, 6)  # stamps 0, bound 6
   sweeper.load_state_dict({"calls": 0, "credit": 0, "credited": 6})
   while sweeper.due(replay, 6):
-    played.runner.run(sweeper.next(replay), jax.random.key(0))
+    played.run(sweeper.next(replay))
     blocks += 1
   assert blocks == 12 // 2 and sweeper.credit == 0
   assert replay.oldest_step("value_step") == 2
@@ -294,20 +298,6 @@ BOUNDS = {
   "refresh alone": ("reanalyse.schedule=off", "refresh.block=16", "refresh.max_age=5"),
   "tight": ("reanalyse.max_age=5", "refresh.max_age=4"),
 }
-
-
-class SlowRunner:
-  """Runs tasks more slowly than the learner learns, which must wait."""
-
-  def __init__(self, runner):
-    self._runner = runner
-
-  def __getattr__(self, name):
-    return getattr(self._runner, name)
-
-  def run(self, work, key):
-    clock.sleep(0.01)
-    return self._runner.run(work, key)
 
 
 @pytest.mark.parametrize(
@@ -329,7 +319,13 @@ def test_nothing_stored_is_older_than_the_bound(tmp_path, mode, bounds):
 
     experiment.after_step.append(look)
     if mode == "async":
-      experiment.runner = SlowRunner(experiment.runner)
+      at_once = experiment.run_task
+
+      def slow(work, key):  # the learner must wait
+        clock.sleep(0.01)
+        return at_once(work, key)
+
+      experiment.run_task = slow
     assert loops.run(experiment)
   priority, value, target = np.array(ages).T
   assert len(ages) == 24
