@@ -33,7 +33,8 @@ class ActorService:
   def __init__(self, experiment: Experiment, lanes: Sequence[range], roster: Roster):
     self._collector, self._limiter = experiment.collector, experiment.limiter
     self._replay, self._weights = experiment.replay, experiment.weights
-    self._ready = experiment.pipeline.ready
+    self._starved = experiment.starved
+    self._waits_for_weights = self._limiter.bounds_lag or self._limiter.synchronous
     self._sessions = [_Session(Worker("actor", i), part) for i, part in enumerate(lanes)]
     self._roster = roster
 
@@ -90,7 +91,7 @@ class ActorService:
         steps=steps,
         # Fewer than wanted are all there were, whatever was released since: other lanes are cut.
         closing=steps < wanted or not self._limiter.pool,
-        weights=self._weights.latest(ACTOR).step if self._limiter.bounds_lag else 0,
+        weights=self._weights.latest(ACTOR).step if self._waits_for_weights else 0,
         progress=self._limiter.progress,
         random=self._limiter.playing_randomly,
       )
@@ -105,7 +106,7 @@ class ActorService:
       self._roster.dismiss(session.worker)
       return 0
     self._roster.waits(session.worker)
-    return self._limiter.reserve(wanted, seconds, urgent=lambda: not self._ready())
+    return self._limiter.reserve(wanted, seconds, urgent=self._starved)
 
   def append(self, request: messages.Append) -> messages.Acknowledged:
     """Makes experience durable and part of the replay; acknowledges again what is there."""
