@@ -131,7 +131,8 @@ class TrajectoryQueue:
 
   def _drawn(self, n: int, rng: np.random.Generator) -> list[_Window]:
     """n windows drawn from those that have left the queue and are stored, with replacement."""
-    oldest = np.minimum(self._oldest(), self._next // self._length - 1)  # if evicted, the last
+    # Each lane's last is, but where fewer were skipped than are evicted (see `select`).
+    oldest = np.minimum(self._oldest(), self._next // self._length - 1)
     stored = np.where(self._next > 0, self._next // self._length - oldest, 0)
     end = np.cumsum(stored)
     place = rng.integers(end[-1], size=n)
