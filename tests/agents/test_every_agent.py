@@ -77,7 +77,7 @@ def test_catch_is_learned(tmp_path, agent):
     ("impala", "learner.tail_steps=9", "learner.tail_steps: must be 0"),
     ("impala", "learner.steps=375", "learner.steps: must be at most 374, .* 2992 trajectories"),
     ("impala", "replay.capacity=809", "replay.capacity: must be 0 or at least 810"),
-    ("a2c", "learner.batch_size=24", r"actor.lanes: must divide .* at a time \(24\) .* got 32"),
+    ("a2c", "learner.batch_size=24", r"actor.lanes: must divide .* at a time \(24\) .* got 16"),
     ("a2c", "actor.weights_interval=2", r"actor.weights_interval: must divide .* \(1\)"),
     ("ppo", "loss.minibatches=3", r"actor.lanes: must divide .* at a time \(3 x 8\) .* got 32"),
     ("ppo", "actor.weights_interval=5", r"actor.weights_interval: must divide .* \(16\)"),

@@ -46,7 +46,7 @@ DQN = [  # starts in a third of the time
 
 PPO = [  # 8 learner steps between collections
   "--config", "ppo", *SETTINGS, "loss.unroll_length=5", "loss.minibatches=2", "loss.epochs=4",
-  "learner.batch_size=2", "actor.weights_interval=8", "replay.capacity=0",
+  "learner.batch_size=2", "learner.devices=1", "actor.weights_interval=8", "replay.capacity=0",
   "evaluation.at_end=false",
 ]  # fmt: skip
 
