@@ -116,7 +116,9 @@ class Agent(abc.ABC):
   subscriptions: Mapping[str, int] = {}  # weights for tasks: learner steps between updates
   tasks: Mapping[str, Task] = {}
   target_interval: int = 0  # learner steps between copies to the target network; 0: there is none
-  on_policy: bool = False  # trained on once: a resumed run drops experience after its checkpoint
+  on_policy: bool = False  # trained on at once: a resumed run drops what is after its checkpoint
+  synchronous: bool = False  # actors wait while there is a batch or one is learned from, and
+  # learner steps wait for batches only; else both follow the rate limiter's ratio
 
   @abc.abstractmethod
   def init(self, key: jax.Array) -> Variables:

@@ -1,5 +1,9 @@
 """IMPALA (Espeholt et al. 2018): an actor-critic on trajectories in the order they are collected.
 
+With `loss.synchronous` it is A2C (Mnih et al. 2016): the policy that acts is the one that learns,
+and all ratios are 1 but those of each trajectory's first action, which was chosen with the frame
+that completed the trajectory before, one learner step earlier.
+
 V-trace corrects for the policy lag, which is bounded. With R agent steps per learner step, in one
 process, a slot is trained on at most
 
@@ -19,6 +23,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from speedyzero_jax.agents.actor_critic import (
+  ENTROPY,
+  LOSS_POLICY,
+  LOSS_VALUE,
+  Supply,
+  mean_count,
+  policy_terms,
+)
 from speedyzero_jax.agents.base import (
   AXIS,
   ActInputs,
@@ -31,7 +43,6 @@ from speedyzero_jax.agents.base import (
 )
 from speedyzero_jax.config.fields import opt
 from speedyzero_jax.config.schema import AgentConfig, Config
-from speedyzero_jax.ops.td import chosen
 from speedyzero_jax.ops.torsos import (
   TorsoConfig,
   make_torso,
@@ -48,9 +59,6 @@ from speedyzero_jax.replay.trajectory_queue import TrajectoryQueue
 from speedyzero_jax.types import Params
 
 # Means over the actions trained on.
-LOSS_POLICY = "losses/policy"
-LOSS_VALUE = "losses/value"  # half the squared error
-ENTROPY = "losses/policy_entropy"  # nats
 RATIO = "losses/importance_ratio"  # min(rho_bar, pi / mu)
 TRAINED_LAG_MEAN = "stats/trained_lag_mean"  # learner steps since the weights that chose them
 TRAINED_LAG_MAX = "stats/trained_lag_max"
@@ -60,7 +68,12 @@ TRAINED_LAG_MAX = "stats/trained_lag_max"
 class LossConfig:
   """Trajectories, V-trace and the terms of the loss."""
 
-  unroll_length: int = opt(20, "T, slots per trajectory (IMPALA: 20 on Atari, 100)", "[1, 10000]")
+  unroll_length: int = opt(
+    20, "T, slots per trajectory (IMPALA: 20 on Atari, 100; A2C: 5)", "[1, 10000]"
+  )
+  synchronous: bool = opt(
+    False, "collection and learning take turns (A2C); off: they overlap (IMPALA)"
+  )
   vtrace_lambda: float = opt(1.0, "mixes multi-step with one-step returns (IMPALA: 1)", "[0, 1]")
   rho_bar: float = opt(
     1.0, "largest importance ratio of a temporal difference (IMPALA: 1)", "(0, 1e9]"
@@ -83,6 +96,10 @@ class LossConfig:
     "over the actions of a batch: mean (as SEED RL and acme do) or sum (IMPALA's code, cleanba)",
   )
 
+  @property
+  def supply(self) -> Supply:
+    return Supply(self.unroll_length, synchronous=self.synchronous)
+
 
 @dataclasses.dataclass(frozen=True)
 class ImpalaConfig(AgentConfig):
@@ -94,45 +111,7 @@ class ImpalaConfig(AgentConfig):
 
   def problems(self, config: Config) -> Iterable[str]:
     yield from torso_problems(self.network, config.env)
-    actor, learner, length = config.actor, config.learner, self.loss.unroll_length
-    if learner.tail_steps:
-      yield (
-        "learner.tail_steps: must be 0, as trajectories are trained on while they come, "
-        f"got {learner.tail_steps}"
-      )
-    if actor.random_steps:
-      yield (
-        "actor.random_steps: must be 0, as trajectories of random play would be trained on late, "
-        f"got {actor.random_steps}"
-      )
-    # Up to T agent steps of each lane do not fill a trajectory.
-    trajectories = max(config.run.env_steps - actor.lanes * length, 0) // length
-    if learner.steps > trajectories // learner.batch_size:
-      yield (
-        f"learner.steps: must be at most {trajectories // learner.batch_size}, as run.env_steps "
-        f"({config.run.env_steps}) give {trajectories} trajectories of loss.unroll_length "
-        f"({length}) in {actor.lanes} lanes, {learner.batch_size} a learner step; "
-        f"got {learner.steps}"
-      )
-    least = least_capacity(config, length)
-    if 0 < config.replay.capacity < least:
-      yield (
-        f"replay.capacity: must be 0 or at least {least}, for trajectories that wait while actors "
-        f"are ahead of the learner, got {config.replay.capacity}"
-      )
-
-
-def least_capacity(config: Config, length: int) -> int:
-  """Slots with which no lane evicts a trajectory of this length that the run will need.
-
-  Collection is ahead of the learner by the rate limiter's slack, or by what all lanes need to fill
-  their first trajectories. Lanes take turns, so one may have a trajectory more than another; one
-  may be incomplete, and one have lost its start.
-  """
-  lanes, batch = config.actor.lanes, config.learner.batch_size
-  slack = max(2 * lanes, 2 * -(-config.run.env_steps // config.learner.steps))
-  ahead = max(slack, (lanes + batch) * length)
-  return ahead + lanes * (3 * length + config.env.frame_stack)
+    yield from self.loss.supply.problems(config)
 
 
 AGENT_CONFIG = ImpalaConfig
@@ -161,9 +140,8 @@ class Impala(Agent):
 
   def __init__(self, config: Config, frame_shape: tuple[int, ...], frame_dtype: Any, actions: int):
     own: ImpalaConfig = config.agent
-    self._loss, self._stack = own.loss, config.env.frame_stack
+    self._config, self._loss, self._stack = config, own.loss, config.env.frame_stack
     self._discount = config.env.discount
-    self._pace = config.learner.steps * config.learner.batch_size / config.run.env_steps
     shape = observation_shape(frame_shape, self._stack)
     self._network = pure(lambda rngs: ActorCritic(own.network, shape, actions, rngs))
     # In slots played at random the logits are 0: a uniform policy.
@@ -171,6 +149,7 @@ class Impala(Agent):
     self.schema = make_schema(frame_shape, frame_dtype, actions, (logits,))
     self.window = Window(after=own.loss.unroll_length, within_episode=False)
     self.lookahead = 2 * own.loss.unroll_length  # the least that a queue works with
+    self.synchronous = own.loss.synchronous
 
   # --- device
 
@@ -180,19 +159,18 @@ class Impala(Agent):
   def act(
     self, variables: Variables, inputs: ActInputs, key: jax.Array, progress: Any, *, explore: bool
   ) -> ActOutput:
-    logits, _ = self._network.apply(variables.params, observe(inputs.frames))
+    logits, value = self._network.apply(variables.params, observe(inputs.frames))
     action = jax.random.categorical(key, logits) if explore else jnp.argmax(logits, axis=-1)
-    return ActOutput(action.astype(jnp.int32), {"logits": logits}, ())
+    known = {"logits": logits, "value": value}
+    columns = {column.name: known[column.name] for column in self.schema.extra}
+    return ActOutput(action.astype(jnp.int32), columns, ())
 
   def loss(
     self, params: Params, batch_stats: Params, target: Params, batch: Arrays, keys: jax.Array
   ) -> tuple[jax.Array, LossOutput]:
     config, acted = self._loss, batch["acted_mask"]
     logits, value = self._unrolled(params, batch)
-    log_policy = jax.nn.log_softmax(logits[:, :-1])
-    log_chosen = chosen(log_policy, batch["action"])
-    log_behaviour = chosen(jax.nn.log_softmax(batch["logits"]), batch["action"])
-    ratio = jnp.where(acted > 0, jnp.exp(log_chosen - log_behaviour), 0)
+    terms = policy_terms(logits[:, :-1], batch)
     returns = jax.vmap(
       partial(
         vtrace,
@@ -201,19 +179,19 @@ class Impala(Agent):
         c_bar=config.c_bar,
         rho_bar_pg=config.rho_bar_pg,
       )
-    )(batch["reward"], batch["discount"], value, ratio)
-    count = jnp.maximum(jax.lax.pmean(jnp.sum(acted), AXIS), 1)  # on each device, on average
+    )(batch["reward"], batch["discount"], value, terms.ratio)
+    count = mean_count(acted)
 
     def mean(x: jax.Array) -> jax.Array:
       return jnp.sum(x * acted) / count
 
-    policy = mean(-log_chosen * returns.advantages)
+    policy = mean(-terms.log_chosen * returns.advantages)
     error = mean(0.5 * (returns.targets - value[:, :-1]) ** 2)
-    entropy = mean(-jnp.sum(jnp.exp(log_policy) * log_policy, axis=-1))
+    entropy = mean(terms.entropy)
     loss = policy + config.value_coefficient * error - config.entropy_coefficient * entropy
     if config.reduction == "sum":
       loss *= count * jax.lax.axis_size(AXIS)
-    clipped = mean(jnp.minimum(ratio, config.rho_bar))
+    clipped = mean(jnp.minimum(terms.ratio, config.rho_bar))
     metrics = {LOSS_POLICY: policy, LOSS_VALUE: error, ENTROPY: entropy, RATIO: clipped}
     return loss, LossOutput(batch_stats, metrics, jnp.zeros(len(acted)))
 
@@ -231,7 +209,7 @@ class Impala(Agent):
   # --- host
 
   def make_selector(self, store: LaneStore) -> TrajectoryQueue:
-    return TrajectoryQueue(store, self._loss.unroll_length, stack=self._stack, pace=self._pace)
+    return self._config.agent.loss.supply.queue(store, self._config)
 
   def assemble(
     self, replay: Replay, selection: Selection, learner_step: int

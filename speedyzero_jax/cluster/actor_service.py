@@ -33,7 +33,7 @@ class ActorService:
   def __init__(self, experiment: Experiment, lanes: Sequence[range], roster: Roster):
     self._collector, self._limiter = experiment.collector, experiment.limiter
     self._replay, self._weights = experiment.replay, experiment.weights
-    self._ready = experiment.ready
+    self._starved = experiment.starved
     self._sessions = [_Session(Worker("actor", i), part) for i, part in enumerate(lanes)]
     self._roster = roster
 
@@ -105,7 +105,7 @@ class ActorService:
       self._roster.dismiss(session.worker)
       return 0
     self._roster.waits(session.worker)
-    return self._limiter.reserve(wanted, seconds, urgent=lambda: not self._ready())
+    return self._limiter.reserve(wanted, seconds, urgent=self._starved)
 
   def append(self, request: messages.Append) -> messages.Acknowledged:
     """Makes experience durable and part of the replay; acknowledges again what is there."""

@@ -1,8 +1,9 @@
-"""A FIFO queue of trajectories: consecutive windows of each lane, each trained on once."""
+"""A FIFO queue of trajectories: consecutive windows of each lane, used once or in epochs."""
 
 import copy
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -10,6 +11,8 @@ from speedyzero_jax.replay.selector import Selection
 from speedyzero_jax.replay.storage import LaneStore
 
 QUEUED, SKIPPED = "queued_trajectories", "skipped_trajectories"
+
+_Window = tuple[int, int]  # lane and first slot
 
 
 class TrajectoryQueue:
@@ -23,17 +26,37 @@ class TrajectoryQueue:
   take: an episode's end is a slot but no agent step, so lanes fill more windows than agent steps
   account for, and the queue would grow and its windows age.
 
+  Windows leave the queue in blocks. A block of several is returned in a random order, `epochs`
+  times, so that selections of a part of it are PPO's minibatches.
+
   Args:
     store: of the slots; a lane has room for two windows and a stack.
     length: T, slots per window.
     stack: S, frames in an observation; those of a window's first slot must be stored too.
     pace: windows that the learner takes per agent step, at most 1/T; inf: skip evicted ones only.
+    block: windows per block.
+    epochs: times that each block is gone through.
+    replayed: windows added to a block per window in it, drawn uniformly from the stored ones that
+      have left the queue.
   """
 
-  def __init__(self, store: LaneStore, length: int, *, stack: int = 1, pace: float = math.inf):
+  def __init__(
+    self,
+    store: LaneStore,
+    length: int,
+    *,
+    stack: int = 1,
+    pace: float = math.inf,
+    block: int = 1,
+    epochs: int = 1,
+    replayed: float = 0.0,
+  ):
     self._store, self._length, self._stack, self._pace = store, length, stack, pace
+    self._block, self._epochs, self._replayed = block, epochs, replayed
     self._next = np.zeros(store.lanes, np.int64)  # start of each lane's next window
-    self._pending: set[tuple[int, int]] = set()  # (lane, start) of those selected, not trained on
+    self._blocks = 0  # that have left the queue
+    self._planned: list[_Window] = []  # to be selected before another block
+    self._pending: Counter[_Window] = Counter()  # selected, not trained on
     self._turn = np.arange(store.lanes)  # order in which lanes are visited
     self._skipped = 0  # windows
 
@@ -41,25 +64,26 @@ class TrajectoryQueue:
     """Number of complete windows of each lane, [L]."""
     return np.maximum(self._store.head - 1 - self._next, 0) // self._length
 
-  def _take(self, n: int) -> tuple[list[int], list[int]]:
-    """Lanes and first slots of the next n windows, or of all that are complete."""
+  def _take(self, n: int) -> list[_Window]:
+    """The next n windows, or all that are complete."""
     complete = self._complete()
-    lanes: list[int] = []
-    times: list[int] = []
-    while len(lanes) < n and complete.any():
-      for lane in self._turn[complete[self._turn] > 0][: n - len(lanes)].tolist():
-        lanes.append(lane)
-        times.append(int(self._next[lane]))
+    taken: list[_Window] = []
+    while len(taken) < n and complete.any():
+      for lane in self._turn[complete[self._turn] > 0][: n - len(taken)].tolist():
+        taken.append((lane, int(self._next[lane])))
         complete[lane] -= 1
         self._next[lane] += self._length
         self._turn = np.append(self._turn[self._turn != lane], lane)
-    return lanes, times
+    return taken
+
+  def _oldest(self) -> np.ndarray:
+    """Number in its lane of the oldest window whose frames are all stored, [L]."""
+    tail = self._store.tail
+    return -(-np.where(tail > 0, tail + self._stack - 1, 0) // self._length)
 
   def _evicted(self) -> np.ndarray:
     """Number of each lane's next windows that are evicted, [L]."""
-    store = self._store
-    behind = np.where(store.tail > 0, store.tail + self._stack - 1, 0) - self._next
-    return -(-np.maximum(behind, 0) // self._length)
+    return np.maximum(self._oldest() - self._next // self._length, 0)
 
   def _surplus(self, skipped: int) -> int:
     """Number of windows to skip besides so many already skipped."""
@@ -85,12 +109,41 @@ class TrajectoryQueue:
     self._next += skip * self._length
     self._skipped += int(skip.sum())
     surplus = min(self._surplus(self._skipped), spare - int(lose.sum()))
-    self._skipped += len(self._take(surplus)[0])
+    self._skipped += len(self._take(surplus))
+
+  def _samples(self, blocks: int) -> int:
+    """Windows to select from so many more blocks."""
+
+    def replayed(blocks: int) -> int:
+      return math.floor(blocks * self._block * self._replayed)
+
+    extra = replayed(self._blocks + blocks) - replayed(self._blocks)
+    return self._epochs * (blocks * self._block + extra)
+
+  def _plan(self, windows: Sequence[_Window], rng: np.random.Generator) -> None:
+    """Plans the selections of the next block's windows."""
+    count = self._samples(1) // self._epochs - len(windows)
+    windows = [*windows, *self._drawn(count, rng)] if count else windows
+    self._blocks += 1
+    for _ in range(self._epochs):
+      order = rng.permutation(len(windows)) if len(windows) > 1 else [0]
+      self._planned += [windows[i] for i in order]
+
+  def _drawn(self, n: int, rng: np.random.Generator) -> list[_Window]:
+    """n windows drawn from those that have left the queue and are stored, with replacement."""
+    # Each lane's last is, but where fewer were skipped than are evicted (see `select`).
+    oldest = np.minimum(self._oldest(), self._next // self._length - 1)
+    stored = np.where(self._next > 0, self._next // self._length - oldest, 0)
+    end = np.cumsum(stored)
+    place = rng.integers(end[-1], size=n)
+    lane = np.searchsorted(end, place, side="right")
+    time = (oldest[lane] + place - (end - stored)[lane]) * self._length
+    return list(zip(lane.tolist(), time.tolist(), strict=True))
 
   @property
   def count(self) -> int:
-    """Complete windows in all lanes, without those that are to be skipped."""
-    return self._due()[0]
+    """Windows that can be selected: from complete ones in all lanes but those to be skipped."""
+    return len(self._planned) + self._samples(self._due()[0] // self._block)
 
   def ready(self, n: int) -> bool:
     return self.count >= n
@@ -104,18 +157,28 @@ class TrajectoryQueue:
     After `ready` returned True there are always n: where appends have since evicted windows or made
     them surplus, fewer are skipped.
     """
-    complete = int(self._complete().sum())
-    if complete < n:
-      raise ValueError(f"requested {n} trajectories, only {complete} are complete")
-    self._skip(complete - n)
-    lanes, times = self._take(n)
-    self._pending.update(zip(lanes, times, strict=True))
-    return Selection(np.array(lanes, np.int32), np.array(times, np.int64), np.ones(n))
+    blocks, complete = 0, int(self._complete().sum())
+    while len(self._planned) + self._samples(blocks) < n:
+      blocks += 1
+    if complete < blocks * self._block:
+      most = len(self._planned) + self._samples(complete // self._block)
+      raise ValueError(f"requested {n} trajectories, only {most} are complete")
+    if blocks:
+      self._skip(complete - blocks * self._block)
+      taken = self._take(blocks * self._block)
+      for begin in range(0, len(taken), self._block):
+        self._plan(taken[begin : begin + self._block], rng)
+    chosen, self._planned = self._planned[:n], self._planned[n:]
+    self._pending.update(chosen)
+    lane, time = np.array(chosen, np.int64).reshape(n, 2).T
+    return Selection(lane.astype(np.int32), time, np.ones(n))
 
   def update(self, selection: Selection, priority: np.ndarray, step: int) -> None:
     """Records that the windows were trained on."""
-    self._pending -= set(zip(selection.lane.tolist(), selection.time.tolist(), strict=True))
-    self._pending = {(l, time) for l, time in self._pending if time >= self._store.tail[l]}
+    self._pending.subtract(zip(selection.lane.tolist(), selection.time.tolist(), strict=True))
+    tail = self._store.tail  # evicted ones are not reported
+    left = {w: count for w, count in self._pending.items() if count > 0 and w[1] >= tail[w[0]]}
+    self._pending = Counter(left)
 
   def stats(self, learner_step: int) -> dict[str, float]:
     """Complete windows not yet used, and windows skipped."""
@@ -123,22 +186,24 @@ class TrajectoryQueue:
     return {QUEUED: float(queued), SKIPPED: float(self._skipped + to_skip)}
 
   def state_dict(self) -> dict[str, np.ndarray]:
-    """The position in each lane, the order of the lanes, and the number of skipped windows.
+    """The position in each lane, the order of the lanes, what is planned, and counters.
 
     Windows selected but not trained on are selected again after a restart.
     """
     saved = copy.copy(self)  # windows are skipped in it only: `ready` may have counted on them
     saved._next = self._next.copy()
     saved._skip(int(self._complete().sum()))
-    for lane, time in self._pending:
-      saved._next[lane] = min(saved._next[lane], time)
+    planned = [(self._blocks, 0), *self._pending.elements(), *self._planned]
     return {
       "queue_next": saved._next,
       "queue_turn": saved._turn.copy(),
       "queue_skipped": np.array([saved._skipped], np.int64),
+      "queue_planned": np.array(planned, np.int64),  # the first row has the number of blocks
     }
 
   def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
     """Restores `state_dict`."""
     self._next, self._turn = state["queue_next"].copy(), state["queue_turn"].copy()
     self._skipped = int(state["queue_skipped"][0])
+    if "queue_planned" in state:  # not in runs from before there were blocks
+      (self._blocks, _), *self._planned = ((a, b) for a, b in state["queue_planned"].tolist())

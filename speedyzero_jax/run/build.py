@@ -96,7 +96,8 @@ def _build(
     state = snapshot.learner_state(learner, restored)
   intervals = {ACTOR: config.actor.weights_interval, **agent.subscriptions}
   weights = WeightsStore(intervals, NamedSharding(local, PartitionSpec()), state.variables)
-  limiter, episodes = RateLimiter(own), EpisodeStats(own.actor.lanes)
+  limiter = RateLimiter(own, synchronous=agent.synchronous)
+  episodes = EpisodeStats(own.actor.lanes)
   times = PartTimes(mark=jax.profiler.TraceAnnotation)  # parts appear in traces too
   experiment = Experiment(
     config=config,

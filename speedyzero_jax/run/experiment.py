@@ -77,6 +77,8 @@ class Experiment:
   state: LearnerState
   execute: Callable[[list[Work], int], None] = dataclasses.field(init=False)
   after_step: list[Callable[[], object]] = dataclasses.field(default_factory=list)
+  drawn: int = 0  # batches whose draw has begun
+  learned: int = 0  # batches learned from, with the new weights published
   interrupted: bool = False
   leaving: bool = False  # all learner processes know of an interruption
   learning: bool = False  # learner steps carry interruptions between processes
@@ -101,6 +103,11 @@ class Experiment:
   def learn_key(self) -> jax.Array:
     """The random key of all learner steps, the same in all processes."""
     return jax.random.fold_in(jax.random.key(self.config.run.seed), LEARN)
+
+  def starved(self) -> bool:
+    """Whether the learner needs more experience, however far ahead collection is."""
+    # In this order: a batch drawn in between is in flight.
+    return not self.ready() and not (self.agent.synchronous and self.drawn > self.learned)
 
   def sweeping(self) -> bool:
     """Whether sweeps have begun: once a first batch can be drawn."""

@@ -102,7 +102,7 @@ class _Overlapped:
 
   def _collect(self) -> None:
     def may_collect() -> bool:  # also if the learner is due but has too little to draw from
-      return self._limiter.may_collect() or not self._experiment.ready()
+      return self._limiter.may_collect() or self._experiment.starved()
 
     while not self._limiter.collected:
       begin = time.monotonic()

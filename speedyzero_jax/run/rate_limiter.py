@@ -2,7 +2,8 @@
 
 After the random play, learner steps are due at a constant number of samples per insert;
 `tail_steps` learner steps wait until everything is collected. With a bound on policy lag, the
-learner waits while an actor uses weights that the next step would make too old.
+learner waits while an actor uses weights that the next step would make too old. For a synchronous
+agent there is no such schedule: what can be learned from is, and what is missing is collected.
 """
 
 import contextlib
@@ -24,10 +25,14 @@ class RateLimiter:
   ratio = (env_steps - random_steps) / (steps - tail_steps); the last tail_steps once all are.
   Collection continues while it is less than `slack` agent steps ahead of the learner.
 
-  Callers may read `env_steps`, `learner_steps`, `finishing` and `stopping`.
+  With `synchronous`, collection is only for what the learner lacks (`reserve`'s `urgent`), until
+  all learner steps are taken; none waits for agent steps.
+
+  Callers may read `env_steps`, `learner_steps`, `synchronous`, `finishing` and `stopping`.
   """
 
-  def __init__(self, config: Config):
+  def __init__(self, config: Config, *, synchronous: bool = False):
+    self.synchronous = synchronous
     self._total_env, self._total_learner = config.run.env_steps, config.learner.steps
     self._random = config.actor.random_steps
     self._start = min(self._random, self._total_env)
@@ -95,10 +100,12 @@ class RateLimiter:
 
   def may_draw(self, step: int) -> bool:
     """Whether the batch of learner step `step` is due."""
-    return self.finishing or self.env_steps >= self.required(step)
+    return self.finishing or self.synchronous or self.env_steps >= self.required(step)
 
   def may_collect(self) -> bool:
     """Whether collection may continue."""
+    if self.synchronous and self.learner_steps < self._total_learner:
+      return False
     ahead = self.env_steps + self._reserved - self.required(self.learner_steps)
     return self.pool > 0 and ahead < self._slack
 

@@ -27,6 +27,7 @@ def sweep(experiment: Experiment, sweeper: Sweeper) -> None:
 
 def draw(experiment: Experiment, learner_step: int) -> PreparedBatch:
   """The batch of a learner step, on the learner's devices."""
+  experiment.drawn += 1
   prepared = batch_pipeline.draw(
     experiment.agent,
     experiment.replay,
@@ -48,6 +49,8 @@ def learn(experiment: Experiment, prepared: PreparedBatch) -> StepResult:
   experiment.limiter.add_learner_step()
   with experiment.times.part("publish"):
     experiment.weights.publish(experiment.limiter.learner_steps, experiment.state.variables)
+  experiment.learned += 1
+  experiment.limiter.notify()
   experiment.logger.log_mean({**result.metrics, **prepared.info})
   experiment.logger.count(names.LEARNER_STEPS_PER_SECOND, 1)
   experiment.logger.count(names.SAMPLES_PER_SECOND, len(prepared.selection.lane))

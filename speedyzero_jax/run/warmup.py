@@ -134,10 +134,11 @@ def example_batch(config: Config, agent: Agent) -> tuple[Arrays, list[Work]]:
 
 
 def _zeros(agent: Agent, stack: int, slots: int, batch: int) -> Replay:
-  """A replay of zeros from which a batch can be selected: of one lane, or of one per sample."""
+  """A replay of zeros with as many lanes as it takes to select a batch."""
   columns = {x.name: np.zeros((slots, *x.shape), x.dtype) for x in agent.schema.columns}
   columns["first"][0] = True
-  for lanes in (1, batch):
+
+  def filled(lanes: int) -> Replay:
     replay = Replay(
       agent.schema,
       agent.make_selector,
@@ -147,6 +148,9 @@ def _zeros(agent: Agent, stack: int, slots: int, batch: int) -> Replay:
       rng_seed=0,
     )
     replay.append_many([Segment.of(lane, 0, columns) for lane in range(lanes)])
-    if replay.ready(batch):
-      break
+    return replay
+
+  lanes = 1
+  while not (replay := filled(lanes)).ready(batch):
+    lanes *= 2
   return replay

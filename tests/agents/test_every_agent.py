@@ -9,8 +9,16 @@ from speedyzero_jax.run import steps
 from whole_runs import assert_same, everything
 
 RUN = ("run.mode=lockstep", "learner.devices=1")
-# Settings of a run of 30 learner steps, and of the least one that learns Catch.
+# By preset: settings of a run of 30 learner steps, and of the least one that learns Catch.
 SHORT = {
+  "a2c": (
+    "network.hidden=8", "learner.batch_size=4", "run.env_steps=620", "actor.lanes=4",
+    "replay.capacity=0",
+  ),
+  "appo": (
+    "network.hidden=8", "learner.batch_size=4", "run.env_steps=420", "actor.lanes=4",
+    "loss.unroll_length=5", "replay.capacity=260",
+  ),
   "dqn": (
     "network.hidden=8", "learner.batch_size=8", "run.env_steps=500", "actor.random_steps=100",
     "loss.target_interval=7",
@@ -19,8 +27,14 @@ SHORT = {
     "network.hidden=8", "learner.batch_size=4", "run.env_steps=620", "actor.lanes=4",
     "loss.unroll_length=5", "replay.capacity=0",
   ),
+  "ppo": (
+    "network.hidden=8", "learner.batch_size=2", "run.env_steps=150", "actor.lanes=4",
+    "loss.unroll_length=5", "loss.minibatches=2", "loss.epochs=3", "actor.weights_interval=6",
+    "replay.capacity=0",
+  ),
 }  # fmt: skip
 LEARNS = {
+  "a2c": (),
   "dqn": (
     "learner.steps=300", "run.env_steps=4000", "actor.lanes=16", "optim.learning_rate=3e-3",
     "loss.target_interval=50",
@@ -28,6 +42,7 @@ LEARNS = {
   "impala": (
     "learner.steps=240", "run.env_steps=40000", "actor.lanes=32", "replay.capacity=0",
   ),
+  "ppo": (),
 }  # fmt: skip
 
 
@@ -62,6 +77,16 @@ def test_catch_is_learned(tmp_path, agent):
     ("impala", "learner.tail_steps=9", "learner.tail_steps: must be 0"),
     ("impala", "learner.steps=375", "learner.steps: must be at most 374, .* 2992 trajectories"),
     ("impala", "replay.capacity=809", "replay.capacity: must be 0 or at least 810"),
+    ("a2c", "learner.batch_size=24", r"actor.lanes: must divide .* at a time \(24\) .* got 16"),
+    ("a2c", "actor.weights_interval=2", r"actor.weights_interval: must divide .* \(1\)"),
+    ("ppo", "loss.minibatches=3", r"actor.lanes: must divide .* at a time \(3 x 8\) .* got 32"),
+    ("ppo", "actor.weights_interval=5", r"actor.weights_interval: must divide .* \(16\)"),
+    ("ppo", "loss.replay_proportion=0.5", "loss.replay_proportion: must be 0 with"),
+    ("ppo", "learner.steps=609", "learner.steps: must be at most 608, .* blocks of 4 .* 4 epochs"),
+    ("ppo", "loss.epochs=0", "loss.epochs: must lie in"),
+    ("ppo", "loss.rho_bar=1", "loss.rho_bar is a setting of impala; the agent of this run is ppo"),
+    ("appo", "loss.clip_value=true", "loss.clip_value: must be off with loss.advantages=vtrace"),
+    ("appo", "learner.steps=936", "learner.steps: must be at most 935, .* and 0.25 old ones"),
   ],
 )
 def test_a_bad_setting_is_named(agent, override, message):

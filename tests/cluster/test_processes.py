@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import tiny
+from speedyzero_jax.agents import impala
 from speedyzero_jax.agents.efficientzero import metric_names
 from speedyzero_jax.config import loader
 from speedyzero_jax.metrics import jsonl
@@ -41,6 +42,12 @@ EFFICIENTZERO = [
 DQN = [  # starts in a third of the time
   "--config", "dqn", "env.game=Catch", "actor.random_steps=40", "learner.batch_size=8",
   "evaluation.episodes=2", "evaluation.at_end=false", "evaluation.interval=60", *SETTINGS,
+]  # fmt: skip
+
+PPO = [  # 8 learner steps between collections
+  "--config", "ppo", *SETTINGS, "loss.unroll_length=5", "loss.minibatches=2", "loss.epochs=4",
+  "learner.batch_size=2", "learner.devices=1", "actor.weights_interval=8", "replay.capacity=0",
+  "evaluation.at_end=false",
 ]  # fmt: skip
 
 
@@ -193,6 +200,21 @@ def test_a_killed_learner_and_actor_lose_and_repeat_nothing(tmp_path):
   assert evaluated in output and evaluated not in log  # learner 1 waited for it
   check_metrics(folder)
   assert audit(folder, 2) == ENV_STEPS
+
+
+def test_a_synchronous_agent_survives_a_killed_actor(tmp_path):
+  """Every batch is of the weights before it, but for first actions of trajectories."""
+  folder = tmp_path / "run"
+  with Run(folder, *PPO, f"run.dir={folder}", "--processes", "learner=1,actor=1") as run:
+    assert run.learn(30)
+    run.kill("actor-0.0")
+    assert f"{STEPS} learner steps" in run.end(0)
+    assert run.children()["actor-0.0"]["restarts"] == 1
+  lags = [row[impala.TRAINED_LAG_MAX] for row in rows_of(folder) if impala.TRAINED_LAG_MAX in row]
+  assert max(lags) == 15  # of first actions in a block's last minibatch
+  means = [row[impala.TRAINED_LAG_MEAN] for row in rows_of(folder)]
+  assert max(means) < 10  # one of at least three actions in a trajectory 15, the others 7
+  assert audit(folder, 1) == ENV_STEPS
 
 
 def check_metrics(folder):

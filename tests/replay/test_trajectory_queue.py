@@ -187,3 +187,91 @@ def test_selections_have_lanes_times_and_no_probabilities():
   np.testing.assert_array_equal(selection.lane, [0, 1, 0])
   np.testing.assert_array_equal(selection.time, [0, 0, 4])
   np.testing.assert_array_equal(selection.probability, 1)
+
+
+# --- blocks of windows that are used several times
+
+
+@settings(max_examples=25)
+@given(sizes, st.integers(1, 4), st.integers(1, 3))
+def test_every_epoch_of_a_block_has_each_of_its_windows_once(size, minibatches, epochs):
+  lanes, length, seed = size
+  rng, n = np.random.default_rng(seed), 3
+  block = minibatches * n
+  store, plain = (LaneStore(_SCHEMA, lanes, 2000) for _ in range(2))
+  queue = TrajectoryQueue(store, length, block=block, epochs=epochs)
+  in_order = TrajectoryQueue(plain, length)
+  selected = 0
+  for _ in range(30):
+    lane, ends = int(rng.integers(lanes)), (rng.random(3 * length) < 0.1).tolist()
+    append(store, lane, ends), append(plain, lane, ends)
+    if in_order.count < block:
+      assert not queue.ready(n) and queue.count == 0
+      continue
+    expected = sorted(windows(in_order.select(block, rng)))
+    orders = []
+    for epoch in range(epochs):
+      found = []
+      for i in range(minibatches):
+        left = epochs * block * (1 + in_order.count // block) - n * (epoch * minibatches + i)
+        assert queue.count == left and queue.ready(n)
+        found += windows(queue.select(n, rng))
+      orders.append(found)
+      assert sorted(found) == expected
+    selected += epochs * block
+  assert queue.stats(0)[SKIPPED] == 0
+
+
+@settings(max_examples=25)
+@given(sizes, st.floats(0.1, 2), st.integers(1, 3), st.integers(0, 30))
+def test_replayed_windows_are_stored_ones_that_were_new_before(size, share, epochs, spare):
+  lanes, length, seed = size
+  rng = np.random.default_rng(seed)
+  store = LaneStore(_SCHEMA, lanes, 8 * length + 2 + spare)
+  queue = TrajectoryQueue(store, length, stack=2, block=2, epochs=epochs, replayed=share)
+  old, blocks, replayed = set(), 0, 0
+  for _ in range(40):
+    append_some(store, rng, length)
+    while queue.ready(1):
+      count, tail = queue.count, store.tail.copy()
+      found = [windows(queue.select(1, rng))[0]]
+      blocks += 1
+      more = int(2 * blocks * share) - int(2 * (blocks - 1) * share)
+      found += [windows(queue.select(1, rng))[0] for _ in range(epochs * (2 + more) - 1)]
+      assert queue.count == count - len(found)
+      passes = [sorted(found[i : i + 2 + more]) for i in range(0, len(found), 2 + more)]
+      assert passes == [passes[0]] * epochs
+      new = set(passes[0]) - old
+      assert len(new) == 2
+      old |= new
+      replayed += more
+      for lane, time in passes[0]:
+        assert time % length == 0 and time + length < store.head[lane]
+        assert time - 1 >= tail[lane] or tail[lane] == 0
+  assert replayed == int(2 * blocks * share)
+
+
+@settings(max_examples=25)
+@given(sizes, st.booleans())
+def test_a_restart_within_a_block_goes_on_with_it(size, finished):
+  lanes, length, seed = size
+  rng, arguments = np.random.default_rng(seed), {"block": 4, "epochs": 3, "replayed": 0.25}
+  store = LaneStore(_SCHEMA, lanes, 600)
+  queue = TrajectoryQueue(store, length, **arguments)
+  for _ in range(20):
+    append_some(store, rng, 4 * length)
+    if queue.ready(10):
+      trained(queue, queue.select(6, rng))
+      last = queue.select(2, rng)
+      if finished:
+        trained(queue, last)
+      again, state = TrajectoryQueue(store, length, **arguments), queue.state_dict()
+      again.load_state_dict(state)
+      if not finished:
+        assert windows(again.select(2, rng)) == windows(last)
+      rngs = [np.random.default_rng(seed) for _ in range(2)]
+      n = queue.count
+      assert again.count == n
+      rest = [windows(q.select(n, r)) for q, r in zip((queue, again), rngs, strict=True)]
+      assert rest[0] == rest[1]
+      return

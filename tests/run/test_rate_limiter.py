@@ -290,3 +290,13 @@ def test_weights_acted_with_are_never_too_old(interval, leeway, moves):
     elif limiter.learner_steps % interval == 0:
       newest = limiter.learner_steps
     assert all(limiter.learner_steps - weights <= interval + leeway for weights in acting.values())
+
+
+def test_for_a_synchronous_agent_only_what_is_urgent_is_collected():
+  limiter = RateLimiter(make(env_steps=50, random_steps=0, steps=3), synchronous=True)
+  assert limiter.may_draw(2) and limiter.may_learn() and not limiter.may_collect()
+  assert limiter.reserve(5, 0.0, never) is None and limiter.reserve(5, 0.0, lambda: True) == 5
+  for _ in range(3):
+    assert not limiter.may_collect()
+    limiter.add_learner_step()
+  assert limiter.may_collect() and not limiter.may_learn()  # what is left is collected
