@@ -5,7 +5,7 @@ Lanes may explore with different epsilons, as the actors of Ape-X (Horgan et al.
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,13 @@ from speedyzero_jax.agents.base import (
   LossOutput,
   Variables,
   Window,
+)
+from speedyzero_jax.agents.q_network import (
+  ExploreConfig,
+  QHead,
+  QHeadConfig,
+  epsilon_greedy,
+  epsilons,
 )
 from speedyzero_jax.config.fields import opt
 from speedyzero_jax.config.schema import AgentConfig, Config, PriorityConfig
@@ -45,13 +52,8 @@ Q_VALUE = "losses/q_value"  # mean Q(s, a) of the same
 
 
 @dataclasses.dataclass(frozen=True)
-class NetworkConfig(TorsoConfig):
+class NetworkConfig(TorsoConfig, QHeadConfig):
   """The Q-network."""
-
-  dueling: bool = opt(
-    True,
-    "Q = V + A - mean A, with a hidden layer for each (Wang et al. 2016); off: one linear layer",
-  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,22 +73,6 @@ class LossConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class ExploreConfig:
-  """Epsilon-greedy exploration in training; evaluation is greedy."""
-
-  schedule: Literal["lanes", "annealed"] = opt(
-    "lanes",
-    "lane i of N always explores with epsilon ** (1 + spread * i / (N-1)) (Ape-X), N being the "
-    "lanes of a learner process; or all lanes with one epsilon that falls linearly (DQN)",
-  )
-  epsilon: float = opt(0.4, "lanes: of the first lane (Ape-X: 0.4)", "[0, 1]")
-  spread: float = opt(7.0, "lanes: exponent of the last lane, minus 1 (Ape-X: 7)", "[0, 1000]")
-  epsilon_start: float = opt(1.0, "annealed: at the start (DQN: 1)", "[0, 1]")
-  epsilon_end: float = opt(0.01, "annealed: at the end (DQN: 0.1, later work: 0.01)", "[0, 1]")
-  share: float = opt(0.1, "annealed: share of training in which it falls", "(0, 1]")
-
-
-@dataclasses.dataclass(frozen=True)
 class DqnConfig(AgentConfig):
   """The sections and their constraints."""
 
@@ -103,35 +89,17 @@ class DqnConfig(AgentConfig):
 AGENT_CONFIG = DqnConfig
 
 
-class QNetwork(nnx.Module):
+class QNetwork(QHead):
   """Observations [B, H, W, C] -> Q [B, A]."""
 
   def __init__(
     self, config: NetworkConfig, shape: tuple[int, int, int], actions: int, rngs: nnx.Rngs
   ):
-    self.torso, self.dueling = make_torso(config, shape, rngs), config.dueling
-    hidden = config.hidden
-    if config.dueling:
-      self.streams = nnx.Linear(hidden, 2 * hidden, rngs=rngs)  # for the value and the advantages
-      self.value = nnx.Linear(hidden, 1, rngs=rngs)
-    self.advantage = nnx.Linear(hidden, actions, rngs=rngs)
+    self.torso = make_torso(config, shape, rngs)
+    super().__init__(config, config.hidden, config.hidden, actions, rngs)
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    features = self.torso(x)
-    if not self.dueling:
-      return self.advantage(features)
-    for_value, for_advantage = jnp.split(nnx.relu(self.streams(features)), 2, axis=-1)
-    advantage = self.advantage(for_advantage)
-    return self.value(for_value) + advantage - jnp.mean(advantage, axis=-1, keepdims=True)
-
-
-def epsilons(config: ExploreConfig, lane: Any, lanes: int, progress: Any) -> jax.Array:
-  """The epsilon of each lane [n], of so many in all; `progress` is the share of training done."""
-  if config.schedule == "lanes":
-    return config.epsilon ** (1 + config.spread * (lane % lanes) / max(lanes - 1, 1))
-  fallen = jnp.minimum(progress / config.share, 1)
-  epsilon = config.epsilon_start + fallen * (config.epsilon_end - config.epsilon_start)
-  return jnp.broadcast_to(epsilon, lane.shape)
+    return self.q(self.torso(x))
 
 
 class DQN(Agent):
@@ -156,12 +124,11 @@ class DQN(Agent):
     self, variables: Variables, inputs: ActInputs, key: jax.Array, progress: Any, *, explore: bool
   ) -> ActOutput:
     q = self._network.apply(variables.params, observe(inputs.frames))
-    action = jnp.argmax(q, axis=-1)
     if explore:
       epsilon = epsilons(self._own.explore, inputs.lane, self._config.actor.lanes, progress)
-      which, other = jax.random.split(key)
-      random = jax.random.randint(other, action.shape, 0, q.shape[-1])
-      action = jnp.where(jax.random.uniform(which, action.shape) < epsilon, random, action)
+      action = epsilon_greedy(q, epsilon, key)
+    else:
+      action = jnp.argmax(q, axis=-1)
     return ActOutput(action.astype(jnp.int32), {}, ())
 
   def loss(

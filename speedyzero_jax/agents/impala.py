@@ -43,12 +43,13 @@ from speedyzero_jax.agents.base import (
 )
 from speedyzero_jax.config.fields import opt
 from speedyzero_jax.config.schema import AgentConfig, Config
+from speedyzero_jax.ops import recurrent
 from speedyzero_jax.ops.torsos import (
-  TorsoConfig,
   make_torso,
   observation_shape,
   observe,
   pure,
+  stacked,
   torso_problems,
 )
 from speedyzero_jax.ops.vtrace import vtrace
@@ -106,7 +107,7 @@ class ImpalaConfig(AgentConfig):
   """The sections and their constraints."""
 
   name: ClassVar[str] = "impala"
-  network: TorsoConfig = TorsoConfig()
+  network: recurrent.CoreConfig = recurrent.CoreConfig()
   loss: LossConfig = LossConfig()
 
   def problems(self, config: Config) -> Iterable[str]:
@@ -118,19 +119,29 @@ AGENT_CONFIG = ImpalaConfig
 
 
 class ActorCritic(nnx.Module):
-  """Observations [B, H, W, C] -> logits [B, A], values [B]."""
+  """Observations [B, T, H, W, C] -> logits [B, T, A], values [B, T], recurrent state.
+
+  `first` and `state` are those of `ops.recurrent.unroll`.
+  """
 
   def __init__(
-    self, config: TorsoConfig, shape: tuple[int, int, int], actions: int, rngs: nnx.Rngs
+    self,
+    config: recurrent.CoreConfig,
+    shape: tuple[int, int, int],
+    actions: int,
+    rngs: nnx.Rngs,
   ):
-    self.torso = make_torso(config, shape, rngs)
-    zeros = nnx.initializers.zeros  # all actions are alike at first
-    self.policy = nnx.Linear(config.hidden, actions, kernel_init=zeros, rngs=rngs)
-    self.value = nnx.Linear(config.hidden, 1, rngs=rngs)
+    self.torso, self.core = make_torso(config, shape, rngs), recurrent.make_core(config, rngs)
+    features, zeros = recurrent.features_size(config), nnx.initializers.zeros
+    # All actions are alike at first.
+    self.policy = nnx.Linear(features, actions, kernel_init=zeros, rngs=rngs)
+    self.value = nnx.Linear(features, 1, rngs=rngs)
 
-  def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    features = self.torso(x)
-    return self.policy(features), self.value(features)[:, 0]
+  def __call__(
+    self, x: jax.Array, first: Any = None, state: Any = ()
+  ) -> tuple[jax.Array, jax.Array, Any]:
+    features, state = recurrent.unroll(self.torso, self.core, x, first, state)
+    return self.policy(features), self.value(features)[..., 0], state
 
 
 class Impala(Agent):
@@ -143,10 +154,12 @@ class Impala(Agent):
     self._config, self._loss, self._stack = config, own.loss, config.env.frame_stack
     self._discount = config.env.discount
     shape = observation_shape(frame_shape, self._stack)
+    self._core = own.network
     self._network = pure(lambda rngs: ActorCritic(own.network, shape, actions, rngs))
     # In slots played at random the logits are 0: a uniform policy.
     logits = Column("logits", "float32", (actions,))
-    self.schema = make_schema(frame_shape, frame_dtype, actions, (logits,))
+    extra = (logits, *recurrent.state_columns(own.network))
+    self.schema = make_schema(frame_shape, frame_dtype, actions, extra)
     self.window = Window(after=own.loss.unroll_length, within_episode=False)
     self.lookahead = 2 * own.loss.unroll_length  # the least that a queue works with
     self.synchronous = own.loss.synchronous
@@ -156,14 +169,19 @@ class Impala(Agent):
   def init(self, key: jax.Array) -> Variables:
     return Variables(self._network.init(key), ())
 
+  def initial_core(self, n: int) -> Any:
+    return recurrent.initial_state(self._core, n)
+
   def act(
     self, variables: Variables, inputs: ActInputs, key: jax.Array, progress: Any, *, explore: bool
   ) -> ActOutput:
-    logits, value = self._network.apply(variables.params, observe(inputs.frames))
+    slot = observe(inputs.frames)[:, None], inputs.first[:, None], inputs.core
+    logits, value, core = self._network.apply(variables.params, *slot)
+    logits = logits[:, 0]
     action = jax.random.categorical(key, logits) if explore else jnp.argmax(logits, axis=-1)
-    known = {"logits": logits, "value": value}
+    known = {"logits": logits, "value": value[:, 0], **recurrent.as_columns(inputs.core)}
     columns = {column.name: known[column.name] for column in self.schema.extra}
-    return ActOutput(action.astype(jnp.int32), columns, ())
+    return ActOutput(action.astype(jnp.int32), columns, core)
 
   def loss(
     self, params: Params, batch_stats: Params, target: Params, batch: Arrays, keys: jax.Array
@@ -197,14 +215,10 @@ class Impala(Agent):
 
   def _unrolled(self, params: Params, batch: Arrays) -> tuple[jax.Array, jax.Array]:
     """Logits [B, T+1, A] and values [B, T+1]."""
-    # Places outside the frames are those of evicted samples, which count for nothing.
-    stacked = jax.vmap(lambda frames, at: frames.at[at].get(mode="clip"))(
-      batch["frames"], batch["stack"]
-    )
-    size, slots = stacked.shape[:2]
-    observation = observe(stacked.reshape(size * slots, *stacked.shape[2:]))
-    logits, value = self._network.apply(params, observation)
-    return logits.reshape(size, slots, -1), value.reshape(size, slots)
+    x = observe(stacked(batch["frames"], batch["stack"]))
+    unrolled = batch.get("first"), batch.get("state", ())
+    logits, value, _ = self._network.apply(params, x, *unrolled)
+    return logits, value
 
   # --- host
 
@@ -228,6 +242,7 @@ class Impala(Agent):
       "discount": np.where(take(store.terminated, following), 0, self._discount).astype(np.float32),
       "logits": take(store["logits"], now),
       "acted_mask": acted.astype(np.float32),
+      **recurrent.of_windows(store, flat),
     }
     if not lag.size:  # resets, or evicted
       return batch, {}

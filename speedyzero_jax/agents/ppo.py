@@ -31,7 +31,8 @@ from speedyzero_jax.agents.base import AXIS, Arrays, LossOutput
 from speedyzero_jax.agents.impala import Impala
 from speedyzero_jax.config.fields import opt
 from speedyzero_jax.config.schema import AgentConfig, Config
-from speedyzero_jax.ops.torsos import TorsoConfig, torso_problems
+from speedyzero_jax.ops.recurrent import CoreConfig
+from speedyzero_jax.ops.torsos import torso_problems
 from speedyzero_jax.ops.vtrace import VTrace, vtrace
 from speedyzero_jax.replay.replay import Replay, Selection
 from speedyzero_jax.replay.schema import Column, make_schema
@@ -87,7 +88,7 @@ class PpoConfig(AgentConfig):
   """The sections and their constraints."""
 
   name: ClassVar[str] = "ppo"
-  network: TorsoConfig = TorsoConfig()
+  network: CoreConfig = CoreConfig()
   loss: LossConfig = LossConfig()
 
   def problems(self, config: Config) -> Iterable[str]:

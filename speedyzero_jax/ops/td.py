@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from speedyzero_jax.ops.rescaling import inverse_transform, transform
 from speedyzero_jax.replay.storage import LaneStore, take
 
 
@@ -48,17 +49,24 @@ def q_learning_error(
   discount: jax.Array,
   next_q: jax.Array,
   selector: jax.Array,
+  *,
+  rescaled: bool = False,
 ) -> jax.Array:
   """Target minus Q(s, a), [B]; the target has no gradient.
 
   Args:
-    q: [B, A] of the states.
+    q: [B, A] of the states; more leading axes are fine, in all arguments.
     action: [B] taken in them.
     reward: [B] from `n_step`.
     discount: [B] likewise.
     next_q: [B, A] of the later states, by the target network.
     selector: [B, A] whose maximum chooses the later action: `next_q` (Mnih et al. 2015), or the
       online network's Q of the same states for double Q-learning (van Hasselt et al. 2016).
+    rescaled: all Q are h(Q) of `ops.rescaling` (Kapturowski et al. 2019, section 2.3).
   """
-  target = reward + discount * chosen(next_q, jnp.argmax(selector, axis=-1))
+  value = chosen(next_q, jnp.argmax(selector, axis=-1))
+  if rescaled:
+    target = transform(reward + discount * inverse_transform(value))
+  else:
+    target = reward + discount * value
   return jax.lax.stop_gradient(target) - chosen(q, action)

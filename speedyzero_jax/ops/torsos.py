@@ -151,6 +151,14 @@ def observe(frames: jax.Array) -> jax.Array:
   return x.astype(jnp.float32) / (255 if x.dtype == jnp.uint8 else 1)
 
 
+def stacked(frames: jax.Array, index: jax.Array) -> jax.Array:
+  """Frames [B, F, H, W, C] of a window, places [B, T, S] in F -> stacks [B, T, S, H, W, C].
+
+  Places outside are those of evicted samples, which count for nothing.
+  """
+  return jax.vmap(lambda frames, at: frames.at[at].get(mode="clip"))(frames, index)
+
+
 class PureNetwork(NamedTuple):
   """A network as functions of its parameters."""
 

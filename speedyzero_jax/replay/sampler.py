@@ -1,6 +1,7 @@
 """Prioritized sampling of transitions: eligibility, priorities, and the age of each priority."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -124,6 +125,24 @@ class PrioritizedSampler:
     self._tree.set(leaf, priority)
     self._stamps.set(leaf, np.where(priority > 0, step, NEVER))
     self.count = int((priority > 0).sum())
+
+
+class SequenceSampler(PrioritizedSampler):
+  """Draws sequences: a slot and the `lookahead` slots after it, also across episodes.
+
+  Of each lane the slots at multiples of `stride` are eligible once their sequence is stored.
+  """
+
+  def __init__(self, store: LaneStore, config: PriorityConfig, *, stride: int, **others: Any):
+    """`others` are arguments of `PrioritizedSampler`."""
+    super().__init__(store, config, **others)
+    self._stride = stride
+
+  def _eligible(self, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
+    store = self._store
+    oldest = np.maximum(time - self._stack + 1, store.episode_start[lane, store.cell(time)])
+    complete = time + self._lookahead < store.head[lane]
+    return (time % self._stride == 0) & complete & (oldest >= store.tail[lane])
 
 
 def importance_weights(

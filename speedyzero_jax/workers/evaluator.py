@@ -149,7 +149,7 @@ def _play(
       )
     inputs = ActInputs(stacker.push(step), step.first, lanes, core)
     out = inference.act(version.variables, inputs, key, np.float32(1), explore=False)
-    core = out.core
+    core = jax.device_get(out.core)
     step = env.step(np.asarray(out.action))
     score += np.where(playing, step.reward, 0)
     length += playing

@@ -41,13 +41,13 @@ class Inference:
   def decide(
     self, version: Version, inputs: ActInputs, key: jax.Array, progress: float, *, explore: bool
   ) -> ActOutput:
-    """Actions and columns on the host; recurrent state stays on the devices.
+    """What `Agent.act` returns, on the host.
 
-    Raises DivergedError if actions or columns are not finite.
+    Raises DivergedError if any of it is not finite.
     """
     out = self.act(version.variables, inputs, key, np.float32(progress), explore=explore)
-    action, columns = device_get_finite(version, (out.action, out.columns))
-    return ActOutput(action, columns, out.core)
+    found: ActOutput = device_get_finite(version, out)
+    return found
 
   def compute(self, version: Version, task: str, frames: Any, key: jax.Array) -> Arrays:
     """Results of a task for frames [B, S-1+n, ...], [B, n, ...] each, on the host.

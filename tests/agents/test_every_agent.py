@@ -9,7 +9,9 @@ from speedyzero_jax.run import steps
 from whole_runs import assert_same, everything
 
 RUN = ("run.mode=lockstep", "learner.devices=1")
-# By preset: settings of a run of 30 learner steps, and of the least one that learns Catch.
+_LSTM = ("network.core=lstm", "network.lstm_hidden=8")
+# By preset: settings of a run of 30 learner steps, and of the least one that learns Catch; with
+# memory, MemoryCatch.
 SHORT = {
   "a2c": (
     "network.hidden=8", "learner.batch_size=4", "run.env_steps=620", "actor.lanes=4",
@@ -32,6 +34,15 @@ SHORT = {
     "loss.unroll_length=5", "loss.minibatches=2", "loss.epochs=3", "actor.weights_interval=6",
     "replay.capacity=0",
   ),
+  "impala lstm": (
+    *_LSTM, "network.hidden=8", "learner.batch_size=4", "run.env_steps=620", "actor.lanes=4",
+    "loss.unroll_length=5", "replay.capacity=0",
+  ),
+  "r2d2": (
+    *_LSTM, "network.hidden=8", "learner.batch_size=8", "run.env_steps=500",
+    "actor.random_steps=100", "loss.target_interval=7", "loss.burn_in=2", "loss.sequence_length=4",
+    "loss.stride=2",
+  ),
 }  # fmt: skip
 LEARNS = {
   "a2c": (),
@@ -43,13 +54,14 @@ LEARNS = {
     "learner.steps=240", "run.env_steps=40000", "actor.lanes=32", "replay.capacity=0",
   ),
   "ppo": (),
+  "r2d2": ("env.game=MemoryCatch", "learner.steps=1000", "run.env_steps=16000"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("agent", SHORT)
 def test_a_resumed_run_ends_as_one_that_was_not_interrupted(tmp_path, agent):
   short = ("learner.steps=30", "run.checkpoint_interval=10", *SHORT[agent])
-  config = loader.load([agent], [*RUN, *short])
+  config = loader.load([agent.split()[0]], [*RUN, *short])
   for name in ("whole", "parts"):
     (tmp_path / name).mkdir()
   whole = trained.run(config, tmp_path / "whole", after=everything)
@@ -72,6 +84,8 @@ def test_catch_is_learned(tmp_path, agent):
     ("dqn", "loss.td_steps=0", "loss.td_steps: must lie in"),
     ("dqn", "search.simulations=8", "search.simulations is a setting of efficientzero"),
     ("impala", "network.torso=nature", "network.torso: must be mlp for Catch"),
+    ("impala", "network.core=gru", "network.core: expected one of none, lstm"),
+    ("impala", "network.lstm_hidden=0", "network.lstm_hidden: must lie in"),
     ("impala", "loss.reduction=max", "loss.reduction: expected one of mean, sum"),
     ("impala", "actor.random_steps=9", "actor.random_steps: must be 0"),
     ("impala", "learner.tail_steps=9", "learner.tail_steps: must be 0"),
@@ -87,6 +101,10 @@ def test_catch_is_learned(tmp_path, agent):
     ("ppo", "loss.rho_bar=1", "loss.rho_bar is a setting of impala; the agent of this run is ppo"),
     ("appo", "loss.clip_value=true", "loss.clip_value: must be off with loss.advantages=vtrace"),
     ("appo", "learner.steps=936", "learner.steps: must be at most 935, .* and 0.25 old ones"),
+    ("r2d2", "network.torso=nature", "network.torso: must be mlp for Catch"),
+    ("r2d2", "loss.stride=0", "loss.stride: must lie in"),
+    ("r2d2", "loss.priority_max=1.1", "loss.priority_max: must lie in"),
+    ("r2d2", "loss.burn_in=3728", "loss.sequence_length: .* 3751 slots; run.env_steps .30000. are"),
   ],
 )
 def test_a_bad_setting_is_named(agent, override, message):

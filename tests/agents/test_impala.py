@@ -32,7 +32,7 @@ _TINY = (
   "network.hidden=4", "network.layers=1", f"loss.unroll_length={_T}", f"loss.rho_bar={_RHO}",
   f"loss.vtrace_lambda={_LAMBDA}", f"loss.c_bar={_C}", f"loss.rho_bar_pg={_RHO_PG}",
   f"loss.value_coefficient={_VALUE}", f"loss.entropy_coefficient={_ENTROPY}",
-  "actor.random_steps=0", f"learner.batch_size={_BATCH}",
+  "actor.random_steps=0", f"learner.batch_size={_BATCH}", "network.lstm_hidden=3",
 )  # fmt: skip
 
 
@@ -41,14 +41,14 @@ def _agent(*overrides):
 
 
 @functools.cache
-def _learner(reduction="mean", rate=RATE, devices=1):
-  changes = (f"loss.reduction={reduction}", f"optim.learning_rate={rate}")
+def _learner(reduction="mean", rate=RATE, devices=1, core="none"):
+  changes = (f"loss.reduction={reduction}", f"optim.learning_rate={rate}", f"network.core={core}")
   return trained.make_learner(*_agent(*changes), devices)
 
 
 @functools.cache
-def _params():
-  return trained.random_params(_agent()[1], 4)
+def _params(core="none"):
+  return trained.random_params(_agent(f"network.core={core}")[1], 4)
 
 
 def _recorded(replay, agent):
@@ -56,16 +56,16 @@ def _recorded(replay, agent):
   rng, stored = np.random.default_rng(7), []
   for lane in range(2):
     segment = episodes.segment(agent.schema, lane, episodes.every_end(8, rng), rng)
-    logits = rng.normal(size=segment.extra["logits"].shape).astype(np.float32)
-    replay.append(segment._replace(extra={"logits": logits}))
-    stored.append(segment._replace(extra={"logits": logits}))
+    extra = {k: rng.normal(size=x.shape).astype(np.float32) for k, x in segment.extra.items()}
+    stored.append(segment._replace(extra=extra))
+    replay.append(stored[-1])
   return stored
 
 
 @functools.cache
-def _batch():
+def _batch(core="none"):
   """A batch, and the (lane, time) of its trajectories with the segments they lie in."""
-  _, agent = _agent()
+  _, agent = _agent(f"network.core={core}")
   replay = Replay(
     agent.schema, agent.make_selector, lanes=2, capacity=400, frame_stack=_STACK, rng_seed=0
   )
@@ -80,22 +80,24 @@ def _gathered(agent, replay, selection, step=50):
   return {"frames": frames, "stack": stack, **arrays}
 
 
-def _step(learner, batch):
-  state, result = trained.step(learner, trained.restored(learner, _params()), batch)
+def _step(learner, batch, core="none"):
+  state, result = trained.step(learner, trained.restored(learner, _params(core)), batch)
   return state.variables.params, result
 
 
 # --- the loss, from the segments as they were stored
 
 
-def _network(params, x):
-  """Logits and value in float64."""
+def _network(params, x, first=None, state=None):
+  """Logits and value in float64; with a core x are consecutive slots."""
   p = jax.tree.map(np.float64, params)
 
   def linear(layer, x):
     return x @ layer["kernel"] + layer["bias"]
 
   features = np.maximum(linear(p["torso"]["layers"][0], x), 0)
+  if "core" in p:
+    features, _ = trained.lstm(p["core"], features, first, state)
   return linear(p["policy"], features), linear(p["value"], features)[..., 0]
 
 
@@ -127,24 +129,25 @@ def _vtrace(segment, slots, ratio, value):
   return target, advantage
 
 
-def _reference():
+def _reference(core):
   """The number of actions, and the loss's sums as functions of parameters, targets being fixed."""
-  _, selection, stored = _batch()
+  _, selection, stored = _batch(core)
   parts = []
   for lane, time in zip(selection.lane, selection.time, strict=True):
     segment, slots = stored[lane], np.arange(time, time + _T + 1)
     x = np.stack([_observation(segment, slot) for slot in slots])
-    logits, value = _network(_params(), x)
+    x = (x, segment.first[slots], segment.extra["core"][time]) if core == "lstm" else (x,)
+    logits, value = _network(_params(core), *x)
     acted = segment.action[slots[:-1]] >= 0
     chosen = np.arange(_T), np.maximum(segment.action[slots[:-1]], 0)
     log_mu = _log_softmax(np.float64(segment.extra["logits"][slots[:-1]]))[chosen]
     ratio = np.exp(_log_softmax(logits[:-1])[chosen] - log_mu)
-    parts.append((x[:-1], acted, chosen, *_vtrace(segment, slots, ratio, value)))
+    parts.append((x, acted, chosen, *_vtrace(segment, slots, ratio, value)))
 
   def loss(params):
     total = 0.0
     for x, acted, chosen, target, advantage in parts:
-      logits, value = _network(params, x)
+      logits, value = (y[:-1] for y in _network(params, *x))
       log_pi = _log_softmax(logits)
       entropy = -(np.exp(log_pi) * log_pi).sum(-1)
       terms = -log_pi[chosen] * advantage + _VALUE / 2 * (target - value) ** 2 - _ENTROPY * entropy
@@ -154,26 +157,30 @@ def _reference():
   return sum(part[1].sum() for part in parts), loss
 
 
-@pytest.mark.parametrize(("reduction", "rate"), [("mean", RATE), ("sum", RATE / 100)])
-def test_loss_and_gradient(reduction, rate):
-  after, result = _step(_learner(reduction, rate), _batch()[0])
-  count, total = _reference()
+@pytest.mark.parametrize(
+  ("reduction", "rate", "core"),
+  [("mean", RATE, "none"), ("sum", RATE / 100, "none"), ("mean", RATE, "lstm")],
+)
+def test_loss_and_gradient(reduction, rate, core):
+  after, result = _step(_learner(reduction, rate, core=core), _batch(core)[0], core)
+  count, total = _reference(core)
   assert count < _BATCH * _T  # some slots are ends
   scale = 1 / count if reduction == "mean" else 1
 
   def loss(params):
     return scale * total(params)
 
-  np.testing.assert_allclose(result.metrics[names.LOSS_TOTAL], loss(_params()), rtol=1e-4)
-  trained.assert_gradient(_params(), after, loss, rate=rate, rtol=2e-3, atol=1e-3 * scale)
+  np.testing.assert_allclose(result.metrics[names.LOSS_TOTAL], loss(_params(core)), rtol=1e-4)
+  trained.assert_gradient(_params(core), after, loss, rate=rate, rtol=2e-3, atol=1e-3 * scale)
 
 
-def test_masked_trajectories_and_ends_have_no_gradient():
-  batch, _, _ = _batch()
-  learner, masked = _learner(), np.arange(_BATCH) % 3 == 0
+@pytest.mark.parametrize("core", ["none", "lstm"])
+def test_masked_trajectories_and_ends_have_no_gradient(core):
+  batch, _, _ = _batch(core)
+  learner, masked = _learner(core=core), np.arange(_BATCH) % 3 == 0
   ends = batch["acted_mask"] == 0
   mask = batch["acted_mask"] * ~masked[:, None]
-  after, _ = _step(learner, batch | {"acted_mask": mask})
+  after, _ = _step(learner, batch | {"acted_mask": mask}, core)
   hidden = masked[:, None] | ends
   other = {
     "frames": np.where(masked[:, None, None, None, None], 9, batch["frames"]).astype(np.float32),
@@ -183,22 +190,28 @@ def test_masked_trajectories_and_ends_have_no_gradient():
     "action": np.where(hidden, 2, batch["action"]).astype(np.int32),
     "acted_mask": mask,
   }
-  again, _ = _step(learner, batch | other)
-  assert ends.any() and largest(after, _params()) > 1e-3
+  if core == "lstm":
+    other["state"] = np.where(masked[:, None], 3, batch["state"]).astype(np.float32)
+  again, _ = _step(learner, batch | other, core)
+  assert ends.any() and largest(after, _params(core)) > 1e-3
   assert largest(after, again) == 0
-  nothing, result = _step(learner, batch | {"acted_mask": 0 * mask})
-  assert result.metrics[names.LOSS_TOTAL] == 0 and largest(nothing, _params()) == 0
+  nothing, result = _step(learner, batch | {"acted_mask": 0 * mask}, core)
+  assert result.metrics[names.LOSS_TOTAL] == 0 and largest(nothing, _params(core)) == 0
 
 
-@pytest.mark.parametrize(("reduction", "rate"), [("mean", RATE), ("sum", RATE / 100)])
-def test_two_devices_do_as_one(reduction, rate):
-  batch, _, _ = _batch()
+@pytest.mark.parametrize(
+  ("reduction", "rate", "core"),
+  [("mean", RATE, "none"), ("sum", RATE / 100, "none"), ("mean", RATE, "lstm")],
+)
+def test_two_devices_do_as_one(reduction, rate, core):
+  batch, _, _ = _batch(core)
   mask = batch["acted_mask"].copy()
   mask[:3, 2:] = 0  # the first device has fewer actions
   (one, alone), (two, both) = (
-    _step(_learner(reduction, rate, devices), batch | {"acted_mask": mask}) for devices in (1, 2)
+    _step(_learner(reduction, rate, devices, core), batch | {"acted_mask": mask}, core)
+    for devices in (1, 2)
   )
-  assert largest(one, _params()) > 1e-3
+  assert largest(one, _params(core)) > 1e-3
   size = max(np.abs(x).max() for x in jax.tree.leaves(jax.device_get(one)))
   assert largest(one, two) < 1e-6 * max(size, 1)
   for name, value in alone.metrics.items():
@@ -365,9 +378,13 @@ def _config(*overrides):
   )  # fmt: skip
 
 
-def test_ratios_are_one_on_policy(tmp_path):
-  """Also in stacks of frames, at the starts of episodes and across them."""
-  config = _config("env.game=CartPole", "env.frame_stack=3", "run.mode=lockstep", "learner.steps=1")
+@pytest.mark.parametrize("core", ["none", "lstm"])
+def test_ratios_are_one_on_policy(tmp_path, core):
+  """Also in stacks of frames, at the starts of episodes and across them, and with memory."""
+  config = _config(
+    "env.game=CartPole", "env.frame_stack=3", "run.mode=lockstep", "learner.steps=1",
+    f"network.core={core}", "network.lstm_hidden=5",
+  )  # fmt: skip
   with experiment(config, tmp_path) as run:
     rng = np.random.default_rng(0)
     fresh = run.state.variables.params

@@ -296,6 +296,43 @@ def test_catch():
   assert outcomes == {-1.0, 1.0}
 
 
+def test_memory_catch_is_catch_without_the_ball_after_the_first_frame():
+  rng = np.random.default_rng(0)
+  plain, hiding = (
+    batched_env.make_env(EnvConfig(game=game), 6, 0, training=True)
+    for game in ("Catch", "MemoryCatch")
+  )
+  assert_same(plain.reset(), hiding.reset())
+  for _ in range(60):
+    action = rng.integers(3, size=6)
+    whole, shown = plain.step(action), hiding.step(action)
+    board = whole.frame.reshape(6, 10, 5).copy()
+    board[~whole.first, :-1] = 0
+    np.testing.assert_array_equal(shown.frame.reshape(6, 10, 5), board)
+    assert_same(whole._replace(frame=shown.frame), shown)
+
+
+def test_memory_catch_gives_a_policy_without_memory_a_fifth_at_most():
+  """Each of the 3**5 policies of the paddle's column, after each of the three first actions, ends
+  in one column: three of five for all that the first frame may say, whose ball is anywhere."""
+  policies, first = np.meshgrid(np.arange(3**5), np.arange(3), indexing="ij")
+  policy = policies.ravel()[:, None] // 3 ** np.arange(5) % 3  # the action in each column
+  lanes = len(policy)
+  env = batched_env.make_env(EnvConfig(game="MemoryCatch"), lanes, 0, training=True)
+  shown = env.reset()
+  ball = shown.frame.reshape(lanes, 10, 5)[:, 0].argmax(1)
+  assert np.bincount(ball, minlength=5).min() > 0.8 * lanes / 5
+  shown = env.step(first.ravel())
+  while not shown.terminated.all():
+    column = shown.frame.reshape(lanes, 10, 5)[:, -1].argmax(1)
+    action = policy[np.arange(lanes), column]
+    shown = env.step(action)
+  reached = np.clip(column + action - 1, 0, 4)
+  np.testing.assert_array_equal(shown.reward, np.where(reached == ball, 1, -1))
+  columns = [len(set(row)) for row in reached.reshape(-1, 3)]
+  assert max(columns) == 3  # 3/5 caught, 2/5 missed
+
+
 def test_cartpole_ends_by_a_fall_or_by_its_own_cap():
   config = EnvConfig(game="CartPole")
   env = batched_env.make_env(config, 2, 0, training=True)
@@ -325,7 +362,7 @@ def test_a_cap_on_a_fall_is_a_fall():
     )
 
 
-@pytest.mark.parametrize("game", ["Breakout", "CartPole", "Catch"])
+@pytest.mark.parametrize("game", ["Breakout", "CartPole", "Catch", "MemoryCatch"])
 def test_same_seed_same_run_whatever_the_threads(game):
   def of(threads):
     return EnvConfig(game=game, frame_size=16, threads=threads)
@@ -385,7 +422,7 @@ def test_frames_stay_after_further_steps():
     ("QbertNoFrameskip-v4", "did you mean Qbert?"),
     ("spaceinvader", "did you mean SpaceInvaders?"),
     ("cart-pole", "did you mean CartPole?"),
-    ("xyzzy", "known are Catch, CartPole, Alien, Amidar,"),
+    ("xyzzy", "known are Catch, MemoryCatch, CartPole, Alien, Amidar,"),
   ],
 )
 def test_unknown_games(game, suggestion):

@@ -55,3 +55,15 @@ def test_the_q_learning_error():
   slopes = jax.grad(lambda *args: error(*args).sum(), argnums=(0, 1, 2))(q, next_q, online)
   np.testing.assert_array_equal(slopes[0], [[0, -1, 0], [0, 0, -1]])
   assert not np.any(slopes[1]) and not np.any(slopes[2])
+
+
+def test_the_q_learning_error_of_rescaled_values():
+  def h(x):
+    return np.sign(x) * (np.sqrt(np.abs(x) + 1) - 1) + 0.001 * x
+
+  q, action = jnp.array([[1.0, 2.0], [0.5, -3.0]]), jnp.array([1, 0])
+  next_q, online = jnp.array(h(np.array([[10.0, -20.0], [7.0, 9.0]]))), jnp.array([[0, 1], [1, 0]])
+  found = td.q_learning_error(
+    q, action, jnp.array([0.5, -4.0]), jnp.array([0.9, 0.0]), next_q, online, rescaled=True
+  )
+  np.testing.assert_allclose(found, [h(0.5 - 18) - 2, h(-4.0) - 0.5], rtol=1e-5)

@@ -8,14 +8,18 @@ from test_storage import SEEDS
 
 import reference
 from speedyzero_jax.config.schema import PriorityConfig
-from speedyzero_jax.replay.sampler import importance_weights
+from speedyzero_jax.replay.replay import Replay
+from speedyzero_jax.replay.sampler import SequenceSampler, importance_weights
+from speedyzero_jax.replay.storage import take
 from speedyzero_jax.replay.sum_tree import SumTree
 from tiny_replay import (
   ALPHA,
   LANES,
   MIN_PRIORITY,
+  STACK,
   assert_same,
   eligible,
+  make_agent,
   make_replay,
   play,
   set_priorities,
@@ -36,6 +40,42 @@ def test_exactly_the_eligible_transitions_are_in_the_tree(capacity, seed, end):
     assert replay.selector.count == expected.sum()
     assert replay.num_transitions == stream.transitions
     np.testing.assert_array_equal(replay.heads, stream.heads)
+
+
+@settings(max_examples=30)
+@given(
+  capacity=st.integers(12, 40), stride=st.integers(1, 6), seed=SEEDS,
+  end=st.sampled_from([0.02, 0.15, 0.5]),
+)  # fmt: skip
+def test_exactly_the_stored_sequences_are_in_the_tree(capacity, stride, seed, end):
+  after = 5
+
+  def selector(store):
+    def step(lane, time):
+      return take(store["step"], store.flat(lane, time))
+
+    sizes = {"stride": stride, "stack": STACK, "lookahead": after}
+    return SequenceSampler(store, PriorityConfig(), **sizes, first_step=step)
+
+  rng, stream = np.random.default_rng(seed), reference.Stream(LANES, seed, end)
+  sizes = {"lanes": LANES, "capacity": capacity, "frame_stack": STACK, "rng_seed": 0}
+  replay = Replay(make_agent().schema, selector, **sizes)
+  for step in range(12):
+    play(replay, stream, rng, step, longest=7)
+    starts = {
+      (lane, slot.time): episode.slots[0].time
+      for lane, episodes in enumerate(stream.episodes)
+      for episode in episodes
+      for slot in episode.slots
+    }
+    expected = [
+      t % stride == 0
+      and t + after < stream.heads[lane]
+      and max(t - STACK + 1, starts[lane, t]) >= stream.heads[lane] - capacity
+      for lane, t in stream.live(capacity)
+    ]
+    np.testing.assert_array_equal(replay.state_dict()["priority"] > 0, expected)
+    assert replay.selector.count == sum(expected)
 
 
 def test_new_transitions_enter_at_the_current_maximum():

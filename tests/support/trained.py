@@ -60,6 +60,23 @@ def largest(a, b):
   )
 
 
+def lstm(params, x, first, state):
+  """An LSTM over slots [T, D] in float64: outputs [T, H], and the states [T+1, 2H] before each."""
+  p, states, outputs = jax.tree.map(np.float64, params), [np.float64(state)], []
+  for slot, reset in zip(x, first, strict=True):
+    output, cell = np.split(0 * states[-1] if reset else states[-1], 2)
+    gates = slot @ p["inputs"]["kernel"] + p["inputs"]["bias"] + output @ p["recurrent"]["kernel"]
+    enter, forget, leave, new = np.split(gates, 4)
+    cell = _sigmoid(forget + 1) * cell + _sigmoid(enter) * np.tanh(new)
+    outputs.append(_sigmoid(leave) * np.tanh(cell))
+    states.append(np.concatenate([outputs[-1], cell]))
+  return np.array(outputs), np.array(states)
+
+
+def _sigmoid(x):
+  return 1 / (1 + np.exp(-x))
+
+
 def assert_gradient(before, after, loss, *, rate=RATE, rtol=1e-3, atol=1e-4):
   """A step of SGD went down the slope of this float64 loss, in random directions."""
   rng, after = np.random.default_rng(0), jax.device_get(after)

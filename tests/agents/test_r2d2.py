@@ -1,0 +1,246 @@
+"""R2D2's loss and priorities in float64 over sequences that cross episodes, and its sampling."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import episodes
+import trained
+from speedyzero_jax.metrics import names
+from speedyzero_jax.replay.replay import Replay
+from speedyzero_jax.replay.selector import Selection
+from trained import largest
+
+_BURN_IN, _LENGTH, _STRIDE, _N, _STACK, _DISCOUNT = 3, 5, 2, 3, 2, 0.9
+_BATCH, _ACTIONS, _ETA = 48, 3, 0.9
+_TINY = (
+  "agent=r2d2", "env.game=CartPole", f"env.frame_stack={_STACK}", f"env.discount={_DISCOUNT}",
+  "network.hidden=4", "network.layers=1", "network.lstm_hidden=3", f"loss.burn_in={_BURN_IN}",
+  f"loss.sequence_length={_LENGTH}", f"loss.stride={_STRIDE}", f"loss.td_steps={_N}",
+  "priority.beta_start=0.5", "priority.beta_end=1", "priority.min_weight=0.3",
+  f"learner.batch_size={_BATCH}", f"loss.priority_max={_ETA}",
+)  # fmt: skip
+
+
+def _agent(*overrides):
+  return trained.make(_ACTIONS, *_TINY, *overrides)
+
+
+@functools.cache
+def _learner(core="lstm", devices=1):
+  return trained.make_learner(*_agent(f"network.core={core}"), devices)
+
+
+@functools.cache
+def _start(core="lstm"):
+  """Parameters and target parameters."""
+  _, agent = _agent(f"network.core={core}")
+  return trained.random_params(agent, 4), trained.random_params(agent, 5)
+
+
+@functools.cache
+def _batch(core="lstm"):
+  """All sequences of two lanes whose episodes end everywhere, the selection and the segments."""
+  _, agent = _agent(f"network.core={core}")
+  rng, stored, played = np.random.default_rng(7), [], []
+  sizes = {"lanes": 2, "capacity": 200, "frame_stack": _STACK, "rng_seed": 0}
+  replay = Replay(agent.schema, agent.make_selector, **sizes)
+  for lane in range(2):
+    played.append(episodes.every_end(_N + 2, rng))
+    segment = episodes.segment(agent.schema, lane, played[-1], rng)
+    extra = {k: rng.normal(size=x.shape).astype(np.float32) for k, x in segment.extra.items()}
+    stored.append(segment._replace(extra=extra))
+    replay.append(stored[-1])
+  slots = _BURN_IN + _LENGTH + _N
+  found = [
+    (lane, t) for lane in range(2) for t in range(0, len(stored[lane].frame) - slots + 1, _STRIDE)
+  ]
+  assert replay.selector.count == len(found) < _BATCH
+  lane, time = np.array(found)[np.arange(_BATCH) % len(found)].T
+  selection = Selection(lane.astype(np.int32), time, np.linspace(0.001, 0.1, _BATCH))
+  return _gathered(agent, replay, selection), selection, stored, played
+
+
+def _gathered(agent, replay, selection):
+  arrays, _ = agent.assemble(replay, selection, learner_step=50)
+  frames, stack = replay.trajectories(selection.lane, selection.time, agent.window.after)
+  return {"frames": frames, "stack": stack, **arrays}
+
+
+def _step(learner, batch, core="lstm"):
+  return trained.step(learner, trained.restored(learner, *_start(core)), batch)
+
+
+# --- the loss, from the segments as they were stored
+
+
+def _q(params, x, first, state):
+  """Q of consecutive slots, and the states [T+1, 2H] before each, in float64."""
+  p, states = jax.tree.map(np.float64, params), None
+
+  def linear(layer, x):
+    return x @ layer["kernel"] + layer["bias"]
+
+  features = np.maximum(linear(p["torso"]["layers"][0], x), 0)
+  if "core" in p:
+    features, states = trained.lstm(p["core"], features, first, state)
+  streams = np.maximum(linear(p["streams"], features), 0)
+  advantage = linear(p["advantage"], streams[:, 4:])
+  return linear(p["value"], streams[:, :4]) + advantage - advantage.mean(-1, keepdims=True), states
+
+
+def _h(x):
+  return np.sign(x) * (np.sqrt(np.abs(x) + 1) - 1) + 0.001 * x
+
+
+def _inverse(y):
+  root = np.sqrt(1 + 4 * 0.001 * (np.abs(y) + 1 + 0.001)) - 1  # R2D2's formula
+  return np.sign(y) * ((root / (2 * 0.001)) ** 2 - 1)
+
+
+def _observation(segment, slot):
+  start = max(t for t in range(slot + 1) if segment.first[t])
+  shown = [segment.frame[max(t, start), 0, 0] for t in range(slot - _STACK + 1, slot + 1)]
+  return np.concatenate(shown)
+
+
+def _n_step(played, slot):
+  """The n-step return of a slot of a lane; None where no action was taken."""
+  start = 0
+  for episode in played:
+    if slot < start + episode.slots:
+      i = slot - start
+      return (
+        None if i == len(episode.rewards) else episodes.n_step_return(episode, i, _N, _DISCOUNT)
+      )
+    start += episode.slots
+
+
+@functools.cache
+def _reference(core="lstm"):
+  """Errors [B, T], 0 without an action, and the loss of parameters, targets being fixed."""
+  _, selection, stored, played = _batch(core)
+  params, target = _start(core)
+  samples = []
+  for lane, time in zip(selection.lane, selection.time, strict=True):
+    segment, slots = stored[lane], np.arange(time, time + _BURN_IN + _LENGTH + _N)
+    x = np.stack([_observation(segment, slot) for slot in slots])
+    first, state = segment.first[slots], None if core == "none" else segment.extra["core"][time]
+    (q, states), (next_q, _) = (_q(p, x, first, state) for p in (params, target))
+    warm = None if core == "none" else states[_BURN_IN]
+    goals = []
+    for i in range(_BURN_IN, _BURN_IN + _LENGTH):
+      if (returns := _n_step(played[lane], time + i)) is not None:
+        reward, discount, steps = returns
+        value = _inverse(next_q[i + steps, q[i + steps].argmax()])
+        action = segment.action[time + i]
+        goals.append((i - _BURN_IN, action, _h(reward + discount * value)))
+    samples.append((x[_BURN_IN:], first[_BURN_IN:], warm, goals))
+  weight = np.linspace(0.001, 0.1, _BATCH) ** -(0.5 + 0.5 * 0.5)
+  weight = np.maximum(weight / weight.max(), 0.3)
+
+  def errors(params):
+    found = np.zeros((_BATCH, _LENGTH))
+    for b, (x, first, warm, goals) in enumerate(samples):
+      q, _ = _q(params, x, first, warm)
+      for i, action, goal in goals:
+        found[b, i] = goal - q[i, action]
+    return found
+
+  return errors(params), lambda params: (weight * (0.5 * errors(params) ** 2).sum(1)).mean()
+
+
+@pytest.mark.parametrize("core", ["lstm", "none"])
+def test_errors_loss_and_gradient(core):
+  """The burn-in has no gradient: the reference's state after it does not depend on parameters."""
+  state, result = _step(_learner(core), _batch(core)[0], core)
+  errors, loss = _reference(core)
+  acted = errors != 0
+  assert 0 < acted.mean() < 1
+  np.testing.assert_array_equal(_batch(core)[0]["loss_mask"], acted)
+  size = np.abs(errors)
+  expected = _ETA * size.max(1) + (1 - _ETA) * size.sum(1) / acted.sum(1)
+  np.testing.assert_allclose(result.priority, expected, rtol=1e-3, atol=1e-3)
+  np.testing.assert_allclose(result.metrics[names.LOSS_TOTAL], loss(_start(core)[0]), rtol=1e-3)
+  trained.assert_gradient(_start(core)[0], state.variables.params, loss, rtol=5e-3, atol=5e-3)
+
+
+def test_the_state_after_the_burn_in_counts():
+  batch, _, _, _ = _batch()
+  other = batch | {"state": batch["state"] + 1}
+  here, there = (_step(_learner(), x)[1].priority for x in (batch, other))
+  reset = batch["first"][:, 1 : _BURN_IN + 1].any(1) | batch["first"][:, 0]
+  assert reset.any() and not reset.all()
+  np.testing.assert_array_equal(here[reset], there[reset])
+  assert (here[~reset] != there[~reset]).any()
+
+
+def test_the_priority_mixes_the_largest_and_the_mean_error():
+  """With Q = 0 everywhere and no bootstrapping, errors are rescaled rewards."""
+  batch, _, _, _ = _batch()
+  zeros = jax.tree.map(np.zeros_like, _start())
+  goals = np.array([0.1, -0.5, 0.2])
+  reward = np.zeros((_BATCH, _LENGTH), np.float32)
+  reward[:, :3] = _inverse(goals)
+  batch = batch | {
+    "reward": reward,
+    "discount": np.zeros_like(reward),
+    "loss_mask": np.broadcast_to((np.arange(_LENGTH) < 3).astype(np.float32), reward.shape),
+  }
+  learner = _learner()
+  _, result = trained.step(learner, trained.restored(learner, *zeros), batch)
+  np.testing.assert_allclose(result.priority, 0.476667, rtol=1e-4)
+
+
+def test_masked_slots_and_sequences_have_no_gradient():
+  batch, _, _, _ = _batch()
+  masked = np.arange(_BATCH) % 3 == 0
+  mask = batch["loss_mask"] * ~masked[:, None]
+  state, result = _step(_learner(), batch | {"loss_mask": mask})
+  assert not result.priority[masked].any() and result.priority[~masked].all()
+  other = {
+    "frames": np.where(masked[:, None, None, None, None], 9, batch["frames"]).astype(np.float32),
+    "stack": np.where(masked[:, None, None], 1000, batch["stack"]).astype(np.int32),
+    "state": np.where(masked[:, None], 3, batch["state"]).astype(np.float32),
+    "reward": np.where(mask == 0, 5, batch["reward"]).astype(np.float32),
+    "action": np.where(mask == 0, 0, batch["action"]).astype(np.int32),
+    "loss_mask": mask,
+  }
+  again, _ = _step(_learner(), batch | other)
+  assert largest(state.variables.params, _start()[0]) > 1e-3
+  assert largest(state.variables.params, again.variables.params) == 0
+  nothing, result = _step(_learner(), batch | {"loss_mask": 0 * mask})
+  assert result.metrics[names.LOSS_TOTAL] == 0
+  assert largest(nothing.variables.params, _start()[0]) == 0
+
+
+def test_two_devices_do_as_one():
+  (one, alone), (two, both) = (_step(_learner(devices=devices), _batch()[0]) for devices in (1, 2))
+  assert largest(one.variables.params, _start()[0]) > 1e-3
+  size = max(np.abs(x).max() for x in jax.tree.leaves(jax.device_get(one.variables.params)))
+  assert largest(one.variables.params, two.variables.params) < 1e-6 * size
+  np.testing.assert_allclose(alone.priority, both.priority, rtol=1e-5)
+  for name, value in alone.metrics.items():
+    np.testing.assert_allclose(value, both.metrics[name], rtol=1e-5, err_msg=name)
+
+
+# --- sampling
+
+
+def test_evicted_sequences_are_masked():
+  _, agent = _agent()
+  least = _STACK + agent.lookahead  # slots, with which there is always a sequence
+  sizes = {"lanes": 1, "capacity": least, "frame_stack": _STACK, "rng_seed": 0}
+  replay = Replay(agent.schema, agent.make_selector, **sizes)
+  rng = np.random.default_rng(0)
+  whole = episodes.segment(agent.schema, 0, episodes.every_end(5, rng), rng)
+  replay.append(whole.map(lambda x: x[:least], 0))
+  selection = replay.select(4)
+  for t in range(least, len(whole.frame)):
+    replay.append(whole.map(lambda x, t=t: x[t : t + 1], t))
+    assert replay.selector.count == len(set(replay.select(32).time)) >= 1
+    batch = _gathered(agent, replay, selection)
+    assert batch["loss_mask"].any() == (selection.time >= replay.tails[0]).any()
+  assert not batch["loss_mask"].any()
