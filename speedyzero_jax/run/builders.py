@@ -138,13 +138,19 @@ def replay_bytes(config: Config, agent: Agent) -> int:
 
 
 def restore_for_evaluation(
-  config: Config, run_dir: Path, *, warn: Callable[[str], None], report: Callable[[str], None]
+  config: Config,
+  run_dir: Path,
+  *,
+  newest: int | None = None,
+  warn: Callable[[str], None],
+  report: Callable[[str], None],
 ) -> tuple[Agent, Inference, Version]:
   """The newest readable checkpoint of a run, for acting.
 
   Args:
     config: of the run.
     run_dir: its folder.
+    newest: later learner steps are not wanted.
     warn: receives lines on unreadable checkpoints.
     report: receives lines on compilation.
 
@@ -153,7 +159,7 @@ def restore_for_evaluation(
   """
   agent = make_agent(config)
   template: Any = jax.eval_shape(agent.init, jax.random.key(0))
-  step, variables = Checkpoints(run_dir).restore_item("network", template, warn)
+  step, variables = Checkpoints(run_dir).restore_item("network", template, warn, newest=newest)
   inference = Inference(agent, report=report)
   return agent, inference, Version(step, jax.device_put(variables, jax.local_devices()[0]))
 
