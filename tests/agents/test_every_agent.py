@@ -19,6 +19,10 @@ SHORT = {
     "network.hidden=8", "learner.batch_size=4", "run.env_steps=620", "actor.lanes=4",
     "loss.unroll_length=5", "replay.capacity=0",
   ),
+  "alphazero": (
+    "network.channels=4", "network.blocks=1", "search.simulations=4", "learner.batch_size=8",
+    "run.env_steps=300", "actor.lanes=4", "replay.capacity=200",
+  ),
 }  # fmt: skip
 LEARNS = {
   "dqn": (
@@ -56,6 +60,12 @@ def test_catch_is_learned(tmp_path, agent):
     ("dqn", "network.torso=nature", "network.torso: must be mlp for Catch"),
     ("dqn", "loss.td_steps=0", "loss.td_steps: must lie in"),
     ("dqn", "search.simulations=8", "search.simulations is a setting of efficientzero"),
+    ("dqn", "env.game=TicTacToe", "env.game: TicTacToe is for two players"),
+    ("efficientzero", "env.game=ConnectFour", "env.game: ConnectFour is for two players"),
+    ("alphazero", "env.game=Breakout", "env.game: must be one of TicTacToe, ConnectFour"),
+    ("alphazero", "env.frame_stack=2", "env.frame_stack: must be 1"),
+    ("alphazero", "actor.random_steps=9", "actor.random_steps: must be 0"),
+    ("alphazero", "search.algorithm=uct", "search.algorithm: expected one of gumbel, puct"),
     ("impala", "network.torso=nature", "network.torso: must be mlp for Catch"),
     ("impala", "loss.reduction=max", "loss.reduction: expected one of mean, sum"),
     ("impala", "actor.random_steps=9", "actor.random_steps: must be 0"),
