@@ -20,7 +20,8 @@ class EnvConfig:
   """The environment and its conventions."""
 
   game: str = opt(
-    "Breakout", "Atari game by its Atari-100k name, or Catch, MemoryCatch (see envs), or CartPole"
+    "Breakout",
+    "Atari game by its Atari-100k name, Catch, MemoryCatch, CartPole, TicTacToe or ConnectFour",
   )
   frame_size: int = opt(96, "frames' height and width after area resizing (EZ: 96)", "[8, 512]")
   grayscale: bool = opt(False, "one grey channel instead of RGB (EZ: RGB)")

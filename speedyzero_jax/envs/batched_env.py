@@ -16,6 +16,9 @@ Episodes (checked in tests/envs/test_batched_env.py, also against a plain ALE):
 - MemoryCatch is Catch whose ball is shown in an episode's first frame and not again before it has
   landed. Of single frames a policy without memory sees only the paddle, in one of three columns
   after the first step: it catches at most three balls in five, a mean return of 0.2.
+- In a board game one lane plays both sides: each frame is the board as the player to move sees it
+  (see `rules.py`), each reward that of the player who moved. No cap applies. Evaluation is against
+  an opponent: see `versus.py`.
 """
 
 import difflib
@@ -31,10 +34,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from speedyzero_jax.config.schema import EnvConfig
+from speedyzero_jax.envs.rules import RULES
 from speedyzero_jax.envs.scores import atari100k_games
 from speedyzero_jax.types import EnvStep
 
 VECTOR_GAMES = ("Catch", "MemoryCatch", "CartPole")
+BOARD_GAMES = tuple(RULES)  # for two players
 _CARTPOLE_STEPS = 500  # of CartPole-v1
 # |x| in metres and |angle| beyond which the pole has fallen.
 _CARTPOLE_LIMITS = np.array([2.4, math.radians(12)])
@@ -82,9 +87,9 @@ class BatchedEnv:
     shape = self._pool.spec.state_array_spec["obs"].shape
     self.num_lanes = lanes
     self.num_actions = int(self._pool.spec.action_array_spec["action"].maximum) + 1
-    images = task.family == "atari"
-    self.frame_shape = (shape[1], shape[2], shape[0]) if images else (1, 1, math.prod(shape))
-    self.frame_dtype = np.dtype(np.uint8 if images else np.float32)
+    images = {"atari": (shape[1], shape[2], shape[0]), "pgx": tuple(shape[1:])}
+    self.frame_shape = images.get(task.family, (1, 1, math.prod(shape)))
+    self.frame_dtype = np.dtype(np.uint8 if task.family in images else np.float32)
 
   def reset(self) -> EnvStep:
     """The first frame of every lane. To be called once, before any step."""
@@ -92,21 +97,24 @@ class BatchedEnv:
       warnings.filterwarnings("ignore", message=".*precision lowered", category=UserWarning)
       obs, info = self._pool.reset()
     no = np.zeros(self.num_lanes, bool)
-    return self._show(obs, np.zeros(self.num_lanes, np.float32), ~no, no, no, info)
+    return self._show(obs, np.zeros(len(obs), np.float32), ~no, no, no, info)
 
   def step(self, action: np.ndarray) -> EnvStep:
     """Takes one agent step in every lane, with actions [L]; ignored where an episode has ended.
 
-    Raises ValueError for a wrong shape or range; nothing was stepped then.
+    Raises ValueError for a wrong shape or range, or an illegal move; nothing was stepped then.
     """
+    self._check(action)
+    obs, reward, ended, capped, info = self._pool.step(action.astype(np.int32))
+    return self._show(obs, reward, self._ended, ended, capped, info)
+
+  def _check(self, action: np.ndarray) -> None:
     if action.shape != (self.num_lanes,) or not (
       0 <= action.min() <= action.max() < self.num_actions
     ):
       raise ValueError(
         f"action must be [{self.num_lanes}] in 0..{self.num_actions - 1}, got {action}"
       )
-    obs, reward, ended, capped, info = self._pool.step(action.astype(np.int32))
-    return self._show(obs, reward, self._ended, ended, capped, info)
 
   def close(self) -> None:
     """Closes the environments and their threads. May be called twice."""
@@ -133,9 +141,9 @@ class BatchedEnv:
         paddle = np.arange(obs.shape[1])[:, None] == obs.shape[1] - 1  # its row, where balls land
         obs = np.where(first[:, None, None] | paddle, obs, 0)
       frame = obs.reshape(self.num_lanes, *self.frame_shape)
-      over = ended
-      # Catch is never capped.
-      real = capped & (np.abs(frame[:, 0, 0, [0, 2]]) > _CARTPOLE_LIMITS).any(axis=1)
+      over, real = ended, capped
+      if self._family == "classic_control":  # the others are never capped
+        real = capped & (np.abs(frame[:, 0, 0, [0, 2]]) > _CARTPOLE_LIMITS).any(axis=1)
     step = EnvStep(
       frame=frame,
       reward=reward.astype(np.float32),
@@ -146,6 +154,36 @@ class BatchedEnv:
     )
     self._ended = step.terminated | step.truncated
     return step
+
+
+class BoardEnv(BatchedEnv):
+  """A board game; made by `make_env`. Lanes play both sides: see the module's conventions."""
+
+  def __init__(self, task: _Task, lanes: int, seed: int, threads: int):
+    super().__init__(task, lanes, seed, threads)
+    self._mover = np.zeros(lanes, np.int32)  # the player to move, 0 or 1
+    self._legal = np.zeros((lanes, self.num_actions), bool)
+
+  def _check(self, action: np.ndarray) -> None:
+    super()._check(action)
+    legal = self._legal[np.arange(self.num_lanes), action] | self._ended
+    if not legal.all():
+      raise ValueError(f"illegal moves in lanes {np.flatnonzero(~legal).tolist()}, got {action}")
+
+  def _show(
+    self,
+    obs: np.ndarray,
+    reward: np.ndarray,
+    first: np.ndarray,
+    ended: np.ndarray,
+    capped: np.ndarray,
+    info: dict[str, Any],
+  ) -> EnvStep:
+    rows = 2 * np.arange(self.num_lanes)  # of player 0; envpool shows both sides
+    reward = reward[rows + self._mover]
+    self._mover, self._legal = info["current_player"], info["legal_action_mask"]
+    frame = obs[rows + self._mover].astype(np.uint8)
+    return super()._show(frame, reward, first, ended, capped, info)
 
 
 def make_env(
@@ -163,7 +201,8 @@ def make_env(
   """
   if max_episode_steps is None:
     max_episode_steps = config.max_episode_steps if training else _NO_CAP
-  return BatchedEnv(_task(config, training, max_episode_steps), lanes, seed, config.threads)
+  kind = BoardEnv if config.game in BOARD_GAMES else BatchedEnv
+  return kind(_task(config, training, max_episode_steps), lanes, seed, config.threads)
 
 
 def episode_cap(game: str, cap: int) -> int:
@@ -178,7 +217,7 @@ def training_reward(config: EnvConfig, reward: np.ndarray) -> np.ndarray:
 
 def check_game(game: str) -> None:
   """Raises ValueError for an unknown game; the message names the nearest one."""
-  known = (*VECTOR_GAMES, *atari100k_games())
+  known = (*VECTOR_GAMES, *BOARD_GAMES, *atari100k_games())
   if game in known or game in _atari_games():  # in this order: loading envpool is slow
     return
   plain = {_plain(name): name for name in (*known, *sorted(_atari_games()))}
@@ -201,6 +240,8 @@ def _task(config: EnvConfig, training: bool, cap: int) -> _Task:
     return _Task(
       "classic_control", "CartPole-v1", {"max_episode_steps": episode_cap(config.game, cap)}
     )
+  if config.game in BOARD_GAMES:
+    return _Task("pgx", f"{config.game}-v1", {})
   check_game(config.game)
   options = {
     "img_height": config.frame_size,

@@ -14,7 +14,7 @@ from flax import nnx
 
 from speedyzero_jax.config.fields import opt
 from speedyzero_jax.config.schema import EnvConfig
-from speedyzero_jax.envs.batched_env import VECTOR_GAMES
+from speedyzero_jax.envs.batched_env import BOARD_GAMES, VECTOR_GAMES
 from speedyzero_jax.types import Params
 
 _INIT = nnx.initializers.he_normal()
@@ -128,7 +128,9 @@ def make_torso(config: TorsoConfig, shape: tuple[int, int, int], rngs: nnx.Rngs)
 
 def torso_problems(config: TorsoConfig, env: EnvConfig) -> Iterable[str]:
   """Yields `key: what is wrong` if the torso does not fit the environment's observations."""
-  if env.game in VECTOR_GAMES:
+  if env.game in BOARD_GAMES:
+    yield f"env.game: {env.game} is for two players; agent=alphazero plays it"
+  elif env.game in VECTOR_GAMES:
     if config.torso not in ("auto", "mlp"):
       yield f"network.torso: must be mlp for {env.game}, which shows vectors, got {config.torso}"
   elif config.torso in ("auto", "nature") and env.frame_size < _NATURE_SIDE:

@@ -114,15 +114,21 @@ def replay_bytes(config: Config, agent: Agent) -> int:
 
 
 def restore_for_evaluation(
-  config: Config, run_dir: Path, *, warn: Callable[[str], None], report: Callable[[str], None]
+  config: Config,
+  run_dir: Path,
+  *,
+  newest: int | None = None,
+  warn: Callable[[str], None],
+  report: Callable[[str], None],
 ) -> tuple[Agent, Inference, Version]:
   """The newest readable checkpoint of a run, for acting. Raises CheckpointError if there is none.
 
-  `warn` receives lines on unreadable checkpoints, `report` on compilation.
+  Checkpoints after learner step `newest` are left out. `warn` receives lines on unreadable
+  checkpoints, `report` on compilation.
   """
   agent = make_agent(config)
   template: Any = jax.eval_shape(agent.init, jax.random.key(0))
-  step, variables = Checkpoints(run_dir).restore_item("network", template, warn)
+  step, variables = Checkpoints(run_dir).restore_item("network", template, warn, newest=newest)
   inference = Inference(agent, report=report)
   return agent, inference, Version(step, jax.device_put(variables, jax.local_devices()[0]))
 

@@ -148,7 +148,12 @@ class Checkpoints:
   # --- Reading ---
 
   def restore_item(
-    self, name: str, template: Params, report: Callable[[str], None]
+    self,
+    name: str,
+    template: Params,
+    report: Callable[[str], None],
+    *,
+    newest: int | None = None,
   ) -> tuple[int, Params]:
     """The newest readable step with one of its items. Changes nothing. See `restore`."""
 
@@ -156,7 +161,7 @@ class Checkpoints:
       meta = _read_meta(folder)
       return meta["step"], _read_items(folder, meta, [name], {name: template})[name]
 
-    return self._first_readable(read, report)
+    return self._first_readable(read, report, newest)
 
   def restore(
     self,

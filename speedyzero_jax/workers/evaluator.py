@@ -1,4 +1,7 @@
-"""The evaluator: full episodes without exploration, on raw rewards."""
+"""The evaluator: full episodes without exploration, on raw rewards.
+
+Board games are played against an opponent; episodes 0, 2, 4, ... are those that the agent begins.
+"""
 
 import contextlib
 import dataclasses
@@ -14,14 +17,17 @@ import numpy as np
 from speedyzero_jax.agents.base import ActInputs, Agent
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.envs.batched_env import BatchedEnv, episode_cap, make_env
+from speedyzero_jax.envs.opponents import Opponent, play_at_random
+from speedyzero_jax.envs.rules import RULES
 from speedyzero_jax.envs.scores import human_normalised
+from speedyzero_jax.envs.versus import VersusEnv
 from speedyzero_jax.metrics import names
 from speedyzero_jax.workers.actor import FrameStacker
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.weights import Version
 
 _REPORT_SECONDS = 10
-MAX_LANES = 64  # environments played at once; further episodes are played in turns
+MAX_LANES = 64  # environments played at once, an even number; further episodes follow in turns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,12 +85,15 @@ def evaluate(
   episodes: int,
   seed: int,
   max_episode_steps: int | None = None,
+  opponent: Opponent | None = None,
+  opening: int = 0,
   should_stop: Callable[[], bool] = lambda: False,
   report: Callable[[str], None] = lambda line: None,
 ) -> Evaluation | None:
   """Plays full episodes, in environments of this seed, with reports every ten seconds.
 
-  `max_episode_steps` caps an episode, in agent steps (None: as configured). Returns None once
+  `max_episode_steps` caps an episode, in agent steps (None: as configured). In board games
+  `opponent` plays the other side (None: at random), after `opening` random moves. Returns None once
   `should_stop`, called between steps, is true.
   """
   cap = episode_cap(config.env.game, max_episode_steps or config.evaluation.max_episode_steps)
@@ -92,7 +101,11 @@ def evaluate(
   played: list[tuple[float, int, bool]] = []
   while len(played) < episodes:
     seeded = _seed(seed, len(played) // lanes)
-    env = make_env(config.env, lanes, seeded, training=False, max_episode_steps=cap)
+    env: BatchedEnv | VersusEnv
+    if rules := RULES.get(config.env.game):
+      env = VersusEnv(rules, lanes, seeded, opponent or play_at_random(rules), opening)
+    else:
+      env = make_env(config.env, lanes, seeded, training=False, max_episode_steps=cap)
     with contextlib.closing(env):
       found = _play(config, agent, inference, version, env, should_stop, report)
     if found is None:
@@ -126,7 +139,7 @@ def _play(
   agent: Agent,
   inference: Inference,
   version: Version,
-  env: BatchedEnv,
+  env: BatchedEnv | VersusEnv,
   should_stop: Callable[[], bool],
   report: Callable[[str], None],
 ) -> list[tuple[float, int, bool]] | None:

@@ -43,6 +43,10 @@ SHORT = {
     "actor.random_steps=100", "loss.target_interval=7", "loss.burn_in=2", "loss.sequence_length=4",
     "loss.stride=2",
   ),
+  "alphazero": (
+    "network.channels=4", "network.blocks=1", "search.simulations=4", "learner.batch_size=8",
+    "run.env_steps=300", "actor.lanes=4", "replay.capacity=200",
+  ),
 }  # fmt: skip
 LEARNS = {
   "a2c": (),
@@ -83,6 +87,12 @@ def test_catch_is_learned(tmp_path, agent):
     ("dqn", "network.torso=nature", "network.torso: must be mlp for Catch"),
     ("dqn", "loss.td_steps=0", "loss.td_steps: must lie in"),
     ("dqn", "search.simulations=8", "search.simulations is a setting of efficientzero"),
+    ("dqn", "env.game=TicTacToe", "env.game: TicTacToe is for two players"),
+    ("efficientzero", "env.game=ConnectFour", "env.game: ConnectFour is for two players"),
+    ("alphazero", "env.game=Breakout", "env.game: must be one of TicTacToe, ConnectFour"),
+    ("alphazero", "env.frame_stack=2", "env.frame_stack: must be 1"),
+    ("alphazero", "actor.random_steps=9", "actor.random_steps: must be 0"),
+    ("alphazero", "search.algorithm=uct", "search.algorithm: expected one of gumbel, puct"),
     ("impala", "network.torso=nature", "network.torso: must be mlp for Catch"),
     ("impala", "network.core=gru", "network.core: expected one of none, lstm"),
     ("impala", "network.lstm_hidden=0", "network.lstm_hidden: must lie in"),

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from speedyzero_jax.config.fields import opt
 from speedyzero_jax.config.schema import AgentConfig, Config, PriorityConfig
-from speedyzero_jax.envs.batched_env import VECTOR_GAMES, check_game
+from speedyzero_jax.envs.batched_env import BOARD_GAMES, VECTOR_GAMES, check_game
 from speedyzero_jax.replay.sweep import STRETCH
 
 
@@ -214,6 +214,9 @@ class EfficientZeroConfig(AgentConfig):
 
   def _network_problems(self, config: Config) -> Iterable[str]:
     env, network = config.env, self.network
+    if env.game in BOARD_GAMES:
+      yield f"env.game: {env.game} is for two players; agent=alphazero plays it"
+      return
     if env.game in VECTOR_GAMES:
       if network.downsample != 1:
         yield (

@@ -1,0 +1,152 @@
+"""Plays board games with trained agents: python launch/match.py RUN_DIR --against minimax
+
+Opponents are random, minimax (tic-tac-toe), mcts:N (UCT with N rollouts a move), and runs, by
+folder. A run plays with its newest checkpoint, or as RUN_DIR@STEP with that of a learner step.
+Agents play without noise, each side in every other game. Prints wins, draws and losses and writes
+matches.json into the first run's folder.
+
+Exit codes: 0 done; 1 no readable checkpoint, or the result can't be written; 2 wrong use.
+"""
+
+import argparse
+import json
+import logging
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a clone not installed
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import jax
+import numpy as np
+
+from speedyzero_jax.agents.base import ActInputs
+from speedyzero_jax.envs.opponents import Opponent, play_at_random, play_mcts, play_minimax
+from speedyzero_jax.envs.rules import RULES
+from speedyzero_jax.run import builders, run_dir
+from speedyzero_jax.run.checkpoint import CheckpointError
+from speedyzero_jax.run.run_dir import RunFolderError
+from speedyzero_jax.workers import evaluator
+
+FAILED, WRONG_USE = 1, 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Returns the exit code."""
+  parser = argparse.ArgumentParser(
+    prog="launch/match.py", description="Plays board games with trained agents."
+  )
+  add = parser.add_argument
+  add("runs", nargs="+", metavar="RUN_DIR[@STEP]", help="players: folders of runs")
+  opponents = "random, minimax, mcts:N, or RUN_DIR[@STEP]; each plays all runs"
+  add("--against", nargs="+", required=True, metavar="OPPONENT", help=opponents)
+  add("--games", type=int, default=100, metavar="N", help="of each pair (default: 100)")
+  opening = "random moves before each game, the same for both sides (default: 0; for runs 2)"
+  add("--opening", type=int, metavar="N", help=opening)
+  add("--seed", type=int, default=0, help="of openings and opponents (default: 0)")
+  add("--out", type=Path, metavar="FILE", help="where to write (default: RUN_DIR/matches.json)")
+  arguments = parser.parse_args(argv)
+  logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+  try:
+    found = [match(run, name, arguments) for run in arguments.runs for name in arguments.against]
+    out = arguments.out or Path(arguments.runs[0].partition("@")[0]) / "matches.json"
+    out.write_text(json.dumps(found, indent=1) + "\n")
+  except (CheckpointError, OSError) as error:
+    print(f"error: {error}", file=sys.stderr)
+    return FAILED
+  except (RunFolderError, ValueError) as error:
+    print(f"error: {error}", file=sys.stderr)
+    return WRONG_USE
+  return 0
+
+
+def match(run: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+  """Results of a run against an opponent, for each side, and the difference of Elo ratings."""
+  config, agent, inference, version = _restore(run)
+  if config.env.game not in RULES:
+    raise ValueError(f"{run}: {config.env.game} is not a board game")
+  kind, opponent = _opponent(name, config.env.game)
+  opening = arguments.opening
+  if opening is None:
+    opening = 2 if kind == "run" else 0  # two agents without noise would repeat one game
+  played = evaluator.evaluate(
+    config, agent, inference, version,
+    episodes=arguments.games, seed=arguments.seed, opponent=opponent, opening=opening,
+  )  # fmt: skip
+  assert played is not None  # without `should_stop`
+  returns = np.array(played.returns)
+  score = float((returns.mean() + 1) / 2)
+  result = {
+    "game": config.env.game,
+    "run": Path(run).name,
+    "seed": config.run.seed,
+    "step": version.step,
+    "against": Path(name).name if kind == "run" else name,
+    "games": len(returns),
+    "opening": opening,
+    "moving_first": _counts(returns[::2]),
+    "moving_second": _counts(returns[1::2]),
+    "score": score,  # a draw is half a win
+    "elo_difference": 400 * math.log10(score / (1 - score)) if 0 < score < 1 else None,
+  }
+  print(
+    f"{config.env.game}: {run} at step {version.step} against {name}, "
+    f"{', '.join(f'{n} {what}' for what, n in _counts(returns).items())}; "
+    f"moving first {result['moving_first']}, second {result['moving_second']}"
+  )
+  return result
+
+
+def _counts(returns: np.ndarray) -> dict[str, int]:
+  kinds = {"wins": returns > 0, "draws": returns == 0, "losses": returns < 0}
+  return {name: int(which.sum()) for name, which in kinds.items()}
+
+
+def _restore(run: str) -> tuple:
+  """Configuration, agent, inference and weights of RUN_DIR[@STEP]."""
+  folder, _, step = run.partition("@")
+  config = run_dir.read_config(Path(folder))
+  builders.enable_compilation_cache(config)
+  return config, *builders.restore_for_evaluation(
+    config,
+    Path(folder),
+    newest=int(step) if step else None,
+    warn=lambda line: print(f"warning: {line}", file=sys.stderr),
+    report=lambda _: None,
+  )
+
+
+def _opponent(name: str, game: str) -> tuple[str, Opponent]:
+  """The opponent of that name, and its kind. Raises ValueError for one that cannot play."""
+  rules = RULES[game]
+  kind, _, rollouts = name.partition(":")
+  if name == "random":
+    return kind, play_at_random(rules)
+  if name == "minimax":
+    if game != "TicTacToe":
+      raise ValueError(f"minimax visits all games, which are too many in {game}")
+    return kind, play_minimax(rules)
+  if kind == "mcts" and rollouts.isdecimal() and int(rollouts):
+    return kind, play_mcts(rules, int(rollouts))
+  if not Path(name.partition("@")[0]).is_dir():
+    raise ValueError(f"--against: expected random, minimax, mcts:N or a run folder, got {name!r}")
+  config, _, inference, version = _restore(name)
+  if config.env.game != game:
+    raise ValueError(f"--against: {name} plays {config.env.game}, not {game}")
+
+  def play(board: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    no, lanes = np.zeros(len(board), bool), np.arange(len(board), dtype=np.int32)
+    inputs = ActInputs(board[:, None], no, lanes, ())
+    key = jax.random.key(0)  # has no effect without exploration
+    found = inference.act(version.variables, inputs, key, np.float32(1), explore=False)
+    return np.asarray(found.action)
+
+  return "run", play
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,277 @@
+"""AlphaZero (Silver et al. 2018) for board games: self-play, and tree search by the true rules.
+
+Values and rewards are those of the player to move, so that every step multiplies by -1. A frame is
+a board (see `envs/rules.py`), from which legal moves follow.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import mctx
+import numpy as np
+from flax import nnx
+
+from speedyzero_jax.agents.base import (
+  ActInputs,
+  ActOutput,
+  Agent,
+  Arrays,
+  LossOutput,
+  Variables,
+  Window,
+)
+from speedyzero_jax.config.fields import opt
+from speedyzero_jax.config.schema import AgentConfig, Config, PriorityConfig
+from speedyzero_jax.envs.rules import RULES, Rules
+from speedyzero_jax.ops import td
+from speedyzero_jax.ops.torsos import pure
+from speedyzero_jax.replay.replay import Replay
+from speedyzero_jax.replay.sampler import PrioritizedSampler
+from speedyzero_jax.replay.schema import Column, make_schema
+from speedyzero_jax.replay.selector import Selection
+from speedyzero_jax.replay.storage import LaneStore, take
+from speedyzero_jax.types import Params
+
+# Means over the samples of a batch.
+LOSS_POLICY = "losses/policy"  # cross-entropy
+LOSS_VALUE = "losses/value"  # squared error
+TARGET_ENTROPY = "losses/target_entropy"  # of the search's policies, nats: the least LOSS_POLICY
+
+_ILLEGAL = -1e9  # logit
+
+
+@dataclasses.dataclass(frozen=True)
+class NetworkConfig:
+  """The residual tower and its heads."""
+
+  channels: int = opt(64, "channels of all convolutions (AlphaZero: 256)", "[1, 1e5]")
+  blocks: int = opt(4, "residual blocks (AlphaZero: 19)", "[0, 1000]")
+  hidden: int = opt(64, "width of the value head's hidden layer (AlphaZero: 256)", "[1, 1e5]")
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchConfig:
+  """Tree search for acting and evaluation."""
+
+  algorithm: Literal["gumbel", "puct"] = opt(
+    "gumbel",
+    "sequential halving, which needs neither noise nor temperature (Danihelka et al. 2022), or "
+    "PUCT (AlphaZero)",
+  )
+  simulations: int = opt(32, "simulations per move (AlphaZero: 800)", "[1, 1e5]")
+  max_considered: int = opt(
+    16, "Gumbel: root actions considered (Danihelka et al.: 16)", "[1, 1e9]"
+  )
+  c_visit: float = opt(
+    50.0, "Gumbel: visit offset in the value transformation (Danihelka et al.: 50)", "[0, 1e6]"
+  )
+  c_scale: float = opt(
+    0.1,
+    "Gumbel: scale of the value transformation (ours: 0.1, Danihelka et al.: 1 for Go); with more, "
+    "self-play is less varied",
+    "[0, 1e6]",
+  )
+  c1: float = opt(1.25, "PUCT: exploration constant c1 (AlphaZero: 1.25)", "[0, 1e6]")
+  c2: float = opt(19652.0, "PUCT: exploration constant c2 (AlphaZero: 19652)", "[1e-6, 1e6]")
+  dirichlet_alpha: float = opt(
+    0.3, "PUCT: root noise concentration (AlphaZero: 0.3 for chess, 0.03 for Go)", "[1e-6, 1e6]"
+  )
+  dirichlet_fraction: float = opt(
+    0.25, "PUCT: share of root noise in the prior (AlphaZero: 0.25)", "[0, 1]"
+  )
+  sampled_moves: int = opt(
+    30,
+    "PUCT: first moves of a game of self-play sampled in proportion to visits; later ones are the "
+    "most visited (AlphaGo Zero: 30)",
+    "[0, 1e9]",
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+  """The loss (z - v)^2 - pi log p; weight decay is `optim.weight_decay`."""
+
+  value_coefficient: float = opt(1.0, "weight of the squared error (AlphaZero: 1)", "[0, 1e6]")
+
+
+@dataclasses.dataclass(frozen=True)
+class AlphaZeroConfig(AgentConfig):
+  """The sections and their constraints."""
+
+  name: ClassVar[str] = "alphazero"
+  network: NetworkConfig = NetworkConfig()
+  search: SearchConfig = SearchConfig()
+  loss: LossConfig = LossConfig()
+
+  def problems(self, config: Config) -> Iterable[str]:
+    env, actor = config.env, config.actor
+    if env.game not in RULES:
+      yield f"env.game: must be one of {', '.join(RULES)} for alphazero, got {env.game}"
+    if env.frame_stack != 1:
+      yield f"env.frame_stack: must be 1, as a board shows all there is, got {env.frame_stack}"
+    if actor.random_steps:
+      yield f"actor.random_steps: must be 0, as search explores, got {actor.random_steps}"
+
+
+AGENT_CONFIG = AlphaZeroConfig
+
+
+class _Block(nnx.Module):
+  def __init__(self, channels: int, rngs: nnx.Rngs):
+    conv = functools.partial(nnx.Conv, channels, channels, (3, 3), rngs=rngs)
+    # Without normalisation: a block is the identity at first.
+    self.conv1, self.conv2 = conv(), conv(kernel_init=nnx.initializers.zeros)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    return x + self.conv2(nnx.relu(self.conv1(nnx.relu(x))))
+
+
+class BoardNetwork(nnx.Module):
+  """Boards [B, H, W, 2] -> logits [B, A], values [B] in (-1, 1)."""
+
+  def __init__(self, config: NetworkConfig, rules: Rules, rngs: nnx.Rngs):
+    features = rules.height * rules.width * config.channels
+    zeros = nnx.initializers.zeros  # no move is preferred at first, and the outcome is open
+    self.conv = nnx.Conv(2, config.channels, (3, 3), rngs=rngs)
+    self.blocks = nnx.List([_Block(config.channels, rngs) for _ in range(config.blocks)])
+    self.policy = nnx.Linear(features, rules.num_actions, kernel_init=zeros, rngs=rngs)
+    self.hidden = nnx.Linear(features, config.hidden, rngs=rngs)
+    self.value = nnx.Linear(config.hidden, 1, kernel_init=zeros, rngs=rngs)
+
+  def __call__(self, board: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x = self.conv(board.astype(jnp.float32))
+    for block in self.blocks:
+      x = block(x)
+    x = nnx.relu(x).reshape(len(x), -1)
+    return self.policy(x), jnp.tanh(self.value(nnx.relu(self.hidden(x))))[:, 0]
+
+
+class AlphaZero(Agent):
+  """See `agents.base.Agent`."""
+
+  def __init__(self, config: Config, frame_shape: tuple[int, ...], frame_dtype: Any, actions: int):
+    own: AlphaZeroConfig = config.agent
+    self._search, self._loss, self._rules = own.search, own.loss, RULES[config.env.game]
+    self._network = pure(lambda rngs: BoardNetwork(own.network, self._rules, rngs))
+    policy = Column("search_policy", "float32", (actions,))
+    self.schema = make_schema(frame_shape, frame_dtype, actions, (policy,))
+    self.window = Window(after=0, within_episode=True)
+    self.lookahead = self._rules.longest  # whole games
+
+  # --- device
+
+  def init(self, key: jax.Array) -> Variables:
+    return Variables(self._network.init(key), ())
+
+  def act(
+    self, variables: Variables, inputs: ActInputs, key: jax.Array, progress: Any, *, explore: bool
+  ) -> ActOutput:
+    output = self.search(variables.params, inputs.frames[:, 0], key, explore=explore)
+    return ActOutput(output.action.astype(jnp.int32), {"search_policy": output.action_weights}, ())
+
+  def search(
+    self, params: Params, board: jax.Array, key: jax.Array, *, explore: bool
+  ) -> mctx.PolicyOutput:
+    """Searches from boards [n, H, W, 2]; without `explore` the result does not depend on the key.
+
+    Illegal actions have weight 0, unless the game is over: then nothing is legal.
+    """
+    config, legal = self._search, self._rules.legal(board)
+    logits, value = self._evaluate(params, board)
+    root = mctx.RootFnOutput(prior_logits=logits, value=value, embedding=board)
+    run = functools.partial(
+      mctx.gumbel_muzero_policy if config.algorithm == "gumbel" else mctx.muzero_policy,
+      params,
+      key if explore else jax.random.key(0),
+      root,
+      self._step,
+      config.simulations,
+      invalid_actions=~legal & jnp.any(legal, axis=-1, keepdims=True),
+    )
+    if config.algorithm == "gumbel":
+      # Q in [-1, 1] has twice the range that the constants are made for.
+      qtransform = functools.partial(
+        mctx.qtransform_completed_by_mix_value,
+        rescale_values=False,
+        value_scale=config.c_scale / 2,
+        maxvisit_init=config.c_visit,
+      )
+      return run(
+        qtransform=qtransform,
+        max_num_considered_actions=min(config.max_considered, self._rules.num_actions),
+        gumbel_scale=1.0 if explore else 0.0,
+      )
+    moves = jnp.sum(board, axis=(1, 2, 3), dtype=jnp.int32)
+    sampled = (moves < config.sampled_moves) & explore
+    return run(
+      # Unvisited actions count as lost, so that illegal ones, of prior 0, come last at any node.
+      qtransform=functools.partial(mctx.qtransform_by_min_max, min_value=-1.0, max_value=1.0),
+      pb_c_init=config.c1,
+      pb_c_base=config.c2,
+      dirichlet_alpha=config.dirichlet_alpha,
+      dirichlet_fraction=config.dirichlet_fraction if explore else 0.0,
+      temperature=sampled.astype(jnp.float32)[:, None],
+    )
+
+  def _evaluate(self, params: Params, board: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Logits of the legal moves [n, A], values [n]: 0 when the game is over."""
+    logits, value = self._network.apply(params, board)
+    legal = jnp.where(self._rules.legal(board), logits, _ILLEGAL)
+    return legal, jnp.where(self._rules.over(board), 0.0, value)
+
+  def _step(
+    self, params: Params, key: jax.Array, action: jax.Array, board: jax.Array
+  ) -> tuple[mctx.RecurrentFnOutput, jax.Array]:
+    """The model of the search: the rules, and the network's opinion of what follows."""
+    after, reward = self._rules.step(board, action)
+    logits, value = self._evaluate(params, after)
+    discount = jnp.where(self._rules.over(after), 0.0, -1.0)
+    output = mctx.RecurrentFnOutput(
+      reward=reward, discount=discount, prior_logits=logits, value=value
+    )
+    return output, after
+
+  def loss(
+    self, params: Params, batch_stats: Params, target: Params, batch: Arrays, keys: jax.Array
+  ) -> tuple[jax.Array, LossOutput]:
+    policy, mask = batch["search_policy"], batch["loss_mask"]
+    logits, value = self._evaluate(params, batch["frames"][:, 0])
+    cross_entropy = jnp.mean(mask * -jnp.sum(policy * jax.nn.log_softmax(logits), axis=-1))
+    error = jnp.mean(batch["outcome_mask"] * (batch["outcome"] - value) ** 2)
+    entropy = jnp.mean(mask * jnp.sum(jax.scipy.special.entr(policy), axis=-1))
+    metrics = {LOSS_POLICY: cross_entropy, LOSS_VALUE: error, TARGET_ENTROPY: entropy}
+    loss = cross_entropy + self._loss.value_coefficient * error
+    return loss, LossOutput(batch_stats, metrics, jnp.zeros(len(mask)))
+
+  # --- host
+
+  def make_selector(self, store: LaneStore) -> PrioritizedSampler:
+    return PrioritizedSampler(
+      store,
+      PriorityConfig(alpha=0.0),  # uniform
+      stack=1,
+      lookahead=self.lookahead,
+      first_step=lambda lane, time: take(store["step"], store.flat(lane, time)),
+    )
+
+  def assemble(
+    self, replay: Replay, selection: Selection, learner_step: int
+  ) -> tuple[Arrays, dict[str, float]]:
+    store, lane = replay.store, selection.lane
+    present, time = replay.present(lane, selection.time)
+    returns = td.n_step(store, lane, time, self.lookahead, discount=-1.0)
+    known = returns.discount == 0  # of games cut short there is no outcome
+    batch = {
+      "search_policy": take(store["search_policy"], store.flat(lane, time)),
+      "outcome": returns.reward,
+      "outcome_mask": (present & known).astype(np.float32),
+      "loss_mask": present.astype(np.float32),
+    }
+    return batch, {}
+
+
+make_agent = AlphaZero
