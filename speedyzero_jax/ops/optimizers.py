@@ -6,24 +6,89 @@ clipped.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from speedyzero_jax.config.schema import OptimConfig
+
+_ROW = 1024  # elements of a matrix' row
+
+
+class Layout:
+  """Places of a tree's leaves in a matrix [rows, 1024], each from the beginning of a row.
+
+  On the matrix an update takes a few large operations instead of some for each leaf. A leaf's last
+  row ends in zeros, so that sums over leaves are sums over rows: the same in every run.
+  """
+
+  def __init__(self, tree: Any):
+    self.leaves, self._structure = jax.tree.flatten(jax.eval_shape(lambda: tree))
+    self._rows = [-(-math.prod(leaf.shape) // _ROW) for leaf in self.leaves]
+    self.owner = np.repeat(np.arange(len(self.leaves)), self._rows)  # [rows], number of the leaf
+
+  def pack(self, tree: Any) -> jax.Array:
+    """The matrix of a tree of this structure, float32."""
+    parts = []
+    for leaf, rows in zip(jax.tree.leaves(tree), self._rows, strict=True):
+      parts += [jnp.ravel(leaf).astype(jnp.float32), jnp.zeros(rows * _ROW - jnp.size(leaf))]
+    return jnp.concatenate(parts).reshape(-1, _ROW) if parts else jnp.zeros((0, _ROW))
+
+  def unpack(self, matrix: jax.Array) -> Any:
+    """The tree of a matrix, with the leaves' own dtypes."""
+    matrix, ends = jax.lax.optimization_barrier(matrix), np.cumsum(self._rows)
+    found = [
+      matrix[end - rows : end].ravel()[: math.prod(leaf.shape)].reshape(leaf.shape)
+      for leaf, rows, end in zip(self.leaves, self._rows, ends, strict=True)
+    ]
+    cast = (x.astype(leaf.dtype) for x, leaf in zip(found, self.leaves, strict=True))
+    return jax.tree.unflatten(self._structure, cast)
+
+  def sums(self, matrix: jax.Array) -> jax.Array:
+    """The sum of each leaf's elements, [leaves]."""
+    of_leaf = np.arange(len(self.leaves))[:, None] == self.owner
+    return jnp.sum(jnp.where(of_leaf, jnp.sum(matrix, axis=1), 0.0), axis=1)
+
+  @property
+  def adapted(self) -> np.ndarray:
+    """[leaves] bool: kernels. Biases and normalization parameters are not adapted or decayed."""
+    return np.array([leaf.ndim >= 2 for leaf in self.leaves], bool)
+
+
+def on_matrix(make: Callable[[Layout], optax.GradientTransformation]) -> Any:
+  """A transformation of trees, from one of their matrices."""
+
+  def init(params):
+    layout = Layout(params)
+    return make(layout).init(layout.pack(params))
+
+  def update(updates, state, params):
+    layout = Layout(updates)
+    inner = make(layout).update
+    matrix, state = inner(layout.pack(updates), state, layout.pack(params))
+    return layout.unpack(matrix), state
+
+  return optax.GradientTransformation(init, update)
+
+
+def norm(tree: Any) -> jax.Array:
+  """Euclidean norm over all leaves, as `optax.tree.norm`."""
+  return jnp.sqrt(jnp.sum(jnp.square(Layout(tree).pack(tree))))
 
 
 class ClippedTrustRatioState(NamedTuple):
   """The trust ratios of the last update, and the leaves that have none.
 
-  Trees with the structure of the params, with `optax.MaskedNode` for leaves not adapted.
+  Arrays [kernels], in the order of the params' leaves of rank 2 or more.
   """
 
-  ratio: Any  # float32 scalars, after clipping; 1 before the first update
-  clipped: Any  # bool scalars, whether a bound changed the ratio
-  exempt: Any  # bool scalars, the leaf was zero at initialization: its ratio is always 1
+  ratio: jax.Array  # float32, after clipping; 1 before the first update
+  clipped: jax.Array  # bool, whether a bound changed the ratio
+  exempt: jax.Array  # bool, the leaf was zero at initialization: its ratio is always 1
 
 
 def scale_by_clipped_trust_ratio(
@@ -47,46 +112,43 @@ def scale_by_clipped_trust_ratio(
   update needs the params. `optax.lars` differs: it adds the decay to the gradient before taking its
   norm, and applies momentum last.
   """
+  bounds = trust_min, trust_max
+  return on_matrix(
+    lambda layout: _clipped_trust_ratio(layout, trust_coefficient, *bounds, weight_decay, eps)
+  )
 
-  def unclipped_ratio(g, w):
-    g_norm, w_norm = _norm(g), _norm(w)
+
+def _clipped_trust_ratio(
+  layout: Layout, coefficient: Any, low: Any, high: Any, decay: Any, eps: Any
+) -> optax.GradientTransformation:
+  """`scale_by_clipped_trust_ratio` on matrices."""
+  kernels = np.flatnonzero(layout.adapted)
+  place = np.cumsum(layout.adapted) - 1  # of a kernel among kernels
+
+  def init(w):
+    exempt = layout.sums((w != 0).astype(jnp.float32))[kernels] == 0
+    return ClippedTrustRatioState(jnp.ones(len(kernels)), jnp.zeros(len(kernels), bool), exempt)
+
+  def update(g, state, w):
+    if not len(kernels):
+      return g, state
+    g_norm, w_norm = (jnp.sqrt(layout.sums(jnp.square(x)))[kernels] for x in (g, w))
     zero = (g_norm == 0) | (w_norm == 0)
-    denominator = g_norm + weight_decay * w_norm + eps
-    ratio = jnp.where(zero, 1.0, trust_coefficient * w_norm / jnp.where(zero, 1.0, denominator))
-    return ratio.astype(jnp.float32)
+    denominator = jnp.where(zero, 1.0, g_norm + decay * w_norm + eps)
+    unclipped = jnp.where(zero, 1.0, coefficient * w_norm / denominator)
+    ratio = jnp.where(state.exempt, 1.0, jnp.clip(unclipped, low, high)).astype(jnp.float32)
+    clipped = ((unclipped < low) | (unclipped > high)) & ~state.exempt
+    of_row = ratio[place[layout.owner]][:, None]
+    scaled = jnp.where(layout.adapted[layout.owner][:, None], of_row * (g + decay * w), g)
+    return scaled, ClippedTrustRatioState(ratio, clipped, state.exempt)
 
-  def bounded(ratio, free):
-    return jnp.where(free, 1.0, jnp.clip(ratio, trust_min, trust_max)).astype(jnp.float32)
-
-  def scaled(ratio, g, w):
-    return (ratio * (g.astype(jnp.float32) + weight_decay * w.astype(jnp.float32))).astype(g.dtype)
-
-  def init(params):
-    return ClippedTrustRatioState(
-      ratio=jax.tree.map(lambda _: jnp.ones([], jnp.float32), params),
-      clipped=jax.tree.map(lambda _: jnp.zeros([], jnp.bool), params),
-      exempt=jax.tree.map(lambda w: jnp.logical_not(jnp.any(w != 0)), params),
-    )
-
-  def update(updates, state, params=None):
-    exempt, unclipped = state.exempt, jax.tree.map(unclipped_ratio, updates, params)
-    ratio = jax.tree.map(bounded, unclipped, exempt)
-    clipped = jax.tree.map(
-      lambda r, free: ((r < trust_min) | (r > trust_max)) & ~free, unclipped, exempt
-    )
-    new = ClippedTrustRatioState(ratio, clipped, exempt)
-    return jax.tree.map(scaled, ratio, updates, params), new
-
-  return optax.masked(optax.GradientTransformation(init, update), _kernels)
+  return optax.GradientTransformation(init, update)
 
 
-def _kernels(tree: Any) -> Any:
-  """Leaves that are adapted and decayed: not biases and normalization parameters."""
-  return jax.tree.map(lambda leaf: jnp.ndim(leaf) >= 2, tree)
-
-
-def _norm(x: jax.Array) -> jax.Array:
-  return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32))))
+def _decay_kernels(layout: Layout, decay: float) -> optax.GradientTransformation:
+  """`optax.add_decayed_weights` on matrices, for kernels only."""
+  rate = np.where(layout.adapted, decay, 0.0).astype(np.float32)[layout.owner][:, None]
+  return optax.stateless(lambda g, w: g + rate * w)
 
 
 def learning_rate_schedule(config: OptimConfig) -> optax.Schedule:
@@ -122,41 +184,39 @@ def make_optimizer(config: OptimConfig) -> optax.GradientTransformation:
   every ratio is clipped at 1 it is SGD with momentum and weight decay, under any schedule. You et
   al. put the learning rate inside the momentum buffer, which is the same at a constant rate.
   """
-  rate, decay = learning_rate_schedule(config), config.weight_decay
-  optimizer: optax.GradientTransformation
+  return on_matrix(lambda layout: _on_layout(config, layout))
+
+
+def _on_layout(config: OptimConfig, layout: Layout) -> optax.GradientTransformation:
+  """`make_optimizer` on matrices."""
+  rate, decay = optax.scale_by_learning_rate(learning_rate_schedule(config)), config.weight_decay
+  steps: list[optax.GradientTransformation]
   if config.name == "adam":
-    optimizer = optax.adamw(rate, b1=config.momentum, weight_decay=decay, mask=_kernels)
+    steps = [optax.scale_by_adam(b1=config.momentum), _decay_kernels(layout, decay), rate]
   elif config.name == "sgd":
-    optimizer = optax.chain(
-      optax.add_decayed_weights(decay, mask=_kernels), optax.sgd(rate, momentum=config.momentum)
-    )
+    steps = [_decay_kernels(layout, decay), optax.trace(config.momentum), rate]
   else:
     clipped = config.name == "clipped_lars"
     bounds = (config.trust_min, config.trust_max) if clipped else (0.0, math.inf)
-    optimizer = optax.chain(
-      scale_by_clipped_trust_ratio(config.trust_coefficient, *bounds, decay, config.trust_eps),
-      optax.trace(decay=config.momentum),
-      optax.scale_by_learning_rate(rate),
-    )
-  if config.clip_norm:
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
-  return optimizer
+    ratio = _clipped_trust_ratio(layout, config.trust_coefficient, *bounds, decay, config.trust_eps)
+    steps = [ratio, optax.trace(config.momentum), rate]
+  clip = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []
+  return optax.chain(*clip, *steps)
 
 
-def trust_ratios(opt_state: optax.OptState) -> dict[str, jax.Array]:
+def trust_ratios(opt_state: optax.OptState, params: Any) -> dict[str, np.ndarray]:
   """The trust ratio of every adapted leaf at the last update, by the leaf's path in the params.
 
-  Float32 scalars under names such as `dynamics/conv/kernel`; empty without (Clipped) LARS.
+  On the host, float32 scalars under names such as `dynamics/conv/kernel`; empty without (Clipped)
+  LARS.
   """
   state = _trust_ratio_state(opt_state)
-  return (
-    {}
-    if state is None
-    else {
-      jax.tree_util.keystr(path, simple=True, separator="/"): ratio
-      for path, ratio in jax.tree_util.tree_leaves_with_path(state.ratio)
-    }
-  )
+  names = [
+    jax.tree_util.keystr(path, simple=True, separator="/")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    if jnp.ndim(leaf) >= 2
+  ]
+  return {} if state is None else dict(zip(names, jax.device_get(state.ratio), strict=True))
 
 
 def trust_ratio_summary(opt_state: optax.OptState) -> dict[str, jax.Array]:
@@ -166,15 +226,13 @@ def trust_ratio_summary(opt_state: optax.OptState) -> dict[str, jax.Array]:
   float32 scalars in which leaves count equally; empty if no leaf is adapted.
   """
   state = _trust_ratio_state(opt_state)
-  if state is None or not jax.tree.leaves(state.ratio):
+  if state is None or not state.ratio.size:
     return {}
-  ratio = jnp.stack(jax.tree.leaves(state.ratio))
-  clipped = jnp.stack(jax.tree.leaves(state.clipped))
   return {
-    "min": ratio.min(),
-    "mean": ratio.mean(),
-    "max": ratio.max(),
-    "fraction_clipped": clipped.mean(dtype=jnp.float32),
+    "min": state.ratio.min(),
+    "mean": state.ratio.mean(),
+    "max": state.ratio.max(),
+    "fraction_clipped": state.clipped.mean(dtype=jnp.float32),
   }
 
 

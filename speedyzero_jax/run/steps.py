@@ -3,7 +3,6 @@
 `loops.py` determines their order and threads.
 """
 
-import jax
 import numpy as np
 
 from speedyzero_jax.metrics import names
@@ -111,9 +110,10 @@ def log(experiment: Experiment) -> None:
   """Writes a line of metrics."""
   step = experiment.limiter.learner_steps
   experiment.logger.log_latest(experiment.times.take(step))
-  ratios = optimizers.trust_ratios(experiment.state.opt_state)
+  state = experiment.state
+  ratios = optimizers.trust_ratios(state.opt_state, state.variables.params)
   experiment.logger.log_latest(
-    {names.TRUST_RATIO_PREFIX + layer: ratio for layer, ratio in jax.device_get(ratios).items()}
+    {names.TRUST_RATIO_PREFIX + layer: ratio for layer, ratio in ratios.items()}
   )
   experiment.logger.write_line(step, experiment.replay.stats(step), experiment.collector.episodes)
 

@@ -174,9 +174,9 @@ class Learner:
       target = jax.tree.map(lambda new, old: jnp.where(due, new, old), params, target)
     metrics = mean_over_devices({names.LOSS_TOTAL: loss, **out.metrics}) | {
       names.LEARNING_RATE: jnp.asarray(self._schedule(state.step), jnp.float32),
-      names.GRADIENT_NORM: optax.tree.norm(grads),
-      names.UPDATE_NORM: optax.tree.norm(updates),
-      names.PARAMETER_NORM: optax.tree.norm(params),
+      names.GRADIENT_NORM: optimizers.norm(grads),
+      names.UPDATE_NORM: optimizers.norm(updates),
+      names.PARAMETER_NORM: optimizers.norm(params),
     }
     ratios = optimizers.trust_ratio_summary(opt_state)
     metrics |= {f"learner/trust_ratio_{name}": value for name, value in ratios.items()}

@@ -70,7 +70,7 @@ def test_ratio_between_the_bounds():
   tx = scale_by_clipped_trust_ratio(trust_coefficient=0.5, weight_decay=0.2, eps=1.5)
   updates, state = _step(tx, _grads(), _params())
   _allclose(updates, _grads() | {"kernel": [[0.12, 1.2], [1.6, 0.16]]})
-  _allclose(optimizers.trust_ratios(state), {"kernel": 0.2})
+  _allclose(optimizers.trust_ratios(state, _params()), {"kernel": 0.2})
   assert optimizers.trust_ratio_summary(state)["fraction_clipped"] == 0
 
 
@@ -96,7 +96,7 @@ def test_norms_are_float32_for_bfloat16_params_and_the_product_is_rounded_once()
   w = jnp.ones((1, 257), jnp.bfloat16)
   updates, state = _step(scale_by_clipped_trust_ratio(2.0**-5), w.at[0, 1:].set(0), w)
   assert updates.dtype == jnp.bfloat16
-  (ratio,) = optimizers.trust_ratios(state).values()
+  (ratio,) = optimizers.trust_ratios(state, w).values()
   assert ratio.dtype == jnp.float32
   np.testing.assert_allclose(ratio, math.sqrt(257) / 32, rtol=1e-6)
   # 1.75 * (1 + 2**-8) is nearest to 1.75 + 2**-7; a sum rounded first, to 1, would give 1.75.
@@ -130,7 +130,7 @@ def _traced_step(g, w, *numbers):
 )
 def test_ratio_is_bounded_and_the_update_parallel(g, w, eta, bounds, wd):
   updates, state = _traced_step(g, w, f32(eta), f32(bounds[0]), f32(bounds[1]), f32(wd))
-  (ratio,) = optimizers.trust_ratios(state).values()
+  (ratio,) = optimizers.trust_ratios(state, w).values()
   assert bounds[0] <= ratio <= bounds[1] or not np.any(w)
   g, w = np.float64(g), np.float64(w)
   g_norm, w_norm = np.linalg.norm(g), np.linalg.norm(w)
@@ -153,7 +153,7 @@ def test_summary_counts_adapted_leaves_only():
   state, names = tx.init(params), ("min", "mean", "max", "fraction_clipped")
   _allclose(optimizers.trust_ratio_summary(state), dict(zip(names, (1, 1, 1, 0), strict=True)))
   _, state = _step(tx, grads, params)
-  _allclose(optimizers.trust_ratios(state), {"a": 0.5, "b": 2, "c": 3})
+  _allclose(optimizers.trust_ratios(state, params), {"a": 0.5, "b": 2, "c": 3})
   expected = dict(zip(names, (0.5, 5.5 / 3, 3, 1 / 3), strict=True))
   _allclose(optimizers.trust_ratio_summary(state), expected)
 
@@ -194,7 +194,7 @@ def test_lars_with_and_without_bounds_against_numpy(name):
     bias_buffer = momentum * bias_buffer + np.float64(grads["bias"])
     kernel, bias = kernel - rate * kernel_buffer, bias - rate * bias_buffer
   _allclose(trained, {"bias": bias, "kernel": kernel}, rtol=1e-5)
-  _allclose(optimizers.trust_ratios(state), {"kernel": ratios[-1]}, rtol=1e-5)
+  _allclose(optimizers.trust_ratios(state, trained), {"kernel": ratios[-1]}, rtol=1e-5)
   assert (max(ratios) > high) == (name == "lars")  # the data tell the two apart
 
 
@@ -256,7 +256,7 @@ def test_a_last_layer_that_starts_at_zero_grows_as_under_sgd():
 
   norm, state = train("clipped_lars")
   assert norm > 0.5 * train("sgd")[0]
-  ratios = optimizers.trust_ratios(state)
+  ratios = optimizers.trust_ratios(state, start)
   assert ratios["last/kernel"] == 1 and 0 < ratios["hidden/kernel"] < 1
 
 
@@ -273,3 +273,21 @@ def test_an_exempt_kernel_decays_and_follows_momentum():
     w = w - 0.5 * buffer
   np.testing.assert_allclose(trained["kernel"], w, rtol=1e-5, atol=1e-6)
   assert optimizers.trust_ratio_summary(state)["fraction_clipped"] == 0
+
+
+def test_many_leaves_are_updated_as_one_by_one():
+  """Leaves of all sizes around a row's, against the same arithmetic leaf by leaf."""
+  rng = np.random.default_rng(3)
+  shapes = {"a": (1023,), "b": (33, 32), "c": (), "d": (3, 700), "e": (1024,), "f": (2, 2, 256)}
+  params = {name: np.asarray(rng.normal(size=shape), f32) for name, shape in shapes.items()}
+  config = _config("clipped_lars", learning_rate=0.5, trust_coefficient=0.3, clip_norm=5.0)
+  updates, _ = _step(optimizers.make_optimizer(config), params, params)
+  total = np.sqrt(sum(np.sum(np.float64(x) ** 2) for x in params.values()))
+  np.testing.assert_allclose(optimizers.norm(params), total, rtol=1e-6)
+  for name, w in params.items():
+    g, w = np.float64(w) * 5 / total, np.float64(w)
+    if w.ndim >= 2:
+      norms, decay = np.linalg.norm(g), config.weight_decay
+      ratio = 0.3 * np.linalg.norm(w) / (norms + decay * np.linalg.norm(w))
+      g = np.clip(ratio, config.trust_min, config.trust_max) * (g + decay * w)
+    np.testing.assert_allclose(updates[name], -0.5 * g, rtol=2e-6)

@@ -21,8 +21,9 @@ from speedyzero_jax.agents.base import (
   mean_over_devices,
 )
 from speedyzero_jax.agents.efficientzero import losses, metric_names, targets
+from speedyzero_jax.agents.efficientzero.blueprint import Blueprint, variables_of
 from speedyzero_jax.agents.efficientzero.config import EfficientZeroConfig
-from speedyzero_jax.agents.efficientzero.networks import Blueprint, initial_carry, variables_of
+from speedyzero_jax.agents.efficientzero.networks import initial_carry
 from speedyzero_jax.agents.efficientzero.reanalyse import Reanalysis
 from speedyzero_jax.agents.efficientzero.search import ModelStep, Root, SearchResult, make_search
 from speedyzero_jax.config.schema import Config
@@ -112,8 +113,8 @@ class EfficientZero(Agent):
   def _recurrent(
     self, variables: Variables, state: jax.Array, carry: Any, action: jax.Array
   ) -> ModelStep:
-    """g and f for the search."""
-    network = self.blueprint.bind(variables)
+    """g and f for the search, with folded variables."""
+    network = self.blueprint.bind_folded(variables)
     state, carry, prefix_logits = network.step(state, carry, action)
     value_logits, policy_logits = network.predict(state, False)
     return ModelStep(
@@ -125,7 +126,7 @@ class EfficientZero(Agent):
     )
 
   def _roots(self, variables: Variables, frames: jax.Array) -> Root:
-    network = self.blueprint.bind(variables)
+    network = self.blueprint.bind_folded(variables)
     observations = losses.stack_frames(frames, self._stack)
     observations = losses.normalise(observations.reshape(-1, *observations.shape[2:]))
     state = network.represent(observations, False)
@@ -137,6 +138,7 @@ class EfficientZero(Agent):
   ) -> SearchResult:
     """frames [B, S-1+n, H, W, C] -> SearchResult with leaves [B, n, ...]."""
     batch, states = frames.shape[0], frames.shape[1] - self._stack + 1
+    variables = self.blueprint.fold(variables)
     root = self._roots(variables, frames)
     found = self._search(variables, root, key, explore=explore, temperature=temperature)
     return jax.tree.map(lambda x: x.reshape(batch, states, *x.shape[1:]), found)
@@ -147,7 +149,11 @@ class EfficientZero(Agent):
     return {"policy": found.policy, "search_value": found.search_value, "value": found.value}
 
   def _values(self, variables: Variables, frames: jax.Array, key: jax.Array) -> Arrays:
-    return {"value": self._roots(variables, frames).value.reshape(frames.shape[0], -1)}
+    return {
+      "value": self._roots(self.blueprint.fold(variables), frames).value.reshape(
+        frames.shape[0], -1
+      )
+    }
 
   # --- host
 

@@ -1,19 +1,19 @@
 """EfficientZero's networks: representation h, dynamics g, value-prefix LSTM, prediction f, SimSiam.
 
 Images are [B, H, W, S*C]; vectors are images of one pixel, [B, 1, 1, S*D], with 1x1 kernels.
-Parameters are float32, activations `config.dtype`, logits float32.
+Parameters are float32, activations `config.dtype`, logits float32. Where the network only looks
+(search, values) its variables are folded first, see `blueprint`.
 
 Source: EfficientZero (Ye et al. 2021), appendix A and its released code.
 """
 
-from functools import partial
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from speedyzero_jax.agents.base import Variables
 from speedyzero_jax.agents.efficientzero.config import NetworkConfig
 from speedyzero_jax.ops.conv import convolve
 
@@ -21,6 +21,7 @@ Carry = tuple[jax.Array, jax.Array]  # the LSTM's (c, h), each [B, lstm_hidden]
 
 _HE = nnx.initializers.variance_scaling(2.0, "fan_out", "truncated_normal")
 _LECUN = nnx.initializers.lecun_normal()
+EPSILON = 1e-5  # added to variances
 _ZEROS = nnx.initializers.zeros
 
 
@@ -35,29 +36,40 @@ def _uniform(fan_in: int) -> nnx.Initializer:
 
 
 class _Layers:
-  """Factory of layers that share a configuration."""
+  """Factory of layers that share a configuration; `folded` ones have their norm in them."""
 
-  def __init__(self, config: NetworkConfig, axis_name: str | None, rngs: nnx.Rngs):
-    self.dtype = jnp.dtype(config.dtype)
+  def __init__(
+    self, config: NetworkConfig, axis_name: str | None, rngs: nnx.Rngs, folded: bool = False
+  ):
+    self.dtype, self.folded = jnp.dtype(config.dtype), folded
     self.kernel = (1, 1) if config.downsample == 1 else (3, 3)
     self._config, self._axis_name, self._rngs = config, axis_name, rngs
     self._pytorch = config.init == "pytorch"
 
   def conv(
-    self, inputs: int, outputs: int, *, kernel: tuple[int, int] | None = None, stride: int = 1
+    self,
+    inputs: int,
+    outputs: int,
+    *,
+    kernel: tuple[int, int] | None = None,
+    stride: int = 1,
+    normed: bool = True,
   ) -> nnx.Conv:
     kernel = kernel or self.kernel
     pad = kernel[0] // 2
     return nnx.Conv(
-      inputs, outputs, kernel, strides=stride, padding=pad, use_bias=False,
+      inputs, outputs, kernel, strides=stride, padding=pad, use_bias=self.folded and normed,
       dtype=self.dtype, rngs=self._rngs, conv_general_dilated=convolve,
       kernel_init=_uniform(inputs * kernel[0] * kernel[1]) if self._pytorch else _HE,
     )  # fmt: skip
 
-  def norm(self, features: int) -> nnx.BatchNorm:
+  def norm(self, features: int, *, foldable: bool = True) -> Any:
+    if self.folded and foldable:
+      return _folded_norm
     return nnx.BatchNorm(
       features,
       momentum=self._config.bn_momentum,
+      epsilon=EPSILON,
       dtype=self.dtype,
       axis_name=self._axis_name,
       rngs=self._rngs,
@@ -84,6 +96,11 @@ class _Layers:
     return nnx.OptimizedLSTMCell(inputs, hidden, dtype=self.dtype, rngs=self._rngs, **inits)
 
 
+def _folded_norm(x: jax.Array, use_running_average: bool) -> jax.Array:
+  assert use_running_average, "folded variables are for inference"
+  return x
+
+
 class ResBlock(nnx.Module):
   """Two normalised convolutions and a skip connection, a convolution where the shape changes."""
 
@@ -91,7 +108,9 @@ class ResBlock(nnx.Module):
     self.conv1, self.norm1 = layers.conv(inputs, outputs, stride=stride), layers.norm(outputs)
     self.conv2, self.norm2 = layers.conv(outputs, outputs), layers.norm(outputs)
     self.skip = (
-      layers.conv(inputs, outputs, stride=stride) if stride != 1 or inputs != outputs else None
+      layers.conv(inputs, outputs, stride=stride, normed=False)
+      if stride != 1 or inputs != outputs
+      else None
     )
 
   def __call__(self, x: jax.Array, train: bool) -> jax.Array:
@@ -168,26 +187,65 @@ class Mlp(nnx.Module):
 
 
 class Dynamics(nnx.Module):
-  """g without the reward: (hidden state, action) -> next hidden state."""
+  """g without the reward: (hidden state, action) -> next hidden state.
 
-  def __init__(self, config: NetworkConfig, layers: _Layers, num_actions: int):
+  The first convolution sees the state and constant planes that encode the action. What a plane adds
+  to its output is the same for every sample but for a factor, so it is computed once and added:
+  the convolution itself keeps an even number of channels.
+  """
+
+  def __init__(
+    self, config: NetworkConfig, layers: _Layers, num_actions: int, shape: tuple[int, int]
+  ):
     self.num_actions, self.one_hot = num_actions, config.action_encoding == "one_hot"
-    planes = num_actions if self.one_hot else 1
-    self.conv = layers.conv(config.channels + planes, config.channels)
-    self.norm = layers.norm(config.channels)
-    self.blocks = _blocks(layers, config.channels, config.blocks)
+    channels, planes = config.channels, num_actions if self.one_hot else 1
+    self.dtype = layers.dtype
+    self.conv = layers.conv(channels if layers.folded else channels + planes, channels)
+    self.response = (
+      nnx.Param(jnp.zeros((planes, *shape, channels), self.dtype)) if layers.folded else None
+    )
+    self.norm = layers.norm(channels)
+    self.blocks = _blocks(layers, channels, config.blocks)
 
   def __call__(self, state: jax.Array, action: jax.Array, train: bool) -> jax.Array:
     if self.one_hot:
       planes = jax.nn.one_hot(action, self.num_actions, dtype=state.dtype)
     else:
       planes = (action[:, None] / self.num_actions).astype(state.dtype)
-    planes = jnp.broadcast_to(planes[:, None, None, :], (*state.shape[:3], planes.shape[-1]))
-    x = self.conv(jnp.concatenate([state, planes], axis=-1))
+    if self.response is None:
+      of_state, response = split_kernel(self.conv.kernel[...].astype(self.dtype), state.shape[1:])
+      x = _same(state, of_state)
+    else:
+      x, response = self.conv(state), self.response[...]
+    x = x + jnp.tensordot(planes, response, 1)
     x = nnx.relu(self.norm(x, use_running_average=not train) + state)
     for block in self.blocks:
       x = block(x, train)
     return x
+
+
+def split_kernel(kernel: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+  """The dynamics' first kernel as two parts: the state's, and the planes' in effect.
+
+  Args:
+    kernel: [k, k, C + planes, C].
+    shape: [h, w, C] of the state.
+
+  Returns:
+    The kernel for the state, and the output for planes of ones, [planes, h, w, C]: not the same
+    everywhere, since zeros surround the image.
+  """
+  height, width, channels = shape
+  of_planes = kernel[:, :, channels:]
+  count = of_planes.shape[2]
+  ones = jnp.eye(count, dtype=kernel.dtype)[:, None, None, :]
+  ones = jnp.broadcast_to(ones, (count, height, width, count))
+  return kernel[:, :, :channels], _same(ones, of_planes)
+
+
+def _same(x: jax.Array, kernel: jax.Array) -> jax.Array:
+  """Convolution [B, H, W, C] -> [B, H, W, C'] with zeros around the image."""
+  return convolve(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
 class ValuePrefix(nnx.Module):
@@ -197,7 +255,7 @@ class ValuePrefix(nnx.Module):
     self.conv = layers.conv(config.channels, config.reduced_channels, kernel=(1, 1))
     self.norm = layers.norm(config.reduced_channels)
     self.lstm = layers.lstm(pixels * config.reduced_channels, config.lstm_hidden)
-    self.lstm_norm = layers.norm(config.lstm_hidden)
+    self.lstm_norm = layers.norm(config.lstm_hidden, foldable=False)  # no kernel precedes it
     self.mlp = Mlp(layers, config.lstm_hidden, config.head_hidden, 2 * config.support + 1)
 
   def __call__(
@@ -258,6 +316,7 @@ class Network(nnx.Module):
     num_actions: |A|.
     axis_name: mesh axis over which batch statistics are shared in training; None for local ones.
     rngs: of the initial parameters.
+    folded: for variables from `Blueprint.fold`; there are no consistency heads then.
   """
 
   def __init__(
@@ -268,18 +327,21 @@ class Network(nnx.Module):
     *,
     axis_name: str | None = None,
     rngs: nnx.Rngs,
+    folded: bool = False,
   ):
-    layers = _Layers(config, axis_name, rngs)
+    layers = _Layers(config, axis_name, rngs, folded)
     height, width, channels = observation_shape
-    pixels = (height // config.downsample) * (width // config.downsample)
+    shape = height // config.downsample, width // config.downsample
+    pixels = math.prod(shape)
     self.config, self.dtype = config, layers.dtype
     self.representation = Representation(config, layers, channels)
-    self.dynamics = Dynamics(config, layers, num_actions)
+    self.dynamics = Dynamics(config, layers, num_actions, shape)
     self.value_prefix = ValuePrefix(config, layers, pixels)
     self.trunk = _blocks(layers, config.channels, config.blocks)
     self.value = Head(config, layers, pixels, 2 * config.support + 1)
     self.policy = Head(config, layers, pixels, num_actions)
-    self.consistency = Consistency(config, layers, pixels * config.channels)
+    if not folded:
+      self.consistency = Consistency(config, layers, pixels * config.channels)
 
   def represent(self, observation: jax.Array, train: bool) -> jax.Array:
     """[B, H, W, S*C] -> hidden state [B, h, w, channels]."""
@@ -302,28 +364,3 @@ class Network(nnx.Module):
   def initial_carry(self, batch: int) -> Carry:
     """See `initial_carry`."""
     return initial_carry(self.config, batch)
-
-
-class Blueprint:
-  """A network's structure without values; makes variables and binds them inside jit.
-
-  Arguments are those of `Network`, without `rngs`.
-  """
-
-  def __init__(self, *arguments: Any, **options: Any):
-    self._make = partial(Network, *arguments, **options)
-    self._graph = nnx.graphdef(nnx.eval_shape(lambda: self._make(rngs=nnx.Rngs(0))))
-
-  def init(self, key: jax.Array) -> Variables:
-    """Initial variables."""
-    return variables_of(self._make(rngs=nnx.Rngs(key)))
-
-  def bind(self, variables: Variables) -> Network:
-    """The network with these variables; cheap, for use while tracing."""
-    return nnx.merge(self._graph, variables.params, variables.batch_stats)
-
-
-def variables_of(network: Network) -> Variables:
-  """The variables of a bound network as plain pytrees."""
-  kinds = (nnx.Param, nnx.BatchStat)
-  return Variables(*(nnx.to_pure_dict(nnx.state(network, kind)) for kind in kinds))

@@ -13,12 +13,15 @@ import jax
 import jax.numpy as jnp
 import mctx
 
-from speedyzero_jax.agents.efficientzero import qtransforms
+from speedyzero_jax.agents.efficientzero import array_search, qtransforms
 from speedyzero_jax.agents.efficientzero.config import SearchConfig
+from speedyzero_jax.system.platform import platform
 from speedyzero_jax.types import Params
 
 # Scale of the random numbers added to PUCT scores, to order equal ones only.
 _TIE_BREAK = 1e-6
+# Above this the array search, whose work grows with the square, is not worth its few launches.
+_MOST_SIMULATIONS = 128
 
 
 class SearchResult(NamedTuple):
@@ -133,10 +136,33 @@ def make_search(
   return search
 
 
+def _tree_search(config: SearchConfig, discount: float) -> Callable[..., mctx.Tree]:
+  """(params, key, root, step, selection at the root, below it, extra data) -> the searched tree."""
+
+  def grow(params, key, root, step, select_at_root, select, extra_data):
+    found = mctx.search
+    if platform() != "cpu" and config.simulations <= _MOST_SIMULATIONS:
+      found = functools.partial(array_search.search, discount=discount)
+    return found(
+      params,
+      key,
+      root=root,
+      recurrent_fn=step,
+      root_action_selection_fn=select_at_root,
+      interior_action_selection_fn=select,
+      num_simulations=config.simulations,
+      max_depth=config.max_depth or None,
+      extra_data=extra_data,
+    )
+
+  return grow
+
+
 def _gumbel_policy(
   config: SearchConfig, discount: float, num_actions: int
 ) -> Callable[..., mctx.PolicyOutput]:
-  """Full Gumbel MuZero (Danihelka et al. 2022)."""
+  """Full Gumbel MuZero (Danihelka et al. 2022), as `mctx.gumbel_muzero_policy`."""
+  grow = _tree_search(config, discount)
   constants = {"value_scale": config.c_scale, "maxvisit_init": config.c_visit}
   if config.value_scaling == "tree":
     qtransform = functools.partial(
@@ -150,19 +176,28 @@ def _gumbel_policy(
       mctx.qtransform_completed_by_mix_value, epsilon=config.min_value_range, **constants
     )
 
+  select_at_root = functools.partial(
+    mctx.gumbel_muzero_root_action_selection,
+    num_simulations=config.simulations,
+    max_num_considered_actions=min(config.max_considered, num_actions),
+    qtransform=qtransform,
+  )
+  select = functools.partial(mctx.gumbel_muzero_interior_action_selection, qtransform=qtransform)
+
   def run(params, key, root, step, explore, temperature):
     del temperature
-    return mctx.gumbel_muzero_policy(
-      params,
-      key,
-      root,
-      step,
-      config.simulations,
-      max_depth=config.max_depth or None,
-      qtransform=qtransform,
-      max_num_considered_actions=min(config.max_considered, num_actions),
-      gumbel_scale=1.0 if explore else 0.0,
-    )
+    key, gumbel_key = jax.random.split(key)
+    shape = root.prior_logits.shape
+    gumbel = jax.random.gumbel(gumbel_key, shape) if explore else jnp.zeros(shape)
+    noise = mctx.GumbelMuZeroExtraData(root_gumbel=gumbel)
+    tree = grow(params, key, root, step, select_at_root, select, noise)
+    qvalues = jax.vmap(qtransform, in_axes=(0, None))(tree, tree.ROOT_INDEX)
+    improved = root.prior_logits + qvalues
+    visits = tree.children_visits[:, tree.ROOT_INDEX]
+    most = visits == jnp.max(visits, axis=1, keepdims=True)
+    action = jnp.argmax(jnp.where(most, gumbel + improved, -jnp.inf), axis=1)
+    policy = jax.nn.softmax(improved)
+    return mctx.PolicyOutput(action=action, action_weights=policy, search_tree=tree)
 
   return run
 
@@ -175,6 +210,7 @@ def _puct_policy(
   mctx draws random numbers to break ties at every node on the path, most of its cost on a CPU, and
   makes a search without noise depend on its key. Here they are drawn once, and only to explore.
   """
+  grow = _tree_search(config, discount)
   if config.value_scaling == "tree":
     qtransform = functools.partial(
       qtransforms.qtransform_tree_by_mean_value, discount=discount, min_range=config.min_value_range
@@ -208,17 +244,7 @@ def _puct_policy(
       root = root.replace(prior_logits=jnp.log(jnp.maximum(prior, jnp.finfo(prior.dtype).tiny)))
       nodes = config.simulations + 1
       tie_break = _TIE_BREAK * jax.random.uniform(tie_key, (shape[0], nodes, num_actions))
-    tree = mctx.search(
-      params,
-      key,
-      root=root,
-      recurrent_fn=step,
-      root_action_selection_fn=select,
-      interior_action_selection_fn=select,
-      num_simulations=config.simulations,
-      max_depth=config.max_depth or None,
-      extra_data=tie_break,
-    )
+    tree = grow(params, key, root, step, select, select, tie_break)
     visits = tree.summary().visit_probs
     if explore:
       logits = jnp.log(visits / jnp.max(visits, axis=-1, keepdims=True))

@@ -180,9 +180,10 @@ def test_the_recurrent_function_steps_state_carry_and_prefix():
   @jax.jit
   def both(variables):
     network, last, carry, steps = agent.blueprint.bind(variables), start, initial_carry(own, 3), []
+    folded = agent.blueprint.fold(variables)
     expected = []
     for action in actions:
-      steps.append(agent._recurrent(variables, last, carry, action))
+      steps.append(agent._recurrent(folded, last, carry, action))
       state = network.dynamics(last, action, False)
       value, policy = network.predict(state, False)
       expected.append((state, losses.decode(value), policy))

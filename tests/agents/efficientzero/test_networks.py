@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 
 from speedyzero_jax.agents.efficientzero import networks
+from speedyzero_jax.agents.efficientzero.blueprint import Blueprint, variables_of
 from speedyzero_jax.agents.efficientzero.config import NetworkConfig
-from speedyzero_jax.agents.efficientzero.networks import Blueprint, variables_of
 
 # No two sizes alike, so that no pair of axes can be swapped unnoticed.
 TINY = NetworkConfig(

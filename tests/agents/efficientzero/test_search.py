@@ -15,6 +15,7 @@ import pytest
 import reference_search
 from speedyzero_jax.agents.efficientzero import search as search_lib
 from speedyzero_jax.agents.efficientzero.config import SearchConfig
+from speedyzero_jax.system.platform import planned
 
 _ROOTS = 12
 _DISCOUNT = 0.9
@@ -120,7 +121,7 @@ def _jit(search):
 
 
 @functools.cache
-def _searcher(case: Case):
+def _searcher(case: Case, platform: str = "cpu"):
   search = search_lib.make_search(
     case.config,
     num_actions=case.actions,
@@ -129,7 +130,13 @@ def _searcher(case: Case):
     recurrent_fn=_recurrent,
     initial_carry=lambda batch: jnp.zeros([batch], jnp.int32),
   )
-  return _jit(search)
+  search = _jit(search)
+
+  def run(*arguments, **options):
+    with planned(platform):  # matters when it is traced
+      return search(*arguments, **options)
+
+  return run
 
 
 CASES = [
@@ -170,12 +177,15 @@ def _compare(case: Case, tables: Tables, codes, found, logits, gumbel, action: b
   return max(expected[i].depth for i in clear)
 
 
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])  # they search in different ways
 @pytest.mark.parametrize("case", CASES, ids=_name)
 @hypothesis.settings(max_examples=5, deadline=None)
 @hypothesis.given(seed=st.integers(0, 2**31))
-def test_agrees_with_reference(case: Case, seed: int):
+def test_agrees_with_reference(case: Case, platform: str, seed: int):
   tables, codes = Tables.random(seed, case.actions), _codes(seed)
-  found = _searcher(case)(tables, _root(tables, codes), jax.random.key(seed), explore=False)
+  found = _searcher(case, platform)(
+    tables, _root(tables, codes), jax.random.key(seed), explore=False
+  )
   depth = _compare(
     case, tables, codes, found, tables.logits[codes], np.zeros([_ROOTS, case.actions])
   )
@@ -189,7 +199,7 @@ def test_agrees_with_reference(case: Case, seed: int):
 def test_gumbel_noise_agrees_with_reference(seed: int):
   tables, codes, key = Tables.random(seed, GUMBEL.actions), _codes(seed), jax.random.key(seed)
   found = _searcher(GUMBEL)(tables, _root(tables, codes), key, explore=True)
-  # mctx draws its noise from the second of two keys.
+  # The noise is drawn from the second of two keys, as in mctx.
   gumbel = jax.random.gumbel(jax.random.split(key)[1], (_ROOTS, GUMBEL.actions))
   _compare(GUMBEL, tables, codes, found, tables.logits[codes], gumbel)
 

@@ -1,0 +1,188 @@
+"""Monte Carlo tree search in whole-array operations, without loops of unknown length.
+
+`mctx.search` walks down and up each tree in loops that last as long as the deepest path of the
+batch, and a GPU's host has to ask after every step whether they go on. Here every node chooses its
+action, paths are followed by doubling pointers, and all values on a path are backed up at once, so
+that a simulation is a fixed sequence of operations. Their cost grows with the square of the number
+of nodes: for tens of simulations.
+"""
+
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import mctx
+import numpy as np
+
+from speedyzero_jax.types import Params
+
+
+class _Nodes(NamedTuple):
+  """The nodes of B trees, by the simulation that made them; the root is number 0."""
+
+  visits: chex.Array  # [B, N] int32
+  value: chex.Array  # [B, N], mean of the returns through the node
+  raw_value: chex.Array  # [B, N], of the network
+  prior_logits: chex.Array  # [B, N, A]
+  children: chex.Array  # [B, N, A] int32, mctx.Tree.UNVISITED where there is none
+  ancestors: chex.Array  # [B, N, N] bool, of the node in the second axis, itself included
+  embedding: Any  # pytree [B, N, ...]
+
+
+def search(
+  params: Params,
+  key: chex.PRNGKey,
+  *,
+  root: mctx.RootFnOutput,
+  recurrent_fn: mctx.RecurrentFn,
+  root_action_selection_fn: mctx.RootActionSelectionFn,
+  interior_action_selection_fn: mctx.InteriorActionSelectionFn,
+  num_simulations: int,
+  max_depth: int | None,
+  discount: float,
+  extra_data: Any = None,
+) -> mctx.Tree:
+  """As `mctx.search`, for one discount, all actions valid and selection that is deterministic.
+
+  Embeddings have the fields `reward` [B], of the edge to the node, and `depth` [B]. The tree has no
+  parents.
+  """
+
+  def select(tree: mctx.Tree) -> chex.Array:
+    at_root = root_action_selection_fn(key, tree, 0)
+    nodes = jnp.arange(1, num_simulations + 1)
+    interior = jax.vmap(lambda node: interior_action_selection_fn(key, tree, node, 1))(nodes)
+    return jnp.concatenate([at_root[None], interior])
+
+  def simulate(simulation: chex.Array, nodes: _Nodes) -> _Nodes:
+    actions = jax.vmap(select)(_tree(nodes, discount, extra_data))
+    child = jnp.take_along_axis(nodes.children, actions[..., None], axis=2)[..., 0]
+    parent = _follow(child, (max_depth or num_simulations) - 1)
+    action, child = _pick(actions, parent), _pick(child, parent)
+    embedding = jax.tree.map(lambda x: _pick(x, parent), nodes.embedding)
+    step, embedding = recurrent_fn(params, key, action, embedding)
+    new = jnp.where(child == mctx.Tree.UNVISITED, simulation + 1, child)
+    return _expanded(nodes, simulation + 1, parent, action, new, step, embedding, discount)
+
+  nodes = _roots(root, num_simulations + 1)
+  nodes = jax.lax.fori_loop(0, num_simulations, simulate, nodes)
+  return _tree(nodes, discount, extra_data)
+
+
+def _roots(root: mctx.RootFnOutput, count: int) -> _Nodes:
+  """Trees of `count` nodes of which only the roots are in use."""
+
+  def first(x: chex.Array) -> chex.Array:
+    return jnp.zeros((x.shape[0], count, *x.shape[1:]), x.dtype).at[:, 0].set(x)
+
+  batch, actions = root.prior_logits.shape
+  value = first(root.value)
+  return _Nodes(
+    visits=first(jnp.ones(batch, jnp.int32)),
+    value=value,
+    raw_value=value,
+    prior_logits=first(root.prior_logits),
+    children=jnp.full((batch, count, actions), mctx.Tree.UNVISITED, jnp.int32),
+    ancestors=jnp.zeros((batch, count, count), bool).at[:, 0, 0].set(True),
+    embedding=jax.tree.map(first, root.embedding),
+  )
+
+
+def _follow(child: chex.Array, steps: int) -> chex.Array:
+  """The nodes [B] reached from the roots by `steps` steps to `child` [B, N] where there is one."""
+  jump = jnp.where(child == mctx.Tree.UNVISITED, jnp.arange(child.shape[1]), child)
+  node = jnp.zeros(len(child), jnp.int32)
+  while steps:
+    if steps % 2:
+      node = _pick(jump, node)
+    jump = jnp.take_along_axis(jump, jump, axis=1)  # twice as far
+    steps //= 2
+  return node
+
+
+def _expanded(
+  nodes: _Nodes,
+  slot: chex.Array,
+  parent: chex.Array,
+  action: chex.Array,
+  new: chex.Array,
+  step: mctx.RecurrentFnOutput,
+  embedding: Any,
+  discount: float,
+) -> _Nodes:
+  """With the network's output for `action` in `parent` in `slot`, and its value backed up.
+
+  `new` [B] is `slot`, or the node that is there already (at the maximum depth): its network output
+  is the same, and nothing refers to the slot.
+  """
+
+  def put(x: chex.Array, y: chex.Array) -> chex.Array:
+    return jax.lax.dynamic_update_index_in_dim(x, y, slot, axis=1)
+
+  count, num_actions = nodes.children.shape[1:]
+  node = jnp.arange(count)
+  path = _pick(nodes.ancestors, parent)  # [B, N]
+  returns = _returns(nodes.embedding, path, parent, step, discount)
+  backed_up = (nodes.value * nodes.visits + returns) / (nodes.visits + 1)
+  is_new = node == new[:, None]
+  edge = (node == parent[:, None])[..., None] & (jnp.arange(num_actions) == action[:, None, None])
+  return _Nodes(
+    visits=nodes.visits + (path | is_new),
+    value=jnp.where(is_new, step.value[:, None], jnp.where(path, backed_up, nodes.value)),
+    raw_value=put(nodes.raw_value, step.value),
+    prior_logits=put(nodes.prior_logits, step.prior_logits),
+    children=jnp.where(edge, new[:, None, None], nodes.children),
+    ancestors=put(nodes.ancestors, path | (node == slot)),
+    embedding=jax.tree.map(put, nodes.embedding, embedding),
+  )
+
+
+def _returns(
+  embedding: Any,
+  path: chex.Array,
+  parent: chex.Array,
+  step: mctx.RecurrentFnOutput,
+  discount: float,
+) -> chex.Array:
+  """Discounted returns [B, N] of a step in `parent` from each node on the path to it."""
+  depth, reward = embedding.depth, embedding.reward
+  power = jnp.asarray(np.power(discount, np.arange(path.shape[1])), jnp.float32)
+  last = _pick(depth, parent)[:, None] - depth  # edges before the step
+  steps = depth[:, None, :] - depth[:, :, None] - 1  # edges before the one into node m, from n
+  within = path[:, None, :] & (steps >= 0)
+  rewards = jnp.where(within, power[jnp.maximum(steps, 0)] * reward[:, None, :], 0.0)
+  tail = step.reward + discount * step.value
+  return jnp.sum(rewards, axis=2) + power[jnp.maximum(last, 0)] * tail[:, None]
+
+
+def _tree(nodes: _Nodes, discount: float, extra_data: Any) -> mctx.Tree:
+  """What mctx's functions see of the nodes."""
+  shape = nodes.children.shape
+  visited = nodes.children != mctx.Tree.UNVISITED
+  index = jnp.maximum(nodes.children, 0).reshape(shape[0], -1)
+
+  def of_children(x: chex.Array) -> chex.Array:
+    return jnp.where(visited, jnp.take_along_axis(x, index, axis=1).reshape(shape), 0)
+
+  return mctx.Tree(
+    node_visits=nodes.visits,
+    raw_values=nodes.raw_value,
+    node_values=nodes.value,
+    parents=None,
+    action_from_parent=None,
+    children_index=nodes.children,
+    children_prior_logits=nodes.prior_logits,
+    children_visits=of_children(nodes.visits),
+    children_rewards=of_children(nodes.embedding.reward),
+    children_discounts=jnp.full(shape, discount, jnp.float32),
+    children_values=of_children(nodes.value),
+    embeddings=nodes.embedding,
+    root_invalid_actions=jnp.zeros((shape[0], shape[2])),
+    extra_data=extra_data,
+  )
+
+
+def _pick(x: chex.Array, node: chex.Array) -> chex.Array:
+  """Rows of x [B, N, ...] by node [B]."""
+  return x[jnp.arange(len(x)), node]
