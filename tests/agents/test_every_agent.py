@@ -10,8 +10,7 @@ from whole_runs import assert_same, everything
 
 RUN = ("run.mode=lockstep", "learner.devices=1")
 _LSTM = ("network.core=lstm", "network.lstm_hidden=8")
-# By preset: settings of a run of 30 learner steps, and of the least one that learns Catch; with
-# memory, MemoryCatch.
+# By preset: settings of a run of 30 learner steps, and of the least one that learns Catch.
 SHORT = {
   "a2c": (
     "network.hidden=8", "learner.batch_size=4", "run.env_steps=620", "actor.lanes=4",
@@ -58,7 +57,10 @@ LEARNS = {
     "learner.steps=240", "run.env_steps=40000", "actor.lanes=32", "replay.capacity=0",
   ),
   "ppo": (),
-  "r2d2": ("env.game=MemoryCatch", "learner.steps=1000", "run.env_steps=16000"),
+  "r2d2": (
+    "learner.steps=400", "run.env_steps=8000", "actor.lanes=16", "optim.learning_rate=3e-3",
+    "loss.target_interval=50",
+  ),
 }  # fmt: skip
 
 
