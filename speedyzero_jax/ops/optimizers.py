@@ -80,6 +80,12 @@ def norm(tree: Any) -> jax.Array:
   return jnp.sqrt(jnp.sum(jnp.square(Layout(tree).pack(tree))))
 
 
+def apply_updates(params: Any, updates: Any) -> Any:
+  """As `optax.apply_updates`."""
+  layout = Layout(params)
+  return layout.unpack(layout.pack(params) + layout.pack(updates))
+
+
 class ClippedTrustRatioState(NamedTuple):
   """The trust ratios of the last update, and the leaves that have none.
 

@@ -167,7 +167,7 @@ class Learner:
     )
     grads = mean_over_devices(grads)
     updates, opt_state = self._optimizer.update(grads, state.opt_state, params)
-    params = optax.apply_updates(params, updates)
+    params = optimizers.apply_updates(params, updates)
     target = state.target
     if self._agent.target_interval:
       due = (state.step + 1) % self._agent.target_interval == 0

@@ -264,10 +264,17 @@ def test_forward_is_that_of_a_plain_numpy_network(changes, observation):
     stepped = network.step(states[0], carry, actions[0])
     projection = network.consistency.project(states[1], False)
     predicted = network.consistency.predict(projection, False)
-    return states, last, prefix, stepped, network.predict(states[1], False), projection, predicted
+    folded = blueprint.bind_folded(blueprint.fold(variables))
+    represented = folded.represent(frames, False)
+    following = represented, folded.step(represented, carry, actions[0])
+    once_more = *following, folded.predict(states[1], False)
+    return (
+      (states, last, prefix, stepped, network.predict(states[1], False), projection, predicted),
+      once_more,
+    )
 
   with jax.default_matmul_precision("float32"):
-    states, last, prefix, stepped, heads, projection, predicted = forward(
+    (states, last, prefix, stepped, heads, projection, predicted), folded = forward(
       variables, frames, actions, carry
     )
 
@@ -295,6 +302,8 @@ def test_forward_is_that_of_a_plain_numpy_network(changes, observation):
   close((last, prefix), (expected_carry, np.stack(expected_prefix)))
   close(stepped, expected_step)
   close(list(heads), reference.predict(expected[1]))
+  # With batch norm folded into the kernels: the same network.
+  close((folded[0], folded[1], list(folded[2])), (expected[0], expected_step, list(heads)))
   close(projection, expected_projection)
   close(predicted, reference.predict_projection(expected_projection))
   assert all(
