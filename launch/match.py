@@ -109,6 +109,8 @@ def _counts(returns: np.ndarray) -> dict[str, int]:
 def _restore(run: str) -> tuple:
   """Configuration, agent, inference and weights of RUN_DIR[@STEP]."""
   folder, _, step = run.partition("@")
+  if step and not step.isdecimal():
+    raise ValueError(f"expected RUN_DIR or RUN_DIR@STEP, got {run!r}")
   config = run_dir.read_config(Path(folder))
   builders.enable_compilation_cache(config)
   return config, *builders.restore_for_evaluation(

@@ -1,0 +1,69 @@
+"""Matches of a tiny AlphaZero against all kinds of opponents."""
+
+import json
+
+import pytest
+
+import trained
+from launch import match
+from speedyzero_jax.config import loader
+
+TINY = (
+  "network.channels=4", "network.blocks=1", "search.simulations=4", "learner.batch_size=8",
+  "run.env_steps=300", "actor.lanes=4", "replay.capacity=200", "learner.steps=20",
+  "run.checkpoint_interval=10", "run.mode=lockstep", "learner.devices=1",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("run")
+  config = loader.load(["alphazero"], TINY)
+  (folder / "config.yaml").write_text(loader.to_yaml(config))
+  trained.run(config, folder)
+  return folder
+
+
+def played(*arguments, out):
+  code = match.main([*map(str, arguments), "--games", "6", "--out", str(out)])
+  return code, json.loads(out.read_text()) if code == 0 else None
+
+
+def test_every_kind_of_opponent_is_played_from_both_sides(run, tmp_path):
+  against = "random", "minimax", "mcts:20", str(run), f"{run}@10"
+  code, rows = played(run, f"{run}@10", "--against", *against, out=tmp_path / "out.json")
+  assert code == 0 and [(row["step"], row["against"]) for row in rows] == [
+    (step, name) for step in (20, 10) for name in (*against[:3], run.name, f"{run.name}@10")
+  ]
+  for row in rows:
+    sides = row["moving_first"], row["moving_second"]
+    assert [sum(side.values()) for side in sides] == [3, 3] and row["games"] == 6
+    wins, draws, _ = (sum(side[kind] for side in sides) for kind in ("wins", "draws", "losses"))
+    assert row["score"] == pytest.approx((wins + draws / 2) / 6)
+    assert row["against"] != "minimax" or wins == 0  # it never loses
+
+
+def test_a_player_against_itself_is_even(run, tmp_path):
+  """Each opening is played from both sides, without noise: what one loses the other wins."""
+  code, (row,) = played(run, "--against", run, out=tmp_path / "out.json")
+  first, second = row["moving_first"], row["moving_second"]
+  assert (first["wins"], first["losses"]) == (second["losses"], second["wins"])
+  assert code == 0 and row["score"] == 0.5 and row["elo_difference"] == 0
+
+
+@pytest.mark.parametrize(
+  ("name", "message"),
+  [
+    ("mcts:0", "--against: expected random, minimax, mcts:N or a run folder, got 'mcts:0'"),
+    ("nobody", "got 'nobody'"),
+    ("{run}@last", "expected RUN_DIR or RUN_DIR@STEP"),
+  ],
+)
+def test_wrong_opponents_are_named(run, tmp_path, capsys, name, message):
+  assert played(run, "--against", name.format(run=run), out=tmp_path / "out.json")[0] == 2
+  assert message in capsys.readouterr().err and not (tmp_path / "out.json").exists()
+
+
+def test_a_step_without_a_checkpoint_is_an_error(run, tmp_path, capsys):
+  code, _ = played(f"{run}@5", "--against", "random", out=tmp_path / "out.json")
+  assert code == 1 and capsys.readouterr().err.startswith("error: ")
