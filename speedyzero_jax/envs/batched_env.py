@@ -87,9 +87,11 @@ class BatchedEnv:
     shape = self._pool.spec.state_array_spec["obs"].shape
     self.num_lanes = lanes
     self.num_actions = int(self._pool.spec.action_array_spec["action"].maximum) + 1
-    images = {"atari": (shape[1], shape[2], shape[0]), "pgx": tuple(shape[1:])}
-    self.frame_shape = images.get(task.family, (1, 1, math.prod(shape)))
-    self.frame_dtype = np.dtype(np.uint8 if task.family in images else np.float32)
+    if task.family == "atari":
+      self.frame_shape = shape[1], shape[2], shape[0]
+    else:  # a board as each of two players sees it, or a vector
+      self.frame_shape = tuple(shape[1:]) if task.family == "pgx" else (1, 1, math.prod(shape))
+    self.frame_dtype = np.dtype(np.uint8 if len(shape) >= 3 else np.float32)
 
   def reset(self) -> EnvStep:
     """The first frame of every lane. To be called once, before any step."""
@@ -179,11 +181,13 @@ class BoardEnv(BatchedEnv):
     capped: np.ndarray,
     info: dict[str, Any],
   ) -> EnvStep:
-    rows = 2 * np.arange(self.num_lanes)  # of player 0; envpool shows both sides
-    reward = reward[rows + self._mover]
-    self._mover, self._legal = info["current_player"], info["legal_action_mask"]
-    frame = obs[rows + self._mover].astype(np.uint8)
-    return super()._show(frame, reward, first, ended, capped, info)
+    # Games for several players come in the order in which threads were ready; both sides are shown.
+    order, sides = np.argsort(info["env_id"]), np.argsort(info["players"]["env_id"], kind="stable")
+    lanes = np.arange(self.num_lanes)
+    reward = reward[sides].reshape(-1, 2)[lanes, self._mover]
+    self._mover, self._legal = info["current_player"][order], info["legal_action_mask"][order]
+    frame = obs[sides].reshape(-1, 2, *self.frame_shape)[lanes, self._mover].astype(np.uint8)
+    return super()._show(frame, reward, first, ended[order], capped[order], info)
 
 
 def make_env(
