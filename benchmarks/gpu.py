@@ -88,7 +88,7 @@ def fastest(folder: Path) -> str:
   """The flags that make a run fastest; none if all gain too little."""
   times = {flags: seconds_of_run(folder / f"flags-{name}.json") for name, flags in FLAGS.items()}
   best = min(times, key=times.__getitem__)
-  return best if times[best] <= GAIN * seconds_of_run(folder / "check.json") else ""
+  return best if times[best] < GAIN * seconds_of_run(folder / "check.json") else ""
 
 
 def projected(folder: Path, learner_steps: int) -> float | None:

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   add("runs", nargs="+", metavar="RUN_DIR[@STEP]", help="players: folders of runs")
   opponents = "random, minimax, mcts:N, or RUN_DIR[@STEP]; each plays all runs"
   add("--against", nargs="+", required=True, metavar="OPPONENT", help=opponents)
-  add("--games", type=int, default=100, metavar="N", help="of each pair (default: 100)")
+  add("--games", type=_positive, default=100, metavar="N", help="of each pair (default: 100)")
   opening = "random moves before each game, the same for both sides (default: 0; for runs 2)"
   add("--opening", type=int, metavar="N", help=opening)
   add("--seed", type=int, default=0, help="of openings and opponents (default: 0)")
@@ -73,6 +73,9 @@ def match(run: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
   opening = arguments.opening
   if opening is None:
     opening = 2 if kind == "run" else 0  # two agents without noise would repeat one game
+  most = 2 * RULES[config.env.game].connect - 3  # after which no game can be over at the first turn
+  if not 0 <= opening <= most:
+    raise ValueError(f"--opening: must lie in [0, {most}] in {config.env.game}, got {opening}")
   played = evaluator.evaluate(
     config, agent, inference, version,
     episodes=arguments.games, seed=arguments.seed, opponent=opponent, opening=opening,
@@ -101,6 +104,12 @@ def match(run: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
   return result
 
 
+def _positive(text: str) -> int:
+  if int(text) < 1:
+    raise ValueError
+  return int(text)
+
+
 def _counts(returns: np.ndarray) -> dict[str, int]:
   kinds = {"wins": returns > 0, "draws": returns == 0, "losses": returns < 0}
   return {name: int(which.sum()) for name, which in kinds.items()}
@@ -113,13 +122,16 @@ def _restore(run: str) -> tuple:
     raise ValueError(f"expected RUN_DIR or RUN_DIR@STEP, got {run!r}")
   config = run_dir.read_config(Path(folder))
   builders.enable_compilation_cache(config)
-  return config, *builders.restore_for_evaluation(
+  agent, inference, version = builders.restore_for_evaluation(
     config,
     Path(folder),
     newest=int(step) if step else None,
     warn=lambda line: print(f"warning: {line}", file=sys.stderr),
     report=lambda _: None,
   )
+  if step and version.step != int(step):
+    raise ValueError(f"{folder} has no checkpoint of step {step}; the one before is {version.step}")
+  return config, agent, inference, version
 
 
 def _opponent(name: str, game: str) -> tuple[str, Opponent]:

@@ -3,8 +3,9 @@
 A run is one process, unless --processes, a cluster (Slurm, Open MPI, Kubernetes, ...) or
 --coordinator makes this process one of several.
 
-Exit codes: 0 finished; 1 failed; 2 wrong use (an unknown key, an unusable folder); 129, 130 or 143
-stopped by a closed terminal, Ctrl-C or SIGTERM, after saving; continue with --resume RUN_DIR.
+Exit codes: 0 finished, or paused (run.pause_at); 1 failed; 2 wrong use (an unknown key, an
+unusable folder); 129, 130 or 143 stopped by a closed terminal, Ctrl-C or SIGTERM, after saving;
+continue with --resume RUN_DIR.
 """
 
 import argparse

@@ -4,7 +4,8 @@ Members are run folders in DIR, trained in rounds. After each, the worst copy th
 and replay included, with changed settings. DIR has also events.jsonl, with every decision, and at
 the end population.json. The same command continues an interrupted population.
 
-Exit codes: 0 done; 2 wrong use; 130 or 143 stopped by Ctrl-C or SIGTERM, after saving.
+Exit codes: 0 done; 1 no member finished the last round; 2 wrong use; 130 or 143 stopped by Ctrl-C
+or SIGTERM, after saving.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from speedyzero_jax.population.trainer import Interrupted, RunTrainer
 from speedyzero_jax.run import run_dir
 from speedyzero_jax.run.run_dir import RunFolderError
 
-WRONG_USE = 2
+FAILED, WRONG_USE = 1, 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   together = arguments.together or max(count, 1)
   if together < 1:
     parser.error("--together: must be at least 1")
-  places = [{"CUDA_VISIBLE_DEVICES": str(i % count)} if count else {} for i in range(together)]
+  places = [_place(i, count, together) for i in range(together)]
   try:
     population = populations.load(arguments.population)
     with contextlib.ExitStack() as stack:
@@ -53,6 +54,18 @@ def main(argv: Sequence[str] | None = None) -> int:
   except (ConfigError, RunFolderError) as error:
     print(f"error: {error}", file=sys.stderr)
     return WRONG_USE
+
+
+def _place(index: int, gpus: int, together: int) -> dict[str, str]:
+  """Environment of one of `together` processes on so many GPUs."""
+  if not gpus:
+    return {}
+  visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+  share = 0.75 / -(-together // gpus)  # jax's default, divided
+  return {
+    "CUDA_VISIBLE_DEVICES": visible[index % gpus],
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{share:.2f}",
+  }
 
 
 def _claimed(folder: Path, description: str) -> contextlib.AbstractContextManager:
@@ -69,7 +82,11 @@ def _claimed(folder: Path, description: str) -> contextlib.AbstractContextManage
 
 
 def _run(population: populations.Population, folder: Path, places: list[dict[str, str]]) -> int:
-  trainer = RunTrainer(population, folder.resolve(), places)
+
+  def report(line: str) -> None:
+    print(line, flush=True)
+
+  trainer = RunTrainer(population, folder.resolve(), places, report)
   log = controller.EventLog(folder / "events.jsonl")
   received: list[int] = []
 
@@ -80,13 +97,16 @@ def _run(population: populations.Population, folder: Path, places: list[dict[str
   for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, stop)
   try:
-    result = controller.run(population, trainer, log, lambda line: print(line, flush=True))
+    result = controller.run(population, trainer, log, report)
   except Interrupted:
     print("stopped; the same command continues")
     return 128 + received[0]
   finally:
     log.close()
   (folder / "population.json").write_text(json.dumps(result, indent=1) + "\n")
+  if result["scores"][-1][result["best"]] is None:
+    print("error: no member finished the last round", file=sys.stderr)
+    return FAILED
   settings = ", ".join(f"{key}={value:.4g}" for key, value in result["settings"].items())
   print(f"best: {trainer.path(result['best'])}, {result['scores'][-1][result['best']]}; {settings}")
   return 0

@@ -96,6 +96,11 @@ class Supply(NamedTuple):
 
   def _synchronous_problems(self, config: Config) -> Iterable[str]:
     actor, batch = config.actor, config.learner.batch_size
+    if config.topology.actors > max(config.topology.learners, 1):
+      yield (
+        "topology.actors: must be at most one per learner with loss.synchronous, or lanes of a "
+        f"fast actor would run ahead of a slow one's, got {config.topology.actors}"
+      )
     if self.minibatches * batch % actor.lanes:
       block = f"{self.minibatches} x {batch}" if self.minibatches > 1 else f"{batch}"
       yield (

@@ -129,7 +129,7 @@ class _Loader(yaml.BaseLoader):
     return super().construct_mapping(node, deep)
 
 
-def _read_yaml(text: str) -> dict[str, Any]:
+def read_yaml(text: str) -> dict[str, Any]:
   """The mapping in `text`. Raises ConfigError if there is none."""
   try:
     document = yaml.load(text, Loader=_Loader)  # safe: BaseLoader constructs no objects
@@ -226,7 +226,7 @@ def _read_preset(path: Path, parents: tuple[Path, ...] = ()) -> list[_Settings]:
   with _named_in_errors(path):
     if path in parents:
       raise ConfigError("a preset is its own base")
-    document = _read_yaml(path.read_text(encoding="utf-8"))
+    document = read_yaml(path.read_text(encoding="utf-8"))
     bases = document.pop("base", [])
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
@@ -338,7 +338,7 @@ def from_yaml(text: str) -> Config:
   Intervals are not checked: a saved configuration was valid when it was saved. Raises ConfigError
   for unreadable text, an unknown key, or a value of the wrong type.
   """
-  leaves = _leaves(_read_yaml(text))
+  leaves = _leaves(read_yaml(text))
   agent = str(leaves.get(_AGENT, DEFAULT_AGENT))
   return build(agent, _parsed(leaves, agent))
 

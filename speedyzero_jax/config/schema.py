@@ -213,9 +213,12 @@ class RunConfig:
   )
   log_interval: int = opt(20, "learner steps between lines of metrics", "[1, 1e9]", mutable=True)
   pause_at: int = opt(
-    0, "learner step after which the run saves and ends, to be resumed; 0: none", "[0, 1e9]",
+    0,
+    "learner step after which the run saves and ends with exit code 0, to be resumed with another "
+    "value (with several learners up to two steps later); 0: none",
+    "[0, 1e9]",
     mutable=True,
-  )  # fmt: skip
+  )
   compile_cache: str = opt(
     "", "folder of XLA's compilation cache; empty: ~/.cache/speedyzero_jax/xla", mutable=True
   )

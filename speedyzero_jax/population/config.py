@@ -1,15 +1,17 @@
 """Description of a population, read from YAML."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.fields import ConfigError, interval_problem, opt, parse
 from speedyzero_jax.population.selection import Knob
+
+_FIXED = ("run.", "topology.", "network.")
+_OWN = ("run.dir", "run.seed", "run.pause_at")  # set for each member
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Population:
   config: tuple[str, ...]  # presets of the members
   settings: tuple[str, ...]  # `key=value`, for all members
   knobs: tuple[Knob, ...]
-  members: int = opt(20, "members (PBT: 20 to 80)", "[2, 10000]")
+  members: int = opt(20, "members (PBT: 20 to 80)", "[2, 1000]")
   rounds: int = opt(10, "rounds of equally many learner steps, a selection after each but the last",
                     "[1, 1e6]")  # fmt: skip
   selection: Literal["truncation", "t_test", "none"] = opt(
@@ -31,7 +33,7 @@ class Population:
   factors: tuple[float, ...] = opt(
     (0.8, 1.2), "else it is multiplied by one of these (PBT: 0.8, 1.2)", "(0, 1e3]"
   )
-  seed: int = opt(0, "of selection, exploration, and of the members' runs", "[0, 1e9]")
+  seed: int = opt(0, "of selection, exploration, and of the members' runs", "[0, 1e6]")
 
 
 def load(path: Path) -> Population:
@@ -42,14 +44,8 @@ def load(path: Path) -> Population:
       cannot run.
   """
   try:
-    document = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
-  except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-    raise ConfigError(f"{path}: {error}") from None
-  if not isinstance(document, dict):
-    raise ConfigError(f"{path}: expected a mapping of keys to values")
-  try:
-    return _population(document)
-  except ConfigError as error:
+    return _population(loader.read_yaml(path.read_text(encoding="utf-8")))
+  except (OSError, UnicodeDecodeError, ConfigError) as error:
     raise ConfigError(f"{path}: {error}") from None
 
 
@@ -69,31 +65,42 @@ def _population(document: dict[str, Any]) -> Population:
     if interval := fields[key].metadata["interval"]:
       for problem in interval_problem(key, values[key], interval):
         raise ConfigError(problem)
-  knobs = _knobs(explore, loader.load(presets, settings).agent.name)
-  for end in ("low", "high"):
-    loader.load(presets, [*settings, *(f"{knob.key}={getattr(knob, end)}" for knob in knobs)])
-  return Population(presets, settings, knobs, **values)
+  if not values.get("factors", True):
+    raise ConfigError("factors: at least one is needed")
+  members = loader.load(presets, settings)
+  knobs = _knobs(explore, members.agent.name)
+  for ends in itertools.product(*((knob.low, knob.high) for knob in knobs)):
+    own = (f"{knob.key}={end}" for knob, end in zip(knobs, ends, strict=True))
+    loader.load(presets, [*settings, *own])
+  population = Population(presets, settings, knobs, **values)
+  if not members.evaluation.at_end:
+    raise ConfigError("settings: evaluation.at_end must be true, as selection is by evaluations")
+  if population.rounds > members.learner.steps:
+    raise ConfigError(f"rounds: must be at most the {members.learner.steps} learner steps")
+  return population
 
 
 def _texts(value: Any, key: str) -> tuple[str, ...]:
   texts = [value] if isinstance(value, str) else value
   if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
     raise ConfigError(f"{key}: expected a list of texts, got {value!r}")
+  for text in texts:
+    if text.partition("=")[0].strip() in _OWN:
+      raise ConfigError(f"settings: {text} can't be set, every member has its own")
   return tuple(texts)
 
 
 def _knobs(explore: Mapping[str, Any], agent: str) -> tuple[Knob, ...]:
   known, knobs = loader.fields_of(agent), []
   for key, value in explore.items():
-    kind = known[key].type if key in known else None
-    if kind not in (int, float):
-      raise ConfigError(f"explore: {key!r} is no number among the settings of {agent}")
+    if key not in known or known[key].type is not float or key.startswith(_FIXED):
+      raise ConfigError(
+        f"explore: {key!r} is no setting of {agent} with a real value that may change"
+      )
     if not isinstance(value, list) or len(value) != 3 or value[2] not in ("log", "linear"):
       raise ConfigError(f"explore: {key}: expected [low, high, log or linear], got {value!r}")
     low, high = (parse(f"explore: {key}", text, float) for text in value[:2])
     if not low < high or (value[2] == "log" and low <= 0):
       raise ConfigError(f"explore: {key}: {value} is no range")
-    if kind is int:
-      low, high = round(low), round(high)
-    knobs.append(Knob(key, low, high, value[2] == "log", kind is int))
+    knobs.append(Knob(key, low, high, value[2] == "log"))
   return tuple(knobs)

@@ -22,21 +22,19 @@ class Knob(NamedTuple):
   low: float
   high: float
   log: bool  # drawn log-uniformly instead of uniformly
-  integer: bool
 
   def draw(self, rng: np.random.Generator) -> float:
     """A value from the whole range."""
-    if self.log:
-      return self._fit(math.exp(rng.uniform(math.log(self.low), math.log(self.high))))
-    return self._fit(rng.uniform(self.low, self.high))
+    if not self.log:
+      return float(rng.uniform(self.low, self.high))
+    return self._fit(math.exp(rng.uniform(math.log(self.low), math.log(self.high))))
 
   def perturb(self, value: float, factors: Sequence[float], rng: np.random.Generator) -> float:
     """The value times one of the factors, within the range."""
     return self._fit(value * factors[rng.integers(len(factors))])
 
   def _fit(self, value: float) -> float:
-    value = min(max(value, self.low), self.high)
-    return round(value) if self.integer else value
+    return min(max(value, self.low), self.high)
 
 
 def truncation(scores: Sequence[float], share: float, rng: np.random.Generator) -> list[Copy]:

@@ -8,16 +8,18 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from speedyzero_jax.config import loader
+from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.population.config import Population
 from speedyzero_jax.population.controller import Outcome, Settings
 from speedyzero_jax.run import run_dir
 
 _LAUNCHER = Path(__file__).resolve().parents[2] / "launch" / "multihost.py"
+_WRONG_USE = 2  # exit code of the launcher
 _COPIED = "copied.json"  # in a member's folder: the round after which it was copied
 _OWN = ("*.lock", "evaluation.json", _COPIED)
 
@@ -34,10 +36,17 @@ class RunTrainer:
     folder: theirs.
     places: environment variables of processes that run at the same time, such as the device of
       each; the number of places is that of members trained together.
+    report: receives a line when a member fails.
   """
 
-  def __init__(self, population: Population, folder: Path, places: Sequence[Mapping[str, str]]):
-    self._population, self._folder = population, folder
+  def __init__(
+    self,
+    population: Population,
+    folder: Path,
+    places: Sequence[Mapping[str, str]],
+    report: Callable[[str], None],
+  ):
+    self._population, self._folder, self._report = population, folder, report
     self._steps = loader.load(population.config, population.settings).learner.steps
     self._free: queue.Queue[Mapping[str, str]] = queue.Queue()
     self._count = len(places)
@@ -71,7 +80,9 @@ class RunTrainer:
       if _copied(new) != round_:  # what a controller that was killed left behind
         shutil.rmtree(new, ignore_errors=True)
         shutil.copytree(self.path(source), new, ignore=shutil.ignore_patterns(*_OWN))
-        config = loader.override(run_dir.read_config(new), self._settings(member, settings))
+        # The seed is the source's: its games go on, in lockstep move by move.
+        changes = [*_texts(settings), f"run.dir={path}"]
+        config = loader.override(run_dir.read_config(new), changes)
         (new / "config.yaml").write_text(loader.to_yaml(config))
         (new / _COPIED).write_text(json.dumps(round_))
       if path.exists():
@@ -80,11 +91,6 @@ class RunTrainer:
       new.rename(path)
     shutil.rmtree(old, ignore_errors=True)
 
-  def _settings(self, member: int, settings: Settings) -> list[str]:
-    values = [f"{key}={value!r}" for key, value in settings.items()]
-    seed = 1000 * self._population.seed + member
-    return [*values, f"run.dir={self.path(member)}", f"run.seed={seed}"]
-
   def _train(self, member: int, settings: Settings, round_: int) -> Outcome:
     population, path = self._population, self.path(member)
     rounds = population.rounds
@@ -92,8 +98,8 @@ class RunTrainer:
     if (path / "config.yaml").exists():
       arguments = ["--resume", str(path)]
     else:
-      own = self._settings(member, settings)
-      arguments = ["--config", *population.config, *population.settings, *own]
+      own = [f"run.dir={path}", f"run.seed={1000 * population.seed + member}"]
+      arguments = ["--config", *population.config, *population.settings, *_texts(settings), *own]
     place = self._free.get()
     try:
       code = self._call([*arguments, f"run.pause_at={pause}"], path, place)
@@ -101,11 +107,13 @@ class RunTrainer:
       self._free.put(place)
     if self._stopping:
       raise Interrupted
-    try:
-      found = json.loads((path / "evaluation.json").read_text()) if code == 0 else {"returns": []}
-    except FileNotFoundError:
-      raise ValueError("members must be evaluated: evaluation.at_end=true is needed") from None
-    return Outcome(member, found["returns"])
+    if code == 0:
+      return Outcome(member, json.loads((path / "evaluation.json").read_text())["returns"])
+    log = path.with_suffix(".log")
+    if code == _WRONG_USE:
+      raise ConfigError(f"member {member} can't be trained: {log.read_text().splitlines()[-1]}")
+    self._report(f"  member {member} ended with exit code {code}: see {log}")
+    return Outcome(member, [])
 
   def _call(self, arguments: list[str], path: Path, place: Mapping[str, str]) -> int:
     """Exit code of a run, whose output goes to a log beside its folder."""
@@ -125,6 +133,10 @@ class RunTrainer:
         return process.wait()
       finally:
         self._running.discard(process)
+
+
+def _texts(settings: Settings) -> list[str]:
+  return [f"{key}={value!r}" for key, value in settings.items()]
 
 
 def _copied(path: Path) -> int | None:

@@ -205,5 +205,4 @@ class TrajectoryQueue:
     """Restores `state_dict`."""
     self._next, self._turn = state["queue_next"].copy(), state["queue_turn"].copy()
     self._skipped = int(state["queue_skipped"][0])
-    if "queue_planned" in state:  # not in runs from before there were blocks
-      (self._blocks, _), *self._planned = ((a, b) for a, b in state["queue_planned"].tolist())
+    (self._blocks, _), *self._planned = ((a, b) for a, b in state["queue_planned"].tolist())

@@ -50,6 +50,10 @@ def _with_frames(agent: Agent, replay: Replay, arrays: Arrays, selection: Select
   else:
     frames, stack = replay.trajectories(lane, time, agent.window.after)
     arrays = arrays | {"stack": stack}
-  held = replay.held(lane, time, tails).astype(np.float32)[:, None]
-  masked = {name: x * held for name, x in arrays.items() if name.endswith("_mask")}
+  held = replay.held(lane, time, tails).astype(np.float32)
+  masked = {
+    name: x * held.reshape(-1, *[1] * (x.ndim - 1))
+    for name, x in arrays.items()
+    if name.endswith("_mask")
+  }
   return {"frames": frames, **arrays, **masked}

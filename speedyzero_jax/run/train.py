@@ -100,10 +100,12 @@ def _run(
   if empty:
     return _nothing_saved(logger, folder, signals)
   if not limiter.finished:
+    paused = _paused(experiment) and not signals.came()
     logger.message(
       f"stopped and saved at learner step {limiter.learner_steps}; continue with --resume {folder}"
+      f"{' run.pause_at=0' if paused else ''}"
     )
-    if _paused(experiment) and not signals.came():
+    if paused:
       experiment.interrupted = False  # or the evaluation would end at once
       return _final_evaluation(experiment, folder, signals)
     # Without a signal here, another learner process received one.

@@ -16,6 +16,7 @@ from speedyzero_jax.envs.batched_env import make_env
 from speedyzero_jax.envs.rules import RULES
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.selector import Selection
+from speedyzero_jax.run import batch_pipeline
 from trained import KEY, largest
 
 RULES_3 = RULES["TicTacToe"]
@@ -182,7 +183,7 @@ def batch_of():
   time = np.resize(sorted(expected), 32)
   selection = Selection(np.zeros(32, np.int32), time, np.ones(32))
   arrays, _ = agent.assemble(replay, selection, 0)
-  return {"frames": replay.windows(selection.lane, selection.time), **arrays}
+  return batch_pipeline._with_frames(agent, replay, arrays, selection)
 
 
 def network(params, board):

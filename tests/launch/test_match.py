@@ -57,11 +57,18 @@ def test_a_player_against_itself_is_even(run, tmp_path):
     ("mcts:0", "--against: expected random, minimax, mcts:N or a run folder, got 'mcts:0'"),
     ("nobody", "got 'nobody'"),
     ("{run}@last", "expected RUN_DIR or RUN_DIR@STEP"),
+    ("{run}@17", "has no checkpoint of step 17; the one before is 10"),
   ],
 )
 def test_wrong_opponents_are_named(run, tmp_path, capsys, name, message):
   assert played(run, "--against", name.format(run=run), out=tmp_path / "out.json")[0] == 2
   assert message in capsys.readouterr().err and not (tmp_path / "out.json").exists()
+
+
+def test_openings_that_could_end_a_game_are_refused(run, tmp_path, capsys):
+  out = tmp_path / "out.json"
+  assert played(run, "--against", "random", "--opening", 4, out=out)[0] == 2
+  assert "--opening: must lie in [0, 3] in TicTacToe, got 4" in capsys.readouterr().err
 
 
 def test_a_step_without_a_checkpoint_is_an_error(run, tmp_path, capsys):

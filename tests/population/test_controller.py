@@ -11,7 +11,7 @@ from speedyzero_jax.population.config import Population
 from speedyzero_jax.population.controller import EventLog, Outcome
 from speedyzero_jax.population.selection import Knob
 
-KNOBS = (Knob("h0", 0.0, 1.0, False, False), Knob("h1", 0.0, 1.0, False, False))
+KNOBS = (Knob("h0", 0.0, 1.0, False), Knob("h1", 0.0, 1.0, False))
 START = {0: {"h0": 1.0, "h1": 0.0}, 1: {"h0": 0.0, "h1": 0.9}}
 
 
@@ -106,7 +106,7 @@ config: [impala]
 settings: [env.game=CartPole]
 explore:
   optim.learning_rate: [1e-6, 1e-1, log]
-  loss.unroll_length: [5, 20, linear]
+  loss.entropy_coefficient: [0, 0.1, linear]
 """
 
 
@@ -116,8 +116,8 @@ def test_a_description_is_read(tmp_path):
   population = config.load(path)
   assert population.members == 4 and population.factors == (0.5, 2.0)
   assert population.knobs == (
-    Knob("optim.learning_rate", 1e-6, 0.1, True, False),
-    Knob("loss.unroll_length", 5, 20, False, True),
+    Knob("optim.learning_rate", 1e-6, 0.1, True),
+    Knob("loss.entropy_coefficient", 0, 0.1, False),
   )
 
 
@@ -125,12 +125,21 @@ def test_a_description_is_read(tmp_path):
   "change, message",
   [
     (("members", "member"), "unknown key 'member'; there are members, rounds"),
-    (("members: 4", "members: 1"), "members: must lie in [2, 10000], got 1"),
-    (("optim.learning_rate", "optim.name"), "'optim.name' is no number among the settings of"),
+    (("members: 4", "members: 1"), "members: must lie in [2, 1000], got 1"),
+    (
+      ("optim.learning_rate", "optim.name"),
+      "'optim.name' is no setting of impala with a real value",
+    ),
     (("1e-6", "0"), "optim.learning_rate: ['0', '1e-1', 'log'] is no range"),
     (("1e-1", "1e99"), "optim.learning_rate: must lie in (0, 1e9], got 1e+99"),
     (("[impala]", "[nonsense]"), "unknown preset 'nonsense'"),
     (("CartPole", "CartPole, env.gam=x"), "unknown key 'env.gam'"),
+    (("loss.entropy_coefficient", "loss.unroll_length"), "'loss.unroll_length' is no setting of"),
+    (("members: 4", "factors: []"), "factors: at least one"),
+    (("members: 4", "rounds: 1000000"), "rounds: must be at most the"),
+    (("CartPole]", "CartPole, evaluation.at_end=off]"), "evaluation.at_end must be true"),
+    (("CartPole]", "CartPole, run.seed=1]"), "run.seed=1 can't be set"),
+    (("members: 4", "members: 4\nmembers: 5"), "'members' is given twice"),
     (("explore:", "factor:"), "explore: settings with their ranges are needed"),
   ],
 )
