@@ -79,7 +79,7 @@ def test_a_lockstep_run_is_on_policy(tmp_path):
   with experiment(config, tmp_path) as run:
     act = jax.jit(run.agent.act, static_argnames="explore")
     for step in range(8):
-      while not run.pipeline.ready():
+      while not run.ready():
         run.collector.collect()
       prepared = steps.draw(run, step)
       batch = jax.device_get(prepared.arrays)

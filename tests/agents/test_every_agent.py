@@ -88,7 +88,7 @@ def test_catch_is_learned(tmp_path, agent):
   [
     ("dqn", "network.torso=nature", "network.torso: must be mlp for Catch"),
     ("dqn", "loss.td_steps=0", "loss.td_steps: must lie in"),
-    ("dqn", "search.simulations=8", "search.simulations is a setting of efficientzero"),
+    ("dqn", "search.simulations=8", "search.simulations is a setting of alphazero, efficientzero"),
     ("dqn", "env.game=TicTacToe", "env.game: TicTacToe is for two players"),
     ("efficientzero", "env.game=ConnectFour", "env.game: ConnectFour is for two players"),
     ("alphazero", "env.game=Breakout", "env.game: must be one of TicTacToe, ConnectFour"),
