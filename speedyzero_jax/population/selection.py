@@ -31,7 +31,7 @@ class Knob(NamedTuple):
 
   def perturb(self, value: float, factors: Sequence[float], rng: np.random.Generator) -> float:
     """The value times one of the factors, within the range."""
-    return self._fit(value * factors[rng.integers(len(factors))])
+    return self._fit(value * factors[int(rng.integers(len(factors)))])
 
   def _fit(self, value: float) -> float:
     return min(max(value, self.low), self.high)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -53,7 +54,7 @@ class RunTrainer:
     for place in places:
       self._free.put(place)
     self._running: set[subprocess.Popen] = set()
-    self._stopping = False
+    self._stopping = threading.Event()
 
   def path(self, member: int) -> Path:
     """A member's run folder."""
@@ -61,7 +62,7 @@ class RunTrainer:
 
   def stop(self) -> None:
     """Interrupts all members, which save and end; `train` raises Interrupted. For handlers."""
-    self._stopping = True
+    self._stopping.set()
     for process in tuple(self._running):
       process.send_signal(signal.SIGTERM)
 
@@ -105,7 +106,7 @@ class RunTrainer:
       code = self._call([*arguments, f"run.pause_at={pause}"], path, place)
     finally:
       self._free.put(place)
-    if self._stopping:
+    if self._stopping.is_set():
       raise Interrupted
     if code == 0:
       return Outcome(member, json.loads((path / "evaluation.json").read_text())["returns"])
@@ -117,7 +118,7 @@ class RunTrainer:
 
   def _call(self, arguments: list[str], path: Path, place: Mapping[str, str]) -> int:
     """Exit code of a run, whose output goes to a log beside its folder."""
-    if self._stopping:
+    if self._stopping.is_set():
       return -signal.SIGTERM
     if path.exists():  # a process that a killed controller left behind ends with its round
       run_dir.wait_until_free(path)
@@ -127,7 +128,7 @@ class RunTrainer:
         env=os.environ | place, stdout=log, stderr=log, start_new_session=True,
       )  # fmt: skip
       self._running.add(process)
-      if self._stopping:
+      if self._stopping.is_set():
         process.send_signal(signal.SIGTERM)
       try:
         return process.wait()

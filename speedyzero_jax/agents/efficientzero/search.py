@@ -164,6 +164,7 @@ def _gumbel_policy(
   """Full Gumbel MuZero (Danihelka et al. 2022), as `mctx.gumbel_muzero_policy`."""
   grow = _tree_search(config, discount)
   constants = {"value_scale": config.c_scale, "maxvisit_init": config.c_visit}
+  qtransform: Callable[..., chex.Array]
   if config.value_scaling == "tree":
     qtransform = functools.partial(
       qtransforms.qtransform_tree_by_mixed_value,
