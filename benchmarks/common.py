@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+_INNERMOST = re.compile(r"\[\n[^\[\]{}]*\n *\]")  # arrays of scalars, written as one line
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "mctx", "envpool", "numpy")
 
 
@@ -104,4 +106,5 @@ def write(path: Path | None, result: dict[str, Any]) -> None:
   """Writes a result with its provenance, if a path is given."""
   if path is not None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_finite(provenance() | result), indent=1) + "\n")
+    text = json.dumps(_finite(provenance() | result), indent=1)
+    path.write_text(_INNERMOST.sub(lambda found: " ".join(found[0].split()), text) + "\n")
