@@ -157,8 +157,8 @@ def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
   width = min(width, len(values))
   edges = [i * len(values) // width for i in range(width + 1)]
   means = [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(edges)]
-  scale = (len(SPARKS) - 1) / ((max(means) - min(means)) or math.inf)
-  return "".join(SPARKS[round((mean - min(means)) * scale)] for mean in means)
+  low, span = min(means), (max(means) - min(means)) or math.inf
+  return "".join(SPARKS[round((mean - low) / span * (len(SPARKS) - 1))] for mean in means)
 
 
 def show(runs: Sequence[Run], groups: Sequence[Group], console: Console) -> None:

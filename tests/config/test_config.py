@@ -174,8 +174,8 @@ def test_a_key_with_a_letter_lost_is_still_recognised(key, data):
     return
   cut = data.draw(st.integers(0, len(name) - 1))
   typo = f"{section}.{name[:cut]}{name[cut + 1 :]}"
-  if typo in KEYS:
-    return
+  if any(other.endswith(typo.removeprefix(section)) for other in KEYS):
+    return  # a key of another section
   with pytest.raises(ConfigError, match=rf"nearest is .*{key}"):
     loader.load([], [f"{typo}=1"])
 

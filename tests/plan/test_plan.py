@@ -33,7 +33,11 @@ def planned(folder, *arguments):
   out = folder / "plan.json"
   command = [sys.executable, "launch/plan.py", "--config", "atari300k", "sweep", "gpu"]
   done = subprocess.run(
-    [*command, *arguments, "--out", str(out)], cwd=ROOT, capture_output=True, text=True
+    [*command, *arguments, "--out", str(out)],
+    cwd=ROOT,
+    env={**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"},  # it is the compiler's work we count
+    capture_output=True,
+    text=True,
   )
   plans = {plan["devices"]: plan for plan in json.loads(out.read_text())["plans"]}
   for plan in plans.values():
