@@ -16,6 +16,8 @@ Episodes (checked in tests/envs/test_batched_env.py, also against a plain ALE):
 - MemoryCatch is Catch whose ball is shown in an episode's first frame and not again before it has
   landed. Of single frames a policy without memory sees only the paddle, in one of three columns
   after the first step: it catches at most three balls in five, a mean return of 0.2.
+- Snake is Jumanji's, on 12 x 12 cells in five channels: an episode ends when the snake runs into a
+  wall or itself, or after 4,000 steps; no cap applies.
 - In a board game one lane plays both sides: each frame is the board as the player to move sees it
   (see `rules.py`), each reward that of the player who moved. No cap applies. Evaluation is against
   an opponent: see `versus.py`.
@@ -39,6 +41,7 @@ from speedyzero_jax.envs.scores import atari100k_games
 from speedyzero_jax.types import EnvStep
 
 VECTOR_GAMES = ("Catch", "MemoryCatch", "CartPole")
+GRID_GAMES = ("Snake",)  # show small float images
 BOARD_GAMES = tuple(RULES)  # for two players
 _CARTPOLE_STEPS = 500  # of CartPole-v1
 # |x| in metres and |angle| beyond which the pole has fallen.
@@ -67,7 +70,7 @@ class BatchedEnv:
     num_lanes: L.
     num_actions: actions are 0 .. num_actions - 1.
     frame_shape: (H, W, C) of one frame; (1, 1, D) for vectors.
-    frame_dtype: uint8 for images, float32 for vectors.
+    frame_dtype: uint8 for images, float32 for vectors and grids.
   """
 
   def __init__(self, task: _Task, lanes: int, seed: int, threads: int):
@@ -84,14 +87,18 @@ class BatchedEnv:
     self._episodic_life = task.options.get("episodic_life", False)
     self._ended = np.zeros(lanes, bool)  # the last frame ends its episode
     self._lives = np.zeros(lanes, np.int32)
-    shape = self._pool.spec.state_array_spec["obs"].shape
+    arrays = self._pool.spec.state_array_spec
+    shape = arrays["obs:grid" if task.family == "jumanji" else "obs"].shape
     self.num_lanes = lanes
     self.num_actions = int(self._pool.spec.action_array_spec["action"].maximum) + 1
     if task.family == "atari":
       self.frame_shape = shape[1], shape[2], shape[0]
-    else:  # a board as each of two players sees it, or a vector
-      self.frame_shape = tuple(shape[1:]) if task.family == "pgx" else (1, 1, math.prod(shape))
-    self.frame_dtype = np.dtype(np.uint8 if len(shape) >= 3 else np.float32)
+    elif task.family == "pgx":  # a board as each of two players sees it
+      self.frame_shape = tuple(shape[1:])
+    else:
+      self.frame_shape = tuple(shape) if len(shape) == 3 else (1, 1, math.prod(shape))
+    images = task.family in ("atari", "pgx")
+    self.frame_dtype = np.dtype(np.uint8 if images else np.float32)
 
   def reset(self) -> EnvStep:
     """The first frame of every lane. To be called once, before any step."""
@@ -99,7 +106,7 @@ class BatchedEnv:
       warnings.filterwarnings("ignore", message=".*precision lowered", category=UserWarning)
       obs, info = self._pool.reset()
     no = np.zeros(self.num_lanes, bool)
-    return self._show(obs, np.zeros(len(obs), np.float32), ~no, no, no, info)
+    return self._show(obs, np.zeros(len(info["env_id"]), np.float32), ~no, no, no, info)
 
   def step(self, action: np.ndarray) -> EnvStep:
     """Takes one agent step in every lane, with actions [L]; ignored where an episode has ended.
@@ -124,7 +131,7 @@ class BatchedEnv:
 
   def _show(
     self,
-    obs: np.ndarray,
+    obs: Any,
     reward: np.ndarray,
     first: np.ndarray,
     ended: np.ndarray,
@@ -139,6 +146,8 @@ class BatchedEnv:
       self._lives = lives
       frame = np.ascontiguousarray(obs.transpose(0, 2, 3, 1))
     else:
+      if self._family == "jumanji":
+        obs = obs["grid"]
       if self._hides_ball:
         paddle = np.arange(obs.shape[1])[:, None] == obs.shape[1] - 1  # its row, where balls land
         obs = np.where(first[:, None, None] | paddle, obs, 0)
@@ -221,7 +230,7 @@ def training_reward(config: EnvConfig, reward: np.ndarray) -> np.ndarray:
 
 def check_game(game: str) -> None:
   """Raises ValueError for an unknown game; the message names the nearest one."""
-  known = (*VECTOR_GAMES, *BOARD_GAMES, *atari100k_games())
+  known = (*VECTOR_GAMES, *GRID_GAMES, *BOARD_GAMES, *atari100k_games())
   if game in known or game in _atari_games():  # in this order: loading envpool is slow
     return
   plain = {_plain(name): name for name in (*known, *sorted(_atari_games()))}
@@ -244,6 +253,8 @@ def _task(config: EnvConfig, training: bool, cap: int) -> _Task:
     return _Task(
       "classic_control", "CartPole-v1", {"max_episode_steps": episode_cap(config.game, cap)}
     )
+  if config.game in GRID_GAMES:
+    return _Task("jumanji", f"{config.game}-v1", {})
   if config.game in BOARD_GAMES:
     return _Task("pgx", f"{config.game}-v1", {})
   check_game(config.game)

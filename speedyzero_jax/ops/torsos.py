@@ -14,7 +14,7 @@ from flax import nnx
 
 from speedyzero_jax.config.fields import opt
 from speedyzero_jax.config.schema import EnvConfig
-from speedyzero_jax.envs.batched_env import BOARD_GAMES, VECTOR_GAMES
+from speedyzero_jax.envs.batched_env import BOARD_GAMES, GRID_GAMES, VECTOR_GAMES
 from speedyzero_jax.types import Params
 
 _INIT = nnx.initializers.he_normal()
@@ -29,7 +29,7 @@ class TorsoConfig:
   torso: Literal["auto", "mlp", "nature", "resnet"] = opt(
     "auto",
     "mlp, the convolutions of DQN (Mnih et al. 2015), or the residual ones of IMPALA (Espeholt et "
-    "al. 2018); auto: mlp for vectors, nature for images",
+    "al. 2018); auto: mlp for vectors, nature for images, resnet for those too small for it",
   )
   hidden: int = opt(512, "width of hidden layers, and of the features (DQN: 512)", "[1, 1e5]")
   layers: int = opt(2, "mlp: hidden layers", "[1, 100]")
@@ -122,7 +122,8 @@ def make_torso(config: TorsoConfig, shape: tuple[int, int, int], rngs: nnx.Rngs)
   """The configured torso: observations [B, *shape] float32 -> features [B, config.hidden]."""
   kind = config.torso
   if kind == "auto":
-    kind = "mlp" if shape[:2] == (1, 1) else "nature"
+    side = min(shape[:2])
+    kind = "mlp" if side == 1 else "nature" if side >= _NATURE_SIDE else "resnet"
   return {"mlp": Mlp, "nature": Nature, "resnet": ResNet}[kind](config, shape, rngs)
 
 
@@ -133,7 +134,9 @@ def torso_problems(config: TorsoConfig, env: EnvConfig) -> Iterable[str]:
   elif env.game in VECTOR_GAMES:
     if config.torso not in ("auto", "mlp"):
       yield f"network.torso: must be mlp for {env.game}, which shows vectors, got {config.torso}"
-  elif config.torso in ("auto", "nature") and env.frame_size < _NATURE_SIDE:
+  elif config.torso == "nature" and env.game in GRID_GAMES:
+    yield f"network.torso: must be mlp or resnet for {env.game}, which shows small grids"
+  elif config.torso == "nature" and env.frame_size < _NATURE_SIDE:
     yield (
       f"env.frame_size: must be at least {_NATURE_SIDE} for network.torso=nature, "
       f"got {env.frame_size}"

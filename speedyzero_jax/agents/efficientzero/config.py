@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from speedyzero_jax.config.fields import opt
 from speedyzero_jax.config.schema import AgentConfig, Config, PriorityConfig
-from speedyzero_jax.envs.batched_env import BOARD_GAMES, VECTOR_GAMES, check_game
+from speedyzero_jax.envs.batched_env import BOARD_GAMES, GRID_GAMES, VECTOR_GAMES, check_game
 from speedyzero_jax.replay.sweep import STRETCH
 
 
@@ -18,7 +18,7 @@ class NetworkConfig:
     64, "channels of the hidden state; the first stages of h use half (EZ: 64)", "[1, 1e5]"
   )
   downsample: int = opt(
-    16, "frame side over hidden-state side: 16, 8 or 4 for images, 1 for vectors (EZ: 16)"
+    16, "frame side over hidden-state side: 16, 8 or 4 for images, 1 for vectors and grids (EZ: 16)"
   )
   blocks: int = opt(1, "residual blocks wherever EZ has one (EZ: 1)", "[1, 1000]")
   reduced_channels: int = opt(
@@ -217,10 +217,11 @@ class EfficientZeroConfig(AgentConfig):
     if env.game in BOARD_GAMES:
       yield f"env.game: {env.game} is for two players; agent=alphazero plays it"
       return
-    if env.game in VECTOR_GAMES:
+    if env.game in (*VECTOR_GAMES, *GRID_GAMES):
+      shown = "vectors" if env.game in VECTOR_GAMES else "small grids"
       if network.downsample != 1:
         yield (
-          f"network.downsample: must be 1 for {env.game}, which shows vectors, "
+          f"network.downsample: must be 1 for {env.game}, which shows {shown}, "
           f"got {network.downsample}"
         )
       return

@@ -39,10 +39,16 @@ class _Layers:
   """Factory of layers that share a configuration; `folded` ones have their norm in them."""
 
   def __init__(
-    self, config: NetworkConfig, axis_name: str | None, rngs: nnx.Rngs, folded: bool = False
+    self,
+    config: NetworkConfig,
+    axis_name: str | None,
+    rngs: nnx.Rngs,
+    *,
+    vectors: bool,
+    folded: bool = False,
   ):
     self.dtype, self.folded = jnp.dtype(config.dtype), folded
-    self.kernel = (1, 1) if config.downsample == 1 else (3, 3)
+    self.kernel = (1, 1) if vectors else (3, 3)
     self._config, self._axis_name, self._rngs = config, axis_name, rngs
     self._pytorch = config.init == "pytorch"
 
@@ -329,8 +335,8 @@ class Network(nnx.Module):
     rngs: nnx.Rngs,
     folded: bool = False,
   ):
-    layers = _Layers(config, axis_name, rngs, folded)
     height, width, channels = observation_shape
+    layers = _Layers(config, axis_name, rngs, vectors=height * width == 1, folded=folded)
     shape = height // config.downsample, width // config.downsample
     pixels = math.prod(shape)
     self.config, self.dtype = config, layers.dtype

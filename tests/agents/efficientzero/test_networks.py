@@ -241,8 +241,12 @@ class Reference:
 
 @pytest.mark.parametrize(
   ("changes", "observation"),
-  [({}, _OBSERVATION), ({"downsample": 16, "action_encoding": "one_hot"}, (32, 16, 2))],
-  ids=["vectors", "images"],
+  [
+    ({}, (1, 1, 2)),
+    ({}, _OBSERVATION),
+    ({"downsample": 16, "action_encoding": "one_hot"}, (32, 16, 2)),
+  ],
+  ids=["vectors", "grids", "images"],
 )
 def test_forward_is_that_of_a_plain_numpy_network(changes, observation):
   config = dataclasses.replace(TINY, **changes)
@@ -315,9 +319,9 @@ def test_forward_is_that_of_a_plain_numpy_network(changes, observation):
 
 
 def test_training_moves_running_statistics_by_a_tenth_and_evaluation_not_at_all():
-  blueprint = Blueprint(TINY, _OBSERVATION, _ACTIONS)
+  blueprint = Blueprint(TINY, (1, 1, 2), _ACTIONS)
   variables = _random(blueprint)
-  frames = np.random.default_rng(2).uniform(size=(6,) + _OBSERVATION).astype(np.float32)
+  frames = np.random.default_rng(2).uniform(size=(6, 1, 1, 2)).astype(np.float32)
 
   @functools.partial(jax.jit, static_argnums=1)
   def after(variables, train):
@@ -375,8 +379,8 @@ def test_bfloat16_is_for_activations_only():
 
 def test_pytorchs_initial_scale():
   """Kernels and biases are uniform within 1/sqrt(inputs); those of an LSTM cell, 1/sqrt(hidden)."""
-  config = dataclasses.replace(TINY, init="pytorch", downsample=4)
-  layers = networks._Layers(config, None, nnx.Rngs(0))
+  config = dataclasses.replace(TINY, init="pytorch")
+  layers = networks._Layers(config, None, nnx.Rngs(0), vectors=False)
   made = {9 * 5: layers.conv(5, 9), 20: layers.linear(20, 16), 32: layers.lstm(7, 32)}
   for inputs, layer in made.items():
     limit = inputs**-0.5
