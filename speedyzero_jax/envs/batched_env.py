@@ -105,8 +105,8 @@ class BatchedEnv:
     with warnings.catch_warnings():  # about CartPole's bounds
       warnings.filterwarnings("ignore", message=".*precision lowered", category=UserWarning)
       obs, info = self._pool.reset()
-    no = np.zeros(self.num_lanes, bool)
-    return self._show(obs, np.zeros(len(info["env_id"]), np.float32), ~no, no, no, info)
+    frames, no = self._frames(obs), np.zeros(self.num_lanes, bool)
+    return self._show(frames, np.zeros(len(frames), np.float32), ~no, no, no, info)
 
   def step(self, action: np.ndarray) -> EnvStep:
     """Takes one agent step in every lane, with actions [L]; ignored where an episode has ended.
@@ -115,7 +115,10 @@ class BatchedEnv:
     """
     self._check(action)
     obs, reward, ended, capped, info = self._pool.step(action.astype(np.int32))
-    return self._show(obs, reward, self._ended, ended, capped, info)
+    return self._show(self._frames(obs), reward, self._ended, ended, capped, info)
+
+  def _frames(self, obs: Any) -> np.ndarray:
+    return obs["grid"] if self._family == "jumanji" else obs
 
   def _check(self, action: np.ndarray) -> None:
     if action.shape != (self.num_lanes,) or not (
@@ -131,7 +134,7 @@ class BatchedEnv:
 
   def _show(
     self,
-    obs: Any,
+    obs: np.ndarray,
     reward: np.ndarray,
     first: np.ndarray,
     ended: np.ndarray,
@@ -146,8 +149,6 @@ class BatchedEnv:
       self._lives = lives
       frame = np.ascontiguousarray(obs.transpose(0, 2, 3, 1))
     else:
-      if self._family == "jumanji":
-        obs = obs["grid"]
       if self._hides_ball:
         paddle = np.arange(obs.shape[1])[:, None] == obs.shape[1] - 1  # its row, where balls land
         obs = np.where(first[:, None, None] | paddle, obs, 0)
