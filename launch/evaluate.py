@@ -1,8 +1,9 @@
-"""Evaluates a run's newest checkpoint: python launch/evaluate.py RUN_DIR [--episodes 32]
+"""Evaluates a run's newest checkpoint: python launch/evaluate.py RUN_DIR [--video FILE.gif]
 
 Plays full episodes: no noise, best action, raw rewards, capped at 27,000 agent steps. Prints mean,
 median, standard deviation and human-normalised score, and writes evaluation.json into the run
-folder; the run may still be training.
+folder; the run may still be training. `--video` also writes the first episode as a GIF, with the
+agent's values, policy or search results beside each frame.
 
 Exit codes: 0 done; 1 no readable checkpoint, out of memory, or the result can't be written; 2 wrong
 use; 130 stopped by Ctrl-C, without changing evaluation.json.
@@ -41,16 +42,19 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument(
     "--seed", type=int, help="of the environments (default: that of the run's own evaluations)"
   )
+  parser.add_argument("--video", type=Path, metavar="FILE.gif", help="show the first episode")
   arguments = parser.parse_args(argv)
   if arguments.seed is not None and arguments.seed < 0:
     parser.error("--seed: must be at least 0")
+  if arguments.video and not arguments.video.parent.is_dir():
+    parser.error(f"--video: no folder {arguments.video.parent}")
   given = {key: getattr(arguments, key) for key in ("episodes", "max_episode_steps")}
   changes = [f"evaluation.{key}={value}" for key, value in given.items() if value is not None]
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
   logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
   try:
     config = loader.override(run_dir.read_config(arguments.run_dir), changes)
-    return evaluate(config, arguments.run_dir, arguments.seed)
+    return evaluate(config, arguments.run_dir, arguments.seed, arguments.video)
   except (ConfigError, RunFolderError) as error:
     _report(f"error: {error}")
     return WRONG_USE
@@ -59,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 128 + signal.SIGINT
 
 
-def evaluate(config: Config, folder: Path, seed: int | None) -> int:
+def evaluate(config: Config, folder: Path, seed: int | None, video_path: Path | None) -> int:
   """Plays, prints and writes. Returns the exit code."""
   import jax
 
@@ -67,6 +71,7 @@ def evaluate(config: Config, folder: Path, seed: int | None) -> int:
   from speedyzero_jax.run.checkpoint import CheckpointError
   from speedyzero_jax.system import memory
   from speedyzero_jax.workers import evaluator
+  from speedyzero_jax.workers.video import Video
 
   memory.keep_freed()
   builders.enable_compilation_cache(config)
@@ -74,6 +79,7 @@ def evaluate(config: Config, folder: Path, seed: int | None) -> int:
     agent, inference, version = builders.restore_for_evaluation(
       config, folder, warn=lambda line: _report(f"warning: {line}"), report=_report
     )
+    video = Video(config.env.game, agent.schema.num_actions) if video_path else None
     result = evaluator.evaluate(
       config,
       agent,
@@ -81,11 +87,14 @@ def evaluate(config: Config, folder: Path, seed: int | None) -> int:
       version,
       episodes=config.evaluation.episodes,
       seed=builders.evaluation_seed(config) if seed is None else seed,
+      video=video,
       report=_report,
     )
     assert result is not None  # without `should_stop`
     print(result)
     result.write(folder / "evaluation.json")
+    if video and video_path:
+      video.save(video_path)
   except (CheckpointError, OSError) as error:
     _report(f"error: {error}")
     return FAILED

@@ -129,7 +129,7 @@ class DQN(Agent):
       action = epsilon_greedy(q, epsilon, key)
     else:
       action = jnp.argmax(q, axis=-1)
-    return ActOutput(action.astype(jnp.int32), {}, ())
+    return ActOutput(action.astype(jnp.int32), {}, (), {} if explore else {"q": q})
 
   def loss(
     self, params: Params, batch_stats: Params, target: Params, batch: Arrays, keys: jax.Array

@@ -158,7 +158,8 @@ class R2D2(Agent):
       action = epsilon_greedy(q, epsilon, key)
     else:
       action = jnp.argmax(q, axis=-1)
-    return ActOutput(action.astype(jnp.int32), recurrent.as_columns(inputs.core), core)
+    shown = {} if explore else {"q": q}
+    return ActOutput(action.astype(jnp.int32), recurrent.as_columns(inputs.core), core, shown)
 
   def loss(
     self, params: Params, batch_stats: Params, target: Params, batch: Arrays, keys: jax.Array

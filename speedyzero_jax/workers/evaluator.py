@@ -24,6 +24,7 @@ from speedyzero_jax.envs.versus import VersusEnv
 from speedyzero_jax.metrics import names
 from speedyzero_jax.workers.actor import FrameStacker
 from speedyzero_jax.workers.inference import Inference
+from speedyzero_jax.workers.video import Video
 from speedyzero_jax.workers.weights import Version
 
 _REPORT_SECONDS = 10
@@ -87,14 +88,15 @@ def evaluate(
   max_episode_steps: int | None = None,
   opponent: Opponent | None = None,
   opening: int = 0,
+  video: Video | None = None,
   should_stop: Callable[[], bool] = lambda: False,
   report: Callable[[str], None] = lambda line: None,
 ) -> Evaluation | None:
   """Plays full episodes, in environments of this seed, with reports every ten seconds.
 
   `max_episode_steps` caps an episode, in agent steps (None: as configured). In board games
-  `opponent` plays the other side (None: at random), after `opening` random moves. Returns None once
-  `should_stop`, called between steps, is true.
+  `opponent` plays the other side (None: at random), after `opening` random moves. The first episode
+  is added to `video`. Returns None once `should_stop`, called between steps, is true.
   """
   cap = episode_cap(config.env.game, max_episode_steps or config.evaluation.max_episode_steps)
   lanes = min(episodes, MAX_LANES)
@@ -107,7 +109,8 @@ def evaluate(
     else:
       env = make_env(config.env, lanes, seeded, training=False, max_episode_steps=cap)
     with contextlib.closing(env):
-      found = _play(config, agent, inference, version, env, should_stop, report)
+      shown = None if played else video
+      found = _play(config, agent, inference, version, env, shown, should_stop, report)
     if found is None:
       return None
     played += found
@@ -140,6 +143,7 @@ def _play(
   inference: Inference,
   version: Version,
   env: BatchedEnv | VersusEnv,
+  video: Video | None,
   should_stop: Callable[[], bool],
   report: Callable[[str], None],
 ) -> list[tuple[float, int, bool]] | None:
@@ -163,6 +167,9 @@ def _play(
     inputs = ActInputs(stacker.push(step), step.first, lanes, core)
     out = inference.act(version.variables, inputs, key, np.float32(1), explore=False)
     core = jax.device_get(out.core)
+    if video and playing[0]:
+      numbers = {name: x[0] for name, x in {**out.columns, **out.shown}.items()}
+      video.add(step.frame[0], int(out.action[0]), score[0], numbers)
     step = env.step(np.asarray(out.action))
     score += np.where(playing, step.reward, 0)
     length += playing

@@ -448,7 +448,7 @@ def test_frames_stay_after_further_steps():
     ("QbertNoFrameskip-v4", "did you mean Qbert?"),
     ("spaceinvader", "did you mean SpaceInvaders?"),
     ("cart-pole", "did you mean CartPole?"),
-    ("xyzzy", "known are Catch, MemoryCatch, CartPole, TicTacToe, ConnectFour, Alien, Amidar,"),
+    ("xyzzy", "known are Catch, MemoryCatch, CartPole, Snake, TicTacToe, ConnectFour, Alien,"),
   ],
 )
 def test_unknown_games(game, suggestion):

@@ -13,6 +13,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from PIL import Image
 
 import tiny
 from launch import evaluate, multihost
@@ -161,7 +162,10 @@ def test_evaluating_it_only_adds_the_evaluation(copied):
 def test_evaluating_it_as_the_run_did_gives_the_same(finished, copied):
   assert evaluate.main([str(copied)]) == 0
   assert listing(copied)["evaluation.json"] == listing(finished[0])["evaluation.json"]
-  assert evaluate.main([str(copied), "--seed", "4", "--max-episode-steps", "5"]) == 0
+  arguments = ["--seed", "4", "--max-episode-steps", "5", "--video", str(copied / "first.gif")]
+  assert evaluate.main([str(copied), *arguments]) == 0
+  with Image.open(copied / "first.gif") as video:
+    assert video.n_frames == json.loads((copied / "evaluation.json").read_text())["lengths"][0]
 
 
 def test_an_interrupted_evaluation_leaves_the_one_before(finished, monkeypatch, capsys):

@@ -1,0 +1,125 @@
+"""A GIF of an episode: what the environment shows, and beside it what the agent makes of it."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from speedyzero_jax.agents.base import Arrays
+
+SIZE = 320  # pixels, side of the environment's picture; the agent's numbers take as many
+STEP_MS = 66  # of an agent step: Atari's at 60 frames a second and a frame skip of 4
+END_MS = 1500  # of the last picture
+MAX_STEPS = 2000  # kept; the rest of a longer episode is not shown
+
+_BACKGROUND, _TEXT, _BAR, _CHOSEN = (24, 26, 30), (226, 228, 232), (92, 122, 160), (240, 180, 60)
+_COLOURS = np.array([[86, 180, 233], [230, 159, 0], [0, 158, 115], [213, 94, 0], [204, 121, 167]])
+_BAR_HEIGHT, _LINE = 14, 18  # pixels
+
+
+class Video:
+  """The steps of one episode. Arrays with a number for each action become bars, scalars text."""
+
+  def __init__(self, game: str, num_actions: int):
+    self._game, self._num_actions = game, num_actions
+    self._font = ImageFont.load_default(12)
+    self._pictures: list[Image.Image] = []
+
+  def add(self, frame: np.ndarray, action: int, score: float, numbers: Arrays) -> None:
+    """Adds a step.
+
+    Args:
+      frame: [H, W, C], as the environment returns it.
+      action: chosen in it.
+      score: the episode's return so far.
+      numbers: of the agent by name; arrays of other shapes than [] and [A] are left out.
+    """
+    if len(self._pictures) >= MAX_STEPS:
+      return
+    canvas = Image.new("RGB", (2 * SIZE, SIZE), _BACKGROUND)
+    canvas.paste(picture(self._game, frame), (0, 0))
+    draw = ImageDraw.Draw(canvas)
+    x, y = SIZE + 14, 10
+    for line in (self._game, f"step {len(self._pictures)}   return {score:g}   action {action}"):
+      draw.text((x, y), line, fill=_TEXT, font=self._font)
+      y += _LINE
+    shapes = {name: np.asarray(value) for name, value in numbers.items()}
+    for name, value in shapes.items():
+      if value.shape == ():
+        draw.text((x, y), f"{name.replace('_', ' ')} {value:.3f}", fill=_TEXT, font=self._font)
+        y += _LINE
+    for name, value in shapes.items():
+      if value.shape == (self._num_actions,):
+        y = self._bars(draw, y + 4, name, value, action)
+    self._pictures.append(canvas.quantize(64, dither=Image.Dither.NONE))
+
+  def _bars(
+    self, draw: ImageDraw.ImageDraw, y: int, name: str, values: np.ndarray, action: int
+  ) -> int:
+    """Draws a bar for each action from the lowest value (0 if none is below it); the next y."""
+    x, width = SIZE + 14, SIZE - 90
+    draw.text((x, y), name.replace("_", " "), fill=_TEXT, font=self._font)
+    y += _LINE
+    height = min(_BAR_HEIGHT, (SIZE - y - 8) // max(len(values), 1))
+    low = min(float(values.min()), 0.0)
+    span = (float(values.max()) - low) or 1.0
+    for i, value in enumerate(values):
+      top = y + i * height
+      length = int(width * (float(value) - low) / span)
+      colour = _CHOSEN if i == action else _BAR
+      draw.rectangle((x + 26, top, x + 26 + length, top + max(height - 3, 0)), fill=colour)
+      if height >= _BAR_HEIGHT:
+        draw.text((x, top - 2), str(i), fill=_TEXT, font=self._font)
+        draw.text((x + 32 + length, top - 2), f"{value:.2f}", fill=_TEXT, font=self._font)
+    return y + height * len(values)
+
+  def save(self, path: Path) -> None:
+    """Writes the GIF. Raises OSError if it can't be written, ValueError without a step."""
+    if not self._pictures:
+      raise ValueError("no step was added")
+    first, *rest = self._pictures
+    times = [STEP_MS] * len(rest) + [END_MS]
+    first.save(path, format="GIF", save_all=True, append_images=rest, duration=times, loop=0)
+
+
+def picture(game: str, frame: np.ndarray) -> Image.Image:
+  """A picture of `SIZE` x `SIZE` pixels of a frame [H, W, C] of a game."""
+  if game == "CartPole":
+    return _cartpole(frame.reshape(-1))
+  if frame.dtype == np.uint8 and frame.shape[2] in (1, 3):
+    image = np.repeat(frame, 3 // frame.shape[2], axis=2)
+  elif frame.shape[:2] == (1, 1):  # Catch, 10 rows of 5 cells
+    image = _planes(frame.reshape(-1, 5, 1))
+  else:  # a board, or another grid of cells
+    image = _planes(frame)
+  height, width = image.shape[:2]
+  scale = SIZE / max(height, width)
+  shown = Image.fromarray(image).resize(
+    (max(int(width * scale), 1), max(int(height * scale), 1)), Image.Resampling.NEAREST
+  )
+  square = Image.new("RGB", (SIZE, SIZE), _BACKGROUND)
+  square.paste(shown, ((SIZE - shown.width) // 2, (SIZE - shown.height) // 2))
+  return square
+
+
+def _planes(cells: np.ndarray) -> np.ndarray:
+  """Planes [H, W, C] of numbers in [0, 1] as colours [H, W, 3]; the later plane is on top."""
+  image = np.full((*cells.shape[:2], 3), 44.0)
+  for plane, colour in enumerate(_COLOURS[: cells.shape[2]]):
+    share = np.clip(cells[..., plane : plane + 1].astype(float), 0, 1)
+    image = image * (1 - share) + colour * share
+  return image.astype(np.uint8)
+
+
+def _cartpole(state: np.ndarray) -> Image.Image:
+  """Cart and pole from (x in metres, speed, angle in radians, its speed)."""
+  image = Image.new("RGB", (SIZE, SIZE), _BACKGROUND)
+  draw = ImageDraw.Draw(image)
+  ground, metre = SIZE * 3 // 4, SIZE / 5.2  # 2.4 metres to either side
+  draw.line((0, ground, SIZE, ground), fill=_TEXT)
+  x, angle = SIZE / 2 + state[0] * metre, state[2]
+  draw.rectangle((x - 24, ground - 20, x + 24, ground), fill=_BAR)
+  tip = x + math.sin(angle) * 2 * metre, ground - 20 - math.cos(angle) * 2 * metre
+  draw.line((x, ground - 20, *tip), fill=_CHOSEN, width=6)
+  return image

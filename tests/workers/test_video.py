@@ -1,0 +1,48 @@
+"""GIFs of episodes: as many pictures as steps, and the agent's numbers in proportion."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from speedyzero_jax.workers import video
+from speedyzero_jax.workers.video import SIZE, Video, picture
+
+
+def test_a_gif_has_a_picture_for_each_step_and_bars_as_long_as_the_numbers(tmp_path):
+  made = Video("Breakout", 4)
+  numbers = {"value": np.float32(1.5), "policy": np.array([0.1, 0.2, 0.3, 0.4]), "core": np.ones(9)}
+  for step in range(5):
+    made.add(np.full((8, 8, 3), 40 * step, np.uint8), step % 4, 2.0, numbers)
+  made.save(tmp_path / "episode.gif")
+  with Image.open(tmp_path / "episode.gif") as gif:
+    assert gif.n_frames == 5 and gif.size == (2 * SIZE, SIZE)
+    for step in range(5):
+      gif.seek(step)
+      pixels = np.asarray(gif.convert("RGB")).astype(int)
+      assert np.abs(pixels[SIZE // 2, SIZE // 2] - 40 * step).max() < 8
+      chosen = (np.abs(pixels[:, SIZE:] - video._CHOSEN).max(axis=-1) < 8).sum(axis=1).max()
+      longest = (np.abs(pixels[:, SIZE:] - video._BAR).max(axis=-1) < 8).sum(axis=1).max()
+      share = (0.1, 0.2, 0.3, 0.4)[step % 4] / (0.3 if step % 4 == 3 else 0.4)
+      assert chosen / longest == pytest.approx(share, abs=0.03)
+
+
+@pytest.mark.parametrize(
+  ("game", "frame", "at", "colour"),
+  [
+    ("Breakout", np.full((48, 48, 1), 200, np.uint8), (160, 160), (200, 200, 200)),
+    ("Catch", np.eye(50, dtype=np.float32)[49].reshape(1, 1, 50), (310, 230), video._COLOURS[0]),
+    ("ConnectFour", np.ones((6, 7, 2), np.uint8), (160, 160), video._COLOURS[1]),
+    ("Snake", np.ones((12, 12, 5), np.float32), (160, 160), video._COLOURS[4]),
+    ("CartPole", np.zeros((1, 1, 4), np.float32), (160, 160), video._CHOSEN),
+  ],
+)
+def test_every_kind_of_game_is_drawn(game, frame, at, colour):
+  image = picture(game, frame)
+  assert image.size == (SIZE, SIZE)
+  np.testing.assert_array_equal(np.asarray(image)[at], colour)
+
+
+def test_a_cart_to_the_right_whose_pole_leans_left_is_drawn_so():
+  image = np.asarray(picture("CartPole", np.array([1.2, 0, -0.2, 0]).reshape(1, 1, 4)))
+  pole = np.argwhere((image == video._CHOSEN).all(axis=-1))
+  assert pole[:, 1].max() > SIZE * 0.7 and pole[pole[:, 0].argmin(), 1] < pole[:, 1].max() - 20
