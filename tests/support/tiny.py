@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from speedyzero_jax.agents.base import ActOutput, Variables
-from speedyzero_jax.agents.efficientzero.agent import EfficientZero
+from speedyzero_jax.agents.efficientzero import agent as efficientzero
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.envs.batched_env import BatchedEnv
@@ -175,18 +175,21 @@ def of_stacks(stacks, xp=np):
   return policy, (crc % 1000).astype(xp.float32), (crc % 997).astype(xp.float32)
 
 
-class ChecksumAgent(EfficientZero):
+class ChecksumAgent(efficientzero.EfficientZero):
   """EfficientZero whose network is one number, which it adds to values made of checksums of frames.
 
   Storage, tasks, targets and selection are the real ones. Actions depend on the frames and, when
   exploring, on the key and the progress.
   """
 
-  def __init__(self, config: Config):
-    super().__init__(config, FakeEnv.frame_shape, FakeEnv.frame_dtype, FakeEnv.num_actions)
+  def __init__(
+    self, config, shape=FakeEnv.frame_shape, dtype=FakeEnv.frame_dtype, actions=FakeEnv.num_actions
+  ):
+    with mock.patch.object(efficientzero, "Blueprint"):  # takes a second to make
+      super().__init__(config, shape, dtype, actions)
 
   def init(self, key=None, number: float = 0.0) -> Variables:
-    return Variables({"w": jnp.full((2, 3), float(number))}, {"n": jnp.zeros((), jnp.int32)})
+    return Variables({"w": jnp.full((2, 3), number, jnp.float32)}, {"n": jnp.zeros((), jnp.int32)})
 
   def act(self, variables, inputs, key, progress, *, explore):
     policy, search_value, value = of_stacks(inputs.frames, jnp)

@@ -12,6 +12,11 @@ from speedyzero_jax.metrics import jsonl
 from speedyzero_jax.run import loops, snapshot
 
 
+def quick(folder, *overrides, **options):
+  """A tiny experiment of the agent that compiles in no time; see `tiny.experiment`."""
+  return tiny.experiment(folder, "agent=quick_agent", *overrides, **options)
+
+
 def everything(experiment):
   """All that a run is, as arrays: two runs with equal ones continue alike."""
   limiter = experiment.limiter
@@ -73,7 +78,7 @@ def finish(experiment, seconds=120):
 
 def run(folder, *overrides, resume_step=None):
   """Runs to the end and saves; returns everything and the hash of the parameters."""
-  with tiny.experiment(folder, *overrides, resume_step=resume_step) as experiment:
+  with quick(folder, *overrides, resume_step=resume_step) as experiment:
     assert finish(experiment) is True
     snapshot.save(experiment, required=True)
     return everything(experiment), snapshot.parameters_hash(experiment)
@@ -104,7 +109,7 @@ def stopped(folder, *overrides, resume_step=None, before=None, **stop):
 
   If `before` is given, the run must have started as that.
   """
-  with tiny.experiment(folder, *overrides, resume_step=resume_step) as experiment:
+  with quick(folder, *overrides, resume_step=resume_step) as experiment:
     if before is not None:
       assert_same(before, everything(experiment))
     interrupt_at(experiment, **stop)
