@@ -9,6 +9,7 @@ Exit codes: 0 done; 1 no readable checkpoint, or the result can't be written; 2 
 """
 
 import argparse
+import functools
 import json
 import logging
 import math
@@ -115,6 +116,7 @@ def _counts(returns: np.ndarray) -> dict[str, int]:
   return {name: int(which.sum()) for name, which in kinds.items()}
 
 
+@functools.cache
 def _restore(run: str) -> tuple:
   """Configuration, agent, inference and weights of RUN_DIR[@STEP]."""
   folder, _, step = run.partition("@")

@@ -1,4 +1,4 @@
-"""Rates, running means, episode statistics and part times, and their combination over learners.
+"""Counters, running means, episode statistics and part times, and their combination over learners.
 
 Any thread may add values; adding costs a lock and never waits for a device.
 """
@@ -21,79 +21,63 @@ if TYPE_CHECKING:
 _NEWEST = 1000  # values of a metric that are kept for its mean
 
 
-class Rates:
-  """Events per second by name. Thread-safe.
+class Counters:
+  """Amounts by name, per second or per learner step, as `names` says. Thread-safe."""
 
-  Rates cover the time since the newest call of `rates` at least `window` seconds ago, or the start.
-  """
+  def __init__(self, clock: Callable[[], float] = time.monotonic):
+    self._clock, self._lock = clock, threading.Lock()
+    self._amounts: dict[str, float] = {}
+    self.restart(0)
 
-  def __init__(self, window: float = 60.0, clock: Callable[[], float] = time.monotonic):
-    self._window, self._clock = window, clock
-    self._totals: dict[str, float] = collections.defaultdict(float)
-    self._calls: collections.deque[tuple[float, dict[str, float]]] = collections.deque()
-    self._calls.append((clock(), {}))
-    self._lock = threading.Lock()
-
-  def count(self, name: str, events: float = 1) -> None:
-    """Counts events happening now."""
+  def restart(self, step: int) -> None:
+    """Sets all amounts to 0; those to come are counted from this learner step on."""
     with self._lock:
-      self._totals[name] += events
-
-  def rates(self) -> dict[str, float]:
-    """Events per second of each name counted so far."""
-    with self._lock:
-      now = self._clock()
-      while len(self._calls) > 1 and self._calls[1][0] <= now - self._window:
-        self._calls.popleft()
-      since, before = self._calls[0]
-      totals = dict(self._totals)
-      self._calls.append((now, totals))
-    span = (now - since) or math.inf
-    return {name: (total - before.get(name, 0.0)) / span for name, total in totals.items()}
-
-
-class StepTotals:
-  """Amounts by name, as totals and per learner step. Thread-safe."""
-
-  def __init__(self) -> None:
-    self._totals: dict[str, float] = collections.defaultdict(float)
-    self._step, self._before = 0, dict[str, float]()
-    self._lock = threading.Lock()
+      self._amounts = dict.fromkeys(self._amounts, 0.0)
+      self._begin, self._step = self._clock(), step
 
   def add(self, name: str, amount: float) -> None:
-    """Adds to the total of a name."""
+    """Adds to the amount of a name."""
     with self._lock:
-      self._totals[name] += amount
+      self._amounts[name] = self._amounts.get(name, 0.0) + amount
 
-  def totals(self) -> dict[str, float]:
-    """The totals so far."""
+  def rates(self, least: float) -> dict[str, float]:
+    """Rates so far; none if fewer than so many seconds have passed since the restart."""
     with self._lock:
-      return dict(self._totals)
+      seconds = self._clock() - self._begin
+      return self._per(seconds, names.RATE_SUFFIX) if seconds >= least else {}
 
   def take(self, step: int) -> dict[str, float]:
-    """Amounts per learner step since the last call; none without a step since then."""
-    totals = self.totals()
-    steps, before = step - self._step, self._before
-    self._step, self._before = step, totals
-    if steps <= 0:
+    """All values since the restart, and restarts; none without a learner step since then."""
+    if step <= self._step:
       return {}
-    return {name: (total - before.get(name, 0.0)) / steps for name, total in totals.items()}
+    with self._lock:
+      seconds = (self._clock() - self._begin) or math.inf
+      values = self._per(step - self._step) | self._per(seconds, names.RATE_SUFFIX)
+    self.restart(step)
+    return values
+
+  def _per(self, divisor: float, suffix: str = "") -> dict[str, float]:
+    return {name: x / divisor for name, x in self._amounts.items() if name.endswith(suffix)}
 
 
-class PartTimes(StepTotals):
-  """Seconds that threads spend in named parts of their work. Thread-safe.
+class PartTimes:
+  """Counter of the seconds that threads spend in named parts of their work. Thread-safe.
 
-  A part that sends work to a device is short, the one that waits for the device long. `mark` makes
-  a context that also marks the part elsewhere, such as in a profiler's trace.
+  A part that sends work to a device is short, the one that waits for the device long.
+
+  Args:
+    count: receives the metric of a part and seconds.
+    mark: makes a context that also marks the part elsewhere, such as in a profiler's trace.
+    clock: current time in seconds.
   """
 
   def __init__(
     self,
+    count: Callable[[str, float], None] = lambda name, seconds: None,
     mark: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
     clock: Callable[[], float] = time.monotonic,
   ):
-    super().__init__()
-    self._mark, self._clock = mark, clock
+    self._count, self._mark, self._clock = count, mark, clock
 
   @contextlib.contextmanager
   def part(self, name: str) -> Iterator[None]:
@@ -103,11 +87,7 @@ class PartTimes(StepTotals):
       with self._mark(name):
         yield
     finally:
-      self.add(name, self._clock() - begin)
-
-  def take(self, step: int) -> dict[str, float]:
-    """The `time/` metrics: seconds per learner step since the last call."""
-    return {names.TIME_PREFIX + name: x for name, x in super().take(step).items()}
+      self._count(names.TIME_PREFIX + name, self._clock() - begin)
 
 
 class RunningMeans:

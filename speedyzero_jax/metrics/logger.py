@@ -8,10 +8,9 @@ from typing import Any
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.aggregation import (
+  Counters,
   EpisodeStats,
-  Rates,
   RunningMeans,
-  StepTotals,
   combine_learners,
   shared_values,
 )
@@ -45,8 +44,8 @@ class MetricsLogger:
     self._resume_step, self._exchange = resume_step, exchange
     self._recorder = Recorder(folder, resume_step)
     self._display = Display(config, str(folder))
-    self._means, self._rates, self._per_step = RunningMeans(), Rates(), StepTotals()
-    self._per_step.take(resume_step or 0)
+    self._means, self._counters = RunningMeans(), Counters()
+    self._counters.restart(resume_step or 0)
     self._lock = threading.Lock()
     self._latest: dict[str, Any] = {}
     self._sources: list[Callable[[], Mapping[str, float]]] = []
@@ -72,7 +71,7 @@ class MetricsLogger:
       self._recorder.close()
       self._recorder = Recorder(self._folder, step)
       self._resume_step = step
-      self._per_step.take(step)
+      self._counters.restart(step)
 
   def message(self, text: str) -> None:
     """Shows an event."""
@@ -88,13 +87,14 @@ class MetricsLogger:
       self._latest.update(values)
 
   def count(self, name: str, events: float) -> None:
-    """Events of a metric named `..._per_second` or `..._per_learner_step`; else ValueError."""
-    if name.endswith(names.RATE_SUFFIX):
-      self._rates.count(name, events)
-    elif name.endswith(names.PER_STEP_SUFFIX):
-      self._per_step.add(name, events)
-    else:
-      raise ValueError(f"metric {name} must end in {names.RATE_SUFFIX} or {names.PER_STEP_SUFFIX}")
+    """Adds to a metric `..._per_second`, `..._per_learner_step` or `time/...`; else ValueError."""
+    if not (name.endswith(names.COUNTER_SUFFIXES) or name.startswith(names.TIME_PREFIX)):
+      raise ValueError(f"metric {name} must end in one of {', '.join(names.COUNTER_SUFFIXES)}")
+    self._counters.add(name, events)
+
+  def restart_counts(self, step: int) -> None:
+    """Discards what was counted before this learner step."""
+    self._counters.restart(step)
 
   def add_source(self, source: Callable[[], Mapping[str, float]]) -> None:
     """Adds a function that returns current values at any time, from any thread."""
@@ -108,8 +108,8 @@ class MetricsLogger:
       latest = dict(self._latest)
     with self._publishing:
       self._values = {names.REPLAY_PREFIX + name: value for name, value in replay.items()}
-      self._values |= means | self._per_step.take(step) | episodes.summary() | latest
-      self._values |= self._current()
+      self._values |= means | episodes.summary() | latest | self._current()
+      self._values |= self._counters.take(step)
       values = self._combined()
       collected = max(values.get(names.ENV_STEPS, 0) - self._config.actor.random_steps, 1)
       values[names.SAMPLES_PER_INSERT] = step * self._config.learner.batch_size / collected
@@ -118,7 +118,7 @@ class MetricsLogger:
   def refresh(self) -> None:
     """Exchanges and shows what changes without a learner step."""
     with self._publishing:
-      self._values |= self._current()
+      self._values |= self._current() | self._counters.rates(REFRESH_SECONDS)
       self._display.update(self._combined() | {names.TIME: self._recorder.elapsed()})
 
   def _refresh_periodically(self) -> None:
@@ -128,7 +128,7 @@ class MetricsLogger:
   def _current(self) -> dict[str, float]:
     with self._lock:
       sources = list(self._sources)
-    values = self._rates.rates()
+    values: dict[str, float] = {}
     for source in sources:
       values.update(source())
     return values

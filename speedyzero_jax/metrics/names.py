@@ -44,6 +44,7 @@ TIME_PREFIX = "time/"  # seconds per learner step that threads spend in a part o
 
 RATE_SUFFIX = "_per_second"
 PER_STEP_SUFFIX = "_per_learner_step"
+COUNTER_SUFFIXES = (RATE_SUFFIX, PER_STEP_SUFFIX)
 
 
 def present(kind: str) -> str:

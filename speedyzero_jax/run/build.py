@@ -98,7 +98,7 @@ def _build(
   weights = WeightsStore(intervals, NamedSharding(local, PartitionSpec()), state.variables)
   limiter = RateLimiter(own, synchronous=agent.synchronous)
   episodes = EpisodeStats(own.actor.lanes)
-  times = PartTimes(mark=jax.profiler.TraceAnnotation)  # parts appear in traces too
+  times = PartTimes(logger.count, jax.profiler.TraceAnnotation)  # parts appear in traces too
   experiment = Experiment(
     config=config,
     own=own,

@@ -77,7 +77,7 @@ def begin_learning(experiment: Experiment) -> bool:
   Returns False if one of them is interrupted.
   """
   experiment.learning = True
-  experiment.times.take(experiment.limiter.learner_steps)  # discard times before the first step
+  experiment.logger.restart_counts(experiment.limiter.learner_steps)  # what came before has none
   experiment.logger.refresh()  # so that the first line includes all processes
   return not any(experiment.membership.agree(int(experiment.interrupted)))
 
@@ -109,7 +109,6 @@ def bookkeeping(experiment: Experiment) -> None:
 def log(experiment: Experiment) -> None:
   """Writes a line of metrics."""
   step = experiment.limiter.learner_steps
-  experiment.logger.log_latest(experiment.times.take(step))
   state = experiment.state
   ratios = optimizers.trust_ratios(state.opt_state, state.variables.params)
   experiment.logger.log_latest(

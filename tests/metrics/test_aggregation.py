@@ -1,54 +1,35 @@
-"""Rates, means, episode statistics and part times, and how learners' values combine."""
+"""Counters, means, episode statistics and part times, and how learners' values combine."""
 
 import contextlib
 import threading
-import time
 import weakref
 from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from clock import Clock
 from speedyzero_jax.metrics import aggregation, names
 
 
-def test_rates_of_a_steady_stream_a_pause_and_a_late_start():
+def test_amounts_are_counted_per_second_and_per_learner_step_since_the_line_before():
   clock = Clock()
-  rates = aggregation.Rates(10.0, clock)
-  assert rates.rates() == {}
-  for _ in range(400):
-    clock.now += 0.25
-    rates.count("a_per_second", 3)
-    seen = rates.rates()
-  assert seen == {"a_per_second": pytest.approx(12.0, rel=0.03)}
-  rates.count("b_per_second", 20)  # since then nothing, so this is the rate over the window
-  assert rates.rates()["b_per_second"] == pytest.approx(2.0, rel=0.03)
-  for _ in range(5):
-    clock.now += 1.0
-    seen = rates.rates()
-  assert seen["a_per_second"] == pytest.approx(6.0, rel=0.05)
-  for _ in range(6):
-    clock.now += 1.0
-    seen = rates.rates()
-  assert seen == {"a_per_second": 0.0, "b_per_second": 0.0}
-
-
-@given(st.lists(st.tuples(st.floats(0.01, 40), st.integers(1, 5)), min_size=1, max_size=30))
-def test_a_rate_covers_the_window_and_hardly_more(steps):
-  clock = Clock()
-  rates, start, happened = aggregation.Rates(60.0, clock), clock.now, []
-  calls = [start]
-  for wait, events in steps:
-    clock.now += wait
-    rates.count("x", events)
-    happened.append((clock.now, events))
-    rate = rates.rates()["x"]
-    calls.append(clock.now)
-  since = max([at for at in calls if clock.now - at >= 60.0], default=start)
-  assert rate == pytest.approx(sum(n for at, n in happened if at > since) / (clock.now - since))
+  counters = aggregation.Counters(clock)
+  counters.add("time/act", 5.0)
+  counters.restart(10)  # what came before belongs to no step
+  clock.now += 2.0
+  counters.add("a_per_second", 3)
+  counters.add("time/train", 1.0)
+  counters.add("time/train", 1.0)
+  assert counters.rates(2.5) == {}
+  assert counters.rates(1.0) == {"a_per_second": 1.5}
+  clock.now += 2.0
+  assert counters.take(10) == {}  # no step
+  assert counters.take(14) == {"time/act": 0.0, "time/train": 0.5, "a_per_second": 0.75}
+  clock.now += 1.0
+  counters.add("b_per_learner_step", 4.0)
+  zeros = {"time/act": 0.0, "time/train": 0.0, "a_per_second": 0.0}
+  assert counters.take(16) == zeros | {"b_per_learner_step": 2.0}
 
 
 class Step(NamedTuple):
@@ -127,51 +108,34 @@ def test_values_that_are_not_taken_do_not_pile_up():
   assert means.take()["losses/x"] == pytest.approx(np.mean(range(4000, 5000)))
 
 
-def test_parts_are_timed_per_learner_step():
-  clock, marked = Clock(), []
+def test_parts_are_timed_and_marked_also_if_they_fail():
+  clock, seen = Clock(), []
 
   @contextlib.contextmanager
   def mark(name):
-    marked.append(name)
+    seen.append(name)
     yield
 
-  times = aggregation.PartTimes(mark, clock)
-
-  def spend(name, seconds):
-    with times.part(name):
-      clock.now += seconds
-
-  spend("act", 5.0)
-  times.take(10)  # what came before belongs to no step
-  spend("act", 2.0)
-  spend("train", 1.0)
-  spend("act", 1.0)
-  assert times.take(14) == {"time/act": 0.75, "time/train": 0.25}
-  assert times.take(14) == {}
-  spend("train", 3.0)
-  assert times.take(16) == {"time/act": 0.0, "time/train": 1.5}
+  times = aggregation.PartTimes(lambda *counted: seen.append(counted), mark, clock)
   with pytest.raises(KeyError), times.part("save"):
     clock.now += 7.0
     raise KeyError
-  assert times.totals() == {"act": 8.0, "train": 4.0, "save": 7.0}
-  assert marked == ["act", "act", "train", "act", "train", "save"]
+  assert seen == ["save", ("time/save", 7.0)]
 
 
-def test_parts_of_many_threads_add_up():
-  times = aggregation.PartTimes()
+def test_counts_of_many_threads_add_up():
+  counters = aggregation.Counters()
 
   def work():
-    for _ in range(200):
-      with times.part("search"):
-        time.sleep(0)
+    for _ in range(2000):
+      counters.add("a_per_learner_step", 1)
 
   threads = [threading.Thread(target=work) for _ in range(4)]
-  begin = time.monotonic()
   for thread in threads:
     thread.start()
   for thread in threads:
     thread.join()
-  assert 0 < times.totals()["search"] <= 4 * (time.monotonic() - begin)
+  assert counters.take(1) == {"a_per_learner_step": 8000}
 
 
 def test_values_of_learners_combine_as_their_names_say():

@@ -67,10 +67,10 @@ def test_a_line_holds_whatever_is_logged_combined_over_learners(tmp_path):
 def test_events_are_counted_per_learner_step(tmp_path):
   name = "agent/states_per_learner_step"
   with MetricsLogger(CONFIG, tmp_path, 4) as metrics:
-    for step, events in ((6, 100), (8, 30), (8, 0), (10, 4)):
+    for step, events in ((6, 100), (8, 30), (8, 9), (10, 1)):
       metrics.count(name, events)
       write(metrics, step)
-    assert [row.get(name) for row in rows(tmp_path)] == [50, 15, None, 2]
+    assert [row.get(name) for row in rows(tmp_path)] == [50, 15, None, 5]
     metrics.rewind(8)
     metrics.count(name, 3)
     write(metrics, 9)

@@ -7,13 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-import tiny
 from speedyzero_jax.metrics import names
 from speedyzero_jax.run import snapshot, steps
 from speedyzero_jax.run.checkpoint import Checkpoints
 from speedyzero_jax.workers import actor
 from speedyzero_jax.workers.weights import DivergedError
-from whole_runs import assert_same, everything, finish, interrupt_at, rows_of, stopped
+from whole_runs import assert_same, everything, finish, interrupt_at, quick, rows_of, stopped
 
 ASYNC = "run.mode=async"
 
@@ -35,7 +34,7 @@ def test_overlapping_roles_take_exactly_the_configured_steps(tmp_path, monkeypat
     return learn(experiment, prepared)
 
   monkeypatch.setattr(steps, "learn", checked)
-  with tiny.experiment(tmp_path, *overrides) as experiment:
+  with quick(tmp_path, *overrides) as experiment:
     limiter = experiment.limiter
     assert finish(experiment) is True
     snapshot.save(experiment, required=True)
@@ -50,13 +49,13 @@ def test_overlapping_roles_take_exactly_the_configured_steps(tmp_path, monkeypat
   for row in rows:
     least, most = limiter.required(row["step"] - 1), limiter.required(row["step"])
     assert least <= row["env_steps"] <= min(150, most + 2 * 11 + 3)  # ratio 11, 3 lanes
-  with tiny.experiment(tmp_path, *overrides, resume_step=12) as experiment:
+  with quick(tmp_path, *overrides, resume_step=12) as experiment:
     assert_same(ended, everything(experiment))
 
 
 def test_sweeps_go_on_when_no_batch_is_ready_any_more_and_have_keys_of_their_own(tmp_path):
   """At the end of a run a queue is empty while the learner may still wait for a sweep."""
-  with tiny.experiment(tmp_path) as experiment:
+  with quick(tmp_path) as experiment:
     assert len(experiment.sweepers) == 2
     keys = {str(jax.random.key_data(experiment.sweep_key(s))) for s in experiment.sweepers}
     assert len(keys) == 2
@@ -66,7 +65,7 @@ def test_sweeps_go_on_when_no_batch_is_ready_any_more_and_have_keys_of_their_own
 
 
 def test_a_replay_too_small_to_be_kept_to_is_reported(tmp_path, capsys):
-  with tiny.experiment(tmp_path, "replay.capacity=9") as experiment:
+  with quick(tmp_path, "replay.capacity=9") as experiment:
     assert experiment.replay.store.capacity > 3
   assert "warning: replay.capacity=9 is less than" in capsys.readouterr().out
 
@@ -74,7 +73,7 @@ def test_a_replay_too_small_to_be_kept_to_is_reported(tmp_path, capsys):
 def test_the_bound_on_policy_lag_holds_with_a_slow_actor(tmp_path):
   def lag(folder, *overrides):
     many = ASYNC, "learner.steps=80", "actor.weights_interval=2", *overrides
-    with tiny.experiment(folder, *many) as experiment:
+    with quick(folder, *many) as experiment:
       local, step = experiment.collector.local.actor, experiment.collector.local.actor.step
 
       def slow(*args, **kwargs):
@@ -92,7 +91,7 @@ def test_an_interrupted_run_is_saved_and_continues(tmp_path):
   step, before = None, None
   for stop in ({"collects": 5}, {"learner_step": 3}):
     step, before = stopped(tmp_path, ASYNC, resume_step=step, before=before, **stop)
-  with tiny.experiment(tmp_path, ASYNC, resume_step=step) as experiment:
+  with quick(tmp_path, ASYNC, resume_step=step) as experiment:
     assert_same(before, everything(experiment))
     assert finish(experiment) is True
     assert counts(experiment) == (150, 12, 12) and experiment.replay.num_transitions == 150
@@ -107,7 +106,7 @@ def test_a_run_continues_where_environments_play_differently(tmp_path, monkeypat
   step, left, previous = None, None, 0
   for machine, collects in ((0, 25), (7, 4), (7, 3), (8, None)):
     moved, previous = machine != previous, machine
-    with tiny.experiment(tmp_path, ASYNC, resume_step=step) as experiment:
+    with quick(tmp_path, ASYNC, resume_step=step) as experiment:
       found, heads = everything(experiment), experiment.replay.heads
       assert ("led to other frames" in capsys.readouterr().out) == moved
       if moved:
@@ -130,7 +129,7 @@ def test_a_run_continues_where_environments_play_differently(tmp_path, monkeypat
 def test_collection_continues_while_the_learner_is_due_and_nothing_can_be_drawn(tmp_path):
   """Lanes of a few open steps hold nothing eligible."""
   few = "actor.random_steps=0", "run.env_steps=40", "learner.steps=20", "learner.tail_steps=0"
-  with tiny.experiment(tmp_path, ASYNC, *few) as experiment:
+  with quick(tmp_path, ASYNC, *few) as experiment:
     assert finish(experiment, 60) is True
     assert counts(experiment) == (40, 20, 20)
 
@@ -145,7 +144,7 @@ class Broken(Exception):
    ("lockstep", "env"), ("lockstep", "learn")],
 )  # fmt: skip
 def test_an_error_of_any_part_is_raised_and_ends_every_thread(tmp_path, monkeypatch, mode, part):
-  with tiny.experiment(tmp_path, f"run.mode={mode}") as experiment:
+  with quick(tmp_path, f"run.mode={mode}") as experiment:
     before = set(threading.enumerate())
     owner = experiment.collector.local.env if part == "env" else steps
     name, calls = ("step", 30) if part == "env" else (part, 3)
@@ -179,7 +178,7 @@ def test_divergence_is_raised_and_never_saved(tmp_path, monkeypatch, mode, step,
       arrays = arrays | {field: arrays[field] * np.float32(np.nan)}
     return prepared._replace(arrays=arrays)
 
-  with tiny.experiment(tmp_path, *overrides) as experiment:
+  with quick(tmp_path, *overrides) as experiment:
     with monkeypatch.context() as patch:
       patch.setattr(steps, "draw", poisoned)
       error = finish(experiment)
@@ -190,6 +189,6 @@ def test_divergence_is_raised_and_never_saved(tmp_path, monkeypatch, mode, step,
   expected = [s for s in (4, 8) if s <= step]
   assert Checkpoints(tmp_path).steps() == expected
   if expected:
-    with tiny.experiment(tmp_path, *overrides, resume_step=expected[-1]) as experiment:
+    with quick(tmp_path, *overrides, resume_step=expected[-1]) as experiment:
       leaves = jax.tree.leaves(jax.device_get(experiment.state.variables))
       assert all(np.isfinite(leaf).all() for leaf in leaves)

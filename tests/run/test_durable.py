@@ -16,7 +16,7 @@ from speedyzero_jax.run.experiment import Membership, TrainingError
 from speedyzero_jax.run.signals import Signals
 from speedyzero_jax.workers import actor
 from speedyzero_jax.workers.weights import ACTOR
-from whole_runs import finish, rows_of
+from whole_runs import finish, quick, rows_of
 
 SHORT = "run.mode=async", "learner.steps=8", "run.env_steps=100"
 
@@ -24,7 +24,7 @@ SHORT = "run.mode=async", "learner.steps=8", "run.env_steps=100"
 def durable(folder, resume_step=None, **of_membership):
   """A short experiment whose experience is durable. Left without saving, it is as after a kill."""
   membership = Membership(durable=True, **of_membership)
-  return tiny.experiment(folder, *SHORT, resume_step=resume_step, membership=membership)
+  return quick(folder, *SHORT, resume_step=resume_step, membership=membership)
 
 
 def test_new_games_begin_also_when_only_resets_followed_the_checkpoint(tmp_path):
@@ -73,7 +73,7 @@ def test_a_restart_from_the_beginning_keeps_the_experience(tmp_path):
   assert Checkpoints(tmp_path).steps() == [0, 4]
   with durable(tmp_path, 4, agree=lambda step: [step, -1]) as experiment:
     assert not Checkpoints(tmp_path).steps() and not rows_of(tmp_path)
-    aside = {path.name.split("-")[0] for path in (tmp_path / "damaged").iterdir() if path.is_dir()}
+    aside = {path.name.split("-")[0] for path in (tmp_path / "damaged").glob("*.npz")}
     assert aside == {"0", "4"}
     assert (experiment.limiter.learner_steps, experiment.limiter.env_steps) == (0, 100)
     snapshot.save(experiment, required=True)
@@ -149,7 +149,7 @@ def test_a_full_journal_ends_the_run_with_one_line(tmp_path, monkeypatch, capsys
   monkeypatch.setattr(build, "Journal", limited)
   membership = Membership(acts=acts, durable=True)
   with Signals() as signals:
-    config = tiny.config(*SHORT)
+    config = tiny.config("agent=quick_agent", *SHORT)
     code = train.train(
       config, tmp_path, resume=False, signals=signals, membership=membership, serving=serving
     )
@@ -162,14 +162,14 @@ def test_a_full_journal_ends_the_run_with_one_line(tmp_path, monkeypatch, capsys
 def test_more_experience_than_the_replay_holds_is_replayed(tmp_path):
   """A journal's row may be longer than a lane: the journal is written less often than read."""
   small = "run.mode=async", "replay.capacity=60"
-  with tiny.experiment(tmp_path, *small) as experiment:
+  with quick(tmp_path, *small) as experiment:
     while experiment.limiter.env_steps < 100:
       experiment.collector.collect()
     experiment.recovery.journal.flush()
     heads, steps = experiment.replay.heads, experiment.limiter.env_steps
     assert (heads > experiment.replay.store.capacity).all()
     stored = slots(experiment.replay)
-  with tiny.experiment(tmp_path, *small, resume_step=0) as experiment:
+  with quick(tmp_path, *small, resume_step=0) as experiment:
     assert experiment.limiter.env_steps == steps
     np.testing.assert_array_equal(experiment.replay.heads, heads)
     again = slots(experiment.replay)

@@ -7,11 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-import tiny
 from speedyzero_jax.config import loader
 from speedyzero_jax.run import builders, forecast, steps, warmup
 from speedyzero_jax.run.forecast import Forecast
 from speedyzero_jax.system import memory
+from whole_runs import quick
 
 
 @pytest.mark.parametrize("capacity", [0, 3000])
@@ -29,7 +29,7 @@ def test_the_mean_stored_is_that_of_the_steps_to_come(capacity):
 @pytest.mark.parametrize("frames", ["host", "device"])
 def test_a_batch_has_the_shapes_that_were_forecast(tmp_path, schedule, frames):
   overrides = f"reanalyse.schedule={schedule}", f"replay.frames={frames}"
-  with tiny.experiment(tmp_path, *overrides) as experiment:
+  with quick(tmp_path, *overrides) as experiment:
     expected, _ = warmup.example_batch(experiment.own, experiment.agent)
     window = experiment.agent.window.after
     expected["frames"] = experiment.replay.blanks(experiment.own.learner.batch_size, window)
@@ -45,7 +45,7 @@ def test_a_batch_has_the_shapes_that_were_forecast(tmp_path, schedule, frames):
 def test_the_forecast_covers_what_is_held_and_done(tmp_path, schedule):
   lines: list[str] = []
   made = Forecast(lines.append)
-  with tiny.experiment(tmp_path, f"reanalyse.schedule={schedule}") as experiment:
+  with quick(tmp_path, f"reanalyse.schedule={schedule}") as experiment:
     made.begin(experiment)
     timings = warmup.prepare(experiment)
     began = time.monotonic()
@@ -67,7 +67,7 @@ def test_the_forecast_covers_what_is_held_and_done(tmp_path, schedule):
 def warnings(folder):
   lines: list[str] = []
   made = Forecast(lines.append)
-  with tiny.experiment(folder) as experiment:
+  with quick(folder) as experiment:
     made.begin(experiment)
   return [line for line in lines if line.startswith("warning")]
 

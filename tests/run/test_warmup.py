@@ -5,9 +5,9 @@ import contextlib
 import jax
 import pytest
 
-import tiny
 from speedyzero_jax.run import loops, warmup
 from speedyzero_jax.run.builders import mean_stored
+from whole_runs import quick
 
 GATHERING = {"_local_gather", "of_part"}
 
@@ -43,7 +43,7 @@ def compilations():
 def test_a_run_compiles_nothing_that_was_not_compiled_before_it(tmp_path, overrides):
   with (
     compilations() as names,
-    tiny.experiment(tmp_path, *overrides, shared=False) as experiment,
+    quick(tmp_path, *overrides, shared=False) as experiment,
   ):
     compiled: list[int] = []  # functions compiled until each learner step
     experiment.after_step.append(lambda: compiled.append(len(names)))
@@ -62,7 +62,7 @@ def test_a_run_compiles_nothing_that_was_not_compiled_before_it(tmp_path, overri
 def per_step(folder, *overrides):
   """Calls per learner step, by program; each sweep's block."""
   sizes = ("run.env_steps=1000", "actor.random_steps=200", "learner.steps=100")
-  with tiny.experiment(folder, *sizes, *overrides) as experiment:
+  with quick(folder, *sizes, *overrides) as experiment:
     calls = {timing.program: timing.calls for timing in warmup.prepare(experiment)}
     return calls, experiment
 
@@ -89,7 +89,7 @@ def test_sweeps_run_often_enough_for_their_bound_in_a_growing_replay(tmp_path):
 
 
 def test_an_interrupted_run_compiles_nothing_more(tmp_path):
-  with compilations() as names, tiny.experiment(tmp_path, shared=False) as experiment:
+  with compilations() as names, quick(tmp_path, shared=False) as experiment:
     experiment.interrupt()
     assert warmup.prepare(experiment) == []
     assert not programs(experiment) & set(names)

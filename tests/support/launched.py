@@ -15,9 +15,8 @@ CACHE = f"run.compile_cache={os.environ['JAX_COMPILATION_CACHE_DIR']}"
 STEPS = 30
 # Checkpoints at every other step: a signal at any moment is likely to come while one is written.
 NEW = [
-  "--config", "quickstart", *tiny.OVERRIDES, CACHE, f"learner.steps={STEPS}",
+  "--config", "quickstart", "agent=quick_agent", *tiny.OVERRIDES, CACHE, f"learner.steps={STEPS}",
   "run.checkpoint_interval=2", "run.log_interval=1", "evaluation.at_end=true",
-  "reanalyse.schedule=off", "loss.unroll_steps=1",
 ]  # fmt: skip
 
 
@@ -29,7 +28,7 @@ def start(*arguments, script="multihost.py", log=None):
 
 def python(*arguments, **options):
   """A Python process with pipes for its output, unless they are given."""
-  environment = os.environ | {"JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT)}
+  environment = os.environ | {"JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT / "tests/support")}
   options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
   return subprocess.Popen([sys.executable, *map(str, arguments)], env=environment, **options)
 
