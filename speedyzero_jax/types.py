@@ -10,7 +10,7 @@ episode; the slot after an episode's last frame is the first frame of the next e
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -18,7 +18,7 @@ Params = Any  # a pytree of arrays
 
 
 class EnvStep(NamedTuple):
-  """Output of `BatchedEnv.step`; arrays are [L, ...]."""
+  """Output of `Env.step`; arrays are [L, ...]."""
 
   frame: np.ndarray  # [L, H, W, C] the frame after the action
   reward: np.ndarray  # [L] float32, raw reward of the action; 0 where `first`
@@ -26,6 +26,19 @@ class EnvStep(NamedTuple):
   terminated: np.ndarray  # [L] bool, the episode ends in a terminal state (life lost, game over)
   truncated: np.ndarray  # [L] bool, the episode is cut by a cap; bootstrap from its value
   game_over: np.ndarray  # [L] bool, the game itself is over, not just a life
+
+
+class Env(Protocol):
+  """L copies of a game stepped together, with the conventions of `BatchedEnv`."""
+
+  num_lanes: int
+  num_actions: int
+  frame_shape: tuple[int, int, int]
+  frame_dtype: np.dtype
+
+  def reset(self) -> EnvStep: ...
+  def step(self, action: np.ndarray) -> EnvStep: ...
+  def close(self) -> None: ...
 
 
 class Segment(NamedTuple):

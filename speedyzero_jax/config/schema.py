@@ -21,7 +21,8 @@ class EnvConfig:
 
   game: str = opt(
     "Breakout",
-    "Atari game by its Atari-100k name, Catch, MemoryCatch, CartPole, TicTacToe or ConnectFour",
+    "Atari game by its Atari-100k name, Catch, MemoryCatch, CartPole, Snake, TicTacToe, "
+    "ConnectFour, or gymnasium:ID (gymnasium:MODULE:ID for your own)",
   )
   frame_size: int = opt(96, "frames' height and width after area resizing (EZ: 96)", "[8, 512]")
   grayscale: bool = opt(False, "one grey channel instead of RGB (EZ: RGB)")

@@ -36,12 +36,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from speedyzero_jax.config.schema import EnvConfig
+from speedyzero_jax.envs import gymnasium_env
+from speedyzero_jax.envs.gymnasium_env import GymnasiumEnv
 from speedyzero_jax.envs.rules import RULES
 from speedyzero_jax.envs.scores import atari100k_games
-from speedyzero_jax.types import EnvStep
+from speedyzero_jax.types import Env, EnvStep
 
 VECTOR_GAMES = ("Catch", "MemoryCatch", "CartPole")
-GRID_GAMES = ("Snake",)  # show small float images
+_GRIDS = {"Snake": 12}  # side of small float images
 BOARD_GAMES = tuple(RULES)  # for two players
 _CARTPOLE_STEPS = 500  # of CartPole-v1
 # |x| in metres and |angle| beyond which the pole has fallen.
@@ -202,7 +204,7 @@ class BoardEnv(BatchedEnv):
 
 def make_env(
   config: EnvConfig, lanes: int, seed: int, *, training: bool, max_episode_steps: int | None = None
-) -> BatchedEnv:
+) -> Env:
   """Makes a batch of environments.
 
   Equal arguments and actions give equal frames and rewards, bit for bit, on any number of threads;
@@ -215,13 +217,27 @@ def make_env(
   """
   if max_episode_steps is None:
     max_episode_steps = config.max_episode_steps if training else _NO_CAP
+  if config.game.startswith(gymnasium_env.PREFIX):
+    return GymnasiumEnv(config.game, lanes, seed, max_episode_steps)
   kind = BoardEnv if config.game in BOARD_GAMES else BatchedEnv
   return kind(_task(config, training, max_episode_steps), lanes, seed, config.threads)
 
 
 def episode_cap(game: str, cap: int) -> int:
-  """The cap in effect, agent steps: CartPole has a limit of its own."""
+  """The cap in effect, agent steps: some environments have a limit of their own."""
+  if game.startswith(gymnasium_env.PREFIX):
+    return min(cap, gymnasium_env.time_limit(game))
   return min(cap, _CARTPOLE_STEPS) if game == "CartPole" else cap
+
+
+def frame_sides(config: EnvConfig) -> tuple[int, int]:
+  """Height and width of frames; (1, 1) for vectors. Raises ValueError as `GymnasiumEnv` does."""
+  if config.game.startswith(gymnasium_env.PREFIX):
+    return gymnasium_env.probe(config.game)[0][:2]
+  if config.game in BOARD_GAMES:
+    return RULES[config.game].shape[:2]
+  side = 1 if config.game in VECTOR_GAMES else _GRIDS.get(config.game, config.frame_size)
+  return side, side
 
 
 def training_reward(config: EnvConfig, reward: np.ndarray) -> np.ndarray:
@@ -231,7 +247,10 @@ def training_reward(config: EnvConfig, reward: np.ndarray) -> np.ndarray:
 
 def check_game(game: str) -> None:
   """Raises ValueError for an unknown game; the message names the nearest one."""
-  known = (*VECTOR_GAMES, *GRID_GAMES, *BOARD_GAMES, *atari100k_games())
+  if game.startswith(gymnasium_env.PREFIX):
+    gymnasium_env.probe(game)
+    return
+  known = (*VECTOR_GAMES, *_GRIDS, *BOARD_GAMES, *atari100k_games())
   if game in known or game in _atari_games():  # in this order: loading envpool is slow
     return
   plain = {_plain(name): name for name in (*known, *sorted(_atari_games()))}
@@ -254,7 +273,7 @@ def _task(config: EnvConfig, training: bool, cap: int) -> _Task:
     return _Task(
       "classic_control", "CartPole-v1", {"max_episode_steps": episode_cap(config.game, cap)}
     )
-  if config.game in GRID_GAMES:
+  if config.game in _GRIDS:
     return _Task("jumanji", f"{config.game}-v1", {})
   if config.game in BOARD_GAMES:
     return _Task("pgx", f"{config.game}-v1", {})

@@ -14,7 +14,7 @@ from flax import nnx
 
 from speedyzero_jax.config.fields import opt
 from speedyzero_jax.config.schema import EnvConfig
-from speedyzero_jax.envs.batched_env import BOARD_GAMES, GRID_GAMES, VECTOR_GAMES
+from speedyzero_jax.envs.batched_env import BOARD_GAMES, frame_sides
 from speedyzero_jax.types import Params
 
 _INIT = nnx.initializers.he_normal()
@@ -131,16 +131,16 @@ def torso_problems(config: TorsoConfig, env: EnvConfig) -> Iterable[str]:
   """Yields `key: what is wrong` if the torso does not fit the environment's observations."""
   if env.game in BOARD_GAMES:
     yield f"env.game: {env.game} is for two players; agent=alphazero plays it"
-  elif env.game in VECTOR_GAMES:
-    if config.torso not in ("auto", "mlp"):
-      yield f"network.torso: must be mlp for {env.game}, which shows vectors, got {config.torso}"
-  elif config.torso == "nature" and env.game in GRID_GAMES:
-    yield f"network.torso: must be mlp or resnet for {env.game}, which shows small grids"
-  elif config.torso == "nature" and env.frame_size < _NATURE_SIDE:
-    yield (
-      f"env.frame_size: must be at least {_NATURE_SIDE} for network.torso=nature, "
-      f"got {env.frame_size}"
-    )
+    return
+  try:
+    side = min(frame_sides(env))
+  except ValueError as error:
+    yield f"env.game: {error}"
+    return
+  if side == 1 and config.torso not in ("auto", "mlp"):
+    yield f"network.torso: must be mlp for {env.game}, which shows vectors, got {config.torso}"
+  elif side < _NATURE_SIDE and config.torso == "nature":
+    yield f"network.torso: nature needs images of at least {_NATURE_SIDE} pixels, got {side}"
 
 
 def observation_shape(frame_shape: tuple[int, ...], stack: int) -> tuple[int, int, int]:

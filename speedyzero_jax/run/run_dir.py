@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import fcntl
 import os
+import re
 from pathlib import Path
 from typing import IO
 
@@ -44,6 +45,7 @@ def create(config: Config, name: str) -> RunDir:
   if config.run.dir:
     path = Path(config.run.dir)
   else:
+    name = re.sub(r"[^\w.+-]", "-", name)  # gymnasium:ALE/Pong-v5 is a game
     path, number = Path("runs") / name, 2
     while path.exists():
       path, number = Path("runs") / f"{name}-{number}", number + 1

@@ -12,10 +12,10 @@ import numpy as np
 
 from speedyzero_jax.agents.base import ActInputs, ActOutput, Agent
 from speedyzero_jax.config.schema import Config
-from speedyzero_jax.envs.batched_env import BatchedEnv, make_env, training_reward
+from speedyzero_jax.envs.batched_env import make_env, training_reward
 from speedyzero_jax.metrics.aggregation import Episode, EpisodeStats
 from speedyzero_jax.replay.replay import Replay
-from speedyzero_jax.types import EnvStep, Segment
+from speedyzero_jax.types import Env, EnvStep, Segment
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.weights import Version
 
@@ -48,7 +48,7 @@ class Actor:
     self,
     config: Config,
     agent: Agent,
-    env: BatchedEnv,
+    env: Env,
     inference: Inference,
     key: jax.Array,
     stats: EpisodeStats,

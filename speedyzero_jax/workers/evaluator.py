@@ -16,12 +16,13 @@ import numpy as np
 
 from speedyzero_jax.agents.base import ActInputs, Agent
 from speedyzero_jax.config.schema import Config
-from speedyzero_jax.envs.batched_env import BatchedEnv, episode_cap, make_env
+from speedyzero_jax.envs.batched_env import episode_cap, make_env
 from speedyzero_jax.envs.opponents import Opponent, play_at_random
 from speedyzero_jax.envs.rules import RULES
 from speedyzero_jax.envs.scores import human_normalised
 from speedyzero_jax.envs.versus import VersusEnv
 from speedyzero_jax.metrics import names
+from speedyzero_jax.types import Env
 from speedyzero_jax.workers.actor import FrameStacker
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.video import Video
@@ -103,7 +104,7 @@ def evaluate(
   played: list[tuple[float, int, bool]] = []
   while len(played) < episodes:
     seeded = _seed(seed, len(played) // lanes)
-    env: BatchedEnv | VersusEnv
+    env: Env
     if rules := RULES.get(config.env.game):
       env = VersusEnv(rules, lanes, seeded, opponent or play_at_random(rules), opening)
     else:
@@ -142,7 +143,7 @@ def _play(
   agent: Agent,
   inference: Inference,
   version: Version,
-  env: BatchedEnv | VersusEnv,
+  env: Env,
   video: Video | None,
   should_stop: Callable[[], bool],
   report: Callable[[str], None],

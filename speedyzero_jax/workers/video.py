@@ -89,8 +89,11 @@ def picture(game: str, frame: np.ndarray) -> Image.Image:
     return _cartpole(frame.reshape(-1))
   if frame.dtype == np.uint8 and frame.shape[2] in (1, 3):
     image = np.repeat(frame, 3 // frame.shape[2], axis=2)
-  elif frame.shape[:2] == (1, 1):  # Catch, 10 rows of 5 cells
+  elif frame.size == 50:  # Catch, 10 rows of 5 cells
     image = _planes(frame.reshape(-1, 5, 1))
+  elif frame.shape[:2] == (1, 1):  # another vector: a cell for each number, by sign
+    small = np.tanh(frame.reshape(1, -1))
+    image = _planes(np.stack([small, -small], axis=-1))
   else:  # a board, or another grid of cells
     image = _planes(frame)
   height, width = image.shape[:2]

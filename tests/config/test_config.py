@@ -354,7 +354,7 @@ def test_atari100k_samples_each_transition_as_often_as_atari300k():
     (["network.downsample=5"], "network.downsample"),
     (["network.downsample=1"], "network.downsample"),
     (["env.game=Catch"], "network.downsample"),
-    (["env.frame_size=84"], "env.frame_size"),
+    (["env.frame_size=84"], "network.downsample"),
     (["search.temperatures=1,0.5"], "search.temperatures"),
     (["search.temperature_stages=0.75,0.5"], "search.temperature_stages"),
     (["learner.devices=3", "learner.batch_size=256"], "learner.batch_size"),

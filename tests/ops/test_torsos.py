@@ -73,7 +73,7 @@ def test_observations_put_the_frames_of_a_stack_side_by_side():
   [
     ("Catch", 96, "nature", "network.torso"),
     ("Catch", 96, "resnet", "network.torso"),
-    ("Pong", 35, "nature", "env.frame_size"),
+    ("Pong", 35, "nature", "network.torso"),
     ("Pong", 35, "auto", None),
     ("Snake", 96, "nature", "network.torso"),
     ("Snake", 96, "auto", None),

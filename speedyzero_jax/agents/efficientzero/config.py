@@ -6,8 +6,10 @@ from typing import ClassVar, Literal
 
 from speedyzero_jax.config.fields import opt
 from speedyzero_jax.config.schema import AgentConfig, Config, PriorityConfig
-from speedyzero_jax.envs.batched_env import BOARD_GAMES, GRID_GAMES, VECTOR_GAMES, check_game
+from speedyzero_jax.envs.batched_env import BOARD_GAMES, check_game, frame_sides
 from speedyzero_jax.replay.sweep import STRETCH
+
+_SMALL = 16  # pixels, the longest side of images that may be kept at full resolution
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +20,8 @@ class NetworkConfig:
     64, "channels of the hidden state; the first stages of h use half (EZ: 64)", "[1, 1e5]"
   )
   downsample: int = opt(
-    16, "frame side over hidden-state side: 16, 8 or 4 for images, 1 for vectors and grids (EZ: 16)"
+    16,
+    "frame side over hidden-state side: 16, 8 or 4; 1 for vectors and small images (EZ: 16)",
   )
   blocks: int = opt(1, "residual blocks wherever EZ has one (EZ: 1)", "[1, 1000]")
   reduced_channels: int = opt(
@@ -217,34 +220,29 @@ class EfficientZeroConfig(AgentConfig):
     if env.game in BOARD_GAMES:
       yield f"env.game: {env.game} is for two players; agent=alphazero plays it"
       return
-    if env.game in (*VECTOR_GAMES, *GRID_GAMES):
-      shown = "vectors" if env.game in VECTOR_GAMES else "small grids"
-      if network.downsample != 1:
-        yield (
-          f"network.downsample: must be 1 for {env.game}, which shows {shown}, "
-          f"got {network.downsample}"
-        )
+    try:
+      sides = frame_sides(env)
+      if max(sides) > 1 and network.downsample == 1:
+        check_game(env.game)  # may be a misspelt game that shows vectors
+    except ValueError as error:
+      yield f"env.game: {error}"
       return
-    if network.downsample not in (4, 8, 16):
-      try:
-        check_game(env.game)
-      except ValueError as error:  # such as a misspelt game that shows vectors
-        yield f"env.game: {error}"
-        return
+    vectors, small = max(sides) == 1, max(sides) <= _SMALL
+    what = "vectors" if vectors else f"images of {sides[0]} x {sides[1]} pixels"
+    fitting = (1,) if vectors else (1, 4, 8, 16) if small else (4, 8, 16)
+    if network.downsample not in fitting:
+      sizes = " or ".join(map(str, fitting))
       yield (
-        f"network.downsample: must be 4, 8 or 16 for {env.game}, which shows images, "
+        f"network.downsample: must be {sizes} for {env.game}, which shows {what}, "
         f"got {network.downsample}"
       )
-    elif env.frame_size % network.downsample:
+    elif any(side % network.downsample for side in sides):
       yield (
-        f"env.frame_size: must be a multiple of network.downsample ({network.downsample}), "
-        f"got {env.frame_size}"
+        f"network.downsample: must divide the sides of {env.game}'s {what}, "
+        f"got {network.downsample}"
       )
-    if network.channels == 1:
-      yield (
-        f"network.channels: must be at least 2 for {env.game}, which shows images "
-        "(h begins with half), got 1"
-      )
+    if network.channels == 1 and network.downsample > 1:
+      yield f"network.channels: must be at least 2 for {what} (h begins with half), got 1"
 
   def _search_problems(self) -> Iterable[str]:
     stages, temperatures = self.search.temperature_stages, self.search.temperatures

@@ -1,0 +1,105 @@
+"""Environments of Gymnasium, named `gymnasium:ID` or `gymnasium:MODULE:ID` for one's own.
+
+Observations are uint8 images, or vectors and grids of other numbers; actions are discrete. All
+lanes are stepped in this process, one after another. Gymnasium is imported when it is needed.
+"""
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from speedyzero_jax.types import EnvStep
+
+PREFIX = "gymnasium:"
+
+
+class GymnasiumEnv:
+  """L environments with the interface and the conventions of `BatchedEnv`.
+
+  The environment's own time limit holds where it is below the cap. Raises ValueError for an
+  environment that can't be made, or whose observations or actions don't fit.
+  """
+
+  def __init__(self, game: str, lanes: int, seed: int, cap: int):
+    from gymnasium import vector
+
+    one = functools.partial(_make, game, min(cap, time_limit(game)))
+    self._envs = vector.SyncVectorEnv([one] * lanes, autoreset_mode=vector.AutoresetMode.NEXT_STEP)
+    self._seeds = np.random.SeedSequence(seed).generate_state(lanes).tolist()
+    self._ended = np.zeros(lanes, bool)
+    self.num_lanes = lanes
+    self.frame_shape, self.frame_dtype, self.num_actions = probe(game)[:3]
+
+  def reset(self) -> EnvStep:
+    """The first frame of every lane. To be called once, before any step."""
+    no = np.zeros(self.num_lanes, bool)
+    obs, _ = self._envs.reset(seed=self._seeds)
+    return self._show(obs, np.zeros(self.num_lanes), ~no, no, no)
+
+  def step(self, action: np.ndarray) -> EnvStep:
+    """Takes one agent step in every lane, see `BatchedEnv.step`."""
+    if action.shape != (self.num_lanes,) or not (
+      0 <= action.min() <= action.max() < self.num_actions
+    ):
+      raise ValueError(
+        f"action must be [{self.num_lanes}] in 0..{self.num_actions - 1}, got {action}"
+      )
+    obs, reward, terminated, truncated, _ = self._envs.step(action)
+    return self._show(obs, reward, self._ended, terminated, truncated)
+
+  def close(self) -> None:
+    """Closes the environments. May be called twice."""
+    self._envs.close()
+
+  def _show(
+    self,
+    obs: np.ndarray,
+    reward: np.ndarray,
+    first: np.ndarray,
+    terminated: np.ndarray,
+    truncated: np.ndarray,
+  ) -> EnvStep:
+    frame = obs.reshape(self.num_lanes, *self.frame_shape).astype(self.frame_dtype)
+    self._ended = terminated | truncated
+    over, cut = terminated.copy(), truncated & ~terminated
+    return EnvStep(frame, reward.astype(np.float32), first, over, cut, over)
+
+
+@functools.cache
+def probe(game: str) -> tuple[tuple[int, int, int], np.dtype, int, int]:
+  """Shape [H, W, C] and type of frames, number of actions, and time limit of an environment.
+
+  Vectors of D numbers are frames [1, 1, D]. Raises ValueError as `GymnasiumEnv` does.
+  """
+  from gymnasium import spaces
+
+  env = _make(game)
+  try:
+    space, actions = env.observation_space, env.action_space
+    if not isinstance(space, spaces.Box) or len(space.shape) not in (1, 2, 3):
+      raise ValueError(f"{game} shows {space}; arrays with one to three axes are needed")
+    if not isinstance(actions, spaces.Discrete) or actions.start != 0:
+      raise ValueError(f"{game} takes {actions}; discrete actions from 0 on are needed")
+    sides = (1, 1, *space.shape) if len(space.shape) == 1 else (*space.shape, 1)
+    shape = int(sides[0]), int(sides[1]), int(sides[2])
+    image = space.dtype == np.uint8 and len(space.shape) > 1
+    limit = env.spec.max_episode_steps if env.spec else None
+    return shape, np.dtype(np.uint8 if image else np.float32), int(actions.n), int(limit or 2**30)
+  finally:
+    env.close()
+
+
+def time_limit(game: str) -> int:
+  """Agent steps after which the environment itself truncates an episode; 2^30 without a limit."""
+  return probe(game)[3]
+
+
+def _make(game: str, cap: int | None = None) -> Any:
+  import gymnasium
+
+  try:
+    return gymnasium.make(game.removeprefix(PREFIX), max_episode_steps=cap)
+  except (gymnasium.error.Error, ImportError) as error:
+    reason = " ".join(str(error).split())
+    raise ValueError(f"can't make {game}: {reason}") from error

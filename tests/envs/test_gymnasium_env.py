@@ -1,0 +1,112 @@
+"""Gymnasium's environments: conventions of episodes, and errors for what does not fit."""
+
+import re
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+
+from speedyzero_jax.config import loader
+from speedyzero_jax.config.fields import ConfigError
+from speedyzero_jax.config.schema import EnvConfig
+from speedyzero_jax.envs import batched_env, gymnasium_env
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "environments.md"
+
+
+class Counter(gymnasium.Env):
+  """Shows how many steps were taken; ends after `last` of them, whatever the action."""
+
+  observation_space = gymnasium.spaces.Box(0, 255, (4, 5), np.uint8)
+  action_space = gymnasium.spaces.Discrete(3)
+
+  def __init__(self, last=3):
+    self.last = last
+
+  def reset(self, *, seed=None, options=None):
+    super().reset(seed=seed)
+    self.count, self.base = 0, self.np_random.integers(100)
+    return np.full((4, 5), self.base, np.uint8), {}
+
+  def step(self, action):
+    self.count += 1
+    frame = np.full((4, 5), self.base + self.count, np.uint8)
+    return frame, float(action), self.count == self.last, False, {}
+
+
+for name, limit in (("Counter-v0", None), ("Limited-v0", 3), ("Short-v0", 2)):
+  gymnasium.register(name, Counter, max_episode_steps=limit)
+
+
+def make(name, lanes=2, cap=100, seed=0):
+  config = EnvConfig(game=f"gymnasium:{name}", max_episode_steps=cap)
+  return batched_env.make_env(config, lanes, seed, training=True)
+
+
+@pytest.mark.parametrize(
+  ("name", "cap", "length", "terminated"),
+  [
+    ("Counter-v0", 100, 3, True),
+    ("Counter-v0", 2, 2, False),
+    ("Short-v0", 100, 2, False),
+    ("Limited-v0", 100, 3, True),  # an end at the time limit is an end
+  ],
+)
+def test_episodes_follow_one_another(name, cap, length, terminated):
+  env = make(name, cap=cap)
+  assert (env.frame_shape, env.frame_dtype, env.num_actions) == ((4, 5, 1), np.uint8, 3)
+  shown = [env.reset()] + [env.step(np.array([1, 2])) for _ in range(3 * length + 2)]
+  for t, step in enumerate(shown):
+    place = t % (length + 1)
+    assert step.first.tolist() == [place == 0] * 2
+    np.testing.assert_array_equal(step.reward, [0, 0] if place == 0 else [1, 2])
+    assert step.terminated.tolist() == [terminated and place == length] * 2
+    assert step.truncated.tolist() == [not terminated and place == length] * 2
+    assert step.game_over.tolist() == step.terminated.tolist()
+    start = shown[t - place].frame.astype(int)
+    np.testing.assert_array_equal(step.frame, start + place)
+  env.close()
+
+
+def test_seeds_and_lanes_differ_and_repeat():
+  first = [make("Counter-v0", lanes=4, seed=seed).reset().frame for seed in (0, 0, 1)]
+  np.testing.assert_array_equal(first[0], first[1])
+  assert (first[0] != first[2]).any() and len(np.unique(first[0])) > 1
+
+
+def test_vectors_are_one_pixel_and_wrong_actions_are_refused():
+  env = make("CartPole-v1")
+  assert (env.frame_shape, env.frame_dtype) == ((1, 1, 4), np.float32)
+  assert env.reset().frame.dtype == np.float32
+  assert batched_env.episode_cap("gymnasium:CartPole-v1", 10_000) == 500
+  for wrong in (np.array([0, 2]), np.array([0])):
+    with pytest.raises(ValueError, match="action must be"):
+      env.step(wrong)
+
+
+@pytest.mark.parametrize(
+  ("game", "message"),
+  [
+    ("gymnasium:Nothing-v0", "env.game: can't make gymnasium:Nothing-v0: .*Nothing"),
+    ("gymnasium:no_such_module:X-v0", "env.game: can't make .*no_such_module"),
+    ("gymnasium:Pendulum-v1", "env.game: .*takes Box.*; discrete actions"),
+    ("gymnasium:Taxi-v4", "env.game: .*shows Discrete.*; arrays"),
+  ],
+)
+@pytest.mark.parametrize("preset", ["quickstart", "dqn"])
+def test_what_does_not_fit_is_an_error_that_names_it(preset, game, message):
+  with pytest.raises(ConfigError, match=message):
+    loader.load([preset], [f"env.game={game}"])
+
+
+def test_the_example_of_the_documentation_is_an_environment(tmp_path, monkeypatch):
+  (code,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+  (tmp_path / "corridor.py").write_text(code)
+  monkeypatch.syspath_prepend(tmp_path)
+  gymnasium_env.probe.cache_clear()
+  env = make("corridor:Corridor-v0", lanes=1)
+  env.reset()
+  steps = [env.step(np.ones(1, np.int64)) for _ in range(9)]
+  assert [step.reward[0] for step in steps] == [0] * 8 + [1] and steps[-1].terminated[0]
+  loader.load(["quickstart"], ["env.game=gymnasium:corridor:Corridor-v0"])
