@@ -1,37 +1,48 @@
-"""Checkpoints of a run: one .npz file each; atomic, the newest few kept.
+"""Checkpoints of a run, written by Orbax; atomic, the newest few kept.
 
-`checkpoints/N-M.npz` is the state after N learner and M agent steps. Its arrays, which NumPy alone
-can read, are named `ITEM/PATH`; `meta` is a JSON of counters. Frames are in the journal, of which a
-checkpoint names the slots that it refers to. The format holds a CRC-32 of each array, which is
-checked; a damaged checkpoint is reported, moved to `damaged/`, and the one before is used. Nothing
-is ever unpickled.
+A checkpoint is `checkpoints/N-M/`, with N learner and M agent steps. Its item `network` is a pytree
+that Orbax alone can restore; of the others (the optimizer, the replay's columns except frames) each
+is one array of bytes, since Orbax takes half a millisecond per array. A JSON holds counters, and
+the names, dtypes and shapes of each item's arrays. Frames are in the journal; a checkpoint names
+the slots of it that it refers to.
+CRC-32s of the items and of the JSON are stored and checked; a damaged checkpoint is reported, moved
+to `damaged/`, and the one before is used. Nothing is ever unpickled.
 """
 
+import errno
 import functools
-import io
 import json
-import os
+import logging
+import math
 import re
-import struct
-import zipfile
+import shutil
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 
 from speedyzero_jax.replay.journal import JournalDamage
+from speedyzero_jax.system import orbax_compat
 from speedyzero_jax.types import Params
 
+logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs every step of every save
+
+NETWORK = "network"
 T = TypeVar("T")
 
-# What readers raise for bytes that are missing, torn or of another shape. Anything else is about
-# the machine.
+# What readers raise for bytes that are missing, torn or of another shape. TensorStore raises
+# ValueError for everything, but its message begins with a code; these are about the machine.
 _DAMAGE = (
-  ValueError, LookupError, EOFError, NotImplementedError, RuntimeError, zipfile.BadZipFile,
-  zlib.error, struct.error, FileNotFoundError, JournalDamage,
+  ValueError, LookupError, NotImplementedError, FileNotFoundError, IsADirectoryError,
+  NotADirectoryError, JournalDamage,
+)  # fmt: skip
+_MACHINE = (
+  "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "UNKNOWN", "INTERNAL", "ABORTED",
+  "CANCELLED", "DEADLINE_EXCEEDED",
 )  # fmt: skip
 
 
@@ -62,25 +73,24 @@ class Checkpoints:
 
   def steps(self) -> list[int]:
     """Learner steps of which there are checkpoints, oldest first. Raises CheckpointError."""
-    return sorted({step for step, _ in self._files()})
+    return sorted({step for step, _ in self._folders()})
 
   def tails(self) -> np.ndarray | None:
     """[L], the oldest slots that any checkpoint refers to; None if that cannot be read."""
     try:
-      with zipfile.ZipFile(next(iter(self._files().values()))) as file:
-        return _read(file, "tails")
+      return np.array(_read_meta(next(iter(self._folders().values())))["tails"])
     except (OSError, *_DAMAGE):
       return None
 
-  def _files(self) -> dict[tuple[int, int], Path]:
-    """Files by learner and agent steps, oldest first."""
+  def _folders(self) -> dict[tuple[int, int], Path]:
+    """Folders by learner and agent steps, oldest first."""
     found = {}
     for path in self._directory.glob("*"):
-      if path.is_dir():
+      if path.name.isdigit():
         raise CheckpointError(
-          f"{path} was written by an earlier version of this program and cannot be used"
+          f"{path} was written by an earlier version of this program and cannot be resumed"
         )
-      if match := re.fullmatch(r"(\d+)-(\d+)\.npz", path.name):
+      if match := re.fullmatch(r"(\d+)-(\d+)", path.name):
         found[int(match[1]), int(match[2])] = path
     return dict(sorted(found.items()))
 
@@ -92,35 +102,48 @@ class Checkpoints:
     The newest few stay, and all from step `needed` on. Raises CheckpointError if the disk is full
     or failed; earlier checkpoints are intact then.
     """
-    path = self._directory / f"{snapshot.step}-{snapshot.env_steps}.npz"
-    if path.exists():
+    folder = self._directory / f"{snapshot.step}-{snapshot.env_steps}"
+    if folder.is_dir():
       return  # stopped twice at one moment, or a finished run resumed
     try:
-      self._write(path, snapshot)
-    except OSError as error:
+      self._write(folder, snapshot)
+    except Exception as error:
       raise CheckpointError(f"saving to {self._directory} failed: {_reason(error)}") from error
-    for (step, _), old in list(self._files().items())[: -self._keep]:
+    for (step, _), old in list(self._folders().items())[: -self._keep]:
       if needed is None or step < needed:
-        old.unlink()
+        shutil.rmtree(old, ignore_errors=True)
 
-  def _write(self, path: Path, snapshot: Snapshot) -> None:
-    items = jax.tree_util.tree_leaves_with_path(snapshot.items)
-    arrays = {_name(key): leaf for key, leaf in items}
-    arrays |= {"heads": snapshot.heads, "tails": snapshot.tails}
-    arrays["meta"] = np.array(json.dumps(snapshot.meta))
-    self._directory.mkdir(parents=True, exist_ok=True)
+  def _write(self, folder: Path, snapshot: Snapshot) -> None:
+    packed = {name: _pack(tree) for name, tree in snapshot.items.items()}
+    layouts = {name: _layout(tree) for name, tree in snapshot.items.items()}
+    meta = {
+      "step": snapshot.step,
+      "env_steps": snapshot.env_steps,
+      "heads": np.asarray(snapshot.heads).tolist(),
+      "tails": np.asarray(snapshot.tails).tolist(),
+      "items": {name: [zlib.crc32(packed[name].data), layouts[name]] for name in packed},
+      "counters": snapshot.meta,
+    }
+    meta["crc32"] = _crc_of_json(meta)
+    self._check_space(sum(array.nbytes for array in packed.values()))
+    items = {
+      name: ocp.args.StandardSave(tree) if name == NETWORK else ocp.args.ArraySave(packed[name])
+      for name, tree in snapshot.items.items()
+    }
     try:
-      with path.with_suffix(".tmp").open("wb") as file:
-        np.savez(file, **arrays)
-        file.flush()
-        os.fsync(file.fileno())
-      os.replace(path.with_suffix(".tmp"), path)
-      directory = os.open(self._directory, os.O_RDONLY)
-      os.fsync(directory)
-      os.close(directory)
+      with orbax_compat.checkpointer() as writer:
+        writer.save(folder, args=ocp.args.Composite(meta=ocp.args.JsonSave(meta), **items))
     finally:  # of this save if it failed, and of processes that were killed
-      for leftover in self._directory.glob("*.tmp"):
-        leftover.unlink()
+      for leftover in self._directory.glob("*.orbax-checkpoint-tmp*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+  def _check_space(self, size: int) -> None:
+    """Raises OSError when `size` bytes do not fit; Orbax recovers badly from a full disk."""
+    self._directory.mkdir(parents=True, exist_ok=True)
+    free, needed = shutil.disk_usage(self._directory).free, 1.1 * size + 2**20
+    if free < needed:
+      message = f"{needed / 1e6:.2f} MB are needed, {free / 1e6:.2f} MB are free on the disk"
+      raise OSError(errno.ENOSPC, message)
 
   # --- Reading ---
 
@@ -133,10 +156,12 @@ class Checkpoints:
     newest: int | None = None,
   ) -> tuple[int, Params]:
     """The newest readable step with one of its items. Changes nothing. See `restore`."""
-    (step, _), item = self._first_readable(
-      lambda file: _read_item(file, name, template), report, newest
-    )
-    return step, item
+
+    def read(folder: Path) -> tuple[int, Params]:
+      meta = _read_meta(folder)
+      return meta["step"], _read_items(folder, meta, [name], {name: template})[name]
+
+    return self._first_readable(read, report, newest)
 
   def restore(
     self,
@@ -158,40 +183,37 @@ class Checkpoints:
     permissions, open files), which is no reason to use an older one. Nothing has been changed then.
     """
 
-    def read(file: zipfile.ZipFile) -> tuple[Any, ...]:
-      items: dict[str, Any] = {
-        name: _read_item(file, name, template) for name, template in templates.items()
-      }
-      for member in file.namelist():
-        item, _, name = member.removesuffix(".npy").partition("/")
-        if name and item not in templates:
-          items.setdefault(item, {})[name] = _read(file, f"{item}/{name}")
-      meta, heads, tails = (_read(file, name) for name in ("meta", "heads", "tails"))
+    def read(folder: Path) -> Snapshot:
+      meta = _read_meta(folder)
+      items = _read_items(folder, meta, meta["items"], templates)
+      heads, tails = (np.array(meta[name], np.int64) for name in ("heads", "tails"))
       verify(tails, heads)
-      return items, json.loads(str(meta)), heads, tails
+      return Snapshot(meta["step"], meta["env_steps"], items, meta["counters"], heads, tails)
 
-    moment, state = self._first_readable(read, report, newest)
-    self._move_aside(later_than=moment)
-    return Snapshot(*moment, *state)
+    restored = self._first_readable(read, report, newest)
+    self._move_aside(later_than=(restored.step, restored.env_steps))
+    return restored
 
   def _first_readable(
-    self, read: Callable[[zipfile.ZipFile], T], report: Callable[[str], None], newest: int | None
-  ) -> tuple[tuple[int, int], T]:
-    files = [(k, path) for k, path in self._files().items() if newest is None or k[0] <= newest]
-    if not files:
+    self, read: Callable[[Path], T], report: Callable[[str], None], newest: int | None = None
+  ) -> T:
+    folders = [f for (step, _), f in self._folders().items() if newest is None or step <= newest]
+    if not folders:
       wanted = "" if newest is None else f" of step {newest} or before"
       raise CheckpointError(f"there is no checkpoint{wanted} in {self._directory}")
-    for moment, path in reversed(files):
+    for folder in reversed(folders):
       try:
-        with zipfile.ZipFile(path) as file:
-          return moment, read(file)
-      except _DAMAGE as error:
-        report(f"checkpoint {path} cannot be used: {_reason(error)}")
+        return read(folder)
       except Exception as error:
-        raise CheckpointError(
-          f"can't read checkpoint {path}, which may be whole: {_reason(error)}; nothing was changed"
-        ) from error
-    raise CheckpointError(f"none of the {len(files)} checkpoints in {self._directory} can be read")
+        if not isinstance(error, _DAMAGE) or str(error).startswith(_MACHINE):
+          raise CheckpointError(
+            f"can't read checkpoint {folder}, which may be whole: {_reason(error)}; "
+            "nothing was changed"
+          ) from error
+        report(f"checkpoint {folder} cannot be used: {_reason(error)}")
+    raise CheckpointError(
+      f"none of the {len(folders)} checkpoints in {self._directory} can be read"
+    )
 
   def set_aside(self) -> None:
     """Moves all checkpoints to `damaged/`, for a run that starts from the beginning."""
@@ -199,33 +221,76 @@ class Checkpoints:
 
   def _move_aside(self, *, later_than: tuple[int, int]) -> None:
     aside = self._directory.parent / "damaged"
-    for moment, path in self._files().items():
+    for moment, folder in self._folders().items():
       if moment > later_than:
         aside.mkdir(exist_ok=True)
-        path.replace(aside / path.name)
+        shutil.rmtree(aside / folder.name, ignore_errors=True)
+        folder.rename(aside / folder.name)
 
 
-_name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+def _read_meta(folder: Path) -> dict[str, Any]:
+  """The JSON of a checkpoint."""
+  with orbax_compat.checkpointer() as reader:
+    meta = reader.restore(folder, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
+  if not isinstance(meta, dict) or meta.get("crc32") != _crc_of_json(meta):
+    raise ValueError("checksum of 'meta' differs")
+  return meta
 
 
-def _read(file: zipfile.ZipFile, name: str) -> np.ndarray:
-  """An array; its checksum is compared before anything of it is believed."""
-  content = io.BytesIO(file.read(f"{name}.npy"))
-  array: np.ndarray = np.lib.format.read_array(content)  # refuses pickled objects
-  return array
+def _read_items(
+  folder: Path,
+  meta: Mapping[str, Any],
+  names: Collection[str],
+  templates: Mapping[str, Params],
+) -> dict[str, Any]:
+  layouts = {name: meta["items"][name][1] for name in names}
+  for name in templates.keys() & layouts.keys():
+    if layouts[name] != _layout(templates[name]):
+      raise ValueError(f"arrays of '{name}' have other names, dtypes or shapes")
+  args: dict[str, Any] = {name: ocp.args.ArrayRestore() for name in names}
+  if NETWORK in names:
+    blank = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), templates[NETWORK])
+    args[NETWORK] = ocp.args.StandardRestore(blank)
+  with orbax_compat.checkpointer() as reader:
+    restored = reader.restore(folder, args=ocp.args.Composite(**args))
+  items: dict[str, Any] = {}
+  for name in names:
+    packed: np.ndarray = _pack(restored[name]) if name == NETWORK else restored[name]
+    if zlib.crc32(packed.data) != meta["items"][name][0]:
+      raise ValueError(f"checksum of '{name}' differs")
+    items[name] = _unpack(packed, layouts[name])
+    if name in templates:
+      structure = jax.tree.structure(templates[name])
+      items[name] = jax.tree.unflatten(structure, items[name].values())
+  return items
 
 
-def _read_item(file: zipfile.ZipFile, item: str, template: Params) -> Params:
-  """An item with the structure of its template. Raises ValueError if it has other arrays."""
-  leaves, structure = jax.tree_util.tree_flatten_with_path({item: template})
-  stored = {name for name in file.namelist() if name.startswith(f"{item}/")}
-  if stored != {f"{_name(key)}.npy" for key, _ in leaves}:
-    raise ValueError(f"arrays of '{item}' have other names")
-  arrays = [_read(file, _name(key)) for key, _ in leaves]
-  for array, (key, wanted) in zip(arrays, leaves, strict=True):
-    if (array.shape, array.dtype) != (wanted.shape, wanted.dtype):
-      raise ValueError(f"'{_name(key)}' is {array.dtype}{array.shape}, not that of this run")
-  return jax.tree.unflatten(structure, arrays)[item]
+def _layout(tree: Params) -> list[list[Any]]:
+  """Name, dtype and shape of each array."""
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+  return [[name(path), leaf.dtype.name, list(leaf.shape)] for path, leaf in leaves]
+
+
+def _pack(tree: Params) -> np.ndarray:
+  """The bytes of all arrays, and one more, since Orbax refuses arrays without elements."""
+  leaves = [np.ascontiguousarray(leaf) for leaf in jax.tree.leaves(tree)]
+  return np.concatenate([*(x.reshape(-1).view(np.uint8) for x in leaves), np.zeros(1, np.uint8)])
+
+
+def _unpack(packed: np.ndarray, layout: list[list[Any]]) -> dict[str, np.ndarray]:
+  """Writable arrays by name."""
+  arrays, offset = {}, 0
+  for name, dtype, shape in layout:
+    end = offset + np.dtype(dtype).itemsize * math.prod(shape)
+    arrays[name] = packed[offset:end].copy().view(dtype).reshape(shape)
+    offset = end
+  return arrays
+
+
+def _crc_of_json(meta: Mapping[str, Any]) -> int:
+  rest = {key: value for key, value in meta.items() if key != "crc32"}
+  return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
 def _reason(error: BaseException) -> str:

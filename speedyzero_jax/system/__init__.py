@@ -1,1 +1,1 @@
-"""Facilities of the machine: memory and compilation."""
+"""Facilities of the machine: memory, compilation, and patches of Orbax."""

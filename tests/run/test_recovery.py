@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from snapshots import LANES, abstract, assert_same_tree, snapshot
+from snapshots import LANES, abstract, assert_same_tree, flip, snapshot
 from speedyzero_jax.replay.journal import Journal, JournalError
 from speedyzero_jax.replay.schema import make_schema
 from speedyzero_jax.run.checkpoint import CheckpointError, Checkpoints
@@ -137,8 +137,7 @@ def test_the_journal_keeps_what_any_checkpoint_refers_to(tmp_path):
       unit.save(step, required=True)
     assert unit.manager.checkpoints.steps() == [4, 5]
     assert unit.journal.tails.tolist() == [40 - CAPACITY] * LANES
-  damaged = tmp_path / "checkpoints/5-150.npz"
-  damaged.write_bytes(damaged.read_bytes()[:-9])
+  flip(tmp_path / "checkpoints" / "5-150" / "meta" / "metadata")
   with Unit(tmp_path) as unit:
     restored = unit.restore()
     assert restored.step == 4 and "checkpoints/5-150" in unit.reported[0]

@@ -1,0 +1,266 @@
+"""Damaged checkpoints, and saves that fail: noticed, named and survived."""
+
+import errno
+import os
+import re
+import resource
+import shutil
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from snapshots import abstract, assert_same_tree, flip, read, snapshot, write
+from speedyzero_jax.run import checkpoint
+from speedyzero_jax.run.checkpoint import CheckpointError, Checkpoints
+
+# A damaged checkpoint leaves Orbax with futures that nothing waits for.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+  """A folder with checkpoints 4 and 8, and their snapshots."""
+  folder = tmp_path_factory.mktemp("two")
+  return folder, write(folder, 4, 8)
+
+
+@pytest.fixture
+def copied(two, tmp_path):
+  shutil.copytree(two[0], tmp_path / "run")
+  return tmp_path / "run", two[1]
+
+
+def listing(folder):
+  return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def files_of(folder, step):
+  return [
+    p for p in sorted((folder / "checkpoints" / f"{step}-{3 * step}").rglob("*")) if p.is_file()
+  ]
+
+
+def truncate(path):
+  path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def empty(path):
+  path.write_bytes(b"")
+
+
+def content_of(folder, item):
+  """The file of checkpoint 8 in which a damage of this item must show."""
+  place = folder / "checkpoints" / "8-24" / item
+  if item == "network":
+    return next(path for path in place.rglob("d/*") if path.is_file())
+  return place / "metadata" if item == "meta" else place / "checkpoint" / "0"
+
+
+@pytest.mark.parametrize("damage", [flip, os.unlink, truncate, empty])
+def test_damage_of_any_file_is_named_or_harmless(copied, tmp_path, damage):
+  """Readers raise many types of exceptions: each must lead to the checkpoint before."""
+  folder, snapshots = copied
+  refused = set()
+  for number, path in enumerate(files_of(folder, 8)):
+    run = tmp_path / str(number)
+    shutil.copytree(folder, run)
+    damage(run / path.relative_to(folder))
+    restored, reported = read(run)
+    assert_same_tree(restored, snapshots[restored.step == 8])
+    if restored.step == 4:
+      (line,) = reported
+      assert str(run / "checkpoints" / "8-24") in line and "\n" not in line
+      assert Checkpoints(run).steps() == [4] and (run / "damaged" / "8-24").is_dir()
+      refused.add(path)
+  assert refused >= {content_of(folder, item) for item in snapshots[1].items} | {
+    content_of(folder, "meta")
+  }
+
+
+def test_every_byte_of_the_json_counts(copied):
+  """A digit that became another one is still JSON."""
+  folder, snapshots = copied
+  path = folder / "checkpoints" / "8-24" / "meta" / "metadata"
+  text = path.read_text()
+  assert '"env_steps": 24' in text
+  path.write_text(text.replace('"env_steps": 24', '"env_steps": 25'))
+  restored, reported = read(folder)
+  assert_same_tree(restored, snapshots[0])
+  assert len(reported) == 1
+
+
+def test_nothing_is_moved_while_there_is_nothing_better(copied):
+  folder, reported = copied[0], []
+  for step in (4, 8):
+    for path in files_of(folder, step):
+      flip(path)
+  with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints in .*checkpoints can be"):
+    Checkpoints(folder).restore(abstract(), reported.append)
+  assert len(reported) == 2 and Checkpoints(folder).steps() == [4, 8]
+
+
+@pytest.mark.parametrize(
+  "error",
+  [
+    MemoryError("no memory"),
+    OSError(errno.EIO, "I/O error"),
+    PermissionError(errno.EACCES, "not allowed"),
+    jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes."),
+    ValueError("RESOURCE_EXHAUSTED: Error opening driver"),
+  ],
+  ids=lambda error: type(error).__name__,
+)
+def test_a_failing_machine_is_no_damage(copied, monkeypatch, error):
+  """The newest checkpoint may be whole: it is named, not set aside, and no older one is used."""
+
+  def fail(*args, **kwargs):
+    raise error
+
+  folder, snapshots = copied
+  before = listing(folder)
+  with monkeypatch.context() as patch:
+    patch.setattr(checkpoint.ocp.Checkpointer, "restore", fail)
+    expected = rf"checkpoints/8-24, which may be whole: .*{re.escape(str(error))}"
+    with pytest.raises(CheckpointError, match=expected):
+      Checkpoints(folder).restore(abstract(), pytest.fail)
+  assert listing(folder) == before
+  assert_same_tree(read(folder)[0], snapshots[1])
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+def test_files_that_cannot_be_opened_are_no_damage(copied):
+  """Two ways that work as root: a loop of links, and no file descriptor left."""
+  folder, snapshots = copied
+  path = content_of(folder, "network")
+  content = path.read_bytes()
+  path.unlink()
+  path.symlink_to(path.name)
+  with pytest.raises(CheckpointError, match="which may be whole: ValueError: UNKNOWN: "):
+    Checkpoints(folder).restore(abstract(), pytest.fail)
+  path.unlink()
+  path.write_bytes(content)
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  lowest_free = min(set(range(soft)) - set(map(int, os.listdir("/proc/self/fd"))))
+  resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + 1, hard))
+  try:
+    with pytest.raises(
+      CheckpointError, match=r"which may be whole: .*(RESOURCE_EXHAUSTED|Too many open files)"
+    ):
+      Checkpoints(folder).restore(abstract(), pytest.fail)
+  finally:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+  assert_same_tree(read(folder)[0], snapshots[1])
+
+
+def test_without_a_checkpoint(tmp_path):
+  for folder in (tmp_path, tmp_path / "missing"):
+    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+      Checkpoints(folder).restore(abstract(), pytest.fail)
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_reader_of_one_item_falls_back_too_and_moves_nothing(copied):
+  folder, snapshots = copied
+  flip(content_of(folder, "network"))
+  reported = []
+  step, network = Checkpoints(folder).restore_item(
+    "network", abstract()["network"], reported.append
+  )
+  assert step == 4 and len(reported) == 1
+  assert_same_tree(network, snapshots[0].items["network"])
+  assert Checkpoints(folder).steps() == [4, 8]
+
+
+def test_the_step_of_a_damaged_checkpoint_can_be_saved_again(copied):
+  folder, snapshots = copied
+  flip(content_of(folder, "replay"))
+  checkpoints = Checkpoints(folder)
+  checkpoints.restore(abstract(), lambda line: None)
+  checkpoints.save(snapshots[1])
+  restored, reported = read(folder)
+  assert not reported
+  assert_same_tree(restored, snapshots[1])
+
+
+class Trap:
+  """Makes a folder when it is unpickled."""
+
+  def __init__(self, path):
+    self.path = str(path)
+
+  def __reduce__(self):
+    return os.mkdir, (self.path,)
+
+
+def test_nothing_is_pickled_or_unpickled(tmp_path):
+  trap = np.empty(1, object)
+  trap[0] = Trap(tmp_path / "sprung")
+  with pytest.raises(CheckpointError):
+    write(tmp_path / "run", snapshot(8, actor={"trap": trap}))
+  assert Checkpoints(tmp_path / "run").steps() == [] and not (tmp_path / "sprung").exists()
+
+
+# --- Failing to write ---
+
+
+def failing(owner, name, error):
+  """Makes a function of a module fail."""
+
+  def fail(monkeypatch):
+    def refuse(*args, **kwargs):
+      raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(owner, name, refuse)
+    return monkeypatch.undo
+
+  return fail
+
+
+def limit_files(size):
+  """Files may not grow past `size` bytes: what a full disk looks like to Orbax's own threads."""
+
+  def fail(monkeypatch):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+  return fail
+
+
+def nearly_full_disk(monkeypatch):
+  monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=100))
+  return monkeypatch.undo
+
+
+FAILURES = {
+  "nearly full disk": nearly_full_disk,
+  "orbax": failing(checkpoint.ocp.Checkpointer, "save", errno.EIO),
+  "no space at all": limit_files(0),
+  "little space": limit_files(600),
+}
+
+
+@pytest.mark.parametrize("fail", FAILURES.values(), ids=FAILURES)
+def test_a_save_that_fails_harms_nothing(copied, monkeypatch, fail):
+  """Earlier checkpoints stay; the same can be saved again, and nothing half-written is left."""
+  folder, snapshots = copied
+  newer = snapshot(8, head=11)
+  checkpoints = Checkpoints(folder)
+  checkpoints.restore(abstract(), pytest.fail)
+  restore = fail(monkeypatch)
+  try:
+    with pytest.raises(CheckpointError, match=r"saving to .*checkpoints failed: \w+"):
+      checkpoints.save(newer)
+  finally:
+    restore()
+  assert checkpoints.steps() == [4, 8]
+  shutil.copytree(folder, folder.with_name("killed"))  # as if the process had ended here
+  assert_same_tree(read(folder.with_name("killed"))[0], snapshots[1])
+  checkpoints.save(newer)
+  names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+  assert names == ["4-12", "8-24", "8-33"]
+  restored, reported = read(folder)
+  assert not reported
+  assert_same_tree(restored, newer)

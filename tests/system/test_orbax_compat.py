@@ -1,0 +1,65 @@
+"""Processes of one jax.distributed cluster write and read checkpoints of their own, at the same
+time."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from orbax.checkpoint._src.multihost import multihost
+
+from speedyzero_jax.system import orbax_compat
+
+ROOT = Path(__file__).resolve().parents[2]
+
+_PROCESS = """
+import sys
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests/support"]
+from pathlib import Path
+import jax
+number = int(sys.argv[4])
+jax.distributed.initialize(sys.argv[3], num_processes=2, process_id=number)
+jax.devices()  # of both: neither is ready before the other
+from snapshots import assert_same_tree, read, snapshot, write
+folder = Path(sys.argv[2]) / str(number)
+folder.mkdir()
+write(folder, *range(4, 41, 4))
+restored, reported = read(folder)
+assert not reported
+assert_same_tree(restored, snapshot(40))
+assert jax.process_count() == 2 and jax.process_index() == number
+print("done", flush=True)
+sys.stdin.readline()  # leave together: neither may end while the other works
+"""
+
+
+def test_processes_write_at_the_same_time(tmp_path):
+  with socket.socket() as free:
+    free.bind(("localhost", 0))
+    address = f"localhost:{free.getsockname()[1]}"
+  command = [sys.executable, "-W", "ignore", "-c", _PROCESS, ROOT, tmp_path, address]
+  pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+  processes = [subprocess.Popen([*command, str(number)], **pipes) for number in range(2)]
+  try:
+    assert [process.stdout.readline() for process in processes] == ["done\n"] * 2
+    for process in processes:
+      process.stdin.write("\n")
+      process.stdin.flush()
+    assert [process.wait(60) for process in processes] == [0, 0]
+  finally:
+    for process in processes:
+      process.kill()
+      process.communicate()
+
+
+def test_orbax_is_as_before_afterwards(tmp_path):
+  original = multihost.process_index
+  with orbax_compat.checkpointer() as writer:
+    args = ocp.args.Composite(x=ocp.args.StandardSave({"a": np.arange(3)}))
+    writer.save(tmp_path / "1", args=args)
+  with pytest.raises(FileNotFoundError), orbax_compat.checkpointer() as reader:
+    reader.restore(tmp_path / "2", args=ocp.args.Composite(x=ocp.args.StandardRestore()))
+  assert multihost.process_index is original
