@@ -4,19 +4,22 @@
     python benchmarks/gpu.py --out /tmp/gpu --preset quickstart --games Catch --small  # on a CPU
 
 In this order: the plan against reality; XLA flags, each with a check of all outputs; training of
-each game with the fastest flags; rates of the parts, and the peers.
+each game with the fastest flags; rates of the parts, profiles with the replay at three sizes, from
+which a run's time is projected, and the peers.
 
-Each step is a command, printed before it starts, whose result is a JSON file in `--out`; what
-exists is not repeated. When the minutes are over the current command is stopped:
+Each step is a command, printed before it starts, whose result is a JSON file (profiles: a folder)
+in `--out`; what exists is not repeated. When the minutes are over the current command is stopped:
 training resumes in the next visit, others start again. One that was stopped after almost a whole
 visit leaves a file NAME.gave-up and counts as failed; to try again, remove the file.
 
 Exit codes: 0 all done, 1 a step failed, 75 (EX_TEMPFAIL) more to do. Flags may fail.
 """
 
+import itertools
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,8 +27,9 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import ROOT, parser_of
+from common import ROOT, parser_of, write
 
+SHARES = (0.1, 0.5, 0.97)  # of the run's agent steps held by the replay in each profile
 ENDING = 90.0  # seconds that a step has to exit, training with a checkpoint
 GRAPHS = "--xla_gpu_enable_command_buffer="
 FLAGS = {
@@ -45,8 +49,8 @@ class Step(NamedTuple):
   resumes: bool = False
 
 
-def steps(arguments: Any, folder: Path) -> dict[str, Step]:
-  """All steps by result name, without `--out`."""
+def steps(arguments: Any, folder: Path, env_steps: int) -> dict[str, Step]:
+  """All steps by result name, without `--out`; a run has so many agent steps."""
   small, (first, *_) = arguments.small, arguments.games
   both, game = ["--config", *arguments.preset], f"env.game={first}"
   check = ["benchmarks/plan_check.py", *both, "--set", game, *arguments.set]
@@ -67,6 +71,9 @@ def steps(arguments: Any, folder: Path) -> dict[str, Step]:
   if first not in ("Catch", "CartPole"):
     found["speed"] = Step(["benchmarks/speed.py", *both, "--set", game, *arguments.set, *sizes])
   found["replay"] = Step(["benchmarks/replay.py", *replay])
+  for share in SHARES:
+    fill = ["--fill", str(int(share * env_steps)), "profile.steps=20", game, *arguments.set]
+    found[f"profile-{share:g}"] = Step(["launch/profile.py", *both, *fill])
   return found | {"peers": Step(["benchmarks/peers.py", *parts, *effort])}
 
 
@@ -82,6 +89,17 @@ def fastest(folder: Path) -> str:
   times = {flags: seconds_of_run(folder / f"flags-{name}.json") for name, flags in FLAGS.items()}
   best = min(times, key=times.__getitem__)
   return best if times[best] < GAIN * seconds_of_run(folder / "check.json") else ""
+
+
+def projected(folder: Path, learner_steps: int) -> float | None:
+  """Seconds of a run's learner steps, by parts, each with its profile; None if one is missing."""
+  paths = [folder / f"profile-{share:g}" / "profile.json" for share in SHARES]
+  if not all(path.exists() for path in paths):
+    return None
+  found = [json.loads(path.read_text())["seconds_per_step"] for path in paths]
+  inner = [(a + b) / 2 for a, b in itertools.pairwise(SHARES)]
+  parts = zip(found, [0.0, *inner], [*inner, 1.0], strict=True)
+  return learner_steps * sum(seconds * (end - begin) for seconds, begin, end in parts)
 
 
 def visit(command: list[str], flags: str, log: Path, seconds: float) -> int | None:
@@ -112,13 +130,15 @@ def take(found: dict[str, Step], folder: Path, minutes: float, until: float) -> 
   """Takes the missing steps. Returns those that failed; None if the visit is over."""
   failed = []
   for name, step in found.items():
-    result, part = folder / f"{name}.json", folder / f"{name}.part"
-    note = folder / f"{name}.gave-up"
+    profile = name.startswith("profile")
+    result = folder / (name if profile else f"{name}.json")
+    part, note = folder / f"{name}.part", folder / f"{name}.gave-up"
     if result.exists():
       continue
     if note.exists():
       failed.append(name)
       continue
+    shutil.rmtree(part, ignore_errors=True)  # of a profile that was stopped
     flags = fastest(folder) if step.flags is None else step.flags
     left = until - time.monotonic()
     command = [*step.command, "--out", str(part)]
@@ -149,13 +169,18 @@ def main() -> int:
   import pieces  # imports jax and the package: not needed for --help
 
   settings = [f"env.game={arguments.games[0]}", *arguments.set]
-  pieces.load(parser, arguments.preset, settings)  # or a usage error
+  config = pieces.load(parser, arguments.preset, settings)
   folder, until = arguments.out.resolve(), time.monotonic() + 60 * arguments.minutes
   folder.mkdir(parents=True, exist_ok=True)
-  found = steps(arguments, folder)
+  found = steps(arguments, folder, config.run.env_steps)
   failed = take(found, folder, arguments.minutes, until)
   if failed is None:
     return 75
+  seconds = projected(folder, config.learner.steps)
+  if seconds is not None:
+    print(f"projected: {config.learner.steps} learner steps in {seconds / 60:.1f} minutes")
+    result = {"preset": arguments.preset, "set": settings, "seconds": seconds}
+    write(folder / "projected.json", result)
   for name in failed:
     print(f"{name} failed: {folder / name}.log")
   return int(any(not name.startswith("flags-") for name in failed))

@@ -189,7 +189,8 @@ class ProfileConfig:
 
   steps: int = opt(
     0,
-    "learner steps to trace, once everything is compiled, for xprof or ui.perfetto.dev; 0: none",
+    "learner steps to time, and as many to trace, once everything is compiled; writes profile.json "
+    "and a trace into the run folder and prints tables; 0: none",
     "[0, 1e5]",
     mutable=True,
   )

@@ -78,6 +78,8 @@ class PartTimes:
     clock: Callable[[], float] = time.monotonic,
   ):
     self._count, self._mark, self._clock = count, mark, clock
+    self._totals: dict[str, float] = collections.defaultdict(float)
+    self._lock = threading.Lock()
 
   @contextlib.contextmanager
   def part(self, name: str) -> Iterator[None]:
@@ -87,7 +89,15 @@ class PartTimes:
       with self._mark(name):
         yield
     finally:
-      self._count(names.TIME_PREFIX + name, self._clock() - begin)
+      seconds = self._clock() - begin
+      self._count(names.TIME_PREFIX + name, seconds)
+      with self._lock:
+        self._totals[name] += seconds
+
+  def totals(self) -> dict[str, float]:
+    """Seconds of each part so far."""
+    with self._lock:
+      return dict(self._totals)
 
 
 class RunningMeans:

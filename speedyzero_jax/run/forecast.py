@@ -49,8 +49,7 @@ class Forecast:
       each = math.fsum(timing.calls * timing.seconds for timing in timings)
       left = each * (experiment.config.learner.steps - limiter.learner_steps)
       self.seconds = time.monotonic() - self._began + left
-      parts = ", ".join(f"{x.calls:.3g} x {x.program} {1e3 * x.seconds:.3g} ms" for x in timings)
-      duration = f"; about {_duration(left)}, {each:.3g} s a learner step ({parts})"
+      duration = f"; about {_duration(left)}, {each:.3g} s a learner step"
     programs = memory.size(experiment.program_bytes)
     self._report_memory(f"with {programs} for programs on each device: {{}}{duration}")
 

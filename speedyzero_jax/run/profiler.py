@@ -1,27 +1,45 @@
-"""Trace of a few learner steps of a run, for xprof or ui.perfetto.dev."""
+"""Profile of a few learner steps of a run: seconds per part and per program, and a trace."""
 
-from collections.abc import Iterator
+import io
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
+from rich.console import Console
+from rich.table import Table
 
 from speedyzero_jax.run.experiment import Experiment
+from speedyzero_jax.run.warmup import Timing
 
-_WARM_UP = 5  # learner steps before the trace, in which jax compiles what is small
+_WARM_UP = 5  # learner steps before the profile, in which jax compiles what is small
+_NOTES = (
+  "Parts are timed in the run. A program's seconds are those of a call alone, before the run; its "
+  "calls per learner step are those on average."
+)
 
 
-def trace(experiment: Experiment, folder: Path) -> Iterator[None]:
-  """Traces `profile.steps` learner steps of the run that begins, into `folder/plugins/profile/`.
+def profile(experiment: Experiment, folder: Path, timings: Sequence[Timing]) -> Iterator[None]:
+  """Profiles `profile.steps` learner steps of the run that begins, with these program timings.
 
-  To be resumed after each learner step. Begins once all sweeps have begun. Writes nothing if the
-  run ends before.
+  To be resumed after each learner step. Writes `profile.json` and `plugins/profile/` into the
+  folder, unless the run ends earlier. Steps are first timed, then as many traced: a trace slows
+  down work of many small programs.
   """
+  sweepers = experiment.sweepers if experiment.membership.sweeps else []
   for _ in range(_WARM_UP):
     yield
-  sweepers = experiment.sweepers if experiment.membership.sweeps else []
   while not all(sweeper.states for sweeper in sweepers):
     yield
-  first, steps = experiment.limiter.learner_steps, experiment.config.profile.steps
+  steps = experiment.config.profile.steps
+  begin, before = _measure(experiment)
+  for _ in range(steps):
+    yield
+  end, after = _measure(experiment)
+  first = experiment.limiter.learner_steps
   options = jax.profiler.ProfileOptions()
   options.python_tracer_level = 0  # tracing every call of Python would slow it down
   with jax.profiler.trace(folder, create_perfetto_trace=True, profiler_options=options):
@@ -29,4 +47,59 @@ def trace(experiment: Experiment, folder: Path) -> Iterator[None]:
       with jax.profiler.StepTraceAnnotation("learner step", step_num=step):
         yield
     jax.block_until_ready(experiment.state)
-  experiment.logger.message(f"trace of {steps} learner steps in {folder / 'plugins/profile'}")
+  seconds = (end - begin) / steps
+  spent = {part: (total - before.get(part, 0.0)) / steps for part, total in after.items()}
+  devices = experiment.learner.mesh.local_devices
+  result = {
+    "device": f"{len(devices)} x {devices[0].device_kind}",
+    "mode": experiment.config.run.mode,
+    "learner_steps": [first - steps, first],
+    "transitions": experiment.replay.num_transitions,
+    "seconds_per_step": seconds,
+    "samples_per_second": experiment.config.learner.batch_size / seconds,
+    "parts": _parts(experiment, spent, seconds),
+    "programs": [timing._asdict() for timing in timings if timing.calls],
+    "notes": _NOTES,
+  }
+  path = folder / "profile.json"
+  path.write_text(json.dumps(result, indent=1) + "\n")
+  experiment.logger.message(f"{tables(result)}{path}; the trace is beside it, in plugins/profile/")
+
+
+def _measure(experiment: Experiment) -> tuple[float, dict[str, float]]:
+  """The time, and the seconds of each part so far, with no learner step under way."""
+  with experiment.times.part("train"):  # the last step may still be going on
+    jax.block_until_ready(experiment.state)
+  return time.perf_counter(), experiment.times.totals()
+
+
+def _parts(experiment: Experiment, spent: dict[str, float], seconds: float) -> list[dict[str, Any]]:
+  """Seconds per learner step of each part, by thread; `host` is the rest of the learner's."""
+  threads = {"act": "actor", "sample": "batches", "gather": "batches"}
+  threads |= {task.part: "batches" for task in experiment.agent.tasks.values()}
+  threads |= {sweeper.task.part: "sweeps" for sweeper in experiment.sweepers}
+  if experiment.config.run.mode == "lockstep":
+    threads = {}
+  rows: list[dict[str, Any]] = [
+    {"part": part, "thread": threads.get(part, "learner"), "seconds": each}
+    for part, each in spent.items()
+    if each
+  ]
+  known = math.fsum(row["seconds"] for row in rows if row["thread"] == "learner")
+  rows.append({"part": "host", "thread": "learner", "seconds": max(seconds - known, 0.0)})
+  return sorted(rows, key=lambda row: (row["thread"] != "learner", row["thread"], -row["seconds"]))
+
+
+def tables(profile: dict[str, Any]) -> str:
+  """A profile as text."""
+  numbers = [
+    {"number": name, "value": value} for name, value in profile.items() if type(value) is not list
+  ]
+  console = Console(file=io.StringIO(), width=140, color_system=None)
+  with console.capture() as text:
+    for rows in (profile["parts"], profile["programs"], numbers):
+      table = Table(*(rows[0] if rows else ()), box=None)
+      for row in rows:
+        table.add_row(*(f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()))
+      console.print(table, "")
+  return text.get()

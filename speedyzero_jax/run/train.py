@@ -90,8 +90,8 @@ def _run(
       timings = warmup.prepare(experiment)
       forecast.prepared(experiment, timings)
       if experiment.config.profile.steps:
-        tracing = profiler.trace(experiment, folder)
-        experiment.after_step.append(lambda: next(tracing, None))
+        phases = profiler.profile(experiment, folder, timings)
+        experiment.after_step.append(lambda: next(phases, None))
       loops.run(experiment)
   empty = signals.came() and not limiter.env_steps
   if not empty:

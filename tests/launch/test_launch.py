@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from launch import multihost
+from launch import multihost, profile
 from launched import NEW
 from speedyzero_jax.cluster import supervisor
 from speedyzero_jax.metrics import progress
@@ -78,8 +78,8 @@ def test_presets_and_overrides_may_alternate():
     ["--config", "a", "x.y=1", "--config", "b", "x.y=2"],
     ["x.y=1", "--config", "a", "b", "x.y=2"],
   ):
-    parsed = multihost.parse(arguments)
-    assert parsed.config == ["a", "b"] and parsed.overrides == ["x.y=1", "x.y=2"]
+    for parsed in (multihost.parse(arguments), profile.parse(arguments)):
+      assert parsed.config == ["a", "b"] and parsed.overrides == ["x.y=1", "x.y=2"]
 
 
 @pytest.mark.parametrize(

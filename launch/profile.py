@@ -1,0 +1,134 @@
+"""Profile of a few learner steps: launch/profile.py --config PRESET [PRESET ...] [key=value ...]
+
+A short run as configured, in one process, with a replay that random play has filled. After some
+learner steps, profile.steps of them are timed and as many more traced. The new folder (--out, or
+one under runs/) has profile.json and the trace (plugins/profile/, for xprof or ui.perfetto.dev);
+the tables are printed too.
+
+Exit codes are those of launch/multihost.py.
+"""
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works uninstalled
+
+from launch import multihost
+from speedyzero_jax.config import loader
+from speedyzero_jax.config.loader import ConfigError
+from speedyzero_jax.config.schema import Config
+from speedyzero_jax.run import run_dir, topology
+from speedyzero_jax.run.run_dir import RunFolderError
+from speedyzero_jax.system import memory
+
+FAILED, WRONG_USE = 1, 2
+STEPS = 5  # learner steps profiled, unless profile.steps is set
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+  """The command line. Overrides may stand anywhere, also right after the presets."""
+  parser = argparse.ArgumentParser(
+    prog="launch/profile.py", description="Profiles a few learner steps of a new run."
+  )
+  parser.add_argument(
+    "--config",
+    nargs="+",
+    action="extend",
+    required=True,
+    metavar="PRESET",
+    help="presets from configs/",
+  )
+  parser.add_argument(
+    "--out", type=Path, metavar="DIR", help="new folder for the results (default: under runs/)"
+  )
+  parser.add_argument(
+    "--fill",
+    type=int,
+    metavar="N",
+    help="agent steps of random play before (default: half of the run's; sweeps cost more the "
+    "fuller the replay is)",
+  )
+  parser.add_argument(
+    "overrides", nargs="*", metavar="key=value", help="settings (see launch/multihost.py --help)"
+  )
+  arguments = parser.parse_args(argv)
+  multihost.separate_overrides(arguments, argv)
+  return arguments
+
+
+def shortened(config: Config, fill: int | None) -> Config:
+  """The configuration of a run that ends after the profile, at the pace of the one given.
+
+  Args:
+    config: of the whole run.
+    fill: agent steps of random play before the first learner step; None for half of the run.
+
+  Raises:
+    ConfigError: `fill` is not from actor.random_steps to below all agent steps.
+  """
+  from speedyzero_jax.run.builders import make_agent
+  from speedyzero_jax.workers.sweeper import make_sweepers
+
+  total, begin, learner = config.run.env_steps, config.actor.random_steps, config.learner
+  fill = max(total // 2, begin) if fill is None else fill
+  if not begin <= fill < total:
+    raise ConfigError(f"--fill: must be from actor.random_steps ({begin}) to below {total}")
+  pace = (total - begin) / max(learner.steps - learner.tail_steps, 1)  # agent per learner steps
+  profiled = config.profile.steps or STEPS
+  sweepers = make_sweepers(make_agent(config), config.actor.weights_interval)
+  stored = min(fill, config.replay.capacity or fill)
+  first = max((1 / sweeper.calls_per_step(stored) for sweeper in sweepers), default=0)
+  steps = 10 + math.ceil(first) + 2 * profiled  # `first`: until all sweeps have begun
+  changes = [
+    f"actor.random_steps={fill}",
+    f"run.env_steps={fill + math.ceil(steps * pace)}",
+    f"run.checkpoint_interval={steps}",
+    f"learner.steps={steps}",
+    "learner.tail_steps=0",
+    "evaluation.interval=0",
+    "evaluation.at_end=false",
+    f"profile.steps={profiled}",
+  ]
+  return loader.override(config, changes)
+
+
+def configured(arguments: argparse.Namespace) -> Config:
+  """The configuration of the run to profile. Raises ConfigError."""
+  out = [f"run.dir={arguments.out}"] if arguments.out else []
+  config = loader.load(arguments.config, [*arguments.overrides, *out])
+  if topology.resolve(config).num_processes > 1:
+    raise ConfigError("topology: asks for several processes; only one can be profiled")
+  multihost.check_possible(config)
+  return shortened(config, arguments.fill)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Returns the exit code."""
+  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+  arguments = parse(sys.argv[1:] if argv is None else argv)
+  memory.keep_freed()
+  try:
+    config = configured(arguments)
+    presets = "-".join(Path(preset).stem for preset in arguments.config)
+    folder = run_dir.create(config, f"profile-{presets}-{config.env.game}")
+  except (ConfigError, RunFolderError) as error:
+    print(f"error: {error}", file=sys.stderr)
+    return WRONG_USE
+
+  from speedyzero_jax.run.signals import Signals
+  from speedyzero_jax.run.train import train
+
+  with Signals() as signals, folder:
+    code = train(config, folder.path, resume=False, signals=signals)
+  if code == 0 and not (folder.path / "profile.json").exists():
+    print("error: the run ended before all of its work had begun: no profile", file=sys.stderr)
+    return FAILED
+  return code
+
+
+if __name__ == "__main__":
+  sys.exit(main())

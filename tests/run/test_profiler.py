@@ -1,0 +1,81 @@
+"""Profiles of runs, which they leave as they were, and the command that makes one."""
+
+import json
+import math
+
+import pytest
+
+import tiny
+from launch import profile as launcher
+from speedyzero_jax.config import loader
+from speedyzero_jax.run import loops, profiler, run_dir, snapshot, warmup
+
+
+def finished(folder, *overrides):
+  """Runs to the end; returns the hash of the parameters, and the profile if there is one."""
+  with tiny.experiment(folder, *overrides) as experiment:
+    if experiment.config.profile.steps:
+      phases = profiler.profile(experiment, folder, warmup.prepare(experiment))
+      experiment.after_step.append(lambda: next(phases, None))
+    assert loops.run(experiment)
+    path = folder / "profile.json"
+    profile = json.loads(path.read_text()) if path.exists() else None
+    return snapshot.parameters_hash(experiment), profile
+
+
+def test_a_lockstep_run_stays_as_it_was(tmp_path):
+  expected, _ = finished(tmp_path / "plain")
+  found, profile = finished(tmp_path / "profiled", "profile.steps=2")
+  assert found == expected
+  first, last = profile["learner_steps"]
+  assert first >= 5 and last == first + 2
+  # In lockstep the parts share one thread, and with the rest they make up all of the time.
+  assert {row["thread"] for row in profile["parts"]} == {"learner"}
+  parts = {row["part"]: row["seconds"] for row in profile["parts"]}
+  assert {"act", "sample", "search", "refresh", "gather", "train", "host"} <= parts.keys()
+  assert math.fsum(parts.values()) == pytest.approx(profile["seconds_per_step"], rel=1e-3)
+  rows = {row["program"]: row for row in profile["programs"]}
+  assert rows.keys() == {"train", "act", "reanalyse", "refresh"} and rows["train"]["calls"] == 1
+  assert all(row["seconds"] > 0 for row in rows.values())
+  traces = [path.name for path in (tmp_path / "profiled" / "plugins").rglob("*")]
+  assert "perfetto_trace.json.gz" in traces and any(name.endswith(".xplane.pb") for name in traces)
+
+
+def test_a_run_too_short_to_warm_up_is_not_profiled(tmp_path):
+  assert finished(tmp_path, "learner.steps=4", "profile.steps=1")[1] is None
+
+
+# --- the command
+
+
+def test_one_command_profiles_a_new_run(tmp_path, capsys):
+  folder = tmp_path / "out"
+  changes = [*tiny.OVERRIDES, "run.mode=async", "reanalyse.schedule=batch"]
+  arguments = ["--config", "quickstart", *changes, "--fill", "60", "--out", str(folder)]
+  assert launcher.main(arguments) == 0
+  profile = json.loads((folder / "profile.json").read_text())
+  assert profile["learner_steps"][1] - profile["learner_steps"][0] == launcher.STEPS
+  assert 60 < profile["transitions"] <= run_dir.read_config(folder).run.env_steps
+  threads = {row["part"]: row["thread"] for row in profile["parts"]}
+  assert threads["train"] == threads["host"] == "learner" and threads["act"] == "actor"
+  assert threads["search"] == threads["sample"] == threads["gather"] == "batches"
+  assert "samples_per_second" in capsys.readouterr().out
+  assert launcher.main(arguments) == 2  # the folder is taken
+  assert str(folder) in capsys.readouterr().err
+
+
+def test_a_shortened_run_keeps_its_pace_and_is_long_enough_for_its_sweeps():
+  changes = ["run.env_steps=10500", "learner.steps=5200", "learner.tail_steps=200"]
+  config = loader.load(["quickstart"], [*changes, "profile.steps=20", "reanalyse.max_age=100"])
+  short = launcher.shortened(config, 5500)
+  steps = short.learner.steps
+  assert 50 + 2 <= steps < 50 + 100 and short.learner.tail_steps == 0  # 43 blocks in 100 steps
+  assert (short.actor.random_steps, short.run.env_steps) == (5500, 5500 + 2 * steps)
+
+
+@pytest.mark.parametrize("fill", ["100", "28000"])
+def test_an_impossible_fill_is_refused(tmp_path, monkeypatch, capsys, fill):
+  monkeypatch.chdir(tmp_path)
+  assert launcher.main(["--config", "quickstart", "--fill", fill]) == 2
+  assert "--fill" in capsys.readouterr().err
+  assert not list(tmp_path.iterdir())
