@@ -1,4 +1,4 @@
-"""Run folder: configuration and lock of a run.
+"""Run folder: configuration, lock and starts of a run.
 
 A folder of another run, or in use by a process, is refused before anything in it is changed.
 """
@@ -6,14 +6,20 @@ A folder of another run, or in use by a process, is refused before anything in i
 import contextlib
 import dataclasses
 import fcntl
+import importlib.metadata
 import os
+import platform
 import re
+import subprocess
 from pathlib import Path
 from typing import IO
 
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.loader import ConfigError, UnknownKeyError
 from speedyzero_jax.config.schema import Config
+from speedyzero_jax.metrics import jsonl, names
+
+_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "mctx", "numpy", "orbax-checkpoint", "envpool")
 
 
 class RunFolderError(Exception):
@@ -102,6 +108,43 @@ def read_config(path: Path) -> Config:
     ) from error
   except (ConfigError, UnicodeDecodeError) as error:
     raise RunFolderError(f"{path / 'config.yaml'} can't be read: {error}") from error
+
+
+def record_start(path: Path, step: int, devices: int, kind: str) -> None:
+  """Appends a line to `starts.jsonl`: the step from which training goes on, on what, with what.
+
+  Args:
+    path: of the folder.
+    step: learner step.
+    devices: number of devices of all learner processes.
+    kind: of these devices, such as `NVIDIA H200`.
+  """
+  cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+  row = {
+    names.STEP: step,
+    "devices": devices,
+    "device": kind,
+    "cpu": f"{len(os.sched_getaffinity(0))} x {cpu[1] if cpu else platform.machine()}",
+    "system": platform.platform(),
+    "host": platform.node(),
+    "versions": {"python": platform.python_version(), "code": _commit()}
+    | {library: importlib.metadata.version(library) for library in _LIBRARIES},
+  }
+  with (path / "starts.jsonl").open("ab") as file:
+    file.write(jsonl.line(row))
+
+
+def _commit() -> str:
+  """The commit of the clone that this code lies in; empty if it lies in none."""
+  clone = Path(__file__).parents[2]
+  if not (clone / ".git").exists():
+    return ""
+  command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--exclude=*"]
+  try:
+    done = subprocess.run(command, cwd=clone, capture_output=True, text=True, timeout=20)
+  except (OSError, subprocess.TimeoutExpired):  # without git, or on a slow file system
+    return ""
+  return done.stdout.strip()
 
 
 def supervised(path: Path) -> IO:

@@ -13,7 +13,7 @@ from speedyzero_jax.config import loader
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.metrics.logger import MetricsLogger
 from speedyzero_jax.replay.journal import JournalError
-from speedyzero_jax.run import loops, profiler, snapshot, steps, warmup
+from speedyzero_jax.run import loops, profiler, run_dir, snapshot, steps, warmup
 from speedyzero_jax.run.build import build
 from speedyzero_jax.run.builders import enable_compilation_cache
 from speedyzero_jax.run.checkpoint import CheckpointError, Checkpoints
@@ -87,6 +87,10 @@ def _run(
   experiment.after_step.append(lambda: experiment.interrupt() if _paused(experiment) else None)
   with serving(experiment):
     if not limiter.finished and not _paused(experiment):
+      if not experiment.membership.unit:
+        mesh = experiment.learner.mesh
+        kind = mesh.devices.flat[0].device_kind
+        run_dir.record_start(folder, limiter.learner_steps, mesh.size, kind)
       timings = warmup.prepare(experiment)
       forecast.prepared(experiment, timings)
       if experiment.config.profile.steps:

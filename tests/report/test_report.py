@@ -1,6 +1,5 @@
 """The report reads any run folder, whatever its state, and its summaries are right."""
 
-import importlib.util
 import io
 import json
 import math
@@ -11,52 +10,17 @@ import subprocess
 import sys
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+import recorded
+from launch import report
+from speedyzero_jax.report import curves, terminal
+from speedyzero_jax.report.groups import group_runs, methods
+from speedyzero_jax.report.runs import read_run
+
 ROOT = pathlib.Path(__file__).parents[2]
-SCRIPT = ROOT / "launch" / "report.py"
-
-
-def _load():
-  spec = importlib.util.spec_from_file_location("report", SCRIPT)
-  module = importlib.util.module_from_spec(spec)
-  sys.modules["report"] = module
-  spec.loader.exec_module(module)
-  return module
-
-
-report = _load()
-
-
-def make_run(path, *, game="Pong", seed=0, returns=(1.0, 2.0, 3.0), mean=None, rate=0.2, human=0.5):
-  path.mkdir()
-  config = {
-    "env": {"game": game},
-    "optim": {"learning_rate": rate},
-    "run": {"seed": seed, "dir": str(path)},
-  }
-  (path / "config.yaml").write_text(yaml.safe_dump(config))
-  rows = [
-    {"step": 10 * i, "env_steps": 40 * i, "time": 60.0 * i, "charts/episode_return": value}
-    for i, value in enumerate(returns, start=1)
-  ]
-  (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-  if mean is not None:
-    evaluation = {
-      "game": game,
-      "step": 30,
-      "mean": mean,
-      "median": mean,
-      "std": 1.5,
-      "human_normalised": human,
-    }
-    (path / "evaluation.json").write_text(
-      json.dumps(evaluation | {"returns": [mean], "episodes": 1})
-    )
-  return path
 
 
 def table(out):
@@ -69,7 +33,7 @@ def table(out):
 
 
 def test_one_row_says_what_a_run_did(tmp_path, capsys):
-  make_run(tmp_path / "a", seed=3, mean=12.5, returns=(1.0, None, 9.0, None))
+  recorded.run(tmp_path / "a", seed=3, mean=12.5, returns=(1.0, None, 9.0, None))
   assert report.main([str(tmp_path / "a")]) == 0
   (((row,),)) = table(capsys.readouterr().out)
   assert row == {
@@ -89,10 +53,11 @@ def test_one_row_says_what_a_run_did(tmp_path, capsys):
 
 def test_seeds_are_summarised_and_other_differences_are_not(tmp_path, capsys):
   scores = [10.0, 20.0, 30.0, 100.0]
-  paths = [make_run(tmp_path / f"s{i}", seed=i, mean=score) for i, score in enumerate(scores)]
-  paths += [make_run(tmp_path / "rate", seed=9, mean=1.0, rate=0.1)]
+  paths = [recorded.run(tmp_path / f"s{i}", seed=i, mean=score) for i, score in enumerate(scores)]
+  paths += [recorded.run(tmp_path / "rate", seed=9, mean=1.0, settings={"learning_rate": 0.1})]
   paths += [
-    make_run(tmp_path / f"g{i}", game="Qbert", seed=i, returns=(0.0, 4.0 + 2 * i)) for i in range(2)
+    recorded.run(tmp_path / f"g{i}", game="Qbert", seed=i, returns=(0.0, 4.0 + 2 * i))
+    for i in range(2)
   ]
   assert report.main([*map(str, paths), "--json", str(tmp_path / "out.json")]) == 0
   runs, groups = table(capsys.readouterr().out)
@@ -119,15 +84,33 @@ def test_seeds_are_summarised_and_other_differences_are_not(tmp_path, capsys):
     ("config.yaml", b"\xff\xff", "config.yaml is damaged"),
     ("metrics.jsonl", None, "no metrics.jsonl"),
     ("metrics.jsonl", b"", "metrics.jsonl is empty"),
-    ("metrics.jsonl", b'{"step":1}\nxx\n{"step":2}\n{"st', "metrics.jsonl: 1 damaged line skipped"),
+    (
+      "metrics.jsonl",
+      b'{"step":30}\nxx\n{"step":31}\n{"st',
+      "metrics.jsonl: 1 damaged line skipped",
+    ),
     ("evaluation.json", None, "no evaluation.json"),
     ("evaluation.json", b'{"mean": 1', "evaluation.json is damaged"),
     ("evaluation.json", b"[1]", "evaluation.json is damaged"),
     ("evaluation.json", b'{"mean": "high"}', "evaluation.json is damaged"),
+    (
+      "evaluation.json",
+      b'{"mean": NaN, "std": 1, "human_normalised": 1, "step": 1, "episodes": 1}',
+      "evaluation.json is damaged",
+    ),
+    ("starts.jsonl", None, "no starts.jsonl"),
+    (
+      "starts.jsonl",
+      b'{"step": 0, "devices": "many", "versions": {}}\n',
+      "starts.jsonl is damaged",
+    ),
   ],
 )
 def test_a_damaged_run_says_so_in_its_row(tmp_path, capsys, name, content, note):
-  good, bad = make_run(tmp_path / "good", mean=1.0), make_run(tmp_path / "bad", seed=1, mean=2.0)
+  good, bad = (
+    recorded.run(tmp_path / "good", mean=1.0),
+    recorded.run(tmp_path / "bad", seed=1, mean=2.0),
+  )
   (bad / name).unlink()
   if content is not None:
     (bad / name).write_bytes(content)
@@ -138,7 +121,7 @@ def test_a_damaged_run_says_so_in_its_row(tmp_path, capsys, name, content, note)
 
 
 def test_an_unreadable_file_says_so(tmp_path, capsys):
-  run = make_run(tmp_path / "a", mean=1.0)
+  run = recorded.run(tmp_path / "a", mean=1.0)
   (run / "metrics.jsonl").unlink()
   (run / "metrics.jsonl").mkdir()
   assert report.main([str(run)]) == 0
@@ -146,7 +129,7 @@ def test_an_unreadable_file_says_so(tmp_path, capsys):
 
 
 def test_folders_without_a_run(tmp_path, capsys):
-  make_run(tmp_path / "a", mean=1.0)
+  recorded.run(tmp_path / "a", mean=1.0)
   (tmp_path / "empty").mkdir()
   assert report.main([str(tmp_path / "empty"), str(tmp_path / "a"), str(tmp_path / "absent")]) == 0
   rows = table(capsys.readouterr().out)[0]
@@ -155,17 +138,9 @@ def test_folders_without_a_run(tmp_path, capsys):
   assert "no run in" in capsys.readouterr().err
 
 
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40))
-def test_interquartile_mean(scores):
-  quarter = len(scores) // 4
-  middle = sorted(scores)[quarter:][: len(scores) - 2 * quarter]
-  assert report.interquartile_mean(scores) == pytest.approx(sum(middle) / len(middle), abs=1e-6)
-  assert min(scores) - 1e-6 <= report.interquartile_mean(scores) <= max(scores) + 1e-6
-
-
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=100))
 def test_sparkline_keeps_order(values):
-  line = report.sparkline(values)
+  line = terminal.sparkline(values)
   assert len(line) == min(len(values), 16) and set(line) <= set("▁▂▃▄▅▆▇█")
   if len(values) <= 16:
     for a, b in zip(range(len(values)), range(1, len(values)), strict=False):
@@ -175,24 +150,25 @@ def test_sparkline_keeps_order(values):
 
 def test_sparkline_examples():
   assert (
-    report.sparkline([]) == "" and report.sparkline([5.0]) == "▁" == report.sparkline([5.0, 5.0])[0]
+    terminal.sparkline([]) == ""
+    and terminal.sparkline([5.0]) == "▁" == terminal.sparkline([5.0, 5.0])[0]
   )
-  assert report.sparkline(list(range(8))) == "▁▂▃▄▅▆▇█"
-  assert report.sparkline([0, 0, 7, 7], width=2) == "▁█"
+  assert terminal.sparkline(list(range(8))) == "▁▂▃▄▅▆▇█"
+  assert terminal.sparkline([0, 0, 7, 7], width=2) == "▁█"
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_terminal_gets_drawn_tables_that_fit(tmp_path, width):
   paths = [
-    make_run(tmp_path / f"atari100k-CrazyClimber-s{i}", game="CrazyClimber", seed=i, mean=1e5)
+    recorded.run(tmp_path / f"atari100k-CrazyClimber-s{i}", game="CrazyClimber", seed=i, mean=1e5)
     for i in range(2)
   ]
   (paths[1] / "config.yaml").write_text("- [bold]")
-  runs = [report.read_run(path) for path in paths]
+  runs = [read_run(path) for path in paths]
   file = io.StringIO()
-  report.show(
+  terminal.show(
     runs,
-    report.group_runs([runs[0], runs[0]]),
+    group_runs([runs[0], runs[0]]),
     Console(file=file, width=width, force_terminal=True),
   )
   text = re.sub("\x1b\\[[0-9;]*m", "", file.getvalue())
@@ -208,13 +184,77 @@ def test_a_terminal_gets_drawn_tables_that_fit(tmp_path, width):
 
 
 def test_the_script_runs_on_its_own_and_needs_no_jax(tmp_path):
-  make_run(tmp_path / "a", mean=1.0)
+  recorded.run(tmp_path / "a", mean=1.0)
   code = (
     "import runpy, sys; sys.modules['jax'] = None\n"
     f"sys.argv = ['report.py', {str(tmp_path / 'a')!r}]\n"
-    f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    f"runpy.run_path('launch/report.py', run_name='__main__')"
   )
   result = subprocess.run(
     [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
   )
   assert result.returncode == 0 and "Pong" in result.stdout, result.stderr
+
+
+def test_runs_that_ended_early_or_repeat_another_say_so(tmp_path):
+  whole = recorded.run(tmp_path / "whole", mean=1.0)
+  torn = recorded.run(tmp_path / "torn", mean=1.0, metrics=lambda i: {"checkpoint/step": 10 * i})
+  rows = (torn / "metrics.jsonl").read_text().splitlines(keepends=True)
+  (torn / "metrics.jsonl").write_text("".join(rows[:2]))
+  evaluation = json.loads((torn / "evaluation.json").read_text())
+  (torn / "evaluation.json").write_text(json.dumps(evaluation | {"step": 10}))
+  runs = report.read_runs([whole, torn, tmp_path / "torn" / ".." / "torn"])
+  assert [run.problems for run in runs] == [
+    [],
+    [
+      "unfinished: learner step 20 of 30",
+      "evaluated at learner step 10, not at the last checkpoint (20)",
+      f"repeats the seed of {whole}: not an independent run",
+    ],
+  ]
+
+
+@pytest.mark.parametrize(
+  ("starts", "minutes"),  # rows have steps 10, 20 and 30, and a minute each
+  [
+    ([(0, 2)], [2, 4, 6]),
+    ([(0, 2), (20, 4)], [2, 4, 8]),
+    ([(0, 1), (20, 8), (10, 3)], [1, 4, 7]),  # the last start went back behind the one before
+  ],
+)
+def test_device_minutes_follow_the_devices_of_each_start(tmp_path, starts, minutes):
+  lines = [recorded.start(step, devices) for step, devices in starts]
+  run = read_run(recorded.run(tmp_path / "a", starts=lines))
+  assert [seconds / 60 for seconds in run.device_seconds_by_row()] == minutes
+  assert run.device_seconds == 60 * minutes[-1]
+
+
+def test_methods_are_runs_that_differ_in_game_and_seed_only(tmp_path):
+  paths = [
+    recorded.run(tmp_path / f"{game}{seed}{rate}", game=game, seed=seed, agent=agent,
+                 settings={"learning_rate": rate, "name": "sgd"})
+    for game, seed, rate, agent in [("Pong", 0, 1, "dqn"), ("Qbert", 1, 1, "dqn"),
+                                    ("Pong", 0, 2, "dqn"), ("Pong", 0, 3, "ppo")]
+  ]  # fmt: skip
+  found = methods(report.read_runs(paths))
+  assert [(method.name, list(method.games())) for method in found] == [
+    ("A: dqn learning_rate=1", ["Pong", "Qbert"]),
+    ("B: dqn learning_rate=2", ["Pong"]),
+    ("C: ppo", ["Pong"]),
+  ]
+
+
+def test_a_band_ends_where_the_first_seed_ends(tmp_path):
+  """Row i has minute i; evaluations stay in the rows until the next."""
+  evaluated = lambda i: {"evaluation/step": i - i % 2, "evaluation/mean": float(i - i % 2)}  # noqa: E731
+  runs = [
+    read_run(recorded.run(tmp_path / name, returns=returns, metrics=evaluated))
+    for name, returns in (("long", (0.0, 2.0, 4.0, 6.0)), ("short", (2.0, 8.0)))
+  ]
+  *thin, mean = curves.lines(runs, "charts/episode_return", "minutes", 0, "x", single=True)
+  assert [len(line.x) for line in thin] == [4, 2]
+  at_end = {name: getattr(mean, name)[[0, -1]].tolist() for name in ("x", "y", "low", "high")}
+  assert at_end == {"x": [1, 2], "y": [1, 5], "low": [0, 2], "high": [2, 8]}
+  x, y = curves.curve(runs[0], "evaluation/mean", "agent steps")
+  assert (x.tolist(), y.tolist()) == ([40, 80, 160], [0, 2, 4])
+  assert curves.curve(runs[0], "no/metric", "minutes") is None

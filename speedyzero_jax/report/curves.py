@@ -1,0 +1,92 @@
+"""Curves of metrics over agent steps or time, and of several runs as a mean and a band."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from speedyzero_jax.metrics import names
+from speedyzero_jax.report import aggregates
+from speedyzero_jax.report.charts import Line
+from speedyzero_jax.report.runs import Run
+
+AXES = ("agent steps", "minutes", "device-minutes")
+POINTS = 120  # at most, of a line
+
+Curve = tuple[np.ndarray, np.ndarray]
+
+
+def curve(run: Run, name: str, axis: str) -> Curve | None:
+  """A metric of a run over an axis, averaged to `POINTS`; None where there is none.
+
+  Of values that stay until the next evaluation, the first of each is taken.
+  """
+  if axis == "device-minutes" and not run.starts:
+    return None
+  if axis == "agent steps":
+    across = [row.get(names.ENV_STEPS) for row in run.rows]
+  elif axis == "minutes":
+    across = [row[names.TIME] / 60 if names.TIME in row else None for row in run.rows]
+  else:
+    across = [seconds / 60 for seconds in run.device_seconds_by_row()]
+  seen, points = set(), []
+  for row, x in zip(run.rows, across, strict=True):
+    if name not in row or x is None or x < 0:
+      continue
+    if name.startswith(names.EVALUATION_PREFIX):
+      evaluated = row.get(names.EVALUATION_PREFIX + "step")
+      if evaluated in seen:
+        continue
+      seen.add(evaluated)
+    points.append((x, row[name]))
+  if not points:
+    return None
+  ordered = np.array(sorted(points, key=lambda point: point[0]), np.float64)
+  shares = np.array_split(ordered, min(POINTS, len(ordered)))
+  x, y = np.array([share.mean(0) for share in shares]).T
+  return x, y
+
+
+def common_grid(curves: Sequence[Curve], points: int = POINTS) -> np.ndarray | None:
+  """Points that all curves reach; those of a curve if all have the same; None without any."""
+  first = curves[0][0]
+  if all(np.array_equal(x, first) for x, _ in curves):
+    return first
+  low, high = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
+  return np.linspace(low, high, points) if low < high else None
+
+
+def lines(
+  runs: Sequence[Run], name: str, axis: str, colour: int, label: str, single: bool
+) -> list[Line]:
+  """The mean over runs with a band from the lowest to the highest, and `single` runs as thin lines.
+
+  Mean and band cover what all runs have reached.
+  """
+  found = [(run, c) for run in runs if (c := curve(run, name, axis))]
+  if len(found) == 1:
+    ((run, (x, y)),) = found
+    return [Line(colour, f"{label}: {run.path}", x, y)]
+  drawn = [Line(colour, f"{label}: {run.path}", *c, thin=True) for run, c in found if single]
+  grid = common_grid([c for _, c in found]) if found else None
+  if grid is not None:
+    ys = np.array([np.interp(grid, x, y) for _, (x, y) in found])
+    text = f"{label}: mean of {len(found)} runs"
+    drawn.append(Line(colour, text, grid, ys.mean(0), ys.min(0), ys.max(0)))
+  return drawn
+
+
+def aggregate_line(
+  games: dict[str, list[Curve]], colour: int, label: str, points: int = 40
+) -> Line | None:
+  """The IQM over games and seeds of curves of human-normalised scores, with its interval."""
+  grid = common_grid([c for curves in games.values() for c in curves], points)
+  if grid is None:
+    return None
+  scores = [np.array([np.interp(grid, x, y) for x, y in curves]) for curves in games.values()]
+  found = [
+    aggregates.estimate(aggregates.iqm, [game[:, i] for game in scores]) for i in range(len(grid))
+  ]
+  value = np.array([estimate.value for estimate in found])
+  edges = [estimate.interval for estimate in found if estimate.interval]
+  low, high = np.array(edges).T if edges else (None, None)
+  return Line(colour, label, grid, value, low, high)

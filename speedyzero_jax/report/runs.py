@@ -1,0 +1,165 @@
+"""Run folders as reports see them, whatever their state."""
+
+import dataclasses
+import json
+import math
+import pathlib
+from collections.abc import Iterable
+from typing import Any
+
+import yaml
+
+from speedyzero_jax.metrics import jsonl, names
+
+GAME = "env.game"
+REPETITION_KEYS = ("run.seed", "run.dir", "run.compile_cache")  # in which repetitions may differ
+
+
+@dataclasses.dataclass
+class Run:
+  """The contents of one run folder; None or empty where its files do not say."""
+
+  path: str
+  game: str | None = None
+  seed: int | None = None
+  steps: int | None = None  # learner steps
+  env_steps: float | None = None  # agent steps
+  wall_seconds: float | None = None
+  device_seconds: float | None = None  # of the learner processes' devices
+  training_return: float | None = None  # mean raw return of the last 100 training games
+  curve: list[float] = dataclasses.field(default_factory=list)  # training_return, line by line
+  evaluation_step: int | None = None
+  evaluation_mean: float | None = None
+  evaluation_std: float | None = None
+  evaluation_episodes: int | None = None
+  human_normalised: float | None = None
+  problems: list[str] = dataclasses.field(default_factory=list)
+  settings: dict[str, Any] | None = None  # by dotted key
+  rows: list[dict[str, float]] = dataclasses.field(default_factory=list)  # of metrics.jsonl
+  starts: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # of starts.jsonl
+
+  def summary(self) -> dict[str, Any]:
+    """What is said of the run in JSON."""
+    return {k: v for k, v in vars(self).items() if k not in ("settings", "rows", "starts")}
+
+  def settings_but(self, *keys: str) -> str | None:
+    """The settings without those of repetitions and these, to compare runs by."""
+    if self.settings is None:
+      return None
+    left = {k: v for k, v in self.settings.items() if k not in (*REPETITION_KEYS, *keys)}
+    return json.dumps(left, sort_keys=True, default=str)
+
+  def device_seconds_by_row(self) -> list[float]:
+    """Devices times wall-clock up to each row, by the devices of the start it belongs to."""
+    total, before, each = 0.0, 0.0, []
+    for row in self.rows:
+      # Resuming removes the lines of later steps, so the last start before a step has made it.
+      starts = [start for start in self.starts if start[names.STEP] < row[names.STEP]]
+      now = row.get(names.TIME, before)
+      total += (starts or self.starts)[-1 if starts else 0]["devices"] * (now - before)
+      before = now
+      each.append(total)
+    return each
+
+
+def read_runs(paths: Iterable[pathlib.Path]) -> list[Run]:
+  """Reads run folders, each once, and notes runs that repeat the seed of another."""
+  unique = {path.resolve(): path for path in paths}
+  runs = [read_run(path) for path in unique.values()]
+  first: dict[tuple, str] = {}
+  for run in runs:
+    if run.settings is not None:
+      same = first.setdefault((run.settings_but(), run.seed), run.path)
+      if same != run.path:
+        run.problems.append(f"repeats the seed of {same}: not an independent run")
+  return runs
+
+
+def read_run(path: pathlib.Path) -> Run:
+  """Reads a run folder, in whatever state it is."""
+  run = Run(str(path))
+  readers = {
+    "config.yaml": _read_config, "starts.jsonl": _read_starts, "metrics.jsonl": _read_metrics,
+    "evaluation.json": _read_evaluation,
+  }  # fmt: skip
+  if not any((path / name).exists() for name in readers):
+    run.problems.append("no run here")
+    return run
+  for name, read in readers.items():
+    try:
+      read(run, path / name)
+    except FileNotFoundError:
+      run.problems.append(f"no {name}")
+    except OSError as error:
+      run.problems.append(f"{name}: {error.strerror}")
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, yaml.YAMLError):
+      run.problems.append(f"{name} is damaged")
+  return run
+
+
+def _read_config(run: Run, path: pathlib.Path) -> None:
+  settings = _flat(yaml.safe_load(path.read_text()))
+  run.game, run.seed = str(settings[GAME]), int(settings["run.seed"])
+  run.settings = settings
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+  flat: dict[str, Any] = {}
+  for key, value in tree.items():
+    flat |= (
+      _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    )
+  return flat
+
+
+def _read_starts(run: Run, path: pathlib.Path) -> None:
+  starts, damaged = jsonl.read_rows(path)
+  _note_damaged(run, path, damaged)
+  for start in starts:
+    versions = {str(name): str(version) for name, version in start["versions"].items()}
+    run.starts.append(start | {"devices": int(start["devices"]), "versions": versions})
+
+
+def _read_metrics(run: Run, path: pathlib.Path) -> None:
+  rows, damaged = jsonl.read_rows(path)
+  _note_damaged(run, path, damaged)
+  run.rows = [{name: x for name, x in row.items() if _is_finite(x)} for row in rows]
+  if not rows:
+    run.problems.append("metrics.jsonl is empty")
+    return
+  run.steps, last = max(row[names.STEP] for row in rows), run.rows[-1]
+  run.env_steps, run.wall_seconds = last.get(names.ENV_STEPS), last.get(names.TIME)
+  run.device_seconds = run.device_seconds_by_row()[-1] if run.starts else None
+  run.curve = [row[names.EPISODE_RETURN] for row in run.rows if names.EPISODE_RETURN in row]
+  run.training_return = run.curve[-1] if run.curve else None
+  settings = run.settings or {}
+  total, interval = settings.get("learner.steps"), settings.get("run.log_interval", 1)
+  if total and run.steps + interval <= total:
+    run.problems.append(f"unfinished: learner step {run.steps:,} of {total:,}")
+
+
+def _is_finite(value: object) -> bool:
+  """Whether a value of a JSON file is a number that a float can hold."""
+  return isinstance(value, int | float) and -1e300 < value < 1e300
+
+
+def _note_damaged(run: Run, path: pathlib.Path, damaged: int) -> None:
+  if damaged:
+    run.problems.append(f"{path.name}: {damaged} damaged line{'s' * (damaged > 1)} skipped")
+
+
+def _read_evaluation(run: Run, path: pathlib.Path) -> None:
+  evaluation = json.loads(path.read_text())
+  human = evaluation["human_normalised"]
+  mean, std = float(evaluation["mean"]), float(evaluation["std"])
+  if not all(map(math.isfinite, (mean, std, 0.0 if human is None else float(human)))):
+    raise ValueError("a score is not finite")
+  step, episodes = int(evaluation["step"]), int(evaluation["episodes"])
+  run.game = run.game or str(evaluation["game"])
+  run.evaluation_mean, run.evaluation_std, run.human_normalised = mean, std, human
+  run.evaluation_step, run.evaluation_episodes = step, episodes
+  newest = max((row.get(names.CHECKPOINT_STEP, 0) for row in run.rows), default=0)
+  if newest > step:
+    run.problems.append(
+      f"evaluated at learner step {step:,}, not at the last checkpoint ({newest:,})"
+    )

@@ -1,0 +1,89 @@
+"""The terminal's report: a row for each run, and a summary over seeds."""
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from speedyzero_jax.metrics.progress import format_number
+from speedyzero_jax.report.groups import Group
+from speedyzero_jax.report.runs import Run
+
+SPARKS = "▁▂▃▄▅▆▇█"
+SPARK_WIDTH = 16
+
+
+def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
+  """At most `width` characters, each the mean of its share, scaled from lowest to highest."""
+  if not values:
+    return ""
+  width = min(width, len(values))
+  edges = [i * len(values) // width for i in range(width + 1)]
+  means = [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(edges)]
+  low, span = min(means), (max(means) - min(means)) or math.inf
+  return "".join(SPARKS[round((mean - low) / span * (len(SPARKS) - 1))] for mean in means)
+
+
+def show(runs: Sequence[Run], groups: Sequence[Group], console: Console) -> None:
+  """Prints the tables: drawn on a terminal, tab-separated elsewhere."""
+  _show_table("Runs", [_run_cells(run) for run in runs], console)
+  if console.is_terminal:  # where notes would take too much of the width
+    for run in runs:
+      if run.problems:
+        print(f"{run.path}: {'; '.join(run.problems)}", file=console.file)
+  if groups:
+    print(file=console.file)
+    _show_table("Over seeds", [_group_cells(group) for group in groups], console)
+
+
+def _run_cells(run: Run) -> dict[str, str]:
+  deviation = "" if run.evaluation_std is None else f" ± {format_number(run.evaluation_std)}"
+  return {
+    "run": run.path,
+    "game": run.game or "-",
+    "seed": "-" if run.seed is None else str(run.seed),
+    "steps": format_number(run.steps),
+    "env steps": format_number(run.env_steps),
+    "return": format_number(run.training_return),
+    "curve": sparkline(run.curve) or "-",
+    "evaluation": format_number(run.evaluation_mean) + deviation,
+    "human": format_number(run.human_normalised),
+    "min": "-" if run.wall_seconds is None else f"{run.wall_seconds / 60:.1f}",
+    "notes": "; ".join(run.problems),
+  }
+
+
+def _group_cells(group: Group) -> dict[str, str]:
+  return {
+    "game": group.game or "-",
+    "seeds": ",".join(str(seed) for seed in group.seeds),
+    "return of": "evaluation" if group.score == "evaluation_mean" else "training",
+    "mean ± stderr": f"{format_number(group.mean)} ± {format_number(group.stderr)}",
+    "IQM": format_number(group.iqm),
+    "human": format_number(group.human_normalised),
+  }
+
+
+def _show_table(title: str, rows: Sequence[dict[str, str]], console: Console) -> None:
+  if not console.is_terminal:
+    for cells in (list(rows[0]), *(list(row.values()) for row in rows)):
+      print("\t".join(cells), file=console.file)
+    return
+  hidden = {"notes"} if console.width >= 100 else {"notes", "curve"}
+  heads = [head for head in rows[0] if head not in hidden]
+  table = Table(
+    title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, collapse_padding=True
+  )
+  for head in heads:
+    words = head in ("run", "game", "seeds", "curve")
+    table.add_column(
+      head, no_wrap=head != "run", overflow="fold", justify="left" if words else "right"
+    )
+  for row in rows:
+    table.add_row(*(Text(row[head]) for head in heads))
+  console.print(table)

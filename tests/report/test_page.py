@@ -1,0 +1,189 @@
+"""The report page, as text and in a real browser."""
+
+import html.parser
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import recorded
+from launch import report
+from speedyzero_jax.envs.scores import table
+from speedyzero_jax.report import charts, page
+from speedyzero_jax.report.runs import read_runs
+
+GAMES = ("Breakout", "Pong")
+EVIL = "<script>alert('x')</script><img src=x onerror=alert(1)>\"&\x00\x1b"
+CHROMIUM = shutil.which("chromium")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+  """Two methods on two games with two seeds, runs in every bad state, and one of another game."""
+  root, scores = tmp_path_factory.mktemp("runs"), table()
+  made = []
+  for rate, devices in ((0.2, 1), (1.6, 8)):
+    for game in GAMES:
+      for seed in range(2):
+        human, chance = scores["human"][game], scores["random"][game]
+        made.append(recorded.learning(
+          root / f"{game}-{rate}-{seed}", game, seed, human, chance, human, speed=devices,
+          settings={"learning_rate": rate}, starts=[recorded.start(devices=devices)],
+        ))  # fmt: skip
+  made.append(recorded.run(root / "old", game="Catch", agent="dqn", mean=1.0, human=None))
+  (made[-1] / "starts.jsonl").unlink()
+  made.append(recorded.run(
+    root / EVIL.replace("/", "_").replace("\x00", ""), game=EVIL, agent=EVIL,
+    settings={EVIL: EVIL}, starts=[recorded.start(device=EVIL, versions={EVIL: EVIL})],
+    metrics=lambda i: {f"{EVIL}_per_second": i, f"time/{EVIL}": 1.0},
+  ))  # fmt: skip
+  made.append(recorded.run(root / "torn", seed=7))
+  (made[-1] / "metrics.jsonl").write_text('{"step": 10}\n{"step": 1')
+  (root / "empty").mkdir()
+  return [*made, root / "empty"]
+
+
+@pytest.fixture(scope="module")
+def written(folders, tmp_path_factory):
+  path = tmp_path_factory.mktemp("page") / "report.html"
+  assert report.main([*map(str, folders), "--out", str(path)]) == 0
+  return path.read_text()
+
+
+class Parsed(html.parser.HTMLParser):
+  def __init__(self, text):
+    super().__init__()
+    self.tags, self.attributes, self.text = set(), set(), []
+    self.feed(text)
+
+  def handle_starttag(self, tag, attributes):
+    self.tags.add(tag)
+    self.attributes |= {name for name, _ in attributes}
+
+  def handle_data(self, data):
+    self.text.append(data)
+
+
+def test_nothing_from_a_run_folder_becomes_markup(written):
+  parsed = Parsed(written)
+  assert EVIL.replace("\x00", "") in "".join(parsed.text).replace("\x00", "")
+  assert not parsed.tags & {"script", "img", "iframe", "object", "a"}
+  assert not {name for name in parsed.attributes if name.startswith("on") or name == "src"}
+  assert not re.search(r"https?://|url\(|@import", written)
+
+
+def test_the_page_says_what_the_runs_did(written):
+  text = " ".join(Parsed(written).text)
+  for expected in (
+    "unfinished: learner step 10 of 30", "no starts.jsonl", "no run here",  # problems
+    "learning_rate=0.2", "DIAMOND (100k)", "± ", "charts/agent_steps_per_second",
+    "replay/target_age_max", "8 x NVIDIA H200", "0c30b09", "optim.learning_rate",
+  ):  # fmt: skip
+    assert expected in text
+  assert "charts/episode_length" not in text
+
+
+def test_where_the_time_goes(tmp_path):
+  """Rows are 10 learner steps and a minute apart, so a second a step is a sixth of the time."""
+  runs = read_runs([recorded.run(tmp_path / "a", metrics=lambda i: {"time/train": 1.0})])
+  assert page._time_shares(runs) == pytest.approx({"until the first line": 1 / 3, "train": 1 / 6})
+
+
+def test_a_page_of_runs_without_any_number(tmp_path):
+  for name in ("a", "b"):
+    (tmp_path / name).mkdir()
+  (tmp_path / "a" / "config.yaml").write_text("env: {game: Pong}\nrun: {seed: 0}")
+  (tmp_path / "b" / "metrics.jsonl").write_text("")
+  text = page.render(read_runs([tmp_path / "a", tmp_path / "b"])).decode()
+  assert "metrics.jsonl is empty" in text and "<svg" not in text
+
+
+def test_a_page_that_cannot_be_written_is_an_error(folders, tmp_path, capsys):
+  assert report.main([str(folders[0]), "--out", str(tmp_path / "no" / "page.html")]) == 1
+  assert "no/page.html" in capsys.readouterr().err
+
+
+numbers = st.floats(-1e300, 1e300)
+
+
+@given(numbers, numbers, st.integers(3, 6))
+def test_ticks_are_few_and_enclose_what_they_are_for(a, b, about):
+  low, high = sorted((a, b))
+  found = charts.ticks(low, high, about)
+  assert 2 <= len(found) <= about + 3 and found == sorted(set(found))
+  slack = 1e-6 * max(abs(low), abs(high))
+  assert found[0] <= low + slack and high - slack <= found[-1]
+
+
+def test_ticks_are_round():
+  assert charts.ticks(0, 97, 5) == [0, 20, 40, 60, 80, 100]
+  assert charts.ticks(-20.7, 18, 4) == [-30, -20, -10, 0, 10, 20]
+  assert [charts.tick_text(x) for x in (0, 0.25, 1500, -20, 2e6)] == [
+    "0",
+    "0.25",
+    "1.5k",
+    "-20",
+    "2M",
+  ]
+
+
+# --- in a browser
+
+# A window of each width shows the page; every choice of the x axis is made and measured in it.
+HARNESS = """<!DOCTYPE html><body><script>
+const text = PAGE, found = {};
+console.log("measuring");
+let open = 2;
+for (const width of [1400, 390]) {
+  const frame = document.createElement("iframe");
+  frame.style = `width: ${width}px; height: 900px; border: 0`;
+  frame.onload = () => {
+    const inside = frame.contentDocument, root = inside.documentElement, axes = [];
+    for (const choice of inside.querySelectorAll("input[type=radio]")) {
+      choice.click();
+      const boxes = [...inside.querySelectorAll("svg")].map(x => x.getBoundingClientRect());
+      const shown = boxes.filter(box => box.width > 0);
+      axes.push({shown: shown.length, all: boxes.length, overflow: root.scrollWidth - width,
+                 narrowest: Math.min(...shown.map(box => box.width)),
+                 lowest: Math.min(...shown.map(box => box.height)),
+                 rightmost: Math.max(...shown.map(box => box.right))});
+    }
+    found[width] = axes;
+    if (--open == 0) {
+      const out = document.createElement("pre");
+      out.textContent = JSON.stringify(found);
+      document.body.replaceChildren(out);
+    }
+  };
+  frame.srcdoc = text;
+  document.body.append(frame);
+}
+</script></body>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here (Debian: apt-get install chromium)")
+def test_a_browser_shows_it_on_wide_and_narrow_windows(written, tmp_path):
+  harness = tmp_path / "harness.html"
+  harness.write_text(HARNESS.replace("PAGE", json.dumps(written).replace("</", "<\\/")))
+  command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom",
+             "--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}",
+             "--virtual-time-budget=10000", harness.as_uri()]  # fmt: skip
+  done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+  assert done.returncode == 0, done.stderr
+  said = re.findall(r'CONSOLE[^"]*"(.*)", source', done.stderr)
+  assert said == ["measuring"]  # so errors would be seen, too
+  measured = json.loads(re.search(r"<pre>(.*?)</pre>", done.stdout)[1])
+  assert set(measured) == {"1400", "390"}
+  for width, axes in measured.items():
+    assert len(axes) == 3
+    for axis in axes:
+      assert axis["overflow"] <= 0 and axis["rightmost"] <= int(width)
+      assert axis["narrowest"] > 250 and axis["lowest"] > 140
+    # Each chart is shown over one axis; the profile is over scores; one run has no device-minutes.
+    steps, minutes, device_minutes = (axis["shown"] for axis in axes)
+    assert steps == minutes > device_minutes > 10
+    assert axes[0]["all"] == steps + minutes + device_minutes - 2
