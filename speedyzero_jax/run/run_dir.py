@@ -19,7 +19,7 @@ from speedyzero_jax.config.loader import ConfigError, UnknownKeyError
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.metrics import jsonl, names
 
-_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "mctx", "numpy", "orbax-checkpoint", "envpool")
+_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "mctx", "numpy", "envpool")
 
 
 class RunFolderError(Exception):

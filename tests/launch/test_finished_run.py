@@ -77,7 +77,7 @@ NUMBERS = {"TERM": signal.SIGTERM, "INT": signal.SIGINT}
 @pytest.mark.timeout(1200)
 def test_a_run_stopped_and_killed_at_any_moment_ends_as_the_undisturbed_one(finished, tmp_path):
   folder, log, rng = tmp_path / "run", tmp_path / "log", random.Random(3)
-  process = start(*NEW, f"run.dir={folder}", log=log)
+  process, resumed = start(*NEW, f"run.dir={folder}", log=log), []
   for name in ("early", "TERM", "KILL"):
     before = newest(folder)
     if name == "early":  # it has begun, but has no checkpoint
@@ -95,12 +95,15 @@ def test_a_run_stopped_and_killed_at_any_moment_ends_as_the_undisturbed_one(fini
     if number != signal.SIGKILL:
       (saved,) = re.findall(r"stopped and saved at learner step (\d+);", output)
       assert int(saved) == newest(folder) > before and errors == ""
+    resumed.append(max(newest(folder), 0))
     process = start("--resume", folder, log=log)
   _, errors = process.communicate(timeout=400)
   assert process.returncode == 0, errors
   assert hash_in(log.read_text()) == hash_in(finished[1])
   assert (folder / "evaluation.json").read_text() == (finished[0] / "evaluation.json").read_text()
-  for of in (folder, finished[0]):
+  for of, begun in ((folder, resumed), (finished[0], [0])):
+    starts, _ = jsonl.read_rows(of / "starts.jsonl")  # of those that got that far
+    assert [row["step"] for row in starts][-len(begun) :] == begun and starts[0]["devices"] == 1
     rows, damaged = jsonl.read_rows(of / "metrics.jsonl")
     assert not damaged and [row["step"] for row in rows] == [*range(1, STEPS + 1), STEPS]
     assert not (of / "damaged").exists()
