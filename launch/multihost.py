@@ -120,12 +120,12 @@ def open_folder(
     check(config)
     preset = "+".join(Path(name).stem for name in arguments.config)
     return run_dir.create(config, f"{preset}-{config.env.game}-s{config.run.seed}")
-  with contextlib.ExitStack() as unless_usable:
-    folder = unless_usable.enter_context(
-      run_dir.open_existing(arguments.resume, arguments.overrides)
-    )
+  folder = run_dir.open_existing(arguments.resume, arguments.overrides)
+  try:
     check(folder.config)
-    unless_usable.pop_all()
+  except BaseException:
+    folder.close()
+    raise
   return folder
 
 
@@ -251,9 +251,6 @@ def be_one(arguments: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Returns the exit code."""
-  for name in ("stdout", "stderr"):
-    if getattr(sys, name) is None:  # closed before the start (>&-)
-      setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's messages on its cache
   os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC's messages on stopping servers
   logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")

@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import pkgutil
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,10 +35,6 @@ _BUILT_IN = "speedyzero_jax.agents"
 DEFAULT_AGENT = "efficientzero"
 
 Leaves = dict[str, Any]  # dotted key -> text or list of texts, not yet parsed
-
-
-class UnknownKeyError(ConfigError):
-  """A key that does not exist."""
 
 
 # --- Sections and fields ---
@@ -66,7 +62,6 @@ def _exists(module: str) -> bool:
 
 @functools.cache
 def agent_names() -> list[str]:
-  """The agents of this package."""
   folder = Path(__file__).resolve().parents[1] / "agents"
   names = [module.name for module in pkgutil.iter_modules([str(folder)])]
   return [n for n in names if hasattr(importlib.import_module(f"{_BUILT_IN}.{n}"), "AGENT_CONFIG")]
@@ -116,23 +111,10 @@ def build(agent: str, values: Mapping[str, Any]) -> Config:
 # --- YAML ---
 
 
-class _Loader(yaml.BaseLoader):
-  """Mappings, lists and text only; duplicate keys are errors."""
-
-  def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-    seen = set()
-    for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-      if key.value in seen:
-        problem = f"{key.value!r} is given twice"
-        raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-      seen.add(key.value)
-    return super().construct_mapping(node, deep)
-
-
 def read_yaml(text: str) -> dict[str, Any]:
   """The mapping in `text`. Raises ConfigError if there is none."""
   try:
-    document = yaml.load(text, Loader=_Loader)  # safe: BaseLoader constructs no objects
+    document = yaml.load(text, Loader=yaml.BaseLoader)  # constructs text, lists and mappings only
   except yaml.YAMLError as error:
     raise ConfigError(f"not readable as YAML: {error}") from None
   return _mapping(document, "keys to values")
@@ -150,14 +132,11 @@ def _leaves(document: Mapping[str, Any]) -> Leaves:
   """Dotted key -> text, from nested sections or dotted keys."""
   found: Leaves = {}
   for key, value in document.items():
-    if key == _AGENT or ("." in key and not isinstance(value, dict)):
-      leaves = {key: value}
+    if key == _AGENT or "." in key:
+      found[key] = value
     else:
       section = _mapping(value, f"settings for {key!r}")
-      leaves = {f"{key}.{name}": leaf for name, leaf in section.items()}
-    if twice := found.keys() & leaves.keys():
-      raise ConfigError(f"{min(twice)} is given twice")
-    found |= leaves
+      found |= {f"{key}.{name}": leaf for name, leaf in section.items()}
   return found
 
 
@@ -174,22 +153,16 @@ def _parsed(leaves: Leaves, agent: str) -> dict[str, Any]:
         raise ConfigError(
           f"{key} is a setting of {', '.join(others)}; the agent of this run is {agent}"
         )
-      raise UnknownKeyError(f"unknown key {key!r}; the nearest is {_nearest(key, known)}")
+      raise ConfigError(f"unknown key {key!r}; the nearest is {_nearest(key, list(known))}")
     values[key] = parse(key, leaf, known[key].type)
   return values
 
 
-def _nearest(key: str, candidates: Iterable[str]) -> str:
-  """The keys with the same last word, or with the one it abbreviates (lr); else the most alike."""
+def _nearest(key: str, candidates: Sequence[str]) -> str:
+  """The keys with the same last word, else the most alike."""
   last = key.rpartition(".")[2]
-  same, likeness = [], {}
-  for candidate in candidates:
-    word = candidate.partition(".")[2]
-    if last in (word, "".join(part[:1] for part in word.split("_"))):
-      same.append(candidate)
-    pairs = ((key, candidate), (last, word))
-    likeness[candidate] = sum(difflib.SequenceMatcher(None, a, b).ratio() for a, b in pairs)
-  return " or ".join(same or [max(likeness, key=likeness.__getitem__)])
+  same = [candidate for candidate in candidates if candidate.partition(".")[2] == last]
+  return " or ".join(same or difflib.get_close_matches(key, candidates, 1, cutoff=0.0))
 
 
 # --- Presets ---
@@ -278,8 +251,6 @@ def load(presets: Sequence[str] = (), overrides: Sequence[str] = ()) -> Config:
   for path, game, leaves in read:
     with _named_in_errors(path):
       parsed = _parsed(leaves, agent)  # of other games, too: their mistakes are reported
-    if game not in (None, wanted) and str(game).lower() == str(wanted).lower():
-      raise ConfigError(f"{path}: games: {game!r} differs from env.game={wanted} in case only")
     if game in (None, wanted):
       values |= parsed
   config = build(agent, values | _parsed(last, agent))
@@ -352,22 +323,14 @@ def divide(config: Config, unit: int, units: int) -> Config:
   return build(config.agent.name, values)
 
 
-def diff(a: Config, b: Config) -> dict[str, str]:
-  """Key -> `a's value != b's value`, for keys that differ."""
-  if a.agent.name != b.agent.name:
-    return {_AGENT: f"{a.agent.name} != {b.agent.name}"}
-  theirs = flat(b)
-  return {
-    key: f"{show(value)} != {show(theirs[key])}"
-    for key, value in flat(a).items()
-    if value != theirs[key]
-  }
-
-
-def immutable(config: Config, keys: Iterable[str]) -> list[str]:
-  """The given keys that a resumed run may not change."""
-  known = fields_of(config.agent.name)
-  return [key for key in keys if not known[key].metadata["mutable"]]
+def fixed_changes(a: Config, b: Config) -> list[str]:
+  """`key: a's value != b's value` for keys that differ and that a resumed run may not change."""
+  before, after, known = flat(a), flat(b), fields_of(a.agent.name)
+  return [
+    f"{key}: {show(value)} != {show(after[key])}"
+    for key, value in before.items()
+    if value != after[key] and not known[key].metadata["mutable"]
+  ]
 
 
 def help_text(agent: str = DEFAULT_AGENT) -> str:

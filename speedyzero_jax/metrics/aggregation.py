@@ -36,7 +36,6 @@ class Counters:
       self._begin, self._step = self._clock(), step
 
   def add(self, name: str, amount: float) -> None:
-    """Adds to the amount of a name."""
     with self._lock:
       self._amounts[name] = self._amounts.get(name, 0.0) + amount
 

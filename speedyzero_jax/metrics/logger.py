@@ -74,7 +74,6 @@ class MetricsLogger:
       self._counters.restart(step)
 
   def message(self, text: str) -> None:
-    """Shows an event."""
     self._display.message(text)
 
   def log_mean(self, values: Mapping[str, Any]) -> None:

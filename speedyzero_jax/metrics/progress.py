@@ -70,7 +70,6 @@ class Display:
         self.message(self._line())
 
   def message(self, text: str) -> None:
-    """Shows an event at once."""
     with self._lock:
       for stream in list(self._streams):
         encoding = getattr(stream, "encoding", None) or "utf-8"

@@ -85,7 +85,6 @@ class Recorder:
     return row
 
   def close(self) -> None:
-    """Closes the files."""
     self._lines.close()
     self._events.close()
 

@@ -14,8 +14,6 @@ Execute = Callable[[list[Work], int], None]  # runs the work for the batch of a 
 
 
 class PreparedBatch(NamedTuple):
-  """A batch ready for training."""
-
   arrays: Arrays  # input of the loss, [B, ...] each
   selection: Selection
   info: dict[str, float]  # metrics

@@ -13,7 +13,6 @@ from speedyzero_jax.config.schema import Config
 from speedyzero_jax.envs.batched_env import make_env
 from speedyzero_jax.replay.device_frames import DeviceFrames, reason_to_stay
 from speedyzero_jax.replay.replay import Replay
-from speedyzero_jax.replay.storage import LaneStore
 from speedyzero_jax.run.checkpoint import Checkpoints
 from speedyzero_jax.system import memory
 from speedyzero_jax.workers.inference import Inference
@@ -37,17 +36,6 @@ def replay_capacity(config: Config, agent: Agent) -> int:
   """
   wanted = config.replay.capacity or 2 * config.run.env_steps
   return max(-(-wanted // config.actor.lanes), shortest_lane(config, agent))
-
-
-def capacity_problem(config: Config, agent: Agent) -> str | None:
-  """A warning if `replay.capacity` is too small to be kept to."""
-  least = shortest_lane(config, agent)
-  if 0 < config.replay.capacity < least * config.actor.lanes:
-    return (
-      f"warning: replay.capacity={config.replay.capacity} is less than the {least} slots that each "
-      f"of the {config.actor.lanes} lanes needs; each has {replay_capacity(config, agent)}"
-    )
-  return None
 
 
 def shortest_lane(config: Config, agent: Agent) -> int:
@@ -106,13 +94,6 @@ def initial_rows(config: Config, agent: Agent) -> int:
   return max(-(-11 * capacity // 20), shortest_lane(config, agent))
 
 
-def replay_bytes(config: Config, agent: Agent) -> int:
-  """Host memory of the replay at the end of a run, a lower bound: a slot per agent step kept."""
-  slot = LaneStore(agent.schema, 1, 1).slot_bytes
-  kept = config.replay.capacity or config.run.env_steps
-  return slot * min(kept, config.run.env_steps)
-
-
 def restore_for_evaluation(
   config: Config,
   run_dir: Path,
@@ -134,7 +115,6 @@ def restore_for_evaluation(
 
 
 def enable_compilation_cache(config: Config) -> None:
-  """Enables XLA's persistent compilation cache."""
   folder = config.run.compile_cache or str(Path.home() / ".cache" / "speedyzero_jax" / "xla")
   jax.config.update("jax_compilation_cache_dir", folder)
 

@@ -106,7 +106,6 @@ class Collector:
     self._logger.log_mean({names.POLICY_LAG: lag, names.POLICY_LAG_MAX: lag})
 
   def close(self) -> None:
-    """Closes the local environments."""
     if self.local is not None:
       self.local.close()
 

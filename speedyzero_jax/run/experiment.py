@@ -96,7 +96,6 @@ class Experiment:
     return jax.random.fold_in(jax.random.key(self.seed("search")), purpose)
 
   def seed(self, name: str) -> int:
-    """A seed of this process."""
     return unit_seed(self.config, name, self.membership)
 
   @property
@@ -155,7 +154,6 @@ class Experiment:
       self.limiter.stop()
 
   def close(self) -> None:
-    """Closes environments and files."""
     self.collector.close()
     self.recovery.close()
 

@@ -100,14 +100,17 @@ class _Overlapped:
       self._errors.append(error)
       self._limiter.stop()
 
+  def _wait(self, kind: str, predicate: Callable[[], bool]) -> None:
+    begin = time.monotonic()
+    self._limiter.wait_until(predicate)
+    self._experiment.logger.log_mean({names.wait(kind): time.monotonic() - begin})
+
   def _collect(self) -> None:
     def may_collect() -> bool:  # also if the learner is due but has too little to draw from
       return self._limiter.may_collect() or self._experiment.starved()
 
     while not self._limiter.collected:
-      begin = time.monotonic()
-      self._limiter.wait_until(may_collect)
-      self._experiment.logger.log_mean({names.wait("actor"): time.monotonic() - begin})
+      self._wait("actor", may_collect)
       self._experiment.collector.collect()
 
   def _sweep(self, sweeper: Sweeper) -> None:
@@ -117,9 +120,7 @@ class _Overlapped:
       return experiment.sweeping() and sweeper.due(experiment.replay, limiter.learner_steps)
 
     while True:
-      begin = time.monotonic()
-      limiter.wait_until(due)
-      experiment.logger.log_mean({names.wait("refresher"): time.monotonic() - begin})
+      self._wait("refresher", due)
       steps.sweep(experiment, sweeper)
       limiter.notify()
 
@@ -159,10 +160,8 @@ class _Overlapped:
       if failed or not steps.begin_learning(experiment):
         return
     while limiter.learner_steps < total:
-      begin = time.monotonic()
       with experiment.times.part("wait"):
-        limiter.wait_until(self._may_learn)
-      experiment.logger.log_mean({names.wait("learner"): time.monotonic() - begin})
+        self._wait("learner", self._may_learn)
       step, prepared = limiter.learner_steps, self._ready.popleft()
       result = steps.learn(experiment, prepared)
       self._settle()

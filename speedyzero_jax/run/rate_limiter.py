@@ -61,12 +61,10 @@ class RateLimiter:
 
   @property
   def collected(self) -> bool:
-    """Whether all agent steps are collected."""
     return self.env_steps >= self._total_env
 
   @property
   def finished(self) -> bool:
-    """Whether all agent steps are collected and all learner steps taken."""
     return self.learner_steps >= self._total_learner and self.collected
 
   @property
@@ -95,7 +93,6 @@ class RateLimiter:
     return -(-step * (self._total_env - self._start) // self._paced)
 
   def may_learn(self) -> bool:
-    """Whether the next learner step is due."""
     return self.learner_steps < self._total_learner and self.may_draw(self.learner_steps)
 
   def may_draw(self, step: int) -> bool:
@@ -103,7 +100,6 @@ class RateLimiter:
     return self.finishing or self.synchronous or self.env_steps >= self.required(step)
 
   def may_collect(self) -> bool:
-    """Whether collection may continue."""
     if self.synchronous and self.learner_steps < self._total_learner:
       return False
     ahead = self.env_steps + self._reserved - self.required(self.learner_steps)
@@ -140,7 +136,6 @@ class RateLimiter:
       self._reserved -= reserved
 
   def add_learner_step(self) -> None:
-    """Counts a learner step."""
     with self._change():
       self.learner_steps += 1
 

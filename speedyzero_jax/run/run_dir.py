@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from speedyzero_jax.config import loader
-from speedyzero_jax.config.loader import ConfigError, UnknownKeyError
+from speedyzero_jax.config.loader import ConfigError
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.metrics import jsonl, names
 
@@ -82,9 +82,7 @@ def open_existing(path: Path, changes: list[str]) -> RunDir:
     config = loader.override(stored, changes)
   except ConfigError as error:
     raise RunFolderError(str(error)) from error
-  changed = loader.diff(stored, config)
-  different = [f"{key}: {changed[key]}" for key in loader.immutable(config, changed)]
-  if different:
+  if different := loader.fixed_changes(stored, config):
     raise RunFolderError(
       f"{path} was started with another configuration ({'; '.join(different)}); "
       "start a new run instead"
@@ -95,19 +93,16 @@ def open_existing(path: Path, changes: list[str]) -> RunDir:
 def read_config(path: Path) -> Config:
   """The configuration stored in a run folder.
 
-  Raises:
-    RunFolderError: there is none, it is damaged, or its keys are of another version of the program.
+  Raises RunFolderError if there is none, it is damaged, or has keys of another version.
   """
   try:
     return loader.from_yaml((path / "config.yaml").read_text())
   except OSError as error:
     raise RunFolderError(f"{path} holds no run: {error.strerror or error}") from error
-  except UnknownKeyError as error:
-    raise RunFolderError(
-      f"{path} was written by an earlier version of this program and can't be used: {error}"
-    ) from error
   except (ConfigError, UnicodeDecodeError) as error:
-    raise RunFolderError(f"{path / 'config.yaml'} can't be read: {error}") from error
+    raise RunFolderError(
+      f"{path / 'config.yaml'} can't be read by this version of the program: {error}"
+    ) from error
 
 
 def record_start(path: Path, step: int, devices: int, kind: str) -> None:

@@ -11,24 +11,21 @@ from typing import Any
 _DUPLICATE_SECONDS = 1.0
 
 
-class Signals:
+class Signals(contextlib.ExitStack):
   """A context in which the first signal calls `on_stop` and the second ends the process.
 
   SIGHUP stays ignored if it is (nohup).
   """
 
   def __init__(self) -> None:
+    super().__init__()
     self.received: int | None = None
     self.on_stop: Callable[[], None] = lambda: None
     self._when = 0.0
 
   def __enter__(self) -> "Signals":
-    self._handling = _handling(self._stop)
-    self._handling.__enter__()
+    self.enter_context(_handling(self._stop))
     return self
-
-  def __exit__(self, *_: object) -> None:
-    self._handling.__exit__(None, None, None)
 
   def _stop(self, number: int, _frame: object) -> None:
     if self.received is None:
@@ -44,7 +41,6 @@ class Signals:
     return _handling(signal.SIG_DFL)
 
   def came(self) -> bool:
-    """Whether a signal was received."""
     return self.received is not None
 
   @property

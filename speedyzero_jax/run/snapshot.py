@@ -24,7 +24,6 @@ def templates(learner: Learner, agent: Agent) -> dict[str, Params]:
 
 
 def learner_state(learner: Learner, restored: Snapshot) -> LearnerState:
-  """The learner's state in a checkpoint."""
   network, optimizer = restored.items["network"], restored.items["optimizer"]
   return learner.restore(network, optimizer["target"], optimizer["state"], restored.step)
 

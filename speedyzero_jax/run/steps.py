@@ -107,7 +107,6 @@ def bookkeeping(experiment: Experiment) -> None:
 
 
 def log(experiment: Experiment) -> None:
-  """Writes a line of metrics."""
   step = experiment.limiter.learner_steps
   state = experiment.state
   ratios = optimizers.trust_ratios(state.opt_state, state.variables.params)

@@ -43,7 +43,6 @@ class Topology(NamedTuple):
     return sum(self)
 
   def role(self, process_id: int) -> Role:
-    """The role of a process."""
     return self._roles()[process_id]
 
   def serving(self, kind: Kind, unit: int) -> int:

@@ -13,12 +13,11 @@ from speedyzero_jax.config import loader
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.metrics.logger import MetricsLogger
 from speedyzero_jax.replay.journal import JournalError
-from speedyzero_jax.run import loops, profiler, run_dir, snapshot, steps, warmup
+from speedyzero_jax.run import forecast, loops, profiler, run_dir, snapshot, steps, warmup
 from speedyzero_jax.run.build import build
 from speedyzero_jax.run.builders import enable_compilation_cache
 from speedyzero_jax.run.checkpoint import CheckpointError, Checkpoints
 from speedyzero_jax.run.experiment import ALONE, Experiment, Membership, TrainingError
-from speedyzero_jax.run.forecast import Forecast
 from speedyzero_jax.run.signals import Signals
 from speedyzero_jax.system import memory
 from speedyzero_jax.workers.weights import DivergedError
@@ -62,10 +61,9 @@ def train(
       logger.message(
         f"run folder {folder}; {len(devices)} x {devices[0].device_kind}; mode {config.run.mode}"
       )
-      forecast = Forecast(logger.message)
       experiment = build(config, folder, logger, resume=resume, membership=membership)
       with contextlib.closing(experiment):
-        return _run(experiment, folder, signals, forecast, serving)
+        return _run(experiment, folder, signals, serving)
     except (TrainingError, DivergedError, CheckpointError, JournalError, OSError) as error:
       return _fail(logger, str(error))
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
@@ -76,12 +74,10 @@ def _run(
   experiment: Experiment,
   folder: Path,
   signals: Signals,
-  forecast: Forecast,
   serving: Callable[[Experiment], contextlib.AbstractContextManager],
 ) -> int:
   logger, limiter = experiment.logger, experiment.limiter
   signals.on_stop = experiment.interrupt
-  forecast.begin(experiment)
   if signals.came():  # while the experiment was built
     experiment.interrupt()
   experiment.after_step.append(lambda: experiment.interrupt() if _paused(experiment) else None)
@@ -92,7 +88,7 @@ def _run(
         kind = mesh.devices.flat[0].device_kind
         run_dir.record_start(folder, limiter.learner_steps, mesh.size, kind)
       timings = warmup.prepare(experiment)
-      forecast.prepared(experiment, timings)
+      forecast.report(experiment, timings)
       if experiment.config.profile.steps:
         phases = profiler.profile(experiment, folder, timings)
         experiment.after_step.append(lambda: next(phases, None))
@@ -118,7 +114,6 @@ def _run(
     f"trained: {limiter.env_steps} agent steps, {limiter.learner_steps} learner steps; "
     f"parameters {snapshot.parameters_hash(experiment)[:16]}"
   )
-  forecast.ended()
   return _final_evaluation(experiment, folder, signals)
 
 

@@ -45,7 +45,6 @@ def copied(finished, tmp_path):
 def test_a_run_leaves_everything(finished):
   folder, output = finished
   assert f"trained: 150 agent steps, {STEPS} learner steps" in output
-  assert re.search(r"host memory \(.*[\d.]+ GB", output)  # what it took, and the estimate
   assert {path.name for path in folder.iterdir()} >= {
     "config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "journal.sqlite",
     "evaluation.json",

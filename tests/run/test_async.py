@@ -64,12 +64,6 @@ def test_sweeps_go_on_when_no_batch_is_ready_any_more_and_have_keys_of_their_own
     assert [experiment.sweeping() for _ in range(3)] == [False, True, True]
 
 
-def test_a_replay_too_small_to_be_kept_to_is_reported(tmp_path, capsys):
-  with quick(tmp_path, "replay.capacity=9") as experiment:
-    assert experiment.replay.store.capacity > 3
-  assert "warning: replay.capacity=9 is less than" in capsys.readouterr().out
-
-
 def test_the_bound_on_policy_lag_holds_with_a_slow_actor(tmp_path):
   def lag(folder, *overrides):
     many = ASYNC, "learner.steps=80", "actor.weights_interval=2", *overrides

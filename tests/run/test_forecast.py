@@ -1,7 +1,4 @@
-"""Forecasts of memory and time against what runs take."""
-
-import math
-import time
+"""Forecasts of memory and time against what runs hold and do."""
 
 import jax
 import numpy as np
@@ -9,7 +6,6 @@ import pytest
 
 from speedyzero_jax.config import loader
 from speedyzero_jax.run import builders, forecast, steps, warmup
-from speedyzero_jax.run.forecast import Forecast
 from speedyzero_jax.system import memory
 from whole_runs import quick
 
@@ -25,11 +21,15 @@ def test_the_mean_stored_is_that_of_the_steps_to_come(capacity):
     assert builders.mean_stored(config, agent, collected) == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize("schedule", ["sweep", "batch"])
-@pytest.mark.parametrize("frames", ["host", "device"])
-def test_a_batch_has_the_shapes_that_were_forecast(tmp_path, schedule, frames):
+@pytest.mark.parametrize(("schedule", "frames"), [("sweep", "device"), ("batch", "host")])
+def test_the_forecast_covers_what_is_held_and_done(tmp_path, capsys, schedule, frames):
   overrides = f"reanalyse.schedule={schedule}", f"replay.frames={frames}"
   with quick(tmp_path, *overrides) as experiment:
+    timings = warmup.prepare(experiment)
+    assert forecast.seconds_per_step(timings) > 0
+    forecast.report(experiment, timings)
+    host, device = forecast.host_bytes(experiment), forecast.device_bytes(experiment)
+    assert host >= memory.resident(peak=True)
     expected, _ = warmup.example_batch(experiment.own, experiment.agent)
     window = experiment.agent.window.after
     expected["frames"] = experiment.replay.blanks(experiment.own.learner.batch_size, window)
@@ -39,45 +39,22 @@ def test_a_batch_has_the_shapes_that_were_forecast(tmp_path, schedule, frames):
     for name, x in drawn.items():
       assert (x.shape, x.dtype) == (expected[name].shape, expected[name].dtype), name
     assert drawn.keys() == expected.keys()
+    held = jax.tree.leaves((experiment.state, experiment.weights.snapshot(), drawn))
+    needed = sum(x.nbytes for x in held if isinstance(x, jax.Array)) + experiment.program_bytes
+    needed += experiment.replay.bytes_on_devices
+    assert needed <= device <= 2 * needed
+  line = next(line for line in capsys.readouterr().out.splitlines() if "needs about" in line)
+  assert f"{memory.size(host)} of " in line and "s a learner step (" in line
 
 
-@pytest.mark.parametrize("schedule", ["sweep", "batch"])
-def test_the_forecast_covers_what_is_held_and_done(tmp_path, schedule):
-  lines: list[str] = []
-  made = Forecast(lines.append)
-  with quick(tmp_path, f"reanalyse.schedule={schedule}") as experiment:
-    made.begin(experiment)
-    timings = warmup.prepare(experiment)
-    began = time.monotonic()
-    made.prepared(experiment, timings)
-    left = 12 * math.fsum(timing.calls * timing.seconds for timing in timings)  # 12 learner steps
-    assert left < made.seconds < left + time.monotonic() - began + 60
-    assert made.host >= memory.resident(peak=True)
-    while not experiment.ready():
-      experiment.collector.collect()
-    prepared = steps.draw(experiment, 0)
-    held = jax.tree.leaves((experiment.state, experiment.weights.snapshot(), prepared.arrays))
-    held = [x for x in held if isinstance(x, jax.Array)]
-  needed = sum(x.nbytes for x in held) + experiment.program_bytes
-  assert needed <= made.device <= 2 * needed
-  made.ended()
-  assert memory.size(made.host) in lines[-1]  # beside what it took
-
-
-def warnings(folder):
-  lines: list[str] = []
-  made = Forecast(lines.append)
-  with quick(folder) as experiment:
-    made.begin(experiment)
-  return [line for line in lines if line.startswith("warning")]
-
-
-def test_there_is_a_warning_for_too_little_memory_and_no_other(tmp_path, monkeypatch):
-  assert warnings(tmp_path / "enough") == []
-  monkeypatch.setattr(memory, "available", lambda: 10**8)
-  (host,) = warnings(tmp_path / "host")
-  assert "replay.capacity" in host
-  monkeypatch.setattr(memory, "available", lambda: 10**12)
-  monkeypatch.setattr(forecast.memory, "of_devices", lambda what: 10**5)
-  (device,) = warnings(tmp_path / "device")
-  assert "replay.frames=host" in device
+def test_there_is_a_warning_for_too_little_memory_and_no_other(tmp_path, monkeypatch, capsys):
+  with quick(tmp_path) as experiment:
+    for name, figure, advice in (
+      ("available", -(10**12), "replay.capacity"), ("of_devices", 10**4, "replay.frames=host"),
+      ("size", "", None),
+    ):  # fmt: skip
+      with monkeypatch.context() as patch:
+        patch.setattr(memory, name, lambda *_, figure=figure: figure)
+        forecast.report(experiment, [])
+      lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("warning")]
+      assert [advice in line for line in lines] == ([True] if advice else [])

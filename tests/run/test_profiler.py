@@ -9,11 +9,12 @@ import tiny
 from launch import profile as launcher
 from speedyzero_jax.config import loader
 from speedyzero_jax.run import loops, profiler, run_dir, snapshot, warmup
+from whole_runs import quick
 
 
 def finished(folder, *overrides):
   """Runs to the end; returns the hash of the parameters, and the profile if there is one."""
-  with tiny.experiment(folder, *overrides) as experiment:
+  with quick(folder, *overrides) as experiment:
     if experiment.config.profile.steps:
       phases = profiler.profile(experiment, folder, warmup.prepare(experiment))
       experiment.after_step.append(lambda: next(phases, None))
@@ -51,7 +52,16 @@ def test_a_run_too_short_to_warm_up_is_not_profiled(tmp_path):
 def test_one_command_profiles_a_new_run(tmp_path, capsys):
   folder = tmp_path / "out"
   changes = [*tiny.OVERRIDES, "run.mode=async", "reanalyse.schedule=batch"]
-  arguments = ["--config", "quickstart", *changes, "--fill", "60", "--out", str(folder)]
+  arguments = [
+    "--config",
+    "quickstart",
+    "agent=quick_agent",
+    *changes,
+    "--fill",
+    "60",
+    "--out",
+    str(folder),
+  ]
   assert launcher.main(arguments) == 0
   profile = json.loads((folder / "profile.json").read_text())
   assert profile["learner_steps"][1] - profile["learner_steps"][0] == launcher.STEPS

@@ -163,7 +163,7 @@ def test_a_folder_of_an_earlier_version_says_so(tmp_path):
     run_dir.read_config,
     lambda folder: run_dir.open_existing(folder, []),
   ):
-    with pytest.raises(RunFolderError, match=r"earlier version .*can't be used.*run\.forgotten"):
+    with pytest.raises(RunFolderError, match=r"this version of the program: .*run\.forgotten"):
       use(tmp_path)
 
 
