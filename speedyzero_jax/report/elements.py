@@ -1,7 +1,9 @@
 """Elements of HTML and SVG. Text is escaped when they are written, wherever it comes from."""
 
 import xml.etree.ElementTree as ET
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+
+_LONG = 30  # rows up to which a table is shown at once
 
 Child = ET.Element | str | None
 
@@ -20,10 +22,11 @@ def element(tag: str, *children: Child, **attributes: object) -> ET.Element:
   return made
 
 
-def table(
-  heads: Sequence[Child], rows: Iterable[Sequence[Child]], words: int = 1, caption: str = ""
-) -> ET.Element:
-  """A table that scrolls sideways where it is too wide; all but `words` columns hold numbers."""
+def table(heads: Sequence[Child], rows: Sequence[Sequence[Child]], words: int = 1) -> ET.Element:
+  """A table that scrolls sideways where it is too wide, folded if it is long.
+
+  All but the first `words` columns hold numbers.
+  """
   body = [
     element(
       "tr", *(element("td", x, class_="word" if i < words else "") for i, x in enumerate(row))
@@ -31,17 +34,11 @@ def table(
     for row in rows
   ]
   head = [element("th", x, class_="word" if i < words else "") for i, x in enumerate(heads)]
-  return element(
-    "div",
-    element(
-      "table",
-      element("caption", caption) if caption else None,
-      element("thead", element("tr", *head)),
-      element("tbody", *body),
-    ),
-    class_="scroll",
-    tabindex=0,
-  )
+  drawn = element("table", element("thead", element("tr", *head)), element("tbody", *body))
+  scrolled = element("div", drawn, class_="scroll", tabindex=0)
+  if len(rows) <= _LONG:
+    return scrolled
+  return element("details", element("summary", f"{len(rows)} rows"), scrolled)
 
 
 def write(root: ET.Element) -> bytes:

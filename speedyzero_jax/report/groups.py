@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from speedyzero_jax.envs.scores import human_normalised
 from speedyzero_jax.report import aggregates
 from speedyzero_jax.report.runs import GAME, REPETITION_KEYS, Run
 
@@ -44,11 +45,13 @@ class Method:
     return dict(sorted(games.items()))
 
   def scores(self) -> dict[str, list[float]]:
-    """Human-normalised scores of each game, of the runs that have one."""
-    found = {
-      game: [run.human_normalised for run in runs if run.human_normalised is not None]
-      for game, runs in self.games().items()
-    }
+    """Human-normalised scores of each game of Atari-100k, of the runs that were evaluated."""
+    found: dict[str, list[float]] = collections.defaultdict(list)
+    for game, runs in self.games().items():
+      for run in runs:
+        if run.evaluation_mean is not None:
+          score = human_normalised(game, run.evaluation_mean)
+          found[game] += [] if score is None else [score]
     return {game: scores for game, scores in found.items() if scores}
 
 

@@ -15,7 +15,6 @@ from speedyzero_jax.report.groups import Method, differences, methods
 from speedyzero_jax.report.runs import Run
 
 _FEW = 10  # runs up to which each is drawn beside the mean
-_LONG = 20  # rows from which a table is folded
 
 _RATES = ("_per_second",)
 _AGES = ("_age_mean", "_age_max", "_lag", "_lag_mean", "_lag_max", "_wait_seconds")
@@ -46,19 +45,19 @@ def render(runs: Sequence[Run]) -> bytes:
   )
   written = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC"
   sections = [
-    _problems(runs), _learning(compared, games), *_scores(compared), _system(compared),
-    _time(compared), _settings(compared), _machines(runs), _runs(runs),
+    _problems(runs), *_human_normalised(compared), _learning(compared, games), _scores(compared),
+    _system(compared), _time(compared), _settings(compared), _machines(runs), _runs(runs),
   ]  # fmt: skip
   body = element(
     "body",
     element("header", element("h1", title), element("p", f"Written {written}", class_="note")),
-    *_controls(compared),
+    _controls(compared),
     element("main", *sections),
   )
   return elements.write(element("html", head, body, lang="en"))
 
 
-def _controls(compared: Sequence[Method]) -> list[ET.Element]:
+def _controls(compared: Sequence[Method]) -> ET.Element:
   """The methods with their colours, and the choice of the x axis, made by the style sheet."""
   keys = [
     element(
@@ -75,7 +74,7 @@ def _controls(compared: Sequence[Method]) -> list[ET.Element]:
       choice.set("checked", "")
     choices.append(element("label", choice, axis))
   legend = element("legend", "Charts over")
-  return [element("nav", element("ul", *keys), element("fieldset", legend, *choices))]
+  return element("nav", element("ul", *keys), element("fieldset", legend, *choices))
 
 
 def _section(title: str, note: str, *children: ET.Element | None) -> ET.Element:
@@ -143,23 +142,29 @@ def _learning(compared: Sequence[Method], games: Sequence[str]) -> ET.Element:
   return _section("Learning curves", note, _grid(charts))
 
 
-def _scores(compared: Sequence[Method]) -> list[ET.Element | None]:
-  heads, rows = scores.by_game(compared)
-  made: list[ET.Element | None] = [
-    _section(
-      "Scores",
-      "Mean raw return of the evaluation of the last checkpoint: mean over seeds, lowest and "
-      "highest seed. Minutes and device-minutes: mean over seeds of a whole run.",
-      table(heads, rows, words=2),
-    )
-  ]
+def _scores(compared: Sequence[Method]) -> ET.Element:
+  note = (
+    "Mean raw return of the evaluation of the last checkpoint: mean over seeds, lowest and highest "
+    "seed. Minutes and device-minutes: mean over seeds of a whole run."
+  )
+  return _section("Scores", note, table(*scores.by_game(compared), words=2))
+
+
+def _human_normalised(compared: Sequence[Method]) -> list[ET.Element]:
   if not any(method.scores() for method in compared):
-    return made
+    return []
+  note = "Raw returns: mean over seeds, ± standard deviation. Sources: see atari100k_scores.json."
+  published = table(*scores.published_table(compared))
+  made = [_section("Beside published scores", note, published)]
   common = scores.common_games(compared)
+  if not common:
+    return made
+  metric = scores.training_metric(compared, common)
+  kind = "evaluations" if metric == names.EVALUATION_MEAN else "training games"
   charts = [
     _chart(
-      "IQM of human-normalised scores during training",
-      lambda axis: scores.training_lines(compared, common, axis),
+      f"IQM of human-normalised scores of {kind}",
+      lambda axis: scores.training_lines(compared, common, metric, axis),
     ),
     scores.profile_chart(compared, common),
   ]
@@ -170,11 +175,7 @@ def _scores(compared: Sequence[Method]) -> list[ET.Element | None]:
     "game, so they have no IQM or optimality gap of single runs."
   )
   aggregates = table(*scores.aggregate_table(compared, common))
-  if common:
-    made.append(_section("Human-normalised", note, aggregates, _grid(charts)))
-  note = "Raw returns: mean over seeds, ± standard deviation. Sources: see atari100k_scores.json."
-  made.append(_section("Beside published scores", note, table(*scores.published_table(compared))))
-  return made
+  return [_section("Human-normalised scores", note, aggregates, _grid(charts)), *made]
 
 
 def _system(compared: Sequence[Method]) -> ET.Element:
@@ -223,10 +224,7 @@ def _time_shares(runs: Sequence[Run]) -> dict[str, float]:
 def _bar(share: float | None) -> ET.Element | str:
   if share is None:
     return "-"
-  width = f"--share:{min(max(share, 0), 1):.3f}"
-  return element(
-    "span", f"{share:.0%}" if share >= 0.01 else f"{share:.1%}", class_="bar", style=width
-  )
+  return element("span", f"{share:.1%}", class_="bar", style=f"--share:{min(max(share, 0), 1):.3f}")
 
 
 def _settings(compared: Sequence[Method]) -> ET.Element:
@@ -235,8 +233,6 @@ def _settings(compared: Sequence[Method]) -> ET.Element:
     return _section("Settings", "All runs have the same settings, apart from game and seed.")
   rows = [[key, *map(_setting, values)] for key, values in different.items()]
   made = table(["setting", *_names(compared)], rows, words=len(compared) + 1)
-  if len(rows) >= _LONG:
-    made = element("details", element("summary", f"{len(rows)} settings that differ"), made)
   return _section("Settings", "What differs between the methods; all else is equal.", made)
 
 
@@ -254,11 +250,16 @@ def _machines(runs: Sequence[Run]) -> ET.Element:
       users.setdefault(tuple((shown | start["versions"]).items()), {})[run.path] = None
   heads = list(dict.fromkeys(key for machine in users for key, _ in machine))
   rows = [
-    [", ".join(paths), *(dict(machine).get(key) or "-" for key in heads)]
+    [_few(list(paths)), *(dict(machine).get(key) or "-" for key in heads)]
     for machine, paths in users.items()
   ]
   note = "Devices of the learner processes, machine of the first, versions; at every start."
   return _section("Hardware and versions", note, table(["runs", *heads], rows, len(heads) + 1))
+
+
+def _few(paths: Sequence[str]) -> str:
+  more = f" and {len(paths) - 2} more" if len(paths) > 2 else ""
+  return ", ".join(paths[:2]) + more
 
 
 def _runs(runs: Sequence[Run]) -> ET.Element:

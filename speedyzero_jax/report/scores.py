@@ -20,23 +20,22 @@ Table = tuple[list[Child], list[list[Child]]]  # heads, rows
 
 def by_game(methods: Sequence[Method]) -> Table:
   """Evaluations of every method on every game, Atari or not."""
-  heads: list[Child] = ["game", "method", "evaluated", "mean", "lowest", "highest",
+  heads: list[Child] = ["game", "method", "evaluated", "episodes", "mean", "lowest", "highest",
                         "training return", "minutes", "device-minutes"]  # fmt: skip
   rows: list[list[Child]] = []
-  for game in sorted({game for method in methods for game in method.games()}):
-    for method in methods:
-      runs = method.games().get(game, [])
-      if not runs:
-        continue
-      found = [run.evaluation_mean for run in runs if run.evaluation_mean is not None]
-      numbers = [
-        *([statistics.fmean(found), min(found), max(found)] if found else [None] * 3),
-        _mean([run.training_return for run in runs]),
-        _mean([run.wall_seconds and run.wall_seconds / 60 for run in runs]),
-        _mean([run.device_seconds and run.device_seconds / 60 for run in runs]),
-      ]
-      evaluated = f"{len(found)} of {len(runs)}"
-      rows.append([game, method.name, evaluated, *map(format_number, numbers)])
+  pairs = [(*item, method.name) for method in methods for item in method.games().items()]
+  for game, runs, name in sorted(pairs, key=lambda pair: (pair[0], pair[2])):
+    means = [run.evaluation_mean for run in runs if run.evaluation_mean is not None]
+    counts = {run.evaluation_episodes for run in runs if run.evaluation_mean is not None}
+    episodes = ", ".join(sorted(map(str, counts)))
+    numbers = [
+      *((_mean(means), min(means), max(means)) if means else (None, None, None)),
+      _mean([run.training_return for run in runs]),
+      _mean([run.wall_seconds and run.wall_seconds / 60 for run in runs]),
+      _mean([run.device_seconds and run.device_seconds / 60 for run in runs]),
+    ]
+    share = f"{len(means)} of {len(runs)}"
+    rows.append([game, name, share, episodes, *map(format_number, numbers)])
   return heads, rows
 
 
@@ -63,12 +62,12 @@ def aggregate_table(methods: Sequence[Method], games: Sequence[str]) -> Table:
   """Aggregates of the methods and of published systems over the same games."""
   rows: list[list[Child]] = []
   for method in methods:
-    if not (found := method.scores()) or not games:
+    if not (found := method.scores()):
       continue
     scores = [found[game] for game in games]
     estimates = [aggregates.estimate(f, scores) for f in aggregates.STATISTICS.values()]
     rows.append([method.name, str(sum(map(len, scores))), *map(_estimate_text, estimates)])
-  for name, scores in published(games).items() if games else ():
+  for name, scores in published(games).items():
     numbers = [
       f"{aggregates.estimate(f, scores).value:.3f}" for f in (aggregates.mean, aggregates.median)
     ]
@@ -97,43 +96,40 @@ def published_table(methods: Sequence[Method]) -> Table:
 
 def _raw_score(runs: Sequence[Run]) -> str:
   found = [run.evaluation_mean for run in runs if run.evaluation_mean is not None]
-  if not found:
-    return "-"
   spread = f" ± {format_number(statistics.stdev(found))}" if len(found) > 1 else ""
-  return format_number(statistics.fmean(found)) + spread
+  return format_number(_mean(found)) + spread
 
 
-def training_lines(methods: Sequence[Method], games: Sequence[str], axis: str) -> list[Line]:
-  """IQM over games and seeds of each method along its training.
+def training_metric(methods: Sequence[Method], games: Sequence[str]) -> str:
+  """Evaluations, if all runs that have a curve have at least three of them; else training games."""
+  runs = [run for method in methods for run in method.runs if run.curve and run.game in games]
+  found = [curves.curve(run, names.EVALUATION_MEAN, "agent steps") for run in runs]
+  evaluated = all(c and len(c[0]) >= 3 for c in found)
+  return names.EVALUATION_MEAN if evaluated else names.EPISODE_RETURN
 
-  Scores are those of evaluations where every run has at least three, else of training games.
-  """
+
+def training_lines(
+  methods: Sequence[Method], games: Sequence[str], metric: str, axis: str
+) -> list[Line]:
+  """IQM of human-normalised scores over games and seeds of each method along its training."""
   drawn = []
   for i, method in enumerate(methods):
-    runs = {game: method.games().get(game, []) for game in games}
-    every = [run for members in runs.values() for run in members]
-    for name, what in ((names.EVALUATION_MEAN, "evaluations"), (names.EPISODE_RETURN, "training")):
-      found = {game: [curves.curve(run, name, axis) for run in runs[game]] for game in games}
-      known = [c for members in found.values() for c in members if c and len(c[0]) >= 3]
-      if every and len(known) == len(every):
-        normalised = {
-          game: [
-            (x, np.array([human_normalised(game, y) for y in ys]))
-            for x, ys in filter(None, members)
-          ]
-          for game, members in found.items()
-        }
-        line = curves.aggregate_line(normalised, i, f"{method.name}, {what}")
-        drawn += [line] if line else []
-        break
+    found = {
+      game: [
+        (c[0], np.array([human_normalised(game, y) for y in c[1]]))
+        for run in method.games().get(game, [])
+        if (c := curves.curve(run, metric, axis))
+      ]
+      for game in games
+    }
+    if all(found.values()) and (line := curves.aggregate_line(found, i, method.name)):
+      drawn.append(line)
   return drawn
 
 
-def profile_chart(methods: Sequence[Method], games: Sequence[str]) -> ET.Element | None:
+def profile_chart(methods: Sequence[Method], games: Sequence[str]) -> ET.Element:
   """Performance profiles: the share of runs above each human-normalised score."""
   scored = [(i, method.scores()) for i, method in enumerate(methods) if method.scores()]
-  if not games:
-    return None
   highest = max(max(found[game]) for _, found in scored for game in games)
   thresholds = np.linspace(0, min(max(highest, 1.0), 8.0), 81)
   drawn = []

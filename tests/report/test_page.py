@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 import recorded
 from launch import report
 from speedyzero_jax.envs.scores import table
-from speedyzero_jax.report import charts, page
+from speedyzero_jax.report import charts, page, scores
+from speedyzero_jax.report.groups import methods
 from speedyzero_jax.report.runs import read_runs
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -26,12 +27,12 @@ CHROMIUM = shutil.which("chromium")
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
   """Two methods on two games with two seeds, runs in every bad state, and one of another game."""
-  root, scores = tmp_path_factory.mktemp("runs"), table()
+  root, reference = tmp_path_factory.mktemp("runs"), table()
   made = []
   for rate, devices in ((0.2, 1), (1.6, 8)):
     for game in GAMES:
       for seed in range(2):
-        human, chance = scores["human"][game], scores["random"][game]
+        human, chance = reference["human"][game], reference["random"][game]
         made.append(recorded.learning(
           root / f"{game}-{rate}-{seed}", game, seed, human, chance, human, speed=devices,
           settings={"learning_rate": rate}, starts=[recorded.start(devices=devices)],
@@ -87,6 +88,33 @@ def test_the_page_says_what_the_runs_did(written):
   ):  # fmt: skip
     assert expected in text
   assert "charts/episode_length" not in text
+
+
+def test_scores_are_over_the_games_that_all_methods_have(tmp_path):
+  """Seeds that play as random, as a human, and half-way; both methods have Pong and Qbert."""
+  levels = {("Pong", 0): 0.0, ("Pong", 1): 1.0, ("Qbert", 0): 0.5, ("Qbert", 1): 0.5,
+            ("Freeway", 0): 9.0}  # fmt: skip
+  for rate in (1, 2):
+    for (game, seed), level in levels.items():
+      low, high = table()["random"][game], table()["human"][game]
+      reached = low + (high - low) * level
+      if game != "Freeway" or rate == 1:
+        recorded.run(tmp_path / f"{rate}{game}{seed}", game=game, seed=seed, mean=reached,
+                     returns=(low, reached), settings={"learning_rate": rate})  # fmt: skip
+  found = methods(read_runs(sorted(tmp_path.iterdir())))
+  games = scores.common_games(found)
+  assert games == ["Pong", "Qbert"]
+  _, (first, second, efficientzero, *_) = scores.aggregate_table(found, games)
+  # Resampled Pong has a mean of 0, 0.5 or 1. The quarters without the extremes are Qbert's.
+  assert first[1:4] == second[1:4] == ["4", "0.500 [0.250, 0.750]", "0.500 [0.250, 0.750]"]
+  assert first[4].startswith("0.500 [") and first[5] == "0.500 [0.250, 0.750]"
+  pong, qbert = (20 + 20.7) / (14.6 + 20.7), (13782 - 163.9) / (13455 - 163.9)
+  assert efficientzero[2] == f"{(pong + qbert) / 2:.3f}"
+  metric = scores.training_metric(found, games)
+  assert metric == "charts/episode_return"  # there are no evaluations on the way
+  line, _ = scores.training_lines(found, games, metric, "minutes")
+  assert line.x.tolist() == [1, 2] and line.y == pytest.approx([0, 0.5])
+  assert scores.published_table(found)[1][0][3].text == "266.4"  # Freeway: 9 times human
 
 
 def test_where_the_time_goes(tmp_path):
