@@ -77,7 +77,8 @@ def begin_learning(experiment: Experiment) -> bool:
   Returns False if one of them is interrupted.
   """
   experiment.learning = True
-  experiment.logger.restart_counts(experiment.limiter.learner_steps)  # what came before has none
+  # Times and counts before the first learner step belong to none.
+  experiment.logger.restart_counts(experiment.limiter.learner_steps)
   experiment.logger.refresh()  # so that the first line includes all processes
   return not any(experiment.membership.agree(int(experiment.interrupted)))
 
