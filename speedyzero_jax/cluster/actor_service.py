@@ -1,4 +1,4 @@
-"""Service for actor processes: sessions, grants of agent steps, and appended experience."""
+"""Service for actor processes: sessions, their experience, and grants of agent steps."""
 
 import dataclasses
 import threading
@@ -21,8 +21,8 @@ class _Session:
 
   worker: Worker
   lanes: range
-  sequence: int = -1  # of its last grant
-  grant: messages.Grant | None = None  # not yet used by an append
+  sequence: int = -1  # of its last answered step
+  grant: messages.Grant | None = None  # of that, not yet used
   closed: bool = False  # it has ended all its episodes and takes no further step
   lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
@@ -66,23 +66,23 @@ class ActorService:
       self._limiter.release(grant.steps)
       self._limiter.end_acting(session)
 
-  def grant(self, request: messages.GrantRequest, seconds: float) -> messages.Grant | None:
-    """Grants agent steps, as soon as the rate limiter allows any."""
+  def step(self, request: messages.Step, seconds: float) -> messages.Grant | None:
+    """Makes experience durable and part of the replay; grants steps once the limiter allows any."""
     session = self._session(request.actor)
     worker = session.worker
+    segments = messages.unpack(request.segments, most=2 * len(session.lanes))
     with session.lock:
       self._roster.check(worker, request.incarnation)
       if request.sequence == session.sequence and session.grant is not None:
         return session.grant  # the answer was lost
-      if request.sequence <= session.sequence:
-        raise ValueError(f"grant {request.sequence} of {worker} was used already")
-      wanted = min(request.steps, len(session.lanes))
-      steps = self._wait_for_steps(session, wanted, seconds)
+      if request.sequence != session.sequence + 1:
+        raise ValueError(f"{worker} sent step {request.sequence} after step {session.sequence}")
+      self._take(session, request, segments)
+      steps, wanted = self._wait_for_steps(session, seconds), len(session.lanes)
       if steps is None:
         self._roster.enter(worker)
         return None
       self._roster.served(worker)
-      self._release(session)
       session.sequence = request.sequence
       if steps:  # else it leaves, or closes its lanes with frames that no step follows
         self._limiter.begin_acting(session)  # before the newest weights are looked up
@@ -96,7 +96,7 @@ class ActorService:
       )
       return session.grant
 
-  def _wait_for_steps(self, session: _Session, wanted: int, seconds: float) -> int | None:
+  def _wait_for_steps(self, session: _Session, seconds: float) -> int | None:
     """Steps to grant; 0 when the actor may leave, None if there is no answer yet."""
     if session.closed:
       self._limiter.wait_for(lambda: self._limiter.collected, seconds)
@@ -105,40 +105,29 @@ class ActorService:
       self._roster.dismiss(session.worker)
       return 0
     self._roster.waits(session.worker)
-    return self._limiter.reserve(wanted, seconds, urgent=self._starved)
+    return self._limiter.reserve(len(session.lanes), seconds, urgent=self._starved)
 
-  def append(self, request: messages.Append) -> messages.Acknowledged:
-    """Makes experience durable and part of the replay; acknowledges again what is there."""
-    session = self._session(request.actor)
-    segments = messages.unpack(request.segments, most=2 * len(session.lanes))
-    with session.lock:
-      self._roster.check(session.worker, request.incarnation)
-      heads = self._replay.heads
-      for segment in segments:
-        if segment.lane not in session.lanes:
-          raise ValueError(f"lane {segment.lane} is not of {session.worker}: {session.lanes}")
-      new = [s for s in segments if s.start + len(s.frame) > heads[s.lane]]
-      if new:
-        self._take(session, request, new)
-      return messages.Acknowledged(self._heads(session))
-
-  def _take(self, session: _Session, request: messages.Append, new: list[Segment]) -> None:
-    worker, grant = session.worker, session.grant
-    if grant is None or request.sequence != session.sequence:
-      raise ValueError(f"{worker} has no grant for what it appends")
+  def _take(self, session: _Session, request: messages.Step, segments: list[Segment]) -> None:
+    """Takes segments, unless a request that was sent before has brought them."""
+    worker, grant, heads = session.worker, session.grant, self._replay.heads
+    for segment in segments:
+      if segment.lane not in session.lanes:
+        raise ValueError(f"lane {segment.lane} is not of {worker}: {session.lanes}")
+    new = [s for s in segments if s.start + len(s.frame) > heads[s.lane]]
+    if not new:
+      return self._release(session)
+    if grant is None:
+      raise ValueError(f"{worker} has no grant for its slots")
     taken = sum(int((segment.action >= 0).sum()) for segment in new)
     if max(int(s.step.max()) for s in new) > self._limiter.learner_steps:
       raise ValueError(f"{worker} acted with weights of a later learner step than the newest")
     if taken > grant.steps:
       raise ValueError(f"{worker} took {taken} steps of {grant.steps} granted")
-    score, length = request.score, request.length
+    score, length = request.score.ravel(), request.length.ravel()
     if (
-      score.shape != length.shape
-      or score.ndim != 1
-      or len(score) > len(session.lanes)
-      or (score.dtype, length.dtype) != (np.float64, np.int64)
-      or not np.isfinite(score).all()
-      or (length < 0).any()
+      (score.dtype, length.dtype) != (np.float64, np.int64)
+      or not len(session.lanes) >= score.size == length.size
+      or not (np.isfinite(score).all() and (length >= 0).all())
     ):
       raise ValueError(
         "score and length must be of at most one episode per lane, finite and not negative"

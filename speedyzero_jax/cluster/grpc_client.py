@@ -15,7 +15,6 @@ from speedyzero_jax.cluster.grpc_server import (
   SERVICE,
   TOKEN,
   RunOver,
-  Tls,
   channel_options,
 )
 
@@ -42,15 +41,7 @@ class Client:
   seconds, plus at most CALL_SECONDS; the other arguments are those of `serve`.
   """
 
-  def __init__(
-    self,
-    address: str,
-    token: bytes,
-    *,
-    max_bytes: int,
-    patience: float = 60.0,
-    tls: Tls | None = None,
-  ):
+  def __init__(self, address: str, token: bytes, *, max_bytes: int, patience: float = 60.0):
     options = [
       *channel_options(max_bytes),
       ("grpc.initial_reconnect_backoff_ms", 100),
@@ -59,12 +50,7 @@ class Client:
       ("grpc.enable_http_proxy", 0),
       ("grpc.use_local_subchannel_pool", 1),  # closing the client ends its connection
     ]
-    if tls is None:
-      self._channel = grpc.insecure_channel(address, options)
-    else:
-      certificate, key, authority = tls.read()
-      credentials = grpc.ssl_channel_credentials(authority, key, certificate)
-      self._channel = grpc.secure_channel(address, credentials, options)
+    self._channel = grpc.insecure_channel(address, options)
     self._calls = {name: self._channel.unary_unary(f"/{SERVICE}/{name}") for name in messages.CALLS}
     self._names = {call.request: (name, call) for name, call in messages.CALLS.items()}
     self._address, self._patience = address, patience

@@ -8,13 +8,11 @@ import hmac
 import logging
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 
 from speedyzero_jax.cluster import codec, messages
-from speedyzero_jax.cluster.addresses import is_loopback
 
 SERVICE = "speedyzero.Unit"
 TOKEN = "speedyzero-token-bin"  # key of the metadata; -bin: its value is bytes
@@ -30,18 +28,6 @@ _log = logging.getLogger(__name__)
 
 class RunOver(Exception):
   """The run has ended. Raised by the service in any call, and then by the client's call."""
-
-
-class Tls(NamedTuple):
-  """PEM files. Both ends need a certificate of this authority; the server's names its address."""
-
-  certificate: Path
-  key: Path
-  authority: Path
-
-  def read(self) -> tuple[bytes, bytes, bytes]:
-    """Contents of the three files."""
-    return self.certificate.read_bytes(), self.key.read_bytes(), self.authority.read_bytes()
 
 
 def channel_options(max_bytes: int) -> list[tuple[str, int]]:
@@ -77,15 +63,7 @@ class Server:
     self.stop()
 
 
-def serve(
-  service: Any,
-  address: str,
-  token: bytes,
-  *,
-  max_bytes: int,
-  clients: int,
-  tls: Tls | None = None,
-) -> Server:
+def serve(service: Any, address: str, token: bytes, *, max_bytes: int, clients: int) -> Server:
   """Starts a server, which runs until `Server.stop`.
 
   Args:
@@ -93,27 +71,18 @@ def serve(
       wait, after which they return None) and are called from many threads at once. A ValueError
       refuses the call, with its text; RunOver ends the caller's work.
     address: host:port to listen on; port 0 picks a free one. Raises OSError if it can't be used.
-    token: secret of the run that callers must send.
+    token: secret of the run that callers must send, which can be read on the network.
     max_bytes: of any message.
     clients: number of processes that will call, each from one thread.
-    tls: None for plain TCP, where the token can be read on the network.
   """
   pool = futures.ThreadPoolExecutor(_THREADS * clients, "service")
   options = [*channel_options(max_bytes), ("grpc.so_reuseport", 0)]
   server = grpc.server(pool, [_Handlers(service, token)], options=options)
   host, _, _ = address.rpartition(":")
   try:
-    if tls is None:
-      port = server.add_insecure_port(address)
-    else:
-      certificate, key, authority = tls.read()
-      credentials = grpc.ssl_server_credentials([(key, certificate)], authority, True)
-      port = server.add_secure_port(address, credentials)
+    port = server.add_insecure_port(address)
   except RuntimeError as error:  # gRPC does not report the reason
-    files = f", or these TLS files: {', '.join(map(str, tls))}" if tls else ""
-    raise OSError(f"cannot listen on {address}: this machine can't use it{files}") from error
-  if tls is None and not is_loopback(host.strip("[]")):
-    _log.warning("%s is served without TLS: the token can be read on the network", address)
+    raise OSError(f"cannot listen on {address}: this machine can't use it") from error
   server.start()
   return Server(server, pool, f"{host}:{port}")
 

@@ -4,12 +4,11 @@ import contextlib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 import jax
 
 from speedyzero_jax.agents.base import Agent
-from speedyzero_jax.cluster.grpc_server import Tls, serve
+from speedyzero_jax.cluster.grpc_server import serve
 from speedyzero_jax.cluster.learner_service import LearnerService
 from speedyzero_jax.cluster.rendezvous import Rendezvous
 from speedyzero_jax.cluster.roster import Roster
@@ -32,14 +31,6 @@ def max_message(own: Config, agent: Agent) -> int:
   weights = jax.tree.leaves(jax.eval_shape(agent.init, jax.random.key(0)))
   size = sum(leaf.size * leaf.dtype.itemsize for leaf in weights)
   return max(64 << 20, max(size, 2 * own.actor.lanes * agent.schema.slot_bytes) + (1 << 20))
-
-
-def tls_of(config: Config) -> Tls | None:
-  """TLS as configured."""
-  part = config.topology
-  if not part.tls_certificate:
-    return None
-  return Tls(Path(part.tls_certificate), Path(part.tls_key), Path(part.tls_authority))
 
 
 def membership_of(
@@ -95,12 +86,11 @@ def serving(
   topology: Topology,
   role: Role,
   rendezvous: Rendezvous,
-  *,
-  host: str,
   token: bytes,
 ) -> Iterator[None]:
-  """Serves this unit's actors and refreshers at the host, and publishes the address."""
+  """Serves this unit's actors and refreshers, and publishes the address."""
   own = experiment.own
+  host = own.topology.host or rendezvous.address
   actors, refreshers = (topology.serving(kind, role.unit) for kind in ("actor", "refresher"))
   if not actors + refreshers:
     yield
@@ -121,7 +111,6 @@ def serving(
     token,
     max_bytes=max_message(own, experiment.agent),
     clients=actors + refreshers,
-    tls=tls_of(own),
   ) as server:
     rendezvous.publish(f"address/{role.unit}", server.address)
     try:

@@ -33,7 +33,7 @@ class LearnerService:
     self._packed: dict[str, messages.Weights] = {}
     actors = ActorService(experiment, lanes, roster)
     works = RefresherService(experiment, refreshers, roster)
-    self.join_actor, self.grant, self.append = actors.join_actor, actors.grant, actors.append
+    self.join_actor, self.step = actors.join_actor, actors.step
     self.join_refresher, self.work, self.result = works.join_refresher, works.work, works.result
     self.frames, self.execute = works.frames, works.execute
 

@@ -38,34 +38,22 @@ class RefresherJoin(NamedTuple):
   incarnation: int
 
 
-class Append(NamedTuple):
-  """Slots collected in one step. It may be sent again: `start` shows what is stored already."""
+class Step(NamedTuple):
+  """What an actor collected with its last grant, and the request for the next.
+
+  It may be sent again, with the same sequence number. Unused steps of the grant are returned.
+  """
 
   actor: int
   incarnation: int
-  sequence: int  # of the grant that it uses; unused steps of the grant are returned
+  sequence: int  # counts the incarnation's steps, from 0
   segments: Arrays  # made by `pack`
   score: np.ndarray  # [e] float64, of finished episodes
   length: np.ndarray  # [e] int64, of the same, in agent steps
 
 
-class Acknowledged(NamedTuple):
-  """Slots before these are stored durably."""
-
-  heads: np.ndarray  # [l] int64, by lane of the actor
-
-
-class GrantRequest(NamedTuple):
-  """Request for up to `steps` agent steps; with the same sequence number, the same request."""
-
-  actor: int
-  incarnation: int
-  sequence: int  # counts the incarnation's grants
-  steps: int
-
-
 class Grant(NamedTuple):
-  """Permission for an actor's next step, with its settings."""
+  """Permission for an actor's next step; what came with the request is stored durably."""
 
   steps: int  # agent steps allowed; 0: none are left, close every lane and leave
   closing: bool  # the last grant: close every lane after this step, if all of it is used
@@ -148,8 +136,7 @@ class Call(NamedTuple):
 CALLS: Mapping[str, Call] = {  # by method of the service and of the client
   "join_actor": Call(ActorJoin, ActorWelcome),
   "join_refresher": Call(RefresherJoin, Ok),
-  "append": Call(Append, Acknowledged),
-  "grant": Call(GrantRequest, Grant, poll=True),
+  "step": Call(Step, Grant, poll=True),
   "weights": Call(WeightsRequest, Weights),
   "work": Call(WorkRequest, Block, poll=True),
   "result": Call(Result, Ok),

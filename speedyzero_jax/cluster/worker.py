@@ -3,7 +3,6 @@
 import contextlib
 import json
 import secrets
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -123,18 +122,13 @@ def _learn(
   folder.mkdir(parents=True, exist_ok=True)
   if not role.unit:
     print(f"topology: {shape}", flush=True)
-  # Certificates are for names.
-  named = socket.gethostname() if config.topology.tls_certificate else rendezvous.address
-  host = config.topology.host or named
   return train(
     config,
     folder,
     resume=run.resume,
     signals=signals,
     membership=learner_process.membership_of(config, shape, role, rendezvous),
-    serving=lambda experiment: learner_process.serving(
-      experiment, shape, role, rendezvous, host=host, token=token
-    ),
+    serving=lambda experiment: learner_process.serving(experiment, shape, role, rendezvous, token),
   )
 
 
@@ -142,8 +136,7 @@ def _serve(
   config: Config, token: bytes, shape: Topology, role: Role, rendezvous: Rendezvous
 ) -> int:
   from speedyzero_jax.cluster import learner_process
-  from speedyzero_jax.cluster.remote_actor import act
-  from speedyzero_jax.cluster.remote_refresher import refresh
+  from speedyzero_jax.cluster.remote import act, refresh
   from speedyzero_jax.run.builders import enable_compilation_cache, make_agent
 
   enable_compilation_cache(config)
@@ -152,11 +145,10 @@ def _serve(
   max_bytes = learner_process.max_message(own, agent)
   incarnation = rendezvous.count(f"incarnation/{role}")
   address = rendezvous.lookup(f"address/{role.unit}", _PATIENCE)
-  tls = learner_process.tls_of(config)
   work = act if role.kind == "actor" else refresh
   with (
     contextlib.suppress(RunOver),
-    Client(address, token, max_bytes=max_bytes, tls=tls) as client,
+    Client(address, token, max_bytes=max_bytes) as client,
   ):
     work(own, agent, client, role, incarnation)
   return 0

@@ -60,12 +60,15 @@ class ReplayConfig:
   """Storage of experience."""
 
   capacity: int = opt(
-    0, "newest frames kept; 0: all that the run collects (EZ: all)", "[0, 1e9]", divided="exactly"
+    0,
+    "newest frames kept; 0: all of a run whose episodes last four steps or more (EZ: all)",
+    "[0, 1e9]",
+    divided="exactly",
   )
   frames: Literal["auto", "device", "host"] = opt(
     "auto",
     "where batches are gathered: in host memory, or on the learner's devices, which then hold all "
-    "frames; auto: on accelerators with three times the memory needed (ours)",
+    "frames; auto: on accelerators with twice the memory needed (ours)",
   )
 
 
@@ -137,20 +140,13 @@ class TopologyConfig:
   host: str = opt(
     "",
     "address of the learners, if all are on one machine; empty: each one's own address on the "
-    "route to the coordinator, or with TLS its host name",
+    "route to the coordinator",
     mutable=True,
   )
   token_file: str = opt(
     "",
     "file on every machine with the secret shared by all processes; empty: process 0 generates one",
     mutable=True,
-  )
-  tls_certificate: str = opt(
-    "", "PEM file of this process, for TLS between actors, refreshers and learners", mutable=True
-  )
-  tls_key: str = opt("", "PEM file with its key", mutable=True)
-  tls_authority: str = opt(
-    "", "PEM file of the authority that signed all processes' certificates", mutable=True
   )
   weights_dtype: Literal["float32", "bfloat16"] = opt(
     "float32",
@@ -292,6 +288,3 @@ class Config:
         f"topology.refreshers: must be 0, as {self.agent.name} with these settings recomputes "
         f"nothing, got {topology.refreshers}"
       )
-    tls = (topology.tls_certificate, topology.tls_key, topology.tls_authority)
-    if any(tls) and not all(tls):
-      yield "topology.tls_certificate: goes together with topology.tls_key and tls_authority"

@@ -185,9 +185,9 @@ def _memory(
   state = abstract_state(learner)
   copies = 1 + len(agent.subscriptions)
   frame = agent.schema.frame
-  frames = DeviceFrames.size(frame, own.actor.lanes, builders.initial_rows(own, agent), devices)
+  frames = DeviceFrames.size(frame, own.actor.lanes, builders.replay_capacity(own, agent), devices)
   held = own.replay.frames == "device" or (
-    own.replay.frames == "auto" and 3 * frames < USABLE * target.memory_bytes
+    own.replay.frames == "auto" and 2 * frames < USABLE * target.memory_bytes
   )
   window = own.env.frame_stack + agent.window.after
   batch = own.learner.batch_size * window * frame.nbytes / devices

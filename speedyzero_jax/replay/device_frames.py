@@ -26,8 +26,8 @@ def reason_to_stay(where: Literal["auto", "device", "host"], mesh: Mesh, size: i
   """Why frames are to stay in host memory; None if they are to be on the mesh's devices.
 
   Args:
-    where: as configured; auto takes accelerators with three times the memory needed, since growing
-      takes two and a half times as much and training needs some too.
+    where: as configured; auto takes accelerators with twice the memory needed, since training
+      needs some too.
     mesh: of the learner.
     size: bytes of the frames on each device.
   """
@@ -39,7 +39,7 @@ def reason_to_stay(where: Literal["auto", "device", "host"], mesh: Mesh, size: i
   if not all(found):
     return f"they take {memory.size(size)}, and these devices don't report free memory"
   free = min(stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0) for stats in found)
-  if 3 * size > free:
+  if 2 * size > free:
     return f"{memory.size(size)} of them, and {memory.size(free)} free on a device"
   return None
 
@@ -47,20 +47,17 @@ def reason_to_stay(where: Literal["auto", "device", "host"], mesh: Mesh, size: i
 class DeviceFrames:
   """Frames of cells (lane, cell) on a mesh of one axis. Thread-safe.
 
-  The array starts with `rows` cells per lane and grows on demand, up to the replay's capacity.
-
   Args:
     mesh: of the learner; all its devices must belong to this process.
     frame: the frames' column.
     lanes: of the replay.
     capacity: cells per lane of the replay, C.
-    rows: initial cells per lane, at most C.
   """
 
-  def __init__(self, mesh: Mesh, frame: Column, *, lanes: int, capacity: int, rows: int):
+  def __init__(self, mesh: Mesh, frame: Column, *, lanes: int, capacity: int):
     self._mesh, (self._axis,) = mesh, mesh.axis_names
     self._lanes = -(-lanes // mesh.size) * mesh.size  # padded to a multiple of the devices
-    self._capacity, self._rows = capacity, min(rows, capacity)
+    self._capacity = capacity
     self._chunk = lanes  # frames of a typical append
     self._frame = frame
     self._lock = threading.Lock()
@@ -84,21 +81,20 @@ class DeviceFrames:
     self._frames = self._zeros()
 
   @staticmethod
-  def size(frame: Column, lanes: int, rows: int, devices: int) -> int:
-    """Bytes on each device with `rows` cells per lane."""
-    return -(-lanes // devices) * rows * frame.nbytes
+  def size(frame: Column, lanes: int, capacity: int, devices: int) -> int:
+    """Bytes on each device."""
+    return -(-lanes // devices) * capacity * frame.nbytes
 
   @property
   def bytes_per_device(self) -> int:
     """Bytes held on each device."""
-    return self.size(self._frame, self._lanes, self._rows, self._mesh.size)
+    return self.size(self._frame, self._lanes, self._capacity, self._mesh.size)
 
   def write(self, lane: np.ndarray, cell: np.ndarray, frames: np.ndarray) -> None:
     """Writes frames [n, H, W, C] to distinct cells (lane [n], cell [n]), asynchronously."""
     width = self._chunk if len(lane) <= 2 * self._chunk else _UPLOAD
     flat = np.ascontiguousarray(frames).reshape(len(frames), -1)
     with self._lock:
-      self._make_room(int(cell.max(initial=0)) + 1)
       for begin in range(0, len(lane), width):
         part = slice(begin, begin + width)
         missing = width - len(flat[part])
@@ -119,27 +115,17 @@ class DeviceFrames:
     return found if spread else found.addressable_data(0)
 
   def _row(self, lane: np.ndarray, cell: np.ndarray) -> np.ndarray:
-    return (np.asarray(lane, np.int64) * self._rows + cell).astype(np.int32)
+    return (np.asarray(lane, np.int64) * self._capacity + cell).astype(np.int32)
 
   def _zeros(self) -> jax.Array:
     # Flattened, so that no layout pads a small last axis.
-    shape = (self._lanes * self._rows, math.prod(self._frame.shape))
+    shape = (self._lanes * self._capacity, math.prod(self._frame.shape))
     if shape[0] > np.iinfo(np.int32).max:
       raise ValueError(
         f"{shape[0]} frames exceed the range of int32; keep them on the host (replay.frames=host)"
       )
     sharding = NamedSharding(self._mesh, self._by_lane)
     return jax.jit(lambda: jnp.zeros(shape, self._frame.dtype), out_shardings=sharding)()
-
-  def _make_room(self, rows: int) -> None:
-    if rows <= self._rows:
-      return
-    more = min(max(rows, self._rows + self._rows // 2), self._capacity)
-    grow = partial(self._local_grow, lanes=self._lanes // self._mesh.size, old=self._rows, new=more)
-    self._frames = jax.jit(self._map(grow, in_specs=self._by_lane, out_specs=self._by_lane))(
-      self._frames
-    )
-    self._rows = more
 
   def _place(self, held: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Local positions of rows, and whether they are on this device."""
@@ -161,8 +147,3 @@ class DeviceFrames:
       )
       found = meet(found, self._axis)
     return found.reshape(*found.shape[:-1], *self._frame.shape)
-
-  @staticmethod
-  def _local_grow(held: jax.Array, *, lanes: int, old: int, new: int) -> jax.Array:
-    by_lane = held.reshape(lanes, old, -1)
-    return jnp.pad(by_lane, ((0, 0), (0, new - old), (0, 0))).reshape(lanes * new, -1)

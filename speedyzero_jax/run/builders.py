@@ -32,9 +32,10 @@ def make_agent(config: Config) -> Agent:
 def replay_capacity(config: Config, agent: Agent) -> int:
   """Slots per lane.
 
-  With `replay.capacity` 0 as many as a run can need: one per agent step and one more per episode.
+  With `replay.capacity` 0 as many as a run needs whose episodes last four steps or more: one per
+  agent step and one more per episode.
   """
-  wanted = config.replay.capacity or 2 * config.run.env_steps
+  wanted = config.replay.capacity or -(-5 * config.run.env_steps // 4)
   return max(-(-wanted // config.actor.lanes), shortest_lane(config, agent))
 
 
@@ -75,23 +76,14 @@ def frames_on_devices(
   config: Config, agent: Agent, mesh: Mesh, report: Callable[[str], None]
 ) -> DeviceFrames | None:
   """The copy of the frames on devices; None if they stay in host memory."""
-  capacity, rows = replay_capacity(config, agent), initial_rows(config, agent)
-  frame, lanes = agent.schema.frame, config.actor.lanes
-  size = DeviceFrames.size(frame, lanes, rows, mesh.size)
+  capacity, frame, lanes = replay_capacity(config, agent), agent.schema.frame, config.actor.lanes
+  size = DeviceFrames.size(frame, lanes, capacity, mesh.size)
   reason = reason_to_stay(config.replay.frames, mesh, size)
   if reason is not None:
     report(f"frames stay in host memory: {reason}")
     return None
   report(f"frames on {mesh.size} device(s), {memory.size(size)} each")
-  return DeviceFrames(mesh, frame, lanes=lanes, capacity=capacity, rows=rows)
-
-
-def initial_rows(config: Config, agent: Agent) -> int:
-  """Cells per lane of the frames on devices, enough for episodes of ten steps and more."""
-  capacity = replay_capacity(config, agent)
-  if config.replay.capacity:
-    return capacity
-  return max(-(-11 * capacity // 20), shortest_lane(config, agent))
+  return DeviceFrames(mesh, frame, lanes=lanes, capacity=capacity)
 
 
 def restore_for_evaluation(

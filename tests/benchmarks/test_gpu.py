@@ -71,11 +71,14 @@ def test_the_fastest_flags_are_used_if_they_gain_enough(gpu, tmp_path):
 
 
 def test_a_plan_is_checked_and_wrong_outputs_are_found(tmp_path):
-  script = [sys.executable, "benchmarks/plan_check.py", "--config", "quickstart", "--set"]
-  script += ["--only", "act", "publish", "--calls", "2"]
+  script = [sys.executable, "benchmarks/plan_check.py", "--config", "quickstart"]
+  script += ["--set", "agent=quick_agent", "--only", "act", "publish", "--calls", "2"]
+  environment = os.environ | {"PYTHONPATH": str(ROOT / "tests/support")}
 
   def run(*more):
-    return subprocess.run([*script, *more], cwd=ROOT, capture_output=True, text=True)
+    return subprocess.run(
+      [*script, *more], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
 
   out = tmp_path / "check.json"
   done = run("--out", str(out))

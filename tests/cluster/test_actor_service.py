@@ -8,7 +8,7 @@ import pytest
 
 import tiny
 from small_unit import Direct, assert_same
-from speedyzero_jax.cluster import messages, remote_actor
+from speedyzero_jax.cluster import messages, remote
 from speedyzero_jax.cluster.grpc_server import RunOver
 from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.aggregation import Episode
@@ -21,27 +21,26 @@ def test_a_new_incarnation_continues_after_what_was_acknowledged(make_unit):
   assert [list(lanes) for lanes in unit.lanes] == [[0, 1], [2, 3, 4]]
   welcome = unit.join(1)
   assert welcome.first == 2 and welcome.heads.tolist() == [0, 0, 0]
-  segments, _ = unit.play(unit.player(1), unit.grant(actor=1))
-  assert unit.append(segments, actor=1).heads.tolist() == [1, 1, 1]
+  segments, _ = unit.play(unit.player(1), unit.step(actor=1))
+  unit.step(segments, 1, actor=1)
   assert unit.replay.heads.tolist() == unit.journal.heads.tolist() == [0, 0, 1, 1, 1]
   last = unit.replay.store.flat(np.arange(2, 5), np.zeros(3, int))
   unit.join(1)  # again: its answer was lost
   assert not unit.replay.store.truncated.reshape(-1)[last].any()
   assert unit.join(1, 4).heads.tolist() == [1, 1, 1]
   assert unit.replay.store.truncated.reshape(-1)[last].all()  # the games of the first are cut
-  segments, _ = unit.play(unit.player(1), unit.grant(actor=1, incarnation=4))
+  segments, _ = unit.play(unit.player(1), unit.step(actor=1, incarnation=4))
   assert all(segment.first[0] for segment in segments)
-  assert unit.append(segments, actor=1, incarnation=4).heads.tolist() == [2, 2, 2]
+  unit.step(segments, 1, actor=1, incarnation=4)
+  assert unit.replay.heads.tolist() == [0, 0, 2, 2, 2]
 
 
 def test_calls_of_older_incarnations_are_refused(make_unit):
   unit = make_unit("actor.lanes=2")
   unit.join(0, 0)
-  segments, _ = unit.play(unit.player(), unit.grant())
+  segments, _ = unit.play(unit.player(), unit.step())
   unit.join(0, 1)
-  for call in (
-    lambda: unit.join(0, 0), lambda: unit.grant(1), lambda: unit.append(segments)
-  ):  # fmt: skip
+  for call in (lambda: unit.join(0, 0), lambda: unit.step(segments, 1)):
     unit.refuses(call, "actor 0 has incarnation 1 now, this is 0")
 
 
@@ -49,8 +48,8 @@ def test_experience_of_other_lanes_or_without_a_grant_is_refused(make_unit):
   unit = make_unit("actor.lanes=4", actors=2)
   unit.join(0), unit.join(1)
   without = unit.play(unit.player(), messages.Grant(2, False, 0, 0.0, False))[0]
-  unit.refuses(lambda: unit.append(without), "no grant")
-  granted = unit.grant()
+  unit.refuses(lambda: unit.step(without), "no grant")
+  granted = unit.step()
   good, _ = unit.play(unit.player(), granted)
   theirs, _ = unit.play(unit.player(1), granted)
   nan = good[0]._replace(extra=good[0].extra | {"policy": good[0].extra["policy"] * np.nan})
@@ -66,9 +65,9 @@ def test_experience_of_other_lanes_or_without_a_grant_is_refused(make_unit):
     ([s._replace(action=s.action + 3) for s in good], "action must be in"),
     ([s._replace(step=s.step + 1) for s in good], "weights of a later learner step"),
   ):
-    unit.refuses(lambda segments=segments: unit.append(segments), match)
-  unit.refuses(lambda: unit.append(good, sequence=1), "no grant")
-  unit.append(good)
+    unit.refuses(lambda segments=segments: unit.step(segments, 1), match)
+  unit.refuses(lambda: unit.step(good, 2), "sent step 2 after step 0")
+  unit.step(good, 1)
   assert unit.limiter.env_steps == 2
 
 
@@ -79,89 +78,76 @@ def test_experience_of_other_lanes_or_without_a_grant_is_refused(make_unit):
 def test_impossible_episodes_are_refused(make_unit, episodes):
   unit = make_unit("actor.lanes=4", actors=2)
   unit.join()
-  segments, _ = unit.play(unit.player(), unit.grant())
-  unit.refuses(lambda: unit.append(segments, episodes=episodes), "score and length")
-  for shape in ((), (2, 1), (1, 0)):  # no vectors
-    odd = messages.Append(0, 0, 0, messages.pack(segments), np.zeros(shape), np.zeros(shape, int))
-    unit.refuses(lambda odd=odd: unit.service.append(odd), "score and length")
-  unit.append(segments, episodes=[Episode(-1.5, 3), Episode(1.0, 0)])  # as many as lanes
+  segments, _ = unit.play(unit.player(), unit.step())
+  unit.refuses(lambda: unit.step(segments, 1, episodes=episodes), "score and length")
+  unit.step(segments, 1, episodes=[Episode(-1.5, 3), Episode(1.0, 0)])  # as many as lanes
   assert unit.episodes == [Episode(-1.5, 3), Episode(1.0, 0)]
 
 
 def test_more_steps_than_granted_are_refused(make_unit):
-  unit = make_unit("actor.lanes=3")
+  unit = make_unit("actor.lanes=3", "run.env_steps=2", "actor.random_steps=0")
   unit.join()
-  granted = unit.grant(steps=2)
+  granted = unit.step()
   assert granted.steps == 2
-  segments, count = unit.play(unit.player(), granted._replace(steps=3))
+  segments, count = unit.play(unit.player(), granted._replace(steps=3, closing=False))
   assert count == 3
-  unit.refuses(lambda: unit.append(segments), "took 3 steps of 2 granted")
+  unit.refuses(lambda: unit.step(segments, 1), "took 3 steps of 2 granted")
 
 
-def test_a_repeated_append_is_acknowledged_and_counts_once(make_unit):
+def test_a_repeated_step_gets_the_same_grant_and_counts_once(make_unit):
   unit = make_unit("actor.lanes=2")
   unit.join()
-  player, ended = unit.player(), [Episode(1.0, 3)]
-  segments, count = unit.play(player, unit.grant())
-  for _ in range(2):
-    assert unit.append(segments, episodes=ended).heads.tolist() == [1, 1]
-  more, more_count = unit.play(player, unit.grant(1))
-  unit.append(more, 1)
-  assert unit.append(segments, episodes=ended).heads.tolist() == [2, 2]  # very late
+  player, ended, pool = unit.player(), [Episode(1.0, 3)], unit.limiter.pool
+  granted = unit.step()
+  assert unit.step() == granted and unit.limiter.pool == pool - granted.steps
+  segments, count = unit.play(player, granted)
+  granted = unit.step(segments, 1, episodes=ended)
+  assert unit.step(segments, 1, episodes=ended) == granted
+  more, more_count = unit.play(player, granted)
+  unit.step(more, 2)
+  unit.refuses(lambda: unit.step(segments, 1, episodes=ended), "sent step 1 after step 2")
   assert unit.limiter.env_steps == unit.replay.num_transitions == count + more_count
   assert unit.journal.heads.tolist() == [2, 2] and unit.episodes == ended
-
-
-def test_a_repeated_grant_is_the_same_and_a_used_one_is_refused(make_unit):
-  unit = make_unit("actor.lanes=2")
-  unit.join()
-  pool = unit.limiter.pool
-  granted = unit.grant()
-  assert unit.grant() == granted and unit.limiter.pool == pool - granted.steps
-  unit.append(unit.play(unit.player(), granted)[0])
-  unit.refuses(unit.grant, "grant 0 of actor 0 was used already")
-  assert unit.grant(1).steps == 2
 
 
 def test_unused_steps_return_to_the_pool(make_unit):
   unit = make_unit("actor.lanes=4", actors=2, refreshers=0)
   unit.join(0), unit.join(1)
   pool = unit.limiter.pool
-  assert unit.grant(0).steps == 2 and unit.limiter.pool == pool - 2
-  assert unit.grant(1, steps=1).steps == 1  # the grant before was never used
-  assert unit.limiter.pool == pool - 1
+  for sequence in range(2):  # the first grant was never used
+    assert unit.step((), sequence).steps == 2 and unit.limiter.pool == pool - 2
   unit.join(0, 1)  # it died
   assert unit.limiter.pool == pool
   player, sequence, resets = unit.player(1), 0, 0
+  granted = unit.step(actor=1)
   while resets < 3:  # lanes that only reset take no step
-    segments, count = unit.play(player, unit.grant(sequence, actor=1))
-    unit.append(segments, sequence, actor=1)
-    resets += 2 - count
+    segments, count = unit.play(player, granted)
     sequence += 1
-    assert unit.limiter.pool == pool - unit.limiter.env_steps
+    granted = unit.step(segments, sequence, actor=1)
+    resets += 2 - count
+    assert unit.limiter.pool == pool - unit.limiter.env_steps - granted.steps
     unit.learn()
 
 
-def play_to_the_limit(unit, player, actor=0, incarnation=0):
-  """Plays while steps are granted; returns the next sequence number."""
-  sequence = 0
-  while granted := unit.grant(sequence, actor=actor, incarnation=incarnation):
+def play_to_the_limit(unit, player, actor=0):
+  """Plays while steps are granted; returns the last segments and their sequence number."""
+  segments, sequence = [], 0
+  while granted := unit.step(segments, sequence, actor):
     segments, _ = unit.play(player, granted)
-    unit.append(segments, sequence, actor=actor, incarnation=incarnation)
     sequence += 1
-  return sequence
+  return segments, sequence
 
 
 def test_grants_wait_for_the_learner_but_not_for_a_dead_actor(make_unit):
   unit = make_unit("actor.lanes=4", "actor.random_steps=10", actors=2)
   unit.fill(3)
   unit.join(0), unit.join(1)
-  assert unit.grant().steps == 2  # and then actor 0 dies
-  sequence = play_to_the_limit(unit, unit.player(1), actor=1)
+  assert unit.step().steps == 2  # and then actor 0 dies
+  last = play_to_the_limit(unit, unit.player(1), actor=1)
   assert unit.limiter.may_learn() and unit.limiter.env_steps < 60
-  found = []
+  found, collected = [], unit.limiter.env_steps
   waiting = threading.Thread(
-    target=lambda: found.append(unit.grant(sequence, actor=1, seconds=20)), daemon=True
+    target=lambda: found.append(unit.step(*last, actor=1, seconds=20)), daemon=True
   )
   waiting.start()
   waiting.join(0.05)
@@ -169,6 +155,7 @@ def test_grants_wait_for_the_learner_but_not_for_a_dead_actor(make_unit):
   unit.learn(3)
   waiting.join(10)
   assert found[0].steps == 2 and not found[0].weights and not found[0].closing
+  assert unit.limiter.env_steps == collected  # what it had sent before counts once
 
 
 def test_an_acting_actor_bounds_the_learner_until_its_steps_arrive_or_are_lost(make_unit):
@@ -188,12 +175,13 @@ def test_an_acting_actor_bounds_the_learner_until_its_steps_arrive_or_are_lost(m
     return steps
 
   unit.learn()
-  first, second = unit.grant(), unit.grant(actor=1)
+  first, second = unit.step(), unit.step(actor=1)
   assert (first.weights, second.weights) == (0, 0) and learn() == 3
-  assert unit.append(unit.play(unit.player(), first)[0]) and unit.limiter.lagging
+  segments, _ = unit.play(unit.player(), first)
+  assert unit.step(segments, 1).weights == 4 and unit.limiter.lagging
   unit.join(1, 1)  # the other has died
   assert not unit.limiter.lagging
-  assert unit.grant(actor=1, incarnation=1, seconds=1).weights == 4 and learn() == 3
+  assert unit.step(actor=1, incarnation=1, seconds=1).weights == 4 and learn() == 3
 
 
 def test_a_grant_names_weights_published_until_the_lag_is_bounded(make_unit, monkeypatch):
@@ -202,7 +190,7 @@ def test_a_grant_names_weights_published_until_the_lag_is_bounded(make_unit, mon
   unit.join()
   begin = unit.limiter.begin_acting
   monkeypatch.setattr(unit.limiter, "begin_acting", lambda who: (begin(who), unit.publish(8)))
-  assert unit.grant().weights == 8
+  assert unit.step().weights == 8
 
 
 def test_waits_and_presence_are_reported(make_unit):
@@ -210,41 +198,39 @@ def test_waits_and_presence_are_reported(make_unit):
   unit.fill(3)
   unit.join()
   assert unit.roster.summary() == {"present/actors": 1}
-  sequence = play_to_the_limit(unit, unit.player())
-  assert len(unit.waits) == sequence > 2
-  unit.grant(sequence), unit.grant(sequence)  # no answer yet: both are one wait
+  last = play_to_the_limit(unit, unit.player())
+  assert len(unit.waits) == last[1] > 2
+  unit.step(*last), unit.step(*last)  # no answer yet: both are one wait
   unit.now += 7
   unit.learn(2)
-  assert unit.grant(sequence, seconds=10)
+  assert unit.step(*last, seconds=10)
   assert unit.waits[-1] == {names.wait("actor"): 7}
 
 
 def test_actors_leave_a_unit_that_can_store_nothing(make_unit, monkeypatch):
   unit = make_unit()
   unit.join()
-  segments, _ = unit.play(unit.player(), unit.grant())
+  segments, _ = unit.play(unit.player(), unit.step())
 
   def full(*_):
     raise JournalError("the disk is full")
 
   monkeypatch.setattr(unit.journal, "append", full)
   with pytest.raises(RunOver, match="the disk is full"):
-    unit.append(segments)
+    unit.step(segments, 1)
   assert unit.limiter.stopping and isinstance(unit.collector.failure, JournalError)
 
 
 def test_the_last_steps_close_every_lane(make_unit):
   unit = make_unit("actor.lanes=3", "run.env_steps=7", "actor.random_steps=0")
   unit.join()
-  player, sequence = unit.player(seed=3), 0
+  player, sequence, granted = unit.player(seed=3), 0, unit.step()
   while not unit.limiter.collected:
-    granted = unit.grant(sequence)
     assert granted.steps == min(3, 7 - unit.limiter.env_steps)
     assert granted.closing == (unit.limiter.env_steps + granted.steps == 7)
-    unit.append(unit.play(player, granted)[0], sequence)
     sequence += 1
-  last = unit.grant(sequence)
-  assert (last.steps, last.closing) == (0, True) and unit.replay.num_transitions == 7
+    granted = unit.step(unit.play(player, granted)[0], sequence)
+  assert (granted.steps, granted.closing) == (0, True) and unit.replay.num_transitions == 7
   assert (last_actions(unit) == -1).all()
 
 
@@ -257,27 +243,28 @@ def last_actions(unit):
 def test_an_actor_that_has_closed_takes_no_step_unless_it_restarts(make_unit, restarts):
   unit = make_unit("actor.lanes=4", "run.env_steps=4", "actor.random_steps=0", actors=2)
   unit.join(0), unit.join(1)
-  other, mine = unit.grant(actor=1), unit.grant()
+  other, mine = unit.step(actor=1), unit.step()
   assert (mine.steps, mine.closing, other.closing) == (2, True, False)
-  unit.append(unit.play(unit.player(), mine)[0])
+  last = unit.play(unit.player(), mine)[0]
+  assert unit.step(last, 1) is None
   unit.join(1, 1)  # the other died, so that two steps are left
-  assert unit.limiter.pool == 2 and unit.grant(1) is None
+  assert unit.limiter.pool == 2 and unit.step(last, 1) is None
   actor = 0 if restarts else 1
   unit.join(actor, 1)
-  granted = unit.grant(actor=actor, incarnation=1)
+  granted = unit.step(actor=actor, incarnation=1)
   assert (granted.steps, granted.closing) == (2, True)
   segments, _ = unit.play(unit.player(actor), granted)
-  unit.append(segments, actor=actor, incarnation=1)
+  assert unit.step(segments, 1, actor, incarnation=1).steps == 0
   assert unit.limiter.collected and unit.limiter.pool == 0
-  waiting, incarnation, sequence = (1, 1, 0) if restarts else (0, 0, 1)
-  assert unit.grant(sequence, actor=waiting, incarnation=incarnation).steps == 0
+  waiting = ((), 0, 1, 1) if restarts else (last, 1)
+  assert unit.step(*waiting).steps == 0
 
 
 def test_an_actor_that_joins_when_all_is_collected_is_dismissed(make_unit):
   """Whatever it would append takes the place of something in the replay."""
   unit = make_unit("actor.lanes=3", "run.env_steps=3", "actor.random_steps=0", refreshers=0)
   unit.join()
-  unit.append(unit.play(unit.player(), unit.grant())[0])
+  unit.step(unit.play(unit.player(), unit.step())[0], 1)
   heads = unit.replay.heads
   with pytest.raises(RunOver, match="everything is collected"):
     unit.join(incarnation=1)
@@ -300,8 +287,7 @@ def test_a_grant_smaller_than_wanted_closes_whatever_is_released_meanwhile(make_
     return count
 
   monkeypatch.setattr(unit.limiter, "reserve", with_a_race)
-  unit.append(unit.play(unit.player(), unit.grant())[0])
-  granted = unit.grant(1)
+  granted = unit.step(unit.play(unit.player(), unit.step())[0], 1)
   assert granted.steps == 1 and granted.closing
 
 
@@ -335,14 +321,15 @@ class Unlucky(Direct):
     if self._rng.random() < 0.2:
       answer = super().call(request)
     self._live_on()
-    if isinstance(request, messages.Append):
+    if isinstance(request, messages.Step):
       self.acknowledged += int((request.segments.get("action", NONE) >= 0).sum())
     time.sleep(self._rng.random() * 0.002)
     return answer
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("danger", [0.0, 0.1])
+@pytest.mark.parametrize(
+  ("seed", "danger"), [(0, 0.0), (1, 0.0), (0, 0.2), (1, 0.2), (2, 0.2), (3, 0.2)]
+)
 def test_actors_that_die_at_any_moment_collect_exactly_what_was_asked(
   make_unit, monkeypatch, seed, danger
 ):
@@ -351,9 +338,9 @@ def test_actors_that_die_at_any_moment_collect_exactly_what_was_asked(
   overrides = f"actor.lanes={lanes}", f"run.env_steps={total}", "actor.random_steps=20"
   unit = make_unit(*overrides, actors=actors, refreshers=0, durable=True)
   monkeypatch.setattr(
-    remote_actor, "make_env", lambda _, lanes, seed, training: tiny.FakeEnv(lanes, seed)
+    remote, "make_env", lambda _, lanes, seed, training: tiny.FakeEnv(lanes, seed)
   )
-  monkeypatch.setattr(remote_actor, "Inference", lambda *_, **__: unit.inference)
+  monkeypatch.setattr(remote, "Inference", lambda *_, **__: unit.inference)
   clients, errors = [], []
 
   def live(number):
@@ -362,7 +349,7 @@ def test_actors_that_die_at_any_moment_collect_exactly_what_was_asked(
       clients.append(client)
       try:
         role = Role("actor", 0, number)
-        return remote_actor.act(unit.config, unit.agent, client, role, incarnation)
+        return remote.act(unit.config, unit.agent, client, role, incarnation)
       except Killed:
         pass
       except RunOver:

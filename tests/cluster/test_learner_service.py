@@ -17,8 +17,7 @@ def test_unknown_numbers_are_refused_and_not_waited_for(make_unit):
   unit = make_unit(actors=2, refreshers=2)
   for call in (
     lambda: unit.join(2),
-    lambda: unit.grant(actor=2),
-    lambda: unit.append([], actor=2),
+    lambda: unit.step(actor=2),
     lambda: unit.join_refresher(2),
     lambda: unit.work(2),
     lambda: unit.frames(refresher=2),
@@ -58,14 +57,14 @@ def test_all_workers_hear_the_end_and_are_waited_for(make_unit):
   unit = make_unit("actor.lanes=2", actors=2, refreshers=1)
   unit.fill(4)
   unit.join(0), unit.join(1), unit.join_refresher()
-  granted, before = unit.grant(), unit.limiter.env_steps
+  granted, before = unit.step(), unit.limiter.env_steps
   ended = threading.Thread(target=unit.service.finish, args=(30,), daemon=True)
   ended.start()
   ended.join(0.05)
   # What a worker may need to finish what it is doing is still sent.
   assert len(unit.frames().lane) == 8 and unit.ask_weights().step == 0
   segments, _ = unit.play(unit.player(), granted)
-  for call in (lambda: unit.append(segments), lambda: unit.grant(actor=1), unit.work):
+  for call in (lambda: unit.step(segments, 1), lambda: unit.step(actor=1), unit.work):
     assert ended.is_alive()
     with pytest.raises(RunOver):
       call()

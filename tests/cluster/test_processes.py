@@ -19,7 +19,6 @@ import pytest
 
 import tiny
 from speedyzero_jax.agents import impala
-from speedyzero_jax.agents.efficientzero import metric_names
 from speedyzero_jax.config import loader
 from speedyzero_jax.metrics import jsonl
 from speedyzero_jax.metrics.logger import MetricsLogger

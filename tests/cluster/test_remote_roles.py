@@ -13,17 +13,17 @@ import tiny
 from small_unit import BATCH, SWEEP, assert_same
 from speedyzero_jax.agents import dqn
 from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER
-from speedyzero_jax.cluster import grpc_server, messages, remote_actor, remote_refresher
+from speedyzero_jax.cluster import grpc_server, messages, remote
 from speedyzero_jax.cluster.codec import encode
 from speedyzero_jax.cluster.grpc_client import Client, Refused
 from speedyzero_jax.cluster.learner_process import max_message
-from speedyzero_jax.cluster.remote_refresher import FrameCopy
-from speedyzero_jax.cluster.remote_weights import RemoteWeights
+from speedyzero_jax.cluster.remote import FrameCopy, RemoteWeights
 from speedyzero_jax.config import loader
 from speedyzero_jax.metrics.aggregation import EpisodeStats
 from speedyzero_jax.run.topology import Role, derived_seed
 from speedyzero_jax.types import Segment
 from speedyzero_jax.workers.actor import Actor
+from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.weights import ACTOR
 
 TOKEN, MAX_BYTES = bytes(range(32)), 1 << 20
@@ -37,8 +37,11 @@ class Cluster:
     self.unit = unit
     self.seeds, self._threads, self._errors = [], [], []
     monkeypatch.setattr(grpc_server, "POLL_SECONDS", 0.2)
-    monkeypatch.setattr(remote_actor, "make_env", self._make_env)
-    monkeypatch.setattr(remote_actor, "Inference", lambda *_, **__: unit.inference)
+    monkeypatch.setattr(remote, "make_env", self._make_env)
+    monkeypatch.setattr(remote, "Inference", self._inference)
+
+  def _inference(self, agent, mesh=None, **_):
+    return self.unit.inference if mesh is None else Inference(agent, mesh)
 
   def _make_env(self, _, lanes, seed, training):
     self.seeds.append(seed)
@@ -81,12 +84,12 @@ class Cluster:
 
   def act(self, incarnation=0):
     unit = self.unit
-    return self._start(remote_actor.act, unit.config, unit.agent, self.client(), ROLE, incarnation)
+    return self._start(remote.act, unit.config, unit.agent, self.client(), ROLE, incarnation)
 
   def refresh(self, number=0, config=None):
     unit, role = self.unit, Role("refresher", 0, number)
     arguments = config or unit.config, unit.agent, self.client(), role, 0
-    return self._start(remote_refresher.refresh, *arguments)
+    return self._start(remote.refresh, *arguments)
 
 
 @pytest.fixture
@@ -254,5 +257,5 @@ def test_a_step_of_many_lanes_with_large_frames_fits_a_message():
   columns["first"][:] = True
   none = np.zeros(0)
   segments = messages.pack([Segment.of(lane, 0, columns) for lane in range(256)])
-  append = messages.Append(0, 0, 0, segments, none, none.astype(np.int64))
-  assert 64 << 20 < len(encode(append)) < max_message(config, agent)
+  step = messages.Step(0, 0, 0, segments, none, none.astype(np.int64))
+  assert 64 << 20 < len(encode(step)) < max_message(config, agent)

@@ -1,62 +1,58 @@
-"""A population of real runs, whose controller is killed, and a run that pauses."""
+"""A population of real runs, whose controller is interrupted, and killed."""
 
 import json
 import os
 import signal
+import subprocess
+import sys
 
-import pytest
 import yaml
 
-from launched import NEW, newest, start, wait_until
+import tiny
+from launched import ROOT, newest, wait_until
 from speedyzero_jax.run import run_dir
+
+SETTINGS = (
+  "agent=quick_agent", *tiny.OVERRIDES, "learner.steps=9", "learner.tail_steps=0",
+  "run.checkpoint_interval=2", "run.log_interval=1", "evaluation.at_end=true",
+  "evaluation.episodes=3", "reanalyse.schedule=off",
+)  # fmt: skip
+
+
+def start(*arguments):
+  paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])
+  return subprocess.Popen(
+    [sys.executable, ROOT / "launch/population.py", *arguments], text=True,
+    env=os.environ | {"JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": paths},
+    stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+  )  # fmt: skip
 
 
 def finish(process):
   out, error = process.communicate(timeout=300)
-  return process.returncode, (out or "") + error
+  return process.returncode, out + error
 
 
-def test_a_run_pauses_is_evaluated_and_resumes_to_the_same_end(tmp_path):
-  own = [*NEW, "run.mode=lockstep", "evaluation.episodes=3"]
-  code, whole = finish(start(*own, f"run.dir={tmp_path / 'whole'}"))
-  assert code == 0
-  code, output = finish(start(*own, f"run.dir={tmp_path / 'run'}", "run.pause_at=7"))
-  assert code == 0 and "stopped and saved at learner step 7;" in output
-  assert newest(tmp_path / "run") == 7
-  assert json.loads((tmp_path / "run" / "evaluation.json").read_text())["step"] == 7
-  code, output = finish(start("--resume", tmp_path / "run", "run.pause_at=0"))
-  assert code == 0
-  parameters = [text.split("parameters ")[1][:16] for text in (whole, output)]
-  assert parameters[0] == parameters[1]
-
-
-@pytest.fixture
-def description(tmp_path):
-  settings = [text for text in NEW[2:] if not text.startswith("learner.steps")]
-  path = tmp_path / "population.yaml"
-  path.write_text(yaml.safe_dump({
-    "config": ["quickstart"],
-    "settings": [*settings, "learner.steps=9", "evaluation.episodes=3"],
-    "members": 2, "rounds": 2, "share": 0.5,
+def test_a_population_that_is_interrupted_and_killed_continues(tmp_path):
+  folder, description = tmp_path / "all", tmp_path / "population.yaml"
+  description.write_text(yaml.safe_dump({
+    "config": ["quickstart"], "settings": [*SETTINGS], "members": 2, "rounds": 2, "share": 0.5,
     "explore": {"optim.learning_rate": ["1e-3", "1e-1", "log"]},
   }))  # fmt: skip
-  return path
+  arguments, events = (description, "--dir", folder), folder / "events.jsonl"
 
+  process = start(*arguments)
+  assert wait_until(lambda: newest(folder / "m0") > 0, process)
+  process.send_signal(signal.SIGINT)
+  code, output = finish(process)
+  assert code == 128 + signal.SIGINT and "the same command continues" in output
 
-def test_a_population_whose_controller_is_killed_continues(tmp_path, description):
-  folder = tmp_path / "all"
-  arguments = description, "--dir", folder
-  events = folder / "events.jsonl"
-
-  def members_that_train():
-    return len(list(folder.glob("m*/config.yaml"))) == 2
-
-  process = start(*arguments, script="population.py")
-  assert wait_until(members_that_train, process)  # the second member is in its first round
+  process = start(*arguments)
+  assert wait_until((folder / "m1/config.yaml").exists, process)  # it is in its first round
   os.kill(process.pid, signal.SIGKILL)
   process.communicate()
   assert "copied" not in events.read_text()
-  code, output = finish(start(*arguments, script="population.py"))
+  code, output = finish(start(*arguments))
   assert code == 0, output
   found = [json.loads(line) for line in events.read_text().splitlines()]
   trained = [(e["round"], e["member"]) for e in found if e["event"] == "trained"]
@@ -67,24 +63,15 @@ def test_a_population_whose_controller_is_killed_continues(tmp_path, description
   assert member.run.dir == str(folder / f"m{copy['member']}")
   assert [newest(folder / f"m{m}") for m in range(2)] == [9, 9]
   assert sorted(p.name for p in folder.glob("m*")) == ["m0", "m0.log", "m1", "m1.log"]
+  assert "stopped and saved at learner step 4;" in (folder / "m0.log").read_text()
   result = json.loads((folder / "population.json").read_text())
   assert len(result["scores"]) == 2 and result["best"] in (0, 1)
 
-
-def test_ctrl_c_saves_the_members(tmp_path, description):
-  folder = tmp_path / "all"
-  process = start(description, "--dir", folder, script="population.py")
-  assert wait_until(lambda: newest(folder / "m0") > 0, process)
-  process.send_signal(signal.SIGINT)
-  code, output = finish(process)
-  assert code == 128 + signal.SIGINT and "the same command continues" in output
   description.write_text(description.read_text() + "seed: 1\n")
-  code, output = finish(start(description, "--dir", folder, script="population.py"))
+  code, output = finish(start(*arguments))
   assert code == 2 and "holds another population" in output
 
 
 def test_wrong_use_writes_nothing(tmp_path):
-  code, output = finish(
-    start(tmp_path / "none.yaml", "--dir", tmp_path / "x", script="population.py")
-  )
+  code, output = finish(start(tmp_path / "none.yaml", "--dir", tmp_path / "x"))
   assert code == 2 and output.startswith("error: ") and not (tmp_path / "x").exists()

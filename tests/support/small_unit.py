@@ -65,16 +65,13 @@ class Unit:
   def join(self, actor=0, incarnation=0):
     return self.service.join_actor(messages.ActorJoin(actor, incarnation))
 
-  def grant(self, sequence=0, steps=9, actor=0, incarnation=0, seconds=SECONDS):
-    request = messages.GrantRequest(actor, incarnation, sequence, steps)
-    return self.service.grant(request, seconds)
-
-  def append(self, segments, sequence=0, actor=0, incarnation=0, episodes=()):
+  def step(self, segments=(), sequence=0, actor=0, incarnation=0, *, episodes=(), seconds=SECONDS):
+    """Hands over segments and asks for agent steps."""
     score = np.array([episode.score for episode in episodes])
     length = np.array([episode.length for episode in episodes], np.int64)
-    return self.service.append(
-      messages.Append(actor, incarnation, sequence, messages.pack(segments), score, length)
-    )
+    packed = messages.pack(segments)
+    request = messages.Step(actor, incarnation, sequence, packed, score, length)
+    return self.service.step(request, seconds)
 
   def ask_weights(self, subscriber=ACTOR):
     return self.service.weights(messages.WeightsRequest(0, subscriber))

@@ -20,7 +20,7 @@ def learner_step(mesh):
 
 
 def gather(mesh):
-  sizes = {"lanes": 2, "capacity": 4, "rows": 4}
+  sizes = {"lanes": 2, "capacity": 4}
   frames = DeviceFrames(mesh, Column("frame", "uint8", (1, 1, 1)), **sizes)
   index = np.zeros((2, 1), np.int64)
   return lambda: frames.gather(index[:, 0], index)

@@ -1,0 +1,159 @@
+"""Actor and refresher processes: what they ask of their learner, compute and return."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from speedyzero_jax.agents.base import Agent, Variables
+from speedyzero_jax.cluster import messages
+from speedyzero_jax.cluster.grpc_client import Client
+from speedyzero_jax.config.schema import Config
+from speedyzero_jax.envs.batched_env import make_env
+from speedyzero_jax.metrics.aggregation import EpisodeStats
+from speedyzero_jax.replay.device_frames import DeviceFrames
+from speedyzero_jax.replay.replay import Array
+from speedyzero_jax.run.builders import frames_on_devices, replay_capacity
+from speedyzero_jax.run.topology import Role, derived_seed
+from speedyzero_jax.system import memory
+from speedyzero_jax.types import Segment
+from speedyzero_jax.workers.actor import Actor
+from speedyzero_jax.workers.inference import Inference
+from speedyzero_jax.workers.learner import make_mesh
+from speedyzero_jax.workers.weights import ACTOR, Version
+
+_report = functools.partial(print, flush=True)
+
+
+class RemoteWeights:
+  """The newest weights fetched for each subscriber, of the shapes and types in `like`.
+
+  They are put `where`: on a device, or on several with a copy on each.
+  """
+
+  def __init__(
+    self, client: Client, number: int, like: Variables, where: jax.Device | jax.sharding.Sharding
+  ):
+    self._client, self._number, self._like, self._where = client, number, like, where
+    self._versions: dict[str, Version] = {}
+
+  def latest(self, subscriber: str, at_least: int) -> Version:
+    """A version of this learner step or later; the newest, if one has to be fetched."""
+    version = self._versions.get(subscriber)
+    if version is None or version.step < at_least:
+      request = messages.WeightsRequest(self._number, subscriber)
+      sent: messages.Weights = self._client.call(request)
+      version = self._versions[subscriber] = Version(sent.step, self._unpack(sent))
+    return version
+
+  def _unpack(self, sent: messages.Weights) -> Variables:
+    def place(like: jax.ShapeDtypeStruct, array) -> jax.Array:
+      if array.shape != like.shape:
+        raise ValueError(
+          f"the unit's network is another: an array is {array.shape}, here {like.shape}"
+        )
+      return jnp.asarray(jax.device_put(array, self._where), like.dtype)
+
+    return jax.tree.map(place, self._like, messages.unnamed(self._like, sent.arrays))
+
+
+def act(config: Config, agent: Agent, client: Client, role: Role, incarnation: int) -> None:
+  """Acts until everything is collected; raises RunOver if the run ends before that.
+
+  `incarnation` is larger than that of any earlier process in this role, since the learner started.
+  """
+  number = role.number
+  welcome: messages.ActorWelcome = client.call(messages.ActorJoin(number, incarnation))
+  lanes = len(welcome.heads)
+  # Incarnations count from 0 again when all processes restart: the slots collected differ then.
+  distinct = incarnation + (int(welcome.heads.sum()) << 32)
+  own_seed = derived_seed(config.run.seed, str(role), distinct)
+  env = make_env(config.env, lanes, own_seed, training=True)
+  like = jax.eval_shape(agent.init, jax.random.key(0))
+  weights = RemoteWeights(client, number, like, jax.local_devices()[0])
+  inference = Inference(agent, report=_report)
+  actor = Actor(
+    config,
+    agent,
+    env,
+    inference,
+    jax.random.key(own_seed),
+    EpisodeStats(lanes),
+    lane_offset=welcome.first,
+    start=welcome.heads,
+  )
+  segments: list[Segment] = []
+  closed = False
+  try:
+    for sequence in itertools.count():
+      scores = np.array([episode.score for episode in actor.finished], np.float64)
+      lengths = np.array([episode.length for episode in actor.finished], np.int64)
+      packed = messages.pack(segments)
+      grant: messages.Grant = client.call(
+        messages.Step(number, incarnation, sequence, packed, scores, lengths)
+      )
+      if not grant.steps and closed:
+        return
+      version = weights.latest(ACTOR, at_least=grant.weights)
+      progress, random = grant.progress, grant.random
+      if grant.steps:
+        segments, count = actor.step(
+          version, budget=grant.steps, progress=progress, random=random, last=grant.closing
+        )
+        closed = grant.closing and count == grant.steps
+      else:
+        segments, closed = actor.close(version, progress=progress, random=random), True
+  finally:
+    env.close()
+
+
+class FrameCopy:
+  """A copy of the frames in a unit's lanes: on devices, or an array on the host."""
+
+  def __init__(
+    self, client: Client, session: tuple[int, int], frames: DeviceFrames | np.ndarray, lanes: int
+  ):
+    self._client, self._session, self._frames = client, session, frames
+    self._heads = np.zeros(lanes, np.int64)  # of the slots copied
+
+  def gather(self, lane: np.ndarray, cell: np.ndarray, heads: np.ndarray) -> Array:
+    """Frames [n, w, ...] of cells, after all slots before these heads are copied."""
+    while (self._heads < heads).any():
+      request = messages.FramesRequest(*self._session, self._heads)
+      chunk: messages.FramesChunk = self._client.call(request)
+      if isinstance(self._frames, DeviceFrames):
+        self._frames.write(chunk.lane, chunk.cell, chunk.frame)
+      else:
+        self._frames[chunk.lane, chunk.cell] = chunk.frame
+      self._heads = chunk.heads
+    if isinstance(self._frames, DeviceFrames):
+      return self._frames.gather(lane, cell)
+    return self._frames[lane[:, None], cell]
+
+
+def refresh(config: Config, agent: Agent, client: Client, role: Role, incarnation: int) -> None:
+  """Computes what it is given until RunOver is raised; the arguments are those of an actor."""
+  number = role.number
+  client.call(messages.RefresherJoin(number, incarnation))
+  mesh = make_mesh(jax.local_devices())
+  lanes, frame = config.actor.lanes, agent.schema.frame
+  held = frames_on_devices(config, agent, mesh, _report) or memory.zeros(
+    (lanes, replay_capacity(config, agent), *frame.shape), np.dtype(frame.dtype)
+  )
+  frames = FrameCopy(client, (number, incarnation), held, lanes)
+  like = jax.eval_shape(agent.init, jax.random.key(0))
+  everywhere = NamedSharding(mesh, PartitionSpec())
+  weights = RemoteWeights(client, number, like, everywhere)
+  inference = Inference(agent, mesh, report=_report)
+  key = jax.random.key(derived_seed(config.run.seed, str(role), incarnation))
+  while True:
+    block: messages.Block = client.call(messages.WorkRequest(number, incarnation))
+    subscription = agent.tasks[block.task].subscription
+    version = weights.latest(subscription, at_least=block.step)
+    windows = frames.gather(block.lane, block.cell, block.heads)
+    block_key = jax.random.fold_in(key, block.block)
+    results = inference.compute(version, block.task, windows, block_key)
+    client.call(messages.Result(number, incarnation, block.block, version.step, results))
