@@ -1,8 +1,4 @@
-"""A child process of the supervisor: its start, its signals and its exit report.
-
-It is started as `python child.py PID COMMAND...`, which asks the kernel to kill it when the
-supervisor dies and then becomes the command: so this file imports the standard library only.
-"""
+"""A child process of the supervisor: its start, its signals and its exit report."""
 
 import contextlib
 import ctypes
@@ -10,9 +6,9 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +18,13 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TAIL_LINES, _TAIL_BYTES = 20, 1 << 16  # how much of a log an exit report shows
 _SIGNAL_NAMES = {number.value: number.name for number in signal.Signals}
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LIBC = ctypes.CDLL(None)
+
+
+def _die_with(supervisor: int) -> None:
+  """Ties the calling process to the life of its parent."""
+  if _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) or os.getppid() != supervisor:
+    os._exit(FAILED)  # the latter: it died before the request took effect
 
 
 class Child(NamedTuple):
@@ -37,23 +40,25 @@ class Child(NamedTuple):
 class Process:
   """A started child, whose output is appended to `log`. Raises OSError if it can't be started.
 
-  It leads a process group, so a terminal's Ctrl-C does not reach it directly.
+  It leads a process group, so a terminal's Ctrl-C does not reach it directly. The kernel kills it
+  when the supervisor dies.
   """
 
   running = True
   # Set by `reap`:
   code = 0  # exit code; -n: killed by signal n
-  end_signal = (
-    0  # that killed it (as reported by a shell, too), or 0; not one it caught to exit itself
-  )
+  end_signal = 0  # that killed it, as a shell may report it, or 0; not one it caught to exit itself
   uptime = 0.0  # seconds
 
   def __init__(self, child: Child, log: Path):
     self.child, self.log, self.started = child, log, time.time()
     self._begin = time.monotonic()
-    with log.open("ab") as out:
+    with log.open("a") as out:
+      now = time.strftime("%Y-%m-%d %H:%M:%S")
+      print(f"--- {now}: {shlex.join(child.command)}", file=out, flush=True)
       self._process = subprocess.Popen(
-        [sys.executable, "-I", "-S", __file__, str(os.getpid()), *child.command],
+        child.command,
+        preexec_fn=partial(_die_with, os.getpid()),  # safe: the supervisor has one thread
         env=os.environ | child.env,
         stdin=subprocess.DEVNULL,  # reading a terminal from the background would stop it
         stdout=out,
@@ -110,23 +115,3 @@ class Process:
     if self.end_signal and self.code > 0:
       how += f" ({name})"
     return f"{self.child.name} {how} after {self.uptime:.0f} s"
-
-
-def _become(supervisor: int, command: list[str]) -> int:
-  """Ties this process to the life of the supervisor, then becomes the command; returns on error."""
-  if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
-    print(f"error: prctl: {os.strerror(ctypes.get_errno())}", file=sys.stderr)
-    return FAILED
-  if os.getppid() != supervisor:  # it died before the request took effect
-    return FAILED
-  now = time.strftime("%Y-%m-%d %H:%M:%S")
-  print(f"--- {now} pid {os.getpid()}: {shlex.join(command)}", flush=True)
-  try:
-    os.execvp(command[0], command)
-  except OSError as error:
-    print(f"error: can't run {command[0]}: {error.strerror}", file=sys.stderr)
-    return WRONG_USE
-
-
-if __name__ == "__main__":
-  sys.exit(_become(int(sys.argv[1]), sys.argv[2:]))

@@ -6,10 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-import tiny
 from benchmarks import costs
-from speedyzero_jax.agents.base import ActInputs
-from speedyzero_jax.run import builders
 
 
 def shape(*sizes, dtype="float32"):
@@ -91,15 +88,3 @@ def test_the_median_is_of_several_calls_within_the_time_given(patience, calls):
 
 def test_a_peak_is_measured_on_all_devices():
   assert 1e6 < costs.peak_flops("float32", jax.devices()[:2]) < 1e16
-
-
-def test_every_simulation_of_a_search_counts():
-  flops = []
-  for simulations in (2, 3):
-    agent = builders.make_agent(tiny.config(f"search.simulations={simulations}"))
-    variables = jax.eval_shape(agent.init, jax.random.key(0))
-    frames = np.zeros((3, 2, 1, 1, 50), np.float32)
-    inputs = ActInputs(frames, np.ones(3, bool), np.zeros(3, np.int32), ())
-    args = variables, inputs, jax.random.key(0), np.float32(0)
-    flops.append(costs.matmul_flops(agent.act, *args, explore=True).total())
-  assert 1.2 < flops[1] / flops[0] < 1.5  # a root, then simulations of like size

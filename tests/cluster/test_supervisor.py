@@ -3,14 +3,11 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from speedyzero_jax.cluster import child
 from speedyzero_jax.cluster.child import Child
 from speedyzero_jax.cluster.supervisor import Supervisor
 from supervised import COUNTED, KILLED, SAVE, SLEEP, STOP, STUBBORN, pids, wait_for
@@ -68,7 +65,6 @@ def test_restarts_a_killed_process_alone(run):
 @pytest.mark.parametrize(
   ("end", "words"),
   [
-    ("sys.exit(3)", "exited with code 3"),
     ("os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV"),
     ("os._exit(134)", "exited with code 134 (SIGABRT)"),
   ],
@@ -93,7 +89,6 @@ def test_gives_up_on_a_process_that_keeps_failing(run, end, words):
     ("1/0", {"settled": 0.2, "max_failures": 1}),
     (KILLED, {"settled": 0.2, "max_deaths": 1}),
     (KILLED, {"max_failures": 1}),  # deaths that others cause are no failures
-    ("sys.exit(143)", {"max_failures": 1}),
   ],
 )
 def test_keeps_restarting_after_a_long_life_and_after_deaths_that_others_cause(run, end, limits):
@@ -116,15 +111,8 @@ def test_wrong_use_is_not_tried_again(run):
   assert (one.folder / "saved-learner-0").exists()
 
 
-def test_a_missing_command_is_wrong_use(tmp_path):
-  children = [Child("learner-0", ["sleep", "100"], {}, True), Child("a", ["/not/there"], {}, False)]
-  reports = []
-  assert Supervisor(lambda _: children, tmp_path, reports.append).run() == 2
-  assert "/not/there: No such file or directory" in reports[0]
-
-
-@pytest.mark.parametrize("code", [1, 77])
-def test_fails_with_a_vital_one(run, code):
+def test_fails_with_a_vital_one(run):
+  code = 77
   fail = f"until('ready-actor-0'); print('no space'); sys.exit({code})"
   learners = [("learner-0", SLEEP, True), ("learner-1", fail, True)]
   one = run(*learners, ("actor-0", STOP, False), ("actor-1", STUBBORN, False))
@@ -198,16 +186,6 @@ def test_restarts_of_all_are_bounded(run, end, limits):
   assert re.findall("make .*", output) == ["make False"] + 3 * ["make True"]
   assert pauses(output) == ["0.05", "0.1", "0.2"]
   assert one.restarts() == {"learner-0": 3, "actor-0": 3}
-
-
-def test_a_child_of_a_dead_supervisor_does_not_begin(tmp_path):
-  command = [sys.executable, "-c", "open('ran', 'w')"]
-  bootstrap = [sys.executable, "-I", "-S", child.__file__, str(os.getpid()), *command]
-  orphan = ["sh", "-c", '"$@"; exit $?', "sh", *bootstrap]  # its parent is the shell
-  assert subprocess.run(orphan, cwd=tmp_path, check=False).returncode == 1
-  assert not (tmp_path / "ran").exists()
-  assert subprocess.run(bootstrap, cwd=tmp_path, check=False).returncode == 0
-  assert (tmp_path / "ran").exists()
 
 
 def test_kills_what_a_process_leaves_behind(run):

@@ -12,7 +12,7 @@ from speedyzero_jax.cluster.supervisor import Limits, Supervisor
 from supervised import KILLED, LIMITS, SAVE, SLEEP, STOP, STUBBORN, pids, wait_for
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_lets_the_vital_ones_save_first(run, number):
   watch = """
 def stop(*_):
@@ -123,7 +123,7 @@ def test_a_stop_signal_to_one_vital_process_stops_all(run):
   assert (one.folder / "saved-learner-0").exists()
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.02, 0.05, 0.1, None])
+@pytest.mark.parametrize("delay", [0.0, 0.05, None])
 def test_no_child_outlives_a_killed_supervisor(run, delay):
   """Killed while it starts its children, or (None) when all have begun."""
   one = run(*((f"learner-{i}", STUBBORN, True) for i in range(6))).until("logs/supervisor.json")
