@@ -35,9 +35,9 @@ def planned(folder, *arguments):
   done = subprocess.run(
     [*command, *arguments, "--out", str(out)], cwd=ROOT, capture_output=True, text=True
   )
-  plans = {plan["devices"]: plan for plan in json.loads(out.read_text())["plans"]}
-  for plan in plans.values():
-    plan["programs"] = {row["name"]: row for row in plan["programs"]}
+  plans = {each["devices"]: each for each in json.loads(out.read_text())["plans"]}
+  for each in plans.values():
+    each["programs"] = {row["name"]: row for row in each["programs"]}
   return plans, done
 
 
