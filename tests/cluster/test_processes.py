@@ -227,25 +227,25 @@ def check_metrics(folder):
 
 def test_a_refresher_that_dies_or_hangs_and_a_killed_launcher_lose_nothing(tmp_path):
   """With `bound_age` the learner waits for the refresher; a single process finishes the run."""
-  folder, secret = tmp_path / "run", tmp_path / "secret"
+  folder, secret, steps = tmp_path / "run", tmp_path / "secret", 400
   secret.write_text("read by each process for itself")
-  new = [*QUICK, f"run.dir={folder}", f"topology.token_file={secret}", "topology.bound_age=true"]
-  with Run(folder, *new, "--processes", "learner=1,refresher=1") as run:
-    assert run.learn(5)
+  new = [*QUICK, f"run.dir={folder}", f"topology.token_file={secret}", f"learner.steps={steps}"]
+  new += ["topology.bound_age=true", "--processes", "learner=1,refresher=1"]
+  with Run(folder, *new) as run:
+    run.learn(20)
+    pid = run.children()["refresher-0.0"]["pid"]
+    os.kill(pid, signal.SIGSTOP)
     second = Run(folder, "--resume", folder, "--processes", "learner=1")
     assert "in use" in second.end(2)
-    run.kill("refresher-0.0")
-    assert run.learn(5)
-    wait_for(lambda: rows_of(folder)[-1].get("present/refreshers"), "no refresher comes", 120)
-    pid, step = run.children()["refresher-0.0"]["pid"], learned(folder)
-    os.kill(pid, signal.SIGSTOP)
     time.sleep(3)
     waits = learned(folder)
-    assert waits <= step + 10
     time.sleep(1.5)
-    assert learned(folder) == waits < STEPS
+    assert learned(folder) == waits < steps
     os.kill(pid, signal.SIGCONT)
-    assert run.learn(3)
+    wait_for(lambda: learned(folder) > waits, "no learner steps")
+    run.kill("refresher-0.0")
+    before = learned(folder)
+    wait_for(lambda: learned(folder) > before + 10, "no learner steps", 120)  # reanalyse.max_age 8
     run.process.kill()
     wait_for(lambda: not running(folder), "processes outlive the launcher")
   before = acknowledged(folder)
@@ -253,5 +253,5 @@ def test_a_refresher_that_dies_or_hangs_and_a_killed_launcher_lose_nothing(tmp_p
     output = run.end(0)
     begun = re.findall(r"resuming at .*, agent step (\d+)|(\d+) more agent steps", output)
     assert sum(int(at or more) for at, more in begun) == before
-    assert f"trained: {ENV_STEPS} agent steps, {STEPS} learner steps" in output
+    assert f"trained: {ENV_STEPS} agent steps, {steps} learner steps" in output
   assert audit(folder, 1) == ENV_STEPS

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from launch import plan
-
 ROOT = Path(__file__).resolve().parents[2]
 TINY = (
   "env.frame_size=32", "network.downsample=4", "network.channels=8", "network.reduced_channels=4",
@@ -73,8 +71,8 @@ def test_full_size_evaluation_of_values(tmp_path):
     (["--only", "trian"], "error: no program is named 'trian'; there are train, publish, "),
   ],
 )
-def test_wrong_use_is_reported_in_one_line(arguments, message, monkeypatch, capsys):
-  monkeypatch.setattr(sys, "path", [*sys.path])
-  monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-  assert plan.main(["--config", "quickstart", *arguments]) == 2
-  assert capsys.readouterr().err.splitlines()[-1].startswith(message)
+def test_wrong_use_is_reported_in_one_line(arguments, message):
+  command = [sys.executable, "launch/plan.py", "--config", "quickstart", *arguments]
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+  assert done.returncode == 2
+  assert done.stderr.splitlines()[-1].startswith(message)
