@@ -39,6 +39,7 @@ def planned(folder, *arguments):
   return plans, done
 
 
+@pytest.mark.timeout(600)  # a minute on two quiet cores
 def test_programs_on_eight_devices_keep_their_limits(tmp_path):
   plans, done = planned(tmp_path, *TINY, "--devices", "8", "--only", ",".join(LIMITS))
   programs = plans[8]["programs"]
