@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import pathlib
 from collections.abc import Iterable
 from typing import Any
@@ -99,7 +98,7 @@ def read_run(path: pathlib.Path) -> Run:
 
 def _read_config(run: Run, path: pathlib.Path) -> None:
   settings = _flat(yaml.safe_load(path.read_text()))
-  run.game, run.seed = str(settings[GAME]), int(settings["run.seed"])
+  run.game, run.seed = str(settings[GAME]), int(_finite(settings["run.seed"]))
   run.settings = settings
 
 
@@ -117,17 +116,18 @@ def _read_starts(run: Run, path: pathlib.Path) -> None:
   _note_damaged(run, path, damaged)
   for start in starts:
     versions = {str(name): str(version) for name, version in start["versions"].items()}
-    run.starts.append(start | {"devices": int(start["devices"]), "versions": versions})
+    run.starts.append(start | {"devices": int(_finite(start["devices"])), "versions": versions})
 
 
 def _read_metrics(run: Run, path: pathlib.Path) -> None:
   rows, damaged = jsonl.read_rows(path)
   _note_damaged(run, path, damaged)
-  run.rows = [{name: x for name, x in row.items() if _is_finite(x)} for row in rows]
-  if not rows:
+  finite = [{name: x for name, x in row.items() if _is_finite(x)} for row in rows]
+  run.rows = [row for row in finite if names.STEP in row]
+  if not run.rows:
     run.problems.append("metrics.jsonl is empty")
     return
-  run.steps, last = max(row[names.STEP] for row in rows), run.rows[-1]
+  run.steps, last = max(int(row[names.STEP]) for row in run.rows), run.rows[-1]
   run.env_steps, run.wall_seconds = last.get(names.ENV_STEPS), last.get(names.TIME)
   run.device_seconds = run.device_seconds_by_row()[-1] if run.starts else None
   run.curve = [row[names.EPISODE_RETURN] for row in run.rows if names.EPISODE_RETURN in row]
@@ -139,8 +139,14 @@ def _read_metrics(run: Run, path: pathlib.Path) -> None:
 
 
 def _is_finite(value: object) -> bool:
-  """Whether a value of a JSON file is a number that a float can hold."""
+  """Whether a value of a file is a number, with room for sums of such numbers."""
   return isinstance(value, int | float) and -1e300 < value < 1e300
+
+
+def _finite(value: Any) -> float:
+  if not _is_finite(value):
+    raise ValueError(f"{value!r} is not a finite number")
+  return value
 
 
 def _note_damaged(run: Run, path: pathlib.Path, damaged: int) -> None:
@@ -151,13 +157,11 @@ def _note_damaged(run: Run, path: pathlib.Path, damaged: int) -> None:
 def _read_evaluation(run: Run, path: pathlib.Path) -> None:
   evaluation = json.loads(path.read_text())
   human = evaluation["human_normalised"]
-  mean, std = float(evaluation["mean"]), float(evaluation["std"])
-  if not all(map(math.isfinite, (mean, std, 0.0 if human is None else float(human)))):
-    raise ValueError("a score is not finite")
-  step, episodes = int(evaluation["step"]), int(evaluation["episodes"])
+  mean, std, step, episodes = (_finite(evaluation[k]) for k in ("mean", "std", "step", "episodes"))
   run.game = run.game or str(evaluation["game"])
-  run.evaluation_mean, run.evaluation_std, run.human_normalised = mean, std, human
-  run.evaluation_step, run.evaluation_episodes = step, episodes
+  run.evaluation_mean, run.evaluation_std = mean, std
+  run.human_normalised = None if human is None else _finite(human)
+  run.evaluation_step, run.evaluation_episodes = int(step), int(episodes)
   newest = max((row.get(names.CHECKPOINT_STEP, 0) for row in run.rows), default=0)
   if newest > step:
     run.problems.append(

@@ -82,7 +82,9 @@ def test_seeds_are_summarised_and_other_differences_are_not(tmp_path, capsys):
     ("config.yaml", b"- 1", "config.yaml is damaged"),
     ("config.yaml", b"env: 1\nrun: {}", "config.yaml is damaged"),
     ("config.yaml", b"\xff\xff", "config.yaml is damaged"),
+    ("config.yaml", b"env: {game: Pong}\nrun: {seed: .inf}", "config.yaml is damaged"),
     ("metrics.jsonl", None, "no metrics.jsonl"),
+    ("metrics.jsonl", b'{"step":1%s}\n' % (b"0" * 400), "metrics.jsonl is empty"),
     ("metrics.jsonl", b"", "metrics.jsonl is empty"),
     (
       "metrics.jsonl",
@@ -114,7 +116,7 @@ def test_a_damaged_run_says_so_in_its_row(tmp_path, capsys, name, content, note)
   (bad / name).unlink()
   if content is not None:
     (bad / name).write_bytes(content)
-  assert report.main([str(good), str(bad)]) == 0
+  assert report.main([str(good), str(bad), "--out", str(tmp_path / "page.html")]) == 0
   first, second = table(capsys.readouterr().out)[0]
   assert second["notes"] == note and first["notes"] == ""
   assert second["game"] == "Pong"  # evaluation.json says it, too
