@@ -3,15 +3,14 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import episodes
 import trained
 from speedyzero_jax.agents.alphazero import LOSS_POLICY, LOSS_VALUE, AlphaZero
-from speedyzero_jax.agents.base import ActInputs, Variables
 from speedyzero_jax.config import loader
+from speedyzero_jax.config.schema import EnvConfig
 from speedyzero_jax.envs.batched_env import make_env
 from speedyzero_jax.envs.rules import RULES
 from speedyzero_jax.replay.replay import Replay
@@ -22,20 +21,36 @@ from trained import KEY, largest
 RULES_3 = RULES["TicTacToe"]
 TINY = (
   "agent=alphazero", "env.game=TicTacToe", "env.frame_stack=1", "network.channels=3",
-  "network.blocks=1", "network.hidden=4", "search.simulations=8", "actor.random_steps=0",
-  "loss.value_coefficient=0.7", "learner.batch_size=32",
+  "network.blocks=1", "network.hidden=4", "search.simulations=64", "actor.random_steps=0",
+  "loss.value_coefficient=0.7", "search.sampled_moves=2", "search.dirichlet_fraction=0.1",
 )  # fmt: skip
+LANES = 32
 
 
 @functools.cache
-def agent_of(*overrides, kind=AlphaZero):
-  config = loader.load([], [*trained.SGD, *TINY, *overrides])
-  return config, kind(config, RULES_3.shape, np.uint8, 9)
+def agent_of(algorithm="gumbel"):
+  config = loader.load([], [*TINY, f"search.algorithm={algorithm}"])
+  return AlphaZero(config, RULES_3.shape, np.uint8, 9)
 
 
 @functools.cache
-def learner_of(devices=1):
-  return trained.make_learner(*agent_of(), devices)
+def _searching(algorithm):
+  return jax.jit(functools.partial(agent_of(algorithm).search, explore=algorithm == "puct"))
+
+
+def searched(algorithm, params, boards, key=KEY):
+  """Actions and policies for boards, by Gumbel search without noise, or PUCT with it.
+
+  There are at most 32 boards, so that each search compiles once.
+  """
+  padded = np.resize(boards, (LANES, *RULES_3.shape))
+  found = _searching(algorithm)(params, padded, key)
+  return np.asarray(found.action)[: len(boards)], np.asarray(found.action_weights)[: len(boards)]
+
+
+def nothing():
+  """The parameters of a network that knows nothing."""
+  return jax.tree.map(np.zeros_like, trained.random_params(agent_of(), 0))
 
 
 def board_after(*actions):
@@ -48,58 +63,38 @@ def board_after(*actions):
 # --- search
 
 
-class SameSign(AlphaZero):
-  """Wrong: as if one player made all moves."""
-
-  def _step(self, params, key, action, board):
-    output, after = super()._step(params, key, action, board)
-    return output.replace(discount=-output.discount), after
-
-
-@pytest.mark.parametrize(
-  ("algorithm", "kind", "expected"),
-  [
-    ("gumbel", AlphaZero, 2), ("puct", AlphaZero, 2),
-    ("gumbel", SameSign, 3), ("puct", SameSign, 5),
-  ],
-)  # fmt: skip
-def test_a_threat_is_blocked(algorithm, kind, expected):
-  """The network knows nothing, X holds 0 and 1 and threatens 2; O has the centre and is to move."""
-  _, agent = agent_of("search.simulations=64", f"search.algorithm={algorithm}", kind=kind)
-  nothing = jax.tree.map(jnp.zeros_like, agent.init(KEY).params)
-  search = jax.jit(functools.partial(agent.search, explore=False))
-  found = search(nothing, board_after(0, 4, 1), KEY)
-  assert found.action[0] == expected
-  again = search(nothing, board_after(0, 4, 1), jax.random.key(5))
-  np.testing.assert_array_equal(found.action_weights, again.action_weights)
+@pytest.mark.parametrize("algorithm", ["gumbel", "puct"])
+def test_a_threat_is_blocked(algorithm):
+  """X holds 0 and 1 and threatens 2; O has the centre and is to move. If the sign of values did
+  not alternate, Gumbel search would choose 3 and PUCT 5."""
+  boards = board_after(0, 4, 1)
+  action, policy = searched(algorithm, nothing(), boards)
+  assert action[0] == 2
+  again = searched(algorithm, nothing(), boards, jax.random.key(5))[1]
+  assert (policy == again).all() == (algorithm == "gumbel")
 
 
 @pytest.mark.parametrize("algorithm", ["gumbel", "puct"])
-@pytest.mark.parametrize("explore", [True, False])
-def test_illegal_moves_are_never_played_nor_targets(algorithm, explore):
-  config, agent = agent_of(f"search.algorithm={algorithm}", "search.simulations=16")
-  params, lanes = trained.random_params(agent, 3), 32
-  act = jax.jit(agent.act, static_argnames="explore")
-  env = make_env(config.env, lanes, 1, training=True)
-  shown, key = env.reset(), KEY
+def test_illegal_moves_are_never_played_nor_targets(algorithm):
+  agent = agent_of(algorithm)
+  params = trained.random_params(agent, 3)
+  env = make_env(EnvConfig(game="TicTacToe"), LANES, 1, training=True)
+  shown = env.reset()
   for i in range(20):
-    inputs = ActInputs(shown.frame[:, None], shown.first, np.arange(lanes), ())
-    out = act(Variables(params, ()), inputs, jax.random.fold_in(key, i), 0.5, explore=explore)
-    policy = np.asarray(out.columns["search_policy"])
+    key = jax.random.fold_in(KEY, i)
+    action, policy = searched(algorithm, params, shown.frame, key)
     legal, going = RULES_3.legal(shown.frame), ~shown.terminated
     assert np.isfinite(policy).all()
     np.testing.assert_allclose(policy.sum(-1), 1, rtol=1e-5)
-    assert not policy[going & ~shown.terminated][~legal[going]].any()
-    shown = env.step(np.asarray(out.action))  # raises ValueError for an illegal one
+    assert not policy[going][~legal[going]].any()
+    shown = env.step(action)  # raises ValueError for an illegal one
 
 
 def test_puct_samples_at_first_and_then_plays_the_most_visited():
-  _, agent = agent_of("search.algorithm=puct", "search.sampled_moves=2", "search.simulations=24")
-  nothing = jax.tree.map(jnp.zeros_like, agent.init(KEY).params)
-  boards = np.repeat(np.concatenate([board_after(0), board_after(0, 8)]), 64, axis=0)
-  found = jax.jit(functools.partial(agent.search, explore=True))(nothing, boards, KEY)
-  most = found.action_weights[np.arange(128), found.action] == found.action_weights.max(-1)
-  assert not most[:64].all() and most[64:].all()
+  boards = np.repeat(np.concatenate([board_after(0), board_after(0, 8)]), LANES // 2, axis=0)
+  action, policy = searched("puct", nothing(), boards)
+  most = policy[np.arange(LANES), action] == policy.max(-1)
+  assert not most[: LANES // 2].all() and most[LANES // 2 :].all()
 
 
 # --- targets
@@ -115,7 +110,7 @@ def games():
 
 def recorded():
   """A replay of them, and of each move the outcome for who made it; None if it is unknown."""
-  _, agent = agent_of()
+  agent = agent_of()
   rng, played = np.random.default_rng(2), games()
   replay = Replay(
     agent.schema, agent.make_selector, lanes=1, capacity=200, frame_stack=1, rng_seed=0
@@ -141,7 +136,7 @@ def recorded():
 
 def test_outcomes_are_those_of_the_player_to_move():
   replay, segment, expected = recorded()
-  _, agent = agent_of()
+  agent = agent_of()
   selection = replay.select(2000)
   assert set(selection.time.tolist()) == expected.keys()  # finished games, every move of them
   arrays, _ = agent.assemble(replay, selection, 0)
@@ -158,7 +153,7 @@ def test_outcomes_are_those_of_the_player_to_move():
 
 
 def test_evicted_samples_are_masked():
-  _, agent = agent_of()
+  agent = agent_of()
   replay = Replay(
     agent.schema, agent.make_selector, lanes=1, capacity=20, frame_stack=1, rng_seed=0
   )
@@ -179,7 +174,7 @@ def test_evicted_samples_are_masked():
 
 def batch_of():
   replay, _, expected = recorded()
-  _, agent = agent_of()
+  agent = agent_of()
   time = np.resize(sorted(expected), 32)
   selection = Selection(np.zeros(32, np.int32), time, np.ones(32))
   arrays, _ = agent.assemble(replay, selection, 0)
@@ -225,24 +220,26 @@ def reference(params, batch):
 
 
 def start():
-  _, agent = agent_of()
-  return jax.tree.map(lambda x: 0.3 * x, trained.random_params(agent, 4))
+  return jax.tree.map(lambda x: 0.3 * x, trained.random_params(agent_of(), 4))
 
 
-def stepped(batch, devices=1):
-  learner = learner_of(devices)
-  return trained.step(learner, trained.restored(learner, start()), batch)
+@functools.cache
+def gradient(devices=2):
+  return trained.gradient(agent_of(), devices)
 
 
-def test_loss_and_gradient():
+def test_loss_and_gradient_on_two_devices():
   batch = batch_of()
-  state, result = stepped(batch)
+  found = gradient()(start(), batch)
   _, cross_entropy, error = reference(start(), batch)
-  np.testing.assert_allclose(result.metrics[LOSS_POLICY], cross_entropy, rtol=1e-4)
-  np.testing.assert_allclose(result.metrics[LOSS_VALUE], error, rtol=1e-4)
-  trained.assert_gradient(
-    start(), state.variables.params, lambda params: reference(params, batch)[0]
-  )
+  np.testing.assert_allclose(found.metrics[LOSS_POLICY], cross_entropy, rtol=1e-4)
+  np.testing.assert_allclose(found.metrics[LOSS_VALUE], error, rtol=1e-4)
+  trained.assert_gradient(start(), found.of_params, lambda params: reference(params, batch)[0])
+
+
+def test_one_device_does_as_two():
+  one, two = (gradient(devices)(start(), batch_of()) for devices in (1, 2))
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), one, two)
 
 
 def test_masked_samples_have_no_gradient():
@@ -251,21 +248,14 @@ def test_masked_samples_have_no_gradient():
     name: np.where(masked, 0, batch[name]).astype(np.float32)
     for name in ("loss_mask", "outcome_mask")
   }
-  state, _ = stepped(batch | masks)
   other = {
     "frames": np.where(masked[:, None, None, None, None], 1, batch["frames"]).astype(np.uint8),
     "outcome": np.where(masked, 5, batch["outcome"]).astype(np.float32),
     "search_policy": np.where(masked[:, None], 0.5, batch["search_policy"]).astype(np.float32),
   }
-  again, _ = stepped(batch | other | masks)
-  assert largest(state.variables.params, start()) > 1e-3
-  assert largest(state.variables.params, again.variables.params) == 0
-  nothing, _ = stepped(batch | {name: 0 * mask for name, mask in masks.items()})
-  assert largest(nothing.variables.params, start()) == 0
-
-
-def test_two_devices_do_as_one():
-  (one, alone), (two, both) = (stepped(batch_of(), devices) for devices in (1, 2))
-  assert largest(one.variables.params, two.variables.params) < 1e-6
-  for name, value in alone.metrics.items():
-    np.testing.assert_allclose(value, both.metrics[name], rtol=1e-5, err_msg=name)
+  one, same, none = (
+    gradient()(start(), batch | x).of_params
+    for x in (masks, other | masks, {name: 0 * mask for name, mask in masks.items()})
+  )
+  assert largest(one) > 1e-3 and largest(none) == 0
+  jax.tree.map(np.testing.assert_array_equal, one, same)

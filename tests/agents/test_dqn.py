@@ -1,6 +1,7 @@
 """DQN against float64 arithmetic, its target network and its exploration."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -9,17 +10,18 @@ import pytest
 import episodes
 import trained
 from speedyzero_jax.agents import dqn
-from speedyzero_jax.agents.base import ActInputs, Variables
-from speedyzero_jax.metrics import names
+from speedyzero_jax.agents.base import ActInputs, LossOutput, Variables
+from speedyzero_jax.config import loader
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.selector import Selection
+from speedyzero_jax.workers.learner import Learner, make_mesh
 from trained import KEY, largest
 
 _N, _STACK, _DISCOUNT, _DELTA, _BATCH, _ACTIONS = 3, 2, 0.9, 0.7, 96, 3
 _TINY = (
   "agent=dqn", "env.game=CartPole", f"env.frame_stack={_STACK}", f"env.discount={_DISCOUNT}",
   "network.hidden=4", "network.layers=1", f"loss.td_steps={_N}", f"loss.huber_delta={_DELTA}",
-  "loss.target_interval=3", "priority.beta_start=0.5", "priority.min_weight=0.3",
+  "priority.beta_start=0.5", "priority.min_weight=0.3",
   f"learner.batch_size={_BATCH}",
 )  # fmt: skip
 
@@ -29,21 +31,22 @@ def _agent(*overrides):
 
 
 @functools.cache
-def _learner(*overrides, devices=1):
-  return trained.make_learner(*_agent(*overrides), devices)
+def _gradient(double=True, dueling=True, devices=2):
+  agent = _agent(f"loss.double={double}", f"network.dueling={dueling}")
+  return trained.gradient(agent, devices)
 
 
 @functools.cache
 def _start(dueling=True):
   """Parameters and target parameters."""
-  _, agent = _agent(f"network.dueling={dueling}")
+  agent = _agent(f"network.dueling={dueling}")
   return trained.random_params(agent, 4), trained.random_params(agent, 5)
 
 
 @functools.cache
 def _recorded():
   """A replay, and of each transition that can be sampled: stacks, action and n-step return."""
-  _, agent = _agent()
+  agent = _agent()
   rng = np.random.default_rng(7)
   replay = Replay(
     agent.schema, agent.make_selector, lanes=2, capacity=200, frame_stack=_STACK, rng_seed=0
@@ -59,12 +62,10 @@ def _recorded():
         returns = episodes.n_step_return(episode, i, _N, _DISCOUNT)
         if returns:
 
-          def stack(k, start=start, whole=whole):
-            shown = [whole.frame[start + max(j, 0), 0, 0] for j in range(k - _STACK + 1, k + 1)]
-            return np.concatenate(shown)
-
-          end = stack(i + returns[2])
-          found.append((lane, start + i, stack(i), end, whole.action[start + i], *returns))
+          now, end = (
+            episodes.observation(whole, start + k, _STACK) for k in (i, i + returns[2])
+          )
+          found.append((lane, start + i, now, end, whole.action[start + i], *returns))
       start += episode.slots
   return replay, [np.array(x) for x in zip(*found, strict=True)]
 
@@ -73,7 +74,7 @@ def _recorded():
 def _batch():
   """All transitions that can be sampled, some twice, and the place of each in `_recorded`."""
   replay, recorded = _recorded()
-  _, agent = _agent()
+  agent = _agent()
   place = np.arange(_BATCH) % len(recorded[0])
   probability = np.linspace(0.001, 0.1, _BATCH)
   selection = Selection(recorded[0][place].astype(np.int32), recorded[1][place], probability)
@@ -120,23 +121,24 @@ def _reference(double=True, dueling=True):
   return error(params), loss
 
 
-def _step(learner, batch, state=None, dueling=True):
-  state = trained.restored(learner, *_start(dueling)) if state is None else state
-  return trained.step(learner, state, batch)
-
-
 # --- the loss
 
 
-@pytest.mark.parametrize(("double", "dueling"), [(True, True), (False, True), (True, False)])
-def test_errors_loss_and_gradient(double, dueling):
-  learner = _learner(f"loss.double={double}", f"network.dueling={dueling}")
-  state, result = _step(learner, _batch()[0], dueling=dueling)
+@pytest.mark.parametrize(("double", "dueling"), [(True, True), (False, False)])
+def test_errors_loss_and_gradient_on_two_devices(double, dueling):
+  params, target = _start(dueling)
+  found = _gradient(double, dueling)(params, _batch()[0], target)
   errors, loss = _reference(double, dueling)
   assert np.abs(errors).min() < _DELTA < np.abs(errors).max()
-  np.testing.assert_allclose(result.priority, np.abs(errors), rtol=1e-4, atol=1e-4)
-  np.testing.assert_allclose(result.metrics[names.LOSS_TOTAL], loss(_start(dueling)[0]), rtol=1e-4)
-  trained.assert_gradient(_start(dueling)[0], state.variables.params, loss)
+  np.testing.assert_allclose(found.priority, np.abs(errors), rtol=1e-4, atol=1e-4)
+  np.testing.assert_allclose(found.loss, loss(params), rtol=1e-4)
+  trained.assert_gradient(params, found.of_params, loss)
+
+
+def test_one_device_does_as_two():
+  params, target = _start()
+  one, two = (_gradient(devices=devices)(params, _batch()[0], target) for devices in (1, 2))
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), one, two)
 
 
 def test_double_learning_changes_the_targets():
@@ -144,26 +146,26 @@ def test_double_learning_changes_the_targets():
 
 
 def test_masked_samples_have_no_gradient():
-  batch, _ = _batch()
-  learner, masked = _learner(), np.arange(_BATCH) % 3 == 0
+  (batch, _), (params, target) = _batch(), _start()
+  masked = np.arange(_BATCH) % 3 == 0
   mask = (~masked[:, None]).astype(np.float32)
-  state, result = _step(learner, batch | {"loss_mask": mask})
-  assert not result.priority[masked].any() and result.priority[~masked].all()
   other = {
     "frames": np.where(masked[:, None, None, None, None], 9, batch["frames"]).astype(np.float32),
     "reward": np.where(masked, 5, batch["reward"]).astype(np.float32),
     "action": np.where(masked, 0, batch["action"]).astype(np.int32),
   }
-  again, _ = _step(learner, batch | other | {"loss_mask": mask})
-  assert largest(state.variables.params, _start()[0]) > 1e-3
-  assert largest(state.variables.params, again.variables.params) == 0
-  nothing, result = _step(learner, batch | {"loss_mask": 0 * mask})
-  assert result.metrics[names.LOSS_TOTAL] == 0
-  assert largest(nothing.variables.params, _start()[0]) == 0
+  one, same, nothing = (
+    _gradient()(params, batch | x, target)
+    for x in ({"loss_mask": mask}, other | {"loss_mask": mask}, {"loss_mask": 0 * mask})
+  )
+  assert not one.priority[masked].any() and one.priority[~masked].all()
+  assert largest(one.of_params) > 1e-3
+  jax.tree.map(np.testing.assert_array_equal, one.of_params, same.of_params)
+  assert nothing.loss == 0 == largest(nothing.of_params)
 
 
 def test_evicted_samples_are_masked():
-  _, agent = _agent()
+  agent = _agent()
   replay = Replay(
     agent.schema, agent.make_selector, lanes=1, capacity=9, frame_stack=_STACK, rng_seed=0
   )
@@ -178,23 +180,22 @@ def test_evicted_samples_are_masked():
 
 
 def test_the_target_network_is_copied_every_interval():
-  learner, (batch, _) = _learner(), _batch()
-  state, expected = trained.restored(learner, *_start()), _start()[1]
-  for step in range(1, 8):
-    state, _ = _step(learner, batch, state)
-    params = jax.device_get(state.variables.params)
-    assert largest(params, expected) > 1e-3
-    expected = params if step % 3 == 0 else expected
-    assert largest(state.target, expected) == 0
+  """With an agent of one parameter, which the learner steps change by 1 each."""
 
+  def loss(params, batch_stats, target, batch, keys):
+    return -params["w"], LossOutput((), {}, target["w"] * batch["frames"])
 
-def test_two_devices_do_as_one():
-  (one, alone), (two, both) = (_step(_learner(devices=devices), _batch()[0]) for devices in (1, 2))
-  assert largest(one.variables.params, two.variables.params) < 1e-6
-  assert largest(one.variables.params, _start()[0]) > 1e-3
-  np.testing.assert_allclose(alone.priority, both.priority, rtol=1e-5)
-  for name, value in alone.metrics.items():
-    np.testing.assert_allclose(value, both.metrics[name], rtol=1e-5, err_msg=name)
+  agent = SimpleNamespace(
+    init=lambda key: Variables({"w": np.float32(0)}, ()), loss=loss, target_interval=3
+  )
+  sgd = ("optim.momentum=0", "optim.learning_rate=1", "optim.warmup_steps=0", "optim.clip_norm=0")
+  config = loader.load([], ["agent=dqn", "env.game=Catch", "optim.name=sgd", *sgd])
+  learner, seen = Learner(config, agent, make_mesh(jax.devices()[:1])), []
+  state, batch = learner.init(KEY), learner.put({"frames": np.ones(1, np.float32)})
+  for _ in range(8):
+    state, result = learner.step(state, batch, KEY)
+    seen.append((float(result.priority[0]), float(state.target["w"])))
+  assert seen == [(0, 0), (0, 0), (0, 3), (3, 3), (3, 3), (3, 6), (6, 6), (6, 6)]
 
 
 # --- acting
@@ -215,7 +216,7 @@ def test_an_annealed_epsilon_falls_linearly():
 
 def test_acting_is_epsilon_greedy():
   lanes = 400
-  _, agent = _agent("explore.epsilon=0.6", "explore.spread=0", f"actor.lanes={lanes}")
+  agent = _agent("explore.epsilon=0.6", "explore.spread=0", f"actor.lanes={lanes}")
   params, _ = _start()
   frames = np.random.default_rng(0).normal(size=(lanes, _STACK, 1, 1, 2)).astype(np.float32)
   inputs = ActInputs(frames, np.zeros(lanes, bool), np.arange(lanes), ())

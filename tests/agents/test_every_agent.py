@@ -9,33 +9,22 @@ from speedyzero_jax.run import steps
 from whole_runs import assert_same, everything
 
 RUN = ("run.mode=lockstep", "learner.devices=1")
+_ON_POLICY = (
+  "network.hidden=8", "learner.batch_size=4", "run.env_steps=620", "actor.lanes=4",
+  "loss.unroll_length=5",
+)  # fmt: skip
 _LSTM = ("network.core=lstm", "network.lstm_hidden=8")
 # By preset: settings of a run of 30 learner steps, and of the least one that learns Catch.
 SHORT = {
-  "a2c": (
-    "network.hidden=8", "learner.batch_size=4", "run.env_steps=620", "actor.lanes=4",
-    "replay.capacity=0",
-  ),
-  "appo": (
-    "network.hidden=8", "learner.batch_size=4", "run.env_steps=420", "actor.lanes=4",
-    "loss.unroll_length=5", "replay.capacity=260",
-  ),
+  "appo": (*_ON_POLICY, "run.env_steps=420", "replay.capacity=260"),
   "dqn": (
     "network.hidden=8", "learner.batch_size=8", "run.env_steps=500", "actor.random_steps=100",
     "loss.target_interval=7",
   ),
-  "impala": (
-    "network.hidden=8", "learner.batch_size=4", "run.env_steps=620", "actor.lanes=4",
-    "loss.unroll_length=5", "replay.capacity=0",
-  ),
+  "impala": (*_ON_POLICY, *_LSTM, "replay.capacity=0"),
   "ppo": (
-    "network.hidden=8", "learner.batch_size=2", "run.env_steps=150", "actor.lanes=4",
-    "loss.unroll_length=5", "loss.minibatches=2", "loss.epochs=3", "actor.weights_interval=6",
-    "replay.capacity=0",
-  ),
-  "impala lstm": (
-    *_LSTM, "network.hidden=8", "learner.batch_size=4", "run.env_steps=620", "actor.lanes=4",
-    "loss.unroll_length=5", "replay.capacity=0",
+    *_ON_POLICY, "learner.batch_size=2", "run.env_steps=150", "loss.minibatches=2",
+    "loss.epochs=3", "actor.weights_interval=6", "replay.capacity=0",
   ),
   "r2d2": (
     *_LSTM, "network.hidden=8", "learner.batch_size=8", "run.env_steps=500",
@@ -48,7 +37,6 @@ SHORT = {
   ),
 }  # fmt: skip
 LEARNS = {
-  "a2c": (),
   "dqn": (
     "learner.steps=300", "run.env_steps=4000", "actor.lanes=16", "optim.learning_rate=3e-3",
     "loss.target_interval=50",
@@ -67,7 +55,7 @@ LEARNS = {
 @pytest.mark.parametrize("agent", SHORT)
 def test_a_resumed_run_ends_as_one_that_was_not_interrupted(tmp_path, agent):
   short = ("learner.steps=30", "run.checkpoint_interval=10", *SHORT[agent])
-  config = loader.load([agent.split()[0]], [*RUN, *short])
+  config = loader.load([agent], [*RUN, *short])
   for name in ("whole", "parts"):
     (tmp_path / name).mkdir()
   whole = trained.run(config, tmp_path / "whole", after=everything)

@@ -8,10 +8,11 @@ import pytest
 
 import episodes
 import trained
-from speedyzero_jax.metrics import names
+from speedyzero_jax.agents.base import Variables
+from speedyzero_jax.config import loader
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.selector import Selection
-from trained import largest
+from trained import experiment, largest
 
 _BURN_IN, _LENGTH, _STRIDE, _N, _STACK, _DISCOUNT = 3, 5, 2, 3, 2, 0.9
 _BATCH, _ACTIONS, _ETA = 48, 3, 0.9
@@ -29,21 +30,21 @@ def _agent(*overrides):
 
 
 @functools.cache
-def _learner(core="lstm", devices=1):
-  return trained.make_learner(*_agent(f"network.core={core}"), devices)
+def _gradient(core="lstm", devices=2):
+  return trained.gradient(_agent(f"network.core={core}"), devices)
 
 
 @functools.cache
 def _start(core="lstm"):
   """Parameters and target parameters."""
-  _, agent = _agent(f"network.core={core}")
+  agent = _agent(f"network.core={core}")
   return trained.random_params(agent, 4), trained.random_params(agent, 5)
 
 
 @functools.cache
 def _batch(core="lstm"):
   """All sequences of two lanes whose episodes end everywhere, the selection and the segments."""
-  _, agent = _agent(f"network.core={core}")
+  agent = _agent(f"network.core={core}")
   rng, stored, played = np.random.default_rng(7), [], []
   sizes = {"lanes": 2, "capacity": 200, "frame_stack": _STACK, "rng_seed": 0}
   replay = Replay(agent.schema, agent.make_selector, **sizes)
@@ -69,8 +70,9 @@ def _gathered(agent, replay, selection):
   return {"frames": frames, "stack": stack, **arrays}
 
 
-def _step(learner, batch, core="lstm"):
-  return trained.step(learner, trained.restored(learner, *_start(core)), batch)
+def _found(batch, core="lstm", devices=2):
+  params, target = _start(core)
+  return _gradient(core, devices)(params, batch, target)
 
 
 # --- the loss, from the segments as they were stored
@@ -100,12 +102,6 @@ def _inverse(y):
   return np.sign(y) * ((root / (2 * 0.001)) ** 2 - 1)
 
 
-def _observation(segment, slot):
-  start = max(t for t in range(slot + 1) if segment.first[t])
-  shown = [segment.frame[max(t, start), 0, 0] for t in range(slot - _STACK + 1, slot + 1)]
-  return np.concatenate(shown)
-
-
 def _n_step(played, slot):
   """The n-step return of a slot of a lane; None where no action was taken."""
   start = 0
@@ -126,7 +122,7 @@ def _reference(core="lstm"):
   samples = []
   for lane, time in zip(selection.lane, selection.time, strict=True):
     segment, slots = stored[lane], np.arange(time, time + _BURN_IN + _LENGTH + _N)
-    x = np.stack([_observation(segment, slot) for slot in slots])
+    x = np.stack([episodes.observation(segment, slot, _STACK) for slot in slots])
     first, state = segment.first[slots], None if core == "none" else segment.extra["core"][time]
     (q, states), (next_q, _) = (_q(p, x, first, state) for p in (params, target))
     warm = None if core == "none" else states[_BURN_IN]
@@ -153,84 +149,85 @@ def _reference(core="lstm"):
 
 
 @pytest.mark.parametrize("core", ["lstm", "none"])
-def test_errors_loss_and_gradient(core):
+def test_errors_loss_and_gradient_on_two_devices(core):
   """The burn-in has no gradient: the reference's state after it does not depend on parameters."""
-  state, result = _step(_learner(core), _batch(core)[0], core)
-  errors, loss = _reference(core)
+  found, (errors, loss) = _found(_batch(core)[0], core), _reference(core)
   acted = errors != 0
   assert 0 < acted.mean() < 1
   np.testing.assert_array_equal(_batch(core)[0]["loss_mask"], acted)
   size = np.abs(errors)
   expected = _ETA * size.max(1) + (1 - _ETA) * size.sum(1) / acted.sum(1)
-  np.testing.assert_allclose(result.priority, expected, rtol=1e-3, atol=1e-3)
-  np.testing.assert_allclose(result.metrics[names.LOSS_TOTAL], loss(_start(core)[0]), rtol=1e-3)
-  trained.assert_gradient(_start(core)[0], state.variables.params, loss, rtol=5e-3, atol=5e-3)
+  np.testing.assert_allclose(found.priority, expected, rtol=1e-3, atol=1e-3)
+  np.testing.assert_allclose(found.loss, loss(_start(core)[0]), rtol=1e-3)
+  trained.assert_gradient(_start(core)[0], found.of_params, loss, rtol=5e-3, atol=5e-3)
 
 
 def test_the_state_after_the_burn_in_counts():
   batch, _, _, _ = _batch()
   other = batch | {"state": batch["state"] + 1}
-  here, there = (_step(_learner(), x)[1].priority for x in (batch, other))
+  here, there = (_found(x).priority for x in (batch, other))
   reset = batch["first"][:, 1 : _BURN_IN + 1].any(1) | batch["first"][:, 0]
   assert reset.any() and not reset.all()
   np.testing.assert_array_equal(here[reset], there[reset])
   assert (here[~reset] != there[~reset]).any()
 
 
-def test_the_priority_mixes_the_largest_and_the_mean_error():
-  """With Q = 0 everywhere and no bootstrapping, errors are rescaled rewards."""
-  batch, _, _, _ = _batch()
-  zeros = jax.tree.map(np.zeros_like, _start())
-  goals = np.array([0.1, -0.5, 0.2])
-  reward = np.zeros((_BATCH, _LENGTH), np.float32)
-  reward[:, :3] = _inverse(goals)
-  batch = batch | {
-    "reward": reward,
-    "discount": np.zeros_like(reward),
-    "loss_mask": np.broadcast_to((np.arange(_LENGTH) < 3).astype(np.float32), reward.shape),
-  }
-  learner = _learner()
-  _, result = trained.step(learner, trained.restored(learner, *zeros), batch)
-  np.testing.assert_allclose(result.priority, 0.476667, rtol=1e-4)
-
-
 def test_masked_slots_and_sequences_have_no_gradient():
   batch, _, _, _ = _batch()
   masked = np.arange(_BATCH) % 3 == 0
   mask = batch["loss_mask"] * ~masked[:, None]
-  state, result = _step(_learner(), batch | {"loss_mask": mask})
-  assert not result.priority[masked].any() and result.priority[~masked].all()
   other = {
     "frames": np.where(masked[:, None, None, None, None], 9, batch["frames"]).astype(np.float32),
     "stack": np.where(masked[:, None, None], 1000, batch["stack"]).astype(np.int32),
     "state": np.where(masked[:, None], 3, batch["state"]).astype(np.float32),
     "reward": np.where(mask == 0, 5, batch["reward"]).astype(np.float32),
     "action": np.where(mask == 0, 0, batch["action"]).astype(np.int32),
-    "loss_mask": mask,
   }
-  again, _ = _step(_learner(), batch | other)
-  assert largest(state.variables.params, _start()[0]) > 1e-3
-  assert largest(state.variables.params, again.variables.params) == 0
-  nothing, result = _step(_learner(), batch | {"loss_mask": 0 * mask})
-  assert result.metrics[names.LOSS_TOTAL] == 0
-  assert largest(nothing.variables.params, _start()[0]) == 0
+  masks = {"loss_mask": mask}, other | {"loss_mask": mask}, {"loss_mask": 0 * mask}
+  one, same, nothing = (_found(batch | x) for x in masks)
+  assert not one.priority[masked].any() and one.priority[~masked].all()
+  assert largest(one.of_params) > 1e-3
+  jax.tree.map(np.testing.assert_array_equal, one.of_params, same.of_params)
+  assert nothing.loss == 0 == largest(nothing.of_params)
 
 
-def test_two_devices_do_as_one():
-  (one, alone), (two, both) = (_step(_learner(devices=devices), _batch()[0]) for devices in (1, 2))
-  assert largest(one.variables.params, _start()[0]) > 1e-3
-  size = max(np.abs(x).max() for x in jax.tree.leaves(jax.device_get(one.variables.params)))
-  assert largest(one.variables.params, two.variables.params) < 1e-6 * size
-  np.testing.assert_allclose(alone.priority, both.priority, rtol=1e-5)
-  for name, value in alone.metrics.items():
-    np.testing.assert_allclose(value, both.metrics[name], rtol=1e-5, err_msg=name)
+# --- acting
+
+
+def test_stored_states_are_those_of_unrolling_from_the_start_of_the_episode(tmp_path):
+  """At every slot, the last ones of episodes and of the run included."""
+  config = loader.load(
+    ["r2d2"],
+    ["env.game=CartPole", "env.frame_stack=2", "network.lstm_hidden=5", "network.hidden=4",
+     "network.layers=1", "actor.lanes=3", "actor.random_steps=0", "learner.steps=2",
+     "learner.batch_size=4", "run.env_steps=400", "run.mode=lockstep", "replay.capacity=0",
+     "learner.devices=1", "loss.burn_in=2", "loss.sequence_length=3", "loss.stride=2"],
+  )  # fmt: skip
+  with experiment(config, tmp_path) as run:
+    params = trained.random_params(run.agent, 0)
+    run.weights.publish(0, Variables(params, ()))
+    while not run.limiter.collected:
+      run.collector.collect()
+    layer, store, count = params["torso"]["layers"][0], run.replay.store, 0
+    for lane, head in enumerate(store.head):
+      starts = np.flatnonzero(store.first[lane, :head])
+      for start, end in zip(starts, [*starts[1:], head], strict=True):
+        frames = np.float64(store.frame[lane, start:end, 0, 0])
+        x = np.concatenate([frames[[0, *range(len(frames) - 1)]], frames], axis=1)
+        features = np.maximum(x @ layer["kernel"] + layer["bias"], 0)
+        first = np.arange(len(x)) == 0
+        _, states = trained.lstm(params["core"], features, first, np.ones(10))
+        stored = store["core"][lane, start:end]
+        np.testing.assert_allclose(stored[1:], states[1:-1], rtol=1e-4, atol=1e-5)
+        count += 1
+  assert count > 6
 
 
 # --- sampling
 
 
 def test_evicted_sequences_are_masked():
-  _, agent = _agent()
+  agent = _agent()
   least = _STACK + agent.lookahead  # slots, with which there is always a sequence
   sizes = {"lanes": 1, "capacity": least, "frame_stack": _STACK, "rng_seed": 0}
   replay = Replay(agent.schema, agent.make_selector, **sizes)

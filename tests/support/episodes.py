@@ -56,3 +56,10 @@ def n_step_return(
   if ended and episode.end == "open":
     return None
   return total, 0.0 if ended and episode.end == "terminated" else discount**length, length
+
+
+def observation(segment: Segment, slot: int, stack: int) -> np.ndarray:
+  """The stack that a slot shows, from its episode's frames, as one vector."""
+  start = max(t for t in range(slot + 1) if segment.first[t])
+  shown = [segment.frame[max(t, start), 0, 0] for t in range(slot - stack + 1, slot + 1)]
+  return np.concatenate(shown)

@@ -97,7 +97,7 @@ def _shared_programs(made: Config) -> dict[str, Any]:
   }
 
 
-class _SharedLearner(Learner):
+class SharedLearner(Learner):
   """Traces its initialisation once for each key."""
 
   @functools.cache  # noqa: B019
@@ -111,7 +111,7 @@ class _SharedLearner(Learner):
 
 @functools.cache
 def _learner(config: Config, mesh: Mesh) -> Learner:
-  return _SharedLearner(config, builders.make_agent(config), mesh)
+  return SharedLearner(config, builders.make_agent(config), mesh)
 
 
 @functools.cache

@@ -1,63 +1,73 @@
-"""What tests of every agent share: single training steps against float64 arithmetic, whole runs."""
+"""What tests of agents share: gradients against float64 arithmetic, and whole runs."""
 
 import contextlib
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from speedyzero_jax.agents.base import Variables
+from speedyzero_jax.agents.base import AXIS, mean_over_devices
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.loader import agent_module
+from speedyzero_jax.config.schema import Config
 from speedyzero_jax.metrics.logger import MetricsLogger
-from speedyzero_jax.run import snapshot
-from speedyzero_jax.run.build import build
+from speedyzero_jax.run import build, builders, snapshot
 from speedyzero_jax.run.checkpoint import Checkpoints
-from speedyzero_jax.workers.learner import Learner, make_mesh
+from speedyzero_jax.workers.inference import Inference
+from speedyzero_jax.workers.learner import make_mesh
+from tiny import SharedLearner
 from whole_runs import finish
 
-RATE = 0.5
-# With plain SGD a step shows the gradient.
-SGD = (
-  "optim.name=sgd", "optim.momentum=0", f"optim.learning_rate={RATE}", "optim.warmup_steps=0",
-  "optim.decay_steps=0", "optim.clip_norm=0", "optim.weight_decay=0", "learner.steps=100",
-)  # fmt: skip
 KEY = jax.random.key(0)
 
 
 def make(actions, *overrides):
-  """A configuration from these overrides, and its agent for frames of two numbers."""
-  config = loader.load([], [*SGD, *overrides])
-  agent = agent_module(config.agent.name).make_agent(config, (1, 1, 2), np.float32, actions)
-  return config, agent
+  """The agent of a configuration from these overrides, for frames of two numbers."""
+  config = loader.load([], ["learner.steps=100", *overrides])
+  return agent_module(config.agent.name).make_agent(config, (1, 1, 2), np.float32, actions)
 
 
-def make_learner(config, agent, devices=1):
-  return Learner(config, agent, make_mesh(jax.devices()[:devices]))
+class Gradient(NamedTuple):
+  """What the learner makes of a batch before its optimizer."""
+
+  loss: Any
+  of_params: Any
+  metrics: Any
+  priority: Any
+
+
+def gradient(agent, devices=1):
+  """Compiles (params, batch, target) -> `Gradient`, the batch divided over so many devices."""
+
+  def local(params, target, batch, keys):
+    run = jax.value_and_grad(agent.loss, has_aux=True)
+    (loss, out), grads = run(params, (), target, batch, keys)
+    return mean_over_devices((loss, grads, out.metrics)), out.priority
+
+  whole, parts = PartitionSpec(), PartitionSpec(AXIS)
+  program = jax.jit(
+    jax.shard_map(
+      local, mesh=make_mesh(jax.devices()[:devices]), in_specs=(whole, whole, parts, parts),
+      out_specs=(whole, parts), check_vma=False,
+    )
+  )  # fmt: skip
+
+  def run(params, batch, target=()):
+    keys = jax.random.split(KEY, len(batch["frames"]))
+    mean, priority = jax.device_get(program(params, target, batch, keys))
+    return Gradient(*mean, priority)
+
+  return run
 
 
 def random_params(agent, seed):
   """Parameters of which none is zero."""
   rng, shapes = np.random.default_rng(seed), jax.eval_shape(agent.init, KEY).params
   return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), shapes)
-
-
-def restored(learner, params, target=()):
-  """A state of the learner with these parameters."""
-  opt_state = jax.device_get(learner.init(KEY).opt_state)
-  return learner.restore(Variables(params, ()), target, opt_state, 0)
-
-
-def step(learner, state, batch):
-  """The state after a training step, and its result on the host."""
-  state, result = learner.step(state, learner.put(batch), KEY)
-  return state, jax.device_get(result)
-
-
-def largest(a, b):
-  """The largest difference between two trees."""
-  return max(
-    jax.tree.leaves(jax.tree.map(lambda x, y: np.abs(x - y).max(), *jax.device_get((a, b))))
-  )
 
 
 def lstm(params, x, first, state):
@@ -77,15 +87,41 @@ def _sigmoid(x):
   return 1 / (1 + np.exp(-x))
 
 
-def assert_gradient(before, after, loss, *, rate=RATE, rtol=1e-3, atol=1e-4):
-  """A step of SGD went down the slope of this float64 loss, in random directions."""
-  rng, after = np.random.default_rng(0), jax.device_get(after)
+def assert_gradient(params, gradient, loss, *, rtol=1e-3, atol=1e-4):
+  """It is the slope of this float64 loss, in random directions."""
+  rng = np.random.default_rng(0)
   for _ in range(5):
-    way = jax.tree.map(lambda x: rng.normal(size=x.shape), before)
-    ahead, behind = (jax.tree.map(lambda x, d, h=h: x + h * d, before, way) for h in (1e-6, -1e-6))
-    slope = (loss(ahead) - loss(behind)) / 2e-6
-    moved = jax.tree.map(lambda x, y, d: ((x - y) / rate * d).sum(), before, after, way)
-    np.testing.assert_allclose(sum(jax.tree.leaves(moved)), slope, rtol=rtol, atol=atol)
+    way = jax.tree.map(lambda x: rng.normal(size=x.shape), params)
+    ahead, behind = (jax.tree.map(lambda x, d, h=h: x + h * d, params, way) for h in (1e-6, -1e-6))
+    along = sum(jax.tree.leaves(jax.tree.map(lambda g, d: (g * d).sum(), gradient, way)))
+    np.testing.assert_allclose(along, (loss(ahead) - loss(behind)) / 2e-6, rtol=rtol, atol=atol)
+
+
+def largest(tree):
+  """The largest size of a number in a tree."""
+  return max(np.abs(x).max() for x in jax.tree.leaves(tree))
+
+
+@functools.cache
+def _learner(config, mesh):
+  return SharedLearner(config, builders.make_agent(config), mesh)
+
+
+@functools.cache
+def _inference(config, mesh):
+  return Inference(builders.make_agent(config), mesh)
+
+
+def _sharing(config):
+  """Has `build` take programs that were compiled before for an equal agent and batch size."""
+  steps = dataclasses.replace(config.learner, steps=1, tail_steps=0, prefetch=1)
+  actor = dataclasses.replace(config.actor, random_steps=0, weights_interval=1)
+  key = Config(config.agent, config.env, actor, optim=config.optim, learner=steps)
+  return mock.patch.multiple(
+    build,
+    Learner=lambda config, agent, mesh, **_: _learner(key, mesh),
+    Inference=lambda agent, mesh, **_: _inference(key, mesh),
+  )
 
 
 @contextlib.contextmanager
@@ -93,7 +129,8 @@ def experiment(config, folder, *, resume=False):
   """The parts of a run in this folder; closed at the end."""
   resume_step = max(Checkpoints(folder).steps()) if resume else None
   with MetricsLogger(config, folder, resume_step) as logger:
-    made = build(config, folder, logger, resume=resume)
+    with _sharing(config):
+      made = build.build(config, folder, logger, resume=resume)
     with contextlib.closing(made):
       yield made
 

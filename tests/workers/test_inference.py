@@ -1,0 +1,59 @@
+"""Programs of an agent divided among devices, with one whose programs are sums."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from speedyzero_jax.agents.base import ActInputs, ActOutput
+from speedyzero_jax.workers.inference import Inference
+from speedyzero_jax.workers.learner import make_mesh
+
+_KEY, _WEIGHT = jax.random.key(0), np.float32(3)
+
+
+def _act(weight, inputs, key, progress, *, explore):
+  noise = jax.random.randint(key, inputs.lane.shape, 0, 1000) if explore else 0
+  return ActOutput(inputs.lane + noise, {"sum": weight * inputs.frames.sum((1, 2))}, ())
+
+
+def _task(weight, frames, key):
+  return {"value": weight * frames.sum(-1)}
+
+
+def _inference(devices):
+  agent = SimpleNamespace(act=_act, tasks={"task": SimpleNamespace(program=_task)})
+  return Inference(agent, make_mesh(jax.devices()[:devices]))
+
+
+def test_devices_that_share_the_work_find_the_same():
+  one, two = _inference(1), _inference(2)
+  frames = np.random.default_rng(0).normal(size=(4, 5, 6)).astype(np.float32)
+  for n in (4, 3):  # shares of equal size, and one that is short
+    inputs = ActInputs(frames[:n], np.zeros(n, bool), np.arange(n, dtype=np.int32), ())
+    task = two.tasks["task"](_WEIGHT, frames[:n], _KEY)["value"]
+    np.testing.assert_allclose(task, 3 * frames[:n].sum(-1), rtol=1e-4, atol=1e-5)
+    assert n == 3 or len(task.sharding.device_set) == 2
+    acted, alone = (x.act(_WEIGHT, inputs, _KEY, 0.5, explore=False) for x in (two, one))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), acted, alone)
+
+
+def test_devices_explore_apart_and_keys_decide():
+  inputs = ActInputs(np.zeros((4, 1, 1), np.float32), np.zeros(4, bool), jnp.zeros(4, int), ())
+  noise = [
+    np.asarray(_inference(2).act(_WEIGHT, inputs, jax.random.key(i), 0.5, explore=True).action)
+    for i in (1, 1, 2)
+  ]
+  assert (noise[0][:2] != noise[0][2:]).any() and (noise[0] != noise[2]).any()
+  np.testing.assert_array_equal(noise[0], noise[1])
+
+
+def test_each_device_computes_its_share():
+  frames = np.zeros((8, 64, 64), np.float32)
+
+  def flops(devices):
+    program = _inference(devices).tasks["task"].function
+    return program.lower(_WEIGHT, frames, _KEY).compile().cost_analysis()["flops"]
+
+  assert 0.4 < flops(2) / flops(1) < 0.7
