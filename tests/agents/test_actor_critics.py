@@ -1,4 +1,4 @@
-"""IMPALA's and PPO's losses in float64, the supply of trajectories and their lag, and whole runs."""
+"""IMPALA's and PPO's losses in float64, the supply of trajectories, their lag, and whole runs."""
 
 import dataclasses
 import functools

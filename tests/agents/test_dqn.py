@@ -61,10 +61,7 @@ def _recorded():
       for i in range(len(episode.rewards)):
         returns = episodes.n_step_return(episode, i, _N, _DISCOUNT)
         if returns:
-
-          now, end = (
-            episodes.observation(whole, start + k, _STACK) for k in (i, i + returns[2])
-          )
+          now, end = (episodes.observation(whole, start + k, _STACK) for k in (i, i + returns[2]))
           found.append((lane, start + i, now, end, whole.action[start + i], *returns))
       start += episode.slots
   return replay, [np.array(x) for x in zip(*found, strict=True)]

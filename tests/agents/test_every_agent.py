@@ -8,7 +8,7 @@ from speedyzero_jax.config.loader import ConfigError
 from speedyzero_jax.run import steps
 from whole_runs import assert_same, everything
 
-RUN = ("run.mode=lockstep", "learner.devices=1")
+RUN = ("run.mode=lockstep", "learner.devices=1", "evaluation.episodes=32")
 _ON_POLICY = (
   "network.hidden=8", "learner.batch_size=4", "run.env_steps=620", "actor.lanes=4",
   "loss.unroll_length=5",
@@ -38,16 +38,21 @@ SHORT = {
 }  # fmt: skip
 LEARNS = {
   "dqn": (
-    "learner.steps=300", "run.env_steps=4000", "actor.lanes=16", "optim.learning_rate=3e-3",
-    "loss.target_interval=50",
+    "learner.steps=150", "run.env_steps=2500", "actor.lanes=32", "actor.random_steps=500",
+    "optim.learning_rate=1e-2", "loss.target_interval=20",
   ),
   "impala": (
-    "learner.steps=240", "run.env_steps=40000", "actor.lanes=32", "replay.capacity=0",
+    "learner.steps=120", "run.env_steps=22000", "actor.lanes=64", "learner.batch_size=16",
+    "optim.learning_rate=1e-2", "network.hidden=32", "loss.unroll_length=10", "replay.capacity=0",
   ),
-  "ppo": (),
+  "ppo": (
+    "learner.steps=200", "run.env_steps=17000", "actor.lanes=64", "learner.batch_size=16",
+    "optim.learning_rate=1e-2", "loss.unroll_length=16", "replay.capacity=0",
+  ),
   "r2d2": (
-    "learner.steps=400", "run.env_steps=8000", "actor.lanes=16", "optim.learning_rate=3e-3",
-    "loss.target_interval=50",
+    "learner.steps=150", "run.env_steps=3500", "actor.lanes=32", "actor.random_steps=500",
+    "optim.learning_rate=5e-3", "network.hidden=32", "network.lstm_hidden=32",
+    "loss.target_interval=20", "loss.burn_in=2", "loss.sequence_length=10",
   ),
 }  # fmt: skip
 

@@ -265,7 +265,7 @@ EFFICIENTZERO = {  # the paper and the released code, as in its Atari configurat
   "network.channels": 64, "network.lstm_hidden": 512, "network.support": 300,
   "network.value_prefix_horizon": 5,
   "search.algorithm": "puct", "search.simulations": 50, "search.c1": 1.25, "search.c2": 19652,
-  "search.value_scaling": "tree", "search.dirichlet_alpha": 0.3, "search.dirichlet_fraction": 0.25,
+  "search.dirichlet_alpha": 0.3, "search.dirichlet_fraction": 0.25,
   "actor.random_steps": 2000, "actor.weights_interval": 100, "search.temperatures": (1, 0.5, 0.25),
   "search.temperature_stages": (0.4166666667, 0.625), "network.init": "pytorch",
   "loss.gradient_scaling": "efficientzero", "loss.absorbing_states": False,

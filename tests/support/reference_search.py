@@ -39,7 +39,6 @@ class Settings:
   simulations: int
   discount: float
   horizon: int
-  scaling: str
   min_range: float
   max_depth: int
   max_considered: int
@@ -106,16 +105,10 @@ class Search:
       if visited:
         mean = sum(prior[a] * v for a, v in visited.items()) / sum(prior[a] for a in visited)
         missing = (node.value + n * mean) / (1 + n)
-    elif self.s.scaling == "tree":
+    else:
       missing = (node.value + sum(visited.values())) / (1 + len(visited))
-    else:  # mctx's: the least of the visited ones and of the node's own mean
-      missing = min([float(np.mean(node.returns)), *visited.values()])
     q = np.array([visited.get(a, missing) for a in range(len(node.logits))])
-    pool = list(q)
-    if self.s.scaling == "tree":
-      pool += self.all_q(root)
-    elif self.s.algorithm == "puct":
-      pool.append(float(np.mean(node.returns)))
+    pool = [*q, *self.all_q(root)]
     return (q - min(pool)) / max(max(pool) - min(pool), self.s.min_range)
 
   def sigma(self, root: Node, node: Node) -> np.ndarray:

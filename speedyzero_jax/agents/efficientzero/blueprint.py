@@ -1,6 +1,6 @@
 """EfficientZero's network apart from its values: making, binding and folding its variables."""
 
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -20,13 +20,17 @@ class Blueprint:
 
   def __init__(self, *arguments: Any, **options: Any):
     self._make = partial(Network, *arguments, **options)
-    self._graph, self._folded = (self._structure(folded) for folded in (False, True))
     config, (height, width, _), *_ = arguments
     self._dtype, d = jnp.dtype(config.dtype), config.downsample
     self._state_shape = height // d, width // d, config.channels
 
-  def _structure(self, folded: bool) -> Any:
-    return nnx.graphdef(nnx.eval_shape(lambda: self._make(rngs=nnx.Rngs(0), folded=folded)))
+  @cached_property
+  def _graph(self) -> Any:
+    return nnx.graphdef(nnx.eval_shape(lambda: self._make(rngs=nnx.Rngs(0))))
+
+  @cached_property
+  def _folded_graph(self) -> Any:
+    return nnx.graphdef(nnx.eval_shape(lambda: self._make(rngs=nnx.Rngs(0), folded=True)))
 
   def init(self, key: jax.Array) -> Variables:
     """Initial variables."""
@@ -56,7 +60,7 @@ class Blueprint:
 
   def bind_folded(self, variables: Variables) -> Network:
     """The network with variables from `fold`, for `train=False` only."""
-    return nnx.merge(self._folded, variables.params, variables.batch_stats)
+    return nnx.merge(self._folded_graph, variables.params, variables.batch_stats)
 
 
 def _fold(params: Params, stats: Params) -> Params:

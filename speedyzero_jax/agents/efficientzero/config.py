@@ -83,11 +83,8 @@ class SearchConfig:
   dirichlet_fraction: float = opt(
     0.25, "PUCT: share of root noise in the prior (EZ: 0.25)", "[0, 1]"
   )
-  value_scaling: Literal["tree", "node"] = opt(
-    "tree", "Q normalised over the whole tree (EZ), or over the siblings (mctx)"
-  )
   min_value_range: float = opt(
-    0.01, "floor on max - min when Q is normalised (EZ: 0.01)", "[1e-6, 1e6]"
+    0.01, "floor on max - min when Q is normalised over the tree (EZ: 0.01)", "[1e-6, 1e6]"
   )
   temperatures: tuple[float, ...] = opt(
     (1.0, 0.5, 0.25), "PUCT: temperature of sampled actions, by stage (EZ)", "[1e-6, 1e6]"

@@ -163,20 +163,13 @@ def _gumbel_policy(
 ) -> Callable[..., mctx.PolicyOutput]:
   """Full Gumbel MuZero (Danihelka et al. 2022), as `mctx.gumbel_muzero_policy`."""
   grow = _tree_search(config, discount)
-  constants = {"value_scale": config.c_scale, "maxvisit_init": config.c_visit}
-  qtransform: Callable[..., chex.Array]
-  if config.value_scaling == "tree":
-    qtransform = functools.partial(
-      qtransforms.qtransform_tree_by_mixed_value,
-      discount=discount,
-      min_range=config.min_value_range,
-      **constants,
-    )
-  else:
-    qtransform = functools.partial(
-      mctx.qtransform_completed_by_mix_value, epsilon=config.min_value_range, **constants
-    )
-
+  qtransform = functools.partial(
+    qtransforms.qtransform_tree_by_mixed_value,
+    discount=discount,
+    min_range=config.min_value_range,
+    value_scale=config.c_scale,
+    maxvisit_init=config.c_visit,
+  )
   select_at_root = functools.partial(
     mctx.gumbel_muzero_root_action_selection,
     num_simulations=config.simulations,
@@ -212,14 +205,9 @@ def _puct_policy(
   makes a search without noise depend on its key. Here they are drawn once, and only to explore.
   """
   grow = _tree_search(config, discount)
-  if config.value_scaling == "tree":
-    qtransform = functools.partial(
-      qtransforms.qtransform_tree_by_mean_value, discount=discount, min_range=config.min_value_range
-    )
-  else:
-    qtransform = functools.partial(
-      mctx.qtransform_by_parent_and_siblings, epsilon=config.min_value_range
-    )
+  qtransform = functools.partial(
+    qtransforms.qtransform_tree_by_mean_value, discount=discount, min_range=config.min_value_range
+  )
 
   def select(key, tree, node_index, depth=0):
     del key, depth

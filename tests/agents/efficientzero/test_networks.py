@@ -2,7 +2,6 @@
 types."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from speedyzero_jax.agents.efficientzero.config import NetworkConfig
 # No two sizes alike, so that no pair of axes can be swapped unnoticed.
 TINY = NetworkConfig(
   channels=4, downsample=1, reduced_channels=3, head_hidden=5, lstm_hidden=6,
-  value_prefix_horizon=2, support=4, projection_hidden=7, projection_out=8, prediction_hidden=9,
+  value_prefix_horizon=1, support=4, projection_hidden=7, projection_out=8, prediction_hidden=9,
 )  # fmt: skip
 _OBSERVATION = (2, 3, 2)
 _ACTIONS = 3
@@ -70,8 +69,7 @@ def _head(outputs):
   return _conv(1, 64, 16) + _norm(16) + _linear(6 * 6 * 16, 32) + _norm(32) + _linear(32, outputs)
 
 
-@pytest.mark.parametrize("actions", [6, 18])
-def test_parameters_of_the_full_network_are_those_of_the_paper_by_hand(actions):
+def test_parameters_of_the_full_network_are_those_of_the_paper_by_hand():
   downsampling_block = (
     _conv(3, 32, 64) + _norm(64) + _conv(3, 64, 64) + _norm(64) + _conv(3, 32, 64)
   )
@@ -87,40 +85,17 @@ def test_parameters_of_the_full_network_are_those_of_the_paper_by_hand(actions):
     ),
     "trunk": _block(64),
     "value": _head(601),
-    "policy": _head(actions),
+    "policy": _head(6),
     "consistency": (
       _linear(2304, 1024) + _linear(1024, 1024) + _linear(1024, 1024) + 3 * _norm(1024)
       + _linear(1024, 512) + _norm(512) + _linear(512, 1024)
     ),
   }  # fmt: skip
-  _, variables = _abstract(NetworkConfig(), actions=actions)
+  _, variables = _abstract(NetworkConfig())
   found = {
     part: sum(x.size for x in jax.tree.leaves(tree)) for part, tree in variables.params.items()
   }
   assert found == expected
-
-
-@pytest.mark.parametrize(
-  ("downsample", "frame", "state"),
-  [(1, (2, 3), (2, 3)), (4, (8, 12), (2, 3)), (8, (96, 96), (12, 12))],
-)
-def test_shapes(downsample, frame, state):
-  config = dataclasses.replace(TINY, downsample=downsample)
-  blueprint, variables = _abstract(config, frame + (2,), _ACTIONS)
-
-  def forward(variables, observation, action):
-    network = blueprint.bind(variables)
-    root = network.represent(observation, False)
-    following, carry, prefix = network.step(root, network.initial_carry(5), action)
-    return root, following, carry, prefix, *network.predict(root, False)
-
-  observation = jax.ShapeDtypeStruct((5,) + frame + (2,), np.float32)
-  root, following, carry, prefix, value, policy = jax.eval_shape(
-    forward, variables, observation, jax.ShapeDtypeStruct((5,), np.int32)
-  )
-  assert root.shape == following.shape == (5,) + state + (4,)
-  assert [x.shape for x in carry] == [(5, 6), (5, 6)]
-  assert prefix.shape == value.shape == (5, 9) and policy.shape == (5, _ACTIONS)
 
 
 # --- the forward pass, once more in numpy
@@ -242,11 +217,10 @@ class Reference:
 @pytest.mark.parametrize(
   ("changes", "observation"),
   [
-    ({}, (1, 1, 2)),
     ({}, _OBSERVATION),
-    ({"downsample": 16, "action_encoding": "one_hot"}, (32, 16, 2)),
+    ({"downsample": 8, "action_encoding": "one_hot"}, (16, 8, 2)),
   ],
-  ids=["vectors", "grids", "images"],
+  ids=["grids", "images"],
 )
 def test_forward_is_that_of_a_plain_numpy_network(changes, observation):
   config = dataclasses.replace(TINY, **changes)
@@ -254,7 +228,7 @@ def test_forward_is_that_of_a_plain_numpy_network(changes, observation):
   variables = _random(blueprint)
   rng = np.random.default_rng(1)
   frames = rng.uniform(size=(4,) + observation).astype(np.float32)
-  actions = rng.integers(0, _ACTIONS, (3, 4)).astype(np.int32)
+  actions = rng.integers(0, _ACTIONS, (2, 4)).astype(np.int32)
   carry = tuple(rng.normal(size=(4, 6)).astype(np.float32) for _ in range(2))
   horizon = config.value_prefix_horizon
 
@@ -287,7 +261,7 @@ def test_forward_is_that_of_a_plain_numpy_network(changes, observation):
   expected_carry, expected_prefix = tuple(np.asarray(x, np.float64) for x in carry), []
   for k, action in enumerate(actions):
     expected.append(reference.dynamics(expected[-1], action))
-    if k == 2:  # the horizon
+    if k == 1:  # the horizon
       expected_carry = (np.zeros((4, 6)), np.zeros((4, 6)))
     expected_carry, logits = reference.value_prefix(expected[-1], expected_carry)
     expected_prefix.append(logits)
@@ -318,24 +292,19 @@ def test_forward_is_that_of_a_plain_numpy_network(changes, observation):
 # --- running statistics and types
 
 
-def test_training_moves_running_statistics_by_a_tenth_and_evaluation_not_at_all():
+def test_training_moves_running_statistics_by_a_tenth():
   blueprint = Blueprint(TINY, (1, 1, 2), _ACTIONS)
   variables = _random(blueprint)
   frames = np.random.default_rng(2).uniform(size=(6, 1, 1, 2)).astype(np.float32)
 
-  @functools.partial(jax.jit, static_argnums=1)
-  def after(variables, train):
+  @jax.jit
+  def after(variables):
     network = blueprint.bind(variables)
-    state = network.represent(frames, train)
-    network.predict(state, train)
-    return state, variables_of(network)
+    network.predict(network.represent(frames, True), True)
+    return variables_of(network)
 
-  eval_state, untouched = after(variables, False)
-  jax.tree.map(np.testing.assert_array_equal, untouched, variables)
-
-  train_state, touched = after(variables, True)
+  touched = after(variables)
   jax.tree.map(np.testing.assert_array_equal, touched.params, variables.params)
-  assert np.abs(np.asarray(train_state) - eval_state).max() > 1e-3  # it normalised by the batch
   convolved = frames @ variables.params["representation"]["conv"]["kernel"][0, 0]
   for moment, now in (("mean", convolved.mean((0, 1, 2))), ("var", convolved.var((0, 1, 2)))):
     old = variables.batch_stats["representation"]["norm"][moment]
@@ -348,30 +317,20 @@ def test_training_moves_running_statistics_by_a_tenth_and_evaluation_not_at_all(
 
 
 def test_bfloat16_is_for_activations_only():
-  variables = _random(Blueprint(TINY, _OBSERVATION, _ACTIONS))
-  frames = np.random.default_rng(2).uniform(size=(6,) + _OBSERVATION).astype(np.float32)
-  logits = {}
-  for dtype in ("float32", "bfloat16"):
-    blueprint, abstract = _abstract(dataclasses.replace(TINY, dtype=dtype), _OBSERVATION, _ACTIONS)
-    assert {x.dtype for x in jax.tree.leaves(abstract)} == {np.dtype(np.float32)}
+  config = dataclasses.replace(TINY, dtype="bfloat16")
+  blueprint, variables = _abstract(config, _OBSERVATION, _ACTIONS)
 
-    @jax.jit
-    def forward(variables, frames, blueprint=blueprint):
-      network = blueprint.bind(variables)
-      state = network.represent(frames, True)
-      following, carry, prefix = network.step(state, network.initial_carry(6), jnp.arange(6) % 3)
-      return (
-        (state, following, carry),
-        (prefix, *network.predict(following, True)),
-        variables_of(network),
-      )
+  def forward(variables, frames):
+    network = blueprint.bind(variables)
+    state = network.represent(frames, True)
+    following, carry, prefix = network.step(state, network.initial_carry(6), jnp.arange(6) % 3)
+    logits = prefix, *network.predict(following, True)
+    return (state, following, carry), (logits, variables_of(network))
 
-    activations, logits[dtype], after = forward(variables, frames)
-    assert {x.dtype for x in jax.tree.leaves(activations)} == {jnp.dtype(dtype)}
-    assert {x.dtype for x in jax.tree.leaves((logits[dtype], after))} == {np.dtype(np.float32)}
-  for rough, exact in zip(logits["bfloat16"], logits["float32"], strict=True):
-    np.testing.assert_allclose(rough, exact, atol=0.1)
-    assert (rough != exact).any()
+  frames = np.zeros((6, *_OBSERVATION), np.float32)
+  activations, others = jax.eval_shape(forward, variables, frames)
+  assert {x.dtype for x in jax.tree.leaves(activations)} == {jnp.dtype("bfloat16")}
+  assert {x.dtype for x in jax.tree.leaves((variables, others))} == {np.dtype(np.float32)}
 
 
 # --- initial values
@@ -380,12 +339,17 @@ def test_bfloat16_is_for_activations_only():
 def test_pytorchs_initial_scale():
   """Kernels and biases are uniform within 1/sqrt(inputs); those of an LSTM cell, 1/sqrt(hidden)."""
   config = dataclasses.replace(TINY, init="pytorch")
-  layers = networks._Layers(config, None, nnx.Rngs(0), vectors=False)
-  made = {9 * 5: layers.conv(5, 9), 20: layers.linear(20, 16), 32: layers.lstm(7, 32)}
-  for inputs, layer in made.items():
+
+  @jax.jit
+  def made():
+    layers = networks._Layers(config, None, nnx.Rngs(0), vectors=False)
+    layers = {9 * 5: layers.conv(5, 9), 20: layers.linear(20, 16), 32: layers.lstm(7, 32)}
+    return {inputs: nnx.state(layer, nnx.Param) for inputs, layer in layers.items()}
+
+  for inputs, params in made().items():
     limit = inputs**-0.5
-    for x in jax.tree.leaves(nnx.state(layer, nnx.Param)):
+    for x in jax.tree.leaves(params):
       assert limit / 2 < np.abs(x).max() <= limit
       if x.size > 200:
-        np.testing.assert_allclose(x.std(), limit / 3**0.5, rtol=0.15)
-        assert abs(x.mean()) < 0.1 * limit
+        np.testing.assert_allclose(np.std(x), limit / 3**0.5, rtol=0.15)
+        assert abs(np.mean(x)) < 0.1 * limit
