@@ -28,7 +28,7 @@ from speedyzero_jax.config.fields import opt
 from speedyzero_jax.config.schema import AgentConfig, Config, PriorityConfig
 from speedyzero_jax.envs.rules import RULES, Rules
 from speedyzero_jax.ops import td
-from speedyzero_jax.ops.torsos import pure
+from speedyzero_jax.ops.torsos import ResidualBlock, pure
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.sampler import PrioritizedSampler
 from speedyzero_jax.replay.schema import Column, make_schema
@@ -63,29 +63,20 @@ class SearchConfig:
     "PUCT (AlphaZero)",
   )
   simulations: int = opt(32, "simulations per move (AlphaZero: 800)", "[1, 1e5]")
-  max_considered: int = opt(
-    16, "Gumbel: root actions considered (Danihelka et al.: 16)", "[1, 1e9]"
-  )
-  c_visit: float = opt(
-    50.0, "Gumbel: visit offset in the value transformation (Danihelka et al.: 50)", "[0, 1e6]"
-  )
+  max_considered: int = opt(16, "Gumbel: root actions considered (Danihelka: 16)", "[1, 1e9]")
+  c_visit: float = opt(50.0, "Gumbel: visits added in the scale of values (its: 50)", "[0, 1e6]")
   c_scale: float = opt(
-    0.1,
-    "Gumbel: scale of the value transformation (ours: 0.1, Danihelka et al.: 1 for Go); with more, "
-    "self-play is less varied",
-    "[0, 1e6]",
+    0.1, "Gumbel: scale of values (its, for Go: 1); with more, self-play varies less", "[0, 1e6]"
   )
   c1: float = opt(1.25, "PUCT: exploration constant c1 (AlphaZero: 1.25)", "[0, 1e6]")
   c2: float = opt(19652.0, "PUCT: exploration constant c2 (AlphaZero: 19652)", "[1e-6, 1e6]")
   dirichlet_alpha: float = opt(
     0.3, "PUCT: root noise concentration (AlphaZero: 0.3 for chess, 0.03 for Go)", "[1e-6, 1e6]"
   )
-  dirichlet_fraction: float = opt(
-    0.25, "PUCT: share of root noise in the prior (AlphaZero: 0.25)", "[0, 1]"
-  )
+  dirichlet_fraction: float = opt(0.25, "PUCT: share of noise in the prior (its: 0.25)", "[0, 1]")
   sampled_moves: int = opt(
     30,
-    "PUCT: first moves of a game of self-play sampled in proportion to visits; later ones are the "
+    "PUCT: first moves of self-play that are sampled in proportion to visits; later ones are the "
     "most visited (AlphaGo Zero: 30)",
     "[0, 1e9]",
   )
@@ -120,16 +111,6 @@ class AlphaZeroConfig(AgentConfig):
 AGENT_CONFIG = AlphaZeroConfig
 
 
-class _Block(nnx.Module):
-  def __init__(self, channels: int, rngs: nnx.Rngs):
-    conv = functools.partial(nnx.Conv, channels, channels, (3, 3), rngs=rngs)
-    # Without normalisation: a block is the identity at first.
-    self.conv1, self.conv2 = conv(), conv(kernel_init=nnx.initializers.zeros)
-
-  def __call__(self, x: jax.Array) -> jax.Array:
-    return x + self.conv2(nnx.relu(self.conv1(nnx.relu(x))))
-
-
 class BoardNetwork(nnx.Module):
   """Boards [B, H, W, 2] -> logits [B, A], values [B] in (-1, 1)."""
 
@@ -137,7 +118,10 @@ class BoardNetwork(nnx.Module):
     features = rules.height * rules.width * config.channels
     zeros = nnx.initializers.zeros  # no move is preferred at first, and the outcome is open
     self.conv = nnx.Conv(2, config.channels, (3, 3), rngs=rngs)
-    self.blocks = nnx.List([_Block(config.channels, rngs) for _ in range(config.blocks)])
+    inits = nnx.initializers.lecun_normal(), zeros  # each block is the identity at first
+    self.blocks = nnx.List(
+      [ResidualBlock(config.channels, rngs, *inits) for _ in range(config.blocks)]
+    )
     self.policy = nnx.Linear(features, rules.num_actions, kernel_init=zeros, rngs=rngs)
     self.hidden = nnx.Linear(features, config.hidden, rngs=rngs)
     self.value = nnx.Linear(config.hidden, 1, kernel_init=zeros, rngs=rngs)
@@ -157,8 +141,8 @@ class AlphaZero(Agent):
     own: AlphaZeroConfig = config.agent
     self._search, self._loss, self._rules = own.search, own.loss, RULES[config.env.game]
     self._network = pure(lambda rngs: BoardNetwork(own.network, self._rules, rngs))
-    policy = Column("search_policy", "float32", (actions,))
-    self.schema = make_schema(frame_shape, frame_dtype, actions, (policy,))
+    policies = Column("search_policy", "float32", (actions,))
+    self.schema = make_schema(frame_shape, frame_dtype, actions, (policies,))
     self.window = Window(after=0, within_episode=True)
     self.lookahead = self._rules.longest  # whole games
 
@@ -182,15 +166,13 @@ class AlphaZero(Agent):
     """
     config, legal = self._search, self._rules.legal(board)
     logits, value = self._evaluate(params, board)
-    root = mctx.RootFnOutput(prior_logits=logits, value=value, embedding=board)
-    run = functools.partial(
-      mctx.gumbel_muzero_policy if config.algorithm == "gumbel" else mctx.muzero_policy,
+    arguments = (
       params,
       key if explore else jax.random.key(0),
-      root,
+      mctx.RootFnOutput(prior_logits=logits, value=value, embedding=board),
       self._step,
       config.simulations,
-      invalid_actions=~legal & jnp.any(legal, axis=-1, keepdims=True),
+      ~legal & jnp.any(legal, axis=-1, keepdims=True),
     )
     if config.algorithm == "gumbel":
       # Q in [-1, 1] has twice the range that the constants are made for.
@@ -200,14 +182,16 @@ class AlphaZero(Agent):
         value_scale=config.c_scale / 2,
         maxvisit_init=config.c_visit,
       )
-      return run(
+      return mctx.gumbel_muzero_policy(
+        *arguments,
         qtransform=qtransform,
         max_num_considered_actions=min(config.max_considered, self._rules.num_actions),
         gumbel_scale=1.0 if explore else 0.0,
       )
     moves = jnp.sum(board, axis=(1, 2, 3), dtype=jnp.int32)
     sampled = (moves < config.sampled_moves) & explore
-    return run(
+    return mctx.muzero_policy(
+      *arguments,
       # Unvisited actions count as lost, so that illegal ones, of prior 0, come last at any node.
       qtransform=functools.partial(mctx.qtransform_by_min_max, min_value=-1.0, max_value=1.0),
       pb_c_init=config.c1,
@@ -250,13 +234,8 @@ class AlphaZero(Agent):
   # --- host
 
   def make_selector(self, store: LaneStore) -> PrioritizedSampler:
-    return PrioritizedSampler(
-      store,
-      PriorityConfig(alpha=0.0),  # uniform
-      stack=1,
-      lookahead=self.lookahead,
-      first_step=lambda lane, time: take(store["step"], store.flat(lane, time)),
-    )
+    uniform = PriorityConfig(alpha=0.0)
+    return PrioritizedSampler(store, uniform, stack=1, lookahead=self.lookahead)
 
   def assemble(
     self, replay: Replay, selection: Selection, learner_step: int

@@ -11,38 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 
-from speedyzero_jax.agents.base import (
-  ActInputs,
-  ActOutput,
-  Agent,
-  Arrays,
-  LossOutput,
-  Variables,
-  Window,
-)
-from speedyzero_jax.agents.q_network import (
-  ExploreConfig,
-  QHead,
-  QHeadConfig,
-  epsilon_greedy,
-  epsilons,
-)
+from speedyzero_jax.agents.base import Arrays, LossOutput, Window
+from speedyzero_jax.agents.q_agent import ExploreConfig, QAgent, QHeadConfig
 from speedyzero_jax.config.fields import opt
 from speedyzero_jax.config.schema import AgentConfig, Config, PriorityConfig
 from speedyzero_jax.ops import td
-from speedyzero_jax.ops.torsos import (
-  TorsoConfig,
-  make_torso,
-  observation_shape,
-  observe,
-  pure,
-  torso_problems,
-)
+from speedyzero_jax.ops.torsos import TorsoConfig, observe, torso_problems
 from speedyzero_jax.replay.replay import Replay
-from speedyzero_jax.replay.sampler import PrioritizedSampler, importance_weights
-from speedyzero_jax.replay.schema import make_schema
+from speedyzero_jax.replay.sampler import PrioritizedSampler
 from speedyzero_jax.replay.selector import Selection
 from speedyzero_jax.replay.storage import LaneStore, take
 from speedyzero_jax.types import Params
@@ -54,6 +31,8 @@ Q_VALUE = "losses/q_value"  # mean Q(s, a) of the same
 @dataclasses.dataclass(frozen=True)
 class NetworkConfig(TorsoConfig, QHeadConfig):
   """The Q-network."""
+
+  core: ClassVar[str] = "none"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,61 +68,29 @@ class DqnConfig(AgentConfig):
 AGENT_CONFIG = DqnConfig
 
 
-class QNetwork(QHead):
-  """Observations [B, H, W, C] -> Q [B, A]."""
-
-  def __init__(
-    self, config: NetworkConfig, shape: tuple[int, int, int], actions: int, rngs: nnx.Rngs
-  ):
-    self.torso = make_torso(config, shape, rngs)
-    super().__init__(config, config.hidden, config.hidden, actions, rngs)
-
-  def __call__(self, x: jax.Array) -> jax.Array:
-    return self.q(self.torso(x))
-
-
-class DQN(Agent):
+class DQN(QAgent):
   """See `agents.base.Agent`."""
 
   def __init__(self, config: Config, frame_shape: tuple[int, ...], frame_dtype: Any, actions: int):
-    own: DqnConfig = config.agent
-    self._config, self._own, self._stack = config, own, config.env.frame_stack
-    shape = observation_shape(frame_shape, self._stack)
-    self._network = pure(lambda rngs: QNetwork(own.network, shape, actions, rngs))
-    self.schema = make_schema(frame_shape, frame_dtype, actions)
-    self.window = Window(after=own.loss.td_steps, within_episode=True)
-    self.lookahead = own.loss.td_steps
-    self.target_interval = own.loss.target_interval
-
-  # --- device
-
-  def init(self, key: jax.Array) -> Variables:
-    return Variables(self._network.init(key), ())
-
-  def act(
-    self, variables: Variables, inputs: ActInputs, key: jax.Array, progress: Any, *, explore: bool
-  ) -> ActOutput:
-    q = self._network.apply(variables.params, observe(inputs.frames))
-    if explore:
-      epsilon = epsilons(self._own.explore, inputs.lane, self._config.actor.lanes, progress)
-      action = epsilon_greedy(q, epsilon, key)
-    else:
-      action = jnp.argmax(q, axis=-1)
-    return ActOutput(action.astype(jnp.int32), {}, (), {} if explore else {"q": q})
+    super().__init__(config, frame_shape, frame_dtype, actions)
+    self.window = Window(after=self._own.loss.td_steps, within_episode=True)
+    self.lookahead = self._own.loss.td_steps
 
   def loss(
     self, params: Params, batch_stats: Params, target: Params, batch: Arrays, keys: jax.Array
   ) -> tuple[jax.Array, LossOutput]:
-    config, network, frames = self._own.loss, self._network, batch["frames"]
+    config = self._own.loss
 
-    def later(frames: jax.Array, steps: jax.Array) -> jax.Array:
-      return jax.lax.dynamic_slice_in_dim(frames, steps, self._stack)
+    def q_of(params: Params, slot: jax.Array) -> jax.Array:
+      def shown(frames: jax.Array, slot: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(frames, slot, self._stack)
 
-    now = observe(frames[:, : self._stack])
-    end = observe(jax.vmap(later)(frames, batch["steps"]))
-    q = network.apply(params, now)
-    next_q = network.apply(target, end)
-    selector = network.apply(params, end) if config.double else next_q
+      observation = observe(jax.vmap(shown)(batch["frames"], slot))
+      return self._network.apply(params, observation[:, None])[0][:, 0]
+
+    end = batch["steps"]
+    q, next_q = q_of(params, jnp.zeros_like(end)), q_of(target, end)
+    selector = q_of(params, end) if config.double else next_q
     error = td.q_learning_error(
       q, batch["action"], batch["reward"], batch["discount"], next_q, selector
     )
@@ -159,25 +106,19 @@ class DQN(Agent):
 
   def make_selector(self, store: LaneStore) -> PrioritizedSampler:
     return PrioritizedSampler(
-      store,
-      self._own.priority,
-      stack=self._stack,
-      lookahead=self.lookahead,
-      first_step=lambda lane, time: take(store["step"], store.flat(lane, time)),
+      store, self._own.priority, stack=self._stack, lookahead=self.lookahead
     )
 
   def assemble(
     self, replay: Replay, selection: Selection, learner_step: int
   ) -> tuple[Arrays, dict[str, float]]:
-    store, lane, priority = replay.store, selection.lane, self._own.priority
+    store, lane = replay.store, selection.lane
     present, time = replay.present(lane, selection.time)
     returns = td.n_step(store, lane, time, self._own.loss.td_steps, self._config.env.discount)
-    # An evicted transition's place may be taken by a slot without an action.
-    action = np.maximum(take(store.action, store.flat(lane, time)), 0)
-    progress = min(learner_step / self._config.learner.steps, 1.0)
     batch = {
-      "action": action,
-      "weight": importance_weights(selection.probability, priority, progress),
+      # An evicted transition's place may be taken by a slot without an action.
+      "action": np.maximum(take(store.action, store.flat(lane, time)), 0),
+      "weight": self._weights(selection, learner_step),
       "loss_mask": present[:, None].astype(np.float32),
       **returns._asdict(),
     }

@@ -14,7 +14,7 @@ learner steps after those of the weights that acted in it: the rate limiter lets
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -27,6 +27,7 @@ from speedyzero_jax.agents.actor_critic import (
   ENTROPY,
   LOSS_POLICY,
   LOSS_VALUE,
+  PolicyTerms,
   Supply,
   mean_count,
   policy_terms,
@@ -35,26 +36,19 @@ from speedyzero_jax.agents.base import (
   AXIS,
   ActInputs,
   ActOutput,
-  Agent,
   Arrays,
   LossOutput,
   Variables,
   Window,
 )
+from speedyzero_jax.agents.torso_agent import TorsoAgent
 from speedyzero_jax.config.fields import opt
 from speedyzero_jax.config.schema import AgentConfig, Config
-from speedyzero_jax.ops import recurrent
-from speedyzero_jax.ops.torsos import (
-  make_torso,
-  observation_shape,
-  observe,
-  pure,
-  stacked,
-  torso_problems,
-)
+from speedyzero_jax.ops.recurrent import CoreConfig, CoreNetwork
+from speedyzero_jax.ops.torsos import torso_problems
 from speedyzero_jax.ops.vtrace import vtrace
 from speedyzero_jax.replay.replay import Replay, Selection
-from speedyzero_jax.replay.schema import Column, make_schema
+from speedyzero_jax.replay.schema import Column
 from speedyzero_jax.replay.storage import LaneStore, take
 from speedyzero_jax.replay.trajectory_queue import TrajectoryQueue
 from speedyzero_jax.types import Params
@@ -107,7 +101,7 @@ class ImpalaConfig(AgentConfig):
   """The sections and their constraints."""
 
   name: ClassVar[str] = "impala"
-  network: recurrent.CoreConfig = recurrent.CoreConfig()
+  network: CoreConfig = CoreConfig()
   loss: LossConfig = LossConfig()
 
   def problems(self, config: Config) -> Iterable[str]:
@@ -118,68 +112,55 @@ class ImpalaConfig(AgentConfig):
 AGENT_CONFIG = ImpalaConfig
 
 
-class ActorCritic(nnx.Module):
-  """Observations [B, T, H, W, C] -> logits [B, T, A], values [B, T], recurrent state.
+class ActorCritic(CoreNetwork):
+  """Observations [B, T, H, W, C] -> (logits [B, T, A], values [B, T]), recurrent state.
 
-  `first` and `state` are those of `ops.recurrent.unroll`.
+  `first` and `state` are those of `CoreNetwork.features`.
   """
 
-  def __init__(
-    self,
-    config: recurrent.CoreConfig,
-    shape: tuple[int, int, int],
-    actions: int,
-    rngs: nnx.Rngs,
-  ):
-    self.torso, self.core = make_torso(config, shape, rngs), recurrent.make_core(config, rngs)
-    features, zeros = recurrent.features_size(config), nnx.initializers.zeros
+  def __init__(self, config: CoreConfig, shape: tuple[int, int, int], actions: int, rngs: nnx.Rngs):
+    super().__init__(config, shape, rngs)
     # All actions are alike at first.
-    self.policy = nnx.Linear(features, actions, kernel_init=zeros, rngs=rngs)
-    self.value = nnx.Linear(features, 1, rngs=rngs)
+    zeros = nnx.initializers.zeros
+    self.policy = nnx.Linear(self.width, actions, kernel_init=zeros, rngs=rngs)
+    self.value = nnx.Linear(self.width, 1, rngs=rngs)
 
   def __call__(
     self, x: jax.Array, first: Any = None, state: Any = ()
-  ) -> tuple[jax.Array, jax.Array, Any]:
-    features, state = recurrent.unroll(self.torso, self.core, x, first, state)
-    return self.policy(features), self.value(features)[..., 0], state
+  ) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    features, state = self.features(x, first, state)
+    return (self.policy(features), self.value(features)[..., 0]), state
 
 
-class Impala(Agent):
+class Impala(TorsoAgent):
   """See `agents.base.Agent`."""
 
   on_policy = True
 
-  def __init__(self, config: Config, frame_shape: tuple[int, ...], frame_dtype: Any, actions: int):
-    own: ImpalaConfig = config.agent
-    self._config, self._loss, self._stack = config, own.loss, config.env.frame_stack
-    self._discount = config.env.discount
-    shape = observation_shape(frame_shape, self._stack)
-    self._core = own.network
-    self._network = pure(lambda rngs: ActorCritic(own.network, shape, actions, rngs))
+  def __init__(
+    self,
+    config: Config,
+    frame_shape: tuple[int, ...],
+    frame_dtype: Any,
+    actions: int,
+    *columns: Column,
+  ):
     # In slots played at random the logits are 0: a uniform policy.
-    logits = Column("logits", "float32", (actions,))
-    extra = (logits, *recurrent.state_columns(own.network))
-    self.schema = make_schema(frame_shape, frame_dtype, actions, extra)
-    self.window = Window(after=own.loss.unroll_length, within_episode=False)
-    self.lookahead = 2 * own.loss.unroll_length  # the least that a queue works with
-    self.synchronous = own.loss.synchronous
+    columns = (Column("logits", "float32", (actions,)), *columns)
+    super().__init__(config, frame_shape, frame_dtype, actions, ActorCritic, columns)
+    self._loss, length = config.agent.loss, config.agent.loss.unroll_length
+    self.window = Window(after=length, within_episode=False)
+    self.lookahead = 2 * length  # the least that a queue works with
+    self.synchronous = config.agent.loss.synchronous
 
   # --- device
-
-  def init(self, key: jax.Array) -> Variables:
-    return Variables(self._network.init(key), ())
-
-  def initial_core(self, n: int) -> Any:
-    return recurrent.initial_state(self._core, n)
 
   def act(
     self, variables: Variables, inputs: ActInputs, key: jax.Array, progress: Any, *, explore: bool
   ) -> ActOutput:
-    slot = observe(inputs.frames)[:, None], inputs.first[:, None], inputs.core
-    logits, value, core = self._network.apply(variables.params, *slot)
-    logits = logits[:, 0]
+    (logits, value), columns, core = self._now(variables, inputs)
     action = jax.random.categorical(key, logits) if explore else jnp.argmax(logits, axis=-1)
-    known = {"logits": logits, "value": value[:, 0], **recurrent.as_columns(inputs.core)}
+    known = {"logits": logits, "value": value, **columns}
     columns = {column.name: known[column.name] for column in self.schema.extra}
     return ActOutput(action.astype(jnp.int32), columns, core)
 
@@ -187,48 +168,51 @@ class Impala(Agent):
     self, params: Params, batch_stats: Params, target: Params, batch: Arrays, keys: jax.Array
   ) -> tuple[jax.Array, LossOutput]:
     config, acted = self._loss, batch["acted_mask"]
-    logits, value = self._unrolled(params, batch)
+    logits, values = self._unrolled(params, batch)
     terms = policy_terms(logits[:, :-1], batch)
-    returns = jax.vmap(
-      partial(
-        vtrace,
-        lambda_=config.vtrace_lambda,
-        rho_bar=config.rho_bar,
-        c_bar=config.c_bar,
-        rho_bar_pg=config.rho_bar_pg,
-      )
-    )(batch["reward"], batch["discount"], value, terms.ratio)
     count = mean_count(acted)
 
     def mean(x: jax.Array) -> jax.Array:
       return jnp.sum(x * acted) / count
 
-    policy = mean(-terms.log_chosen * returns.advantages)
-    error = mean(0.5 * (returns.targets - value[:, :-1]) ** 2)
-    entropy = mean(terms.entropy)
+    gain, error, measured = self._objective(batch, values, terms, mean)
+    policy, error, entropy = mean(-gain), mean(0.5 * error), mean(terms.entropy)
     loss = policy + config.value_coefficient * error - config.entropy_coefficient * entropy
     if config.reduction == "sum":
       loss *= count * jax.lax.axis_size(AXIS)
-    clipped = mean(jnp.minimum(terms.ratio, config.rho_bar))
-    metrics = {LOSS_POLICY: policy, LOSS_VALUE: error, ENTROPY: entropy, RATIO: clipped}
+    metrics = {LOSS_POLICY: policy, LOSS_VALUE: error, ENTROPY: entropy}
+    metrics |= {name: mean(x) for name, x in measured.items()}
     return loss, LossOutput(batch_stats, metrics, jnp.zeros(len(acted)))
 
-  def _unrolled(self, params: Params, batch: Arrays) -> tuple[jax.Array, jax.Array]:
-    """Logits [B, T+1, A] and values [B, T+1]."""
-    x = observe(stacked(batch["frames"], batch["stack"]))
-    unrolled = batch.get("first"), batch.get("state", ())
-    logits, value, _ = self._network.apply(params, x, *unrolled)
-    return logits, value
+  def _objective(
+    self, batch: Arrays, values: jax.Array, terms: PolicyTerms, mean: Callable
+  ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """What the policy maximizes and the squared error of the value, [B, T]; what is measured.
+
+    `values` are [B, T+1]; `mean` is over the actions of a device, see `mean_count`.
+    """
+    config = self._loss
+    correct = partial(
+      vtrace,
+      lambda_=config.vtrace_lambda,
+      rho_bar=config.rho_bar,
+      c_bar=config.c_bar,
+      rho_bar_pg=config.rho_bar_pg,
+    )
+    returns = jax.vmap(correct)(batch["reward"], batch["discount"], values, terms.ratio)
+    clipped = jnp.minimum(terms.ratio, config.rho_bar)
+    error = (returns.targets - values[:, :-1]) ** 2
+    return terms.log_chosen * returns.advantages, error, {RATIO: clipped}
 
   # --- host
 
   def make_selector(self, store: LaneStore) -> TrajectoryQueue:
-    return self._config.agent.loss.supply.queue(store, self._config)
+    return self._loss.supply.queue(store, self._config)
 
   def assemble(
     self, replay: Replay, selection: Selection, learner_step: int
   ) -> tuple[Arrays, dict[str, float]]:
-    store = replay.store
+    store, discount = replay.store, self._config.env.discount
     present, time = replay.present(selection.lane, selection.time)
     times = time[:, None] + np.arange(self._loss.unroll_length + 1)
     flat = store.flat(selection.lane[:, None], times)
@@ -239,11 +223,13 @@ class Impala(Agent):
     batch = {
       "action": np.maximum(action, 0),
       "reward": take(store.reward, now) * np.float32(self._loss.reward_scale),
-      "discount": np.where(take(store.terminated, following), 0, self._discount).astype(np.float32),
+      "discount": np.where(take(store.terminated, following), 0, discount).astype(np.float32),
       "logits": take(store["logits"], now),
       "acted_mask": acted.astype(np.float32),
-      **recurrent.of_windows(store, flat),
+      **self._states(store, flat),
     }
+    if "value" in store.fields:
+      batch["value"] = take(store["value"], flat)
     if not lag.size:  # resets, or evicted
       return batch, {}
     return batch, {TRAINED_LAG_MEAN: float(lag.mean()), TRAINED_LAG_MAX: float(lag.max())}

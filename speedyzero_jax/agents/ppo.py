@@ -11,33 +11,22 @@ twice, by V-trace's clipped ratio and by PPO's.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from speedyzero_jax.agents.actor_critic import (
-  ENTROPY,
-  LOSS_POLICY,
-  LOSS_VALUE,
-  Supply,
-  mean_count,
-  policy_terms,
-)
-from speedyzero_jax.agents.base import AXIS, Arrays, LossOutput
+from speedyzero_jax.agents.actor_critic import PolicyTerms, Supply
+from speedyzero_jax.agents.base import AXIS, Arrays
 from speedyzero_jax.agents.impala import Impala
 from speedyzero_jax.config.fields import opt
 from speedyzero_jax.config.schema import AgentConfig, Config
 from speedyzero_jax.ops.recurrent import CoreConfig
 from speedyzero_jax.ops.torsos import torso_problems
-from speedyzero_jax.ops.vtrace import VTrace, vtrace
-from speedyzero_jax.replay.replay import Replay, Selection
-from speedyzero_jax.replay.schema import Column, make_schema
-from speedyzero_jax.replay.storage import take
-from speedyzero_jax.types import Params
+from speedyzero_jax.ops.vtrace import vtrace
+from speedyzero_jax.replay.schema import Column
 
 # Over the actions trained on.
 CLIPPED = "losses/clipped_share"  # ratios outside 1 +- clip
@@ -76,6 +65,8 @@ class LossConfig:
     1.0, "multiplies rewards; returns near 1 suit the other coefficients", "(0, 1e6]"
   )
 
+  reduction: ClassVar[str] = "mean"
+
   @property
   def supply(self) -> Supply:
     return Supply(
@@ -101,72 +92,39 @@ class PpoConfig(AgentConfig):
 AGENT_CONFIG = PpoConfig
 
 
-def clipped_loss(ratio: jax.Array, advantage: jax.Array, clip: float) -> jax.Array:
-  """Negative clipped surrogate objective of each action (Schulman et al. 2017, equation 7)."""
-  return -jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - clip, 1 + clip) * advantage)
+def clipped_gain(ratio: jax.Array, advantage: jax.Array, clip: float) -> jax.Array:
+  """Clipped surrogate objective of each action (Schulman et al. 2017, equation 7)."""
+  return jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - clip, 1 + clip) * advantage)
 
 
 class PPO(Impala):
-  """See `agents.base.Agent`. Differs from IMPALA in its loss and in the use of trajectories."""
+  """IMPALA with another objective and use of trajectories."""
 
   def __init__(self, config: Config, frame_shape: tuple[int, ...], frame_dtype: Any, actions: int):
-    super().__init__(config, frame_shape, frame_dtype, actions)
-    self._ppo: LossConfig = config.agent.loss
-    columns = (*self.schema.extra, Column("value", "float32"))
-    self.schema = make_schema(frame_shape, frame_dtype, actions, columns)
+    super().__init__(config, frame_shape, frame_dtype, actions, Column("value", "float32"))
 
-  # --- device
-
-  def loss(
-    self, params: Params, batch_stats: Params, target: Params, batch: Arrays, keys: jax.Array
-  ) -> tuple[jax.Array, LossOutput]:
-    config, acted = self._ppo, batch["acted_mask"]
-    logits, values = self._unrolled(params, batch)
-    terms, value = policy_terms(logits[:, :-1], batch), values[:, :-1]
-    returns = self._returns(batch, values, terms.ratio)
-    count = mean_count(acted)
-
-    def mean(x: jax.Array) -> jax.Array:
-      return jnp.sum(x * acted) / count
-
-    advantage = returns.advantages
+  def _objective(
+    self, batch: Arrays, values: jax.Array, terms: PolicyTerms, mean: Callable
+  ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    config, acted, ratio, value = self._loss, batch["acted_mask"], terms.ratio, values[:, :-1]
+    of = values, ratio
+    if config.advantages == "gae":
+      of = batch["value"], acted  # V-trace with ratios 1 is GAE
+    estimate = jax.vmap(partial(vtrace, lambda_=config.gae_lambda))
+    targets, advantage = estimate(batch["reward"], batch["discount"], *of)
     if config.normalise_advantages:
       advantage -= jax.lax.pmean(mean(advantage), AXIS)
       advantage /= jnp.sqrt(jax.lax.pmean(mean(advantage**2), AXIS)) + 1e-8
-    policy = mean(clipped_loss(terms.ratio, advantage, config.clip))
-    error = (returns.targets - value) ** 2
+    error = (targets - value) ** 2
     if config.clip_value:
       old = batch["value"][:, :-1]
       near = old + jnp.clip(value - old, -config.clip, config.clip)
-      error = jnp.maximum(error, (returns.targets - near) ** 2)
-    half, entropy = mean(0.5 * error), mean(terms.entropy)
-    loss = policy + config.value_coefficient * half - config.entropy_coefficient * entropy
-    metrics = {
-      LOSS_POLICY: policy,
-      LOSS_VALUE: half,
-      ENTROPY: entropy,
-      CLIPPED: mean(jnp.abs(terms.ratio - 1) > config.clip),
-      DIVERGENCE: mean(terms.ratio - 1 - jnp.log(jnp.where(acted > 0, terms.ratio, 1))),
+      error = jnp.maximum(error, (targets - near) ** 2)
+    measured = {
+      CLIPPED: jnp.abs(ratio - 1) > config.clip,
+      DIVERGENCE: ratio - 1 - jnp.log(jnp.where(acted > 0, ratio, 1)),
     }
-    return loss, LossOutput(batch_stats, metrics, jnp.zeros(len(acted)))
-
-  def _returns(self, batch: Arrays, values: jax.Array, ratio: jax.Array) -> VTrace:
-    """Targets and advantages [B, T]."""
-    if self._ppo.advantages == "gae":
-      values, ratio = batch["value"], batch["acted_mask"]  # V-trace with ratios 1 is GAE
-    estimate = partial(vtrace, lambda_=self._ppo.gae_lambda)
-    return jax.vmap(estimate)(batch["reward"], batch["discount"], values, ratio)
-
-  # --- host
-
-  def assemble(
-    self, replay: Replay, selection: Selection, learner_step: int
-  ) -> tuple[Arrays, dict[str, float]]:
-    batch, info = super().assemble(replay, selection, learner_step)
-    _, time = replay.present(selection.lane, selection.time)
-    times = time[:, None] + np.arange(self._ppo.unroll_length + 1)
-    flat = replay.store.flat(selection.lane[:, None], times)
-    return batch | {"value": take(replay.store["value"], flat)}, info
+    return clipped_gain(ratio, advantage, config.clip), error, measured
 
 
 make_agent = PPO

@@ -14,38 +14,16 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from speedyzero_jax.agents.base import (
-  ActInputs,
-  ActOutput,
-  Agent,
-  Arrays,
-  LossOutput,
-  Variables,
-  Window,
-)
-from speedyzero_jax.agents.q_network import (
-  ExploreConfig,
-  QHead,
-  QHeadConfig,
-  epsilon_greedy,
-  epsilons,
-)
+from speedyzero_jax.agents.base import Arrays, LossOutput, Window
+from speedyzero_jax.agents.q_agent import ExploreConfig, QAgent, QHeadConfig
 from speedyzero_jax.config.fields import opt
 from speedyzero_jax.config.schema import AgentConfig, Config, PriorityConfig
-from speedyzero_jax.ops import recurrent, td
-from speedyzero_jax.ops.torsos import (
-  make_torso,
-  observation_shape,
-  observe,
-  pure,
-  stacked,
-  torso_problems,
-)
+from speedyzero_jax.ops import td
+from speedyzero_jax.ops.recurrent import CoreConfig
+from speedyzero_jax.ops.torsos import torso_problems
 from speedyzero_jax.replay.replay import Replay
-from speedyzero_jax.replay.sampler import SequenceSampler, importance_weights
-from speedyzero_jax.replay.schema import make_schema
+from speedyzero_jax.replay.sampler import SequenceSampler
 from speedyzero_jax.replay.selector import Selection
 from speedyzero_jax.replay.storage import LaneStore, take
 from speedyzero_jax.types import Params
@@ -56,7 +34,7 @@ Q_VALUE = "losses/q_value"  # Q(s, a)
 
 
 @dataclasses.dataclass(frozen=True)
-class NetworkConfig(recurrent.CoreConfig, QHeadConfig):
+class NetworkConfig(CoreConfig, QHeadConfig):
   """The Q-network."""
 
   core: Literal["none", "lstm"] = opt(
@@ -109,63 +87,25 @@ class R2d2Config(AgentConfig):
 AGENT_CONFIG = R2d2Config
 
 
-class QNetwork(QHead):
-  """Observations [B, T, H, W, C] -> Q [B, T, A], recurrent state (see `ops.recurrent.unroll`)."""
-
-  def __init__(
-    self, config: NetworkConfig, shape: tuple[int, int, int], actions: int, rngs: nnx.Rngs
-  ):
-    super().__init__(config, recurrent.features_size(config), config.hidden, actions, rngs)
-    self.torso, self.core = make_torso(config, shape, rngs), recurrent.make_core(config, rngs)
-
-  def __call__(self, x: jax.Array, first: Any, state: Any) -> tuple[jax.Array, Any]:
-    features, state = recurrent.unroll(self.torso, self.core, x, first, state)
-    return self.q(features), state
-
-
-class R2D2(Agent):
+class R2D2(QAgent):
   """See `agents.base.Agent`."""
 
   def __init__(self, config: Config, frame_shape: tuple[int, ...], frame_dtype: Any, actions: int):
-    own: R2d2Config = config.agent
-    self._config, self._own, self._stack = config, own, config.env.frame_stack
-    shape = observation_shape(frame_shape, self._stack)
-    self._network = pure(lambda rngs: QNetwork(own.network, shape, actions, rngs))
-    columns = recurrent.state_columns(own.network)
-    self.schema = make_schema(frame_shape, frame_dtype, actions, columns)
+    super().__init__(config, frame_shape, frame_dtype, actions)
+    loss: LossConfig = config.agent.loss
     # The return of the last slot trained on ends td_steps later.
-    after = own.loss.burn_in + own.loss.sequence_length - 1 + own.loss.td_steps
+    after = loss.burn_in + loss.sequence_length - 1 + loss.td_steps
     self.window = Window(after=after, within_episode=False)
-    self.lookahead = after + own.loss.stride - 1  # wherever a lane begins, it holds a sequence
-    self.target_interval = own.loss.target_interval
+    self.lookahead = after + loss.stride - 1  # wherever a lane begins, it holds a sequence
 
   # --- device
-
-  def init(self, key: jax.Array) -> Variables:
-    return Variables(self._network.init(key), ())
-
-  def initial_core(self, n: int) -> Any:
-    return recurrent.initial_state(self._own.network, n)
-
-  def act(
-    self, variables: Variables, inputs: ActInputs, key: jax.Array, progress: Any, *, explore: bool
-  ) -> ActOutput:
-    slot = observe(inputs.frames)[:, None], inputs.first[:, None], inputs.core
-    unrolled, core = self._network.apply(variables.params, *slot)
-    q = unrolled[:, 0]
-    if explore:
-      epsilon = epsilons(self._own.explore, inputs.lane, self._config.actor.lanes, progress)
-      action = epsilon_greedy(q, epsilon, key)
-    else:
-      action = jnp.argmax(q, axis=-1)
-    shown = {} if explore else {"q": q}
-    return ActOutput(action.astype(jnp.int32), recurrent.as_columns(inputs.core), core, shown)
 
   def loss(
     self, params: Params, batch_stats: Params, target: Params, batch: Arrays, keys: jax.Array
   ) -> tuple[jax.Array, LossOutput]:
     acted = batch["loss_mask"]
-    q, next_q = self._unrolled(params, batch), self._unrolled(target, batch)
+    # Rescaled Q [B, T + n, A] of the slots after the burn-in.
+    q, next_q = (self._unrolled(p, batch, self._own.loss.burn_in) for p in (params, target))
     end = jnp.arange(acted.shape[1]) + batch["steps"]  # [B, T], slots that complete the returns
     selector, later = (jnp.take_along_axis(x, end[..., None], axis=1) for x in (q, next_q))
     q, action = q[:, : acted.shape[1]], batch["action"]
@@ -182,17 +122,6 @@ class R2D2(Agent):
       batch_stats, {TD_ERROR: jnp.mean(mean), Q_VALUE: jnp.mean(value)}, priority
     )
 
-  def _unrolled(self, params: Params, batch: Arrays) -> jax.Array:
-    """Rescaled Q [B, T + n, A] of the slots after the burn-in, which has no gradient."""
-    x = observe(stacked(batch["frames"], batch["stack"]))
-    first, state, burn_in = batch.get("first"), batch.get("state", ()), self._own.loss.burn_in
-    if first is not None and burn_in:
-      frozen = jax.lax.stop_gradient(params)
-      _, state = self._network.apply(frozen, x[:, :burn_in], first[:, :burn_in], state)
-      first = first[:, burn_in:]
-    q, _ = self._network.apply(params, x[:, burn_in:], first, state)
-    return q
-
   # --- host
 
   def make_selector(self, store: LaneStore) -> SequenceSampler:
@@ -202,7 +131,6 @@ class R2D2(Agent):
       stride=self._own.loss.stride,
       stack=self._stack,
       lookahead=self.window.after,
-      first_step=lambda lane, time: take(store["step"], store.flat(lane, time)),
     )
 
   def assemble(
@@ -219,13 +147,12 @@ class R2D2(Agent):
       self._config.env.discount,
     )  # fmt: skip
     action = take(store.action, store.flat(lane, trained))
-    progress = min(learner_step / self._config.learner.steps, 1.0)
     batch = {
       "action": np.maximum(action, 0),
-      "weight": importance_weights(selection.probability, self._own.priority, progress),
+      "weight": self._weights(selection, learner_step),
       "loss_mask": ((action >= 0) & present[:, None]).astype(np.float32),
       **{name: x.reshape(shape) for name, x in returns._asdict().items()},
-      **recurrent.of_windows(store, store.flat(lane, times)),
+      **self._states(store, store.flat(lane, times)),
     }
     return batch, {}
 

@@ -107,8 +107,9 @@ class BatchedEnv:
     with warnings.catch_warnings():  # about CartPole's bounds
       warnings.filterwarnings("ignore", message=".*precision lowered", category=UserWarning)
       obs, info = self._pool.reset()
-    frames, no = self._frames(obs), np.zeros(self.num_lanes, bool)
-    return self._show(frames, np.zeros(len(frames), np.float32), ~no, no, no, info)
+    no = np.zeros(self.num_lanes, bool)
+    reward = np.zeros(len(info["players"]["env_id"]), np.float32)
+    return self._show(~no, *self._by_lane(obs, reward, no, no, info))
 
   def step(self, action: np.ndarray) -> EnvStep:
     """Takes one agent step in every lane, with actions [L]; ignored where an episode has ended.
@@ -116,11 +117,7 @@ class BatchedEnv:
     Raises ValueError for a wrong shape or range, or an illegal move; nothing was stepped then.
     """
     self._check(action)
-    obs, reward, ended, capped, info = self._pool.step(action.astype(np.int32))
-    return self._show(self._frames(obs), reward, self._ended, ended, capped, info)
-
-  def _frames(self, obs: Any) -> np.ndarray:
-    return obs["grid"] if self._family == "jumanji" else obs
+    return self._show(self._ended, *self._by_lane(*self._pool.step(action.astype(np.int32))))
 
   def _check(self, action: np.ndarray) -> None:
     if action.shape != (self.num_lanes,) or not (
@@ -134,14 +131,12 @@ class BatchedEnv:
     """Closes the environments and their threads. May be called twice."""
     self._pool = None
 
+  def _by_lane(self, obs: Any, *others: Any) -> tuple:
+    """What envpool returns of a step, with arrays that lead with L."""
+    return obs["grid"] if self._family == "jumanji" else obs, *others
+
   def _show(
-    self,
-    obs: np.ndarray,
-    reward: np.ndarray,
-    first: np.ndarray,
-    ended: np.ndarray,
-    capped: np.ndarray,
-    info: dict[str, Any],
+    self, first: np.ndarray, obs: Any, reward: Any, ended: Any, capped: Any, info: Any
   ) -> EnvStep:
     """Converts envpool's output; `ended` and `capped` are its `terminated` and `truncated`."""
     # envpool reports every end at the cap as truncated, also one that is a terminal state.
@@ -184,22 +179,15 @@ class BoardEnv(BatchedEnv):
     if not legal.all():
       raise ValueError(f"illegal moves in lanes {np.flatnonzero(~legal).tolist()}, got {action}")
 
-  def _show(
-    self,
-    obs: np.ndarray,
-    reward: np.ndarray,
-    first: np.ndarray,
-    ended: np.ndarray,
-    capped: np.ndarray,
-    info: dict[str, Any],
-  ) -> EnvStep:
+  def _by_lane(self, obs: Any, *others: Any) -> tuple:
     # Games for several players come in the order in which threads were ready; both sides are shown.
+    reward, ended, capped, info = others
     order, sides = np.argsort(info["env_id"]), np.argsort(info["players"]["env_id"], kind="stable")
     lanes = np.arange(self.num_lanes)
     reward = reward[sides].reshape(-1, 2)[lanes, self._mover]
     self._mover, self._legal = info["current_player"][order], info["legal_action_mask"][order]
     frame = obs[sides].reshape(-1, 2, *self.frame_shape)[lanes, self._mover].astype(np.uint8)
-    return super()._show(frame, reward, first, ended[order], capped[order], info)
+    return frame, reward, ended[order], capped[order], info
 
 
 def make_env(
@@ -303,14 +291,19 @@ def _atari_games() -> frozenset[str]:
 
 @functools.cache
 def _registry(family: str) -> Any:
-  """envpool's registry with one family of games. Imported lazily: it takes a second or two."""
+  """envpool's registry with one family of games.
+
+  To import the package would load every family, and what those draw with: a second more. So its
+  modules are imported from a namespace without its contents, which is then taken away.
+  """
+  spec = importlib.util.find_spec("envpool")
+  if spec is None:
+    raise ModuleNotFoundError("envpool is not installed")
+  whole = sys.modules.get("envpool")
+  sys.modules["envpool"] = whole or importlib.util.module_from_spec(spec)
   try:
-    importlib.import_module("envpool")
-  except ModuleNotFoundError as error:
-    spec = importlib.util.find_spec("envpool")
-    if spec is None or not (error.name or "").startswith("envpool."):
-      raise
-    # The package imports every family. If only some are installed, use it as a bare namespace.
-    sys.modules["envpool"] = importlib.util.module_from_spec(spec)
-  importlib.import_module(f"envpool.{family}.registration")
-  return importlib.import_module("envpool.registration").registry
+    importlib.import_module(f"envpool.{family}.registration")
+    return importlib.import_module("envpool.registration").registry
+  finally:
+    if whole is None:
+      del sys.modules["envpool"]

@@ -5,6 +5,7 @@ defaults here are this project's reading: LARS (You et al. 2017) with the trust 
 clipped.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -97,14 +98,15 @@ class ClippedTrustRatioState(NamedTuple):
   exempt: jax.Array  # bool, the leaf was zero at initialization: its ratio is always 1
 
 
-def scale_by_clipped_trust_ratio(
+def clipped_trust_ratio(
+  layout: Layout,
   trust_coefficient: Any = 0.001,
   trust_min: Any = 0.0,
   trust_max: Any = 1.0,
   weight_decay: Any = 0.0,
   eps: Any = 0.0,
 ) -> optax.GradientTransformation:
-  """Adds weight decay to kernels and scales each by its clipped trust ratio.
+  """Adds weight decay to kernels and scales each by its clipped trust ratio, on matrices.
 
   A leaf of rank 2 or more, with weights `w` and gradient `g`, becomes
   `ratio * (g + weight_decay * w)`, where
@@ -113,21 +115,10 @@ def scale_by_clipped_trust_ratio(
 
   and `|.|` is the Euclidean norm over the whole leaf. If either norm is zero the ratio is 1 before
   clipping. The ratio of a leaf that is zero at initialization is always 1: it has no norm to trust,
-  and with a ratio in proportion to its tiny norm it would stay tiny. Norms, ratio and product are
-  computed in float32; the result has the gradient's dtype. Other leaves pass through unchanged. The
-  update needs the params. `optax.lars` differs: it adds the decay to the gradient before taking its
-  norm, and applies momentum last.
+  and with a ratio in proportion to its tiny norm it would stay tiny. Other leaves pass through
+  unchanged. `optax.lars` differs: it adds the decay to the gradient before taking its norm, and
+  applies momentum last.
   """
-  bounds = trust_min, trust_max
-  return on_matrix(
-    lambda layout: _clipped_trust_ratio(layout, trust_coefficient, *bounds, weight_decay, eps)
-  )
-
-
-def _clipped_trust_ratio(
-  layout: Layout, coefficient: Any, low: Any, high: Any, decay: Any, eps: Any
-) -> optax.GradientTransformation:
-  """`scale_by_clipped_trust_ratio` on matrices."""
   kernels = np.flatnonzero(layout.adapted)
   place = np.cumsum(layout.adapted) - 1  # of a kernel among kernels
 
@@ -140,12 +131,14 @@ def _clipped_trust_ratio(
       return g, state
     g_norm, w_norm = (jnp.sqrt(layout.sums(jnp.square(x)))[kernels] for x in (g, w))
     zero = (g_norm == 0) | (w_norm == 0)
-    denominator = jnp.where(zero, 1.0, g_norm + decay * w_norm + eps)
-    unclipped = jnp.where(zero, 1.0, coefficient * w_norm / denominator)
-    ratio = jnp.where(state.exempt, 1.0, jnp.clip(unclipped, low, high)).astype(jnp.float32)
-    clipped = ((unclipped < low) | (unclipped > high)) & ~state.exempt
+    denominator = jnp.where(zero, 1.0, g_norm + weight_decay * w_norm + eps)
+    unclipped = jnp.where(zero, 1.0, trust_coefficient * w_norm / denominator)
+    ratio = jnp.where(state.exempt, 1.0, jnp.clip(unclipped, trust_min, trust_max)).astype(
+      jnp.float32
+    )
+    clipped = ((unclipped < trust_min) | (unclipped > trust_max)) & ~state.exempt
     of_row = ratio[place[layout.owner]][:, None]
-    scaled = jnp.where(layout.adapted[layout.owner][:, None], of_row * (g + decay * w), g)
+    scaled = jnp.where(layout.adapted[layout.owner][:, None], of_row * (g + weight_decay * w), g)
     return scaled, ClippedTrustRatioState(ratio, clipped, state.exempt)
 
   return optax.GradientTransformation(init, update)
@@ -190,11 +183,10 @@ def make_optimizer(config: OptimConfig) -> optax.GradientTransformation:
   every ratio is clipped at 1 it is SGD with momentum and weight decay, under any schedule. You et
   al. put the learning rate inside the momentum buffer, which is the same at a constant rate.
   """
-  return on_matrix(lambda layout: _on_layout(config, layout))
+  return on_matrix(functools.partial(_on_layout, config))
 
 
 def _on_layout(config: OptimConfig, layout: Layout) -> optax.GradientTransformation:
-  """`make_optimizer` on matrices."""
   rate, decay = optax.scale_by_learning_rate(learning_rate_schedule(config)), config.weight_decay
   steps: list[optax.GradientTransformation]
   if config.name == "adam":
@@ -204,7 +196,7 @@ def _on_layout(config: OptimConfig, layout: Layout) -> optax.GradientTransformat
   else:
     clipped = config.name == "clipped_lars"
     bounds = (config.trust_min, config.trust_max) if clipped else (0.0, math.inf)
-    ratio = _clipped_trust_ratio(layout, config.trust_coefficient, *bounds, decay, config.trust_eps)
+    ratio = clipped_trust_ratio(layout, config.trust_coefficient, *bounds, decay, config.trust_eps)
     steps = [ratio, optax.trace(config.momentum), rate]
   clip = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []
   return optax.chain(*clip, *steps)

@@ -1,9 +1,8 @@
 """A recurrent core between torso and heads: an LSTM that is reset where an episode starts.
 
 Its state is one array [B, 2 * size]: output and cell (Hochreiter & Schmidhuber 1997; with forget
-gates, Gers et al. 2000). The state before each slot is stored as a column of the schema, so that
-training can begin anywhere: 8 * size bytes per slot, 4 kB for an LSTM of 512. Unrolling resets the
-state at the first slots of episodes, which makes windows across them exact.
+gates, Gers et al. 2000). Unrolling resets the state at the first slots of episodes, which makes
+windows across them exact.
 """
 
 import dataclasses
@@ -11,15 +10,10 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from speedyzero_jax.config.fields import opt
-from speedyzero_jax.ops.torsos import TorsoConfig
-from speedyzero_jax.replay.schema import Column
-from speedyzero_jax.replay.storage import LaneStore, take
-
-_CORE = "core"  # column of the state before a slot
+from speedyzero_jax.ops.torsos import TorsoConfig, make_torso
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,55 +54,27 @@ class Lstm(nnx.Module):
     return outputs.swapaxes(0, 1), state
 
 
-def make_core(config: CoreConfig, rngs: nnx.Rngs) -> Lstm | None:
-  """The configured core of a torso's features."""
-  if config.core == "none":
-    return None
-  return Lstm(config.hidden, config.lstm_hidden, rngs)
+class CoreNetwork(nnx.Module):
+  """A torso and the core, if there is one; networks derive from it and add their heads.
 
-
-def features_size(config: CoreConfig) -> int:
-  """Width of the features that the heads get."""
-  return config.hidden if config.core == "none" else config.lstm_hidden
-
-
-def unroll(
-  torso: nnx.Module, core: Lstm | None, x: jax.Array, first: Any, state: Any
-) -> tuple[jax.Array, Any]:
-  """Features [B, T, D] of consecutive slots, and the state after them.
-
-  Args:
-    torso: of `make_torso`.
-    core: of `make_core`; without one `first` and `state` are not used.
-    x: [B, T, H, W, C] observations.
-    first: [B, T] bool, an episode starts in the slot.
-    state: before the first slot.
+  Attributes:
+    width: of the features that the heads get.
   """
-  size, slots = x.shape[:2]
-  features = torso(x.reshape(size * slots, *x.shape[2:])).reshape(size, slots, -1)
-  return (features, state) if core is None else core(features, first, state)
 
+  def __init__(self, config: CoreConfig, shape: tuple[int, int, int], rngs: nnx.Rngs):
+    self.torso = make_torso(config, shape, rngs)
+    recurrent = config.core == "lstm"
+    self.core = Lstm(config.hidden, config.lstm_hidden, rngs) if recurrent else None
+    self.width = config.lstm_hidden if recurrent else config.hidden
 
-def initial_state(config: CoreConfig, n: int) -> Any:
-  """The state at an episode's start, [n, ...]; () without a core."""
-  return () if config.core == "none" else jnp.zeros((n, 2 * config.lstm_hidden))
+  def features(self, x: jax.Array, first: Any, state: Any) -> tuple[jax.Array, Any]:
+    """Features [B, T, width] of consecutive slots, and the state after them.
 
-
-def state_columns(config: CoreConfig) -> tuple[Column, ...]:
-  """The columns of the schema that hold the state. It is zero in slots played at random."""
-  return () if config.core == "none" else (Column(_CORE, "float32", (2 * config.lstm_hidden,)),)
-
-
-def as_columns(state: Any) -> dict[str, Any]:
-  """A state as values of `state_columns`."""
-  return {} if isinstance(state, tuple) else {_CORE: state}
-
-
-def of_windows(store: LaneStore, flat: np.ndarray) -> dict[str, np.ndarray]:
-  """What `unroll` needs of stored slots, cells [B, T] (see `LaneStore.flat`): `first` and `state`.
-
-  Empty without a core.
-  """
-  if _CORE not in store.fields:
-    return {}
-  return {"first": take(store["first"], flat), "state": take(store[_CORE], flat[:, 0])}
+    Args:
+      x: [B, T, H, W, C] observations.
+      first: [B, T] bool, an episode starts in the slot; not used without a core.
+      state: before the first slot; not used without a core.
+    """
+    size, slots = x.shape[:2]
+    features = self.torso(x.reshape(size * slots, *x.shape[2:])).reshape(size, slots, -1)
+    return (features, state) if self.core is None else self.core(features, first, state)

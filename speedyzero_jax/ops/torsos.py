@@ -73,9 +73,18 @@ class Nature(nnx.Module):
     return nnx.relu(self.linear(x.reshape(len(x), -1)))
 
 
-class _ResidualBlock(nnx.Module):
-  def __init__(self, channels: int, rngs: nnx.Rngs):
-    self.conv1, self.conv2 = (_conv(channels, channels, 3, 1, "SAME", rngs) for _ in range(2))
+class ResidualBlock(nnx.Module):
+  """Two 3x3 convolutions after ReLU, and a skip connection; no normalisation."""
+
+  def __init__(
+    self,
+    channels: int,
+    rngs: nnx.Rngs,
+    init: nnx.Initializer = _INIT,
+    last_init: nnx.Initializer = _INIT,
+  ):
+    self.conv1 = _conv(channels, channels, 3, 1, "SAME", rngs, init)
+    self.conv2 = _conv(channels, channels, 3, 1, "SAME", rngs, last_init)
 
   def __call__(self, x: jax.Array) -> jax.Array:
     return x + self.conv2(nnx.relu(self.conv1(nnx.relu(x))))
@@ -93,7 +102,7 @@ class ResNet(nnx.Module):
     for times in (1, 2, 2):
       outputs = times * config.channels
       convs.append(_conv(inputs, outputs, 3, 1, "SAME", rngs))
-      blocks += [_ResidualBlock(outputs, rngs) for _ in range(2)]
+      blocks += [ResidualBlock(outputs, rngs) for _ in range(2)]
       height, width, inputs = (height + 1) // 2, (width + 1) // 2, outputs
     self.convs, self.blocks = nnx.List(convs), nnx.List(blocks)
     self.linear = _linear(height * width * inputs, config.hidden, rngs)
@@ -111,11 +120,16 @@ def _linear(inputs: int, outputs: int, rngs: nnx.Rngs) -> nnx.Linear:
 
 
 def _conv(
-  inputs: int, outputs: int, kernel: int, stride: int, padding: str, rngs: nnx.Rngs
+  inputs: int,
+  outputs: int,
+  size: int,
+  stride: int,
+  padding: str,
+  rngs: nnx.Rngs,
+  init: nnx.Initializer = _INIT,
 ) -> nnx.Conv:
-  return nnx.Conv(
-    inputs, outputs, (kernel, kernel), stride, padding=padding, kernel_init=_INIT, rngs=rngs
-  )
+  shape = size, size
+  return nnx.Conv(inputs, outputs, shape, stride, padding=padding, kernel_init=init, rngs=rngs)
 
 
 def make_torso(config: TorsoConfig, shape: tuple[int, int, int], rngs: nnx.Rngs) -> nnx.Module:

@@ -22,8 +22,8 @@ class PrioritizedSampler:
   A transition is *eligible* if an action was taken in its state, the frames of the state's stack
   are stored, and its targets are final: its episode has ended, or `lookahead` further slots are
   stored. Newly eligible transitions get the current maximum priority; its age is that of the
-  learner steps [m] that `first_step` gives for slots (lane [m], time [m]). A lane has room for
-  `stack + lookahead` slots.
+  learner steps [m] that `first_step` gives for slots (lane [m], time [m]), by default those of the
+  weights that acted. A lane has room for `stack + lookahead` slots.
   """
 
   def __init__(
@@ -33,11 +33,13 @@ class PrioritizedSampler:
     *,
     stack: int,
     lookahead: int,
-    first_step: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    first_step: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None,
   ):
     self._store, self._stack, self._lookahead = store, stack, lookahead
     self._alpha, self._min_priority = config.alpha, config.min_priority
-    self._first_step = first_step
+    self._first_step = first_step or (
+      lambda lane, time: take(store["step"], store.flat(lane, time))
+    )
     self._tree = SumTree(store.lanes * store.capacity)  # priority ** alpha, 0 if ineligible
     self._stamps = Stamps((store.lanes, store.capacity))  # of the priorities
     self.count = 0  # eligible transitions

@@ -9,7 +9,7 @@ import pytest
 
 import episodes
 import trained
-from speedyzero_jax.agents import dqn
+from speedyzero_jax.agents import q_agent
 from speedyzero_jax.agents.base import ActInputs, LossOutput, Variables
 from speedyzero_jax.config import loader
 from speedyzero_jax.replay.replay import Replay
@@ -199,15 +199,15 @@ def test_the_target_network_is_copied_every_interval():
 
 
 def test_lanes_explore_with_the_epsilons_of_ape_x():
-  config = dqn.ExploreConfig()
+  config = q_agent.ExploreConfig()
   expected = [0.4, 0.16, 0.064, 0.0256, 0.01024, 0.004096, 0.0016384, 0.00065536]
-  np.testing.assert_allclose(dqn.epsilons(config, np.arange(8), 8, 0.5), expected, rtol=1e-5)
-  np.testing.assert_allclose(dqn.epsilons(config, np.arange(1), 1, 0.5), [0.4])
+  np.testing.assert_allclose(q_agent.epsilons(config, np.arange(8), 8, 0.5), expected, rtol=1e-5)
+  np.testing.assert_allclose(q_agent.epsilons(config, np.arange(1), 1, 0.5), [0.4])
 
 
 def test_an_annealed_epsilon_falls_linearly():
-  config = dqn.ExploreConfig("annealed", epsilon_start=0.9, epsilon_end=0.1, share=0.5)
-  found = [dqn.epsilons(config, np.arange(2), 2, p).tolist() for p in (0.0, 0.25, 0.5, 1.0)]
+  config = q_agent.ExploreConfig("annealed", epsilon_start=0.9, epsilon_end=0.1, share=0.5)
+  found = [q_agent.epsilons(config, np.arange(2), 2, p).tolist() for p in (0.0, 0.25, 0.5, 1.0)]
   np.testing.assert_allclose(found, [[e, e] for e in (0.9, 0.5, 0.1, 0.1)], rtol=1e-6)
 
 

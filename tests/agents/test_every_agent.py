@@ -38,8 +38,8 @@ SHORT = {
 }  # fmt: skip
 LEARNS = {
   "dqn": (
-    "learner.steps=150", "run.env_steps=2500", "actor.lanes=32", "actor.random_steps=500",
-    "optim.learning_rate=1e-2", "loss.target_interval=20",
+    "learner.steps=200", "run.env_steps=4000", "actor.lanes=32", "optim.learning_rate=5e-3",
+    "loss.target_interval=30",
   ),
   "impala": (
     "learner.steps=120", "run.env_steps=22000", "actor.lanes=64", "learner.batch_size=16",

@@ -366,7 +366,7 @@ def test_snake():
   env = batched_env.make_env(EnvConfig(game="Snake"), 3, 0, training=True)
   assert (env.frame_shape, env.frame_dtype, env.num_actions) == ((12, 12, 5), np.float32, 4)
   moves = np.array([[-1, 0], [0, 1], [1, 0], [0, -1]])
-  actions = np.random.default_rng(0).integers(4, size=(2000, 3))
+  actions = np.random.default_rng(0).integers(4, size=(700, 3))
   steps = stacked([env.reset(), *(env.step(action) for action in actions)])
   assert steps.frame.min() == 0 and steps.frame.max() == 1
   body, head, tail, fruit = np.moveaxis(steps.frame[..., :4], -1, 0)
@@ -385,7 +385,7 @@ def test_snake():
     if not dead:
       np.testing.assert_array_equal(np.argwhere(head[t + 1, lane]), [at])
       assert body[t + 1, lane].sum() == body[t, lane].sum() + fed
-  assert eaten > 5 and deaths > 100 and not steps.truncated.any()
+  assert eaten > 2 and deaths > 30 and not steps.truncated.any()
 
 
 @pytest.mark.parametrize("game", ["Breakout", "CartPole", "Catch", "MemoryCatch", "Snake"])
@@ -471,26 +471,18 @@ def test_training_reward():
   assert clipped.dtype == kept.dtype == np.float32
 
 
-def test_envpool_is_imported_late_and_its_atari_family_is_enough(tmp_path):
-  """As on machines that carry only a part of it: `import envpool` fails there, for it imports
-  every family."""
-  spec = importlib.util.find_spec("envpool")
-  assert spec is not None and spec.submodule_search_locations
-  whole, part = pathlib.Path(spec.submodule_search_locations[0]), tmp_path / "envpool"
-  part.mkdir()
-  for path in [*whole.glob("*.py"), whole / "python", whole / "atari"]:
-    (part / path.name).symlink_to(path)
+def test_envpool_is_imported_late_and_without_its_other_families():
   code = """
 import sys
 from speedyzero_jax.config.schema import EnvConfig
 from speedyzero_jax.envs import batched_env
-assert "envpool" not in sys.modules
+assert "envpool.registration" not in sys.modules
 env = batched_env.make_env(EnvConfig(frame_size=16), 2, 0, training=True)
 assert env.reset().frame.shape == (2, 16, 16, 3)
+assert "envpool.toy_text" not in sys.modules and "matplotlib" not in sys.modules
 import envpool
-assert envpool.__path__[0] == sys.path[0] + "/envpool" and "envpool.toy_text" not in sys.modules
+assert len(envpool.make_gymnasium("Catch-v0", num_envs=2).reset()[0]) == 2
 """
-  code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})" + code
   root = pathlib.Path(batched_env.__file__).parents[2]
   subprocess.run(
     [sys.executable, "-c", code], check=True, cwd=root, env={"PYTHONPATH": str(root)}, timeout=60

@@ -13,9 +13,14 @@ import pytest
 
 from speedyzero_jax.config.schema import OptimConfig
 from speedyzero_jax.ops import optimizers
-from speedyzero_jax.ops.optimizers import scale_by_clipped_trust_ratio
 
 f32 = np.float32
+
+
+def scale_by_clipped_trust_ratio(*numbers, **named):
+  return optimizers.on_matrix(
+    lambda layout: optimizers.clipped_trust_ratio(layout, *numbers, **named)
+  )
 
 
 def _params():

@@ -12,8 +12,7 @@ from speedyzero_jax.ops import recurrent
 from speedyzero_jax.ops.torsos import pure
 
 _B, _T, _D, _H = 3, 6, 4, 5
-_CONFIG = recurrent.CoreConfig(core="lstm", hidden=_D, lstm_hidden=_H)
-_NETWORK = pure(lambda rngs: recurrent.make_core(_CONFIG, rngs))
+_NETWORK = pure(lambda rngs: recurrent.Lstm(_D, _H, rngs))
 
 
 @functools.cache
@@ -32,11 +31,10 @@ def _inputs(first):
 
 
 def _resets():
-  """No reset, one at every position, and everywhere."""
-  return [
-    np.broadcast_to(row, (_B, _T))
-    for row in (np.zeros(_T, bool), *np.eye(_T, dtype=bool), np.ones(_T, bool))
-  ]
+  """No reset, one at every position, everywhere, and another in each sample."""
+  rows = np.zeros(_T, bool), *np.eye(_T, dtype=bool), np.ones(_T, bool)
+  random = np.random.default_rng(0).random((_B, _T)) < 0.3
+  return [*(np.broadcast_to(row, (_B, _T)) for row in rows), random]
 
 
 @pytest.mark.parametrize("first", _resets())
@@ -47,15 +45,6 @@ def test_outputs_and_state(first):
     expected, states = trained.lstm(_params(), x[b], first[b], state[b])
     np.testing.assert_allclose(outputs[b], expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(after[b], states[-1], rtol=1e-5, atol=1e-6)
-
-
-def test_samples_are_reset_independently():
-  first = np.random.default_rng(0).random((_B, _T)) < 0.3
-  x, first, state = _inputs(first)
-  outputs, _ = _apply(_params(), x, first, state)
-  for b in range(_B):
-    expected, _ = trained.lstm(_params(), x[b], first[b], state[b])
-    np.testing.assert_allclose(outputs[b], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_single_steps_and_parts_do_as_one_unroll():

@@ -1,13 +1,20 @@
-"""The head of a Q-network and epsilon-greedy exploration, for agents that learn Q-values."""
+"""Parts of agents that learn Q-values: their network and epsilon-greedy exploration."""
 
 import dataclasses
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
+from speedyzero_jax.agents.base import ActInputs, ActOutput, Variables
+from speedyzero_jax.agents.torso_agent import TorsoAgent
 from speedyzero_jax.config.fields import opt
+from speedyzero_jax.config.schema import Config
+from speedyzero_jax.ops.recurrent import CoreNetwork
+from speedyzero_jax.replay.sampler import importance_weights
+from speedyzero_jax.replay.selector import Selection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,23 +43,47 @@ class ExploreConfig:
   share: float = opt(0.1, "annealed: share of training in which it falls", "(0, 1]")
 
 
-class QHead(nnx.Module):
-  """Layers from features to Q; Q-networks derive from it."""
+class QNetwork(CoreNetwork):
+  """Observations [B, T, H, W, C] -> Q [B, T, A], recurrent state (see `CoreNetwork.features`)."""
 
-  def __init__(self, config: QHeadConfig, features: int, hidden: int, actions: int, rngs: nnx.Rngs):
-    self.dueling = config.dueling
+  def __init__(self, config: Any, shape: tuple[int, int, int], actions: int, rngs: nnx.Rngs):
+    super().__init__(config, shape, rngs)
+    self.dueling, hidden = config.dueling, config.hidden
     if config.dueling:
-      self.streams = nnx.Linear(features, 2 * hidden, rngs=rngs)  # for the value and the advantages
+      self.streams = nnx.Linear(self.width, 2 * hidden, rngs=rngs)  # for value and advantages
       self.value = nnx.Linear(hidden, 1, rngs=rngs)
-    self.advantage = nnx.Linear(hidden if config.dueling else features, actions, rngs=rngs)
+    self.advantage = nnx.Linear(hidden if config.dueling else self.width, actions, rngs=rngs)
 
-  def q(self, features: jax.Array) -> jax.Array:
-    """Features [..., D] -> Q [..., A]."""
+  def __call__(self, x: jax.Array, first: Any = None, state: Any = ()) -> tuple[jax.Array, Any]:
+    features, state = self.features(x, first, state)
     if not self.dueling:
-      return self.advantage(features)
+      return self.advantage(features), state
     for_value, for_advantage = jnp.split(nnx.relu(self.streams(features)), 2, axis=-1)
     advantage = self.advantage(for_advantage)
-    return self.value(for_value) + advantage - jnp.mean(advantage, axis=-1, keepdims=True)
+    q = self.value(for_value) + advantage - jnp.mean(advantage, axis=-1, keepdims=True)
+    return q, state
+
+
+class QAgent(TorsoAgent):
+  """What agents with a Q-network and a target network have in common."""
+
+  def __init__(self, config: Config, frame_shape: tuple[int, ...], frame_dtype: Any, actions: int):
+    super().__init__(config, frame_shape, frame_dtype, actions, QNetwork)
+    self.target_interval = config.agent.loss.target_interval
+
+  def act(
+    self, variables: Variables, inputs: ActInputs, key: jax.Array, progress: Any, *, explore: bool
+  ) -> ActOutput:
+    q, columns, core = self._now(variables, inputs)
+    if not explore:
+      return ActOutput(jnp.argmax(q, axis=-1).astype(jnp.int32), columns, core, {"q": q})
+    epsilon = epsilons(self._own.explore, inputs.lane, self._config.actor.lanes, progress)
+    return ActOutput(epsilon_greedy(q, epsilon, key).astype(jnp.int32), columns, core)
+
+  def _weights(self, selection: Selection, learner_step: int) -> np.ndarray:
+    """Host: importance weights."""
+    progress = min(learner_step / self._config.learner.steps, 1.0)
+    return importance_weights(selection.probability, self._own.priority, progress)
 
 
 def epsilons(config: ExploreConfig, lane: Any, lanes: int, progress: Any) -> jax.Array:

@@ -1,0 +1,85 @@
+"""Agents whose network is a torso, a recurrent core or none, and heads.
+
+With a core the state before each slot is stored as the column `core`, so that training can begin
+anywhere: 8 * size bytes per slot, 4 kB for an LSTM of 512. It is zero in slots played at random.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from speedyzero_jax.agents.base import ActInputs, Agent, Arrays, Variables
+from speedyzero_jax.config.schema import Config
+from speedyzero_jax.ops.recurrent import CoreNetwork
+from speedyzero_jax.ops.torsos import observation_shape, observe, pure, stacked
+from speedyzero_jax.replay.schema import Column, make_schema
+from speedyzero_jax.replay.storage import LaneStore, take
+from speedyzero_jax.types import Params
+
+
+class TorsoAgent(Agent):
+  """What such agents have in common.
+
+  Args:
+    config: its agent has a section `network`, a `CoreConfig`.
+    frame_shape: [H, W, C].
+    frame_dtype: of frames.
+    actions: their number.
+    network: (section, observation shape, actions, rngs) -> a network that maps observations
+      [B, T, H, W, C], `first` and the state (see `CoreNetwork.features`) to outputs [B, T, ...],
+      a pytree, and the state after them.
+    columns: of the schema, besides that of the state.
+  """
+
+  def __init__(
+    self,
+    config: Config,
+    frame_shape: tuple[int, ...],
+    frame_dtype: Any,
+    actions: int,
+    network: Callable[..., CoreNetwork],
+    columns: Iterable[Column] = (),
+  ):
+    own = config.agent
+    self._config, self._own, self._stack = config, own, config.env.frame_stack
+    shape = observation_shape(frame_shape, self._stack)
+    self._network = pure(lambda rngs: network(own.network, shape, actions, rngs))
+    self._state_size = 2 * own.network.lstm_hidden if own.network.core == "lstm" else 0
+    if self._state_size:
+      columns = (*columns, Column("core", "float32", (self._state_size,)))
+    self.schema = make_schema(frame_shape, frame_dtype, actions, tuple(columns))
+
+  def init(self, key: jax.Array) -> Variables:
+    return Variables(self._network.init(key), ())
+
+  def initial_core(self, n: int) -> Any:
+    return jnp.zeros((n, self._state_size)) if self._state_size else ()
+
+  def _now(self, variables: Variables, inputs: ActInputs) -> tuple[Any, Arrays, Any]:
+    """Device: the network's outputs for acting, [n, ...]; the column of the state; the next one."""
+    slot = observe(inputs.frames)[:, None], inputs.first[:, None], inputs.core
+    outputs, core = self._network.apply(variables.params, *slot)
+    columns = {"core": inputs.core} if self._state_size else {}
+    return jax.tree.map(lambda x: x[:, 0], outputs), columns, core
+
+  def _unrolled(self, params: Params, batch: Arrays, burn_in: int = 0) -> Any:
+    """Device: the network's outputs [B, T, ...] for a window's slots after the burn-in.
+
+    The burn-in only changes the state, and has no gradient.
+    """
+    x = observe(stacked(batch["frames"], batch["stack"]))
+    first, state = batch.get("first"), batch.get("state", ())
+    if first is not None and burn_in:
+      frozen = jax.lax.stop_gradient(params)
+      _, state = self._network.apply(frozen, x[:, :burn_in], first[:, :burn_in], state)
+      first = first[:, burn_in:]
+    return self._network.apply(params, x[:, burn_in:], first, state)[0]
+
+  def _states(self, store: LaneStore, flat: np.ndarray) -> Arrays:
+    """Host: the arrays that `_unrolled` needs besides frames, of cells [B, T] in the store."""
+    if not self._state_size:
+      return {}
+    return {"first": take(store["first"], flat), "state": take(store["core"], flat[:, 0])}
