@@ -2,10 +2,8 @@
 on ages."""
 
 import time as clock
-from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,12 +12,11 @@ from hypothesis import strategies as st
 import reference
 import tiny
 import tiny_replay
-from speedyzero_jax.agents.base import LossOutput
 from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER, REFRESHER
 from speedyzero_jax.metrics.aggregation import EpisodeStats
 from speedyzero_jax.replay.replay import Replay
-from speedyzero_jax.run import builders, loops
-from speedyzero_jax.workers import actor
+from speedyzero_jax.run import loops
+from speedyzero_jax.workers.actor import Actor
 from speedyzero_jax.workers.sweeper import make_sweepers, run_task
 from speedyzero_jax.workers.weights import ACTOR, WeightsStore
 from tiny_replay import (
@@ -36,6 +33,7 @@ from tiny_replay import (
   slots,
   write,
 )
+from whole_runs import quick
 
 SEEDS = st.integers(0, 2**32 - 1)
 FIXED = "loss.age_interval=0"  # n does not shrink
@@ -103,7 +101,7 @@ class Played:
     names = {ACTOR: 1, REFRESHER: 2, REANALYSER: 3}
     self.weights = WeightsStore(names, jax.devices()[0], agent.init())
     env, stats = tiny.FakeEnv(3), EpisodeStats(3)
-    player = actor.Actor(tiny.config(*overrides), agent, env, inference, jax.random.key(0), stats)
+    player = Actor(tiny.config(*overrides), agent, env, inference, jax.random.key(0), stats)
     for _ in range(70):  # the first slots are evicted
       version = self.weights.latest(ACTOR)
       segments, _ = player.step(version, budget=999, progress=0.0, random=False)
@@ -303,16 +301,6 @@ BOUNDS = {
 }
 
 
-class Untrained(tiny.ChecksumAgent):
-  """Its gradient is zero."""
-
-  def __init__(self, config, *_):
-    super().__init__(config)
-
-  def loss(self, params, batch_stats, target, batch, keys):
-    return jnp.sum(params["w"] * 0), LossOutput(batch_stats, {}, batch["value"][:, 0])
-
-
 @pytest.mark.parametrize(
   ("mode", "bounds"),
   [*(("lockstep", name) for name in BOUNDS), ("async", "tight")],
@@ -322,11 +310,7 @@ def test_nothing_stored_is_older_than_the_bound(tmp_path, mode, bounds):
   steps = ("learner.steps=24", "learner.tail_steps=8", "run.checkpoint_interval=1000")
   overrides = (*BOUNDS[bounds], f"run.mode={mode}", *steps)
   own, ages = tiny.config(*overrides).agent, []
-  with (
-    mock.patch.object(builders, "make_agent", Untrained),
-    mock.patch.object(actor, "make_env", lambda config, lanes, seed, **_: tiny.FakeEnv(lanes)),
-    tiny.experiment(tmp_path, *overrides, shared=False) as experiment,
-  ):
+  with quick(tmp_path, *overrides) as experiment:
     replay = experiment.replay
 
     def look():
