@@ -1,5 +1,6 @@
 """Parts of actor-critics on trajectories: the supply of trajectories, and terms of their losses."""
 
+import dataclasses
 import math
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from speedyzero_jax.agents.base import AXIS, Arrays
+from speedyzero_jax.config.fields import opt
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.ops.td import chosen
 from speedyzero_jax.replay.storage import LaneStore
@@ -17,6 +19,31 @@ from speedyzero_jax.replay.trajectory_queue import TrajectoryQueue
 LOSS_POLICY = "losses/policy"
 LOSS_VALUE = "losses/value"  # half the squared error
 ENTROPY = "losses/policy_entropy"  # nats
+
+
+@dataclasses.dataclass(frozen=True)
+class TrajectoryConfig:
+  """Settings of all losses on trajectories."""
+
+  unroll_length: int = opt(
+    20, "T, slots per trajectory (IMPALA: 20 on Atari, 100; A2C: 5)", "[1, 10000]"
+  )
+  synchronous: bool = opt(
+    False, "collection and learning take turns (A2C, PPO); off: they overlap (IMPALA, APPO)"
+  )
+  value_coefficient: float = opt(
+    0.5, "weight of half the squared error of the value (IMPALA: 0.5, PPO: 1)", "[0, 1e6]"
+  )
+  entropy_coefficient: float = opt(
+    0.01, "weight of the policy's entropy (IMPALA on Atari, PPO: 0.01)", "[0, 1e6]"
+  )
+  reward_scale: float = opt(
+    1.0, "multiplies rewards; returns near 1 suit the other coefficients", "(0, 1e6]"
+  )
+
+  @property
+  def supply(self) -> "Supply":
+    return Supply(self.unroll_length, synchronous=self.synchronous)
 
 
 class Supply(NamedTuple):
@@ -61,16 +88,10 @@ class Supply(NamedTuple):
   def problems(self, config: Config) -> Iterable[str]:
     """Yields `key: problem` for settings with which trajectories run out or are used late."""
     actor, learner, length = config.actor, config.learner, self.length
-    if learner.tail_steps:
-      yield (
-        "learner.tail_steps: must be 0, as trajectories are trained on while they come, "
-        f"got {learner.tail_steps}"
-      )
-    if actor.random_steps:
-      yield (
-        "actor.random_steps: must be 0, as trajectories of random play would be trained on late, "
-        f"got {actor.random_steps}"
-      )
+    late = {"learner.tail_steps": learner.tail_steps, "actor.random_steps": actor.random_steps}
+    for key, steps in late.items():
+      if steps:
+        yield f"{key}: must be 0, or trajectories would be trained on late, got {steps}"
     # Up to T agent steps of each lane do not fill a trajectory.
     trajectories = max(config.run.env_steps - actor.lanes * length, 0) // length
     most = self._used(config, trajectories // self._block(config)) // learner.batch_size

@@ -28,7 +28,7 @@ from speedyzero_jax.agents.actor_critic import (
   LOSS_POLICY,
   LOSS_VALUE,
   PolicyTerms,
-  Supply,
+  TrajectoryConfig,
   mean_count,
   policy_terms,
 )
@@ -60,15 +60,9 @@ TRAINED_LAG_MAX = "stats/trained_lag_max"
 
 
 @dataclasses.dataclass(frozen=True)
-class LossConfig:
-  """Trajectories, V-trace and the terms of the loss."""
+class LossConfig(TrajectoryConfig):
+  """V-trace and the terms of the loss."""
 
-  unroll_length: int = opt(
-    20, "T, slots per trajectory (IMPALA: 20 on Atari, 100; A2C: 5)", "[1, 10000]"
-  )
-  synchronous: bool = opt(
-    False, "collection and learning take turns (A2C); off: they overlap (IMPALA)"
-  )
   vtrace_lambda: float = opt(1.0, "mixes multi-step with one-step returns (IMPALA: 1)", "[0, 1]")
   rho_bar: float = opt(
     1.0, "largest importance ratio of a temporal difference (IMPALA: 1)", "(0, 1e9]"
@@ -77,23 +71,10 @@ class LossConfig:
   rho_bar_pg: float = opt(
     1.0, "largest importance ratio in the policy gradient (IMPALA: 1)", "(0, 1e9]"
   )
-  value_coefficient: float = opt(
-    0.5, "weight of half the squared error of the value (IMPALA: 0.5)", "[0, 1e6]"
-  )
-  reward_scale: float = opt(
-    1.0, "multiplies rewards; returns near 1 suit the other coefficients", "(0, 1e6]"
-  )
-  entropy_coefficient: float = opt(
-    0.01, "weight of the policy's entropy (IMPALA: 0.01 on Atari)", "[0, 1e6]"
-  )
   reduction: Literal["mean", "sum"] = opt(
     "mean",
     "over the actions of a batch: mean (as SEED RL and acme do) or sum (IMPALA's code, cleanba)",
   )
-
-  @property
-  def supply(self) -> Supply:
-    return Supply(self.unroll_length, synchronous=self.synchronous)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
-from speedyzero_jax.agents.actor_critic import PolicyTerms, Supply
+from speedyzero_jax.agents.actor_critic import PolicyTerms, Supply, TrajectoryConfig
 from speedyzero_jax.agents.base import AXIS, Arrays
 from speedyzero_jax.agents.impala import Impala
 from speedyzero_jax.config.fields import opt
@@ -34,13 +34,11 @@ DIVERGENCE = "losses/policy_divergence"  # mean of ratio - 1 - log ratio, estima
 
 
 @dataclasses.dataclass(frozen=True)
-class LossConfig:
+class LossConfig(TrajectoryConfig):
   """Trajectories, their use, advantages and the terms of the loss."""
 
   unroll_length: int = opt(128, "T, slots per trajectory (PPO: 128 on Atari)", "[1, 10000]")
-  synchronous: bool = opt(
-    True, "collection and learning take turns (PPO); off: they overlap (APPO)"
-  )
+  synchronous: bool = opt(True, "collection and learning take turns; off: they overlap (APPO)")
   minibatches: int = opt(
     4, "learner steps per epoch; learner.batch_size is of one, in trajectories", "[1, 10000]"
   )
@@ -57,14 +55,6 @@ class LossConfig:
   clip_value: bool = opt(
     False, "clip the value's change since acting, too, by loss.clip (PPO's code: yes)"
   )
-  value_coefficient: float = opt(
-    0.5, "weight of half the squared error of the value (PPO: 1, CleanRL: 0.5)", "[0, 1e6]"
-  )
-  entropy_coefficient: float = opt(0.01, "weight of the policy's entropy (PPO: 0.01)", "[0, 1e6]")
-  reward_scale: float = opt(
-    1.0, "multiplies rewards; returns near 1 suit the other coefficients", "(0, 1e6]"
-  )
-
   reduction: ClassVar[str] = "mean"
 
   @property

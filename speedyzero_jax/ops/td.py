@@ -1,4 +1,4 @@
-"""Temporal-difference targets for Q-learning: n-step returns of stored steps, and TD errors."""
+"""Temporal-difference targets: n-step returns of stored steps, rescaled values, TD errors."""
 
 from typing import NamedTuple
 
@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from speedyzero_jax.ops.rescaling import inverse_transform, transform
 from speedyzero_jax.replay.storage import LaneStore, take
+
+_EPSILON = 0.001  # of the rescaling of values
 
 
 class NStep(NamedTuple):
@@ -37,6 +38,20 @@ def n_step(store: LaneStore, lane: np.ndarray, time: np.ndarray, n: int, discoun
   )
 
 
+def transform(x: jax.Array) -> jax.Array:
+  """h(x) = sign(x)(sqrt(|x|+1)-1) + 0.001x (Pohlen et al. 2018), as in MuZero and R2D2."""
+  return jnp.sign(x) * (jnp.sqrt(jnp.abs(x) + 1) - 1) + _EPSILON * x
+
+
+def inverse_transform(y: jax.Array) -> jax.Array:
+  """Inverse of h, in a form accurate near zero in float32."""
+  y_abs = jnp.abs(y)
+  # u = sqrt(|x|+1)-1 is a root of eps*u^2 + (1+2*eps)*u - |y| = 0; then |x| = u*(u+2).
+  b = 1 + 2 * _EPSILON
+  u = 2 * y_abs / (b + jnp.sqrt(b * b + 4 * _EPSILON * y_abs))
+  return jnp.sign(y) * u * (u + 2)
+
+
 def chosen(values: jax.Array, action: jax.Array) -> jax.Array:
   """Values [..., A] of all actions -> those of the actions [...]."""
   return jnp.take_along_axis(values, action[..., None], axis=-1)[..., 0]
@@ -62,7 +77,7 @@ def q_learning_error(
     next_q: [B, A] of the later states, by the target network.
     selector: [B, A] whose maximum chooses the later action: `next_q` (Mnih et al. 2015), or the
       online network's Q of the same states for double Q-learning (van Hasselt et al. 2016).
-    rescaled: all Q are h(Q) of `ops.rescaling` (Kapturowski et al. 2019, section 2.3).
+    rescaled: all Q are h(Q), see `transform` (Kapturowski et al. 2019, section 2.3).
   """
   value = chosen(next_q, jnp.argmax(selector, axis=-1))
   if rescaled:

@@ -40,7 +40,6 @@ class Settings:
   discount: float
   horizon: int
   min_range: float
-  max_depth: int
   max_considered: int
   c_visit: float
   c_scale: float
@@ -170,7 +169,7 @@ class Search:
       node_above, node = node, node.children[action]
       assert node.depth == node_above.depth + 1
       path.append(node)
-      if is_new or node.depth == (self.s.max_depth or math.inf):
+      if is_new:
         break
     g = path[-1].value
     path[-1].returns.append(g)

@@ -39,11 +39,10 @@ def search(
   root_action_selection_fn: mctx.RootActionSelectionFn,
   interior_action_selection_fn: mctx.InteriorActionSelectionFn,
   num_simulations: int,
-  max_depth: int | None,
   discount: float,
   extra_data: Any = None,
 ) -> mctx.Tree:
-  """As `mctx.search`, for one discount, all actions valid and selection that is deterministic.
+  """As `mctx.search`, for one discount, all actions valid, any depth and deterministic selection.
 
   Embeddings have the fields `reward` [B], of the edge to the node, and `depth` [B]. The tree has no
   parents.
@@ -58,12 +57,11 @@ def search(
   def simulate(simulation: chex.Array, nodes: _Nodes) -> _Nodes:
     actions = jax.vmap(select)(_tree(nodes, discount, extra_data))
     child = jnp.take_along_axis(nodes.children, actions[..., None], axis=2)[..., 0]
-    parent = _follow(child, (max_depth or num_simulations) - 1)
-    action, child = _pick(actions, parent), _pick(child, parent)
+    parent = _follow(child, num_simulations - 1)
+    action = _pick(actions, parent)
     embedding = jax.tree.map(lambda x: _pick(x, parent), nodes.embedding)
     step, embedding = recurrent_fn(params, key, action, embedding)
-    new = jnp.where(child == mctx.Tree.UNVISITED, simulation + 1, child)
-    return _expanded(nodes, simulation + 1, parent, action, new, step, embedding, discount)
+    return _expanded(nodes, simulation + 1, parent, action, step, embedding, discount)
 
   nodes = _roots(root, num_simulations + 1)
   nodes = jax.lax.fori_loop(0, num_simulations, simulate, nodes)
@@ -103,37 +101,32 @@ def _follow(child: chex.Array, steps: int) -> chex.Array:
 
 def _expanded(
   nodes: _Nodes,
-  slot: chex.Array,
+  new: chex.Array,
   parent: chex.Array,
   action: chex.Array,
-  new: chex.Array,
   step: mctx.RecurrentFnOutput,
   embedding: Any,
   discount: float,
 ) -> _Nodes:
-  """With the network's output for `action` in `parent` in `slot`, and its value backed up.
-
-  `new` [B] is `slot`, or the node that is there already (at the maximum depth): its network output
-  is the same, and nothing refers to the slot.
-  """
+  """With node number `new` for `action` in `parent`, and its value backed up."""
 
   def put(x: chex.Array, y: chex.Array) -> chex.Array:
-    return jax.lax.dynamic_update_index_in_dim(x, y, slot, axis=1)
+    return jax.lax.dynamic_update_index_in_dim(x, y, new, axis=1)
 
   count, num_actions = nodes.children.shape[1:]
   node = jnp.arange(count)
+  is_new = node == new
   path = _pick(nodes.ancestors, parent)  # [B, N]
   returns = _returns(nodes.embedding, path, parent, step, discount)
   backed_up = (nodes.value * nodes.visits + returns) / (nodes.visits + 1)
-  is_new = node == new[:, None]
   edge = (node == parent[:, None])[..., None] & (jnp.arange(num_actions) == action[:, None, None])
   return _Nodes(
     visits=nodes.visits + (path | is_new),
-    value=jnp.where(is_new, step.value[:, None], jnp.where(path, backed_up, nodes.value)),
+    value=put(jnp.where(path, backed_up, nodes.value), step.value),
     raw_value=put(nodes.raw_value, step.value),
     prior_logits=put(nodes.prior_logits, step.prior_logits),
-    children=jnp.where(edge, new[:, None, None], nodes.children),
-    ancestors=put(nodes.ancestors, path | (node == slot)),
+    children=jnp.where(edge, new, nodes.children),
+    ancestors=put(nodes.ancestors, path | is_new),
     embedding=jax.tree.map(put, nodes.embedding, embedding),
   )
 

@@ -67,7 +67,6 @@ class SearchConfig:
     "gumbel", "Gumbel MuZero with sequential halving (EZ-V2), or PUCT (EZ)"
   )
   simulations: int = opt(16, "simulations per root (EZ: 50, EZ-V2: 16)", "[1, 1e5]")
-  max_depth: int = opt(0, "maximum depth; 0: the number of simulations (ours)", "[0, 1e9]")
   max_considered: int = opt(
     8,
     "Gumbel: root actions considered, at most the number of actions (EZ-V2: 4 if |A|<16, else 8)",

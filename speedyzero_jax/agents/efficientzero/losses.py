@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from speedyzero_jax.agents.efficientzero import metric_names
 from speedyzero_jax.agents.efficientzero.config import LossConfig
 from speedyzero_jax.agents.efficientzero.networks import Network
-from speedyzero_jax.ops.rescaling import inverse_transform, transform
+from speedyzero_jax.ops.td import inverse_transform, transform
 
 # --- value coding
 
@@ -44,11 +44,8 @@ def stack_frames(frames: jax.Array, stack: int) -> jax.Array:
 
   Observation k ends with frame S-1+k.
   """
-  batch, length, height, width, channels = frames.shape
-  views = [frames[:, i : length - stack + 1 + i] for i in range(stack)]
-  stacked = jnp.stack(views, axis=5)  # [B, K+1, H, W, C, S]
-  stacked = jnp.moveaxis(stacked, 5, 4)
-  return stacked.reshape(batch, length - stack + 1, height, width, stack * channels)
+  states = frames.shape[1] - stack + 1
+  return jnp.concatenate([frames[:, i : i + states] for i in range(stack)], axis=-1)
 
 
 def normalise(observation: jax.Array) -> jax.Array:
@@ -138,17 +135,8 @@ def unrolled_loss(
   batch norm then normalises roots and imagined states alike, as its running statistics do in
   search.
 
-  Args:
-    network: bound, in training mode.
-    batch: weights already normalised; B may be one device's share.
-    keys: [B], for augmentation.
-    config: coefficients and augmentation.
-    frame_stack: S.
-    horizon: unroll steps between resets of the value prefix and its LSTM.
-
-  Returns:
-    The weighted mean loss [], its terms and other means by metric name, and the errors
-    |v(s_t) - z_t| [B] for the priorities.
+  `keys` [B] are for augmentation. Returns the weighted mean loss [], its terms and other means by
+  metric name, and the errors |v(s_t) - z_t| [B] for the priorities.
   """
   size, steps = batch.action.shape
   support = network.config.support

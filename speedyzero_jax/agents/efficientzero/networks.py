@@ -317,11 +317,7 @@ class Network(nnx.Module):
   """All networks. `train` selects batch statistics (and updates the running ones) in batch norm.
 
   Args:
-    config: sizes.
-    observation_shape: [H, W, S*C].
-    num_actions: |A|.
     axis_name: mesh axis over which batch statistics are shared in training; None for local ones.
-    rngs: of the initial parameters.
     folded: for variables from `Blueprint.fold`; there are no consistency heads then.
   """
 

@@ -79,20 +79,15 @@ def make_search(
   (Ye et al. 2021, section 4.2).
 
   Args:
-    config: algorithm, budget and constants.
-    num_actions: A.
-    discount: discount per step.
-    value_prefix_horizon: steps between resets of the value prefix.
     recurrent_fn: the model's step, (params, state, carry, action [B] int32) -> ModelStep.
     initial_carry: the carry after a reset, for a given batch size.
 
   Returns:
-    A pure function (params, root, key, *, explore, temperature=1.0) -> SearchResult, to be jitted
-    with `static_argnames="explore"`. With `explore` there is Gumbel or Dirichlet noise at the root
-    and PUCT samples the action in proportion to visits^(1 / temperature). Without, the result does
-    not depend on the key, and the action is the best one: Gumbel's highest score among the most
-    visited, or PUCT's most visited. The temperature affects neither policy nor values, nor Gumbel
-    search at all.
+    A pure function (params, root, key, *, explore, temperature=1.0) -> SearchResult. With `explore`
+    there is Gumbel or Dirichlet noise at the root and PUCT samples the action in proportion to
+    visits^(1 / temperature). Without, the result does not depend on the key, and the action is the
+    best one: Gumbel's highest score among the most visited, or PUCT's most visited. The temperature
+    affects neither policy nor values, nor Gumbel search at all.
   """
   run = (_gumbel_policy if config.algorithm == "gumbel" else _puct_policy)(
     config, discount, num_actions
@@ -151,7 +146,6 @@ def _tree_search(config: SearchConfig, discount: float) -> Callable[..., mctx.Tr
       root_action_selection_fn=select_at_root,
       interior_action_selection_fn=select,
       num_simulations=config.simulations,
-      max_depth=config.max_depth or None,
       extra_data=extra_data,
     )
 
