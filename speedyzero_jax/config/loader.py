@@ -111,10 +111,23 @@ def build(agent: str, values: Mapping[str, Any]) -> Config:
 # --- YAML ---
 
 
+class _Loader(yaml.BaseLoader):
+  """Mappings, lists and text only; a key given twice is an error."""
+
+  def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    seen = set()
+    for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+      if key.value in seen:
+        problem = f"{key.value!r} is given twice"
+        raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+      seen.add(key.value)
+    return super().construct_mapping(node, deep)
+
+
 def read_yaml(text: str) -> dict[str, Any]:
   """The mapping in `text`. Raises ConfigError if there is none."""
   try:
-    document = yaml.load(text, Loader=yaml.BaseLoader)  # constructs text, lists and mappings only
+    document = yaml.load(text, Loader=_Loader)  # safe: BaseLoader constructs no objects
   except yaml.YAMLError as error:
     raise ConfigError(f"not readable as YAML: {error}") from None
   return _mapping(document, "keys to values")
@@ -133,10 +146,13 @@ def _leaves(document: Mapping[str, Any]) -> Leaves:
   found: Leaves = {}
   for key, value in document.items():
     if key == _AGENT or "." in key:
-      found[key] = value
+      leaves = {key: value}
     else:
       section = _mapping(value, f"settings for {key!r}")
-      found |= {f"{key}.{name}": leaf for name, leaf in section.items()}
+      leaves = {f"{key}.{name}": leaf for name, leaf in section.items()}
+    if twice := found.keys() & leaves.keys():
+      raise ConfigError(f"{min(twice)} is given twice")
+    found |= leaves
   return found
 
 
@@ -251,6 +267,8 @@ def load(presets: Sequence[str] = (), overrides: Sequence[str] = ()) -> Config:
   for path, game, leaves in read:
     with _named_in_errors(path):
       parsed = _parsed(leaves, agent)  # of other games, too: their mistakes are reported
+    if game not in (None, wanted) and str(game).lower() == str(wanted).lower():
+      raise ConfigError(f"{path}: games: {game!r} differs from env.game={wanted} in case only")
     if game in (None, wanted):
       values |= parsed
   config = build(agent, values | _parsed(last, agent))

@@ -197,6 +197,9 @@ def test_stacking_merges_key_by_key_and_the_later_wins(tmp_path):
 @pytest.mark.parametrize(
   ("text", "words"),
   [
+    ("env: {game: Pong, game: Qbert}", ["'game'", "twice"]),
+    ("env: {game: Pong}\nenv: {frame_skip: 2}", ["'env'", "twice"]),
+    ("env: {game: Pong}\nenv.game: Pong", ["env.game", "twice"]),
     ("env: {gaem: Pong}", ["'env.gaem'", "env.game"]),
     ("evn: {game: Pong}", ["'evn.game'", "env"]),
     ("env: Pong", ["env", "mapping", "'Pong'"]),
@@ -435,6 +438,7 @@ def test_settings_of_a_game_apply_to_that_game_right_after_their_preset(tmp_path
   ("text", "message"),
   [
     ("games: {Pong: {env.game: Breakout}}", "env.game and agent can't be set"),
+    ("games: {pong: {run.seed: 1}}", "differs from env.game=Pong in case only"),
     ("agent: [dqn]", "agent: expected text"),
   ],
 )
