@@ -212,7 +212,7 @@ def main() -> int:
   for key, value in result.items():
     print(f"{key:<28}{value}")
   write(arguments.out, result)
-  complete = result["agent_steps"] == arguments.env_steps
+  complete = result["agent_steps"] == arguments.env_steps and confirmed  # or nothing was watched
   return int(not (finished and complete) or result["lost"] > 0 or result["repeated"] > 0)
 
 

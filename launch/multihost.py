@@ -251,6 +251,9 @@ def be_one(arguments: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Returns the exit code."""
+  for name in ("stdout", "stderr"):
+    if getattr(sys, name) is None:  # closed before the start (>&-)
+      setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's messages on its cache
   os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC's messages on stopping servers
   logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")

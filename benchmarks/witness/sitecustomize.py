@@ -9,14 +9,14 @@ import sys
 from typing import Any
 
 from speedyzero_jax.cluster.grpc_client import Client
-from speedyzero_jax.cluster.messages import Append
+from speedyzero_jax.cluster.messages import Step
 
 _call = Client.call
 
 
 def _recorded(self: Client, request: Any) -> Any:
   answer = _call(self, request)
-  if not isinstance(request, Append) or not request.segments:
+  if not isinstance(request, Step) or not request.segments:
     return answer
   process = sys.argv[sys.argv.index("--process-id") + 1]
   segments = request.segments["_index"].tolist()

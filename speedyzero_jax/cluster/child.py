@@ -53,12 +53,13 @@ class Process:
   def __init__(self, child: Child, log: Path):
     self.child, self.log, self.started = child, log, time.time()
     self._begin = time.monotonic()
-    with log.open("a") as out:
+    with log.open("ab", buffering=0) as out:
       now = time.strftime("%Y-%m-%d %H:%M:%S")
-      print(f"--- {now}: {shlex.join(child.command)}", file=out, flush=True)
+      with contextlib.suppress(OSError):  # a full disk
+        out.write(f"--- {now}: {shlex.join(child.command)}\n".encode())
       self._process = subprocess.Popen(
         child.command,
-        preexec_fn=partial(_die_with, os.getpid()),  # safe: the supervisor has one thread
+        preexec_fn=partial(_die_with, os.getpid()),  # one system call, no locks
         env=os.environ | child.env,
         stdin=subprocess.DEVNULL,  # reading a terminal from the background would stop it
         stdout=out,

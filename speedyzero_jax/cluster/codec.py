@@ -32,6 +32,8 @@ def encode(message: Any) -> bytes:
 
 def decode(kind: type[Message], data: bytes) -> Message:
   """The message of this kind in `data`; arrays are read-only. Raises WireError otherwise."""
+  if b"__msgpack_chunked_array__" in data:  # flax joins such arrays, however large they become
+    raise WireError("not a message: arrays in chunks")
   try:
     found = serialization.msgpack_restore(data)
   except Exception as error:  # flax and msgpack raise several types
@@ -64,8 +66,15 @@ def _fits(value: Any, hint: Any) -> bool:
   if isinstance(value, int | np.integer):
     return hint in (int, float) and 0 <= int(value) < 1 << 63
   if isinstance(value, np.ndarray):
-    return hint is np.ndarray and not value.dtype.hasobject
+    return hint is np.ndarray and _plain(value)
   return isinstance(value, hint)
+
+
+def _plain(array: np.ndarray) -> bool:
+  """Whether an array holds numbers or valid truth values."""
+  if array.dtype == bool:
+    return bool((array.view(np.uint8) <= 1).all())
+  return array.dtype.kind in "iuf" or array.dtype.name == "bfloat16"
 
 
 def _brief(value: Any) -> str:

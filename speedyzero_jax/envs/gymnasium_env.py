@@ -100,6 +100,6 @@ def _make(game: str, cap: int | None = None) -> Any:
 
   try:
     return gymnasium.make(game.removeprefix(PREFIX), max_episode_steps=cap)
-  except (gymnasium.error.Error, ImportError) as error:
-    reason = " ".join(str(error).split())
+  except Exception as error:  # it runs the environment's own code
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
     raise ValueError(f"can't make {game}: {reason}") from error

@@ -32,8 +32,11 @@ class Counters:
   def restart(self, step: int) -> None:
     """Sets all amounts to 0; those to come are counted from this learner step on."""
     with self._lock:
-      self._amounts = dict.fromkeys(self._amounts, 0.0)
-      self._begin, self._step = self._clock(), step
+      self._restart(step)
+
+  def _restart(self, step: int) -> None:
+    self._amounts = dict.fromkeys(self._amounts, 0.0)
+    self._begin, self._step = self._clock(), step
 
   def add(self, name: str, amount: float) -> None:
     with self._lock:
@@ -47,12 +50,12 @@ class Counters:
 
   def take(self, step: int) -> dict[str, float]:
     """All values since the restart, and restarts; none without a learner step since then."""
-    if step <= self._step:
-      return {}
     with self._lock:
+      if step <= self._step:
+        return {}
       seconds = (self._clock() - self._begin) or math.inf
       values = self._per(step - self._step) | self._per(seconds, names.RATE_SUFFIX)
-    self.restart(step)
+      self._restart(step)
     return values
 
   def _per(self, divisor: float, suffix: str = "") -> dict[str, float]:

@@ -91,7 +91,10 @@ def read_run(path: pathlib.Path) -> Run:
       run.problems.append(f"no {name}")
     except OSError as error:
       run.problems.append(f"{name}: {error.strerror}")
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, yaml.YAMLError):
+    except (
+      ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError,
+      yaml.YAMLError,
+    ):  # fmt: skip
       run.problems.append(f"{name} is damaged")
   return run
 

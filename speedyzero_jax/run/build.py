@@ -82,6 +82,8 @@ def _build(
     learner = Learner(config, agent, membership.mesh or local, report=logger.message)
   except ValueError as error:
     raise TrainingError(str(error)) from error
+  if warning := builders.capacity_problem(own, agent):
+    logger.message(warning)
   inference = Inference(agent, local, report=logger.message)
   seed = unit_seed(config, "replay", membership)
   replay = builders.make_replay(own, agent, local, logger.message, seed=seed)

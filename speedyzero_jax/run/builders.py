@@ -39,6 +39,17 @@ def replay_capacity(config: Config, agent: Agent) -> int:
   return max(-(-wanted // config.actor.lanes), shortest_lane(config, agent))
 
 
+def capacity_problem(config: Config, agent: Agent) -> str | None:
+  """A warning if `replay.capacity` is too small to be kept to."""
+  least = shortest_lane(config, agent)
+  if 0 < config.replay.capacity < least * config.actor.lanes:
+    return (
+      f"warning: replay.capacity={config.replay.capacity} is less than the {least} slots that each "
+      f"of the {config.actor.lanes} lanes needs; each has {replay_capacity(config, agent)}"
+    )
+  return None
+
+
 def shortest_lane(config: Config, agent: Agent) -> int:
   """Minimum slots per lane for the agent to select anything."""
   return config.env.frame_stack + agent.lookahead

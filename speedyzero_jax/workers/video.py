@@ -61,6 +61,8 @@ class Video:
     x, width = SIZE + 14, SIZE - 90
     draw.text((x, y), name.replace("_", " "), fill=_TEXT, font=self._font)
     y += _LINE
+    # Illegal actions may have -inf.
+    values = np.nan_to_num(values.astype(float), posinf=0, neginf=0)
     height = min(_BAR_HEIGHT, (SIZE - y - 8) // max(len(values), 1))
     low = min(float(values.min()), 0.0)
     span = (float(values.max()) - low) or 1.0

@@ -4,6 +4,7 @@ import jax
 import msgpack
 import numpy as np
 import pytest
+from flax import serialization
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
@@ -33,6 +34,13 @@ def test_any_array_arrives_as_it_was(data):
   assert samples.leaves(got) == samples.leaves(sent)
 
 
+@pytest.mark.parametrize("array", [np.array([7], np.uint8).view(bool), np.zeros(1, "M8[s]")])
+def test_arrays_of_neither_numbers_nor_truth_values_are_refused(array):
+  fields = FramesRequest(0, 0, array)._asdict()
+  with pytest.raises(WireError, match="heads: not a valid value"):
+    decode(FramesRequest, serialization.msgpack_serialize({"FramesRequest": fields}))
+
+
 @given(samples.damaged(tuple(ENCODED.values())))
 def test_damage_is_an_error_or_another_message(data):
   for kind in KINDS:
@@ -57,6 +65,7 @@ def test_damage_is_an_error_or_another_message(data):
     (ENCODED[WeightsRequest][:-1], "not a message"),
     (b"\x81" * 100 + b"\xdd\xff\xff\xff\xff" + bytes(50), "not a message"),  # a vast list
     (b"\x91" * 50_000 + b"\xc0", "not a message"),  # nested
+    (raw({"__msgpack_chunked_array__": True, "shape": {}, "chunks": {}}), "arrays in chunks"),
   ],
 )
 def test_bytes_that_are_no_message(data, why):

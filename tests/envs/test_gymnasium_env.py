@@ -39,6 +39,9 @@ for name, limit in (("Counter-v0", None), ("Limited-v0", 3), ("Short-v0", 2)):
   gymnasium.register(name, Counter, max_episode_steps=limit)
 
 
+gymnasium.register("Broken-v0", lambda *, last: Counter(last))
+
+
 def make(name, lanes=2, cap=100, seed=0):
   config = EnvConfig(game=f"gymnasium:{name}", max_episode_steps=cap)
   return batched_env.make_env(config, lanes, seed, training=True)
@@ -90,6 +93,8 @@ def test_vectors_are_one_pixel_and_wrong_actions_are_refused():
   [
     ("gymnasium:Nothing-v0", "env.game: can't make gymnasium:Nothing-v0: .*Nothing"),
     ("gymnasium:no_such_module:X-v0", "env.game: can't make .*no_such_module"),
+    ("gymnasium:Broken-v0", "env.game: can't make .*TypeError: .*last"),
+    ("gymnasium:a:b:c", "env.game: can't make"),
     ("gymnasium:Pendulum-v1", "env.game: .*takes Box.*; discrete actions"),
     ("gymnasium:Taxi-v4", "env.game: .*shows Discrete.*; arrays"),
   ],

@@ -26,6 +26,12 @@ def test_a_gif_has_a_picture_for_each_step_and_bars_as_long_as_the_numbers(tmp_p
       assert chosen / longest == pytest.approx(share, abs=0.03)
 
 
+def test_numbers_that_are_not_finite_are_drawn_as_none(tmp_path):
+  made = Video("Breakout", 3)
+  made.add(np.zeros((8, 8, 3), np.uint8), 0, 0.0, {"q": np.array([1.0, -np.inf, np.nan])})
+  made.save(tmp_path / "episode.gif")
+
+
 @pytest.mark.parametrize(
   ("game", "frame", "at", "colour"),
   [
