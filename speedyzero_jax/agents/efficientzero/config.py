@@ -76,6 +76,12 @@ class SearchConfig:
     50.0, "Gumbel: visit offset in the value transformation (EZ-V2: 50)", "[0, 1e6]"
   )
   c_scale: float = opt(0.1, "Gumbel: scale of the value transformation (EZ-V2: 0.1)", "[0, 1e6]")
+  uniform_fraction: float = opt(
+    0.0,
+    "Gumbel: share of the uniform policy in the root's prior, except in evaluation; keeps actions "
+    "of equal value from being given up (ours; EZ-V2: 0)",
+    "[0, 1]",
+  )
   c1: float = opt(1.25, "PUCT: exploration constant c1 (EZ: 1.25)", "[0, 1e6]")
   c2: float = opt(19652.0, "PUCT: exploration constant c2 (EZ: 19652)", "[1e-6, 1e6]")
   dirichlet_alpha: float = opt(0.3, "PUCT: root noise concentration (EZ: 0.3)", "[1e-6, 1e6]")

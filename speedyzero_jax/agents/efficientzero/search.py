@@ -176,7 +176,10 @@ def _gumbel_policy(
     del temperature
     key, gumbel_key = jax.random.split(key)
     shape = root.prior_logits.shape
-    gumbel = jax.random.gumbel(gumbel_key, shape) if explore else jnp.zeros(shape)
+    gumbel = jnp.zeros(shape)
+    if explore:
+      gumbel = jax.random.gumbel(gumbel_key, shape)
+      root = _with_prior(root, 1 / num_actions, config.uniform_fraction)
     noise = mctx.GumbelMuZeroExtraData(root_gumbel=gumbel)
     tree = grow(params, key, root, step, select_at_root, select, noise)
     qvalues = jax.vmap(qtransform, in_axes=(0, None))(tree, tree.ROOT_INDEX)
@@ -222,9 +225,7 @@ def _puct_policy(
     if explore:
       alpha = jnp.full(num_actions, config.dirichlet_alpha)
       noise = jax.random.dirichlet(noise_key, alpha, shape[:1])
-      prior = jax.nn.softmax(root.prior_logits)
-      prior += config.dirichlet_fraction * (noise - prior)
-      root = root.replace(prior_logits=jnp.log(jnp.maximum(prior, jnp.finfo(prior.dtype).tiny)))
+      root = _with_prior(root, noise, config.dirichlet_fraction)
       nodes = config.simulations + 1
       tie_break = _TIE_BREAK * jax.random.uniform(tie_key, (shape[0], nodes, num_actions))
     tree = grow(params, key, root, step, select, select, tie_break)
@@ -238,6 +239,15 @@ def _puct_policy(
     return mctx.PolicyOutput(action=action, action_weights=visits, search_tree=tree)
 
   return run
+
+
+def _with_prior(root: mctx.RootFnOutput, other: chex.Numeric, share: float) -> mctx.RootFnOutput:
+  """The root with a share of another distribution [B, A] in its prior."""
+  if share == 0:
+    return root
+  prior = jax.nn.softmax(root.prior_logits)
+  prior += share * (other - prior)
+  return root.replace(prior_logits=jnp.log(jnp.maximum(prior, jnp.finfo(prior.dtype).tiny)))
 
 
 def _select(condition: chex.Array, a: Any, b: Any) -> Any:

@@ -75,6 +75,7 @@ class Case:
   considered: int = 8
   min_range: float = 0.01
   dirichlet_fraction: float = 0.25
+  uniform_fraction: float = 0.2
 
   @property
   def config(self) -> SearchConfig:
@@ -85,6 +86,7 @@ class Case:
       min_value_range=self.min_range,
       dirichlet_fraction=self.dirichlet_fraction,
       dirichlet_alpha=0.4,
+      uniform_fraction=self.uniform_fraction,
       **_CONSTANTS,
     )
 
@@ -193,12 +195,13 @@ def test_agrees_with_reference(case: Case, platform: str, seed: int):
 
 @hypothesis.settings(max_examples=5, deadline=None)
 @hypothesis.given(seed=st.integers(0, 2**31))
-def test_gumbel_noise_agrees_with_reference(seed: int):
+def test_gumbel_noise_and_a_share_of_the_uniform_prior_agree_with_reference(seed: int):
   tables, codes, key = Tables.random(seed, GUMBEL.actions), _codes(seed), jax.random.key(seed)
   found = _searcher(GUMBEL)(tables, _root(tables, codes), key, explore=True)
   # The noise is drawn from the second of two keys, as in mctx.
   gumbel = jax.random.gumbel(jax.random.split(key)[1], (_ROOTS, GUMBEL.actions))
-  _compare(GUMBEL, tables, codes, found, tables.logits[codes], gumbel)
+  prior = np.asarray(jax.nn.softmax(tables.logits[codes]))
+  _compare(GUMBEL, tables, codes, found, np.log(0.8 * prior + 0.2 / GUMBEL.actions), gumbel)
 
 
 @hypothesis.settings(max_examples=5, deadline=None)
