@@ -23,8 +23,9 @@ from speedyzero_jax.cluster import devices
 from speedyzero_jax.config.loader import ConfigError
 from speedyzero_jax.population import config as populations
 from speedyzero_jax.population import controller
-from speedyzero_jax.population.trainer import Interrupted, RunTrainer
+from speedyzero_jax.population.trainer import RunTrainer
 from speedyzero_jax.run import run_dir
+from speedyzero_jax.run.processes import Interrupted, RunProcesses
 from speedyzero_jax.run.run_dir import RunFolderError
 
 FAILED, WRONG_USE = 1, 2
@@ -41,31 +42,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     "--together", type=int, metavar="N", help="members trained at once (default: one per GPU, or 1)"
   )
   arguments = parser.parse_args(argv)
-  count = devices.local_gpus()
-  together = arguments.together or max(count, 1)
-  if together < 1:
-    parser.error("--together: must be at least 1")
-  places = [_place(i, count, together) for i in range(together)]
   try:
+    processes = RunProcesses(devices.places(arguments.together))
     population = populations.load(arguments.population)
     with contextlib.ExitStack() as stack:
       stack.enter_context(_claimed(arguments.dir, arguments.population.read_text()))
-      return _run(population, arguments.dir, places)
+      return _run(population, arguments.dir, processes)
   except (ConfigError, RunFolderError) as error:
     print(f"error: {error}", file=sys.stderr)
     return WRONG_USE
-
-
-def _place(index: int, gpus: int, together: int) -> dict[str, str]:
-  """Environment of one of `together` processes on so many GPUs."""
-  if not gpus:
-    return {}
-  visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
-  share = 0.75 / -(-together // gpus)  # jax's default, divided
-  return {
-    "CUDA_VISIBLE_DEVICES": visible[index % gpus],
-    "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{share:.2f}",
-  }
 
 
 def _claimed(folder: Path, description: str) -> contextlib.AbstractContextManager:
@@ -81,18 +66,18 @@ def _claimed(folder: Path, description: str) -> contextlib.AbstractContextManage
   return lock
 
 
-def _run(population: populations.Population, folder: Path, places: list[dict[str, str]]) -> int:
+def _run(population: populations.Population, folder: Path, processes: RunProcesses) -> int:
 
   def report(line: str) -> None:
     print(line, flush=True)
 
-  trainer = RunTrainer(population, folder.resolve(), places, report)
+  trainer = RunTrainer(population, folder.resolve(), processes, report)
   log = controller.EventLog(folder / "events.jsonl")
   received: list[int] = []
 
   def stop(number: int, _frame: object) -> None:
     received.append(number)
-    trainer.stop()
+    processes.stop()
 
   for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, stop)

@@ -11,7 +11,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Lowest first. A folder may import from the layers below its own, and from itself.
 LAYERS = (
   ("types",), ("system",), ("config",), ("metrics", "envs"), ("replay",), ("ops",), ("agents",),
-  ("workers",), ("run",), ("cluster", "plan", "population", "report"),
+  ("workers",), ("run",), ("cluster", "plan", "population", "report", "study"),
 )  # fmt: skip
 LEVEL = {folder: level for level, folders in enumerate(LAYERS) for folder in folders}
 

@@ -33,6 +33,29 @@ def local_gpus() -> int:
   return len(list(driver.iterdir())) if driver.is_dir() else 0
 
 
+def places(together: int | None) -> list[dict[str, str]]:
+  """Environment variables of as many runs as train together; by default one per GPU, or one.
+
+  Each gets one GPU, with a share of its memory if there are more runs than GPUs. Raises ConfigError
+  if there would be none.
+  """
+  gpus = local_gpus()
+  together = max(gpus, 1) if together is None else together
+  if together < 1:
+    raise ConfigError("--together: must be at least 1")
+  if not gpus:
+    return [{}] * together
+  visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+  share = 0.75 / -(-together // gpus)  # jax's default, divided
+  return [
+    {
+      "CUDA_VISIBLE_DEVICES": visible[i % gpus],
+      "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{share:.2f}",
+    }
+    for i in range(together)
+  ]
+
+
 def deal_devices(topology: Topology, count: int, batch_size: int) -> list[Devices | None]:
   """Shares a machine's `count` devices among its processes, by id; all None without devices.
 

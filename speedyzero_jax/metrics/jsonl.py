@@ -8,6 +8,8 @@ from typing import Any
 
 from speedyzero_jax.metrics import names
 
+_END_BYTES = 1 << 16  # more than a row
+
 
 def line(row: Mapping[str, Any]) -> bytes:
   """The line of a row. Raises ValueError if a value is NaN or infinite."""
@@ -30,6 +32,17 @@ def read_rows(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], int]:
     if isinstance(row, dict) and type(row.get(names.STEP)) is int:
       rows.append(row)
   return rows, len(lines) - len(rows)
+
+
+def last_step(path: pathlib.Path) -> int:
+  """The learner step of the last row; 0 without one. Reads the end of the file only."""
+  try:
+    with path.open("rb") as file:
+      file.seek(max(file.seek(0, os.SEEK_END) - _END_BYTES, 0))
+      *lines, _ = file.read().split(b"\n")
+    return int(json.loads(lines[-1])[names.STEP])
+  except (OSError, IndexError, ValueError, KeyError, TypeError):
+    return 0
 
 
 def drop_after(path: pathlib.Path, step: int) -> float:

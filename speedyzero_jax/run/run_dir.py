@@ -51,8 +51,8 @@ def create(config: Config, name: str) -> RunDir:
   if config.run.dir:
     path = Path(config.run.dir)
   else:
-    name = re.sub(r"[^\w.+-]", "-", name)  # gymnasium:ALE/Pong-v5 is a game
-    path, number = Path("runs") / name, 2
+    name, number = safe_name(name), 2
+    path = Path("runs") / name
     while path.exists():
       path, number = Path("runs") / f"{name}-{number}", number + 1
   try:
@@ -70,6 +70,11 @@ def create(config: Config, name: str) -> RunDir:
   except OSError as error:
     raise RunFolderError(f"can't make a run in {path}: {error.strerror or error}") from error
   return RunDir(path, config, lock)
+
+
+def safe_name(text: str) -> str:
+  """A folder's name like this text; gymnasium:ALE/Pong-v5 is a game."""
+  return re.sub(r"[^\w.+-]", "-", text)
 
 
 def open_existing(path: Path, changes: list[str]) -> RunDir:

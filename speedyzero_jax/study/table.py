@@ -1,0 +1,31 @@
+"""A study's table on the terminal: a row per variant and game, a cell per seed."""
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from rich import box
+from rich.table import Table
+
+from speedyzero_jax.metrics.progress import format_number
+from speedyzero_jax.study.study import StudyRun
+
+
+def draw(runs: Sequence[StudyRun], running: Collection[Path], failed: Collection[Path]) -> Table:
+  """The state of every run: its score if it has finished, or how far it is, or that it failed."""
+  seeds = sorted({run.seed for run in runs})
+  table = Table("variant", "game", *map(str, seeds), box=box.SIMPLE_HEAD)
+  for variant, game in dict.fromkeys((run.variant, run.game) for run in runs):
+    row = {run.seed: run for run in runs if (run.variant, run.game) == (variant, game)}
+    cells = [state(row[seed], running, failed) for seed in seeds]
+    table.add_row(variant or "-", game, *cells)
+  return table
+
+
+def state(run: StudyRun, running: Collection[Path], failed: Collection[Path]) -> str:
+  """The text of a run's cell; `|` after a share of the learner steps says that it is waiting."""
+  if run.path in failed:
+    return "failed"
+  if (score := run.score()) is not None and run.path not in running:
+    return format_number(score)
+  share = f"{run.step() / run.config.learner.steps:.0%}"
+  return share if run.path in running else f"{share} |" if run.path.exists() else "-"

@@ -1,0 +1,79 @@
+"""Descriptions of studies, and the runs that they make."""
+
+import pytest
+
+from speedyzero_jax.config.loader import ConfigError
+from speedyzero_jax.envs.scores import atari100k_games
+from speedyzero_jax.study import study as studies
+from speedyzero_jax.study.study import Study
+
+DESCRIPTION = """
+settings: [learner.steps=40]
+games: [Catch, CartPole]
+seeds: 2
+vary:
+  optimizer: {sgd: [optim.name=sgd], adam: []}
+  agent: {ez: [quickstart], dqn: [dqn, learner.steps=50]}
+"""
+
+
+def load(tmp_path, text):
+  path = tmp_path / "study.yaml"
+  path.write_text(text)
+  return studies.load(path)
+
+
+def test_runs_are_all_combinations_seed_by_seed(tmp_path):
+  runs = studies.runs_of(load(tmp_path, DESCRIPTION), tmp_path)
+  variants = ["sgd-ez", "sgd-dqn", "adam-ez", "adam-dqn"]
+  assert [run.path.name for run in runs] == [
+    f"{v}-{g}-s{s}" for s in range(2) for v in variants for g in ("Catch", "CartPole")
+  ]
+  for run in runs:
+    optimizer, agent = run.variant.split("-")
+    assert run.config.optim.name == optimizer
+    assert run.config.agent.name == {"ez": "efficientzero", "dqn": "dqn"}[agent]
+    assert run.config.learner.steps == {"ez": 40, "dqn": 50}[agent]
+    assert (run.config.env.game, run.config.run.seed) == (run.game, run.seed)
+  # Settings of the preset for its games hold.
+  assert {run.config.evaluation.max_episode_steps for run in runs if run.game == "CartPole"} == {
+    500
+  }
+
+
+def test_all_games_and_the_presets_own_game(tmp_path):
+  runs = studies.runs_of(Study(("atari100k",), games=("all",), seeds=3), tmp_path)
+  assert [run.game for run in runs] == [*atari100k_games()] * 3
+  (run,) = studies.runs_of(Study(("quickstart",), seeds=1), tmp_path)
+  assert run.path == tmp_path / "quickstart-Catch-s0"
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("config: [quickstart]\ngame: [Catch]", "unknown key 'game'"),
+    ("vary: [sgd]", "vary: expected keys with values"),
+    ("vary: {optimizer: sgd}", "vary.optimizer: expected keys with values"),
+    ("settings: {a: b}", "settings: expected a list of texts"),
+    ("seeds: many", "seeds"),
+    ("- a", "keys to values"),
+  ],
+)
+def test_mistakes_in_a_description_name_the_file(tmp_path, text, message):
+  with pytest.raises(ConfigError, match=message) as caught:
+    load(tmp_path, text)
+  assert "study.yaml" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+  ("study", "message"),
+  [
+    (Study(("quickstart",), ("learner.stepz=1",)), "learner.steps"),
+    (Study(("quickstart",), ("run.seed=1",)), "run.seed, run.dir, env.game can't be set"),
+    (Study(("quickstart",), seeds=0), "seeds: must be at least 1"),
+    (Study(("quickstart",), vary={"a": {"bad": ("learner.steps=x",)}}), "bad: learner.steps"),
+  ],
+)
+def test_what_cannot_run_is_refused(tmp_path, study, message):
+  with pytest.raises(ConfigError, match=message):
+    studies.runs_of(study, tmp_path)

@@ -1,0 +1,68 @@
+"""launch/suite.py as a process that is interrupted, killed, and continued."""
+
+import os
+import signal
+
+import yaml
+
+import tiny
+from launched import CACHE, newest, start, wait_until
+
+SETTINGS = [
+  "agent=quick_agent", *tiny.OVERRIDES, CACHE, "learner.tail_steps=0", "run.checkpoint_interval=2",
+  "run.log_interval=1", "evaluation.at_end=true",
+]  # fmt: skip
+
+
+def finish(process):
+  out, error = process.communicate(timeout=300)
+  return process.returncode, out + error
+
+
+def test_a_study_continues_where_it_was_killed_and_reports(tmp_path):
+  folder, description = tmp_path / "runs", tmp_path / "study.yaml"
+  steps = {"short": ["learner.steps=5"], "long": ["learner.steps=9"], "other": ["learner.steps=4"]}
+  document = {"config": ["quickstart"], "settings": SETTINGS, "vary": {"steps": steps}, "seeds": 1}
+  description.write_text(yaml.safe_dump(document, sort_keys=False))
+  arguments = (description, "--dir", folder)
+  stray = folder / "other-Catch-s0"  # the launcher refuses it
+  stray.mkdir(parents=True)
+  (stray / "mine").touch()
+
+  process = start(*arguments, script="suite.py")
+  assert wait_until(lambda: newest(folder / "long-Catch-s0") > 0, process)
+  os.kill(process.pid, signal.SIGKILL)
+  process.communicate()
+  before = (folder / "short-Catch-s0/evaluation.json").stat().st_mtime_ns
+
+  code, output = finish(start(*arguments, "--together", 2, script="suite.py"))
+  assert code == 1 and "long-Catch-s0 finished" in output
+  assert "other-Catch-s0 failed with exit code 2" in output and "short-Catch-s0 " not in output
+  assert [newest(folder / f"{name}-Catch-s0") for name in ("short", "long")] == [5, 9]
+  assert (folder / "short-Catch-s0/evaluation.json").stat().st_mtime_ns == before
+  assert b"long-Catch-s0" in (folder / "report.html").read_bytes()
+
+  (stray / "mine").unlink()
+  code, output = finish(start(*arguments, "--part", "2/3", script="suite.py"))
+  assert code == 0 and output.count("finished") == 1 and newest(stray) == 4
+
+  code, output = finish(start(*arguments, "optim.learning_rate=1e-4", script="suite.py"))
+  assert code == 2 and "another configuration (optim.learning_rate)" in output
+
+
+def test_an_interrupted_study_saves(tmp_path):
+  arguments = ("--config", "quickstart", *SETTINGS, "learner.steps=500", "--dir", tmp_path)
+  process = start(*arguments, "--seeds", 2, script="suite.py")
+  folder = tmp_path / "quickstart-Catch-s0"
+  assert wait_until(lambda: newest(folder) > 0, process)
+  process.send_signal(signal.SIGINT)
+  code, output = finish(process)
+  assert code == 128 + signal.SIGINT and "the same command continues" in output
+  assert "stopped and saved" in (tmp_path / "quickstart-Catch-s0.log").read_text()
+  assert not (tmp_path / "quickstart-Catch-s1").exists()
+
+
+def test_wrong_use_starts_nothing(tmp_path):
+  for wrong in (["--part", "3/3", "--config", "quickstart"], ["--config", "none"], []):
+    code, output = finish(start(*wrong, "--dir", tmp_path / "x", script="suite.py"))
+    assert code == 2 and output.startswith("error: ") and not (tmp_path / "x").exists()
