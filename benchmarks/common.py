@@ -8,10 +8,8 @@ import math
 import os
 import platform
 import re
-import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +80,6 @@ def provenance() -> dict[str, Any]:
     "python": platform.python_version(),
     "versions": {package: _version(package) for package in _PACKAGES},
   }
-
-
-def spread(rows: Sequence[dict[str, Any]], key: str) -> tuple[float, float]:
-  """Mean and standard error over the rows that have this key; NaN if none has."""
-  values = [row[key] for row in rows if row.get(key) is not None]
-  if not values:
-    return math.nan, math.nan
-  error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
-  return statistics.mean(values), error
 
 
 def _finite(value: Any) -> Any:

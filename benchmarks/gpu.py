@@ -58,10 +58,9 @@ def steps(arguments: Any, folder: Path, env_steps: int) -> dict[str, Step]:
   found = {"check": Step(check, "")}
   for name, flags in FLAGS.items():
     found[f"flags-{name}"] = Step([*check, *reference], flags)
-  train = ["benchmarks/learning.py", *both, "--seeds", "1", "--work", str(folder / "runs")]
+  train = ["launch/suite.py", *both, *arguments.set, "--seeds", "1", "--dir", str(folder / "runs")]
   for each in arguments.games:
-    settings = ["--set", f"env.game={each}", *arguments.set]
-    found[f"train-{each}"] = Step([*train, *settings], resumes=True)
+    found[f"train-{each}"] = Step([*train, "--games", each], resumes=True)
   roots = ["16"] if small else ["16", "64", "1024", "4096"]
   batches = ["64"] if small else ["256", "1024", "2048", "4096"]
   sizes = ["--roots", *roots, "--batch", *batches]

@@ -20,7 +20,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a clone not installed
 
 from speedyzero_jax.report import page, terminal
-from speedyzero_jax.report.groups import group_runs
+from speedyzero_jax.report.groups import group_runs, summary
 from speedyzero_jax.report.runs import read_runs
 
 
@@ -41,8 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   terminal.show(runs, groups, Console())
   try:
     if options.json:
-      summary = {"runs": [run.summary() for run in runs], "groups": [vars(g) for g in groups]}
-      options.json.write_text(json.dumps(summary, indent=2) + "\n")
+      options.json.write_text(json.dumps(summary(runs, groups), indent=1) + "\n")
     if options.out:
       options.out.write_bytes(page.render(runs))
   except OSError as error:

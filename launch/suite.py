@@ -16,7 +16,9 @@ import argparse
 import concurrent.futures
 import contextlib
 import dataclasses
+import json
 import re
+import shlex
 import signal
 import sys
 import time
@@ -31,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a clone n
 from speedyzero_jax.cluster import devices
 from speedyzero_jax.config.loader import ConfigError
 from speedyzero_jax.report import page, terminal
-from speedyzero_jax.report.groups import group_runs
+from speedyzero_jax.report.groups import group_runs, summary
 from speedyzero_jax.report.runs import read_runs
 from speedyzero_jax.run.processes import Interrupted, RunProcesses, log_of
 from speedyzero_jax.run.run_dir import RunFolderError
@@ -70,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("stopped; the same command continues")
     return 128 + received[0]
   if parts == 1:
-    _report(runs, arguments.dir)
+    _report(runs, arguments.dir, arguments.out)
   return FAILED if failed else 0
 
 
@@ -83,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
   parser.add_argument("--config", nargs="+", metavar="PRESET", help="instead of a study's presets")
   parser.add_argument("--games", nargs="+", metavar="GAME", help="all: the 26 games of Atari-100k")
   parser.add_argument("--seeds", type=int, metavar="N", help="run.seed=0 to N-1 (default: 3)")
+  parser.add_argument("--out", type=Path, metavar="FILE", help="JSON of the comparison")
   parser.add_argument("--dir", type=Path, required=True, help="folder of the runs")
   parser.add_argument(
     "--together", type=int, metavar="N", help="runs at once (default: one per GPU, or 1)"
@@ -146,14 +149,18 @@ def _train(runs: list[StudyRun], part: list[StudyRun], processes: RunProcesses) 
   return failed
 
 
-def _report(runs: list[StudyRun], folder: Path) -> None:
-  """Prints the comparison and writes it as a page."""
+def _report(runs: list[StudyRun], folder: Path, out: Path | None) -> None:
+  """Prints the comparison and writes it as a page, and as JSON."""
   found = read_runs(run.path for run in runs)
-  terminal.show(found, group_runs(found), Console())
+  groups = group_runs(found)
+  terminal.show(found, groups, Console())
   try:
     (folder / "report.html").write_bytes(page.render(found))
+    if out is not None:
+      command = {"command": shlex.join(["python", *sys.argv])}
+      out.write_text(json.dumps(command | summary(found, groups), indent=1) + "\n")
   except OSError as error:
-    print(f"can't write {folder / 'report.html'}: {error.strerror}", file=sys.stderr)
+    print(f"can't write {error.filename}: {error.strerror}", file=sys.stderr)
   else:
     print(f"{folder / 'report.html'} has curves, scores, ages and times")
 

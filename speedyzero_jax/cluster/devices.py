@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from speedyzero_jax.config.loader import ConfigError
+from speedyzero_jax.run.processes import Place
 from speedyzero_jax.run.topology import Topology
 
 _GPU = re.compile(r"\s*(\d+|(GPU|MIG)-\S+)\s*")  # a number or an id
@@ -33,27 +34,24 @@ def local_gpus() -> int:
   return len(list(driver.iterdir())) if driver.is_dir() else 0
 
 
-def places(together: int | None) -> list[dict[str, str]]:
-  """Environment variables of as many runs as train together; by default one per GPU, or one.
+def places(together: int | None) -> list[Place]:
+  """Shares of this machine for as many runs as train together; by default one per GPU, or one.
 
-  Each gets one GPU, with a share of its memory if there are more runs than GPUs. Raises ConfigError
-  if there would be none.
+  Each gets one GPU, with a share of its memory if there are more runs than GPUs; without GPUs, an
+  equal share of the cores. Raises ConfigError if there would be none.
   """
-  gpus = local_gpus()
+  gpus, cores = local_gpus(), sorted(os.sched_getaffinity(0))
   together = max(gpus, 1) if together is None else together
   if together < 1:
     raise ConfigError("--together: must be at least 1")
   if not gpus:
-    return [{}] * together
+    shares = [cores[i::together] for i in range(together)] if together <= len(cores) else [cores]
+    return [Place({}, shares[i % len(shares)]) for i in range(together)]
   visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
-  share = 0.75 / -(-together // gpus)  # jax's default, divided
-  return [
-    {
-      "CUDA_VISIBLE_DEVICES": visible[i % gpus],
-      "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{share:.2f}",
-    }
-    for i in range(together)
-  ]
+  memory = f"{0.75 / -(-together // gpus):.2f}"  # jax's default, divided
+  devices = [visible[i % gpus] for i in range(together)]
+  names = ("CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+  return [Place(dict(zip(names, (device, memory), strict=True)), cores) for device in devices]
 
 
 def deal_devices(topology: Topology, count: int, batch_size: int) -> list[Devices | None]:

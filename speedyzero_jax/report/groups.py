@@ -11,7 +11,7 @@ import numpy as np
 
 from speedyzero_jax.envs.scores import human_normalised
 from speedyzero_jax.report import aggregates
-from speedyzero_jax.report.runs import GAME, REPETITION_KEYS, Run
+from speedyzero_jax.report.runs import CURVE, GAME, REPETITION_KEYS, Run
 
 SCORES = ("evaluation_mean", "training_return")  # the first one that all runs of a group have
 _NAMED = 2  # settings in a method's name
@@ -78,6 +78,15 @@ def _group(members: Sequence[Run], score: str, scores: Sequence[float]) -> Group
     iqm=float(aggregates.iqm([np.array(scores)])),
     human_normalised=statistics.fmean(human) if len(human) == len(scores) else None,
   )
+
+
+def summary(runs: Sequence[Run], groups: Sequence[Group]) -> dict[str, Any]:
+  """The comparison for JSON."""
+  return {
+    "curve_columns": CURVE,
+    "runs": [run.summary() for run in runs],
+    "groups": [vars(group) for group in groups],
+  }
 
 
 def methods(runs: Sequence[Run]) -> list[Method]:

@@ -11,6 +11,8 @@ import yaml
 from speedyzero_jax.metrics import jsonl, names
 
 GAME = "env.game"
+CURVE = (names.STEP, names.ENV_STEPS, names.TIME, names.EPISODE_RETURN)
+_POINTS = 50
 REPETITION_KEYS = ("run.seed", "run.dir", "run.compile_cache")  # in which repetitions may differ
 
 
@@ -38,8 +40,11 @@ class Run:
   starts: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # of starts.jsonl
 
   def summary(self) -> dict[str, Any]:
-    """What is said of the run in JSON."""
-    return {k: v for k, v in vars(self).items() if k not in ("settings", "rows", "starts")}
+    """The run for JSON: a curve of at most `_POINTS` points, the hardware of the last start."""
+    kept = {k: v for k, v in vars(self).items() if k not in ("settings", "rows", "starts", "curve")}
+    points = [[row.get(name) for name in CURVE] for row in self.rows if CURVE[-1] in row]
+    kept["curve"] = [*points[: -1 : max(len(points) // _POINTS, 1)], *points[-1:]]
+    return kept | {"start": self.starts[-1] if self.starts else None}
 
   def settings_but(self, *keys: str) -> str | None:
     """The settings without those of repetitions and these, to compare runs by."""

@@ -6,13 +6,21 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from speedyzero_jax.run import run_dir
 
 WRONG_USE = 2  # exit code of the launcher
 _LAUNCHER = Path(__file__).resolve().parents[2] / "launch" / "multihost.py"
+
+
+class Place(NamedTuple):
+  """A run's share of a machine."""
+
+  variables: dict[str, str]  # of its environment
+  cores: list[int]
 
 
 class Interrupted(Exception):
@@ -23,13 +31,12 @@ class RunProcesses:
   """Processes that train runs. Thread-safe: `train` is called from a thread per run.
 
   Args:
-    places: environment variables of processes that run at the same time, such as the device of
-      each; the number of places is that of runs trained together.
+    places: shares of the machine; one run at a time trains in each.
   """
 
-  def __init__(self, places: Sequence[Mapping[str, str]]):
+  def __init__(self, places: Sequence[Place]):
     self.count = len(places)
-    self._free: queue.Queue[Mapping[str, str]] = queue.Queue()
+    self._free: queue.Queue[Place] = queue.Queue()
     for place in places:
       self._free.put(place)
     self._processes: dict[Path, subprocess.Popen] = {}
@@ -67,9 +74,7 @@ class RunProcesses:
       raise Interrupted
     return code
 
-  def _call(
-    self, path: Path, new: Sequence[str], changes: Sequence[str], place: Mapping[str, str]
-  ) -> int:
+  def _call(self, path: Path, new: Sequence[str], changes: Sequence[str], place: Place) -> int:
     if self._stopping.is_set():
       return -signal.SIGTERM
     if path.exists():  # a process that a killed parent left behind
@@ -78,8 +83,9 @@ class RunProcesses:
     first = ["--resume", str(path)] if exists else [*new, f"run.dir={path}"]
     with log_of(path).open("a") as log:
       process = subprocess.Popen(
-        [sys.executable, str(_LAUNCHER), *first, *changes],
-        env=os.environ | place, stdout=log, stderr=log, start_new_session=True,
+        ["taskset", "-c", ",".join(map(str, place.cores)), sys.executable, str(_LAUNCHER), *first,
+         *changes],
+        env=os.environ | place.variables, stdout=log, stderr=log, start_new_session=True,
       )  # fmt: skip
       self._processes[path] = process
       if self._stopping.is_set():

@@ -1,7 +1,9 @@
 """launch/suite.py as a process that is interrupted, killed, and continued."""
 
+import json
 import os
 import signal
+from pathlib import Path
 
 import yaml
 
@@ -31,16 +33,22 @@ def test_a_study_continues_where_it_was_killed_and_reports(tmp_path):
 
   process = start(*arguments, script="suite.py")
   assert wait_until(lambda: newest(folder / "long-Catch-s0") > 0, process)
-  os.kill(process.pid, signal.SIGKILL)
+  threads = Path(f"/proc/{process.pid}/task").glob("*/children")
+  for child in " ".join(path.read_text() for path in threads).split():
+    os.kill(int(child), signal.SIGKILL)
+  process.kill()
   process.communicate()
   before = (folder / "short-Catch-s0/evaluation.json").stat().st_mtime_ns
 
-  code, output = finish(start(*arguments, "--together", 2, script="suite.py"))
+  out = tmp_path / "out.json"
+  code, output = finish(start(*arguments, "--together", 2, "--out", out, script="suite.py"))
   assert code == 1 and "long-Catch-s0 finished" in output
   assert "other-Catch-s0 failed with exit code 2" in output and "short-Catch-s0 " not in output
   assert [newest(folder / f"{name}-Catch-s0") for name in ("short", "long")] == [5, 9]
   assert (folder / "short-Catch-s0/evaluation.json").stat().st_mtime_ns == before
   assert b"long-Catch-s0" in (folder / "report.html").read_bytes()
+  last = [run["curve"][-1][0] for run in json.loads(out.read_text())["runs"] if run["curve"]]
+  assert last == [5, 9]  # of the learner steps
 
   (stray / "mine").unlink()
   code, output = finish(start(*arguments, "--part", "2/3", script="suite.py"))
