@@ -1,6 +1,7 @@
 """DQN (Mnih et al. 2015) with double Q-learning, n-step returns, prioritized replay, dueling heads.
 
-Lanes may explore with different epsilons, as the actors of Ape-X (Horgan et al. 2018) do.
+Lanes may explore with different epsilons, as the actors of Ape-X (Horgan et al. 2018) do. With
+`network.atoms` it learns distributions of returns: C51 (Bellemare et al. 2017).
 """
 
 import dataclasses
@@ -26,6 +27,7 @@ from speedyzero_jax.types import Params
 
 TD_ERROR = "losses/td_error"  # mean |target - Q(s, a)| of the sampled transitions
 Q_VALUE = "losses/q_value"  # mean Q(s, a) of the same
+DIVERGENCE = "losses/divergence"  # C51: mean KL divergence from the target to Z(s, a), nats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +35,11 @@ class NetworkConfig(TorsoConfig, QHeadConfig):
   """The Q-network."""
 
   core: ClassVar[str] = "none"
+  atoms: int = opt(
+    0, "atoms of a distribution of returns (C51: 51); 0: expected values", "[0, 1e4]"
+  )
+  value_min: float = opt(-10.0, "atoms: the first one, a return (C51: -10)", "[-1e6, 1e6]")
+  value_max: float = opt(10.0, "atoms: the last one (C51: 10)", "[-1e6, 1e6]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +69,15 @@ class DqnConfig(AgentConfig):
   explore: ExploreConfig = ExploreConfig()
 
   def problems(self, config: Config) -> Iterable[str]:
-    return torso_problems(self.network, config.env)
+    yield from torso_problems(self.network, config.env)
+    network = self.network
+    if network.atoms == 1:
+      yield "network.atoms: must be 0 or at least 2, got 1"
+    if network.value_max <= network.value_min:
+      yield (
+        f"network.value_max: must be more than network.value_min ({network.value_min}), "
+        f"got {network.value_max}"
+      )
 
 
 AGENT_CONFIG = DqnConfig
@@ -75,13 +90,18 @@ class DQN(QAgent):
     super().__init__(config, frame_shape, frame_dtype, actions)
     self.window = Window(after=self._own.loss.td_steps, within_episode=True)
     self.lookahead = self._own.loss.td_steps
+    network = self._own.network
+    self._atoms = np.linspace(network.value_min, network.value_max, network.atoms, dtype=np.float32)
+
+  def _expected(self, outputs: jax.Array) -> jax.Array:
+    return jax.nn.softmax(outputs) @ self._atoms if len(self._atoms) else outputs
 
   def loss(
     self, params: Params, batch_stats: Params, target: Params, batch: Arrays, keys: jax.Array
   ) -> tuple[jax.Array, LossOutput]:
-    config = self._own.loss
+    mask, action = batch["loss_mask"][:, 0], batch["action"]
 
-    def q_of(params: Params, slot: jax.Array) -> jax.Array:
+    def outputs_of(params: Params, slot: jax.Array) -> jax.Array:
       def shown(frames: jax.Array, slot: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(frames, slot, self._stack)
 
@@ -89,18 +109,25 @@ class DQN(QAgent):
       return self._network.apply(params, observation[:, None])[0][:, 0]
 
     end = batch["steps"]
-    q, next_q = q_of(params, jnp.zeros_like(end)), q_of(target, end)
-    selector = q_of(params, end) if config.double else next_q
-    error = td.q_learning_error(
-      q, batch["action"], batch["reward"], batch["discount"], next_q, selector
-    )
-    error = error * batch["loss_mask"][:, 0]
-    loss = jnp.mean(batch["weight"] * optax.losses.huber_loss(error, delta=config.huber_delta))
-    metrics = {
-      TD_ERROR: jnp.mean(jnp.abs(error)),
-      Q_VALUE: jnp.mean(td.chosen(q, batch["action"])),
-    }
-    return loss, LossOutput(batch_stats, metrics, jnp.abs(error))
+    now, later = outputs_of(params, jnp.zeros_like(end)), outputs_of(target, end)
+    q, next_q = self._expected(now), self._expected(later)
+    selector = self._expected(outputs_of(params, end)) if self._own.loss.double else next_q
+    returns = batch["reward"], batch["discount"]
+    error = mask * td.q_learning_error(q, action, *returns, next_q, selector)
+    metrics = {TD_ERROR: jnp.mean(jnp.abs(error)), Q_VALUE: jnp.mean(td.chosen(q, action))}
+    if len(self._atoms):
+      sample, best = jnp.arange(len(action)), jnp.argmax(selector, axis=-1)
+      goal = td.project(later[sample, best], *returns, self._atoms)
+      goal, logits = jax.lax.stop_gradient(goal), now[sample, action]
+      loss = mask * optax.losses.softmax_cross_entropy(logits, goal)
+      # Without the entropy of the target, which no network can reduce.
+      priority = mask * optax.losses.kl_divergence(jax.nn.log_softmax(logits), goal)
+      metrics[DIVERGENCE] = jnp.mean(priority)
+    else:
+      loss = optax.losses.huber_loss(error, delta=self._own.loss.huber_delta)
+      priority = jnp.abs(error)
+    loss = jnp.mean(batch["weight"] * loss)
+    return loss, LossOutput(batch_stats, metrics, priority)
 
   # --- host
 

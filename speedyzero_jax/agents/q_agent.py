@@ -44,24 +44,31 @@ class ExploreConfig:
 
 
 class QNetwork(CoreNetwork):
-  """Observations [B, T, H, W, C] -> Q [B, T, A], recurrent state (see `CoreNetwork.features`)."""
+  """Observations [B, T, H, W, C] -> outputs, and recurrent state (see `CoreNetwork.features`).
+
+  The outputs are Q [B, T, A], or with `config.atoms` logits [B, T, A, atoms] of a distribution of
+  returns for each action, whose values and advantages are logits too (Rainbow, Hessel et al. 2018).
+  """
 
   def __init__(self, config: Any, shape: tuple[int, int, int], actions: int, rngs: nnx.Rngs):
     super().__init__(config, shape, rngs)
     self.dueling, hidden = config.dueling, config.hidden
+    self.shape, atoms = (actions, config.atoms) if config.atoms else (actions,), config.atoms or 1
     if config.dueling:
       self.streams = nnx.Linear(self.width, 2 * hidden, rngs=rngs)  # for value and advantages
-      self.value = nnx.Linear(hidden, 1, rngs=rngs)
-    self.advantage = nnx.Linear(hidden if config.dueling else self.width, actions, rngs=rngs)
+      self.value = nnx.Linear(hidden, atoms, rngs=rngs)
+    width = hidden if config.dueling else self.width
+    self.advantage = nnx.Linear(width, actions * atoms, rngs=rngs)
 
   def __call__(self, x: jax.Array, first: Any = None, state: Any = ()) -> tuple[jax.Array, Any]:
     features, state = self.features(x, first, state)
+    slots = features.shape[:-1]
     if not self.dueling:
-      return self.advantage(features), state
+      return self.advantage(features).reshape(*slots, *self.shape), state
     for_value, for_advantage = jnp.split(nnx.relu(self.streams(features)), 2, axis=-1)
-    advantage = self.advantage(for_advantage)
-    q = self.value(for_value) + advantage - jnp.mean(advantage, axis=-1, keepdims=True)
-    return q, state
+    advantage = self.advantage(for_advantage).reshape(*slots, *self.shape)
+    value = self.value(for_value).reshape(*slots, 1, *self.shape[1:])
+    return value + advantage - jnp.mean(advantage, axis=len(slots), keepdims=True), state
 
 
 class QAgent(TorsoAgent):
@@ -74,11 +81,16 @@ class QAgent(TorsoAgent):
   def act(
     self, variables: Variables, inputs: ActInputs, key: jax.Array, progress: Any, *, explore: bool
   ) -> ActOutput:
-    q, columns, core = self._now(variables, inputs)
+    outputs, columns, core = self._now(variables, inputs)
+    q = self._expected(outputs)
     if not explore:
       return ActOutput(jnp.argmax(q, axis=-1).astype(jnp.int32), columns, core, {"q": q})
     epsilon = epsilons(self._own.explore, inputs.lane, self._config.actor.lanes, progress)
     return ActOutput(epsilon_greedy(q, epsilon, key).astype(jnp.int32), columns, core)
+
+  def _expected(self, outputs: jax.Array) -> jax.Array:
+    """Device: Q [..., A] of the network's outputs."""
+    return outputs
 
   def _weights(self, selection: Selection, learner_step: int) -> np.ndarray:
     """Host: importance weights."""

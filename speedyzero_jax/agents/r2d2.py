@@ -41,6 +41,7 @@ class NetworkConfig(CoreConfig, QHeadConfig):
     "lstm", "memory between torso and heads; lstm stores 8 * network.lstm_hidden bytes per step"
   )
   lstm_hidden: int = opt(512, "width of the LSTM (R2D2: 512)", "[1, 1e5]")
+  atoms: ClassVar[int] = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Temporal-difference targets: n-step returns of stored steps, rescaled values, TD errors."""
+"""Temporal-difference targets: n-step returns, rescaled values, TD errors, distributions."""
 
 from typing import NamedTuple
 
@@ -85,3 +85,23 @@ def q_learning_error(
   else:
     target = reward + discount * value
   return jax.lax.stop_gradient(target) - chosen(q, action)
+
+
+def project(
+  logits: jax.Array, reward: jax.Array, discount: jax.Array, atoms: np.ndarray | jax.Array
+) -> jax.Array:
+  """Distributions of returns moved to reward + discount * atoms, on the same atoms, [B, K].
+
+  The mass of a moved atom goes to its neighbours, so that the mean is kept, unless it lies beyond
+  the first or the last atom, which then get it (Bellemare et al. 2017, algorithm 1).
+
+  Args:
+    logits: [B, K].
+    reward: [B] from `n_step`.
+    discount: [B] likewise.
+    atoms: [K], equally spaced, rising.
+  """
+  moved = jnp.clip(reward[:, None] + discount[:, None] * atoms, atoms[0], atoms[-1])  # [B, K]
+  distance = jnp.abs(moved[:, None] - atoms[:, None]) / (atoms[1] - atoms[0])  # [B, to, from]
+  mass = jax.nn.softmax(logits)
+  return jnp.sum(jnp.clip(1 - distance, 0, 1) * mass[:, None], axis=-1)

@@ -18,6 +18,8 @@ from speedyzero_jax.workers.learner import Learner, make_mesh
 from trained import KEY, largest
 
 _N, _STACK, _DISCOUNT, _DELTA, _BATCH, _ACTIONS = 3, 2, 0.9, 0.7, 96, 3
+_ATOMS = np.linspace(-2, 3, 7)
+_C51 = ("network.atoms=7", "network.value_min=-2", "network.value_max=3")
 _TINY = (
   "agent=dqn", "env.game=CartPole", f"env.frame_stack={_STACK}", f"env.discount={_DISCOUNT}",
   "network.hidden=4", "network.layers=1", f"loss.td_steps={_N}", f"loss.huber_delta={_DELTA}",
@@ -31,15 +33,14 @@ def _agent(*overrides):
 
 
 @functools.cache
-def _gradient(double=True, dueling=True, devices=2):
-  agent = _agent(f"loss.double={double}", f"network.dueling={dueling}")
-  return trained.gradient(agent, devices)
+def _gradient(*overrides, devices=2):
+  return trained.gradient(_agent(*overrides), devices)
 
 
 @functools.cache
-def _start(dueling=True):
+def _start(*overrides):
   """Parameters and target parameters."""
-  agent = _agent(f"network.dueling={dueling}")
+  agent = _agent(*overrides)
   return trained.random_params(agent, 4), trained.random_params(agent, 5)
 
 
@@ -80,32 +81,49 @@ def _batch():
   return {"frames": frames, **arrays}, place
 
 
-def _q(params, x, dueling=True):
-  """The network in float64."""
+def _outputs(params, x, dueling=True):
+  """The network in float64: Q [B, A], or logits [B, A, K]."""
   p = jax.tree.map(np.float64, params)
 
   def linear(layer, x):
     return x @ layer["kernel"] + layer["bias"]
 
+  def per_action(layer, x):
+    found = linear(layer, x)
+    return found.reshape(len(x), _ACTIONS, *[-1] * (found.shape[1] > _ACTIONS))
+
   features = np.maximum(linear(p["torso"]["layers"][0], x), 0)
   if not dueling:
-    return linear(p["advantage"], features)
+    return per_action(p["advantage"], features)
   streams = np.maximum(linear(p["streams"], features), 0)
-  advantage = linear(p["advantage"], streams[:, 4:])
-  return linear(p["value"], streams[:, :4]) + advantage - advantage.mean(-1, keepdims=True)
+  advantage = per_action(p["advantage"], streams[:, 4:])
+  value = linear(p["value"], streams[:, :4])
+  value = value[:, None] if advantage.ndim == 3 else value
+  return value + advantage - advantage.mean(1, keepdims=True)
+
+
+def _q(params, x, dueling=True):
+  outputs = _outputs(params, x, dueling)
+  return outputs if outputs.ndim == 2 else np.exp(_log_softmax(outputs)) @ _ATOMS
+
+
+def _log_softmax(x):
+  return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def _weight():
+  weight = np.linspace(0.001, 0.1, _BATCH) ** -(0.5 + 0.5 * (1.0 - 0.5))
+  return np.maximum(weight / weight.max(), 0.3)
 
 
 def _reference(double=True, dueling=True):
   """Targets [B] and the loss as a function of parameters, in float64."""
   _, place = _batch()
   _, _, now, end, action, reward, discount, _ = (x[place] for x in _recorded()[1])
-  params, target = _start(dueling)
+  params, target = _start(f"network.dueling={dueling}")
   next_q = _q(target, end, dueling)
   best = (_q(params, end, dueling) if double else next_q).argmax(-1)
   goal = reward + discount * next_q[np.arange(_BATCH), best]
-  beta = 0.5 + 0.5 * (1.0 - 0.5)
-  weight = np.linspace(0.001, 0.1, _BATCH) ** -beta
-  weight = np.maximum(weight / weight.max(), 0.3)
 
   def error(params):
     return goal - _q(params, now, dueling)[np.arange(_BATCH), action]
@@ -113,9 +131,31 @@ def _reference(double=True, dueling=True):
   def loss(params):
     size = np.abs(error(params))
     huber = np.where(size < _DELTA, 0.5 * size**2, _DELTA * (size - 0.5 * _DELTA))
-    return (weight * huber).mean()
+    return (_weight() * huber).mean()
 
   return error(params), loss
+
+
+def _distributional_reference():
+  """KL divergences from the targets [B] and the loss as a function of parameters, in float64."""
+  _, place = _batch()
+  _, _, now, end, action, reward, discount, _ = (x[place] for x in _recorded()[1])
+  params, target = _start(*_C51)
+  best = _q(params, end).argmax(-1)
+  later = np.exp(_log_softmax(_outputs(target, end)))[np.arange(_BATCH), best]
+  goal, gap = np.zeros((_BATCH, len(_ATOMS))), _ATOMS[1] - _ATOMS[0]
+  for b, k in np.ndindex(goal.shape):  # Bellemare et al. 2017, algorithm 1
+    place = (np.clip(reward[b] + discount[b] * _ATOMS[k], -2, 3) - _ATOMS[0]) / gap
+    low = min(int(place), len(_ATOMS) - 2)
+    goal[b, low] += later[b, k] * (low + 1 - place)
+    goal[b, low + 1] += later[b, k] * (place - low)
+
+  def cross_entropy(params):
+    log_mass = _log_softmax(_outputs(params, now))[np.arange(_BATCH), action]
+    return -(goal * log_mass).sum(-1)
+
+  entropy = -(goal * np.log(goal, where=goal > 0, out=np.zeros_like(goal))).sum(-1)
+  return cross_entropy(params) - entropy, lambda params: (_weight() * cross_entropy(params)).mean()
 
 
 # --- the loss
@@ -123,8 +163,9 @@ def _reference(double=True, dueling=True):
 
 @pytest.mark.parametrize(("double", "dueling"), [(True, True), (False, False)])
 def test_errors_loss_and_gradient_on_two_devices(double, dueling):
-  params, target = _start(dueling)
-  found = _gradient(double, dueling)(params, _batch()[0], target)
+  changes = f"loss.double={double}", f"network.dueling={dueling}"
+  params, target = _start(changes[1])
+  found = _gradient(*changes)(params, _batch()[0], target)
   errors, loss = _reference(double, dueling)
   assert np.abs(errors).min() < _DELTA < np.abs(errors).max()
   np.testing.assert_allclose(found.priority, np.abs(errors), rtol=1e-4, atol=1e-4)
@@ -132,9 +173,19 @@ def test_errors_loss_and_gradient_on_two_devices(double, dueling):
   trained.assert_gradient(params, found.of_params, loss)
 
 
-def test_one_device_does_as_two():
-  params, target = _start()
-  one, two = (_gradient(devices=devices)(params, _batch()[0], target) for devices in (1, 2))
+def test_divergences_loss_and_gradient_of_distributions():
+  params, target = _start(*_C51)
+  found = _gradient(*_C51)(params, _batch()[0], target)
+  divergences, loss = _distributional_reference()
+  np.testing.assert_allclose(found.priority, divergences, rtol=1e-3, atol=1e-4)
+  np.testing.assert_allclose(found.loss, loss(params), rtol=1e-4)
+  trained.assert_gradient(params, found.of_params, loss)
+
+
+@pytest.mark.parametrize("changes", [(), _C51])
+def test_one_device_does_as_two(changes):
+  params, target = _start(*changes)
+  one, two = (_gradient(*changes, devices=n)(params, _batch()[0], target) for n in (1, 2))
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), one, two)
 
 
@@ -142,8 +193,9 @@ def test_double_learning_changes_the_targets():
   assert np.abs(_reference(True)[0] - _reference(False)[0]).max() > 0.1
 
 
-def test_masked_samples_have_no_gradient():
-  (batch, _), (params, target) = _batch(), _start()
+@pytest.mark.parametrize("changes", [(), _C51])
+def test_masked_samples_have_no_gradient(changes):
+  (batch, _), (params, target) = _batch(), _start(*changes)
   masked = np.arange(_BATCH) % 3 == 0
   mask = (~masked[:, None]).astype(np.float32)
   other = {
@@ -152,7 +204,7 @@ def test_masked_samples_have_no_gradient():
     "action": np.where(masked, 0, batch["action"]).astype(np.int32),
   }
   one, same, nothing = (
-    _gradient()(params, batch | x, target)
+    _gradient(*changes)(params, batch | x, target)
     for x in ({"loss_mask": mask}, other | {"loss_mask": mask}, {"loss_mask": 0 * mask})
   )
   assert not one.priority[masked].any() and one.priority[~masked].all()
@@ -211,10 +263,11 @@ def test_an_annealed_epsilon_falls_linearly():
   np.testing.assert_allclose(found, [[e, e] for e in (0.9, 0.5, 0.1, 0.1)], rtol=1e-6)
 
 
-def test_acting_is_epsilon_greedy():
+@pytest.mark.parametrize("changes", [(), _C51])
+def test_acting_is_epsilon_greedy(changes):
   lanes = 400
-  agent = _agent("explore.epsilon=0.6", "explore.spread=0", f"actor.lanes={lanes}")
-  params, _ = _start()
+  agent = _agent("explore.epsilon=0.6", "explore.spread=0", f"actor.lanes={lanes}", *changes)
+  params, _ = _start(*changes)
   frames = np.random.default_rng(0).normal(size=(lanes, _STACK, 1, 1, 2)).astype(np.float32)
   inputs = ActInputs(frames, np.zeros(lanes, bool), np.arange(lanes), ())
   act = jax.jit(agent.act, static_argnames="explore")

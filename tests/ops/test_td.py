@@ -1,4 +1,4 @@
-"""n-step returns of stored steps against plain lists, and the Q-learning error by hand."""
+"""n-step returns of stored steps against plain lists, Q-learning errors, and projections."""
 
 import jax
 import jax.numpy as jnp
@@ -67,3 +67,23 @@ def test_the_q_learning_error_of_rescaled_values():
     q, action, jnp.array([0.5, -4.0]), jnp.array([0.9, 0.0]), next_q, online, rescaled=True
   )
   np.testing.assert_allclose(found, [h(0.5 - 18) - 2, h(-4.0) - 0.5], rtol=1e-5)
+
+
+# As rlax.categorical_l2_project gives them.
+@pytest.mark.parametrize(
+  ("logits", "reward", "discount", "expected"),
+  [
+    ([0.1, 0.2, 0.3, 0.4, 0.5], 0.3, 0.9, [0.032424, 0.183447, 0.204625, 0.228228, 0.351275]),
+    ([1, 0, -1, 2, 0.5], -2, 0.9, [1, 0, 0, 0, 0]),
+    ([0, 1, 2, 3, 4], 0.25, 0, [0, 0, 0.5, 0.5, 0]),  # beyond a terminal: the reward alone
+    ([0.3, 0.3, 0.3, -2, 1], 0.1, 0.5, [0, 0.215095, 0.338301, 0.367849, 0.078754]),
+  ],
+)
+def test_projections(logits, reward, discount, expected):
+  atoms, logits = jnp.linspace(-1, 1, 5), jnp.array([logits], jnp.float32)
+  found = td.project(logits, jnp.array([reward]), jnp.array([discount]), atoms)[0]
+  np.testing.assert_allclose(found, expected, atol=2e-6)
+  moved = reward + discount * np.array(atoms)
+  if np.abs(moved).max() <= 1:  # then the mean is kept
+    mean = jax.nn.softmax(logits[0]) @ moved
+    np.testing.assert_allclose(found @ atoms, mean, atol=1e-6)
