@@ -21,7 +21,7 @@ SHORT = {
     "network.hidden=8", "learner.batch_size=8", "run.env_steps=500", "actor.random_steps=100",
     "loss.target_interval=7",
   ),
-  "dqn c51": ("network.hidden=8", "network.atoms=7", "run.env_steps=500", "actor.random_steps=100"),
+  "c51": ("network.hidden=8", "network.atoms=7", "run.env_steps=500", "actor.random_steps=100"),
   "impala": (*_ON_POLICY, *_LSTM, "replay.capacity=0"),
   "ppo": (
     *_ON_POLICY, "learner.batch_size=2", "run.env_steps=150", "loss.minibatches=2",
@@ -42,7 +42,7 @@ LEARNS = {
     "learner.steps=200", "run.env_steps=4000", "actor.lanes=32", "optim.learning_rate=5e-3",
     "loss.target_interval=30",
   ),
-  "dqn c51": (
+  "c51": (
     "learner.steps=200", "run.env_steps=4000", "actor.lanes=32", "optim.learning_rate=5e-3",
     "loss.target_interval=30", "network.atoms=21",
   ),
@@ -65,7 +65,7 @@ LEARNS = {
 @pytest.mark.parametrize("agent", SHORT)
 def test_a_resumed_run_ends_as_one_that_was_not_interrupted(tmp_path, agent):
   short = ("learner.steps=30", "run.checkpoint_interval=10", *SHORT[agent])
-  config = loader.load(agent.split(), [*RUN, *short])
+  config = loader.load([agent], [*RUN, *short])
   for name in ("whole", "parts"):
     (tmp_path / name).mkdir()
   whole = trained.run(config, tmp_path / "whole", after=everything)
@@ -77,7 +77,7 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(tmp_path, agent):
 
 @pytest.mark.parametrize("agent", LEARNS)
 def test_catch_is_learned(tmp_path, agent):
-  config = loader.load(agent.split(), [*RUN, *LEARNS[agent]])
+  config = loader.load([agent], [*RUN, *LEARNS[agent]])
   assert trained.run(config, tmp_path, after=steps.evaluate_now).mean >= 0.9  # 1 is perfect
 
 
