@@ -15,7 +15,7 @@ import numpy as np
 import pieces
 from common import ROOT
 from peers import ACTIONS, EPISODE, PROGRAMS, STACK, Piece, Work, episodes, resident, serve
-from runs import SEARCHES, STEP, TARGET_AGE_MAX, TIME, read_metrics
+from speedyzero_jax.metrics import jsonl, names
 
 LANES = 16
 FRAME = (96, 96, 3)
@@ -135,12 +135,15 @@ def whole(size: str, steps: int, simulations: int) -> tuple[Work, dict[str, Any]
     with tempfile.TemporaryDirectory() as folder:
       command = [sys.executable, str(ROOT / "launch/multihost.py"), "--config", *presets]
       subprocess.run([*command, *overrides, f"run.dir={folder}/run"], check=True, stdout=sys.stderr)
-      rows = [row for row in read_metrics(Path(folder) / "run") if row[STEP] >= steps // 2]
-    taken, seconds = (rows[-1][name] - rows[0][name] for name in (STEP, TIME))
+      rows, _ = jsonl.read_rows(Path(folder) / "run/metrics.jsonl")
+    rows = [row for row in rows if row[names.STEP] >= steps // 2]
+    taken, seconds = (rows[-1][name] - rows[0][name] for name in (names.STEP, names.TIME))
     return {
       "samples_per_second": program.batch * taken / seconds,
-      "searches_per_step": statistics.fmean(row[SEARCHES] for row in rows[1:]),
-      "target_age_max": max(row[TARGET_AGE_MAX] for row in rows),
+      "searches_per_step": statistics.fmean(
+        row["reanalyse/states_per_learner_step"] for row in rows[1:]
+      ),
+      "target_age_max": max(row["replay/target_age_max"] for row in rows),
     }
 
   return work, {}
