@@ -144,12 +144,14 @@ class Model:
   def run(self, task: str, frames: np.ndarray) -> dict[str, Any]:
     """Results, in host memory, for the states of windows [B, S-1+n, H, W, C]."""
     version = self.weights.latest(self.agent.tasks[task].subscription)
-    return self.inference.compute(version, task, frames, jax.random.key(0))
+    return self.inference.compute(version, task, {"frames": frames}, jax.random.key(0))
 
   def cost(self, task: str, frames: np.ndarray) -> Cost:
     """Compiles a task for such windows."""
     version = self.weights.latest(self.agent.tasks[task].subscription)
-    return cost(self.inference.tasks[task], version.variables, frames, jax.random.key(0))
+    return cost(
+      self.inference.tasks[task], version.variables, {"frames": frames}, jax.random.key(0)
+    )
 
 
 def batch_drawing(

@@ -73,8 +73,9 @@ class Task(NamedTuple):
   than so many learner steps. Without, it works on what `Agent.batch_work` asks for.
   """
 
-  program: Callable[[Variables, Any, jax.Array], Arrays]
-  """Device: (variables, frames [B, S-1+n, H, W, C], key) -> arrays [B, n, ...] by result name."""
+  program: Callable[[Variables, Arrays, jax.Array], Arrays]
+  """Device: (variables, inputs, key) -> arrays [B, n, ...] by result name. The inputs are `frames`
+  [B, S-1+n, H, W, C] and, by name, the columns [B, n, ...] that the task reads."""
   results: tuple[Column, ...]  # of the program
   write: Callable[[Replay, np.ndarray, np.ndarray, dict[str, np.ndarray], int], None]
   """Host: (replay, lane [m], time [m], results [m, ...], learner step of the weights)."""
@@ -84,6 +85,7 @@ class Task(NamedTuple):
   stamp: str = ""  # of the schema
   max_age: int = 0  # learner steps
   block: int = 0  # states per call of a sweep
+  reads: tuple[Column, ...] = ()  # of the schema
 
 
 class Work(NamedTuple):

@@ -92,6 +92,7 @@ class Block(NamedTuple):
   cell: np.ndarray  # [n, w] int32
   step: int  # least learner step of the weights to use
   heads: np.ndarray  # [lanes] int64, the refresher must have the frames before these slots
+  columns: Arrays  # what the task's program reads besides frames, [n, k, ...] each
 
 
 class Result(NamedTuple):

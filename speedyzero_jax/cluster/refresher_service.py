@@ -103,15 +103,16 @@ class RefresherService:
         return None
       block = next(self._numbers)
       self._handed[block] = _Handed(work, holder, now + self._block_timeout, batch)
-    cell, heads = self._replay.window_cells(work.lane, work.time, work.real.shape[1] - 1)
-    subscription = self._tasks[work.task].subscription
+    task, states = self._tasks[work.task], (work.lane, work.time, work.real.shape[1] - 1)
+    cell, heads = self._replay.window_cells(*states)
     return messages.Block(
       block=block,
       task=work.task,
       lane=work.lane.astype(np.int32),
       cell=cell.astype(np.int32),
-      step=self._experiment.weights.latest(subscription).step,
+      step=self._experiment.weights.latest(task.subscription).step,
       heads=heads,
+      columns=self._replay.values(task.reads, *states),
     )
 
   def _due_work(self) -> Work | None:

@@ -155,5 +155,6 @@ def refresh(config: Config, agent: Agent, client: Client, role: Role, incarnatio
     version = weights.latest(subscription, at_least=block.step)
     windows = frames.gather(block.lane, block.cell, block.heads)
     block_key = jax.random.fold_in(key, block.block)
-    results = inference.compute(version, block.task, windows, block_key)
+    inputs = {"frames": windows, **block.columns}
+    results = inference.compute(version, block.task, inputs, block_key)
     client.call(messages.Result(number, incarnation, block.block, version.step, results))

@@ -69,7 +69,13 @@ def programs(
   variables = _on(NamedSharding(local, PartitionSpec()), state.variables)
 
   def task(name: str, count: int, states: int, calls: float) -> Planned:
-    args = variables, _frames(own, agent, local, count, states - 1), _key(local)
+    sharding = NamedSharding(local, _divided(local, count))
+    inputs = {
+      x.name: jax.ShapeDtypeStruct((count, states, *x.shape), x.dtype, sharding=sharding)
+      for x in agent.tasks[name].reads
+    }
+    inputs |= {"frames": _frames(own, agent, local, count, states - 1)}
+    args = variables, inputs, _key(local)
     return Planned(name, count * states, calls, 0, inference.tasks[name].function, args, {})
 
   def act(name: str, count: int, calls: float, explore: bool) -> Planned:

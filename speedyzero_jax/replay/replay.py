@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from speedyzero_jax.replay.device_frames import DeviceFrames
-from speedyzero_jax.replay.schema import Schema
+from speedyzero_jax.replay.schema import Column, Schema
 from speedyzero_jax.replay.selector import Selection, Selector
 from speedyzero_jax.replay.storage import LaneStore, put, slots_between, take
 from speedyzero_jax.replay.sweep import Sweep
@@ -179,6 +179,16 @@ class Replay:
     if self._device_frames is not None:
       return self._device_frames.gather(lane, cells)
     return self.store.gather(lane[:, None], cells)
+
+  def values(
+    self, columns: Sequence[Column], lane: np.ndarray, time: np.ndarray, after: int = 0
+  ) -> dict[str, np.ndarray]:
+    """Columns of the states of `windows`, [B, after+1, ...] each."""
+    with self.lock:
+      _, time = self.present(lane, time)
+      last = self.store.last(lane, time)[:, None]
+      flat = self.store.flat(lane[:, None], np.minimum(time[:, None] + np.arange(after + 1), last))
+      return {column.name: take(self.store[column.name], flat) for column in columns}
 
   def blanks(self, count: int, after: int = 0) -> Array:
     """Placeholder windows with the shape and placement of real ones, for compilation."""

@@ -21,9 +21,9 @@ class PrioritizedSampler:
 
   A transition is *eligible* if an action was taken in its state, the frames of the state's stack
   are stored, and its targets are final: its episode has ended, or `lookahead` further slots are
-  stored. Newly eligible transitions get the current maximum priority; its age is that of the
-  learner steps [m] that `first_step` gives for slots (lane [m], time [m]), by default those of the
-  weights that acted. A lane has room for `stack + lookahead` slots.
+  stored. For newly eligible ones (lane [m], time [m]) `first_score` gives errors [m], NaN or None
+  for the current maximum priority, and the learner steps [m] behind them: by default None and those
+  of the weights that acted. A lane has room for `stack + lookahead` slots.
   """
 
   def __init__(
@@ -33,12 +33,13 @@ class PrioritizedSampler:
     *,
     stack: int,
     lookahead: int,
-    first_step: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None,
+    first_score: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray | None, np.ndarray]]
+    | None = None,
   ):
     self._store, self._stack, self._lookahead = store, stack, lookahead
     self._alpha, self._min_priority = config.alpha, config.min_priority
-    self._first_step = first_step or (
-      lambda lane, time: take(store["step"], store.flat(lane, time))
+    self._first_score = first_score or (
+      lambda lane, time: (None, take(store["step"], store.flat(lane, time)))
     )
     self._tree = SumTree(store.lanes * store.capacity)  # priority ** alpha, 0 if ineligible
     self._stamps = Stamps((store.lanes, store.capacity))  # of the priorities
@@ -68,11 +69,15 @@ class PrioritizedSampler:
     was = self._tree.get(leaf) > 0  # for new slots: of the evicted slot
     now = self._eligible(lane, time)
     enters, leaves = now & (is_new | ~was), was & ~now
-    changed = enters | leaves
-    self._tree.set(leaf[changed], np.where(enters[changed], self._tree.max or 1.0, 0.0))
+    error, step = self._first_score(lane[enters], time[enters])
+    changed, priority = enters | leaves, np.zeros(len(leaf))
+    priority[enters] = self._tree.max or 1.0
+    if error is not None:
+      priority[enters] = np.where(np.isnan(error), priority[enters], self._powered(error))
+    self._tree.set(leaf[changed], priority[changed])
     self._stamps.set(leaf[leaves], NEVER)
     self.count += int(now.sum()) - int(was.sum())
-    self._stamps.set(leaf[enters], self._first_step(lane[enters], time[enters]))
+    self._stamps.set(leaf[enters], step)
 
   def _eligible(self, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
     store = self._store
@@ -91,10 +96,12 @@ class PrioritizedSampler:
     """
     leaf = self._store.flat(lane, time)
     keep = (self._tree.get(leaf) > 0) & (step >= take(self._stamps.step, leaf))
-    # In float32 the power could overflow or vanish.
-    error = np.abs(td_error[keep]).astype(np.float64)
-    self._tree.set(leaf[keep], (error + self._min_priority) ** self._alpha)
+    self._tree.set(leaf[keep], self._powered(td_error[keep]))
     self._stamps.set(leaf[keep], step[keep])
+
+  def _powered(self, error: np.ndarray) -> np.ndarray:
+    # In float32 the power could overflow or vanish.
+    return (np.abs(error).astype(np.float64) + self._min_priority) ** self._alpha
 
   def update(self, selection: Selection, priority: np.ndarray, step: int) -> None:
     """Sets the priorities of trained transitions from TD errors [B] of learner step `step`."""

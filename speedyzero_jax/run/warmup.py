@@ -84,9 +84,10 @@ def _calls(experiment: Experiment) -> Iterator[_Call]:
     return _Call(name, per_step, compiles, run)
 
   def task(name: str, per_step: float, count: int, after: int) -> _Call:
-    frames = experiment.replay.blanks(count, after)
-    variables = weights[agent.tasks[name].subscription]
-    return call(name, inference.tasks[name], per_step, variables, frames, key)
+    reads, variables = agent.tasks[name].reads, weights[agent.tasks[name].subscription]
+    inputs: Arrays = {x.name: np.zeros((count, after + 1, *x.shape), x.dtype) for x in reads}
+    inputs |= {"frames": experiment.replay.blanks(count, after)}
+    return call(name, inference.tasks[name], per_step, variables, inputs, key)
 
   if experiment.membership.acts:
     per_step = max(config.run.env_steps - begin, 0) / config.actor.lanes / steps

@@ -49,12 +49,12 @@ class Inference:
     found: ActOutput = device_get_finite(version, out)
     return found
 
-  def compute(self, version: Version, task: str, frames: Any, key: jax.Array) -> Arrays:
-    """Results of a task for frames [B, S-1+n, ...], [B, n, ...] each, on the host.
+  def compute(self, version: Version, task: str, inputs: Arrays, key: jax.Array) -> Arrays:
+    """Results of a task's program for these inputs, [B, n, ...] each, on the host.
 
     Raises DivergedError if they are not finite.
     """
-    found: Arrays = device_get_finite(version, self.tasks[task](version.variables, frames, key))
+    found: Arrays = device_get_finite(version, self.tasks[task](version.variables, inputs, key))
     return found
 
 

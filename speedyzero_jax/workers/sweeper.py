@@ -41,8 +41,9 @@ def run_task(
 ) -> int:
   """Runs one piece of a task's work in this process; returns the number of states."""
   version = weights.latest(task.subscription)
-  frames = replay.windows(work.lane, work.time, after=work.real.shape[1] - 1)
-  results = inference.compute(version, work.task, frames, key)
+  states = work.lane, work.time, work.real.shape[1] - 1
+  inputs = {"frames": replay.windows(*states), **replay.values(task.reads, *states)}
+  results = inference.compute(version, work.task, inputs, key)
   write_results(replay, task, work, results, version.step)
   return int(work.real.sum())
 

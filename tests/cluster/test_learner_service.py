@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from small_unit import BATCH
-from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER, REFRESHER
+from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER
+from speedyzero_jax.agents.refresh import REFRESHER
 from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.grpc_server import RunOver
 

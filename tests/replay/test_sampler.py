@@ -10,7 +10,6 @@ import reference
 from speedyzero_jax.config.schema import PriorityConfig
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.sampler import SequenceSampler, importance_weights
-from speedyzero_jax.replay.storage import take
 from speedyzero_jax.replay.sum_tree import SumTree
 from tiny_replay import (
   ALPHA,
@@ -51,11 +50,8 @@ def test_exactly_the_stored_sequences_are_in_the_tree(capacity, stride, seed, en
   after = 5
 
   def selector(store):
-    def step(lane, time):
-      return take(store["step"], store.flat(lane, time))
-
     sizes = {"stride": stride, "stack": STACK, "lookahead": after}
-    return SequenceSampler(store, PriorityConfig(), **sizes, first_step=step)
+    return SequenceSampler(store, PriorityConfig(), **sizes)
 
   rng, stream = np.random.default_rng(seed), reference.Stream(LANES, seed, end)
   sizes = {"lanes": LANES, "capacity": capacity, "frame_stack": STACK, "rng_seed": 0}

@@ -40,7 +40,7 @@ def one_of_each() -> dict[type, Any]:
     messages.WeightsRequest(1, "actor"),
     messages.Weights(12, weights),
     messages.WorkRequest(2, 3),
-    messages.Block(6, "search", lane, np.array([[0, 1, 2], [3, 4, 4]], np.int32), 10, heads),
+    messages.Block(6, "search", lane, np.array([[0, 1, 2], [3, 4, 4]], np.int32), 10, heads, {}),
     messages.Result(2, 3, 6, 10, {"policy": np.ones((2, 3, 2), np.float32)}),
     messages.FramesRequest(2, 3, heads),
     messages.FramesChunk(heads, lane, cell, frames),

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 import tiny
-from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER, REFRESHER
+from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER
+from speedyzero_jax.agents.refresh import REFRESHER
 from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.learner_service import LearnerService
 from speedyzero_jax.cluster.roster import Roster
@@ -91,8 +92,8 @@ class Unit:
     lane = np.broadcast_to(block.lane[:, None], block.cell.shape)
     version = self.weights.latest(self.agent.tasks[block.task].subscription)
     if arrays is None:
-      frames = self.replay.store.frame[lane, block.cell]
-      arrays = self.inference.compute(version, block.task, frames, jax.random.key(9))
+      inputs = {"frames": self.replay.store.frame[lane, block.cell], **block.columns}
+      arrays = self.inference.compute(version, block.task, inputs, jax.random.key(9))
     step = version.step if step is None else step
     return self.service.result(messages.Result(refresher, incarnation, block.block, step, arrays))
 

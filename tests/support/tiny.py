@@ -199,15 +199,16 @@ class ChecksumAgent(efficientzero.EfficientZero):
     columns = {"policy": policy, "search_value": search_value + number, "value": value + number}
     return ActOutput(action.astype(jnp.int32), columns, ())
 
-  def _searched(self, variables, frames, key):
+  def _searched(self, variables, inputs, key):
+    frames = inputs["frames"]
     states = range(frames.shape[1] - self._stack + 1)
     seen = [of_stacks(frames[:, k : k + self._stack], jnp) for k in states]
     policy, search_value, value = (jnp.stack(part, 1) for part in zip(*seen, strict=True))
     number = variables.params["w"][0, 0]
     return {"policy": policy, "search_value": search_value + number, "value": value + number}
 
-  def _values(self, variables, frames, key):
-    return {"value": self._searched(variables, frames, key)["value"]}
+  def _values(self, variables, inputs, key):
+    return {"value": self._searched(variables, inputs, key)["value"]}
 
 
 @functools.cache

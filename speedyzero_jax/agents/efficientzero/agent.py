@@ -143,17 +143,14 @@ class EfficientZero(Agent):
     found = self._search(variables, root, key, explore=explore, temperature=temperature)
     return jax.tree.map(lambda x: x.reshape(batch, states, *x.shape[1:]), found)
 
-  def _searched(self, variables: Variables, frames: jax.Array, key: jax.Array) -> Arrays:
+  def _searched(self, variables: Variables, inputs: Arrays, key: jax.Array) -> Arrays:
     explore = self._own.reanalyse.explore
-    found = self._search_windows(variables, frames, key, 1.0, explore=explore)
+    found = self._search_windows(variables, inputs["frames"], key, 1.0, explore=explore)
     return {"policy": found.policy, "search_value": found.search_value, "value": found.value}
 
-  def _values(self, variables: Variables, frames: jax.Array, key: jax.Array) -> Arrays:
-    return {
-      "value": self._roots(self.blueprint.fold(variables), frames).value.reshape(
-        frames.shape[0], -1
-      )
-    }
+  def _values(self, variables: Variables, inputs: Arrays, key: jax.Array) -> Arrays:
+    roots = self._roots(self.blueprint.fold(variables), inputs["frames"])
+    return {"value": roots.value.reshape(len(inputs["frames"]), -1)}
 
   # --- host
 
@@ -164,7 +161,7 @@ class EfficientZero(Agent):
       self._own.priority,
       stack=self._stack,
       lookahead=self.lookahead,
-      first_step=lambda lane, time: targets.rests_on(store, lane, time, one_state),
+      first_score=lambda lane, time: (None, targets.rests_on(store, lane, time, one_state)),
     )
 
   def batch_work(self, replay: Replay, selection: Selection) -> list[Work]:

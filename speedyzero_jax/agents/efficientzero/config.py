@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Iterable
 from typing import ClassVar, Literal
 
+from speedyzero_jax.agents import refresh
 from speedyzero_jax.config.fields import opt
 from speedyzero_jax.config.schema import AgentConfig, Config, PriorityConfig
 from speedyzero_jax.envs.batched_env import BOARD_GAMES, check_game, frame_sides
-from speedyzero_jax.replay.sweep import STRETCH
 
 _SMALL = 16  # pixels, the longest side of images that may be kept at full resolution
 
@@ -139,7 +139,7 @@ class ReanalyseConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class RefreshConfig:
+class RefreshConfig(refresh.RefreshConfig):
   """Priority Refresh: continuous recomputation of all priorities.
 
   With `reanalyse.max_age` <= `refresh.max_age` a reanalysis sweep does it as well, and
@@ -149,13 +149,6 @@ class RefreshConfig:
   enabled: bool = opt(
     True, "recompute all priorities continuously (SZ); off: only those of sampled transitions (EZ)"
   )
-  max_age: int = opt(
-    100, "maximum age of a priority, learner steps (ours: SZ publishes no bound)", "[1, 1e9]"
-  )
-  weights_interval: int = opt(
-    10, "learner steps between updates of the refresher's weights (SZ: 10)", "[1, 1e9]"
-  )
-  block: int = opt(0, "states evaluated per call; 0: 256 on CPUs, else 4,096 (ours)", "[0, 1e6]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +208,10 @@ class EfficientZeroConfig(AgentConfig):
   def problems(self, config: Config) -> Iterable[str]:
     yield from self._network_problems(config)
     yield from self._search_problems()
-    yield from self._sweep_problems(config)
+    if self.refresh.enabled:
+      yield from refresh.sweep_problems("refresh", self.refresh, config)
+    if self.reanalyse.schedule == "sweep":
+      yield from refresh.sweep_problems("reanalyse", self.reanalyse, config)
 
   def _network_problems(self, config: Config) -> Iterable[str]:
     env, network = config.env, self.network
@@ -255,22 +251,3 @@ class EfficientZeroConfig(AgentConfig):
       )
     if list(stages) != sorted(stages):
       yield f"search.temperature_stages: must not fall, got {list(stages)}"
-
-  def _sweep_problems(self, config: Config) -> Iterable[str]:
-    for name, part, used in (
-      ("refresh", self.refresh, self.refresh.enabled),
-      ("reanalyse", self.reanalyse, self.reanalyse.schedule == "sweep"),
-    ):
-      intervals = {
-        f"{name}.weights_interval": part.weights_interval,
-        "actor.weights_interval": config.actor.weights_interval,
-      }
-      slowest = max(intervals, key=intervals.__getitem__)
-      delay = intervals[slowest]  # age of weights at their first use
-      if 0 < part.block < STRETCH:
-        yield f"{name}.block: must be 0 or at least {STRETCH}, got {part.block}"
-      if used and part.max_age < delay + 2:
-        yield (
-          f"{name}.max_age: must be at least two more than {slowest} ({delay}), so {delay + 2}, "
-          f"got {part.max_age}"
-        )

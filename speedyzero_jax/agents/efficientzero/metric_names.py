@@ -11,6 +11,4 @@ TD_ERROR = "losses/td_error"  # mean |value - target| of the sampled states
 TARGET_AGE_MEAN = "replay/target_age_mean"
 TARGET_AGE_MAX = "replay/target_age_max"
 
-# Counts of stored states searched again, and of priorities computed again.
-REANALYSED_STATES = "reanalyse/states"  # per second and per learner step
-REFRESHED_STATES = "refresh/states"
+REANALYSED_STATES = "reanalyse/states"  # stored states searched again, per second and learner step

@@ -17,13 +17,13 @@ from speedyzero_jax.agents.base import Task, Work
 from speedyzero_jax.agents.efficientzero import metric_names, targets
 from speedyzero_jax.agents.efficientzero.config import EfficientZeroConfig
 from speedyzero_jax.agents.efficientzero.targets import TargetSpec
+from speedyzero_jax.agents.refresh import REFRESHER, refresh_task, rescore
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.replay.replay import Replay
-from speedyzero_jax.replay.sampler import PrioritizedSampler
 from speedyzero_jax.replay.schema import Column
 from speedyzero_jax.replay.selector import Selection
 
-REANALYSER, REFRESHER = "reanalyser", "refresher"  # subscriptions to weights
+REANALYSER = "reanalyser"  # subscription to weights
 
 Results = dict[str, np.ndarray]
 
@@ -69,17 +69,7 @@ class Reanalysis:
       )
     if refresh.enabled and not (sweeping and own.reanalyse.max_age <= refresh.max_age):
       self.subscriptions[REFRESHER] = refresh.weights_interval
-      self.tasks["refresh"] = Task(
-        program=values,
-        results=(value,),
-        write=self._write_values,
-        subscription=REFRESHER,
-        part="refresh",
-        rate=metric_names.REFRESHED_STATES,
-        stamp="value_step",
-        max_age=refresh.max_age,
-        block=refresh.block,
-      )
+      self.tasks["refresh"] = refresh_task(refresh, values, (value,), self._write_values)
 
   def batch_work(self, replay: Replay, selection: Selection) -> list[Work]:
     """The searches and evaluations behind the targets of a batch."""
@@ -117,22 +107,7 @@ class Reanalysis:
     self, replay: Replay, lane: np.ndarray, time: np.ndarray, results: Results, step: int
   ) -> None:
     replay.rewrite("value_step", lane, time, step, {"value": results["value"]})
-    self._refresh_priorities(replay, lane, time, step)
-
-  def _refresh_priorities(
-    self, replay: Replay, lane: np.ndarray, time: np.ndarray, step: int
-  ) -> None:
-    """Scores every transition that depends on the values of these slots: them and n before each."""
-    store, sampler = replay.store, replay.selector
-    assert isinstance(sampler, PrioritizedSampler)
-    present, _ = replay.present(lane, time)
-    times = time[present][:, None] - np.arange(self._spec.td_steps + 1)
-    lanes = np.broadcast_to(lane[present].astype(np.int64)[:, None], times.shape)
-    stored = times >= store.tail[lanes]
-    flat = np.unique(lanes[stored] * store.capacity + store.cell(times[stored]))
-    at, cell = np.divmod(flat, store.capacity)
-    when = store.time_of(at, cell)
-    held = sampler.holds(at, when)
-    at, when = at[held], when[held]
-    errors = targets.refreshed_errors(store, at, when, self._one_state, step)
-    sampler.score(at, when, *errors)
+    rescore(
+      replay, lane, time, self._spec.td_steps,
+      lambda lane, time: targets.refreshed_errors(replay.store, lane, time, self._one_state, step),
+    )  # fmt: skip

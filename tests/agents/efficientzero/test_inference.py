@@ -62,12 +62,14 @@ def _stacks():
 
 
 def _values(frames, variables=None):
-  return _inference().tasks["bootstrap"](variables or _variables(), frames, _KEY)["value"]
+  return _inference().tasks["bootstrap"](variables or _variables(), {"frames": frames}, _KEY)[
+    "value"
+  ]
 
 
 def _search(explore=False, key=_KEY):
   program = _inference(f"reanalyse.explore={explore}").tasks["reanalyse"]
-  return jax.device_get(program(_variables(), _windows(), key))
+  return jax.device_get(program(_variables(), {"frames": _windows()}, key))
 
 
 def _act(frames, explore, key=_KEY, progress=_PROGRESS, *overrides):

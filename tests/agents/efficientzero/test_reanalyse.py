@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 import reference
 import tiny
 import tiny_replay
-from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER, REFRESHER
+from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER
+from speedyzero_jax.agents.refresh import REFRESHER
 from speedyzero_jax.metrics.aggregation import EpisodeStats
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.run import loops
