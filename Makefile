@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 COMPILER := $(VENV)/gpu-compiler/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup cuda12 cuda13 train gpu-plan test lint lock clean
+.PHONY: help setup cuda12 cuda13 train gpu-plan test lint docs lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "make test      the whole test suite; ARGS=\"tests/config -k yaml\" narrows it, -n0 uses one process"
 	@echo "make gpu-plan  memory and time of a full-size run on one H200 and on eight, without a GPU"
 	@echo "make lint      ruff and mypy"
+	@echo "make docs      build/docs/index.html from docs/, with Sphinx; broken links are errors"
 	@echo "make setup     install into $(VENV) (train, test and lint do it when needed)"
 	@echo "make cuda12    setup, and jax for CUDA 12 GPUs; make cuda13 for CUDA 13"
 	@echo "make lock      resolve requirements*.lock again from pyproject.toml (needs uv)"
@@ -60,14 +61,19 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: setup
+	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --only-binary :all: -r requirements-docs.lock
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs build/docs
+	@echo "build/docs/index.html"
+
 COMPILE := uv pip compile --universal --python-version 3.11 --generate-hashes --no-header --no-annotate --quiet \
   --no-emit-package colorama --no-emit-package nest-asyncio pyproject.toml
 
 lock:
 	$(COMPILE) --upgrade --extra dev -o requirements.lock
-	@# What each CUDA adds to it.
-	for cuda in cuda12 cuda13; do \
-	  $(COMPILE) --extra $$cuda -c requirements.lock | grep -vxFf requirements.lock > requirements-$$cuda.lock || exit 1; \
+	@# What each extra adds to it.
+	for extra in cuda12 cuda13 docs; do \
+	  $(COMPILE) --extra $$extra -c requirements.lock | grep -vxFf requirements.lock > requirements-$$extra.lock || exit 1; \
 	done
 
 clean:

@@ -19,10 +19,11 @@ def pins_of(name):
   return {pin[1]: pin[2] for pin in map(PIN.fullmatch, lines) if pin}
 
 
-def test_the_lock_pins_what_the_project_needs():
+def test_the_locks_pin_what_the_project_needs():
   project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-  pins = pins_of("requirements.lock")
-  for text in project["dependencies"] + project["optional-dependencies"]["dev"]:
+  pins = pins_of("requirements.lock") | pins_of("requirements-docs.lock")
+  extras = project["optional-dependencies"]
+  for text in project["dependencies"] + extras["dev"] + extras["docs"]:
     requirement = Requirement(text)
     assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), text
 
@@ -35,9 +36,13 @@ def test_cuda_locks_add_the_plugin_of_the_same_jax(cuda):
 
 
 @pytest.mark.parametrize(
-  ("failing", "called"), [("none", "test lint"), ("test", "test"), ("lint", "test lint")]
-)
-def test_the_gate_runs_tests_then_linters_and_fails_with_either(tmp_path, failing, called):
+  ("failing", "called"),
+  [
+    ("none", "test lint docs"), ("test", "test"), ("lint", "test lint"),
+    ("docs", "test lint docs"),
+  ],
+)  # fmt: skip
+def test_the_gate_runs_tests_linters_and_docs_and_fails_with_any(tmp_path, failing, called):
   log, make = tmp_path / "log", tmp_path / "make"
   # 5 is pytest's exit code when no test was found.
   make.write_text(f'#!/bin/sh\necho "$1" >> {log}\n[ "$1" != {failing} ] || exit 5\n')

@@ -114,9 +114,10 @@ class ActorCritic(CoreNetwork):
 
 
 class Impala(TorsoAgent):
-  """See `agents.base.Agent`."""
+  """See `agents.base.Agent`. Agents that derive from it may have another `network`."""
 
   on_policy = True
+  network = ActorCritic
 
   def __init__(
     self,
@@ -128,7 +129,7 @@ class Impala(TorsoAgent):
   ):
     # In slots played at random the logits are 0: a uniform policy.
     columns = (Column("logits", "float32", (actions,)), *columns)
-    super().__init__(config, frame_shape, frame_dtype, actions, ActorCritic, columns)
+    super().__init__(config, frame_shape, frame_dtype, actions, self.network, columns)
     self._loss, length = config.agent.loss, config.agent.loss.unroll_length
     self.window = Window(after=length, within_episode=False)
     self.lookahead = 2 * length  # the least that a queue works with

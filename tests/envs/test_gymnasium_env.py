@@ -1,18 +1,14 @@
 """Gymnasium's environments: conventions of episodes, and errors for what does not fit."""
 
-import re
-from pathlib import Path
-
 import gymnasium
 import numpy as np
 import pytest
 
+import pages
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.config.schema import EnvConfig
 from speedyzero_jax.envs import batched_env, gymnasium_env
-
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "environments.md"
 
 
 class Counter(gymnasium.Env):
@@ -106,8 +102,7 @@ def test_what_does_not_fit_is_an_error_that_names_it(preset, game, message):
 
 
 def test_the_example_of_the_documentation_is_an_environment(tmp_path, monkeypatch):
-  (code,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
-  (tmp_path / "corridor.py").write_text(code)
+  (tmp_path / "corridor.py").write_text(pages.examples()["corridor.py"])
   monkeypatch.syspath_prepend(tmp_path)
   gymnasium_env.probe.cache_clear()
   env = make("corridor:Corridor-v0", lanes=1)

@@ -14,7 +14,7 @@ from speedyzero_jax.types import Segment
 
 LANES, UNROLL, STACK, TD, DISCOUNT = 2, 3, 2, 2, 0.9
 ALPHA, MIN_PRIORITY, AGE_INTERVAL = 0.7, 0.01, 12
-_OVERRIDES = (
+OVERRIDES = (
   f"loss.unroll_steps={UNROLL}", f"env.frame_stack={STACK}", f"loss.td_steps={TD}",
   f"env.discount={DISCOUNT}", f"priority.alpha={ALPHA}", f"priority.min_priority={MIN_PRIORITY}",
   f"loss.age_interval={AGE_INTERVAL}", "network.value_prefix_horizon=2",
@@ -25,7 +25,7 @@ _OVERRIDES = (
 @functools.cache
 def make_agent(*overrides):
   """The agent of the reference's frames and actions."""
-  config = tiny.config(*_OVERRIDES, *overrides)
+  config = tiny.config(*OVERRIDES, *overrides)
   return EfficientZero(config, reference.FRAME_SHAPE, np.uint8, reference.NUM_ACTIONS)
 
 

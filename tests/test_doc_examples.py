@@ -1,0 +1,70 @@
+"""The examples of docs/: what pages tell readers to write works as they say."""
+
+import importlib
+
+import jax
+import numpy as np
+import pytest
+
+import pages
+import reference
+import tiny
+import tiny_replay
+import trained
+from pages import PAGES
+from speedyzero_jax.config import loader
+from speedyzero_jax.run import steps
+
+RUN = ("run.mode=lockstep", "learner.devices=1", "evaluation.episodes=32")
+
+
+@pytest.fixture(autouse=True)
+def written(tmp_path, monkeypatch):
+  for name, text in pages.examples().items():
+    (tmp_path / name).write_text(text)
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_every_block_of_code_is_an_example():
+  known = {text.strip() for text in pages.examples().values()}
+  blocks = [b for page in PAGES for kind in ("python", "yaml") for b in pages.blocks(page, kind)]
+  assert {block.strip() for block in blocks} == known
+
+
+def test_an_own_network_is_trained(tmp_path):
+  small = (
+    "network.hidden=8", "learner.batch_size=4", "run.env_steps=400", "actor.lanes=4",
+    "loss.unroll_length=5", "learner.steps=10", "replay.capacity=0",
+  )  # fmt: skip
+  config = loader.load(["impala"], ["agent=normed", *RUN, *small])
+  params = trained.run(config, tmp_path, after=lambda made: made.state.variables.params)
+  assert np.abs(jax.device_get(params["norm"]["bias"])).max() > 0  # it began at 0
+
+
+def test_an_own_target_mixes_what_it_says():
+  config = tiny.config("agent=mixture", "loss.search_share=0.25", *tiny_replay.OVERRIDES)
+  make_agent = importlib.import_module("mixture").make_agent
+  mixture = make_agent(config, reference.FRAME_SHAPE, np.uint8, reference.NUM_ACTIONS)
+  replay, rng = tiny_replay.make_replay(64), np.random.default_rng(0)
+  stream = reference.Stream(tiny_replay.LANES, seed=0)
+  for step in range(12):
+    tiny_replay.play(replay, stream, rng, step)
+  drawn = replay.select(32)
+  plain, mixed = (a.assemble(replay, drawn, 12)[0] for a in (tiny_replay.make_agent(), mixture))
+  searched = plain["policy_mask"] > 0
+  assert 0 < searched.mean() < 1
+  for i, k in zip(*np.nonzero(searched), strict=True):
+    slot = stream.slot(drawn.lane[i], drawn.time[i] + k)
+    expected = 0.75 * plain["value"][i, k] + 0.25 * slot.search_value
+    assert mixed["value"][i, k] == pytest.approx(expected, abs=1e-6)
+  np.testing.assert_array_equal(mixed["value"][~searched], plain["value"][~searched])
+  assert mixed["value"].dtype == np.float32
+
+
+def test_an_own_agent_learns_catch(tmp_path):
+  small = (
+    "learner.steps=200", "run.env_steps=4000", "actor.lanes=32", "optim.learning_rate=5e-3",
+  )  # fmt: skip
+  config = loader.load(["sarsa.yaml"], [*RUN, *small])
+  assert trained.run(config, tmp_path, after=steps.evaluate_now).mean >= 0.9  # 1 is perfect

@@ -1,0 +1,188 @@
+"""What the README and docs/ refer to: links, commands, settings, presets, metrics, files."""
+
+import argparse
+import re
+import shlex
+from unittest import mock
+
+import pytest
+
+import pages
+from benchmarks import picture
+from launch import evaluate, match, multihost, plan, population, profile, report, suite
+from pages import PAGES, ROOT
+from speedyzero_jax.config import loader
+from speedyzero_jax.metrics import names
+from speedyzero_jax.plan import target
+from speedyzero_jax.population import config as populations
+from speedyzero_jax.study import study as studies
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+PLACEHOLDER = re.compile(r"[A-Z_]{3,}|\.\.\.")  # such as RUN_DIR
+SOURCES = "".join(path.read_text() for path in (ROOT / "speedyzero_jax").rglob("*.py"))
+METRICS = {names.present(kind) for kind in ("actor", "refresher")} | {
+  names.wait(kind) for kind in ("actor", "learner", "refresher")
+}
+KEYS = {key for name in loader.agent_names() for key in loader.fields_of(name)}
+
+
+@pytest.fixture(autouse=True)
+def beside_the_examples(tmp_path, monkeypatch):
+  """Commands are read in a folder with the files that pages tell readers to write."""
+  for name, text in pages.examples().items():
+    (tmp_path / name).write_text(text)
+  for name in ("configs", "launch"):
+    (tmp_path / name).symlink_to(ROOT / name)
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.syspath_prepend(tmp_path)
+
+
+@each_page
+def test_links_lead_somewhere(page):
+  for link in pages.links(page):
+    if not re.match(r"https?://", link):
+      name, _, anchor = link.partition("#")
+      found = (page.parent / name).resolve() if name else page
+      assert found.exists(), link
+      assert not anchor or anchor in pages.anchors(found), link
+
+
+class _Parsed(Exception):
+  """Carries the arguments that a launcher has parsed."""
+
+
+def _parsed(main, arguments):
+  """What a launcher's parser makes of a command line; nothing else of it runs."""
+  parse = argparse.ArgumentParser.parse_args
+
+  def stop(parser, *args, **kwargs):
+    raise _Parsed(parse(parser, *args, **kwargs))
+
+  with (
+    mock.patch.object(argparse.ArgumentParser, "parse_args", stop),
+    pytest.raises(_Parsed) as found,
+  ):
+    main(arguments)
+  return found.value.args[0]
+
+
+def _load(presets, overrides):
+  if not any(PLACEHOLDER.fullmatch(text) for text in (*presets, *overrides)):
+    loader.load(presets, overrides)
+
+
+def _train(arguments):
+  if arguments == ["--help"]:
+    return
+  parsed = multihost.parse([text for text in arguments if text != "--help"])
+  if parsed.resume is None:
+    _load(parsed.config, parsed.overrides)
+  else:
+    assert {text.partition("=")[0] for text in parsed.overrides} <= KEYS
+
+
+def _profile(arguments):
+  parsed = profile.parse(arguments)
+  _load(parsed.config, parsed.overrides)
+
+
+def _plan(arguments):
+  parsed = plan.parse(arguments)
+  target.load(parsed.target)
+  _load(parsed.config, parsed.overrides)
+
+
+def _suite(arguments):
+  parsed = suite._parser().parse_intermixed_args(arguments)
+  if "$" not in parsed.part:
+    suite._part(parsed.part)
+  studies.runs_of(suite._study(parsed), parsed.dir)
+
+
+def _population(arguments):
+  populations.load(_parsed(population.main, arguments).population)
+
+
+def _make(arguments):
+  (goal,) = (text for text in arguments if "=" not in text)
+  known = re.findall(r"^([\w -]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+  assert goal in " ".join(known).split()
+  variables = dict(text.split("=", 1) for text in arguments if text != goal)
+  assert variables.keys() <= {"ARGS", "CONFIG", "PYTHON"}
+  if goal == "train":
+    _train(["--config", variables.get("CONFIG", "quickstart"), *variables.get("ARGS", "").split()])
+
+
+def _sbatch(arguments):
+  if "--wrap" in arguments:
+    _check(pages.Command([], shlex.split(arguments[-1])))
+  else:
+    script, folder, *settings = (text for text in arguments if not text.startswith("--"))
+    assert (ROOT / script).exists() and folder == "RUN_DIR"
+    _load([text for text in settings if "=" not in text], [t for t in settings if "=" in t])
+
+
+LAUNCHERS = {
+  "launch/multihost.py": _train,
+  "launch/profile.py": _profile,
+  "launch/plan.py": _plan,
+  "launch/suite.py": _suite,
+  "launch/population.py": _population,
+  "launch/evaluate.py": lambda arguments: _parsed(evaluate.main, arguments),
+  "launch/match.py": lambda arguments: _parsed(match.main, arguments),
+  "launch/report.py": lambda arguments: _parsed(report.main, arguments),
+}
+
+
+def _check(command):
+  program, *arguments = command.words
+  if program.rpartition("/")[2] == "python":
+    script, *arguments = arguments
+    if script == "-m":
+      assert arguments[0] == "pytest"
+    elif script in LAUNCHERS:
+      LAUNCHERS[script](arguments)
+    else:
+      assert (ROOT / script).exists(), script
+  elif program == "make":
+    _make(arguments)
+  elif program == "sbatch":
+    _sbatch(arguments)
+  elif program == "kubectl":
+    assert arguments[:2] == ["apply", "-f"] and (ROOT / arguments[2]).exists()
+  else:
+    assert program in {"srun", "git", "cd", "tensorboard"}, command
+
+
+def test_the_picture_is_of_the_committed_results():
+  assert picture.PICTURE.read_text() == picture.draw(), "run python benchmarks/picture.py"
+
+
+@each_page
+def test_commands_can_be_run(page):
+  for command in pages.commands(page):
+    try:
+      _check(command)
+    except (Exception, SystemExit) as error:
+      raise AssertionError(f"{' '.join(command.words)}: {error!r}") from error
+
+
+@each_page
+def test_settings_metrics_and_files_exist(page):
+  sections = {key.partition(".")[0] for key in KEYS}
+  wrong, written = [], pages.examples()
+  for span in pages.spans(page):
+    name = span.partition("=")[0]
+    section, _, last = name.partition(".")
+    if section in sections and re.fullmatch(r"(?!json|yaml)[a-z_]+|\w*\*", last):
+      found = any(re.fullmatch(name.replace("*", r"\w*"), key) for key in KEYS)
+    elif re.fullmatch(r"[\w./-]+\.(py|sh|md|sbatch|svg|lock)", span):
+      folders = [ROOT, ROOT / "speedyzero_jax", ROOT / "benchmarks"]
+      found = span in written or "NAME" in span or any((f / span).exists() for f in folders)
+    elif re.fullmatch(r"(charts|losses|replay|stats|queue|learner|present|time)/[a-z_]+", span):
+      found = span in METRICS or span.rpartition("/")[2] in SOURCES
+    else:
+      continue
+    if not found:
+      wrong.append(span)
+  assert wrong == []
