@@ -10,10 +10,12 @@ from typing import Any, TypeVar, get_type_hints
 import numpy as np
 from flax import serialization
 
-from speedyzero_jax.cluster.messages import CALLS, Arrays
+from speedyzero_jax.cluster.messages import CALLS, STREAM, Arrays
 
 _HINTS = {
-  kind: get_type_hints(kind) for call in CALLS.values() for kind in (call.request, call.answer)
+  kind: get_type_hints(kind)
+  for call in (*CALLS.values(), STREAM[1])
+  for kind in (call.request, call.answer)
 }
 
 Message = TypeVar("Message")

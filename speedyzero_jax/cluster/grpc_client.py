@@ -5,6 +5,7 @@ If only the answer was lost, a repeated call reaches the service twice; messages
 
 import random
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -52,6 +53,8 @@ class Client:
     ]
     self._channel = grpc.insecure_channel(address, options)
     self._calls = {name: self._channel.unary_unary(f"/{SERVICE}/{name}") for name in messages.CALLS}
+    stream, self._answers = messages.STREAM
+    self._stream = self._channel.stream_stream(f"/{SERVICE}/{stream}")
     self._names = {call.request: (name, call) for name, call in messages.CALLS.items()}
     self._address, self._patience = address, patience
     self._metadata = ((TOKEN, token),)
@@ -64,6 +67,19 @@ class Client:
       pass
     return codec.decode(call.answer, answer)
 
+  def stream(self, requests: Iterator[Any]) -> Iterator[Any]:
+    """The answers of `messages.STREAM` to requests, each sent as soon as it is there.
+
+    A lost connection is Unreachable at once: the service forgets a stream that has ended.
+    """
+    try:
+      for data in self._stream(map(codec.encode, requests), metadata=self._metadata):
+        yield codec.decode(self._answers.answer, data)
+    except grpc.RpcError as error:
+      raise self._final(messages.STREAM[0], error) or Unreachable(
+        f"{self._address} has ended the stream: {error.details()}"
+      ) from None
+
   def close(self) -> None:
     """Closes the connection, and ends the calls of threads that are left."""
     self._channel.close()
@@ -74,6 +90,14 @@ class Client:
   def __exit__(self, *_: object) -> None:
     self.close()
 
+  def _final(self, name: str, error: grpc.RpcError) -> Exception | None:
+    """The exception for an error that another attempt would meet again."""
+    if error.code() is grpc.StatusCode.ABORTED:
+      return RunOver(error.details())
+    if error.code() not in _NO_ANSWER:
+      return Refused(f"{name}: {error.code().name}: {error.details()}")
+    return None
+
   def _deliver(self, name: str, data: bytes) -> bytes:
     """The answer to a request, after as many attempts as it takes."""
     begin, pause = time.monotonic(), _FIRST_PAUSE
@@ -81,11 +105,9 @@ class Client:
       try:
         return self._calls[name](data, timeout=CALL_SECONDS, metadata=self._metadata)
       except grpc.RpcError as error:
-        code, text = error.code(), error.details()
-      if code is grpc.StatusCode.ABORTED:
-        raise RunOver(text)
-      if code not in _NO_ANSWER:
-        raise Refused(f"{name}: {code.name}: {text}")
+        if final := self._final(name, error):
+          raise final from None
+        text = error.details()
       waited = time.monotonic() - begin
       if waited >= self._patience:
         raise Unreachable(f"{self._address} has not answered for {waited:.0f} seconds: {text}")

@@ -4,6 +4,7 @@ Only well-formed messages of callers with the run's token reach the service. Ref
 logged once per host and call.
 """
 
+import contextlib
 import hmac
 import logging
 from collections.abc import Callable, Iterator
@@ -67,7 +68,8 @@ def serve(service: Any, address: str, token: bytes, *, max_bytes: int, clients: 
   """Starts a server, which runs until `Server.stop`.
 
   Args:
-    service: has the methods of `messages.CALLS`, which take the request (polls: and the seconds to
+    service: has the methods of `messages.CALLS` and `STREAM`; the latter takes an iterator of
+      requests and returns one of answers. The former take the request (polls: and the seconds to
       wait, after which they return None) and are called from many threads at once. A ValueError
       refuses the call, with its text; RunOver ends the caller's work.
     address: host:port to listen on; port 0 picks a free one. Raises OSError if it can't be used.
@@ -99,6 +101,10 @@ class _Handlers(grpc.GenericRpcHandler):
       )
       for name, call in messages.CALLS.items()
     }
+    name, call = messages.STREAM
+    self._methods[f"/{SERVICE}/{name}"] = grpc.stream_stream_rpc_method_handler(
+      self._stream(name, call, getattr(service, name))
+    )
     # As a stream, so that the request of an unauthenticated caller is not read.
     self._refusal = grpc.stream_unary_rpc_method_handler(self._refuse)
 
@@ -122,20 +128,35 @@ class _Handlers(grpc.GenericRpcHandler):
       except codec.WireError as error:
         self._log_once(context, name, str(error))
         context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{name}: {error}"[:_MAX_TEXT])
-      try:
+      with self._refusing(name, context):
         found = method(request, *waiting)
         return b"" if found is None and call.poll else codec.encode(found)
-      except RunOver as error:
-        code, text = grpc.StatusCode.ABORTED, str(error)
-      except Exception as error:
-        if isinstance(error, ValueError) and not isinstance(error, codec.WireError):
-          code, text = grpc.StatusCode.FAILED_PRECONDITION, str(error)
-        else:  # also an answer that cannot be sent
-          _log.exception("%s failed", name)
-          code, text = grpc.StatusCode.INTERNAL, f"{name}: {error!r}"
-      context.abort(code, text[:_MAX_TEXT])
 
     return answer
+
+  def _stream(self, name: str, call: messages.Call, method: Callable[..., Any]) -> Callable:
+    def answers(data: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+      with self._refusing(name, context):
+        requests: Iterator[Any] = (codec.decode(call.request, each) for each in data)
+        yield from map(codec.encode, method(requests))
+
+    return answers
+
+  @contextlib.contextmanager
+  def _refusing(self, name: str, context: grpc.ServicerContext) -> Iterator[None]:
+    """Ends the call with the code of an error of the service."""
+    try:
+      yield
+      return
+    except RunOver as error:
+      code, text = grpc.StatusCode.ABORTED, str(error)
+    except Exception as error:
+      if isinstance(error, ValueError) and not isinstance(error, codec.WireError):
+        code, text = grpc.StatusCode.FAILED_PRECONDITION, str(error)
+      else:  # also an answer that cannot be sent
+        _log.exception("%s failed", name)
+        code, text = grpc.StatusCode.INTERNAL, f"{name}: {error!r}"
+    context.abort(code, text[:_MAX_TEXT])
 
   def _log_once(self, context: grpc.ServicerContext, what: str, why: str) -> None:
     host = context.peer().rpartition(":")[0]  # without the port, which changes

@@ -10,6 +10,7 @@ import numpy as np
 
 from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.actor_service import ActorService
+from speedyzero_jax.cluster.central_actors import CentralActors
 from speedyzero_jax.cluster.refresher_service import RefresherService
 from speedyzero_jax.cluster.roster import Roster, Worker
 from speedyzero_jax.run.experiment import Experiment
@@ -32,6 +33,7 @@ class LearnerService:
     self._roster = roster
     self._packed: dict[str, messages.Weights] = {}
     actors = ActorService(experiment, lanes, roster)
+    self.environments = CentralActors(experiment, actors, roster).environments
     works = RefresherService(experiment, refreshers, roster)
     self.join_actor, self.step = actors.join_actor, actors.step
     self.join_refresher, self.work, self.result = works.join_refresher, works.work, works.result

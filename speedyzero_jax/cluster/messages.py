@@ -62,6 +62,20 @@ class Grant(NamedTuple):
   random: bool  # play uniformly at random
 
 
+class Observation(NamedTuple):
+  """What an actor's environments show first, or after the last actions, for central inference."""
+
+  actor: int
+  incarnation: int
+  arrays: Arrays  # of an `EnvStep`, by name
+
+
+class Actions(NamedTuple):
+  """The next step of an actor's environments."""
+
+  action: np.ndarray  # [l] int32
+
+
 class WeightsRequest(NamedTuple):
   """Request for the newest weights of a subscription."""
 
@@ -143,6 +157,7 @@ CALLS: Mapping[str, Call] = {  # by method of the service and of the client
   "result": Call(Result, Ok),
   "frames": Call(FramesRequest, FramesChunk),
 }
+STREAM = "environments", Call(Observation, Actions)  # a call with many requests and answers
 
 
 def named(tree: Params) -> dict[str, Any]:

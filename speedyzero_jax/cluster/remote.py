@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -67,10 +68,7 @@ def act(config: Config, agent: Agent, client: Client, role: Role, incarnation: i
   """
   number = role.number
   welcome: messages.ActorWelcome = client.call(messages.ActorJoin(number, incarnation))
-  lanes = len(welcome.heads)
-  # Incarnations count from 0 again when all processes restart: the slots collected differ then.
-  distinct = incarnation + (int(welcome.heads.sum()) << 32)
-  own_seed = derived_seed(config.run.seed, str(role), distinct)
+  lanes, own_seed = len(welcome.heads), actor_seed(config, role, incarnation, welcome.heads)
   env = make_env(config.env, lanes, own_seed, training=True)
   like = jax.eval_shape(agent.init, jax.random.key(0))
   weights = RemoteWeights(client, number, like, jax.local_devices()[0])
@@ -85,29 +83,47 @@ def act(config: Config, agent: Agent, client: Client, role: Role, incarnation: i
     lane_offset=welcome.first,
     start=welcome.heads,
   )
-  segments: list[Segment] = []
-  closed = False
   try:
-    for sequence in itertools.count():
-      scores = np.array([episode.score for episode in actor.finished], np.float64)
-      lengths = np.array([episode.length for episode in actor.finished], np.int64)
-      packed = messages.pack(segments)
-      grant: messages.Grant = client.call(
-        messages.Step(number, incarnation, sequence, packed, scores, lengths)
-      )
-      if not grant.steps and closed:
-        return
-      version = weights.latest(ACTOR, at_least=grant.weights)
-      progress, random = grant.progress, grant.random
-      if grant.steps:
-        segments, count = actor.step(
-          version, budget=grant.steps, progress=progress, random=random, last=grant.closing
-        )
-        closed = grant.closing and count == grant.steps
-      else:
-        segments, closed = actor.close(version, progress=progress, random=random), True
+    play(actor, number, incarnation, client.call, weights.latest)
   finally:
     env.close()
+
+
+def actor_seed(config: Config, role: Role, incarnation: int, heads: np.ndarray) -> int:
+  """A seed for an incarnation's environments and exploration; `heads` [l] are its lanes' slots."""
+  # Incarnations count from 0 again when all processes restart: the slots collected differ then.
+  return derived_seed(config.run.seed, str(role), incarnation + (int(heads.sum()) << 32))
+
+
+def play(
+  actor: Actor,
+  number: int,
+  incarnation: int,
+  request: Callable[[messages.Step], messages.Grant],
+  latest: Callable[..., Version],
+) -> None:
+  """Acts until everything is collected.
+
+  `latest` gives a subscriber's weights, of learner step `at_least` or later.
+  """
+  segments: list[Segment] = []
+  closed = False
+  for sequence in itertools.count():
+    scores = np.array([episode.score for episode in actor.finished], np.float64)
+    lengths = np.array([episode.length for episode in actor.finished], np.int64)
+    packed = messages.pack(segments)
+    grant = request(messages.Step(number, incarnation, sequence, packed, scores, lengths))
+    if not grant.steps and closed:
+      return
+    version = latest(ACTOR, at_least=grant.weights)
+    progress, random = grant.progress, grant.random
+    if grant.steps:
+      segments, count = actor.step(
+        version, budget=grant.steps, progress=progress, random=random, last=grant.closing
+      )
+      closed = grant.closing and count == grant.steps
+    else:
+      segments, closed = actor.close(version, progress=progress, random=random), True
 
 
 class FrameCopy:

@@ -136,6 +136,7 @@ def _serve(
   config: Config, token: bytes, shape: Topology, role: Role, rendezvous: Rendezvous
 ) -> int:
   from speedyzero_jax.cluster import learner_process
+  from speedyzero_jax.cluster.environments import step_environments
   from speedyzero_jax.cluster.remote import act, refresh
   from speedyzero_jax.run.builders import enable_compilation_cache, make_agent
 
@@ -145,7 +146,9 @@ def _serve(
   max_bytes = learner_process.max_message(own, agent)
   incarnation = rendezvous.count(f"incarnation/{role}")
   address = rendezvous.lookup(f"address/{role.unit}", _PATIENCE)
-  work = act if role.kind == "actor" else refresh
+  central = config.topology.inference == "central"
+  acting = step_environments if central else act
+  work = acting if role.kind == "actor" else refresh
   with (
     contextlib.suppress(RunOver),
     Client(address, token, max_bytes=max_bytes) as client,

@@ -137,6 +137,12 @@ class TopologyConfig:
     mutable=True,
     divided="exactly",
   )
+  inference: Literal["actors", "central"] = opt(
+    "actors",
+    "where actions are chosen: in the actors, with copies of the weights; central: in the learner "
+    "process for all its actors, which only step environments (SEED RL)",
+    mutable=True,
+  )
   host: str = opt(
     "",
     "address of the learners, if all are on one machine; empty: each one's own address on the "

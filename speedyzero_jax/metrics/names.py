@@ -37,6 +37,9 @@ REPLAY_BYTES = "replay/bytes"
 POLICY_LAG = "stats/policy_lag"  # learner steps since the weights that actors act with
 POLICY_LAG_MAX = "stats/policy_lag_max"
 
+INFERENCE_LANES = "inference/lanes_mean"  # central inference: lanes in a batch
+INFERENCE_SECONDS = "inference/seconds_mean"  # until an actor has its actions
+
 CHECKPOINT_STEP = "checkpoint/step"  # of the newest complete checkpoint
 EVALUATION_PREFIX = "evaluation/"  # the last evaluation
 EVALUATION_MEAN = "evaluation/mean"

@@ -36,7 +36,7 @@ class Collector:
     self._times, self._record = times, record
     self.episodes = episodes
     self.local: LocalActor | None = None
-    self.failure: Exception | None = None  # raised by `take`; ends the run
+    self.failure: BaseException | None = None
     self.lock = threading.Lock()  # held while actor, journal and replay are inconsistent
 
   def collect(self) -> None:
@@ -70,8 +70,7 @@ class Collector:
       try:
         self._store(segments)
       except Exception as error:  # the segments are lost, or on disk but not in the replay
-        self.failure = error
-        self._limiter.stop()
+        self.fail(error)
         raise
       self._limiter.add_env_steps(count, reserved=granted)
     for episode in episodes:
@@ -79,6 +78,11 @@ class Collector:
     self._logger.count(names.AGENT_STEPS_PER_SECOND, count)
     if count:
       self._log_lag(min(int(segment.step.min()) for segment in segments))
+
+  def fail(self, error: BaseException) -> None:
+    """Ends the run, which then raises this error."""
+    self.failure = error
+    self._limiter.stop()
 
   def cut(self, lanes: Sequence[int]) -> None:
     """Truncates the episodes of lanes whose environments are lost."""

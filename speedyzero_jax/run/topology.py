@@ -76,6 +76,11 @@ def resolve(config: Config, num_processes: int | None = None) -> Topology:
       f"topology: {num_processes} processes were started, but {learners} learners, "
       f"{wanted.actors} actors and {wanted.refreshers} refreshers make {topology.num_processes}"
     )
+  if wanted.inference == "central" and wanted.actors < learners:
+    raise ConfigError(
+      f"topology.inference: central needs an actor process for each of the {learners} learners, "
+      f"got topology.actors={wanted.actors}"
+    )
   lanes, batch_size = config.actor.lanes, config.learner.batch_size
   for key, value in (("actor.lanes", lanes), ("learner.batch_size", batch_size)):
     if value % learners:

@@ -16,6 +16,7 @@ from speedyzero_jax.envs.batched_env import make_env, training_reward
 from speedyzero_jax.metrics.aggregation import Episode, EpisodeStats
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.types import Env, EnvStep, Segment
+from speedyzero_jax.workers.batched_inference import BatchedInference
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.weights import Version
 
@@ -49,7 +50,7 @@ class Actor:
     config: Config,
     agent: Agent,
     env: Env,
-    inference: Inference,
+    inference: Inference | BatchedInference,
     key: jax.Array,
     stats: EpisodeStats,
     *,

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -39,6 +40,12 @@ class FakeService:
     self.asked = []
     self.answers = {}  # by call: what to answer, or a function of the request
     self.running = 0
+
+  def environments(self, observations):
+    for observation in observations:
+      if (actor := observation.actor) > 2:
+        raise [ValueError("no"), RunOver("over")][actor - 3]
+      yield messages.Actions(np.full(2, actor, np.int32))
 
   def __getattr__(self, name):
     if name not in CALLS:
@@ -117,6 +124,23 @@ def test_every_call_carries_its_request_and_its_answer(name, service, server):
   assert samples.leaves(answer) == samples.leaves(EACH[CALLS[name].answer])
   ((asked, got),) = service.asked
   assert asked == name and samples.leaves(got) == samples.leaves(request)
+
+
+def test_a_stream_is_answered_request_by_request_until_it_ends(server):
+  def numbered(*numbers):
+    return (messages.Observation(number, 0, {}) for number in numbers)
+
+  with Client(server.address, TOKEN, max_bytes=MAX_BYTES) as client:
+    answers = client.stream(numbered(0, 1, 2))
+    assert [answer.action.tolist() for answer in answers] == [[0, 0], [1, 1], [2, 2]]
+    with pytest.raises(Refused, match="no"):
+      list(client.stream(numbered(0, 3)))
+    with pytest.raises(RunOver, match="over"):
+      list(client.stream(numbered(4)))
+    silent = client.stream(iter(queue.SimpleQueue().get, None))
+    threading.Timer(0.2, server.stop).start()
+    with pytest.raises(Unreachable):
+      list(silent)
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if CALLS[name].poll])

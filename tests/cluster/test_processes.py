@@ -199,6 +199,18 @@ def test_a_killed_learner_and_actor_lose_and_repeat_nothing(tmp_path):
   assert audit(folder, 2) == ENV_STEPS
 
 
+def test_central_inference_survives_killed_environments(tmp_path):
+  folder = tmp_path / "run"
+  new = [*QUICK, "topology.inference=central", f"run.dir={folder}"]
+  with Run(folder, *new, "--processes", "learner=1,actor=2") as run:
+    assert run.learn(30)
+    run.kill("actor-0.1")
+    assert f"{STEPS} learner steps" in run.end(0)
+    assert run.children()["actor-0.1"]["restarts"] == 1
+  assert 1 <= max(row.get("inference/lanes_mean", 0) for row in rows_of(folder)) <= 4
+  assert audit(folder, 1) == ENV_STEPS
+
+
 def test_a_synchronous_agent_survives_a_killed_actor(tmp_path):
   """Every batch is of the weights before it, but for first actions of trajectories."""
   folder = tmp_path / "run"

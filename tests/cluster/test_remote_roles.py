@@ -1,6 +1,7 @@
 """Actors and refreshers behind a real service do what local ones would have done, to the bit."""
 
 import contextlib
+import itertools
 import threading
 import time
 
@@ -13,7 +14,7 @@ import tiny
 from small_unit import BATCH, SWEEP, assert_same
 from speedyzero_jax.agents import dqn
 from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER
-from speedyzero_jax.cluster import grpc_server, messages, remote
+from speedyzero_jax.cluster import environments, grpc_server, messages, remote
 from speedyzero_jax.cluster.codec import encode
 from speedyzero_jax.cluster.grpc_client import Client, Refused
 from speedyzero_jax.cluster.learner_process import max_message
@@ -38,6 +39,7 @@ class Cluster:
     self.seeds, self._threads, self._errors = [], [], []
     monkeypatch.setattr(grpc_server, "POLL_SECONDS", 0.2)
     monkeypatch.setattr(remote, "make_env", self._make_env)
+    monkeypatch.setattr(environments, "make_env", self._make_env)
     monkeypatch.setattr(remote, "Inference", self._inference)
 
   def _inference(self, agent, mesh=None, **_):
@@ -86,6 +88,11 @@ class Cluster:
     unit = self.unit
     return self._start(remote.act, unit.config, unit.agent, self.client(), ROLE, incarnation)
 
+  def step_environments(self, number=0, incarnation=0):
+    unit, role = self.unit, Role("actor", 0, number)
+    arguments = unit.config, unit.agent, self.client(), role, incarnation
+    return self._start(environments.step_environments, *arguments)
+
   def refresh(self, number=0, config=None):
     unit, role = self.unit, Role("refresher", 0, number)
     arguments = config or unit.config, unit.agent, self.client(), role, 0
@@ -97,15 +104,15 @@ def cluster(monkeypatch):
   return lambda unit: Cluster(unit, monkeypatch)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_an_actor_collects_what_a_local_one_would(make_unit, cluster, seed):
+@pytest.mark.parametrize(("seed", "central"), [(0, False), (1, False), (1, True)])
+def test_an_actor_collects_what_a_local_one_would(make_unit, cluster, seed, central):
   total = 100 + seed
   overrides = f"run.seed={seed}", "actor.random_steps=30", f"run.env_steps={total}"
   # All may be collected before the only learner step, so that progress stays 0.
   overrides += "learner.steps=1", "learner.tail_steps=0"
   unit, local = (make_unit(*overrides, refreshers=0) for _ in range(2))
   with cluster(unit) as served:
-    acting = served.act(5)
+    acting = served.step_environments(0, 5) if central else served.act(5)
     acting.join(30)  # it leaves by itself when all is collected
     assert not acting.is_alive() and unit.limiter.collected
   own, lanes = derived_seed(seed, str(ROLE), 5), unit.config.actor.lanes
@@ -121,6 +128,44 @@ def test_an_actor_collects_what_a_local_one_would(make_unit, cluster, seed):
     taken += count
   assert len(episodes) > 3 and unit.episodes == episodes
   assert_same(unit.replay, local.replay)
+
+
+def test_central_actors_share_inference_and_outlive_their_environments(make_unit, cluster):
+  unit = make_unit("actor.lanes=5", "run.env_steps=400", actors=3, refreshers=0)
+  learner = unit.learn_in_thread()
+  with cluster(unit) as served:
+    lost = served.client()
+    first = lost.call(messages.ActorJoin(2, 0))
+    env = tiny.FakeEnv(len(first.heads), 0)
+    steps = iter([env.reset(), *(env.step(np.zeros(2, np.int32)) for _ in range(3))])
+    shown = (messages.Observation(2, 0, step._asdict()) for step in steps)
+    assert len(list(itertools.islice(lost.stream(shown), 3))) == 3
+    lost.close()
+    others = [served.step_environments(0), served.step_environments(1)]
+    unit.limiter.wait_for(lambda: unit.limiter.env_steps > 100, 20)
+    lane, head = np.arange(first.first, 5), unit.replay.heads[first.first :].copy()
+    others.append(served.step_environments(2, 1))
+    for thread in others:
+      thread.join(30)
+    learner.join(10)
+  assert unit.limiter.collected and unit.limiter.env_steps == 400
+  store = unit.replay.store  # the lost games end, and others begin
+  assert (head > 0).all() and store.first[lane, head].all()
+  assert (store.truncated | store.terminated)[lane, head - 1].all()
+
+
+def test_observations_of_another_form_are_refused(make_unit, cluster):
+  unit = make_unit(refreshers=0)
+  with cluster(unit) as served:
+    good = tiny.FakeEnv(3, 0).reset()
+    for incarnation, (wrong, match) in enumerate((
+      (good._replace(frame=good.frame[:2]), "of 3 lanes"),
+      (good._replace(reward=good.reward.astype(np.float64)), "of 3 lanes"),
+      (good._replace(reward=good.reward * np.nan), "finite"),
+    )):  # fmt: skip
+      shown = iter([messages.Observation(0, incarnation, wrong._asdict())])
+      with pytest.raises(Refused, match=match):
+        list(served.client().stream(shown))
 
 
 def test_an_actor_plays_other_games_when_something_is_stored_already(make_unit, cluster):

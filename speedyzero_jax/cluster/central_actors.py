@@ -1,0 +1,135 @@
+"""Central inference (SEED RL, Espeholt et al. 2020): actors in the learner's process that play in
+environments of other processes, and share program calls."""
+
+import queue
+import threading
+from collections.abc import Iterator
+
+import grpc
+import jax
+import numpy as np
+
+from speedyzero_jax.agents.base import Agent
+from speedyzero_jax.cluster import messages
+from speedyzero_jax.cluster.actor_service import ActorService
+from speedyzero_jax.cluster.grpc_server import POLL_SECONDS, RunOver
+from speedyzero_jax.cluster.remote import actor_seed, play
+from speedyzero_jax.cluster.roster import Roster, Worker
+from speedyzero_jax.metrics.aggregation import EpisodeStats
+from speedyzero_jax.run.experiment import Experiment
+from speedyzero_jax.run.topology import Role
+from speedyzero_jax.types import EnvStep
+from speedyzero_jax.workers.actor import Actor
+from speedyzero_jax.workers.batched_inference import BatchedInference
+
+
+class StreamLost(Exception):
+  """The process with the environments has gone."""
+
+
+class RemoteEnv:
+  """Environments of another process as an `Env`: actions go into `actions`, until None."""
+
+  def __init__(self, agent: Agent, lanes: int, observations: Iterator[messages.Observation]):
+    schema = agent.schema
+    self.num_lanes, self.num_actions = lanes, schema.num_actions
+    height, width, channels = schema.frame.shape
+    self.frame_shape, self.frame_dtype = (height, width, channels), np.dtype(schema.frame.dtype)
+    self.actions: queue.SimpleQueue[messages.Actions | None] = queue.SimpleQueue()
+    self._observations = observations
+    row = {"frame": (self.frame_dtype, self.frame_shape), "reward": (np.dtype(np.float32), ())}
+    self._forms = {name: row.get(name, (np.dtype(bool), ())) for name in EnvStep._fields}
+
+  def reset(self) -> EnvStep:
+    """The first observation. Raises ValueError for one of wrong arrays."""
+    try:
+      arrays = next(self._observations).arrays
+    except (StopIteration, grpc.RpcError):
+      raise StreamLost from None
+    forms = {name: (array.dtype, array.shape[1:]) for name, array in arrays.items()}
+    if forms != self._forms or any(len(array) != self.num_lanes for array in arrays.values()):
+      raise ValueError(f"observations must be of {self.num_lanes} lanes, {self._forms}")
+    if not np.isfinite(arrays["reward"]).all():
+      raise ValueError("rewards must be finite")
+    return EnvStep(**arrays)
+
+  def step(self, action: np.ndarray) -> EnvStep:
+    """The observation after these actions."""
+    self.actions.put(messages.Actions(action.astype(np.int32)))
+    return self.reset()
+
+  def close(self) -> None:
+    """Ends the stream."""
+    self.actions.put(None)
+
+
+class CentralActors:
+  """Plays in the environments of every stream, by the rules of the actor service."""
+
+  def __init__(self, experiment: Experiment, service: ActorService, roster: Roster):
+    self._experiment, self._service, self._roster = experiment, service, roster
+    self._inference = BatchedInference(experiment.inference, experiment.logger.log_mean)
+
+  def environments(
+    self, observations: Iterator[messages.Observation]
+  ) -> Iterator[messages.Actions]:
+    """The actions for a worker that has joined. Raises what ends its actor."""
+    if (first := next(observations, None)) is None:
+      return
+    errors: list[BaseException] = []
+    welcome = self._service.join_actor(messages.ActorJoin(first.actor, first.incarnation))
+    env = RemoteEnv(self._experiment.agent, len(welcome.heads), _again(first, observations))
+
+    def act() -> None:
+      try:
+        self._play(env, first, welcome)
+      except StreamLost:
+        pass
+      except BaseException as error:
+        errors.append(error)  # raised in the stream's thread
+        if not isinstance(error, RunOver | ValueError):  # such as divergence
+          self._experiment.collector.fail(error)
+      finally:
+        self._roster.dismiss(Worker("actor", first.actor))
+        env.close()
+
+    thread = threading.Thread(target=act, name=f"actor {first.actor}", daemon=True)
+    thread.start()
+    yield from iter(env.actions.get, None)
+    thread.join()
+    if errors:
+      raise errors[0]
+
+  def _play(
+    self, env: RemoteEnv, first: messages.Observation, welcome: messages.ActorWelcome
+  ) -> None:
+    experiment, number = self._experiment, first.actor
+    role = Role("actor", experiment.membership.unit, number)
+    seed = actor_seed(experiment.own, role, first.incarnation, welcome.heads)
+    actor = Actor(
+      experiment.own,
+      experiment.agent,
+      env,
+      self._inference,
+      jax.random.key(seed),
+      EpisodeStats(env.num_lanes),
+      lane_offset=welcome.first,
+      start=welcome.heads,
+    )
+    play(
+      actor, number, first.incarnation, self._request,
+      lambda subscriber, at_least: experiment.weights.latest(subscriber),
+    )  # fmt: skip
+
+  def _request(self, step: messages.Step) -> messages.Grant:
+    while not self._experiment.limiter.stopping:
+      if (grant := self._service.step(step, POLL_SECONDS)) is not None:
+        return grant
+    raise RunOver("the run is stopping")
+
+
+def _again(
+  first: messages.Observation, rest: Iterator[messages.Observation]
+) -> Iterator[messages.Observation]:
+  yield first
+  yield from rest

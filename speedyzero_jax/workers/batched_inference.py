@@ -1,0 +1,72 @@
+"""Inference shared by several actors of one process."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from speedyzero_jax.agents.base import ActInputs, ActOutput
+from speedyzero_jax.metrics import names
+from speedyzero_jax.workers.inference import Inference
+from speedyzero_jax.workers.weights import Version
+
+
+class _Request:
+  """A caller's inputs, then its outputs or the error."""
+
+  def __init__(self, version: Version, inputs: ActInputs):
+    self.version, self.inputs = version, inputs
+    self.outcome: ActOutput | BaseException | None = None
+
+
+class BatchedInference:
+  """`Inference.decide` for callers in threads of their own.
+
+  Requests that come while a batch is computed are the next batch, padded to a power of two lanes;
+  one that finds the devices idle does not wait for others. `log` receives metrics.
+  """
+
+  def __init__(self, inference: Inference, log: Callable[[Mapping[str, float]], None]):
+    self._inference, self._log = inference, log
+    self._waiting: deque[_Request] = deque()
+    self._computing = threading.Lock()
+
+  def decide(
+    self, version: Version, inputs: ActInputs, key: jax.Array, progress: float, *, explore: bool
+  ) -> ActOutput:
+    """As `Inference.decide`, with this version or a newer one; `key` is that of the whole batch."""
+    begin = time.monotonic()
+    request = _Request(version, inputs)
+    self._waiting.append(request)
+    with self._computing:
+      if request.outcome is None:  # else it was in the batch of another caller
+        batch = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        try:
+          self._compute(batch, key, progress, explore)
+        except BaseException as error:
+          for each in batch:
+            each.outcome = error
+    self._log({names.INFERENCE_SECONDS: time.monotonic() - begin})
+    assert request.outcome is not None
+    if isinstance(request.outcome, BaseException):
+      raise request.outcome
+    return request.outcome
+
+  def _compute(self, batch: list[_Request], key: jax.Array, progress: float, explore: bool) -> None:
+    bounds = np.cumsum([0, *(len(each.inputs.lane) for each in batch)])
+    lanes = int(bounds[-1])
+    rows = np.minimum(np.arange(1 << (lanes - 1).bit_length()), lanes - 1)
+
+    def join(*parts: Any) -> np.ndarray:
+      return np.concatenate(parts)[rows]
+
+    inputs = jax.tree.map(join, *(each.inputs for each in batch))
+    version = max((each.version for each in batch), key=lambda version: version.step)
+    out = self._inference.decide(version, inputs, key, progress, explore=explore)
+    for each, begin, end in zip(batch, bounds[:-1], bounds[1:], strict=True):
+      each.outcome = jax.tree.map(lambda x, a=begin, b=end: x[a:b], out)
+    self._log({names.INFERENCE_LANES: lanes})
