@@ -167,6 +167,15 @@ def test_commands_can_be_run(page):
       raise AssertionError(f"{' '.join(command.words)}: {error!r}") from error
 
 
+def test_messages_of_the_troubleshooting_page_are_the_programs():
+  text = (ROOT / "docs" / "troubleshooting.md").read_text()
+  quoted = re.findall(r"^\| `([^`]+)`", text, re.MULTILINE)
+  program = SOURCES + "".join(path.read_text() for path in (ROOT / "launch").glob("*.py"))
+  program = re.sub(r'"\s*\n\s*f?"', "", program) + (ROOT / "Makefile").read_text()
+  parts = [part for message in quoted for part in re.split(r"\.\.\.|RUN_DIR|\d+|python3", message)]
+  assert [part for part in parts if len(part) > 5 and part.strip() not in program] == []
+
+
 @each_page
 def test_settings_metrics_and_files_exist(page):
   sections = {key.partition(".")[0] for key in KEYS}
