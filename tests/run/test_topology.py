@@ -102,6 +102,11 @@ def test_processes_without_another_role_are_learners(overrides, processes, shape
     (["topology.learners=5"], None, "actor.lanes: .* multiple of the 5 learners, got 12"),
     (["topology.learners=3", "learner.batch_size=8"], None, "learner.batch_size: .* got 8"),
     (["topology.learners=2", "topology.actors=13"], None, "actor.lanes: 13 actors"),
+    (
+      ["topology.learners=2", "topology.actors=1", "topology.inference=central"],
+      None,
+      "topology.inference: .* each of the 2 learners",
+    ),
     (["topology.actors=1", "run.mode=lockstep"], None, "run.mode: "),
     (["topology.learners=2", "profile.steps=5"], None, "profile.steps: "),
   ],
