@@ -130,7 +130,7 @@ def _train(runs: list[StudyRun], part: list[StudyRun], processes: RunProcesses) 
 
   def train(run: StudyRun) -> None:
     with contextlib.suppress(Interrupted):
-      code = processes.train(run.path, run.arguments)
+      code = processes.train(run.path, run.arguments, run.processes)
       if code:
         failed.add(run.path)
       ended = f"failed with exit code {code}: see {log_of(run.path)}" if code else "finished"

@@ -161,8 +161,9 @@ def supervised(path: Path) -> IO:
 
 def wait_until_free(path: Path) -> None:
   """Waits until no process uses a folder."""
-  with (path / "run.lock").open("a") as file:
-    fcntl.flock(file, fcntl.LOCK_EX)
+  for name in ("supervisor.lock", "run.lock"):
+    with (path / name).open("a") as file:
+      fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def _lock(path: Path, name: str) -> IO:

@@ -56,6 +56,15 @@ class StudyRun(NamedTuple):
   arguments: list[str]  # of launch/multihost.py for a new run, but for its folder
   config: Config
 
+  @property
+  def processes(self) -> list[str]:
+    """The launcher's option for a run of several processes, new or resumed."""
+    shape = topology.resolve(self.config)
+    if shape.num_processes == 1:
+      return []
+    return ["--processes", f"learner={shape.learners},actor={shape.actors},"
+            f"refresher={shape.refreshers}"]  # fmt: skip
+
   def step(self) -> int:
     """The last learner step in its metrics."""
     return jsonl.last_step(self.path / "metrics.jsonl")

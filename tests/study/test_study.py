@@ -1,5 +1,7 @@
 """Descriptions of studies, and the runs that they make."""
 
+from pathlib import Path
+
 import pytest
 
 from speedyzero_jax.config.loader import ConfigError
@@ -7,6 +9,7 @@ from speedyzero_jax.envs.scores import atari100k_games
 from speedyzero_jax.study import study as studies
 from speedyzero_jax.study.study import Study
 
+STUDIES = Path(__file__).resolve().parents[2] / "configs/studies"
 DESCRIPTION = """
 settings: [learner.steps=40]
 games: [Catch, CartPole]
@@ -46,6 +49,15 @@ def test_all_games_and_the_presets_own_game(tmp_path):
   assert [run.game for run in runs] == [*atari100k_games()] * 3
   (run,) = studies.runs_of(Study(("quickstart",), seeds=1), tmp_path)
   assert run.path == tmp_path / "quickstart-Catch-s0"
+
+
+@pytest.mark.parametrize("path", sorted(STUDIES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_descriptions_that_come_along_can_run(path, tmp_path):
+  runs = studies.runs_of(studies.load(path), tmp_path)
+  assert len({run.path for run in runs}) == len(runs) > 1
+  for run in runs:
+    helpers = run.config.topology.actors + run.config.topology.refreshers
+    assert bool(run.processes) == bool(helpers)
 
 
 @pytest.mark.parametrize(
