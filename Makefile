@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 COMPILER := $(VENV)/gpu-compiler/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup cuda12 cuda13 train gpu-plan test lint docs lock clean
+.PHONY: help setup cuda12 cuda13 wandb train gpu-plan test lint docs lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make docs      build/docs/index.html from docs/, with Sphinx; broken links are errors"
 	@echo "make setup     install into $(VENV) (train, test and lint do it when needed)"
 	@echo "make cuda12    setup, and jax for CUDA 12 GPUs; make cuda13 for CUDA 13"
+	@echo "make wandb     setup, and Weights & Biases for launch/wandb_sync.py"
 	@echo "make lock      resolve requirements*.lock again from pyproject.toml (needs uv)"
 	@echo "make clean     remove $(VENV), caches and build leftovers; runs/ stays"
 
@@ -38,6 +39,9 @@ $(STAMP): requirements.lock pyproject.toml
 cuda12 cuda13: setup
 	@echo "Installing jax's CUDA plugin and libraries: 3 GB to download, some minutes."
 	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --only-binary :all: -r requirements-$@.lock
+
+wandb: setup
+	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --only-binary :all: -r requirements-wandb.lock
 
 train: setup
 	$(BIN)/python launch/multihost.py --config $(CONFIG) $(ARGS)
@@ -72,7 +76,7 @@ COMPILE := uv pip compile --universal --python-version 3.11 --generate-hashes --
 lock:
 	$(COMPILE) --upgrade --extra dev -o requirements.lock
 	@# What each extra adds to it.
-	for extra in cuda12 cuda13 docs; do \
+	for extra in cuda12 cuda13 docs wandb; do \
 	  $(COMPILE) --extra $$extra -c requirements.lock | grep -vxFf requirements.lock > requirements-$$extra.lock || exit 1; \
 	done
 

@@ -9,7 +9,7 @@ import pytest
 
 import pages
 from benchmarks import picture
-from launch import evaluate, match, multihost, plan, population, profile, report, suite
+from launch import evaluate, match, multihost, plan, population, profile, report, suite, wandb_sync
 from pages import PAGES, ROOT
 from speedyzero_jax.config import loader
 from speedyzero_jax.metrics import names
@@ -130,6 +130,7 @@ LAUNCHERS = {
   "launch/population.py": _population,
   "launch/evaluate.py": lambda arguments: _parsed(evaluate.main, arguments),
   "launch/match.py": lambda arguments: _parsed(match.main, arguments),
+  "launch/wandb_sync.py": lambda arguments: _parsed(wandb_sync.main, arguments),
   "launch/report.py": lambda arguments: _parsed(report.main, arguments),
 }
 

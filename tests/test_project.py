@@ -21,9 +21,9 @@ def pins_of(name):
 
 def test_the_locks_pin_what_the_project_needs():
   project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-  pins = pins_of("requirements.lock") | pins_of("requirements-docs.lock")
-  extras = project["optional-dependencies"]
-  for text in project["dependencies"] + extras["dev"] + extras["docs"]:
+  extras, pins = project["optional-dependencies"], pins_of("requirements.lock")
+  pins |= pins_of("requirements-docs.lock") | pins_of("requirements-wandb.lock")
+  for text in project["dependencies"] + extras["dev"] + extras["docs"] + extras["wandb"]:
     requirement = Requirement(text)
     assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), text
 
