@@ -14,9 +14,9 @@ import numpy as np
 import optax
 
 from speedyzero_jax.agents.base import Arrays, LossOutput, Window
-from speedyzero_jax.agents.q_agent import ExploreConfig, QAgent, QHeadConfig
+from speedyzero_jax.agents.q_agent import QAgent, QAgentConfig, QHeadConfig
 from speedyzero_jax.config.fields import opt
-from speedyzero_jax.config.schema import AgentConfig, Config, PriorityConfig
+from speedyzero_jax.config.schema import Config
 from speedyzero_jax.ops import td
 from speedyzero_jax.ops.torsos import TorsoConfig, observe, torso_problems
 from speedyzero_jax.replay.replay import Replay
@@ -59,18 +59,22 @@ class LossConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class DqnConfig(AgentConfig):
+class DqnConfig(QAgentConfig):
   """The sections and their constraints."""
 
   name: ClassVar[str] = "dqn"
   network: NetworkConfig = NetworkConfig()
-  priority: PriorityConfig = PriorityConfig()
   loss: LossConfig = LossConfig()
-  explore: ExploreConfig = ExploreConfig()
 
   def problems(self, config: Config) -> Iterable[str]:
+    yield from super().problems(config)
     yield from torso_problems(self.network, config.env)
     network = self.network
+    if network.atoms and (self.priority.initial != "max" or self.refresh.enabled):
+      yield (
+        "network.atoms: must be 0 with priority.initial=actor or refresh.enabled, whose "
+        f"priorities are errors of expected values, got {network.atoms}"
+      )
     if network.atoms == 1:
       yield "network.atoms: must be 0 or at least 2, got 1"
     if network.value_max <= network.value_min:
@@ -87,7 +91,7 @@ class DQN(QAgent):
   """See `agents.base.Agent`."""
 
   def __init__(self, config: Config, frame_shape: tuple[int, ...], frame_dtype: Any, actions: int):
-    super().__init__(config, frame_shape, frame_dtype, actions)
+    super().__init__(config, frame_shape, frame_dtype, actions, trained=np.zeros(1, int))
     self.window = Window(after=self._own.loss.td_steps, within_episode=True)
     self.lookahead = self._own.loss.td_steps
     network = self._own.network
@@ -133,7 +137,11 @@ class DQN(QAgent):
 
   def make_selector(self, store: LaneStore) -> PrioritizedSampler:
     return PrioritizedSampler(
-      store, self._own.priority, stack=self._stack, lookahead=self.lookahead
+      store,
+      self._own.priority,
+      stack=self._stack,
+      lookahead=self.lookahead,
+      first_score=self._first_score(store),
     )
 
   def assemble(
@@ -141,7 +149,7 @@ class DQN(QAgent):
   ) -> tuple[Arrays, dict[str, float]]:
     store, lane = replay.store, selection.lane
     present, time = replay.present(lane, selection.time)
-    returns = td.n_step(store, lane, time, self._own.loss.td_steps, self._config.env.discount)
+    returns = self._returns(store, lane, time)
     batch = {
       # An evicted transition's place may be taken by a slot without an action.
       "action": np.maximum(take(store.action, store.flat(lane, time)), 0),

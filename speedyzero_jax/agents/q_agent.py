@@ -1,6 +1,12 @@
-"""Parts of agents that learn Q-values: their network and epsilon-greedy exploration."""
+"""Parts of agents that learn Q-values: network, exploration, and priorities from stored Q-values.
+
+With `priority.initial=actor` or `refresh.enabled` each slot stores Q(s, a) and max Q(s, .), by the
+weights that acted or by newer ones. The error of a transition is that of n-step Q-learning with
+these in place of the target network's.
+"""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import jax
@@ -8,13 +14,26 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from speedyzero_jax.agents.base import ActInputs, ActOutput, Variables
+from speedyzero_jax.agents.base import ActInputs, ActOutput, Arrays, Variables
+from speedyzero_jax.agents.refresh import (
+  REFRESHER,
+  RefreshConfig,
+  refresh_task,
+  rescore,
+  sweep_problems,
+)
 from speedyzero_jax.agents.torso_agent import TorsoAgent
 from speedyzero_jax.config.fields import opt
-from speedyzero_jax.config.schema import Config
+from speedyzero_jax.config.schema import AgentConfig, Config, PriorityConfig
+from speedyzero_jax.ops import td
 from speedyzero_jax.ops.recurrent import CoreNetwork
+from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.sampler import importance_weights
+from speedyzero_jax.replay.schema import Column
 from speedyzero_jax.replay.selector import Selection
+from speedyzero_jax.replay.storage import LaneStore, take
+
+_UNKNOWN = np.float32(-1e30)  # stored where random play evaluated nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +60,34 @@ class ExploreConfig:
   epsilon_start: float = opt(1.0, "annealed: at the start (DQN: 1)", "[0, 1]")
   epsilon_end: float = opt(0.01, "annealed: at the end (DQN: 0.1, later work: 0.01)", "[0, 1]")
   share: float = opt(0.1, "annealed: share of training in which it falls", "(0, 1]")
+
+
+@dataclasses.dataclass(frozen=True)
+class QPriorityConfig(PriorityConfig):
+  """Prioritized replay by TD error."""
+
+  initial: Literal["max", "actor"] = opt(
+    "max",
+    "priority of new samples: the largest one (Schaul et al. 2016), or their errors by the "
+    "Q-values with which they were acted (Ape-X, R2D2), which are stored: 8 bytes per step",
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class QAgentConfig(AgentConfig):
+  """Sections of all agents with a Q-network."""
+
+  priority: QPriorityConfig = QPriorityConfig()
+  refresh: RefreshConfig = RefreshConfig()
+  explore: ExploreConfig = ExploreConfig()
+
+  @property
+  def refreshes(self) -> bool:
+    return self.refresh.enabled
+
+  def problems(self, config: Config) -> Iterable[str]:
+    if self.refresh.enabled:
+      yield from sweep_problems("refresh", self.refresh, config)
 
 
 class QNetwork(CoreNetwork):
@@ -72,28 +119,121 @@ class QNetwork(CoreNetwork):
 
 
 class QAgent(TorsoAgent):
-  """What agents with a Q-network and a target network have in common."""
+  """What agents with a Q-network and a target network have in common.
 
-  def __init__(self, config: Config, frame_shape: tuple[int, ...], frame_dtype: Any, actions: int):
-    super().__init__(config, frame_shape, frame_dtype, actions, QNetwork)
+  Args:
+    config, frame_shape, frame_dtype, actions: as of `TorsoAgent`.
+    trained: the slots of a sample that are trained on, relative to its first, [T].
+    eta: of the mean and the largest error in a sample's priority, see `td.mixed_priority`.
+    rescaled: Q is h(Q), see `td.transform`.
+  """
+
+  def __init__(
+    self,
+    config: Config,
+    frame_shape: tuple[int, ...],
+    frame_dtype: Any,
+    actions: int,
+    *,
+    trained: np.ndarray,
+    eta: float = 1.0,
+    rescaled: bool = False,
+  ):
+    own: QAgentConfig = config.agent
+    self._stores_q = own.priority.initial == "actor" or own.refresh.enabled
+    names = ("value", "best") if self._stores_q else ()
+    super().__init__(
+      config, frame_shape, frame_dtype, actions, QNetwork,
+      [Column(name, "float32", fill=float(_UNKNOWN)) for name in names],
+      {"value_step": names} if names else None,
+    )  # fmt: skip
+    self._trained, self._eta, self._rescaled = trained, eta, rescaled
     self.target_interval = config.agent.loss.target_interval
+    if own.refresh.enabled:
+      self.subscriptions = {REFRESHER: own.refresh.weights_interval}
+      results = (Column("q", "float32", (actions,)),)
+      state = [x for x in self.schema.columns if x.name in ("first", "core")]
+      reads = tuple(state) if self._state_size else ()
+      task = refresh_task(own.refresh, self._evaluated, results, self._write, reads)
+      self.tasks = {"refresh": task}
 
   def act(
     self, variables: Variables, inputs: ActInputs, key: jax.Array, progress: Any, *, explore: bool
   ) -> ActOutput:
     outputs, columns, core = self._now(variables, inputs)
     q = self._expected(outputs)
-    if not explore:
-      return ActOutput(jnp.argmax(q, axis=-1).astype(jnp.int32), columns, core, {"q": q})
-    epsilon = epsilons(self._own.explore, inputs.lane, self._config.actor.lanes, progress)
-    return ActOutput(epsilon_greedy(q, epsilon, key).astype(jnp.int32), columns, core)
+    if explore:
+      epsilon = epsilons(self._own.explore, inputs.lane, self._config.actor.lanes, progress)
+      action = epsilon_greedy(q, epsilon, key).astype(jnp.int32)
+    else:
+      action = jnp.argmax(q, axis=-1).astype(jnp.int32)
+    if self._stores_q:
+      columns |= {"value": td.chosen(q, action), "best": jnp.max(q, axis=-1)}
+    return ActOutput(action, columns, core, {} if explore else {"q": q})
 
   def _expected(self, outputs: jax.Array) -> jax.Array:
     """Device: Q [..., A] of the network's outputs."""
     return outputs
 
+  def _evaluated(self, variables: Variables, inputs: Arrays, key: jax.Array) -> Arrays:
+    """Device: the program of Priority Refresh; a recurrent state is the one that was stored."""
+    frames = inputs["frames"]  # [B, S, H, W, C], as sweeps take states one by one
+    first, core = jnp.zeros(len(frames), bool), self.initial_core(len(frames))
+    if self._state_size:
+      first, core = inputs["first"][:, 0], inputs["core"][:, 0]
+    outputs, _, _ = self._now(variables, ActInputs(frames, first, None, core))
+    return {"q": self._expected(outputs)[:, None]}
+
+  # --- host
+
+  def _write(
+    self, replay: Replay, lane: np.ndarray, time: np.ndarray, results: Arrays, step: int
+  ) -> None:
+    store, q = replay.store, results["q"]
+    _, stored = replay.present(lane, time)
+    action = np.maximum(take(store.action, store.flat(lane, stored)), 0)  # -1 at an end
+    values = {"value": q[np.arange(len(q)), action], "best": q.max(-1)}
+    replay.rewrite("value_step", lane, time, step, values)
+    reach = int(self._trained[-1]) + self._own.loss.td_steps
+    rescore(replay, lane, time, reach, lambda lane, time: self._stored_errors(store, lane, time))
+
+  def _first_score(self, store: LaneStore) -> Any:
+    """The sampler's argument of that name."""
+    if not self._stores_q:
+      return None
+
+    def score(lane: np.ndarray, time: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
+      error, step = self._stored_errors(store, lane, time)
+      return error if self._own.priority.initial == "actor" else None, step
+
+    return score
+
+  def _stored_errors(
+    self, store: LaneStore, lane: np.ndarray, time: np.ndarray
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """Errors of samples (lane [B], time [B]) by stored Q-values, NaN if one is unknown; their ages.
+
+    The latter are the learner steps [B] of the oldest weights behind each.
+    """
+    lane, time = np.broadcast_arrays(lane[:, None], time[:, None] + self._trained)
+    returns = self._returns(store, lane, time)
+    now, end = store.flat(lane, time), store.flat(lane, time + returns.steps)
+    acted = take(store.action, now) >= 0
+    value, best = take(store["value"], now), take(store["best"], end)
+    unknown = acted & ((value == _UNKNOWN) | ((best == _UNKNOWN) & (returns.discount > 0)))
+    goal = td.bootstrapped(returns.reward, returns.discount, best, rescaled=self._rescaled)
+    error = td.mixed_priority(goal - value, acted, self._eta)
+    step = np.minimum(take(store["value_step"], now), take(store["value_step"], end))
+    return np.where(unknown.any(1), np.nan, error), step.min(1)
+
+  def _returns(self, store: LaneStore, lane: np.ndarray, time: np.ndarray) -> td.NStep:
+    """n-step returns of slots (lane [B, T], time [B, T]), [B, T] each."""
+    n, discount = self._own.loss.td_steps, self._config.env.discount
+    returns = td.n_step(store, lane.ravel(), time.ravel(), n, discount)
+    return td.NStep(*(x.reshape(time.shape) for x in returns))
+
   def _weights(self, selection: Selection, learner_step: int) -> np.ndarray:
-    """Host: importance weights."""
+    """Importance weights."""
     progress = min(learner_step / self._config.learner.steps, 1.0)
     return importance_weights(selection.probability, self._own.priority, progress)
 

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from speedyzero_jax.agents.base import Arrays, LossOutput, Window
-from speedyzero_jax.agents.q_agent import ExploreConfig, QAgent, QHeadConfig
+from speedyzero_jax.agents.q_agent import QAgent, QAgentConfig, QHeadConfig
 from speedyzero_jax.config.fields import opt
-from speedyzero_jax.config.schema import AgentConfig, Config, PriorityConfig
+from speedyzero_jax.config.schema import Config
 from speedyzero_jax.ops import td
 from speedyzero_jax.ops.recurrent import CoreConfig
 from speedyzero_jax.ops.torsos import torso_problems
@@ -65,16 +65,15 @@ class LossConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class R2d2Config(AgentConfig):
+class R2d2Config(QAgentConfig):
   """The sections and their constraints."""
 
   name: ClassVar[str] = "r2d2"
   network: NetworkConfig = NetworkConfig()
-  priority: PriorityConfig = PriorityConfig()
   loss: LossConfig = LossConfig()
-  explore: ExploreConfig = ExploreConfig()
 
   def problems(self, config: Config) -> Iterable[str]:
+    yield from super().problems(config)
     yield from torso_problems(self.network, config.env)
     loss, lanes = self.loss, config.actor.lanes
     slots = loss.burn_in + loss.sequence_length + loss.td_steps
@@ -92,8 +91,11 @@ class R2D2(QAgent):
   """See `agents.base.Agent`."""
 
   def __init__(self, config: Config, frame_shape: tuple[int, ...], frame_dtype: Any, actions: int):
-    super().__init__(config, frame_shape, frame_dtype, actions)
     loss: LossConfig = config.agent.loss
+    super().__init__(
+      config, frame_shape, frame_dtype, actions,
+      trained=loss.burn_in + np.arange(loss.sequence_length), eta=loss.priority_max, rescaled=True,
+    )  # fmt: skip
     # The return of the last slot trained on ends td_steps later.
     after = loss.burn_in + loss.sequence_length - 1 + loss.td_steps
     self.window = Window(after=after, within_episode=False)
@@ -114,14 +116,11 @@ class R2D2(QAgent):
       q, action, batch["reward"], batch["discount"], later, selector, rescaled=True
     )
     loss = jnp.mean(batch["weight"] * jnp.sum(0.5 * error**2, axis=1))
-    size, eta = jnp.abs(error), self._own.loss.priority_max
     count = jnp.maximum(jnp.sum(acted, axis=1), 1)
-    mean = jnp.sum(size, axis=1) / count
-    priority = eta * jnp.max(size, axis=1) + (1 - eta) * mean
+    mean = jnp.sum(jnp.abs(error), axis=1) / count
     value = jnp.sum(acted * td.chosen(q, action), axis=1) / count
-    return loss, LossOutput(
-      batch_stats, {TD_ERROR: jnp.mean(mean), Q_VALUE: jnp.mean(value)}, priority
-    )
+    metrics = {TD_ERROR: jnp.mean(mean), Q_VALUE: jnp.mean(value)}
+    return loss, LossOutput(batch_stats, metrics, td.mixed_priority(error, acted, self._eta))
 
   # --- host
 
@@ -132,27 +131,24 @@ class R2D2(QAgent):
       stride=self._own.loss.stride,
       stack=self._stack,
       lookahead=self.window.after,
+      first_score=self._first_score(store),
     )
 
   def assemble(
     self, replay: Replay, selection: Selection, learner_step: int
   ) -> tuple[Arrays, dict[str, float]]:
-    store, loss = replay.store, self._own.loss
+    store = replay.store
     present, time = replay.present(selection.lane, selection.time)
     # Where a sequence was evicted the lane's oldest slots, of which there are enough, stand in.
     lane, times = selection.lane[:, None], time[:, None] + np.arange(self.window.after + 1)
-    trained = times[:, loss.burn_in : loss.burn_in + loss.sequence_length]
-    shape = trained.shape
-    returns = td.n_step(
-      store, np.broadcast_to(lane, shape).ravel(), trained.ravel(), loss.td_steps,
-      self._config.env.discount,
-    )  # fmt: skip
+    trained = times[:, self._trained]
+    returns = self._returns(store, np.broadcast_to(lane, trained.shape), trained)
     action = take(store.action, store.flat(lane, trained))
     batch = {
       "action": np.maximum(action, 0),
       "weight": self._weights(selection, learner_step),
       "loss_mask": ((action >= 0) & present[:, None]).astype(np.float32),
-      **{name: x.reshape(shape) for name, x in returns._asdict().items()},
+      **returns._asdict(),
       **self._states(store, store.flat(lane, times)),
     }
     return batch, {}

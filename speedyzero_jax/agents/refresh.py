@@ -89,7 +89,8 @@ def rescore(
   """Host: scores every sample that may depend on values of these slots (lane [m], time [m]).
 
   Those are the samples that begin there or up to `reach` slots before. `errors` gives, for the
-  eligible ones (lane [k], time [k]), their errors [k] and the oldest learner steps [k] behind them.
+  eligible ones (lane [k], time [k]), their errors [k], NaN if not known yet, and the oldest learner
+  steps [k] behind them.
   """
   store, sampler = replay.store, replay.selector
   assert isinstance(sampler, PrioritizedSampler)
@@ -102,4 +103,6 @@ def rescore(
   when = store.time_of(at, cell)
   held = sampler.holds(at, when)
   at, when = at[held], when[held]
-  sampler.score(at, when, *errors(at, when))
+  error, step = errors(at, when)
+  known = ~np.isnan(error)
+  sampler.score(at[known], when[known], error[known], step[known])

@@ -4,7 +4,7 @@ With a core the state before each slot is stored as the column `core`, so that t
 anywhere: 8 * size bytes per slot, 4 kB for an LSTM of 512. It is zero in slots played at random.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -32,6 +32,7 @@ class TorsoAgent(Agent):
       [B, T, H, W, C], `first` and the state (see `CoreNetwork.features`) to outputs [B, T, ...],
       a pytree, and the state after them.
     columns: of the schema, besides that of the state.
+    stamps: of the schema.
   """
 
   def __init__(
@@ -42,6 +43,7 @@ class TorsoAgent(Agent):
     actions: int,
     network: Callable[..., CoreNetwork],
     columns: Iterable[Column] = (),
+    stamps: Mapping[str, tuple[str, ...]] | None = None,
   ):
     own = config.agent
     self._config, self._own, self._stack = config, own, config.env.frame_stack
@@ -50,7 +52,7 @@ class TorsoAgent(Agent):
     self._state_size = 2 * own.network.lstm_hidden if own.network.core == "lstm" else 0
     if self._state_size:
       columns = (*columns, Column("core", "float32", (self._state_size,)))
-    self.schema = make_schema(frame_shape, frame_dtype, actions, tuple(columns))
+    self.schema = make_schema(frame_shape, frame_dtype, actions, tuple(columns), stamps=stamps)
 
   def init(self, key: jax.Array) -> Variables:
     return Variables(self._network.init(key), ())

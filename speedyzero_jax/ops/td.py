@@ -1,6 +1,6 @@
 """Temporal-difference targets: n-step returns, rescaled values, TD errors, distributions."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,7 @@ import numpy as np
 
 from speedyzero_jax.replay.storage import LaneStore, take
 
+Array = Any  # of numpy or jax
 _EPSILON = 0.001  # of the rescaling of values
 
 
@@ -38,18 +39,33 @@ def n_step(store: LaneStore, lane: np.ndarray, time: np.ndarray, n: int, discoun
   )
 
 
-def transform(x: jax.Array) -> jax.Array:
+def transform(x: Array) -> Array:
   """h(x) = sign(x)(sqrt(|x|+1)-1) + 0.001x (Pohlen et al. 2018), as in MuZero and R2D2."""
-  return jnp.sign(x) * (jnp.sqrt(jnp.abs(x) + 1) - 1) + _EPSILON * x
+  xp = x.__array_namespace__()
+  return xp.sign(x) * (xp.sqrt(xp.abs(x) + 1) - 1) + _EPSILON * x
 
 
-def inverse_transform(y: jax.Array) -> jax.Array:
+def inverse_transform(y: Array) -> Array:
   """Inverse of h, in a form accurate near zero in float32."""
-  y_abs = jnp.abs(y)
+  xp = y.__array_namespace__()
+  y_abs = xp.abs(y)
   # u = sqrt(|x|+1)-1 is a root of eps*u^2 + (1+2*eps)*u - |y| = 0; then |x| = u*(u+2).
   b = 1 + 2 * _EPSILON
-  u = 2 * y_abs / (b + jnp.sqrt(b * b + 4 * _EPSILON * y_abs))
-  return jnp.sign(y) * u * (u + 2)
+  u = 2 * y_abs / (b + xp.sqrt(b * b + 4 * _EPSILON * y_abs))
+  return xp.sign(y) * u * (u + 2)
+
+
+def bootstrapped(reward: Array, discount: Array, value: Array, *, rescaled: bool = False) -> Array:
+  """reward + discount * value, see `NStep`; if `rescaled` of and to values h(x)."""
+  if not rescaled:
+    return reward + discount * value
+  return transform(reward + discount * inverse_transform(value))
+
+
+def mixed_priority(error: Array, counted: Array, eta: float) -> Array:
+  """eta * max + (1 - eta) * mean of the errors' sizes [B, T] that count [B, T], 1 or 0; [B]."""
+  size = abs(error) * counted
+  return eta * size.max(axis=1) + (1 - eta) * size.sum(axis=1) / counted.sum(axis=1).clip(min=1)
 
 
 def chosen(values: jax.Array, action: jax.Array) -> jax.Array:
@@ -80,16 +96,11 @@ def q_learning_error(
     rescaled: all Q are h(Q), see `transform` (Kapturowski et al. 2019, section 2.3).
   """
   value = chosen(next_q, jnp.argmax(selector, axis=-1))
-  if rescaled:
-    target = transform(reward + discount * inverse_transform(value))
-  else:
-    target = reward + discount * value
+  target = bootstrapped(reward, discount, value, rescaled=rescaled)
   return jax.lax.stop_gradient(target) - chosen(q, action)
 
 
-def project(
-  logits: jax.Array, reward: jax.Array, discount: jax.Array, atoms: np.ndarray | jax.Array
-) -> jax.Array:
+def project(logits: jax.Array, reward: jax.Array, discount: jax.Array, atoms: Array) -> jax.Array:
   """Distributions of returns moved to reward + discount * atoms, on the same atoms, [B, K].
 
   The mass of a moved atom goes to its neighbours, so that the mean is kept, unless it lies beyond

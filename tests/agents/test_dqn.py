@@ -254,6 +254,8 @@ def test_lanes_explore_with_the_epsilons_of_ape_x():
   config = q_agent.ExploreConfig()
   expected = [0.4, 0.16, 0.064, 0.0256, 0.01024, 0.004096, 0.0016384, 0.00065536]
   np.testing.assert_allclose(q_agent.epsilons(config, np.arange(8), 8, 0.5), expected, rtol=1e-5)
+  second = np.arange(4, 8)  # lanes of the second of two actors
+  np.testing.assert_allclose(q_agent.epsilons(config, second, 8, 0.5), expected[4:], rtol=1e-5)
   np.testing.assert_allclose(q_agent.epsilons(config, np.arange(1), 1, 0.5), [0.4])
 
 

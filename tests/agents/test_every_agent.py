@@ -17,9 +17,9 @@ _LSTM = ("network.core=lstm", "network.lstm_hidden=8")
 # By preset: settings of a run of 30 learner steps, and of the least one that learns Catch.
 SHORT = {
   "appo": (*_ON_POLICY, "run.env_steps=420", "replay.capacity=260"),
-  "dqn": (
+  "apex": (
     "network.hidden=8", "learner.batch_size=8", "run.env_steps=500", "actor.random_steps=100",
-    "loss.target_interval=7",
+    "loss.target_interval=7", "refresh.enabled=true", "refresh.max_age=20",
   ),
   "c51": ("network.hidden=8", "network.atoms=7", "run.env_steps=500", "actor.random_steps=100"),
   "impala": (*_ON_POLICY, *_LSTM, "replay.capacity=0"),
@@ -30,7 +30,7 @@ SHORT = {
   "r2d2": (
     *_LSTM, "network.hidden=8", "learner.batch_size=8", "run.env_steps=500",
     "actor.random_steps=100", "loss.target_interval=7", "loss.burn_in=2", "loss.sequence_length=4",
-    "loss.stride=2",
+    "loss.stride=2", "priority.initial=actor", "refresh.enabled=true", "refresh.max_age=20",
   ),
   "alphazero": (
     "network.channels=4", "network.blocks=1", "search.simulations=4", "learner.batch_size=8",
@@ -87,6 +87,15 @@ def test_catch_is_learned(tmp_path, agent):
     ("dqn", "network.torso=nature", "network.torso: must be mlp for Catch"),
     ("dqn", "loss.td_steps=0", "loss.td_steps: must lie in"),
     ("dqn", "network.atoms=1", "network.atoms: must be 0 or at least 2"),
+    ("c51", "refresh.enabled=true", "network.atoms: must be 0 with .* refresh.enabled, .* got 51"),
+    ("c51", "priority.initial=actor", "network.atoms: must be 0 with priority.initial=actor"),
+    (
+      "dqn",
+      "topology.refreshers=1",
+      "topology.refreshers: must be 0, as dqn .* nothing",
+    ),
+    ("apex", "refresh.enabled=true refresh.max_age=11", "refresh.max_age: .* so 12, got 11"),
+    ("r2d2", "refresh.enabled=true refresh.block=9", "refresh.block: must be 0 or at least 16"),
     ("dqn", "network.value_max=-10", r"network.value_max: must be more than .*min \(-10.0\)"),
     ("dqn", "search.simulations=8", "search.simulations is a setting of alphazero, efficientzero"),
     ("dqn", "env.game=TicTacToe", "env.game: TicTacToe is for two players"),
@@ -121,4 +130,5 @@ def test_catch_is_learned(tmp_path, agent):
 )
 def test_a_bad_setting_is_named(agent, override, message):
   with pytest.raises(ConfigError, match=message):
-    loader.load([agent], [*(["learner.steps=374"] if agent == "impala" else []), override])
+    first = ["learner.steps=374"] if agent == "impala" else []
+    loader.load([agent], [*first, *override.split()])

@@ -78,30 +78,6 @@ def _found(batch, core="lstm", devices=2):
 # --- the loss, from the segments as they were stored
 
 
-def _q(params, x, first, state):
-  """Q of consecutive slots, and the states [T+1, 2H] before each, in float64."""
-  p, states = jax.tree.map(np.float64, params), None
-
-  def linear(layer, x):
-    return x @ layer["kernel"] + layer["bias"]
-
-  features = np.maximum(linear(p["torso"]["layers"][0], x), 0)
-  if "core" in p:
-    features, states = trained.lstm(p["core"], features, first, state)
-  streams = np.maximum(linear(p["streams"], features), 0)
-  advantage = linear(p["advantage"], streams[:, 4:])
-  return linear(p["value"], streams[:, :4]) + advantage - advantage.mean(-1, keepdims=True), states
-
-
-def _h(x):
-  return np.sign(x) * (np.sqrt(np.abs(x) + 1) - 1) + 0.001 * x
-
-
-def _inverse(y):
-  root = np.sqrt(1 + 4 * 0.001 * (np.abs(y) + 1 + 0.001)) - 1  # R2D2's formula
-  return np.sign(y) * ((root / (2 * 0.001)) ** 2 - 1)
-
-
 def _n_step(played, slot):
   """The n-step return of a slot of a lane; None where no action was taken."""
   start = 0
@@ -124,15 +100,15 @@ def _reference(core="lstm"):
     segment, slots = stored[lane], np.arange(time, time + _BURN_IN + _LENGTH + _N)
     x = np.stack([episodes.observation(segment, slot, _STACK) for slot in slots])
     first, state = segment.first[slots], None if core == "none" else segment.extra["core"][time]
-    (q, states), (next_q, _) = (_q(p, x, first, state) for p in (params, target))
+    (q, states), (next_q, _) = (trained.q_values(p, x, first, state) for p in (params, target))
     warm = None if core == "none" else states[_BURN_IN]
     goals = []
     for i in range(_BURN_IN, _BURN_IN + _LENGTH):
       if (returns := _n_step(played[lane], time + i)) is not None:
         reward, discount, steps = returns
-        value = _inverse(next_q[i + steps, q[i + steps].argmax()])
+        value = trained.inverse_h(next_q[i + steps, q[i + steps].argmax()])
         action = segment.action[time + i]
-        goals.append((i - _BURN_IN, action, _h(reward + discount * value)))
+        goals.append((i - _BURN_IN, action, trained.h(reward + discount * value)))
     samples.append((x[_BURN_IN:], first[_BURN_IN:], warm, goals))
   weight = np.linspace(0.001, 0.1, _BATCH) ** -(0.5 + 0.5 * 0.5)
   weight = np.maximum(weight / weight.max(), 0.3)
@@ -140,7 +116,7 @@ def _reference(core="lstm"):
   def errors(params):
     found = np.zeros((_BATCH, _LENGTH))
     for b, (x, first, warm, goals) in enumerate(samples):
-      q, _ = _q(params, x, first, warm)
+      q, _ = trained.q_values(params, x, first, warm)
       for i, action, goal in goals:
         found[b, i] = goal - q[i, action]
     return found

@@ -83,6 +83,35 @@ def lstm(params, x, first, state):
   return np.array(outputs), np.array(states)
 
 
+def q_values(params, x, first, state):
+  """Q [T, A] of consecutive slots by a dueling network of one layer, with an LSTM or without.
+
+  Also the states [T+1, 2H] before each; in float64.
+  """
+  p, states = jax.tree.map(np.float64, params), None
+
+  def linear(layer, x):
+    return x @ layer["kernel"] + layer["bias"]
+
+  features = np.maximum(linear(p["torso"]["layers"][0], x), 0)
+  if "core" in p:
+    features, states = lstm(p["core"], features, first, state)
+  for_value, for_advantage = np.split(np.maximum(linear(p["streams"], features), 0), 2, axis=1)
+  advantage = linear(p["advantage"], for_advantage)
+  return linear(p["value"], for_value) + advantage - advantage.mean(-1, keepdims=True), states
+
+
+def h(x):
+  """The rescaling of values."""
+  return np.sign(x) * (np.sqrt(np.abs(x) + 1) - 1) + 0.001 * x
+
+
+def inverse_h(y):
+  """By R2D2's formula."""
+  root = np.sqrt(1 + 4 * 0.001 * (np.abs(y) + 1 + 0.001)) - 1
+  return np.sign(y) * ((root / (2 * 0.001)) ** 2 - 1)
+
+
 def _sigmoid(x):
   return 1 / (1 + np.exp(-x))
 

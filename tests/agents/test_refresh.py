@@ -1,0 +1,138 @@
+"""Priorities of DQN and R2D2 from stored Q-values, first the actor's and then refreshed ones."""
+
+import jax
+import numpy as np
+import pytest
+
+import trained
+from speedyzero_jax.agents.base import Variables
+from speedyzero_jax.cluster import codec, messages
+from speedyzero_jax.cluster.refresher_service import RefresherService
+from speedyzero_jax.cluster.roster import Roster
+from speedyzero_jax.config import loader
+from speedyzero_jax.run import steps
+from trained import experiment
+
+_N, _BURN_IN, _LENGTH, _STRIDE, _ETA, _DISCOUNT, _ALPHA = 3, 2, 4, 3, 0.7, 0.9, 0.8
+_AGENTS = {
+  "dqn": (),
+  "r2d2": (
+    "network.lstm_hidden=3", f"loss.burn_in={_BURN_IN}", f"loss.sequence_length={_LENGTH}",
+    f"loss.stride={_STRIDE}", f"loss.priority_max={_ETA}",
+  ),
+}  # fmt: skip
+
+
+def _config(agent, *overrides):
+  return loader.load(
+    [agent],
+    ["env.game=CartPole", "env.frame_stack=2", f"env.discount={_DISCOUNT}", "network.hidden=4",
+     "network.layers=1", f"loss.td_steps={_N}", "actor.lanes=3", f"priority.alpha={_ALPHA}",
+     "priority.initial=actor", "refresh.enabled=true", "refresh.block=32", "learner.batch_size=4",
+     "learner.steps=1000", "learner.devices=1", "run.env_steps=400", "run.mode=lockstep",
+     *_AGENTS[agent], *overrides],
+  )  # fmt: skip
+
+
+def _error(slots, q, t, rescaled):
+  """Of the transition out of slot t of a lane; None if its end is not stored."""
+  end, total = t, 0.0
+  while end < t + _N and slots["action"][end] >= 0:
+    total += _DISCOUNT ** (end - t) * slots["reward"][end]
+    end += 1
+    if end == len(q):
+      return None
+  value, discount = q[end].max(), 0.0 if slots["terminated"][end] else _DISCOUNT ** (end - t)
+  if rescaled:
+    goal = trained.h(total + discount * trained.inverse_h(value))
+  else:
+    goal = total + discount * value
+  return abs(goal - q[t][slots["action"][t]])
+
+
+def _reference(run, params):
+  """The priority of every slot, 0 if none, from the network in float64."""
+  store, found, sequences = run.replay.store, [], "core" in run.replay.store.fields
+  for lane, head in enumerate(store.head):
+    assert not store.tail[lane]
+    slots = {name: field[lane, :head] for name, field in store.fields.items()}
+    first, action, frame = slots["first"], slots["action"], np.float64(store.frame[lane, :head])
+    before = frame[np.where(first, np.arange(head), np.arange(head) - 1)]
+    x = np.concatenate([before, frame], axis=-1)[:, 0, 0]
+    state = slots.get("core", [None] * head)
+    q = [trained.q_values(params, x[[t]], first[[t]], state[t])[0][0] for t in range(head)]
+    for t in range(head):
+      size = None
+      if not sequences:
+        size = _error(slots, q, t, False) if action[t] >= 0 else None
+      elif t % _STRIDE == 0 and t + _BURN_IN + _LENGTH + _N <= head:
+        of_sequence = t + _BURN_IN + np.arange(_LENGTH)
+        sizes = [_error(slots, q, s, True) for s in of_sequence if action[s] >= 0]
+        size = _ETA * max(sizes) + (1 - _ETA) * np.mean(sizes)
+      found.append(0.0 if size is None else (size + 1e-6) ** _ALPHA)
+  return np.array(found)
+
+
+def _play(run, seed):
+  """Collects everything with random parameters, and returns these."""
+  params = trained.random_params(run.agent, seed)
+  run.weights.publish(0, Variables(params, ()))
+  while not run.limiter.collected:
+    run.collector.collect()
+  return params
+
+
+def _priorities(run):
+  return run.replay.state_dict()["priority"]
+
+
+def _refresh_here(run):
+  (sweeper,) = run.sweepers
+  steps.sweep(run, sweeper)
+
+
+def _refresh_in_a_host(run):
+  """The calls of a refresher process, each message as bytes; frames are read from the replay."""
+  service = RefresherService(run, 1, Roster({"refresher": 1}, lambda _: None))
+
+  def sent(message):
+    return codec.decode(type(message), codec.encode(message))
+
+  def refresh(run):
+    run.limiter.add_learner_step()
+    block = service.work(messages.WorkRequest(0, 0), 0.01)
+    if block is None:
+      return
+    block, version = sent(block), run.weights.latest("refresher")
+    inputs = {"frames": run.replay.store.gather(block.lane[:, None], block.cell), **block.columns}
+    arrays = run.inference.compute(version, block.task, inputs, jax.random.key(0))
+    service.result(sent(messages.Result(0, 0, block.block, version.step, arrays)))
+
+  service.join_refresher(messages.RefresherJoin(0, 0))
+  return refresh
+
+
+@pytest.mark.parametrize(
+  ("agent", "host", "random"),
+  [("dqn", False, True), ("dqn", True, False), ("r2d2", False, False), ("r2d2", True, True)],
+)
+def test_priorities_are_those_of_the_weights_that_acted_and_then_of_the_refresher(
+  agent, host, random, tmp_path
+):
+  """Of the same weights in all slots; after random play new samples have the largest priority."""
+  config = _config(agent, f"actor.random_steps={400 if random else 0}")
+  with experiment(config, tmp_path) as run:
+    acting = _play(run, 0)
+    expected = (_reference(run, acting) > 0) * 1.0 if random else _reference(run, acting)
+    np.testing.assert_allclose(_priorities(run), expected, rtol=2e-3, atol=1e-4)
+    assert (expected > 0).sum() > 60
+    newer = trained.random_params(run.agent, 1)
+    run.weights.publish(20, Variables(newer, ()))
+    refresh = _refresh_in_a_host(run) if host else _refresh_here
+    for _ in range(400):
+      refresh(run)
+      if run.replay.oldest_step("value_step") == 20:
+        break
+    np.testing.assert_allclose(_priorities(run), _reference(run, newer), rtol=2e-3, atol=1e-4)
+    live = run.replay.state_dict()
+    assert (live["priority_step"][live["priority"] > 0] == 20).all()
