@@ -42,6 +42,23 @@ def test_an_own_network_is_trained(tmp_path):
   assert np.abs(jax.device_get(params["norm"]["bias"])).max() > 0  # it began at 0
 
 
+def test_an_own_network_of_speedyzero_is_folded():
+  config = loader.load(["quickstart"], ["agent=layered", "network.channels=8"])
+  made = importlib.import_module("layered").make_agent(config, (1, 1, 5), np.float32, 2).blueprint
+  x = np.random.default_rng(0).normal(size=(3, 1, 1, 5)).astype(np.float32)
+
+  @jax.jit
+  def states(key):
+    variables = made.init(key)
+    assert "embed" in variables.params["representation"]
+    networks = made.bind(variables), made.bind_folded(made.fold(variables))
+    return [network.represent(x, False) for network in networks]
+
+  plain, folded = states(jax.random.key(0))
+  assert plain.shape == (3, 1, 1, 8) and plain.std() > 0
+  np.testing.assert_allclose(plain, folded, atol=1e-6)
+
+
 def test_an_own_target_mixes_what_it_says():
   config = tiny.config("agent=mixture", "loss.search_share=0.25", *tiny_replay.OVERRIDES)
   make_agent = importlib.import_module("mixture").make_agent

@@ -23,7 +23,7 @@ from speedyzero_jax.agents.base import (
 from speedyzero_jax.agents.efficientzero import losses, metric_names, targets
 from speedyzero_jax.agents.efficientzero.blueprint import Blueprint, variables_of
 from speedyzero_jax.agents.efficientzero.config import EfficientZeroConfig
-from speedyzero_jax.agents.efficientzero.networks import initial_carry
+from speedyzero_jax.agents.efficientzero.networks import Network, initial_carry
 from speedyzero_jax.agents.efficientzero.reanalyse import Reanalysis
 from speedyzero_jax.agents.efficientzero.search import ModelStep, Root, SearchResult, make_search
 from speedyzero_jax.config.schema import Config
@@ -37,14 +37,19 @@ from speedyzero_jax.types import Params
 
 
 class EfficientZero(Agent):
-  """See `agents.base.Agent`. There is no target network: reanalysis has weights of its own."""
+  """See `agents.base.Agent`. There is no target network: reanalysis has weights of its own.
+
+  Agents that derive from it may have another `network`.
+  """
+
+  network = Network
 
   def __init__(self, config: Config, frame_shape: tuple[int, ...], frame_dtype: Any, actions: int):
     own: EfficientZeroConfig = config.agent
     self._config, self._own, self._stack = config, own, config.env.frame_stack
     axis = AXIS if own.network.batch_norm == "sync" else None
     shape = observation_shape(frame_shape, self._stack)
-    self.blueprint = Blueprint(own.network, shape, actions, axis_name=axis)
+    self.blueprint = Blueprint(own.network, shape, actions, axis_name=axis, network=self.network)
     self._search = make_search(
       own.search,
       num_actions=actions,

@@ -15,11 +15,11 @@ from speedyzero_jax.types import Params
 class Blueprint:
   """A network's structure without values; makes variables and binds them inside jit.
 
-  Arguments are those of `Network`, without `rngs`.
+  Arguments are those of `network`, a subclass of `Network`, without `rngs`.
   """
 
-  def __init__(self, *arguments: Any, **options: Any):
-    self._make = partial(Network, *arguments, **options)
+  def __init__(self, *arguments: Any, network: type[Network] = Network, **options: Any):
+    self._make = partial(network, *arguments, **options)
     config, (height, width, _), *_ = arguments
     self._dtype, d = jnp.dtype(config.dtype), config.downsample
     self._state_shape = height // d, width // d, config.channels
