@@ -19,6 +19,7 @@ from speedyzero_jax.replay.trajectory_queue import TrajectoryQueue
 LOSS_POLICY = "losses/policy"
 LOSS_VALUE = "losses/value"  # half the squared error
 ENTROPY = "losses/policy_entropy"  # nats
+RECONSTRUCTION = "losses/reconstruction"  # half the squared error, summed over pixels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,12 @@ class TrajectoryConfig:
   )
   entropy_coefficient: float = opt(
     0.01, "weight of the policy's entropy (IMPALA on Atari, PPO: 0.01)", "[0, 1e6]"
+  )
+  reconstruction_coefficient: float = opt(
+    0.0,
+    "weight of half the squared error of observations decoded from the torso's features, summed "
+    "over pixels; 0: no decoder (Luo et al., RLDM 2019, use one)",
+    "[0, 1e6]",
   )
   reward_scale: float = opt(
     1.0, "multiplies rewards; returns near 1 suit the other coefficients", "(0, 1e6]"

@@ -27,6 +27,7 @@ from speedyzero_jax.agents.actor_critic import (
   ENTROPY,
   LOSS_POLICY,
   LOSS_VALUE,
+  RECONSTRUCTION,
   PolicyTerms,
   TrajectoryConfig,
   mean_count,
@@ -45,7 +46,7 @@ from speedyzero_jax.agents.torso_agent import TorsoAgent
 from speedyzero_jax.config.fields import opt
 from speedyzero_jax.config.schema import AgentConfig, Config
 from speedyzero_jax.ops.recurrent import CoreConfig, CoreNetwork
-from speedyzero_jax.ops.torsos import torso_problems
+from speedyzero_jax.ops.torsos import Decoder, observe, stacked, torso_problems
 from speedyzero_jax.ops.vtrace import vtrace
 from speedyzero_jax.replay.replay import Replay, Selection
 from speedyzero_jax.replay.schema import Column
@@ -94,13 +95,23 @@ AGENT_CONFIG = ImpalaConfig
 
 
 class ActorCritic(CoreNetwork):
-  """Observations [B, T, H, W, C] -> (logits [B, T, A], values [B, T]), recurrent state.
+  """Observations [B, T, H, W, C] -> (logits [B, T, A], values [B, T], decoded), recurrent state.
 
-  `first` and `state` are those of `CoreNetwork.features`.
+  `first` and `state` are those of `CoreNetwork.features`; `decoded` are observations made from the
+  torso's features, or () without a decoder.
   """
 
-  def __init__(self, config: CoreConfig, shape: tuple[int, int, int], actions: int, rngs: nnx.Rngs):
+  def __init__(
+    self,
+    config: CoreConfig,
+    shape: tuple[int, int, int],
+    actions: int,
+    rngs: nnx.Rngs,
+    *,
+    decodes: bool = False,
+  ):
     super().__init__(config, shape, rngs)
+    self.decoder = Decoder(config, shape, rngs) if decodes else None
     # All actions are alike at first.
     zeros = nnx.initializers.zeros
     self.policy = nnx.Linear(self.width, actions, kernel_init=zeros, rngs=rngs)
@@ -108,9 +119,11 @@ class ActorCritic(CoreNetwork):
 
   def __call__(
     self, x: jax.Array, first: Any = None, state: Any = ()
-  ) -> tuple[tuple[jax.Array, jax.Array], Any]:
-    features, state = self.features(x, first, state)
-    return (self.policy(features), self.value(features)[..., 0]), state
+  ) -> tuple[tuple[jax.Array, jax.Array, Any], Any]:
+    seen = self.seen(x)
+    features, state = self.remember(seen, first, state)
+    decoded = () if self.decoder is None else self.decoder(seen).reshape(x.shape)
+    return (self.policy(features), self.value(features)[..., 0], decoded), state
 
 
 class Impala(TorsoAgent):
@@ -129,7 +142,8 @@ class Impala(TorsoAgent):
   ):
     # In slots played at random the logits are 0: a uniform policy.
     columns = (Column("logits", "float32", (actions,)), *columns)
-    super().__init__(config, frame_shape, frame_dtype, actions, self.network, columns)
+    network = partial(self.network, decodes=config.agent.loss.reconstruction_coefficient > 0)
+    super().__init__(config, frame_shape, frame_dtype, actions, network, columns)
     self._loss, length = config.agent.loss, config.agent.loss.unroll_length
     self.window = Window(after=length, within_episode=False)
     self.lookahead = 2 * length  # the least that a queue works with
@@ -140,7 +154,7 @@ class Impala(TorsoAgent):
   def act(
     self, variables: Variables, inputs: ActInputs, key: jax.Array, progress: Any, *, explore: bool
   ) -> ActOutput:
-    (logits, value), columns, core = self._now(variables, inputs)
+    (logits, value, _), columns, core = self._now(variables, inputs)
     action = jax.random.categorical(key, logits) if explore else jnp.argmax(logits, axis=-1)
     known = {"logits": logits, "value": value, **columns}
     columns = {column.name: known[column.name] for column in self.schema.extra}
@@ -150,7 +164,7 @@ class Impala(TorsoAgent):
     self, params: Params, batch_stats: Params, target: Params, batch: Arrays, keys: jax.Array
   ) -> tuple[jax.Array, LossOutput]:
     config, acted = self._loss, batch["acted_mask"]
-    logits, values = self._unrolled(params, batch)
+    logits, values, decoded = self._unrolled(params, batch)
     terms = policy_terms(logits[:, :-1], batch)
     count = mean_count(acted)
 
@@ -160,10 +174,15 @@ class Impala(TorsoAgent):
     gain, error, measured = self._objective(batch, values, terms, mean)
     policy, error, entropy = mean(-gain), mean(0.5 * error), mean(terms.entropy)
     loss = policy + config.value_coefficient * error - config.entropy_coefficient * entropy
-    if config.reduction == "sum":
-      loss *= count * jax.lax.axis_size(AXIS)
     metrics = {LOSS_POLICY: policy, LOSS_VALUE: error, ENTROPY: entropy}
     metrics |= {name: mean(x) for name, x in measured.items()}
+    if config.reconstruction_coefficient:
+      seen = observe(stacked(batch["frames"], batch["stack"]))
+      wrong = mean(0.5 * jnp.sum((decoded - seen)[:, :-1] ** 2, axis=(-3, -2, -1)))
+      loss += config.reconstruction_coefficient * wrong
+      metrics[RECONSTRUCTION] = wrong
+    if config.reduction == "sum":
+      loss *= count * jax.lax.axis_size(AXIS)
     return loss, LossOutput(batch_stats, metrics, jnp.zeros(len(acted)))
 
   def _objective(

@@ -94,10 +94,17 @@ class OptimConfig:
   )
   clip_norm: float = opt(5.0, "global norm gradients are clipped to; 0: never (EZ: 5)", "[0, 1e9]")
   warmup_steps: int = opt(1000, "learner steps of linear warm-up from 0 (EZ: 1,000)", "[0, 1e9]")
-  decay_steps: int = opt(
-    100_000, "learner steps between decays, after the warm-up; 0: no decay (EZ: 100k)", "[0, 1e9]"
+  decay: Literal["staircase", "linear"] = opt(
+    "staircase", "after the warm-up: by a factor every decay_steps (EZ), or linearly to 0 (PPO)"
   )
-  decay_rate: float = opt(0.1, "factor of the rate every decay_steps (EZ: 0.1)", "(0, 1]")
+  decay_steps: int = opt(
+    100_000,
+    "learner steps between decays, or in which a linear one ends; 0: no decay (EZ: 100k)",
+    "[0, 1e9]",
+  )
+  decay_rate: float = opt(
+    0.1, "staircase: factor of the rate every decay_steps (EZ: 0.1)", "(0, 1]"
+  )
 
 
 @dataclasses.dataclass(frozen=True)

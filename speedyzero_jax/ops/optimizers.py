@@ -151,11 +151,12 @@ def _decay_kernels(layout: Layout, decay: float) -> optax.GradientTransformation
 
 
 def learning_rate_schedule(config: OptimConfig) -> optax.Schedule:
-  """The learning rate: a linear warm-up from 0, then a staircase decay.
+  """The learning rate: a linear warm-up from 0, then a decay.
 
-  At step t it is `learning_rate * t / warmup_steps` up to step `warmup_steps` and
-  `learning_rate * decay_rate ** ((t - warmup_steps) // decay_steps)` from it on. With a warm-up the
-  first step has rate 0; `decay_steps=0` means no decay.
+  At step t it is `learning_rate * t / warmup_steps` up to step `warmup_steps`. From it on the
+  staircase is `learning_rate * decay_rate ** ((t - warmup_steps) // decay_steps)`, the linear decay
+  `learning_rate * max(1 - (t - warmup_steps) / decay_steps, 0)`. With a warm-up the first step has
+  rate 0; `decay_steps=0` means no decay.
 
   Source: EfficientZero (Ye et al. 2021), released code.
   """
@@ -166,7 +167,9 @@ def learning_rate_schedule(config: OptimConfig) -> optax.Schedule:
       rate *= jnp.minimum(1.0, jnp.asarray(count) / config.warmup_steps)
     if config.decay_steps:
       since = jnp.maximum(jnp.asarray(count) - config.warmup_steps, 0)
-      rate *= config.decay_rate ** (since // config.decay_steps)
+      linear = jnp.maximum(1 - since / config.decay_steps, 0)
+      staircase = config.decay_rate ** (since // config.decay_steps)
+      rate *= linear if config.decay == "linear" else staircase
     return rate
 
   return schedule

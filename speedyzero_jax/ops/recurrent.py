@@ -75,6 +75,12 @@ class CoreNetwork(nnx.Module):
       first: [B, T] bool, an episode starts in the slot; not used without a core.
       state: before the first slot; not used without a core.
     """
-    size, slots = x.shape[:2]
-    features = self.torso(x.reshape(size * slots, *x.shape[2:])).reshape(size, slots, -1)
-    return (features, state) if self.core is None else self.core(features, first, state)
+    return self.remember(self.seen(x), first, state)
+
+  def seen(self, x: jax.Array) -> jax.Array:
+    """The torso's features [B, T, D] of observations."""
+    return self.torso(x.reshape(-1, *x.shape[2:])).reshape(*x.shape[:2], -1)
+
+  def remember(self, seen: jax.Array, first: Any, state: Any) -> tuple[jax.Array, Any]:
+    """`features`, from the torso's."""
+    return (seen, state) if self.core is None else self.core(seen, first, state)

@@ -5,6 +5,7 @@ A vector of D numbers is an image of one pixel, [1, 1, D].
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
@@ -113,6 +114,31 @@ class ResNet(nnx.Module):
       for block in self.blocks[2 * i : 2 * i + 2]:
         x = block(x)
     return nnx.relu(self.linear(nnx.relu(x).reshape(len(x), -1)))
+
+
+class Decoder(nnx.Module):
+  """Features [..., D] -> observations [B, H, W, C], B of all leading dimensions: a linear layer and
+  three transposed convolutions; for vectors, two linear layers."""
+
+  def __init__(self, config: TorsoConfig, shape: tuple[int, int, int], rngs: nnx.Rngs):
+    height, width, outputs = self._shape = shape
+    first = 2 * config.channels
+    self._start = (1, 1, config.hidden) if height == 1 else (-(-height // 8), -(-width // 8), first)
+    self.linear = _linear(config.hidden, math.prod(self._start), rngs)
+    channels = first, first, config.channels, outputs
+    self.layers = nnx.List(
+      [_linear(config.hidden, outputs, rngs)] if height == 1 else
+      [
+        nnx.ConvTranspose(i, o, (4, 4), (2, 2), kernel_init=_INIT, rngs=rngs)
+        for i, o in itertools.pairwise(channels)
+      ]
+    )  # fmt: skip
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    x = self.linear(x).reshape(-1, *self._start)
+    for layer in self.layers:
+      x = layer(nnx.relu(x))
+    return x[:, : self._shape[0], : self._shape[1]]
 
 
 def _linear(inputs: int, outputs: int, rngs: nnx.Rngs) -> nnx.Linear:

@@ -27,7 +27,7 @@ from trained import KEY, experiment, largest
 from whole_runs import rows_of
 
 _T, _STACK, _DISCOUNT, _LAMBDA, _BATCH, _ACTIONS = 7, 2, 0.9, 0.8, 8, 3
-_RHO, _C, _RHO_PG, _CLIP, _VALUE, _ENTROPY = 1.3, 0.9, 1.1, 0.3, 0.6, 0.2
+_RHO, _C, _RHO_PG, _CLIP, _VALUE, _ENTROPY, _DECODED = 1.3, 0.9, 1.1, 0.3, 0.6, 0.2, 0.4
 _TINY = (
   "env.game=CartPole", f"env.frame_stack={_STACK}", f"env.discount={_DISCOUNT}", "actor.lanes=2",
   "network.hidden=4", "network.layers=1", f"loss.unroll_length={_T}", "network.lstm_hidden=3",
@@ -44,7 +44,12 @@ _PPO = (
 )  # fmt: skip
 _VARIANTS = {
   "impala": _IMPALA,
-  "sum, lstm": (*_IMPALA, "loss.reduction=sum", "network.core=lstm"),
+  "sum, lstm": (
+    *_IMPALA,
+    "loss.reduction=sum",
+    "network.core=lstm",
+    f"loss.reconstruction_coefficient={_DECODED}",
+  ),
   "ppo": _PPO,
   "clipped value": (*_PPO, "loss.clip_value=true", "loss.normalise_advantages=false"),
   "appo": (*_PPO, "loss.advantages=vtrace", "loss.synchronous=false"),
@@ -107,16 +112,20 @@ def _batch(variant):
 
 
 def _network(params, x, first, state):
-  """Logits and values of consecutive slots, in float64."""
+  """Logits and values of consecutive slots, and decoded observations, in float64."""
   p = jax.tree.map(np.float64, params)
 
   def linear(layer, x):
     return x @ layer["kernel"] + layer["bias"]
 
   features = np.maximum(linear(p["torso"]["layers"][0], x), 0)
+  decoded = x
+  if "decoder" in p:
+    hidden = np.maximum(linear(p["decoder"]["linear"], features), 0)
+    decoded = linear(p["decoder"]["layers"][0], hidden)
   if "core" in p:
     features, _ = trained.lstm(p["core"], features, first, state)
-  return linear(p["policy"], features), linear(p["value"], features)[..., 0]
+  return linear(p["policy"], features), linear(p["value"], features)[..., 0], decoded
 
 
 def _log_softmax(x):
@@ -162,7 +171,7 @@ def _reference(variant):
     x = x, segment.first[slots], segment.extra["core"][slots[0]] if "lstm" in variant else None
     chosen = np.arange(_T), np.maximum(segment.action[slots[:-1]], 0)
     log_mu = _log_softmax(np.float64(segment.extra["logits"][slots[:-1]]))[chosen]
-    logits, value = _network(_params(variant), *x)
+    logits, value, _ = _network(_params(variant), *x)
     ratio = np.exp(_log_softmax(logits[:-1])[chosen] - log_mu)
     old = np.float64(segment.extra["value"][slots]) if not is_impala else value
     if is_impala or variant == "appo":
@@ -178,7 +187,7 @@ def _reference(variant):
   def loss(params):
     terms = []
     for x, acted, chosen, log_mu, old, target, advantage in parts:
-      logits, value = (y[:-1] for y in _network(params, *x))
+      logits, value, decoded = (y[:-1] for y in _network(params, *x))
       log_pi = _log_softmax(logits)
       ratio, a = np.exp(log_pi[chosen] - log_mu), (advantage - shift) / scale
       gain = np.minimum(ratio * a, ratio.clip(1 - _CLIP, 1 + _CLIP) * a)
@@ -187,7 +196,8 @@ def _reference(variant):
       if variant == "clipped value":
         error = np.maximum(error, (target - old - (value - old).clip(-_CLIP, _CLIP)) ** 2)
       entropy = -(np.exp(log_pi) * log_pi).sum(-1)
-      terms.append((-gain + _VALUE / 2 * error - _ENTROPY * entropy)[acted])
+      wrong = ((decoded - x[0][:-1]) ** 2).sum(-1)  # 0 without a decoder
+      terms.append((-gain + _VALUE / 2 * error - _ENTROPY * entropy + _DECODED / 2 * wrong)[acted])
     terms = np.concatenate(terms)
     return terms.sum() if "sum" in variant else terms.mean()
 

@@ -232,6 +232,12 @@ def test_schedule_values():
   schedule = jax.jit(optimizers.learning_rate_schedule(config))
   rates = {0: 0, 1: 0.05, 4: 0.2, 13: 0.2, 14: 0.02, 23: 0.02, 24: 0.002}
   _allclose({step: schedule(step) for step in rates}, rates)
+  config = OptimConfig(learning_rate=0.2, warmup_steps=4, decay="linear", decay_steps=10)
+  schedule = jax.jit(optimizers.learning_rate_schedule(config))
+  theirs = optax.join_schedules(
+    [optax.linear_schedule(0, 0.2, 4), optax.linear_schedule(0.2, 0, 10)], [4]
+  )
+  _allclose([schedule(step) for step in range(20)], [theirs(step) for step in range(20)])
 
 
 # --- layers that start at zero, such as the last layers of heads

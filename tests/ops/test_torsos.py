@@ -1,6 +1,7 @@
 """Shapes of torsos, their convolutions against float64 arithmetic, and observations."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -35,6 +36,24 @@ def test_features_and_parameters(torso, shape, parameters):
   features = jax.eval_shape(network.apply, params, np.zeros((3, *shape), np.float32))
   assert features.shape == (3, 8) and features.dtype == np.float32
   assert sum(x.size for x in jax.tree.leaves(params)) == parameters
+
+
+@pytest.mark.parametrize("shape", [(42, 45, 3), (1, 1, 5)])
+def test_a_decoder_learns_to_give_back_what_the_torso_sees(shape):
+  config = TorsoConfig(hidden=16, channels=4)
+  network = torsos.pure(lambda rngs: torsos.Decoder(config, shape, rngs))
+  params, rng = network.init(jax.random.key(0)), np.random.default_rng(0)
+  features, x = rng.random((2, 3, 16), np.float32), rng.random((6, *shape), np.float32)
+
+  def error(params):
+    return jnp.mean((network.apply(params, features) - x) ** 2)
+
+  step = jax.jit(lambda params: jax.tree.map(lambda p, g: p - g, params, jax.grad(error)(params)))
+  before = error(params)
+  for _ in range(20):
+    params = step(params)
+  assert network.apply(params, features).shape == x.shape
+  assert error(params) < 0.7 * before
 
 
 def test_nature_is_three_strided_convolutions_and_a_linear_layer():
