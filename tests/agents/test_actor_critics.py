@@ -280,7 +280,7 @@ def test_actions_follow_the_stored_logits():
   explored, greedy = (
     jax.device_get(act(Variables(params, ()), inputs, KEY, 0.0, explore=e)) for e in (True, False)
   )
-  logits, _ = _network(params, stack.reshape(1, -1), None, None)
+  logits, *_ = _network(params, stack.reshape(1, -1), None, None)
   for out in (explored, greedy):
     np.testing.assert_allclose(out.columns["logits"], logits.repeat(lanes, 0), rtol=1e-4)
   frequency = np.bincount(explored.action, minlength=_ACTIONS) / lanes
