@@ -4,15 +4,14 @@ Members are run folders in DIR, trained in rounds. After each, the worst copy th
 and replay included, with changed settings. DIR has also events.jsonl, with every decision, and at
 the end population.json. The same command continues an interrupted population.
 
-Exit codes: 0 done; 1 no member finished the last round; 2 wrong use; 130 or 143 stopped by Ctrl-C
-or SIGTERM, after saving.
+Exit codes: 0 done; 1 no member finished the last round; 2 wrong use; 129, 130 or 143 stopped by a
+closed terminal, Ctrl-C or SIGTERM, after saving.
 """
 
 import argparse
 import contextlib
 import json
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from speedyzero_jax.population.trainer import RunTrainer
 from speedyzero_jax.run import run_dir
 from speedyzero_jax.run.processes import Interrupted, RunProcesses
 from speedyzero_jax.run.run_dir import RunFolderError
+from speedyzero_jax.run.signals import handling
 
 FAILED, WRONG_USE = 1, 2
 
@@ -73,19 +73,12 @@ def _run(population: populations.Population, folder: Path, processes: RunProcess
 
   trainer = RunTrainer(population, folder.resolve(), processes, report)
   log = controller.EventLog(folder / "events.jsonl")
-  received: list[int] = []
-
-  def stop(number: int, _frame: object) -> None:
-    received.append(number)
-    processes.stop()
-
-  for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, stop)
   try:
-    result = controller.run(population, trainer, log, report)
+    with handling(processes.stop):
+      result = controller.run(population, trainer, log, report)
   except Interrupted:
     print("stopped; the same command continues")
-    return 128 + received[0]
+    return processes.exit_code
   finally:
     log.close()
   (folder / "population.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -8,8 +8,8 @@ A study varies settings, games and seeds (speedyzero_jax/study/study.py). Its ru
 DIR, with a log beside each. The same command trains what is not finished, from its last
 checkpoint. At the end DIR/report.html compares the runs.
 
-Exit codes: 0 done; 1 a run failed; 2 wrong use; 130 or 143 stopped by Ctrl-C or SIGTERM, after
-saving.
+Exit codes: 0 done; 1 a run failed, or the comparison can't be written; 2 wrong use; 129, 130 or 143
+stopped by a closed terminal, Ctrl-C or SIGTERM, after saving.
 """
 
 import argparse
@@ -19,7 +19,6 @@ import dataclasses
 import json
 import re
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -37,6 +36,7 @@ from speedyzero_jax.report.groups import group_runs, summary
 from speedyzero_jax.report.runs import read_runs
 from speedyzero_jax.run.processes import Interrupted, RunProcesses, log_of
 from speedyzero_jax.run.run_dir import RunFolderError
+from speedyzero_jax.run.signals import handling
 from speedyzero_jax.study import study as studies
 from speedyzero_jax.study import table
 from speedyzero_jax.study.study import Study, StudyRun
@@ -52,61 +52,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     processes = RunProcesses(devices.places(arguments.together))
     runs = studies.runs_of(_study(arguments), arguments.dir)
     part, parts = _part(arguments.part)
-    arguments.dir.mkdir(parents=True, exist_ok=True)
+    if parts > 1 and arguments.out:
+      raise ConfigError("--out: a part of a study is not compared; leave it out")
+    for folder in (arguments.dir, *([arguments.out.parent] if arguments.out else [])):
+      folder.mkdir(parents=True, exist_ok=True)
   except (ConfigError, RunFolderError) as error:
     print(f"error: {error}", file=sys.stderr)
     return WRONG_USE
   except OSError as error:
-    print(f"error: can't use {arguments.dir}: {error.strerror}", file=sys.stderr)
+    print(f"error: can't use {error.filename}: {error.strerror}", file=sys.stderr)
     return WRONG_USE
-  received: list[int] = []
-
-  def stop(number: int, _frame: object) -> None:
-    received.append(number)
-    processes.stop()
-
-  for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, stop)
-  failed = _train(runs, runs[part::parts], processes)
-  if received:
-    print("stopped; the same command continues")
-    return 128 + received[0]
-  if parts == 1:
-    _report(runs, arguments.dir, arguments.out)
-  return FAILED if failed else 0
+  with handling(processes.stop):
+    failed = _train(runs, runs[part::parts], processes)
+  if processes.received is not None:
+    _say("stopped; the same command continues")
+    return processes.exit_code
+  reported = parts > 1 or _report(runs, arguments.dir, arguments.out)
+  return 0 if reported and not failed else FAILED
 
 
 def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
     prog="launch/suite.py", description="Trains the runs of a study and compares them."
   )
-  parser.add_argument("study", nargs="?", type=Path, help="YAML, see configs/studies/")
-  parser.add_argument("settings", nargs="*", metavar="key=value", help="of all runs")
-  parser.add_argument("--config", nargs="+", metavar="PRESET", help="instead of a study's presets")
-  parser.add_argument("--games", nargs="+", metavar="GAME", help="all: the 26 games of Atari-100k")
-  parser.add_argument("--seeds", type=int, metavar="N", help="run.seed=0 to N-1 (default: 3)")
-  parser.add_argument("--out", type=Path, metavar="FILE", help="JSON of the comparison")
-  parser.add_argument("--dir", type=Path, required=True, help="folder of the runs")
-  parser.add_argument(
-    "--together", type=int, metavar="N", help="runs at once (default: one per GPU, or 1)"
-  )
-  parser.add_argument(
-    "--part", metavar="I/N", default="0/1", help="only runs I, I+N, I+2N, ..., for a job array"
-  )
+  add = parser.add_argument
+  described = "YAML, see configs/studies/; and settings of all runs"
+  add("study", nargs="*", metavar="STUDY | key=value", help=described)
+  presets, games = "instead of a study's presets", "all: the 26 games of Atari-100k"
+  add("--config", nargs="+", metavar="PRESET", default=[], help=presets)
+  add("--games", nargs="+", metavar="GAME", default=[], help=games)
+  add("--seeds", type=int, metavar="N", help="run.seed=0 to N-1 (default: 3)")
+  add("--out", type=Path, metavar="FILE", help="JSON of the comparison")
+  add("--dir", type=Path, required=True, help="folder of the runs")
+  add("--together", type=int, metavar="N", help="runs at once (default: one per GPU, or 1)")
+  add("--part", metavar="I/N", default="0/1", help="only runs I, I+N, I+2N, ..., for a job array")
   return parser
 
 
 def _study(arguments: argparse.Namespace) -> Study:
-  # key=value may follow --config and --games, or stand in the study's place.
-  lists = [arguments.settings, arguments.config or [], arguments.games or []]
-  path = arguments.study
-  if path is not None and "=" in str(path):
-    lists, path = [[str(path)], *lists], None
+  # key=value may stand anywhere, also right after presets and games.
+  lists = (arguments.study, arguments.config, arguments.games)
   settings = tuple(text for texts in lists for text in texts if "=" in text)
-  config, games = (tuple(text for text in texts if "=" not in text) for texts in lists[-2:])
-  if path is None and not config:
-    raise ConfigError("a study or --config is needed")
-  study = Study(config=()) if path is None else studies.load(path)
+  paths, config, games = (tuple(text for text in texts if "=" not in text) for texts in lists)
+  if len(paths) > 1:
+    raise ConfigError(f"expected one study, got {', '.join(paths)}")
+  study = studies.load(Path(paths[0])) if paths else Study()
   return dataclasses.replace(
     study,
     config=config or study.config,
@@ -126,43 +116,63 @@ def _part(text: str) -> tuple[int, int]:
 def _train(runs: list[StudyRun], part: list[StudyRun], processes: RunProcesses) -> set[Path]:
   """Trains what is not finished; the folders of the runs that failed. Ends early after a signal."""
   failed: set[Path] = set()
-  console = Console()
-
-  def train(run: StudyRun) -> None:
-    with contextlib.suppress(Interrupted):
-      code = processes.train(run.path, run.arguments, run.processes)
-      if code:
-        failed.add(run.path)
-      ended = f"failed with exit code {code}: see {log_of(run.path)}" if code else "finished"
-      console.print(f"{time.strftime('%H:%M:%S')} {run.path.name} {ended}", highlight=False)
-
-  with contextlib.ExitStack() as stack:
-    pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(processes.count))
-    live = stack.enter_context(Live(console=console, auto_refresh=False, transient=True))
-    waiting = {pool.submit(train, run) for run in part if run.score() is None}
+  console = Console(markup=False, emoji=False)
+  with (
+    contextlib.suppress(OSError),  # of the table, on a closed terminal
+    concurrent.futures.ThreadPoolExecutor(processes.count) as pool,
+    Live(console=console, auto_refresh=False, transient=True) as live,
+  ):
+    waiting = {
+      pool.submit(processes.train, run.path, run.arguments, run.processes, run.finished): run
+      for run in part
+      if not run.finished()
+    }
     while waiting:
-      done, waiting = concurrent.futures.wait(waiting, _SECONDS)
-      for future in done:
-        future.result()
+      ended, _ = concurrent.futures.wait(waiting, _SECONDS, concurrent.futures.FIRST_COMPLETED)
+      for future in ended:
+        run = waiting.pop(future)
+        if _failed(run, future):
+          failed.add(run.path)
       if console.is_terminal:
-        live.update(table.draw(runs, processes.running, failed), refresh=True)
+        with contextlib.suppress(OSError):
+          live.update(table.draw(runs, processes.running, failed), refresh=True)
   return failed
 
 
-def _report(runs: list[StudyRun], folder: Path, out: Path | None) -> None:
-  """Prints the comparison and writes it as a page, and as JSON."""
+def _failed(run: StudyRun, future: concurrent.futures.Future[int]) -> bool:
+  """Whether a run failed. Prints how it ended, but for those that a signal ended."""
+  try:
+    code = future.result()
+    ended = f"failed with exit code {code}: see {log_of(run.path)}" if code else "finished"
+  except Interrupted:
+    return False
+  except OSError as error:
+    code, ended = FAILED, f"failed: {error}"
+  _say(f"{time.strftime('%H:%M:%S')} {run.path.name} {ended}")
+  return code != 0
+
+
+def _report(runs: list[StudyRun], folder: Path, out: Path | None) -> bool:
+  """Writes the comparison as a page, and as JSON, and prints it. False if it can't be written."""
   found = read_runs(run.path for run in runs)
   groups = group_runs(found)
-  terminal.show(found, groups, Console())
   try:
     (folder / "report.html").write_bytes(page.render(found))
     if out is not None:
       command = {"command": shlex.join(["python", *sys.argv])}
       out.write_text(json.dumps(command | summary(found, groups), indent=1) + "\n")
   except OSError as error:
-    print(f"can't write {error.filename}: {error.strerror}", file=sys.stderr)
-  else:
-    print(f"{folder / 'report.html'} has curves, scores, ages and times")
+    print(f"error: can't write the comparison: {error}", file=sys.stderr)
+    return False
+  with contextlib.suppress(OSError):  # a closed output
+    terminal.show(found, groups, Console())
+  _say(f"{folder / 'report.html'} has curves, scores, ages and times")
+  return True
+
+
+def _say(line: str) -> None:
+  with contextlib.suppress(OSError):  # a closed output
+    print(line, flush=True)
 
 
 if __name__ == "__main__":

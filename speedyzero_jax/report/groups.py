@@ -21,6 +21,7 @@ _NAMED = 2  # settings in a method's name
 class Group:
   """Runs that differ only in their seed, summarised over their scores."""
 
+  runs: list[str]  # paths
   game: str | None
   seeds: list[int | None]
   score: str  # one of SCORES
@@ -70,6 +71,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 def _group(members: Sequence[Run], score: str, scores: Sequence[float]) -> Group:
   human = [x for run in members if (x := run.human_normalised) is not None]
   return Group(
+    runs=[run.path for run in members],
     game=members[0].game,
     seeds=[run.seed for run in members],
     score=score,

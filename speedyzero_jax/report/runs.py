@@ -43,7 +43,7 @@ class Run:
     """The run for JSON: a curve of at most `_POINTS` points, the hardware of the last start."""
     kept = {k: v for k, v in vars(self).items() if k not in ("settings", "rows", "starts", "curve")}
     points = [[row.get(name) for name in CURVE] for row in self.rows if CURVE[-1] in row]
-    kept["curve"] = [*points[: -1 : max(len(points) // _POINTS, 1)], *points[-1:]]
+    kept["curve"] = [*points[: -1 : len(points) // (_POINTS - 1) + 1], *points[-1:]]
     return kept | {"start": self.starts[-1] if self.starts else None}
 
   def settings_but(self, *keys: str) -> str | None:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import statistics
 from collections.abc import Sequence
 
@@ -60,6 +61,7 @@ def _run_cells(run: Run) -> dict[str, str]:
 
 def _group_cells(group: Group) -> dict[str, str]:
   return {
+    "runs": f"{os.path.commonprefix(group.runs)}*",  # noqa: RUF071, by characters
     "game": group.game or "-",
     "seeds": ",".join(str(seed) for seed in group.seeds),
     "return of": "evaluation" if group.score == "evaluation_mean" else "training",
@@ -80,9 +82,13 @@ def _show_table(title: str, rows: Sequence[dict[str, str]], console: Console) ->
     title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, collapse_padding=True
   )
   for head in heads:
-    words = head in ("run", "game", "seeds", "curve")
+    paths = head in ("run", "runs")
+    words = paths or head in ("game", "seeds", "curve")
     table.add_column(
-      head, no_wrap=head != "run", overflow="fold", justify="left" if words else "right"
+      head,
+      no_wrap=not paths,
+      overflow="fold",
+      justify="left" if words else "right",
     )
   for row in rows:
     table.add_row(*(Text(row[head]) for head in heads))

@@ -159,13 +159,6 @@ def supervised(path: Path) -> IO:
   return _lock(path, "supervisor.lock")
 
 
-def wait_until_free(path: Path) -> None:
-  """Waits until no process uses a folder."""
-  for name in ("supervisor.lock", "run.lock"):
-    with (path / name).open("a") as file:
-      fcntl.flock(file, fcntl.LOCK_EX)
-
-
 def _lock(path: Path, name: str) -> IO:
   """A locked file in the folder; the kernel releases the lock however the process ends."""
   try:

@@ -24,7 +24,7 @@ class Signals(contextlib.ExitStack):
     self._when = 0.0
 
   def __enter__(self) -> "Signals":
-    self.enter_context(_handling(self._stop))
+    self.enter_context(handling(self._stop))
     return self
 
   def _stop(self, number: int, _frame: object) -> None:
@@ -38,7 +38,7 @@ class Signals(contextlib.ExitStack):
   @staticmethod
   def at_once() -> contextlib.AbstractContextManager[None]:
     """A context in which signals end the process at once, since there is nothing to save."""
-    return _handling(signal.SIG_DFL)
+    return handling(signal.SIG_DFL)
 
   def came(self) -> bool:
     return self.received is not None
@@ -51,7 +51,8 @@ class Signals(contextlib.ExitStack):
 
 
 @contextlib.contextmanager
-def _handling(handler: Any) -> Iterator[None]:
+def handling(handler: Any) -> Iterator[None]:
+  """A context in which a handler, as of `signal.signal`, receives the signals that stop a run."""
   ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
   stops = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP} - ignored
   before = {number: signal.signal(number, handler) for number in stops}

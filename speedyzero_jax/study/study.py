@@ -39,7 +39,7 @@ Texts = tuple[str, ...]
 class Study:
   """What is compared."""
 
-  config: Texts  # presets of all runs
+  config: Texts = ()  # presets of all runs
   settings: Texts = ()  # key=value, of all runs
   games: Texts = ()  # none: the presets'
   seeds: int = 3
@@ -76,6 +76,9 @@ class StudyRun(NamedTuple):
       return float(found["mean"]) if found["step"] >= self.config.learner.steps else None
     except (OSError, ValueError, KeyError, TypeError):
       return None
+
+  def finished(self) -> bool:
+    return self.score() is not None
 
 
 def load(path: Path) -> Study:
@@ -115,16 +118,17 @@ def runs_of(study: Study, folder: Path) -> list[StudyRun]:
     name = "-".join(value for value, _ in variant)
     texts = [text for _, texts in variant for text in texts]
     made.append((name, *_configured(study, name, texts, game)))
-  runs = []
+  runs: dict[Path, StudyRun] = {}
   for seed, (name, arguments, config) in itertools.product(range(study.seeds), made):
     own = f"run.seed={seed}"
     method = name or "+".join(Path(preset).stem for preset in study.config)
-    folder_name = run_dir.safe_name(f"{method}-{config.env.game}-s{seed}")
-    path = folder.resolve() / folder_name
+    path = folder / run_dir.safe_name(f"{method}-{config.env.game}-s{seed}")
+    if path in runs:
+      raise ConfigError(f"two runs would be called {path.name}: a game or a variant is there twice")
     config = loader.override(config, [own])
-    runs.append(StudyRun(name, config.env.game, seed, path, [*arguments, own], config))
-    _check(runs[-1])
-  return runs
+    runs[path] = StudyRun(name, config.env.game, seed, path, [*arguments, own], config)
+    _check(runs[path])
+  return list(runs.values())
 
 
 def _configured(
@@ -137,7 +141,13 @@ def _configured(
     raise ConfigError(f"settings: {', '.join(_OWN)} can't be set, every run has its own")
   settings += [] if game is None else [f"env.game={game}"]
   try:
+    if not presets:
+      raise ConfigError("config: at least one preset is needed, in a study or by --config")
     config = topology.settle(loader.load(presets, settings), None)  # as the launcher does
+    if config.run.pause_at or not config.evaluation.at_end:
+      raise ConfigError(
+        "run.pause_at and evaluation.at_end: runs of a study end with an evaluation"
+      )
     return ["--config", *presets, *settings], config
   except ConfigError as error:
     raise ConfigError(f"{name}: {error}" if name else str(error)) from None
@@ -147,7 +157,10 @@ def _check(run: StudyRun) -> None:
   """Raises RunFolderError if the run's folder holds a run of another configuration."""
   if not (run.path / "config.yaml").exists():
     return
-  stored, wanted = loader.flat(run_dir.read_config(run.path)), loader.flat(run.config)
+  stored, wanted = (
+    {"agent": config.agent.name} | loader.flat(config)
+    for config in (run_dir.read_config(run.path), run.config)
+  )
   keys = {key for key in stored.keys() | wanted.keys() if stored.get(key) != wanted.get(key)}
   keys.discard("run.dir")
   if keys:

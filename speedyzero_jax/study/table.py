@@ -25,7 +25,7 @@ def state(run: StudyRun, running: Collection[Path], failed: Collection[Path]) ->
   """The text of a run's cell; `|` after a share of the learner steps says that it is waiting."""
   if run.path in failed:
     return "failed"
-  if (score := run.score()) is not None and run.path not in running:
+  if run.path not in running and (score := run.score()) is not None:
     return format_number(score)
   share = f"{run.step() / run.config.learner.steps:.0%}"
   return share if run.path in running else f"{share} |" if run.path.exists() else "-"

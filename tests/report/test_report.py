@@ -64,6 +64,7 @@ def test_seeds_are_summarised_and_other_differences_are_not(tmp_path, capsys):
   assert len(runs) == 7
   pong, qbert = groups
   stderr = statistics.stdev(scores) / math.sqrt(4)  # 20.4
+  assert pong["runs"] == f"{tmp_path}/s*"
   assert (pong["game"], pong["seeds"], pong["return of"]) == ("Pong", "0,1,2,3", "evaluation")
   assert (pong["mean ± stderr"], pong["IQM"], pong["human"]) == (f"40 ± {stderr:.1f}", "25", "0.5")
   assert (qbert["return of"], qbert["mean ± stderr"], qbert["human"]) == ("training", "5 ± 1", "-")

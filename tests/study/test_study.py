@@ -83,6 +83,13 @@ def test_mistakes_in_a_description_name_the_file(tmp_path, text, message):
     (Study(("quickstart",), ("learner.stepz=1",)), "learner.steps"),
     (Study(("quickstart",), ("run.seed=1",)), "run.seed, run.dir, env.game can't be set"),
     (Study(("quickstart",), seeds=0), "seeds: must be at least 1"),
+    (Study(settings=("optim.name=sgd",)), "config: at least one preset is needed"),
+    (Study(("quickstart",), ("run.pause_at=3",)), "runs of a study end with an evaluation"),
+    (Study(("quickstart",), games=("Catch", "Catch")), "called quickstart-Catch-s0"),
+    (
+      Study(("quickstart",), vary={"a": {"x": (), "x-y": ()}, "b": {"y-z": (), "z": ()}}),
+      "called x-y-z-Catch-s0",
+    ),
     (Study(("quickstart",), vary={"a": {"bad": ("learner.steps=x",)}}), "bad: learner.steps"),
   ],
 )

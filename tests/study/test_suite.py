@@ -63,14 +63,15 @@ def test_an_interrupted_study_saves(tmp_path):
   process = start(*arguments, "--seeds", 2, script="suite.py")
   folder = tmp_path / "quickstart-Catch-s0"
   assert wait_until(lambda: newest(folder) > 0, process)
-  process.send_signal(signal.SIGINT)
+  process.send_signal(signal.SIGHUP)
   code, output = finish(process)
-  assert code == 128 + signal.SIGINT and "the same command continues" in output
+  assert code == 128 + signal.SIGHUP and "the same command continues" in output
   assert "stopped and saved" in (tmp_path / "quickstart-Catch-s0.log").read_text()
   assert not (tmp_path / "quickstart-Catch-s1").exists()
 
 
 def test_wrong_use_starts_nothing(tmp_path):
-  for wrong in (["--part", "3/3", "--config", "quickstart"], ["--config", "none"], []):
+  preset = ["--config", "quickstart"]
+  for wrong in (["--part", "3/3", *preset], ["--config", "none"], [], [*preset, "a", "b"]):
     code, output = finish(start(*wrong, "--dir", tmp_path / "x", script="suite.py"))
     assert code == 2 and output.startswith("error: ") and not (tmp_path / "x").exists()

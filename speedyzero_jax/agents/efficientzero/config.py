@@ -78,8 +78,8 @@ class SearchConfig:
   c_scale: float = opt(0.1, "Gumbel: scale of the value transformation (EZ-V2: 0.1)", "[0, 1e6]")
   uniform_fraction: float = opt(
     0.0,
-    "Gumbel: share of the uniform policy in the root's prior, except in evaluation; keeps actions "
-    "of equal value from being given up (ours; EZ-V2: 0)",
+    "Gumbel: share of the uniform policy in the root's prior where there is noise (acting, and "
+    "reanalyse.explore); keeps actions of equal value from being given up (ours; EZ-V2: 0)",
     "[0, 1]",
   )
   c1: float = opt(1.25, "PUCT: exploration constant c1 (EZ: 1.25)", "[0, 1e6]")
@@ -109,7 +109,9 @@ class ReanalyseConfig:
   ratio: float = opt(
     1.0, "batch: share of the samples searched again; others keep their policy (EZ: 0.99)", "[0, 1]"
   )
-  explore: bool = opt(True, "search with noise at the root, as the actor does (EZ: yes)")
+  explore: bool = opt(
+    True, "search with noise and search.uniform_fraction at the root, as the actor does (EZ: yes)"
+  )
   weights_interval: int = opt(
     25,
     "learner steps between updates of the reanalyser's (target) network (SZ: 25, EZ: 200)",

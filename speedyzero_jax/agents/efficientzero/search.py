@@ -84,10 +84,11 @@ def make_search(
 
   Returns:
     A pure function (params, root, key, *, explore, temperature=1.0) -> SearchResult. With `explore`
-    there is Gumbel or Dirichlet noise at the root and PUCT samples the action in proportion to
-    visits^(1 / temperature). Without, the result does not depend on the key, and the action is the
-    best one: Gumbel's highest score among the most visited, or PUCT's most visited. The temperature
-    affects neither policy nor values, nor Gumbel search at all.
+    there is Gumbel or Dirichlet noise at the root, Gumbel search mixes the uniform policy into the
+    prior, and PUCT samples the action in proportion to visits^(1 / temperature). Without, the
+    result does not depend on the key, and the action is the best one: Gumbel's highest score among
+    the most visited, or PUCT's most visited. The temperature affects neither policy nor values, nor
+    Gumbel search at all.
   """
   run = (_gumbel_policy if config.algorithm == "gumbel" else _puct_policy)(
     config, discount, num_actions

@@ -1,0 +1,47 @@
+"""Runs as processes, with a launcher that only prints its cores."""
+
+import fcntl
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from speedyzero_jax.run import processes
+from speedyzero_jax.run.processes import Interrupted, Place, RunProcesses
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+  launcher = tmp_path / "launcher.py"
+  launcher.write_text("import os; print(*os.sched_getaffinity(0))")
+  monkeypatch.setattr(processes, "_LAUNCHER", launcher)
+  return RunProcesses([Place({}, [max(os.sched_getaffinity(0))])])
+
+
+def test_a_run_of_another_process_is_waited_for_and_may_have_finished(tmp_path, made):
+  run = tmp_path / "run.5"  # a name with a dot
+  log, done = processes.log_of(run), tmp_path / "finished"
+  with ThreadPoolExecutor(1) as pool, log.open("a") as other:
+    for finished, expected in ((False, f"{max(os.sched_getaffinity(0))}\n"), (True, "")):
+      log.write_text("")
+      fcntl.flock(other, fcntl.LOCK_EX)
+      future = pool.submit(made.train, run, [], finished=done.exists)
+      time.sleep(0.2)
+      assert not future.done()
+      if finished:
+        done.touch()
+      fcntl.flock(other, fcntl.LOCK_UN)
+      assert future.result(60) == 0 and log.read_text() == expected
+
+
+def test_a_signal_ends_the_wait(tmp_path, made):
+  run = tmp_path / "run"
+  with ThreadPoolExecutor(1) as pool, processes.log_of(run).open("a") as other:
+    fcntl.flock(other, fcntl.LOCK_EX)
+    future = pool.submit(made.train, run, [])
+    made.stop(signal.SIGTERM, None)
+    with pytest.raises(Interrupted):
+      future.result(60)
+  assert made.exit_code == 143 and processes.log_of(run).read_text() == ""
