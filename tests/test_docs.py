@@ -186,7 +186,9 @@ def test_settings_metrics_and_files_exist(page):
     section, _, last = name.partition(".")
     if section in sections and re.fullmatch(r"(?!json|yaml)[a-z_]+|\w*\*", last):
       found = any(re.fullmatch(name.replace("*", r"\w*"), key) for key in KEYS)
-    elif re.fullmatch(r"[\w./-]+\.(py|sh|md|sbatch|svg|lock)", span):
+    elif re.fullmatch(
+      r"(configs|tests|launch)/[\w./-]+|[\w./-]+\.(py|sh|md|sbatch|svg|lock)", span
+    ):
       folders = [ROOT, ROOT / "speedyzero_jax", ROOT / "benchmarks"]
       found = span in written or "NAME" in span or any((f / span).exists() for f in folders)
     elif re.fullmatch(r"(charts|losses|replay|stats|queue|learner|present|time)/[a-z_]+", span):
