@@ -96,13 +96,12 @@ def rescore(
   assert isinstance(sampler, PrioritizedSampler)
   present, _ = replay.present(lane, time)
   times = time[present][:, None] - np.arange(reach + 1)
-  lanes = np.broadcast_to(lane[present].astype(np.int64)[:, None], times.shape)
+  lanes = np.broadcast_to(lane[present][:, None], times.shape)
   stored = times >= store.tail[lanes]
-  flat = np.unique(lanes[stored] * store.capacity + store.cell(times[stored]))
-  at, cell = np.divmod(flat, store.capacity)
-  when = store.time_of(at, cell)
+  at, when = lanes[stored], times[stored]
   held = sampler.holds(at, when)
-  at, when = at[held], when[held]
+  at, cell = np.divmod(np.unique(store.flat(at[held], when[held])), store.capacity)
+  when = store.time_of(at, cell)
   error, step = errors(at, when)
   known = ~np.isnan(error)
   sampler.score(at[known], when[known], error[known], step[known])
