@@ -1,6 +1,7 @@
 """The examples of docs/: what pages tell readers to write works as they say."""
 
 import importlib
+import re
 
 import jax
 import numpy as np
@@ -27,6 +28,8 @@ def written(tmp_path, monkeypatch):
 
 
 def test_every_block_of_code_is_an_example():
+  fences = {kind for page in PAGES for kind in re.findall(r"^```(\S+)", page.read_text(), re.M)}
+  assert fences <= {"python", "yaml", "text", "{toctree}"}  # commands are indented, and tested so
   known = {text.strip() for text in pages.examples().values()}
   blocks = [b for page in PAGES for kind in ("python", "yaml") for b in pages.blocks(page, kind)]
   assert {block.strip() for block in blocks} == known
