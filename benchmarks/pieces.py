@@ -8,6 +8,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 from common import ROOT
@@ -23,7 +24,6 @@ from speedyzero_jax.agents.base import Agent, Task, Work
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.schema import Config, ReplayConfig
 from speedyzero_jax.envs.batched_env import VECTOR_GAMES, make_env
-from speedyzero_jax.metrics.aggregation import PartTimes
 from speedyzero_jax.replay.replay import Replay, Selection
 from speedyzero_jax.run import builders
 from speedyzero_jax.run.batch_pipeline import PreparedBatch, draw
@@ -165,7 +165,7 @@ def batch_drawing(
       for work in works:
         run_task(agent.tasks[work.task], model.inference, replay, model.weights, work, key)
 
-  return lambda: draw(agent, replay, config.learner.batch_size, 0, execute, PartTimes())
+  return lambda: draw(agent, replay, config.learner.batch_size, 0, execute, nullcontext)
 
 
 class Training:

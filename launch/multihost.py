@@ -15,7 +15,7 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a clone not installed
@@ -100,33 +100,25 @@ def separate_overrides(arguments: argparse.Namespace, argv: Sequence[str]) -> No
   arguments.config = [text for text in arguments.config if "=" not in text]
 
 
-def open_folder(
-  arguments: argparse.Namespace, num_processes: int | None, check: Callable[[Config], None]
-) -> RunDir:
-  """Creates or opens the run folder.
-
-  Args:
-    arguments: of the command line.
-    num_processes: number of processes; None to take it from the configuration.
-    check: raises ConfigError if the configuration is unusable on this machine.
+def configuration(arguments: argparse.Namespace, num_processes: int | None) -> Config:
+  """The run's configuration; None: with as many processes as it says.
 
   Raises:
     ConfigError: invalid settings.
-    RunFolderError: an unusable folder.
+    RunFolderError: no run to resume.
   """
-  if arguments.resume is None:
-    # Settled with the number of learners, among which the run is divided.
-    config = topology.settle(loader.load(arguments.config, arguments.overrides), num_processes)
-    check(config)
-    preset = "+".join(Path(name).stem for name in arguments.config)
-    return run_dir.create(config, f"{preset}-{config.env.game}-s{config.run.seed}")
-  folder = run_dir.open_existing(arguments.resume, arguments.overrides)
-  try:
-    check(folder.config)
-  except BaseException:
-    folder.close()
-    raise
-  return folder
+  if arguments.resume is not None:
+    return run_dir.resumed(arguments.resume, arguments.overrides)
+  # Settled with the number of learners, among which the run is divided.
+  return topology.settle(loader.load(arguments.config, arguments.overrides), num_processes)
+
+
+def open_folder(arguments: argparse.Namespace, config: Config) -> RunDir:
+  """Creates or opens the run folder. Raises RunFolderError if it can't be used."""
+  if arguments.resume is not None:
+    return run_dir.open_existing(arguments.resume, arguments.overrides)
+  preset = "+".join(Path(name).stem for name in arguments.config)
+  return run_dir.create(config, f"{preset}-{config.env.game}-s{config.run.seed}")
 
 
 def check_possible(config: Config) -> None:
@@ -168,45 +160,38 @@ def supervise(arguments: argparse.Namespace) -> int:
   from speedyzero_jax.cluster.supervisor import Supervisor
   from speedyzero_jax.metrics.progress import TERMINAL
 
-  count = devices.local_gpus()
-
-  def check(config: Config) -> None:  # processes inspect their devices themselves
-    devices.deal_devices(topology.resolve(config), count, config.learner.batch_size)
-
-  with open_folder(arguments, None, check) as folder:
-    path, batch_size = folder.path, folder.config.learner.batch_size
-    shape = topology.resolve(folder.config)
+  count, config = devices.local_gpus(), configuration(arguments, None)
+  shape = topology.resolve(config)
+  gpus = devices.deal_devices(shape, count, config.learner.batch_size)
+  with open_folder(arguments, config) as folder:  # which the processes then share
+    path = folder.path
   print(f"topology: {shape}", flush=True)
-  gpus = devices.deal_devices(shape, count, batch_size)
   if count:
     print(f"GPUs: {devices.dealt_text(shape, gpus, count)}", flush=True)
   changes = arguments.overrides if arguments.resume is not None else []
 
   terminal = os.dup(sys.stdout.fileno())
 
-  def make(_: bool) -> list[Child]:
-    children = []
-    for process_id in range(shape.num_processes):
-      role, dealt = shape.role(process_id), gpus[process_id]
-      command = [sys.executable, __file__, "--resume", str(path), "--coordinator", address]
-      command += ["--num-processes", str(shape.num_processes), "--process-id", str(process_id)]
-      command += changes
-      environment = {"JAX_COORDINATOR_BIND_ADDRESS": address}
-      if dealt is not None:
-        command += ["--devices", ",".join(map(str, dealt.ids))]
-        environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{dealt.memory:.2f}"
-      files = ()
-      if process_id == 0:  # logs its own output; this terminal shows the progress of all
-        environment[TERMINAL], files = str(terminal), (terminal,)
-      children.append(Child(str(role), command, environment, role.kind == "learner", files))
-    return children
+  def child(process_id: int) -> Child:
+    role, dealt = shape.role(process_id), gpus[process_id]
+    command = [sys.executable, __file__, "--resume", str(path), "--coordinator", address]
+    command += ["--num-processes", str(shape.num_processes), "--process-id", str(process_id)]
+    command += changes
+    environment, files = {"JAX_COORDINATOR_BIND_ADDRESS": address}, ()
+    if dealt is not None:
+      command += ["--devices", ",".join(map(str, dealt.ids))]
+      environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{dealt.memory:.2f}"
+    if process_id == 0:  # logs its own output; this terminal shows the progress of all
+      environment[TERMINAL], files = str(terminal), (terminal,)
+    return Child(str(role), command, environment, role.kind == "learner", files)
 
   with run_dir.supervised(path), socket.socket() as held:
     # Keeps the port between restarts: only sockets with SO_REUSEPORT, such as gRPC's, may share it.
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     held.bind(("127.0.0.1", 0))
     address = f"127.0.0.1:{held.getsockname()[1]}"
-    return Supervisor(make, path / "logs", lambda text: print(text, flush=True)).run()
+    children = [child(process_id) for process_id in range(shape.num_processes)]
+    return Supervisor(children, path / "logs", lambda text: print(text, flush=True)).run()
 
 
 def be_one(arguments: argparse.Namespace) -> int:
@@ -225,28 +210,29 @@ def be_one(arguments: argparse.Namespace) -> int:
     )
   except rendezvous.RendezvousError as error:
     raise ConfigError(str(error)) from error
-  resume = arguments.resume is not None
+  resume, count = arguments.resume is not None, place and place.num_processes
 
-  def alone(config: Config) -> None:
-    if topology.resolve(config).num_processes > 1:
+  def configure() -> Config:
+    return configuration(arguments, count)
+
+  def open_checked(config: Config) -> RunDir:
+    check_possible(config)
+    return open_folder(arguments, config)
+
+  if place is not None:
+    return worker.main(place, configure, open_checked, resume=resume, devices=arguments.devices)
+  if arguments.devices:
+    raise ConfigError("--devices is for one of several processes; set CUDA_VISIBLE_DEVICES instead")
+  with Signals() as signals:
+    config = configure()
+    shape = topology.resolve(config)
+    if shape.num_processes > 1:
       raise ConfigError(
         "topology: asks for several processes; start them with --processes, or on a cluster"
       )
-
-  def open_after(meet: Callable[[Config], None]) -> RunDir:
-    def check(config: Config) -> None:
-      meet(config)
-      check_possible(config)
-
-    return open_folder(arguments, place and place.num_processes, check)
-
-  if place is not None:
-    return worker.main(place, open_after, resume=resume, devices=arguments.devices)
-  if arguments.devices:
-    raise ConfigError("--devices is for one of several processes; set CUDA_VISIBLE_DEVICES instead")
-  with Signals() as signals, open_after(alone) as folder:
-    print(f"topology: {topology.resolve(folder.config)}", flush=True)
-    return train(folder.config, folder.path, resume=resume, signals=signals)
+    with open_checked(config) as folder:
+      print(f"topology: {shape}", flush=True)
+      return train(config, folder.path, resume=resume, signals=signals)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

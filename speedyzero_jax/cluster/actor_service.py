@@ -8,7 +8,8 @@ import numpy as np
 
 from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.grpc_server import RunOver
-from speedyzero_jax.cluster.roster import Roster, Worker
+from speedyzero_jax.cluster.messages import Worker
+from speedyzero_jax.cluster.roster import Roster
 from speedyzero_jax.metrics.aggregation import Episode
 from speedyzero_jax.run.experiment import Experiment
 from speedyzero_jax.types import Segment
@@ -19,8 +20,8 @@ from speedyzero_jax.workers.weights import ACTOR
 class _Session:
   """An actor's session."""
 
-  worker: Worker
   lanes: range
+  incarnation: int = -1
   sequence: int = -1  # of its last answered step
   grant: messages.Grant | None = None  # of that, not yet used
   closed: bool = False  # it has ended all its episodes and takes no further step
@@ -34,31 +35,25 @@ class ActorService:
     self._collector, self._limiter = experiment.collector, experiment.limiter
     self._replay, self._weights = experiment.replay, experiment.weights
     self._starved = experiment.starved
-    self._sessions = [_Session(Worker("actor", i), part) for i, part in enumerate(lanes)]
+    self._sessions = [_Session(part) for part in lanes]
     self._roster = roster
 
-  def join_actor(self, request: messages.ActorJoin) -> messages.ActorWelcome:
+  def join(self, worker: Worker, request: messages.Join) -> messages.Welcome:
     """Starts a session; a new incarnation's lanes begin new episodes.
 
     Raises RunOver when there is nothing left to collect.
     """
-    session = self._session(request.actor)
+    session = self._sessions[worker.number]
     with session.lock:
-      if self._roster.join(session.worker, request.incarnation):
-        session.sequence, session.closed = -1, False
+      if session.incarnation < worker.incarnation:
+        session.incarnation, session.sequence, session.closed = worker.incarnation, -1, False
         self._release(session)
         self._collector.cut(session.lanes)
       if self._limiter.collected:  # else each lane would begin an episode of one slot
-        self._roster.dismiss(session.worker)
+        self._roster.dismiss(worker)
         raise RunOver("everything is collected")
-      return messages.ActorWelcome(session.lanes.start, self._heads(session))
-
-  def _session(self, number: int) -> _Session:
-    self._roster.enter(Worker("actor", number))
-    return self._sessions[number]
-
-  def _heads(self, session: _Session) -> np.ndarray:
-    return self._replay.heads[session.lanes.start : session.lanes.stop]
+      first, stop = session.lanes.start, session.lanes.stop
+      return messages.Welcome(first, self._replay.heads[first:stop])
 
   def _release(self, session: _Session) -> None:
     grant, session.grant = session.grant, None
@@ -66,19 +61,19 @@ class ActorService:
       self._limiter.release(grant.steps)
       self._limiter.end_acting(session)
 
-  def step(self, request: messages.Step, seconds: float) -> messages.Grant | None:
+  def step(self, worker: Worker, request: messages.Step, seconds: float) -> messages.Grant | None:
     """Makes experience durable and part of the replay; grants steps once the limiter allows any."""
-    session = self._session(request.actor)
-    worker = session.worker
-    segments = messages.unpack(request.segments, most=2 * len(session.lanes))
+    session = self._sessions[worker.number]
+    segments = messages.unpack(request.segments)
     with session.lock:
-      self._roster.check(worker, request.incarnation)
+      if worker.incarnation != session.incarnation:
+        raise ValueError(f"{worker} of incarnation {worker.incarnation} has no session")
       if request.sequence == session.sequence and session.grant is not None:
         return session.grant  # the answer was lost
       if request.sequence != session.sequence + 1:
         raise ValueError(f"{worker} sent step {request.sequence} after step {session.sequence}")
-      self._take(session, request, segments)
-      steps, wanted = self._wait_for_steps(session, seconds), len(session.lanes)
+      self._take(worker, session, request, segments)
+      steps, wanted = self._wait_for_steps(worker, session, seconds), len(session.lanes)
       if steps is None:
         self._roster.enter(worker)
         return None
@@ -96,20 +91,22 @@ class ActorService:
       )
       return session.grant
 
-  def _wait_for_steps(self, session: _Session, seconds: float) -> int | None:
+  def _wait_for_steps(self, worker: Worker, session: _Session, seconds: float) -> int | None:
     """Steps to grant; 0 when the actor may leave, None if there is no answer yet."""
     if session.closed:
       self._limiter.wait_for(lambda: self._limiter.collected, seconds)
       if not self._limiter.collected:
         return None
-      self._roster.dismiss(session.worker)
+      self._roster.dismiss(worker)
       return 0
-    self._roster.waits(session.worker)
+    self._roster.waits(worker)
     return self._limiter.reserve(len(session.lanes), seconds, urgent=self._starved)
 
-  def _take(self, session: _Session, request: messages.Step, segments: list[Segment]) -> None:
+  def _take(
+    self, worker: Worker, session: _Session, request: messages.Step, segments: list[Segment]
+  ) -> None:
     """Takes segments, unless a request that was sent before has brought them."""
-    worker, grant, heads = session.worker, session.grant, self._replay.heads
+    grant, heads = session.grant, self._replay.heads
     for segment in segments:
       if segment.lane not in session.lanes:
         raise ValueError(f"lane {segment.lane} is not of {worker}: {session.lanes}")
@@ -123,16 +120,9 @@ class ActorService:
       raise ValueError(f"{worker} acted with weights of a later learner step than the newest")
     if taken > grant.steps:
       raise ValueError(f"{worker} took {taken} steps of {grant.steps} granted")
-    score, length = request.score.ravel(), request.length.ravel()
-    if (
-      (score.dtype, length.dtype) != (np.float64, np.int64)
-      or not len(session.lanes) >= score.size == length.size
-      or not (np.isfinite(score).all() and (length >= 0).all())
-    ):
-      raise ValueError(
-        "score and length must be of at most one episode per lane, finite and not negative"
-      )
-    episodes = [Episode(*x) for x in zip(score.tolist(), length.tolist(), strict=True)]
+    if request.episodes.shape[1:] != (2,) or not np.isfinite(request.episodes).all():
+      raise ValueError(f"episodes must be finite, [e, 2], got {request.episodes}")
+    episodes = [Episode(score, int(length)) for score, length in request.episodes.tolist()]
     try:
       self._collector.take(new, episodes, granted=grant.steps)
     except ValueError:

@@ -13,8 +13,9 @@ from speedyzero_jax.agents.base import Agent
 from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.actor_service import ActorService
 from speedyzero_jax.cluster.grpc_server import POLL_SECONDS, RunOver
+from speedyzero_jax.cluster.messages import Worker
 from speedyzero_jax.cluster.remote import actor_seed, play
-from speedyzero_jax.cluster.roster import Roster, Worker
+from speedyzero_jax.cluster.roster import Roster
 from speedyzero_jax.metrics.aggregation import EpisodeStats
 from speedyzero_jax.run.experiment import Experiment
 from speedyzero_jax.run.topology import Role
@@ -71,18 +72,17 @@ class CentralActors:
     self._inference = BatchedInference(experiment.inference, experiment.logger.log_mean)
 
   def environments(
-    self, observations: Iterator[messages.Observation]
+    self, worker: Worker, observations: Iterator[messages.Observation]
   ) -> Iterator[messages.Actions]:
-    """The actions for a worker that has joined. Raises what ends its actor."""
-    if (first := next(observations, None)) is None:
-      return
+    """The actions for a worker. Raises what ends its actor."""
+    self._roster.enter(worker)
     errors: list[BaseException] = []
-    welcome = self._service.join_actor(messages.ActorJoin(first.actor, first.incarnation))
-    env = RemoteEnv(self._experiment.agent, len(welcome.heads), _again(first, observations))
+    welcome = self._service.join(worker, messages.Join())
+    env = RemoteEnv(self._experiment.agent, len(welcome.heads), observations)
 
     def act() -> None:
       try:
-        self._play(env, first, welcome)
+        self._play(env, worker, welcome)
       except StreamLost:
         pass
       except BaseException as error:
@@ -90,22 +90,20 @@ class CentralActors:
         if not isinstance(error, RunOver | ValueError):  # such as divergence
           self._experiment.collector.fail(error)
       finally:
-        self._roster.dismiss(Worker("actor", first.actor))
+        self._roster.dismiss(worker)
         env.close()
 
-    thread = threading.Thread(target=act, name=f"actor {first.actor}", daemon=True)
+    thread = threading.Thread(target=act, name=str(worker), daemon=True)
     thread.start()
     yield from iter(env.actions.get, None)
     thread.join()
     if errors:
       raise errors[0]
 
-  def _play(
-    self, env: RemoteEnv, first: messages.Observation, welcome: messages.ActorWelcome
-  ) -> None:
-    experiment, number = self._experiment, first.actor
-    role = Role("actor", experiment.membership.unit, number)
-    seed = actor_seed(experiment.own, role, first.incarnation, welcome.heads)
+  def _play(self, env: RemoteEnv, worker: Worker, welcome: messages.Welcome) -> None:
+    experiment = self._experiment
+    role = Role("actor", experiment.membership.unit, worker.number)
+    seed = actor_seed(experiment.own, role, worker.incarnation, welcome.heads)
     actor = Actor(
       experiment.own,
       experiment.agent,
@@ -116,20 +114,13 @@ class CentralActors:
       lane_offset=welcome.first,
       start=welcome.heads,
     )
-    play(
-      actor, number, first.incarnation, self._request,
-      lambda subscriber, at_least: experiment.weights.latest(subscriber),
-    )  # fmt: skip
 
-  def _request(self, step: messages.Step) -> messages.Grant:
-    while not self._experiment.limiter.stopping:
-      if (grant := self._service.step(step, POLL_SECONDS)) is not None:
-        return grant
-    raise RunOver("the run is stopping")
+    def request(step: messages.Step) -> messages.Grant:
+      while not experiment.limiter.stopping:
+        self._roster.enter(worker)
+        if (grant := self._service.step(worker, step, POLL_SECONDS)) is not None:
+          return grant
+      raise RunOver("the run is stopping")
 
-
-def _again(
-  first: messages.Observation, rest: Iterator[messages.Observation]
-) -> Iterator[messages.Observation]:
-  yield first
-  yield from rest
+    latest = experiment.weights.latest
+    play(actor, request, lambda subscriber, at_least: latest(subscriber))

@@ -16,13 +16,13 @@ def step_environments(
   config: Config, _: Agent, client: Client, role: Role, incarnation: int
 ) -> None:
   """Steps environments until everything is collected; arguments and errors are those of `act`."""
-  welcome = client.call(messages.ActorJoin(role.number, incarnation))
+  welcome = client.call(messages.Join())
   seed = actor_seed(config, role, incarnation, welcome.heads)
   env = make_env(config.env, len(welcome.heads), seed, training=True)
   observations: queue.SimpleQueue[messages.Observation | None] = queue.SimpleQueue()
 
   def show(step: EnvStep) -> None:
-    observations.put(messages.Observation(role.number, incarnation, step._asdict()))
+    observations.put(messages.Observation(step._asdict()))
 
   try:
     show(env.reset())

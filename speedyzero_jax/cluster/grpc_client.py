@@ -10,11 +10,12 @@ from typing import Any
 
 import grpc
 
-from speedyzero_jax.cluster import codec, messages
+from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.grpc_server import (
   POLL_SECONDS,
   SERVICE,
   TOKEN,
+  WORKER,
   RunOver,
   channel_options,
 )
@@ -35,14 +36,22 @@ class Refused(Exception):
 
 
 class Client:
-  """Client of one learner service, for any number of threads.
+  """A worker's client of its learner service, for any number of threads.
 
   Calls raise Refused (with the server's text), Unreachable, RunOver, or WireError for a message
   that is not of its type. Polls wait without limit. Unanswered calls are repeated for `patience`
   seconds, plus at most CALL_SECONDS; the other arguments are those of `serve`.
   """
 
-  def __init__(self, address: str, token: bytes, *, max_bytes: int, patience: float = 60.0):
+  def __init__(
+    self,
+    address: str,
+    token: bytes,
+    worker: messages.Worker,
+    *,
+    max_bytes: int,
+    patience: float = 60.0,
+  ):
     options = [
       *channel_options(max_bytes),
       ("grpc.initial_reconnect_backoff_ms", 100),
@@ -57,15 +66,15 @@ class Client:
     self._stream = self._channel.stream_stream(f"/{SERVICE}/{stream}")
     self._names = {call.request: (name, call) for name, call in messages.CALLS.items()}
     self._address, self._patience = address, patience
-    self._metadata = ((TOKEN, token),)
+    self._metadata = ((TOKEN, token), (WORKER, " ".join(str(part) for part in worker)))
 
   def call(self, request: Any) -> Any:
     """The answer to a request, of the types in `messages.CALLS`."""
     name, call = self._names[type(request)]
-    data = codec.encode(request)
+    data = messages.encode(request)
     while not (answer := self._deliver(name, data)) and call.poll:
       pass
-    return codec.decode(call.answer, answer)
+    return messages.decode(call.answer, answer)
 
   def stream(self, requests: Iterator[Any]) -> Iterator[Any]:
     """The answers of `messages.STREAM` to requests, each sent as soon as it is there.
@@ -73,8 +82,8 @@ class Client:
     A lost connection is Unreachable at once: the service forgets a stream that has ended.
     """
     try:
-      for data in self._stream(map(codec.encode, requests), metadata=self._metadata):
-        yield codec.decode(self._answers.answer, data)
+      for data in self._stream(map(messages.encode, requests), metadata=self._metadata):
+        yield messages.decode(self._answers.answer, data)
     except grpc.RpcError as error:
       raise self._final(messages.STREAM[0], error) or Unreachable(
         f"{self._address} has ended the stream: {error.details()}"

@@ -5,6 +5,7 @@ logged once per host and call.
 """
 
 import contextlib
+import functools
 import hmac
 import logging
 from collections.abc import Callable, Iterator
@@ -13,10 +14,11 @@ from typing import Any
 
 import grpc
 
-from speedyzero_jax.cluster import codec, messages
+from speedyzero_jax.cluster import messages
 
 SERVICE = "speedyzero.Unit"
-TOKEN = "speedyzero-token-bin"  # key of the metadata; -bin: its value is bytes
+# Keys of the metadata; -bin: its value is bytes.
+TOKEN, WORKER = "speedyzero-token-bin", "speedyzero-worker"
 POLL_SECONDS = 2.0  # longest wait of a poll, and so the time that a lost caller holds a thread
 KEEPALIVE_SECONDS = 5.0  # between pings of a silent peer, and for its answer
 
@@ -45,33 +47,19 @@ def channel_options(max_bytes: int) -> list[tuple[str, int]]:
   ]
 
 
-class Server:
-  """A running server, made by `serve`."""
+@contextlib.contextmanager
+def serve(
+  service: Any, address: str, token: bytes, *, max_bytes: int, clients: int
+) -> Iterator[str]:
+  """Serves inside this context, whose value is the address, with the port in use.
 
-  def __init__(self, server: grpc.Server, pool: futures.Executor, address: str):
-    self._server, self._pool = server, pool
-    self.address = address  # host:port, with the port in use
-
-  def stop(self) -> None:
-    """Ends all calls, and waits (up to POLL_SECONDS) until no method of the service is running."""
-    self._server.stop(None).wait()
-    self._pool.shutdown()
-
-  def __enter__(self) -> "Server":
-    return self
-
-  def __exit__(self, *_: object) -> None:
-    self.stop()
-
-
-def serve(service: Any, address: str, token: bytes, *, max_bytes: int, clients: int) -> Server:
-  """Starts a server, which runs until `Server.stop`.
+  Its end ends all calls, and waits (up to POLL_SECONDS) until none is being answered.
 
   Args:
-    service: has the methods of `messages.CALLS` and `STREAM`; the latter takes an iterator of
-      requests and returns one of answers. The former take the request (polls: and the seconds to
-      wait, after which they return None) and are called from many threads at once. A ValueError
-      refuses the call, with its text; RunOver ends the caller's work.
+    service: its method `call` takes the name of a call, the worker and the request (polls: and the
+      seconds to wait, after which it returns None), from many threads at once; `environments`, that
+      of `messages.STREAM`, the worker and an iterator of requests, and returns one of answers. A
+      ValueError refuses the call, with its text; RunOver ends the caller's work.
     address: host:port to listen on; port 0 picks a free one. Raises OSError if it can't be used.
     token: secret of the run that callers must send, which can be read on the network.
     max_bytes: of any message.
@@ -86,18 +74,22 @@ def serve(service: Any, address: str, token: bytes, *, max_bytes: int, clients: 
   except RuntimeError as error:  # gRPC does not report the reason
     raise OSError(f"cannot listen on {address}: this machine can't use it") from error
   server.start()
-  return Server(server, pool, f"{host}:{port}")
+  try:
+    yield f"{host}:{port}"
+  finally:
+    server.stop(None).wait()
+    pool.shutdown()
 
 
 class _Handlers(grpc.GenericRpcHandler):
-  """Methods of the service, for callers with the token."""
+  """The calls of the service, for callers with the token."""
 
   def __init__(self, service: Any, token: bytes):
     self._token = token
     self._logged: set[tuple[str, str]] = set()
     self._methods = {
       f"/{SERVICE}/{name}": grpc.unary_unary_rpc_method_handler(
-        self._method(name, call, getattr(service, name))
+        self._method(name, call, functools.partial(service.call, name))
       )
       for name, call in messages.CALLS.items()
     }
@@ -124,21 +116,22 @@ class _Handlers(grpc.GenericRpcHandler):
 
     def answer(data: bytes, context: grpc.ServicerContext) -> Any:
       try:
-        request: Any = codec.decode(call.request, data)
-      except codec.WireError as error:
+        worker = _worker(context)
+        request: Any = messages.decode(call.request, data)
+      except messages.WireError as error:
         self._log_once(context, name, str(error))
         context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{name}: {error}"[:_MAX_TEXT])
       with self._refusing(name, context):
-        found = method(request, *waiting)
-        return b"" if found is None and call.poll else codec.encode(found)
+        found = method(worker, request, *waiting)
+        return b"" if found is None and call.poll else messages.encode(found)
 
     return answer
 
   def _stream(self, name: str, call: messages.Call, method: Callable[..., Any]) -> Callable:
     def answers(data: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
       with self._refusing(name, context):
-        requests: Iterator[Any] = (codec.decode(call.request, each) for each in data)
-        yield from map(codec.encode, method(requests))
+        requests: Iterator[Any] = (messages.decode(call.request, each) for each in data)
+        yield from map(messages.encode, method(_worker(context), requests))
 
     return answers
 
@@ -151,9 +144,9 @@ class _Handlers(grpc.GenericRpcHandler):
     except RunOver as error:
       code, text = grpc.StatusCode.ABORTED, str(error)
     except Exception as error:
-      if isinstance(error, ValueError) and not isinstance(error, codec.WireError):
+      if isinstance(error, ValueError):
         code, text = grpc.StatusCode.FAILED_PRECONDITION, str(error)
-      else:  # also an answer that cannot be sent
+      else:
         _log.exception("%s failed", name)
         code, text = grpc.StatusCode.INTERNAL, f"{name}: {error!r}"
     context.abort(code, text[:_MAX_TEXT])
@@ -163,3 +156,12 @@ class _Handlers(grpc.GenericRpcHandler):
     if (host, what) not in self._logged and len(self._logged) < _MAX_LOGGED:
       self._logged.add((host, what))
       _log.warning("refused %s from %s (logged once): %s", what, host, why)
+
+
+def _worker(context: grpc.ServicerContext) -> messages.Worker:
+  """The worker that calls. Raises WireError if the metadata does not name one."""
+  try:
+    kind, number, incarnation = dict(context.invocation_metadata())[WORKER].split()
+    return messages.Worker(kind, int(number), int(incarnation))
+  except (KeyError, ValueError):
+    raise messages.WireError("the call names no worker") from None

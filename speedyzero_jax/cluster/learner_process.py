@@ -111,8 +111,8 @@ def serving(
     token,
     max_bytes=max_message(own, experiment.agent),
     clients=actors + refreshers,
-  ) as server:
-    rendezvous.publish(f"address/{role.unit}", server.address)
+  ) as address:
+    rendezvous.publish(f"address/{role.unit}", address)
     try:
       yield
     finally:

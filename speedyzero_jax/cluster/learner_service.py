@@ -1,9 +1,10 @@
 """The learner's service: everything that actors and refreshers of a unit can call.
 
-Implements the calls of `messages.CALLS`. Transport: `grpc_server.py`.
+Transport: `grpc_server.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,10 +12,10 @@ import numpy as np
 from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.actor_service import ActorService
 from speedyzero_jax.cluster.central_actors import CentralActors
+from speedyzero_jax.cluster.messages import Worker
 from speedyzero_jax.cluster.refresher_service import RefresherService
-from speedyzero_jax.cluster.roster import Roster, Worker
+from speedyzero_jax.cluster.roster import Roster
 from speedyzero_jax.run.experiment import Experiment
-from speedyzero_jax.workers.weights import ACTOR
 
 
 class LearnerService:
@@ -35,9 +36,23 @@ class LearnerService:
     actors = ActorService(experiment, lanes, roster)
     self.environments = CentralActors(experiment, actors, roster).environments
     works = RefresherService(experiment, refreshers, roster)
-    self.join_actor, self.step = actors.join_actor, actors.step
-    self.join_refresher, self.work, self.result = works.join_refresher, works.work, works.result
-    self.frames, self.execute = works.frames, works.execute
+    self.execute = works.execute
+    self._methods: Mapping[str, Callable[..., Any]] = {
+      "join": actors.join,
+      "step": actors.step,
+      "weights": self._newest,
+      "work": works.work,
+      "frames": works.frames,
+    }
+
+  def call(self, name: str, worker: Worker, request: Any, *seconds: float) -> Any:
+    """Answers one of the calls; polls wait so many seconds, and answer None without news.
+
+    Raises ValueError for an unknown worker, an older incarnation, or a request that does not fit,
+    RunOver if the run has ended.
+    """
+    self._roster.enter(worker, late=messages.CALLS[name].late)
+    return self._methods[name](worker, request, *seconds)
 
   def finish(self, patience: float) -> None:
     """Answers every later call with the end of the run; waits so long for workers to hear it."""
@@ -45,11 +60,7 @@ class LearnerService:
     self._limiter.notify()
     self._roster.wait_for_dismissal(patience)
 
-  def weights(self, request: messages.WeightsRequest) -> messages.Weights:
-    """The newest version of a subscription; also after the end, for what was begun before."""
-    self._roster.beat(
-      Worker("actor" if request.subscriber == ACTOR else "refresher", request.number)
-    )
+  def _newest(self, worker: Worker, request: messages.WeightsRequest) -> messages.Weights:
     version = self._weights.latest(request.subscriber)
     packed = self._packed.get(request.subscriber)
     if packed is None or packed.step != version.step:  # two threads may pack the same; no harm

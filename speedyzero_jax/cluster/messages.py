@@ -1,41 +1,45 @@
 """Messages between the learner and its workers: actors and refreshers call, the learner answers.
 
-A message is a NamedTuple, which `codec` converts and checks by its annotations; an int is never
-negative. Letters in shapes: n slots or states, k states per window, w frames per window, l lanes,
-e episodes, s segments.
+A message is a NamedTuple, and on the wire a msgpack map `{kind: fields}` with arrays as flax packs
+them. Letters in shapes: n slots or states, k states per window, w frames per window, l lanes, e
+episodes, s segments.
 """
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
+from flax import serialization
 
+from speedyzero_jax.run.topology import Kind
 from speedyzero_jax.types import Params, Segment
 
 Arrays = dict[str, np.ndarray]
+Message = TypeVar("Message")
 
 
-class ActorJoin(NamedTuple):
+class Worker(NamedTuple):
+  """The process that calls; sent with every request."""
+
+  kind: Kind
+  number: int
+  incarnation: int = 0  # grows with every start; calls of older incarnations are refused
+
+  def __str__(self) -> str:
+    return f"{self.kind} {self.number}"
+
+
+class Join(NamedTuple):
   """First call of an actor process."""
 
-  actor: int
-  incarnation: int  # grows with every start; calls of older incarnations are refused
 
-
-class ActorWelcome(NamedTuple):
+class Welcome(NamedTuple):
   """The actor's lanes: first .. first+l-1."""
 
   first: int
   heads: np.ndarray  # [l] int64, next slot to append, by lane
-
-
-class RefresherJoin(NamedTuple):
-  """First call of a refresher process."""
-
-  refresher: int
-  incarnation: int
 
 
 class Step(NamedTuple):
@@ -44,12 +48,9 @@ class Step(NamedTuple):
   It may be sent again, with the same sequence number. Unused steps of the grant are returned.
   """
 
-  actor: int
-  incarnation: int
   sequence: int  # counts the incarnation's steps, from 0
   segments: Arrays  # made by `pack`
-  score: np.ndarray  # [e] float64, of finished episodes
-  length: np.ndarray  # [e] int64, of the same, in agent steps
+  episodes: np.ndarray  # [e, 2] float64, return and agent steps of finished ones
 
 
 class Grant(NamedTuple):
@@ -65,8 +66,6 @@ class Grant(NamedTuple):
 class Observation(NamedTuple):
   """What an actor's environments show first, or after the last actions, for central inference."""
 
-  actor: int
-  incarnation: int
   arrays: Arrays  # of an `EnvStep`, by name
 
 
@@ -79,7 +78,6 @@ class Actions(NamedTuple):
 class WeightsRequest(NamedTuple):
   """Request for the newest weights of a subscription."""
 
-  number: int  # of the actor or refresher
   subscriber: str
 
 
@@ -90,17 +88,21 @@ class Weights(NamedTuple):
   arrays: Arrays
 
 
-class WorkRequest(NamedTuple):
-  """Request for a block. An unanswered earlier block of the same refresher counts as lost."""
+class Work(NamedTuple):
+  """Results of a refresher's last block, and the request for the next.
 
-  refresher: int
-  incarnation: int
+  It may be sent again. A block of the same refresher without results counts as lost.
+  """
+
+  block: int  # 0: none, in the first call
+  step: int  # learner step of the weights used
+  arrays: Arrays  # outputs of the task, by name; each is [n, k, ...]
 
 
 class Block(NamedTuple):
   """States for one of the agent's tasks: n windows of w frames."""
 
-  block: int
+  block: int  # from 1
   task: str
   lane: np.ndarray  # [n] int32
   cell: np.ndarray  # [n, w] int32
@@ -109,21 +111,9 @@ class Block(NamedTuple):
   columns: Arrays  # what the task's program reads besides frames, [n, k, ...] each
 
 
-class Result(NamedTuple):
-  """Outputs of the task for one block, by name; each is [n, k, ...]."""
-
-  refresher: int
-  incarnation: int
-  block: int
-  step: int  # learner step of the weights used
-  arrays: Arrays
-
-
 class FramesRequest(NamedTuple):
   """Request for the frames of these slots and later ones."""
 
-  refresher: int
-  incarnation: int
   heads: np.ndarray  # [lanes] int64
 
 
@@ -136,28 +126,44 @@ class FramesChunk(NamedTuple):
   frame: np.ndarray  # [n, *frame]
 
 
-class Ok(NamedTuple):
-  """Answer without content."""
-
-
 class Call(NamedTuple):
-  """Request and answer of a method."""
+  """A call's request and answer."""
 
   request: type
   answer: type
   poll: bool = False  # the service answers None for "nothing yet" and the client asks again
+  late: bool = False  # answered after the end of the run, too, for work begun before
 
 
-CALLS: Mapping[str, Call] = {  # by method of the service and of the client
-  "join_actor": Call(ActorJoin, ActorWelcome),
-  "join_refresher": Call(RefresherJoin, Ok),
+CALLS: Mapping[str, Call] = {
+  "join": Call(Join, Welcome),
   "step": Call(Step, Grant, poll=True),
-  "weights": Call(WeightsRequest, Weights),
-  "work": Call(WorkRequest, Block, poll=True),
-  "result": Call(Result, Ok),
-  "frames": Call(FramesRequest, FramesChunk),
+  "weights": Call(WeightsRequest, Weights, late=True),
+  "work": Call(Work, Block, poll=True),
+  "frames": Call(FramesRequest, FramesChunk, late=True),
 }
 STREAM = "environments", Call(Observation, Actions)  # a call with many requests and answers
+
+
+class WireError(ValueError):
+  """Bytes that are not the expected message."""
+
+
+def encode(message: Any) -> bytes:
+  """A message as bytes."""
+  fields = {type(message).__name__: message._asdict()}
+  return serialization.msgpack_serialize(fields, in_place=True)
+
+
+def decode(kind: type[Message], data: bytes) -> Message:
+  """The message of this kind in `data`; arrays are read-only. Raises WireError if there is none.
+
+  Types of fields are not checked: callers have the run's token, and so its code.
+  """
+  try:
+    return kind(**serialization.msgpack_restore(data)[kind.__name__])
+  except Exception as error:  # flax and msgpack raise several types
+    raise WireError(f"not a message of kind {kind.__name__}: {error!r}"[:300]) from None
 
 
 def named(tree: Params) -> dict[str, Any]:
@@ -183,8 +189,8 @@ def pack(segments: Sequence[Segment]) -> Arrays:
   }
 
 
-def unpack(arrays: Arrays, most: int) -> list[Segment]:
-  """The segments of `pack`, as views; ValueError for impossible sizes or names, or too many.
+def unpack(arrays: Arrays) -> list[Segment]:
+  """The segments of `pack`, as views; ValueError for impossible sizes or names.
 
   Whether the columns are those of the replay's schema is checked when they are appended.
   """
@@ -194,8 +200,6 @@ def unpack(arrays: Arrays, most: int) -> list[Segment]:
   index = columns.pop("_index", np.zeros(0))
   if index.dtype != np.int64 or index.shape[1:] != (3,) or (index[:, 2] < 1).any():
     raise ValueError("segments: no valid index of lanes, starts and sizes")
-  if len(index) > most:
-    raise ValueError(f"segments: {len(index)} are more than {most}")
   missing = set(Segment._fields[2:9]) - columns.keys()
   bounds = [0, *itertools.accumulate(index[:, 2].tolist())]
   if missing or any(column.shape[:1] != (bounds[-1],) for column in columns.values()):

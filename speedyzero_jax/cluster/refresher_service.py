@@ -12,7 +12,8 @@ import numpy as np
 
 from speedyzero_jax.agents.base import Work
 from speedyzero_jax.cluster import messages
-from speedyzero_jax.cluster.roster import Roster, Worker
+from speedyzero_jax.cluster.messages import Worker
+from speedyzero_jax.cluster.roster import Roster
 from speedyzero_jax.run.experiment import Experiment
 from speedyzero_jax.workers.sweeper import write_results
 
@@ -25,7 +26,7 @@ class _Handed:
   """A block that a refresher is computing."""
 
   work: Work
-  holder: tuple[int, int]  # refresher, incarnation
+  holder: Worker
   deadline: float
   batch: "_Batch | None"
 
@@ -52,34 +53,19 @@ class RefresherService:
     self._waiting: deque[tuple[Work, _Batch]] = deque()
     self._handed: dict[int, _Handed] = {}
 
-  def join_refresher(self, request: messages.RefresherJoin) -> messages.Ok:
-    """Starts a session; blocks of the former incarnation become available at once."""
-    number, incarnation = request.refresher, request.incarnation
-    worker = Worker("refresher", number)
-    self._roster.enter(worker)
-    with self._lock:
-      self._roster.join(worker, incarnation)
-      for block, handed in list(self._handed.items()):
-        if handed.holder[0] == number and handed.holder[1] < incarnation:
-          self._return(block)
-    self._limiter.notify()
-    return messages.Ok()
-
   def _return(self, block: int) -> None:
     """Makes a block available again. A sweep returns to its states by itself."""
     handed = self._handed.pop(block)
     if handed.batch is not None:
       self._waiting.appendleft((handed.work, handed.batch))
 
-  def work(self, request: messages.WorkRequest, seconds: float) -> messages.Block | None:
-    """The next block: of a batch that the learner waits for, or of a sweep that is due."""
-    worker = Worker("refresher", request.refresher)
-    self._roster.enter(worker)
-    self._roster.check(worker, request.incarnation)
+  def work(self, worker: Worker, request: messages.Work, seconds: float) -> messages.Block | None:
+    """Writes results; the next block, of a batch that the learner waits for or of a due sweep."""
+    self._write(worker, request)
     found: list[messages.Block] = []
 
     def look() -> bool:
-      if block := self._next((request.refresher, request.incarnation)):
+      if block := self._next(worker):
         found.append(block)
       return bool(found) or self._roster.over
 
@@ -91,18 +77,18 @@ class RefresherService:
     self._roster.served(worker)
     return found[0]
 
-  def _next(self, holder: tuple[int, int]) -> messages.Block | None:
+  def _next(self, worker: Worker) -> messages.Block | None:
     with self._lock:
       now = time.monotonic()
       for block, handed in list(self._handed.items()):
-        # Overdue, or lost on its way: a refresher that has a block does not ask for one.
-        if handed.deadline < now or handed.holder == holder:
+        # Overdue, or lost with its answer or with an older incarnation.
+        if handed.deadline < now or handed.holder.number == worker.number:
           self._return(block)
       work, batch = self._waiting.popleft() if self._waiting else (self._due_work(), None)
       if work is None:
         return None
       block = next(self._numbers)
-      self._handed[block] = _Handed(work, holder, now + self._block_timeout, batch)
+      self._handed[block] = _Handed(work, worker, now + self._block_timeout, batch)
     task, states = self._tasks[work.task], (work.lane, work.time, work.real.shape[1] - 1)
     cell, heads = self._replay.window_cells(*states)
     return messages.Block(
@@ -123,24 +109,22 @@ class RefresherService:
         return sweeper.next(self._replay)
     return None
 
-  def result(self, request: messages.Result) -> messages.Ok:
+  def _write(self, worker: Worker, request: messages.Work) -> None:
     """Writes results, unless the block has been given to another refresher meanwhile."""
-    self._roster.beat(Worker("refresher", request.refresher))
     with self._lock:
       handed = self._handed.get(request.block)
-      if handed is None or handed.holder != (request.refresher, request.incarnation):
-        return messages.Ok()
+      if handed is None or handed.holder != worker:
+        return
     work, task = handed.work, self._tasks[handed.work.task]
     newest = self._experiment.weights.latest(task.subscription).step
     if not 0 <= request.step <= newest:
-      raise ValueError(f"result.step must be in 0..{newest}, got {request.step}")
+      raise ValueError(f"work.step must be in 0..{newest}, got {request.step}")
     write_results(self._replay, task, work, request.arrays, request.step)
     with self._lock:
       if self._handed.pop(request.block, None) is not None and handed.batch is not None:
         handed.batch.left -= 1
     self._experiment.count_states(task, int(work.real.sum()))
     self._limiter.notify()
-    return messages.Ok()
 
   def execute(self, works: Sequence[Work], learner_step: int) -> None:
     """Has a sampled batch's work done by refreshers, and waits for it.
@@ -169,11 +153,8 @@ class RefresherService:
         if handed.batch is batch:
           handed.batch = None
 
-  def frames(self, request: messages.FramesRequest) -> messages.FramesChunk:
-    """Frames of slots that a refresher does not have yet; also after the end, as `weights`."""
-    worker = Worker("refresher", request.refresher)
-    self._roster.beat(worker)
-    self._roster.check(worker, request.incarnation)
+  def frames(self, worker: Worker, request: messages.FramesRequest) -> messages.FramesChunk:
+    """Frames of slots that a refresher does not have yet."""
     replay = self._replay
     if (request.heads.shape, request.heads.dtype) != (replay.heads.shape, np.int64):
       raise ValueError(f"heads must be int64 [{replay.store.lanes}]")

@@ -35,18 +35,15 @@ class RemoteWeights:
   They are put `where`: on a device, or on several with a copy on each.
   """
 
-  def __init__(
-    self, client: Client, number: int, like: Variables, where: jax.Device | jax.sharding.Sharding
-  ):
-    self._client, self._number, self._like, self._where = client, number, like, where
+  def __init__(self, client: Client, like: Variables, where: jax.Device | jax.sharding.Sharding):
+    self._client, self._like, self._where = client, like, where
     self._versions: dict[str, Version] = {}
 
   def latest(self, subscriber: str, at_least: int) -> Version:
     """A version of this learner step or later; the newest, if one has to be fetched."""
     version = self._versions.get(subscriber)
     if version is None or version.step < at_least:
-      request = messages.WeightsRequest(self._number, subscriber)
-      sent: messages.Weights = self._client.call(request)
+      sent: messages.Weights = self._client.call(messages.WeightsRequest(subscriber))
       version = self._versions[subscriber] = Version(sent.step, self._unpack(sent))
     return version
 
@@ -66,12 +63,11 @@ def act(config: Config, agent: Agent, client: Client, role: Role, incarnation: i
 
   `incarnation` is larger than that of any earlier process in this role, since the learner started.
   """
-  number = role.number
-  welcome: messages.ActorWelcome = client.call(messages.ActorJoin(number, incarnation))
+  welcome: messages.Welcome = client.call(messages.Join())
   lanes, own_seed = len(welcome.heads), actor_seed(config, role, incarnation, welcome.heads)
   env = make_env(config.env, lanes, own_seed, training=True)
   like = jax.eval_shape(agent.init, jax.random.key(0))
-  weights = RemoteWeights(client, number, like, jax.local_devices()[0])
+  weights = RemoteWeights(client, like, jax.local_devices()[0])
   inference = Inference(agent, report=_report)
   actor = Actor(
     config,
@@ -84,7 +80,7 @@ def act(config: Config, agent: Agent, client: Client, role: Role, incarnation: i
     start=welcome.heads,
   )
   try:
-    play(actor, number, incarnation, client.call, weights.latest)
+    play(actor, client.call, weights.latest)
   finally:
     env.close()
 
@@ -97,8 +93,6 @@ def actor_seed(config: Config, role: Role, incarnation: int, heads: np.ndarray) 
 
 def play(
   actor: Actor,
-  number: int,
-  incarnation: int,
   request: Callable[[messages.Step], messages.Grant],
   latest: Callable[..., Version],
 ) -> None:
@@ -109,10 +103,8 @@ def play(
   segments: list[Segment] = []
   closed = False
   for sequence in itertools.count():
-    scores = np.array([episode.score for episode in actor.finished], np.float64)
-    lengths = np.array([episode.length for episode in actor.finished], np.int64)
-    packed = messages.pack(segments)
-    grant = request(messages.Step(number, incarnation, sequence, packed, scores, lengths))
+    ended = np.array(actor.finished, np.float64).reshape(-1, 2)
+    grant = request(messages.Step(sequence, messages.pack(segments), ended))
     if not grant.steps and closed:
       return
     version = latest(ACTOR, at_least=grant.weights)
@@ -123,23 +115,20 @@ def play(
       )
       closed = grant.closing and count == grant.steps
     else:
-      segments, closed = actor.close(version, progress=progress, random=random), True
+      segments, closed = actor.close_lanes(version, progress=progress, random=random), True
 
 
 class FrameCopy:
   """A copy of the frames in a unit's lanes: on devices, or an array on the host."""
 
-  def __init__(
-    self, client: Client, session: tuple[int, int], frames: DeviceFrames | np.ndarray, lanes: int
-  ):
-    self._client, self._session, self._frames = client, session, frames
+  def __init__(self, client: Client, frames: DeviceFrames | np.ndarray, lanes: int):
+    self._client, self._frames = client, frames
     self._heads = np.zeros(lanes, np.int64)  # of the slots copied
 
   def gather(self, lane: np.ndarray, cell: np.ndarray, heads: np.ndarray) -> Array:
     """Frames [n, w, ...] of cells, after all slots before these heads are copied."""
     while (self._heads < heads).any():
-      request = messages.FramesRequest(*self._session, self._heads)
-      chunk: messages.FramesChunk = self._client.call(request)
+      chunk: messages.FramesChunk = self._client.call(messages.FramesRequest(self._heads))
       if isinstance(self._frames, DeviceFrames):
         self._frames.write(chunk.lane, chunk.cell, chunk.frame)
       else:
@@ -152,25 +141,24 @@ class FrameCopy:
 
 def refresh(config: Config, agent: Agent, client: Client, role: Role, incarnation: int) -> None:
   """Computes what it is given until RunOver is raised; the arguments are those of an actor."""
-  number = role.number
-  client.call(messages.RefresherJoin(number, incarnation))
   mesh = make_mesh(jax.local_devices())
   lanes, frame = config.actor.lanes, agent.schema.frame
   held = frames_on_devices(config, agent, mesh, _report) or memory.zeros(
     (lanes, replay_capacity(config, agent), *frame.shape), np.dtype(frame.dtype)
   )
-  frames = FrameCopy(client, (number, incarnation), held, lanes)
+  frames = FrameCopy(client, held, lanes)
   like = jax.eval_shape(agent.init, jax.random.key(0))
   everywhere = NamedSharding(mesh, PartitionSpec())
-  weights = RemoteWeights(client, number, like, everywhere)
+  weights = RemoteWeights(client, like, everywhere)
   inference = Inference(agent, mesh, report=_report)
   key = jax.random.key(derived_seed(config.run.seed, str(role), incarnation))
+  request = messages.Work(0, 0, {})
   while True:
-    block: messages.Block = client.call(messages.WorkRequest(number, incarnation))
+    block: messages.Block = client.call(request)
     subscription = agent.tasks[block.task].subscription
     version = weights.latest(subscription, at_least=block.step)
     windows = frames.gather(block.lane, block.cell, block.heads)
     block_key = jax.random.fold_in(key, block.block)
     inputs = {"frames": windows, **block.columns}
     results = inference.compute(version, block.task, inputs, block_key)
-    client.call(messages.Result(number, incarnation, block.block, version.step, results))
+    request = messages.Work(block.block, version.step, results)

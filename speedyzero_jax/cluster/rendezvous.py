@@ -6,7 +6,9 @@ writer of its compilation cache.
 
 import contextlib
 import functools
+import ipaddress
 import os
+import socket
 import time
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -16,8 +18,6 @@ import jax
 from jax._src import compiler, distributed
 from jax._src.clusters import cluster
 from jax._src.lib import _jax
-
-from speedyzero_jax.cluster.addresses import own_address
 
 _HEARTBEAT_TIMEOUT = 20  # seconds of silence after which a process counts as dead
 _LEAVE_TIMEOUT = 5.0  # seconds
@@ -149,3 +149,33 @@ class Rendezvous:
       with contextlib.suppress(RendezvousError):
         self.lookup(f"left/{other}", max(until - time.monotonic(), 0.01))
     time.sleep(_EXIT_SECONDS)  # those that have left may still be ending
+
+
+def own_address(coordinator: str) -> str:
+  """The address at which the run's other machines reach this one; sends nothing.
+
+  It is the local address on the route to the coordinator (host:port), without which OSError is
+  raised. On the coordinator's machine its own name may mean a loopback address (127.0.1.1 on
+  Debian): then the one on the default route.
+  """
+  host, _, port = coordinator.rpartition(":")
+  host = host.strip("[]")
+  address = _local_address(host, int(port))
+  if _is_loopback(address) and not _is_loopback(host):
+    with contextlib.suppress(OSError):
+      return _local_address("192.0.2.1", 9)  # reserved for documentation, by RFC 5737
+  return address
+
+
+def _local_address(host: str, port: int) -> str:
+  family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+  with socket.socket(family, kind) as probe:
+    probe.connect(where)
+    return str(probe.getsockname()[0])
+
+
+def _is_loopback(host: str) -> bool:
+  try:
+    return ipaddress.ip_address(host).is_loopback
+  except ValueError:
+    return host == "localhost"

@@ -48,28 +48,28 @@ class Supervisor:
   child is not running. `restarts` is the number of restarts of each child, by name.
 
   Args:
-    make: gives the children, with distinct names and at least one vital. Called before the first
-      start with False, and with True before each restart of all (to resume from what is saved).
+    children: with distinct names and at least one vital.
     logs: folder, made if it is missing.
-    report: shows a text to the user. The report that decides the run's end is repeated at the end,
-      as a child that draws on the same terminal may have erased it.
+    report: shows a text to the user.
     limits: when to wait, give up and kill.
   """
 
   def __init__(
     self,
-    make: Callable[[bool], Sequence[Child]],
+    children: Sequence[Child],
     logs: Path,
     report: Callable[[str], None],
     limits: Limits | None = None,
   ):
-    self._make, self._logs, self._show = make, logs, report
+    self._children = {child.name: child for child in children}
+    if len(self._children) < len(children) or not any(child.vital for child in children):
+      raise ValueError("children need distinct names, and one of them must be vital")
+    self._logs, self._show = logs, report
     self._limits = limits or Limits()
     self.restarts: dict[str, int] = {}
     self._running: dict[str, Process] = {}
     self._signals: list[signal.Signals] = []  # received and not yet handled
     self._signalled = -_ECHO  # when the last one came
-    self._verdict = ""  # to be repeated at the end
 
   def run(self) -> int:
     """Starts the processes and returns when all have ended. Call it once, from the main thread.
@@ -86,26 +86,21 @@ class Supervisor:
     with _signal_pipe() as pipe, selectors.DefaultSelector() as self._selector:
       self._selector.register(pipe, selectors.EVENT_READ)
       try:
-        code = self._run()
+        return self._run()
       finally:
         self._kill_all()
-    if self._verdict:
-      self._report(self._verdict)
-    return code
 
   def _run(self) -> int:
     streaks = {_ALL: _Streak(self._limits)}
     due = {_ALL: 0.0}  # when to start a child, by name, or all of them
-    children: dict[str, Child] = {}
     while not self._signals:
       now = time.monotonic()
       for name in [name for name, at in due.items() if at <= now]:
         del due[name]
+        for child in self._children.values() if name == _ALL else [self._children[name]]:
+          self._start(child)
         if name == _ALL:
-          children = self._start_all(resume=bool(children))
           streaks = {_ALL: streaks[_ALL]}
-        else:
-          self._start(children[name])
       failed = [process for process in self._wait(min(due.values(), default=None)) if process.code]
       if self._signals:
         break
@@ -124,7 +119,7 @@ class Supervisor:
         streak = streaks.setdefault(name, _Streak(self._limits))
         pause, verdict = streak.add(process)
         if verdict or process.code == WRONG_USE:
-          self._report(process.exit_report() + verdict, final=True)
+          self._report(process.exit_report() + verdict)
           if self._running:
             self._stop(signal.SIGTERM)
           return WRONG_USE if process.code == WRONG_USE else FAILED
@@ -144,7 +139,7 @@ class Supervisor:
 
   def _fail(self, cause: Process) -> int:
     """Ends the run after a vital process exited with an error. Returns its code."""
-    self._report(cause.exit_report(), final=True)
+    self._report(cause.exit_report())
     if cause.code - 128 in STOP_SIGNALS:  # it alone got the signal: let the others save, too
       self._stop(signal.Signals(cause.code - 128))
     else:
@@ -191,15 +186,6 @@ class Supervisor:
     while self._running:
       self._wait(None)
 
-  def _start_all(self, resume: bool) -> dict[str, Child]:
-    children = self._make(resume)
-    by_name = {child.name: child for child in children}
-    if len(by_name) < len(children) or not any(child.vital for child in children):
-      raise ValueError("children need distinct names, and one of them must be vital")
-    for child in children:
-      self._start(child)
-    return by_name
-
   def _start(self, child: Child) -> None:
     process = self._running[child.name] = Process(child, self._logs / f"{child.name}.log")
     self._selector.register(process, selectors.EVENT_READ)
@@ -227,14 +213,11 @@ class Supervisor:
       self._write_status()
     return ended
 
-  def _report(self, text: str, final: bool = False) -> None:
-    """Shows and logs; a final report is repeated in the end if processes may write after it."""
+  def _report(self, text: str) -> None:
     with contextlib.suppress(OSError), (self._logs / "supervisor.log").open("a") as log:
       log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
     with contextlib.suppress(OSError):  # a closed terminal must not stop the supervisor
       self._show(text)
-    if final and self._running:
-      self._verdict = text
 
   def _vital(self) -> list[Process]:
     return [process for process in self._running.values() if process.child.vital]

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from speedyzero_jax.cluster.grpc_client import Client, Refused, Unreachable
 from speedyzero_jax.cluster.grpc_server import RunOver
+from speedyzero_jax.cluster.messages import Worker
 from speedyzero_jax.cluster.rendezvous import Place, Rendezvous, RendezvousError
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.loader import ConfigError
@@ -37,7 +38,8 @@ class Run(NamedTuple):
 
 def main(
   place: Place,
-  open_folder: Callable[[Callable[[Config], None]], RunDir],
+  configure: Callable[[], Config],
+  open_folder: Callable[[Config], RunDir],
   *,
   resume: bool,
   devices: Sequence[int] | None,
@@ -46,8 +48,9 @@ def main(
 
   Args:
     place: of this process.
-    open_folder: opens the run's folder, in process 0 only; its argument is to be called with the
-      configuration before devices are used. May raise ConfigError or RunFolderError.
+    configure: the configuration, and
+    open_folder: the run's folder; called in process 0 only, the latter once devices can be used.
+      Both may raise ConfigError or RunFolderError.
     resume: the run is continued; process 0 decides.
     devices: ids of the accelerators to use; None for all.
   """
@@ -61,16 +64,14 @@ def main(
     with signals:
       if place.process_id:
         return _run(Run(**json.loads(published)), rendezvous, signals)
-
-      def meet(config: Config) -> None:
-        learners = topology.resolve(config, place.num_processes).learners
-        rendezvous.publish("learners", str(learners))
-        with Signals.at_once():
-          rendezvous.share_devices(learners)
-
-      with open_folder(meet) as folder:
-        token = "" if folder.config.topology.token_file else secrets.token_hex(_TOKEN)
-        run = Run(str(folder.path.resolve()), loader.to_yaml(folder.config), resume, token)
+      config = configure()
+      learners = topology.resolve(config, place.num_processes).learners
+      rendezvous.publish("learners", str(learners))
+      with Signals.at_once():
+        rendezvous.share_devices(learners)
+      with open_folder(config) as folder:
+        token = "" if config.topology.token_file else secrets.token_hex(_TOKEN)
+        run = Run(str(folder.path.resolve()), loader.to_yaml(config), resume, token)
         rendezvous.publish("run", json.dumps(run._asdict()))
         return _run(run, rendezvous, signals)
   except (RendezvousError, JournalError, Refused, Unreachable, DivergedError) as error:
@@ -146,12 +147,13 @@ def _serve(
   max_bytes = learner_process.max_message(own, agent)
   incarnation = rendezvous.count(f"incarnation/{role}")
   address = rendezvous.lookup(f"address/{role.unit}", _PATIENCE)
+  worker = Worker(role.kind, role.number, incarnation)
   central = config.topology.inference == "central"
   acting = step_environments if central else act
   work = acting if role.kind == "actor" else refresh
   with (
     contextlib.suppress(RunOver),
-    Client(address, token, max_bytes=max_bytes) as client,
+    Client(address, token, worker, max_bytes=max_bytes) as client,
   ):
     work(own, agent, client, role, incarnation)
   return 0

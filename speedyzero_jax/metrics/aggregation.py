@@ -1,14 +1,13 @@
-"""Counters, running means, episode statistics and part times, and their combination over learners.
+"""Counters, running means and episode statistics, and their combination over learners.
 
 Any thread may add values; adding costs a lock and never waits for a device.
 """
 
 import collections
-import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -25,22 +24,23 @@ class Counters:
   """Amounts by name, per second or per learner step, as `names` says. Thread-safe."""
 
   def __init__(self, clock: Callable[[], float] = time.monotonic):
-    self._clock, self._lock = clock, threading.Lock()
-    self._amounts: dict[str, float] = {}
+    self._clock, self._lock = clock, threading.RLock()
+    self._totals: dict[str, float] = {}
     self.restart(0)
 
   def restart(self, step: int) -> None:
-    """Sets all amounts to 0; those to come are counted from this learner step on."""
+    """Counts what is to come from this learner step on."""
     with self._lock:
-      self._restart(step)
-
-  def _restart(self, step: int) -> None:
-    self._amounts = dict.fromkeys(self._amounts, 0.0)
-    self._begin, self._step = self._clock(), step
+      self._before, self._begin, self._step = self.totals(), self._clock(), step
 
   def add(self, name: str, amount: float) -> None:
     with self._lock:
-      self._amounts[name] = self._amounts.get(name, 0.0) + amount
+      self._totals[name] = self._totals.get(name, 0.0) + amount
+
+  def totals(self) -> dict[str, float]:
+    """All amounts so far, by name, whatever was restarted."""
+    with self._lock:
+      return dict(self._totals)
 
   def rates(self, least: float) -> dict[str, float]:
     """Rates so far; none if fewer than so many seconds have passed since the restart."""
@@ -55,51 +55,15 @@ class Counters:
         return {}
       seconds = (self._clock() - self._begin) or math.inf
       values = self._per(step - self._step) | self._per(seconds, names.RATE_SUFFIX)
-      self._restart(step)
+      self.restart(step)
     return values
 
   def _per(self, divisor: float, suffix: str = "") -> dict[str, float]:
-    return {name: x / divisor for name, x in self._amounts.items() if name.endswith(suffix)}
-
-
-class PartTimes:
-  """Counter of the seconds that threads spend in named parts of their work. Thread-safe.
-
-  A part that sends work to a device is short, the one that waits for the device long.
-
-  Args:
-    count: receives the metric of a part and seconds.
-    mark: makes a context that also marks the part elsewhere, such as in a profiler's trace.
-    clock: current time in seconds.
-  """
-
-  def __init__(
-    self,
-    count: Callable[[str, float], None] = lambda name, seconds: None,
-    mark: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
-    clock: Callable[[], float] = time.monotonic,
-  ):
-    self._count, self._mark, self._clock = count, mark, clock
-    self._totals: dict[str, float] = collections.defaultdict(float)
-    self._lock = threading.Lock()
-
-  @contextlib.contextmanager
-  def part(self, name: str) -> Iterator[None]:
-    """Counts the time inside this context for the part. Nested parts count twice."""
-    begin = self._clock()
-    try:
-      with self._mark(name):
-        yield
-    finally:
-      seconds = self._clock() - begin
-      self._count(names.TIME_PREFIX + name, seconds)
-      with self._lock:
-        self._totals[name] += seconds
-
-  def totals(self) -> dict[str, float]:
-    """Seconds of each part so far."""
-    with self._lock:
-      return dict(self._totals)
+    return {
+      name: (total - self._before.get(name, 0.0)) / divisor
+      for name, total in self._totals.items()
+      if name.endswith(suffix)
+    }
 
 
 class RunningMeans:

@@ -1,9 +1,13 @@
 """Metrics logger of a run: collects values from all threads, writes lines, updates the display."""
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.metrics import names
@@ -86,10 +90,29 @@ class MetricsLogger:
       self._latest.update(values)
 
   def count(self, name: str, events: float) -> None:
-    """Adds to a metric `..._per_second`, `..._per_learner_step` or `time/...`; else ValueError."""
-    if not (name.endswith(names.COUNTER_SUFFIXES) or name.startswith(names.TIME_PREFIX)):
+    """Adds to a metric `..._per_second` or `..._per_learner_step`; else ValueError."""
+    if not name.endswith(names.COUNTER_SUFFIXES):
       raise ValueError(f"metric {name} must end in one of {', '.join(names.COUNTER_SUFFIXES)}")
     self._counters.add(name, events)
+
+  @contextlib.contextmanager
+  def part(self, name: str) -> Iterator[None]:
+    """Counts the time inside this context for a part of the work; it appears in traces, too.
+
+    A part that sends work to a device is short, the one that waits for the device long. Nested
+    parts count twice.
+    """
+    begin = time.monotonic()
+    try:
+      with jax.profiler.TraceAnnotation(name):
+        yield
+    finally:
+      self._counters.add(names.TIME_PREFIX + name, time.monotonic() - begin)
+
+  def part_times(self) -> dict[str, float]:
+    """Seconds of each part so far."""
+    prefix, totals = names.TIME_PREFIX, self._counters.totals()
+    return {name.removeprefix(prefix): x for name, x in totals.items() if name.startswith(prefix)}
 
   def restart_counts(self, step: int) -> None:
     """Discards what was counted before this learner step."""

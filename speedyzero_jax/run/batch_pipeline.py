@@ -1,16 +1,17 @@
 """The batch pipeline from the replay to the learner: select, recompute, assemble, gather."""
 
+import contextlib
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from speedyzero_jax.agents.base import Agent, Arrays, Work
-from speedyzero_jax.metrics.aggregation import PartTimes
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.selector import Selection
 
 Execute = Callable[[list[Work], int], None]  # runs the work for the batch of a learner step
+Part = Callable[[str], contextlib.AbstractContextManager]  # counts the time in a part of the work
 
 
 class PreparedBatch(NamedTuple):
@@ -20,23 +21,23 @@ class PreparedBatch(NamedTuple):
 
 
 def draw(
-  agent: Agent, replay: Replay, size: int, learner_step: int, execute: Execute, times: PartTimes
+  agent: Agent, replay: Replay, size: int, learner_step: int, execute: Execute, part: Part
 ) -> PreparedBatch:
   """A batch of B = `size` samples for learner step `learner_step` (from 0).
 
   `execute` runs the work that the agent requests before, here or in other processes. The time is
   counted for the parts sample, search and gather. Raises ValueError if too little is stored.
   """
-  with times.part("sample"):
+  with part("sample"):
     selection = replay.select(size)
     with replay.lock:
       works = agent.batch_work(replay, selection)
   if works:
-    with times.part("search"):
+    with part("search"):
       execute(works, learner_step)
-  with times.part("sample"), replay.lock:
+  with part("sample"), replay.lock:
     arrays, info = agent.assemble(replay, selection, learner_step)
-  with times.part("gather"):
+  with part("gather"):
     return PreparedBatch(_with_frames(agent, replay, arrays, selection), selection, info)
 
 

@@ -10,14 +10,13 @@ from speedyzero_jax.agents.base import Agent
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.metrics import names
-from speedyzero_jax.metrics.aggregation import EpisodeStats, PartTimes
+from speedyzero_jax.metrics.aggregation import EpisodeStats
 from speedyzero_jax.metrics.logger import MetricsLogger
 from speedyzero_jax.replay.journal import Journal
 from speedyzero_jax.run import builders, snapshot
 from speedyzero_jax.run.checkpoint import Checkpoints
 from speedyzero_jax.run.collector import Collector
 from speedyzero_jax.run.experiment import (
-  ACT,
   ALONE,
   INIT,
   Experiment,
@@ -27,7 +26,6 @@ from speedyzero_jax.run.experiment import (
 )
 from speedyzero_jax.run.rate_limiter import RateLimiter
 from speedyzero_jax.run.recovery import RecoveryManager
-from speedyzero_jax.workers.actor import LocalActor
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.learner import Learner, make_mesh
 from speedyzero_jax.workers.sweeper import make_sweepers
@@ -98,41 +96,26 @@ def _build(
   weights = WeightsStore(intervals, NamedSharding(local, PartitionSpec()), state.variables)
   limiter = RateLimiter(own, synchronous=agent.synchronous)
   episodes = EpisodeStats(own.actor.lanes)
-  times = PartTimes(logger.count, jax.profiler.TraceAnnotation)  # parts appear in traces too
   experiment = Experiment(
     config=config,
     own=own,
     membership=membership,
     agent=agent,
     logger=logger,
-    times=times,
     learner=learner,
     inference=inference,
     replay=replay,
     weights=weights,
     limiter=limiter,
-    collector=Collector(replay, limiter, weights, logger, episodes, times, recovery.append),
+    collector=Collector(replay, limiter, weights, logger, episodes, recovery.append),
     sweepers=make_sweepers(agent, config.actor.weights_interval),
     recovery=recovery,
     state=state,
   )
-  if membership.acts:
-    experiment.collector.local = _local_actor(experiment, episodes)
   if restored is not None:
     snapshot.restore(experiment, restored)
   later = snapshot.replay_journal(experiment)
-  snapshot.restore_actor(experiment, restored, later=later)
+  if membership.acts:
+    snapshot.start_actor(experiment, restored, later=later)
   logger.add_source(lambda: {names.ENV_STEPS: limiter.env_steps})
   return experiment
-
-
-def _local_actor(experiment: Experiment, episodes: EpisodeStats) -> LocalActor:
-  return LocalActor(
-    experiment.own,
-    experiment.agent,
-    experiment.inference,
-    experiment.replay,
-    seed=experiment.seed("environments"),
-    key=experiment.key(ACT),
-    stats=episodes,
-  )

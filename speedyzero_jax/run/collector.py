@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from speedyzero_jax.metrics import names
-from speedyzero_jax.metrics.aggregation import Episode, EpisodeStats, PartTimes
+from speedyzero_jax.metrics.aggregation import Episode, EpisodeStats
 from speedyzero_jax.metrics.logger import MetricsLogger
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.run.rate_limiter import RateLimiter
 from speedyzero_jax.types import Segment
-from speedyzero_jax.workers.actor import LocalActor
+from speedyzero_jax.workers.actor import Actor
 from speedyzero_jax.workers.weights import ACTOR, WeightsStore
 
 
@@ -29,13 +29,12 @@ class Collector:
     weights: WeightsStore,
     logger: MetricsLogger,
     episodes: EpisodeStats,
-    times: PartTimes,
     record: Callable[[Sequence[Segment]], None],
   ):
     self._replay, self._limiter, self._weights, self._logger = replay, limiter, weights, logger
-    self._times, self._record = times, record
+    self._record = record
     self.episodes = episodes
-    self.local: LocalActor | None = None
+    self.local: Actor | None = None
     self.failure: BaseException | None = None
     self.lock = threading.Lock()  # held while actor, journal and replay are inconsistent
 
@@ -45,8 +44,8 @@ class Collector:
     assert local is not None
     limiter.begin_acting(self)
     version = self._weights.latest(ACTOR)
-    with self._times.part("act"), self.lock:
-      segments, count = local.actor.step(
+    with self._logger.part("act"), self.lock:
+      segments, count = local.step(
         version,
         budget=limiter.pool,
         progress=limiter.progress,

@@ -9,7 +9,6 @@ from jax.sharding import Mesh
 from speedyzero_jax.agents.base import Agent, Task, Work
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.metrics import names
-from speedyzero_jax.metrics.aggregation import PartTimes
 from speedyzero_jax.metrics.logger import MetricsLogger
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.run.collector import Collector
@@ -65,7 +64,6 @@ class Experiment:
   membership: Membership
   agent: Agent
   logger: MetricsLogger
-  times: PartTimes
   learner: Learner
   inference: Inference
   replay: Replay

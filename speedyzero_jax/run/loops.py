@@ -160,7 +160,7 @@ class _Overlapped:
       if failed or not steps.begin_learning(experiment):
         return
     while limiter.learner_steps < total:
-      with experiment.times.part("wait"):
+      with experiment.logger.part("wait"):
         self._wait("learner", self._may_learn)
       step, prepared = limiter.learner_steps, self._ready.popleft()
       result = steps.learn(experiment, prepared)

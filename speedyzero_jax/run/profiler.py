@@ -68,9 +68,9 @@ def profile(experiment: Experiment, folder: Path, timings: Sequence[Timing]) -> 
 
 def _measure(experiment: Experiment) -> tuple[float, dict[str, float]]:
   """The time, and the seconds of each part so far, with no learner step under way."""
-  with experiment.times.part("train"):  # the last step may still be going on
+  with experiment.logger.part("train"):  # the last step may still be going on
     jax.block_until_ready(experiment.state)
-  return time.perf_counter(), experiment.times.totals()
+  return time.perf_counter(), experiment.logger.part_times()
 
 
 def _parts(experiment: Experiment, spent: dict[str, float], seconds: float) -> list[dict[str, Any]]:

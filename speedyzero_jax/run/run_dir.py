@@ -77,10 +77,10 @@ def safe_name(text: str) -> str:
   return re.sub(r"[^\w.+-]", "-", text)
 
 
-def open_existing(path: Path, changes: list[str]) -> RunDir:
-  """Opens the folder of an earlier run, to resume it with these `key=value` changes.
+def resumed(path: Path, changes: list[str]) -> Config:
+  """The configuration of an earlier run, to be resumed with these `key=value` changes.
 
-  Raises RunFolderError if it holds no run, is in use, or a change is not allowed.
+  Raises RunFolderError if the folder holds no run, or a change is not allowed.
   """
   stored = read_config(path)
   try:
@@ -92,7 +92,12 @@ def open_existing(path: Path, changes: list[str]) -> RunDir:
       f"{path} was started with another configuration ({'; '.join(different)}); "
       "start a new run instead"
     )
-  return RunDir(path, config, _lock(path, "run.lock"))
+  return config
+
+
+def open_existing(path: Path, changes: list[str]) -> RunDir:
+  """Opens the folder of such a run. Raises RunFolderError as `resumed`, or if it is in use."""
+  return RunDir(path, resumed(path, changes), _lock(path, "run.lock"))
 
 
 def read_config(path: Path) -> Config:

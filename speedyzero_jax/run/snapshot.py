@@ -7,10 +7,12 @@ import jax
 import numpy as np
 
 from speedyzero_jax.agents.base import Agent
+from speedyzero_jax.envs.batched_env import make_env
 from speedyzero_jax.metrics import names
 from speedyzero_jax.run.checkpoint import Snapshot
-from speedyzero_jax.run.experiment import Experiment, TrainingError
+from speedyzero_jax.run.experiment import ACT, Experiment, TrainingError
 from speedyzero_jax.types import Params
+from speedyzero_jax.workers.actor import Actor
 from speedyzero_jax.workers.learner import Learner, LearnerState
 from speedyzero_jax.workers.weights import ACTOR, DivergedError, Version
 
@@ -115,20 +117,20 @@ def replay_journal(experiment: Experiment) -> bool:
   return bool((replay.heads > heads).any())  # resets, too, are slots
 
 
-def restore_actor(experiment: Experiment, restored: Snapshot | None, *, later: bool) -> None:
-  """Restores the local actor's games, after the replay, or cuts their episodes and begins new ones.
+def start_actor(experiment: Experiment, restored: Snapshot | None, *, later: bool) -> None:
+  """Makes the local actor, once the replay is restored; it continues the games of the checkpoint.
 
-  `later` tells that the replay holds steps from after the checkpoint. Raises TrainingError if games
-  can't be restored, and the mode is lockstep.
+  Where that can't be, or the replay holds steps from `later` than the checkpoint, their episodes
+  are cut and new games begin. Raises TrainingError instead if the mode is lockstep.
   """
-  local, lost = experiment.collector.local, later
-  if local is None:
-    return
-  if restored is not None:
+  collector = experiment.collector
+  if restored is not None and not later:
     try:
-      if not restored.items.get("actor"):
+      if not (saved := restored.items.get("actor")):
         raise RuntimeError("the games were played in other processes")
-      local.load_state_dict(restored.items["actor"])
+      collector.local = _new_actor(experiment, saved["start"])
+      collector.local.load_state_dict(saved)
+      return
     except RuntimeError as error:
       if experiment.config.run.mode == "lockstep":
         raise TrainingError(
@@ -139,9 +141,23 @@ def restore_actor(experiment: Experiment, restored: Snapshot | None, *, later: b
       experiment.logger.message(
         f"warning: {error}; new games begin, and unfinished episodes end where they were"
       )
-      lost = True
-  if lost:
-    local.cut()
+      collector.close()
+  collector.cut(range(experiment.own.actor.lanes))
+  collector.local = _new_actor(experiment, experiment.replay.heads)
+
+
+def _new_actor(experiment: Experiment, start: np.ndarray) -> Actor:
+  """An actor of all lanes, in new environments whose first frames are slots `start` [L].
+
+  The first ones of a run start at 0; later ones, for lost ones, have another seed.
+  """
+  own, episodes = experiment.own, experiment.collector.episodes
+  # Distinct from the seeds of evaluation and of other runs.
+  seed = experiment.seed("environments") + (int(start.sum()) << 32)
+  env = make_env(own.env, own.actor.lanes, seed, training=True)
+  episodes.clear()  # also of games finished by a replay that diverged
+  agent, key = experiment.agent, experiment.key(ACT)
+  return Actor(own, agent, env, experiment.inference, key, episodes, start=start)
 
 
 def parameters_hash(experiment: Experiment) -> str:

@@ -18,7 +18,7 @@ from speedyzero_jax.workers.weights import DivergedError, Version
 
 def sweep(experiment: Experiment, sweeper: Sweeper) -> None:
   """Computes one block of a sweep. Call while `sweeper.due`."""
-  with experiment.times.part(sweeper.task.part):
+  with experiment.logger.part(sweeper.task.part):
     states = experiment.run_task(sweeper.next(experiment.replay), experiment.sweep_key(sweeper))
   sweeper.calls += 1
   sweeper.states += states
@@ -33,20 +33,20 @@ def draw(experiment: Experiment, learner_step: int) -> PreparedBatch:
     experiment.own.learner.batch_size,
     learner_step,
     experiment.execute,
-    experiment.times,
+    experiment.logger.part,
   )
-  with experiment.times.part("gather"):
+  with experiment.logger.part("gather"):
     return prepared._replace(arrays=experiment.learner.put(prepared.arrays))
 
 
 def learn(experiment: Experiment, prepared: PreparedBatch) -> StepResult:
   """Takes one learner step; its results stay on the devices."""
-  with experiment.times.part("train"):
+  with experiment.logger.part("train"):
     experiment.state, result = experiment.learner.step(
       experiment.state, prepared.arrays, experiment.learn_key, stop=experiment.interrupted
     )
   experiment.limiter.add_learner_step()
-  with experiment.times.part("publish"):
+  with experiment.logger.part("publish"):
     experiment.weights.publish(experiment.limiter.learner_steps, experiment.state.variables)
   experiment.learned += 1
   experiment.limiter.notify()
@@ -62,7 +62,7 @@ def settle(experiment: Experiment, prepared: PreparedBatch, result: StepResult, 
   Raises:
     DivergedError: the priorities, or the parameters after the step, are not finite.
   """
-  with experiment.times.part("train"):
+  with experiment.logger.part("train"):
     priority = experiment.learner.local(result.priority)
     finite = np.isfinite(priority).all() and np.isfinite(result.metrics[names.PARAMETER_NORM])
   if not finite:
@@ -96,10 +96,10 @@ def bookkeeping(experiment: Experiment) -> None:
   if step % config.run.log_interval == 0 or last:
     log(experiment)
   if saving_due(experiment):
-    with experiment.times.part("save"):
+    with experiment.logger.part("save"):
       snapshot.save(experiment)
   if config.evaluation.interval and step % config.evaluation.interval == 0 and not last:
-    with experiment.times.part("evaluate"):
+    with experiment.logger.part("evaluate"):
       if experiment.membership.unit == 0:
         evaluate_now(experiment)
       experiment.membership.agree(0)  # waits for all

@@ -1,8 +1,4 @@
-"""The actor: steps a batch of environments (lanes) with the agent's actions and makes segments.
-
-`Actor` steps all lanes. `LocalActor` acts in the lanes of a replay in the same process and can be
-saved and restored.
-"""
+"""The actor: steps a batch of environments (lanes) with the agent's actions and makes segments."""
 
 import zlib
 from typing import Any
@@ -12,9 +8,8 @@ import numpy as np
 
 from speedyzero_jax.agents.base import ActInputs, ActOutput, Agent
 from speedyzero_jax.config.schema import Config
-from speedyzero_jax.envs.batched_env import make_env, training_reward
+from speedyzero_jax.envs.batched_env import training_reward
 from speedyzero_jax.metrics.aggregation import Episode, EpisodeStats
-from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.types import Env, EnvStep, Segment
 from speedyzero_jax.workers.batched_inference import BatchedInference
 from speedyzero_jax.workers.inference import Inference
@@ -128,7 +123,7 @@ class Actor:
     }
     return ActOutput(action, columns, self._core)
 
-  def close(self, version: Version, *, progress: float, random: bool) -> list[Segment]:
+  def close_lanes(self, version: Version, *, progress: float, random: bool) -> list[Segment]:
     """The current frames as truncated ends of all lanes' episodes, before the actor stops."""
     self.finished.clear()
     return self._close(np.ones(len(self._lanes), bool), version, progress, random)
@@ -167,6 +162,9 @@ class Actor:
     self._stacked = self._stacker.push(step)
     self.finished: list[Episode] = self.stats.update(step)  # games that ended with this step
 
+  def close(self) -> None:
+    self._env.close()
+
   def state_dict(self) -> dict[str, np.ndarray]:
     """The state for a checkpoint, with the actions that replay the environments."""
     crc = zlib.crc32(self._shown.frame.tobytes())  # detects a different replay
@@ -179,7 +177,9 @@ class Actor:
     }
 
   def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-    """Replays a new actor's environments to the state of `state_dict`, 3,000 steps a second.
+    """Replays the environments to the state of `state_dict`, 3,000 steps a second.
+
+    For a new actor, with equal environments and the saved `start`.
 
     Raises RuntimeError if they showed other frames (another envpool or machine).
     """
@@ -187,7 +187,6 @@ class Actor:
       ended = self._shown.terminated | self._shown.truncated
       self._show(self._env.step(np.where(ended, 0, action).astype(np.int32)))
     self._actions = list(state["actions"])
-    self._start = state["start"].copy()
     self._slot = self._start + len(self._actions)
     leaves, structure = jax.tree.flatten(self._core)
     core = [state[f"core_{i}"] for i in range(len(leaves))]
@@ -203,68 +202,3 @@ def _join(a: Segment, b: Segment) -> Segment:
   following = b.arrays()
   arrays = {name: np.concatenate([x, following[name]]) for name, x in a.arrays().items()}
   return Segment.of(a.lane, a.start, arrays)
-
-
-class LocalActor:
-  """An actor of all lanes of a replay in the same process (arguments as of `Actor`)."""
-
-  def __init__(
-    self,
-    config: Config,
-    agent: Agent,
-    inference: Inference,
-    replay: Replay,
-    *,
-    seed: int,
-    key: jax.Array,
-    stats: EpisodeStats,
-  ):
-    self._config, self._agent, self._inference, self._replay = config, agent, inference, replay
-    self._seed, self._key, self._stats = seed, key, stats
-    self._begin(0)
-
-  def _begin(self, generation: int) -> None:
-    """Makes environments whose first frames follow all slots of the replay.
-
-    Environments that could not be restored are replaced by those of another generation, with
-    another seed: the number of slots at that moment.
-    """
-    self._generation = generation
-    seed = self._seed + (generation << 32)  # distinct from evaluation and other runs
-    self.env = make_env(self._config.env, self._config.actor.lanes, seed, training=True)
-    self._stats.clear()  # also of games finished by a replay that diverged
-    self.actor = Actor(
-      self._config,
-      self._agent,
-      self.env,
-      self._inference,
-      self._key,
-      self._stats,
-      start=self._replay.heads,
-    )
-
-  def state_dict(self) -> dict[str, np.ndarray]:
-    """The state for a checkpoint."""
-    return self.actor.state_dict() | {"generation": np.array([self._generation], np.int64)}
-
-  def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-    """Restores environments and actor, after the replay.
-
-    Raises:
-      RuntimeError: the environments showed other frames; call `cut` then.
-    """
-    if generation := int(state["generation"][0]):
-      self.env.close()
-      self._begin(generation)
-    self.actor.load_state_dict(state)
-
-  def cut(self) -> None:
-    """Truncates unfinished episodes and starts new games."""
-    for lane in range(self._config.actor.lanes):
-      self._replay.truncate(lane)
-    self.env.close()
-    self._begin(int(self._replay.heads.sum()))
-
-  def close(self) -> None:
-    """Closes the environments."""
-    self.env.close()

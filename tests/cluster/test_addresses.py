@@ -2,8 +2,8 @@
 
 import pytest
 
-from speedyzero_jax.cluster import addresses
-from speedyzero_jax.cluster.addresses import own_address
+from speedyzero_jax.cluster import rendezvous
+from speedyzero_jax.cluster.rendezvous import own_address
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
@@ -32,5 +32,5 @@ def test_the_address_is_the_one_on_the_route_to_the_coordinator(
       raise OSError("no route")
     return routes[host]
 
-  monkeypatch.setattr(addresses, "_local_address", local_address)
+  monkeypatch.setattr(rendezvous, "_local_address", local_address)
   assert own_address(coordinator) == address

@@ -12,6 +12,7 @@ from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER
 from speedyzero_jax.agents.refresh import REFRESHER
 from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.grpc_server import RunOver
+from speedyzero_jax.cluster.messages import Worker
 
 
 def test_unknown_numbers_are_refused_and_not_waited_for(make_unit):
@@ -19,10 +20,9 @@ def test_unknown_numbers_are_refused_and_not_waited_for(make_unit):
   for call in (
     lambda: unit.join(2),
     lambda: unit.step(actor=2),
-    lambda: unit.join_refresher(2),
     lambda: unit.work(2),
     lambda: unit.frames(refresher=2),
-    lambda: unit.service.result(messages.Result(2, 0, 1, 0, {})),
+    lambda: unit.ask_weights(worker=Worker("actor", 2)),
   ):
     unit.refuses(call, "there are 2 .*, this is number 2")
   begin = time.monotonic()
@@ -57,7 +57,8 @@ def test_half_precision_rounds_floats_only(make_unit):
 def test_all_workers_hear_the_end_and_are_waited_for(make_unit):
   unit = make_unit("actor.lanes=2", actors=2, refreshers=1)
   unit.fill(4)
-  unit.join(0), unit.join(1), unit.join_refresher()
+  unit.join(0), unit.join(1)
+  assert unit.work() is None
   granted, before = unit.step(), unit.limiter.env_steps
   ended = threading.Thread(target=unit.service.finish, args=(30,), daemon=True)
   ended.start()
@@ -71,7 +72,7 @@ def test_all_workers_hear_the_end_and_are_waited_for(make_unit):
       call()
   ended.join(10)
   assert not ended.is_alive() and unit.limiter.env_steps == before
-  for call in (lambda: unit.join(0, 1), lambda: unit.join_refresher(0, 1)):
+  for call in (lambda: unit.join(0, 1), lambda: unit.work(0, 1)):
     with pytest.raises(RunOver):
       call()
 
@@ -86,7 +87,6 @@ def test_absent_workers_are_not_waited_for_forever(make_unit):
 
 def test_a_waiting_refresher_hears_the_end_at_once(make_unit):
   unit = make_unit(*BATCH)
-  unit.join_refresher()
   heard = []
 
   def wait():

@@ -20,13 +20,12 @@ def test_a_sweep_by_refreshers_is_the_local_one(make_unit, task):
   with unit.twin() as local:
     unit.publish(6)
     local.weights.publish(6, unit.agent.init(number=6))
-    unit.join_refresher()
     assert unit.work() is None  # nothing is owed
     unit.learn(8)
-    blocks = 0
-    while block := unit.work():
+    blocks, block = 0, unit.work()
+    while block:
       assert (block.task, block.step, block.heads.tolist()) == (task, 6, unit.replay.heads.tolist())
-      unit.result(block)
+      block = unit.result(block)
       blocks += 1
     (sweeper,) = local.sweepers
     for _ in range(blocks):
@@ -39,7 +38,6 @@ def test_a_sweep_by_refreshers_is_the_local_one(make_unit, task):
 def test_a_sweep_returns_to_the_states_of_a_lost_block(make_unit):
   unit = make_unit(SWEEP["refresh"], refreshers=2)
   unit.fill(20)
-  unit.join_refresher(0), unit.join_refresher(1)
   unit.publish(8)
   unit.learn(8)
   assert unit.work(0)
@@ -48,12 +46,12 @@ def test_a_sweep_returns_to_the_states_of_a_lost_block(make_unit):
 
 
 def batch_unit(make_unit, *overrides, refreshers=1, durable=False):
-  """A unit with refreshers that have joined, for sampled batches."""
+  """A unit with refreshers that have called, for sampled batches."""
   unit = make_unit(*BATCH, *overrides, refreshers=refreshers, durable=durable)
   unit.fill(20)
   unit.publish(3)
   for number in range(refreshers):
-    unit.join_refresher(number)
+    assert unit.work(number) is None
   return unit
 
 
@@ -126,8 +124,8 @@ def test_the_learner_waits_for_live_refreshers_only(make_unit):
   unit.fill(20)
   _, thread, done = unit.executing()
   thread.join(10)
-  assert done  # none has joined
-  unit.join_refresher()
+  assert done  # none has called
+  assert unit.work() is None
   _, thread, done = unit.executing()
   unit.work(seconds=5)
   thread.join(0.1)
@@ -159,7 +157,7 @@ def test_a_result_of_impossible_weights_changes_nothing(make_unit):
   unit.executing()
   held = unit.work(seconds=5)
   for step in (4, 2**31, 2**62, -1):
-    unit.refuses(lambda step=step: unit.result(held, step=step), r"result\.step must be in 0\.\.3")
+    unit.refuses(lambda step=step: unit.result(held, step=step), r"work\.step must be in 0\.\.3")
   unit.result(held)
   assert newest(unit) == 3
 
@@ -204,26 +202,22 @@ def test_an_overdue_block_is_handed_out_again_and_its_late_result_is_dropped(mak
   assert done and newest(unit) == 3
 
 
-def test_blocks_of_a_dead_refresher_are_handed_to_others_at_once(make_unit):
-  unit = batch_unit(make_unit, refreshers=2)
+def test_a_block_of_a_dead_refresher_is_handed_to_its_successor(make_unit):
+  unit = batch_unit(make_unit)
   _, thread, done = unit.executing(2)
-  held = unit.work(0, seconds=5)
-  unit.join_refresher(0, 1)
-  again = unit.work(1, seconds=5)
+  held = unit.work(seconds=5)
+  again = unit.work(0, 1, seconds=5)
   assert same_states(held, again)
-  unit.result(held, 0)  # of the old incarnation
-  assert newest(unit) == 0
-  unit.result(again, 1)
-  for _ in range(3):
-    unit.result(unit.work(0, 1, seconds=5), 0, 1)
+  unit.refuses(lambda: unit.result(held), "has incarnation 1 now")
+  unit.result(unit.result(again, 0, 1, seconds=5), 0, 1)
   thread.join(10)
-  assert done
+  assert done and newest(unit) == 3
 
 
 def test_calls_of_older_incarnations_are_refused(make_unit):
   unit = make_unit()
-  unit.join_refresher(0, 1)
-  for call in (lambda: unit.join_refresher(0, 0), unit.work, unit.frames):
+  assert unit.work(0, 1) is None
+  for call in (unit.work, unit.frames):
     unit.refuses(call, "refresher 0 has incarnation 1 now, this is 0")
 
 
@@ -252,7 +246,6 @@ def test_a_copy_of_the_frames_follows_lanes_that_forget(make_unit, seed):
   """However unevenly the lanes advance, and however late the copy begins."""
   rng = np.random.default_rng(seed)
   unit = make_unit("actor.lanes=3", "replay.capacity=30", actors=3)
-  unit.join_refresher()
   copy, heads = np.zeros_like(unit.replay.store.frame), None
   for actor in range(3):
     player = unit.player(actor, seed)

@@ -15,9 +15,9 @@ from small_unit import BATCH, SWEEP, assert_same
 from speedyzero_jax.agents import dqn
 from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER
 from speedyzero_jax.cluster import environments, grpc_server, messages, remote
-from speedyzero_jax.cluster.codec import encode
 from speedyzero_jax.cluster.grpc_client import Client, Refused
 from speedyzero_jax.cluster.learner_process import max_message
+from speedyzero_jax.cluster.messages import Worker
 from speedyzero_jax.cluster.remote import FrameCopy, RemoteWeights
 from speedyzero_jax.config import loader
 from speedyzero_jax.metrics.aggregation import EpisodeStats
@@ -51,7 +51,7 @@ class Cluster:
 
   def __enter__(self):
     self._stack = contextlib.ExitStack()
-    self._server = self._stack.enter_context(
+    self._address = self._stack.enter_context(
       grpc_server.serve(self.unit.service, "127.0.0.1:0", TOKEN, max_bytes=MAX_BYTES, clients=4)
     )
     return self
@@ -67,9 +67,10 @@ class Cluster:
         assert not self._errors and not any(thread.is_alive() for thread in self._threads)
         assert time.monotonic() - begin < 8  # all have heard it
 
-  def client(self):
+  def client(self, kind="actor", number=0, incarnation=0):
+    worker = Worker(kind, number, incarnation)
     return self._stack.enter_context(
-      Client(self._server.address, TOKEN, max_bytes=MAX_BYTES, patience=5.0)
+      Client(self._address, TOKEN, worker, max_bytes=MAX_BYTES, patience=5.0)
     )
 
   def _start(self, role, *arguments):
@@ -86,16 +87,18 @@ class Cluster:
 
   def act(self, incarnation=0):
     unit = self.unit
-    return self._start(remote.act, unit.config, unit.agent, self.client(), ROLE, incarnation)
+    client = self.client(incarnation=incarnation)
+    return self._start(remote.act, unit.config, unit.agent, client, ROLE, incarnation)
 
   def step_environments(self, number=0, incarnation=0):
     unit, role = self.unit, Role("actor", 0, number)
-    arguments = unit.config, unit.agent, self.client(), role, incarnation
+    client = self.client("actor", number, incarnation)
+    arguments = unit.config, unit.agent, client, role, incarnation
     return self._start(environments.step_environments, *arguments)
 
   def refresh(self, number=0, config=None):
     unit, role = self.unit, Role("refresher", 0, number)
-    arguments = config or unit.config, unit.agent, self.client(), role, 0
+    arguments = config or unit.config, unit.agent, self.client("refresher", number), role, 0
     return self._start(remote.refresh, *arguments)
 
 
@@ -134,11 +137,11 @@ def test_central_actors_share_inference_and_outlive_their_environments(make_unit
   unit = make_unit("actor.lanes=5", "run.env_steps=400", actors=3, refreshers=0)
   learner = unit.learn_in_thread()
   with cluster(unit) as served:
-    lost = served.client()
-    first = lost.call(messages.ActorJoin(2, 0))
+    lost = served.client("actor", 2)
+    first = lost.call(messages.Join())
     env = tiny.FakeEnv(len(first.heads), 0)
     steps = iter([env.reset(), *(env.step(np.zeros(2, np.int32)) for _ in range(3))])
-    shown = (messages.Observation(2, 0, step._asdict()) for step in steps)
+    shown = (messages.Observation(step._asdict()) for step in steps)
     assert len(list(itertools.islice(lost.stream(shown), 3))) == 3
     lost.close()
     others = [served.step_environments(0), served.step_environments(1)]
@@ -163,9 +166,9 @@ def test_observations_of_another_form_are_refused(make_unit, cluster):
       (good._replace(reward=good.reward.astype(np.float64)), "of 3 lanes"),
       (good._replace(reward=good.reward * np.nan), "finite"),
     )):  # fmt: skip
-      shown = iter([messages.Observation(0, incarnation, wrong._asdict())])
+      shown = iter([messages.Observation(wrong._asdict())])
       with pytest.raises(Refused, match=match):
-        list(served.client().stream(shown))
+        list(served.client("actor", 0, incarnation).stream(shown))
 
 
 def test_an_actor_plays_other_games_when_something_is_stored_already(make_unit, cluster):
@@ -257,7 +260,7 @@ def test_weights_arrive_exact_or_rounded_and_stay_until_the_end(make_unit, clust
   unit.weights.publish(2, unit.agent.init(number=1 / 3))
   here, like = jax.local_devices()[-1], jax.eval_shape(unit.agent.init)
   with cluster(unit) as served:
-    weights = RemoteWeights(served.client(), 0, like, here)
+    weights = RemoteWeights(served.client(), like, here)
     got = weights.latest(ACTOR, at_least=2).variables
     number = np.float32(jnp.bfloat16(1 / 3) if half else 1 / 3)
     np.testing.assert_array_equal(got.params["w"], np.full((2, 3), number), strict=True)
@@ -276,12 +279,13 @@ def test_wrong_requests_are_refused(make_unit, cluster):
   with cluster(unit) as served:
     client = served.client()
     with pytest.raises(Refused, match="'evaluator'"):
-      RemoteWeights(client, 0, like, here).latest("evaluator", 0)
+      RemoteWeights(client, like, here).latest("evaluator", 0)
     other = like._replace(params={"w": jax.ShapeDtypeStruct((3, 2), np.float32)})
     with pytest.raises(ValueError, match="an array is"):
-      RemoteWeights(client, 0, other, here).latest(ACTOR, 0)
-    with pytest.raises(Refused, match="has incarnation"):
-      FrameCopy(client, (0, 7), unit.replay.store.frame, 3).gather(
+      RemoteWeights(client, other, here).latest(ACTOR, 0)
+    served.client(incarnation=7).call(messages.WeightsRequest(ACTOR))
+    with pytest.raises(Refused, match="has incarnation 7"):
+      FrameCopy(client, unit.replay.store.frame, 3).gather(
         np.zeros(1, int), np.zeros((1, 2), int), np.ones(3)
       )
 
@@ -300,7 +304,6 @@ def test_a_step_of_many_lanes_with_large_frames_fits_a_message():
   agent = dqn.make_agent(config, (320, 320, 3), np.uint8, 6)
   columns = {c.name: np.zeros((1, *c.shape), c.dtype) for c in agent.schema.columns}
   columns["first"][:] = True
-  none = np.zeros(0)
   segments = messages.pack([Segment.of(lane, 0, columns) for lane in range(256)])
-  step = messages.Step(0, 0, 0, segments, none, none.astype(np.int64))
-  assert 64 << 20 < len(encode(step)) < max_message(config, agent)
+  step = messages.Step(0, segments, np.zeros((0, 2)))
+  assert 64 << 20 < len(messages.encode(step)) < max_message(config, agent)

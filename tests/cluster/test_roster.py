@@ -2,7 +2,8 @@
 
 import pytest
 
-from speedyzero_jax.cluster.roster import TIMEOUT, Roster, Worker
+from speedyzero_jax.cluster.messages import Worker
+from speedyzero_jax.cluster.roster import TIMEOUT, Roster
 
 ACTOR, OTHER, REFRESHER = Worker("actor", 0), Worker("actor", 1), Worker("refresher", 0)
 
@@ -27,23 +28,22 @@ def unit():
 
 def test_a_silent_process_is_not_present(unit):
   assert unit.present() == [0, 0]
-  unit.roster.beat(ACTOR)
-  unit.roster.beat(REFRESHER)
+  unit.roster.enter(ACTOR)
+  unit.roster.enter(REFRESHER)
   assert unit.present() == [1, 1]
   unit.now += TIMEOUT / 2
-  unit.roster.beat(OTHER)
+  unit.roster.enter(OTHER)
   assert unit.present() == [2, 1]
   unit.now += TIMEOUT / 2 + 0.1
   assert unit.present() == [1, 0]
 
 
 def test_every_start_ends_the_former(unit):
-  assert unit.roster.join(ACTOR, 3)
-  for incarnation, new in ((0, True), (1, True), (1, False), (4, True)):
-    assert unit.roster.join(OTHER, incarnation) == new
-  for call in (unit.roster.join, unit.roster.check):
-    with pytest.raises(ValueError, match="actor 1 has incarnation 4 now, this is 1"):
-      call(OTHER, 1)
+  for incarnation in (0, 1, 1, 4):
+    unit.roster.enter(OTHER._replace(incarnation=incarnation))
+  unit.roster.enter(ACTOR._replace(incarnation=3))
+  with pytest.raises(ValueError, match="actor 1 has incarnation 4 now, this is 1"):
+    unit.roster.enter(OTHER._replace(incarnation=1))
 
 
 def test_a_wait_lasts_from_the_first_request_to_the_answer(unit):
@@ -61,7 +61,7 @@ def test_a_wait_lasts_from_the_first_request_to_the_answer(unit):
 def test_a_new_process_does_not_inherit_a_wait(unit):
   unit.roster.waits(ACTOR)
   unit.now += 50
-  unit.roster.join(ACTOR, 0)
+  unit.roster.enter(ACTOR)
   unit.roster.waits(ACTOR)
   unit.now += 1
   unit.roster.served(ACTOR)
@@ -72,6 +72,6 @@ def test_only_processes_of_the_unit_count():
   unit = Unit(actor=0, refresher=2)
   assert unit.roster.summary() == {"present/refreshers": 0}
   with pytest.raises(ValueError, match="there are 0 actors"):
-    unit.roster.beat(ACTOR)
+    unit.roster.enter(ACTOR)
   with pytest.raises(ValueError, match="there are 2 refreshers"):
-    unit.roster.beat(Worker("refresher", 2))
+    unit.roster.enter(Worker("refresher", 2))

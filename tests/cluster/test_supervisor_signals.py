@@ -68,7 +68,7 @@ def test_a_report_that_can_not_be_shown_stops_nothing(tmp_path):
     raise OSError("the terminal is gone")
 
   children = [Child("learner-0", ["sh", "-c", "kill -9 $$"], {}, True)]
-  supervisor = Supervisor(lambda _: children, tmp_path, show, Limits(**LIMITS, max_deaths=2))
+  supervisor = Supervisor(children, tmp_path, show, Limits(**LIMITS, max_deaths=2))
   assert supervisor.run() == 1 and supervisor.restarts == {"learner-0": 1}
   assert "killed by SIGKILL" in (tmp_path / "supervisor.log").read_text()
 

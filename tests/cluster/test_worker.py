@@ -41,14 +41,11 @@ def tokens(config, folder, monkeypatch):
     used.append(token)
     return 0
 
-  @contextlib.contextmanager
-  def open_folder(meet):
-    meet(config)
-    yield RunDir(folder, config, -1)
-
   monkeypatch.setattr(worker, "Rendezvous", lambda place, **_: FakeRendezvous(place, published))
   monkeypatch.setattr(worker, "_learn", learn)
-  assert worker.main(PLACE, open_folder, resume=False, devices=None) == 0
+  opened = contextlib.nullcontext(RunDir(folder, config, -1))
+  code = worker.main(PLACE, lambda: config, lambda _: opened, resume=False, devices=None)
+  assert code == 0
   return published, *used
 
 

@@ -115,8 +115,8 @@ def supervised(tmp_path, monkeypatch):
     children = []
 
     class Stub:
-      def __init__(self, make, logs, report):
-        children.extend(make(False))
+      def __init__(self, made, logs, report):
+        children.extend(made)
 
       def run(self):
         look(children)

@@ -1,6 +1,5 @@
-"""Counters, means, episode statistics and part times, and how learners' values combine."""
+"""Counters, means and episode statistics, and how learners' values combine."""
 
-import contextlib
 import threading
 import weakref
 from typing import NamedTuple
@@ -106,21 +105,6 @@ def test_values_that_are_not_taken_do_not_pile_up():
     means.add({"losses/x": device})
   assert len(alive) <= 2000
   assert means.take()["losses/x"] == pytest.approx(np.mean(range(4000, 5000)))
-
-
-def test_parts_are_timed_and_marked_also_if_they_fail():
-  clock, seen = Clock(), []
-
-  @contextlib.contextmanager
-  def mark(name):
-    seen.append(name)
-    yield
-
-  times = aggregation.PartTimes(lambda *counted: seen.append(counted), mark, clock)
-  with pytest.raises(KeyError), times.part("save"):
-    clock.now += 7.0
-    raise KeyError
-  assert seen == ["save", ("time/save", 7.0)]
 
 
 def test_counts_of_many_threads_add_up():

@@ -100,3 +100,14 @@ def test_changes_between_lines_are_shared_and_shown_but_not_written(tmp_path, mo
   assert "actors 1/2" in shown
   assert "actors 2/2" in shown  # at the end, as the next line is not due
   assert rows(tmp_path) == []
+
+
+def test_parts_are_timed_also_if_they_fail(tmp_path):
+  with MetricsLogger(CONFIG, tmp_path, None) as metrics:
+    with pytest.raises(KeyError), metrics.part("save"):
+      time.sleep(0.02)
+      raise KeyError
+    assert metrics.part_times().keys() == {"save"}
+    write(metrics, 2)
+  (row,) = rows(tmp_path)
+  assert row["time/save"] > 0.005

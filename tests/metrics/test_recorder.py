@@ -175,7 +175,6 @@ def test_a_killed_process_loses_no_written_line_and_needs_no_jax(tmp_path):
   script = """
 import os, sys
 sys.modules["jax"] = None
-import speedyzero_jax.metrics.logger
 from speedyzero_jax.metrics.recorder import Recorder
 Recorder(sys.argv[1], None).write(1, {"x": 1.0})
 os.kill(os.getpid(), 9)

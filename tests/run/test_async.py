@@ -10,7 +10,6 @@ import pytest
 from speedyzero_jax.metrics import names
 from speedyzero_jax.run import snapshot, steps
 from speedyzero_jax.run.checkpoint import Checkpoints
-from speedyzero_jax.workers import actor
 from speedyzero_jax.workers.weights import DivergedError
 from whole_runs import assert_same, everything, finish, interrupt_at, quick, rows_of, stopped
 
@@ -68,7 +67,7 @@ def test_the_bound_on_policy_lag_holds_with_a_slow_actor(tmp_path):
   def lag(folder, *overrides):
     many = ASYNC, "learner.steps=80", "actor.weights_interval=2", *overrides
     with quick(folder, *many) as experiment:
-      local, step = experiment.collector.local.actor, experiment.collector.local.actor.step
+      local, step = experiment.collector.local, experiment.collector.local.step
 
       def slow(*args, **kwargs):
         time.sleep(0.1 if experiment.limiter.learner_steps else 0)
@@ -93,9 +92,9 @@ def test_an_interrupted_run_is_saved_and_continues(tmp_path):
 
 def test_a_run_continues_where_environments_play_differently(tmp_path, monkeypatch, capsys):
   """New games begin, as often as that happens; later resumptions replay the new games."""
-  make_env, machine = actor.make_env, 0
+  make_env, machine = snapshot.make_env, 0
   monkeypatch.setattr(
-    actor, "make_env", lambda c, lanes, seed, **kw: make_env(c, lanes, seed + machine, **kw)
+    snapshot, "make_env", lambda c, lanes, seed, **kw: make_env(c, lanes, seed + machine, **kw)
   )
   step, left, previous = None, None, 0
   for machine, collects in ((0, 25), (7, 4), (7, 3), (8, None)):
@@ -140,7 +139,7 @@ class Broken(Exception):
 def test_an_error_of_any_part_is_raised_and_ends_every_thread(tmp_path, monkeypatch, mode, part):
   with quick(tmp_path, f"run.mode={mode}") as experiment:
     before = set(threading.enumerate())
-    owner = experiment.collector.local.env if part == "env" else steps
+    owner = experiment.collector.local._env if part == "env" else steps
     name, calls = ("step", 30) if part == "env" else (part, 3)
     function, left = getattr(owner, name), [calls]
 

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 
 import reference
-from speedyzero_jax.metrics.aggregation import PartTimes
 from speedyzero_jax.run import batch_pipeline
 from tiny_replay import LANES, STACK, UNROLL, make_agent, make_replay, play, write
 
@@ -17,24 +16,14 @@ BATCH = 30
 BETA = ("priority.beta_start=0.4", "priority.beta_end=0.9")
 
 
-class Interrupted(PartTimes):
+def interrupted(name, call):
   """Calls a function when a part of the work begins."""
-
-  def __init__(self, name, call):
-    super().__init__()
-    self._name, self._call = name, call
-
-  @contextlib.contextmanager
-  def part(self, name):
-    if name == self._name:
-      self._call()
-    with super().part(name):
-      yield
+  return lambda part: contextlib.nullcontext(call() if part == name else None)
 
 
-def draw(replay, step, *overrides, execute=lambda works, step: None, times=None):
+def draw(replay, step, *overrides, execute=lambda works, step: None, part=contextlib.nullcontext):
   agent = make_agent(*overrides)
-  return batch_pipeline.draw(agent, replay, BATCH, step, execute, times or PartTimes())
+  return batch_pipeline.draw(agent, replay, BATCH, step, execute, part)
 
 
 @given(
@@ -72,8 +61,8 @@ def test_a_sample_evicted_before_its_frames_are_copied_is_masked(seed, when, end
       return found
 
     replay.window_cells = late
-  times = None if when == "cells" else Interrupted(when, append)
-  drawn = draw(replay, 1, times=times)
+  part = contextlib.nullcontext if when == "cells" else interrupted(when, append)
+  drawn = draw(replay, 1, part=part)
   replay.window_cells = cells
   lane, time = drawn.selection.lane, drawn.selection.time
   live = time >= replay.tails[lane]

@@ -32,19 +32,16 @@ def one_of_each() -> dict[type, Any]:
   segments = messages.pack([segment(0, 5, 2), segment(2, 9)])
   weights = {"['b']": np.array([1.5, -2], jnp.bfloat16), "['n']": np.array(3, np.int32)}
   found = [
-    messages.ActorJoin(1, 2),
-    messages.ActorWelcome(1, np.array([5, 6], np.int64)),
-    messages.RefresherJoin(2, 3),
-    messages.Step(1, 2, 3, segments, np.array([np.nan]), np.array([7], np.int64)),
+    messages.Join(),
+    messages.Welcome(1, np.array([5, 6], np.int64)),
+    messages.Step(3, segments, np.array([[np.nan, 7]])),
     messages.Grant(4, True, 11, 0.25, False),
-    messages.WeightsRequest(1, "actor"),
+    messages.WeightsRequest("actor"),
     messages.Weights(12, weights),
-    messages.WorkRequest(2, 3),
     messages.Block(6, "search", lane, np.array([[0, 1, 2], [3, 4, 4]], np.int32), 10, heads, {}),
-    messages.Result(2, 3, 6, 10, {"policy": np.ones((2, 3, 2), np.float32)}),
-    messages.FramesRequest(2, 3, heads),
+    messages.Work(6, 10, {"policy": np.ones((2, 3, 2), np.float32)}),
+    messages.FramesRequest(heads),
     messages.FramesChunk(heads, lane, cell, frames),
-    messages.Ok(),
   ]
   return {type(one): one for one in found}
 

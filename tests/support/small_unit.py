@@ -20,6 +20,7 @@ from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER
 from speedyzero_jax.agents.refresh import REFRESHER
 from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.learner_service import LearnerService
+from speedyzero_jax.cluster.messages import Worker
 from speedyzero_jax.cluster.roster import Roster
 from speedyzero_jax.metrics.aggregation import EpisodeStats
 from speedyzero_jax.run import build, builders
@@ -29,6 +30,7 @@ from speedyzero_jax.workers.actor import Actor
 from speedyzero_jax.workers.weights import ACTOR
 
 SECONDS = 0.02  # that a poll waits
+A_WORKER, NO_RESULT = Worker("actor", 0), messages.Work(0, 0, {})
 SUBSCRIPTIONS = ACTOR, REANALYSER, REFRESHER
 NAMES = {call.request: (name, call.poll) for name, call in messages.CALLS.items()}
 BATCH = ("reanalyse.schedule=batch", "refresh.enabled=false")
@@ -64,38 +66,36 @@ class Unit:
   # --- calls
 
   def join(self, actor=0, incarnation=0):
-    return self.service.join_actor(messages.ActorJoin(actor, incarnation))
+    return self.service.call("join", Worker("actor", actor, incarnation), messages.Join())
 
   def step(self, segments=(), sequence=0, actor=0, incarnation=0, *, episodes=(), seconds=SECONDS):
     """Hands over segments and asks for agent steps."""
-    score = np.array([episode.score for episode in episodes])
-    length = np.array([episode.length for episode in episodes], np.int64)
-    packed = messages.pack(segments)
-    request = messages.Step(actor, incarnation, sequence, packed, score, length)
-    return self.service.step(request, seconds)
+    ended = np.array(episodes, np.float64).reshape(-1, 2)
+    request = messages.Step(sequence, messages.pack(segments), ended)
+    return self.service.call("step", Worker("actor", actor, incarnation), request, seconds)
 
-  def ask_weights(self, subscriber=ACTOR):
-    return self.service.weights(messages.WeightsRequest(0, subscriber))
+  def ask_weights(self, subscriber=ACTOR, worker=A_WORKER):
+    return self.service.call("weights", worker, messages.WeightsRequest(subscriber))
 
-  def join_refresher(self, refresher=0, incarnation=0):
-    return self.service.join_refresher(messages.RefresherJoin(refresher, incarnation))
-
-  def work(self, refresher=0, incarnation=0, seconds=SECONDS):
-    return self.service.work(messages.WorkRequest(refresher, incarnation), seconds)
+  def work(self, refresher=0, incarnation=0, seconds=SECONDS, request=NO_RESULT):
+    worker = Worker("refresher", refresher, incarnation)
+    return self.service.call("work", worker, request, seconds)
 
   def frames(self, heads=None, refresher=0, incarnation=0):
     heads = np.zeros_like(self.replay.heads) if heads is None else heads
-    return self.service.frames(messages.FramesRequest(refresher, incarnation, heads))
+    worker = Worker("refresher", refresher, incarnation)
+    return self.service.call("frames", worker, messages.FramesRequest(heads))
 
-  def result(self, block, refresher=0, incarnation=0, *, step=None, arrays=None):
-    """The result of a block; by default what its task makes of the frames."""
+  def result(self, block, refresher=0, incarnation=0, *, step=None, arrays=None, seconds=SECONDS):
+    """Sends the result of a block, by default what its task makes of the frames; the next one."""
     lane = np.broadcast_to(block.lane[:, None], block.cell.shape)
     version = self.weights.latest(self.agent.tasks[block.task].subscription)
     if arrays is None:
       inputs = {"frames": self.replay.store.frame[lane, block.cell], **block.columns}
       arrays = self.inference.compute(version, block.task, inputs, jax.random.key(9))
     step = version.step if step is None else step
-    return self.service.result(messages.Result(refresher, incarnation, block.block, step, arrays))
+    request = messages.Work(block.block, step, arrays)
+    return self.work(refresher, incarnation, seconds, request)
 
   # --- the work of actors and the learner
 
@@ -221,14 +221,14 @@ def _parts(
 class Direct:
   """A client that calls the service in this process."""
 
-  def __init__(self, service: LearnerService):
-    self._service = service
+  def __init__(self, service: LearnerService, worker: Worker):
+    self._service, self._worker = service, worker
 
   def call(self, request):
     name, poll = NAMES[type(request)]
     answer = None
     while answer is None:
-      answer = getattr(self._service, name)(request, *[SECONDS] * poll)
+      answer = self._service.call(name, self._worker, request, *[SECONDS] * poll)
     return answer
 
 

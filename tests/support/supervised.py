@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMITS = {"pause": 0.05, "longest_pause": 0.2, "grace": 0.3, "save_patience": 10.0}
 LIMITS["kill_after"] = 0.3
 
-# Arguments: children as [name, command, vital], limits. Prints what is reported and asked for, and
-# in the end the restarts.
+# Arguments: children as [name, command, vital], limits. Prints what is reported, and in the end the
+# restarts.
 SUPERVISOR = """
 import json, os, sys
 from pathlib import Path
@@ -25,13 +25,8 @@ if os.isatty(0):
   os.close(os.open(os.ttyname(0), os.O_RDWR))  # makes it the terminal that Ctrl-C is typed on
 children, limits = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 report = lambda text: print(text, flush=True)
-
-def make(resume):
-  report(f"make {resume}")
-  environment = {"RESUME": "1" if resume else ""}
-  return [Child(name, command, environment, vital) for name, command, vital in children]
-
-supervisor = Supervisor(make, Path("logs"), report, Limits(**limits))
+children = [Child(name, command, {}, vital) for name, command, vital in children]
+supervisor = Supervisor(children, Path("logs"), report, Limits(**limits))
 code = supervisor.run()
 report("restarts " + json.dumps(supervisor.restarts))
 assert not {"jax", "numpy", "grpc"} & sys.modules.keys()
@@ -43,7 +38,8 @@ COMMON = """
 import os, signal, sys, time
 from pathlib import Path
 
-name, resumed = sys.argv[1], bool(os.environ["RESUME"])
+name, starts = sys.argv[1], Path("logs", sys.argv[1] + ".log").read_text().count("--- ")
+resumed = starts > 1
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def touch(what):

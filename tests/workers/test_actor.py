@@ -11,10 +11,8 @@ import tiny
 from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.aggregation import EpisodeStats
 from speedyzero_jax.replay.replay import Replay
-from speedyzero_jax.run.builders import make_agent
-from speedyzero_jax.workers.actor import Actor, FrameStacker, LocalActor
+from speedyzero_jax.workers.actor import Actor, FrameStacker
 from speedyzero_jax.workers.weights import Version
-from tiny_replay import stored
 
 STACK = 2
 AGENT, INFERENCE = tiny.checksum_parts()
@@ -193,7 +191,7 @@ def test_an_actor_may_start_behind_the_slots_of_another():
     return [s.action[0] for segments in calls for s in segments]
 
   assert played(calls) != played(from_zero)
-  restored, _ = make(2, seed=1, lane_offset=5)
+  restored, _ = make(2, seed=1, start=start, lane_offset=5)
   restored.load_state_dict(actor.state_dict())
   assert_same_segments(*(a.step(version(3), **PLAY)[0] for a in (actor, restored)))
   np.testing.assert_array_equal(restored.state_dict()["start"], start)
@@ -240,7 +238,7 @@ def test_a_budget_that_is_not_the_last_closes_nothing(lanes, seed, calls):
     assert count == moving and [len(segment.frame) for segment in segments] == [1] * lanes
     assert_same_segments(segments, other.step(version(4), **PLAY)[0])
     replay.append_many(segments)
-  closing = actor.close(version(4), progress=0.0, random=False)
+  closing = actor.close_lanes(version(4), progress=0.0, random=False)
   assert not actor.finished  # those games were reported already
   replay.append_many(closing)
   shown = env.shown[-1]
@@ -270,37 +268,3 @@ def test_finished_games_are_reported_once():
   summary = actor.stats.summary()
   assert summary[names.EPISODES] == len(reported)
   assert summary[names.EPISODE_RETURN_BEST] == max(episode.score for episode in reported)
-
-
-def test_a_local_actor_whose_environments_are_lost_begins_new_games():
-  """Also twice, and the later games are restored like the first."""
-  config = tiny.config()
-  agent, inference = make_agent(config), None  # all play is random
-  replays = [
-    Replay(agent.schema, agent.make_selector, lanes=3, capacity=99, frame_stack=2, rng_seed=0)
-    for _ in range(2)
-  ]
-
-  def make_local(replay):
-    key, stats = jax.random.key(0), EpisodeStats(3)
-    return LocalActor(config, agent, inference, replay, seed=0, key=key, stats=stats)
-
-  local = make_local(replays[0])
-  shown = []
-  for cut in (False, True, True):
-    if cut:
-      local.cut()
-    segments = [local.actor.step(version(), **RANDOM)[0] for _ in range(5)]
-    for call in segments:
-      replays[0].append_many(call)
-    shown.append(np.concatenate([s.frame for s in segments[0]]))
-    assert all(s.first[0] for s in segments[0])
-  assert (shown[0] != shown[1]).any() and (shown[1] != shown[2]).any()
-  replays[1].import_frames(stored(replays[0]))
-  replays[1].load_state_dict(replays[0].state_dict())
-  restored = make_local(replays[1])
-  restored.load_state_dict(local.state_dict())
-  for _ in range(3):
-    assert_same_segments(*(a.actor.step(version(), **RANDOM)[0] for a in (local, restored)))
-  for one in (local, restored):
-    one.close()
