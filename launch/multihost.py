@@ -162,7 +162,8 @@ def supervise(arguments: argparse.Namespace) -> int:
 
   count, config = devices.local_gpus(), configuration(arguments, None)
   shape = topology.resolve(config)
-  gpus = devices.deal_devices(shape, count, config.learner.batch_size)
+  central = config.topology.inference == "central"
+  gpus = devices.deal_devices(shape, count, config.learner.batch_size, central=central)
   with open_folder(arguments, config) as folder:  # which the processes then share
     path = folder.path
   print(f"topology: {shape}", flush=True)

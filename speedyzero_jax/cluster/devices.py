@@ -54,15 +54,19 @@ def places(together: int | None) -> list[Place]:
   return [Place(dict(zip(names, (device, memory), strict=True)), cores) for device in devices]
 
 
-def deal_devices(topology: Topology, count: int, batch_size: int) -> list[Devices | None]:
+def deal_devices(
+  topology: Topology, count: int, batch_size: int, *, central: bool = False
+) -> list[Devices | None]:
   """Shares a machine's `count` devices among its processes, by id; all None without devices.
 
   A learner gets no more devices than its part of the batch can be divided by. With a device for
   each process, actors and refreshers get one each, the last ones, and the learners share the rest
-  equally. With fewer, the learners share all, and actors and refreshers use these as well. Raises
-  ConfigError for fewer devices than learners (NCCL refuses two processes on one device).
+  equally. With fewer, the learners share all, and actors and refreshers use these as well. Actors
+  need none (None) with `central` inference. Raises ConfigError for fewer devices than learners
+  (NCCL refuses two processes on one device).
   """
-  learners, helpers = topology.learners, topology.actors + topology.refreshers
+  learners, without = topology.learners, topology.actors if central else 0
+  helpers = topology.actors + topology.refreshers - without
   if not count:
     return [None] * topology.num_processes
   if learners > count:
@@ -76,7 +80,10 @@ def deal_devices(topology: Topology, count: int, batch_size: int) -> list[Device
   dealt = [list(range(i * each, (i + 1) * each)) for i in range(learners)]
   dealt += [[count - 1 - i % (helpers if separate else count)] for i in range(helpers)]
   users = [max(sum(device in other for other in dealt) for device in ids) for ids in dealt]
-  return [Devices(ids, _MEMORY / n) for ids, n in zip(dealt, users, strict=True)]
+  found: list[Devices | None] = [
+    Devices(ids, _MEMORY / n) for ids, n in zip(dealt, users, strict=True)
+  ]
+  return [*found[:learners], *[None] * without, *found[learners:]]
 
 
 def dealt_text(topology: Topology, dealt: Sequence[Devices | None], count: int) -> str:

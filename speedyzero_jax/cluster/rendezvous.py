@@ -89,12 +89,15 @@ class Rendezvous:
       ) from error
     self._client: Any = distributed.global_state.client
 
-  def share_devices(self, processes: int) -> None:
+  def share_devices(self, processes: int, *, cpu: bool = False) -> None:
     """Lets processes 0 to `processes` - 1 see each other's devices; any other sees its own only.
 
     Every process calls it before any other use of jax; the sharing ones wait for each other. The
-    others may have devices of another kind, and may be restarted at any time.
+    others may have devices of another kind, and may be restarted at any time. With `cpu` this one
+    takes no accelerator.
     """
+    if cpu:
+      jax.config.update("jax_platforms", "cpu")
     state = distributed.global_state
     if self.place.process_id < processes:
       state.num_processes = processes

@@ -59,16 +59,19 @@ def main(
     with Signals.at_once():
       rendezvous = Rendezvous(place, devices=devices)
       if place.process_id:
-        rendezvous.share_devices(int(rendezvous.lookup("learners", _PATIENCE)))
+        *counts, central = json.loads(rendezvous.lookup("topology", _PATIENCE))
+        shape = Topology(*counts)
+        only_steps = central and shape.role(place.process_id).kind == "actor"
+        rendezvous.share_devices(shape.learners, cpu=only_steps)
         published = rendezvous.lookup("run", _PATIENCE)
     with signals:
       if place.process_id:
         return _run(Run(**json.loads(published)), rendezvous, signals)
       config = configure()
-      learners = topology.resolve(config, place.num_processes).learners
-      rendezvous.publish("learners", str(learners))
+      shape, central = topology.resolve(config, place.num_processes), config.topology.inference
+      rendezvous.publish("topology", json.dumps([*shape, central == "central"]))
       with Signals.at_once():
-        rendezvous.share_devices(learners)
+        rendezvous.share_devices(shape.learners)
       with open_folder(config) as folder:
         token = "" if config.topology.token_file else secrets.token_hex(_TOKEN)
         run = Run(str(folder.path.resolve()), loader.to_yaml(config), resume, token)

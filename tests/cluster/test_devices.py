@@ -56,6 +56,12 @@ def test_processes_share_a_single_device_and_its_memory():
   assert deal_devices(Topology(2, 1, 1), 0, 64) == [None] * 4
 
 
+@pytest.mark.parametrize("count", [3, 8])
+def test_actors_need_no_devices_with_central_inference(count):
+  dealt = deal_devices(Topology(1, 4, 1), count, 840, central=True)
+  assert dealt == [*(d := deal_devices(Topology(1, 0, 1), count, 840))[:1], *[None] * 4, d[1]]
+
+
 def test_the_line_on_devices_names_the_unused_ones():
   def text(shape, count):
     return dealt_text(shape, deal_devices(shape, count, 64), count)
