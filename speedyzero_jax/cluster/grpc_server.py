@@ -22,6 +22,7 @@ TOKEN, WORKER = "speedyzero-token-bin", "speedyzero-worker"
 POLL_SECONDS = 2.0  # longest wait of a poll, and so the time that a lost caller holds a thread
 KEEPALIVE_SECONDS = 5.0  # between pings of a silent peer, and for its answer
 
+_GRACE_SECONDS = 1.0  # in which answers on their way arrive when the server stops
 _THREADS = 2  # per client: for its call, and one before whose caller was lost
 _MAX_TEXT = 1000  # characters of an error: gRPC limits metadata
 _MAX_LOGGED = 1000  # hosts and calls remembered
@@ -77,7 +78,7 @@ def serve(
   try:
     yield f"{host}:{port}"
   finally:
-    server.stop(None).wait()
+    server.stop(_GRACE_SECONDS).wait()
     pool.shutdown()
 
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import numpy as np
@@ -292,6 +293,19 @@ def test_an_address_that_cannot_be_used_is_a_clear_error(address, service, serve
   address = address or server  # which is in use
   with pytest.raises(OSError, match=f"cannot listen on {address}: this machine can't use it$"):
     serve(service, address, TOKEN, max_bytes=MAX_BYTES, clients=1).__enter__()
+
+
+def test_answers_on_their_way_arrive_while_the_server_stops(service):
+  service.answers["weights"] = lambda _: time.sleep(0.3) or EACH[messages.Weights]
+  with contextlib.ExitStack() as stack:
+    pool = stack.enter_context(ThreadPoolExecutor())
+    with serve(service, "127.0.0.1:0", TOKEN, max_bytes=MAX_BYTES, clients=2) as server:
+      client = stack.enter_context(Client(server, TOKEN, WORKER, max_bytes=MAX_BYTES))
+      answer = pool.submit(client.call, ASK)
+      for _ in waiting():
+        if service.running:
+          break
+    assert answer.result(15).step == EACH[messages.Weights].step
 
 
 def test_after_the_end_no_call_is_being_answered(service):
