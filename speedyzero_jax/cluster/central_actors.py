@@ -48,7 +48,8 @@ class RemoteEnv:
     except (StopIteration, grpc.RpcError):
       raise StreamLost from None
     forms = {name: (array.dtype, array.shape[1:]) for name, array in arrays.items()}
-    if forms != self._forms or any(len(array) != self.num_lanes for array in arrays.values()):
+    lanes = {array.shape[:1] for array in arrays.values()}
+    if forms != self._forms or lanes != {(self.num_lanes,)}:
       raise ValueError(f"observations must be of {self.num_lanes} lanes, {self._forms}")
     if not np.isfinite(arrays["reward"]).all():
       raise ValueError("rewards must be finite")
@@ -85,10 +86,11 @@ class CentralActors:
         self._play(env, worker, welcome)
       except StreamLost:
         pass
-      except BaseException as error:
+      except (RunOver, ValueError) as error:
         errors.append(error)  # raised in the stream's thread
-        if not isinstance(error, RunOver | ValueError):  # such as divergence
-          self._experiment.collector.fail(error)
+      except BaseException as error:  # such as divergence
+        self._experiment.collector.fail(error)
+        errors.append(RunOver(f"the unit has failed: {error}"))
       finally:
         self._roster.dismiss(worker)
         env.close()

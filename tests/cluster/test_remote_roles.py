@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import threading
 import time
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ from speedyzero_jax.run.topology import Role, derived_seed
 from speedyzero_jax.types import Segment
 from speedyzero_jax.workers.actor import Actor
 from speedyzero_jax.workers.inference import Inference
-from speedyzero_jax.workers.weights import ACTOR
+from speedyzero_jax.workers.weights import ACTOR, DivergedError
 
 TOKEN, MAX_BYTES = bytes(range(32)), 1 << 20
 ROLE = Role("actor", 0, 0)
@@ -165,10 +166,24 @@ def test_observations_of_another_form_are_refused(make_unit, cluster):
       (good._replace(frame=good.frame[:2]), "of 3 lanes"),
       (good._replace(reward=good.reward.astype(np.float64)), "of 3 lanes"),
       (good._replace(reward=good.reward * np.nan), "finite"),
+      (good._replace(first=np.array(True)), "of 3 lanes"),
     )):  # fmt: skip
       shown = iter([messages.Observation(wrong._asdict())])
       with pytest.raises(Refused, match=match):
         list(served.client("actor", 0, incarnation).stream(shown))
+
+
+def test_divergence_in_a_central_actor_ends_the_run_and_not_its_environments(
+  make_unit, cluster, monkeypatch, caplog
+):
+  unit = make_unit("run.env_steps=60", refreshers=0)
+  error = DivergedError(0)
+  monkeypatch.setattr(unit.experiment.inference, "decide", mock.Mock(side_effect=error))
+  with cluster(unit) as served:
+    stepping = served.step_environments()
+    stepping.join(10)
+    assert not stepping.is_alive()  # without an error
+  assert unit.collector.failure is error and unit.limiter.stopping and not caplog.records
 
 
 def test_an_actor_plays_other_games_when_something_is_stored_already(make_unit, cluster):
