@@ -83,7 +83,8 @@ class Roster:
   def dismiss(self, worker: Worker) -> None:
     """Records that a worker has heard that nothing is left to do."""
     with self._changed:
-      self._states[worker[:2]].present = False
+      state = self._states[worker[:2]]
+      state.present &= state.incarnation != worker.incarnation  # the next one may be here
       self._changed.notify_all()
 
   def wait_for_dismissal(self, seconds: float) -> None:

@@ -1,5 +1,7 @@
 """Presence, incarnations and waiting times of a unit's processes, by the test's clock."""
 
+import time
+
 import pytest
 
 from speedyzero_jax.cluster.messages import Worker
@@ -44,6 +46,16 @@ def test_every_start_ends_the_former(unit):
   unit.roster.enter(ACTOR._replace(incarnation=3))
   with pytest.raises(ValueError, match="actor 1 has incarnation 4 now, this is 1"):
     unit.roster.enter(OTHER._replace(incarnation=1))
+
+
+def test_the_end_of_a_former_process_does_not_dismiss_its_successor(unit):
+  former = ACTOR._replace(incarnation=1)
+  for worker in (former, ACTOR._replace(incarnation=2)):
+    unit.roster.enter(worker)
+  unit.roster.dismiss(former)
+  begin = time.monotonic()
+  unit.roster.wait_for_dismissal(0.05)
+  assert time.monotonic() - begin >= 0.05
 
 
 def test_a_wait_lasts_from_the_first_request_to_the_answer(unit):
