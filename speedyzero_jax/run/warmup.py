@@ -21,6 +21,7 @@ from speedyzero_jax.run.builders import mean_stored, shortest_lane
 from speedyzero_jax.run.experiment import Experiment
 from speedyzero_jax.system.compilation import Program
 from speedyzero_jax.types import Segment
+from speedyzero_jax.workers.batched_inference import padded
 from speedyzero_jax.workers.weights import ACTOR
 
 _LONG = 5.0  # seconds after which a call is not timed again
@@ -89,9 +90,11 @@ def _calls(experiment: Experiment) -> Iterator[_Call]:
     inputs |= {"frames": experiment.replay.blanks(count, after)}
     return call(name, inference.tasks[name], per_step, variables, inputs, key)
 
-  if experiment.membership.acts:
+  central = config.topology.inference == "central"  # its largest batch
+  if experiment.membership.acts or central:
     per_step = max(config.run.env_steps - begin, 0) / config.actor.lanes / steps
-    args = weights[ACTOR], _act_inputs(experiment), key, np.float32(0)
+    lanes = padded(config.actor.lanes) if central else config.actor.lanes
+    args = weights[ACTOR], _act_inputs(experiment, lanes), key, np.float32(0)
     yield call("act", inference.act, per_step, *args, explore=True)
   batch, works = example_batch(config, agent)
   batch |= {"frames": experiment.replay.blanks(config.learner.batch_size, agent.window.after)}
@@ -107,11 +110,11 @@ def _calls(experiment: Experiment) -> Iterator[_Call]:
   yield train._replace(run=lambda: learner.step(copy(experiment.state), arrays, key))
 
 
-def _act_inputs(experiment: Experiment) -> ActInputs:
-  config, agent = experiment.own, experiment.agent
-  lanes, frame = config.actor.lanes, agent.schema.frame
+def _act_inputs(experiment: Experiment, lanes: int) -> ActInputs:
+  agent, stack = experiment.agent, experiment.own.env.frame_stack
+  frame = agent.schema.frame
   return ActInputs(
-    np.zeros((lanes, config.env.frame_stack, *frame.shape), frame.dtype),
+    np.zeros((lanes, stack, *frame.shape), frame.dtype),
     np.ones(lanes, bool),
     np.zeros(lanes, np.int32),
     jax.tree.map(np.asarray, agent.initial_core(lanes)),

@@ -15,6 +15,11 @@ from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.weights import Version
 
 
+def padded(lanes: int) -> int:
+  """The size of the batch that so many lanes are computed in: the next power of two."""
+  return 1 << (lanes - 1).bit_length()
+
+
 class _Request:
   """A caller's inputs, then its outputs or the error."""
 
@@ -59,7 +64,7 @@ class BatchedInference:
   def _compute(self, batch: list[_Request], key: jax.Array, progress: float, explore: bool) -> None:
     bounds = np.cumsum([0, *(len(each.inputs.lane) for each in batch)])
     lanes = int(bounds[-1])
-    rows = np.minimum(np.arange(1 << (lanes - 1).bit_length()), lanes - 1)
+    rows = np.minimum(np.arange(padded(lanes)), lanes - 1)
 
     def join(*parts: Any) -> np.ndarray:
       return np.concatenate(parts)[rows]
