@@ -58,7 +58,7 @@ class ActorService:
   def _release(self, session: _Session) -> None:
     grant, session.grant = session.grant, None
     if grant is not None:
-      self._limiter.release(grant.steps)
+      self._limiter.add_env_steps(0, reserved=grant.steps)
       self._limiter.end_acting(session)
 
   def step(self, worker: Worker, request: messages.Step, seconds: float) -> messages.Grant | None:

@@ -32,12 +32,6 @@ def opt(
   return dataclasses.field(default=default, metadata=metadata)
 
 
-def share(value: int, divided: Divided, unit: int, units: int) -> int:
-  """Share of learner process `unit` of a field's value."""
-  part = value // units + (unit < value % units)
-  return max(part, min(value, 1)) if divided == "at least 1" else part
-
-
 def interval_problem(key: str, value: Any, interval: str) -> Iterable[str]:
   """Yields `key: ...` if the number, or one of a tuple, lies outside `interval`."""
   low, high = (float(end) for end in interval[1:-1].split(","))

@@ -24,7 +24,6 @@ from speedyzero_jax.config.fields import (
   describe,
   interval_problem,
   parse,
-  share,
   show,
 )
 from speedyzero_jax.config.schema import AgentConfig, Config
@@ -336,8 +335,10 @@ def divide(config: Config, unit: int, units: int) -> Config:
   """The share of learner process `unit` of `units`: divides the fields marked `divided`."""
   values, known = flat(config), fields_of(config.agent.name)
   for key, field in known.items():
-    if field.metadata["divided"]:
-      values[key] = share(values[key], field.metadata["divided"], unit, units)
+    if how := field.metadata["divided"]:
+      whole = values[key]
+      part = whole // units + (unit < whole % units)
+      values[key] = max(part, min(whole, 1)) if how == "at least 1" else part
   return build(config.agent.name, values)
 
 

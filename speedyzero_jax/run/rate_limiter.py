@@ -124,13 +124,8 @@ class RateLimiter:
       self._reserved += count
       return count
 
-  def release(self, steps: int) -> None:
-    """Returns granted agent steps that were not used."""
-    with self._change():
-      self._reserved -= steps
-
   def add_env_steps(self, count: int, *, reserved: int = 0) -> None:
-    """Counts agent steps collected, of `reserved` granted ones."""
+    """Counts agent steps collected, of `reserved` granted ones; others of these are left again."""
     with self._change():
       self.env_steps += count
       self._reserved -= reserved

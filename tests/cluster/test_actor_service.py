@@ -281,7 +281,7 @@ def test_a_grant_smaller_than_wanted_closes_whatever_is_released_meanwhile(make_
   def with_a_race(steps, seconds, urgent):
     count = reserve(steps, seconds, urgent)
     if count == 1:
-      unit.limiter.release(2)  # as if another actor gave two steps back
+      unit.limiter.add_env_steps(0, reserved=2)  # as if another actor gave two steps back
     return count
 
   monkeypatch.setattr(unit.limiter, "reserve", with_a_race)

@@ -220,7 +220,7 @@ def test_why_nothing_is_granted():
   assert (
     limiter.reserve(1, 0.0, never) is None and limiter.reserve(1, 0.0, lambda: True) is None
   )  # may come back
-  limiter.release(5)
+  limiter.add_env_steps(0, reserved=5)
   assert not limiter.may_collect() and limiter.reserve(9, 0.01, never) is None  # too far ahead
   assert limiter.reserve(9, 0.0, lambda: True) == 5  # needed urgently
   limiter.add_env_steps(20, reserved=20)
@@ -234,7 +234,7 @@ def test_a_grant_or_its_end_wakes_the_waiting(event):
   seconds = 0.05 if event == "time" else 20.0
   thread, got = start(lambda: limiter.reserve(3, seconds, never))
   expected, change = {
-    "release": (3, lambda: limiter.release(18)),
+    "release": (3, lambda: limiter.add_env_steps(0, reserved=18)),
     "learner_step": (3, lambda: [limiter.add_learner_step() for _ in range(3)]),
     "stop": (None, limiter.stop),
     "collected": (0, lambda: limiter.add_env_steps(20, reserved=20)),
