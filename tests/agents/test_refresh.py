@@ -6,7 +6,7 @@ import pytest
 
 import trained
 from speedyzero_jax.agents.base import Variables
-from speedyzero_jax.cluster import codec, messages
+from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.refresher_service import RefresherService
 from speedyzero_jax.cluster.roster import Roster
 from speedyzero_jax.config import loader
@@ -93,22 +93,25 @@ def _refresh_here(run):
 
 def _refresh_in_a_host(run):
   """The calls of a refresher process, each message as bytes; frames are read from the replay."""
-  service = RefresherService(run, 1, Roster({"refresher": 1}, lambda _: None))
+  roster, worker = Roster({"refresher": 1}, lambda _: None), messages.Worker("refresher", 0)
+  service, request = RefresherService(run, 1, roster), messages.Work(0, 0, {})
+  roster.enter(worker)
 
   def sent(message):
-    return codec.decode(type(message), codec.encode(message))
+    return messages.decode(type(message), messages.encode(message))
 
   def refresh(run):
+    nonlocal request
     run.limiter.add_learner_step()
-    block = service.work(messages.WorkRequest(0, 0), 0.01)
+    block = service.work(worker, sent(request), 0.01)
+    request = messages.Work(0, 0, {})
     if block is None:
       return
     block, version = sent(block), run.weights.latest("refresher")
     inputs = {"frames": run.replay.store.gather(block.lane[:, None], block.cell), **block.columns}
     arrays = run.inference.compute(version, block.task, inputs, jax.random.key(0))
-    service.result(sent(messages.Result(0, 0, block.block, version.step, arrays)))
+    request = messages.Work(block.block, version.step, arrays)
 
-  service.join_refresher(messages.RefresherJoin(0, 0))
   return refresh
 
 
