@@ -9,7 +9,6 @@ the runs. Exit codes: 0 done; 1 a file can't be written; 2 there is no run to re
 """
 
 import argparse
-import json
 import signal
 import sys
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a clone not installed
 
 from speedyzero_jax.report import page, terminal
-from speedyzero_jax.report.groups import group_runs, summary
+from speedyzero_jax.report.groups import group_runs, to_json
 from speedyzero_jax.report.runs import read_runs
 
 
@@ -41,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   terminal.show(runs, groups, Console())
   try:
     if options.json:
-      options.json.write_text(json.dumps(summary(runs, groups), indent=1) + "\n")
+      options.json.write_text(to_json(runs, groups))
     if options.out:
       options.out.write_bytes(page.render(runs))
   except OSError as error:

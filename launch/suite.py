@@ -16,7 +16,6 @@ import argparse
 import concurrent.futures
 import contextlib
 import dataclasses
-import json
 import re
 import shlex
 import sys
@@ -32,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a clone n
 from speedyzero_jax.cluster import devices
 from speedyzero_jax.config.loader import ConfigError
 from speedyzero_jax.report import page, terminal
-from speedyzero_jax.report.groups import group_runs, summary
+from speedyzero_jax.report.groups import group_runs, to_json
 from speedyzero_jax.report.runs import read_runs
 from speedyzero_jax.run.processes import Interrupted, RunProcesses, log_of
 from speedyzero_jax.run.run_dir import RunFolderError
@@ -159,8 +158,7 @@ def _report(runs: list[StudyRun], folder: Path, out: Path | None) -> bool:
   try:
     (folder / "report.html").write_bytes(page.render(found))
     if out is not None:
-      command = {"command": shlex.join(["python", *sys.argv])}
-      out.write_text(json.dumps(command | summary(found, groups), indent=1) + "\n")
+      out.write_text(to_json(found, groups, command=shlex.join(["python", *sys.argv])))
   except OSError as error:
     print(f"error: can't write the comparison: {error}", file=sys.stderr)
     return False

@@ -2,7 +2,9 @@
 
 import collections
 import dataclasses
+import json
 import math
+import re
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -82,13 +84,16 @@ def _group(members: Sequence[Run], score: str, scores: Sequence[float]) -> Group
   )
 
 
-def summary(runs: Sequence[Run], groups: Sequence[Group]) -> dict[str, Any]:
-  """The comparison for JSON."""
-  return {
+def to_json(runs: Sequence[Run], groups: Sequence[Group], **more: Any) -> str:
+  """The comparison as JSON, with arrays of numbers on one line."""
+  found = {
+    **more,
     "curve_columns": CURVE,
     "runs": [run.summary() for run in runs],
     "groups": [vars(group) for group in groups],
   }
+  text = json.dumps(found, indent=1) + "\n"
+  return re.sub(r"\[\n[^\[\]{}]*\n *\]", lambda array: " ".join(array[0].split()), text)
 
 
 def methods(runs: Sequence[Run]) -> list[Method]:
