@@ -176,8 +176,11 @@ class EfficientZero(Agent):
     self, replay: Replay, selection: Selection, learner_step: int
   ) -> tuple[Arrays, dict[str, float]]:
     store, lane = replay.store, selection.lane
-    _, time = replay.present(lane, selection.time)
+    present, time = replay.present(lane, selection.time)
     made = targets.compute_targets(store, lane, time, self._spec, learner_step)._asdict()
+    for name in made:  # evicted samples count for nothing
+      if name.endswith("_mask") and not present.all():
+        made[name] = made[name] * present.reshape(-1, 1).astype(np.float32)
     states = targets.unrolled_times(store, lane, time, self._own.loss.unroll_steps)
     real = time[:, None] + np.arange(states.shape[1]) == states
     flat = store.flat(lane[:, None], states)
