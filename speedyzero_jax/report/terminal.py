@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import os
 import statistics
 from collections.abc import Sequence
 
@@ -59,9 +58,14 @@ def _run_cells(run: Run) -> dict[str, str]:
   }
 
 
+def _shared_start(texts: Sequence[str]) -> str:
+  columns = itertools.takewhile(lambda column: len({*column}) == 1, zip(*texts, strict=False))
+  return "".join(column[0] for column in columns)
+
+
 def _group_cells(group: Group) -> dict[str, str]:
   return {
-    "runs": f"{os.path.commonprefix(group.runs)}*",  # noqa: RUF071, by characters
+    "runs": _shared_start(group.runs) + "*",
     "game": group.game or "-",
     "seeds": ",".join(str(seed) for seed in group.seeds),
     "return of": "evaluation" if group.score == "evaluation_mean" else "training",
