@@ -47,13 +47,13 @@ def curves(preset: str) -> list[tuple[np.ndarray, np.ndarray]]:
 def draw() -> str:
   """The picture as SVG."""
   lines, keys, style, x = [], [], _STYLE, 34
-  for number, (preset, (name, colour)) in enumerate(AGENTS.items()):
+  for number, (preset, (name, color)) in enumerate(AGENTS.items()):
     found = curves(preset)
     grid = common_grid(found)
     y = np.array([np.interp(grid, *curve) for curve in found])
     lines.append(Line(number, name, grid, y.mean(0), y.min(0), y.max(0)))
-    style += f".c{number} polyline {{ stroke: {colour} }} .band.c{number} {{ fill: {colour} }}\n"
-    keys.append(element("line", x1=x, x2=x + 18, y1=20, y2=20, stroke=colour, stroke_width=3))
+    style += f".c{number} polyline {{ stroke: {color} }} .band.c{number} {{ fill: {color} }}\n"
+    keys.append(element("line", x1=x, x2=x + 18, y1=20, y2=20, stroke=color, stroke_width=3))
     keys.append(element("text", name, class_="key", x=x + 24, y=24))
     x += 46 + 7 * len(name)
   chart = line_chart(lines, "agent steps; Catch, mean return of the last 100 training games")

@@ -25,9 +25,9 @@ from speedyzero_jax.config import loader
 from speedyzero_jax.config.schema import Config, ReplayConfig
 from speedyzero_jax.envs.batched_env import VECTOR_GAMES, make_env
 from speedyzero_jax.replay.replay import Replay, Selection
-from speedyzero_jax.run import builders
+from speedyzero_jax.run import factories
 from speedyzero_jax.run.batch_pipeline import PreparedBatch, draw
-from speedyzero_jax.run.builders import enable_compilation_cache
+from speedyzero_jax.run.factories import enable_compilation_cache
 from speedyzero_jax.system import memory
 from speedyzero_jax.system.compilation import Program
 from speedyzero_jax.types import Segment
@@ -72,7 +72,9 @@ def make_agent(config: Config, frame: Frame, actions: int) -> Agent:
 
 def empty_replay(config: Config, agent: Agent) -> Replay:
   """The replay of a run with this configuration."""
-  return builders.make_replay(config, agent, make_mesh(jax.local_devices()), lambda _: None, seed=0)
+  return factories.make_replay(
+    config, agent, make_mesh(jax.local_devices()), lambda _: None, seed=0
+  )
 
 
 class Player:
@@ -133,7 +135,7 @@ def cost(program: Program, *args: Any) -> Cost:
 
 
 class Model:
-  """The tasks of an agent with a network that was just initialised."""
+  """The tasks of an agent with a network that was just initialized."""
 
   def __init__(self, agent: Agent, devices: Sequence[jax.Device]):
     mesh = make_mesh(devices)

@@ -125,7 +125,7 @@ def main() -> int:
   config = pieces.load(parser, arguments.config, arguments.set)
   pieces.enable_compilation_cache(config)
   mesh, device = make_mesh(jax.local_devices()), target.load(arguments.target)
-  agent = pieces.builders.make_agent(config)
+  agent = pieces.factories.make_agent(config)
   learner = Learner(config, agent, mesh)
   state = with_no_zeros(learner.init(jax.random.key(0)))
   dtype = getattr(config.agent.network, "dtype", "float32")

@@ -1,7 +1,7 @@
 """Evaluates a run's newest checkpoint: python launch/evaluate.py RUN_DIR [--video FILE.gif]
 
 Plays full episodes: no noise, best action, raw rewards, capped at 27,000 agent steps. Prints mean,
-median, standard deviation and human-normalised score, and writes evaluation.json into the run
+median, standard deviation and human-normalized score, and writes evaluation.json into the run
 folder; the run may still be training. `--video` also writes the first episode as a GIF, with the
 agent's values, policy or search results beside each frame.
 
@@ -24,8 +24,7 @@ from speedyzero_jax.config.loader import ConfigError
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.run import run_dir
 from speedyzero_jax.run.run_dir import RunFolderError
-
-FAILED, WRONG_USE = 1, 2
+from speedyzero_jax.system.exit_codes import FAILED, USAGE_ERROR
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return evaluate(config, arguments.run_dir, arguments.seed, arguments.video)
   except (ConfigError, RunFolderError) as error:
     _report(f"error: {error}")
-    return WRONG_USE
+    return USAGE_ERROR
   except KeyboardInterrupt:
     _report("stopped; no evaluation was written")
     return 128 + signal.SIGINT
@@ -67,16 +66,16 @@ def evaluate(config: Config, folder: Path, seed: int | None, video_path: Path | 
   """Plays, prints and writes. Returns the exit code."""
   import jax
 
-  from speedyzero_jax.run import builders
+  from speedyzero_jax.run import factories
   from speedyzero_jax.run.checkpoint import CheckpointError
   from speedyzero_jax.system import memory
   from speedyzero_jax.workers import evaluator
   from speedyzero_jax.workers.video import Video
 
   memory.keep_freed()
-  builders.enable_compilation_cache(config)
+  factories.enable_compilation_cache(config)
   try:
-    agent, inference, version = builders.restore_for_evaluation(
+    agent, inference, version = factories.restore_for_evaluation(
       config, folder, warn=lambda line: _report(f"warning: {line}"), report=_report
     )
     video = Video(config.env.game, agent.schema.num_actions) if video_path else None
@@ -86,7 +85,7 @@ def evaluate(config: Config, folder: Path, seed: int | None, video_path: Path | 
       inference,
       version,
       episodes=config.evaluation.episodes,
-      seed=builders.evaluation_seed(config) if seed is None else seed,
+      seed=factories.evaluation_seed(config) if seed is None else seed,
       video=video,
       report=_report,
     )

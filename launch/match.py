@@ -28,12 +28,11 @@ import numpy as np
 from speedyzero_jax.agents.base import ActInputs
 from speedyzero_jax.envs.opponents import Opponent, play_at_random, play_mcts, play_minimax
 from speedyzero_jax.envs.rules import RULES
-from speedyzero_jax.run import builders, run_dir
+from speedyzero_jax.run import factories, run_dir
 from speedyzero_jax.run.checkpoint import CheckpointError
 from speedyzero_jax.run.run_dir import RunFolderError
+from speedyzero_jax.system.exit_codes import FAILED, USAGE_ERROR
 from speedyzero_jax.workers import evaluator
-
-FAILED, WRONG_USE = 1, 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return FAILED
   except (RunFolderError, ValueError) as error:
     print(f"error: {error}", file=sys.stderr)
-    return WRONG_USE
+    return USAGE_ERROR
   return 0
 
 
@@ -123,8 +122,8 @@ def _restore(run: str) -> tuple:
   if step and not step.isdecimal():
     raise ValueError(f"expected RUN_DIR or RUN_DIR@STEP, got {run!r}")
   config = run_dir.read_config(Path(folder))
-  builders.enable_compilation_cache(config)
-  agent, inference, version = builders.restore_for_evaluation(
+  factories.enable_compilation_cache(config)
+  agent, inference, version = factories.restore_for_evaluation(
     config,
     Path(folder),
     newest=int(step) if step else None,

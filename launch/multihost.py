@@ -26,8 +26,7 @@ from speedyzero_jax.config.schema import Config
 from speedyzero_jax.replay.journal import JournalError
 from speedyzero_jax.run import run_dir, topology
 from speedyzero_jax.run.run_dir import RunDir, RunFolderError
-
-FAILED, WRONG_USE = 1, 2
+from speedyzero_jax.system.exit_codes import FAILED, USAGE_ERROR
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -110,7 +109,7 @@ def configuration(arguments: argparse.Namespace, num_processes: int | None) -> C
   if arguments.resume is not None:
     return run_dir.resumed(arguments.resume, arguments.overrides)
   # Settled with the number of learners, among which the run is divided.
-  return topology.settle(loader.load(arguments.config, arguments.overrides), num_processes)
+  return topology.with_learners(loader.load(arguments.config, arguments.overrides), num_processes)
 
 
 def open_folder(arguments: argparse.Namespace, config: Config) -> RunDir:
@@ -126,7 +125,7 @@ def check_possible(config: Config) -> None:
   import jax
 
   from speedyzero_jax.envs.batched_env import check_game, make_env
-  from speedyzero_jax.run.builders import make_agent
+  from speedyzero_jax.run.factories import make_agent
 
   here = len(jax.local_devices())
   if config.learner.devices > here:
@@ -249,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return supervise(arguments) if arguments.processes else be_one(arguments)
   except (ConfigError, RunFolderError, JournalError) as error:
     print(f"error: {error}", file=sys.stderr)
-    return FAILED if isinstance(error, JournalError) else WRONG_USE
+    return FAILED if isinstance(error, JournalError) else USAGE_ERROR
 
 
 if __name__ == "__main__":

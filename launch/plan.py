@@ -21,9 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works
 from launch import multihost
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.loader import ConfigError
+from speedyzero_jax.system.exit_codes import FAILED, USAGE_ERROR
 
 ROOT = Path(__file__).resolve().parent.parent
-FAILED, WRONG_USE, TOO_LARGE = 1, 2, 3
+TOO_LARGE = 3  # exit code besides those of `system.exit_codes`
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
   try:
     device = target.load(arguments.target)
-    config = topology.settle(loader.load(arguments.config, arguments.overrides))
+    config = topology.with_learners(loader.load(arguments.config, arguments.overrides))
     shape = topology.resolve(config)
     for devices in arguments.devices:
       if devices < 1 or devices % shape.learners:
@@ -85,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
   except (ConfigError, ValueError) as error:
     _report(f"error: {error}")
-    return WRONG_USE
+    return USAGE_ERROR
   except RuntimeError as error:
     _report(f"error: {error}")
     return FAILED

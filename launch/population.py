@@ -27,8 +27,7 @@ from speedyzero_jax.run import run_dir
 from speedyzero_jax.run.processes import Interrupted, RunProcesses
 from speedyzero_jax.run.run_dir import RunFolderError
 from speedyzero_jax.run.signals import handling
-
-FAILED, WRONG_USE = 1, 2
+from speedyzero_jax.system.exit_codes import FAILED, USAGE_ERROR
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       return _run(population, arguments.dir, processes)
   except (ConfigError, RunFolderError) as error:
     print(f"error: {error}", file=sys.stderr)
-    return WRONG_USE
+    return USAGE_ERROR
 
 
 def _claimed(folder: Path, description: str) -> contextlib.AbstractContextManager:

@@ -24,8 +24,8 @@ from speedyzero_jax.config.schema import Config
 from speedyzero_jax.run import run_dir, topology
 from speedyzero_jax.run.run_dir import RunFolderError
 from speedyzero_jax.system import memory
+from speedyzero_jax.system.exit_codes import FAILED, USAGE_ERROR
 
-FAILED, WRONG_USE = 1, 2
 STEPS = 5  # learner steps profiled, unless profile.steps is set
 
 
@@ -70,7 +70,7 @@ def shortened(config: Config, fill: int | None) -> Config:
   Raises:
     ConfigError: `fill` is not from actor.random_steps to below all agent steps.
   """
-  from speedyzero_jax.run.builders import make_agent
+  from speedyzero_jax.run.factories import make_agent
   from speedyzero_jax.workers.sweeper import make_sweepers
 
   total, begin, learner = config.run.env_steps, config.actor.random_steps, config.learner
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = run_dir.create(config, f"profile-{presets}-{config.env.game}")
   except (ConfigError, RunFolderError) as error:
     print(f"error: {error}", file=sys.stderr)
-    return WRONG_USE
+    return USAGE_ERROR
 
   from speedyzero_jax.run.signals import Signals
   from speedyzero_jax.run.train import train

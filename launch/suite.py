@@ -39,8 +39,8 @@ from speedyzero_jax.run.signals import handling
 from speedyzero_jax.study import study as studies
 from speedyzero_jax.study import table
 from speedyzero_jax.study.study import Study, StudyRun
+from speedyzero_jax.system.exit_codes import FAILED, USAGE_ERROR
 
-FAILED, WRONG_USE = 1, 2
 _SECONDS = 2.0  # between drawings of the table
 
 
@@ -57,10 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
       folder.mkdir(parents=True, exist_ok=True)
   except (ConfigError, RunFolderError) as error:
     print(f"error: {error}", file=sys.stderr)
-    return WRONG_USE
+    return USAGE_ERROR
   except OSError as error:
     print(f"error: can't use {error.filename}: {error.strerror}", file=sys.stderr)
-    return WRONG_USE
+    return USAGE_ERROR
   with handling(processes.stop):
     failed = _train(runs, runs[part::parts], processes)
   if processes.received is not None:

@@ -41,6 +41,10 @@ class Env(Protocol):
   def close(self) -> None: ...
 
 
+# The columns of every agent, in the order of `Segment`.
+BASE_COLUMNS = ("frame", "first", "terminated", "truncated", "action", "reward", "step")
+
+
 class Segment(NamedTuple):
   """Consecutive slots of one lane, appended by an actor; frame i of n belongs to slot start + i.
 
@@ -60,14 +64,13 @@ class Segment(NamedTuple):
 
   def arrays(self) -> dict[str, np.ndarray]:
     """All columns by name."""
-    return dict(zip(self._fields[2:9], self[2:9], strict=True)) | self.extra
+    return {name: getattr(self, name) for name in BASE_COLUMNS} | self.extra
 
   @classmethod
   def of(cls, lane: int, start: int, arrays: dict[str, np.ndarray]) -> "Segment":
     """A segment from its columns by name."""
-    base = cls._fields[2:9]
-    extra = {name: array for name, array in arrays.items() if name not in base}
-    return cls(lane, start, **{name: arrays[name] for name in base}, extra=extra)
+    extra = {name: array for name, array in arrays.items() if name not in BASE_COLUMNS}
+    return cls(lane, start, **{name: arrays[name] for name in BASE_COLUMNS}, extra=extra)
 
   def map(self, function: Callable[[np.ndarray], np.ndarray], start: int) -> "Segment":
     """The segment at slot `start` with `function` applied to each column."""

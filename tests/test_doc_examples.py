@@ -47,7 +47,7 @@ def test_an_own_network_is_trained(tmp_path):
 
 def test_an_own_network_of_speedyzero_is_folded():
   config = loader.load(["quickstart"], ["agent=layered", "network.channels=8"])
-  made = importlib.import_module("layered").make_agent(config, (1, 1, 5), np.float32, 2).blueprint
+  made = importlib.import_module("layered").make_agent(config, (1, 1, 5), np.float32, 2).network_def
   x = np.random.default_rng(0).normal(size=(3, 1, 1, 5)).astype(np.float32)
 
   @jax.jit

@@ -158,7 +158,7 @@ class Supply(NamedTuple):
 
 
 class PolicyTerms(NamedTuple):
-  """What a policy makes of actions that another, the behaviour policy, has taken; [B, T] each."""
+  """What a policy makes of actions that another, the behavior policy, has taken; [B, T] each."""
 
   log_chosen: jax.Array  # log pi(a|x)
   ratio: jax.Array  # pi(a|x) / mu(a|x); 0 where no action was taken
@@ -169,10 +169,10 @@ def policy_terms(logits: jax.Array, batch: Arrays) -> PolicyTerms:
   """Terms from the policy's logits [B, T, A] and a batch's `action`, `acted_mask` and `logits`."""
   log_policy = jax.nn.log_softmax(logits)
   log_chosen = chosen(log_policy, batch["action"])
-  log_behaviour = chosen(jax.nn.log_softmax(batch["logits"]), batch["action"])
+  log_behavior = chosen(jax.nn.log_softmax(batch["logits"]), batch["action"])
   return PolicyTerms(
     log_chosen,
-    jnp.where(batch["acted_mask"] > 0, jnp.exp(log_chosen - log_behaviour), 0),
+    jnp.where(batch["acted_mask"] > 0, jnp.exp(log_chosen - log_behavior), 0),
     -jnp.sum(jnp.exp(log_policy) * log_policy, axis=-1),
   )
 

@@ -138,9 +138,13 @@ class AlphaZero(Agent):
   """See `agents.base.Agent`."""
 
   def __init__(self, config: Config, frame_shape: tuple[int, ...], frame_dtype: Any, actions: int):
-    own: AlphaZeroConfig = config.agent
-    self._search, self._loss, self._rules = own.search, own.loss, RULES[config.env.game]
-    self._network = pure(lambda rngs: BoardNetwork(own.network, self._rules, rngs))
+    agent_config: AlphaZeroConfig = config.agent
+    self._search, self._loss, self._rules = (
+      agent_config.search,
+      agent_config.loss,
+      RULES[config.env.game],
+    )
+    self._network = pure(lambda rngs: BoardNetwork(agent_config.network, self._rules, rngs))
     policies = Column("search_policy", "float32", (actions,))
     self.schema = make_schema(frame_shape, frame_dtype, actions, (policies,))
     self.window = Window(after=0, within_episode=True)
@@ -241,7 +245,7 @@ class AlphaZero(Agent):
     self, replay: Replay, selection: Selection, learner_step: int
   ) -> tuple[Arrays, dict[str, float]]:
     store, lane = replay.store, selection.lane
-    present, time = replay.present(lane, selection.time)
+    present, time = replay.clamp(lane, selection.time)
     returns = td.n_step(store, lane, time, self.lookahead, discount=-1.0)
     known = returns.discount == 0  # of games cut short there is no outcome
     batch = {

@@ -48,7 +48,7 @@ class ActOutput(NamedTuple):
   action: Any  # [n] int32
   columns: Arrays  # the agent's columns of the schema
   core: Any
-  shown: Arrays = {}  # noqa: RUF012 - a pytree: further numbers to look at, [n] or [n, A]
+  diagnostics: Arrays = {}  # noqa: RUF012 - a pytree: further numbers to look at, [n] or [n, A]
 
 
 class LossOutput(NamedTuple):

@@ -92,9 +92,9 @@ class DQN(QAgent):
 
   def __init__(self, config: Config, frame_shape: tuple[int, ...], frame_dtype: Any, actions: int):
     super().__init__(config, frame_shape, frame_dtype, actions, trained=np.zeros(1, int))
-    self.window = Window(after=self._own.loss.td_steps, within_episode=True)
-    self.lookahead = self._own.loss.td_steps
-    network = self._own.network
+    self.window = Window(after=self._agent_config.loss.td_steps, within_episode=True)
+    self.lookahead = self._agent_config.loss.td_steps
+    network = self._agent_config.network
     self._atoms = np.linspace(network.value_min, network.value_max, network.atoms, dtype=np.float32)
 
   def _expected(self, outputs: jax.Array) -> jax.Array:
@@ -115,7 +115,7 @@ class DQN(QAgent):
     end = batch["steps"]
     now, later = outputs_of(params, jnp.zeros_like(end)), outputs_of(target, end)
     q, next_q = self._expected(now), self._expected(later)
-    selector = self._expected(outputs_of(params, end)) if self._own.loss.double else next_q
+    selector = self._expected(outputs_of(params, end)) if self._agent_config.loss.double else next_q
     returns = batch["reward"], batch["discount"]
     error = mask * td.q_learning_error(q, action, *returns, next_q, selector)
     metrics = {TD_ERROR: jnp.mean(jnp.abs(error)), Q_VALUE: jnp.mean(td.chosen(q, action))}
@@ -128,7 +128,7 @@ class DQN(QAgent):
       priority = mask * optax.losses.kl_divergence(jax.nn.log_softmax(logits), goal)
       metrics[DIVERGENCE] = jnp.mean(priority)
     else:
-      loss = optax.losses.huber_loss(error, delta=self._own.loss.huber_delta)
+      loss = optax.losses.huber_loss(error, delta=self._agent_config.loss.huber_delta)
       priority = jnp.abs(error)
     loss = jnp.mean(batch["weight"] * loss)
     return loss, LossOutput(batch_stats, metrics, priority)
@@ -138,7 +138,7 @@ class DQN(QAgent):
   def make_selector(self, store: LaneStore) -> PrioritizedSampler:
     return PrioritizedSampler(
       store,
-      self._own.priority,
+      self._agent_config.priority,
       stack=self._stack,
       lookahead=self.lookahead,
       first_score=self._first_score(store),
@@ -148,7 +148,7 @@ class DQN(QAgent):
     self, replay: Replay, selection: Selection, learner_step: int
   ) -> tuple[Arrays, dict[str, float]]:
     store, lane = replay.store, selection.lane
-    present, time = replay.present(lane, selection.time)
+    present, time = replay.clamp(lane, selection.time)
     returns = self._returns(store, lane, time)
     batch = {
       # An evicted transition's place may be taken by a slot without an action.

@@ -214,7 +214,7 @@ class Impala(TorsoAgent):
     self, replay: Replay, selection: Selection, learner_step: int
   ) -> tuple[Arrays, dict[str, float]]:
     store, discount = replay.store, self._config.env.discount
-    present, time = replay.present(selection.lane, selection.time)
+    present, time = replay.clamp(selection.lane, selection.time)
     times = time[:, None] + np.arange(self._loss.unroll_length + 1)
     flat = store.flat(selection.lane[:, None], times)
     now, following = flat[:, :-1], flat[:, 1:]

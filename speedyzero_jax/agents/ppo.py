@@ -50,7 +50,7 @@ class LossConfig(TrajectoryConfig):
     "gae", "from the values stored while acting (PPO), or from the current ones by V-trace (APPO)"
   )
   gae_lambda: float = opt(0.95, "of GAE and V-trace (PPO: 0.95, APPO: 1)", "[0, 1]")
-  normalise_advantages: bool = opt(True, "to mean 0 and deviation 1 in each minibatch")
+  normalize_advantages: bool = opt(True, "to mean 0 and deviation 1 in each minibatch")
   clip: float = opt(0.2, "of the ratio, around 1 (PPO: 0.2, 0.1 on Atari; APPO: 0.4)", "(0, 1e9]")
   clip_value: bool = opt(
     False, "clip the value's change since acting, too, by loss.clip (PPO's code: yes)"
@@ -102,7 +102,7 @@ class PPO(Impala):
       of = batch["value"], acted  # V-trace with ratios 1 is GAE
     estimate = jax.vmap(partial(vtrace, lambda_=config.gae_lambda))
     targets, advantage = estimate(batch["reward"], batch["discount"], *of)
-    if config.normalise_advantages:
+    if config.normalize_advantages:
       advantage -= jax.lax.pmean(mean(advantage), AXIS)
       advantage /= jnp.sqrt(jax.lax.pmean(mean(advantage**2), AXIS)) + 1e-8
     error = (targets - value) ** 2

@@ -139,8 +139,8 @@ class QAgent(TorsoAgent):
     eta: float = 1.0,
     rescaled: bool = False,
   ):
-    own: QAgentConfig = config.agent
-    self._stores_q = own.priority.initial == "actor" or own.refresh.enabled
+    agent_config: QAgentConfig = config.agent
+    self._stores_q = agent_config.priority.initial == "actor" or agent_config.refresh.enabled
     names = ("value", "best") if self._stores_q else ()
     super().__init__(
       config, frame_shape, frame_dtype, actions, QNetwork,
@@ -149,12 +149,12 @@ class QAgent(TorsoAgent):
     )  # fmt: skip
     self._trained, self._eta, self._rescaled = trained, eta, rescaled
     self.target_interval = config.agent.loss.target_interval
-    if own.refresh.enabled:
-      self.subscriptions = {REFRESHER: own.refresh.weights_interval}
+    if agent_config.refresh.enabled:
+      self.subscriptions = {REFRESHER: agent_config.refresh.weights_interval}
       results = (Column("q", "float32", (actions,)),)
       state = [x for x in self.schema.columns if x.name in ("first", "core")]
       reads = tuple(state) if self._state_size else ()
-      task = refresh_task(own.refresh, self._evaluated, results, self._write, reads)
+      task = refresh_task(agent_config.refresh, self._evaluated, results, self._write, reads)
       self.tasks = {"refresh": task}
 
   def act(
@@ -163,7 +163,9 @@ class QAgent(TorsoAgent):
     outputs, columns, core = self._now(variables, inputs)
     q = self._expected(outputs)
     if explore:
-      epsilon = epsilons(self._own.explore, inputs.lane, self._config.actor.lanes, progress)
+      epsilon = epsilons(
+        self._agent_config.explore, inputs.lane, self._config.actor.lanes, progress
+      )
       action = epsilon_greedy(q, epsilon, key).astype(jnp.int32)
     else:
       action = jnp.argmax(q, axis=-1).astype(jnp.int32)
@@ -190,11 +192,11 @@ class QAgent(TorsoAgent):
     self, replay: Replay, lane: np.ndarray, time: np.ndarray, results: Arrays, step: int
   ) -> None:
     store, q = replay.store, results["q"]
-    _, stored = replay.present(lane, time)
+    _, stored = replay.clamp(lane, time)
     action = np.maximum(take(store.action, store.flat(lane, stored)), 0)  # -1 at an end
     values = {"value": q[np.arange(len(q)), action], "best": q.max(-1)}
     replay.rewrite("value_step", lane, time, step, values)
-    reach = int(self._trained[-1]) + self._own.loss.td_steps
+    reach = int(self._trained[-1]) + self._agent_config.loss.td_steps
     rescore(replay, lane, time, reach, lambda lane, time: self._stored_errors(store, lane, time))
 
   def _first_score(self, store: LaneStore) -> Any:
@@ -204,7 +206,7 @@ class QAgent(TorsoAgent):
 
     def score(lane: np.ndarray, time: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
       error, step = self._stored_errors(store, lane, time)
-      return error if self._own.priority.initial == "actor" else None, step
+      return error if self._agent_config.priority.initial == "actor" else None, step
 
     return score
 
@@ -228,14 +230,14 @@ class QAgent(TorsoAgent):
 
   def _returns(self, store: LaneStore, lane: np.ndarray, time: np.ndarray) -> td.NStep:
     """n-step returns of slots (lane [B, T], time [B, T]), [B, T] each."""
-    n, discount = self._own.loss.td_steps, self._config.env.discount
+    n, discount = self._agent_config.loss.td_steps, self._config.env.discount
     returns = td.n_step(store, lane.ravel(), time.ravel(), n, discount)
     return td.NStep(*(x.reshape(time.shape) for x in returns))
 
   def _weights(self, selection: Selection, learner_step: int) -> np.ndarray:
     """Importance weights."""
     progress = min(learner_step / self._config.learner.steps, 1.0)
-    return importance_weights(selection.probability, self._own.priority, progress)
+    return importance_weights(selection.probability, self._agent_config.priority, progress)
 
 
 def epsilons(config: ExploreConfig, lane: Any, lanes: int, progress: Any) -> jax.Array:

@@ -108,7 +108,9 @@ class R2D2(QAgent):
   ) -> tuple[jax.Array, LossOutput]:
     acted = batch["loss_mask"]
     # Rescaled Q [B, T + n, A] of the slots after the burn-in.
-    q, next_q = (self._unrolled(p, batch, self._own.loss.burn_in) for p in (params, target))
+    q, next_q = (
+      self._unrolled(p, batch, self._agent_config.loss.burn_in) for p in (params, target)
+    )
     end = jnp.arange(acted.shape[1]) + batch["steps"]  # [B, T], slots that complete the returns
     selector, later = (jnp.take_along_axis(x, end[..., None], axis=1) for x in (q, next_q))
     q, action = q[:, : acted.shape[1]], batch["action"]
@@ -127,8 +129,8 @@ class R2D2(QAgent):
   def make_selector(self, store: LaneStore) -> SequenceSampler:
     return SequenceSampler(
       store,
-      self._own.priority,
-      stride=self._own.loss.stride,
+      self._agent_config.priority,
+      stride=self._agent_config.loss.stride,
       stack=self._stack,
       lookahead=self.window.after,
       first_score=self._first_score(store),
@@ -138,7 +140,7 @@ class R2D2(QAgent):
     self, replay: Replay, selection: Selection, learner_step: int
   ) -> tuple[Arrays, dict[str, float]]:
     store = replay.store
-    present, time = replay.present(selection.lane, selection.time)
+    present, time = replay.clamp(selection.lane, selection.time)
     # Where a sequence was evicted the lane's oldest slots, of which there are enough, stand in.
     lane, times = selection.lane[:, None], time[:, None] + np.arange(self.window.after + 1)
     trained = times[:, self._trained]

@@ -94,12 +94,12 @@ def rescore(
   """
   store, sampler = replay.store, replay.selector
   assert isinstance(sampler, PrioritizedSampler)
-  present, _ = replay.present(lane, time)
+  present, _ = replay.clamp(lane, time)
   times = time[present][:, None] - np.arange(reach + 1)
   lanes = np.broadcast_to(lane[present][:, None], times.shape)
   stored = times >= store.tail[lanes]
   at, when = lanes[stored], times[stored]
-  held = sampler.holds(at, when)
+  held = sampler.eligible(at, when)
   at, cell = np.divmod(np.unique(store.flat(at[held], when[held])), store.capacity)
   when = store.time_of(at, cell)
   error, step = errors(at, when)

@@ -45,11 +45,13 @@ class TorsoAgent(Agent):
     columns: Iterable[Column] = (),
     stamps: Mapping[str, tuple[str, ...]] | None = None,
   ):
-    own = config.agent
-    self._config, self._own, self._stack = config, own, config.env.frame_stack
+    agent_config = config.agent
+    self._config, self._agent_config, self._stack = config, agent_config, config.env.frame_stack
     shape = observation_shape(frame_shape, self._stack)
-    self._network = pure(lambda rngs: network(own.network, shape, actions, rngs))
-    self._state_size = 2 * own.network.lstm_hidden if own.network.core == "lstm" else 0
+    self._network = pure(lambda rngs: network(agent_config.network, shape, actions, rngs))
+    self._state_size = (
+      2 * agent_config.network.lstm_hidden if agent_config.network.core == "lstm" else 0
+    )
     if self._state_size:
       columns = (*columns, Column("core", "float32", (self._state_size,)))
     self.schema = make_schema(frame_shape, frame_dtype, actions, tuple(columns), stamps=stamps)

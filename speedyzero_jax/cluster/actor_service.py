@@ -34,7 +34,7 @@ class ActorService:
   def __init__(self, experiment: Experiment, lanes: Sequence[range], roster: Roster):
     self._collector, self._limiter = experiment.collector, experiment.limiter
     self._replay, self._weights = experiment.replay, experiment.weights
-    self._starved = experiment.starved
+    self._needs_data = experiment.needs_data
     self._sessions = [_Session(part) for part in lanes]
     self._roster = roster
 
@@ -48,7 +48,7 @@ class ActorService:
       if session.incarnation < worker.incarnation:
         session.incarnation, session.sequence, session.closed = worker.incarnation, -1, False
         self._release(session)
-        self._collector.cut(session.lanes)
+        self._collector.truncate(session.lanes)
       if self._limiter.collected:  # else each lane would begin an episode of one slot
         self._roster.dismiss(worker)
         raise RunOver("everything is collected")
@@ -100,7 +100,7 @@ class ActorService:
       self._roster.dismiss(worker)
       return 0
     self._roster.waits(worker)
-    return self._limiter.reserve(len(session.lanes), seconds, urgent=self._starved)
+    return self._limiter.reserve(len(session.lanes), seconds, urgent=self._needs_data)
 
   def _take(
     self, worker: Worker, session: _Session, request: messages.Step, segments: list[Segment]

@@ -105,9 +105,9 @@ class CentralActors:
   def _play(self, env: RemoteEnv, worker: Worker, welcome: messages.Welcome) -> None:
     experiment = self._experiment
     role = Role("actor", experiment.membership.unit, worker.number)
-    seed = actor_seed(experiment.own, role, worker.incarnation, welcome.heads)
+    seed = actor_seed(experiment.local_config, role, worker.incarnation, welcome.heads)
     actor = Actor(
-      experiment.own,
+      experiment.local_config,
       experiment.agent,
       env,
       self._inference,

@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-FAILED, WRONG_USE = 1, 2  # exit codes, of children and of the supervisor
+from speedyzero_jax.system.exit_codes import FAILED
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _TAIL_LINES, _TAIL_BYTES = 20, 1 << 16  # how much of a log an exit report shows

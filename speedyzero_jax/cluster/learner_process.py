@@ -23,14 +23,16 @@ _LONG = 24 * 3600.0
 _FAREWELL = 10.0  # seconds in which workers should finish a step and hear that the run is over
 
 
-def max_message(own: Config, agent: Agent) -> int:
+def max_message(local_config: Config, agent: Agent) -> int:
   """Bytes that a unit's messages may have: its weights, or two slots of every lane.
 
-  `own` is the unit's share of the configuration.
+  `local_config` is the unit's share of the configuration.
   """
   weights = jax.tree.leaves(jax.eval_shape(agent.init, jax.random.key(0)))
   size = sum(leaf.size * leaf.dtype.itemsize for leaf in weights)
-  return max(64 << 20, max(size, 2 * own.actor.lanes * agent.schema.slot_bytes) + (1 << 20))
+  return max(
+    64 << 20, max(size, 2 * local_config.actor.lanes * agent.schema.slot_bytes) + (1 << 20)
+  )
 
 
 def membership_of(
@@ -48,23 +50,23 @@ def membership_of(
     unit=role.unit,
     units=topology.learners,
     mesh=make_mesh(chosen),
-    acts=not topology.serving("actor", role.unit),
-    sweeps=not topology.serving("refresher", role.unit),
+    runs_actor=not topology.serving("actor", role.unit),
+    runs_sweeps=not topology.serving("refresher", role.unit),
     durable=True,
-    agree=_agreement(rendezvous, role.unit, topology.learners),
+    all_gather=_gathering(rendezvous, role.unit, topology.learners),
     share=_sharing(rendezvous, role.unit),
   )
 
 
-def _agreement(rendezvous: Rendezvous, unit: int, units: int) -> Callable[[int], Sequence[int]]:
+def _gathering(rendezvous: Rendezvous, unit: int, units: int) -> Callable[[int], Sequence[int]]:
   rounds = itertools.count(1)
 
-  def agree(number: int) -> list[int]:
-    name = f"agree/{next(rounds)}"
+  def all_gather(number: int) -> list[int]:
+    name = f"all_gather/{next(rounds)}"
     rendezvous.publish(f"{name}/{unit}", str(number))
     return [int(rendezvous.lookup(f"{name}/{other}", _LONG)) for other in range(units)]
 
-  return agree
+  return all_gather
 
 
 def _sharing(
@@ -89,8 +91,8 @@ def serving(
   token: bytes,
 ) -> Iterator[None]:
   """Serves this unit's actors and refreshers, and publishes the address."""
-  own = experiment.own
-  host = own.topology.host or rendezvous.address
+  local_config = experiment.local_config
+  host = local_config.topology.host or rendezvous.address
   actors, refreshers = (topology.serving(kind, role.unit) for kind in ("actor", "refresher"))
   if not actors + refreshers:
     yield
@@ -99,7 +101,7 @@ def serving(
   experiment.logger.add_source(roster.summary)
   service = LearnerService(
     experiment,
-    lanes=lanes_of_actors(own.actor.lanes, actors) if actors else (),
+    lanes=lanes_of_actors(local_config.actor.lanes, actors) if actors else (),
     refreshers=refreshers,
     roster=roster,
   )
@@ -109,7 +111,7 @@ def serving(
     service,
     f"[{host}]:0" if ":" in host else f"{host}:0",
     token,
-    max_bytes=max_message(own, experiment.agent),
+    max_bytes=max_message(local_config, experiment.agent),
     clients=actors + refreshers,
   ) as address:
     rendezvous.publish(f"address/{role.unit}", address)

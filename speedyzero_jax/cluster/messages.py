@@ -14,7 +14,7 @@ import numpy as np
 from flax import serialization
 
 from speedyzero_jax.run.topology import Kind
-from speedyzero_jax.types import Params, Segment
+from speedyzero_jax.types import BASE_COLUMNS, Params, Segment
 
 Arrays = dict[str, np.ndarray]
 Message = TypeVar("Message")
@@ -200,7 +200,7 @@ def unpack(arrays: Arrays) -> list[Segment]:
   index = columns.pop("_index", np.zeros(0))
   if index.dtype != np.int64 or index.shape[1:] != (3,) or (index[:, 2] < 1).any():
     raise ValueError("segments: no valid index of lanes, starts and sizes")
-  missing = set(Segment._fields[2:9]) - columns.keys()
+  missing = set(BASE_COLUMNS) - columns.keys()
   bounds = [0, *itertools.accumulate(index[:, 2].tolist())]
   if missing or any(column.shape[:1] != (bounds[-1],) for column in columns.values()):
     raise ValueError(f"segments: columns {sorted(missing)} are missing, or differ in slots")

@@ -141,7 +141,7 @@ class RefresherService:
     until = math.inf if self._patient else time.monotonic() + 2 * self._block_timeout
 
     def settled() -> bool:
-      return not batch.left or self._limiter.finishing or self._limiter.stopping
+      return not batch.left or self._limiter.draining or self._limiter.stopping
 
     while not settled() and time.monotonic() < until:
       if not self._patient and not self._roster.alive("refresher"):

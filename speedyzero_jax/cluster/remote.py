@@ -17,7 +17,7 @@ from speedyzero_jax.envs.batched_env import make_env
 from speedyzero_jax.metrics.aggregation import EpisodeStats
 from speedyzero_jax.replay.device_frames import DeviceFrames
 from speedyzero_jax.replay.replay import Array
-from speedyzero_jax.run.builders import frames_on_devices, replay_capacity
+from speedyzero_jax.run.factories import frames_on_devices, replay_capacity
 from speedyzero_jax.run.topology import Role, derived_seed
 from speedyzero_jax.system import memory
 from speedyzero_jax.types import Segment

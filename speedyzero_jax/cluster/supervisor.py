@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from speedyzero_jax.cluster.child import FAILED, STOP_SIGNALS, WRONG_USE, Child, Process
+from speedyzero_jax.cluster.child import STOP_SIGNALS, Child, Process
+from speedyzero_jax.system.exit_codes import FAILED, USAGE_ERROR
 
 _ECHO = 0.3  # seconds; timeout(1) signals the process and its group: a repeat so soon is no second
 _SETTLE = 0.5  # seconds in which another vital process may turn out to be the cause of a failure
@@ -78,7 +79,7 @@ class Supervisor:
     which may save; a second signal kills everything.
 
     Returns 0 when all vital processes ended with 0; 128 + n when signal n stopped them; the exit
-    code of a vital process that failed; WRONG_USE when another process exited with that; FAILED
+    code of a vital process that failed; USAGE_ERROR when another process exited with that; FAILED
     when processes died too often. Raises OSError if logs can't be written, or processes not
     started.
     """
@@ -118,11 +119,11 @@ class Supervisor:
         name = _ALL if process.child.vital else process.child.name
         streak = streaks.setdefault(name, _Streak(self._limits))
         pause, verdict = streak.add(process)
-        if verdict or process.code == WRONG_USE:
+        if verdict or process.code == USAGE_ERROR:
           self._report(process.exit_report() + verdict)
           if self._running:
             self._stop(signal.SIGTERM)
-          return WRONG_USE if process.code == WRONG_USE else FAILED
+          return USAGE_ERROR if process.code == USAGE_ERROR else FAILED
         self._report(f"{process}; restarting {name or 'all processes'} in {pause:g} s")
         due[name] = time.monotonic() + pause
     return self._stop(self._signals.pop(0))

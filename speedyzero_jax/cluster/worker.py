@@ -20,7 +20,8 @@ from speedyzero_jax.run import topology
 from speedyzero_jax.run.run_dir import RunDir
 from speedyzero_jax.run.signals import Signals
 from speedyzero_jax.run.topology import Role, Topology
-from speedyzero_jax.run.train import FAILED, train
+from speedyzero_jax.run.train import train
+from speedyzero_jax.system.exit_codes import FAILED
 from speedyzero_jax.workers.weights import DivergedError
 
 _TOKEN, _MIN_TOKEN = 32, 16  # bytes: of random ones, and in a file
@@ -78,7 +79,7 @@ def main(
         rendezvous.publish("run", json.dumps(run._asdict()))
         return _run(run, rendezvous, signals)
   except (RendezvousError, JournalError, Refused, Unreachable, DivergedError) as error:
-    if signals.came():  # so it did to other processes, which are gone
+    if signals.received:  # so it did to other processes, which are gone
       return signals.exit_code
     print(f"error: {error}", file=sys.stderr)
     return FAILED
@@ -142,12 +143,12 @@ def _serve(
   from speedyzero_jax.cluster import learner_process
   from speedyzero_jax.cluster.environments import step_environments
   from speedyzero_jax.cluster.remote import act, refresh
-  from speedyzero_jax.run.builders import enable_compilation_cache, make_agent
+  from speedyzero_jax.run.factories import enable_compilation_cache, make_agent
 
   enable_compilation_cache(config)
-  own = loader.divide(config, role.unit, shape.learners)
-  agent = make_agent(own)
-  max_bytes = learner_process.max_message(own, agent)
+  local_config = loader.divide(config, role.unit, shape.learners)
+  agent = make_agent(local_config)
+  max_bytes = learner_process.max_message(local_config, agent)
   incarnation = rendezvous.count(f"incarnation/{role}")
   address = rendezvous.lookup(f"address/{role.unit}", _PATIENCE)
   worker = Worker(role.kind, role.number, incarnation)
@@ -158,5 +159,5 @@ def _serve(
     contextlib.suppress(RunOver),
     Client(address, token, worker, max_bytes=max_bytes) as client,
   ):
-    work(own, agent, client, role, incarnation)
+    work(local_config, agent, client, role, incarnation)
   return 0

@@ -76,7 +76,7 @@ class BatchedEnv:
   """
 
   def __init__(self, task: _Task, lanes: int, seed: int, threads: int):
-    # envpool's own seed + lane would give runs with neighbouring seeds the same lanes.
+    # envpool's own seed + lane would give runs with neighboring seeds the same lanes.
     seeds = np.random.SeedSequence(seed).generate_state(lanes) >> 1  # envpool wants an int32
     options = {
       **task.options,

@@ -1,4 +1,4 @@
-"""Games of Atari-100k and human-normalised scores, from the table `atari100k_scores.json`."""
+"""Games of Atari-100k and human-normalized scores, from the table `atari100k_scores.json`."""
 
 import functools
 import importlib.resources
@@ -18,7 +18,7 @@ def atari100k_games() -> tuple[str, ...]:
   return tuple(table()["games"])
 
 
-def human_normalised(game: str, score: float) -> float | None:
+def human_normalized(game: str, score: float) -> float | None:
   """(score - random) / (human - random): 0 is random, 1 human; None for games not in the table.
 
   Source: Mnih et al. 2015, with the random and human scores of DQN Zoo.

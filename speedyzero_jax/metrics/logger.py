@@ -56,16 +56,16 @@ class MetricsLogger:
     self._values: dict[str, Any] = {}  # of this learner
     self._publishing = threading.Lock()  # held while they change, are exchanged and shown
     self._closing = threading.Event()
-    self._refresher = threading.Thread(target=self._refresh_periodically, daemon=True)
+    self._display_thread = threading.Thread(target=self._update_periodically, daemon=True)
 
   def __enter__(self) -> "MetricsLogger":
     self._display.__enter__()
-    self._refresher.start()
+    self._display_thread.start()
     return self
 
   def __exit__(self, *error: object) -> None:
     self._closing.set()
-    self._refresher.join()
+    self._display_thread.join()
     self._display.__exit__(*error)
     self._recorder.close()
 
@@ -137,15 +137,15 @@ class MetricsLogger:
       values[names.SAMPLES_PER_INSERT] = step * self._config.learner.batch_size / collected
       self._display.update(self._recorder.write(step, values))
 
-  def refresh(self) -> None:
+  def update_display(self) -> None:
     """Exchanges and shows what changes without a learner step."""
     with self._publishing:
       self._values |= self._current() | self._counters.rates(REFRESH_SECONDS)
       self._display.update(self._combined() | {names.TIME: self._recorder.elapsed()})
 
-  def _refresh_periodically(self) -> None:
+  def _update_periodically(self) -> None:
     while not self._closing.wait(REFRESH_SECONDS):
-      self.refresh()
+      self.update_display()
 
   def _current(self) -> dict[str, float]:
     with self._lock:

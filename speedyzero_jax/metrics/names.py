@@ -24,7 +24,7 @@ SAMPLES_PER_SECOND = "charts/samples_per_second"  # trained on, over all devices
 SAMPLES_PER_INSERT = "charts/samples_per_insert"  # trained on, per agent step after the random ones
 LEARNING_RATE = "charts/learning_rate"
 
-LOSS_TOTAL = "losses/total"  # what is minimised; its terms are the agent's
+LOSS_TOTAL = "losses/total"  # what is minimized; its terms are the agent's
 GRADIENT_NORM = "learner/gradient_norm"  # before clipping
 UPDATE_NORM = "learner/update_norm"
 PARAMETER_NORM = "learner/parameter_norm"

@@ -103,7 +103,7 @@ def q_learning_error(
 def project(logits: jax.Array, reward: jax.Array, discount: jax.Array, atoms: Array) -> jax.Array:
   """Distributions of returns moved to reward + discount * atoms, on the same atoms, [B, K].
 
-  The mass of a moved atom goes to its neighbours, so that the mean is kept, unless it lies beyond
+  The mass of a moved atom goes to its neighbors, so that the mean is kept, unless it lies beyond
   the first or the last atom, which then get it (Bellemare et al. 2017, algorithm 1).
 
   Args:

@@ -75,7 +75,7 @@ class Nature(nnx.Module):
 
 
 class ResidualBlock(nnx.Module):
-  """Two 3x3 convolutions after ReLU, and a skip connection; no normalisation."""
+  """Two 3x3 convolutions after ReLU, and a skip connection; no normalization."""
 
   def __init__(
     self,

@@ -37,7 +37,7 @@ def vtrace(
     reward: [T], of the action taken in slot t.
     discount: [T], 0 if slot t+1 is terminal.
     value: [T+1], V(x_t).
-    ratio: [T], pi(a_t|x_t) / mu(a_t|x_t) of target and behaviour policy.
+    ratio: [T], pi(a_t|x_t) / mu(a_t|x_t) of target and behavior policy.
     lambda_: [T] or [], mixes multi-step with one-step returns.
     rho_bar: largest weight of a temporal difference, which decides what value is estimated.
     c_bar: largest weight of later ones, which decides the speed of contraction.

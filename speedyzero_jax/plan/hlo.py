@@ -1,4 +1,4 @@
-"""Optimised HLO as XLA prints it: its kernels with their FLOPs, bytes and number of launches.
+"""Optimized HLO as XLA prints it: its kernels with their FLOPs, bytes and number of launches.
 
 Costs are of one device. Bytes are those of a kernel's operands and results, as if caches held
 nothing between kernels; slices, gathers, scatters and updates in place count what they touch.
@@ -142,7 +142,7 @@ def cost(text: str, steps: float) -> Cost:
   """Costs of a module's entry.
 
   Args:
-    text: the optimised module.
+    text: the optimized module.
     steps: iterations of loops whose number is not known to the compiler.
   """
   computations, entry = parse(text)

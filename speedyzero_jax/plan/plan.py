@@ -16,7 +16,7 @@ from speedyzero_jax.plan import hlo
 from speedyzero_jax.plan.programs import EPISODE, ROLES, Planned, abstract_state, bytes_of, programs
 from speedyzero_jax.plan.target import Target
 from speedyzero_jax.replay.device_frames import DeviceFrames
-from speedyzero_jax.run import builders
+from speedyzero_jax.run import factories
 from speedyzero_jax.system.compilation import memory_of
 from speedyzero_jax.system.memory import size
 from speedyzero_jax.system.platform import planned
@@ -117,14 +117,14 @@ def make_plan(
     RuntimeError: jax can't compile for GPUs here.
     ValueError: the batch or the devices can't be divided, or a name is unknown.
   """
-  own = loader.divide(config, 0, processes)
+  local_config = loader.divide(config, 0, processes)
   dtype = loader.flat(config).get("network.dtype", "float32")
-  agent = builders.make_agent(own)
+  agent = factories.make_agent(local_config)
   with planned("cuda"):
     mesh = target.mesh(AXIS, devices, processes)
     local = mesh if processes == 1 else target.mesh(AXIS, devices // processes)
     learner = Learner(config, agent, mesh)
-    found, costs = list(programs(config, own, agent, learner, local, roles)), []
+    found, costs = list(programs(config, local_config, agent, learner, local, roles)), []
     if only is not None and (unknown := set(only) - {program.name for program in found}):
       names = ", ".join(program.name for program in found)
       raise ValueError(f"no program is named {min(unknown)!r}; there are {names}")
@@ -132,7 +132,7 @@ def make_plan(
       if only is None or program.name in only:
         report(f"compiling {program.name}, batch {program.batch}")
         costs.append(cost_of(program, program.compile(), target, dtype))
-  memory = _memory(own, agent, learner, len(local.devices.flat), target, costs)
+  memory = _memory(local_config, agent, learner, len(local.devices.flat), target, costs)
   return Plan(costs, memory, int(USABLE * target.memory_bytes), _minutes(costs))
 
 
@@ -175,7 +175,7 @@ def slow_convolutions(cost: hlo.Cost, dtype: str) -> float:
 
 
 def _memory(
-  own: Config,
+  local_config: Config,
   agent: Agent,
   learner: Learner,
   devices: int,
@@ -185,13 +185,15 @@ def _memory(
   state = abstract_state(learner)
   copies = 1 + len(agent.subscriptions)
   frame = agent.schema.frame
-  frames = DeviceFrames.size(frame, own.actor.lanes, builders.replay_capacity(own, agent), devices)
-  held = own.replay.frames == "device" or (
-    own.replay.frames == "auto" and 2 * frames < USABLE * target.memory_bytes
+  frames = DeviceFrames.size(
+    frame, local_config.actor.lanes, factories.replay_capacity(local_config, agent), devices
   )
-  window = own.env.frame_stack + agent.window.after
-  batch = own.learner.batch_size * window * frame.nbytes / devices
-  batches = (own.learner.prefetch + 2) if own.run.mode == "async" else 1
+  held = local_config.replay.frames == "device" or (
+    local_config.replay.frames == "auto" and 2 * frames < USABLE * target.memory_bytes
+  )
+  window = local_config.env.frame_stack + agent.window.after
+  batch = local_config.learner.batch_size * window * frame.nbytes / devices
+  batches = (local_config.learner.prefetch + 2) if local_config.run.mode == "async" else 1
   return {
     "weights": float(bytes_of(state.variables) + bytes_of(state.target)),
     "copies of the weights": float(copies * bytes_of(state.variables)),

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from speedyzero_jax.agents.base import AXIS, ActInputs, Agent
 from speedyzero_jax.config.schema import Config
-from speedyzero_jax.run.builders import mean_stored
+from speedyzero_jax.run.factories import mean_stored
 from speedyzero_jax.run.warmup import example_batch
 from speedyzero_jax.workers.evaluator import MAX_LANES
 from speedyzero_jax.workers.inference import Inference
@@ -52,19 +52,24 @@ def abstract_state(learner: Learner) -> LearnerState:
 
 
 def programs(
-  config: Config, own: Config, agent: Agent, learner: Learner, local: Mesh, roles: frozenset[str]
+  config: Config,
+  local_config: Config,
+  agent: Agent,
+  learner: Learner,
+  local: Mesh,
+  roles: frozenset[str],
 ) -> Iterator[Planned]:
   """What a learner process compiles.
 
   Args:
     config: of the run.
-    own: this process' share of it.
+    local_config: this process' share of it.
     agent: of the run.
     learner: on the mesh of all learner processes.
     local: this process' devices.
     roles: what the process does besides learning, from `ROLES`.
   """
-  state, (arrays, works) = abstract_state(learner), example_batch(own, agent)
+  state, (arrays, works) = abstract_state(learner), example_batch(local_config, agent)
   inference, steps = Inference(agent, local), config.learner.steps
   variables = _on(NamedSharding(local, PartitionSpec()), state.variables)
 
@@ -74,12 +79,12 @@ def programs(
       x.name: jax.ShapeDtypeStruct((count, states, *x.shape), x.dtype, sharding=sharding)
       for x in agent.tasks[name].reads
     }
-    inputs |= {"frames": _frames(own, agent, local, count, states - 1)}
+    inputs |= {"frames": _frames(local_config, agent, local, count, states - 1)}
     args = variables, inputs, _key(local)
     return Planned(name, count * states, calls, 0, inference.tasks[name].function, args, {})
 
   def act(name: str, count: int, calls: float, explore: bool) -> Planned:
-    args = variables, _inputs(own, agent, local, count), _key(local), _progress(local)
+    args = variables, _inputs(local_config, agent, local, count), _key(local), _progress(local)
     return Planned(name, count, calls, 0, inference.act.function, args, {"explore": explore})
 
   args = state, _batch(config, agent, learner, arrays), _key(learner.mesh), _flags(learner)
@@ -91,12 +96,12 @@ def programs(
   together = min(config.evaluation.episodes, MAX_LANES)
   yield act("evaluate", together, evaluation_steps(config), False)
   if "actor" in roles:
-    lanes = own.actor.lanes
-    calls = max(own.run.env_steps - own.actor.random_steps, 0) / lanes
+    lanes = local_config.actor.lanes
+    calls = max(local_config.run.env_steps - local_config.actor.random_steps, 0) / lanes
     yield act("act", lanes, calls, True)
   if "refresher" in roles:
-    stored = mean_stored(own, agent, own.actor.random_steps)
-    for sweeper in make_sweepers(agent, own.actor.weights_interval):
+    stored = mean_stored(local_config, agent, local_config.actor.random_steps)
+    for sweeper in make_sweepers(agent, local_config.actor.weights_interval):
       calls = steps * sweeper.calls_per_step(stored)
       yield task(sweeper.name, sweeper.block, 1, calls)
     for work in works:
@@ -131,9 +136,9 @@ def _flags(learner: Learner) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct((learner.mesh.size,), bool, sharding=divided)
 
 
-def _inputs(own: Config, agent: Agent, mesh: Mesh, count: int) -> ActInputs:
+def _inputs(local_config: Config, agent: Agent, mesh: Mesh, count: int) -> ActInputs:
   inputs = ActInputs(
-    _frames(own, agent, mesh, count, 0),
+    _frames(local_config, agent, mesh, count, 0),
     jax.ShapeDtypeStruct((count,), bool),
     jax.ShapeDtypeStruct((count,), np.int32),
     jax.eval_shape(lambda: agent.initial_core(count)),
@@ -142,9 +147,11 @@ def _inputs(own: Config, agent: Agent, mesh: Mesh, count: int) -> ActInputs:
   return placed
 
 
-def _frames(own: Config, agent: Agent, mesh: Mesh, count: int, after: int) -> jax.ShapeDtypeStruct:
+def _frames(
+  local_config: Config, agent: Agent, mesh: Mesh, count: int, after: int
+) -> jax.ShapeDtypeStruct:
   frame = agent.schema.frame
-  shape = (count, own.env.frame_stack + after, *frame.shape)
+  shape = (count, local_config.env.frame_stack + after, *frame.shape)
   sharding = NamedSharding(mesh, _divided(mesh, count))
   return jax.ShapeDtypeStruct(shape, frame.dtype, sharding=sharding)
 

@@ -12,7 +12,8 @@ from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.population.config import Population
 from speedyzero_jax.population.controller import Outcome, Settings
 from speedyzero_jax.run import run_dir
-from speedyzero_jax.run.processes import WRONG_USE, RunProcesses, log_of
+from speedyzero_jax.run.processes import RunProcesses, log_of
+from speedyzero_jax.system.exit_codes import USAGE_ERROR
 
 _COPIED = "copied.json"  # in a member's folder: the round after which it was copied
 _OWN = ("*.lock", "evaluation.json", _COPIED)
@@ -79,7 +80,7 @@ class RunTrainer:
     if code == 0:
       return Outcome(member, json.loads((path / "evaluation.json").read_text())["returns"])
     log = log_of(path)
-    if code == WRONG_USE:
+    if code == USAGE_ERROR:
       raise ConfigError(f"member {member} can't be trained: {log.read_text().splitlines()[-1]}")
     self._report(f"  member {member} ended with exit code {code}: see {log}")
     return Outcome(member, [])

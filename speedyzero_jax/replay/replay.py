@@ -1,6 +1,6 @@
 """The replay: thread-safe storage of steps, selection of training data, and sweeps.
 
-One lock makes changes and reads of its columns atomic; frames are copied without it (see `held`).
+One lock makes changes and reads of its columns atomic; frames are copied without it (see `intact`).
 Agents compute targets from `store` while they hold `lock`.
 """
 
@@ -140,7 +140,7 @@ class Replay:
   def update(self, selection: Selection, priority: np.ndarray, step: int) -> None:
     """Passes the errors [B] of learner step `step` to the selector."""
     with self.lock:
-      keep, _ = self.present(selection.lane, selection.time)
+      keep, _ = self.clamp(selection.lane, selection.time)
       kept = Selection(*(x[keep] for x in selection))
       self.selector.update(kept, priority[keep], step)
 
@@ -174,7 +174,7 @@ class Replay:
     return self._gather(lane, cells), index.astype(np.int32)
 
   def _gather(self, lane: np.ndarray, cells: np.ndarray) -> Array:
-    # Copied outside the lock, being large. Meanwhile frames may be replaced: `held` detects that,
+    # Copied outside the lock, being large. Meanwhile frames may be replaced: `intact` detects that,
     # and results computed from them are dropped on writing.
     if self._device_frames is not None:
       return self._device_frames.gather(lane, cells)
@@ -185,7 +185,7 @@ class Replay:
   ) -> dict[str, np.ndarray]:
     """Columns of the states of `windows`, [B, after+1, ...] each."""
     with self.lock:
-      _, time = self.present(lane, time)
+      _, time = self.clamp(lane, time)
       last = self.store.last(lane, time)[:, None]
       flat = self.store.flat(lane[:, None], np.minimum(time[:, None] + np.arange(after + 1), last))
       return {column.name: take(self.store[column.name], flat) for column in columns}
@@ -195,7 +195,7 @@ class Replay:
     cells = np.zeros((count, self._stack + after), np.int64)
     return self._gather(cells[:, 0], cells)
 
-  def held(self, lane: np.ndarray, time: np.ndarray, since: np.ndarray) -> np.ndarray:
+  def intact(self, lane: np.ndarray, time: np.ndarray, since: np.ndarray) -> np.ndarray:
     """Whether windows gathered after `tails` were `since` [L] contain no replaced frame, bool [B].
 
     May be falsely negative for states that have just lost the start of their stack.
@@ -209,7 +209,7 @@ class Replay:
   ) -> tuple[np.ndarray, np.ndarray]:
     """Cells [B, S+after] of the frames of `windows` in each lane's ring, and the heads."""
     with self.lock:
-      _, safe = self.present(lane, time)
+      _, safe = self.clamp(lane, time)
       return self.store.window_cells(lane, safe, self._stack - 1, after), self.heads
 
   def frames_since(
@@ -234,7 +234,7 @@ class Replay:
 
   # --- rewriting stored values
 
-  def present(self, lane: np.ndarray, time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  def clamp(self, lane: np.ndarray, time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Whether slots are stored, and their times with evicted ones replaced by a stored slot's.
 
     Raises ValueError for slots that were never appended.
@@ -257,7 +257,7 @@ class Replay:
     `columns` are of the named stamp. For repeated slots the last value counts.
     """
     with self.lock:
-      found, safe = self.present(lane, time)
+      found, safe = self.clamp(lane, time)
       known = self.store.stamps[stamp]
       flat = self.store.flat(lane, safe)
       keep = found & (take(known.step, flat) <= step)

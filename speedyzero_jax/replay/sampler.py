@@ -11,7 +11,7 @@ from speedyzero_jax.replay.staleness import NEVER, Stamps
 from speedyzero_jax.replay.storage import LaneStore, slots_between, take
 from speedyzero_jax.replay.sum_tree import SumTree
 
-_GROUP = 256  # samples whose importance weights are normalised together
+_GROUP = 256  # samples whose importance weights are normalized together
 
 AGE_MEAN, AGE_MAX = "priority_age_mean", "priority_age_max"
 
@@ -49,7 +49,7 @@ class PrioritizedSampler:
     """Whether anything is eligible; sampling is with replacement."""
     return self.count > 0
 
-  def holds(self, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
+  def eligible(self, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
     """Whether the transitions out of these stored slots are eligible, bool."""
     return self._tree.get(self._store.flat(lane, time)) > 0
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from speedyzero_jax.types import Segment
+from speedyzero_jax.types import BASE_COLUMNS, Segment
 
 
 class Column(NamedTuple):
@@ -20,7 +20,7 @@ class Column(NamedTuple):
   dtype: str  # numpy's name
   shape: tuple[int, ...] = ()  # of one value
   low: int | None = None  # minimum, for integers
-  below: int | None = None  # exclusive maximum, for integers
+  high: int | None = None  # exclusive maximum, for integers
   fill: float = 0.0  # value where the action was random
 
   @property
@@ -47,14 +47,14 @@ class Schema(NamedTuple):
 
   @property
   def num_actions(self) -> int:
-    below = self.columns[4].below
-    assert below is not None
-    return below
+    high = next(column.high for column in self.columns if column.name == "action")
+    assert high is not None
+    return high
 
   @property
   def extra(self) -> tuple[Column, ...]:
     """The agent's columns."""
-    return self.columns[7:]
+    return self.columns[len(BASE_COLUMNS) :]
 
   @property
   def slot_bytes(self) -> int:
@@ -91,7 +91,7 @@ def make_schema(
     Column("first", "bool"),
     Column("terminated", "bool"),
     Column("truncated", "bool"),
-    Column("action", "int32", low=-1, below=num_actions),
+    Column("action", "int32", low=-1, high=num_actions),
     Column("reward", "float32"),
     Column("step", "int32", low=0),
   )

@@ -1,6 +1,6 @@
 """Ring storage of slots, each frame stored once.
 
-Slots that are neighbours in time are neighbours in memory. A slot is named (lane, absolute time).
+Slots that are neighbors in time are neighbors in memory. A slot is named (lane, absolute time).
 """
 
 from collections.abc import Mapping, Sequence

@@ -9,7 +9,7 @@ STRETCH = 16  # cells visited together; a partly filled stretch costs as much as
 
 
 class Sweep:
-  """Visits the cells of all lanes cyclically, in stretches of neighbours, longest unvisited first.
+  """Visits the cells of all lanes cyclically, in stretches of neighbors, longest unvisited first.
 
   The stretches in use form a queue: a visited stretch moves to the back, and a new one enters at
   the back, since its slots are fresh from the actor. So between two visits of a stretch every other

@@ -1,4 +1,4 @@
-"""Aggregates of human-normalised scores over games and seeds, with bootstrap intervals.
+"""Aggregates of human-normalized scores over games and seeds, with bootstrap intervals.
 
 Definitions: Agarwal et al. 2021, "Deep Reinforcement Learning at the Edge of the Statistical
 Precipice", and their library rliable.

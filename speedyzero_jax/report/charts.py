@@ -11,7 +11,7 @@ from speedyzero_jax.report.elements import element
 
 WIDTH, HEIGHT = 400, 236
 LEFT, RIGHT, TOP, BOTTOM = 46, 10, 8, 36  # margins
-COLOURS = 14  # of the page; more lines share them
+COLORS = 14  # of the page; more lines share them
 MARKED = 24  # points up to which each gets a mark
 
 Ticks = Sequence[float]
@@ -22,7 +22,7 @@ Place = Callable[[np.ndarray, np.ndarray], list[str]]  # from values to "x,y" of
 class Line:
   """A line of a chart, with a band if it has edges."""
 
-  colour: int  # number of a colour
+  color: int  # number of a color
   label: str  # shown beside the pointer
   x: np.ndarray
   y: np.ndarray
@@ -72,7 +72,7 @@ def _axes(x_ticks: Ticks, y_ticks: Ticks, x_title: str, place: Place) -> list[ET
 def _band(line: Line, place: Place) -> ET.Element:
   assert line.low is not None and line.high is not None
   edges = place(line.x, line.high) + place(line.x, line.low)[::-1]
-  return element("polygon", class_=f"band c{line.colour % COLOURS}", points=" ".join(edges))
+  return element("polygon", class_=f"band c{line.color % COLORS}", points=" ".join(edges))
 
 
 def _line(line: Line, place: Place) -> ET.Element:
@@ -83,7 +83,7 @@ def _line(line: Line, place: Place) -> ET.Element:
     element("title", line.label),
     element("polyline", points=" ".join(points)),
     *(element("circle", cx=x, cy=y, r=2.2) for x, y in marks),
-    class_=f"c{line.colour % COLOURS}{' thin' * line.thin}",
+    class_=f"c{line.color % COLORS}{' thin' * line.thin}",
   )
 
 

@@ -56,7 +56,7 @@ def common_grid(curves: Sequence[Curve], points: int = POINTS) -> np.ndarray | N
 
 
 def lines(
-  runs: Sequence[Run], name: str, axis: str, colour: int, label: str, single: bool
+  runs: Sequence[Run], name: str, axis: str, color: int, label: str, single: bool
 ) -> list[Line]:
   """The mean over runs with a band from the lowest to the highest, and `single` runs as thin lines.
 
@@ -65,20 +65,20 @@ def lines(
   found = [(run, c) for run in runs if (c := curve(run, name, axis))]
   if len(found) == 1:
     ((run, (x, y)),) = found
-    return [Line(colour, f"{label}: {run.path}", x, y)]
-  drawn = [Line(colour, f"{label}: {run.path}", *c, thin=True) for run, c in found if single]
+    return [Line(color, f"{label}: {run.path}", x, y)]
+  drawn = [Line(color, f"{label}: {run.path}", *c, thin=True) for run, c in found if single]
   grid = common_grid([c for _, c in found]) if found else None
   if grid is not None:
     ys = np.array([np.interp(grid, x, y) for _, (x, y) in found])
     text = f"{label}: mean of {len(found)} runs"
-    drawn.append(Line(colour, text, grid, ys.mean(0), ys.min(0), ys.max(0)))
+    drawn.append(Line(color, text, grid, ys.mean(0), ys.min(0), ys.max(0)))
   return drawn
 
 
 def aggregate_line(
-  games: dict[str, list[Curve]], colour: int, label: str, points: int = 20
+  games: dict[str, list[Curve]], color: int, label: str, points: int = 20
 ) -> Line | None:
-  """The IQM over games and seeds of curves of human-normalised scores, with its interval."""
+  """The IQM over games and seeds of curves of human-normalized scores, with its interval."""
   grid = common_grid([c for curves in games.values() for c in curves], points)
   if grid is None:
     return None
@@ -89,4 +89,4 @@ def aggregate_line(
   value = np.array([estimate.value for estimate in found])
   edges = [estimate.interval for estimate in found if estimate.interval]
   low, high = np.array(edges).T if edges else (None, None)
-  return Line(colour, label, grid, value, low, high)
+  return Line(color, label, grid, value, low, high)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from speedyzero_jax.envs.scores import human_normalised
+from speedyzero_jax.envs.scores import human_normalized
 from speedyzero_jax.report import aggregates
 from speedyzero_jax.report.runs import CURVE, GAME, REPETITION_KEYS, Run
 
@@ -21,7 +21,7 @@ _NAMED = 2  # settings in a method's name
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-  """Runs that differ only in their seed, summarised over their scores."""
+  """Runs that differ only in their seed, summarized over their scores."""
 
   runs: list[str]  # paths
   game: str | None
@@ -30,7 +30,7 @@ class Group:
   mean: float
   stderr: float
   iqm: float  # interquartile mean
-  human_normalised: float | None  # mean over the runs, if every run has it
+  human_normalized: float | None  # mean over the runs, if every run has it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Method:
     return dict(sorted(games.items()))
 
   def scores(self) -> dict[str, list[float]]:
-    """Human-normalised scores of each game of Atari-100k, of the runs that were evaluated."""
+    """Human-normalized scores of each game of Atari-100k, of the runs that were evaluated."""
     found: dict[str, list[float]] = collections.defaultdict(list)
     for game, runs in self.games().items():
       for run in runs:
         if run.evaluation_mean is not None:
-          score = human_normalised(game, run.evaluation_mean)
+          score = human_normalized(game, run.evaluation_mean)
           found[game] += [] if score is None else [score]
     return {game: scores for game, scores in found.items() if scores}
 
@@ -71,7 +71,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 
 def _group(members: Sequence[Run], score: str, scores: Sequence[float]) -> Group:
-  human = [x for run in members if (x := run.human_normalised) is not None]
+  human = [x for run in members if (x := run.human_normalized) is not None]
   return Group(
     runs=[run.path for run in members],
     game=members[0].game,
@@ -80,7 +80,7 @@ def _group(members: Sequence[Run], score: str, scores: Sequence[float]) -> Group
     mean=statistics.fmean(scores),
     stderr=statistics.stdev(scores) / math.sqrt(len(scores)),
     iqm=float(aggregates.iqm([np.array(scores)])),
-    human_normalised=statistics.fmean(human) if len(human) == len(scores) else None,
+    human_normalized=statistics.fmean(human) if len(human) == len(scores) else None,
   )
 
 

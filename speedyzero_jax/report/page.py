@@ -9,7 +9,7 @@ from typing import Any
 from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.progress import format_number
 from speedyzero_jax.report import curves, elements, scores
-from speedyzero_jax.report.charts import COLOURS, Line, line_chart
+from speedyzero_jax.report.charts import COLORS, Line, line_chart
 from speedyzero_jax.report.elements import element, table
 from speedyzero_jax.report.groups import Method, differences, methods
 from speedyzero_jax.report.runs import Run
@@ -45,7 +45,7 @@ def render(runs: Sequence[Run]) -> bytes:
   )
   written = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC"
   sections = [
-    _problems(runs), *_human_normalised(compared), _learning(compared, games), _scores(compared),
+    _problems(runs), *_human_normalized(compared), _learning(compared, games), _scores(compared),
     _system(compared), _time(compared), _settings(compared), _machines(runs), _runs(runs),
   ]  # fmt: skip
   body = element(
@@ -58,11 +58,11 @@ def render(runs: Sequence[Run]) -> bytes:
 
 
 def _controls(compared: Sequence[Method]) -> ET.Element:
-  """The methods with their colours, and the choice of the x axis, made by the style sheet."""
+  """The methods with their colors, and the choice of the x axis, made by the style sheet."""
   keys = [
     element(
       "li",
-      element("span", class_=f"key c{i % COLOURS}"),
+      element("span", class_=f"key c{i % COLORS}"),
       f"{method.name} ({_count(len(method.runs), 'run')})",
     )
     for i, method in enumerate(compared)
@@ -150,7 +150,7 @@ def _scores(compared: Sequence[Method]) -> ET.Element:
   return _section("Scores", note, table(*scores.by_game(compared), words=2))
 
 
-def _human_normalised(compared: Sequence[Method]) -> list[ET.Element]:
+def _human_normalized(compared: Sequence[Method]) -> list[ET.Element]:
   if not any(method.scores() for method in compared):
     return []
   note = "Raw returns: mean over seeds, ± standard deviation. Sources: see atari100k_scores.json."
@@ -163,7 +163,7 @@ def _human_normalised(compared: Sequence[Method]) -> list[ET.Element]:
   kind = "evaluations" if metric == names.EVALUATION_MEAN else "training games"
   charts = [
     _chart(
-      f"IQM of human-normalised scores of {kind}",
+      f"IQM of human-normalized scores of {kind}",
       lambda axis: scores.training_lines(compared, common, metric, axis),
     ),
     scores.profile_chart(compared, common),
@@ -175,7 +175,7 @@ def _human_normalised(compared: Sequence[Method]) -> list[ET.Element]:
     "game, so they have no IQM or optimality gap of single runs."
   )
   aggregates = table(*scores.aggregate_table(compared, common))
-  return [_section("Human-normalised scores", note, aggregates, _grid(charts)), *made]
+  return [_section("Human-normalized scores", note, aggregates, _grid(charts)), *made]
 
 
 def _system(compared: Sequence[Method]) -> ET.Element:
@@ -264,13 +264,13 @@ def _few(paths: Sequence[str]) -> str:
 
 def _runs(runs: Sequence[Run]) -> ET.Element:
   heads = ["run", "game", "seed", "learner steps", "agent steps", "minutes", "device-minutes",
-           "training return", "evaluation", "episodes", "at step", "human-normalised"]  # fmt: skip
+           "training return", "evaluation", "episodes", "at step", "human-normalized"]  # fmt: skip
   rows = []
   for run in runs:
     minutes = [None if x is None else x / 60 for x in (run.wall_seconds, run.device_seconds)]
     numbers = [run.seed, run.steps, run.env_steps, *minutes, run.training_return,
                run.evaluation_mean, run.evaluation_episodes, run.evaluation_step,
-               run.human_normalised]  # fmt: skip
+               run.human_normalized]  # fmt: skip
     rows.append([run.path, run.game or "-", *map(format_number, numbers)])
   return _section("Runs", "", table(heads, rows, words=2))
 

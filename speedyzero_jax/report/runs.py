@@ -33,7 +33,7 @@ class Run:
   evaluation_mean: float | None = None
   evaluation_std: float | None = None
   evaluation_episodes: int | None = None
-  human_normalised: float | None = None
+  human_normalized: float | None = None
   problems: list[str] = dataclasses.field(default_factory=list)
   settings: dict[str, Any] | None = None  # by dotted key
   rows: list[dict[str, float]] = dataclasses.field(default_factory=list)  # of metrics.jsonl
@@ -164,11 +164,11 @@ def _note_damaged(run: Run, path: pathlib.Path, damaged: int) -> None:
 
 def _read_evaluation(run: Run, path: pathlib.Path) -> None:
   evaluation = json.loads(path.read_text())
-  human = evaluation["human_normalised"]
+  human = evaluation["human_normalized"]
   mean, std, step, episodes = (_finite(evaluation[k]) for k in ("mean", "std", "step", "episodes"))
   run.game = run.game or str(evaluation["game"])
   run.evaluation_mean, run.evaluation_std = mean, std
-  run.human_normalised = None if human is None else _finite(human)
+  run.human_normalized = None if human is None else _finite(human)
   run.evaluation_step, run.evaluation_episodes = int(step), int(episodes)
   newest = max((row.get(names.CHECKPOINT_STEP, 0) for row in run.rows), default=0)
   if newest > step:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from speedyzero_jax.envs.scores import human_normalised, table
+from speedyzero_jax.envs.scores import human_normalized, table
 from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.progress import format_number
 from speedyzero_jax.report import aggregates, curves
@@ -45,15 +45,15 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def common_games(methods: Sequence[Method]) -> list[str]:
-  """Games with human-normalised scores that every method with such scores has evaluated."""
+  """Games with human-normalized scores that every method with such scores has evaluated."""
   each = [method.scores().keys() for method in methods if method.scores()]
   return sorted(set.intersection(*map(set, each))) if each else []
 
 
 def published(games: Sequence[str]) -> dict[str, list[list[float]]]:
-  """Human-normalised scores of the published systems, [1] for each game."""
+  """Human-normalized scores of the published systems, [1] for each game."""
   return {
-    name: [[human_normalised(game, system["scores"][game]) or 0.0] for game in games]
+    name: [[human_normalized(game, system["scores"][game]) or 0.0] for game in games]
     for name, system in table()["systems"].items()
   }
 
@@ -111,12 +111,12 @@ def training_metric(methods: Sequence[Method], games: Sequence[str]) -> str:
 def training_lines(
   methods: Sequence[Method], games: Sequence[str], metric: str, axis: str
 ) -> list[Line]:
-  """IQM of human-normalised scores over games and seeds of each method along its training."""
+  """IQM of human-normalized scores over games and seeds of each method along its training."""
   drawn = []
   for i, method in enumerate(methods):
     found = {
       game: [
-        (c[0], np.array([human_normalised(game, y) for y in c[1]]))
+        (c[0], np.array([human_normalized(game, y) for y in c[1]]))
         for run in method.games().get(game, [])
         if (c := curves.curve(run, metric, axis))
       ]
@@ -128,7 +128,7 @@ def training_lines(
 
 
 def profile_chart(methods: Sequence[Method], games: Sequence[str]) -> ET.Element:
-  """Performance profiles: the share of runs above each human-normalised score."""
+  """Performance profiles: the share of runs above each human-normalized score."""
   scored = [(i, method.scores()) for i, method in enumerate(methods) if method.scores()]
   highest = max(max(found[game]) for _, found in scored for game in games)
   thresholds = np.linspace(0, min(max(highest, 1.0), 8.0), 81)
@@ -139,6 +139,6 @@ def profile_chart(methods: Sequence[Method], games: Sequence[str]) -> ET.Element
     low, high = np.array(edges).T if edges else (None, None)
     share = np.array([estimate.value for estimate in profile])
     drawn.append(Line(i, methods[i].name, thresholds, share, low, high))
-  chart = line_chart(drawn, "human-normalised score", from_zero=True)
+  chart = line_chart(drawn, "human-normalized score", from_zero=True)
   caption = element("figcaption", "Performance profile: share of runs above a score")
   return element("figure", caption, element("div", chart))

@@ -52,7 +52,7 @@ def _run_cells(run: Run) -> dict[str, str]:
     "return": format_number(run.training_return),
     "curve": sparkline(run.curve) or "-",
     "evaluation": format_number(run.evaluation_mean) + deviation,
-    "human": format_number(run.human_normalised),
+    "human": format_number(run.human_normalized),
     "min": "-" if run.wall_seconds is None else f"{run.wall_seconds / 60:.1f}",
     "notes": "; ".join(run.problems),
   }
@@ -71,7 +71,7 @@ def _group_cells(group: Group) -> dict[str, str]:
     "return of": "evaluation" if group.score == "evaluation_mean" else "training",
     "mean ± stderr": f"{format_number(group.mean)} ± {format_number(group.stderr)}",
     "IQM": format_number(group.iqm),
-    "human": format_number(group.human_normalised),
+    "human": format_number(group.human_normalized),
   }
 
 

@@ -49,7 +49,7 @@ def _with_frames(agent: Agent, replay: Replay, arrays: Arrays, selection: Select
   else:
     frames, stack = replay.trajectories(lane, time, agent.window.after)
     arrays = arrays | {"stack": stack}
-  held = replay.held(lane, time, tails).astype(np.float32)
+  held = replay.intact(lane, time, tails).astype(np.float32)
   masked = {
     name: x * held.reshape(-1, *[1] * (x.ndim - 1))
     for name, x in arrays.items()

@@ -13,7 +13,7 @@ from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.aggregation import EpisodeStats
 from speedyzero_jax.metrics.logger import MetricsLogger
 from speedyzero_jax.replay.journal import Journal
-from speedyzero_jax.run import builders, snapshot
+from speedyzero_jax.run import factories, snapshot
 from speedyzero_jax.run.checkpoint import Checkpoints
 from speedyzero_jax.run.collector import Collector
 from speedyzero_jax.run.experiment import (
@@ -45,11 +45,13 @@ def build(
   `run_dir` is the folder of the run, or of the learner process, locked by this process. Raises
   CheckpointError, JournalError or TrainingError if the run can't continue here.
   """
-  own = loader.divide(config, membership.unit, membership.units)
-  agent = builders.make_agent(own)
+  local_config = loader.divide(config, membership.unit, membership.units)
+  agent = factories.make_agent(local_config)
   with contextlib.ExitStack() as stack:  # closes the journal on an error
     journal = stack.enter_context(
-      contextlib.closing(Journal(run_dir / "journal.sqlite", own.actor.lanes, agent.schema))
+      contextlib.closing(
+        Journal(run_dir / "journal.sqlite", local_config.actor.lanes, agent.schema)
+      )
     )
     recovery = RecoveryManager(
       Checkpoints(run_dir, config.run.keep_checkpoints),
@@ -57,17 +59,17 @@ def build(
       logger.message,
       durable=membership.durable,
       exact=config.run.mode == "lockstep" or agent.on_policy,
-      agree=membership.agree,
+      all_gather=membership.all_gather,
       units=membership.units,
     )
-    experiment = _build(config, own, agent, recovery, logger, resume, membership)
+    experiment = _build(config, local_config, agent, recovery, logger, resume, membership)
     stack.pop_all()
     return experiment
 
 
 def _build(
   config: Config,
-  own: Config,
+  local_config: Config,
   agent: Agent,
   recovery: RecoveryManager,
   logger: MetricsLogger,
@@ -80,11 +82,11 @@ def _build(
     learner = Learner(config, agent, membership.mesh or local, report=logger.message)
   except ValueError as error:
     raise TrainingError(str(error)) from error
-  if warning := builders.capacity_problem(own, agent):
+  if warning := factories.capacity_problem(local_config, agent):
     logger.message(warning)
   inference = Inference(agent, local, report=logger.message)
   seed = unit_seed(config, "replay", membership)
-  replay = builders.make_replay(own, agent, local, logger.message, seed=seed)
+  replay = factories.make_replay(local_config, agent, local, logger.message, seed=seed)
   restored = recovery.restore(snapshot.templates(learner, agent)) if resume else None
   if restored is None:
     state = learner.init(jax.random.fold_in(jax.random.key(config.run.seed), INIT))
@@ -94,11 +96,11 @@ def _build(
     state = snapshot.learner_state(learner, restored)
   intervals = {ACTOR: config.actor.weights_interval, **agent.subscriptions}
   weights = WeightsStore(intervals, NamedSharding(local, PartitionSpec()), state.variables)
-  limiter = RateLimiter(own, synchronous=agent.synchronous)
-  episodes = EpisodeStats(own.actor.lanes)
+  limiter = RateLimiter(local_config, synchronous=agent.synchronous)
+  episodes = EpisodeStats(local_config.actor.lanes)
   experiment = Experiment(
     config=config,
-    own=own,
+    local_config=local_config,
     membership=membership,
     agent=agent,
     logger=logger,
@@ -115,7 +117,7 @@ def _build(
   if restored is not None:
     snapshot.restore(experiment, restored)
   later = snapshot.replay_journal(experiment)
-  if membership.acts:
+  if membership.runs_actor:
     snapshot.start_actor(experiment, restored, later=later)
   logger.add_source(lambda: {names.ENV_STEPS: limiter.env_steps})
   return experiment

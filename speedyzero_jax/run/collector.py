@@ -83,7 +83,7 @@ class Collector:
     self.failure = error
     self._limiter.stop()
 
-  def cut(self, lanes: Sequence[int]) -> None:
+  def truncate(self, lanes: Sequence[int]) -> None:
     """Truncates the episodes of lanes whose environments are lost."""
     with self.lock:
       for lane in lanes:

@@ -35,20 +35,20 @@ class Membership:
     unit: number of this learner process.
     units: number of learner processes.
     mesh: of all learner processes; None for this process' devices.
-    acts: this process has a local actor.
-    sweeps: this process runs the sweeps of the agent's tasks.
+    runs_actor: this process has a local actor.
+    runs_sweeps: this process runs the sweeps of the agent's tasks.
     durable: experience is on disk before it counts, for actors in other processes.
-    agree: publishes a number to all learner processes, waits for and returns those of all.
+    all_gather: publishes a number to all learner processes, waits for and returns those of all.
     share: publishes metrics and returns those to report on, in unit 0 the newest of all.
   """
 
   unit: int = 0
   units: int = 1
   mesh: Mesh | None = None
-  acts: bool = True
-  sweeps: bool = True
+  runs_actor: bool = True
+  runs_sweeps: bool = True
   durable: bool = False
-  agree: Callable[[int], Sequence[int]] = lambda step: [step]
+  all_gather: Callable[[int], Sequence[int]] = lambda step: [step]
   share: Callable[[Mapping[str, float]], Sequence[Mapping[str, float]]] = lambda numbers: [numbers]
 
 
@@ -60,7 +60,7 @@ class Experiment:
   """The parts of a run in one learner process; `steps.py` and `loops.py` run them."""
 
   config: Config  # of the run
-  own: Config  # this process' share
+  local_config: Config  # this process' share
   membership: Membership
   agent: Agent
   logger: MetricsLogger
@@ -78,7 +78,7 @@ class Experiment:
   drawn: int = 0  # batches whose draw has begun
   learned: int = 0  # batches learned from, with the new weights published
   interrupted: bool = False
-  leaving: bool = False  # all learner processes know of an interruption
+  stop_agreed: bool = False  # all learner processes know of an interruption
   learning: bool = False  # learner steps carry interruptions between processes
 
   def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class Experiment:
 
   def ready(self) -> bool:
     """Whether a batch can be drawn."""
-    return self.replay.ready(self.own.learner.batch_size)
+    return self.replay.ready(self.local_config.learner.batch_size)
 
   def key(self, purpose: int) -> jax.Array:
     """A random key of this process."""
@@ -101,7 +101,7 @@ class Experiment:
     """The random key of all learner steps, the same in all processes."""
     return jax.random.fold_in(jax.random.key(self.config.run.seed), LEARN)
 
-  def starved(self) -> bool:
+  def needs_data(self) -> bool:
     """Whether the learner needs more experience, however far ahead collection is."""
     # In this order: a batch drawn in between is in flight.
     return not self.ready() and not (self.agent.synchronous and self.drawn > self.learned)

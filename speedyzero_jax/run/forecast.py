@@ -20,7 +20,9 @@ def report(experiment: Experiment, timings: Sequence[Timing]) -> None:
   if jax.default_backend() != "cpu":
     needs += f", {_of(device, limit)} on each device"
   needs += f"; programs {memory.size(experiment.program_bytes)}"
-  if timings and membership.acts and membership.sweeps:  # all work is done in this process
+  if (
+    timings and membership.runs_actor and membership.runs_sweeps
+  ):  # all work is done in this process
     each = seconds_per_step(timings)
     left = each * (experiment.config.learner.steps - experiment.limiter.learner_steps)
     parts = ", ".join(f"{x.calls:.3g} x {x.program} {1e3 * x.seconds:.3g} ms" for x in timings)
@@ -49,7 +51,7 @@ def host_bytes(experiment: Experiment) -> float:
 
   A lower bound: the replay will hold a slot for each agent step that it keeps.
   """
-  config = experiment.own
+  config = experiment.local_config
   kept = min(config.replay.capacity or config.run.env_steps, config.run.env_steps)
   held = experiment.replay.stats(experiment.limiter.learner_steps)["bytes"]
   growth = kept * LaneStore(experiment.agent.schema, 1, 1).slot_bytes - held
@@ -77,7 +79,7 @@ def _batches(experiment: Experiment) -> int:
 
 
 def _batch_bytes(experiment: Experiment) -> int:
-  config, agent = experiment.own, experiment.agent
+  config, agent = experiment.local_config, experiment.agent
   frames = experiment.replay.blanks(config.learner.batch_size, agent.window.after)
   return _bytes((example_batch(config, agent)[0], frames))
 

@@ -41,14 +41,14 @@ def _lockstep(experiment: Experiment) -> None:
         steps.sweep(experiment, sweeper)
     step = limiter.learner_steps
     prepared = steps.draw(experiment, step)
-    steps.settle(experiment, prepared, steps.learn(experiment, prepared), step)
+    steps.update_priorities(experiment, prepared, steps.learn(experiment, prepared), step)
     steps.bookkeeping(experiment)
 
 
 def _check_supply(experiment: Experiment, step: int) -> None:
   """Raises TrainingError if learner step `step` (from 0) will never have a batch."""
   if experiment.limiter.collected and not experiment.ready():
-    config, count = experiment.own, experiment.replay.selector.count
+    config, count = experiment.local_config, experiment.replay.selector.count
     raise TrainingError(
       f"all {config.run.env_steps} agent steps are collected, but of the samples for learner step "
       f"{step + 1} of {config.learner.steps} only {count} of {config.learner.batch_size} exist; "
@@ -71,9 +71,9 @@ class _Overlapped:
     """Starts the roles, learns in this thread, and joins the roles."""
     membership = self._experiment.membership
     roles: list[Callable[[], None]] = [self._draw]
-    if membership.acts:
+    if membership.runs_actor:
       roles.append(self._collect)
-    if membership.sweeps:
+    if membership.runs_sweeps:
       sweepers = self._experiment.sweepers
       roles += [functools.partial(self._sweep, sweeper) for sweeper in sweepers]
     threads = [threading.Thread(target=self._guard, args=(role,), daemon=True) for role in roles]
@@ -86,7 +86,7 @@ class _Overlapped:
       self._limiter.stop()
       for thread in threads:
         thread.join()
-    self._settle()  # first, since errors of roles may follow from a divergence detected here
+    self._finish_step()  # first, since errors of roles may follow from a divergence detected here
     failure = self._experiment.collector.failure
     if self._errors or failure:
       raise self._errors[0] if self._errors else failure or AssertionError
@@ -107,7 +107,7 @@ class _Overlapped:
 
   def _collect(self) -> None:
     def may_collect() -> bool:  # also if the learner is due but has too little to draw from
-      return self._limiter.may_collect() or self._experiment.starved()
+      return self._limiter.may_collect() or self._experiment.needs_data()
 
     while not self._limiter.collected:
       self._wait("actor", may_collect)
@@ -144,9 +144,9 @@ class _Overlapped:
     experiment, limiter = self._experiment, self._limiter
     if not self._ready or experiment.interrupted:
       return bool(self._ready)
-    if limiter.lagging:
+    if limiter.lag_exceeded:
       return False
-    bounded = experiment.membership.sweeps or experiment.config.topology.bound_age
+    bounded = experiment.membership.runs_sweeps or experiment.config.topology.bound_age
     now = experiment.replay, limiter.learner_steps
     return not bounded or not any(s.overdue(*now) or s.behind(*now) for s in experiment.sweepers)
 
@@ -164,17 +164,17 @@ class _Overlapped:
         self._wait("learner", self._may_learn)
       step, prepared = limiter.learner_steps, self._ready.popleft()
       result = steps.learn(experiment, prepared)
-      self._settle()
+      self._finish_step()
       self._pending = prepared, result, step
       if steps.saving_due(experiment):
-        self._settle()
+        self._finish_step()
       steps.bookkeeping(experiment)
-      if experiment.leaving:
+      if experiment.stop_agreed:
         return
     if not experiment.interrupted:
       limiter.wait_until(lambda: limiter.collected)
 
-  def _settle(self) -> None:
+  def _finish_step(self) -> None:
     pending, self._pending = self._pending, None
     if pending is not None:
-      steps.settle(self._experiment, *pending)
+      steps.update_priorities(self._experiment, *pending)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
-WRONG_USE = 2  # exit code of the launcher
 _POLL_SECONDS = 0.5
 _LAUNCHER = Path(__file__).resolve().parents[2] / "launch" / "multihost.py"
 

@@ -29,7 +29,7 @@ def profile(experiment: Experiment, folder: Path, timings: Sequence[Timing]) -> 
   folder, unless the run ends earlier. Steps are first timed, then as many traced: a trace slows
   down work of many small programs.
   """
-  sweepers = experiment.sweepers if experiment.membership.sweeps else []
+  sweepers = experiment.sweepers if experiment.membership.runs_sweeps else []
   for _ in range(_WARM_UP):
     yield
   while not all(sweeper.states for sweeper in sweepers):

@@ -28,7 +28,7 @@ class RateLimiter:
   With `synchronous`, collection is only for what the learner lacks (`reserve`'s `urgent`), until
   all learner steps are taken; none waits for agent steps.
 
-  Callers may read `env_steps`, `learner_steps`, `synchronous`, `finishing` and `stopping`.
+  Callers may read `env_steps`, `learner_steps`, `synchronous`, `draining` and `stopping`.
   """
 
   def __init__(self, config: Config, *, synchronous: bool = False):
@@ -40,11 +40,11 @@ class RateLimiter:
     self._slack = max(2 * config.actor.lanes, 2 * (self._earned(1) if self._paced else 0))
     self._bounds_lag = config.actor.max_lag > 0
     # Learner steps that may begin while an actor acts: its weights are up to an interval old then.
-    self._leeway = config.actor.max_lag - config.actor.weights_interval
+    self._lag_budget = config.actor.max_lag - config.actor.weights_interval
     self._acting: dict[Hashable, int] = {}  # actor -> learner step at which it began
     self.env_steps = self.learner_steps = 0
     self._reserved = 0  # agent steps granted to actors and not yet collected
-    self.stopping = self.finishing = False
+    self.stopping = self.draining = False
     self._changed = threading.Condition()
 
   @contextlib.contextmanager
@@ -97,7 +97,7 @@ class RateLimiter:
 
   def may_draw(self, step: int) -> bool:
     """Whether the batch of learner step `step` is due."""
-    return self.finishing or self.synchronous or self.env_steps >= self.required(step)
+    return self.draining or self.synchronous or self.env_steps >= self.required(step)
 
   def may_collect(self) -> bool:
     if self.synchronous and self.learner_steps < self._total_learner:
@@ -145,11 +145,11 @@ class RateLimiter:
       self._acting.pop(actor, None)
 
   @property
-  def lagging(self) -> bool:
+  def lag_exceeded(self) -> bool:
     """Whether the next learner step would make some actor's weights older than `actor.max_lag`."""
     with self._changed:
       since = min(self._acting.values(), default=self.learner_steps)
-      return self._bounds_lag and self.learner_steps - since >= self._leeway
+      return self._bounds_lag and self.learner_steps - since >= self._lag_budget
 
   def notify(self) -> None:
     """Wakes waiting roles to evaluate their conditions again."""
@@ -159,7 +159,7 @@ class RateLimiter:
   def finish_together(self) -> None:
     """Lets learner steps proceed without agent steps, since other learners wait for them."""
     with self._change():
-      self.finishing = True
+      self.draining = True
 
   def stop(self) -> None:
     """Wakes waiting roles with `Stopped`."""

@@ -24,7 +24,7 @@ class RecoveryManager:
     durable: experience is durable as soon as it is appended; if not, with the next checkpoint.
     exact: a resumed run drops experience from after the checkpoint and repeats what came after it;
       if not, that experience stays in the journal, to be replayed.
-    agree: sends all units a number, waits for theirs, and returns them.
+    all_gather: exchanges one integer with all units and returns theirs.
     units: that agree.
   """
 
@@ -36,12 +36,12 @@ class RecoveryManager:
     *,
     durable: bool,
     exact: bool,
-    agree: Callable[[int], Sequence[int]] = lambda step: [step],
+    all_gather: Callable[[int], Sequence[int]] = lambda step: [step],
     units: int = 1,
   ):
     self.checkpoints, self.journal = checkpoints, journal
     self._report, self._durable, self._exact = report, durable, exact
-    self._agree, self._units = agree, units
+    self._all_gather, self._units = all_gather, units
     self._common = -1  # newest step that every unit is known to have; -1: none
     self._writer = ThreadPoolExecutor(1, "checkpoint")
     self._saving: Future[None] | None = None
@@ -62,7 +62,7 @@ class RecoveryManager:
         snapshot = self.checkpoints.restore(
           templates, self._report, newest=newest, verify=self.journal.verify
         )
-      steps = self._agree(-1 if snapshot is None else snapshot.step)
+      steps = self._all_gather(-1 if snapshot is None else snapshot.step)
       if len(set(steps)) == 1:
         break
       newest = min(steps)
@@ -108,7 +108,7 @@ class RecoveryManager:
     if self._units == 1:
       self._common = snapshot.step
     elif not required:
-      newest_of_all = set(self._agree(max(self.checkpoints.steps(), default=-1)))
+      newest_of_all = set(self._all_gather(max(self.checkpoints.steps(), default=-1)))
       if len(newest_of_all) == 1:
         self._common = newest_of_all.pop()
     self._saving = self._writer.submit(self._save, snapshot, self._common)

@@ -40,9 +40,6 @@ class Signals(contextlib.ExitStack):
     """A context in which signals end the process at once, since there is nothing to save."""
     return handling(signal.SIG_DFL)
 
-  def came(self) -> bool:
-    return self.received is not None
-
   @property
   def exit_code(self) -> int:
     """The exit code of shells for the signal received."""

@@ -98,7 +98,7 @@ def restore(experiment: Experiment, restored: Snapshot) -> None:
 
 
 def _check_same_network(experiment: Experiment, step: int) -> None:
-  digests = experiment.membership.agree(int(parameters_hash(experiment)[:15], 16))
+  digests = experiment.membership.all_gather(int(parameters_hash(experiment)[:15], 16))
   if len(set(digests)) > 1:
     raise TrainingError(
       f"the learner processes' checkpoints of step {step} hold different networks: to continue "
@@ -142,7 +142,7 @@ def start_actor(experiment: Experiment, restored: Snapshot | None, *, later: boo
         f"warning: {error}; new games begin, and unfinished episodes end where they were"
       )
       collector.close()
-  collector.cut(range(experiment.own.actor.lanes))
+  collector.truncate(range(experiment.local_config.actor.lanes))
   collector.local = _new_actor(experiment, experiment.replay.heads)
 
 
@@ -151,13 +151,13 @@ def _new_actor(experiment: Experiment, start: np.ndarray) -> Actor:
 
   The first ones of a run start at 0; later ones, for lost ones, have another seed.
   """
-  own, episodes = experiment.own, experiment.collector.episodes
+  local_config, episodes = experiment.local_config, experiment.collector.episodes
   # Distinct from the seeds of evaluation and of other runs.
   seed = experiment.seed("environments") + (int(start.sum()) << 32)
-  env = make_env(own.env, own.actor.lanes, seed, training=True)
+  env = make_env(local_config.env, local_config.actor.lanes, seed, training=True)
   episodes.clear()  # also of games finished by a replay that diverged
   agent, key = experiment.agent, experiment.key(ACT)
-  return Actor(own, agent, env, experiment.inference, key, episodes, start=start)
+  return Actor(local_config, agent, env, experiment.inference, key, episodes, start=start)
 
 
 def parameters_hash(experiment: Experiment) -> str:

@@ -7,7 +7,7 @@ import numpy as np
 
 from speedyzero_jax.metrics import names
 from speedyzero_jax.ops import optimizers
-from speedyzero_jax.run import batch_pipeline, builders, snapshot
+from speedyzero_jax.run import batch_pipeline, factories, snapshot
 from speedyzero_jax.run.batch_pipeline import PreparedBatch
 from speedyzero_jax.run.experiment import Experiment
 from speedyzero_jax.workers.evaluator import Evaluation, evaluate
@@ -30,7 +30,7 @@ def draw(experiment: Experiment, learner_step: int) -> PreparedBatch:
   prepared = batch_pipeline.draw(
     experiment.agent,
     experiment.replay,
-    experiment.own.learner.batch_size,
+    experiment.local_config.learner.batch_size,
     learner_step,
     experiment.execute,
     experiment.logger.part,
@@ -56,7 +56,9 @@ def learn(experiment: Experiment, prepared: PreparedBatch) -> StepResult:
   return result
 
 
-def settle(experiment: Experiment, prepared: PreparedBatch, result: StepResult, step: int) -> None:
+def update_priorities(
+  experiment: Experiment, prepared: PreparedBatch, result: StepResult, step: int
+) -> None:
   """Waits for learner step `step` (from 0) and updates the priorities in the replay.
 
   Raises:
@@ -68,7 +70,7 @@ def settle(experiment: Experiment, prepared: PreparedBatch, result: StepResult, 
   if not finite:
     raise DivergedError(step + 1)
   experiment.replay.update(prepared.selection, priority, step)
-  experiment.leaving = experiment.leaving or bool(result.stopping)
+  experiment.stop_agreed = experiment.stop_agreed or bool(result.stopping)
 
 
 def begin_learning(experiment: Experiment) -> bool:
@@ -79,8 +81,8 @@ def begin_learning(experiment: Experiment) -> bool:
   experiment.learning = True
   # Times and counts before the first learner step belong to none.
   experiment.logger.restart_counts(experiment.limiter.learner_steps)
-  experiment.logger.refresh()  # so that the first line includes all processes
-  return not any(experiment.membership.agree(int(experiment.interrupted)))
+  experiment.logger.update_display()  # so that the first line includes all processes
+  return not any(experiment.membership.all_gather(int(experiment.interrupted)))
 
 
 def saving_due(experiment: Experiment) -> bool:
@@ -102,7 +104,7 @@ def bookkeeping(experiment: Experiment) -> None:
     with experiment.logger.part("evaluate"):
       if experiment.membership.unit == 0:
         evaluate_now(experiment)
-      experiment.membership.agree(0)  # waits for all
+      experiment.membership.all_gather(0)  # waits for all
   for call in experiment.after_step:
     call()
 
@@ -127,7 +129,7 @@ def evaluate_now(experiment: Experiment) -> Evaluation | None:
     experiment.inference,
     Version(experiment.limiter.learner_steps, variables),
     episodes=config.evaluation.episodes,
-    seed=builders.evaluation_seed(config),
+    seed=factories.evaluation_seed(config),
     should_stop=lambda: experiment.interrupted,
     report=experiment.logger.message,
   )

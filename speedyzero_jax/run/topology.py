@@ -96,7 +96,7 @@ def resolve(config: Config, num_processes: int | None = None) -> Topology:
   return topology
 
 
-def settle(config: Config, num_processes: int | None = None) -> Config:
+def with_learners(config: Config, num_processes: int | None = None) -> Config:
   """The configuration with the number of learners that `resolve` finds. Raises as it does."""
   learners = resolve(config, num_processes).learners
   return dataclasses.replace(

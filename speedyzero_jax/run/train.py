@@ -15,14 +15,13 @@ from speedyzero_jax.metrics.logger import MetricsLogger
 from speedyzero_jax.replay.journal import JournalError
 from speedyzero_jax.run import forecast, loops, profiler, run_dir, snapshot, steps, warmup
 from speedyzero_jax.run.build import build
-from speedyzero_jax.run.builders import enable_compilation_cache
 from speedyzero_jax.run.checkpoint import CheckpointError, Checkpoints
 from speedyzero_jax.run.experiment import ALONE, Experiment, Membership, TrainingError
+from speedyzero_jax.run.factories import enable_compilation_cache
 from speedyzero_jax.run.signals import Signals
 from speedyzero_jax.system import memory
+from speedyzero_jax.system.exit_codes import FAILED
 from speedyzero_jax.workers.weights import DivergedError
-
-FAILED, WRONG_USE = 1, 2  # exit codes
 
 
 def train(
@@ -55,7 +54,7 @@ def train(
     return FAILED
   with opened as logger:
     try:
-      if signals.came():
+      if signals.received:
         return _nothing_saved(logger, folder, signals)
       devices = jax.local_devices()
       logger.message(
@@ -78,7 +77,7 @@ def _run(
 ) -> int:
   logger, limiter = experiment.logger, experiment.limiter
   signals.on_stop = experiment.interrupt
-  if signals.came():  # while the experiment was built
+  if signals.received:  # while the experiment was built
     experiment.interrupt()
   experiment.after_step.append(lambda: experiment.interrupt() if _paused(experiment) else None)
   with serving(experiment):
@@ -93,14 +92,14 @@ def _run(
         phases = profiler.profile(experiment, folder, timings)
         experiment.after_step.append(lambda: next(phases, None))
       loops.run(experiment)
-  empty = signals.came() and not limiter.env_steps
+  empty = signals.received and not limiter.env_steps
   if not empty:
     snapshot.save(experiment, required=True)
-  experiment.membership.agree(0)  # the first learner to end would abort others that are saving
+  experiment.membership.all_gather(0)  # the first learner to end would abort others that are saving
   if empty:
     return _nothing_saved(logger, folder, signals)
   if not limiter.finished:
-    paused = _paused(experiment) and not signals.came()
+    paused = _paused(experiment) and not signals.received
     logger.message(
       f"stopped and saved at learner step {limiter.learner_steps}; continue with --resume {folder}"
       f"{' run.pause_at=0' if paused else ''}"
@@ -109,7 +108,7 @@ def _run(
       experiment.interrupted = False  # or the evaluation would end at once
       return _final_evaluation(experiment, folder, signals)
     # Without a signal here, another learner process received one.
-    return signals.exit_code if signals.came() else 128 + signal.SIGTERM
+    return signals.exit_code if signals.received else 128 + signal.SIGTERM
   logger.message(
     f"trained: {limiter.env_steps} agent steps, {limiter.learner_steps} learner steps; "
     f"parameters {snapshot.parameters_hash(experiment)[:16]}"

@@ -17,8 +17,8 @@ import numpy as np
 from speedyzero_jax.agents.base import ActInputs, Agent, Arrays, Work
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.replay.replay import Replay
-from speedyzero_jax.run.builders import mean_stored, shortest_lane
 from speedyzero_jax.run.experiment import Experiment
+from speedyzero_jax.run.factories import mean_stored, shortest_lane
 from speedyzero_jax.system.compilation import Program
 from speedyzero_jax.types import Segment
 from speedyzero_jax.workers.batched_inference import padded
@@ -74,7 +74,7 @@ def _seconds(run: Callable[[], Any]) -> float:
 
 
 def _calls(experiment: Experiment) -> Iterator[_Call]:
-  config, agent, key = experiment.own, experiment.agent, jax.random.key(0)
+  config, agent, key = experiment.local_config, experiment.agent, jax.random.key(0)
   limiter, inference = experiment.limiter, experiment.inference
   begin = max(limiter.env_steps, config.actor.random_steps)  # where learner steps go on
   steps = max(config.learner.steps - limiter.learner_steps, 1)
@@ -91,14 +91,14 @@ def _calls(experiment: Experiment) -> Iterator[_Call]:
     return call(name, inference.tasks[name], per_step, variables, inputs, key)
 
   central = config.topology.inference == "central"  # its largest batch
-  if experiment.membership.acts or central:
+  if experiment.membership.runs_actor or central:
     per_step = max(config.run.env_steps - begin, 0) / config.actor.lanes / steps
     lanes = padded(config.actor.lanes) if central else config.actor.lanes
     args = weights[ACTOR], _act_inputs(experiment, lanes), key, np.float32(0)
     yield call("act", inference.act, per_step, *args, explore=True)
   batch, works = example_batch(config, agent)
   batch |= {"frames": experiment.replay.blanks(config.learner.batch_size, agent.window.after)}
-  if experiment.membership.sweeps:
+  if experiment.membership.runs_sweeps:
     stored = mean_stored(config, agent, begin)
     for sweeper in experiment.sweepers:
       yield task(sweeper.name, sweeper.calls_per_step(stored), sweeper.block, 0)
@@ -111,7 +111,7 @@ def _calls(experiment: Experiment) -> Iterator[_Call]:
 
 
 def _act_inputs(experiment: Experiment, lanes: int) -> ActInputs:
-  agent, stack = experiment.agent, experiment.own.env.frame_stack
+  agent, stack = experiment.agent, experiment.local_config.env.frame_stack
   frame = agent.schema.frame
   return ActInputs(
     np.zeros((lanes, stack, *frame.shape), frame.dtype),

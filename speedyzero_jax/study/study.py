@@ -143,7 +143,7 @@ def _configured(
   try:
     if not presets:
       raise ConfigError("config: at least one preset is needed, in a study or by --config")
-    config = topology.settle(loader.load(presets, settings), None)  # as the launcher does
+    config = topology.with_learners(loader.load(presets, settings), None)  # as the launcher does
     if config.run.pause_at or not config.evaluation.at_end:
       raise ConfigError(
         "run.pause_at and evaluation.at_end: runs of a study end with an evaluation"

@@ -112,6 +112,6 @@ def ran_out(error: BaseException) -> Literal["host", "device"] | None:
 
 
 def out_of(where: str, error: BaseException) -> str:
-  """A message for an error that `ran_out` recognises."""
+  """A message for an error that `ran_out` recognizes."""
   lines = str(error).strip().splitlines() or [type(error).__name__]
   return f"out of {where} memory: {lines[0][:200]}"

@@ -19,7 +19,7 @@ from speedyzero_jax.config.schema import Config
 from speedyzero_jax.envs.batched_env import episode_cap, make_env
 from speedyzero_jax.envs.opponents import Opponent, play_at_random
 from speedyzero_jax.envs.rules import RULES
-from speedyzero_jax.envs.scores import human_normalised
+from speedyzero_jax.envs.scores import human_normalized
 from speedyzero_jax.envs.versus import VersusEnv
 from speedyzero_jax.metrics import names
 from speedyzero_jax.types import Env
@@ -36,7 +36,7 @@ MAX_LANES = 64  # environments played at once, an even number; further episodes 
 class Evaluation:
   """Results of an evaluation. Returns are raw and undiscounted.
 
-  `human_normalised` is None for games without reference scores.
+  `human_normalized` is None for games without reference scores.
   """
 
   game: str
@@ -45,7 +45,7 @@ class Evaluation:
   mean: float
   median: float
   std: float
-  human_normalised: float | None
+  human_normalized: float | None
   returns: list[float]
   lengths: list[int]  # agent steps
   capped: int  # episodes ended by the cap
@@ -61,20 +61,20 @@ class Evaluation:
   def metrics(self) -> dict[str, float]:
     """The numbers to log, as far as they are known."""
     found = {
-      key: getattr(self, key) for key in ("step", "mean", "median", "std", "human_normalised")
+      key: getattr(self, key) for key in ("step", "mean", "median", "std", "human_normalized")
     }
     return {names.EVALUATION_PREFIX + key: x for key, x in found.items() if x is not None}
 
   def __str__(self) -> str:
-    normalised = (
-      "" if self.human_normalised is None else f", human-normalised {self.human_normalised:.3f}"
+    normalized = (
+      "" if self.human_normalized is None else f", human-normalized {self.human_normalized:.3f}"
     )
     capped = (
       f", {self.capped} ended by the cap of {self.max_episode_steps} steps" if self.capped else ""
     )
     return (
       f"{self.game} after {self.step} learner steps, {self.episodes} episodes: "
-      f"mean {self.mean:.2f}, median {self.median:.2f}, std {self.std:.2f}{normalised}{capped}"
+      f"mean {self.mean:.2f}, median {self.median:.2f}, std {self.std:.2f}{normalized}{capped}"
     )
 
 
@@ -125,7 +125,7 @@ def evaluate(
     mean=mean,
     median=float(np.median(returns)),
     std=float(np.std(returns)),
-    human_normalised=human_normalised(config.env.game, mean),
+    human_normalized=human_normalized(config.env.game, mean),
     returns=returns,
     lengths=[length for _, length, _ in played],
     capped=sum(capped for _, _, capped in played),
@@ -169,7 +169,7 @@ def _play(
     out = inference.act(version.variables, inputs, key, np.float32(1), explore=False)
     core = jax.device_get(out.core)
     if video and playing[0]:
-      numbers = {name: x[0] for name, x in {**out.columns, **out.shown}.items()}
+      numbers = {name: x[0] for name, x in {**out.columns, **out.diagnostics}.items()}
       video.add(step.frame[0], int(out.action[0]), score[0], numbers)
     step = env.step(np.asarray(out.action))
     score += np.where(playing, step.reward, 0)

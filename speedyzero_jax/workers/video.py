@@ -14,7 +14,7 @@ END_MS = 1500  # of the last picture
 MAX_STEPS = 2000  # kept; the rest of a longer episode is not shown
 
 _BACKGROUND, _TEXT, _BAR, _CHOSEN = (24, 26, 30), (226, 228, 232), (92, 122, 160), (240, 180, 60)
-_COLOURS = np.array([[86, 180, 233], [230, 159, 0], [0, 158, 115], [213, 94, 0], [204, 121, 167]])
+_COLORS = np.array([[86, 180, 233], [230, 159, 0], [0, 158, 115], [213, 94, 0], [204, 121, 167]])
 _BAR_HEIGHT, _LINE = 14, 18  # pixels
 
 
@@ -69,8 +69,8 @@ class Video:
     for i, value in enumerate(values):
       top = y + i * height
       length = int(width * (float(value) - low) / span)
-      colour = _CHOSEN if i == action else _BAR
-      draw.rectangle((x + 26, top, x + 26 + length, top + max(height - 3, 0)), fill=colour)
+      color = _CHOSEN if i == action else _BAR
+      draw.rectangle((x + 26, top, x + 26 + length, top + max(height - 3, 0)), fill=color)
       if height >= _BAR_HEIGHT:
         draw.text((x, top - 2), str(i), fill=_TEXT, font=self._font)
         draw.text((x + 32 + length, top - 2), f"{value:.2f}", fill=_TEXT, font=self._font)
@@ -109,11 +109,11 @@ def picture(game: str, frame: np.ndarray) -> Image.Image:
 
 
 def _planes(cells: np.ndarray) -> np.ndarray:
-  """Planes [H, W, C] of numbers in [0, 1] as colours [H, W, 3]; the later plane is on top."""
+  """Planes [H, W, C] of numbers in [0, 1] as colors [H, W, 3]; the later plane is on top."""
   image = np.full((*cells.shape[:2], 3), 44.0)
-  for plane, colour in enumerate(_COLOURS[: cells.shape[2]]):
+  for plane, color in enumerate(_COLORS[: cells.shape[2]]):
     share = np.clip(cells[..., plane : plane + 1].astype(float), 0, 1)
-    image = image * (1 - share) + colour * share
+    image = image * (1 - share) + color * share
   return image.astype(np.uint8)
 
 

@@ -41,7 +41,7 @@ _VARIANTS = {
     f"loss.reconstruction_coefficient={_DECODED}",
   ),
   "ppo": _PPO,
-  "clipped value": (*_PPO, "loss.clip_value=true", "loss.normalise_advantages=false"),
+  "clipped value": (*_PPO, "loss.clip_value=true", "loss.normalize_advantages=false"),
   "appo": (*_PPO, "loss.advantages=vtrace", "loss.synchronous=false"),
 }
 
@@ -171,8 +171,8 @@ def _reference(variant):
       returns = _gae(segment, slots, acted, old)
     parts.append((x, acted, chosen, log_mu, old[:-1], *returns))
   advantages = np.concatenate([part[-1][part[1]] for part in parts])
-  normalised = variant in ("ppo", "appo")
-  shift, scale = (advantages.mean(), advantages.std()) if normalised else (0, 1)
+  normalized = variant in ("ppo", "appo")
+  shift, scale = (advantages.mean(), advantages.std()) if normalized else (0, 1)
 
   def loss(params):
     terms = []

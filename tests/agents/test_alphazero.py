@@ -65,7 +65,7 @@ def board_after(*actions):
 
 @pytest.mark.parametrize("algorithm", ["gumbel", "puct"])
 def test_a_threat_is_blocked(algorithm):
-  """X holds 0 and 1 and threatens 2; O has the centre and is to move. If the sign of values did
+  """X holds 0 and 1 and threatens 2; O has the center and is to move. If the sign of values did
   not alternate, Gumbel search would choose 3 and PUCT 5."""
   boards = board_after(0, 4, 1)
   action, policy = searched(algorithm, nothing(), boards)

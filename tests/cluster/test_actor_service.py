@@ -166,7 +166,7 @@ def test_an_acting_actor_bounds_the_learner_until_its_steps_arrive_or_are_lost(m
 
   def learn():
     steps = 0
-    while not unit.limiter.lagging:
+    while not unit.limiter.lag_exceeded:
       unit.learn()
       unit.publish(unit.limiter.learner_steps)
       steps += 1
@@ -176,9 +176,9 @@ def test_an_acting_actor_bounds_the_learner_until_its_steps_arrive_or_are_lost(m
   first, second = unit.step(), unit.step(actor=1)
   assert (first.weights, second.weights) == (0, 0) and learn() == 3
   segments, _ = unit.play(unit.player(), first)
-  assert unit.step(segments, 1).weights == 4 and unit.limiter.lagging
+  assert unit.step(segments, 1).weights == 4 and unit.limiter.lag_exceeded
   unit.join(1, 1)  # the other has died
-  assert not unit.limiter.lagging
+  assert not unit.limiter.lag_exceeded
   assert unit.step(actor=1, incarnation=1, seconds=1).weights == 4 and learn() == 3
 
 

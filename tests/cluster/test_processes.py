@@ -23,7 +23,7 @@ from speedyzero_jax.config import loader
 from speedyzero_jax.metrics import jsonl
 from speedyzero_jax.metrics.logger import MetricsLogger
 from speedyzero_jax.replay.journal import Journal
-from speedyzero_jax.run import build, builders, run_dir
+from speedyzero_jax.run import build, factories, run_dir
 from speedyzero_jax.run.checkpoint import Checkpoints
 from speedyzero_jax.run.experiment import Membership
 
@@ -139,7 +139,7 @@ def learned(folder):
 def acknowledged(folder):
   """Agent steps in the journal of a run that is not in use."""
   config = run_dir.read_config(folder)
-  schema = builders.make_agent(config).schema
+  schema = factories.make_agent(config).schema
   with contextlib.closing(
     Journal(folder / "journal.sqlite", config.actor.lanes, schema)
   ) as journal:
@@ -152,7 +152,7 @@ def audit(folder, units):
   for number in range(units):
     place = folder / f"units/{number}" if number else folder
     own, step = loader.divide(config, number, units), max(Checkpoints(place).steps())
-    membership = Membership(number, units, acts=False)
+    membership = Membership(number, units, runs_actor=False)
     with (
       MetricsLogger(own, place, step) as logger,
       contextlib.closing(

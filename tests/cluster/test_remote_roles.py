@@ -217,7 +217,7 @@ def test_an_actor_waits_for_the_weights_of_its_grant(make_unit, cluster, monkeyp
     learner.join(10)
   assert unit.limiter.collected and asked[0] == 4
   unit.learn(20)
-  assert not unit.limiter.lagging  # none waits for an actor that has left
+  assert not unit.limiter.lag_exceeded  # none waits for an actor that has left
 
 
 @pytest.mark.parametrize("on_devices", [False, True])

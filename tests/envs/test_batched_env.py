@@ -417,7 +417,7 @@ def test_seeds_and_lanes_differ(game):
     assert all((wide[:, i] != wide[:, j]).any() for j in range(i))
     assert all(
       (wide[:, i] != others[:, j]).any() for j in range(4)
-    )  # nor do neighbouring seeds share lanes
+    )  # nor do neighboring seeds share lanes
 
 
 def test_refused_actions_step_nothing():

@@ -122,7 +122,7 @@ def test_minimax_draws_against_itself_and_never_loses():
   assert not outcomes(TTT, perfect, 40, perfect)[0].any()
   against_random = outcomes(TTT, random, 100, perfect)[0]
   assert against_random.min() >= 0 and against_random.mean() > 0.8
-  # One reply to a stone in the centre or a corner draws, if it is the right kind; others lose.
+  # One reply to a stone in the center or a corner draws, if it is the right kind; others lose.
   rng = np.random.default_rng(0)
   for first, right in ((4, {0, 2, 6, 8}), (0, {4})):
     board, _ = played(TTT, first)

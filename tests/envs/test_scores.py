@@ -15,26 +15,26 @@ def test_games_are_the_26_of_atari_100k():
     assert scores.table()["random"][game] < scores.table()["human"][game]
 
 
-def test_human_normalised():
-  assert scores.human_normalised("Breakout", 1.7) == 0
-  assert scores.human_normalised("Breakout", 30.5) == 1
-  assert scores.human_normalised("Pong", 21.0) == pytest.approx((21.0 + 20.7) / (14.6 + 20.7))
+def test_human_normalized():
+  assert scores.human_normalized("Breakout", 1.7) == 0
+  assert scores.human_normalized("Breakout", 30.5) == 1
+  assert scores.human_normalized("Pong", 21.0) == pytest.approx((21.0 + 20.7) / (14.6 + 20.7))
   below_chance = -227.8 / (7127.7 - 227.8)
-  assert scores.human_normalised("Alien", 0.0) == pytest.approx(below_chance)
+  assert scores.human_normalized("Alien", 0.0) == pytest.approx(below_chance)
 
 
 @pytest.mark.parametrize("game", ["Catch", "breakout", "Venture", ""])
 def test_other_games_have_no_scores(game):
-  assert scores.human_normalised(game, 1.0) is None
+  assert scores.human_normalized(game, 1.0) is None
 
 
-def test_normalising_efficientzero_gives_the_aggregates_of_its_paper():
-  # Ye et al. 2021, table 1: mean 1.943, median 1.090 of human-normalised scores at 100k steps.
+def test_normalizing_efficientzero_gives_the_aggregates_of_its_paper():
+  # Ye et al. 2021, table 1: mean 1.943, median 1.090 of human-normalized scores at 100k steps.
   name = "EfficientZero (paper, 100k)"
-  normalised = []
+  normalized = []
   for game in scores.atari100k_games():
-    value = scores.human_normalised(game, scores.table()["systems"][name]["scores"][game])
+    value = scores.human_normalized(game, scores.table()["systems"][name]["scores"][game])
     assert value is not None and math.isfinite(value)
-    normalised.append(value)
-  assert statistics.mean(normalised) == pytest.approx(1.943, abs=0.005)
-  assert statistics.median(normalised) == pytest.approx(1.090, abs=0.005)
+    normalized.append(value)
+  assert statistics.mean(normalized) == pytest.approx(1.943, abs=0.005)
+  assert statistics.median(normalized) == pytest.approx(1.090, abs=0.005)

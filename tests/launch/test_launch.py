@@ -10,7 +10,7 @@ from launch import multihost, profile
 from launched import NEW
 from speedyzero_jax.cluster import supervisor
 from speedyzero_jax.metrics import progress
-from speedyzero_jax.run import builders, train
+from speedyzero_jax.run import factories, train
 
 MANY = [*NEW, "run.mode=async", "actor.lanes=4"]
 PLACE = ["--coordinator", "localhost:1", "--num-processes", "1", "--process-id", "0"]
@@ -58,7 +58,7 @@ def test_a_batch_that_the_devices_cannot_share_is_wrong_use(tmp_path, monkeypatc
   ("where", "error", "message"),
   [
     ("envs.batched_env.make_env", TypeError("incompatible\n1. envpool"), "env: incompatible\n"),
-    ("run.builders.make_agent", ZeroDivisionError("by zero"), "by zero\n"),
+    ("run.factories.make_agent", ZeroDivisionError("by zero"), "by zero\n"),
   ],
 )
 def test_what_libraries_refuse_is_wrong_use(tmp_path, monkeypatch, capsys, where, error, message):
@@ -164,7 +164,7 @@ def too_much_on_the_device(*args, **kwargs):
 
 @pytest.mark.parametrize("fail", [too_much, too_much_on_the_device])
 def test_a_lack_of_memory_is_reported_in_one_line(tmp_path, monkeypatch, capsys, fail):
-  monkeypatch.setattr(builders, "make_replay", fail)
+  monkeypatch.setattr(factories, "make_replay", fail)
   assert multihost.main([*NEW, "run.mode=async", f"run.dir={tmp_path / 'run'}"]) == 1
   errors = capsys.readouterr().err
   assert errors.startswith("error: out of host memory: ") and errors.count("\n") == 1
@@ -175,6 +175,6 @@ def test_other_errors_of_a_device_are_raised(tmp_path, monkeypatch):
   def broken(*args, **kwargs):
     raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
 
-  monkeypatch.setattr(builders, "make_replay", broken)
+  monkeypatch.setattr(factories, "make_replay", broken)
   with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
     multihost.main([*NEW, f"run.dir={tmp_path / 'run'}"])

@@ -9,12 +9,12 @@ import pytest
 
 from launch import multihost
 from launched import NEW, ROOT, newest, python, wait_until
-from speedyzero_jax.run import builders
+from speedyzero_jax.run import factories
 from speedyzero_jax.run.checkpoint import Checkpoints
 from speedyzero_jax.run.collector import Collector
 
 MOMENTS = {
-  "folder": (multihost, "check_possible"), "building": (builders, "make_replay"),
+  "folder": (multihost, "check_possible"), "building": (factories, "make_replay"),
   "collecting": (Collector, "collect"),
 }  # fmt: skip
 

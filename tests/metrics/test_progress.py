@@ -1,4 +1,4 @@
-"""The display: its layout, and its behaviour on terminals, pipes and broken streams."""
+"""The display: its layout, and its behavior on terminals, pipes and broken streams."""
 
 import io
 import os

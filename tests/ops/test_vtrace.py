@@ -122,7 +122,7 @@ def test_nothing_passes_back_over_an_end(end, position):
 
 
 @given(trajectories(), st.floats(0, 1))
-def test_with_ratios_of_one_it_is_generalised_advantage_estimation(x, lambda_):
+def test_with_ratios_of_one_it_is_generalized_advantage_estimation(x, lambda_):
   x = x | {"ratio": x["acted"][:-1].astype(float)}
   got = found(x, lambda_)
   gae, advantage = np.zeros(len(x["reward"])), 0.0

@@ -122,7 +122,7 @@ def test_priorities_of_every_size_that_settings_allow_stay_in_the_tree():
   set_priorities(replay, lane, time, error, 1)
   expected = (error.astype(np.float64) + 1e-12) ** 10
   np.testing.assert_allclose(replay.state_dict()["priority"][:count], expected, rtol=1e-6)
-  assert replay.selector.holds(lane, time).all()
+  assert replay.selector.eligible(lane, time).all()
 
 
 def test_sampling_follows_priorities():

@@ -114,7 +114,7 @@ REFUSED = {
   "reward type": lambda s: bad(s, reward=s.reward.astype(np.float64)),
   "reward NaN": lambda s: bad(s, reward=(1, np.nan)),
   "column missing": lambda s: without(s, "value"),
-  "column unknown": lambda s: bad(s, colour=s.reward),
+  "column unknown": lambda s: bad(s, color=s.reward),
   "value infinite": lambda s: bad(s, value=(0, np.inf)),
   "policy NaN": lambda s: bad(s, policy=((1, 2), np.nan)),
   "policy width": lambda s: bad(s, policy=s.extra["policy"][:, :2]),

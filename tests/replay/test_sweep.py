@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from speedyzero_jax.replay.sweep import Sweep
 
 
-def test_a_pass_visits_every_cell_once_in_neighbouring_stretches():
+def test_a_pass_visits_every_cell_once_in_neighboring_stretches():
   sweep = Sweep(lanes=3, capacity=10, stretch=4)
   sweep.grow(np.array([10, 2, 0]))
   sweep.grow(np.array([10, 5, 0]))

@@ -51,7 +51,7 @@ def test_one_row_says_what_a_run_did(tmp_path, capsys):
   }
 
 
-def test_seeds_are_summarised_and_other_differences_are_not(tmp_path, capsys):
+def test_seeds_are_summarized_and_other_differences_are_not(tmp_path, capsys):
   scores = [10.0, 20.0, 30.0, 100.0]
   paths = [recorded.run(tmp_path / f"s{i}", seed=i, mean=score) for i, score in enumerate(scores)]
   paths += [recorded.run(tmp_path / "rate", seed=9, mean=1.0, settings={"learning_rate": 0.1})]
@@ -98,7 +98,7 @@ def test_seeds_are_summarised_and_other_differences_are_not(tmp_path, capsys):
     ("evaluation.json", b'{"mean": "high"}', "evaluation.json is damaged"),
     (
       "evaluation.json",
-      b'{"mean": NaN, "std": 1, "human_normalised": 1, "step": 1, "episodes": 1}',
+      b'{"mean": NaN, "std": 1, "human_normalized": 1, "step": 1, "episodes": 1}',
       "evaluation.json is damaged",
     ),
     ("starts.jsonl", None, "no starts.jsonl"),

@@ -133,9 +133,14 @@ class Broken(Exception):
 
 @pytest.mark.parametrize(
   ("mode", "part"),
-  [*(("async", part) for part in ("env", "sweep", "draw", "learn", "settle", "bookkeeping")),
-   ("lockstep", "env"), ("lockstep", "learn")],
-)  # fmt: skip
+  [
+    *(("async", part) for part in ("env", "sweep", "draw", "learn")),
+    ("async", "update_priorities"),
+    ("async", "bookkeeping"),
+    ("lockstep", "env"),
+    ("lockstep", "learn"),
+  ],
+)
 def test_an_error_of_any_part_is_raised_and_ends_every_thread(tmp_path, monkeypatch, mode, part):
   with quick(tmp_path, f"run.mode={mode}") as experiment:
     before = set(threading.enumerate())

@@ -69,7 +69,7 @@ def test_a_restart_from_the_beginning_keeps_the_experience(tmp_path):
     snapshot.save(experiment, required=True)
     assert finish(experiment) is True
   assert Checkpoints(tmp_path).steps() == [0, 4]
-  with durable(tmp_path, 4, agree=lambda step: [step, -1]) as experiment:
+  with durable(tmp_path, 4, all_gather=lambda step: [step, -1]) as experiment:
     assert not Checkpoints(tmp_path).steps() and not rows_of(tmp_path)
     aside = {path.name.split("-")[0] for path in (tmp_path / "damaged").glob("*-*")}
     assert aside == {"0", "4"}
@@ -106,7 +106,7 @@ def test_learners_with_different_networks_do_not_continue(tmp_path):
 
   with (
     pytest.raises(TrainingError, match="checkpoints of step 0 hold different networks"),
-    durable(tmp_path, 0, agree=theirs),
+    durable(tmp_path, 0, all_gather=theirs),
   ):
     pytest.fail("opened")
 
@@ -143,7 +143,7 @@ def test_a_full_journal_ends_the_run_with_one_line(tmp_path, monkeypatch, capsys
       thread.join()
 
   monkeypatch.setattr(build, "Journal", limited)
-  membership = Membership(acts=acts, durable=True)
+  membership = Membership(runs_actor=acts, durable=True)
   with Signals() as signals:
     config = tiny.config("agent=quick_agent", *SHORT)
     code = train.train(

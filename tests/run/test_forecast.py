@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from speedyzero_jax.config import loader
-from speedyzero_jax.run import builders, forecast, steps, warmup
+from speedyzero_jax.run import factories, forecast, steps, warmup
 from speedyzero_jax.system import memory
 from whole_runs import quick
 
@@ -14,11 +14,11 @@ from whole_runs import quick
 def test_the_mean_stored_is_that_of_the_steps_to_come(capacity):
   changes = ["run.env_steps=10000", f"replay.capacity={capacity}", "actor.lanes=4"]
   config = loader.load(["quickstart"], changes)
-  agent = builders.make_agent(config)
+  agent = factories.make_agent(config)
   for collected in (500, 4000, 9999, 10000):
     stored = np.minimum(np.arange(collected, 10_000) + 0.5, capacity or np.inf)
     expected = stored.mean() if len(stored) else capacity or 10_000
-    assert builders.mean_stored(config, agent, collected) == pytest.approx(expected, rel=1e-3)
+    assert factories.mean_stored(config, agent, collected) == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize(("schedule", "frames"), [("sweep", "device"), ("batch", "host")])
@@ -30,9 +30,11 @@ def test_the_forecast_covers_what_is_held_and_done(tmp_path, capsys, schedule, f
     forecast.report(experiment, timings)
     host, device = forecast.host_bytes(experiment), forecast.device_bytes(experiment)
     assert host >= memory.resident(peak=True)
-    expected, _ = warmup.example_batch(experiment.own, experiment.agent)
+    expected, _ = warmup.example_batch(experiment.local_config, experiment.agent)
     window = experiment.agent.window.after
-    expected["frames"] = experiment.replay.blanks(experiment.own.learner.batch_size, window)
+    expected["frames"] = experiment.replay.blanks(
+      experiment.local_config.learner.batch_size, window
+    )
     while not experiment.ready():
       experiment.collector.collect()
     drawn = steps.draw(experiment, 0).arrays

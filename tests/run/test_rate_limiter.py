@@ -282,7 +282,7 @@ def test_weights_acted_with_are_never_too_old(interval, leeway, moves):
     elif kind == "end":
       limiter.end_acting(who)
       acting.pop(who, None)
-    elif kind == "learn" and limiter.lagging:
+    elif kind == "learn" and limiter.lag_exceeded:
       assert acting
     elif kind == "learn":
       newest = limiter.learner_steps // interval * interval  # at the latest

@@ -318,7 +318,7 @@ def test_units_continue_from_the_newest_checkpoint_that_all_have(tmp_path, steps
       reported[unit].append,
       durable=True,
       exact=False,
-      agree=agree,
+      all_gather=agree,
       units=len(steps),
     )
     restored = manager.restore({})
@@ -343,7 +343,7 @@ def test_a_unit_without_a_common_checkpoint_fails_and_changes_nothing(tmp_path):
       unit.collect(step)
       unit.save(step, required=True)
   with (
-    Unit(tmp_path, agree=lambda step: [step, 2], units=2) as unit,
+    Unit(tmp_path, all_gather=lambda step: [step, 2], units=2) as unit,
     pytest.raises(CheckpointError, match="there is no checkpoint of step 2 or before in"),
   ):
     unit.restore()
@@ -356,7 +356,7 @@ def test_a_unit_that_starts_from_the_beginning_keeps_its_experience(tmp_path, ev
   with Unit(tmp_path, durable=True) as unit:
     unit.collect(CAPACITY + 3 * evicted)
     unit.save(1, required=True)
-  with Unit(tmp_path, durable=True, agree=lambda step: [step, -1], units=2) as unit:
+  with Unit(tmp_path, durable=True, all_gather=lambda step: [step, -1], units=2) as unit:
     assert unit.restore() is None
     kept = everything(0, 0 if evicted else CAPACITY)
     assert times(unit.journal.read(np.zeros(LANES, int))) == kept
@@ -382,7 +382,7 @@ def test_what_another_unit_may_have_to_go_back_to_stays(tmp_path, units, keep, t
   def agree(step):
     return [step] if units == 1 else [step, next(others)]
 
-  with Unit(tmp_path, durable=True, keep=keep, agree=agree, units=units) as unit:
+  with Unit(tmp_path, durable=True, keep=keep, all_gather=agree, units=units) as unit:
     for step in (2, 4, 6, 8, 10):
       unit.collect(10 * step)
       unit.save(step, required=step == 10)

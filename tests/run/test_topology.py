@@ -14,7 +14,7 @@ from speedyzero_jax.run.topology import (
   derived_seed,
   lanes_of_actors,
   resolve,
-  settle,
+  with_learners,
 )
 
 
@@ -91,7 +91,7 @@ def test_every_lane_has_one_actor_and_every_actor_a_lane(actors, more):
 def test_processes_without_another_role_are_learners(overrides, processes, shape):
   config = configured(*overrides)
   assert resolve(config, processes) == shape
-  assert settle(config, processes).topology.learners == shape[0]
+  assert with_learners(config, processes).topology.learners == shape[0]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from speedyzero_jax.run import loops, warmup
-from speedyzero_jax.run.builders import mean_stored
+from speedyzero_jax.run.factories import mean_stored
 from whole_runs import quick
 
 GATHERING = {"_local_gather", "of_part"}
@@ -82,7 +82,7 @@ def test_sweeps_run_often_enough_for_their_bound_in_a_growing_replay(tmp_path):
   calls, experiment = per_step(
     tmp_path, "reanalyse.max_age=30", "refresh.max_age=20", "replay.capacity=0"
   )
-  stored = mean_stored(experiment.own, experiment.agent, 200)
+  stored = mean_stored(experiment.local_config, experiment.agent, 200)
   assert stored == pytest.approx(600)  # 200 after the random steps, 1,000 in the end
   for name, age in (("reanalyse", 30), ("refresh", 20)):
     assert stored / 32 / age < calls[name] < 2 * stored / 32 / age  # blocks of 32 states

@@ -43,7 +43,7 @@ def run(
   (path / "starts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in starts))
   if mean is not None:
     evaluation = {"game": game, "step": 10 * len(returns), "episodes": 32, "mean": mean,
-                  "median": mean, "std": 1.5, "human_normalised": human}  # fmt: skip
+                  "median": mean, "std": 1.5, "human_normalized": human}  # fmt: skip
     (path / "evaluation.json").write_text(json.dumps(evaluation))
   return path
 

@@ -23,7 +23,7 @@ from speedyzero_jax.cluster.learner_service import LearnerService
 from speedyzero_jax.cluster.messages import Worker
 from speedyzero_jax.cluster.roster import Roster
 from speedyzero_jax.metrics.aggregation import EpisodeStats
-from speedyzero_jax.run import build, builders
+from speedyzero_jax.run import build, factories
 from speedyzero_jax.run.experiment import Experiment, Membership
 from speedyzero_jax.run.topology import lanes_of_actors
 from speedyzero_jax.workers.actor import Actor
@@ -119,7 +119,7 @@ class Unit:
 
   def fill(self, calls=20, seed=0):
     """Collects in all lanes, without grants."""
-    self.collector.cut(range(self.config.actor.lanes))
+    self.collector.truncate(range(self.config.actor.lanes))
     player = self.actor_of(seed, 0, self.replay.heads)
     for _ in range(calls):
       segments, _ = self.play(player, messages.Grant(10**6, False, 0, 0.0, False))
@@ -207,9 +207,9 @@ def _parts(
 ) -> Iterator[Experiment]:
   changes = "run.mode=async", "priority.alpha=1", *overrides
   programs = tiny.checksum_parts(*(x for x in changes if x.startswith(("reanalyse", "refresh"))))[1]
-  membership = Membership(acts=False, sweeps=False, durable=durable)
+  membership = Membership(runs_actor=False, runs_sweeps=False, durable=durable)
   with (
-    mock.patch.object(builders, "make_agent", tiny.ChecksumAgent),
+    mock.patch.object(factories, "make_agent", tiny.ChecksumAgent),
     mock.patch.object(build, "Inference", lambda *_, **__: programs),
     tiny.experiment(
       folder, *changes, resume_step=resume_step, membership=membership, shared=False

@@ -25,7 +25,7 @@ from speedyzero_jax.config import loader
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.envs.batched_env import BatchedEnv
 from speedyzero_jax.metrics.logger import MetricsLogger
-from speedyzero_jax.run import build, builders
+from speedyzero_jax.run import build, factories
 from speedyzero_jax.run.experiment import ALONE, Experiment, Membership
 from speedyzero_jax.types import EnvStep
 from speedyzero_jax.workers.inference import Inference
@@ -98,7 +98,7 @@ def _shared_programs(made: Config) -> dict[str, Any]:
 
 
 class SharedLearner(Learner):
-  """Traces its initialisation once for each key."""
+  """Traces its initialization once for each key."""
 
   @functools.cache  # noqa: B019
   def _initial(self, key: bytes):
@@ -111,12 +111,12 @@ class SharedLearner(Learner):
 
 @functools.cache
 def _learner(config: Config, mesh: Mesh) -> Learner:
-  return SharedLearner(config, builders.make_agent(config), mesh)
+  return SharedLearner(config, factories.make_agent(config), mesh)
 
 
 @functools.cache
 def _inference(config: Config, mesh: Mesh) -> Inference:
-  return Inference(builders.make_agent(config), mesh)
+  return Inference(factories.make_agent(config), mesh)
 
 
 class FakeEnv(BatchedEnv):
@@ -185,7 +185,7 @@ class ChecksumAgent(efficientzero.EfficientZero):
   def __init__(
     self, config, shape=FakeEnv.frame_shape, dtype=FakeEnv.frame_dtype, actions=FakeEnv.num_actions
   ):
-    with mock.patch.object(efficientzero, "Blueprint"):  # takes a second to make
+    with mock.patch.object(efficientzero, "NetworkDef"):  # takes a second to make
       super().__init__(config, shape, dtype, actions)
 
   def init(self, key=None, number: float = 0.0) -> Variables:

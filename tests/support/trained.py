@@ -15,7 +15,7 @@ from speedyzero_jax.config import loader
 from speedyzero_jax.config.loader import agent_module
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.metrics.logger import MetricsLogger
-from speedyzero_jax.run import build, builders, snapshot
+from speedyzero_jax.run import build, factories, snapshot
 from speedyzero_jax.run.checkpoint import Checkpoints
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.learner import make_mesh
@@ -133,12 +133,12 @@ def largest(tree):
 
 @functools.cache
 def _learner(config, mesh):
-  return SharedLearner(config, builders.make_agent(config), mesh)
+  return SharedLearner(config, factories.make_agent(config), mesh)
 
 
 @functools.cache
 def _inference(config, mesh):
-  return Inference(builders.make_agent(config), mesh)
+  return Inference(factories.make_agent(config), mesh)
 
 
 def _sharing(config):

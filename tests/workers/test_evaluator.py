@@ -109,7 +109,7 @@ def test_the_file_holds_the_result_and_replaces_an_older_one(envs, tmp_path):
   assert list(tmp_path.iterdir()) == [path]
 
 
-def test_atari_is_normalised_by_human_and_random_play(envs):
+def test_atari_is_normalized_by_human_and_random_play(envs):
   result = play(3, game="Breakout")
-  assert result.human_normalised == pytest.approx((result.mean - 1.7) / (30.5 - 1.7))
-  assert play(3).human_normalised is None  # Catch has no published scores
+  assert result.human_normalized == pytest.approx((result.mean - 1.7) / (30.5 - 1.7))
+  assert play(3).human_normalized is None  # Catch has no published scores

@@ -1,5 +1,5 @@
 """The training step: the same on any number of devices, the same again, and the loss it says it
-minimises."""
+minimizes."""
 
 import dataclasses
 import functools
@@ -61,7 +61,7 @@ def _fresh():
 
 @functools.cache
 def _start():
-  """Variables with nothing zero or one any more, on the host, and the optimiser's first state."""
+  """Variables with nothing zero or one any more, on the host, and the optimizer's first state."""
   rng, fresh = np.random.default_rng(1), _fresh()
 
   def noise(x):

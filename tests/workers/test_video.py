@@ -33,19 +33,19 @@ def test_numbers_that_are_not_finite_are_drawn_as_none(tmp_path):
 
 
 @pytest.mark.parametrize(
-  ("game", "frame", "at", "colour"),
+  ("game", "frame", "at", "color"),
   [
     ("Breakout", np.full((48, 48, 1), 200, np.uint8), (160, 160), (200, 200, 200)),
-    ("Catch", np.eye(50, dtype=np.float32)[49].reshape(1, 1, 50), (310, 230), video._COLOURS[0]),
-    ("ConnectFour", np.ones((6, 7, 2), np.uint8), (160, 160), video._COLOURS[1]),
-    ("Snake", np.ones((12, 12, 5), np.float32), (160, 160), video._COLOURS[4]),
+    ("Catch", np.eye(50, dtype=np.float32)[49].reshape(1, 1, 50), (310, 230), video._COLORS[0]),
+    ("ConnectFour", np.ones((6, 7, 2), np.uint8), (160, 160), video._COLORS[1]),
+    ("Snake", np.ones((12, 12, 5), np.float32), (160, 160), video._COLORS[4]),
     ("CartPole", np.zeros((1, 1, 4), np.float32), (160, 160), video._CHOSEN),
   ],
 )
-def test_every_kind_of_game_is_drawn(game, frame, at, colour):
+def test_every_kind_of_game_is_drawn(game, frame, at, color):
   image = picture(game, frame)
   assert image.size == (SIZE, SIZE)
-  np.testing.assert_array_equal(np.asarray(image)[at], colour)
+  np.testing.assert_array_equal(np.asarray(image)[at], color)
 
 
 def test_a_cart_to_the_right_whose_pole_leans_left_is_drawn_so():

@@ -21,8 +21,8 @@ from speedyzero_jax.agents.base import (
   mean_over_devices,
 )
 from speedyzero_jax.agents.efficientzero import losses, metric_names, targets
-from speedyzero_jax.agents.efficientzero.blueprint import Blueprint, variables_of
 from speedyzero_jax.agents.efficientzero.config import EfficientZeroConfig
+from speedyzero_jax.agents.efficientzero.network_def import NetworkDef, variables_of
 from speedyzero_jax.agents.efficientzero.networks import Network, initial_carry
 from speedyzero_jax.agents.efficientzero.reanalyse import Reanalysis
 from speedyzero_jax.agents.efficientzero.search import ModelStep, Root, SearchResult, make_search
@@ -45,18 +45,20 @@ class EfficientZero(Agent):
   network = Network
 
   def __init__(self, config: Config, frame_shape: tuple[int, ...], frame_dtype: Any, actions: int):
-    own: EfficientZeroConfig = config.agent
-    self._config, self._own, self._stack = config, own, config.env.frame_stack
-    axis = AXIS if own.network.batch_norm == "sync" else None
+    agent_config: EfficientZeroConfig = config.agent
+    self._config, self._agent_config, self._stack = config, agent_config, config.env.frame_stack
+    axis = AXIS if agent_config.network.batch_norm == "sync" else None
     shape = observation_shape(frame_shape, self._stack)
-    self.blueprint = Blueprint(own.network, shape, actions, axis_name=axis, network=self.network)
+    self.network_def = NetworkDef(
+      agent_config.network, shape, actions, axis_name=axis, network=self.network
+    )
     self._search = make_search(
-      own.search,
+      agent_config.search,
       num_actions=actions,
       discount=config.env.discount,
-      value_prefix_horizon=own.network.value_prefix_horizon,
+      value_prefix_horizon=agent_config.network.value_prefix_horizon,
       recurrent_fn=self._recurrent,
-      initial_carry=partial(initial_carry, own.network),
+      initial_carry=partial(initial_carry, agent_config.network),
     )
     self.schema = make_schema(
       frame_shape,
@@ -74,9 +76,9 @@ class EfficientZero(Agent):
         "value_step": ("value",),
       },
     )
-    unroll = own.loss.unroll_steps
+    unroll = agent_config.loss.unroll_steps
     self.window = Window(after=unroll, within_episode=True)
-    self.lookahead = unroll + own.loss.td_steps
+    self.lookahead = unroll + agent_config.loss.td_steps
     self._spec = targets.target_spec(config)
     reanalysis = Reanalysis(config, self._spec, self._searched, self._values, actions)
     self.subscriptions, self.tasks = reanalysis.subscriptions, reanalysis.tasks
@@ -85,12 +87,12 @@ class EfficientZero(Agent):
   # --- device
 
   def init(self, key: jax.Array) -> Variables:
-    return self.blueprint.init(key)
+    return self.network_def.init(key)
 
   def act(
     self, variables: Variables, inputs: ActInputs, key: jax.Array, progress: Any, *, explore: bool
   ) -> ActOutput:
-    search = self._own.search
+    search = self._agent_config.search
     stage = jnp.searchsorted(jnp.array(search.temperature_stages), progress, side="right")
     temperature = jnp.array(search.temperatures)[stage]
     found = self._search_windows(variables, inputs.frames, key, temperature, explore=explore)
@@ -101,17 +103,17 @@ class EfficientZero(Agent):
   def loss(
     self, params: Params, batch_stats: Params, target: Params, batch: Arrays, keys: jax.Array
   ) -> tuple[jax.Array, LossOutput]:
-    network = self.blueprint.bind(Variables(params, batch_stats))
+    network = self.network_def.bind(Variables(params, batch_stats))
     loss, metrics, td_error = losses.unrolled_loss(
       network,
       losses.LearnerBatch(**batch),
       keys,
-      self._own.loss,
+      self._agent_config.loss,
       frame_stack=self._stack,
-      horizon=self._own.network.value_prefix_horizon,
+      horizon=self._agent_config.network.value_prefix_horizon,
     )
     statistics = variables_of(network).batch_stats
-    if self._own.network.batch_norm == "local":
+    if self._agent_config.network.batch_norm == "local":
       statistics = mean_over_devices(statistics)
     return loss, LossOutput(statistics, metrics, td_error)
 
@@ -119,7 +121,7 @@ class EfficientZero(Agent):
     self, variables: Variables, state: jax.Array, carry: Any, action: jax.Array
   ) -> ModelStep:
     """g and f for the search, with folded variables."""
-    network = self.blueprint.bind_folded(variables)
+    network = self.network_def.bind_folded(variables)
     state, carry, prefix_logits = network.step(state, carry, action)
     value_logits, policy_logits = network.predict(state, False)
     return ModelStep(
@@ -131,9 +133,9 @@ class EfficientZero(Agent):
     )
 
   def _roots(self, variables: Variables, frames: jax.Array) -> Root:
-    network = self.blueprint.bind_folded(variables)
+    network = self.network_def.bind_folded(variables)
     observations = losses.stack_frames(frames, self._stack)
-    observations = losses.normalise(observations.reshape(-1, *observations.shape[2:]))
+    observations = losses.normalize(observations.reshape(-1, *observations.shape[2:]))
     state = network.represent(observations, False)
     value_logits, policy_logits = network.predict(state, False)
     return Root(policy_logits=policy_logits, value=losses.decode(value_logits), state=state)
@@ -143,18 +145,18 @@ class EfficientZero(Agent):
   ) -> SearchResult:
     """frames [B, S-1+n, H, W, C] -> SearchResult with leaves [B, n, ...]."""
     batch, states = frames.shape[0], frames.shape[1] - self._stack + 1
-    variables = self.blueprint.fold(variables)
+    variables = self.network_def.fold(variables)
     root = self._roots(variables, frames)
     found = self._search(variables, root, key, explore=explore, temperature=temperature)
     return jax.tree.map(lambda x: x.reshape(batch, states, *x.shape[1:]), found)
 
   def _searched(self, variables: Variables, inputs: Arrays, key: jax.Array) -> Arrays:
-    explore = self._own.reanalyse.explore
+    explore = self._agent_config.reanalyse.explore
     found = self._search_windows(variables, inputs["frames"], key, 1.0, explore=explore)
     return {"policy": found.policy, "search_value": found.search_value, "value": found.value}
 
   def _values(self, variables: Variables, inputs: Arrays, key: jax.Array) -> Arrays:
-    roots = self._roots(self.blueprint.fold(variables), inputs["frames"])
+    roots = self._roots(self.network_def.fold(variables), inputs["frames"])
     return {"value": roots.value.reshape(len(inputs["frames"]), -1)}
 
   # --- host
@@ -163,10 +165,10 @@ class EfficientZero(Agent):
     one_state = dataclasses.replace(self._spec, unroll_steps=0)
     return PrioritizedSampler(
       store,
-      self._own.priority,
+      self._agent_config.priority,
       stack=self._stack,
       lookahead=self.lookahead,
-      first_score=lambda lane, time: (None, targets.rests_on(store, lane, time, one_state)),
+      first_score=lambda lane, time: (None, targets.oldest_stamp(store, lane, time, one_state)),
     )
 
   def batch_work(self, replay: Replay, selection: Selection) -> list[Work]:
@@ -176,12 +178,12 @@ class EfficientZero(Agent):
     self, replay: Replay, selection: Selection, learner_step: int
   ) -> tuple[Arrays, dict[str, float]]:
     store, lane = replay.store, selection.lane
-    present, time = replay.present(lane, selection.time)
+    present, time = replay.clamp(lane, selection.time)
     made = targets.compute_targets(store, lane, time, self._spec, learner_step)._asdict()
     for name in made:  # evicted samples count for nothing
       if name.endswith("_mask") and not present.all():
         made[name] = made[name] * present.reshape(-1, 1).astype(np.float32)
-    states = targets.unrolled_times(store, lane, time, self._own.loss.unroll_steps)
+    states = targets.unrolled_times(store, lane, time, self._agent_config.loss.unroll_steps)
     real = time[:, None] + np.arange(states.shape[1]) == states
     flat = store.flat(lane[:, None], states)
     action = take(store.action, flat[:, :-1])
@@ -191,7 +193,7 @@ class EfficientZero(Agent):
     age = np.where(real, learner_step - take(store["policy_step"], flat), 0)
     ages = age[made["policy_mask"] > 0]
     progress = min(learner_step / self._config.learner.steps, 1.0)
-    weight = importance_weights(selection.probability, self._own.priority, progress)
+    weight = importance_weights(selection.probability, self._agent_config.priority, progress)
     info = {
       metric_names.TARGET_AGE_MEAN: float(ages.mean()) if ages.size else 0.0,
       metric_names.TARGET_AGE_MAX: float(ages.max(initial=0)),

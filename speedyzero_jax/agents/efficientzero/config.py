@@ -89,7 +89,7 @@ class SearchConfig:
     0.25, "PUCT: share of root noise in the prior (EZ: 0.25)", "[0, 1]"
   )
   min_value_range: float = opt(
-    0.01, "floor on max - min when Q is normalised over the tree (EZ: 0.01)", "[1e-6, 1e6]"
+    0.01, "floor on max - min when Q is normalized over the tree (EZ: 0.01)", "[1e-6, 1e6]"
   )
   temperatures: tuple[float, ...] = opt(
     (1.0, 0.5, 0.25), "PUCT: temperature of sampled actions, by stage (EZ)", "[1e-6, 1e6]"

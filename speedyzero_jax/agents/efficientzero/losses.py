@@ -48,7 +48,7 @@ def stack_frames(frames: jax.Array, stack: int) -> jax.Array:
   return jnp.concatenate([frames[:, i : i + states] for i in range(stack)], axis=-1)
 
 
-def normalise(observation: jax.Array) -> jax.Array:
+def normalize(observation: jax.Array) -> jax.Array:
   """uint8 images -> float32 in [0, 1]; vectors are unchanged."""
   if observation.dtype == jnp.uint8:
     return observation.astype(jnp.float32) / 255
@@ -65,7 +65,7 @@ def augment(keys: jax.Array, observation: jax.Array, shift: int, intensity: floa
     intensity: scale s of the factor 1 + s*clip(normal, -2, 2) (DrQ; Yarats et al. 2020).
 
   Returns:
-    float32 [N, H, W, C], normalised.
+    float32 [N, H, W, C], normalized.
   """
   height, width, channels = observation.shape[1:]
 
@@ -75,7 +75,7 @@ def augment(keys: jax.Array, observation: jax.Array, shift: int, intensity: floa
       padded = jnp.pad(image, ((shift, shift), (shift, shift), (0, 0)), mode="edge")
       y, x = jax.random.randint(shift_key, (2,), 0, 2 * shift + 1)
       image = jax.lax.dynamic_slice(padded, (y, x, 0), (height, width, channels))
-    image = normalise(image)
+    image = normalize(image)
     if intensity:
       image = image * (1 + intensity * jnp.clip(jax.random.normal(intensity_key), -2, 2))
     return image
@@ -88,7 +88,7 @@ class LearnerBatch(NamedTuple):
 
   frames: chex.Array  # [B, S+K, H, W, C] frames t-S+1 .. t+K, repeated at the episode's edges
   action: chex.Array  # [B, K]
-  weight: chex.Array  # [B] float32, normalised importance weights
+  weight: chex.Array  # [B] float32, normalized importance weights
   value: chex.Array  # [B, K+1]
   value_prefix: chex.Array  # [B, K]
   policy: chex.Array  # [B, K+1, A]
@@ -132,7 +132,7 @@ def unrolled_loss(
   state and the projection (without gradient) of the actual next observation.
 
   All K+1 states pass through the heads as one batch, where EfficientZero applies them step by step:
-  batch norm then normalises roots and imagined states alike, as its running statistics do in
+  batch norm then normalizes roots and imagined states alike, as its running statistics do in
   search.
 
   `keys` [B] are for augmentation. Returns the weighted mean loss [], its terms and other means by

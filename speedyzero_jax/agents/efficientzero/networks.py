@@ -2,7 +2,7 @@
 
 Images are [B, H, W, S*C]; vectors are images of one pixel, [B, 1, 1, S*D], with 1x1 kernels.
 Parameters are float32, activations `config.dtype`, logits float32. Where the network only looks
-(search, values) its variables are folded first, see `blueprint`.
+(search, values) its variables are folded first, see `network_def`.
 
 Source: EfficientZero (Ye et al. 2021), appendix A and its released code.
 """
@@ -108,7 +108,7 @@ def _folded_norm(x: jax.Array, use_running_average: bool) -> jax.Array:
 
 
 class ResBlock(nnx.Module):
-  """Two normalised convolutions and a skip connection, a convolution where the shape changes."""
+  """Two normalized convolutions and a skip connection, a convolution where the shape changes."""
 
   def __init__(self, layers: _Layers, inputs: int, outputs: int, stride: int = 1):
     self.conv1, self.norm1 = layers.conv(inputs, outputs, stride=stride), layers.norm(outputs)
@@ -181,7 +181,7 @@ class Head(nnx.Module):
 
 
 class Mlp(nnx.Module):
-  """Linear, batch norm, ReLU, linear (initialised to zero); float32 output."""
+  """Linear, batch norm, ReLU, linear (initialized to zero); float32 output."""
 
   def __init__(self, layers: _Layers, inputs: int, hidden: int, outputs: int):
     self.linear1, self.norm1 = layers.linear(inputs, hidden), layers.norm(hidden)
@@ -318,7 +318,7 @@ class Network(nnx.Module):
 
   Args:
     axis_name: mesh axis over which batch statistics are shared in training; None for local ones.
-    folded: for variables from `Blueprint.fold`; there are no consistency heads then.
+    folded: for variables from `NetworkDef.fold`; there are no consistency heads then.
   """
 
   def __init__(

@@ -37,17 +37,17 @@ class Reanalysis:
   def __init__(
     self, config: Config, spec: TargetSpec, search: Callable, values: Callable, actions: int
   ):
-    own: EfficientZeroConfig = config.agent
-    self._own, self._spec = own, spec
-    self._unroll = own.loss.unroll_steps
+    agent_config: EfficientZeroConfig = config.agent
+    self._agent_config, self._spec = agent_config, spec
+    self._unroll = agent_config.loss.unroll_steps
     self._one_state = dataclasses.replace(spec, unroll_steps=0)
-    schedule, refresh = own.reanalyse.schedule, own.refresh
+    schedule, refresh = agent_config.reanalyse.schedule, agent_config.refresh
     self.subscriptions: dict[str, int] = {}
     self.tasks: dict[str, Task] = {}
     sweeping = schedule == "sweep"
     value = Column("value", "float32")
     if schedule != "off":
-      self.subscriptions[REANALYSER] = own.reanalyse.weights_interval
+      self.subscriptions[REANALYSER] = agent_config.reanalyse.weights_interval
       self.tasks["reanalyse"] = Task(
         program=search,
         results=(Column("policy", "float32", (actions,)), Column("search_value", "float32"), value),
@@ -56,8 +56,8 @@ class Reanalysis:
         part="search",
         rate=metric_names.REANALYSED_STATES,
         stamp="policy_step",
-        max_age=own.reanalyse.max_age if sweeping else 0,
-        block=own.reanalyse.block,
+        max_age=agent_config.reanalyse.max_age if sweeping else 0,
+        block=agent_config.reanalyse.block,
       )
     if schedule == "batch":
       self.tasks["bootstrap"] = Task(
@@ -67,18 +67,18 @@ class Reanalysis:
         subscription=REANALYSER,
         part="search",
       )
-    if refresh.enabled and not (sweeping and own.reanalyse.max_age <= refresh.max_age):
+    if refresh.enabled and not (sweeping and agent_config.reanalyse.max_age <= refresh.max_age):
       self.subscriptions[REFRESHER] = refresh.weights_interval
       self.tasks["refresh"] = refresh_task(refresh, values, (value,), self._write_values)
 
   def batch_work(self, replay: Replay, selection: Selection) -> list[Work]:
     """The searches and evaluations behind the targets of a batch."""
-    if self._own.reanalyse.schedule != "batch":
+    if self._agent_config.reanalyse.schedule != "batch":
       return []
     store, lane = replay.store, selection.lane
-    _, time = replay.present(lane, selection.time)
+    _, time = replay.clamp(lane, selection.time)
     # The first ones, since samples are independent.
-    searched = round(self._own.reanalyse.ratio * len(time))
+    searched = round(self._agent_config.reanalyse.ratio * len(time))
     states = targets.unrolled_times(store, lane, time, self._unroll)[:searched]
     ends = targets.bootstrap_times(store, lane, time, self._spec)
     works = []
@@ -94,7 +94,7 @@ class Reanalysis:
     searched = {name: results[name] for name in ("policy", "search_value")}
     replay.rewrite("policy_step", lane, time, step, searched)
     self._write_bootstrap(replay, lane, time, results, step)
-    if self._own.reanalyse.schedule == "sweep" and self._own.refresh.enabled:
+    if self._agent_config.reanalyse.schedule == "sweep" and self._agent_config.refresh.enabled:
       self._write_values(replay, lane, time, results, step)
 
   @staticmethod

@@ -26,7 +26,7 @@ class TargetSpec:
   mixed_start: int = 0
   mixed_newest: int = 0
   absorbing: bool = True  # states after a terminal frame are trained on
-  renewed: bool = True  # stored values are recomputed for training (reanalysis is on)
+  reanalysed: bool = True  # stored values are recomputed for training (reanalysis is on)
 
 
 class Targets(NamedTuple):
@@ -43,18 +43,18 @@ class Targets(NamedTuple):
 
 def target_spec(config: Config) -> TargetSpec:
   """The settings of a run."""
-  own: EfficientZeroConfig = config.agent
+  agent_config: EfficientZeroConfig = config.agent
   return TargetSpec(
-    unroll_steps=own.loss.unroll_steps,
-    value_prefix_horizon=own.network.value_prefix_horizon,
-    td_steps=own.loss.td_steps,
-    age_interval=own.loss.age_interval,
+    unroll_steps=agent_config.loss.unroll_steps,
+    value_prefix_horizon=agent_config.network.value_prefix_horizon,
+    td_steps=agent_config.loss.td_steps,
+    age_interval=agent_config.loss.age_interval,
     discount=config.env.discount,
-    value_target=own.reanalyse.value_target,
-    absorbing=own.loss.absorbing_states,
-    mixed_start=own.reanalyse.mixed_start,
-    mixed_newest=own.reanalyse.mixed_newest,
-    renewed=own.reanalyse.schedule != "off",
+    value_target=agent_config.reanalyse.value_target,
+    absorbing=agent_config.loss.absorbing_states,
+    mixed_start=agent_config.reanalyse.mixed_start,
+    mixed_newest=agent_config.reanalyse.mixed_newest,
+    reanalysed=agent_config.reanalyse.schedule != "off",
   )
 
 
@@ -183,21 +183,23 @@ def refreshed_errors(
   flat = store.flat(lane, time)
   value, stamp = take(store["value"], flat), take(store["value_step"], flat)
   searched = use_search(store, lane, time, spec, learner_step)
-  if spec.renewed:
+  if spec.reanalysed:
     searched &= take(store["policy_step"], flat) >= stamp
-  ends = store["value" if spec.renewed else "bootstrap"]
+  ends = store["value" if spec.reanalysed else "bootstrap"]
   returns = n_step_values(store, ends, lane, time, spec)[:, 0]
   z = np.where(searched, take(store["search_value"], flat), returns)
-  return value - z, np.where(searched, stamp, rests_on(store, lane, time, spec))
+  return value - z, np.where(searched, stamp, oldest_stamp(store, lane, time, spec))
 
 
-def rests_on(store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec) -> np.ndarray:
+def oldest_stamp(
+  store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec
+) -> np.ndarray:
   """The older of the stamps of the two values behind each |v - n-step return|, int32 [B].
 
   Without renewal a stored return has no age. `spec` has unroll_steps 0.
   """
   v_step = take(store["value_step"], store.flat(lane, time))
-  if not spec.renewed:
+  if not spec.reanalysed:
     return v_step
   end = store.flat(lane, bootstrap_times(store, lane, time, spec)[:, 0])
   older = np.minimum(v_step, take(store["value_step"], end))

@@ -118,7 +118,7 @@ def test_the_temperature_follows_the_progress_by_stages():
 
 def test_running_statistics_are_used():
   values = np.asarray(_values(_windows()))
-  # Another state in the batch would change a normalisation by the batch itself.
+  # Another state in the batch would change a normalization by the batch itself.
   other = _windows().copy()
   other[1] = 255 - other[1]
   changed = np.asarray(_values(other))
@@ -137,8 +137,13 @@ def test_the_recurrent_function_steps_state_carry_and_prefix():
 
   @jax.jit
   def both(variables):
-    network, last, carry, steps = agent.blueprint.bind(variables), start, initial_carry(own, 3), []
-    folded = agent.blueprint.fold(variables)
+    network, last, carry, steps = (
+      agent.network_def.bind(variables),
+      start,
+      initial_carry(own, 3),
+      [],
+    )
+    folded = agent.network_def.fold(variables)
     expected = []
     for action in actions:
       steps.append(agent._recurrent(folded, last, carry, action))

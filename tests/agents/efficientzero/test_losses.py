@@ -45,14 +45,14 @@ def test_transform_is_its_formula_and_inverse_transform_undoes_it(x):
 @hypothesis.example(0.0, 300)
 @hypothesis.example(1e6, 300)
 @hypothesis.example(-1e6, 1)
-def test_two_hot_is_two_neighbours_whose_mean_is_the_value(x, support):
+def test_two_hot_is_two_neighbors_whose_mean_is_the_value(x, support):
   p = np.asarray(_two_hot_of(np.float32(x), support), np.float64)
   atoms = np.arange(-support, support + 1)
   mean = np.clip(_h(x), -support, support)
   assert p.shape == (2 * support + 1,) and p.min() >= 0
   np.testing.assert_allclose(p.sum(), 1, rtol=1e-6)
   np.testing.assert_allclose(p @ atoms, mean, rtol=1e-5, atol=1e-5)
-  assert np.all(np.abs(atoms[p > 0] - mean) < 1 + 1e-4)  # nothing further away than a neighbour
+  assert np.all(np.abs(atoms[p > 0] - mean) < 1 + 1e-4)  # nothing further away than a neighbor
   if abs(_h(x)) > support:
     assert p[0 if x < 0 else -1] == 1
 

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 from speedyzero_jax.agents.efficientzero import networks
-from speedyzero_jax.agents.efficientzero.blueprint import Blueprint, variables_of
 from speedyzero_jax.agents.efficientzero.config import NetworkConfig
+from speedyzero_jax.agents.efficientzero.network_def import NetworkDef, variables_of
 
 # No two sizes alike, so that no pair of axes can be swapped unnoticed.
 TINY = NetworkConfig(
@@ -22,15 +22,15 @@ _OBSERVATION = (2, 3, 2)
 _ACTIONS = 3
 
 
-def _random(blueprint, seed=0):
+def _random(network_def, seed=0):
   """Variables in which nothing is 0 or 1; variances of about 4 keep the activations moderate."""
   rng = np.random.default_rng(seed)
 
   def number(path, x):
-    centre = {"scale": 1, "var": 4}.get(path[-1].key, 0)
-    return (centre + rng.uniform(-0.5, 0.5, x.shape)).astype(x.dtype)
+    center = {"scale": 1, "var": 4}.get(path[-1].key, 0)
+    return (center + rng.uniform(-0.5, 0.5, x.shape)).astype(x.dtype)
 
-  return jax.tree.map_with_path(number, jax.eval_shape(blueprint.init, jax.random.key(0)))
+  return jax.tree.map_with_path(number, jax.eval_shape(network_def.init, jax.random.key(0)))
 
 
 def _leaves(tree):
@@ -41,8 +41,8 @@ def _leaves(tree):
 
 
 def _abstract(config, observation=(96, 96, 12), actions=6):
-  blueprint = Blueprint(config, observation, actions)
-  return blueprint, jax.eval_shape(blueprint.init, jax.random.key(0))
+  network_def = NetworkDef(config, observation, actions)
+  return network_def, jax.eval_shape(network_def.init, jax.random.key(0))
 
 
 # --- sizes
@@ -224,8 +224,8 @@ class Reference:
 )
 def test_forward_is_that_of_a_plain_numpy_network(changes, observation):
   config = dataclasses.replace(TINY, **changes)
-  blueprint = Blueprint(config, observation, _ACTIONS)
-  variables = _random(blueprint)
+  network_def = NetworkDef(config, observation, _ACTIONS)
+  variables = _random(network_def)
   rng = np.random.default_rng(1)
   frames = rng.uniform(size=(4,) + observation).astype(np.float32)
   actions = rng.integers(0, _ACTIONS, (2, 4)).astype(np.int32)
@@ -234,7 +234,7 @@ def test_forward_is_that_of_a_plain_numpy_network(changes, observation):
 
   @jax.jit
   def forward(variables, frames, actions, carry):
-    network = blueprint.bind(variables)
+    network = network_def.bind(variables)
     states = [network.represent(frames, False)]
     for action in actions:
       states.append(network.dynamics(states[-1], action, False))
@@ -242,7 +242,7 @@ def test_forward_is_that_of_a_plain_numpy_network(changes, observation):
     stepped = network.step(states[0], carry, actions[0])
     projection = network.consistency.project(states[1], False)
     predicted = network.consistency.predict(projection, False)
-    folded = blueprint.bind_folded(blueprint.fold(variables))
+    folded = network_def.bind_folded(network_def.fold(variables))
     represented = folded.represent(frames, False)
     following = represented, folded.step(represented, carry, actions[0])
     once_more = *following, folded.predict(states[1], False)
@@ -293,13 +293,13 @@ def test_forward_is_that_of_a_plain_numpy_network(changes, observation):
 
 
 def test_training_moves_running_statistics_by_a_tenth():
-  blueprint = Blueprint(TINY, (1, 1, 2), _ACTIONS)
-  variables = _random(blueprint)
+  network_def = NetworkDef(TINY, (1, 1, 2), _ACTIONS)
+  variables = _random(network_def)
   frames = np.random.default_rng(2).uniform(size=(6, 1, 1, 2)).astype(np.float32)
 
   @jax.jit
   def after(variables):
-    network = blueprint.bind(variables)
+    network = network_def.bind(variables)
     network.predict(network.represent(frames, True), True)
     return variables_of(network)
 
@@ -318,10 +318,10 @@ def test_training_moves_running_statistics_by_a_tenth():
 
 def test_bfloat16_is_for_activations_only():
   config = dataclasses.replace(TINY, dtype="bfloat16")
-  blueprint, variables = _abstract(config, _OBSERVATION, _ACTIONS)
+  network_def, variables = _abstract(config, _OBSERVATION, _ACTIONS)
 
   def forward(variables, frames):
-    network = blueprint.bind(variables)
+    network = network_def.bind(variables)
     state = network.represent(frames, True)
     following, carry, prefix = network.step(state, network.initial_carry(6), jnp.arange(6) % 3)
     logits = prefix, *network.predict(following, True)

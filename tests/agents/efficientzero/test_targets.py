@@ -35,7 +35,7 @@ def arguments(spec, learner_step):
   given["unroll"], given["prefix_horizon"] = (
     given.pop(name) for name in ("unroll_steps", "value_prefix_horizon")
   )
-  unread = ("renewed", "absorbing")
+  unread = ("reanalysed", "absorbing")
   return {k: v for k, v in given.items() if k not in unread} | {"learner_step": learner_step}
 
 

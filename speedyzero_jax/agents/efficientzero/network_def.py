@@ -12,7 +12,7 @@ from speedyzero_jax.agents.efficientzero.networks import EPSILON, Network, split
 from speedyzero_jax.types import Params
 
 
-class Blueprint:
+class NetworkDef:
   """A network's structure without values; makes variables and binds them inside jit.
 
   Arguments are those of `network`, a subclass of `Network`, without `rngs`.
