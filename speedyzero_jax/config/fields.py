@@ -1,4 +1,4 @@
-"""Fields of a configuration: their declaration, the text form of their values, their intervals."""
+"""Configuration fields: declaration, parsing, formatting and range checks."""
 
 import dataclasses
 import math
@@ -18,22 +18,22 @@ class ConfigError(ValueError):
 def opt(
   default: Any, help: str, interval: str = "", *, mutable: bool = False, divided: Divided = ""
 ) -> Any:
-  """A dataclass field that carries its documentation and constraints.
+  """Declares a dataclass field with its documentation and constraints.
 
   Args:
-    default: value if nothing sets the field.
+    default: default value.
     help: meaning, unit and source, printed by `--help`.
-    interval: valid values of a number, or of each number of a tuple, such as `"(0, 1]"`.
-    mutable: a resumed run may change the field.
-    divided: the field counts lanes, samples or transitions of the whole run, shared among learner
-      processes: shares add up `exactly`, or are `at least 1` each unless the value is 0.
+    interval: valid range of a number, or of each element of a tuple, such as `"(0, 1]"`.
+    mutable: whether a resumed run may change the field.
+    divided: set for counts of the whole run that are divided among learner processes. Shares sum
+      `exactly` to the value, or are `at least 1` each unless the value is 0.
   """
   metadata = {"help": help, "interval": interval, "mutable": mutable, "divided": divided}
   return dataclasses.field(default=default, metadata=metadata)
 
 
 def interval_problem(key: str, value: Any, interval: str) -> Iterable[str]:
-  """Yields `key: ...` if the number, or one of a tuple, lies outside `interval`."""
+  """Yields an error message if the number, or an element of the tuple, is outside `interval`."""
   low, high = (float(end) for end in interval[1:-1].split(","))
   for number in value if isinstance(value, tuple) else (value,):
     above = number >= low if interval[0] == "[" else number > low
@@ -44,27 +44,27 @@ def interval_problem(key: str, value: Any, interval: str) -> Iterable[str]:
 
 
 def describe(kind: Any) -> str:
-  """The expected kind of value, for error messages and `--help`."""
+  """Describes a field's type for error messages and `--help`."""
   if typing.get_origin(kind) is Literal:
     return "one of " + ", ".join(typing.get_args(kind))
-  names = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
+  names = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
   return names.get(kind, "a list of numbers")
 
 
 def parse(key: str, value: Any, kind: Any) -> Any:
-  """`value`, a text or list of texts, as the type of `key`. Raises ConfigError if it is not one."""
+  """Parses `value`, a string or list of strings, as type `kind`. Raises ConfigError on failure."""
   try:
     if isinstance(value, str):
       return _parse_text(value, kind)
     if isinstance(value, list) and typing.get_origin(kind) is tuple:
       return tuple(_parse_text(part, float) for part in value)
-  except (ValueError, KeyError, AttributeError):  # AttributeError: a list within the list
+  except (ValueError, KeyError, AttributeError):  # AttributeError: a nested list
     pass
   raise ConfigError(f"{key}: expected {describe(kind)}, got {value!r}")
 
 
 def _parse_text(text: str, kind: Any) -> Any:
-  """The value of type `kind` spelled by `text`. Raises ValueError or KeyError if there is none."""
+  """Parses `text` as type `kind`. Raises ValueError or KeyError if that is not possible."""
   if kind is str:
     return text
   text = text.strip()
@@ -85,12 +85,12 @@ def _parse_text(text: str, kind: Any) -> Any:
     return number
   if typing.get_origin(kind) is Literal:
     return {name: name for name in typing.get_args(kind)}[text]
-  text = text.removeprefix("[").removesuffix("]")  # what remains is tuple[float, ...]
+  text = text.removeprefix("[").removesuffix("]")  # the remaining type is tuple[float, ...]
   return tuple(_parse_text(part, float) for part in text.split(",")) if text.strip() else ()
 
 
 def show(value: Any) -> str:
-  """The text that `parse` reads back as `value`."""
+  """Formats `value` such that `parse` reads it back."""
   if isinstance(value, bool):
     return str(value).lower()
   if isinstance(value, tuple):

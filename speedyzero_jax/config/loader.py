@@ -1,8 +1,8 @@
 """Loading and saving of configurations: presets, `key=value` overrides, `--help`, `config.yaml`.
 
-Everything is derived from the fields of the sections (`schema.py` and the chosen agent's). YAML is
-read without its implicit types (under which `off` is a bool and `1e5` a string): scalars stay text
-until the field's type parses them, so presets and overrides read the same.
+All keys are derived from the dataclass fields in `schema.py` and in the agent's configuration. YAML
+is read without implicit types (which make `off` a bool and `1e5` a string): scalars stay strings
+until they are parsed as the field's type, so presets and overrides have the same syntax.
 """
 
 import contextlib
@@ -33,23 +33,23 @@ _AGENT = "agent"  # the one key without a section
 _BUILT_IN = "speedyzero_jax.agents"
 DEFAULT_AGENT = "efficientzero"
 
-Leaves = dict[str, Any]  # dotted key -> text or list of texts, not yet parsed
+Leaves = dict[str, Any]  # dotted key -> string or list of strings, not yet parsed
 
 
 # --- Sections and fields ---
 
 
 def agent_module(name: str) -> Any:
-  """The module of an agent: one of this package, or any other by its dotted name.
+  """Imports the module of an agent: a built-in one, or any other by its dotted name.
 
   Raises:
-    ConfigError: there is no such module, or it is not an agent's.
+    ConfigError: no such module exists, or it defines no `AGENT_CONFIG`.
   """
   for module in filter(_exists, (f"{_BUILT_IN}.{name}", name)):
-    loaded = importlib.import_module(module)
-    if hasattr(loaded, "AGENT_CONFIG"):
-      return loaded
-  raise ConfigError(f"agent: there is no agent {name!r}; there are {', '.join(agent_names())}")
+    agent = importlib.import_module(module)
+    if hasattr(agent, "AGENT_CONFIG"):
+      return agent
+  raise ConfigError(f"agent: unknown agent {name!r}; available: {', '.join(agent_names())}")
 
 
 def _exists(module: str) -> bool:
@@ -61,6 +61,7 @@ def _exists(module: str) -> bool:
 
 @functools.cache
 def agent_names() -> list[str]:
+  """Names of the built-in agents."""
   folder = Path(__file__).resolve().parents[1] / "agents"
   names = [module.name for module in pkgutil.iter_modules([str(folder)])]
   return [n for n in names if hasattr(importlib.import_module(f"{_BUILT_IN}.{n}"), "AGENT_CONFIG")]
@@ -68,7 +69,7 @@ def agent_names() -> list[str]:
 
 @functools.cache
 def _sections(agent: str) -> dict[str, type]:
-  """Section name -> its dataclass: the environment, the agent's sections, then the others."""
+  """Section name -> its dataclass; `env` first, then the agent's sections, then the others."""
   own = {field.name: field.type for field in dataclasses.fields(agent_module(agent).AGENT_CONFIG)}
   common = {f.name: f.type for f in dataclasses.fields(Config) if f.name != _AGENT}
   return {"env": common.pop("env")} | own | common  # type: ignore[return-value]
@@ -76,7 +77,7 @@ def _sections(agent: str) -> dict[str, type]:
 
 @functools.cache
 def fields_of(agent: str) -> dict[str, dataclasses.Field[Any]]:
-  """Dotted key -> its field, for runs of this agent."""
+  """Dotted key -> dataclass field, for all settings of runs of this agent."""
   return {
     f"{name}.{field.name}": field
     for name, section in _sections(agent).items()
@@ -85,7 +86,7 @@ def fields_of(agent: str) -> dict[str, dataclasses.Field[Any]]:
 
 
 def flat(config: Config) -> dict[str, Any]:
-  """Dotted key -> value."""
+  """Flattens a configuration into dotted key -> value."""
   values = {}
   for key in fields_of(config.agent.name):
     section, name = key.split(".")
@@ -95,36 +96,36 @@ def flat(config: Config) -> dict[str, Any]:
 
 
 def build(agent: str, values: Mapping[str, Any]) -> Config:
-  """A configuration from dotted keys and parsed values; missing keys take their defaults."""
+  """Builds a configuration from dotted keys and parsed values; missing keys take their defaults."""
   sections = _sections(agent)
   parts: dict[str, dict[str, Any]] = {section: {} for section in sections}
   for key, value in values.items():
     section, name = key.split(".")
     parts[section][name] = value
-  made = {section: cls(**parts[section]) for section, cls in sections.items()}
-  own_class: type[AgentConfig] = agent_module(agent).AGENT_CONFIG
-  own = own_class(**{f.name: made.pop(f.name) for f in dataclasses.fields(own_class)})
-  return Config(agent=own, **made)
+  built = {section: cls(**parts[section]) for section, cls in sections.items()}
+  agent_class: type[AgentConfig] = agent_module(agent).AGENT_CONFIG
+  agent_config = agent_class(**{f.name: built.pop(f.name) for f in dataclasses.fields(agent_class)})
+  return Config(agent=agent_config, **built)
 
 
 # --- YAML ---
 
 
 class _Loader(yaml.BaseLoader):
-  """Mappings, lists and text only; a key given twice is an error."""
+  """Constructs mappings, lists and strings only; duplicate keys are errors."""
 
   def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
     seen = set()
     for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
       if key.value in seen:
-        problem = f"{key.value!r} is given twice"
+        problem = f"duplicate key {key.value!r}"
         raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
       seen.add(key.value)
     return super().construct_mapping(node, deep)
 
 
 def read_yaml(text: str) -> dict[str, Any]:
-  """The mapping in `text`. Raises ConfigError if there is none."""
+  """Parses `text` as a YAML mapping. Raises ConfigError if it is not one."""
   try:
     document = yaml.load(text, Loader=_Loader)  # safe: BaseLoader constructs no objects
   except yaml.YAMLError as error:
@@ -135,28 +136,28 @@ def read_yaml(text: str) -> dict[str, Any]:
 def _mapping(value: Any, of: str) -> dict[str, Any]:
   if isinstance(value, dict):
     return value
-  if value in (None, ""):  # all of it is commented out
+  if value in (None, ""):  # empty, or everything is commented out
     return {}
   raise ConfigError(f"expected a mapping of {of}, got {value!r}")
 
 
 def _leaves(document: Mapping[str, Any]) -> Leaves:
-  """Dotted key -> text, from nested sections or dotted keys."""
-  found: Leaves = {}
+  """Flattens nested sections and dotted keys into dotted key -> unparsed value."""
+  result: Leaves = {}
   for key, value in document.items():
     if key == _AGENT or "." in key:
       leaves = {key: value}
     else:
       section = _mapping(value, f"settings for {key!r}")
       leaves = {f"{key}.{name}": leaf for name, leaf in section.items()}
-    if twice := found.keys() & leaves.keys():
-      raise ConfigError(f"{min(twice)} is given twice")
-    found |= leaves
-  return found
+    if duplicates := result.keys() & leaves.keys():
+      raise ConfigError(f"duplicate key {min(duplicates)!r}")
+    result |= leaves
+  return result
 
 
 def _parsed(leaves: Leaves, agent: str) -> dict[str, Any]:
-  """Dotted key -> value. Raises ConfigError for keys that runs of this agent do not have."""
+  """Parses all values. Raises ConfigError for keys that runs of this agent do not have."""
   known = fields_of(agent)
   values = {}
   for key, leaf in leaves.items():
@@ -166,7 +167,7 @@ def _parsed(leaves: Leaves, agent: str) -> dict[str, Any]:
       others = [name for name in agent_names() if name != agent and key in fields_of(name)]
       if others:
         raise ConfigError(
-          f"{key} is a setting of {', '.join(others)}; the agent of this run is {agent}"
+          f"{key} is a setting of {', '.join(others)}, but the agent of this run is {agent}"
         )
       raise ConfigError(f"unknown key {key!r}; the nearest is {_nearest(key, list(known))}")
     values[key] = parse(key, leaf, known[key].type)
@@ -174,7 +175,7 @@ def _parsed(leaves: Leaves, agent: str) -> dict[str, Any]:
 
 
 def _nearest(key: str, candidates: Sequence[str]) -> str:
-  """The keys with the same last word, else the most alike."""
+  """Keys of any section with the same field name, else the closest match."""
   last = key.rpartition(".")[2]
   same = [candidate for candidate in candidates if candidate.partition(".")[2] == last]
   return " or ".join(same or difflib.get_close_matches(key, candidates, 1, cutoff=0.0))
@@ -184,12 +185,12 @@ def _nearest(key: str, candidates: Sequence[str]) -> str:
 
 
 def preset_names() -> list[str]:
-  """Presets that can be given by name."""
+  """Names of the presets in `configs/`."""
   return sorted(path.stem for path in _CONFIGS.glob("*.yaml"))
 
 
 def _preset_path(preset: str, folder: Path) -> Path:
-  """The file of a preset given by name, or by a path relative to `folder`."""
+  """Path of a preset, given its name or its path relative to `folder`."""
   if preset.endswith((".yaml", ".yml")):
     return folder / preset
   if preset not in preset_names():
@@ -201,7 +202,7 @@ def _preset_path(preset: str, folder: Path) -> Path:
 
 
 class _Settings(NamedTuple):
-  """A preset's settings, for every game or for one (`games: {NAME: ...}`)."""
+  """Settings of a preset for all games, or for one game (`games: {NAME: ...}`)."""
 
   path: Path
   game: str | None
@@ -209,16 +210,16 @@ class _Settings(NamedTuple):
 
 
 def _read_preset(path: Path, parents: tuple[Path, ...] = ()) -> list[_Settings]:
-  """The settings of the file's `base` presets in order, then the file's own."""
+  """Reads the settings of the file's `base` presets in order, then the file's own."""
   path = path.resolve()
   with _named_in_errors(path):
     if path in parents:
-      raise ConfigError("a preset is its own base")
+      raise ConfigError("base: a preset must not be based on itself, directly or indirectly")
     document = read_yaml(path.read_text(encoding="utf-8"))
     bases = document.pop("base", [])
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
-      raise ConfigError(f"base: expected names of presets, got {bases!r}")
+      raise ConfigError(f"base: expected a list of preset names, got {bases!r}")
     games = _mapping(document.pop("games", None), "games to settings")
     own = [_Settings(path, None, _leaves(document))]
     for game, settings in games.items():
@@ -232,6 +233,7 @@ def _read_preset(path: Path, parents: tuple[Path, ...] = ()) -> list[_Settings]:
 
 @contextlib.contextmanager
 def _named_in_errors(path: Path) -> Iterator[None]:
+  """Reraises errors as ConfigError with the file's path in the message."""
   try:
     yield
   except (OSError, UnicodeDecodeError, ConfigError) as error:
@@ -243,32 +245,34 @@ def _named_in_errors(path: Path) -> Iterator[None]:
 
 
 def load(presets: Sequence[str] = (), overrides: Sequence[str] = ()) -> Config:
-  """Defaults, then presets in order, then overrides; later ones win, key by key.
+  """Loads a configuration: defaults, then presets in order, then overrides.
 
-  A preset's settings for the run's game (`games:`) apply right after the rest of the preset.
+  Later values replace earlier ones key by key. A preset's settings for the run's game (`games:`)
+  apply right after its general settings.
 
   Args:
-    presets: names of files in `configs/`, or paths that end in .yaml. A preset may build on others
-      (`base: [atari100k]`).
+    presets: names of files in `configs/`, or paths that end in .yaml. A preset may inherit from
+      others (`base: [atari100k]`).
     overrides: `key=value` with dotted keys, such as `env.game=Pong` or `search.temperatures=1,0.5`.
 
-  Raises ConfigError for an unknown preset, agent or key (the message names the nearest), a value of
-  the wrong type or out of range, and an unreadable file.
+  Raises:
+    ConfigError: a preset, agent or key is unknown (the message suggests the closest match), a value
+      has the wrong type or is out of range, or a file is unreadable.
   """
   read = [part for preset in presets for part in _read_preset(_preset_path(preset, Path.cwd()))]
   last = _overridden(overrides)
-  chosen: Leaves = {}
+  merged: Leaves = {}
   for leaves in (*(settings.leaves for settings in read if settings.game is None), last):
-    chosen |= leaves
-  agent = parse(_AGENT, chosen.get(_AGENT, DEFAULT_AGENT), str)
+    merged |= leaves
+  agent = parse(_AGENT, merged.get(_AGENT, DEFAULT_AGENT), str)
   values: dict[str, Any] = {}
-  wanted = chosen.get("env.game")
+  chosen = merged.get("env.game")
   for path, game, leaves in read:
     with _named_in_errors(path):
-      parsed = _parsed(leaves, agent)  # of other games, too: their mistakes are reported
-    if game not in (None, wanted) and str(game).lower() == str(wanted).lower():
-      raise ConfigError(f"{path}: games: {game!r} differs from env.game={wanted} in case only")
-    if game in (None, wanted):
+      parsed = _parsed(leaves, agent)  # also for other games, to report their errors
+    if game not in (None, chosen) and str(game).lower() == str(chosen).lower():
+      raise ConfigError(f"{path}: games: {game!r} differs from env.game={chosen} only in case")
+    if game in (None, chosen):
       values |= parsed
   config = build(agent, values | _parsed(last, agent))
   validate(config)
@@ -276,10 +280,10 @@ def load(presets: Sequence[str] = (), overrides: Sequence[str] = ()) -> Config:
 
 
 def override(config: Config, overrides: Sequence[str]) -> Config:
-  """`config` with `key=value` overrides applied. Raises ConfigError as `load` does."""
+  """Applies `key=value` overrides to `config`. Raises ConfigError as `load` does."""
   leaves, agent = _overridden(overrides), config.agent.name
   if leaves.get(_AGENT, agent) != agent:
-    raise ConfigError(f"agent: is {agent} and cannot change")
+    raise ConfigError(f"agent: cannot be changed from {agent} to {leaves[_AGENT]}")
   config = build(agent, flat(config) | _parsed(leaves, agent))
   validate(config)
   return config
@@ -299,20 +303,20 @@ def validate(config: Config) -> None:
   """Checks intervals and dependencies between settings.
 
   Raises:
-    ConfigError: one line per key with an invalid value.
+    ConfigError: a value is invalid; the message has one line per invalid key.
   """
-  values, found = flat(config), list[str]()
+  values, problems = flat(config), list[str]()
   for key, field in fields_of(config.agent.name).items():
     if field.metadata["interval"]:
-      found += interval_problem(key, values[key], field.metadata["interval"])
-  if not found:  # the others compute with these numbers
-    found = [*config.problems(), *config.agent.problems(config)]
-  if found:
-    raise ConfigError("\n".join(found))
+      problems += interval_problem(key, values[key], field.metadata["interval"])
+  if not problems:  # these checks assume that all values are within their intervals
+    problems = [*config.problems(), *config.agent.problems(config)]
+  if problems:
+    raise ConfigError("\n".join(problems))
 
 
 def to_yaml(config: Config) -> str:
-  """All keys and values as YAML; `from_yaml` and `load` restore an equal configuration."""
+  """Serializes all settings as YAML; `from_yaml` and `load` restore an equal configuration."""
   nested: dict[str, Any] = {_AGENT: config.agent.name}
   for key, value in flat(config).items():
     section, name = key.split(".")
@@ -321,10 +325,12 @@ def to_yaml(config: Config) -> str:
 
 
 def from_yaml(text: str) -> Config:
-  """The configuration that `to_yaml` wrote; missing keys take their defaults.
+  """Restores a configuration from `to_yaml`; missing keys take their defaults.
 
-  Intervals are not checked: a saved configuration was valid when it was saved. Raises ConfigError
-  for unreadable text, an unknown key, or a value of the wrong type.
+  Values are not validated again: they were when the configuration was saved.
+
+  Raises:
+    ConfigError: the text is unreadable, a key is unknown, or a value has the wrong type.
   """
   leaves = _leaves(read_yaml(text))
   agent = str(leaves.get(_AGENT, DEFAULT_AGENT))
@@ -332,7 +338,7 @@ def from_yaml(text: str) -> Config:
 
 
 def divide(config: Config, unit: int, units: int) -> Config:
-  """The share of learner process `unit` of `units`: divides the fields marked `divided`."""
+  """Returns learner process `unit`'s share: fields marked `divided` are divided by `units`."""
   values, known = flat(config), fields_of(config.agent.name)
   for key, field in known.items():
     if how := field.metadata["divided"]:
@@ -343,7 +349,7 @@ def divide(config: Config, unit: int, units: int) -> Config:
 
 
 def fixed_changes(a: Config, b: Config) -> list[str]:
-  """`key: a's value != b's value` for keys that differ and that a resumed run may not change."""
+  """Lists changed settings that a resumed run may not change, as `key: a's value != b's value`."""
   before, after, known = flat(a), flat(b), fields_of(a.agent.name)
   return [
     f"{key}: {show(value)} != {show(after[key])}"
@@ -353,17 +359,17 @@ def fixed_changes(a: Config, b: Config) -> list[str]:
 
 
 def help_text(agent: str = DEFAULT_AGENT) -> str:
-  """All settings of runs of this agent with default, type and meaning, and the presets."""
+  """Text of `--help`: this agent's settings with defaults, types and meanings, and the presets."""
   lines = [
-    f"Settings of a run with agent={agent} (one of {', '.join(agent_names())}), as key=value, with",
-    "their defaults:",
+    "Settings (key=value) with their defaults, for",
+    f"agent={agent} (one of {', '.join(agent_names())}):",
   ]
   for section, cls in _sections(agent).items():
     lines += ["", f"{section}: {(cls.__doc__ or '').strip()}"]
     for field in dataclasses.fields(cls):
       lines.append(f"  {section}.{field.name}={show(field.default)}  ({describe(field.type)})")
       lines.append(textwrap.indent(textwrap.fill(field.metadata["help"], 94), " " * 6))
-  lines += ["", "Presets (--config, several stack, the later wins):"]
+  lines += ["", "Presets (--config NAME ...; later ones take precedence):"]
   for name in preset_names():
     first_line = (_CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0]
     lines.append(f"  {name:14} {first_line.lstrip('# ')}")

@@ -1,11 +1,11 @@
 """Typed configuration of a run: frozen dataclasses, one per section.
 
-Settings are fields with their meaning and source. Agents add sections (`AgentConfig`).
+Each field documents its meaning, unit and source. Agents add sections (`AgentConfig`).
 
 Sources: EZ = EfficientZero (Ye et al. 2021) and its released code; EZ-V2 = EfficientZero V2 (Wang
-et al. 2024); SZ = SpeedyZero (Mei et al., ICLR 2023); "ours" = this project's choice or reading.
+et al. 2024); SZ = SpeedyZero (Mei et al., ICLR 2023); "ours" = chosen by this project.
 
-Ranges without a source avoid overflow of int32 counts and float32 computations.
+Ranges without a source prevent overflow of int32 counts and float32 computations.
 """
 
 import dataclasses
@@ -25,13 +25,19 @@ class EnvConfig:
     "ConnectFour, or gymnasium:ID (gymnasium:MODULE:ID for your own)",
   )
   frame_size: int = opt(96, "frames' height and width after area resizing (EZ: 96)", "[8, 512]")
-  grayscale: bool = opt(False, "one grey channel instead of RGB (EZ: RGB)")
+  grayscale: bool = opt(False, "one gray channel instead of RGB (EZ: RGB)")
   frame_stack: int = opt(4, "frames stacked into an observation (EZ: 4)", "[1, 1000]")
-  frame_skip: int = opt(4, "raw frames per agent step, max over the last two (EZ: 4)", "[1, 1000]")
-  noop_max: int = opt(30, "1 to so many no-op raw frames follow a reset (EZ: 30)", "[1, 1000]")
-  fire_reset: bool = opt(False, "press fire after a reset in games that need it (EZ: no)")
+  frame_skip: int = opt(
+    4, "raw frames per agent step; the last two are max-pooled (EZ: 4)", "[1, 1000]"
+  )
+  noop_max: int = opt(
+    30, "maximum of the random number of no-op raw frames after a reset (EZ: 30)", "[1, 1000]"
+  )
+  fire_reset: bool = opt(False, "press FIRE after a reset in games that need it (EZ: no)")
   episodic_life: bool = opt(True, "a lost life ends the training episode (EZ: yes)")
-  clip_rewards: bool = opt(True, "train on the sign of rewards (EZ: yes); evaluation is always raw")
+  clip_rewards: bool = opt(
+    True, "train on the sign of rewards (EZ: yes); evaluation always uses raw rewards"
+  )
   sticky_actions: float = opt(0.0, "probability of repeating the last action (EZ: 0)", "[0, 1]")
   max_episode_steps: int = opt(3000, "agent steps until truncation (EZ: 3,000)", "[1, 1e9]")
   discount: float = opt(0.997**4, "discount per agent step (EZ as released: 0.997^4)", "(0, 1]")
@@ -42,16 +48,25 @@ class EnvConfig:
 class ActorConfig:
   """Collection of experience."""
 
-  lanes: int = opt(16, "environments stepped together (ours)", "[1, 1e5]", divided="exactly")
+  lanes: int = opt(
+    16, "vectorized environments, stepped together (ours)", "[1, 1e5]", divided="exactly"
+  )
   random_steps: int = opt(
     2000, "agent steps of random play before training (EZ: 2,000)", "[0, 1e9]", divided="exactly"
   )
   random_hold: float = opt(
-    1.0, "mean steps that random play holds an action, to reach further (ours, EZ: 1)", "[1, 1e6]"
+    1.0,
+    "mean agent steps for which random play repeats an action; more explore further (ours, EZ: 1)",
+    "[1, 1e6]",
   )
-  weights_interval: int = opt(10, "learner steps between its new weights (SZ: 10)", "[1, 1e9]")
+  weights_interval: int = opt(
+    10, "learner steps between updates of the actors' weights (SZ: 10)", "[1, 1e9]"
+  )
   max_lag: int = opt(
-    0, "async: policy lag, learner steps, at which the learner waits; 0: never (ours)", "[0, 1e9]"
+    0,
+    "async: largest policy lag, in learner steps; the learner waits rather than exceed it; 0: no "
+    "bound (ours)",
+    "[0, 1e9]",
   )
 
 
@@ -61,14 +76,15 @@ class ReplayConfig:
 
   capacity: int = opt(
     0,
-    "newest frames kept; 0: all of a run whose episodes last four steps or more (EZ: all)",
+    "number of newest frames kept; 0: all, if episodes last four steps or more on average (EZ: "
+    "all)",
     "[0, 1e9]",
     divided="exactly",
   )
   frames: Literal["auto", "device", "host"] = opt(
     "auto",
-    "where batches are gathered: in host memory, or on the learner's devices, which then hold all "
-    "frames; auto: on accelerators with twice the memory needed (ours)",
+    "where batches are gathered: in host memory, or on the learner's devices, which then store all "
+    "frames; auto: on the devices if they are accelerators with twice the required memory (ours)",
   )
 
 
@@ -81,29 +97,35 @@ class OptimConfig:
   )
   learning_rate: float = opt(0.2, "base learning rate (EZ: 0.2 at batch 256)", "(0, 1e9]")
   momentum: float = opt(0.9, "momentum; Adam's b1 (EZ: 0.9)", "[0, 1)")
-  weight_decay: float = opt(1e-4, "on leaves of rank 2 and more (EZ: 1e-4)", "[0, 1e9]")
-  trust_coefficient: float = opt(
-    0.001, "LARS: eta (You et al. 2017: 0.001; SZ's value is not published)", "(0, 1e9]"
+  weight_decay: float = opt(
+    1e-4, "weight decay of parameters of rank 2 and more (EZ: 1e-4)", "[0, 1e9]"
   )
-  trust_min: float = opt(0.0, "Clipped LARS: least trust ratio (our reading)", "[0, 1e9]")
+  trust_coefficient: float = opt(
+    0.001, "(Clipped) LARS: eta (You et al. 2017: 0.001; SZ's is not published)", "(0, 1e9]"
+  )
+  trust_min: float = opt(0.0, "Clipped LARS: minimum trust ratio (our interpretation)", "[0, 1e9]")
   trust_max: float = opt(
-    1.0, "Clipped LARS: largest trust ratio; 1: never faster than SGD (our reading)", "(0, 1e9]"
+    1.0,
+    "Clipped LARS: maximum trust ratio; 1: no layer faster than SGD (our interpretation)",
+    "(0, 1e9]",
   )
   trust_eps: float = opt(
     0.0, "(Clipped) LARS: added to the trust ratio's denominator (ours, as optax: 0)", "[0, 1e9]"
   )
-  clip_norm: float = opt(5.0, "global norm gradients are clipped to; 0: never (EZ: 5)", "[0, 1e9]")
+  clip_norm: float = opt(5.0, "maximum global gradient norm; 0: no clipping (EZ: 5)", "[0, 1e9]")
   warmup_steps: int = opt(1000, "learner steps of linear warm-up from 0 (EZ: 1,000)", "[0, 1e9]")
   decay: Literal["staircase", "linear"] = opt(
-    "staircase", "after the warm-up: by a factor every decay_steps (EZ), or linearly to 0 (PPO)"
+    "staircase",
+    "after the warm-up: times decay_rate every decay_steps (EZ), or linear to 0 over decay_steps "
+    "(PPO)",
   )
   decay_steps: int = opt(
     100_000,
-    "learner steps between decays, or in which a linear one ends; 0: no decay (EZ: 100k)",
+    "learner steps between decays, or of the whole linear decay; 0: no decay (EZ: 100k)",
     "[0, 1e9]",
   )
   decay_rate: float = opt(
-    0.1, "staircase: factor of the rate every decay_steps (EZ: 0.1)", "(0, 1]"
+    0.1, "staircase: factor of the learning rate every decay_steps (EZ: 0.1)", "(0, 1]"
   )
 
 
@@ -115,78 +137,85 @@ class LearnerConfig:
     256, "samples per learner step (EZ: 256, SZ: 8 x 256)", "[1, 1e6]", divided="exactly"
   )
   steps: int = opt(100_000, "learner steps (EZ: 100k + 20k, SZ: 15k)", "[1, 1e9]")
-  tail_steps: int = opt(0, "of these, taken after the last agent step (EZ: 20k)", "[0, 1e9]")
+  tail_steps: int = opt(
+    0, "how many of learner.steps follow the last agent step (EZ: 20k)", "[0, 1e9]"
+  )
   devices: int = opt(0, "devices in the learner's mesh; 0: all local devices", "[0, 1e9]")
   prefetch: int = opt(2, "async: batches prepared ahead of the learner", "[1, 1000]")
 
 
 @dataclasses.dataclass(frozen=True)
 class TopologyConfig:
-  """The processes of a run. A run of several needs `--processes` or a cluster."""
+  """The processes of a run. More than one process needs `--processes` or a cluster."""
 
   learners: int = opt(
     0,
-    "learner processes, one mesh, each with its own lanes; 0: all but the others",
+    "learner processes, forming one mesh, each with its own lanes; 0: all processes that are not "
+    "actors or refreshers",
     "[0, 1e5]",
     divided="exactly",
   )
   actors: int = opt(
     0,
-    "actor processes, shared by the learners; a learner without one acts itself",
+    "actor processes, divided among the learners; a learner that has none collects experience "
+    "itself",
     "[0, 1e5]",
     mutable=True,
     divided="exactly",
   )
   refreshers: int = opt(
     0,
-    "processes that recompute stored data; a learner without one does so itself",
+    "processes that recompute stored data, divided among the learners; a learner that has none "
+    "recomputes it itself",
     "[0, 1e5]",
     mutable=True,
     divided="exactly",
   )
   inference: Literal["actors", "central"] = opt(
     "actors",
-    "where actions are chosen: in the actors, with copies of the weights; central: in the learner "
-    "process for all its actors, which only step environments (SEED RL)",
+    "where actions are computed; actors: in the actor processes, with copies of the weights; "
+    "central: in the learner process, while actors only step environments (SEED RL)",
     mutable=True,
   )
   host: str = opt(
     "",
-    "address of the learners, if all are on one machine; empty: each one's own address on the "
+    "address of the learners, if all run on one machine; empty: each learner's own address on the "
     "route to the coordinator",
     mutable=True,
   )
   token_file: str = opt(
     "",
-    "file on every machine with the secret shared by all processes; empty: process 0 generates one",
+    "file, on every machine, with the secret shared by all processes; empty: process 0 generates "
+    "the secret",
     mutable=True,
   )
   weights_dtype: Literal["float32", "bfloat16"] = opt(
     "float32",
-    "of the weights sent to actors and refreshers; bfloat16 halves the traffic, but rounds",
+    "dtype of weights sent to actors and refreshers; bfloat16 halves the traffic, with rounding",
     mutable=True,
   )
   block_timeout: float = opt(
     30.0,
-    "seconds until another refresher gets a block of states; after twice this it is skipped",
+    "seconds until an unfinished block of states goes to another refresher; after twice this time "
+    "the learner stops waiting for the blocks of a batch",
     "(0, 1e9]",
     mutable=True,
   )
   bound_age: bool = opt(
     False,
-    "the learner waits for refreshers rather than exceed the age bounds of the agent's tasks or "
-    "train on a batch that was not recomputed",
+    "make the learner wait for refreshers whenever it would exceed the age bounds of the agent's "
+    "tasks or train on a batch that is not recomputed yet",
     mutable=True,
   )
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationConfig:
-  """Full episodes with the trained network: no noise, best action, raw rewards."""
+  """Evaluation over full episodes: greedy actions without noise, raw rewards."""
 
   episodes: int = opt(32, "episodes played (EZ: 32)", "[1, 1e6]", mutable=True)
   max_episode_steps: int = opt(
-    27_000, "cap of an episode, agent steps (EZ: 27,000 = 108k frames)", "[1, 1e9]", mutable=True
+    27_000, "agent steps until truncation (EZ: 27,000 = 108k frames)", "[1, 1e9]", mutable=True
   )
   interval: int = opt(0, "learner steps between evaluations; 0: none", "[0, 1e9]", mutable=True)
   at_end: bool = opt(True, "evaluate the weights when training ends or pauses", mutable=True)
@@ -198,8 +227,8 @@ class ProfileConfig:
 
   steps: int = opt(
     0,
-    "learner steps to time, and as many to trace, once everything is compiled; writes profile.json "
-    "and a trace into the run folder and prints tables; 0: none",
+    "learner steps to time, and then as many to trace, after compilation; writes profile.json and "
+    "a trace into the run folder and prints tables; 0: none",
     "[0, 1e5]",
     mutable=True,
   )
@@ -212,20 +241,25 @@ class RunConfig:
   dir: str = opt("", "run folder; empty: a new one under runs/, named after preset, game and seed")
   seed: int = opt(0, "random seed", "[0, 4294967296)")
   env_steps: int = opt(
-    100_000, "agent steps collected (Atari-100k: 100,000)", "[1, 1e9]", divided="exactly"
+    100_000, "agent steps to collect (Atari-100k: 100,000)", "[1, 1e9]", divided="exactly"
   )
   mode: Literal["async", "lockstep"] = opt(
-    "async", "roles overlap in threads (async), or take turns and reproduce bit for bit (lockstep)"
+    "async",
+    "async: actor, learner and refresher run in parallel threads; lockstep: they take turns, and "
+    "results are reproducible bit for bit",
   )
   checkpoint_interval: int = opt(1000, "learner steps between checkpoints", "[1, 1e9]")
   keep_checkpoints: int = opt(
-    3, "newest checkpoints kept, and all since every learner's newest", "[1, 1e9]", mutable=True
+    3,
+    "newest checkpoints kept; with several learners also all since their last common one",
+    "[1, 1e9]",
+    mutable=True,
   )
   log_interval: int = opt(20, "learner steps between lines of metrics", "[1, 1e9]", mutable=True)
   pause_at: int = opt(
     0,
-    "learner step after which the run saves and ends with exit code 0, to be resumed with another "
-    "value (with several learners up to two steps later); 0: none",
+    "learner step after which the run saves a checkpoint and exits with code 0; resume it with "
+    "another value (several learners stop up to two steps later); 0: never",
     "[0, 1e9]",
     mutable=True,
   )
@@ -239,10 +273,16 @@ class PriorityConfig:
   """Prioritized replay, for agents that sample transitions by TD error."""
 
   alpha: float = opt(0.6, "exponent of the priorities (EZ: 0.6, EZ-V2: 1)", "[0, 10]")
-  beta_start: float = opt(0.4, "importance exponent at the start (EZ: 0.4, EZ-V2: 1)", "[0, 2]")
-  beta_end: float = opt(1.0, "importance exponent at the end of training (EZ: 1)", "[0, 2]")
+  beta_start: float = opt(
+    0.4, "importance-sampling exponent at the start (EZ: 0.4, EZ-V2: 1)", "[0, 2]"
+  )
+  beta_end: float = opt(
+    1.0, "importance-sampling exponent at the end of training (EZ: 1)", "[0, 2]"
+  )
   min_priority: float = opt(1e-6, "added to every priority (EZ: 1e-6)", "[1e-12, 1e6]")
-  min_weight: float = opt(0.0, "least importance weight, of the largest (EZ-V2: 0.1)", "[0, 1]")
+  min_weight: float = opt(
+    0.0, "minimum importance weight, relative to the largest (EZ-V2: 0.1)", "[0, 1]"
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,11 +293,11 @@ class AgentConfig:
 
   @property
   def refreshes(self) -> bool:
-    """Whether the agent recomputes what the replay stores, so that there is work for refreshers."""
+    """Whether the agent recomputes stored data, so that refreshers have work."""
     return False
 
   def problems(self, config: "Config") -> Iterable[str]:
-    """Yields `key: problem` for settings that contradict each other."""
+    """Yields `key: problem` for inconsistent settings."""
     return ()
 
 
@@ -277,7 +317,7 @@ class Config:
   run: RunConfig = RunConfig()
 
   def problems(self) -> Iterable[str]:
-    """Yields `key: problem` for settings that contradict each other, whatever the agent."""
+    """Yields `key: problem` for inconsistent settings that concern every agent."""
     actor, learner, optim, topology = self.actor, self.learner, self.optim, self.topology
     for key, value, bound, limit in (
       ("actor.random_steps", actor.random_steps, "run.env_steps", self.run.env_steps),
@@ -298,6 +338,6 @@ class Config:
       )
     if topology.refreshers and not self.agent.refreshes:
       yield (
-        f"topology.refreshers: must be 0, as {self.agent.name} with these settings recomputes "
-        f"nothing, got {topology.refreshers}"
+        f"topology.refreshers: must be 0, as {self.agent.name} recomputes nothing with these "
+        f"settings, got {topology.refreshers}"
       )

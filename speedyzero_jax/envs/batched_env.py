@@ -1,26 +1,26 @@
-"""Batched environments: vectorized envpool games with this project's episode conventions.
+"""Vectorized environments: envpool games with this project's episode conventions.
 
 Episodes (checked in tests/envs/test_batched_env.py, also against a plain ALE):
 
-- Atari is NoFrameskip-v4: by default no sticky actions and no automatic fire, `frame_skip` raw
-  frames per agent step, the maximum over the last two of them shown, 1 to `noop_max` raw no-op
-  frames before the first frame.
-- In training with `episodic_life` a lost life ends the episode, but the game continues: the next
-  episode begins, again after no-ops, where the life was lost. The loss of the last life ends the
-  episode when the game is over.
-- A cap counts the agent steps of the *game*, over all its lives, as in EfficientZero, whose time
-  limit lies inside its episodic life; steps that only restart an episode do not count. After a cap
-  a new game begins.
-- CartPole terminates, or is truncated after 500 steps. Catch always lasts nine steps: no cap
-  applies.
-- MemoryCatch is Catch whose ball is shown in an episode's first frame and not again before it has
-  landed. Of single frames a policy without memory sees only the paddle, in one of three columns
-  after the first step: it catches at most three balls in five, a mean return of 0.2.
-- Snake is Jumanji's, on 12 x 12 cells in five channels: an episode ends when the snake runs into a
-  wall or itself, or after 4,000 steps; no cap applies.
-- In a board game one lane plays both sides: each frame is the board as the player to move sees it
-  (see `rules.py`), each reward that of the player who moved. No cap applies. Evaluation is against
-  an opponent: see `versus.py`.
+- Atari follows NoFrameskip-v4: by default no sticky actions and no automatic FIRE, `frame_skip` raw
+  frames per agent step with max-pooling over the last two, and 1 to `noop_max` raw no-op frames
+  before the first frame.
+- In training with `episodic_life` a lost life ends the episode, but not the game: the next episode
+  continues the game, again after no-ops. When the last life is lost, the episode ends with the
+  game.
+- A cap counts the agent steps of the *game*, over all its lives, as in EfficientZero, which applies
+  its time limit inside its episodic-life wrapper. Steps that only restart an episode do not count.
+  When the cap is reached, the game is truncated and a new one begins.
+- CartPole terminates, or is truncated after 500 steps. Catch always lasts nine steps and ignores
+  the cap.
+- MemoryCatch is Catch with the ball visible only in the first frame of an episode and once it has
+  landed. From single frames a policy without memory sees only the paddle, in one of three columns
+  after the first step: it catches at most three of five balls, a mean return of 0.2.
+- Snake is Jumanji's, on 12 x 12 cells with five channels: an episode ends when the snake runs into
+  a wall or itself, or after 4,000 steps. It ignores the cap.
+- In a board game one lane plays both sides: each frame shows the board from the perspective of the
+  player to move (see `rules.py`), and each reward is for the player who just moved. The cap is
+  ignored. For evaluation against an opponent see `versus.py`.
 """
 
 import difflib
@@ -43,41 +43,41 @@ from speedyzero_jax.envs.scores import atari100k_games
 from speedyzero_jax.types import Env, EnvStep
 
 VECTOR_GAMES = ("Catch", "MemoryCatch", "CartPole")
-_GRIDS = {"Snake": 12}  # side of small float images
-BOARD_GAMES = tuple(RULES)  # for two players
-_CARTPOLE_STEPS = 500  # of CartPole-v1
-# |x| in metres and |angle| beyond which the pole has fallen.
+_GRIDS = {"Snake": 12}  # game -> height and width of its float image
+BOARD_GAMES = tuple(RULES)  # two-player games
+_CARTPOLE_STEPS = 500  # time limit of CartPole-v1
+# CartPole terminates beyond these |x| [m] and |angle| [rad].
 _CARTPOLE_LIMITS = np.array([2.4, math.radians(12)])
-_NO_CAP = 2**30  # envpool adds one to its cap: its largest int would overflow
+_NO_CAP = 2**30  # below the largest int32, since envpool adds one to its cap
 
 
 class _Task(NamedTuple):
-  """Arguments of envpool for a game."""
+  """envpool's arguments for a game."""
 
   family: str  # subpackage of envpool
   name: str
   options: dict[str, Any]
-  hides_ball: bool = False  # Catch's, but for the first frame
+  hides_ball: bool = False  # MemoryCatch: blank the ball after the first frame
 
 
 class BatchedEnv:
-  """`num_lanes` copies of a game stepped together. Made by `make_env`; not thread-safe.
+  """`num_lanes` copies of a game, stepped together. Created by `make_env`; not thread-safe.
 
   An episode's last frame has `terminated` or `truncated` set. The next step ignores the lane's
-  action and returns the next episode's first frame: `first`, reward 0, no transition. A new game,
-  not just a new life, begins exactly after `game_over | truncated`; a cap that coincides with a
-  lost life counts as `terminated` and `game_over`.
+  action and returns the first frame of the next episode, with `first` set and reward 0; it is not a
+  transition. A new game, rather than just a new life, begins exactly after `game_over | truncated`.
+  If the cap coincides with a lost life, the step is `terminated` and `game_over`.
 
   Attributes:
-    num_lanes: L.
-    num_actions: actions are 0 .. num_actions - 1.
-    frame_shape: (H, W, C) of one frame; (1, 1, D) for vectors.
+    num_lanes: number of environments, L.
+    num_actions: number of actions; they are 0 .. num_actions - 1.
+    frame_shape: shape (H, W, C) of one frame; (1, 1, D) for vectors.
     frame_dtype: uint8 for images, float32 for vectors and grids.
   """
 
   def __init__(self, task: _Task, lanes: int, seed: int, threads: int):
-    # envpool's own seed + lane would give runs with neighboring seeds the same lanes.
-    seeds = np.random.SeedSequence(seed).generate_state(lanes) >> 1  # envpool wants an int32
+    # envpool's default of seed + lane would share lanes between runs with adjacent seeds.
+    seeds = np.random.SeedSequence(seed).generate_state(lanes) >> 1  # envpool requires int32
     options = {
       **task.options,
       "num_envs": lanes,
@@ -87,7 +87,7 @@ class BatchedEnv:
     self._pool: Any = _registry(task.family).make_gymnasium(task.name, **options)
     self._family, self._hides_ball = task.family, task.hides_ball
     self._episodic_life = task.options.get("episodic_life", False)
-    self._ended = np.zeros(lanes, bool)  # the last frame ends its episode
+    self._ended = np.zeros(lanes, bool)  # whether the last step ended the episode
     self._lives = np.zeros(lanes, np.int32)
     arrays = self._pool.spec.state_array_spec
     shape = arrays["obs:grid" if task.family == "jumanji" else "obs"].shape
@@ -95,7 +95,7 @@ class BatchedEnv:
     self.num_actions = int(self._pool.spec.action_array_spec["action"].maximum) + 1
     if task.family == "atari":
       self.frame_shape = shape[1], shape[2], shape[0]
-    elif task.family == "pgx":  # a board as each of two players sees it
+    elif task.family == "pgx":  # both players' views of the board
       self.frame_shape = tuple(shape[1:])
     else:
       self.frame_shape = tuple(shape) if len(shape) == 3 else (1, 1, math.prod(shape))
@@ -103,8 +103,8 @@ class BatchedEnv:
     self.frame_dtype = np.dtype(np.uint8 if images else np.float32)
 
   def reset(self) -> EnvStep:
-    """The first frame of every lane. To be called once, before any step."""
-    with warnings.catch_warnings():  # about CartPole's bounds
+    """Returns the first frame of every lane. Must be called once, before any step."""
+    with warnings.catch_warnings():  # envpool warns about CartPole's bounds
       warnings.filterwarnings("ignore", message=".*precision lowered", category=UserWarning)
       obs, info = self._pool.reset()
     no = np.zeros(self.num_lanes, bool)
@@ -112,9 +112,13 @@ class BatchedEnv:
     return self._show(~no, *self._by_lane(obs, reward, no, no, info))
 
   def step(self, action: np.ndarray) -> EnvStep:
-    """Takes one agent step in every lane, with actions [L]; ignored where an episode has ended.
+    """Takes one agent step in every lane.
 
-    Raises ValueError for a wrong shape or range, or an illegal move; nothing was stepped then.
+    Args:
+      action: actions [L], ignored in lanes whose episode has ended.
+
+    Raises:
+      ValueError: actions have a wrong shape or are out of range or illegal. No lane was stepped.
     """
     self._check(action)
     return self._show(self._ended, *self._by_lane(*self._pool.step(action.astype(np.int32))))
@@ -132,14 +136,14 @@ class BatchedEnv:
     self._pool = None
 
   def _by_lane(self, obs: Any, *others: Any) -> tuple:
-    """What envpool returns of a step, with arrays that lead with L."""
+    """Converts envpool's output of a step to arrays with leading dimension L."""
     return obs["grid"] if self._family == "jumanji" else obs, *others
 
   def _show(
     self, first: np.ndarray, obs: Any, reward: Any, ended: Any, capped: Any, info: Any
   ) -> EnvStep:
-    """Converts envpool's output; `ended` and `capped` are its `terminated` and `truncated`."""
-    # envpool reports every end at the cap as truncated, also one that is a terminal state.
+    """Builds an `EnvStep`; `ended` and `capped` are envpool's `terminated` and `truncated`."""
+    # At the cap envpool reports `truncated` even in a terminal state; `real` marks these states.
     if self._family == "atari":
       over, lives = info["terminated"].astype(bool), info["lives"]
       real = capped & (over | (self._episodic_life & (lives > 0) & (lives < self._lives)))
@@ -147,11 +151,11 @@ class BatchedEnv:
       frame = np.ascontiguousarray(obs.transpose(0, 2, 3, 1))
     else:
       if self._hides_ball:
-        paddle = np.arange(obs.shape[1])[:, None] == obs.shape[1] - 1  # its row, where balls land
+        paddle = np.arange(obs.shape[1])[:, None] == obs.shape[1] - 1  # bottom row
         obs = np.where(first[:, None, None] | paddle, obs, 0)
       frame = obs.reshape(self.num_lanes, *self.frame_shape)
       over, real = ended, capped
-      if self._family == "classic_control":  # the others are never capped
+      if self._family == "classic_control":  # other families ignore the cap
         real = capped & (np.abs(frame[:, 0, 0, [0, 2]]) > _CARTPOLE_LIMITS).any(axis=1)
     step = EnvStep(
       frame=frame,
@@ -166,7 +170,7 @@ class BatchedEnv:
 
 
 class BoardEnv(BatchedEnv):
-  """A board game; made by `make_env`. Lanes play both sides: see the module's conventions."""
+  """A board game. Each lane plays both sides; see the module docstring. Created by `make_env`."""
 
   def __init__(self, task: _Task, lanes: int, seed: int, threads: int):
     super().__init__(task, lanes, seed, threads)
@@ -180,7 +184,7 @@ class BoardEnv(BatchedEnv):
       raise ValueError(f"illegal moves in lanes {np.flatnonzero(~legal).tolist()}, got {action}")
 
   def _by_lane(self, obs: Any, *others: Any) -> tuple:
-    # Games for several players come in the order in which threads were ready; both sides are shown.
+    # envpool returns multi-player games in the order in which threads finish, with both views.
     reward, ended, capped, info = others
     order, sides = np.argsort(info["env_id"]), np.argsort(info["players"]["env_id"], kind="stable")
     lanes = np.arange(self.num_lanes)
@@ -193,15 +197,22 @@ class BoardEnv(BatchedEnv):
 def make_env(
   config: EnvConfig, lanes: int, seed: int, *, training: bool, max_episode_steps: int | None = None
 ) -> Env:
-  """Makes a batch of environments.
+  """Creates vectorized environments.
 
-  Equal arguments and actions give equal frames and rewards, bit for bit, on any number of threads;
-  a lane's randomness depends only on the seed and its index. In training lost lives may end
-  episodes; rewards are raw either way (see `training_reward`). Raises ValueError for an unknown
-  game.
+  Frames and rewards are deterministic, bit for bit, given the arguments and actions, for any number
+  of threads. A lane's randomness depends only on the seed and the lane's index. Rewards are always
+  raw (see `training_reward`).
 
-  `max_episode_steps` caps a game, in agent steps. None is `config.max_episode_steps` in training,
-  otherwise no cap.
+  Args:
+    config: the environment's settings.
+    lanes: number of environments.
+    seed: seed of all lanes.
+    training: whether `config.episodic_life` applies.
+    max_episode_steps: cap of a game, in agent steps. None: `config.max_episode_steps` in training,
+      otherwise no cap.
+
+  Raises:
+    ValueError: the game is unknown.
   """
   if max_episode_steps is None:
     max_episode_steps = config.max_episode_steps if training else _NO_CAP
@@ -212,7 +223,7 @@ def make_env(
 
 
 def episode_cap(game: str, cap: int) -> int:
-  """The cap in effect, agent steps: some environments have a limit of their own."""
+  """The effective cap, in agent steps, given the environment's own time limit."""
   if game.startswith(gymnasium_env.PREFIX):
     return min(cap, gymnasium_env.time_limit(game))
   return min(cap, _CARTPOLE_STEPS) if game == "CartPole" else cap
@@ -229,17 +240,17 @@ def frame_sides(config: EnvConfig) -> tuple[int, int]:
 
 
 def training_reward(config: EnvConfig, reward: np.ndarray) -> np.ndarray:
-  """Training rewards, float32: their sign if `config.clip_rewards`, otherwise unchanged."""
+  """Rewards for training, float32: the sign if `config.clip_rewards`, else unchanged."""
   return (np.sign(reward) if config.clip_rewards else np.asarray(reward)).astype(np.float32)
 
 
 def check_game(game: str) -> None:
-  """Raises ValueError for an unknown game; the message names the nearest one."""
+  """Raises ValueError for an unknown game; the message suggests the closest match."""
   if game.startswith(gymnasium_env.PREFIX):
     gymnasium_env.probe(game)
     return
   known = (*VECTOR_GAMES, *_GRIDS, *BOARD_GAMES, *atari100k_games())
-  if game in known or game in _atari_games():  # in this order: loading envpool is slow
+  if game in known or game in _atari_games():  # in this order, as loading envpool is slow
     return
   plain = {_plain(name): name for name in (*known, *sorted(_atari_games()))}
   near = difflib.get_close_matches(_plain(game), plain, n=1)
@@ -248,13 +259,13 @@ def check_game(game: str) -> None:
 
 
 def _plain(game: str) -> str:
-  """A game's name without case, separators and gym's prefixes and suffixes."""
+  """Normalizes a game's name: lower case, without separators and gym's prefixes and suffixes."""
   name = re.sub(r"^ale/|(noframeskip|deterministic)?-v\d+$", "", game.lower())
   return re.sub(r"[^a-z0-9]", "", name)
 
 
 def _task(config: EnvConfig, training: bool, cap: int) -> _Task:
-  """Translates the settings for envpool. Raises ValueError for an unknown game."""
+  """Translates settings to envpool's arguments. Raises ValueError for an unknown game."""
   if config.game in ("Catch", "MemoryCatch"):
     return _Task("toy_text", "Catch-v0", {}, hides_ball=config.game == "MemoryCatch")
   if config.game == "CartPole":
@@ -270,7 +281,7 @@ def _task(config: EnvConfig, training: bool, cap: int) -> _Task:
     "img_height": config.frame_size,
     "img_width": config.frame_size,
     "gray_scale": config.grayscale,
-    "stack_num": 1,  # frames are stored once and stacked on use
+    "stack_num": 1,  # the replay stores each frame once and stacks frames when sampling
     "frame_skip": config.frame_skip,
     "noop_max": config.noop_max,
     "use_fire_reset": config.fire_reset,
@@ -291,10 +302,10 @@ def _atari_games() -> frozenset[str]:
 
 @functools.cache
 def _registry(family: str) -> Any:
-  """envpool's registry with one family of games.
+  """Returns envpool's registry with one family of games.
 
-  To import the package would load every family, and what those draw with: a second more. So its
-  modules are imported from a namespace without its contents, which is then taken away.
+  Importing the package would load every family and its rendering libraries, which takes a second.
+  Its submodules are imported through an empty placeholder package instead, which is then removed.
   """
   spec = importlib.util.find_spec("envpool")
   if spec is None:

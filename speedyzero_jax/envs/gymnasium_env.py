@@ -1,7 +1,7 @@
-"""Environments of Gymnasium, named `gymnasium:ID` or `gymnasium:MODULE:ID` for one's own.
+"""Gymnasium environments: `gymnasium:ID`, or `gymnasium:MODULE:ID` to import a module first.
 
-Observations are uint8 images, or vectors and grids of other numbers; actions are discrete. All
-lanes are stepped in this process, one after another. Gymnasium is imported when it is needed.
+Observations are uint8 images, or vectors or grids of other dtypes; actions are discrete. Lanes are
+stepped sequentially in this process. Gymnasium is imported lazily.
 """
 
 import functools
@@ -15,10 +15,10 @@ PREFIX = "gymnasium:"
 
 
 class GymnasiumEnv:
-  """L environments with the interface and the conventions of `BatchedEnv`.
+  """L environments with the interface and conventions of `BatchedEnv`.
 
-  The environment's own time limit holds where it is below the cap. Raises ValueError for an
-  environment that can't be made, or whose observations or actions don't fit.
+  The environment's own time limit applies if it is below the cap. Raises ValueError if the
+  environment cannot be created, or its observation or action space is not supported.
   """
 
   def __init__(self, game: str, lanes: int, seed: int, cap: int):
@@ -32,13 +32,13 @@ class GymnasiumEnv:
     self.frame_shape, self.frame_dtype, self.num_actions = probe(game)[:3]
 
   def reset(self) -> EnvStep:
-    """The first frame of every lane. To be called once, before any step."""
+    """Returns the first frame of every lane. Must be called once, before any step."""
     no = np.zeros(self.num_lanes, bool)
     obs, _ = self._envs.reset(seed=self._seeds)
     return self._show(obs, np.zeros(self.num_lanes), ~no, no, no)
 
   def step(self, action: np.ndarray) -> EnvStep:
-    """Takes one agent step in every lane, see `BatchedEnv.step`."""
+    """Takes one agent step in every lane; see `BatchedEnv.step`."""
     if action.shape != (self.num_lanes,) or not (
       0 <= action.min() <= action.max() < self.num_actions
     ):
@@ -62,15 +62,15 @@ class GymnasiumEnv:
   ) -> EnvStep:
     frame = obs.reshape(self.num_lanes, *self.frame_shape).astype(self.frame_dtype)
     self._ended = terminated | truncated
-    over, cut = terminated.copy(), truncated & ~terminated
-    return EnvStep(frame, reward.astype(np.float32), first, over, cut, over)
+    over, capped = terminated.copy(), truncated & ~terminated
+    return EnvStep(frame, reward.astype(np.float32), first, over, capped, over)
 
 
 @functools.cache
 def probe(game: str) -> tuple[tuple[int, int, int], np.dtype, int, int]:
-  """Shape [H, W, C] and type of frames, number of actions, and time limit of an environment.
+  """Returns an environment's frame shape [H, W, C] and dtype, number of actions and time limit.
 
-  Vectors of D numbers are frames [1, 1, D]. Raises ValueError as `GymnasiumEnv` does.
+  Vectors of size D have frame shape [1, 1, D]. Raises ValueError as `GymnasiumEnv` does.
   """
   from gymnasium import spaces
 
@@ -78,9 +78,9 @@ def probe(game: str) -> tuple[tuple[int, int, int], np.dtype, int, int]:
   try:
     space, actions = env.observation_space, env.action_space
     if not isinstance(space, spaces.Box) or len(space.shape) not in (1, 2, 3):
-      raise ValueError(f"{game} shows {space}; arrays with one to three axes are needed")
+      raise ValueError(f"{game}: observation space must be a Box of rank 1 to 3, got {space}")
     if not isinstance(actions, spaces.Discrete) or actions.start != 0:
-      raise ValueError(f"{game} takes {actions}; discrete actions from 0 on are needed")
+      raise ValueError(f"{game}: action space must be Discrete and start at 0, got {actions}")
     sides = (1, 1, *space.shape) if len(space.shape) == 1 else (*space.shape, 1)
     shape = int(sides[0]), int(sides[1]), int(sides[2])
     image = space.dtype == np.uint8 and len(space.shape) > 1
@@ -91,7 +91,7 @@ def probe(game: str) -> tuple[tuple[int, int, int], np.dtype, int, int]:
 
 
 def time_limit(game: str) -> int:
-  """Agent steps after which the environment itself truncates an episode; 2^30 without a limit."""
+  """The environment's own time limit, in agent steps; 2^30 if it has none."""
   return probe(game)[3]
 
 
@@ -100,6 +100,6 @@ def _make(game: str, cap: int | None = None) -> Any:
 
   try:
     return gymnasium.make(game.removeprefix(PREFIX), max_episode_steps=cap)
-  except Exception as error:  # it runs the environment's own code
+  except Exception as error:  # the environment's code may raise anything
     reason = " ".join(f"{type(error).__name__}: {error}".split())
     raise ValueError(f"can't make {game}: {reason}") from error

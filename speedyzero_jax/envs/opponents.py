@@ -1,4 +1,4 @@
-"""Opponents in board games: random play, minimax, and plain Monte-Carlo tree search."""
+"""Opponents for board games: random play, minimax, and plain Monte-Carlo tree search."""
 
 import functools
 from collections.abc import Callable
@@ -7,7 +7,8 @@ import numpy as np
 
 from speedyzero_jax.envs.rules import Rules
 
-# Boards [L, H, W, 2], as the opponent sees them -> actions [L], legal where the game goes on.
+# (boards [L, H, W, 2] from the opponent's perspective, generator) -> actions [L]. Actions are legal
+# unless the game is over.
 Opponent = Callable[[np.ndarray, np.random.Generator], np.ndarray]
 
 
@@ -22,39 +23,39 @@ def play_at_random(rules: Rules) -> Opponent:
 
 
 def play_minimax(rules: Rules) -> Opponent:
-  """Perfect play, at random among the best moves. Visits all positions: for tic-tac-toe."""
+  """Perfect play, random among the best moves. Visits all positions, so only for tic-tac-toe."""
 
   @functools.cache
   def values(board: bytes) -> np.ndarray:
     """Value [A] of every action for the player to move; -inf where illegal."""
     state = np.frombuffer(board, np.uint8).reshape(rules.shape)
-    found = np.full(rules.num_actions, -np.inf)
+    value = np.full(rules.num_actions, -np.inf)
     legal = np.flatnonzero(rules.legal(state))
     after, reward = rules.step(np.repeat(state[None], len(legal), axis=0), legal)
-    for action, following, won in zip(legal, after, reward, strict=True):
-      replies = values(following.tobytes()).max()
-      found[action] = won if np.isinf(replies) else -replies
-    return found
+    for action, next_state, won in zip(legal, after, reward, strict=True):
+      reply = values(next_state.tobytes()).max()
+      value[action] = won if np.isinf(reply) else -reply
+    return value
 
   def play(board: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    found = np.stack([values(b.tobytes()) for b in board])
-    best = found == found.max(axis=-1, keepdims=True)
+    value = np.stack([values(b.tobytes()) for b in board])
+    best = value == value.max(axis=-1, keepdims=True)
     return np.argmax(best * (1 - rng.random(best.shape)), axis=-1)
 
   return play
 
 
 def play_mcts(rules: Rules, rollouts: int) -> Opponent:
-  """UCT: tree search by UCB1 with games of random play (Kocsis and Szepesvari 2006)."""
+  """UCT: tree search with UCB1 and random rollouts (Kocsis and Szepesvari 2006)."""
   at_random = play_at_random(rules)
 
   def outcome(board: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Of games of random play, [L], for the player to move."""
-    sign, going = np.ones(len(board)), ~rules.over(board)
-    while going.any():
+    """Outcomes of random rollouts [L], for the player to move."""
+    sign, active = np.ones(len(board)), ~rules.over(board)
+    while active.any():
       board, _ = rules.step(board, at_random(board, rng))
-      sign[going] *= -1
-      going = ~rules.over(board)
+      sign[active] *= -1
+      active = ~rules.over(board)
     return -sign * rules.lost(board)
 
   def play(board: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -68,19 +69,24 @@ def play_mcts(rules: Rules, rollouts: int) -> Opponent:
 
 
 class _Tree:
-  """Search trees of L games that grow by a node each at a time, node 0 being the root."""
+  """Search trees of L games, which grow by one node per descent. Node 0 is the root."""
 
   def __init__(self, rules: Rules, board: np.ndarray, nodes: int):
     games, actions = len(board), rules.num_actions
     self._rules, self._games, self._size = rules, np.arange(games), 1
     self._board = np.zeros((games, nodes, *rules.shape), np.uint8)
     self._board[:, 0] = board
-    self._child = np.zeros((games, nodes, actions), np.int32)  # 0 where there is none
+    self._child = np.zeros((games, nodes, actions), np.int32)  # 0: not expanded
     self.visits = np.zeros((games, nodes, actions))
-    self._total = np.zeros((games, nodes, actions))  # of the outcomes for the player to move
+    self._total = np.zeros((games, nodes, actions))  # sum of outcomes for the player to move
 
   def descend(self, rng: np.random.Generator) -> tuple[np.ndarray, list[tuple]]:
-    """New leaves' boards [L], or those of ended games; and on the way there (moved, cells)."""
+    """Selects and adds one leaf per game.
+
+    Returns:
+      The leaves' boards [L] (terminal boards where the game ends first), and for each depth the
+      games that moved, and the indices (game, node, action) of the edges.
+    """
     games, node = self._games, np.zeros_like(self._games)
     path, board = [], self._board[:, 0]
     moving = ~self._rules.over(board)
@@ -89,10 +95,10 @@ class _Tree:
       cells = games, node, action
       path.append((moving, cells))
       known = self._child[cells]
-      following, _ = self._rules.step(board, action)
+      next_board, _ = self._rules.step(board, action)
       new = moving & (known == 0)
       self._child[games[new], node[new], action[new]] = self._size
-      self._board[games[new], self._size] = following[new]
+      self._board[games[new], self._size] = next_board[new]
       node = np.where(moving, np.where(new, self._size, known), node)
       board = self._board[games, node]
       moving = moving & ~new & ~self._rules.over(board)
@@ -100,7 +106,7 @@ class _Tree:
     return board, path
 
   def _choose(self, node: np.ndarray, legal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Legal actions of the highest upper confidence bound; unvisited ones first, at random."""
+    """Legal actions with the highest upper confidence bound; unvisited ones first, at random."""
     visits, total = self.visits[self._games, node], self._total[self._games, node]
     least = np.maximum(visits, 1)
     spread = np.log(np.maximum(visits.sum(-1, keepdims=True), 1))
@@ -109,7 +115,7 @@ class _Tree:
     return np.argmax(best * (1 - rng.random(best.shape)), axis=-1)
 
   def back_up(self, path: list[tuple], outcome: np.ndarray) -> None:
-    """Adds outcomes [L], for the players to move at the leaves."""
+    """Backs up outcomes [L], given for the players to move at the leaves."""
     for moved, cells in reversed(path):
       outcome = np.where(moved, -outcome, outcome)
       self.visits[cells] += moved

@@ -1,8 +1,8 @@
-"""The rules of two-player board games, on numpy arrays, or in jax as a model for tree search.
+"""Rules of two-player board games, for NumPy arrays or, as a model for tree search, JAX arrays.
 
-A board is what the player to move sees, and the whole state: [..., H, W, 2], that player's stones
-and the opponent's, 0 or 1 of any dtype. Row 0 is the top. envpool's frames of these games are such
-boards.
+A board [..., H, W, 2] is the complete state from the perspective of the player to move: that
+player's stones and the opponent's, 0 or 1 of any dtype. Row 0 is the top. envpool's frames of these
+games have this format.
 """
 
 import dataclasses
@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-Array = Any  # of numpy or jax; functions return the kind that they are given
+Array = Any  # NumPy or JAX; functions return the kind of array that they receive
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-  """Players take turns to place a stone; `connect` in a row win, a full board is a draw."""
+  """Players alternately place a stone; `connect` in a row win, a full board is a draw."""
 
   height: int
   width: int
@@ -28,12 +28,12 @@ class Rules:
 
   @property
   def longest(self) -> int:
-    """The most moves of a game."""
+    """Maximum number of moves in a game."""
     return self.height * self.width
 
   @property
   def shape(self) -> tuple[int, int, int]:
-    """Of a board."""
+    """Shape of a board."""
     return self.height, self.width, 2
 
   def legal(self, board: Array) -> Array:
@@ -51,9 +51,13 @@ class Rules:
     return self._row(board[..., 1] > 0)
 
   def step(self, board: Array, action: Array) -> tuple[Array, Array]:
-    """The board as the opponent sees it after legal actions [...], and the mover's reward [...].
+    """Applies legal actions [...].
 
-    The reward is 1 for a win, otherwise 0. Once a game is over its board stays and rewards are 0.
+    Finished games keep their boards and have reward 0.
+
+    Returns:
+      The boards from the opponent's perspective, and the rewards [...] of the players who moved: 1
+      for a win, otherwise 0.
     """
     xp = board.__array_namespace__()
     if self.gravity:
@@ -67,8 +71,8 @@ class Rules:
     return xp.where(over[..., None, None, None], board, after), won.astype(np.float32)
 
   def _row(self, stones: Array) -> Array:
-    """Whether stones [..., H, W] bool hold a row of `connect`, [...]."""
-    found: Array = False
+    """Whether stones [..., H, W] bool contain `connect` in a row, [...]."""
+    result: Array = False
     for s, down, right in (
       (stones, 0, 1),
       (stones, 1, 0),
@@ -80,8 +84,8 @@ class Rules:
       line: Array = True
       for i in range(self.connect):
         line &= s[..., i * down : i * down + rows, i * right : i * right + columns]
-      found |= line.any((-2, -1))
-    return found
+      result |= line.any((-2, -1))
+    return result
 
 
 def _taken(board: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Games of Atari-100k and human-normalized scores, from the table `atari100k_scores.json`."""
+"""Games of Atari-100k and human-normalized scores, from `atari100k_scores.json`."""
 
 import functools
 import importlib.resources
@@ -8,7 +8,7 @@ from typing import Any
 
 @functools.cache
 def table() -> dict[str, Any]:
-  """Raw, undiscounted returns of full games: of random play, of humans, and published ones."""
+  """Raw, undiscounted returns of full games by random play, humans and published systems."""
   file = importlib.resources.files("speedyzero_jax.envs") / "atari100k_scores.json"
   return json.loads(file.read_text(encoding="utf-8"))
 
@@ -19,7 +19,7 @@ def atari100k_games() -> tuple[str, ...]:
 
 
 def human_normalized(game: str, score: float) -> float | None:
-  """(score - random) / (human - random): 0 is random, 1 human; None for games not in the table.
+  """Returns (score - random) / (human - random); None for games not in the table.
 
   Source: Mnih et al. 2015, with the random and human scores of DQN Zoo.
   """

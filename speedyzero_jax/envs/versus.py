@@ -8,11 +8,11 @@ from speedyzero_jax.types import EnvStep
 
 
 class VersusEnv:
-  """L games, with the interface and conventions of `BatchedEnv`; rewards are the agent's.
+  """L games with the interface and conventions of `BatchedEnv`. Rewards are the agent's.
 
-  The agent moves first in even lanes. `opening` moves of both sides are made at random before it;
-  lanes 2k and 2k+1 have the same. An episode's last frame is the board as the player sees it who
-  would move next.
+  Every game starts with `opening` random moves, the same in lanes 2k and 2k+1; then the agent moves
+  first in even lanes. An episode's last frame shows the board from the perspective of the player to
+  move next.
   """
 
   def __init__(self, rules: Rules, lanes: int, seed: int, opponent: Opponent, opening: int = 0):
@@ -24,12 +24,12 @@ class VersusEnv:
     self.frame_shape, self.frame_dtype = rules.shape, np.dtype(np.uint8)
 
   def reset(self) -> EnvStep:
-    """The first frame of every lane."""
+    """Returns the first frame of every lane."""
     self._board = np.zeros((self.num_lanes, *self.frame_shape), np.uint8)
     return self._show(np.ones(self.num_lanes, bool), np.zeros(self.num_lanes))
 
   def step(self, action: np.ndarray) -> EnvStep:
-    """Moves, and lets the opponent move (see `BatchedEnv.step`)."""
+    """Makes the agent's and the opponent's moves; see `BatchedEnv.step`."""
     ended = self._ended
     self._board, won = self._move(self._board, action, ~ended)
     return self._show(ended, won)
@@ -38,7 +38,7 @@ class VersusEnv:
     """Does nothing."""
 
   def _show(self, first: np.ndarray, won: np.ndarray) -> EnvStep:
-    """Begins games in lanes `first`; the opponent's moves; what the agent then sees."""
+    """Begins new games in lanes `first`, makes the opponent's moves and returns the result."""
     board = self._board
     if first.any():
       board = np.where(first[:, None, None, None], self._openings(), board)
@@ -62,7 +62,7 @@ class VersusEnv:
   def _move(
     self, board: np.ndarray, action: np.ndarray, moving: np.ndarray
   ) -> tuple[np.ndarray, np.ndarray]:
-    """`Rules.step`. Raises ValueError for an illegal action where `moving`."""
+    """Calls `Rules.step`. Raises ValueError for an illegal action in a game that is `moving`."""
     legal = self._rules.legal(board)[np.arange(len(board)), action]
     if np.any(moving & ~legal):
       raise ValueError(f"illegal moves in games {np.flatnonzero(moving & ~legal).tolist()}")

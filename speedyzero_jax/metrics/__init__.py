@@ -1,4 +1,5 @@
-"""Metrics of a run: names, aggregation, files and the terminal display; none of it imports jax.
+"""Metrics of a run: names, aggregation, files and the terminal display.
 
-A process that trains uses `MetricsLogger` in `logger.py`; one that reads metrics needs `jsonl.py`.
+Training processes use `MetricsLogger` in `logger.py`; readers of metrics need only `jsonl.py`. Only
+`logger.py` imports jax.
 """

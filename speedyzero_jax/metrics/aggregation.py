@@ -1,6 +1,6 @@
 """Counters, running means and episode statistics, and their combination over learners.
 
-Any thread may add values; adding costs a lock and never waits for a device.
+Any thread may add values. Adding takes a lock but never blocks on a device.
 """
 
 import collections
@@ -17,11 +17,14 @@ from speedyzero_jax.metrics import names
 if TYPE_CHECKING:
   from speedyzero_jax.types import EnvStep
 
-_NEWEST = 1000  # values of a metric that are kept for its mean
+_NEWEST = 1000  # number of newest values in a running mean
 
 
 class Counters:
-  """Amounts by name, per second or per learner step, as `names` says. Thread-safe."""
+  """Named counters, reported per second or per learner step depending on the name's suffix.
+
+  See `names.COUNTER_SUFFIXES`. Thread-safe.
+  """
 
   def __init__(self, clock: Callable[[], float] = time.monotonic):
     self._clock, self._lock = clock, threading.RLock()
@@ -29,7 +32,7 @@ class Counters:
     self.restart(0)
 
   def restart(self, step: int) -> None:
-    """Counts what is to come from this learner step on."""
+    """Starts a new interval at this learner step."""
     with self._lock:
       self._before, self._begin, self._step = self.totals(), self._clock(), step
 
@@ -38,18 +41,18 @@ class Counters:
       self._totals[name] = self._totals.get(name, 0.0) + amount
 
   def totals(self) -> dict[str, float]:
-    """All amounts so far, by name, whatever was restarted."""
+    """Totals over all intervals, by name."""
     with self._lock:
       return dict(self._totals)
 
-  def rates(self, least: float) -> dict[str, float]:
-    """Rates so far; none if fewer than so many seconds have passed since the restart."""
+  def rates(self, min_seconds: float) -> dict[str, float]:
+    """Rates per second in this interval; empty if it is shorter than `min_seconds`."""
     with self._lock:
       seconds = self._clock() - self._begin
-      return self._per(seconds, names.RATE_SUFFIX) if seconds >= least else {}
+      return self._per(seconds, names.RATE_SUFFIX) if seconds >= min_seconds else {}
 
   def take(self, step: int) -> dict[str, float]:
-    """All values since the restart, and restarts; none without a learner step since then."""
+    """Returns all values of this interval and starts a new one; empty without a learner step."""
     with self._lock:
       if step <= self._step:
         return {}
@@ -67,7 +70,7 @@ class Counters:
 
 
 class RunningMeans:
-  """The mean of a metric's newest 1,000 values, or what `names.over_time` says. Thread-safe.
+  """Means of each metric's newest 1,000 values, or `names.over_time`'s statistic. Thread-safe.
 
   Values may be device arrays of one element; adding one starts its copy to the host.
   """
@@ -77,7 +80,7 @@ class RunningMeans:
     self._lock = threading.Lock()
 
   def add(self, values: Mapping[str, Any]) -> None:
-    """Adds one value for each metric named."""
+    """Adds one value to each of the given metrics."""
     for value in values.values():
       if hasattr(value, "copy_to_host_async"):  # a jax array
         value.copy_to_host_async()
@@ -86,7 +89,10 @@ class RunningMeans:
         self._values.setdefault(name, collections.deque(maxlen=_NEWEST)).append(value)
 
   def take(self) -> dict[str, float]:
-    """One value for each metric added since the last call; NaN if one of its values is."""
+    """Returns one value per metric, from the values added since the last call.
+
+    Blocks on device values. A metric with a NaN value is NaN.
+    """
     with self._lock:
       taken, self._values = self._values, {}
     return {
@@ -96,7 +102,7 @@ class RunningMeans:
 
 
 class Episode(NamedTuple):
-  """A finished game: from its reset to its end or its cap, across lost lives."""
+  """A finished game, from its reset to its end or cap, over all lives."""
 
   score: float  # sum of raw rewards
   length: int  # agent steps
@@ -111,7 +117,7 @@ class EpisodeStats:
     self.clear()
 
   def clear(self) -> None:
-    """Forgets all games; all lanes begin new ones."""
+    """Forgets all games; every lane begins a new one."""
     with self._lock:
       self._score = np.zeros(self._lanes, np.float64)
       self._length = np.zeros(self._lanes, np.int64)
@@ -119,10 +125,10 @@ class EpisodeStats:
       self._best, self._count = -np.inf, 0
 
   def update(self, step: "EnvStep") -> list[Episode]:
-    """Adds one step of all lanes; returns the games that ended with it, in the order of lanes.
+    """Adds one step of all lanes and returns the games that ended with it, in lane order.
 
-    A game ends where `game_over` or `truncated` is set; a lost life alone (`terminated`) does not
-    end it, nor does the `first` frame after it count as a step.
+    A game ends where `game_over` or `truncated` is set. A lost life alone (`terminated`) does not
+    end it, and the `first` frame after a lost life does not count as a step.
     """
     with self._lock:
       self._score += np.where(step.first, 0.0, step.reward)
@@ -143,7 +149,7 @@ class EpisodeStats:
       self._count += 1
 
   def summary(self) -> dict[str, float]:
-    """The `charts/episode*` metrics. Without a finished game, only their number: 0."""
+    """The `charts/episode*` metrics; before the first finished game only their number, 0."""
     with self._lock:
       recent, count, best = list(self._recent), self._count, float(self._best)
     if not recent:
@@ -158,12 +164,12 @@ class EpisodeStats:
 
 
 def shared_values(values: Mapping[str, Any]) -> dict[str, Any]:
-  """The values of one learner that `combine_learners` needs; others are its own."""
+  """Selects the values that are combined over learners, rather than local."""
   return {name: x for name, x in values.items() if names.across_learners(name) != "local"}
 
 
 def combine_learners(learners: Sequence[Mapping[str, float]]) -> dict[str, float]:
-  """The run's values from those of its learners; of each metric, over the learners that have it."""
+  """Combines the learners' values into the run's, per metric over the learners that have it."""
   gathered = collections.defaultdict(list)
   for values in learners:
     for name, value in values.items():
@@ -173,7 +179,7 @@ def combine_learners(learners: Sequence[Mapping[str, float]]) -> dict[str, float
 
 def _combine(how: str, values: Sequence[float]) -> float:
   if how == "sum":
-    return sum(values)  # whole numbers stay whole
+    return sum(values)  # integers stay integers
   if how == "last":
     return values[-1]
   return float(getattr(np, how)(values))  # mean, min or max

@@ -1,4 +1,4 @@
-"""Rows of `metrics.jsonl`, whatever its state after a kill."""
+"""Reading and repair of `metrics.jsonl`, which a killed process may have left incomplete."""
 
 import json
 import os
@@ -8,19 +8,18 @@ from typing import Any
 
 from speedyzero_jax.metrics import names
 
-_END_BYTES = 1 << 16  # more than a row
+_END_BYTES = 1 << 16  # longer than any row
 
 
 def line(row: Mapping[str, Any]) -> bytes:
-  """The line of a row. Raises ValueError if a value is NaN or infinite."""
+  """Serializes a row. Raises ValueError if a value is NaN or infinite."""
   return json.dumps(row, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
 def read_rows(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], int]:
-  """The undamaged rows of `metrics.jsonl` in file order, and the number of damaged lines.
+  """Returns the valid rows of `metrics.jsonl` in file order, and the number of damaged lines.
 
-  A last line without its newline is being written or was torn by a kill: it is left out and not
-  counted.
+  A last line without newline is still being written, or was cut off by a kill: it is ignored.
   """
   *lines, _ = pathlib.Path(path).read_bytes().split(b"\n")
   rows = []
@@ -35,7 +34,7 @@ def read_rows(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], int]:
 
 
 def last_step(path: pathlib.Path) -> int:
-  """The learner step of the last row; 0 without one. Reads the end of the file only."""
+  """The learner step of the last row, or 0 if there is none. Reads only the end of the file."""
   try:
     with path.open("rb") as file:
       file.seek(max(file.seek(0, os.SEEK_END) - _END_BYTES, 0))
@@ -46,10 +45,10 @@ def last_step(path: pathlib.Path) -> int:
 
 
 def drop_after(path: pathlib.Path, step: int) -> float:
-  """Removes damaged lines and those of later learner steps than `step`, atomically.
+  """Atomically removes damaged lines and lines of learner steps after `step`.
 
-  Returns the seconds the run had been running by its last line, removed or not: that time was
-  spent. 0 for a missing file.
+  Returns:
+    The run's elapsed seconds at its last line, even if that is removed; 0 if the file is missing.
   """
   if not path.exists():
     return 0.0

@@ -1,4 +1,4 @@
-"""Metrics logger of a run: collects values from all threads, writes lines, updates the display."""
+"""Metrics logger of a run: collects values from all threads, writes files, updates the display."""
 
 import contextlib
 import threading
@@ -21,20 +21,20 @@ from speedyzero_jax.metrics.aggregation import (
 from speedyzero_jax.metrics.progress import Display
 from speedyzero_jax.metrics.recorder import Recorder
 
-REFRESH_SECONDS = 3.0  # between updates of what changes without a learner step
+REFRESH_SECONDS = 3.0  # between updates of values that change without learner steps
 
 Exchange = Callable[[Mapping[str, float]], Sequence[Mapping[str, float]]]
 
 
 class MetricsLogger:
-  """Takes metrics from any thread. A context manager: inside it the display is on.
+  """Collects and writes metrics. Thread-safe; a context manager, within which the display is on.
 
   Args:
-    config: of the run, or of one learner's share of it.
-    folder: of the run. Raises OSError if the files cannot be opened.
-    resume_step: None for a new run, else the learner step it resumes from.
-    exchange: publishes this learner's values and returns all learners' newest, or only these; they
-      are combined into the run's. Called from any thread, but not twice at once.
+    config: configuration of the run, or of one learner's share of it.
+    folder: the run folder. Raises OSError if the files cannot be opened.
+    resume_step: None for a new run, else the learner step from which it resumes.
+    exchange: publishes this learner's values and returns the newest values of all learners, to be
+      combined. May be called from any thread, by one thread at a time.
   """
 
   def __init__(
@@ -53,8 +53,8 @@ class MetricsLogger:
     self._lock = threading.Lock()
     self._latest: dict[str, Any] = {}
     self._sources: list[Callable[[], Mapping[str, float]]] = []
-    self._values: dict[str, Any] = {}  # of this learner
-    self._publishing = threading.Lock()  # held while they change, are exchanged and shown
+    self._values: dict[str, Any] = {}  # this learner's values
+    self._publishing = threading.Lock()  # held while values are updated, exchanged and shown
     self._closing = threading.Event()
     self._display_thread = threading.Thread(target=self._update_periodically, daemon=True)
 
@@ -70,7 +70,7 @@ class MetricsLogger:
     self._recorder.close()
 
   def rewind(self, step: int) -> None:
-    """Resumes from this learner step instead: lines of later steps are removed."""
+    """Changes the learner step to resume from; lines of later steps are removed."""
     if step != self._resume_step:
       self._recorder.close()
       self._recorder = Recorder(self._folder, step)
@@ -81,26 +81,26 @@ class MetricsLogger:
     self._display.message(text)
 
   def log_mean(self, values: Mapping[str, Any]) -> None:
-    """Values to be averaged until the next line; device scalars are not waited for."""
+    """Adds values to be averaged until the next line. Does not block on device scalars."""
     self._means.add(values)
 
   def log_latest(self, values: Mapping[str, Any]) -> None:
-    """Values that stay until replaced."""
+    """Sets values that are logged until they are replaced."""
     with self._lock:
       self._latest.update(values)
 
   def count(self, name: str, events: float) -> None:
-    """Adds to a metric `..._per_second` or `..._per_learner_step`; else ValueError."""
+    """Adds to a counter; its name must end in `_per_second` or `_per_learner_step`."""
     if not name.endswith(names.COUNTER_SUFFIXES):
       raise ValueError(f"metric {name} must end in one of {', '.join(names.COUNTER_SUFFIXES)}")
     self._counters.add(name, events)
 
   @contextlib.contextmanager
   def part(self, name: str) -> Iterator[None]:
-    """Counts the time inside this context for a part of the work; it appears in traces, too.
+    """Times a part of the work, as a context manager; also annotates profiler traces.
 
-    A part that sends work to a device is short, the one that waits for the device long. Nested
-    parts count twice.
+    Dispatch is asynchronous, so device time is attributed to the part that blocks on the result.
+    Nested parts are each counted in full.
     """
     begin = time.monotonic()
     try:
@@ -110,22 +110,22 @@ class MetricsLogger:
       self._counters.add(names.TIME_PREFIX + name, time.monotonic() - begin)
 
   def part_times(self) -> dict[str, float]:
-    """Seconds of each part so far."""
+    """Total seconds of each part so far."""
     prefix, totals = names.TIME_PREFIX, self._counters.totals()
     return {name.removeprefix(prefix): x for name, x in totals.items() if name.startswith(prefix)}
 
   def restart_counts(self, step: int) -> None:
-    """Discards what was counted before this learner step."""
+    """Discards all counts before this learner step."""
     self._counters.restart(step)
 
   def add_source(self, source: Callable[[], Mapping[str, float]]) -> None:
-    """Adds a function that returns current values at any time, from any thread."""
+    """Adds a function that returns current values. It may be called at any time, in any thread."""
     with self._lock:
       self._sources.append(source)
 
   def write_line(self, step: int, replay: Mapping[str, float], episodes: EpisodeStats) -> None:
-    """Writes the line of a learner step and shows it; `replay` is logged under `replay/`."""
-    means = self._means.take()  # waits for the device
+    """Writes and displays the line of a learner step; `replay` is logged under `replay/`."""
+    means = self._means.take()  # blocks on the device
     with self._lock:
       latest = dict(self._latest)
     with self._publishing:
@@ -138,7 +138,7 @@ class MetricsLogger:
       self._display.update(self._recorder.write(step, values))
 
   def update_display(self) -> None:
-    """Exchanges and shows what changes without a learner step."""
+    """Exchanges and displays values that change without learner steps."""
     with self._publishing:
       self._values |= self._current() | self._counters.rates(REFRESH_SECONDS)
       self._display.update(self._combined() | {names.TIME: self._recorder.elapsed()})
@@ -156,5 +156,5 @@ class MetricsLogger:
     return values
 
   def _combined(self) -> dict[str, Any]:
-    """The run's values, over all learners."""
+    """Exchanges values and returns the run's, combined over all learners."""
     return self._values | combine_learners(self._exchange(shared_values(self._values)))

@@ -1,6 +1,6 @@
-"""Progress display: a line now and then, and one for each event.
+"""Progress display: periodic lines, and one for each event.
 
-A closed pipe makes it quiet instead of failing.
+Streams that are closed are dropped silently.
 """
 
 import math
@@ -14,7 +14,8 @@ from typing import Any, TextIO
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.metrics import names
 
-TERMINAL = "SPEEDYZERO_TERMINAL"  # variable: open descriptor to show on, where stdout is a log
+# Environment variable with the descriptor of a terminal, for processes whose stdout is a log file.
+TERMINAL = "SPEEDYZERO_TERMINAL"
 INTERVAL = 10.0  # seconds between lines
 
 _SHOWN = (
@@ -31,9 +32,9 @@ _SHOWN = (
 
 
 class Display:
-  """The progress of a run on one or more streams. A context manager; thread-safe.
+  """Shows a run's progress on one or more streams. A context manager; thread-safe.
 
-  Streams are by default standard output and what `TERMINAL` names.
+  By default the streams are standard output and the descriptor in `TERMINAL`.
   """
 
   def __init__(
@@ -47,7 +48,7 @@ class Display:
     self._title = f"{config.agent.name}  {config.env.game}  seed {config.run.seed}  {folder}"
     self._streams = _default_streams() if streams is None else list(streams)
     self._lock = threading.RLock()
-    self._values: dict[str, Any] = {}  # the latest; metrics that no longer come keep their last
+    self._values: dict[str, Any] = {}  # the latest value of every metric
     self._next_line = -math.inf
     self._unshown = False
 
@@ -60,7 +61,7 @@ class Display:
       self.message(self._line())
 
   def update(self, values: Mapping[str, Any]) -> None:
-    """Takes new values; others stay. A line follows if one is due and there is progress."""
+    """Updates values, and prints a line if one is due and there has been progress."""
     with self._lock:
       before, now = self._steps_and_processes(), self._clock()
       self._values.update(values)
@@ -70,6 +71,7 @@ class Display:
         self.message(self._line())
 
   def message(self, text: str) -> None:
+    """Prints a line."""
     with self._lock:
       for stream in list(self._streams):
         encoding = getattr(stream, "encoding", None) or "utf-8"
@@ -88,7 +90,7 @@ class Display:
     return "  ".join([_clock_time(elapsed), *self._steps_and_processes(), *numbers, f"eta {left}"])
 
   def _steps_and_processes(self) -> list[str]:
-    """A change of these shows that the run is alive."""
+    """Step and process counts; a change in any of them is progress."""
     config, parts = self._config, []
     for label, name, total in (
       ("agent", names.ENV_STEPS, config.run.env_steps),
@@ -111,7 +113,7 @@ class Display:
 
 
 def format_number(value: float | None) -> str:
-  """A number in few characters: whole from 1,000 on, else two to four digits; None is -."""
+  """Formats a number compactly: as an integer from 1,000, else with up to 4 digits; None is `-`."""
   if value is None or not math.isfinite(value):
     return "-" if value is None else str(value)
   size = abs(value)

@@ -1,6 +1,6 @@
-"""Writer of a run's metrics: lines of `metrics.jsonl` and TensorBoard events.
+"""Writer of a run's metrics, to `metrics.jsonl` and TensorBoard event files.
 
-Once the files are open, a disk that refuses costs lines and one warning, never the run.
+Once the files are open, write errors lose lines and log one warning, but never stop the run.
 """
 
 import contextlib
@@ -30,9 +30,9 @@ Number = int | float | None  # None: the value was NaN or infinite
 class Recorder:
   """Appends metrics to `run_dir/metrics.jsonl` and `run_dir/tensorboard/`. Not thread-safe.
 
-  `resume_step` is None for a new run. Otherwise it is the learner step the run resumes from (0
-  without a checkpoint): lines of later steps are removed, so that no curve goes back in time.
-  Raises OSError if the files cannot be opened.
+  `resume_step` is None for a new run, else the learner step from which the run resumes (0 without a
+  checkpoint). Lines of later steps are removed, so that steps never decrease. Raises OSError if the
+  files cannot be opened.
   """
 
   def __init__(
@@ -47,27 +47,27 @@ class Recorder:
     elapsed = 0.0 if resume_step is None else jsonl.drop_after(path, resume_step)
     self._warned: set[str] = set()
     self._lines = io.FileIO(path, "a")
-    # TensorBoard reads the files of a folder in the order of their names, so time comes first.
+    # TensorBoard reads files in the order of their names, so these begin with the time.
     now = f"{time.time_ns() // 1000:016d}"
     events = folder / f"events.out.tfevents.{now}.{socket.gethostname()}.{os.getpid()}"
     self._events = io.FileIO(events, "a")
     self._append("tensorboard", self._events, _event(file_version="brain.Event:2"))
-    if resume_step is not None:  # hides what earlier files hold from this step on
+    if resume_step is not None:  # hides later steps in earlier event files
       start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
       event = _event(step=resume_step + 1, session_log=start)
       self._append("tensorboard", self._events, event)
     self._clock, self._started = clock, clock() - elapsed
 
   def elapsed(self) -> float:
-    """Seconds the run has been running, summed over its restarts."""
+    """Elapsed seconds of the run, summed over restarts."""
     return round(self._clock() - self._started, 3)
 
   def write(self, step: int, values: Mapping[str, Any]) -> dict[str, Number]:
-    """Writes the line of a learner step, with `elapsed` as `time`; returns it as written.
+    """Writes the line of a learner step, with `elapsed` as `time`, and returns it as written.
 
-    Values are numbers of Python or NumPy, or device scalars, which are waited for; anything else is
-    a ValueError or TypeError. NaN and infinities become null, with a warning the first time a
-    metric has one.
+    Values are Python or NumPy numbers, or device scalars, on which this blocks. NaN and infinities
+    are written as null, with a warning the first time per metric. Raises ValueError or TypeError
+    for anything else.
     """
     row: dict[str, Number] = {names.STEP: int(step), names.TIME: self.elapsed()}
     row |= {name: _number(value) for name, value in values.items()}
@@ -89,7 +89,7 @@ class Recorder:
     self._events.close()
 
   def _append(self, what: str, file: io.FileIO, record: bytes) -> None:
-    """Appends a record whole and visible to readers at once, or not at all."""
+    """Appends and flushes a complete record; on failure removes any partial write."""
     end = os.fstat(file.fileno()).st_size
     try:
       if file.write(record) < len(record):
@@ -97,7 +97,7 @@ class Recorder:
     except OSError as error:
       with contextlib.suppress(OSError):
         file.truncate(end)
-      self._warn(what, "cannot write %s (%s): lines are lost until it can be written", what, error)
+      self._warn(what, "cannot write %s (%s): lines are lost until writing succeeds", what, error)
 
   def _warn(self, what: str, text: str, *args: object) -> None:
     if what not in self._warned:
@@ -113,10 +113,10 @@ def _number(value: Any) -> Number:
 
 
 def _event(**fields: Any) -> bytes:
-  """A TensorBoard event as a TFRecord.
+  """Serializes a TensorBoard event as a TFRecord.
 
-  tensorboardX's own writers hand events to a thread through a bounded queue; a full disk ends that
-  thread and, ten events later, blocks the caller for good. So only their parts are used.
+  tensorboardX's writers are not used: they pass events to a thread through a bounded queue, and if
+  a full disk ends that thread, the caller soon blocks forever.
   """
   body = event_pb2.Event(wall_time=time.time(), **fields).SerializeToString()
   length = struct.pack("<Q", len(body))
