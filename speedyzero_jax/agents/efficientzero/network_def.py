@@ -1,4 +1,4 @@
-"""EfficientZero's network apart from its values: making, binding and folding its variables."""
+"""Static structure of EfficientZero's network, which initializes, binds and folds variables."""
 
 from functools import cached_property, partial
 from typing import Any
@@ -9,13 +9,14 @@ from flax import nnx
 
 from speedyzero_jax.agents.base import Variables
 from speedyzero_jax.agents.efficientzero.networks import EPSILON, Network, split_kernel
+from speedyzero_jax.ops.param_rngs import ParamRngs
 from speedyzero_jax.types import Params
 
 
 class NetworkDef:
-  """A network's structure without values; makes variables and binds them inside jit.
+  """A network's structure without values; initializes variables and binds them inside jit.
 
-  Arguments are those of `network`, a subclass of `Network`, without `rngs`.
+  Takes the arguments of `network`, a subclass of `Network`, except `rngs`.
   """
 
   def __init__(self, *arguments: Any, network: type[Network] = Network, **options: Any):
@@ -26,26 +27,29 @@ class NetworkDef:
 
   @cached_property
   def _graph(self) -> Any:
-    return nnx.graphdef(nnx.eval_shape(lambda: self._make(rngs=nnx.Rngs(0))))
+    return nnx.graphdef(nnx.eval_shape(lambda: self._make(rngs=ParamRngs(jax.random.key(0)))))
 
   @cached_property
   def _folded_graph(self) -> Any:
-    return nnx.graphdef(nnx.eval_shape(lambda: self._make(rngs=nnx.Rngs(0), folded=True)))
+    return nnx.graphdef(
+      nnx.eval_shape(lambda: self._make(rngs=ParamRngs(jax.random.key(0)), folded=True))
+    )
 
   def init(self, key: jax.Array) -> Variables:
-    """Initial variables."""
-    return variables_of(self._make(rngs=nnx.Rngs(key)))
+    """Returns initial variables."""
+    return variables_of(self._make(rngs=ParamRngs(key)))
 
   def bind(self, variables: Variables) -> Network:
-    """The network with these variables; cheap, for use while tracing."""
+    """Returns the network with these variables. Cheap; for use while tracing."""
     return nnx.merge(self._graph, variables.params, variables.batch_stats)
 
   def fold(self, variables: Variables) -> Variables:
-    """Variables for inference, to be prepared once for many calls, see `bind_folded`.
+    """Returns variables for inference, to be computed once for many calls of `bind_folded`.
 
-    Batch norm by running statistics is folded into the kernel before it, which thereby has a bias;
-    the action planes' part of the dynamics is reduced to its effect; and all but the norm of the
-    LSTM's output is cast to the compute type. The consistency heads are left out.
+    Batch norm with running statistics is folded into the preceding kernel and a bias. The output of
+    the dynamics' first convolution for the action planes is precomputed, see `split_kernel`.
+    Everything except the norm of the LSTM's output is cast to the dtype of activations. The
+    consistency heads are left out.
     """
     params, stats = variables
     params = _fold({k: x for k, x in params.items() if k != "consistency"}, stats)
@@ -59,12 +63,12 @@ class NetworkDef:
     return Variables(params, kept)
 
   def bind_folded(self, variables: Variables) -> Network:
-    """The network with variables from `fold`, for `train=False` only."""
+    """Returns the network with variables from `fold`, for `train=False` only."""
     return nnx.merge(self._folded_graph, variables.params, variables.batch_stats)
 
 
 def _fold(params: Params, stats: Params) -> Params:
-  """Folds each `norm`, `norm1`, ... into the `conv` or `linear` with the same ending beside it."""
+  """Folds each `norm`, `norm1`, ... into the sibling `conv` or `linear` with the same suffix."""
   folded: Params = {}
   for name, child in params.items():
     norm = str(name).replace("conv", "norm").replace("linear", "norm")
@@ -80,6 +84,6 @@ def _fold(params: Params, stats: Params) -> Params:
 
 
 def variables_of(network: Network) -> Variables:
-  """The variables of a bound network as plain pytrees."""
+  """Returns the variables of a bound network as plain pytrees."""
   kinds = (nnx.Param, nnx.BatchStat)
   return Variables(*(nnx.to_pure_dict(nnx.state(network, kind)) for kind in kinds))
