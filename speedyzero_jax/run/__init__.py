@@ -1,1 +1,1 @@
-"""The run as one process sees it: its parts, loops, checkpoints and entry point."""
+"""A training run in one process: its parts, loops, checkpoints and entry point."""

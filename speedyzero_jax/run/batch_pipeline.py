@@ -11,7 +11,7 @@ from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.selector import Selection
 
 Execute = Callable[[list[Work], int], None]  # runs the work for the batch of a learner step
-Part = Callable[[str], contextlib.AbstractContextManager]  # counts the time in a part of the work
+Part = Callable[[str], contextlib.AbstractContextManager]  # times a named part of the work
 
 
 class PreparedBatch(NamedTuple):
@@ -23,10 +23,10 @@ class PreparedBatch(NamedTuple):
 def draw(
   agent: Agent, replay: Replay, size: int, learner_step: int, execute: Execute, part: Part
 ) -> PreparedBatch:
-  """A batch of B = `size` samples for learner step `learner_step` (from 0).
+  """Returns a batch of B = `size` samples for learner step `learner_step` (from 0).
 
-  `execute` runs the work that the agent requests before, here or in other processes. The time is
-  counted for the parts sample, search and gather. Raises ValueError if too little is stored.
+  `execute` first runs the work that the agent requests, in this process or in others. Time is
+  attributed to the parts sample, search and gather. Raises ValueError if too little is stored.
   """
   with part("sample"):
     selection = replay.select(size)
@@ -49,9 +49,9 @@ def _with_frames(agent: Agent, replay: Replay, arrays: Arrays, selection: Select
   else:
     frames, stack = replay.trajectories(lane, time, agent.window.after)
     arrays = arrays | {"stack": stack}
-  held = replay.intact(lane, time, tails).astype(np.float32)
+  intact = replay.intact(lane, time, tails).astype(np.float32)
   masked = {
-    name: x * held.reshape(-1, *[1] * (x.ndim - 1))
+    name: x * intact.reshape(-1, *[1] * (x.ndim - 1))
     for name, x in arrays.items()
     if name.endswith("_mask")
   }

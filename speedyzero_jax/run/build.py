@@ -40,10 +40,10 @@ def build(
   resume: bool,
   membership: Membership = ALONE,
 ) -> Experiment:
-  """Makes all parts and, on resume, restores them from the newest readable checkpoint.
+  """Builds all parts and, on resume, restores them from the newest usable checkpoint.
 
-  `run_dir` is the folder of the run, or of the learner process, locked by this process. Raises
-  CheckpointError, JournalError or TrainingError if the run can't continue here.
+  `run_dir` is the folder of the run or of this learner process; this process must hold its lock.
+  Raises CheckpointError, JournalError or TrainingError if the run can't continue.
   """
   local_config = loader.divide(config, membership.unit, membership.units)
   agent = factories.make_agent(local_config)

@@ -1,12 +1,16 @@
-"""Checkpoints of a run, written by Orbax; atomic, the newest few kept.
+"""Checkpoints of a run, written atomically by Orbax; the newest few are kept.
 
-A checkpoint is `checkpoints/N-M/`, with N learner and M agent steps. Its item `network` is a pytree
-that Orbax alone can restore; of the others (the optimizer, the replay's columns except frames) each
-is one array of bytes, since Orbax takes half a millisecond per array. A JSON holds counters, and
-the names, dtypes and shapes of each item's arrays. Frames are in the journal; a checkpoint names
-the slots of it that it refers to.
-CRC-32s of the items and of the JSON are stored and checked; a damaged checkpoint is reported, moved
-to `damaged/`, and the one before is used. Nothing is ever unpickled.
+A run is restored from a checkpoint plus the journal: `recovery.py` picks the checkpoint and
+`snapshot.py` loads it.
+
+A checkpoint is `checkpoints/N-M/`, with N learner steps and M agent steps. Its item `network` is a
+plain Orbax pytree, readable without this package. Every other item (such as the optimizer, or the
+replay's columns except frames) is packed into one byte array, as Orbax takes half a millisecond per
+array. A JSON item holds counters and each array's name, dtype and shape. Frames are in the journal;
+the checkpoint records which of its slots it references.
+
+CRC-32 checksums of the items and of the JSON are verified. A damaged checkpoint is reported and
+moved to `damaged/`, and the previous one is used. Nothing is ever unpickled.
 """
 
 import errno
@@ -34,8 +38,8 @@ logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs every step of ev
 NETWORK = "network"
 T = TypeVar("T")
 
-# What readers raise for bytes that are missing, torn or of another shape. TensorStore raises
-# ValueError for everything, but its message begins with a code; these are about the machine.
+# Errors that readers raise for missing, torn or misshapen data. TensorStore raises ValueError for
+# every failure, but its message begins with a status code: those in _MACHINE are system errors.
 _DAMAGE = (
   ValueError, LookupError, NotImplementedError, FileNotFoundError, IsADirectoryError,
   NotADirectoryError, JournalDamage,
@@ -51,32 +55,32 @@ class CheckpointError(Exception):
 
 
 class Snapshot(NamedTuple):
-  """The mutable state of a run at one moment, which its two numbers of steps identify.
+  """The mutable state of a run, identified by its learner and agent steps.
 
-  Leaves are arrays that are not written to any more.
+  Its arrays are never written to.
   """
 
   step: int
   env_steps: int  # agent steps collected
-  items: dict[str, Any]  # name -> dict of arrays, or any pytree that `restore` has a template of
+  items: dict[str, Any]  # name -> dict of arrays, or any pytree for which `restore` has a template
   meta: dict[str, Any]  # JSON: other counters
-  heads: np.ndarray  # [L] the replay holds slots tails <= t < heads of each lane,
-  tails: np.ndarray  # [L] which are in the journal
+  heads: np.ndarray  # [L] the replay holds slots tails <= t < heads of each lane;
+  tails: np.ndarray  # [L] their frames are in the journal
 
 
 class Checkpoints:
-  """The checkpoints in `run_dir/checkpoints/`, of which the newest `keep` stay. Not thread-safe."""
+  """The checkpoints in `run_dir/checkpoints/`; the newest `keep` are kept. Not thread-safe."""
 
   def __init__(self, run_dir: Path, keep: int = 3):
     self._directory = run_dir.resolve() / "checkpoints"
     self._keep = keep
 
   def steps(self) -> list[int]:
-    """Learner steps of which there are checkpoints, oldest first. Raises CheckpointError."""
+    """Learner steps of the checkpoints, in ascending order. Raises CheckpointError."""
     return sorted({step for step, _ in self._folders()})
 
   def tails(self) -> np.ndarray | None:
-    """[L], the oldest slots that any checkpoint refers to; None if that cannot be read."""
+    """The oldest slots [L] that any checkpoint references; None if they cannot be read."""
     try:
       return np.array(_read_meta(next(iter(self._folders().values())))["tails"])
     except (OSError, *_DAMAGE):
@@ -84,27 +88,27 @@ class Checkpoints:
 
   def _folders(self) -> dict[tuple[int, int], Path]:
     """Folders by learner and agent steps, oldest first."""
-    found = {}
+    folders = {}
     for path in self._directory.glob("*"):
       if path.name.isdigit():
         raise CheckpointError(
           f"{path} was written by an earlier version of this program and cannot be resumed"
         )
       if match := re.fullmatch(r"(\d+)-(\d+)", path.name):
-        found[int(match[1]), int(match[2])] = path
-    return dict(sorted(found.items()))
+        folders[int(match[1]), int(match[2])] = path
+    return dict(sorted(folders.items()))
 
   # --- Writing ---
 
   def save(self, snapshot: Snapshot, *, needed: int | None = None) -> None:
-    """Writes a checkpoint, unless there is one of this moment.
+    """Writes a checkpoint, unless one with the same step counts exists.
 
-    The newest few stay, and all from step `needed` on. Raises CheckpointError if the disk is full
-    or failed; earlier checkpoints are intact then.
+    Keeps the newest few, and all from learner step `needed` on. Raises CheckpointError if writing
+    fails (as on a full disk); earlier checkpoints are then intact.
     """
     folder = self._directory / f"{snapshot.step}-{snapshot.env_steps}"
     if folder.is_dir():
-      return  # stopped twice at one moment, or a finished run resumed
+      return  # stopped twice at the same step, or resumed after the run finished
     try:
       self._write(folder, snapshot)
     except Exception as error:
@@ -133,16 +137,16 @@ class Checkpoints:
     try:
       with orbax_compat.checkpointer() as writer:
         writer.save(folder, args=ocp.args.Composite(meta=ocp.args.JsonSave(meta), **items))
-    finally:  # of this save if it failed, and of processes that were killed
+    finally:  # removes leftovers of this save if it failed, and of processes that were killed
       for leftover in self._directory.glob("*.orbax-checkpoint-tmp*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
   def _check_space(self, size: int) -> None:
-    """Raises OSError when `size` bytes do not fit; Orbax recovers badly from a full disk."""
+    """Raises OSError if `size` bytes do not fit, as Orbax recovers badly from a full disk."""
     self._directory.mkdir(parents=True, exist_ok=True)
     free, needed = shutil.disk_usage(self._directory).free, 1.1 * size + 2**20
     if free < needed:
-      message = f"{needed / 1e6:.2f} MB are needed, {free / 1e6:.2f} MB are free on the disk"
+      message = f"needs {needed / 1e6:.2f} MB, but only {free / 1e6:.2f} MB are free on the disk"
       raise OSError(errno.ENOSPC, message)
 
   # --- Reading ---
@@ -155,7 +159,7 @@ class Checkpoints:
     *,
     newest: int | None = None,
   ) -> tuple[int, Params]:
-    """The newest readable step with one of its items. Changes nothing. See `restore`."""
+    """Returns the newest readable step and its item `name`; moves nothing. See `restore`."""
 
     def read(folder: Path) -> tuple[int, Params]:
       meta = _read_meta(folder)
@@ -171,16 +175,17 @@ class Checkpoints:
     newest: int | None = None,
     verify: Callable[[np.ndarray, np.ndarray], None] = lambda tails, heads: None,
   ) -> Snapshot:
-    """The newest usable checkpoint, as numpy arrays; later ones are moved to `damaged/`.
+    """Returns the newest usable checkpoint as numpy arrays; moves later ones to `damaged/`.
 
     Args:
-      templates: structure, dtypes and shapes of items; others are restored as dicts.
-      report: called with a line for each checkpoint that cannot be used.
-      newest: later learner steps are not wanted.
-      verify: called with tails and heads [L]; raises JournalDamage if those slots are not stored.
+      templates: structure, dtypes and shapes of items; others are restored as dicts of arrays.
+      report: called with a line for each unusable checkpoint.
+      newest: ignores checkpoints after this learner step.
+      verify: called with tails and heads [L]; raises JournalDamage if the journal lacks a slot.
 
-    Raises CheckpointError if there is none, none is usable, or the machine failed (memory,
-    permissions, open files), which is no reason to use an older one. Nothing has been changed then.
+    Raises CheckpointError if no checkpoint exists, none is usable, or on a system error (memory,
+    permissions, open files), after which it does not fall back to an older one. Nothing is changed
+    in that case.
     """
 
     def read(folder: Path) -> Snapshot:
@@ -199,15 +204,15 @@ class Checkpoints:
   ) -> T:
     folders = [f for (step, _), f in self._folders().items() if newest is None or step <= newest]
     if not folders:
-      wanted = "" if newest is None else f" of step {newest} or before"
-      raise CheckpointError(f"there is no checkpoint{wanted} in {self._directory}")
+      limit = "" if newest is None else f" at step {newest} or earlier"
+      raise CheckpointError(f"there is no checkpoint{limit} in {self._directory}")
     for folder in reversed(folders):
       try:
         return read(folder)
       except Exception as error:
         if not isinstance(error, _DAMAGE) or str(error).startswith(_MACHINE):
           raise CheckpointError(
-            f"can't read checkpoint {folder}, which may be whole: {_reason(error)}; "
+            f"can't read checkpoint {folder} (it may be intact): {_reason(error)}; "
             "nothing was changed"
           ) from error
         report(f"checkpoint {folder} cannot be used: {_reason(error)}")
@@ -216,7 +221,7 @@ class Checkpoints:
     )
 
   def set_aside(self) -> None:
-    """Moves all checkpoints to `damaged/`, for a run that starts from the beginning."""
+    """Moves all checkpoints to `damaged/`, for a run that starts over."""
     self._move_aside(later_than=(-1, -1))
 
   def _move_aside(self, *, later_than: tuple[int, int]) -> None:
@@ -229,7 +234,7 @@ class Checkpoints:
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:
-  """The JSON of a checkpoint."""
+  """Reads the JSON of a checkpoint. Raises ValueError if its checksum differs."""
   with orbax_compat.checkpointer() as reader:
     meta = reader.restore(folder, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
   if not isinstance(meta, dict) or meta.get("crc32") != _crc_of_json(meta):
@@ -246,7 +251,7 @@ def _read_items(
   layouts = {name: meta["items"][name][1] for name in names}
   for name in templates.keys() & layouts.keys():
     if layouts[name] != _layout(templates[name]):
-      raise ValueError(f"arrays of '{name}' have other names, dtypes or shapes")
+      raise ValueError(f"arrays of '{name}' differ from the run's in names, dtypes or shapes")
   args: dict[str, Any] = {name: ocp.args.ArrayRestore() for name in names}
   if NETWORK in names:
     blank = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), templates[NETWORK])
@@ -273,13 +278,13 @@ def _layout(tree: Params) -> list[list[Any]]:
 
 
 def _pack(tree: Params) -> np.ndarray:
-  """The bytes of all arrays, and one more, since Orbax refuses arrays without elements."""
+  """Concatenates the bytes of all arrays, and one more, as Orbax rejects empty arrays."""
   leaves = [np.ascontiguousarray(leaf) for leaf in jax.tree.leaves(tree)]
   return np.concatenate([*(x.reshape(-1).view(np.uint8) for x in leaves), np.zeros(1, np.uint8)])
 
 
 def _unpack(packed: np.ndarray, layout: list[list[Any]]) -> dict[str, np.ndarray]:
-  """Writable arrays by name."""
+  """Restores packed arrays, by name. They are writable."""
   arrays, offset = {}, 0
   for name, dtype, shape in layout:
     end = offset + np.dtype(dtype).itemsize * math.prod(shape)

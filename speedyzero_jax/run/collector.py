@@ -17,9 +17,9 @@ from speedyzero_jax.workers.weights import ACTOR, WeightsStore
 
 
 class Collector:
-  """Collects with a local actor, or receives the experience of remote ones. Thread-safe.
+  """Collects experience with a local actor, or receives it from remote ones. Thread-safe.
 
-  `record` makes segments durable.
+  `record` appends segments to the journal.
   """
 
   def __init__(
@@ -36,10 +36,10 @@ class Collector:
     self.episodes = episodes
     self.local: Actor | None = None
     self.failure: BaseException | None = None
-    self.lock = threading.Lock()  # held while actor, journal and replay are inconsistent
+    self.lock = threading.Lock()  # held while actor, journal and replay are updated
 
   def collect(self) -> None:
-    """Takes one step of all lanes with the local actor. Call while `limiter.may_collect`."""
+    """Takes one step in all lanes with the local actor. Call it when collection is due."""
     local, limiter = self.local, self._limiter
     assert local is not None
     limiter.begin_acting(self)
@@ -58,17 +58,17 @@ class Collector:
     limiter.end_acting(self)
 
   def take(self, segments: Sequence[Segment], episodes: Sequence[Episode], *, granted: int) -> None:
-    """Adds experience collected by another process, of `granted` agent steps reserved for it.
+    """Adds experience that another process collected with a grant of `granted` agent steps.
 
-    Raises ValueError for invalid segments; nothing has changed then. A failure to store ends the
-    run and is raised here, too.
+    Raises ValueError for invalid segments, before anything changes. A failure to store them ends
+    the run and is raised here as well.
     """
     count = sum(int((segment.action >= 0).sum()) for segment in segments)
     with self.lock:
       self._replay.check(segments)
       try:
         self._store(segments)
-      except Exception as error:  # the segments are lost, or on disk but not in the replay
+      except Exception as error:  # the segments are lost, or in the journal only
         self.fail(error)
         raise
       self._limiter.add_env_steps(count, reserved=granted)
@@ -79,7 +79,7 @@ class Collector:
       self._log_lag(min(int(segment.step.min()) for segment in segments))
 
   def fail(self, error: BaseException) -> None:
-    """Ends the run, which then raises this error."""
+    """Stops the run, which then raises `error`."""
     self.failure = error
     self._limiter.stop()
 
@@ -90,13 +90,13 @@ class Collector:
         self._replay.truncate(lane)
 
   def replay_recorded(self, recorded: Sequence[Segment]) -> None:
-    """Appends durable segments, at most one of a lane, recorded after the checkpoint."""
+    """Appends segments from the journal, at most one per lane, recorded after the checkpoint."""
     for segment in recorded:
       if segment.first[0]:
-        self._replay.truncate(segment.lane)  # the environment was lost at that time
-    now = self._limiter.learner_steps  # later ones were lost with the learner
-    known = [segment._replace(step=np.minimum(segment.step, now)) for segment in recorded]
-    for part in _parts(known, self._replay.store.capacity):
+        self._replay.truncate(segment.lane)  # its previous environment had been lost
+    now = self._limiter.learner_steps  # weights of later steps were lost with the learner
+    clamped = [segment._replace(step=np.minimum(segment.step, now)) for segment in recorded]
+    for part in _parts(clamped, self._replay.store.capacity):
       self._replay.append_many(part)
     self._limiter.add_env_steps(sum(int((segment.action >= 0).sum()) for segment in recorded))
 
@@ -114,7 +114,7 @@ class Collector:
 
 
 def _parts(segments: Sequence[Segment], slots: int) -> Iterator[list[Segment]]:
-  """The segments cut into parts of at most so many slots: the first part of each, and so on."""
+  """Yields the segments in parts of at most `slots` slots: all first parts, then all second ..."""
   for begin in range(0, max(len(segment.frame) for segment in segments), slots):
-    cut = operator.itemgetter(slice(begin, begin + slots))
-    yield [s.map(cut, s.start + begin) for s in segments if len(s.frame) > begin]
+    part = operator.itemgetter(slice(begin, begin + slots))
+    yield [s.map(part, s.start + begin) for s in segments if len(s.frame) > begin]

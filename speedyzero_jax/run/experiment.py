@@ -1,4 +1,4 @@
-"""The parts of a run in one learner process, and its place among several."""
+"""The experiment: all parts of a run in one learner process, and its membership in the run."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -32,14 +32,14 @@ class Membership:
   """The place of this learner process in the run. The defaults are for a single process.
 
   Attributes:
-    unit: number of this learner process.
+    unit: index of this learner process.
     units: number of learner processes.
-    mesh: of all learner processes; None for this process' devices.
+    mesh: mesh of all learner processes' devices; None for this process' devices.
     runs_actor: this process has a local actor.
     runs_sweeps: this process runs the sweeps of the agent's tasks.
-    durable: experience is on disk before it counts, for actors in other processes.
-    all_gather: publishes a number to all learner processes, waits for and returns those of all.
-    share: publishes metrics and returns those to report on, in unit 0 the newest of all.
+    durable: experience must be on disk before it counts, as it comes from other processes.
+    all_gather: all-gathers one integer over the learner processes.
+    share: publishes metrics and returns those to report: in unit 0 the latest of all units.
   """
 
   unit: int = 0
@@ -75,11 +75,11 @@ class Experiment:
   state: LearnerState
   execute: Callable[[list[Work], int], None] = dataclasses.field(init=False)
   after_step: list[Callable[[], object]] = dataclasses.field(default_factory=list)
-  drawn: int = 0  # batches whose draw has begun
-  learned: int = 0  # batches learned from, with the new weights published
+  drawn: int = 0  # batches whose sampling has begun
+  learned: int = 0  # batches trained on, with the new weights published
   interrupted: bool = False
   stop_agreed: bool = False  # all learner processes know of an interruption
-  learning: bool = False  # learner steps carry interruptions between processes
+  learning: bool = False  # training has begun: learner steps now propagate interruptions
 
   def __post_init__(self) -> None:
     self.execute = self._execute_here
@@ -102,12 +102,12 @@ class Experiment:
     return jax.random.fold_in(jax.random.key(self.config.run.seed), LEARN)
 
   def needs_data(self) -> bool:
-    """Whether the learner needs more experience, however far ahead collection is."""
-    # In this order: a batch drawn in between is in flight.
+    """Whether the learner lacks data for a batch, whatever the rate limiter allows."""
+    # `ready` comes first, so that a batch drawn between the two checks counts as in training.
     return not self.ready() and not (self.agent.synchronous and self.drawn > self.learned)
 
   def sweeping(self) -> bool:
-    """Whether sweeps have begun: once a first batch can be drawn."""
+    """Whether sweeps have begun, which they do once the first batch can be drawn."""
     self._sweeping = self._sweeping or self.ready()
     return self._sweeping
 
@@ -129,20 +129,20 @@ class Experiment:
     return states
 
   def count_states(self, task: Task, states: int) -> None:
-    """Counts states that a task has computed."""
+    """Adds states that a task has computed to its rate metrics."""
     for suffix in (names.RATE_SUFFIX, names.PER_STEP_SUFFIX) if task.rate else ():
       self.logger.count(task.rate + suffix, states)
 
   @property
   def program_bytes(self) -> int:
-    """Memory on each device that the compiled programs need besides their arguments."""
+    """Bytes on each device that the compiled programs need in addition to their arguments."""
     return self.learner.update.bytes + self.inference.program_bytes
 
   def interrupt(self) -> None:
-    """Ends the run soon; safe to call from a signal handler.
+    """Stops the run soon; safe to call from a signal handler.
 
-    A single process stops at once. Several that have begun to learn take steps until all know, so
-    that none waits for another.
+    A single process stops at once. Several learner processes in training continue until all know of
+    the interruption, so that none is left waiting for another.
     """
     self.interrupted = True
     unfinished = self.limiter.learner_steps < self.config.learner.steps
@@ -157,6 +157,6 @@ class Experiment:
 
 
 def unit_seed(config: Config, name: str, membership: Membership) -> int:
-  """A seed of one learner process for one purpose."""
+  """Returns the seed of one learner process for one purpose."""
   seed, unit = config.run.seed, membership.unit
   return derived_seed(seed, f"{name} of unit {unit}") if unit else seed

@@ -1,4 +1,4 @@
-"""Factories of the parts that training, evaluation and all processes share."""
+"""Factories of agents, replays and inference, shared by training, evaluation and all processes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,32 +20,32 @@ from speedyzero_jax.workers.weights import Version
 
 
 def make_agent(config: Config) -> Agent:
-  """The configured agent. Raises ValueError for an unknown game, and sizes that don't fit it."""
+  """Returns the configured agent. Raises ValueError for an unknown game or unsuitable sizes."""
   env = make_env(config.env, 1, 0, training=True)
   env.close()
-  made: Agent = agent_module(config.agent.name).make_agent(
+  agent: Agent = agent_module(config.agent.name).make_agent(
     config, env.frame_shape, env.frame_dtype, env.num_actions
   )
-  return made
+  return agent
 
 
 def replay_capacity(config: Config, agent: Agent) -> int:
   """Slots per lane.
 
-  With `replay.capacity` 0 as many as a run needs whose episodes last four steps or more: one per
-  agent step and one more per episode.
+  If `replay.capacity` is 0, they suffice for the whole run if its episodes last at least four agent
+  steps: one slot per agent step and one more per episode.
   """
-  wanted = config.replay.capacity or -(-5 * config.run.env_steps // 4)
-  return max(-(-wanted // config.actor.lanes), shortest_lane(config, agent))
+  slots = config.replay.capacity or -(-5 * config.run.env_steps // 4)
+  return max(-(-slots // config.actor.lanes), shortest_lane(config, agent))
 
 
 def capacity_problem(config: Config, agent: Agent) -> str | None:
-  """A warning if `replay.capacity` is too small to be kept to."""
+  """Returns a warning if `replay.capacity` is below the agent's minimum and has to be exceeded."""
   least = shortest_lane(config, agent)
   if 0 < config.replay.capacity < least * config.actor.lanes:
     return (
-      f"warning: replay.capacity={config.replay.capacity} is less than the {least} slots that each "
-      f"of the {config.actor.lanes} lanes needs; each has {replay_capacity(config, agent)}"
+      f"warning: replay.capacity={config.replay.capacity} is too small, as each of the "
+      f"{config.actor.lanes} lanes needs {least} slots; each gets {replay_capacity(config, agent)}"
     )
   return None
 
@@ -56,13 +56,13 @@ def shortest_lane(config: Config, agent: Agent) -> int:
 
 
 def mean_stored(config: Config, agent: Agent, collected: int) -> float:
-  """Mean number of agent steps in the replay, from `collected` of them to the end of the run."""
+  """Mean number of stored agent steps over the rest of the run, after `collected` agent steps."""
   end = config.run.env_steps
   full = min(replay_capacity(config, agent) * config.actor.lanes, end)
   if collected >= end:
     return full
   now = min(collected, full)
-  # Share of the time in which the replay still grows.
+  # Fraction of the remaining time in which the replay still grows.
   filling = max(full - collected, 0) / (end - collected)
   return filling * (now + full) / 2 + (1 - filling) * full
 
@@ -70,7 +70,7 @@ def mean_stored(config: Config, agent: Agent, collected: int) -> float:
 def make_replay(
   config: Config, agent: Agent, mesh: Mesh, report: Callable[[str], None], *, seed: int
 ) -> Replay:
-  """The configured replay, with its frames on the devices of the mesh if configured so."""
+  """Returns the configured replay, with frames on the mesh's devices if so configured."""
   return Replay(
     agent.schema,
     agent.make_selector,
@@ -86,7 +86,7 @@ def make_replay(
 def frames_on_devices(
   config: Config, agent: Agent, mesh: Mesh, report: Callable[[str], None]
 ) -> DeviceFrames | None:
-  """The copy of the frames on devices; None if they stay in host memory."""
+  """Returns the copy of the frames on devices; None if frames stay in host memory only."""
   capacity, frame, lanes = replay_capacity(config, agent), agent.schema.frame, config.actor.lanes
   size = DeviceFrames.size(frame, lanes, capacity, mesh.size)
   reason = reason_to_stay(config.replay.frames, mesh, size)
@@ -105,10 +105,10 @@ def restore_for_evaluation(
   warn: Callable[[str], None],
   report: Callable[[str], None],
 ) -> tuple[Agent, Inference, Version]:
-  """The newest readable checkpoint of a run, for acting. Raises CheckpointError if there is none.
+  """Restores the newest readable checkpoint for acting. Raises CheckpointError if there is none.
 
-  Checkpoints after learner step `newest` are left out. `warn` receives lines on unreadable
-  checkpoints, `report` on compilation.
+  Checkpoints after learner step `newest` are ignored. `warn` receives a line for each unreadable
+  checkpoint, `report` receives lines about compilation.
   """
   agent = make_agent(config)
   template: Any = jax.eval_shape(agent.init, jax.random.key(0))
@@ -123,5 +123,5 @@ def enable_compilation_cache(config: Config) -> None:
 
 
 def evaluation_seed(config: Config) -> int:
-  """Seed of the environments of a run's evaluations."""
+  """Seed of a run's evaluation environments."""
   return config.run.seed + 1_000_003

@@ -1,4 +1,4 @@
-"""Estimate of the memory and time that a run will take, from its compiled and timed programs."""
+"""Estimate of a run's memory and time from its compiled and timed programs."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from speedyzero_jax.system import memory
 
 
 def report(experiment: Experiment, timings: Sequence[Timing]) -> None:
-  """Reports the estimate, and warns if there is less memory than that."""
+  """Logs the estimate; warns if the machine has less memory."""
   message, membership = experiment.logger.message, experiment.membership
   host, device = host_bytes(experiment), device_bytes(experiment)
   have, limit = _host_memory(), memory.of_devices("bytes_limit")
@@ -20,9 +20,7 @@ def report(experiment: Experiment, timings: Sequence[Timing]) -> None:
   if jax.default_backend() != "cpu":
     needs += f", {_of(device, limit)} on each device"
   needs += f"; programs {memory.size(experiment.program_bytes)}"
-  if (
-    timings and membership.runs_actor and membership.runs_sweeps
-  ):  # all work is done in this process
+  if timings and membership.runs_actor and membership.runs_sweeps:  # this process does all work
     each = seconds_per_step(timings)
     left = each * (experiment.config.learner.steps - experiment.limiter.learner_steps)
     parts = ", ".join(f"{x.calls:.3g} x {x.program} {1e3 * x.seconds:.3g} ms" for x in timings)
@@ -31,25 +29,25 @@ def report(experiment: Experiment, timings: Sequence[Timing]) -> None:
   message(needs)
   if have is not None and host > have:
     message(
-      "warning: that is more host memory than is available; replay.capacity bounds the replay, "
-      "learner.prefetch and learner.batch_size the batches"
+      "warning: less host memory is available; reduce replay.capacity, learner.prefetch or "
+      "learner.batch_size"
     )
   if limit is not None and device > limit:
     message(
-      "warning: that is more than a device has; replay.frames=host keeps frames off it, a smaller "
-      "learner.batch_size makes batches and the training step smaller"
+      "warning: a device has less memory; set replay.frames=host to keep frames off it, or reduce "
+      "learner.batch_size"
     )
 
 
 def seconds_per_step(timings: Sequence[Timing]) -> float:
-  """Duration of a learner step with its share of all other work, one after the other."""
+  """Seconds per learner step with its share of all other work, run sequentially."""
   return math.fsum(timing.calls * timing.seconds for timing in timings)
 
 
 def host_bytes(experiment: Experiment) -> float:
-  """Host memory of this process: what it has taken, timing its programs included, and the replay.
+  """Host memory in bytes: this process' peak so far, the replay's growth and, on CPU, batches.
 
-  A lower bound: the replay will hold a slot for each agent step that it keeps.
+  A lower bound: it counts only one replay slot per stored agent step.
   """
   config = experiment.local_config
   kept = min(config.replay.capacity or config.run.env_steps, config.run.env_steps)
@@ -61,7 +59,7 @@ def host_bytes(experiment: Experiment) -> float:
 
 
 def device_bytes(experiment: Experiment) -> float:
-  """Memory on each device: the state, weights of other steps, batches, frames, programs."""
+  """Bytes on each device: learner state, published weights, batches, frames and programs."""
   devices, state = len(experiment.learner.mesh.local_devices), experiment.learner.abstract()
   copies = 1 + len(experiment.agent.subscriptions)  # of the variables
   return (
@@ -89,7 +87,7 @@ def _bytes(tree: object) -> int:
 
 
 def _host_memory() -> int | None:
-  """Bytes that this process has or can have."""
+  """Bytes that this process uses or can still allocate."""
   free = memory.available()
   return None if free is None else free + (memory.resident() or 0)
 

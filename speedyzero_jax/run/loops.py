@@ -1,4 +1,4 @@
-"""The loops of an experiment: roles take turns (lockstep), or overlap in threads (async)."""
+"""Training loops of an experiment: roles take turns (lockstep) or overlap in threads (async)."""
 
 import contextlib
 import functools
@@ -17,9 +17,9 @@ from speedyzero_jax.workers.sweeper import Sweeper
 
 
 def run(experiment: Experiment) -> bool:
-  """Runs to the end in the configured mode.
+  """Runs the experiment in the configured mode.
 
-  Returns False if stopped earlier. Raises the error of a role.
+  Returns True at the end of the run, False if it was stopped earlier. Raises a role's error.
   """
   if experiment.config.run.mode == "lockstep":
     _lockstep(experiment)
@@ -29,7 +29,7 @@ def run(experiment: Experiment) -> bool:
 
 
 def _lockstep(experiment: Experiment) -> None:
-  """A fixed order in one thread: the same seed gives the same run, bit for bit."""
+  """Runs all roles in a fixed order in one thread: equal seeds give bit-identical runs."""
   limiter = experiment.limiter
   while not limiter.finished and not limiter.stopping:
     if not (limiter.may_learn() and experiment.ready()):
@@ -46,29 +46,29 @@ def _lockstep(experiment: Experiment) -> None:
 
 
 def _check_supply(experiment: Experiment, step: int) -> None:
-  """Raises TrainingError if learner step `step` (from 0) will never have a batch."""
+  """Raises TrainingError if there will never be a batch for learner step `step` (from 0)."""
   if experiment.limiter.collected and not experiment.ready():
     config, count = experiment.local_config, experiment.replay.selector.count
     raise TrainingError(
-      f"all {config.run.env_steps} agent steps are collected, but of the samples for learner step "
-      f"{step + 1} of {config.learner.steps} only {count} of {config.learner.batch_size} exist; "
-      "set run.env_steps higher or learner.steps lower"
+      f"collection is complete ({config.run.env_steps} agent steps), but learner step {step + 1} "
+      f"of {config.learner.steps} needs {config.learner.batch_size} samples and only {count} are "
+      "available; increase run.env_steps or reduce learner.steps"
     )
 
 
 class _Overlapped:
-  """One thread per role besides the learner's; all wait on the rate limiter's condition."""
+  """Runs each role in a thread of its own; all threads wait on the rate limiter's condition."""
 
   def __init__(self, experiment: Experiment):
     self._experiment, self._limiter = experiment, experiment.limiter
     self._ready: deque[PreparedBatch] = deque()
     self._drawn = experiment.limiter.learner_steps  # number of batches drawn
-    # The previous step: its priorities are read a step late, to not wait for the device.
+    # The previous step. Priorities are read back one step late, so the host does not block on it.
     self._pending: tuple[PreparedBatch, StepResult, int] | None = None
     self._errors: list[BaseException] = []
 
   def run(self) -> None:
-    """Starts the roles, learns in this thread, and joins the roles."""
+    """Starts the other roles, runs the learner in this thread, and joins the others."""
     membership = self._experiment.membership
     roles: list[Callable[[], None]] = [self._draw]
     if membership.runs_actor:
@@ -86,7 +86,7 @@ class _Overlapped:
       self._limiter.stop()
       for thread in threads:
         thread.join()
-    self._finish_step()  # first, since errors of roles may follow from a divergence detected here
+    self._finish_step()  # first: it detects divergence, of which a role's error may be a result
     failure = self._experiment.collector.failure
     if self._errors or failure:
       raise self._errors[0] if self._errors else failure or AssertionError
@@ -96,7 +96,7 @@ class _Overlapped:
       role()
     except Stopped:
       pass
-    except BaseException as error:  # raised in the learner's thread
+    except BaseException as error:  # re-raised in the learner's thread
       self._errors.append(error)
       self._limiter.stop()
 
@@ -106,7 +106,7 @@ class _Overlapped:
     self._experiment.logger.log_mean({names.wait(kind): time.monotonic() - begin})
 
   def _collect(self) -> None:
-    def may_collect() -> bool:  # also if the learner is due but has too little to draw from
+    def may_collect() -> bool:  # also while the learner lacks data for a batch
       return self._limiter.may_collect() or self._experiment.needs_data()
 
     while not self._limiter.collected:

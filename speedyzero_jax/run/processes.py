@@ -1,4 +1,4 @@
-"""Whole runs as processes of launch/multihost.py, several at a time."""
+"""Training runs as subprocesses of launch/multihost.py, several at a time."""
 
 import contextlib
 import fcntl
@@ -19,19 +19,19 @@ _LAUNCHER = Path(__file__).resolve().parents[2] / "launch" / "multihost.py"
 class Place(NamedTuple):
   """A run's share of a machine."""
 
-  variables: dict[str, str]  # of its environment
+  variables: dict[str, str]  # environment variables
   cores: list[int]
 
 
 class Interrupted(Exception):
-  """A signal stopped the processes, which have saved."""
+  """A signal stopped the runs, which have saved checkpoints."""
 
 
 class RunProcesses:
-  """Processes that train runs. Thread-safe: `train` is called from a thread per run.
+  """Trains runs in subprocesses. Thread-safe: call `train` from one thread per run.
 
   Args:
-    places: shares of the machine; one run at a time trains in each.
+    places: shares of the machine; each trains one run at a time.
   """
 
   def __init__(self, places: Sequence[Place]):
@@ -44,17 +44,17 @@ class RunProcesses:
 
   @property
   def running(self) -> set[Path]:
-    """The folders of the runs in training."""
+    """Folders of the runs in training."""
     return set(self._processes)
 
   @property
   def exit_code(self) -> int:
-    """The exit code of shells for the signal received."""
+    """The exit code for the received signal, as shells report it."""
     assert self.received is not None
     return 128 + self.received
 
   def stop(self, number: int, _frame: object) -> None:
-    """A signal handler: all runs save and end, or end at once if repeated; see `train`."""
+    """Signal handler: all runs save and stop; a repeated signal stops them without saving."""
     self.received = self.received or number
     for process in tuple(self._processes.values()):
       process.send_signal(signal.SIGTERM)
@@ -66,16 +66,17 @@ class RunProcesses:
     changes: Sequence[str] = (),
     finished: Callable[[], bool] = lambda: False,
   ) -> int:
-    """Trains or resumes a run once there is a place, and returns the launcher's exit code.
+    """Trains or resumes a run once a place is free, and returns the launcher's exit code.
 
-    Its output goes to a log beside its folder. The log is locked while the run is in training, and
-    waited for: a process outlives a parent that was killed, and another study may have the run.
+    Output goes to a log beside the run folder. The log is locked while the run is in training, and
+    this call waits for the lock: another study may train the run, or a process that has outlived
+    its killed parent.
 
     Args:
-      path: of the run folder.
-      new: the launcher's arguments for a run that does not exist yet, but for its folder.
-      changes: `key=value` for a new and for a resumed run.
-      finished: whether there is nothing left to train; called with the log locked.
+      path: run folder.
+      new: launcher arguments for a new run, except its folder.
+      changes: `key=value` overrides for new and resumed runs.
+      finished: whether the run is already trained; called with the log locked.
 
     Raises Interrupted after `stop`, and OSError if the process can't be started.
     """
@@ -92,10 +93,10 @@ class RunProcesses:
     return code
 
   def _lock(self, log: IO) -> None:
-    """Locks the log, until all processes that have inherited it end; gives up after `stop`."""
+    """Locks the log; the lock lasts until all processes that inherit it end. Ends on `stop`."""
     if not _locked(log):
       with contextlib.suppress(OSError):  # a closed terminal
-        print(f"{log.name}: waiting for the process that writes it", flush=True)
+        print(f"{log.name}: locked by a running process; waiting for it to finish", flush=True)
     while self.received is None and not _locked(log):
       time.sleep(_POLL_SECONDS)
 
@@ -104,7 +105,7 @@ class RunProcesses:
   ) -> int:
     exists = (path / "config.yaml").exists()
     first = ["--resume", str(path)] if exists else [*new, f"run.dir={path}"]
-    os.sched_setaffinity(0, place.cores)  # of this thread, inherited by the process
+    os.sched_setaffinity(0, place.cores)  # of this thread; the process inherits it
     process = subprocess.Popen(
       [sys.executable, str(_LAUNCHER), *first, *changes],
       env=os.environ | place.variables, stdout=log, stderr=log, start_new_session=True,
@@ -127,5 +128,5 @@ def _locked(log: IO) -> bool:
 
 
 def log_of(path: Path) -> Path:
-  """The log beside a run folder. Names may have dots."""
+  """Path of the log beside a run folder, whose name may contain dots."""
   return path.with_name(f"{path.name}.log")

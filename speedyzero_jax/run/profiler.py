@@ -1,4 +1,4 @@
-"""Profile of a few learner steps of a run: seconds per part and per program, and a trace."""
+"""Profile of a few learner steps: seconds per part and per program, and a trace."""
 
 import io
 import json
@@ -15,19 +15,19 @@ from rich.table import Table
 from speedyzero_jax.run.experiment import Experiment
 from speedyzero_jax.run.warmup import Timing
 
-_WARM_UP = 5  # learner steps before the profile, in which jax compiles what is small
+_WARM_UP = 5  # learner steps before the profile, in which jax compiles small functions
 _NOTES = (
-  "Parts are timed in the run. A program's seconds are those of a call alone, before the run; its "
-  "calls per learner step are those on average."
+  "Parts are timed during the run. A program's seconds are those of one call in isolation, before "
+  "the run; its calls are the average number per learner step."
 )
 
 
 def profile(experiment: Experiment, folder: Path, timings: Sequence[Timing]) -> Iterator[None]:
-  """Profiles `profile.steps` learner steps of the run that begins, with these program timings.
+  """Profiles `profile.steps` learner steps; advance this generator after each learner step.
 
-  To be resumed after each learner step. Writes `profile.json` and `plugins/profile/` into the
-  folder, unless the run ends earlier. Steps are first timed, then as many traced: a trace slows
-  down work of many small programs.
+  Writes `profile.json`, which includes `timings`, and `plugins/profile/` into the folder, unless
+  the run ends earlier. Steps are timed first and as many again traced afterwards, as tracing slows
+  down work that consists of many small programs.
   """
   sweepers = experiment.sweepers if experiment.membership.runs_sweeps else []
   for _ in range(_WARM_UP):
@@ -41,7 +41,7 @@ def profile(experiment: Experiment, folder: Path, timings: Sequence[Timing]) -> 
   end, after = _measure(experiment)
   first = experiment.limiter.learner_steps
   options = jax.profiler.ProfileOptions()
-  options.python_tracer_level = 0  # tracing every call of Python would slow it down
+  options.python_tracer_level = 0  # tracing every Python call would slow it down
   with jax.profiler.trace(folder, create_perfetto_trace=True, profiler_options=options):
     for step in range(first, first + steps):
       with jax.profiler.StepTraceAnnotation("learner step", step_num=step):
@@ -63,18 +63,18 @@ def profile(experiment: Experiment, folder: Path, timings: Sequence[Timing]) -> 
   }
   path = folder / "profile.json"
   path.write_text(json.dumps(result, indent=1) + "\n")
-  experiment.logger.message(f"{tables(result)}{path}; the trace is beside it, in plugins/profile/")
+  experiment.logger.message(f"{tables(result)}profile: {path}; trace: {folder}/plugins/profile/")
 
 
 def _measure(experiment: Experiment) -> tuple[float, dict[str, float]]:
-  """The time, and the seconds of each part so far, with no learner step under way."""
-  with experiment.logger.part("train"):  # the last step may still be going on
+  """Waits for the last learner step; returns the time, and the seconds of each part so far."""
+  with experiment.logger.part("train"):
     jax.block_until_ready(experiment.state)
   return time.perf_counter(), experiment.logger.part_times()
 
 
 def _parts(experiment: Experiment, spent: dict[str, float], seconds: float) -> list[dict[str, Any]]:
-  """Seconds per learner step of each part, by thread; `host` is the rest of the learner's."""
+  """Seconds per learner step of each part, by thread; `host` is the learner thread's remainder."""
   threads = {"act": "actor", "sample": "batches", "gather": "batches"}
   threads |= {task.part: "batches" for task in experiment.agent.tasks.values()}
   threads |= {sweeper.task.part: "sweeps" for sweeper in experiment.sweepers}
@@ -91,7 +91,7 @@ def _parts(experiment: Experiment, spent: dict[str, float], seconds: float) -> l
 
 
 def tables(profile: dict[str, Any]) -> str:
-  """A profile as text."""
+  """Formats a profile as text tables."""
   numbers = [
     {"number": name, "value": value} for name, value in profile.items() if type(value) is not list
   ]

@@ -1,9 +1,10 @@
 """The rate limiter: a fixed ratio of learner steps to agent steps, on machines of any speed.
 
-After the random play, learner steps are due at a constant number of samples per insert;
-`tail_steps` learner steps wait until everything is collected. With a bound on policy lag, the
-learner waits while an actor uses weights that the next step would make too old. For a synchronous
-agent there is no such schedule: what can be learned from is, and what is missing is collected.
+After the initial random play, learner steps are due at a constant number of samples per insert;
+the last `tail_steps` of them wait until collection is complete. With a bound on policy lag, the
+learner waits while an actor uses weights that the next step would make too old. Synchronous agents
+(A2C, PPO) have no such schedule: the learner trains whenever a batch is complete, and actors
+collect only what the next batch still needs.
 """
 
 import contextlib
@@ -15,18 +16,18 @@ from speedyzero_jax.config.schema import Config
 
 
 class Stopped(Exception):
-  """The run is stopping; waiting roles return."""
+  """Raised in waiting threads when the run stops."""
 
 
 class RateLimiter:
-  """The two counters of a run and the ratio between them. Thread-safe.
+  """Counts a run's agent and learner steps and keeps the ratio between them. Thread-safe.
 
   Learner step k (from 0) is due once random_steps + ceil(k * ratio) agent steps are collected, with
-  ratio = (env_steps - random_steps) / (steps - tail_steps); the last tail_steps once all are.
-  Collection continues while it is less than `slack` agent steps ahead of the learner.
+  ratio = (env_steps - random_steps) / (steps - tail_steps); the last tail_steps are due once all
+  agent steps are collected. Actors pause while they are `slack` agent steps ahead of the learner.
 
-  With `synchronous`, collection is only for what the learner lacks (`reserve`'s `urgent`), until
-  all learner steps are taken; none waits for agent steps.
+  With `synchronous`, actors collect only while the learner is short of data (`urgent` in
+  `reserve`), until all learner steps are taken; learner steps do not wait for agent steps.
 
   Callers may read `env_steps`, `learner_steps`, `synchronous`, `draining` and `stopping`.
   """
@@ -39,9 +40,9 @@ class RateLimiter:
     self._paced = self._total_learner - config.learner.tail_steps
     self._slack = max(2 * config.actor.lanes, 2 * (self._earned(1) if self._paced else 0))
     self._bounds_lag = config.actor.max_lag > 0
-    # Learner steps that may begin while an actor acts: its weights are up to an interval old then.
+    # Learner steps allowed during one actor step; its weights may be one weights_interval old.
     self._lag_budget = config.actor.max_lag - config.actor.weights_interval
-    self._acting: dict[Hashable, int] = {}  # actor -> learner step at which it began
+    self._acting: dict[Hashable, int] = {}  # actor -> learner step at which its step began
     self.env_steps = self.learner_steps = 0
     self._reserved = 0  # agent steps granted to actors and not yet collected
     self.stopping = self.draining = False
@@ -49,13 +50,13 @@ class RateLimiter:
 
   @contextlib.contextmanager
   def _change(self) -> Iterator[None]:
-    """A context for a change, after which waiting roles evaluate their conditions again."""
+    """Context manager for a change, after which waiting threads re-evaluate their conditions."""
     with self._changed:
       yield
       self._changed.notify_all()
 
   def restore(self, env_steps: int, learner_steps: int) -> None:
-    """Sets the counters to those of a checkpoint."""
+    """Restores the counters of a checkpoint."""
     with self._changed:
       self.env_steps, self.learner_steps = env_steps, learner_steps
 
@@ -106,9 +107,9 @@ class RateLimiter:
     return self.pool > 0 and ahead < self._slack
 
   def reserve(self, steps: int, seconds: float, urgent: Callable[[], bool]) -> int | None:
-    """Grants up to `steps` agent steps once collection may continue or `urgent()`.
+    """Grants up to `steps` agent steps as soon as collection may continue or `urgent()` holds.
 
-    Returns the number granted: 0 if everything is collected, None after `seconds` or a stop.
+    Returns the number granted: 0 if collection is complete, None on a timeout or if the run stops.
     """
 
     def available() -> bool:
@@ -125,7 +126,7 @@ class RateLimiter:
       return count
 
   def add_env_steps(self, count: int, *, reserved: int = 0) -> None:
-    """Counts agent steps collected, of `reserved` granted ones; others of these are left again."""
+    """Adds `count` agent steps; the unused rest of a grant of `reserved` returns to the pool."""
     with self._change():
       self.env_steps += count
       self._reserved -= reserved
@@ -135,12 +136,12 @@ class RateLimiter:
       self.learner_steps += 1
 
   def begin_acting(self, actor: Hashable) -> None:
-    """An actor takes agent steps, with weights at least as new as the newest at this call."""
+    """Records that an actor begins a step, with weights at least as new as the newest now."""
     with self._changed:
       self._acting[actor] = self.learner_steps
 
   def end_acting(self, actor: Hashable) -> None:
-    """The actor's agent steps are in the replay, or lost."""
+    """Records that the actor's step is in the replay, or lost."""
     with self._change():
       self._acting.pop(actor, None)
 
@@ -152,17 +153,17 @@ class RateLimiter:
       return self._bounds_lag and self.learner_steps - since >= self._lag_budget
 
   def notify(self) -> None:
-    """Wakes waiting roles to evaluate their conditions again."""
+    """Wakes waiting threads to re-evaluate their conditions."""
     with self._change():
       pass
 
   def finish_together(self) -> None:
-    """Lets learner steps proceed without agent steps, since other learners wait for them."""
+    """Lets learner steps proceed without waiting for agent steps, as other learners need them."""
     with self._change():
       self.draining = True
 
   def stop(self) -> None:
-    """Wakes waiting roles with `Stopped`."""
+    """Stops the run: wakes all waiting threads, and `wait_until` raises Stopped in them."""
     with self._change():
       self.stopping = True
 

@@ -1,7 +1,8 @@
 """Recovery of a run from its checkpoints and its journal.
 
-The journal holds steps as they were collected, a checkpoint everything that changes later; together
-they restore a run. All units of a run continue from the same learner step.
+The journal records steps as they are collected; a checkpoint holds all state that changes later,
+such as parameters and priorities. Together they restore a run. All units of a run continue from the
+same learner step. See also `checkpoint.py` for the format and `snapshot.py` for the loading.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,14 +19,14 @@ class RecoveryManager:
   """Saves and restores a run, or one unit of it. Only `append` may be called from any thread.
 
   Args:
-    checkpoints: of the unit.
-    journal: of the unit; closed by `close`.
-    report: called with a line for people.
-    durable: experience is durable as soon as it is appended; if not, with the next checkpoint.
-    exact: a resumed run drops experience from after the checkpoint and repeats what came after it;
-      if not, that experience stays in the journal, to be replayed.
-    all_gather: exchanges one integer with all units and returns theirs.
-    units: that agree.
+    checkpoints: checkpoints of this unit.
+    journal: journal of this unit; closed by `close`.
+    report: called with a line of text for the user.
+    durable: experience is durable as soon as it is appended; otherwise with the next checkpoint.
+    exact: a resumed run discards experience newer than the checkpoint and collects it again;
+      otherwise it is replayed from the journal.
+    all_gather: all-gathers one integer over the units.
+    units: number of units.
   """
 
   def __init__(
@@ -42,18 +43,18 @@ class RecoveryManager:
     self.checkpoints, self.journal = checkpoints, journal
     self._report, self._durable, self._exact = report, durable, exact
     self._all_gather, self._units = all_gather, units
-    self._common = -1  # newest step that every unit is known to have; -1: none
+    self._common = -1  # newest step of which all units are known to have a checkpoint; -1: none
     self._writer = ThreadPoolExecutor(1, "checkpoint")
     self._saving: Future[None] | None = None
 
   # --- Restoring ---
 
   def restore(self, templates: Mapping[str, Params]) -> Snapshot | None:
-    """The newest usable checkpoint that every unit has; see `Checkpoints.restore`.
+    """Returns the newest usable checkpoint that every unit has; see `Checkpoints.restore`.
 
-    None if a unit has none: then all start from the beginning, and checkpoints of this unit are
-    set aside. Afterwards the journal continues from the heads of the checkpoint, or from 0. Raises
-    CheckpointError if none is usable, or all are newer than what another unit has.
+    Returns None if a unit has none: all units then start over, and this unit's checkpoints are
+    moved to `damaged/`. Afterwards the journal continues from the heads of the checkpoint, or from
+    0. Raises CheckpointError if none is usable, or if all are newer than another unit's newest.
     """
     newest = None
     while True:
@@ -69,40 +70,40 @@ class RecoveryManager:
     self._common = steps[0]
     if snapshot is None and self.checkpoints.steps():
       self._report(
-        "warning: another learner has no checkpoint: all start from the beginning, with the "
-        "experience in their journals"
+        "warning: another learner has no checkpoint; all learners start again from learner step 0"
       )
       self.checkpoints.set_aside()
     heads = np.zeros_like(self.journal.heads) if snapshot is None else snapshot.heads
     lost = self.journal.continue_from(heads, drop=self._exact)
     if not self._exact and lost.any():
       self._report(
-        f"warning: the journal does not hold what came right after this checkpoint: {lost.sum()} "
-        f"later frames of {np.count_nonzero(lost)} lanes are lost and will be collected again"
+        f"warning: the journal has a gap after this checkpoint: {lost.sum()} later frames in "
+        f"{np.count_nonzero(lost)} lanes are lost and will be collected again"
       )
     return snapshot
 
   # --- Saving ---
 
   def append(self, segments: Sequence[Segment]) -> None:
-    """Adds experience to the journal; if `durable`, it is on disk at the end."""
+    """Appends experience to the journal and, if `durable`, flushes it to disk."""
     self.journal.append(segments)
     if self._durable:
       self.journal.flush()
 
   def wait(self) -> None:
-    """Waits for the save in progress and reports if it failed."""
+    """Waits for the save in progress and reports its failure."""
     try:
       self._join()
     except (CheckpointError, JournalError) as error:
       self._report(f"{error}; training continues, earlier checkpoints are intact")
 
   def save(self, snapshot: Snapshot, *, required: bool) -> None:
-    """Starts a checkpoint in the background, once the save before has ended.
+    """Starts writing a checkpoint in the background, once the previous one is written.
 
-    Checkpoints stay as long as another unit may have to go back to them, the experience that they
-    refer to (the journal has it) as long as they do. A `required` one is waited for, and raises
-    CheckpointError or JournalError; it waits for no other unit. Others must be saved by all units.
+    A checkpoint is kept while another unit may still have to roll back to it, and the journal keeps
+    the slots that it references. With `required`, the call blocks until it is written, raises
+    CheckpointError or JournalError, and does not synchronize with other units; without, all units
+    must call `save`.
     """
     self.wait()
     if self._units == 1:
@@ -116,7 +117,7 @@ class RecoveryManager:
       self._join()
 
   def _save(self, snapshot: Snapshot, needed: int) -> None:
-    self.journal.flush()  # a checkpoint refers to what is on disk
+    self.journal.flush()  # a checkpoint must only reference slots on disk
     self.checkpoints.save(snapshot, needed=needed)
     tails = self.checkpoints.tails()
     if tails is not None:
@@ -128,7 +129,7 @@ class RecoveryManager:
       saving.result()
 
   def close(self) -> None:
-    """Waits for the last save, reports if it failed, and closes the journal."""
+    """Waits for the last save, reports its failure, and closes the journal."""
     self.wait()
     self._writer.shutdown()
     self.journal.close()

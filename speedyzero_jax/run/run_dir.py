@@ -1,6 +1,6 @@
-"""Run folder: configuration, lock and starts of a run.
+"""The run folder: a run's stored configuration, its locks and the log of its starts.
 
-A folder of another run, or in use by a process, is refused before anything in it is changed.
+A folder that holds another run or is in use is refused before anything in it changes.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "mctx", "numpy", "envpool")
 
 
 class RunFolderError(Exception):
-  """The folder cannot be used; the message says why and what to do."""
+  """The run folder cannot be used; the message says why and what to do."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunDir(contextlib.AbstractContextManager):
-  """An exclusively held run folder. Use as a context manager, or `close` it."""
+  """A run folder locked by this process. Use it as a context manager, or `close` it."""
 
   path: Path
   config: Config
@@ -45,8 +45,8 @@ class RunDir(contextlib.AbstractContextManager):
 def create(config: Config, name: str) -> RunDir:
   """Creates the folder of a new run and stores its configuration there.
 
-  It is `run.dir`; if that is empty, `runs/NAME`, with a number if that exists. Raises
-  RunFolderError if it holds a run already, is in use, or cannot be written.
+  The folder is `run.dir`; if that is empty, `runs/NAME`, with a number appended if it exists.
+  Raises RunFolderError if the folder already holds a run, is in use, or cannot be written.
   """
   if config.run.dir:
     path = Path(config.run.dir)
@@ -59,7 +59,7 @@ def create(config: Config, name: str) -> RunDir:
     path.mkdir(parents=True, exist_ok=True)
     if (path / "config.yaml").exists():
       raise RunFolderError(
-        f"{path} already holds a run. To continue it: --resume {path}. Or choose another run.dir."
+        f"{path} already holds a run; continue it with --resume {path}, or choose another run.dir"
       )
     if any(entry.name not in ("run.lock", "config.yaml.tmp") for entry in path.iterdir()):
       raise RunFolderError(f"{path} is not empty and holds no run; choose another run.dir")
@@ -68,17 +68,17 @@ def create(config: Config, name: str) -> RunDir:
     temporary.write_text(loader.to_yaml(config))
     os.replace(temporary, path / "config.yaml")
   except OSError as error:
-    raise RunFolderError(f"can't make a run in {path}: {error.strerror or error}") from error
+    raise RunFolderError(f"can't create a run in {path}: {error.strerror or error}") from error
   return RunDir(path, config, lock)
 
 
 def safe_name(text: str) -> str:
-  """A folder's name like this text; gymnasium:ALE/Pong-v5 is a game."""
+  """Turns text into a folder name; game names such as gymnasium:ALE/Pong-v5 contain slashes."""
   return re.sub(r"[^\w.+-]", "-", text)
 
 
 def resumed(path: Path, changes: list[str]) -> Config:
-  """The configuration of an earlier run, to be resumed with these `key=value` changes.
+  """Returns the configuration with which to resume a run, after these `key=value` changes.
 
   Raises RunFolderError if the folder holds no run, or a change is not allowed.
   """
@@ -96,14 +96,14 @@ def resumed(path: Path, changes: list[str]) -> Config:
 
 
 def open_existing(path: Path, changes: list[str]) -> RunDir:
-  """Opens the folder of such a run. Raises RunFolderError as `resumed`, or if it is in use."""
+  """Opens a run folder to resume. Raises RunFolderError as `resumed`, or if it is in use."""
   return RunDir(path, resumed(path, changes), _lock(path, "run.lock"))
 
 
 def read_config(path: Path) -> Config:
-  """The configuration stored in a run folder.
+  """Reads the configuration stored in a run folder.
 
-  Raises RunFolderError if there is none, it is damaged, or has keys of another version.
+  Raises RunFolderError if it is missing, damaged, or has keys of another version.
   """
   try:
     return loader.from_yaml((path / "config.yaml").read_text())
@@ -116,13 +116,13 @@ def read_config(path: Path) -> Config:
 
 
 def record_start(path: Path, step: int, devices: int, kind: str) -> None:
-  """Appends a line to `starts.jsonl`: the step from which training goes on, on what, with what.
+  """Appends a line to `starts.jsonl`: the first learner step, the hardware and the versions.
 
   Args:
-    path: of the folder.
-    step: learner step.
+    path: run folder.
+    step: learner step at which training begins or continues.
     devices: number of devices of all learner processes.
-    kind: of these devices, such as `NVIDIA H200`.
+    kind: kind of these devices, such as `NVIDIA H200`.
   """
   cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
   row = {
@@ -142,30 +142,30 @@ def record_start(path: Path, step: int, devices: int, kind: str) -> None:
 def _version(library: str) -> str:
   try:
     return importlib.metadata.version(library)
-  except importlib.metadata.PackageNotFoundError:  # built without metadata
+  except importlib.metadata.PackageNotFoundError:  # a build without metadata
     return "-"
 
 
 def _commit() -> str:
-  """The commit of the clone that this code lies in; empty if it lies in none."""
+  """The commit of the git clone that contains this code; empty outside of one."""
   clone = Path(__file__).parents[2]
   if not (clone / ".git").exists():
     return ""
   command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--exclude=*"]
   try:
-    done = subprocess.run(command, cwd=clone, capture_output=True, text=True, timeout=20)
-  except (OSError, subprocess.TimeoutExpired):  # without git, or on a slow file system
+    result = subprocess.run(command, cwd=clone, capture_output=True, text=True, timeout=20)
+  except (OSError, subprocess.TimeoutExpired):  # no git, or a slow file system
     return ""
-  return done.stdout.strip()
+  return result.stdout.strip()
 
 
 def supervised(path: Path) -> IO:
-  """The supervisor's lock of a folder, until closed. Raises RunFolderError if it is held."""
+  """Takes the supervisor's lock of a folder; close it to release. Raises RunFolderError if held."""
   return _lock(path, "supervisor.lock")
 
 
 def _lock(path: Path, name: str) -> IO:
-  """A locked file in the folder; the kernel releases the lock however the process ends."""
+  """Locks a file in the folder; the kernel releases the lock however the process ends."""
   try:
     file = (path / name).open("a")
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Signals that stop a run: SIGINT, SIGTERM, and SIGHUP of a closed terminal."""
+"""Handling of the signals that stop a run: SIGINT, SIGTERM, and SIGHUP of a closed terminal."""
 
 import contextlib
 import os
@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# Seconds within which a repeated signal is the same one, sent to both the process and its group.
+# Seconds within which a repeated signal is the same signal, sent to the process and to its group.
 _DUPLICATE_SECONDS = 1.0
 
 
 class Signals(contextlib.ExitStack):
-  """A context in which the first signal calls `on_stop` and the second ends the process.
+  """Context manager in which the first signal calls `on_stop` and the second ends the process.
 
-  SIGHUP stays ignored if it is (nohup).
+  If SIGHUP is ignored (nohup), it stays ignored.
   """
 
   def __init__(self) -> None:
@@ -37,19 +37,19 @@ class Signals(contextlib.ExitStack):
 
   @staticmethod
   def at_once() -> contextlib.AbstractContextManager[None]:
-    """A context in which signals end the process at once, since there is nothing to save."""
+    """Context manager in which signals end the process at once, as there is nothing to save."""
     return handling(signal.SIG_DFL)
 
   @property
   def exit_code(self) -> int:
-    """The exit code of shells for the signal received."""
+    """The exit code for the received signal, as shells report it."""
     assert self.received is not None
     return 128 + self.received
 
 
 @contextlib.contextmanager
 def handling(handler: Any) -> Iterator[None]:
-  """A context in which a handler, as of `signal.signal`, receives the signals that stop a run."""
+  """Context manager that sets `handler`, as for `signal.signal`, for signals that stop a run."""
   ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
   stops = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP} - ignored
   before = {number: signal.signal(number, handler) for number in stops}

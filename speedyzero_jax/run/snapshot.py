@@ -1,4 +1,7 @@
-"""Snapshots of an experiment: the saved state of each part, and its restoration."""
+"""Snapshots of an experiment: saving and restoring the state of all its parts.
+
+`recovery.py` picks the checkpoint to restore and `checkpoint.py` reads and writes the files.
+"""
 
 import hashlib
 from typing import Any
@@ -18,7 +21,7 @@ from speedyzero_jax.workers.weights import ACTOR, DivergedError, Version
 
 
 def templates(learner: Learner, agent: Agent) -> dict[str, Params]:
-  """Structure and shapes of a checkpoint's items; of the others, only their parts know them."""
+  """Structure and shapes of the items restored as pytrees; others are dicts of arrays."""
   state = learner.abstract()
   weights = dict.fromkeys((ACTOR, *agent.subscriptions), state.variables)
   optimizer = {"state": state.opt_state, "target": state.target}
@@ -33,8 +36,9 @@ def learner_state(learner: Learner, restored: Snapshot) -> LearnerState:
 def save(experiment: Experiment, *, required: bool = False) -> None:
   """Starts saving a checkpoint in the background; reports a failure of the previous one.
 
-  A `required` one is waited for, and raises CheckpointError; other failures don't stop training.
-  Raises DivergedError if parameters are not finite; nothing is saved then.
+  With `required`, blocks until it is written and raises CheckpointError if that fails; otherwise a
+  failure does not stop training. Raises DivergedError, and saves nothing, if parameters are not
+  finite.
   """
   experiment.recovery.wait()
   step = experiment.limiter.learner_steps
@@ -70,16 +74,17 @@ def save(experiment: Experiment, *, required: bool = False) -> None:
 
 
 def restore(experiment: Experiment, restored: Snapshot) -> None:
-  """Restores a checkpoint into newly made parts, except the actor.
+  """Restores a checkpoint into newly built parts, except the actor.
 
-  Raises TrainingError if it is of another number of learner processes, or differs from theirs.
+  Raises TrainingError if it was saved with another number of learner processes, or if their
+  networks differ.
   """
   meta = restored.meta
   _check_same_network(experiment, restored.step)
   if meta["units"] != experiment.membership.units:
     raise TrainingError(
-      f"the run's experience is divided among {meta['units']} learner processes; it can't "
-      f"continue with {experiment.membership.units}"
+      f"the run's experience is divided among {meta['units']} learner processes; it can't be "
+      f"resumed with {experiment.membership.units}"
     )
   experiment.logger.rewind(restored.step)
   for segment in experiment.recovery.journal.read(restored.tails, restored.heads):
@@ -101,27 +106,27 @@ def _check_same_network(experiment: Experiment, step: int) -> None:
   digests = experiment.membership.all_gather(int(parameters_hash(experiment)[:15], 16))
   if len(set(digests)) > 1:
     raise TrainingError(
-      f"the learner processes' checkpoints of step {step} hold different networks: to continue "
-      f"from older ones, move checkpoints/{step}-* away, in the run folder and in its units/*"
+      f"the learner processes' checkpoints of step {step} hold different networks; to resume from "
+      f"older ones, move checkpoints/{step}-* out of the run folder and out of its units/*"
     )
 
 
 def replay_journal(experiment: Experiment) -> bool:
-  """Appends the segments recorded after the checkpoint. Returns whether there were any."""
+  """Appends the segments that the journal has after the checkpoint. Returns whether it had any."""
   limiter, replay = experiment.limiter, experiment.replay
   before, heads = limiter.env_steps, replay.heads
   for segment in experiment.recovery.journal.read(heads):
     experiment.collector.replay_recorded([segment])
   if limiter.env_steps > before:
-    experiment.logger.message(f"{limiter.env_steps - before} more agent steps from the journal")
-  return bool((replay.heads > heads).any())  # resets, too, are slots
+    experiment.logger.message(f"replayed {limiter.env_steps - before} agent steps of the journal")
+  return bool((replay.heads > heads).any())  # a reset adds a slot, but no agent step
 
 
 def start_actor(experiment: Experiment, restored: Snapshot | None, *, later: bool) -> None:
-  """Makes the local actor, once the replay is restored; it continues the games of the checkpoint.
+  """Creates the local actor, once the replay is restored; it continues the checkpoint's games.
 
-  Where that can't be, or the replay holds steps from `later` than the checkpoint, their episodes
-  are cut and new games begin. Raises TrainingError instead if the mode is lockstep.
+  If that is impossible, or the journal had steps `later` than the checkpoint, open episodes are
+  truncated and new games begin. Raises TrainingError instead if the mode is lockstep.
   """
   collector = experiment.collector
   if restored is not None and not later:
@@ -134,12 +139,11 @@ def start_actor(experiment: Experiment, restored: Snapshot | None, *, later: boo
     except RuntimeError as error:
       if experiment.config.run.mode == "lockstep":
         raise TrainingError(
-          f"can't continue from step {restored.step}: {error}. A lockstep run continues bit for "
-          "bit or not at all: resume it with the envpool and on the kind of machine that it began "
-          "with, or start a new run."
+          f"can't continue from step {restored.step}: {error}. A lockstep run must resume bit for "
+          "bit: use the same envpool version and machine type, or start a new run."
         ) from error
       experiment.logger.message(
-        f"warning: {error}; new games begin, and unfinished episodes end where they were"
+        f"warning: {error}; unfinished episodes are truncated and new games begin"
       )
       collector.close()
   collector.truncate(range(experiment.local_config.actor.lanes))
@@ -147,15 +151,16 @@ def start_actor(experiment: Experiment, restored: Snapshot | None, *, later: boo
 
 
 def _new_actor(experiment: Experiment, start: np.ndarray) -> Actor:
-  """An actor of all lanes, in new environments whose first frames are slots `start` [L].
+  """Creates an actor of all lanes, in new environments whose first frames are slots `start` [L].
 
-  The first ones of a run start at 0; later ones, for lost ones, have another seed.
+  A run's first environments start at slot 0; replacements for lost environments are seeded
+  differently.
   """
   local_config, episodes = experiment.local_config, experiment.collector.episodes
   # Distinct from the seeds of evaluation and of other runs.
   seed = experiment.seed("environments") + (int(start.sum()) << 32)
   env = make_env(local_config.env, local_config.actor.lanes, seed, training=True)
-  episodes.clear()  # also of games finished by a replay that diverged
+  episodes.clear()  # it may hold episodes of a failed attempt to restore the games
   agent, key = experiment.agent, experiment.key(ACT)
   return Actor(local_config, agent, env, experiment.inference, key, episodes, start=start)
 

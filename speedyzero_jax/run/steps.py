@@ -17,7 +17,7 @@ from speedyzero_jax.workers.weights import DivergedError, Version
 
 
 def sweep(experiment: Experiment, sweeper: Sweeper) -> None:
-  """Computes one block of a sweep. Call while `sweeper.due`."""
+  """Computes one block of a sweep. Call it only if `sweeper.due`."""
   with experiment.logger.part(sweeper.task.part):
     states = experiment.run_task(sweeper.next(experiment.replay), experiment.sweep_key(sweeper))
   sweeper.calls += 1
@@ -25,7 +25,7 @@ def sweep(experiment: Experiment, sweeper: Sweeper) -> None:
 
 
 def draw(experiment: Experiment, learner_step: int) -> PreparedBatch:
-  """The batch of a learner step, on the learner's devices."""
+  """Draws the batch of a learner step and puts it on the learner's devices."""
   experiment.drawn += 1
   prepared = batch_pipeline.draw(
     experiment.agent,
@@ -76,10 +76,10 @@ def update_priorities(
 def begin_learning(experiment: Experiment) -> bool:
   """Prepares for the first learner step; waits for all learner processes.
 
-  Returns False if one of them is interrupted.
+  Returns False if any of them is interrupted.
   """
   experiment.learning = True
-  # Times and counts before the first learner step belong to none.
+  # Discards times and counts from before the first learner step.
   experiment.logger.restart_counts(experiment.limiter.learner_steps)
   experiment.logger.update_display()  # so that the first line includes all processes
   return not any(experiment.membership.all_gather(int(experiment.interrupted)))
@@ -92,7 +92,7 @@ def saving_due(experiment: Experiment) -> bool:
 
 
 def bookkeeping(experiment: Experiment) -> None:
-  """Metrics, checkpoint, evaluation and hooks that are due after a learner step."""
+  """Writes metrics and a checkpoint, evaluates and calls hooks, as due after a learner step."""
   step, config = experiment.limiter.learner_steps, experiment.config
   last = step >= config.learner.steps
   if step % config.run.log_interval == 0 or last:
@@ -104,7 +104,7 @@ def bookkeeping(experiment: Experiment) -> None:
     with experiment.logger.part("evaluate"):
       if experiment.membership.unit == 0:
         evaluate_now(experiment)
-      experiment.membership.all_gather(0)  # waits for all
+      experiment.membership.all_gather(0)  # a barrier
   for call in experiment.after_step:
     call()
 
@@ -120,7 +120,7 @@ def log(experiment: Experiment) -> None:
 
 
 def evaluate_now(experiment: Experiment) -> Evaluation | None:
-  """Plays full episodes with the current weights; None if the run is stopping."""
+  """Evaluates the current weights over full episodes; returns None if the run is stopping."""
   config = experiment.config
   variables = experiment.weights.to_device(experiment.state.variables)
   result = evaluate(

@@ -17,11 +17,11 @@ Kind = Literal["learner", "actor", "refresher"]
 
 
 class Role(NamedTuple):
-  """The task of one process."""
+  """The role of one process."""
 
   kind: Kind
-  unit: int  # the learner's number
-  number: int  # among the unit's processes of this kind
+  unit: int  # index of its learner
+  number: int  # index among the unit's processes of this kind
 
   def __str__(self) -> str:
     return f"{self.kind}-{self.unit}" + (f".{self.number}" if self.kind != "learner" else "")
@@ -46,7 +46,7 @@ class Topology(NamedTuple):
     return self._roles()[process_id]
 
   def serving(self, kind: Kind, unit: int) -> int:
-    """The number of a unit's processes of a kind."""
+    """Number of a unit's processes of this kind."""
     return sum((role.kind, role.unit) == (kind, unit) for role in self._roles())
 
   def _roles(self) -> list[Role]:
@@ -62,42 +62,42 @@ class Topology(NamedTuple):
 
 
 def resolve(config: Config, num_processes: int | None = None) -> Topology:
-  """The topology of a configuration, for so many started processes; None: as many as it says.
+  """Resolves the topology for `num_processes` started processes; None: the number configured.
 
-  Raises ConfigError if the numbers contradict each other, lanes or batch can't be divided by the
-  learners, or a setting is not for several processes.
+  Raises ConfigError if the numbers contradict each other, the lanes or the batch can't be divided
+  among the learners, or a setting does not support several processes.
   """
-  wanted = config.topology
-  helpers = wanted.actors + wanted.refreshers
-  learners = wanted.learners or max((num_processes or 0) - helpers, 1)
-  topology = Topology(learners, wanted.actors, wanted.refreshers)
+  requested = config.topology
+  helpers = requested.actors + requested.refreshers
+  learners = requested.learners or max((num_processes or 0) - helpers, 1)
+  topology = Topology(learners, requested.actors, requested.refreshers)
   if num_processes is not None and topology.num_processes != num_processes:
     raise ConfigError(
       f"topology: {num_processes} processes were started, but {learners} learners, "
-      f"{wanted.actors} actors and {wanted.refreshers} refreshers make {topology.num_processes}"
+      f"{topology.actors} actors and {topology.refreshers} refreshers make {topology.num_processes}"
     )
-  if wanted.inference == "central" and wanted.actors < learners:
+  if requested.inference == "central" and topology.actors < learners:
     raise ConfigError(
       f"topology.inference: central needs an actor process for each of the {learners} learners, "
-      f"got topology.actors={wanted.actors}"
+      f"got topology.actors={topology.actors}"
     )
   lanes, batch_size = config.actor.lanes, config.learner.batch_size
   for key, value in (("actor.lanes", lanes), ("learner.batch_size", batch_size)):
     if value % learners:
       raise ConfigError(f"{key}: must be a multiple of the {learners} learners, got {value}")
-  if lanes // learners < -(-wanted.actors // learners):
-    raise ConfigError(f"actor.lanes: {wanted.actors} actors need a lane each, got {lanes}")
+  if lanes // learners < -(-topology.actors // learners):
+    raise ConfigError(f"actor.lanes: {topology.actors} actors need a lane each, got {lanes}")
   if config.run.mode == "lockstep" and topology.num_processes > 1:
-    raise ConfigError("run.mode: lockstep is for one process; several always overlap")
+    raise ConfigError("run.mode: lockstep supports one process only; set run.mode=async")
   if config.profile.steps and learners > 1:
     raise ConfigError(
-      "profile.steps: is for one learner; others would time out waiting for the profiled one"
+      "profile.steps: supports one learner only; others would time out waiting for the profiled one"
     )
   return topology
 
 
 def with_learners(config: Config, num_processes: int | None = None) -> Config:
-  """The configuration with the number of learners that `resolve` finds. Raises as it does."""
+  """Returns the configuration with the resolved number of learners. Raises as `resolve` does."""
   learners = resolve(config, num_processes).learners
   return dataclasses.replace(
     config, topology=dataclasses.replace(config.topology, learners=learners)
@@ -105,11 +105,11 @@ def with_learners(config: Config, num_processes: int | None = None) -> Config:
 
 
 def lanes_of_actors(lanes: int, actors: int) -> list[range]:
-  """The lanes of each of a unit's actors, as equal in number as possible."""
+  """Divides a unit's lanes among its actors as evenly as possible."""
   bounds = np.linspace(0, lanes, actors + 1).round().astype(int).tolist()
   return [range(a, b) for a, b in itertools.pairwise(bounds)]
 
 
 def derived_seed(seed: int, name: str, incarnation: int = 0) -> int:
-  """A seed for one part of a run (environments, search), distinct for every name and restart."""
+  """Returns a seed for a named part of a run, such as its search, distinct for every restart."""
   return int(np.random.SeedSequence([seed, incarnation, *name.encode()]).generate_state(1)[0])

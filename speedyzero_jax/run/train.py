@@ -1,4 +1,4 @@
-"""The entry point of a run: from a configuration to an exit code."""
+"""Entry point of a run in one learner process: from a configuration to an exit code."""
 
 import contextlib
 import os
@@ -33,15 +33,15 @@ def train(
   membership: Membership = ALONE,
   serving: Callable[[Experiment], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> int:
-  """Runs to the end, or until a signal. Returns the exit code.
+  """Trains to the end of the run, or until a signal. Returns the exit code.
 
   Args:
-    config: of the run.
-    folder: of the run, or of the learner process, locked by this process.
-    resume: continue the run in the folder.
-    signals: entered.
-    membership: of this process; the first learner process evaluates, and reports on all.
-    serving: context in which the roles run, with the service for actors and refreshers.
+    config: configuration of the run.
+    folder: folder of the run or of this learner process; this process must hold its lock.
+    resume: whether to continue the run in the folder.
+    signals: the entered context manager of signals.
+    membership: place of this process; the first learner process evaluates, and reports for all.
+    serving: context manager that serves actors and refreshers while the run trains.
   """
   enable_compilation_cache(config)
   unit, units = membership.unit, membership.units
@@ -95,7 +95,7 @@ def _run(
   empty = signals.received and not limiter.env_steps
   if not empty:
     snapshot.save(experiment, required=True)
-  experiment.membership.all_gather(0)  # the first learner to end would abort others that are saving
+  experiment.membership.all_gather(0)  # a learner that ends would abort others that are saving
   if empty:
     return _nothing_saved(logger, folder, signals)
   if not limiter.finished:
@@ -117,7 +117,7 @@ def _run(
 
 
 def _paused(experiment: Experiment) -> bool:
-  """Whether the run is to end here, for `run.pause_at`."""
+  """Whether the run has reached `run.pause_at`."""
   return 0 < experiment.config.run.pause_at <= experiment.limiter.learner_steps
 
 
@@ -134,7 +134,7 @@ def _final_evaluation(experiment: Experiment, folder: Path, signals: Signals) ->
 
 
 def _nothing_saved(logger: MetricsLogger, folder: Path, signals: Signals) -> int:
-  logger.message(f"stopped before anything could be saved; start with --resume {folder}")
+  logger.message(f"stopped before anything could be saved; start again with --resume {folder}")
   return signals.exit_code
 
 
@@ -144,14 +144,15 @@ def _device_or_memory_error(error: BaseException, logger: MetricsLogger, units: 
     return _fail(
       logger,
       f"{memory.out_of(where, error)}. Reduce learner.batch_size, env.frame_size, "
-      "replay.capacity or the blocks of the agent's tasks"
-      f"{'' if where == 'host' else ', or set replay.frames=host'}, or resume where there is more "
-      "memory; checkpoints are intact",
+      "replay.capacity or the block sizes of the agent's tasks"
+      f"{'' if where == 'host' else ', or set replay.frames=host'}, or resume on a machine with "
+      "more memory; checkpoints are intact",
     )
   if units == 1:
     raise error
-  logger.message(f"a learner process is lost: {str(error).strip().splitlines()[0][:200]}")
-  os.abort()  # as jax does in surviving processes; the supervisor restarts all
+  reason = str(error).strip().splitlines()[0][:200]
+  logger.message(f"lost connection to a learner process: {reason}")
+  os.abort()  # as jax does in surviving processes; the supervisor restarts all processes
 
 
 def _fail(logger: MetricsLogger, reason: str) -> int:

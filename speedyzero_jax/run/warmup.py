@@ -1,7 +1,7 @@
 """Compilation and timing, before a run begins, of every program that it will call repeatedly.
 
-Programs are compiled in parallel with placeholder arguments that have the shapes and placement of
-real ones, and each is timed alone.
+Programs are compiled in parallel, with placeholder arguments that have the shapes and placement of
+real ones. Then each is timed in isolation.
 """
 
 import time
@@ -24,7 +24,7 @@ from speedyzero_jax.types import Segment
 from speedyzero_jax.workers.batched_inference import padded
 from speedyzero_jax.workers.weights import ACTOR
 
-_LONG = 5.0  # seconds after which a call is not timed again
+_MAX_TIMING = 5.0  # seconds of calls after which a program is not called again
 
 
 class Timing(NamedTuple):
@@ -32,7 +32,7 @@ class Timing(NamedTuple):
 
   program: str  # "train", "act", or the name of a task
   calls: float  # per learner step, on average over the rest of the run
-  seconds: float  # of a call, alone
+  seconds: float  # of one call in isolation
 
 
 class _Call(NamedTuple):
@@ -64,9 +64,9 @@ def prepare(experiment: Experiment) -> list[Timing]:
 
 
 def _seconds(run: Callable[[], Any]) -> float:
-  """Time of the fastest of three calls, or of fewer long ones."""
+  """Seconds of the fastest of up to three calls."""
   times: list[float] = []
-  while len(times) < 3 and sum(times) < _LONG:
+  while len(times) < 3 and sum(times) < _MAX_TIMING:
     begin = time.perf_counter()
     jax.block_until_ready(run())
     times.append(time.perf_counter() - begin)
@@ -76,7 +76,7 @@ def _seconds(run: Callable[[], Any]) -> float:
 def _calls(experiment: Experiment) -> Iterator[_Call]:
   config, agent, key = experiment.local_config, experiment.agent, jax.random.key(0)
   limiter, inference = experiment.limiter, experiment.inference
-  begin = max(limiter.env_steps, config.actor.random_steps)  # where learner steps go on
+  begin = max(limiter.env_steps, config.actor.random_steps)  # when learning begins or resumes
   steps = max(config.learner.steps - limiter.learner_steps, 1)
   weights = {name: version.variables for name, version in experiment.weights.snapshot().items()}
 
@@ -90,7 +90,7 @@ def _calls(experiment: Experiment) -> Iterator[_Call]:
     inputs |= {"frames": experiment.replay.blanks(count, after)}
     return call(name, inference.tasks[name], per_step, variables, inputs, key)
 
-  central = config.topology.inference == "central"  # its largest batch
+  central = config.topology.inference == "central"  # timed at its largest batch
   if experiment.membership.runs_actor or central:
     per_step = max(config.run.env_steps - begin, 0) / config.actor.lanes / steps
     lanes = padded(config.actor.lanes) if central else config.actor.lanes
@@ -106,7 +106,7 @@ def _calls(experiment: Experiment) -> Iterator[_Call]:
       yield task(work.task, 1, len(work.lane), work.real.shape[1] - 1)
   learner, arrays = experiment.learner, experiment.learner.put(batch)
   train = call("train", learner.update, 1, *learner.arguments(experiment.state, arrays, key))
-  copy = jax.jit(partial(jax.tree.map, jnp.copy))  # a step donates its state
+  copy = jax.jit(partial(jax.tree.map, jnp.copy))  # as a step donates its state
   yield train._replace(run=lambda: learner.step(copy(experiment.state), arrays, key))
 
 
@@ -122,9 +122,9 @@ def _act_inputs(experiment: Experiment, lanes: int) -> ActInputs:
 
 
 def example_batch(config: Config, agent: Agent) -> tuple[Arrays, list[Work]]:
-  """A batch of a process but for its frames, with the shapes of real ones, and the work before it.
+  """Returns one process' batch without frames, and the work requested for it, in real shapes.
 
-  They come from a replay of zeros.
+  Both are computed from a replay of zeros.
   """
   size, window = config.learner.batch_size, agent.window
   replay = _zeros(agent, config.env.frame_stack, shortest_lane(config, agent) + 1, size)
@@ -138,7 +138,7 @@ def example_batch(config: Config, agent: Agent) -> tuple[Arrays, list[Work]]:
 
 
 def _zeros(agent: Agent, stack: int, slots: int, batch: int) -> Replay:
-  """A replay of zeros with as many lanes as it takes to select a batch."""
+  """Returns a replay of zeros with enough lanes to select a batch."""
   columns = {x.name: np.zeros((slots, *x.shape), x.dtype) for x in agent.schema.columns}
   columns["first"][0] = True
 

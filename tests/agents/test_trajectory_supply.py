@@ -170,7 +170,7 @@ def test_the_lag_of_an_overlapping_run_is_bounded(tmp_path):
 def test_a_run_without_enough_trajectories_ends_with_an_error(tmp_path, mode):
   config = _config(f"run.mode={mode}")
   too_many = dataclasses.replace(config.learner, steps=40)  # as the configuration would refuse
-  with pytest.raises(TrainingError, match=r"all 620 agent steps are collected.* of 40"):
+  with pytest.raises(TrainingError, match=r"complete \(620 agent steps\).* of 40 needs"):
     trained.run(dataclasses.replace(config, learner=too_many), tmp_path)
 
 

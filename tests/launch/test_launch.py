@@ -33,7 +33,7 @@ PLACE = ["--coordinator", "localhost:1", "--num-processes", "1", "--process-id",
     ([*NEW, "topology.actors=2", "run.mode=async"], "topology"),
     ([*NEW, "--devices", "0"], "--devices is for one of several processes"),
     (["--resume", "nothing"], "nothing holds no run"),
-    ([*NEW, "run.dir=/proc/run"], "can't make a run in /proc/run"),
+    ([*NEW, "run.dir=/proc/run"], "can't create a run in /proc/run"),
   ],
 )
 def test_wrong_use_is_reported_in_one_line(tmp_path, monkeypatch, capsys, arguments, message):

@@ -149,6 +149,6 @@ def test_a_journal_that_cannot_be_read_is_no_reason_for_an_older_checkpoint(copi
   def verify(tails, heads):
     raise JournalError("disk I/O error")
 
-  with pytest.raises(CheckpointError, match=r"checkpoints/8-24, which may be whole: .*I/O"):
+  with pytest.raises(CheckpointError, match=r"checkpoints/8-24 \(it may be intact\): .*I/O"):
     Checkpoints(copied[0]).restore(abstract(), pytest.fail, verify=verify)
   assert Checkpoints(copied[0]).steps() == [4, 8]

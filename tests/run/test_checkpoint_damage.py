@@ -122,7 +122,7 @@ def test_a_failing_machine_is_no_damage(copied, monkeypatch, error):
   before = listing(folder)
   with monkeypatch.context() as patch:
     patch.setattr(checkpoint.ocp.Checkpointer, "restore", fail)
-    expected = rf"checkpoints/8-24, which may be whole: .*{re.escape(str(error))}"
+    expected = rf"checkpoints/8-24 \(it may be intact\): .*{re.escape(str(error))}"
     with pytest.raises(CheckpointError, match=expected):
       Checkpoints(folder).restore(abstract(), pytest.fail)
   assert listing(folder) == before
@@ -137,7 +137,7 @@ def test_files_that_cannot_be_opened_are_no_damage(copied):
   content = path.read_bytes()
   path.unlink()
   path.symlink_to(path.name)
-  with pytest.raises(CheckpointError, match="which may be whole: ValueError: UNKNOWN: "):
+  with pytest.raises(CheckpointError, match=r"it may be intact\): ValueError: UNKNOWN: "):
     Checkpoints(folder).restore(abstract(), pytest.fail)
   path.unlink()
   path.write_bytes(content)
@@ -146,7 +146,7 @@ def test_files_that_cannot_be_opened_are_no_damage(copied):
   resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + 1, hard))
   try:
     with pytest.raises(
-      CheckpointError, match=r"which may be whole: .*(RESOURCE_EXHAUSTED|Too many open files)"
+      CheckpointError, match=r"it may be intact\): .*(RESOURCE_EXHAUSTED|Too many open files)"
     ):
       Checkpoints(folder).restore(abstract(), pytest.fail)
   finally:

@@ -90,7 +90,7 @@ def test_experience_that_the_journal_has_evicted_is_collected_again(tmp_path, ca
     heads = experiment.replay.heads
     experiment.recovery.journal.evict(heads - 1)
   with durable(tmp_path, 0) as experiment:
-    assert f"{heads.sum()} later frames of 3 lanes are lost" in capsys.readouterr().out
+    assert f"{heads.sum()} later frames in 3 lanes are lost" in capsys.readouterr().out
     assert experiment.limiter.env_steps == 0 and not experiment.replay.heads.any()
     experiment.collector.collect()
     np.testing.assert_array_equal(experiment.recovery.journal.heads, [1, 1, 1])

@@ -344,7 +344,7 @@ def test_a_unit_without_a_common_checkpoint_fails_and_changes_nothing(tmp_path):
       unit.save(step, required=True)
   with (
     Unit(tmp_path, all_gather=lambda step: [step, 2], units=2) as unit,
-    pytest.raises(CheckpointError, match="there is no checkpoint of step 2 or before in"),
+    pytest.raises(CheckpointError, match="there is no checkpoint at step 2 or earlier in"),
   ):
     unit.restore()
   assert Checkpoints(tmp_path).steps() == [4, 8]
@@ -360,7 +360,7 @@ def test_a_unit_that_starts_from_the_beginning_keeps_its_experience(tmp_path, ev
     assert unit.restore() is None
     kept = everything(0, 0 if evicted else CAPACITY)
     assert times(unit.journal.read(np.zeros(LANES, int))) == kept
-    lost = f"{LANES * (CAPACITY + 3)} later frames of {LANES} lanes are lost"
+    lost = f"{LANES * (CAPACITY + 3)} later frames in {LANES} lanes are lost"
     assert any(lost in line for line in unit.reported) == evicted
   assert Checkpoints(tmp_path).steps() == []
 

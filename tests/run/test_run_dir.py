@@ -102,7 +102,7 @@ def test_an_empty_folder_and_one_with_only_a_lock_are_free(tmp_path):
 @pytest.mark.parametrize("where", ["file/run", "file", "/proc/run"])
 def test_where_nothing_can_be_written(tmp_path, where):
   (tmp_path / "file").write_text("x")
-  with pytest.raises(RunFolderError, match="can't make a run in"):
+  with pytest.raises(RunFolderError, match="can't create a run in"):
     run_dir.create(config(tmp_path / where), "x")
   assert listing(tmp_path) == {"file": b"x"}
 
