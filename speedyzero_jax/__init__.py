@@ -1,1 +1,1 @@
-"""SpeedyZero in JAX."""
+"""SpeedyZero, distributed sample-efficient reinforcement learning with a learned model, in JAX."""

@@ -1,5 +1,5 @@
-"""Agents: what each stores per step, how it acts, what it learns from, and its configuration.
+"""Agents: each defines its network, acting, loss, stored columns and configuration.
 
-The value of the setting `agent` names a module: one of this package, or any importable one. It
+The setting `agent` names a module of this package or any other importable module. The module
 exports `AGENT_CONFIG`, a subclass of `config.schema.AgentConfig`, and `make_agent`.
 """

@@ -1,4 +1,4 @@
-"""Parts of actor-critics on trajectories: the supply of trajectories, and terms of their losses."""
+"""Components shared by actor-critics: supply of trajectories, and terms of the losses."""
 
 import dataclasses
 import math
@@ -24,13 +24,13 @@ RECONSTRUCTION = "losses/reconstruction"  # half the squared error, summed over 
 
 @dataclasses.dataclass(frozen=True)
 class TrajectoryConfig:
-  """Settings of all losses on trajectories."""
+  """Settings common to all losses on trajectories."""
 
   unroll_length: int = opt(
     20, "T, slots per trajectory (IMPALA: 20 on Atari, 100; A2C: 5)", "[1, 10000]"
   )
   synchronous: bool = opt(
-    False, "collection and learning take turns (A2C, PPO); off: they overlap (IMPALA, APPO)"
+    False, "alternate collection and learning (A2C, PPO); off: they overlap (IMPALA, APPO)"
   )
   value_coefficient: float = opt(
     0.5, "weight of half the squared error of the value (IMPALA: 0.5, PPO: 1)", "[0, 1e6]"
@@ -40,12 +40,12 @@ class TrajectoryConfig:
   )
   reconstruction_coefficient: float = opt(
     0.0,
-    "weight of half the squared error of observations decoded from the torso's features, summed "
-    "over pixels; 0: no decoder (Luo et al., RLDM 2019, use one)",
+    "weight of the reconstruction loss, half the squared error of observations decoded from the "
+    "torso's features, summed over pixels; 0: no decoder (Luo et al., RLDM 2019, use one)",
     "[0, 1e6]",
   )
   reward_scale: float = opt(
-    1.0, "multiplies rewards; returns near 1 suit the other coefficients", "(0, 1e6]"
+    1.0, "factor on rewards; the other coefficients suit returns of about 1", "(0, 1e6]"
   )
 
   @property
@@ -54,33 +54,33 @@ class TrajectoryConfig:
 
 
 class Supply(NamedTuple):
-  """How trajectories are queued and used.
+  """How trajectories are queued and reused.
 
-  A block is what the learner goes through before it takes new trajectories: `minibatches` times
-  `learner.batch_size` of them, and those replayed.
+  The learner trains on one block at a time for `epochs` epochs. A block has `minibatches` times
+  `learner.batch_size` new trajectories, plus replayed ones.
   """
 
   length: int  # T, slots per trajectory
   minibatches: int = 1
   epochs: int = 1
-  replayed: float = 0.0  # old trajectories per new one
+  replayed: float = 0.0  # replayed trajectories per new one
   synchronous: bool = False  # see `Agent.synchronous`
 
   def _block(self, config: Config) -> int:
-    """New trajectories per block; 1 if each is used once, so that they need not be together."""
+    """New trajectories per block. If each is used only once, a block is a single trajectory."""
     once = self.minibatches == self.epochs == 1 and not self.replayed
     return 1 if once else self.minibatches * config.learner.batch_size
 
   def _used(self, config: Config, blocks: int) -> int:
-    """Samples that so many blocks provide."""
+    """Samples that a number of blocks provides."""
     new = blocks * self._block(config)
     return self.epochs * (new + math.floor(new * self.replayed))
 
   def queue(self, store: LaneStore, config: Config) -> TrajectoryQueue:
-    """The selector."""
-    block, wanted = self._block(config), config.learner.steps * config.learner.batch_size
-    blocks = math.floor(wanted / (self.epochs * block * (1 + self.replayed)))
-    while self._used(config, blocks) < wanted:
+    """Makes the selector."""
+    block, required = self._block(config), config.learner.steps * config.learner.batch_size
+    blocks = math.floor(required / (self.epochs * block * (1 + self.replayed)))
+    while self._used(config, blocks) < required:
       blocks += 1
     return TrajectoryQueue(
       store,
@@ -93,47 +93,47 @@ class Supply(NamedTuple):
     )
 
   def problems(self, config: Config) -> Iterable[str]:
-    """Yields `key: problem` for settings with which trajectories run out or are used late."""
+    """Yields `key: problem` for settings that exhaust, evict or delay trajectories."""
     actor, learner, length = config.actor, config.learner, self.length
-    late = {"learner.tail_steps": learner.tail_steps, "actor.random_steps": actor.random_steps}
-    for key, steps in late.items():
+    delays = {"learner.tail_steps": learner.tail_steps, "actor.random_steps": actor.random_steps}
+    for key, steps in delays.items():
       if steps:
-        yield f"{key}: must be 0, or trajectories would be trained on late, got {steps}"
-    # Up to T agent steps of each lane do not fill a trajectory.
+        yield f"{key}: must be 0, as it delays training on trajectories, got {steps}"
+    # In each lane up to T agent steps remain in an incomplete trajectory.
     trajectories = max(config.run.env_steps - actor.lanes * length, 0) // length
     most = self._used(config, trajectories // self._block(config)) // learner.batch_size
     if learner.steps > most:
       yield (
-        f"learner.steps: must be at most {most}, as run.env_steps "
-        f"({config.run.env_steps}) give {trajectories} trajectories of loss.unroll_length "
-        f"({length}) in {actor.lanes} lanes, {learner.batch_size} a learner step"
+        f"learner.steps: must be at most {most}, as run.env_steps ({config.run.env_steps}) in "
+        f"{actor.lanes} lanes provide {trajectories} trajectories of loss.unroll_length ({length}) "
+        f"and a learner step uses {learner.batch_size}"
         f"{', ' + self._reuse if self._block(config) > 1 else ''}; got {learner.steps}"
       )
     least = self.least_capacity(config)
     if 0 < config.replay.capacity < least:
       yield (
-        f"replay.capacity: must be 0 or at least {least}, for trajectories that wait while actors "
-        f"are ahead of the learner, got {config.replay.capacity}"
+        f"replay.capacity: must be 0 or at least {least}, to hold the trajectories that the "
+        f"learner has not finished with, got {config.replay.capacity}"
       )
     yield from self._synchronous_problems(config) if self.synchronous else ()
 
   @property
   def _reuse(self) -> str:
-    replayed = f" and {self.replayed} old ones per new one" if self.replayed else ""
-    return f"in blocks of {self.minibatches} of these, {self.epochs} epochs each{replayed}"
+    replayed = f" and {self.replayed} replayed trajectories per new one" if self.replayed else ""
+    return f"in blocks of {self.minibatches} minibatches with {self.epochs} epochs each{replayed}"
 
   def _synchronous_problems(self, config: Config) -> Iterable[str]:
     actor, batch = config.actor, config.learner.batch_size
     if config.topology.actors > max(config.topology.learners, 1):
       yield (
-        "topology.actors: must be at most one per learner with loss.synchronous, or lanes of a "
-        f"fast actor would run ahead of a slow one's, got {config.topology.actors}"
+        "topology.actors: must be at most one per learner with loss.synchronous, as a fast actor "
+        f"would run ahead of a slow one, got {config.topology.actors}"
       )
     if self.minibatches * batch % actor.lanes:
       block = f"{self.minibatches} x {batch}" if self.minibatches > 1 else f"{batch}"
       yield (
-        f"actor.lanes: must divide the trajectories collected at a time ({block}) with "
-        f"loss.synchronous, or some would wait for a turn, got {actor.lanes}"
+        f"actor.lanes: must divide the number of trajectories collected at a time ({block}) with "
+        f"loss.synchronous, got {actor.lanes}"
       )
     if self.minibatches * self.epochs % actor.weights_interval:
       yield (
@@ -144,11 +144,12 @@ class Supply(NamedTuple):
       yield (f"loss.replay_proportion: must be 0 with loss.synchronous, got {self.replayed}")
 
   def least_capacity(self, config: Config) -> int:
-    """Slots with which no lane evicts a trajectory that the run will need.
+    """Minimum capacity with which no trajectory is evicted before the learner has used it.
 
-    Collection is ahead of the learner by the rate limiter's slack, or by what all lanes need to
-    fill their first trajectories. Lanes take turns, so one may have a trajectory more than another;
-    one may be incomplete, and one have lost its start. A block that is used several times stays.
+    Collection runs ahead of the learner by at most the rate limiter's slack, or by the steps that
+    fill the first trajectories of all lanes. Each lane needs room for three more trajectories: one
+    by which it may be ahead of other lanes, an incomplete one, and one partly evicted. A block that
+    is used several times stays stored meanwhile.
     """
     lanes, length, block = config.actor.lanes, self.length, self._block(config)
     slack = max(2 * lanes, 2 * -(-config.run.env_steps // config.learner.steps))
@@ -158,7 +159,7 @@ class Supply(NamedTuple):
 
 
 class PolicyTerms(NamedTuple):
-  """What a policy makes of actions that another, the behavior policy, has taken; [B, T] each."""
+  """Terms of the current policy pi for actions taken by the behavior policy mu; [B, T] each."""
 
   log_chosen: jax.Array  # log pi(a|x)
   ratio: jax.Array  # pi(a|x) / mu(a|x); 0 where no action was taken
@@ -166,7 +167,7 @@ class PolicyTerms(NamedTuple):
 
 
 def policy_terms(logits: jax.Array, batch: Arrays) -> PolicyTerms:
-  """Terms from the policy's logits [B, T, A] and a batch's `action`, `acted_mask` and `logits`."""
+  """Computes the terms from pi's logits [B, T, A]; mu's logits and the actions are in `batch`."""
   log_policy = jax.nn.log_softmax(logits)
   log_chosen = chosen(log_policy, batch["action"])
   log_behavior = chosen(jax.nn.log_softmax(batch["logits"]), batch["action"])
@@ -178,6 +179,8 @@ def policy_terms(logits: jax.Array, batch: Arrays) -> PolicyTerms:
 
 
 def mean_count(mask: jax.Array) -> jax.Array:
-  """Number of nonzero entries on each device, on average; at least 1. With it local sums become
-  shares of the mean over all devices."""
+  """Mean over devices of the sum of a 0/1 mask, at least 1.
+
+  Local sums divided by it average over devices to the mean over all entries where the mask is 1.
+  """
   return jnp.maximum(jax.lax.pmean(jnp.sum(mask), AXIS), 1)

@@ -1,7 +1,7 @@
-"""AlphaZero (Silver et al. 2018) for board games: self-play, and tree search by the true rules.
+"""AlphaZero (Silver et al. 2018) for board games: self-play, and tree search with the true rules.
 
-Values and rewards are those of the player to move, so that every step multiplies by -1. A frame is
-a board (see `envs/rules.py`), from which legal moves follow.
+Values and rewards are from the perspective of the player to move, so each step has a discount of
+-1. A frame is a board (see `envs/rules.py`), which determines the legal moves.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ from speedyzero_jax.types import Params
 # Means over the samples of a batch.
 LOSS_POLICY = "losses/policy"  # cross-entropy
 LOSS_VALUE = "losses/value"  # squared error
-TARGET_ENTROPY = "losses/target_entropy"  # of the search's policies, nats: the least LOSS_POLICY
+TARGET_ENTROPY = "losses/target_entropy"  # of the search policies, nats: minimum of LOSS_POLICY
 
 _ILLEGAL = -1e9  # logit
 
@@ -59,24 +59,31 @@ class SearchConfig:
 
   algorithm: Literal["gumbel", "puct"] = opt(
     "gumbel",
-    "sequential halving, which needs neither noise nor temperature (Danihelka et al. 2022), or "
-    "PUCT (AlphaZero)",
+    "sequential halving, without Dirichlet noise and temperature (Danihelka et al. 2022), or PUCT "
+    "(AlphaZero)",
   )
   simulations: int = opt(32, "simulations per move (AlphaZero: 800)", "[1, 1e5]")
   max_considered: int = opt(16, "Gumbel: root actions considered (Danihelka: 16)", "[1, 1e9]")
-  c_visit: float = opt(50.0, "Gumbel: visits added in the scale of values (its: 50)", "[0, 1e6]")
+  c_visit: float = opt(
+    50.0, "Gumbel: visit offset in the value transformation (Danihelka: 50)", "[0, 1e6]"
+  )
   c_scale: float = opt(
-    0.1, "Gumbel: scale of values (its, for Go: 1); with more, self-play varies less", "[0, 1e6]"
+    0.1,
+    "Gumbel: scale of the value transformation; larger values make self-play less diverse "
+    "(Danihelka: 1 for Go)",
+    "[0, 1e6]",
   )
   c1: float = opt(1.25, "PUCT: exploration constant c1 (AlphaZero: 1.25)", "[0, 1e6]")
   c2: float = opt(19652.0, "PUCT: exploration constant c2 (AlphaZero: 19652)", "[1e-6, 1e6]")
   dirichlet_alpha: float = opt(
     0.3, "PUCT: root noise concentration (AlphaZero: 0.3 for chess, 0.03 for Go)", "[1e-6, 1e6]"
   )
-  dirichlet_fraction: float = opt(0.25, "PUCT: share of noise in the prior (its: 0.25)", "[0, 1]")
+  dirichlet_fraction: float = opt(
+    0.25, "PUCT: share of noise in the prior (AlphaZero: 0.25)", "[0, 1]"
+  )
   sampled_moves: int = opt(
     30,
-    "PUCT: first moves of self-play that are sampled in proportion to visits; later ones are the "
+    "PUCT: number of first moves of self-play sampled in proportion to visits; later moves are the "
     "most visited (AlphaGo Zero: 30)",
     "[0, 1e9]",
   )
@@ -91,7 +98,7 @@ class LossConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AlphaZeroConfig(AgentConfig):
-  """The sections and their constraints."""
+  """Configuration of AlphaZero."""
 
   name: ClassVar[str] = "alphazero"
   network: NetworkConfig = NetworkConfig()
@@ -103,9 +110,9 @@ class AlphaZeroConfig(AgentConfig):
     if env.game not in RULES:
       yield f"env.game: must be one of {', '.join(RULES)} for alphazero, got {env.game}"
     if env.frame_stack != 1:
-      yield f"env.frame_stack: must be 1, as a board shows all there is, got {env.frame_stack}"
+      yield f"env.frame_stack: must be 1, as boards are fully observed, got {env.frame_stack}"
     if actor.random_steps:
-      yield f"actor.random_steps: must be 0, as search explores, got {actor.random_steps}"
+      yield f"actor.random_steps: must be 0, as the search explores, got {actor.random_steps}"
 
 
 AGENT_CONFIG = AlphaZeroConfig
@@ -116,9 +123,9 @@ class BoardNetwork(nnx.Module):
 
   def __init__(self, config: NetworkConfig, rules: Rules, rngs: nnx.Rngs):
     features = rules.height * rules.width * config.channels
-    zeros = nnx.initializers.zeros  # no move is preferred at first, and the outcome is open
+    zeros = nnx.initializers.zeros  # the initial policy is uniform and the initial value 0
     self.conv = nnx.Conv(2, config.channels, (3, 3), rngs=rngs)
-    inits = nnx.initializers.lecun_normal(), zeros  # each block is the identity at first
+    inits = nnx.initializers.lecun_normal(), zeros  # each block is initially the identity
     self.blocks = nnx.List(
       [ResidualBlock(config.channels, rngs, *inits) for _ in range(config.blocks)]
     )
@@ -148,7 +155,7 @@ class AlphaZero(Agent):
     policies = Column("search_policy", "float32", (actions,))
     self.schema = make_schema(frame_shape, frame_dtype, actions, (policies,))
     self.window = Window(after=0, within_episode=True)
-    self.lookahead = self._rules.longest  # whole games
+    self.lookahead = self._rules.longest  # targets are outcomes of whole games
 
   # --- device
 
@@ -166,7 +173,7 @@ class AlphaZero(Agent):
   ) -> mctx.PolicyOutput:
     """Searches from boards [n, H, W, 2]; without `explore` the result does not depend on the key.
 
-    Illegal actions have weight 0, unless the game is over: then nothing is legal.
+    Illegal actions have weight 0, except where the game is over and no action is legal.
     """
     config, legal = self._search, self._rules.legal(board)
     logits, value = self._evaluate(params, board)
@@ -179,7 +186,7 @@ class AlphaZero(Agent):
       ~legal & jnp.any(legal, axis=-1, keepdims=True),
     )
     if config.algorithm == "gumbel":
-      # Q in [-1, 1] has twice the range that the constants are made for.
+      # The constants are meant for Q in [0, 1]; here Q is in [-1, 1].
       qtransform = functools.partial(
         mctx.qtransform_completed_by_mix_value,
         rescale_values=False,
@@ -196,7 +203,7 @@ class AlphaZero(Agent):
     sampled = (moves < config.sampled_moves) & explore
     return mctx.muzero_policy(
       *arguments,
-      # Unvisited actions count as lost, so that illegal ones, of prior 0, come last at any node.
+      # Unvisited actions count as losses. So illegal ones, with a prior of 0, rank last.
       qtransform=functools.partial(mctx.qtransform_by_min_max, min_value=-1.0, max_value=1.0),
       pb_c_init=config.c1,
       pb_c_base=config.c2,
@@ -206,7 +213,7 @@ class AlphaZero(Agent):
     )
 
   def _evaluate(self, params: Params, board: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Logits of the legal moves [n, A], values [n]: 0 when the game is over."""
+    """Returns logits [n, A], masked where illegal, and values [n], 0 where the game is over."""
     logits, value = self._network.apply(params, board)
     legal = jnp.where(self._rules.legal(board), logits, _ILLEGAL)
     return legal, jnp.where(self._rules.over(board), 0.0, value)
@@ -214,7 +221,7 @@ class AlphaZero(Agent):
   def _step(
     self, params: Params, key: jax.Array, action: jax.Array, board: jax.Array
   ) -> tuple[mctx.RecurrentFnOutput, jax.Array]:
-    """The model of the search: the rules, and the network's opinion of what follows."""
+    """The search's model: applies the rules and evaluates the next board with the network."""
     after, reward = self._rules.step(board, action)
     logits, value = self._evaluate(params, after)
     discount = jnp.where(self._rules.over(after), 0.0, -1.0)
@@ -247,7 +254,7 @@ class AlphaZero(Agent):
     store, lane = replay.store, selection.lane
     present, time = replay.clamp(lane, selection.time)
     returns = td.n_step(store, lane, time, self.lookahead, discount=-1.0)
-    known = returns.discount == 0  # of games cut short there is no outcome
+    known = returns.discount == 0  # truncated games have no outcome
     batch = {
       "search_policy": take(store["search_policy"], store.flat(lane, time)),
       "outcome": returns.reward,

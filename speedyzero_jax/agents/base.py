@@ -1,10 +1,10 @@
-"""The `Agent` interface: all that actors, learner, replay and loops know of an algorithm.
+"""The `Agent` interface, through which actors, learner, replay and loops use an algorithm.
 
-An agent is pure functions and a few numbers. Functions marked *device* are traced by jax; functions
-marked *host* work on numpy arrays of the replay and are called with its lock held (`make_selector`:
-before the replay is in use).
+An agent is a set of pure functions and a few constants. Functions marked *device* are traced by
+JAX. Functions marked *host* work on numpy arrays of the replay and are called with its lock held
+(`make_selector`: before the replay is in use).
 
-Letters: n environments or states, B samples, S stacked frames, T+1 slots of a batch's window.
+Dimensions: n environments or states, B samples, S stacked frames, T+1 slots of a batch's window.
 """
 
 import abc
@@ -21,84 +21,85 @@ from speedyzero_jax.replay.selector import Selection, Selector
 from speedyzero_jax.replay.storage import LaneStore
 from speedyzero_jax.types import Params
 
-AXIS = "data"  # mesh axis over which batches are divided
+AXIS = "data"  # mesh axis over which batches are sharded
 
 Arrays = dict[str, Any]  # numpy or jax arrays by name
 
 
 class Variables(NamedTuple):
-  """A network's state: what the optimizer updates, and running statistics."""
+  """A network's state: trainable parameters and running statistics."""
 
   params: Params
   batch_stats: Params
 
 
 class ActInputs(NamedTuple):
-  """What the environments show, and what the agent remembers; leaves lead with n."""
+  """Observations and recurrent state; leaves have leading dimension n."""
 
   frames: Any  # [n, S, H, W, C], oldest first
-  first: Any  # [n] bool, an episode starts here: recurrent state is to be reset
-  lane: Any  # [n] int32, number of the environment among those of the learner process
+  first: Any  # [n] bool, an episode starts here: `act` must reset the recurrent state
+  lane: Any  # [n] int32, index of the environment within the learner process
   core: Any  # recurrent state, a pytree; () without one
 
 
 class ActOutput(NamedTuple):
-  """What `act` decides; leaves lead with n."""
+  """Output of `act`; leaves have leading dimension n."""
 
   action: Any  # [n] int32
   columns: Arrays  # the agent's columns of the schema
   core: Any
-  diagnostics: Arrays = {}  # noqa: RUF012 - a pytree: further numbers to look at, [n] or [n, A]
+  diagnostics: Arrays = {}  # noqa: RUF012 - a pytree: shown in videos only, [n] or [n, A]
 
 
 class LossOutput(NamedTuple):
-  """What comes of a loss besides its value."""
+  """Auxiliary outputs of the loss."""
 
   batch_stats: Params  # the same on all devices
   metrics: dict[str, jax.Array]  # scalars by metric name, means over the local samples
-  priority: jax.Array  # [B], the error behind each sample's priority; zeros if unused
+  priority: jax.Array  # [B], the error that determines each sample's priority; zeros if unused
 
 
 class Window(NamedTuple):
-  """Slots whose frames a batch needs, relative to a sample's first slot."""
+  """Range of slots whose frames a batch needs, relative to each sample's first slot."""
 
-  after: int  # T: the window is this many slots after the first one
-  within_episode: bool  # repeat the first and last frame of the episode beyond its ends
+  after: int  # T, slots after the first one
+  within_episode: bool  # pad with the episode's first and last frame instead of crossing its ends
 
 
 class Task(NamedTuple):
-  """Background work: a program over stored states whose results are written back.
+  """Background computation over stored states, whose results are written back to the replay.
 
-  With `max_age` a task sweeps the whole replay, fast enough that no value of `stamp` gets older
-  than so many learner steps. Without, it works on what `Agent.batch_work` asks for.
+  If `max_age` is set, the task sweeps the whole replay, fast enough that no value stamped `stamp`
+  gets older than `max_age` learner steps. Otherwise it processes the states that
+  `Agent.batch_work` returns for each batch.
   """
 
   program: Callable[[Variables, Arrays, jax.Array], Arrays]
   """Device: (variables, inputs, key) -> arrays [B, n, ...] by result name. The inputs are `frames`
-  [B, S-1+n, H, W, C] and, by name, the columns [B, n, ...] that the task reads."""
-  results: tuple[Column, ...]  # of the program
+  [B, S-1+n, H, W, C] and the columns in `reads`, [B, n, ...] by name."""
+  results: tuple[Column, ...]  # names, dtypes and shapes of the program's results
   write: Callable[[Replay, np.ndarray, np.ndarray, dict[str, np.ndarray], int], None]
   """Host: (replay, lane [m], time [m], results [m, ...], learner step of the weights)."""
-  subscription: str  # whose weights are used: a key of `Agent.subscriptions`
-  part: str  # name of the work in time profiles, such as "search"
-  rate: str = ""  # prefix of the metrics that count its states; empty: not counted
-  stamp: str = ""  # of the schema
-  max_age: int = 0  # learner steps
-  block: int = 0  # states per call of a sweep
-  reads: tuple[Column, ...] = ()  # of the schema
+  subscription: str  # selects the weights: a key of `Agent.subscriptions`
+  part: str  # name in time profiles, such as "search"
+  rate: str = ""  # prefix of the metrics that count processed states; empty: not counted
+  stamp: str = ""  # name in `Schema.stamps`
+  max_age: int = 0  # learner steps; 0: no sweep
+  block: int = 0  # states per call of a sweep; 0: chosen by device type
+  reads: tuple[Column, ...] = ()  # columns of the schema
 
 
 class Work(NamedTuple):
-  """States to recompute: n in a row from each of B slots on."""
+  """States to recompute: n consecutive states from each of B slots on."""
 
   task: str
   lane: np.ndarray  # [B]
   time: np.ndarray  # [B]
-  real: np.ndarray  # [B, n] bool: state k is a stored one, not a repetition of its episode's last
+  real: np.ndarray  # [B, n] bool, false where state k repeats its episode's last state
 
 
 def mean_over_devices(tree: Any) -> Any:
-  """Device: the mean over `AXIS`, as one array: CPU processes would send each leaf separately."""
+  """Device: the mean over `AXIS`. One packed array, since CPU processes send leaves one by one."""
   if jax.lax.axis_size(AXIS) == 1:
     return tree
   flat, unravel = jax.flatten_util.ravel_pytree(tree)
@@ -106,11 +107,11 @@ def mean_over_devices(tree: Any) -> Any:
 
 
 class Agent(abc.ABC):
-  """An algorithm. Its attributes are fixed when it is made, by `make_agent` of its module:
+  """An algorithm, constructed by `make_agent` of its module:
 
       make_agent(config, frame_shape [H, W, C], frame_dtype, number of actions)
 
-  What has a default here concerns only some algorithms.
+  Attributes are constant after construction. Members with a default concern only some algorithms.
   """
 
   schema: Schema  # of a stored step
@@ -118,14 +119,16 @@ class Agent(abc.ABC):
   lookahead: int  # slots after a sample's first that its targets may use, at least window.after
   subscriptions: Mapping[str, int] = {}  # weights for tasks: learner steps between updates
   tasks: Mapping[str, Task] = {}
-  target_interval: int = 0  # learner steps between copies to the target network; 0: there is none
-  on_policy: bool = False  # trained on at once: a resumed run drops what is after its checkpoint
-  synchronous: bool = False  # actors wait while there is a batch or one is learned from, and
-  # learner steps wait for batches only; else both follow the rate limiter's ratio
+  target_interval: int = 0  # learner steps between target-network updates; 0: no target network
+  # A resumed run discards experience collected after its checkpoint: its behavior policy is lost.
+  on_policy: bool = False
+  # Acting and learning alternate: actors pause while a batch is ready or in training, and the
+  # learner waits only for a full batch. If false, the rate limiter paces both.
+  synchronous: bool = False
 
   @abc.abstractmethod
   def init(self, key: jax.Array) -> Variables:
-    """Device: fresh variables."""
+    """Device: initial variables."""
 
   def initial_core(self, n: int) -> Any:
     """Device: recurrent state at the start of an episode."""
@@ -135,37 +138,37 @@ class Agent(abc.ABC):
   def act(
     self, variables: Variables, inputs: ActInputs, key: jax.Array, progress: Any, *, explore: bool
   ) -> ActOutput:
-    """Device: chooses actions. `progress` is the share of training done, [] in [0, 1]."""
+    """Device: chooses actions. `progress` [] is the completed share of training, in [0, 1]."""
 
   @abc.abstractmethod
   def loss(
     self, params: Params, batch_stats: Params, target: Params, batch: Arrays, keys: jax.Array
   ) -> tuple[jax.Array, LossOutput]:
-    """Device: the loss of one device's share of a batch, inside a shard_map over `AXIS`.
+    """Device: the loss of one device's shard of a batch, inside a shard_map over `AXIS`.
 
     Args:
-      params: to be differentiated.
+      params: trainable parameters, with respect to which the loss is differentiated.
       batch_stats: running statistics.
       target: parameters of the target network; () without one.
-      batch: from `assemble`, with `frames` [B, F, H, W, C]; unless `window.within_episode`
-        also `stack` [B, T+1, S], the places in F of the frames of each slot.
-      keys: [B], one per sample, independent of how the batch is divided among devices.
+      batch: from `assemble`, plus `frames` [B, F, H, W, C] and, unless `window.within_episode`,
+        `stack` [B, T+1, S], the indices into F of each slot's stacked frames.
+      keys: [B], one per sample, independent of how the batch is sharded.
     """
 
   @abc.abstractmethod
   def make_selector(self, store: LaneStore) -> Selector:
-    """Host: the rule by which samples are chosen."""
+    """Host: the rule that selects samples for training."""
 
   def batch_work(self, replay: Replay, selection: Selection) -> list[Work]:
-    """Host: what is to be recomputed before a batch is assembled."""
+    """Host: the states to recompute before a batch is assembled."""
     return []
 
   @abc.abstractmethod
   def assemble(
     self, replay: Replay, selection: Selection, learner_step: int
   ) -> tuple[Arrays, dict[str, float]]:
-    """Host: the batch but for its frames, [B, ...] each, and numbers to log.
+    """Host: the batch without its frames, arrays [B, ...], and metrics to log.
 
-    Arrays whose names end in `_mask` are set to 0 for samples that are evicted before their frames
-    are gathered.
+    If a sample is evicted before its frames are gathered, arrays whose names end in `_mask` are set
+    to 0 for it.
     """

@@ -1,7 +1,7 @@
 """DQN (Mnih et al. 2015) with double Q-learning, n-step returns, prioritized replay, dueling heads.
 
-Lanes may explore with different epsilons, as the actors of Ape-X (Horgan et al. 2018) do. With
-`network.atoms` it learns distributions of returns: C51 (Bellemare et al. 2017).
+Lanes may explore with different epsilons, like the actors of Ape-X (Horgan et al. 2018). With
+`network.atoms` it learns distributions of returns, as C51 (Bellemare et al. 2017).
 """
 
 import dataclasses
@@ -36,15 +36,15 @@ class NetworkConfig(TorsoConfig, QHeadConfig):
 
   core: ClassVar[str] = "none"
   atoms: int = opt(
-    0, "atoms of a distribution of returns (C51: 51); 0: expected values", "[0, 1e4]"
+    0, "atoms of the return distribution (C51: 51); 0: learn expected values", "[0, 1e4]"
   )
-  value_min: float = opt(-10.0, "atoms: the first one, a return (C51: -10)", "[-1e6, 1e6]")
-  value_max: float = opt(10.0, "atoms: the last one (C51: 10)", "[-1e6, 1e6]")
+  value_min: float = opt(-10.0, "atoms: smallest return (C51: -10)", "[-1e6, 1e6]")
+  value_max: float = opt(10.0, "atoms: largest return (C51: 10)", "[-1e6, 1e6]")
 
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
-  """The target and the loss."""
+  """Targets and loss."""
 
   td_steps: int = opt(3, "n of the n-step return (DQN: 1, Ape-X: 3)", "[1, 1000]")
   double: bool = opt(
@@ -55,12 +55,12 @@ class LossConfig:
     "learner steps between copies to the target network (DQN: 10,000, Ape-X: 2,500)",
     "[1, 1e9]",
   )
-  huber_delta: float = opt(1.0, "error from which the loss is linear (DQN: 1)", "(0, 1e9]")
+  huber_delta: float = opt(1.0, "error above which the loss is linear (DQN: 1)", "(0, 1e9]")
 
 
 @dataclasses.dataclass(frozen=True)
 class DqnConfig(QAgentConfig):
-  """The sections and their constraints."""
+  """Configuration of DQN."""
 
   name: ClassVar[str] = "dqn"
   network: NetworkConfig = NetworkConfig()
@@ -72,14 +72,14 @@ class DqnConfig(QAgentConfig):
     network = self.network
     if network.atoms and (self.priority.initial != "max" or self.refresh.enabled):
       yield (
-        "network.atoms: must be 0 with priority.initial=actor or refresh.enabled, whose "
-        f"priorities are errors of expected values, got {network.atoms}"
+        "network.atoms: must be 0 with priority.initial=actor or refresh.enabled, which compute "
+        f"priorities from expected values, got {network.atoms}"
       )
     if network.atoms == 1:
       yield "network.atoms: must be 0 or at least 2, got 1"
     if network.value_max <= network.value_min:
       yield (
-        f"network.value_max: must be more than network.value_min ({network.value_min}), "
+        f"network.value_max: must be greater than network.value_min ({network.value_min}), "
         f"got {network.value_max}"
       )
 
@@ -106,10 +106,10 @@ class DQN(QAgent):
     mask, action = batch["loss_mask"][:, 0], batch["action"]
 
     def outputs_of(params: Params, slot: jax.Array) -> jax.Array:
-      def shown(frames: jax.Array, slot: jax.Array) -> jax.Array:
+      def stack(frames: jax.Array, slot: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(frames, slot, self._stack)
 
-      observation = observe(jax.vmap(shown)(batch["frames"], slot))
+      observation = observe(jax.vmap(stack)(batch["frames"], slot))
       return self._network.apply(params, observation[:, None])[0][:, 0]
 
     end = batch["steps"]
@@ -124,7 +124,7 @@ class DQN(QAgent):
       goal = td.project(later[sample, best], *returns, self._atoms)
       goal, logits = jax.lax.stop_gradient(goal), now[sample, action]
       loss = mask * optax.losses.softmax_cross_entropy(logits, goal)
-      # Without the entropy of the target, which no network can reduce.
+      # The cross-entropy minus the entropy of the target, which training cannot reduce.
       priority = mask * optax.losses.kl_divergence(jax.nn.log_softmax(logits), goal)
       metrics[DIVERGENCE] = jnp.mean(priority)
     else:
@@ -151,7 +151,7 @@ class DQN(QAgent):
     present, time = replay.clamp(lane, selection.time)
     returns = self._returns(store, lane, time)
     batch = {
-      # An evicted transition's place may be taken by a slot without an action.
+      # The slot that stands in for an evicted one may have no action.
       "action": np.maximum(take(store.action, store.flat(lane, time)), 0),
       "weight": self._weights(selection, learner_step),
       "loss_mask": present[:, None].astype(np.float32),

@@ -1,16 +1,16 @@
-"""IMPALA (Espeholt et al. 2018): an actor-critic on trajectories in the order they are collected.
+"""IMPALA (Espeholt et al. 2018): an actor-critic trained on trajectories in order of collection.
 
-With `loss.synchronous` it is A2C (Mnih et al. 2016): the policy that acts is the one that learns,
-and all ratios are 1 but those of each trajectory's first action, which was chosen with the frame
-that completed the trajectory before, one learner step earlier.
+With `loss.synchronous` it is A2C (Mnih et al. 2016): the behavior policy is the current one, and
+all importance ratios are 1, except for each trajectory's first action. That action was chosen with
+the frame that completed the previous trajectory, one learner step earlier.
 
-V-trace corrects for the policy lag, which is bounded. With R agent steps per learner step, in one
-process, a slot is trained on at most
+V-trace corrects for the policy lag, which is bounded. With R agent steps per learner step in one
+process, the weights that acted in a slot are at most
 
     actor.weights_interval + (slack + replay.capacity + actor.lanes + 1) / R
 
-learner steps after those of the weights that acted in it: the rate limiter lets collection be
-`slack` agent steps ahead, and the ring evicts what waits for longer than its capacity.
+learner steps old when the slot is trained on: the rate limiter lets collection run ahead by `slack`
+agent steps, and the replay evicts trajectories that have waited for longer than its capacity.
 """
 
 import dataclasses
@@ -56,31 +56,31 @@ from speedyzero_jax.types import Params
 
 # Means over the actions trained on.
 RATIO = "losses/importance_ratio"  # min(rho_bar, pi / mu)
-TRAINED_LAG_MEAN = "stats/trained_lag_mean"  # learner steps since the weights that chose them
+TRAINED_LAG_MEAN = "stats/trained_lag_mean"  # policy lag in learner steps
 TRAINED_LAG_MAX = "stats/trained_lag_max"
 
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig(TrajectoryConfig):
-  """V-trace and the terms of the loss."""
+  """V-trace, and coefficients of the loss."""
 
-  vtrace_lambda: float = opt(1.0, "mixes multi-step with one-step returns (IMPALA: 1)", "[0, 1]")
+  vtrace_lambda: float = opt(1.0, "lambda of V-trace, 0: one-step returns (IMPALA: 1)", "[0, 1]")
   rho_bar: float = opt(
-    1.0, "largest importance ratio of a temporal difference (IMPALA: 1)", "(0, 1e9]"
+    1.0, "clips the importance ratios of temporal differences (IMPALA: 1)", "(0, 1e9]"
   )
-  c_bar: float = opt(1.0, "largest importance ratio of a trace (IMPALA: 1)", "(0, 1e9]")
+  c_bar: float = opt(1.0, "clips the importance ratios of traces (IMPALA: 1)", "(0, 1e9]")
   rho_bar_pg: float = opt(
-    1.0, "largest importance ratio in the policy gradient (IMPALA: 1)", "(0, 1e9]"
+    1.0, "clips the importance ratios of the policy gradient (IMPALA: 1)", "(0, 1e9]"
   )
   reduction: Literal["mean", "sum"] = opt(
     "mean",
-    "over the actions of a batch: mean (as SEED RL and acme do) or sum (IMPALA's code, cleanba)",
+    "over the actions of a batch: mean (as in SEED RL and acme) or sum (IMPALA's code, cleanba)",
   )
 
 
 @dataclasses.dataclass(frozen=True)
 class ImpalaConfig(AgentConfig):
-  """The sections and their constraints."""
+  """Configuration of IMPALA and A2C."""
 
   name: ClassVar[str] = "impala"
   network: CoreConfig = CoreConfig()
@@ -97,8 +97,8 @@ AGENT_CONFIG = ImpalaConfig
 class ActorCritic(CoreNetwork):
   """Observations [B, T, H, W, C] -> (logits [B, T, A], values [B, T], decoded), recurrent state.
 
-  `first` and `state` are those of `CoreNetwork.features`; `decoded` are observations made from the
-  torso's features, or () without a decoder.
+  See `CoreNetwork.features` for `first` and `state`. `decoded` are observations reconstructed from
+  the torso's features, or () without a decoder.
   """
 
   def __init__(
@@ -112,8 +112,7 @@ class ActorCritic(CoreNetwork):
   ):
     super().__init__(config, shape, rngs)
     self.decoder = Decoder(config, shape, rngs) if decodes else None
-    # All actions are alike at first.
-    zeros = nnx.initializers.zeros
+    zeros = nnx.initializers.zeros  # the initial policy is uniform
     self.policy = nnx.Linear(self.width, actions, kernel_init=zeros, rngs=rngs)
     self.value = nnx.Linear(self.width, 1, rngs=rngs)
 
@@ -127,7 +126,7 @@ class ActorCritic(CoreNetwork):
 
 
 class Impala(TorsoAgent):
-  """See `agents.base.Agent`. Agents that derive from it may have another `network`."""
+  """See `agents.base.Agent`. Subclasses may replace `network`."""
 
   on_policy = True
   network = ActorCritic
@@ -140,13 +139,13 @@ class Impala(TorsoAgent):
     actions: int,
     *columns: Column,
   ):
-    # In slots played at random the logits are 0: a uniform policy.
+    # In slots played at random the logits are 0, for a uniform policy.
     columns = (Column("logits", "float32", (actions,)), *columns)
     network = partial(self.network, decodes=config.agent.loss.reconstruction_coefficient > 0)
     super().__init__(config, frame_shape, frame_dtype, actions, network, columns)
     self._loss, length = config.agent.loss, config.agent.loss.unroll_length
     self.window = Window(after=length, within_episode=False)
-    self.lookahead = 2 * length  # the least that a queue works with
+    self.lookahead = 2 * length  # minimum for a `TrajectoryQueue`
     self.synchronous = config.agent.loss.synchronous
 
   # --- device
@@ -188,9 +187,13 @@ class Impala(TorsoAgent):
   def _objective(
     self, batch: Arrays, values: jax.Array, terms: PolicyTerms, mean: Callable
   ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """What the policy maximizes and the squared error of the value, [B, T]; what is measured.
+    """Policy objective [B, T], squared value errors [B, T], and metrics [B, T] by name.
 
-    `values` are [B, T+1]; `mean` is over the actions of a device, see `mean_count`.
+    Args:
+      batch: as in `loss`.
+      values: [B, T+1], from the network.
+      terms: of the policy.
+      mean: averages [B, T] over the device's actions, see `mean_count`.
     """
     config = self._loss
     correct = partial(
@@ -217,21 +220,21 @@ class Impala(TorsoAgent):
     present, time = replay.clamp(selection.lane, selection.time)
     times = time[:, None] + np.arange(self._loss.unroll_length + 1)
     flat = store.flat(selection.lane[:, None], times)
-    now, following = flat[:, :-1], flat[:, 1:]
+    now, next_slot = flat[:, :-1], flat[:, 1:]
     action = take(store.action, now)
     acted = (action >= 0) & present[:, None]
     lag = (learner_step - take(store["step"], now))[acted]
     batch = {
       "action": np.maximum(action, 0),
       "reward": take(store.reward, now) * np.float32(self._loss.reward_scale),
-      "discount": np.where(take(store.terminated, following), 0, discount).astype(np.float32),
+      "discount": np.where(take(store.terminated, next_slot), 0, discount).astype(np.float32),
       "logits": take(store["logits"], now),
       "acted_mask": acted.astype(np.float32),
       **self._states(store, flat),
     }
     if "value" in store.fields:
       batch["value"] = take(store["value"], flat)
-    if not lag.size:  # resets, or evicted
+    if not lag.size:  # all slots are resets or evicted
       return batch, {}
     return batch, {TRAINED_LAG_MEAN: float(lag.mean()), TRAINED_LAG_MAX: float(lag.max())}
 

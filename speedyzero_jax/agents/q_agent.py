@@ -1,8 +1,8 @@
-"""Parts of agents that learn Q-values: network, exploration, and priorities from stored Q-values.
+"""Base class of agents that learn Q-values: network, exploration and stored priorities.
 
-With `priority.initial=actor` or `refresh.enabled` each slot stores Q(s, a) and max Q(s, .), by the
-weights that acted or by newer ones. The error of a transition is that of n-step Q-learning with
-these in place of the target network's.
+With `priority.initial=actor` or `refresh.enabled`, each slot stores Q(s, a) and max Q(s, .),
+computed by the weights that acted or by newer ones. Priorities are then n-step Q-learning errors
+computed from these values instead of the target network's.
 """
 
 import dataclasses
@@ -33,16 +33,17 @@ from speedyzero_jax.replay.schema import Column
 from speedyzero_jax.replay.selector import Selection
 from speedyzero_jax.replay.storage import LaneStore, take
 
-_UNKNOWN = np.float32(-1e30)  # stored where random play evaluated nothing
+_UNKNOWN = np.float32(-1e30)  # stored in slots played at random, where no Q was computed
 
 
 @dataclasses.dataclass(frozen=True)
 class QHeadConfig:
-  """The layers after the features."""
+  """Layers from features to Q-values."""
 
   dueling: bool = opt(
     True,
-    "Q = V + A - mean A, with a hidden layer for each (Wang et al. 2016); off: one linear layer",
+    "Q = V + A - mean A, with a hidden layer for V and A each (Wang et al. 2016); off: one linear "
+    "layer",
   )
 
 
@@ -52,14 +53,15 @@ class ExploreConfig:
 
   schedule: Literal["lanes", "annealed"] = opt(
     "lanes",
-    "lane i of N always explores with epsilon ** (1 + spread * i / (N-1)) (Ape-X), N being the "
-    "lanes of a learner process; or all lanes with one epsilon that falls linearly (DQN)",
+    "lanes: lane i of the N lanes of a learner process has the constant epsilon "
+    "epsilon ** (1 + spread * i / (N-1)) (Ape-X); annealed: all lanes share an epsilon that "
+    "decreases linearly (DQN)",
   )
-  epsilon: float = opt(0.4, "lanes: of the first lane (Ape-X: 0.4)", "[0, 1]")
+  epsilon: float = opt(0.4, "lanes: epsilon of the first lane (Ape-X: 0.4)", "[0, 1]")
   spread: float = opt(7.0, "lanes: exponent of the last lane, minus 1 (Ape-X: 7)", "[0, 1000]")
-  epsilon_start: float = opt(1.0, "annealed: at the start (DQN: 1)", "[0, 1]")
-  epsilon_end: float = opt(0.01, "annealed: at the end (DQN: 0.1, later work: 0.01)", "[0, 1]")
-  share: float = opt(0.1, "annealed: share of training in which it falls", "(0, 1]")
+  epsilon_start: float = opt(1.0, "annealed: initial epsilon (DQN: 1)", "[0, 1]")
+  epsilon_end: float = opt(0.01, "annealed: final epsilon (DQN: 0.1, later work: 0.01)", "[0, 1]")
+  share: float = opt(0.1, "annealed: share of training during which epsilon decreases", "(0, 1]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,14 +70,14 @@ class QPriorityConfig(PriorityConfig):
 
   initial: Literal["max", "actor"] = opt(
     "max",
-    "priority of new samples: the largest one (Schaul et al. 2016), or their errors by the "
-    "Q-values with which they were acted (Ape-X, R2D2), which are stored: 8 bytes per step",
+    "priority of new samples: the current maximum (Schaul et al. 2016), or the TD error computed "
+    "from the actor's Q-values (Ape-X, R2D2), which takes 8 bytes per step",
   )
 
 
 @dataclasses.dataclass(frozen=True)
 class QAgentConfig(AgentConfig):
-  """Sections of all agents with a Q-network."""
+  """Configuration common to all agents with a Q-network."""
 
   priority: QPriorityConfig = QPriorityConfig()
   refresh: RefreshConfig = RefreshConfig()
@@ -93,8 +95,9 @@ class QAgentConfig(AgentConfig):
 class QNetwork(CoreNetwork):
   """Observations [B, T, H, W, C] -> outputs, and recurrent state (see `CoreNetwork.features`).
 
-  The outputs are Q [B, T, A], or with `config.atoms` logits [B, T, A, atoms] of a distribution of
-  returns for each action, whose values and advantages are logits too (Rainbow, Hessel et al. 2018).
+  The outputs are Q [B, T, A]. With `config.atoms` they are logits [B, T, A, atoms] of a return
+  distribution for each action; the dueling streams then yield logits, too (Rainbow, Hessel et al.
+  2018).
   """
 
   def __init__(self, config: Any, shape: tuple[int, int, int], actions: int, rngs: nnx.Rngs):
@@ -102,7 +105,7 @@ class QNetwork(CoreNetwork):
     self.dueling, hidden = config.dueling, config.hidden
     self.shape, atoms = (actions, config.atoms) if config.atoms else (actions,), config.atoms or 1
     if config.dueling:
-      self.streams = nnx.Linear(self.width, 2 * hidden, rngs=rngs)  # for value and advantages
+      self.streams = nnx.Linear(self.width, 2 * hidden, rngs=rngs)  # of value and advantages
       self.value = nnx.Linear(hidden, atoms, rngs=rngs)
     width = hidden if config.dueling else self.width
     self.advantage = nnx.Linear(width, actions * atoms, rngs=rngs)
@@ -119,13 +122,13 @@ class QNetwork(CoreNetwork):
 
 
 class QAgent(TorsoAgent):
-  """What agents with a Q-network and a target network have in common.
+  """Base class of agents with a Q-network and a target network.
 
   Args:
-    config, frame_shape, frame_dtype, actions: as of `TorsoAgent`.
-    trained: the slots of a sample that are trained on, relative to its first, [T].
-    eta: of the mean and the largest error in a sample's priority, see `td.mixed_priority`.
-    rescaled: Q is h(Q), see `td.transform`.
+    config, frame_shape, frame_dtype, actions: see `TorsoAgent`.
+    trained: [T], slots of a sample that are trained on, relative to its first slot.
+    eta: weight of the maximum error in a sample's priority, see `td.mixed_priority`.
+    rescaled: the network outputs h(Q), see `td.transform`.
   """
 
   def __init__(
@@ -174,12 +177,12 @@ class QAgent(TorsoAgent):
     return ActOutput(action, columns, core, {} if explore else {"q": q})
 
   def _expected(self, outputs: jax.Array) -> jax.Array:
-    """Device: Q [..., A] of the network's outputs."""
+    """Device: Q [..., A] from the network's outputs."""
     return outputs
 
   def _evaluated(self, variables: Variables, inputs: Arrays, key: jax.Array) -> Arrays:
-    """Device: the program of Priority Refresh; a recurrent state is the one that was stored."""
-    frames = inputs["frames"]  # [B, S, H, W, C], as sweeps take states one by one
+    """Device: the program of Priority Refresh, given frames and any stored recurrent state."""
+    frames = inputs["frames"]  # [B, S, H, W, C], since sweeps process single states
     first, core = jnp.zeros(len(frames), bool), self.initial_core(len(frames))
     if self._state_size:
       first, core = inputs["first"][:, 0], inputs["core"][:, 0]
@@ -200,7 +203,7 @@ class QAgent(TorsoAgent):
     rescore(replay, lane, time, reach, lambda lane, time: self._stored_errors(store, lane, time))
 
   def _first_score(self, store: LaneStore) -> Any:
-    """The sampler's argument of that name."""
+    """The argument `first_score` of the sampler."""
     if not self._stores_q:
       return None
 
@@ -213,9 +216,9 @@ class QAgent(TorsoAgent):
   def _stored_errors(
     self, store: LaneStore, lane: np.ndarray, time: np.ndarray
   ) -> tuple[np.ndarray, np.ndarray]:
-    """Errors of samples (lane [B], time [B]) by stored Q-values, NaN if one is unknown; their ages.
+    """Errors [B] of samples (lane [B], time [B]) from stored Q-values, NaN if any is unknown.
 
-    The latter are the learner steps [B] of the oldest weights behind each.
+    Also returns the learner steps [B] of the oldest weights that each error depends on.
     """
     lane, time = np.broadcast_arrays(lane[:, None], time[:, None] + self._trained)
     returns = self._returns(store, lane, time)
@@ -235,22 +238,22 @@ class QAgent(TorsoAgent):
     return td.NStep(*(x.reshape(time.shape) for x in returns))
 
   def _weights(self, selection: Selection, learner_step: int) -> np.ndarray:
-    """Importance weights."""
+    """Importance-sampling weights [B]."""
     progress = min(learner_step / self._config.learner.steps, 1.0)
     return importance_weights(selection.probability, self._agent_config.priority, progress)
 
 
 def epsilons(config: ExploreConfig, lane: Any, lanes: int, progress: Any) -> jax.Array:
-  """The epsilon of each lane [n], of so many in all; `progress` is the share of training done."""
+  """Returns epsilon [n] of each `lane` [n], out of `lanes`, at a share `progress` of training."""
   if config.schedule == "lanes":
     return config.epsilon ** (1 + config.spread * (lane % lanes) / max(lanes - 1, 1))
-  fallen = jnp.minimum(progress / config.share, 1)
-  epsilon = config.epsilon_start + fallen * (config.epsilon_end - config.epsilon_start)
+  annealed = jnp.minimum(progress / config.share, 1)
+  epsilon = config.epsilon_start + annealed * (config.epsilon_end - config.epsilon_start)
   return jnp.broadcast_to(epsilon, lane.shape)
 
 
 def epsilon_greedy(q: jax.Array, epsilon: jax.Array, key: jax.Array) -> jax.Array:
-  """The best action of Q [n, A], or with probability epsilon [n] any action at random; [n]."""
+  """Returns the greedy action [n] for Q [n, A], or a random one with probability epsilon [n]."""
   best = jnp.argmax(q, axis=-1)
   which, other = jax.random.split(key)
   random = jax.random.randint(other, best.shape, 0, q.shape[-1])

@@ -1,10 +1,10 @@
 """R2D2 (Kapturowski et al. 2019): recurrent Q-learning from prioritized sequences.
 
-A sequence is `burn_in` slots that only warm the recurrent state up, from the one stored by the
-actor, `sequence_length` slots that are trained on, and `td_steps` for the last returns. Sequences
-begin at every `stride`-th slot of a lane and cross episodes: the state is reset where one starts,
-so that nothing needs padding, and no return or state depends on another episode. (In the paper
-they end with the episode, and the last returns are shorter.)
+A sequence consists of `burn_in` slots that only warm up the recurrent state, starting from the one
+stored by the actor; `sequence_length` slots that are trained on; and `td_steps` slots that complete
+the last returns. Sequences begin at every `stride`-th slot of a lane and may span several episodes.
+The recurrent state is reset where an episode starts, so sequences need no padding, and no return or
+state depends on another episode. (In the paper sequences end with the episode.)
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from speedyzero_jax.replay.selector import Selection
 from speedyzero_jax.replay.storage import LaneStore, take
 from speedyzero_jax.types import Params
 
-# Means over the actions trained on, of rescaled values.
+# Means over the actions trained on, in units of h(Q), see `td.transform`.
 TD_ERROR = "losses/td_error"  # |target - Q(s, a)|
 Q_VALUE = "losses/q_value"  # Q(s, a)
 
@@ -49,24 +49,24 @@ class LossConfig:
   """Sequences, targets and priorities."""
 
   burn_in: int = opt(
-    40, "slots before those trained on, for the recurrent state (R2D2: 40)", "[0, 1e4]"
+    40, "slots that warm up the recurrent state and are not trained on (R2D2: 40)", "[0, 1e4]"
   )
   sequence_length: int = opt(80, "slots of a sequence that are trained on (R2D2: 80)", "[1, 1e4]")
-  stride: int = opt(40, "slots from one sequence's start to the next (R2D2: 40)", "[1, 1e4]")
+  stride: int = opt(40, "slots between the starts of consecutive sequences (R2D2: 40)", "[1, 1e4]")
   td_steps: int = opt(5, "n of the n-step return (R2D2: 5)", "[1, 1000]")
   target_interval: int = opt(
     2500, "learner steps between copies to the target network (R2D2: 2,500)", "[1, 1e9]"
   )
   priority_max: float = opt(
     0.9,
-    "eta: priority = eta * largest error of a sequence + (1 - eta) * mean error (R2D2: 0.9)",
+    "eta in priority = eta * maximum error of a sequence + (1 - eta) * mean error (R2D2: 0.9)",
     "[0, 1]",
   )
 
 
 @dataclasses.dataclass(frozen=True)
 class R2d2Config(QAgentConfig):
-  """The sections and their constraints."""
+  """Configuration of R2D2."""
 
   name: ClassVar[str] = "r2d2"
   network: NetworkConfig = NetworkConfig()
@@ -80,7 +80,8 @@ class R2d2Config(QAgentConfig):
     if config.run.env_steps < lanes * slots:
       yield (
         f"loss.sequence_length: with loss.burn_in and loss.td_steps a sequence has {slots} slots; "
-        f"run.env_steps ({config.run.env_steps}) are fewer in each of {lanes} lanes"
+        f"run.env_steps must be at least {lanes} x {slots}, one sequence per lane, got "
+        f"{config.run.env_steps}"
       )
 
 
@@ -96,10 +97,10 @@ class R2D2(QAgent):
       config, frame_shape, frame_dtype, actions,
       trained=loss.burn_in + np.arange(loss.sequence_length), eta=loss.priority_max, rescaled=True,
     )  # fmt: skip
-    # The return of the last slot trained on ends td_steps later.
+    # The return of the last slot trained on bootstraps td_steps later.
     after = loss.burn_in + loss.sequence_length - 1 + loss.td_steps
     self.window = Window(after=after, within_episode=False)
-    self.lookahead = after + loss.stride - 1  # wherever a lane begins, it holds a sequence
+    self.lookahead = after + loss.stride - 1  # contains a whole sequence wherever a lane begins
 
   # --- device
 
@@ -111,7 +112,7 @@ class R2D2(QAgent):
     q, next_q = (
       self._unrolled(p, batch, self._agent_config.loss.burn_in) for p in (params, target)
     )
-    end = jnp.arange(acted.shape[1]) + batch["steps"]  # [B, T], slots that complete the returns
+    end = jnp.arange(acted.shape[1]) + batch["steps"]  # [B, T], slots from which to bootstrap
     selector, later = (jnp.take_along_axis(x, end[..., None], axis=1) for x in (q, next_q))
     q, action = q[:, : acted.shape[1]], batch["action"]
     error = acted * td.q_learning_error(
@@ -141,7 +142,7 @@ class R2D2(QAgent):
   ) -> tuple[Arrays, dict[str, float]]:
     store = replay.store
     present, time = replay.clamp(selection.lane, selection.time)
-    # Where a sequence was evicted the lane's oldest slots, of which there are enough, stand in.
+    # An evicted sequence is replaced by the lane's oldest slots and masked; there are enough.
     lane, times = selection.lane[:, None], time[:, None] + np.arange(self.window.after + 1)
     trained = times[:, self._trained]
     returns = self._returns(store, np.broadcast_to(lane, trained.shape), trained)

@@ -1,7 +1,10 @@
-"""Priority Refresh (SpeedyZero, Mei et al. 2023): all stored priorities from recent weights.
+"""Priority Refresh (SpeedyZero, Mei et al. 2023): background recomputation of all priorities.
 
-A task sweeps the whole replay: it evaluates each state, stores the values and scores the samples
-whose errors depend on them. An agent stamps such values as `value_step`.
+A task sweeps the whole replay with recent weights: it evaluates each state, stores the values with
+the stamp `value_step`, and recomputes the priorities of the samples that depend on them.
+
+See also `workers/sweeper.py` and `replay/sweep.py` for the schedule, `efficientzero/reanalyse.py`
+for SpeedyZero's task, and `efficientzero/targets.refreshed_errors` for its errors v - z.
 """
 
 import dataclasses
@@ -41,20 +44,17 @@ class RefreshConfig:
 
 
 def sweep_problems(name: str, section: Any, config: Config) -> Iterable[str]:
-  """Yields `key: problem` for the section `name` of a task that sweeps."""
+  """Yields `key: problem` for the configuration section `name` of a sweeping task."""
   intervals = {
     f"{name}.weights_interval": section.weights_interval,
     "actor.weights_interval": config.actor.weights_interval,
   }
   slowest = max(intervals, key=intervals.__getitem__)
-  delay = intervals[slowest]  # age of weights at their first use
+  delay = intervals[slowest]  # maximum age of weights when they are used
   if 0 < section.block < STRETCH:
     yield f"{name}.block: must be 0 or at least {STRETCH}, got {section.block}"
   if section.max_age < delay + 2:
-    yield (
-      f"{name}.max_age: must be at least two more than {slowest} ({delay}), so {delay + 2}, "
-      f"got {section.max_age}"
-    )
+    yield (f"{name}.max_age: must be at least {slowest} + 2 = {delay + 2}, got {section.max_age}")
 
 
 def refresh_task(
@@ -64,7 +64,7 @@ def refresh_task(
   write: Write,
   reads: tuple[Column, ...] = (),
 ) -> Task:
-  """The task; `write` stores the values and calls `rescore`. Other arguments as of `Task`."""
+  """Makes the task. `write` stores the values and calls `rescore`; see `Task` for the others."""
   return Task(
     program=program,
     reads=reads,
@@ -86,11 +86,15 @@ def rescore(
   reach: int,
   errors: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]],
 ) -> None:
-  """Host: scores every sample that may depend on values of these slots (lane [m], time [m]).
+  """Host: recomputes the priorities of all samples that may depend on the given slots.
 
-  Those are the samples that begin there or up to `reach` slots before. `errors` gives, for the
-  eligible ones (lane [k], time [k]), their errors [k], NaN if not known yet, and the oldest learner
-  steps [k] behind them.
+  Args:
+    replay: must have a `PrioritizedSampler`.
+    lane: [m], of slots with new values.
+    time: [m], of the same slots.
+    reach: a sample depends on values up to this many slots after its first one.
+    errors: maps eligible samples (lane [k], time [k]) to their errors [k], NaN while unknown, and
+      to the learner steps [k] of the oldest weights that they depend on.
   """
   store, sampler = replay.store, replay.selector
   assert isinstance(sampler, PrioritizedSampler)
@@ -98,10 +102,11 @@ def rescore(
   times = time[present][:, None] - np.arange(reach + 1)
   lanes = np.broadcast_to(lane[present][:, None], times.shape)
   stored = times >= store.tail[lanes]
-  at, when = lanes[stored], times[stored]
-  held = sampler.eligible(at, when)
-  at, cell = np.divmod(np.unique(store.flat(at[held], when[held])), store.capacity)
-  when = store.time_of(at, cell)
-  error, step = errors(at, when)
+  lane, time = lanes[stored], times[stored]
+  eligible = sampler.eligible(lane, time)
+  cells = np.unique(store.flat(lane[eligible], time[eligible]))
+  lane, cell = np.divmod(cells, store.capacity)
+  time = store.time_of(lane, cell)
+  error, step = errors(lane, time)
   known = ~np.isnan(error)
-  sampler.score(at[known], when[known], error[known], step[known])
+  sampler.score(lane[known], time[known], error[known], step[known])

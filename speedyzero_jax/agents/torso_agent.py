@@ -1,7 +1,8 @@
-"""Agents whose network is a torso, a recurrent core or none, and heads.
+"""Base class of agents whose network is a torso, an optional recurrent core, and heads.
 
-With a core the state before each slot is stored as the column `core`, so that training can begin
-anywhere: 8 * size bytes per slot, 4 kB for an LSTM of 512. It is zero in slots played at random.
+With a core, the recurrent state before each slot is stored in the column `core`, so that training
+can start at any slot. It takes 8 * size bytes per slot, 4 kB for an LSTM of 512, and is zero in
+slots played at random.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -21,18 +22,18 @@ from speedyzero_jax.types import Params
 
 
 class TorsoAgent(Agent):
-  """What such agents have in common.
+  """Network, recurrent state and schema shared by such agents.
 
   Args:
-    config: its agent has a section `network`, a `CoreConfig`.
+    config: its agent section has a subsection `network`, a `CoreConfig`.
     frame_shape: [H, W, C].
-    frame_dtype: of frames.
-    actions: their number.
-    network: (section, observation shape, actions, rngs) -> a network that maps observations
-      [B, T, H, W, C], `first` and the state (see `CoreNetwork.features`) to outputs [B, T, ...],
-      a pytree, and the state after them.
-    columns: of the schema, besides that of the state.
-    stamps: of the schema.
+    frame_dtype: dtype of frames.
+    actions: number of actions.
+    network: (subsection `network`, observation shape, actions, rngs) -> a network that maps
+      observations [B, T, H, W, C], `first` and the recurrent state (see `CoreNetwork.features`) to
+      a pytree of outputs [B, T, ...] and the next recurrent state.
+    columns: the agent's columns, without `core`.
+    stamps: as in `Schema`.
   """
 
   def __init__(
@@ -63,7 +64,7 @@ class TorsoAgent(Agent):
     return jnp.zeros((n, self._state_size)) if self._state_size else ()
 
   def _now(self, variables: Variables, inputs: ActInputs) -> tuple[Any, Arrays, Any]:
-    """Device: the network's outputs for acting, [n, ...]; the column of the state; the next one."""
+    """Device: outputs for acting [n, ...], the column `core` if any, and the next state."""
     slot = observe(inputs.frames)[:, None], inputs.first[:, None], inputs.core
     outputs, core = self._network.apply(variables.params, *slot)
     columns = {"core": inputs.core} if self._state_size else {}
@@ -72,7 +73,7 @@ class TorsoAgent(Agent):
   def _unrolled(self, params: Params, batch: Arrays, burn_in: int = 0) -> Any:
     """Device: the network's outputs [B, T, ...] for a window's slots after the burn-in.
 
-    The burn-in only changes the state, and has no gradient.
+    The burn-in only updates the recurrent state; gradients do not pass through it.
     """
     x = observe(stacked(batch["frames"], batch["stack"]))
     first, state = batch.get("first"), batch.get("state", ())
@@ -83,7 +84,7 @@ class TorsoAgent(Agent):
     return self._network.apply(params, x[:, burn_in:], first, state)[0]
 
   def _states(self, store: LaneStore, flat: np.ndarray) -> Arrays:
-    """Host: the arrays that `_unrolled` needs besides frames, of cells [B, T] in the store."""
+    """Host: the arrays besides frames that `_unrolled` needs, for flat cells [B, T]."""
     if not self._state_size:
       return {}
     return {"first": take(store["first"], flat), "state": take(store["core"], flat[:, 0])}

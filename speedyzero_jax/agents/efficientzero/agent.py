@@ -37,9 +37,10 @@ from speedyzero_jax.types import Params
 
 
 class EfficientZero(Agent):
-  """See `agents.base.Agent`. There is no target network: reanalysis has weights of its own.
+  """See `agents.base.Agent`. Has no target network, as reanalysis uses its own delayed weights.
 
-  Agents that derive from it may have another `network`.
+  The stored columns are the base columns (see `types.Segment`) and the search policy, search value
+  and network value of each state. Subclasses may replace `network`.
   """
 
   network = Network
@@ -69,7 +70,7 @@ class EfficientZero(Agent):
         Column("search_value", "float32"),  # of the root, after the search
         Column("value", "float32"),  # of the root, from the network
       ),
-      copies={"bootstrap": "value"},  # the value at the end of n-step returns
+      copies={"bootstrap": "value"},  # the value from which n-step returns bootstrap
       stamps={
         "policy_step": ("policy", "search_value"),
         "bootstrap_step": ("bootstrap",),
@@ -95,10 +96,10 @@ class EfficientZero(Agent):
     search = self._agent_config.search
     stage = jnp.searchsorted(jnp.array(search.temperature_stages), progress, side="right")
     temperature = jnp.array(search.temperatures)[stage]
-    found = self._search_windows(variables, inputs.frames, key, temperature, explore=explore)
-    found = jax.tree.map(lambda x: x[:, 0], found)
-    columns = {"policy": found.policy, "search_value": found.search_value, "value": found.value}
-    return ActOutput(found.action, columns, ())
+    result = self._search_windows(variables, inputs.frames, key, temperature, explore=explore)
+    result = jax.tree.map(lambda x: x[:, 0], result)
+    columns = {"policy": result.policy, "search_value": result.search_value, "value": result.value}
+    return ActOutput(result.action, columns, ())
 
   def loss(
     self, params: Params, batch_stats: Params, target: Params, batch: Arrays, keys: jax.Array
@@ -120,7 +121,7 @@ class EfficientZero(Agent):
   def _recurrent(
     self, variables: Variables, state: jax.Array, carry: Any, action: jax.Array
   ) -> ModelStep:
-    """g and f for the search, with folded variables."""
+    """Applies g and f for the search, with folded variables."""
     network = self.network_def.bind_folded(variables)
     state, carry, prefix_logits = network.step(state, carry, action)
     value_logits, policy_logits = network.predict(state, False)
@@ -133,6 +134,7 @@ class EfficientZero(Agent):
     )
 
   def _roots(self, variables: Variables, frames: jax.Array) -> Root:
+    """Applies h and f, with folded variables: frames [B, S-1+n, H, W, C] -> Root, leaves [B*n]."""
     network = self.network_def.bind_folded(variables)
     observations = losses.stack_frames(frames, self._stack)
     observations = losses.normalize(observations.reshape(-1, *observations.shape[2:]))
@@ -143,19 +145,21 @@ class EfficientZero(Agent):
   def _search_windows(
     self, variables: Variables, frames: Any, key: jax.Array, temperature: Any, *, explore: bool
   ) -> SearchResult:
-    """frames [B, S-1+n, H, W, C] -> SearchResult with leaves [B, n, ...]."""
+    """Searches from frames [B, S-1+n, H, W, C]; returns a SearchResult with leaves [B, n, ...]."""
     batch, states = frames.shape[0], frames.shape[1] - self._stack + 1
     variables = self.network_def.fold(variables)
     root = self._roots(variables, frames)
-    found = self._search(variables, root, key, explore=explore, temperature=temperature)
-    return jax.tree.map(lambda x: x.reshape(batch, states, *x.shape[1:]), found)
+    result = self._search(variables, root, key, explore=explore, temperature=temperature)
+    return jax.tree.map(lambda x: x.reshape(batch, states, *x.shape[1:]), result)
 
   def _searched(self, variables: Variables, inputs: Arrays, key: jax.Array) -> Arrays:
+    """Program of the task `reanalyse`."""
     explore = self._agent_config.reanalyse.explore
-    found = self._search_windows(variables, inputs["frames"], key, 1.0, explore=explore)
-    return {"policy": found.policy, "search_value": found.search_value, "value": found.value}
+    result = self._search_windows(variables, inputs["frames"], key, 1.0, explore=explore)
+    return {"policy": result.policy, "search_value": result.search_value, "value": result.value}
 
   def _values(self, variables: Variables, inputs: Arrays, key: jax.Array) -> Arrays:
+    """Program of the tasks `bootstrap` and `refresh`."""
     roots = self._roots(self.network_def.fold(variables), inputs["frames"])
     return {"value": roots.value.reshape(len(inputs["frames"]), -1)}
 
@@ -179,23 +183,23 @@ class EfficientZero(Agent):
   ) -> tuple[Arrays, dict[str, float]]:
     store, lane = replay.store, selection.lane
     present, time = replay.clamp(lane, selection.time)
-    made = targets.compute_targets(store, lane, time, self._spec, learner_step)._asdict()
-    for name in made:  # evicted samples count for nothing
+    arrays = targets.compute_targets(store, lane, time, self._spec, learner_step)._asdict()
+    for name in arrays:  # evicted samples have no weight
       if name.endswith("_mask") and not present.all():
-        made[name] = made[name] * present.reshape(-1, 1).astype(np.float32)
+        arrays[name] = arrays[name] * present.reshape(-1, 1).astype(np.float32)
     states = targets.unrolled_times(store, lane, time, self._agent_config.loss.unroll_steps)
     real = time[:, None] + np.arange(states.shape[1]) == states
     flat = store.flat(lane[:, None], states)
     action = take(store.action, flat[:, :-1])
-    # Past the end of an episode the model is unrolled with random actions.
+    # Beyond the end of an episode the model is unrolled with random actions.
     random = replay.rng.integers(0, store.num_actions, action.shape, np.int32)
     action = np.where(real[:, :-1] & (action >= 0), action, random)
     age = np.where(real, learner_step - take(store["policy_step"], flat), 0)
-    ages = age[made["policy_mask"] > 0]
+    ages = age[arrays["policy_mask"] > 0]
     progress = min(learner_step / self._config.learner.steps, 1.0)
     weight = importance_weights(selection.probability, self._agent_config.priority, progress)
     info = {
       metric_names.TARGET_AGE_MEAN: float(ages.mean()) if ages.size else 0.0,
       metric_names.TARGET_AGE_MAX: float(ages.max(initial=0)),
     }
-    return {"action": action, "weight": weight, **made}, info
+    return {"action": action, "weight": weight, **arrays}, info

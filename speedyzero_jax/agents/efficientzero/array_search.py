@@ -1,10 +1,10 @@
 """Monte Carlo tree search in whole-array operations, without loops of unknown length.
 
-`mctx.search` walks down and up each tree in loops that last as long as the deepest path of the
-batch, and a GPU's host has to ask after every step whether they go on. Here every node chooses its
-action, paths are followed by doubling pointers, and all values on a path are backed up at once, so
-that a simulation is a fixed sequence of operations. Their cost grows with the square of the number
-of nodes: for tens of simulations.
+`mctx.search` descends and backs up in loops as long as the deepest path of the batch. On a GPU the
+host synchronizes after every iteration to evaluate the loop condition. Here every node selects an
+action, paths are followed by pointer doubling, and all values on a path are backed up at once, so a
+simulation is a fixed sequence of operations. The cost is quadratic in the number of nodes, which is
+acceptable for tens of simulations.
 """
 
 from typing import Any, NamedTuple
@@ -19,14 +19,14 @@ from speedyzero_jax.types import Params
 
 
 class _Nodes(NamedTuple):
-  """The nodes of B trees, by the simulation that made them; the root is number 0."""
+  """The nodes of B trees, indexed by the simulation that added them; the root has index 0."""
 
   visits: chex.Array  # [B, N] int32
   value: chex.Array  # [B, N], mean of the returns through the node
-  raw_value: chex.Array  # [B, N], of the network
+  raw_value: chex.Array  # [B, N], value from the network
   prior_logits: chex.Array  # [B, N, A]
-  children: chex.Array  # [B, N, A] int32, mctx.Tree.UNVISITED where there is none
-  ancestors: chex.Array  # [B, N, N] bool, of the node in the second axis, itself included
+  children: chex.Array  # [B, N, A] int32, index of the child or mctx.Tree.UNVISITED
+  ancestors: chex.Array  # [B, N, N] bool, [b, n, m]: m is an ancestor of n, or n itself
   embedding: Any  # pytree [B, N, ...]
 
 
@@ -42,10 +42,10 @@ def search(
   discount: float,
   extra_data: Any = None,
 ) -> mctx.Tree:
-  """As `mctx.search`, for one discount, all actions valid, any depth and deterministic selection.
+  """Equivalent of `mctx.search` for a constant discount and deterministic selection.
 
-  Embeddings have the fields `reward` [B], of the edge to the node, and `depth` [B]. The tree has no
-  parents.
+  There are no invalid actions and no depth limit. Embeddings must have the fields `reward` [B], of
+  the edge into the node, and `depth` [B]. The `parents` of the tree are not set.
   """
 
   def select(tree: mctx.Tree) -> chex.Array:
@@ -69,7 +69,7 @@ def search(
 
 
 def _roots(root: mctx.RootFnOutput, count: int) -> _Nodes:
-  """Trees of `count` nodes of which only the roots are in use."""
+  """Returns trees with room for `count` nodes, of which only the roots are in use."""
 
   def first(x: chex.Array) -> chex.Array:
     return jnp.zeros((x.shape[0], count, *x.shape[1:]), x.dtype).at[:, 0].set(x)
@@ -88,7 +88,7 @@ def _roots(root: mctx.RootFnOutput, count: int) -> _Nodes:
 
 
 def _follow(child: chex.Array, steps: int) -> chex.Array:
-  """The nodes [B] reached from the roots by `steps` steps to `child` [B, N] where there is one."""
+  """Follows `child` [B, N] from the roots for `steps` steps, or to a leaf; returns nodes [B]."""
   jump = jnp.where(child == mctx.Tree.UNVISITED, jnp.arange(child.shape[1]), child)
   node = jnp.zeros(len(child), jnp.int32)
   while steps:
@@ -108,7 +108,7 @@ def _expanded(
   embedding: Any,
   discount: float,
 ) -> _Nodes:
-  """With node number `new` for `action` in `parent`, and its value backed up."""
+  """Adds node `new` for `action` in `parent`, and backs up its value."""
 
   def put(x: chex.Array, y: chex.Array) -> chex.Array:
     return jax.lax.dynamic_update_index_in_dim(x, y, new, axis=1)
@@ -138,11 +138,11 @@ def _returns(
   step: mctx.RecurrentFnOutput,
   discount: float,
 ) -> chex.Array:
-  """Discounted returns [B, N] of a step in `parent` from each node on the path to it."""
+  """Discounted returns [B, N] from each node on the path to `parent`, ending with `step`."""
   depth, reward = embedding.depth, embedding.reward
   power = jnp.asarray(np.power(discount, np.arange(path.shape[1])), jnp.float32)
-  last = _pick(depth, parent)[:, None] - depth  # edges before the step
-  steps = depth[:, None, :] - depth[:, :, None] - 1  # edges before the one into node m, from n
+  last = _pick(depth, parent)[:, None] - depth  # number of edges before the step
+  steps = depth[:, None, :] - depth[:, :, None] - 1  # [b, n, m]: edges from n to m's parent
   within = path[:, None, :] & (steps >= 0)
   rewards = jnp.where(within, power[jnp.maximum(steps, 0)] * reward[:, None, :], 0.0)
   tail = step.reward + discount * step.value
@@ -150,7 +150,7 @@ def _returns(
 
 
 def _tree(nodes: _Nodes, discount: float, extra_data: Any) -> mctx.Tree:
-  """What mctx's functions see of the nodes."""
+  """Returns the nodes as a tree for mctx's functions."""
   shape = nodes.children.shape
   visited = nodes.children != mctx.Tree.UNVISITED
   index = jnp.maximum(nodes.children, 0).reshape(shape[0], -1)

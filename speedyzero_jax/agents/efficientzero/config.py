@@ -9,7 +9,7 @@ from speedyzero_jax.config.fields import opt
 from speedyzero_jax.config.schema import AgentConfig, Config, PriorityConfig
 from speedyzero_jax.envs.batched_env import BOARD_GAMES, check_game, frame_sides
 
-_SMALL = 16  # pixels, the longest side of images that may be kept at full resolution
+_SMALL = 16  # pixels, maximum side of images for which downsample=1 is allowed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,13 +17,13 @@ class NetworkConfig:
   """Sizes of h, g, f and the consistency heads (defaults: EZ)."""
 
   channels: int = opt(
-    64, "channels of the hidden state; the first stages of h use half (EZ: 64)", "[1, 1e5]"
+    64, "channels of the hidden state; the first stages of h have half as many (EZ: 64)", "[1, 1e5]"
   )
   downsample: int = opt(
     16,
-    "frame side over hidden-state side: 16, 8 or 4; 1 for vectors and small images (EZ: 16)",
+    "ratio of frame side to hidden-state side: 16, 8 or 4; 1 for vectors and small images (EZ: 16)",
   )
-  blocks: int = opt(1, "residual blocks wherever EZ has one (EZ: 1)", "[1, 1000]")
+  blocks: int = opt(1, "residual blocks in each place where EZ has one (EZ: 1)", "[1, 1000]")
   reduced_channels: int = opt(
     16, "channels of the 1x1 convolution before each head (EZ: 16)", "[1, 1e5]"
   )
@@ -35,27 +35,27 @@ class NetworkConfig:
     5, "unroll steps between resets of the value-prefix LSTM (EZ: 5)", "[1, 1e9]"
   )
   support: int = opt(
-    300, "value atoms are the integers -support..support, of h(x) (EZ: 300, 601 atoms)", "[1, 1e5]"
+    300, "the atoms of h(value) are -support, ..., support (EZ: 300, so 601 atoms)", "[1, 1e5]"
   )
   projection_hidden: int = opt(1024, "SimSiam projection, hidden width (EZ: 1024)", "[1, 1e5]")
   projection_out: int = opt(1024, "SimSiam projection, output width (EZ: 1024)", "[1, 1e5]")
   prediction_hidden: int = opt(512, "SimSiam predictor, hidden width (EZ: 512)", "[1, 1e5]")
   action_encoding: Literal["plane", "one_hot"] = opt(
-    "plane", "one plane holding a/|A| (EZ), or one plane per action (ours)"
+    "plane", "one plane with the value a/|A| (EZ), or one plane per action (ours)"
   )
   init: Literal["he", "pytorch"] = opt(
     "he",
-    "initial scale: He et al. 2015 for convolutions and LeCun's for linear layers (ours), or "
-    "PyTorch's defaults (EZ), 2.4 and 1.7 times smaller; last layers of heads are 0 in both (EZ)",
+    "initializers: He's for convolutions and LeCun's for linear layers (ours), or PyTorch's "
+    "defaults (EZ), which are 2.4 and 1.7 times smaller; both set the heads' last layers to 0 (EZ)",
   )
   bn_momentum: float = opt(
-    0.9, "share of the old running statistics kept per update (EZ: 0.9, PyTorch's 0.1)", "[0, 1]"
+    0.9, "decay of the running statistics per update (EZ: 0.9, momentum 0.1 in PyTorch)", "[0, 1]"
   )
   dtype: Literal["float32", "bfloat16"] = opt(
-    "float32", "compute type of activations; parameters are always float32"
+    "float32", "dtype of activations; parameters are always float32"
   )
   batch_norm: Literal["sync", "local"] = opt(
-    "sync", "batch statistics over the whole batch, or over each device's share (EZ: one device)"
+    "sync", "batch statistics of the whole batch, or of each device's shard (EZ: one device)"
   )
 
 
@@ -78,8 +78,9 @@ class SearchConfig:
   c_scale: float = opt(0.1, "Gumbel: scale of the value transformation (EZ-V2: 0.1)", "[0, 1e6]")
   uniform_fraction: float = opt(
     0.0,
-    "Gumbel: share of the uniform policy in the root's prior where there is noise (acting, and "
-    "reanalyse.explore); keeps actions of equal value from being given up (ours; EZ-V2: 0)",
+    "Gumbel: share of the uniform policy in the root's prior in searches with noise (acting, and "
+    "reanalyse.explore); keeps all actions explored while their values are indistinguishable "
+    "(ours; EZ-V2: 0)",
     "[0, 1]",
   )
   c1: float = opt(1.25, "PUCT: exploration constant c1 (EZ: 1.25)", "[0, 1e6]")
@@ -92,10 +93,10 @@ class SearchConfig:
     0.01, "floor on max - min when Q is normalized over the tree (EZ: 0.01)", "[1e-6, 1e6]"
   )
   temperatures: tuple[float, ...] = opt(
-    (1.0, 0.5, 0.25), "PUCT: temperature of sampled actions, by stage (EZ)", "[1e-6, 1e6]"
+    (1.0, 0.5, 0.25), "PUCT: temperature of action sampling in each stage (EZ)", "[1e-6, 1e6]"
   )
   temperature_stages: tuple[float, ...] = opt(
-    (0.5, 0.75), "shares of training at which stages after the first begin (EZ)", "[0, 1]"
+    (0.5, 0.75), "shares of training at which the second and later stages begin (EZ)", "[0, 1]"
   )
 
 
@@ -107,34 +108,36 @@ class ReanalyseConfig:
     "batch", "search the states of each sampled batch (EZ, SZ), or sweep the whole replay (ours)"
   )
   ratio: float = opt(
-    1.0, "batch: share of the samples searched again; others keep their policy (EZ: 0.99)", "[0, 1]"
+    1.0,
+    "batch: share of samples whose policy is recomputed; others keep the stored one (EZ: 0.99)",
+    "[0, 1]",
   )
   explore: bool = opt(
     True, "search with noise and search.uniform_fraction at the root, as the actor does (EZ: yes)"
   )
   weights_interval: int = opt(
     25,
-    "learner steps between updates of the reanalyser's (target) network (SZ: 25, EZ: 200)",
+    "learner steps between updates of the weights used by reanalysis (SZ: 25, EZ: 200)",
     "[1, 1e9]",
   )
   max_age: int = opt(
     100,
-    "sweep: maximum age of stored targets, learner steps; batches are drawn up to learner.prefetch "
-    "+ 1 steps ahead (ours)",
+    "sweep: maximum age of stored targets, learner steps; batches are sampled up to "
+    "learner.prefetch + 1 steps ahead (ours)",
     "[1, 1e9]",
   )
   block: int = opt(
     0, "sweep: states searched per call; 0: 256 on CPUs, else 4,096 (ours)", "[0, 1e6]"
   )
   value_target: Literal["bootstrap", "search", "mixed"] = opt(
-    "bootstrap", "n-step return (EZ), search value, or the latter for old data only (EZ-V2)"
+    "bootstrap", "n-step return (EZ), search value, or search value for old data only (EZ-V2)"
   )
   mixed_start: int = opt(
     30_000, "mixed: first learner step that uses search values (EZ-V2: 30k)", "[0, 1e9]"
   )
   mixed_newest: int = opt(
     5_000,
-    "mixed: newest transitions, which keep the n-step target (EZ-V2: 5k)",
+    "mixed: number of newest transitions that keep the n-step target (EZ-V2: 5k)",
     "[0, 1e9]",
     divided="exactly",
   )
@@ -144,8 +147,8 @@ class ReanalyseConfig:
 class RefreshConfig(refresh.RefreshConfig):
   """Priority Refresh: continuous recomputation of all priorities.
 
-  With `reanalyse.max_age` <= `refresh.max_age` a reanalysis sweep does it as well, and
-  `weights_interval` and `block` are not used.
+  A reanalysis sweep with `reanalyse.max_age` <= `refresh.max_age` also recomputes priorities;
+  `weights_interval` and `block` then have no effect.
   """
 
   enabled: bool = opt(
@@ -160,21 +163,22 @@ class LossConfig:
   td_steps: int = opt(5, "n of the n-step value target (EZ: 5)", "[1, 1000]")
   age_interval: int = opt(
     30_000,
-    "transitions of age per step by which n shrinks, down to 1; 0: n is constant (EZ: 30,000)",
+    "n decreases by 1 per this many transitions of age, to a minimum of 1; 0: constant n "
+    "(EZ: 30,000)",
     "[0, 1e9]",
     divided="at least 1",
   )
   unroll_steps: int = opt(5, "K, model steps unrolled in the loss (EZ: 5)", "[1, 1000]")
   absorbing_states: bool = opt(
     True,
-    "train on the states after a terminal frame, of value and reward 0 (MuZero's pseudocode: yes, "
+    "train on states after a terminal frame, with value and reward 0 (MuZero's pseudocode: yes, "
     "EZ: no)",
   )
   gradient_scaling: Literal["muzero", "efficientzero"] = opt(
     "muzero",
-    "recurrent terms weigh 1/K, and state_gradient scales where a state enters g (MuZero's "
-    "pseudocode); or all terms weigh 1/K, and it scales where a state leaves g, before all heads "
-    "(EZ)",
+    "muzero: recurrent terms have weight 1/K, and state_gradient scales gradients at g's input "
+    "(MuZero's pseudocode); efficientzero: all terms have weight 1/K, and it scales gradients at "
+    "g's output, before all heads (EZ)",
   )
   state_gradient: float = opt(
     0.5, "scale of the gradient into the hidden state at each model step (EZ: 0.5)", "[0, 1]"
@@ -193,7 +197,7 @@ class LossConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EfficientZeroConfig(AgentConfig):
-  """The sections and their constraints."""
+  """Configuration of EfficientZero, EfficientZero V2 and SpeedyZero."""
 
   name: ClassVar[str] = "efficientzero"
   network: NetworkConfig = NetworkConfig()
@@ -223,33 +227,33 @@ class EfficientZeroConfig(AgentConfig):
     try:
       sides = frame_sides(env)
       if max(sides) > 1 and network.downsample == 1:
-        check_game(env.game)  # may be a misspelt game that shows vectors
+        check_game(env.game)  # may be a misspelled game with vector observations
     except ValueError as error:
       yield f"env.game: {error}"
       return
     vectors, small = max(sides) == 1, max(sides) <= _SMALL
-    what = "vectors" if vectors else f"images of {sides[0]} x {sides[1]} pixels"
-    fitting = (1,) if vectors else (1, 4, 8, 16) if small else (4, 8, 16)
-    if network.downsample not in fitting:
-      sizes = " or ".join(map(str, fitting))
+    frames = "vectors" if vectors else f"images of {sides[0]} x {sides[1]} pixels"
+    allowed = (1,) if vectors else (1, 4, 8, 16) if small else (4, 8, 16)
+    if network.downsample not in allowed:
+      factors = " or ".join(map(str, allowed))
       yield (
-        f"network.downsample: must be {sizes} for {env.game}, which shows {what}, "
+        f"network.downsample: must be {factors} for {env.game}, whose frames are {frames}, "
         f"got {network.downsample}"
       )
     elif any(side % network.downsample for side in sides):
       yield (
-        f"network.downsample: must divide the sides of {env.game}'s {what}, "
+        f"network.downsample: must divide the sides of {env.game}'s {frames}, "
         f"got {network.downsample}"
       )
     if network.channels == 1 and network.downsample > 1:
-      yield f"network.channels: must be at least 2 for {what} (h begins with half), got 1"
+      yield f"network.channels: must be at least 2 for {frames} (h begins with half), got 1"
 
   def _search_problems(self) -> Iterable[str]:
     stages, temperatures = self.search.temperature_stages, self.search.temperatures
     if len(temperatures) != len(stages) + 1:
       yield (
-        f"search.temperatures: must be one more than search.temperature_stages ({len(stages)}), "
-        f"got {list(temperatures)}"
+        f"search.temperatures: must have {len(stages) + 1} values, one more than "
+        f"search.temperature_stages, got {list(temperatures)}"
       )
     if list(stages) != sorted(stages):
-      yield f"search.temperature_stages: must not fall, got {list(stages)}"
+      yield f"search.temperature_stages: must not decrease, got {list(stages)}"

@@ -1,7 +1,7 @@
-"""Value coding, augmentation and the unrolled loss of EfficientZero, as pure functions.
+"""Value encoding, augmentation and the unrolled loss of EfficientZero, as pure functions.
 
-Sources: MuZero (Schrittwieser et al. 2020), appendix F, for value coding; EfficientZero (Ye et al.
-2021) for the loss.
+Sources: MuZero (Schrittwieser et al. 2020), appendix F, for the value encoding; EfficientZero (Ye
+et al. 2021) for the loss.
 """
 
 from typing import NamedTuple
@@ -15,11 +15,11 @@ from speedyzero_jax.agents.efficientzero.config import LossConfig
 from speedyzero_jax.agents.efficientzero.networks import Network
 from speedyzero_jax.ops.td import inverse_transform, transform
 
-# --- value coding
+# --- value encoding
 
 
 def two_hot(x: jax.Array, support: int) -> jax.Array:
-  """Scalars [...] -> probabilities [..., 2*support+1] on the integers around h(x), clipped."""
+  """Scalars [...] -> probabilities [..., 2*support+1] on the two atoms next to h(x), clipped."""
   y = jnp.clip(transform(x), -support, support)
   low = jnp.floor(y)
   share = (y - low)[..., None]
@@ -30,7 +30,7 @@ def two_hot(x: jax.Array, support: int) -> jax.Array:
 
 
 def decode(logits: jax.Array) -> jax.Array:
-  """Logits [..., 2*support+1] -> scalars [...]: h's inverse of the mean atom."""
+  """Logits [..., 2*support+1] -> scalars [...], h^-1 of the expectation over atoms."""
   support = logits.shape[-1] // 2
   atoms = jnp.arange(-support, support + 1, dtype=jnp.float32)
   return inverse_transform(jnp.sum(jax.nn.softmax(logits) * atoms, axis=-1))
@@ -49,17 +49,17 @@ def stack_frames(frames: jax.Array, stack: int) -> jax.Array:
 
 
 def normalize(observation: jax.Array) -> jax.Array:
-  """uint8 images -> float32 in [0, 1]; vectors are unchanged."""
+  """Converts uint8 images to float32 in [0, 1], and vectors to float32."""
   if observation.dtype == jnp.uint8:
     return observation.astype(jnp.float32) / 255
   return observation.astype(jnp.float32)
 
 
 def augment(keys: jax.Array, observation: jax.Array, shift: int, intensity: float) -> jax.Array:
-  """Random shift (edge-padded) and random brightness.
+  """Applies a random shift (edge-padded) and random brightness.
 
   Args:
-    keys: [N], one per observation, so that augmentation does not depend on the sharding.
+    keys: [N], one per observation, so that augmentation does not depend on sharding.
     observation: [N, H, W, C], uint8 or float.
     shift: maximum shift, pixels; ignored for vectors.
     intensity: scale s of the factor 1 + s*clip(normal, -2, 2) (DrQ; Yarats et al. 2020).
@@ -84,9 +84,9 @@ def augment(keys: jax.Array, observation: jax.Array, shift: int, intensity: floa
 
 
 class LearnerBatch(NamedTuple):
-  """Input of the loss."""
+  """Input of the loss; for targets and masks see `targets.Targets`."""
 
-  frames: chex.Array  # [B, S+K, H, W, C] frames t-S+1 .. t+K, repeated at the episode's edges
+  frames: chex.Array  # [B, S+K, H, W, C] frames t-S+1 .. t+K, padded at the ends of the episode
   action: chex.Array  # [B, K]
   weight: chex.Array  # [B] float32, normalized importance weights
   value: chex.Array  # [B, K+1]
@@ -124,19 +124,32 @@ def unrolled_loss(
   frame_stack: int,
   horizon: int,
 ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
-  """The loss of a batch; updates the network's running statistics.
+  """Computes the loss of a batch and updates the network's batch-norm statistics.
 
-  The state after k model steps is trained on the targets of time t + k. `config.gradient_scaling`
-  says which terms have weight 1/K and where the gradient into the hidden state is scaled at every
-  step. Consistency is SimSiam's negative cosine between the predicted projection of the imagined
-  state and the projection (without gradient) of the actual next observation.
+  With CE the cross-entropies against the targets of time t + k after k model steps, the loss is
 
-  All K+1 states pass through the heads as one batch, where EfficientZero applies them step by step:
-  batch norm then normalizes roots and imagined states alike, as its running statistics do in
-  search.
+    L = L_0 + 1/K sum_{k=1..K} [L_k + c_r CE(prefix_k) - c_s cos_k]
+    L_k = c_v CE(value_k) + c_p CE(policy_k)
 
-  `keys` [B] are for augmentation. Returns the weighted mean loss [], its terms and other means by
-  metric name, and the errors |v(s_t) - z_t| [B] for the priorities.
+  where cos_k is SimSiam's cosine between the predicted projection of the imagined state and the
+  projection (without gradient) of the actual observation. The gradient into the hidden state is
+  scaled at each model step. With `gradient_scaling=efficientzero`, L_0 has weight 1/K, too. See
+  also docs/speedyzero.md.
+
+  All K+1 states pass through the heads as one batch, whereas EfficientZero applies the heads step
+  by step. So batch norm normalizes roots and imagined states alike, as its running statistics do in
+  the search.
+
+  Args:
+    network: bound to the parameters to train.
+    batch: one device's shard.
+    keys: [B], for augmentation.
+    config: coefficients, augmentation and gradient scaling.
+    frame_stack: S.
+    horizon: model steps between resets of the value prefix.
+
+  Returns:
+    The weighted mean loss [], metrics by name, and the errors |v(s_t) - z_t| [B] for priorities.
   """
   size, steps = batch.action.shape
   support = network.config.support
@@ -145,11 +158,11 @@ def unrolled_loss(
 
   root = augment(view_keys[:, 0], observations[:, 0], config.shift, config.intensity)
   states = [network.represent(root, True)]
-  released = config.gradient_scaling == "efficientzero"
+  scale_output = config.gradient_scaling == "efficientzero"
   for k in range(steps):
-    state = states[-1] if released else _scale_gradient(states[-1], config.state_gradient)
+    state = states[-1] if scale_output else _scale_gradient(states[-1], config.state_gradient)
     state = network.dynamics(state, batch.action[:, k], True)
-    states.append(_scale_gradient(state, config.state_gradient) if released else state)
+    states.append(_scale_gradient(state, config.state_gradient) if scale_output else state)
   imagined = jnp.stack(states[1:])  # [K, B, ...]
   carry = network.initial_carry(size)
   _, prefix_logits = network.value_prefix(imagined, carry, True, horizon)
@@ -157,7 +170,7 @@ def unrolled_loss(
   value_logits = value_logits.reshape(steps + 1, size, -1)
   policy_logits = policy_logits.reshape(steps + 1, size, -1)
 
-  # All [K+1, B] or [K, B].
+  # All losses are [K+1, B] or [K, B].
   value, prefix = two_hot(batch.value.T, support), two_hot(batch.value_prefix.T, support)
   value_loss = _cross_entropy(value_logits, value) * batch.value_mask.T
   prefix_loss = _cross_entropy(prefix_logits, prefix) * batch.prefix_mask.T
@@ -165,22 +178,22 @@ def unrolled_loss(
   policy_loss = _cross_entropy(policy_logits, policy) * batch.policy_mask.T
   consistency_loss = jnp.zeros((steps, size))
   if config.consistency_coefficient:
-    following = observations[:, 1:].reshape(size * steps, *observations.shape[2:])
-    following = augment(view_keys[:, 1:].reshape(-1), following, config.shift, config.intensity)
-    real = network.consistency.project(network.represent(following, True), True)
+    later = observations[:, 1:].reshape(size * steps, *observations.shape[2:])
+    later = augment(view_keys[:, 1:].reshape(-1), later, config.shift, config.intensity)
+    real = network.consistency.project(network.represent(later, True), True)
     real = jax.lax.stop_gradient(real)
     real = jnp.swapaxes(real.reshape(size, steps, -1), 0, 1)
     projected = network.consistency.project(imagined.reshape(-1, *imagined.shape[2:]), True)
     predicted = network.consistency.predict(projected, True).reshape(steps, size, -1)
     consistency_loss = _negative_cosine(predicted, real) * batch.consistency_mask.T
 
-  here = config.value_coefficient * value_loss + config.policy_coefficient * policy_loss
-  recurrent = (
-    here[1:]
+  heads_loss = config.value_coefficient * value_loss + config.policy_coefficient * policy_loss
+  recurrent_loss = (
+    heads_loss[1:]
     + config.value_prefix_coefficient * prefix_loss
     + config.consistency_coefficient * consistency_loss
   )  # fmt: skip
-  per_sample = (here[0] / steps if released else here[0]) + jnp.mean(recurrent, axis=0)
+  per_sample = heads_loss[0] / (steps if scale_output else 1) + jnp.mean(recurrent_loss, axis=0)
   log_policy = jax.nn.log_softmax(policy_logits[0])
   td_error = jnp.abs(decode(value_logits[0]) - batch.value[:, 0])
   metrics = {

@@ -1,10 +1,10 @@
 """EfficientZero's networks: representation h, dynamics g, value-prefix LSTM, prediction f, SimSiam.
 
-Images are [B, H, W, S*C]; vectors are images of one pixel, [B, 1, 1, S*D], with 1x1 kernels.
-Parameters are float32, activations `config.dtype`, logits float32. Where the network only looks
-(search, values) its variables are folded first, see `network_def`.
+Images are [B, H, W, S*C]. Vectors are images of one pixel, [B, 1, 1, S*D], with 1x1 kernels.
+Parameters are float32, activations `config.dtype`, logits float32. For inference (search, values)
+variables are folded, see `network_def`.
 
-Source: EfficientZero (Ye et al. 2021), appendix A and its released code.
+Source: EfficientZero (Ye et al. 2021), appendix A and released code.
 """
 
 import math
@@ -36,7 +36,7 @@ def _uniform(fan_in: int) -> nnx.Initializer:
 
 
 class _Layers:
-  """Factory of layers that share a configuration; `folded` ones have their norm in them."""
+  """Factory of layers that share a configuration; if `folded`, kernels include batch norm."""
 
   def __init__(
     self,
@@ -96,8 +96,8 @@ class _Layers:
     )
 
   def lstm(self, inputs: int, hidden: int) -> nnx.OptimizedLSTMCell:
+    # PyTorch adds two such biases; here there is one.
     kinds = ("kernel_init", "recurrent_kernel_init", "bias_init") if self._pytorch else ()
-    # PyTorch adds up two such biases.
     inits: dict[str, Any] = dict.fromkeys(kinds, _uniform(hidden))
     return nnx.OptimizedLSTMCell(inputs, hidden, dtype=self.dtype, rngs=self._rngs, **inits)
 
@@ -108,7 +108,7 @@ def _folded_norm(x: jax.Array, use_running_average: bool) -> jax.Array:
 
 
 class ResBlock(nnx.Module):
-  """Two normalized convolutions and a skip connection, a convolution where the shape changes."""
+  """Two normalized convolutions, and a skip connection with a convolution if the shape changes."""
 
   def __init__(self, layers: _Layers, inputs: int, outputs: int, stride: int = 1):
     self.conv1, self.norm1 = layers.conv(inputs, outputs, stride=stride), layers.norm(outputs)
@@ -146,8 +146,8 @@ class Representation(nnx.Module):
       self.down: ResBlock | None = ResBlock(layers, half, channels, stride=2)
     else:
       self.down = None
-    # After /4, each further halving is a residual stage and an average pool; a residual stage ends
-    # it.
+    # Beyond a factor of 4, each halving is a residual stage and an average pool. Another residual
+    # stage follows at the end.
     self.pools = {1: 0, 4: 0, 8: 1, 16: 2}[d]
     stages.extend(_blocks(layers, channels, config.blocks) for _ in range(self.pools + 1))
     self.stages = nnx.List(stages)
@@ -195,9 +195,9 @@ class Mlp(nnx.Module):
 class Dynamics(nnx.Module):
   """g without the reward: (hidden state, action) -> next hidden state.
 
-  The first convolution sees the state and constant planes that encode the action. What a plane adds
-  to its output is the same for every sample but for a factor, so it is computed once and added:
-  the convolution itself keeps an even number of channels.
+  The inputs of the first convolution are the state and constant planes that encode the action. A
+  plane's contribution to the output is the same for all samples up to a factor. So it is computed
+  once and added, and the convolution itself keeps an even number of channels.
   """
 
   def __init__(
@@ -231,15 +231,15 @@ class Dynamics(nnx.Module):
 
 
 def split_kernel(kernel: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-  """The dynamics' first kernel as two parts: the state's, and the planes' in effect.
+  """Splits the dynamics' first convolution into a kernel for the state and outputs for the planes.
 
   Args:
     kernel: [k, k, C + planes, C].
     shape: [h, w, C] of the state.
 
   Returns:
-    The kernel for the state, and the output for planes of ones, [planes, h, w, C]: not the same
-    everywhere, since zeros surround the image.
+    The kernel for the state, and the convolution's output for each plane of ones,
+    [planes, h, w, C]; it varies near the edges because of zero padding.
   """
   height, width, channels = shape
   of_planes = kernel[:, :, channels:]
@@ -250,7 +250,7 @@ def split_kernel(kernel: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, 
 
 
 def _same(x: jax.Array, kernel: jax.Array) -> jax.Array:
-  """Convolution [B, H, W, C] -> [B, H, W, C'] with zeros around the image."""
+  """Convolution [B, H, W, C] -> [B, H, W, C'] with zero padding."""
   return convolve(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
@@ -267,7 +267,10 @@ class ValuePrefix(nnx.Module):
   def __call__(
     self, states: jax.Array, carry: Carry, train: bool, horizon: int
   ) -> tuple[Carry, jax.Array]:
-    """Unrolled states [K, B, ...] -> last carry, logits [K, B, atoms]; resets every `horizon`."""
+    """Unrolled states [K, B, ...] -> last carry, logits [K, B, atoms].
+
+    Within the unroll the carry is reset every `horizon` steps.
+    """
     steps, batch = states.shape[:2]
     x = states.reshape(-1, *states.shape[2:])
     x = nnx.relu(self.norm(self.conv(x), use_running_average=not train)).reshape(steps, batch, -1)
@@ -283,7 +286,7 @@ class ValuePrefix(nnx.Module):
 
 
 class Consistency(nnx.Module):
-  """SimSiam (Chen & He 2020): `project` for both branches, `predict` for the one with gradient."""
+  """SimSiam heads (Chen & He 2020): `project` both branches, `predict` the one with gradient."""
 
   def __init__(self, config: NetworkConfig, layers: _Layers, inputs: int):
     hidden, out = config.projection_hidden, config.projection_out
@@ -308,17 +311,21 @@ class Consistency(nnx.Module):
 
 
 def initial_carry(config: NetworkConfig, batch: int) -> Carry:
-  """The LSTM's (c, h) after a reset: zeros [B, lstm_hidden] in the compute type."""
+  """The LSTM's (c, h) after a reset: zeros [B, lstm_hidden] of dtype `config.dtype`."""
   zeros = jnp.zeros((batch, config.lstm_hidden), config.dtype)
   return zeros, zeros
 
 
 class Network(nnx.Module):
-  """All networks. `train` selects batch statistics (and updates the running ones) in batch norm.
+  """All networks. With `train`, batch norm uses batch statistics and updates the running ones.
 
   Args:
-    axis_name: mesh axis over which batch statistics are shared in training; None for local ones.
-    folded: for variables from `NetworkDef.fold`; there are no consistency heads then.
+    config: sizes.
+    observation_shape: [H, W, S*C].
+    num_actions: A.
+    axis_name: mesh axis over which batch statistics are averaged; None: per device.
+    rngs: for initialization.
+    folded: build the network for variables from `NetworkDef.fold`, without consistency heads.
   """
 
   def __init__(
@@ -358,7 +365,7 @@ class Network(nnx.Module):
   def step(
     self, state: jax.Array, carry: Carry, action: jax.Array
   ) -> tuple[jax.Array, Carry, jax.Array]:
-    """A step in search, action [B] -> next state, next carry, value-prefix logits [B, atoms]."""
+    """One step in search, action [B] -> next state, next carry, value-prefix logits [B, atoms]."""
     state = self.dynamics(state, action, False)
     carry, prefix_logits = self.value_prefix(state[None], carry, False, 1)
     return state, carry, prefix_logits[0]

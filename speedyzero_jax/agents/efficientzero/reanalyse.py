@@ -1,11 +1,17 @@
-"""Reanalysis and Priority Refresh: new policies, values and priorities for stored states.
+"""Reanalysis and Priority Refresh: recomputed policies, values and priorities of stored states.
 
-Three tasks. `reanalyse` searches the states of each sampled batch (EfficientZero, SpeedyZero), or
-sweeps the whole replay with a bound on the age of targets; whole-buffer reanalysis is due to ReZero
-(Xuan et al. 2024, arXiv 2404.16364). `bootstrap` evaluates the states that end the n-step returns
-of a sampled batch. `refresh` is SpeedyZero's Priority Refresh: it sweeps the whole replay,
-evaluates states and recomputes priorities. With
-`reanalyse.max_age` <= `refresh.max_age` a reanalysis sweep does it as well.
+There are three background tasks:
+
+- `reanalyse` searches the states of each sampled batch (EfficientZero, SpeedyZero), or sweeps the
+  whole replay with a bound on the age of targets (whole-buffer reanalysis, ReZero, Xuan et al.
+  2024, arXiv 2404.16364).
+- `bootstrap` evaluates the states from which the n-step returns of a sampled batch bootstrap.
+- `refresh` is SpeedyZero's Priority Refresh: it sweeps the whole replay, evaluates states and
+  recomputes priorities. A reanalysis sweep with `reanalyse.max_age` <= `refresh.max_age` replaces
+  it.
+
+See also `agents/refresh.py` for Priority Refresh in general, `targets.py` for the errors, and
+`workers/sweeper.py` for the schedule.
 """
 
 import dataclasses
@@ -29,9 +35,14 @@ Results = dict[str, np.ndarray]
 
 
 class Reanalysis:
-  """The tasks of a run with these targets and |A| actions.
+  """Background tasks of a run and the subscriptions to weights that they use.
 
-  `search` is the program of `reanalyse`, `values` that of `bootstrap` and `refresh`.
+  Args:
+    config: of the run.
+    spec: settings of the targets.
+    search: program of the task `reanalyse`.
+    values: program of the tasks `bootstrap` and `refresh`.
+    actions: |A|.
   """
 
   def __init__(
@@ -72,20 +83,20 @@ class Reanalysis:
       self.tasks["refresh"] = refresh_task(refresh, values, (value,), self._write_values)
 
   def batch_work(self, replay: Replay, selection: Selection) -> list[Work]:
-    """The searches and evaluations behind the targets of a batch."""
+    """Returns the states to search and to evaluate before targets of a batch are computed."""
     if self._agent_config.reanalyse.schedule != "batch":
       return []
     store, lane = replay.store, selection.lane
     _, time = replay.clamp(lane, selection.time)
-    # The first ones, since samples are independent.
+    # Taking the first samples is unbiased, since samples are independent.
     searched = round(self._agent_config.reanalyse.ratio * len(time))
     states = targets.unrolled_times(store, lane, time, self._unroll)[:searched]
-    ends = targets.bootstrap_times(store, lane, time, self._spec)
+    bootstraps = targets.bootstrap_times(store, lane, time, self._spec)
     works = []
-    for task, found in (("reanalyse", states), ("bootstrap", ends)):
-      if len(found):
-        real = found == found[:, :1] + np.arange(self._unroll + 1)
-        works.append(Work(task, lane[: len(found)], found[:, 0], real))
+    for task, times in (("reanalyse", states), ("bootstrap", bootstraps)):
+      if len(times):
+        real = times == times[:, :1] + np.arange(self._unroll + 1)
+        works.append(Work(task, lane[: len(times)], times[:, 0], real))
     return works
 
   def _write_search(

@@ -1,6 +1,6 @@
 """Batched tree search over a learned model that predicts value prefixes (EfficientZero), with mctx.
 
-Gumbel search with sequential halving, or PUCT, chosen by `SearchConfig`. Roots are searched
+`SearchConfig` selects Gumbel search with sequential halving, or PUCT. Roots are searched
 independently; only random numbers depend on the rest of the batch.
 """
 
@@ -18,9 +18,9 @@ from speedyzero_jax.agents.efficientzero.config import SearchConfig
 from speedyzero_jax.system.platform import platform
 from speedyzero_jax.types import Params
 
-# Scale of the random numbers added to PUCT scores, to order equal ones only.
+# Scale of the random numbers added to PUCT scores; small enough to affect ties only.
 _TIE_BREAK = 1e-6
-# Above this the array search, whose work grows with the square, is not worth its few launches.
+# With more, the array search, whose work grows quadratically, is slower in spite of fewer launches.
 _MOST_SIMULATIONS = 128
 
 
@@ -28,24 +28,24 @@ class SearchResult(NamedTuple):
   """Result of a search for a batch of roots."""
 
   action: chex.Array  # [B] int32, the action to play
-  policy: chex.Array  # [B, A] float32, the policy target (improved policy, or visit distribution)
-  search_value: chex.Array  # [B] float32, the root's value after the search
-  value: chex.Array  # [B] float32, the network's value of the root
+  policy: chex.Array  # [B, A] float32, policy target: Gumbel's improved policy, or PUCT's visits
+  search_value: chex.Array  # [B] float32, value of the root after the search
+  value: chex.Array  # [B] float32, value of the root from the network
 
 
 class ModelStep(NamedTuple):
   """The model's prediction of a successor state. Scalars are decoded, in units of reward."""
 
-  # [B] float32, undiscounted sum of rewards since the initial carry, including this step's.
+  # [B] float32, undiscounted sum of rewards since the initial carry, including this step.
   value_prefix: chex.Array
   policy_logits: chex.Array  # [B, A] of the successor
   value: chex.Array  # [B] float32, of the successor
   state: Any  # pytree [B, ...], the successor
-  carry: Any  # pytree [B, ...], of the value prefix's recurrence
+  carry: Any  # pytree [B, ...], recurrent state of the value prefix
 
 
 class Root(NamedTuple):
-  """States to search from, and the network's predictions of them."""
+  """States to search from, and the network's predictions for them."""
 
   policy_logits: chex.Array  # [B, A]
   value: chex.Array  # [B] float32
@@ -73,22 +73,26 @@ def make_search(
 ) -> Callable[..., SearchResult]:
   """Makes the configured search.
 
-  The value prefix is reset every `value_prefix_horizon` steps from the root: from a node whose
-  depth is a multiple of it, the model steps with the initial carry and a prefix of zero. The reward
-  of an edge is the difference of the prefixes at its ends, or just after a reset the prefix itself
-  (Ye et al. 2021, section 4.2).
+  The value prefix is reset every `value_prefix_horizon` steps from the root: steps from a node
+  whose depth is a multiple of the horizon start with the initial carry and a prefix of zero. The
+  reward of an edge is the difference between the prefixes at its ends, or just after a reset the
+  prefix itself (Ye et al. 2021, section 4.2).
 
   Args:
+    config: algorithm and constants.
+    num_actions: A.
+    discount: per step.
+    value_prefix_horizon: steps between resets.
     recurrent_fn: the model's step, (params, state, carry, action [B] int32) -> ModelStep.
-    initial_carry: the carry after a reset, for a given batch size.
+    initial_carry: maps a batch size to the carry after a reset.
 
   Returns:
-    A pure function (params, root, key, *, explore, temperature=1.0) -> SearchResult. With `explore`
-    there is Gumbel or Dirichlet noise at the root, Gumbel search mixes the uniform policy into the
-    prior, and PUCT samples the action in proportion to visits^(1 / temperature). Without, the
-    result does not depend on the key, and the action is the best one: Gumbel's highest score among
-    the most visited, or PUCT's most visited. The temperature affects neither policy nor values, nor
-    Gumbel search at all.
+    A pure function (params, root, key, *, explore, temperature=1.0) -> SearchResult. With
+    `explore`, Gumbel or Dirichlet noise is added at the root, Gumbel search mixes the uniform
+    policy into the prior, and PUCT samples the action in proportion to visits^(1 / temperature).
+    Without `explore`, the result does not depend on the key, and the action is greedy: for Gumbel
+    the highest score among the most visited actions, for PUCT the most visited action. The
+    temperature affects only the action of PUCT.
   """
   run = (_gumbel_policy if config.algorithm == "gumbel" else _puct_policy)(
     config, discount, num_actions
@@ -133,13 +137,13 @@ def make_search(
 
 
 def _tree_search(config: SearchConfig, discount: float) -> Callable[..., mctx.Tree]:
-  """(params, key, root, step, selection at the root, below it, extra data) -> the searched tree."""
+  """Returns a function of (params, key, root, step, selection rules, extra data) to the tree."""
 
   def grow(params, key, root, step, select_at_root, select, extra_data):
-    found = mctx.search
+    search = mctx.search
     if platform() != "cpu" and config.simulations <= _MOST_SIMULATIONS:
-      found = functools.partial(array_search.search, discount=discount)
-    return found(
+      search = functools.partial(array_search.search, discount=discount)
+    return search(
       params,
       key,
       root=root,
@@ -156,7 +160,7 @@ def _tree_search(config: SearchConfig, discount: float) -> Callable[..., mctx.Tr
 def _gumbel_policy(
   config: SearchConfig, discount: float, num_actions: int
 ) -> Callable[..., mctx.PolicyOutput]:
-  """Full Gumbel MuZero (Danihelka et al. 2022), as `mctx.gumbel_muzero_policy`."""
+  """Full Gumbel MuZero (Danihelka et al. 2022), like `mctx.gumbel_muzero_policy`."""
   grow = _tree_search(config, discount)
   qtransform = functools.partial(
     qtransforms.qtransform_tree_by_mixed_value,
@@ -197,10 +201,11 @@ def _gumbel_policy(
 def _puct_policy(
   config: SearchConfig, discount: float, num_actions: int
 ) -> Callable[..., mctx.PolicyOutput]:
-  """MuZero's search (Schrittwieser et al. 2020, appendix B), as `mctx.muzero_policy` but for ties.
+  """MuZero's search (Schrittwieser et al. 2020, appendix B), like `mctx.muzero_policy`.
 
-  mctx draws random numbers to break ties at every node on the path, most of its cost on a CPU, and
-  makes a search without noise depend on its key. Here they are drawn once, and only to explore.
+  It differs in how ties are broken. mctx draws random numbers at every node on the path, which is
+  most of its cost on a CPU and makes a search without noise depend on the key. Here they are drawn
+  once per search, and only with `explore`.
   """
   grow = _tree_search(config, discount)
   qtransform = functools.partial(
@@ -210,7 +215,7 @@ def _puct_policy(
   def select(key, tree, node_index, depth=0):
     del key, depth
     visits = tree.children_visits[node_index]
-    node_visits = tree.node_visits[node_index]  # the children's, plus one for the node: positive
+    node_visits = tree.node_visits[node_index]  # visits of all children, plus 1
     prior = jax.nn.softmax(tree.children_prior_logits[node_index])
     exploration = config.c1 + jnp.log((node_visits + config.c2 + 1) / config.c2)
     bonus = exploration * prior * jnp.sqrt(node_visits) / (1 + visits)
@@ -243,7 +248,7 @@ def _puct_policy(
 
 
 def _with_prior(root: mctx.RootFnOutput, other: chex.Numeric, share: float) -> mctx.RootFnOutput:
-  """The root with a share of another distribution [B, A] in its prior."""
+  """Mixes a share of another distribution [B, A] into the root's prior."""
   if share == 0:
     return root
   prior = jax.nn.softmax(root.prior_logits)
@@ -252,7 +257,7 @@ def _with_prior(root: mctx.RootFnOutput, other: chex.Numeric, share: float) -> m
 
 
 def _select(condition: chex.Array, a: Any, b: Any) -> Any:
-  """Chooses between pytrees [B, ...] by a condition [B]."""
+  """Selects between pytrees with leaves [B, ...] by a condition [B]."""
 
   def leaf(x: chex.Array, y: chex.Array) -> chex.Array:
     return jnp.where(condition.reshape(condition.shape + (1,) * (y.ndim - 1)), x, y)

@@ -1,6 +1,8 @@
 """Training targets from stored slots: n-step returns, value prefixes, policies and masks.
 
-Pure functions of a `LaneStore`. Lane and time are [B]; the states of a sample are time .. time+K.
+Pure functions of a `LaneStore`. `lane` and `time` are [B]; the states of a sample are time ..
+time+K. With reanalysis on, the stored policies and values were recomputed before, see
+`reanalyse.py`.
 """
 
 import dataclasses
@@ -15,7 +17,7 @@ from speedyzero_jax.replay.storage import LaneStore, take
 
 @dataclasses.dataclass(frozen=True)
 class TargetSpec:
-  """Settings of the targets; meanings and sources in `config.py`."""
+  """Settings of the targets; see `config.py` for meanings and sources."""
 
   unroll_steps: int
   value_prefix_horizon: int
@@ -26,7 +28,7 @@ class TargetSpec:
   mixed_start: int = 0
   mixed_newest: int = 0
   absorbing: bool = True  # states after a terminal frame are trained on
-  reanalysed: bool = True  # stored values are recomputed for training (reanalysis is on)
+  reanalysed: bool = True  # reanalysis recomputes stored values for training
 
 
 class Targets(NamedTuple):
@@ -35,14 +37,14 @@ class Targets(NamedTuple):
   value: np.ndarray  # [B, K+1] float32, an untransformed return
   value_prefix: np.ndarray  # [B, K] float32, sum of rewards since the prefix was last reset
   policy: np.ndarray  # [B, K+1, A] float32
-  value_mask: np.ndarray  # [B, K+1] float32, 1 up to the end and in absorbing states if trained on
+  value_mask: np.ndarray  # [B, K+1] float32, 1 in real states, and in absorbing ones if trained on
   prefix_mask: np.ndarray  # [B, K] float32, the same for value_prefix
-  policy_mask: np.ndarray  # [B, K+1] float32, 1 for states in which an action was taken
-  consistency_mask: np.ndarray  # [B, K] float32, 1 where state k+1 is a real frame of the episode
+  policy_mask: np.ndarray  # [B, K+1] float32, 1 in states in which an action was taken
+  consistency_mask: np.ndarray  # [B, K] float32, 1 where state k+1 is a stored frame of the episode
 
 
 def target_spec(config: Config) -> TargetSpec:
-  """The settings of a run."""
+  """Returns the settings of a run."""
   agent_config: EfficientZeroConfig = config.agent
   return TargetSpec(
     unroll_steps=agent_config.loss.unroll_steps,
@@ -59,19 +61,19 @@ def target_spec(config: Config) -> TargetSpec:
 
 
 def unrolled_times(store: LaneStore, lane: np.ndarray, time: np.ndarray, unroll: int) -> np.ndarray:
-  """Times of the states, clamped to the episode's last stored frame, [B, K+1] int64."""
+  """Times of the states, clamped to the episode's last stored frame; [B, K+1] int64."""
   return np.minimum(time[:, None] + np.arange(unroll + 1), store.last(lane, time)[:, None])
 
 
 def transition_age(store: LaneStore, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
-  """Transitions collected in all lanes from each one on, itself included; [B] int64."""
+  """Age of transitions [B] int64: number collected in all lanes since each, itself included."""
   return store.num_transitions - take(store.inserted, store.flat(lane, time))
 
 
 def td_horizon(
   store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec
 ) -> np.ndarray:
-  """n of the n-step return, [B] int64: shorter for old data (EZ's off-policy correction)."""
+  """n of the n-step return, [B] int64; smaller for old data (EZ's off-policy correction)."""
   if not spec.age_interval:
     return np.full_like(time, spec.td_steps)
   shrink = transition_age(store, lane, time) // spec.age_interval
@@ -81,13 +83,13 @@ def td_horizon(
 def bootstrap_times(
   store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec
 ) -> np.ndarray:
-  """Slots whose value ends the n-step return of each state, [B, K+1] int64.
+  """Slots from whose values the n-step return of each state bootstraps, [B, K+1] int64.
 
-  Clamped to the last stored frame of the episode, whose value is used unless it is terminal.
+  They are clamped to the last stored frame of the episode, whose value is used unless terminal.
   """
   states = time[:, None] + np.arange(spec.unroll_steps + 1)
-  ends = states + td_horizon(store, lane, time, spec)[:, None]
-  return np.minimum(ends, store.last(lane, time)[:, None])
+  times = states + td_horizon(store, lane, time, spec)[:, None]
+  return np.minimum(times, store.last(lane, time)[:, None])
 
 
 def n_step_values(
@@ -95,8 +97,9 @@ def n_step_values(
 ) -> np.ndarray:
   """n-step returns of the states, [B, K+1] float64, bootstrapping from `values` [L, C].
 
-  z = sum_{i<m} discount^i reward[s+i] + discount^m values[s+m], m = n unless the episode's last
-  stored frame comes first. A terminal frame is worth 0; states past the last stored frame get 0.
+  z = sum_{i<m} discount^i reward[s+i] + discount^m values[s+m], where m = n, or less if the
+  episode's last stored frame comes first. Terminal frames, and states beyond the last stored frame,
+  have the value 0.
   """
   unroll = spec.unroll_steps
   last = store.last(lane, time)[:, None]
@@ -105,11 +108,11 @@ def n_step_values(
   flat = store.flat(lane[:, None], window)
   reward = np.where(window < last, take(store.reward, flat), 0.0)
   states = window[:, : unroll + 1]
-  at = np.minimum(states + horizon, last)  # `bootstrap_times`
-  flat = store.flat(lane[:, None], at)
-  worth = np.where(take(store.terminated, flat), 0.0, take(values, flat))
+  end = np.minimum(states + horizon, last)  # `bootstrap_times`
+  flat = store.flat(lane[:, None], end)
+  end_value = np.where(take(store.terminated, flat), 0.0, take(values, flat))
   powers = spec.discount ** np.arange(spec.td_steps + 1)
-  z = np.where(states <= last, powers[np.maximum(at - states, 0)] * worth, 0.0)
+  z = np.where(states <= last, powers[np.maximum(end - states, 0)] * end_value, 0.0)
   for i in range(spec.td_steps):
     z += np.where(i < horizon, spec.discount**i * reward[:, i : i + unroll + 1], 0.0)
   return z
@@ -118,10 +121,11 @@ def n_step_values(
 def compute_targets(
   store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec, learner_step: int
 ) -> Targets:
-  """Targets of the unroll from each live slot.
+  """Computes the targets of the unroll from each live slot.
 
-  After a terminal frame come absorbing states: value and reward 0, trained on if `spec.absorbing`.
-  After a truncated episode's last frame, or past a lane's head, masks and targets are 0.
+  States after a terminal frame are absorbing: their value and reward are 0, and they are trained on
+  if `spec.absorbing`. After a truncated episode's last frame, or beyond a lane's head, masks and
+  targets are 0.
   """
   unroll = spec.unroll_steps
   at = lane[:, None]
@@ -160,7 +164,7 @@ def compute_targets(
 def use_search(
   store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec, learner_step: int
 ) -> np.ndarray:
-  """Samples that use the search value rather than the n-step return, [B] bool (EZ-V2, mixed)."""
+  """Whether samples use the search value rather than the n-step return, [B] bool (EZ-V2)."""
   if spec.value_target != "mixed":
     return np.full(len(time), spec.value_target == "search")
   old = transition_age(store, lane, time) > spec.mixed_newest
@@ -170,23 +174,23 @@ def use_search(
 def refreshed_errors(
   store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec, learner_step: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Priority Refresh: errors v - z of transitions from stored values, and their stamps.
+  """Computes errors v - z of transitions for Priority Refresh, and their stamps.
 
-  v is the refreshed value. z is the target of training at `learner_step`: the n-step return ended
-  by a refreshed value, or the search value if the spec (of unroll_steps 0) selects it and it is as
-  new as v (a refresh does not search). If values are not renewed for training, z is the target from
-  stored values.
+  v is the refreshed value. z is the training target at `learner_step`: the n-step return
+  bootstrapped from a refreshed value, or the search value if `spec` selects it and it is at least
+  as recent as v (a refresh runs no search). With reanalysis off, z is the target computed from the
+  values stored by the actor. `spec` has unroll_steps 0.
 
-  Returns errors float64 [B], and the learner steps int32 [B] of the oldest weights behind each: a
-  bound on the age of all values bounds the age of all errors.
+  Returns errors [B] float64, and the learner steps [B] int32 of the oldest weights that each error
+  depends on. So a bound on the age of all values bounds the age of all errors.
   """
   flat = store.flat(lane, time)
   value, stamp = take(store["value"], flat), take(store["value_step"], flat)
   searched = use_search(store, lane, time, spec, learner_step)
   if spec.reanalysed:
     searched &= take(store["policy_step"], flat) >= stamp
-  ends = store["value" if spec.reanalysed else "bootstrap"]
-  returns = n_step_values(store, ends, lane, time, spec)[:, 0]
+  values = store["value" if spec.reanalysed else "bootstrap"]
+  returns = n_step_values(store, values, lane, time, spec)[:, 0]
   z = np.where(searched, take(store["search_value"], flat), returns)
   return value - z, np.where(searched, stamp, oldest_stamp(store, lane, time, spec))
 
@@ -194,9 +198,10 @@ def refreshed_errors(
 def oldest_stamp(
   store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec
 ) -> np.ndarray:
-  """The older of the stamps of the two values behind each |v - n-step return|, int32 [B].
+  """The older stamp of the two values in each |v - n-step return|, [B] int32.
 
-  Without renewal a stored return has no age. `spec` has unroll_steps 0.
+  With reanalysis off, only v has a stamp: the return is computed from values that never change.
+  `spec` has unroll_steps 0.
   """
   v_step = take(store["value_step"], store.flat(lane, time))
   if not spec.reanalysed:
