@@ -1,1 +1,1 @@
-"""Several processes: roles, services and clients, messages, rendezvous and supervision."""
+"""Runs of several processes: roles, services and clients, messages, rendezvous, supervision."""

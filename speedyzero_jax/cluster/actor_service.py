@@ -18,18 +18,18 @@ from speedyzero_jax.workers.weights import ACTOR
 
 @dataclasses.dataclass(eq=False)
 class _Session:
-  """An actor's session."""
+  """State of an actor's session."""
 
   lanes: range
   incarnation: int = -1
   sequence: int = -1  # of its last answered step
-  grant: messages.Grant | None = None  # of that, not yet used
+  grant: messages.Grant | None = None  # granted in that answer and not yet used
   closed: bool = False  # it has ended all its episodes and takes no further step
   lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
 
 class ActorService:
-  """Answers the calls of actors, from any thread; each has the lanes at its number."""
+  """Answers the calls of actors; actor number i has `lanes[i]`. Thread-safe."""
 
   def __init__(self, experiment: Experiment, lanes: Sequence[range], roster: Roster):
     self._collector, self._limiter = experiment.collector, experiment.limiter
@@ -39,9 +39,10 @@ class ActorService:
     self._roster = roster
 
   def join(self, worker: Worker, request: messages.Join) -> messages.Welcome:
-    """Starts a session; a new incarnation's lanes begin new episodes.
+    """Starts a session.
 
-    Raises RunOver when there is nothing left to collect.
+    A new incarnation replaces a lost actor: its grant is released and its episodes are truncated.
+    Raises RunOver if collection is complete.
     """
     session = self._sessions[worker.number]
     with session.lock:
@@ -49,9 +50,9 @@ class ActorService:
         session.incarnation, session.sequence, session.closed = worker.incarnation, -1, False
         self._release(session)
         self._collector.truncate(session.lanes)
-      if self._limiter.collected:  # else each lane would begin an episode of one slot
+      if self._limiter.collected:  # otherwise each lane would begin an episode of one slot
         self._roster.dismiss(worker)
-        raise RunOver("everything is collected")
+        raise RunOver("all agent steps are collected")
       first, stop = session.lanes.start, session.lanes.stop
       return messages.Welcome(first, self._replay.heads[first:stop])
 
@@ -62,29 +63,33 @@ class ActorService:
       self._limiter.end_acting(session)
 
   def step(self, worker: Worker, request: messages.Step, seconds: float) -> messages.Grant | None:
-    """Makes experience durable and part of the replay; grants steps once the limiter allows any."""
+    """Adds experience to the journal and the replay; grants steps once the limiter allows any.
+
+    Returns None if it allows none within `seconds`.
+    """
     session = self._sessions[worker.number]
     segments = messages.unpack(request.segments)
     with session.lock:
       if worker.incarnation != session.incarnation:
         raise ValueError(f"{worker} of incarnation {worker.incarnation} has no session")
       if request.sequence == session.sequence and session.grant is not None:
-        return session.grant  # the answer was lost
+        return session.grant  # a retry, as the answer was lost
       if request.sequence != session.sequence + 1:
         raise ValueError(f"{worker} sent step {request.sequence} after step {session.sequence}")
       self._take(worker, session, request, segments)
-      steps, wanted = self._wait_for_steps(worker, session, seconds), len(session.lanes)
+      steps, requested = self._wait_for_steps(worker, session, seconds), len(session.lanes)
       if steps is None:
         self._roster.enter(worker)
         return None
       self._roster.served(worker)
       session.sequence = request.sequence
-      if steps:  # else it leaves, or closes its lanes with frames that no step follows
+      if steps:  # with 0 steps the actor leaves, or only sends the final frames of its lanes
         self._limiter.begin_acting(session)  # before the newest weights are looked up
       session.grant = messages.Grant(
         steps=steps,
-        # Fewer than wanted are all there were, whatever was released since: other lanes are cut.
-        closing=steps < wanted or not self._limiter.pool,
+        # A grant smaller than requested exhausted the budget: the lanes without a step are
+        # truncated, even if steps have been released since.
+        closing=steps < requested or not self._limiter.pool,
         weights=self._weights.latest(ACTOR).step,
         progress=self._limiter.progress,
         random=self._limiter.playing_randomly,
@@ -92,7 +97,7 @@ class ActorService:
       return session.grant
 
   def _wait_for_steps(self, worker: Worker, session: _Session, seconds: float) -> int | None:
-    """Steps to grant; 0 when the actor may leave, None if there is no answer yet."""
+    """Waits for steps to grant; returns 0 if the actor may leave, None after a timeout."""
     if session.closed:
       self._limiter.wait_for(lambda: self._limiter.collected, seconds)
       if not self._limiter.collected:
@@ -105,19 +110,19 @@ class ActorService:
   def _take(
     self, worker: Worker, session: _Session, request: messages.Step, segments: list[Segment]
   ) -> None:
-    """Takes segments, unless a request that was sent before has brought them."""
+    """Stores segments, unless an earlier attempt of the request has delivered them."""
     grant, heads = session.grant, self._replay.heads
     for segment in segments:
       if segment.lane not in session.lanes:
-        raise ValueError(f"lane {segment.lane} is not of {worker}: {session.lanes}")
+        raise ValueError(f"{worker} has lanes {session.lanes}, got lane {segment.lane}")
     new = [s for s in segments if s.start + len(s.frame) > heads[s.lane]]
     if not new:
       return self._release(session)
     if grant is None:
-      raise ValueError(f"{worker} has no grant for its slots")
+      raise ValueError(f"{worker} has no grant for the experience it sent")
     taken = sum(int((segment.action >= 0).sum()) for segment in new)
     if max(int(s.step.max()) for s in new) > self._limiter.learner_steps:
-      raise ValueError(f"{worker} acted with weights of a later learner step than the newest")
+      raise ValueError(f"{worker} acted with weights newer than the learner's")
     if taken > grant.steps:
       raise ValueError(f"{worker} took {taken} steps of {grant.steps} granted")
     if request.episodes.shape[1:] != (2,) or not np.isfinite(request.episodes).all():
@@ -128,7 +133,7 @@ class ActorService:
     except ValueError:
       raise
     except Exception as error:
-      raise RunOver(f"the unit has failed: {error}") from error
+      raise RunOver(f"the learner has failed: {error}") from error
     session.closed = grant.closing and taken == grant.steps
     session.grant = None
     self._limiter.end_acting(session)

@@ -1,5 +1,8 @@
-"""Central inference (SEED RL, Espeholt et al. 2020): actors in the learner's process that play in
-environments of other processes, and share program calls."""
+"""Central inference (SEED RL, Espeholt et al. 2020): actors run in the learner's process.
+
+Their environments run in other processes (`environments.py`), and their inference requests are
+batched together (`workers/batched_inference.py`).
+"""
 
 import queue
 import threading
@@ -25,11 +28,11 @@ from speedyzero_jax.workers.batched_inference import BatchedInference
 
 
 class StreamLost(Exception):
-  """The process with the environments has gone."""
+  """The stream from the process with the environments has ended."""
 
 
 class RemoteEnv:
-  """Environments of another process as an `Env`: actions go into `actions`, until None."""
+  """Environments of another process as an `Env`; `actions` queues what to send, None ends it."""
 
   def __init__(self, agent: Agent, lanes: int, observations: Iterator[messages.Observation]):
     schema = agent.schema
@@ -42,7 +45,7 @@ class RemoteEnv:
     self._forms = {name: row.get(name, (np.dtype(bool), ())) for name in EnvStep._fields}
 
   def reset(self) -> EnvStep:
-    """The first observation. Raises ValueError for one of wrong arrays."""
+    """Returns the first observation. Raises ValueError for invalid arrays, or StreamLost."""
     try:
       arrays = next(self._observations).arrays
     except (StopIteration, grpc.RpcError):
@@ -50,13 +53,15 @@ class RemoteEnv:
     forms = {name: (array.dtype, array.shape[1:]) for name, array in arrays.items()}
     lanes = {array.shape[:1] for array in arrays.values()}
     if forms != self._forms or lanes != {(self.num_lanes,)}:
-      raise ValueError(f"observations must be of {self.num_lanes} lanes, {self._forms}")
+      raise ValueError(
+        f"observations must be of {self.num_lanes} lanes, with dtypes and shapes {self._forms}"
+      )
     if not np.isfinite(arrays["reward"]).all():
       raise ValueError("rewards must be finite")
     return EnvStep(**arrays)
 
   def step(self, action: np.ndarray) -> EnvStep:
-    """The observation after these actions."""
+    """Sends actions and returns the next observation, as `reset`."""
     self.actions.put(messages.Actions(action.astype(np.int32)))
     return self.reset()
 
@@ -66,7 +71,7 @@ class RemoteEnv:
 
 
 class CentralActors:
-  """Plays in the environments of every stream, by the rules of the actor service."""
+  """Runs an actor for the environments of each stream, as a client of the actor service."""
 
   def __init__(self, experiment: Experiment, service: ActorService, roster: Roster):
     self._experiment, self._service, self._roster = experiment, service, roster
@@ -75,7 +80,7 @@ class CentralActors:
   def environments(
     self, worker: Worker, observations: Iterator[messages.Observation]
   ) -> Iterator[messages.Actions]:
-    """The actions for a worker. Raises what ends its actor."""
+    """Yields the actions for a worker's environments. Raises the error that ends its actor."""
     self._roster.enter(worker)
     errors: list[BaseException] = []
     welcome = self._service.join(worker, messages.Join())
@@ -87,10 +92,10 @@ class CentralActors:
       except StreamLost:
         pass
       except (RunOver, ValueError) as error:
-        errors.append(error)  # raised in the stream's thread
+        errors.append(error)  # re-raised in the stream's thread
       except BaseException as error:  # such as divergence
         self._experiment.collector.fail(error)
-        errors.append(RunOver(f"the unit has failed: {error}"))
+        errors.append(RunOver(f"the learner has failed: {error}"))
       finally:
         self._roster.dismiss(worker)
         env.close()

@@ -23,9 +23,9 @@ _LIBC = ctypes.CDLL(None)
 
 
 def _die_with(supervisor: int) -> None:
-  """Ties the calling process to the life of its parent."""
+  """Makes the kernel kill the calling process when its parent dies."""
   if _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) or os.getppid() != supervisor:
-    os._exit(FAILED)  # the latter: it died before the request took effect
+    os._exit(FAILED)  # prctl failed, or the parent died before it took effect
 
 
 class Child(NamedTuple):
@@ -34,21 +34,21 @@ class Child(NamedTuple):
   name: str  # unique among the children, e.g. actor-0.1
   command: list[str]
   env: Mapping[str, str]  # on top of the supervisor's environment
-  vital: bool  # vital ones are restarted together with all others, and end the run
-  files: tuple[int, ...] = ()  # open files that it inherits under the same numbers
+  vital: bool  # all children restart if it dies; the run ends when all vital ones have finished
+  files: tuple[int, ...] = ()  # file descriptors to inherit, with the same numbers
 
 
 class Process:
   """A started child, whose output is appended to `log`. Raises OSError if it can't be started.
 
-  It leads a process group, so a terminal's Ctrl-C does not reach it directly. The kernel kills it
-  when the supervisor dies.
+  It leads its own process group, so Ctrl-C in a terminal does not reach it directly. The kernel
+  kills it when the supervisor dies.
   """
 
   running = True
   # Set by `reap`:
   code = 0  # exit code; -n: killed by signal n
-  end_signal = 0  # that killed it, as a shell may report it, or 0; not one it caught to exit itself
+  end_signal = 0  # signal that killed it, also if a shell reports it; 0 if it exited by itself
   uptime = 0.0  # seconds
 
   def __init__(self, child: Child, log: Path):
@@ -62,7 +62,7 @@ class Process:
         child.command,
         preexec_fn=partial(_die_with, os.getpid()),  # one system call, no locks
         env=os.environ | child.env,
-        stdin=subprocess.DEVNULL,  # reading a terminal from the background would stop it
+        stdin=subprocess.DEVNULL,  # reading from the terminal in the background would stop it
         stdout=out,
         stderr=subprocess.STDOUT,
         pass_fds=child.files,
@@ -80,12 +80,12 @@ class Process:
     signal.pidfd_send_signal(self._pidfd, number)
 
   def kill(self) -> None:
-    """Kills its group. Not to be called after `reap`: the number may belong to another by then."""
+    """Kills its process group. Do not call it after `reap`, as the id may be reused by then."""
     with contextlib.suppress(ProcessLookupError):
       os.killpg(self.pid, signal.SIGKILL)
 
   def reap(self) -> None:
-    """Kills what an ended process left behind and sets what is known of its end."""
+    """Kills the rest of an ended process' group; sets `code`, `end_signal` and `uptime`."""
     self.kill()
     self.code, self.running = self._process.wait(), False
     self.uptime = time.monotonic() - self._begin
@@ -95,7 +95,7 @@ class Process:
 
   @property
   def self_inflicted(self) -> bool:
-    """Whether it failed by itself: not by SIGKILL, nor by a stop signal, caught or not."""
+    """Whether it is at fault for its end: not SIGKILL, nor a stop signal, caught or not."""
     number = -self.code if self.code < 0 else self.code - 128
     return number not in (signal.SIGKILL, *STOP_SIGNALS)
 
@@ -105,7 +105,7 @@ class Process:
     return self.end_signal not in (0, signal.SIGABRT)
 
   def exit_report(self) -> str:
-    """How it ended, with the last lines of its log."""
+    """Describes how it ended, with the last lines of its log."""
     with self.log.open("rb") as file:
       file.seek(max(file.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
       tail = file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]

@@ -12,7 +12,7 @@ from speedyzero_jax.run.processes import Place
 from speedyzero_jax.run.topology import Topology
 
 _GPU = re.compile(r"\s*(\d+|(GPU|MIG)-\S+)\s*")  # a number or an id
-_MEMORY = 0.9  # of a device, for all its processes
+_MEMORY = 0.9  # fraction of a device's memory for all its processes together
 
 
 class Devices(NamedTuple):
@@ -23,27 +23,27 @@ class Devices(NamedTuple):
 
 
 def local_gpus() -> int:
-  """Number of this machine's NVIDIA devices that may be used."""
+  """Number of NVIDIA devices of this machine that this process may use."""
   platforms = os.environ.get("JAX_PLATFORMS")
   if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
     return 0
   visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-  if visible is not None:  # CUDA ignores all from the first invalid one on: -1, "", NoDevFiles
+  if visible is not None:  # CUDA ignores entries from the first invalid one on (-1, "", ...)
     return len(list(itertools.takewhile(_GPU.fullmatch, visible.split(","))))
   driver = Path("/proc/driver/nvidia/gpus")
   return len(list(driver.iterdir())) if driver.is_dir() else 0
 
 
 def places(together: int | None) -> list[Place]:
-  """Shares of this machine for as many runs as train together; by default one per GPU, or one.
+  """Divides this machine among `together` concurrent runs; None: one per GPU, at least one.
 
-  Each gets one GPU, with a share of its memory if there are more runs than GPUs; without GPUs, an
-  equal share of the cores. Raises ConfigError if there would be none.
+  Each place has one GPU, with a share of its memory if there are more runs than GPUs; without GPUs,
+  an equal share of the cores. Raises ConfigError if `together` is below 1.
   """
   gpus, cores = local_gpus(), sorted(os.sched_getaffinity(0))
   together = max(gpus, 1) if together is None else together
   if together < 1:
-    raise ConfigError("--together: must be at least 1")
+    raise ConfigError(f"--together: must be at least 1, got {together}")
   if not gpus:
     shares = [cores[i::together] for i in range(together)] if together <= len(cores) else [cores]
     return [Place({}, shares[i % len(shares)]) for i in range(together)]
@@ -57,13 +57,13 @@ def places(together: int | None) -> list[Place]:
 def deal_devices(
   topology: Topology, count: int, batch_size: int, *, central: bool = False
 ) -> list[Devices | None]:
-  """Shares a machine's `count` devices among its processes, by id; all None without devices.
+  """Assigns a machine's `count` devices to its processes, by process id; None: no device.
 
-  A learner gets no more devices than its part of the batch can be divided by. With a device for
-  each process, actors and refreshers get one each, the last ones, and the learners share the rest
-  equally. With fewer, the learners share all, and actors and refreshers use these as well. Actors
-  need none (None) with `central` inference. Raises ConfigError for fewer devices than learners
-  (NCCL refuses two processes on one device).
+  A learner gets only as many devices as its part of the batch is divisible by. If there are enough
+  devices for all processes, each actor and refresher gets one of the last devices and the learners
+  share the rest equally. Otherwise the learners share all devices, and actors and refreshers use
+  the same ones. With `central` inference actors get none. Raises ConfigError for fewer devices than
+  learners, as NCCL does not support two processes on one device.
   """
   learners, without = topology.learners, topology.actors if central else 0
   helpers = topology.actors + topology.refreshers - without
@@ -80,14 +80,14 @@ def deal_devices(
   dealt = [list(range(i * each, (i + 1) * each)) for i in range(learners)]
   dealt += [[count - 1 - i % (helpers if separate else count)] for i in range(helpers)]
   users = [max(sum(device in other for other in dealt) for device in ids) for ids in dealt]
-  found: list[Devices | None] = [
+  shares: list[Devices | None] = [
     Devices(ids, _MEMORY / n) for ids, n in zip(dealt, users, strict=True)
   ]
-  return [*found[:learners], *[None] * without, *found[learners:]]
+  return [*shares[:learners], *[None] * without, *shares[learners:]]
 
 
 def dealt_text(topology: Topology, dealt: Sequence[Devices | None], count: int) -> str:
-  """One line on the devices of each process, and those that are left over."""
+  """Describes the devices of each process, and the unused ones, in one line."""
   given = {str(topology.role(i)): devices.ids for i, devices in enumerate(dealt) if devices}
   parts = [f"{','.join(map(str, ids))} for {role}" for role, ids in given.items()]
   if unused := sorted(set(range(count)).difference(*given.values())):

@@ -1,4 +1,7 @@
-"""Actor processes that only step environments: their actions come from the learner's process."""
+"""Actor processes that only step environments, with actions from the learner's process.
+
+The other end of the stream is `central_actors.py`.
+"""
 
 import queue
 
@@ -15,19 +18,19 @@ from speedyzero_jax.types import EnvStep
 def step_environments(
   config: Config, _: Agent, client: Client, role: Role, incarnation: int
 ) -> None:
-  """Steps environments until everything is collected; arguments and errors are those of `act`."""
+  """Steps environments until collection is complete; arguments and errors as in `remote.act`."""
   welcome = client.call(messages.Join())
   seed = actor_seed(config, role, incarnation, welcome.heads)
   env = make_env(config.env, len(welcome.heads), seed, training=True)
   observations: queue.SimpleQueue[messages.Observation | None] = queue.SimpleQueue()
 
-  def show(step: EnvStep) -> None:
+  def send(step: EnvStep) -> None:
     observations.put(messages.Observation(step._asdict()))
 
   try:
-    show(env.reset())
+    send(env.reset())
     for answer in client.stream(iter(observations.get, None)):
-      show(env.step(answer.action))
+      send(env.step(answer.action))
   finally:
     observations.put(None)
     env.close()

@@ -1,6 +1,7 @@
 """gRPC client of the learner service, with retries.
 
-If only the answer was lost, a repeated call reaches the service twice; messages allow for that.
+If only the answer of a call is lost, its retry reaches the service a second time; all calls are
+idempotent.
 """
 
 import random
@@ -28,19 +29,19 @@ _NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class Unreachable(Exception):
-  """No answer within the client's patience."""
+  """The service did not answer in time."""
 
 
 class Refused(Exception):
-  """The server refused the call, and would refuse it again."""
+  """The server refused the call, and would refuse a retry."""
 
 
 class Client:
-  """A worker's client of its learner service, for any number of threads.
+  """A worker's client of its learner service. Thread-safe.
 
-  Calls raise Refused (with the server's text), Unreachable, RunOver, or WireError for a message
-  that is not of its type. Polls wait without limit. Unanswered calls are repeated for `patience`
-  seconds, plus at most CALL_SECONDS; the other arguments are those of `serve`.
+  Calls raise Refused (with the server's text), Unreachable, RunOver, or WireError for an answer of
+  another type. Polls are repeated without limit. Unanswered calls are retried for `patience`
+  seconds, plus at most CALL_SECONDS. The other arguments are those of `serve`.
   """
 
   def __init__(
@@ -69,7 +70,7 @@ class Client:
     self._metadata = ((TOKEN, token), (WORKER, " ".join(str(part) for part in worker)))
 
   def call(self, request: Any) -> Any:
-    """The answer to a request, of the types in `messages.CALLS`."""
+    """Returns the answer to a request, of the types in `messages.CALLS`."""
     name, call = self._names[type(request)]
     data = messages.encode(request)
     while not (answer := self._deliver(name, data)) and call.poll:
@@ -77,20 +78,20 @@ class Client:
     return messages.decode(call.answer, answer)
 
   def stream(self, requests: Iterator[Any]) -> Iterator[Any]:
-    """The answers of `messages.STREAM` to requests, each sent as soon as it is there.
+    """Yields the answers of `messages.STREAM`; sends each request as soon as it is available.
 
-    A lost connection is Unreachable at once: the service forgets a stream that has ended.
+    A lost connection raises Unreachable at once, as the service keeps no state of ended streams.
     """
     try:
       for data in self._stream(map(messages.encode, requests), metadata=self._metadata):
         yield messages.decode(self._answers.answer, data)
     except grpc.RpcError as error:
       raise self._final(messages.STREAM[0], error) or Unreachable(
-        f"{self._address} has ended the stream: {error.details()}"
+        f"{self._address} closed the stream: {error.details()}"
       ) from None
 
   def close(self) -> None:
-    """Closes the connection, and ends the calls of threads that are left."""
+    """Closes the connection and cancels pending calls."""
     self._channel.close()
 
   def __enter__(self) -> "Client":
@@ -100,7 +101,7 @@ class Client:
     self.close()
 
   def _final(self, name: str, error: grpc.RpcError) -> Exception | None:
-    """The exception for an error that another attempt would meet again."""
+    """Returns the exception for an error that a retry would not fix, else None."""
     if error.code() is grpc.StatusCode.ABORTED:
       return RunOver(error.details())
     if error.code() not in _NO_ANSWER:
@@ -108,7 +109,7 @@ class Client:
     return None
 
   def _deliver(self, name: str, data: bytes) -> bytes:
-    """The answer to a request, after as many attempts as it takes."""
+    """Returns the answer to a request, after retries if necessary."""
     begin, pause = time.monotonic(), _FIRST_PAUSE
     while True:
       try:
@@ -120,6 +121,6 @@ class Client:
       waited = time.monotonic() - begin
       if waited >= self._patience:
         raise Unreachable(f"{self._address} has not answered for {waited:.0f} seconds: {text}")
-      # Random, so that the clients of a restarted server do not call all at once.
+      # Random, so that the clients of a restarted server do not all call at once.
       time.sleep(min(random.uniform(pause / 2, pause), self._patience - waited))
       pause = min(2 * pause, _LONGEST_PAUSE)

@@ -1,6 +1,6 @@
 """gRPC server of the learner service, for the calls of `messages.CALLS`.
 
-Only well-formed messages of callers with the run's token reach the service. Refused calls are
+Only well-formed messages from callers with the run's token reach the service. Refused calls are
 logged once per host and call.
 """
 
@@ -19,23 +19,23 @@ from speedyzero_jax.cluster import messages
 SERVICE = "speedyzero.Unit"
 # Keys of the metadata; -bin: its value is bytes.
 TOKEN, WORKER = "speedyzero-token-bin", "speedyzero-worker"
-POLL_SECONDS = 2.0  # longest wait of a poll, and so the time that a lost caller holds a thread
-KEEPALIVE_SECONDS = 5.0  # between pings of a silent peer, and for its answer
+POLL_SECONDS = 2.0  # longest wait of one poll, and so the time that a lost caller blocks a thread
+KEEPALIVE_SECONDS = 5.0  # interval between pings of a silent peer, and timeout of their answers
 
-_GRACE_SECONDS = 1.0  # in which answers on their way arrive when the server stops
-_THREADS = 2  # per client: for its call, and one before whose caller was lost
+_GRACE_SECONDS = 1.0  # for calls in progress when the server stops
+_THREADS = 2  # per client: one for its call, one for an earlier call whose caller was lost
 _MAX_TEXT = 1000  # characters of an error: gRPC limits metadata
-_MAX_LOGGED = 1000  # hosts and calls remembered
+_MAX_LOGGED = 1000  # pairs of host and call whose refusal is logged
 
 _log = logging.getLogger(__name__)
 
 
 class RunOver(Exception):
-  """The run has ended. Raised by the service in any call, and then by the client's call."""
+  """The run has ended. Any call of the service may raise it; the client's call then does, too."""
 
 
 def channel_options(max_bytes: int) -> list[tuple[str, int]]:
-  """gRPC options of both ends: message size, and pings that notice a dead peer in seconds."""
+  """gRPC options of both ends: message size, and pings that detect a dead peer in seconds."""
   interval = round(1000 * KEEPALIVE_SECONDS)
   return [
     ("grpc.max_receive_message_length", max_bytes),
@@ -52,18 +52,19 @@ def channel_options(max_bytes: int) -> list[tuple[str, int]]:
 def serve(
   service: Any, address: str, token: bytes, *, max_bytes: int, clients: int
 ) -> Iterator[str]:
-  """Serves inside this context, whose value is the address, with the port in use.
+  """Context manager that serves; it yields the address, with the port in use.
 
-  Its end ends all calls, and waits (up to POLL_SECONDS) until none is being answered.
+  On exit it ends all calls and waits (up to POLL_SECONDS) until none is being answered.
 
   Args:
-    service: its method `call` takes the name of a call, the worker and the request (polls: and the
-      seconds to wait, after which it returns None), from many threads at once; `environments`, that
-      of `messages.STREAM`, the worker and an iterator of requests, and returns one of answers. A
-      ValueError refuses the call, with its text; RunOver ends the caller's work.
+    service: called from many threads. Its method `call` takes the name of a call, the worker, the
+      request and, for polls, the seconds to wait, after which it returns None. Its method
+      `environments` (see `messages.STREAM`) takes the worker and an iterator of requests and
+      returns an iterator of answers. A ValueError refuses the call, with its text; RunOver ends the
+      caller's work.
     address: host:port to listen on; port 0 picks a free one. Raises OSError if it can't be used.
-    token: secret of the run that callers must send, which can be read on the network.
-    max_bytes: of any message.
+    token: secret of the run that callers must send. It is not encrypted on the network.
+    max_bytes: maximum size of a message.
     clients: number of processes that will call, each from one thread.
   """
   pool = futures.ThreadPoolExecutor(_THREADS * clients, "service")
@@ -73,7 +74,7 @@ def serve(
   try:
     port = server.add_insecure_port(address)
   except RuntimeError as error:  # gRPC does not report the reason
-    raise OSError(f"cannot listen on {address}: this machine can't use it") from error
+    raise OSError(f"can't listen on {address}: it is not available") from error
   server.start()
   try:
     yield f"{host}:{port}"
@@ -83,7 +84,7 @@ def serve(
 
 
 class _Handlers(grpc.GenericRpcHandler):
-  """The calls of the service, for callers with the token."""
+  """gRPC handlers of the service's calls, for callers with the token."""
 
   def __init__(self, service: Any, token: bytes):
     self._token = token
@@ -98,7 +99,7 @@ class _Handlers(grpc.GenericRpcHandler):
     self._methods[f"/{SERVICE}/{name}"] = grpc.stream_stream_rpc_method_handler(
       self._stream(name, call, getattr(service, name))
     )
-    # As a stream, so that the request of an unauthenticated caller is not read.
+    # A stream handler, so that the request of an unauthenticated caller is not read.
     self._refusal = grpc.stream_unary_rpc_method_handler(self._refuse)
 
   def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
@@ -123,8 +124,8 @@ class _Handlers(grpc.GenericRpcHandler):
         self._log_once(context, name, str(error))
         context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{name}: {error}"[:_MAX_TEXT])
       with self._refusing(name, context):
-        found = method(worker, request, *waiting)
-        return b"" if found is None and call.poll else messages.encode(found)
+        result = method(worker, request, *waiting)
+        return b"" if result is None and call.poll else messages.encode(result)
 
     return answer
 
@@ -138,7 +139,7 @@ class _Handlers(grpc.GenericRpcHandler):
 
   @contextlib.contextmanager
   def _refusing(self, name: str, context: grpc.ServicerContext) -> Iterator[None]:
-    """Ends the call with the code of an error of the service."""
+    """Context manager that aborts the call with a status code if the service raises an error."""
     try:
       yield
       return
@@ -160,7 +161,7 @@ class _Handlers(grpc.GenericRpcHandler):
 
 
 def _worker(context: grpc.ServicerContext) -> messages.Worker:
-  """The worker that calls. Raises WireError if the metadata does not name one."""
+  """Returns the calling worker. Raises WireError if the metadata does not name one."""
   try:
     kind, number, incarnation = dict(context.invocation_metadata())[WORKER].split()
     return messages.Worker(kind, int(number), int(incarnation))

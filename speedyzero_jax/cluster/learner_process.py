@@ -17,14 +17,14 @@ from speedyzero_jax.run.experiment import Experiment, Membership
 from speedyzero_jax.run.topology import Role, Topology, lanes_of_actors
 from speedyzero_jax.workers.learner import make_mesh
 
-# Seconds for which units wait for each other: one may read a long journal, wait for its actors, or
-# evaluate. If it dies, the supervisor ends the others.
-_LONG = 24 * 3600.0
-_FAREWELL = 10.0  # seconds in which workers should finish a step and hear that the run is over
+# Seconds for which units wait for each other: another unit may be reading a long journal, waiting
+# for its actors, or evaluating. If it dies, the supervisor ends the others.
+_UNIT_TIMEOUT = 24 * 3600.0
+_DISMISSAL_SECONDS = 10.0  # for workers to finish a step and learn that the run is over
 
 
 def max_message(local_config: Config, agent: Agent) -> int:
-  """Bytes that a unit's messages may have: its weights, or two slots of every lane.
+  """Largest message of a unit in bytes, large enough for its weights or two slots of every lane.
 
   `local_config` is the unit's share of the configuration.
   """
@@ -38,7 +38,7 @@ def max_message(local_config: Config, agent: Agent) -> int:
 def membership_of(
   config: Config, topology: Topology, role: Role, rendezvous: Rendezvous
 ) -> Membership:
-  """The place of this learner process among those of the run."""
+  """Returns the place of this learner process in the run."""
   devices = rendezvous.devices(range(topology.learners))
   per_process = config.learner.devices or len(jax.local_devices())
   chosen = [
@@ -53,27 +53,29 @@ def membership_of(
     runs_actor=not topology.serving("actor", role.unit),
     runs_sweeps=not topology.serving("refresher", role.unit),
     durable=True,
-    all_gather=_gathering(rendezvous, role.unit, topology.learners),
-    share=_sharing(rendezvous, role.unit),
+    all_gather=_make_all_gather(rendezvous, role.unit, topology.learners),
+    share=_make_share(rendezvous, role.unit),
   )
 
 
-def _gathering(rendezvous: Rendezvous, unit: int, units: int) -> Callable[[int], Sequence[int]]:
+def _make_all_gather(
+  rendezvous: Rendezvous, unit: int, units: int
+) -> Callable[[int], Sequence[int]]:
   rounds = itertools.count(1)
 
   def all_gather(number: int) -> list[int]:
     name = f"all_gather/{next(rounds)}"
     rendezvous.publish(f"{name}/{unit}", str(number))
-    return [int(rendezvous.lookup(f"{name}/{other}", _LONG)) for other in range(units)]
+    return [int(rendezvous.lookup(f"{name}/{other}", _UNIT_TIMEOUT)) for other in range(units)]
 
   return all_gather
 
 
-def _sharing(
+def _make_share(
   rendezvous: Rendezvous, unit: int
 ) -> Callable[[Mapping[str, float]], Sequence[Mapping[str, float]]]:
   def share(numbers: Mapping[str, float]) -> list[Mapping[str, float]]:
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # a lost process; the learner will notice
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # the learner reports a lost process
       rendezvous.publish(f"numbers/{unit}", json.dumps(dict(numbers)))
       if not unit:
         return [json.loads(text) for text in rendezvous.published("numbers").values()]
@@ -118,4 +120,4 @@ def serving(
     try:
       yield
     finally:
-      service.finish(_FAREWELL)
+      service.finish(_DISMISSAL_SECONDS)

@@ -1,6 +1,6 @@
-"""The learner's service: everything that actors and refreshers of a unit can call.
+"""The learner's service: all calls that a unit's actors and refreshers can make.
 
-Transport: `grpc_server.py`.
+`grpc_server.py` is the transport.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from speedyzero_jax.run.experiment import Experiment
 
 
 class LearnerService:
-  """Serves one unit, with these lanes of each actor and so many refreshers. Thread-safe."""
+  """Serves one unit's actors, which have `lanes[i]` each, and its refreshers. Thread-safe."""
 
   def __init__(
     self,
@@ -46,16 +46,16 @@ class LearnerService:
     }
 
   def call(self, name: str, worker: Worker, request: Any, *seconds: float) -> Any:
-    """Answers one of the calls; polls wait so many seconds, and answer None without news.
+    """Dispatches one call; polls block for up to `seconds` and return None on a timeout.
 
-    Raises ValueError for an unknown worker, an older incarnation, or a request that does not fit,
-    RunOver if the run has ended.
+    Raises ValueError for an unknown worker, an older incarnation or an invalid request, and RunOver
+    if the run has ended.
     """
     self._roster.enter(worker, late=messages.CALLS[name].late)
     return self._methods[name](worker, request, *seconds)
 
   def finish(self, patience: float) -> None:
-    """Answers every later call with the end of the run; waits so long for workers to hear it."""
+    """Ends the run: later calls raise RunOver. Waits up to `patience` seconds for all workers."""
     self._roster.over = True
     self._limiter.notify()
     self._roster.wait_for_dismissal(patience)
@@ -63,7 +63,7 @@ class LearnerService:
   def _newest(self, worker: Worker, request: messages.WeightsRequest) -> messages.Weights:
     version = self._weights.latest(request.subscriber)
     packed = self._packed.get(request.subscriber)
-    if packed is None or packed.step != version.step:  # two threads may pack the same; no harm
+    if packed is None or packed.step != version.step:  # harmless if two threads pack it
       arrays = {
         name: np.asarray(self._sent(leaf))
         for name, leaf in messages.named(version.variables).items()

@@ -1,8 +1,8 @@
 """Messages between the learner and its workers: actors and refreshers call, the learner answers.
 
-A message is a NamedTuple, and on the wire a msgpack map `{kind: fields}` with arrays as flax packs
-them. Letters in shapes: n slots or states, k states per window, w frames per window, l lanes, e
-episodes, s segments.
+A message is a NamedTuple, sent as a msgpack map `{kind: fields}` with arrays in flax's encoding.
+Letters in shapes: n slots or states, k states per window, w frames per window, l lanes, e episodes,
+s segments.
 """
 
 import itertools
@@ -21,11 +21,11 @@ Message = TypeVar("Message")
 
 
 class Worker(NamedTuple):
-  """The process that calls; sent with every request."""
+  """The calling process; sent with every request."""
 
   kind: Kind
   number: int
-  incarnation: int = 0  # grows with every start; calls of older incarnations are refused
+  incarnation: int = 0  # increases with every restart; calls of older incarnations are refused
 
   def __str__(self) -> str:
     return f"{self.kind} {self.number}"
@@ -36,41 +36,41 @@ class Join(NamedTuple):
 
 
 class Welcome(NamedTuple):
-  """The actor's lanes: first .. first+l-1."""
+  """Answer to `Join`: the actor's lanes, first .. first+l-1."""
 
   first: int
   heads: np.ndarray  # [l] int64, next slot to append, by lane
 
 
 class Step(NamedTuple):
-  """What an actor collected with its last grant, and the request for the next.
+  """Experience collected with an actor's last grant, and the request for the next grant.
 
-  It may be sent again, with the same sequence number. Unused steps of the grant are returned.
+  A retry has the same sequence number. Unused steps of the last grant are released.
   """
 
-  sequence: int  # counts the incarnation's steps, from 0
+  sequence: int  # index among the incarnation's steps, from 0
   segments: Arrays  # made by `pack`
-  episodes: np.ndarray  # [e, 2] float64, return and agent steps of finished ones
+  episodes: np.ndarray  # [e, 2] float64, return and agent steps of finished episodes
 
 
 class Grant(NamedTuple):
-  """Permission for an actor's next step; what came with the request is stored durably."""
+  """Permission for an actor's next step; the experience in the request is stored durably."""
 
   steps: int  # agent steps allowed; 0: none are left, close every lane and leave
   closing: bool  # the last grant: close every lane after this step, if all of it is used
-  weights: int  # least learner step of the weights to act with
-  progress: float  # share of training done
+  weights: int  # minimum learner step of the weights to act with
+  progress: float  # fraction of training done
   random: bool  # play uniformly at random
 
 
 class Observation(NamedTuple):
-  """What an actor's environments show first, or after the last actions, for central inference."""
+  """First observation of an actor's environments, or that after the last actions."""
 
   arrays: Arrays  # of an `EnvStep`, by name
 
 
 class Actions(NamedTuple):
-  """The next step of an actor's environments."""
+  """Actions for the next step of an actor's environments, from central inference."""
 
   action: np.ndarray  # [l] int32
 
@@ -89,9 +89,9 @@ class Weights(NamedTuple):
 
 
 class Work(NamedTuple):
-  """Results of a refresher's last block, and the request for the next.
+  """Results of a refresher's last block, and the request for the next block.
 
-  It may be sent again. A block of the same refresher without results counts as lost.
+  It may be retried. Other blocks assigned to the same refresher then count as lost.
   """
 
   block: int  # 0: none, in the first call
@@ -106,19 +106,19 @@ class Block(NamedTuple):
   task: str
   lane: np.ndarray  # [n] int32
   cell: np.ndarray  # [n, w] int32
-  step: int  # least learner step of the weights to use
-  heads: np.ndarray  # [lanes] int64, the refresher must have the frames before these slots
-  columns: Arrays  # what the task's program reads besides frames, [n, k, ...] each
+  step: int  # minimum learner step of the weights to use
+  heads: np.ndarray  # [lanes] int64, the refresher must first have all frames before these slots
+  columns: Arrays  # inputs of the task's program besides frames, [n, k, ...] each
 
 
 class FramesRequest(NamedTuple):
-  """Request for the frames of these slots and later ones."""
+  """Request for the frames from these slots on."""
 
   heads: np.ndarray  # [lanes] int64
 
 
 class FramesChunk(NamedTuple):
-  """Frames in the order of each lane, without evicted ones."""
+  """Frames that are not evicted, in the order of slots within each lane."""
 
   heads: np.ndarray  # [lanes] int64, for the next request
   lane: np.ndarray  # [n] int32
@@ -127,12 +127,12 @@ class FramesChunk(NamedTuple):
 
 
 class Call(NamedTuple):
-  """A call's request and answer."""
+  """The request and answer types of a call."""
 
   request: type
   answer: type
   poll: bool = False  # the service answers None for "nothing yet" and the client asks again
-  late: bool = False  # answered after the end of the run, too, for work begun before
+  late: bool = False  # still answered after the end of the run, for work begun before it
 
 
 CALLS: Mapping[str, Call] = {
@@ -146,19 +146,19 @@ STREAM = "environments", Call(Observation, Actions)  # a call with many requests
 
 
 class WireError(ValueError):
-  """Bytes that are not the expected message."""
+  """The bytes are not a message of the expected kind."""
 
 
 def encode(message: Any) -> bytes:
-  """A message as bytes."""
+  """Encodes a message as bytes."""
   fields = {type(message).__name__: message._asdict()}
   return serialization.msgpack_serialize(fields, in_place=True)
 
 
 def decode(kind: type[Message], data: bytes) -> Message:
-  """The message of this kind in `data`; arrays are read-only. Raises WireError if there is none.
+  """Decodes a message of this kind, with read-only arrays. Raises WireError for other data.
 
-  Types of fields are not checked: callers have the run's token, and so its code.
+  Types of fields are not checked, as callers with the run's token are trusted.
   """
   try:
     return kind(**serialization.msgpack_restore(data)[kind.__name__])
@@ -167,19 +167,19 @@ def decode(kind: type[Message], data: bytes) -> Message:
 
 
 def named(tree: Params) -> dict[str, Any]:
-  """The leaves of a tree by their paths (`jax.tree_util.keystr`), for `Weights.arrays`."""
+  """Returns a tree's leaves by their paths (`jax.tree_util.keystr`), for `Weights.arrays`."""
   return {
     jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
   }
 
 
 def unnamed(like: Params, arrays: Mapping[str, Any]) -> Params:
-  """The tree with the structure of `like` and these leaves. Raises KeyError if one is missing."""
+  """Rebuilds a tree with the structure of `like` from `named` leaves. Raises KeyError."""
   return jax.tree_util.tree_map_with_path(lambda path, _: arrays[jax.tree_util.keystr(path)], like)
 
 
 def pack(segments: Sequence[Segment]) -> Arrays:
-  """Segments as one array per column for the slots of all, and "_index": [s] of lane, start, n."""
+  """Packs segments into one array per column, and "_index" [s, 3]: lane, start and n of each."""
   if not segments:
     return {}
   columns = [segment.arrays() for segment in segments]
@@ -190,20 +190,20 @@ def pack(segments: Sequence[Segment]) -> Arrays:
 
 
 def unpack(arrays: Arrays) -> list[Segment]:
-  """The segments of `pack`, as views; ValueError for impossible sizes or names.
+  """Unpacks the segments of `pack`, as views. Raises ValueError for impossible sizes or names.
 
-  Whether the columns are those of the replay's schema is checked when they are appended.
+  The columns are checked against the replay's schema when they are appended.
   """
   if not arrays:
     return []
   columns = dict(arrays)
   index = columns.pop("_index", np.zeros(0))
   if index.dtype != np.int64 or index.shape[1:] != (3,) or (index[:, 2] < 1).any():
-    raise ValueError("segments: no valid index of lanes, starts and sizes")
+    raise ValueError("segments: _index must be int64 [s, 3], with at least one slot per segment")
   missing = set(BASE_COLUMNS) - columns.keys()
   bounds = [0, *itertools.accumulate(index[:, 2].tolist())]
   if missing or any(column.shape[:1] != (bounds[-1],) for column in columns.values()):
-    raise ValueError(f"segments: columns {sorted(missing)} are missing, or differ in slots")
+    raise ValueError(f"segments: missing columns {sorted(missing)}, or columns of unequal length")
   return [
     Segment.of(lane, start, {name: column[a:b] for name, column in columns.items()})
     for (lane, start, _), (a, b) in zip(index.tolist(), itertools.pairwise(bounds), strict=True)

@@ -1,4 +1,4 @@
-"""Actor and refresher processes: what they ask of their learner, compute and return."""
+"""Actor and refresher processes: their main loops, as clients of the learner's service."""
 
 import functools
 import itertools
@@ -30,9 +30,10 @@ _report = functools.partial(print, flush=True)
 
 
 class RemoteWeights:
-  """The newest weights fetched for each subscriber, of the shapes and types in `like`.
+  """A cache of the newest weights fetched for each subscriber.
 
-  They are put `where`: on a device, or on several with a copy on each.
+  `like` has their shapes and dtypes; `where` is the device that holds them, or the sharding, with a
+  copy on each device.
   """
 
   def __init__(self, client: Client, like: Variables, where: jax.Device | jax.sharding.Sharding):
@@ -40,7 +41,7 @@ class RemoteWeights:
     self._versions: dict[str, Version] = {}
 
   def latest(self, subscriber: str, at_least: int) -> Version:
-    """A version of this learner step or later; the newest, if one has to be fetched."""
+    """Returns weights of learner step `at_least` or later; fetches the newest if necessary."""
     version = self._versions.get(subscriber)
     if version is None or version.step < at_least:
       sent: messages.Weights = self._client.call(messages.WeightsRequest(subscriber))
@@ -51,7 +52,7 @@ class RemoteWeights:
     def place(like: jax.ShapeDtypeStruct, array) -> jax.Array:
       if array.shape != like.shape:
         raise ValueError(
-          f"the unit's network is another: an array is {array.shape}, here {like.shape}"
+          f"the learner has a different network: an array is {array.shape}, here {like.shape}"
         )
       return jnp.asarray(jax.device_put(array, self._where), like.dtype)
 
@@ -59,9 +60,9 @@ class RemoteWeights:
 
 
 def act(config: Config, agent: Agent, client: Client, role: Role, incarnation: int) -> None:
-  """Acts until everything is collected; raises RunOver if the run ends before that.
+  """Acts until collection is complete; raises RunOver if the run ends first.
 
-  `incarnation` is larger than that of any earlier process in this role, since the learner started.
+  `incarnation` is larger than that of any earlier process in this role since the learner started.
   """
   welcome: messages.Welcome = client.call(messages.Join())
   lanes, own_seed = len(welcome.heads), actor_seed(config, role, incarnation, welcome.heads)
@@ -86,8 +87,11 @@ def act(config: Config, agent: Agent, client: Client, role: Role, incarnation: i
 
 
 def actor_seed(config: Config, role: Role, incarnation: int, heads: np.ndarray) -> int:
-  """A seed for an incarnation's environments and exploration; `heads` [l] are its lanes' slots."""
-  # Incarnations count from 0 again when all processes restart: the slots collected differ then.
+  """Returns the seed of an incarnation's environments and exploration.
+
+  `heads` [l] are the next slots of its lanes.
+  """
+  # Incarnations restart from 0 when all processes restart; the slots then differ.
   return derived_seed(config.run.seed, str(role), incarnation + (int(heads.sum()) << 32))
 
 
@@ -96,9 +100,10 @@ def play(
   request: Callable[[messages.Step], messages.Grant],
   latest: Callable[..., Version],
 ) -> None:
-  """Acts until everything is collected.
+  """Acts until collection is complete.
 
-  `latest` gives a subscriber's weights, of learner step `at_least` or later.
+  `request` sends experience and returns the next grant; `latest` returns a subscriber's weights, of
+  learner step `at_least` or later.
   """
   segments: list[Segment] = []
   closed = False
@@ -119,14 +124,14 @@ def play(
 
 
 class FrameCopy:
-  """A copy of the frames in a unit's lanes: on devices, or an array on the host."""
+  """A copy of the frames of a unit's replay, on devices or in a host array."""
 
   def __init__(self, client: Client, frames: DeviceFrames | np.ndarray, lanes: int):
     self._client, self._frames = client, frames
-    self._heads = np.zeros(lanes, np.int64)  # of the slots copied
+    self._heads = np.zeros(lanes, np.int64)  # next slots to copy
 
   def gather(self, lane: np.ndarray, cell: np.ndarray, heads: np.ndarray) -> Array:
-    """Frames [n, w, ...] of cells, after all slots before these heads are copied."""
+    """Returns the frames [n, w, ...] of cells, once all slots before `heads` are copied."""
     while (self._heads < heads).any():
       chunk: messages.FramesChunk = self._client.call(messages.FramesRequest(self._heads))
       if isinstance(self._frames, DeviceFrames):
@@ -140,13 +145,13 @@ class FrameCopy:
 
 
 def refresh(config: Config, agent: Agent, client: Client, role: Role, incarnation: int) -> None:
-  """Computes what it is given until RunOver is raised; the arguments are those of an actor."""
+  """Computes blocks of states until RunOver is raised; the arguments are those of `act`."""
   mesh = make_mesh(jax.local_devices())
   lanes, frame = config.actor.lanes, agent.schema.frame
-  held = frames_on_devices(config, agent, mesh, _report) or memory.zeros(
+  storage = frames_on_devices(config, agent, mesh, _report) or memory.zeros(
     (lanes, replay_capacity(config, agent), *frame.shape), np.dtype(frame.dtype)
   )
-  frames = FrameCopy(client, held, lanes)
+  frames = FrameCopy(client, storage, lanes)
   like = jax.eval_shape(agent.init, jax.random.key(0))
   everywhere = NamedSharding(mesh, PartitionSpec())
   weights = RemoteWeights(client, like, everywhere)

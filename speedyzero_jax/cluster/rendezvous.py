@@ -1,7 +1,7 @@
-"""Rendezvous of a run's processes: membership and key-value store of jax.distributed.
+"""Rendezvous of a run's processes: membership and a key-value store, from jax.distributed.
 
-The only module that uses private parts of jax: its distributed client, cluster detection, and the
-writer of its compilation cache.
+This is the only module that uses private parts of jax: its distributed client, its cluster
+detection, and the writer of its compilation cache.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ from jax._src.clusters import cluster
 from jax._src.lib import _jax
 
 _HEARTBEAT_TIMEOUT = 20  # seconds of silence after which a process counts as dead
-_LEAVE_TIMEOUT = 5.0  # seconds
-_EXIT_SECONDS = 0.5  # in which a process that has left ends
+_LEAVE_TIMEOUT = 5.0  # seconds for which process 0 waits for the others to leave
+_EXIT_SECONDS = 0.5  # for the last process that has left to exit
 _PREFIX = "speedyzero/"
 
 
 class RendezvousError(Exception):
-  """The processes could not meet."""
+  """The process could not join the run, or another did not publish in time."""
 
 
 class Place(NamedTuple):
@@ -38,10 +38,10 @@ class Place(NamedTuple):
 
 
 def detect() -> Place | None:
-  """This process' place in a cluster that jax detects (Slurm, Open MPI, ...); None outside of one.
+  """Returns this process' place in a cluster that jax detects (Slurm, Open MPI, ...), or None.
 
   Raises:
-    RendezvousError: a cluster was detected, but it lacks information.
+    RendezvousError: a cluster was detected, but its environment is incomplete.
   """
   for kind in cluster.ClusterEnv._cluster_types:
     if kind.opt_in_only_method or not kind.is_env_present():
@@ -55,7 +55,7 @@ def detect() -> Place | None:
       return Place(address, count, kind.get_process_id())
     except (KeyError, ValueError, RuntimeError, OSError) as error:
       raise RendezvousError(
-        f"{kind.__name__} was detected, but {type(error).__name__}: {error}"
+        f"{kind.__name__} was detected but can't be used: {type(error).__name__}: {error}"
       ) from error
   return None
 
@@ -63,22 +63,22 @@ def detect() -> Place | None:
 class Rendezvous:
   """Membership of this process in the run. Create it before any other use of jax.
 
-  The process uses the accelerators with the ids in `devices` (None: all, in clusters that jax
-  detects, too). Other processes reach this machine at `address`. Raises RendezvousError if the
-  coordinator refuses, or can't be reached in `timeout` seconds.
+  `devices` has the ids of the accelerators to use; None means all, even in clusters that jax
+  detects. Other processes reach this machine at the attribute `address`. Raises RendezvousError if
+  the coordinator refuses the process or can't be reached within `timeout` seconds.
   """
 
   def __init__(self, place: Place, *, devices: Sequence[int] | None = None, timeout: int = 300):
     self.place = place
     jax.config.update("jax_enable_recoverability", True)  # others survive the death of an actor
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
+    jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM itself
     try:
       jax.distributed.initialize(
         coordinator_address=place.coordinator,
         num_processes=place.num_processes,
         process_id=place.process_id,
         local_device_ids=devices,
-        cluster_detection_method="deactivate",  # Slurm's and Open MPI's would leave one device
+        cluster_detection_method="deactivate",  # Slurm's and Open MPI's expose one device only
         initialization_timeout=timeout,
         heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT,
       )
@@ -92,56 +92,57 @@ class Rendezvous:
   def share_devices(self, processes: int, *, cpu: bool = False) -> None:
     """Lets processes 0 to `processes` - 1 see each other's devices; any other sees its own only.
 
-    Every process calls it before any other use of jax; the sharing ones wait for each other. The
-    others may have devices of another kind, and may be restarted at any time. With `cpu` this one
-    takes no accelerator.
+    Every process must call it before any other use of jax; the sharing processes wait for each
+    other. The others may have devices of another kind and may restart at any time. With `cpu`, this
+    process uses no accelerator.
     """
     if cpu:
       jax.config.update("jax_platforms", "cpu")
     state = distributed.global_state
     if self.place.process_id < processes:
       state.num_processes = processes
-      # By default Gloo takes the host name, which may not resolve, or to a loopback address.
+      # Gloo's default is the host name, which may resolve to a loopback address or not at all.
       _jax.make_gloo_tcp_collectives = functools.partial(
         _jax.make_gloo_tcp_collectives, hostname=self.address
       )
     else:
       state.client, state.num_processes, state.process_id = None, 1, 0
-    # Only process 0 writes to the compilation cache, but programs of other processes have other
-    # keys: without this, all learners but the first compile everything again at each start.
+    # Only process 0 writes to jax's compilation cache, but programs of other processes have other
+    # cache keys. Without this, all learners but the first would recompile everything at each start.
     first: Any = SimpleNamespace(global_state=SimpleNamespace(client=state.client, process_id=0))
     compiler.distributed = first
     jax.local_devices()
 
   def publish(self, name: str, value: str) -> None:
-    """Stores a small value for all processes; replaces an earlier one of this name."""
+    """Publishes a small value to all processes; replaces an earlier one of this name."""
     self._client.key_value_set(_PREFIX + name, value, allow_overwrite=True)
 
   def lookup(self, name: str, timeout: float) -> str:
-    """Waits for a published value. Raises RendezvousError after `timeout` seconds."""
+    """Waits for a published value. Raises RendezvousError after `timeout` seconds without it."""
     try:
       return self._client.blocking_key_value_get(_PREFIX + name, int(timeout * 1000))
     except jax.errors.JaxRuntimeError as error:
       raise RendezvousError(f"'{name}' was not published within {timeout:.0f} s") from error
 
   def published(self, folder: str) -> dict[str, str]:
-    """The values published so far under names `folder/...`."""
+    """Returns the values published so far under names `folder/...`."""
     return dict(self._client.key_value_dir_get(_PREFIX + folder + "/"))
 
   def count(self, name: str) -> int:
-    """The number of earlier calls with this name, by any process."""
+    """Returns the number of earlier calls with this name, by any process."""
     return int(self._client.key_value_increment(_PREFIX + name, 1)) - 1
 
   def devices(self, processes: Sequence[int]) -> list[jax.Device]:
-    """The devices of these processes, ordered by process and id, to make a mesh of."""
+    """Returns the devices of these processes, ordered by process and id, for a mesh."""
     devices = (device for device in jax.devices() if device.process_index in set(processes))
     return sorted(devices, key=lambda device: (device.process_index, device.id))
 
   def leave(self) -> None:
-    """Leaves the run. The process should then end by `os._exit`: jax's own exit handler aborts
-    processes that are late.
+    """Leaves the run.
 
-    Process 0 hosts the coordinator: it waits briefly for the others, which would be aborted.
+    The process should then end with `os._exit`, as jax's own exit handler aborts processes that
+    leave later. Process 0 hosts the coordinator and first waits briefly for the others, which its
+    end would abort.
     """
     if self.place.process_id:
       with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -151,15 +152,15 @@ class Rendezvous:
     for other in range(1, self.place.num_processes):
       with contextlib.suppress(RendezvousError):
         self.lookup(f"left/{other}", max(until - time.monotonic(), 0.01))
-    time.sleep(_EXIT_SECONDS)  # those that have left may still be ending
+    time.sleep(_EXIT_SECONDS)  # processes that have left may still be exiting
 
 
 def own_address(coordinator: str) -> str:
-  """The address at which the run's other machines reach this one; sends nothing.
+  """Returns the address at which the run's other machines reach this one; sends nothing.
 
-  It is the local address on the route to the coordinator (host:port), without which OSError is
-  raised. On the coordinator's machine its own name may mean a loopback address (127.0.1.1 on
-  Debian): then the one on the default route.
+  It is the local address on the route to the coordinator (host:port). If that is a loopback address
+  because the coordinator's machine resolves its own name so (127.0.1.1 on Debian), it is the local
+  address on the default route. Raises OSError without a route to the coordinator.
   """
   host, _, port = coordinator.rpartition(":")
   host = host.strip("[]")

@@ -1,7 +1,7 @@
-"""The actors and refreshers of a unit: their incarnations, waits and signs of life.
+"""The roster of a unit's actors and refreshers: their incarnations, waits and liveness.
 
-Each process calls at every step or block, and every `grpc_server.POLL_SECONDS` while it waits for
-one: if it is silent for `TIMEOUT`, it is dead, hangs or compiles.
+Each worker calls at every step or block, and every `grpc_server.POLL_SECONDS` while it waits for
+one. A worker that is silent for `TIMEOUT` is dead, hangs or compiles.
 """
 
 import dataclasses
@@ -15,24 +15,24 @@ from speedyzero_jax.cluster.messages import Worker
 from speedyzero_jax.metrics import names
 from speedyzero_jax.run.topology import Kind
 
-TIMEOUT = 30.0  # seconds of silence after which a process does not count as alive
+TIMEOUT = 30.0  # seconds of silence after which a worker does not count as alive
 
 
 @dataclasses.dataclass
 class _State:
-  """What is known of a worker."""
+  """State of a worker."""
 
   incarnation: int = -1
   last_call: float = -math.inf
   waiting_since: float | None = None
-  present: bool = False  # it has called, and not yet heard that nothing is left to do
+  present: bool = False  # it has called and is not dismissed yet
 
 
 class Roster:
   """The workers that serve one unit. Thread-safe; an unknown worker raises ValueError.
 
-  `counts` has the workers of each kind; `mean` takes the metric `queue/KIND_wait_seconds` once for
-  each wait.
+  `counts` is the number of workers of each kind; `mean` is called with the metric
+  `queue/KIND_wait_seconds` after each wait.
   """
 
   def __init__(
@@ -49,13 +49,13 @@ class Roster:
   def enter(self, worker: Worker, *, late: bool = False) -> None:
     """Records a call. Raises RunOver if the run has ended, unless `late`.
 
-    Raises ValueError unless this is the worker's newest incarnation.
+    Raises ValueError for an older incarnation of a worker than the newest.
     """
     with self._changed:
       state = self._states.get(worker[:2])
       if state is None:
         count = self._counts.get(worker.kind, 0)
-        raise ValueError(f"there are {count} {worker.kind}s, this is number {worker.number}")
+        raise ValueError(f"there are {count} {worker.kind}s, got number {worker.number}")
       known = state.incarnation
       if worker.incarnation < known:
         raise ValueError(f"{worker} has incarnation {known} now, this is {worker.incarnation}")
@@ -73,7 +73,7 @@ class Roster:
       state.waiting_since = self._clock() if state.waiting_since is None else state.waiting_since
 
   def served(self, worker: Worker) -> None:
-    """Ends a wait, if there was one."""
+    """Ends a worker's wait, if there was one, and logs its duration."""
     with self._changed:
       state = self._states[worker[:2]]
       since, state.waiting_since = state.waiting_since, None
@@ -81,24 +81,24 @@ class Roster:
       self._mean({names.wait(worker.kind): self._clock() - since})
 
   def dismiss(self, worker: Worker) -> None:
-    """Records that a worker has heard that nothing is left to do."""
+    """Records that a worker is told that no work is left."""
     with self._changed:
       state = self._states[worker[:2]]
-      state.present &= state.incarnation != worker.incarnation  # the next one may be here
+      state.present &= state.incarnation != worker.incarnation  # a newer one may have called
       self._changed.notify_all()
 
   def wait_for_dismissal(self, seconds: float) -> None:
-    """Waits until every worker that has called has also heard that nothing is left to do."""
+    """Waits until every worker that has called is dismissed, at most `seconds`."""
     with self._changed:
       self._changed.wait_for(
         lambda: not any(state.present for state in self._states.values()), seconds
       )
 
   def alive(self, kind: Kind) -> int:
-    """Number of workers of this kind that gave a recent sign of life."""
+    """Number of workers of this kind that have called recently."""
     since = self._clock() - TIMEOUT
     return sum(w[0] == kind and s.last_call >= since for w, s in self._states.items())
 
   def summary(self) -> dict[str, float]:
-    """The metric of processes present, for each kind that the unit has."""
+    """Returns the number of live workers as a metric, for each kind that the unit has."""
     return {names.present(kind): self.alive(kind) for kind, count in self._counts.items() if count}

@@ -1,7 +1,8 @@
-"""A supervisor of the processes of a run on this machine: it starts, watches and restarts them.
+"""Supervisor of a run's processes on this machine: starts, watches and restarts them.
 
-Vital processes (learners) share collectives, so the loss of one means a restart of all processes.
-Any other process is restarted alone. None outlives the supervisor, however that ends.
+Vital processes (learners) share collectives, so if one dies, all processes are restarted. An actor
+or refresher is restarted alone; `ActorService.join` then truncates the lost actor's episodes and
+releases its grant. No process outlives the supervisor, however the supervisor ends.
 """
 
 import contextlib
@@ -17,26 +18,28 @@ from pathlib import Path
 from speedyzero_jax.cluster.child import STOP_SIGNALS, Child, Process
 from speedyzero_jax.system.exit_codes import FAILED, USAGE_ERROR
 
-_ECHO = 0.3  # seconds; timeout(1) signals the process and its group: a repeat so soon is no second
-_SETTLE = 0.5  # seconds in which another vital process may turn out to be the cause of a failure
-_ALL = ""  # stands for the name of a child where all of them are meant
+# Seconds within which a repeated signal is the same signal: timeout(1) signals both the process and
+# its group.
+_DUPLICATE_SECONDS = 0.3
+_CAUSE_SECONDS = 0.5  # in which another vital process may turn out to be the cause of a failure
+_ALL = ""  # stands for all children, in place of a child's name
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-  """Patience of the supervisor. All times are in seconds.
+  """Restart limits, and timeouts in seconds.
 
-  A failure is a death by an exit code, SIGABRT, SIGSEGV and the like. SIGKILL and stop signals are
-  deaths only: where memory is short, the kernel sends SIGKILL.
+  A death counts as a failure if the process is at fault: a nonzero exit code, SIGABRT, SIGSEGV and
+  the like, but not SIGKILL (as from the out-of-memory killer) or a stop signal.
   """
 
-  # Consecutive ones of a process that is not vital, or of the vital ones together, end the run:
+  # This many in a row, of one non-vital process or of the vital ones together, end the run:
   max_failures: int = 5
   max_deaths: int = 60
-  settled: float = 600.0  # uptime that resets counts and pause; longer than it takes to compile
+  settled: float = 600.0  # uptime that resets counts and pause; longer than compilation takes
   pause: float = 1.0  # before a restart; doubles with every consecutive death
   longest_pause: float = 30.0
-  grace: float = 20.0  # for the other processes to end when all vital ones have finished
+  grace: float = 20.0  # for the other processes to end once all vital ones have finished
   save_patience: float = 300.0  # for vital processes to save after a signal
   kill_after: float = 5.0  # between SIGTERM and SIGKILL
 
@@ -44,15 +47,16 @@ class Limits:
 class Supervisor:
   """Runs processes until the vital ones have finished.
 
-  Output goes to `logs/NAME.log`, reports to `logs/supervisor.log` too. `logs/supervisor.json` holds
-  {pid, children: [{name, pid, started, restarts}]}; pid and started (Unix time) are null while a
-  child is not running. `restarts` is the number of restarts of each child, by name.
+  A child's output goes to `logs/NAME.log`, reports also to `logs/supervisor.log`.
+  `logs/supervisor.json` holds {pid, children: [{name, pid, started, restarts}]}; pid and started
+  (Unix time) are null while a child is not running. The attribute `restarts` is the number of
+  restarts of each child, by name.
 
   Args:
-    children: with distinct names and at least one vital.
-    logs: folder, made if it is missing.
+    children: processes with distinct names, at least one of them vital.
+    logs: folder of the logs, created if it is missing.
     report: shows a text to the user.
-    limits: when to wait, give up and kill.
+    limits: restart limits and timeouts.
   """
 
   def __init__(
@@ -70,7 +74,7 @@ class Supervisor:
     self.restarts: dict[str, int] = {}
     self._running: dict[str, Process] = {}
     self._signals: list[signal.Signals] = []  # received and not yet handled
-    self._signalled = -_ECHO  # when the last one came
+    self._signalled = -_DUPLICATE_SECONDS  # when the last one was received
 
   def run(self) -> int:
     """Starts the processes and returns when all have ended. Call it once, from the main thread.
@@ -78,10 +82,9 @@ class Supervisor:
     SIGINT, SIGTERM and SIGHUP (unless ignored, as under nohup) are passed to the vital processes,
     which may save; a second signal kills everything.
 
-    Returns 0 when all vital processes ended with 0; 128 + n when signal n stopped them; the exit
-    code of a vital process that failed; USAGE_ERROR when another process exited with that; FAILED
-    when processes died too often. Raises OSError if logs can't be written, or processes not
-    started.
+    Returns 0 if all vital processes ended with 0; 128 + n if signal n stopped them; the exit code
+    of a vital process that failed; USAGE_ERROR if another process exited with it; FAILED if
+    processes died too often. Raises OSError if logs can't be written or processes can't be started.
     """
     self._logs.mkdir(parents=True, exist_ok=True)
     with _signal_pipe() as pipe, selectors.DefaultSelector() as self._selector:
@@ -93,7 +96,7 @@ class Supervisor:
 
   def _run(self) -> int:
     streaks = {_ALL: _Streak(self._limits)}
-    due = {_ALL: 0.0}  # when to start a child, by name, or all of them
+    due = {_ALL: 0.0}  # pending starts: times by name of the child, or _ALL
     while not self._signals:
       now = time.monotonic()
       for name in [name for name, at in due.items() if at <= now]:
@@ -129,9 +132,9 @@ class Supervisor:
     return self._stop(self._signals.pop(0))
 
   def _cause(self, failed: list[Process]) -> Process:
-    """The vital process whose failure made others fail, of those that have and soon will."""
-    # A process that loses a peer aborts or exits, and may be seen before the peer.
-    until = time.monotonic() + _SETTLE
+    """Finds the vital process that made others fail, among those that failed or soon will."""
+    # A process that loses a peer aborts or exits, which may be noticed before the peer's end.
+    until = time.monotonic() + _CAUSE_SECONDS
     while time.monotonic() < until and self._vital() and not self._signals:
       if any(process.killed_by_signal for process in failed):
         break
@@ -141,17 +144,17 @@ class Supervisor:
   def _fail(self, cause: Process) -> int:
     """Ends the run after a vital process exited with an error. Returns its code."""
     self._report(cause.exit_report())
-    if cause.code - 128 in STOP_SIGNALS:  # it alone got the signal: let the others save, too
+    if cause.code - 128 in STOP_SIGNALS:  # only it got the signal: let the others save as well
       self._stop(signal.Signals(cause.code - 128))
     else:
       self._end(self._running.values(), signal.SIGTERM, self._limits.kill_after)
     return cause.code
 
   def _stop(self, number: signal.Signals) -> int:
-    """Ends all, the vital ones first so that they can save. Returns the exit code."""
+    """Stops all processes, vital ones first so that they can save. Returns the exit code."""
     vital = self._vital()
     names = ", ".join(process.child.name for process in vital)
-    waiting = f": waiting for {names} to save; a second signal kills" if names else ""
+    waiting = f": waiting for {names} to save; a second signal kills them" if names else ""
     self._report(f"stopping ({number.name}){waiting}")
     self._end(vital, number, self._limits.save_patience)
     self._end(self._running.values(), signal.SIGTERM, self._limits.kill_after)
@@ -161,7 +164,7 @@ class Supervisor:
     return next((process.code for process in unsaved if not process.end_signal), 128 + number)
 
   def _end(self, processes: Iterable[Process], number: signal.Signals, patience: float) -> None:
-    """Sends these a signal, waits up to `patience` seconds for their end and kills the rest."""
+    """Sends processes a signal, waits up to `patience` seconds for their end, kills the rest."""
     processes = list(processes)
     for process in processes:
       process.send(number)
@@ -174,7 +177,7 @@ class Supervisor:
       self._wait(None)
 
   def _await(self, processes: Iterable[Process], patience: float) -> None:
-    """Waits up to `patience` seconds for these to end; a signal kills everything meanwhile."""
+    """Waits up to `patience` seconds for processes to end; a signal meanwhile kills everything."""
     processes, until = list(processes), time.monotonic() + patience
     while any(process.running for process in processes) and time.monotonic() < until:
       self._wait(until)
@@ -194,7 +197,7 @@ class Supervisor:
     self._write_status()
 
   def _wait(self, until: float | None) -> list[Process]:
-    """Waits for an event, at most until then (monotonic). Returns the processes that ended."""
+    """Waits for an event, at most until `until` (monotonic). Returns the processes that ended."""
     ended = []
     timeout = None if until is None else max(until - time.monotonic(), 0.0)
     for key, _ in self._selector.select(timeout):
@@ -207,7 +210,7 @@ class Supervisor:
         continue
       for number in os.read(key.fd, 4096):
         now = time.monotonic()
-        if number in STOP_SIGNALS and now - self._signalled > _ECHO:
+        if number in STOP_SIGNALS and now - self._signalled > _DUPLICATE_SECONDS:
           self._signals.append(signal.Signals(number))
           self._signalled = now
     if ended:
@@ -231,7 +234,7 @@ class Supervisor:
       children.append({"name": name, "pid": pid, "started": started, "restarts": restarts})
     path = self._logs / "supervisor.json"
     new = path.with_suffix(".new")
-    with contextlib.suppress(OSError):  # a full disk is the children's to report
+    with contextlib.suppress(OSError):  # the children report a full disk
       new.write_text(json.dumps({"pid": os.getpid(), "children": children}, indent=2) + "\n")
       new.replace(path)
 
@@ -244,7 +247,7 @@ class _Streak:
     self._deaths = self._failures = 0
 
   def add(self, process: Process) -> tuple[float, str]:
-    """Counts a death. Returns the pause in seconds and, if it was one too many, a line on that."""
+    """Counts a death. Returns the pause in seconds and, if a limit is reached, a line about it."""
     limits, verdict = self._limits, ""
     if process.uptime >= limits.settled:
       self._deaths = self._failures = 0
@@ -252,17 +255,17 @@ class _Streak:
       self._deaths += 1
       self._failures = self._failures + 1 if process.self_inflicted else 0
     if self._failures >= limits.max_failures:
-      verdict = f"\nIt was the last of {self._failures} consecutive failures."
+      verdict = f"\nGiving up after {self._failures} consecutive failures."
     elif self._deaths >= limits.max_deaths:
       each = f"each after less than {limits.settled:g} s"
-      verdict = f"\nIt was the last of {self._deaths} consecutive deaths, {each}."
+      verdict = f"\nGiving up after {self._deaths} consecutive deaths, {each}."
     doublings = max(self._deaths - 1, 0)
     return min(limits.pause * 2**doublings, limits.longest_pause), verdict
 
 
 @contextlib.contextmanager
 def _signal_pipe() -> Iterator[int]:
-  """A pipe that receives the numbers of stop signals, which have no other effect meanwhile."""
+  """Yields a pipe that receives the numbers of stop signals, which have no other effect."""
   out, into = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
   wakeup = signal.set_wakeup_fd(into)
   nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

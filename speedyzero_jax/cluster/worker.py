@@ -1,4 +1,4 @@
-"""Entry point of one of several processes: join the run, resolve the role, run it."""
+"""Entry point of one of several processes: joins the run, resolves its role and runs it."""
 
 import contextlib
 import json
@@ -24,17 +24,17 @@ from speedyzero_jax.run.train import train
 from speedyzero_jax.system.exit_codes import FAILED
 from speedyzero_jax.workers.weights import DivergedError
 
-_TOKEN, _MIN_TOKEN = 32, 16  # bytes: of random ones, and in a file
-_PATIENCE = 600.0  # seconds for which processes wait for each other to start
+_TOKEN, _MIN_TOKEN = 32, 16  # bytes of a generated token; minimum of one read from a file
+_START_TIMEOUT = 600.0  # seconds for which processes wait for each other to start
 
 
 class Run(NamedTuple):
-  """What process 0 publishes to all processes."""
+  """Description of the run that process 0 publishes to all processes."""
 
   folder: str
   config: str  # YAML
   resume: bool
-  token: str  # hexadecimal; empty: each process reads topology.token_file
+  token: str  # hexadecimal; if empty, each process reads topology.token_file
 
 
 def main(
@@ -48,11 +48,11 @@ def main(
   """Runs this process' role. Returns the exit code.
 
   Args:
-    place: of this process.
-    configure: the configuration, and
-    open_folder: the run's folder; called in process 0 only, the latter once devices can be used.
-      Both may raise ConfigError or RunFolderError.
-    resume: the run is continued; process 0 decides.
+    place: position of this process in the run.
+    configure: returns the configuration.
+    open_folder: opens the run's folder, once devices can be used. Both functions are called in
+      process 0 only and may raise ConfigError or RunFolderError.
+    resume: whether the run is continued; the value in process 0 counts.
     devices: ids of the accelerators to use; None for all.
   """
   signals = Signals()
@@ -60,11 +60,11 @@ def main(
     with Signals.at_once():
       rendezvous = Rendezvous(place, devices=devices)
       if place.process_id:
-        *counts, central = json.loads(rendezvous.lookup("topology", _PATIENCE))
+        *counts, central = json.loads(rendezvous.lookup("topology", _START_TIMEOUT))
         shape = Topology(*counts)
         only_steps = central and shape.role(place.process_id).kind == "actor"
         rendezvous.share_devices(shape.learners, cpu=only_steps)
-        published = rendezvous.lookup("run", _PATIENCE)
+        published = rendezvous.lookup("run", _START_TIMEOUT)
     with signals:
       if place.process_id:
         return _run(Run(**json.loads(published)), rendezvous, signals)
@@ -79,7 +79,7 @@ def main(
         rendezvous.publish("run", json.dumps(run._asdict()))
         return _run(run, rendezvous, signals)
   except (RendezvousError, JournalError, Refused, Unreachable, DivergedError) as error:
-    if signals.received:  # so it did to other processes, which are gone
+    if signals.received:  # other processes got it too, so losing contact with them is expected
       return signals.exit_code
     print(f"error: {error}", file=sys.stderr)
     return FAILED
@@ -150,7 +150,7 @@ def _serve(
   agent = make_agent(local_config)
   max_bytes = learner_process.max_message(local_config, agent)
   incarnation = rendezvous.count(f"incarnation/{role}")
-  address = rendezvous.lookup(f"address/{role.unit}", _PATIENCE)
+  address = rendezvous.lookup(f"address/{role.unit}", _START_TIMEOUT)
   worker = Worker(role.kind, role.number, incarnation)
   central = config.topology.inference == "central"
   acting = step_environments if central else act

@@ -55,7 +55,7 @@ def test_experience_of_other_lanes_or_without_a_grant_is_refused(make_unit):
   theirs, _ = unit.play(unit.player(1), granted)
   nan = good[0]._replace(extra=good[0].extra | {"policy": good[0].extra["policy"] * np.nan})
   for segments, match in (
-    ([good[0], theirs[0]], "lane 2 is not of actor 0"),
+    ([good[0], theirs[0]], "actor 0 has lanes .*, got lane 2"),
     ([good[0], good[1]._replace(start=5)], "start"),
     ([nan, good[1]], "policy must be finite"),
     ([good[0], good[1]._replace(first=~good[1].first)], "first"),
@@ -64,7 +64,7 @@ def test_experience_of_other_lanes_or_without_a_grant_is_refused(make_unit):
     ([s._replace(frame=s.frame[:, :1]) for s in good], "frame must be uint8"),
     ([s._replace(extra={}) for s in good], "missing or unknown columns"),
     ([s._replace(action=s.action + 3) for s in good], "action must be in"),
-    ([s._replace(step=s.step + 1) for s in good], "weights of a later learner step"),
+    ([s._replace(step=s.step + 1) for s in good], "weights newer than the learner's"),
   ):
     unit.refuses(lambda segments=segments: unit.step(segments, 1), match)
   unit.refuses(lambda: unit.step(good, 2), "sent step 2 after step 0")
@@ -264,7 +264,7 @@ def test_an_actor_that_joins_when_all_is_collected_is_dismissed(make_unit):
   unit.join()
   unit.step(unit.play(unit.player(), unit.step())[0], 1)
   heads = unit.replay.heads
-  with pytest.raises(RunOver, match="everything is collected"):
+  with pytest.raises(RunOver, match="all agent steps are collected"):
     unit.join(incarnation=1)
   begin = time.monotonic()
   unit.service.finish(10)
