@@ -1,4 +1,4 @@
-# make help   says what there is. Needs Python 3.11 or newer with pip, and make; Linux on x86-64.
+# `make help` lists the targets. Requires Linux on x86-64, make, and Python 3.11 or newer with pip.
 
 PYTHON ?= python3
 CONFIG ?= quickstart
@@ -16,14 +16,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help:
 	@echo "make train     train CONFIG (quickstart); ARGS=\"env.game=Pong ...\" goes to the launcher"
 	@echo "make test      the whole test suite; ARGS=\"tests/config -k yaml\" narrows it, -n0 uses one process"
-	@echo "make gpu-plan  memory and time of a full-size run on one H200 and on eight, without a GPU"
+	@echo "make gpu-plan  estimate memory and time of a full-size run on one H200 and on eight, without a GPU"
 	@echo "make lint      ruff and mypy"
 	@echo "make docs      build/docs/index.html from docs/, with Sphinx; broken links are errors"
-	@echo "make setup     install into $(VENV) (train, test and lint do it when needed)"
-	@echo "make cuda12    setup, and jax for CUDA 12 GPUs; make cuda13 for CUDA 13"
-	@echo "make wandb     setup, and Weights & Biases for launch/wandb_sync.py"
+	@echo "make setup     install into $(VENV) (train, test, lint and docs do this when needed)"
+	@echo "make cuda12    setup, then install jax for CUDA 12 GPUs; make cuda13 for CUDA 13"
+	@echo "make wandb     setup, then install Weights & Biases for launch/wandb_sync.py"
 	@echo "make lock      resolve requirements*.lock again from pyproject.toml (needs uv)"
-	@echo "make clean     remove $(VENV), caches and build leftovers; runs/ stays"
+	@echo "make clean     remove $(VENV), caches and build outputs, but not runs/"
 
 setup: $(STAMP)
 
@@ -49,7 +49,7 @@ train: setup
 gpu-plan: $(COMPILER)
 	$(BIN)/python launch/plan.py --config atari300k sweep gpu --devices 1,8 $(ARGS)
 
-# jax's compiler for GPUs, out of the way of runs: with it on the path jax looks for a driver.
+# jax's compiler for GPUs, installed separately: with it on the path, jax looks for a GPU driver.
 $(COMPILER): $(STAMP) requirements-cuda12.lock
 	awk '/^[a-z]/ {wanted = /^jax-cuda12-(pjrt|plugin)=/} wanted' requirements-cuda12.lock > $(VENV)/compiler.lock
 	rm -rf $(dir $@)
@@ -75,7 +75,7 @@ COMPILE := uv pip compile --universal --python-version 3.11 --generate-hashes --
 
 lock:
 	$(COMPILE) --upgrade --extra dev -o requirements.lock
-	@# What each extra adds to it.
+	@# The packages that each extra adds.
 	for extra in cuda12 cuda13 docs wandb; do \
 	  $(COMPILE) --extra $$extra -c requirements.lock | grep -vxFf requirements.lock > requirements-$$extra.lock || exit 1; \
 	done
