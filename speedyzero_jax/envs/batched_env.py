@@ -254,7 +254,7 @@ def check_game(game: str) -> None:
     return
   plain = {_plain(name): name for name in (*known, *sorted(_atari_games()))}
   near = difflib.get_close_matches(_plain(game), plain, n=1)
-  hint = f"did you mean {plain[near[0]]}?" if near else f"known are {', '.join(known)} and more"
+  hint = f"did you mean {plain[near[0]]}?" if near else f"available: {', '.join(known)} and more"
   raise ValueError(f"unknown game {game!r}; {hint}")
 
 

@@ -1,1 +1,1 @@
-"""Planning: a run's programs compiled for GPUs that need not be there, and their costs."""
+"""Cost model of runs on GPUs: compiles their programs ahead of time, without needing a GPU."""

@@ -1,8 +1,8 @@
-"""Optimized HLO as XLA prints it: its kernels with their FLOPs, bytes and number of launches.
+"""Cost analysis of optimized HLO text: kernels with their FLOPs, bytes and launch counts.
 
-Costs are of one device. Bytes are those of a kernel's operands and results, as if caches held
-nothing between kernels; slices, gathers, scatters and updates in place count what they touch.
-Loops of unknown length are taken to run `steps` times.
+Costs are per device. A kernel's bytes are those of its operands and results, assuming that nothing
+stays in caches between kernels; slices, gathers, scatters and in-place updates count only the
+elements that they access. Loops of unknown length are assumed to run `steps` times.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-_BITS = {"pred": 8, "token": 0, "opaque": 0}  # others carry their bits in their name
+_BITS = {"pred": 8, "token": 0, "opaque": 0}  # other dtypes have their bits in their name
 _NO_KERNEL = {
   "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
   "replica-id", "opt-barrier",
@@ -27,14 +27,14 @@ _SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%(\S+) = (.*)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$")
 _OPCODE = re.compile(r"\s*([\w-]+)\(")
-_CONTRACTED = re.compile(  # of a dot, or of a call of cuBLAS
+_CONTRACTED = re.compile(  # contracted axes of a dot or a cuBLAS call
   r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)'
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
 class Shape(NamedTuple):
-  """An array's type."""
+  """Shape and dtype of an array."""
 
   dtype: str
   dims: tuple[int, ...]
@@ -49,19 +49,19 @@ class Shape(NamedTuple):
     """Bytes in memory."""
     bits = _BITS.get(self.dtype)
     if bits is None:
-      found = re.search(r"\d+", self.dtype)
-      bits = int(found[0]) if found else 32
+      digits = re.search(r"\d+", self.dtype)
+      bits = int(digits[0]) if digits else 32
     return self.size * bits / 8
 
 
 class Instruction(NamedTuple):
-  """A line of a computation."""
+  """An instruction of a computation."""
 
   name: str
   opcode: str
-  shapes: tuple[Shape, ...]  # of the result, a tuple's flattened
-  operands: tuple[str, ...]
-  rest: str  # attributes
+  shapes: tuple[Shape, ...]  # shapes of the result; tuples are flattened
+  operands: tuple[str, ...]  # names
+  rest: str  # text of the attributes
   root: bool
 
   @property
@@ -70,40 +70,40 @@ class Instruction(NamedTuple):
     return sum(shape.bytes for shape in self.shapes)
 
   def attribute(self, name: str) -> str | None:
-    """The value of `name=value`, without a leading percent sign; None if it is not there."""
-    found = re.search(rf"\b{name}=%?([^,\s}}]+)", self.rest)
-    return found[1] if found else None
+    """Value of the attribute `name`, without a leading percent sign; None if it is not set."""
+    match = re.search(rf"\b{name}=%?([^,\s}}]+)", self.rest)
+    return match[1] if match else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-  """A launch on the device, repeated `count` times; costs are of one launch."""
+  """A kernel launched `count` times; costs are per launch."""
 
   name: str
   kind: str  # opcode, or the target of a custom call
   count: float
   flops: float
   bytes: float
-  dtype: str  # of the first operand
+  dtype: str  # dtype of the first operand
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-  """What a program takes on each device."""
+  """Costs of a program on each device."""
 
   kernels: tuple[Kernel, ...]
-  round_trips: float  # times that the host waits for a loop's condition
-  unknown_loops: int
+  round_trips: float  # host synchronizations for loop and branch conditions
+  unknown_loops: int  # loops whose length the compiler does not know
   transfers: int  # instructions that exchange data with the host
 
   @property
   def launches(self) -> float:
-    """Kernels launched, collectives included."""
+    """Number of kernel launches, including collectives."""
     return sum(kernel.count for kernel in self.kernels)
 
   @property
   def collectives(self) -> float:
-    """Collective operations."""
+    """Number of collective operations."""
     return sum(kernel.count for kernel in self.kernels if kernel.kind in COLLECTIVES)
 
   @property
@@ -121,29 +121,29 @@ Computation = Mapping[str, Instruction]
 
 
 def parse(text: str) -> tuple[Mapping[str, Computation], str]:
-  """The computations of a module by name, and the name of its entry."""
+  """Parses a module into its computations by name, and the name of its entry computation."""
   computations: dict[str, dict[str, Instruction]] = {}
   entry, current = "", None
   for line in text.splitlines():
-    if found := _COMPUTATION.match(line):
-      current = computations.setdefault(found[2], {})
-      entry = found[2] if found[1] else entry
+    if match := _COMPUTATION.match(line):
+      current = computations.setdefault(match[2], {})
+      entry = match[2] if match[1] else entry
     elif line.startswith("}"):
       current = None
-    elif current is not None and (found := _INSTRUCTION.match(line)):
-      instruction = _instruction(found[2], found[3], bool(found[1]))
+    elif current is not None and (match := _INSTRUCTION.match(line)):
+      instruction = _instruction(match[2], match[3], bool(match[1]))
       current[instruction.name] = instruction
   if not entry:
-    raise ValueError("not the text of an HLO module")
+    raise ValueError("not an HLO module: it has no ENTRY computation")
   return computations, entry
 
 
 def cost(text: str, steps: float) -> Cost:
-  """Costs of a module's entry.
+  """Computes the costs of a module.
 
   Args:
-    text: the optimized module.
-    steps: iterations of loops whose number is not known to the compiler.
+    text: text of the optimized module.
+    steps: assumed iterations of loops of unknown length.
   """
   computations, entry = parse(text)
   walk = _Walk(computations, steps)
@@ -152,7 +152,7 @@ def cost(text: str, steps: float) -> Cost:
 
 
 class _Walk:
-  """Kernels in the order of execution, loops multiplied by their lengths."""
+  """Walks kernels in execution order; those in loops count once per iteration."""
 
   def __init__(self, computations: Mapping[str, Computation], steps: float):
     self._computations, self._steps = computations, steps
@@ -169,9 +169,9 @@ class _Walk:
         yield from self.kernels(x.attribute("to_apply") or x.attribute("calls") or "", count)
       elif x.opcode == "conditional":
         named = re.findall(r"%([\w.-]+)", x.rest)
-        found = [list(self.kernels(b, count)) for b in named if b in self._computations]
+        branches = [list(self.kernels(b, count)) for b in named if b in self._computations]
         self.round_trips += count
-        yield from max(found, key=lambda kernels: sum(k.bytes for k in kernels), default=[])
+        yield from max(branches, key=lambda kernels: sum(k.bytes for k in kernels), default=[])
       else:
         kernel = self._kernel(computation, x, count)
         self.transfers += kernel.kind in _TRANSFERS or "callback" in kernel.kind
@@ -202,7 +202,7 @@ class _Walk:
 
 
 def _traffic(fused: Computation) -> float:
-  """Bytes that a fusion reads and writes."""
+  """Bytes read and written by a fusion."""
   users: dict[str, list[Instruction]] = {}
   for x in fused.values():
     for name in x.operands:
@@ -214,15 +214,15 @@ def _traffic(fused: Computation) -> float:
 
 
 def _through(x: Instruction, users: Mapping[str, list[Instruction]]) -> list[Instruction]:
-  """Users of a value, with those of its bitcasts in their place."""
-  found: list[Instruction] = []
+  """Users of a value, with bitcasts replaced by their own users."""
+  result: list[Instruction] = []
   for user in users.get(x.name, []):
-    found += _through(user, users) if user.opcode == "bitcast" else [user]
-  return found
+    result += _through(user, users) if user.opcode == "bitcast" else [user]
+  return result
 
 
 def _read(computation: Computation, x: Instruction, users: list[Instruction]) -> float:
-  """Bytes of a value that its users read."""
+  """Bytes of a value read by its users."""
   total = 0.0
   for user in users:
     if user.opcode in _PARTIAL:
@@ -235,7 +235,7 @@ def _read(computation: Computation, x: Instruction, users: list[Instruction]) ->
 
 
 def _first(computation: Computation, x: Instruction) -> str:
-  """Name of the first operand, behind bitcasts."""
+  """Name of the first operand, ignoring bitcasts."""
   name = x.operands[0]
   while name in computation and computation[name].opcode == "bitcast":
     name = computation[name].operands[0]
@@ -243,7 +243,7 @@ def _first(computation: Computation, x: Instruction) -> str:
 
 
 def _touched(computation: Computation, x: Instruction) -> float:
-  """Bytes of a result that are written."""
+  """Bytes written for a result."""
   while x.opcode == "bitcast":
     x = computation[x.operands[0]]
   if x.opcode == "dynamic-update-slice":
@@ -254,7 +254,7 @@ def _touched(computation: Computation, x: Instruction) -> float:
 
 
 def _flops(computation: Computation, x: Instruction) -> float:
-  """FLOPs of a matrix product or convolution; 0 for others."""
+  """FLOPs of a matrix product or convolution; 0 for other instructions."""
   operands = [computation[name].shapes[0] for name in x.operands if name in computation]
   if x.opcode == "dot" or "__cublas$" in x.rest:
     dims = _CONTRACTED.search(x.rest)
@@ -263,7 +263,7 @@ def _flops(computation: Computation, x: Instruction) -> float:
   labels = x.attribute("dim_labels")
   if not labels:
     return 0.0
-  # Input, kernel and output of the forward convolution, which its gradients permute.
+  # Kernel and output of the forward convolution; gradients permute operands and result.
   kernel, output = operands[1], x.shapes[0]
   if "BackwardInput" in x.rest:
     output = operands[0]
@@ -274,7 +274,7 @@ def _flops(computation: Computation, x: Instruction) -> float:
 
 
 def _output_features(labels: str, kernel: Shape) -> int:
-  """Number of the forward convolution's output channels, from `input_kernel->output` labels."""
+  """Output channels of the forward convolution, from its `input_kernel->output` labels."""
   return kernel.dims[labels.partition("_")[2].partition("->")[0].index("o")]
 
 
@@ -300,4 +300,4 @@ def _closing(text: str, at: int) -> int:
     depth += (text[i] == "(") - (text[i] == ")")
     if depth == 0:
       return i
-  raise ValueError(f"parentheses do not match: {text[:200]}")
+  raise ValueError(f"unbalanced parentheses: {text[:200]}")

@@ -1,4 +1,4 @@
-"""A run's projected memory and time on GPUs, from its compiled programs."""
+"""Projection of a run's memory and time on GPUs from its compiled programs."""
 
 import io
 import math
@@ -23,53 +23,52 @@ from speedyzero_jax.system.platform import planned
 from speedyzero_jax.workers.evaluator import MAX_LANES
 from speedyzero_jax.workers.learner import Learner
 
-REACHED = 0.8  # share of the peak FLOP/s that convolutions and matrix products reach
-USABLE = 0.75  # share of the memory that jax takes by default (XLA_CLIENT_MEM_FRACTION)
+REACHED = 0.8  # fraction of peak FLOP/s reached by convolutions and matrix products
+USABLE = 0.75  # fraction of memory that jax uses by default (XLA_CLIENT_MEM_FRACTION)
 LAUNCH = 2.5e-6  # seconds between kernels
 COLLECTIVE = 15e-6  # seconds of a small collective operation
-ROUND_TRIP = 20e-6  # seconds that the device waits for the host to read a loop's condition
+ROUND_TRIP = 20e-6  # seconds of a host synchronization for a loop's condition
 LOOP_STEPS = 3.0  # mean iterations of loops of unknown length: descents and backups of the search
 ASSUMPTIONS = (
-  f"Each kernel takes the longer of its FLOPs at {REACHED:.0%} of the peak and its bytes at the "
-  f"memory's bandwidth, and {LAUNCH * 1e6:g} us to launch; a collective {COLLECTIVE * 1e6:g} us, "
-  f"a loop condition read by the host {ROUND_TRIP * 1e6:g} us.",
+  f"A kernel takes the longer of its FLOPs at {REACHED:.0%} of the peak and its bytes at the "
+  f"memory bandwidth, plus {LAUNCH * 1e6:g} us to launch. A collective takes "
+  f"{COLLECTIVE * 1e6:g} us, and a loop condition that the host reads {ROUND_TRIP * 1e6:g} us.",
   f"Loops of unknown length (descents and backups in the tree) run {LOOP_STEPS:g} times.",
-  "Parts do not overlap. Environments, replay and transfers from the host keep up and take none "
-  "of the device's time.",
-  f"An evaluation plays up to {MAX_LANES} episodes together, {EPISODE} agent steps each.",
-  "Messages between devices cost their latency and the memory's bandwidth, not the link's.",
-  f"A run may use {USABLE:.0%} of a device's memory, jax's default. No program has been autotuned, "
-  "so each needs at least what is said; all are added up, as if they ran together.",
+  "Parts do not overlap. Environments, replay and host transfers keep up and take no device time.",
+  f"An evaluation plays up to {MAX_LANES} episodes in parallel, of {EPISODE} agent steps each.",
+  "Communication between devices costs latency and memory bandwidth, but not link bandwidth.",
+  f"A run may use {USABLE:.0%} of a device's memory, jax's default. Programs are not autotuned, so "
+  "their memory is a lower bound; it is summed over all programs, as if they ran concurrently.",
 )
 
 
 class ProgramCost(NamedTuple):
-  """A program's figures; memory, FLOPs, bytes and launches are those of each device and call."""
+  """Costs of a program: memory, FLOPs, bytes and launches are per device and call."""
 
   name: str
-  batch: int  # on all devices that share a call
+  batch: int  # over all devices that share a call
   calls: float  # in the whole run
-  temporary_bytes: int  # beside the arguments, results included
-  donated: bool  # the state, if there is one, is updated in place
+  temporary_bytes: int  # temporaries and results, without arguments
+  donated: bool  # whether the state, if any, is updated in place
   launches: float
   collectives: float
   round_trips: float
   unknown_loops: int
-  transfers: int  # data exchanged with the host inside the program
-  slow_convolutions: float  # not cuDNN's, or not of the dtype of activations
+  transfers: int  # host transfers inside the program
+  slow_convolutions: float  # not by cuDNN, or not in the dtype of activations
   flops: float
   bytes: float
   roofline_seconds: float
-  seconds: float  # with launches, collectives and round trips
+  seconds: float  # including launches, collectives and round trips
 
   @property
   def minutes(self) -> float:
-    """Of the whole run."""
+    """Minutes in the whole run."""
     return self.calls * self.seconds / 60
 
 
 class Plan(NamedTuple):
-  """What a run takes on each device of a learner process."""
+  """Projected costs of a run on each device of a learner process."""
 
   programs: list[ProgramCost]
   memory: dict[str, float]  # bytes by use
@@ -78,11 +77,11 @@ class Plan(NamedTuple):
 
   @property
   def fits(self) -> bool:
-    """Whether the memory suffices."""
+    """Whether the memory is sufficient."""
     return sum(self.memory.values()) <= self.available
 
   def as_dict(self) -> dict[str, Any]:
-    """For JSON."""
+    """Converts the plan for JSON."""
     return {
       "programs": [row._asdict() | {"minutes": row.minutes} for row in self.programs],
       "memory_bytes": self.memory,
@@ -102,20 +101,20 @@ def make_plan(
   only: Collection[str] | None = None,
   report: Callable[[str], None] = lambda _: None,
 ) -> Plan:
-  """Compiles the programs of a run's learner processes and adds up what they take.
+  """Compiles the programs of a run's learner processes and sums their costs.
 
   Args:
-    config: of the run.
-    target: GPU of all learner processes.
-    devices: of all learner processes together.
-    processes: learner processes.
-    roles: what they do besides learning; the rest happens in other processes.
-    only: names of programs; None for all.
-    report: takes lines of progress.
+    config: the run's configuration.
+    target: GPU type of all learner processes.
+    devices: number of GPUs of all learner processes together.
+    processes: number of learner processes.
+    roles: roles of learner processes besides learning; other processes have the remaining ones.
+    only: names of programs to compile; None for all.
+    report: called with lines of progress.
 
   Raises:
-    RuntimeError: jax can't compile for GPUs here.
-    ValueError: the batch or the devices can't be divided, or a name is unknown.
+    RuntimeError: jax cannot compile for GPUs on this machine.
+    ValueError: the batch or the devices cannot be divided, or a name in `only` is unknown.
   """
   local_config = loader.divide(config, 0, processes)
   dtype = loader.flat(config).get("network.dtype", "float32")
@@ -124,11 +123,11 @@ def make_plan(
     mesh = target.mesh(AXIS, devices, processes)
     local = mesh if processes == 1 else target.mesh(AXIS, devices // processes)
     learner = Learner(config, agent, mesh)
-    found, costs = list(programs(config, local_config, agent, learner, local, roles)), []
-    if only is not None and (unknown := set(only) - {program.name for program in found}):
-      names = ", ".join(program.name for program in found)
-      raise ValueError(f"no program is named {min(unknown)!r}; there are {names}")
-    for program in found:
+    all_programs, costs = list(programs(config, local_config, agent, learner, local, roles)), []
+    if only is not None and (unknown := set(only) - {program.name for program in all_programs}):
+      names = ", ".join(program.name for program in all_programs)
+      raise ValueError(f"unknown program {min(unknown)!r}; available: {names}")
+    for program in all_programs:
       if only is None or program.name in only:
         report(f"compiling {program.name}, batch {program.batch}")
         costs.append(cost_of(program, program.compile(), target, dtype))
@@ -139,38 +138,36 @@ def make_plan(
 def cost_of(
   program: Planned, compiled: jax.stages.Compiled, target: Target, dtype: str
 ) -> ProgramCost:
-  """Figures of a compiled program, with activations of `dtype`."""
+  """Computes the costs of a compiled program; `dtype` is that of activations."""
   text = compiled.as_text()
-  found = hlo.cost(text or "", LOOP_STEPS)
+  cost = hlo.cost(text or "", LOOP_STEPS)
   roofline = math.fsum(
     kernel.count
     * max(
       kernel.flops / (REACHED * target.peak(kernel.dtype)),
       kernel.bytes / target.bandwidth,
     )
-    for kernel in found.kernels
+    for kernel in cost.kernels
   )
   memory = compiled.memory_analysis()
   aliased = memory.alias_size_in_bytes if memory else 0
-  overhead = (
-    found.launches * LAUNCH + found.collectives * COLLECTIVE + found.round_trips * ROUND_TRIP
-  )
+  overhead = cost.launches * LAUNCH + cost.collectives * COLLECTIVE + cost.round_trips * ROUND_TRIP
   return ProgramCost(
     program.name, program.batch, program.calls, memory_of(compiled),
-    aliased >= 0.99 * program.state_bytes, found.launches,
-    found.collectives, found.round_trips, found.unknown_loops, found.transfers,
-    slow_convolutions(found, dtype), found.flops, found.bytes, roofline, roofline + overhead,
+    aliased >= 0.99 * program.state_bytes, cost.launches,
+    cost.collectives, cost.round_trips, cost.unknown_loops, cost.transfers,
+    slow_convolutions(cost, dtype), cost.flops, cost.bytes, roofline, roofline + overhead,
   )  # fmt: skip
 
 
 def slow_convolutions(cost: hlo.Cost, dtype: str) -> float:
-  """Convolutions that are not cuDNN's, or not of the dtype of activations."""
-  wanted = {"bfloat16": "bf16", "float32": "f32"}[dtype]
+  """Number of convolutions not by cuDNN, or not in the dtype of activations."""
+  fast_dtype = {"bfloat16": "bf16", "float32": "f32"}[dtype]
   return sum(
     kernel.count
     for kernel in cost.kernels
     if kernel.kind == "convolution"
-    or (kernel.kind.startswith("__cudnn$conv") and kernel.dtype != wanted)
+    or (kernel.kind.startswith("__cudnn$conv") and kernel.dtype != fast_dtype)
   )
 
 
@@ -188,7 +185,7 @@ def _memory(
   frames = DeviceFrames.size(
     frame, local_config.actor.lanes, factories.replay_capacity(local_config, agent), devices
   )
-  held = local_config.replay.frames == "device" or (
+  on_devices = local_config.replay.frames == "device" or (
     local_config.replay.frames == "auto" and 2 * frames < USABLE * target.memory_bytes
   )
   window = local_config.env.frame_stack + agent.window.after
@@ -198,7 +195,7 @@ def _memory(
     "weights": float(bytes_of(state.variables) + bytes_of(state.target)),
     "copies of the weights": float(copies * bytes_of(state.variables)),
     "optimizer": float(bytes_of(state.opt_state)),
-    "frames of the replay": float(frames) if held else 0.0,
+    "frames of the replay": float(frames) if on_devices else 0.0,
     "batches": float(batches * batch),
     "programs": float(sum(cost.temporary_bytes for cost in costs)),
   }
@@ -212,7 +209,7 @@ def _minutes(costs: list[ProgramCost]) -> dict[str, float]:
 
 
 def tables(plan: Plan, target: Target, devices: int) -> str:
-  """A plan as text."""
+  """Formats a plan as text."""
   console = Console(file=io.StringIO(), width=150, color_system=None)
   each = Table(
     "program", "batch", "calls", "memory", "launches", "collectives", "round trips", "GFLOP",
@@ -229,11 +226,11 @@ def tables(plan: Plan, target: Target, devices: int) -> str:
   for name, count in plan.memory.items():
     memory.add_row(name, size(count))
   total = sum(plan.memory.values())
-  memory.add_row("in all", f"{size(total)} of {size(plan.available)}")
+  memory.add_row("total", f"{size(total)} of {size(plan.available)}")
   with console.capture() as text:
-    console.print(f"{devices} x {target.name}; figures of a device and a call", "", each, "")
+    console.print(f"{devices} x {target.name}; costs per device and call", "", each, "")
     console.print(memory, "")
-    console.print(f"projected: {plan.minutes['total']:.1f} minutes, nothing overlapped", "")
+    console.print(f"projected: {plan.minutes['total']:.1f} minutes, without overlap", "")
     for line in ASSUMPTIONS:
       console.print(f"- {line}")
   return text.get()

@@ -1,4 +1,4 @@
-"""The programs of a run with abstract arguments, for devices that need not be there."""
+"""A run's programs with abstract arguments, for devices that need not be present."""
 
 import functools
 import math
@@ -19,23 +19,23 @@ from speedyzero_jax.workers.learner import Learner, LearnerState
 from speedyzero_jax.workers.sweeper import make_sweepers
 from speedyzero_jax.workers.weights import copy_tree
 
-ROLES = frozenset({"actor", "refresher"})  # what a learner process does besides learning
-EPISODE = 2000  # agent steps of an evaluation's episodes, assumed
+ROLES = frozenset({"actor", "refresher"})  # possible roles of a learner process besides learning
+EPISODE = 2000  # assumed agent steps of an evaluation episode
 
 
 class Planned(NamedTuple):
   """A program of a learner process."""
 
-  name: str  # "train", "act", "evaluate", "publish", or that of a task
-  batch: int  # samples or states of a call, on all devices that share it
+  name: str  # "train", "act", "evaluate", "publish", or a task's name
+  batch: int  # samples or states per call, over all devices that share it
   calls: float  # in the whole run
-  state_bytes: int  # of the first argument, if a call is to update it in place
-  function: Any  # jitted, or with `lower` as jitted functions have
-  args: tuple  # abstract: first the learner's state or its variables
+  state_bytes: int  # bytes of the first argument if it should be updated in place, else 0
+  function: Any  # jitted function, or an object with its `lower` method
+  args: tuple  # abstract arguments; the first is the learner's state or its variables
   options: dict[str, Any]  # static arguments
 
   def compile(self) -> jax.stages.Compiled:
-    """The compiled program."""
+    """Compiles the program."""
     compiled: jax.stages.Compiled = self.function.lower(*self.args, **self.options).compile()
     return compiled
 
@@ -46,7 +46,7 @@ def bytes_of(tree: Any) -> int:
 
 
 def abstract_state(learner: Learner) -> LearnerState:
-  """The learner's state, replicated over its mesh."""
+  """The learner's abstract state, replicated over its mesh."""
   state: LearnerState = _on(NamedSharding(learner.mesh, PartitionSpec()), learner.abstract())
   return state
 
@@ -59,15 +59,15 @@ def programs(
   local: Mesh,
   roles: frozenset[str],
 ) -> Iterator[Planned]:
-  """What a learner process compiles.
+  """Yields the programs of a learner process.
 
   Args:
-    config: of the run.
-    local_config: this process' share of it.
-    agent: of the run.
-    learner: on the mesh of all learner processes.
-    local: this process' devices.
-    roles: what the process does besides learning, from `ROLES`.
+    config: the run's configuration.
+    local_config: this process' share of the configuration.
+    agent: the agent.
+    learner: learner on the mesh of all learner processes.
+    local: mesh of this process' devices.
+    roles: roles of the process besides learning, from `ROLES`.
   """
   state, (arrays, works) = abstract_state(learner), example_batch(local_config, agent)
   inference, steps = Inference(agent, local), config.learner.steps
@@ -110,7 +110,7 @@ def programs(
 
 
 def evaluation_steps(config: Config) -> float:
-  """Steps of all evaluations of a run, with up to `MAX_LANES` episodes at once."""
+  """Vectorized steps of all evaluations of a run, with up to `MAX_LANES` parallel episodes."""
   interval = config.evaluation.interval
   times = int(config.evaluation.at_end) + (config.learner.steps // interval if interval else 0)
   return times * EPISODE * -(-config.evaluation.episodes // MAX_LANES)

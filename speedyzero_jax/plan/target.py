@@ -1,7 +1,7 @@
-"""GPUs that programs are compiled for without having one.
+"""Target GPUs of ahead-of-time compilation, which need not be present.
 
 XLA compiles for a described device if jax's CUDA plugin is installed (`make gpu-plan` installs it)
-and `JAX_PLATFORMS=cpu` was set before jax was imported. Figures come from the files in `targets/`.
+and `JAX_PLATFORMS=cpu` was set before jax was imported. The descriptions are in `targets/`.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 _FILES = Path(__file__).parent / "targets"
-# The same for all devices of compute capability 8.0 and 9.0 (CUDA programming guide).
+# Common to all devices of compute capability 8.0 and 9.0 (CUDA programming guide).
 _COMMON = {
   "threads_per_block_limit": 1024,
   "threads_per_warp": 32,
@@ -31,21 +31,21 @@ _COMMON = {
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-  """A GPU's published figures."""
+  """Published specifications of a GPU."""
 
   name: str
   source: str
   memory_bytes: int
-  bandwidth: float  # bytes/s of its memory
+  bandwidth: float  # memory bandwidth, bytes/s
   flops: dict[str, float]  # peak FLOP/s of dense matrix products, by dtype
   xla: dict[str, Any]  # fields of XLA's device description
 
   def peak(self, dtype: str) -> float:
-    """Peak FLOP/s of products of operands of an XLA type, float32 as TF32."""
+    """Peak FLOP/s for operands of an XLA dtype; float32 uses TF32."""
     return self.flops["bfloat16" if dtype in ("bf16", "f16") else "float32"]
 
   def describe(self) -> str:
-    """XLA's GpuTargetConfigProto as text."""
+    """The GPU as XLA's GpuTargetConfigProto in text format."""
     fields = _COMMON | {key: x for key, x in self.xla.items() if key != "compute_capability"}
     fields |= {"memory_bandwidth": int(self.bandwidth), "device_memory_size": self.memory_bytes}
     major, minor = self.xla["compute_capability"]
@@ -57,17 +57,17 @@ class Target:
     )  # fmt: skip
 
   def mesh(self, axis: str, devices: int, processes: int = 1) -> Mesh:
-    """A mesh of `devices` such GPUs, divided over `processes`.
+    """Creates a mesh of `devices` of this GPU, divided over `processes`.
 
     Raises:
       RuntimeError: jax's CUDA plugin is not installed.
-      ValueError: the devices can't be divided equally.
+      ValueError: the devices cannot be divided equally.
     """
     if devices % processes:
       raise ValueError(f"{devices} devices can't be divided over {processes} processes")
     shape = f"{processes}x1x{devices // processes}"
-    found = _topology(shape, self.describe())
-    return Mesh(np.asarray(found.devices), (axis,))
+    topology = _topology(shape, self.describe())
+    return Mesh(np.asarray(topology.devices), (axis,))
 
 
 @functools.cache
@@ -76,8 +76,8 @@ def _topology(shape: str, description: str) -> Any:
     return topologies.get_topology_desc(platform="cuda", topology=shape, target_config=description)
   except Exception as error:
     raise RuntimeError(
-      f"jax {jax.__version__} can't compile for GPUs here: {error}; `make gpu-plan` installs "
-      "what it needs"
+      f"jax {jax.__version__} can't compile for GPUs on this machine: {error}; `make gpu-plan` "
+      "installs the CUDA plugin"
     ) from error
 
 
@@ -87,7 +87,7 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Target:
-  """A target by name. Raises ValueError for an unknown one."""
+  """Loads a target by name. Raises ValueError if it is unknown."""
   if name not in names():
-    raise ValueError(f"unknown target {name!r}; known are {', '.join(names())}")
+    raise ValueError(f"unknown target {name!r}; available: {', '.join(names())}")
   return Target(**json.loads((_FILES / f"{name}.json").read_text()))

@@ -16,32 +16,35 @@ _OWN = ("run.dir", "run.seed", "run.pause_at")  # set for each member
 
 @dataclasses.dataclass(frozen=True)
 class Population:
-  """Members, rounds and rules. Each round ends with an evaluation of every member."""
+  """Description of a population. Each round ends with an evaluation of every member."""
 
   config: tuple[str, ...]  # presets of the members
   settings: tuple[str, ...]  # `key=value`, for all members
   knobs: tuple[Knob, ...]
   members: int = opt(20, "members (PBT: 20 to 80)", "[2, 1000]")
-  rounds: int = opt(10, "rounds of equally many learner steps, a selection after each but the last",
-                    "[1, 1e6]")  # fmt: skip
+  rounds: int = opt(
+    10, "rounds of equally many learner steps, with selection after all but the last", "[1, 1e6]"
+  )
   selection: Literal["truncation", "t_test", "none"] = opt(
     "truncation", "truncation, Welch's t-test on the returns of evaluations (PBT), or none"
   )
-  share: float = opt(0.2, "truncation: of the members that are replaced (PBT: 0.2)", "(0, 0.5]")
-  level: float = opt(0.05, "t_test: significance (PBT: 0.05)", "(0, 1)")
-  resample: float = opt(0.0, "probability to draw a setting anew after a copy", "[0, 1]")
-  factors: tuple[float, ...] = opt(
-    (0.8, 1.2), "else it is multiplied by one of these (PBT: 0.8, 1.2)", "(0, 1e3]"
+  share: float = opt(0.2, "truncation: fraction of members replaced (PBT: 0.2)", "(0, 0.5]")
+  level: float = opt(0.05, "t_test: significance level (PBT: 0.05)", "(0, 1)")
+  resample: float = opt(
+    0.0, "probability of resampling a setting, instead of perturbing it, after a copy", "[0, 1]"
   )
-  seed: int = opt(0, "of selection, exploration, and of the members' runs", "[0, 1e6]")
+  factors: tuple[float, ...] = opt(
+    (0.8, 1.2), "perturbation factors, one of which is drawn at random (PBT: 0.8, 1.2)", "(0, 1e3]"
+  )
+  seed: int = opt(0, "random seed of selection, exploration and the members' runs", "[0, 1e6]")
 
 
 def load(path: Path) -> Population:
-  """Reads `config`, `settings`, `explore: {key: [low, high, log|linear]}` and the fields.
+  """Reads `config`, `settings`, `explore: {key: [low, high, log|linear]}` and the other fields.
 
   Raises:
-    ConfigError: unreadable, an unknown key, a value out of range, or settings with which members
-      cannot run.
+    ConfigError: the file is unreadable, a key is unknown, a value is out of range, or the members'
+      settings are invalid.
   """
   try:
     return _population(loader.read_yaml(path.read_text(encoding="utf-8")))
@@ -52,7 +55,7 @@ def load(path: Path) -> Population:
 def _population(document: dict[str, Any]) -> Population:
   presets, settings = (_texts(document.pop(key, []), key) for key in ("config", "settings"))
   if not presets:
-    raise ConfigError("config: names of presets are needed")
+    raise ConfigError("config: at least one preset is needed")
   explore = document.pop("explore", None)
   if not isinstance(explore, dict) or not explore:
     raise ConfigError("explore: settings with their ranges are needed")
@@ -60,7 +63,7 @@ def _population(document: dict[str, Any]) -> Population:
   values: dict[str, Any] = {}
   for key, value in document.items():
     if key not in fields:
-      raise ConfigError(f"unknown key {key!r}; there are {', '.join(fields)}")
+      raise ConfigError(f"unknown key {key!r}; known keys: {', '.join(fields)}")
     values[key] = parse(key, value, fields[key].type)
     if interval := fields[key].metadata["interval"]:
       for problem in interval_problem(key, values[key], interval):
@@ -83,10 +86,10 @@ def _population(document: dict[str, Any]) -> Population:
 def _texts(value: Any, key: str) -> tuple[str, ...]:
   texts = [value] if isinstance(value, str) else value
   if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-    raise ConfigError(f"{key}: expected a list of texts, got {value!r}")
+    raise ConfigError(f"{key}: expected a list of strings, got {value!r}")
   for text in texts:
     if text.partition("=")[0].strip() in _OWN:
-      raise ConfigError(f"settings: {text} can't be set, every member has its own")
+      raise ConfigError(f"settings: {text} can't be set, as every member has its own")
   return tuple(texts)
 
 
@@ -95,12 +98,14 @@ def _knobs(explore: Mapping[str, Any], agent: str) -> tuple[Knob, ...]:
   for key, value in explore.items():
     if key not in known or known[key].type is not float or key.startswith(_FIXED):
       raise ConfigError(
-        f"explore: {key!r} is no setting of {agent} with a real value that may change"
+        f"explore: {key!r} is not a float setting of {agent} that can change during training"
       )
     if not isinstance(value, list) or len(value) != 3 or value[2] not in ("log", "linear"):
       raise ConfigError(f"explore: {key}: expected [low, high, log or linear], got {value!r}")
     low, high = (parse(f"explore: {key}", text, float) for text in value[:2])
     if not low < high or (value[2] == "log" and low <= 0):
-      raise ConfigError(f"explore: {key}: {value} is no range")
+      raise ConfigError(
+        f"explore: {key}: low must be less than high, and positive for log, got {value}"
+      )
     knobs.append(Knob(key, low, high, value[2] == "log"))
   return tuple(knobs)

@@ -1,7 +1,7 @@
-"""The controller of a population: rounds of training, each followed by exploit and explore.
+"""Controller of a population: rounds of training, each followed by exploit and explore.
 
-All decisions are in a log of events, appended before they are carried out; what is carried out can
-be repeated. So a controller that was killed continues where it was.
+Every decision is appended to an event log before it is carried out, and every operation is
+idempotent, so a killed controller resumes where it stopped.
 """
 
 import json
@@ -16,29 +16,29 @@ import numpy as np
 from speedyzero_jax.population import selection
 from speedyzero_jax.population.config import Population
 
-Settings = dict[str, float]  # values of the knobs by key
+Settings = dict[str, float]  # dotted key of a knob -> value
 Event = dict[str, Any]
 
 
 class Outcome(NamedTuple):
-  """What a member's round came to; no returns if it diverged or failed."""
+  """Result of a member's round; `returns` is empty if it diverged or failed."""
 
   member: int
-  returns: list[float]  # of the evaluation after the round
+  returns: list[float]  # returns of the evaluation after the round
 
 
 class Trainer(Protocol):
-  """Trains members; both methods can be repeated after a crash."""
+  """Trains and copies members. Both methods are idempotent."""
 
   def train(self, members: Mapping[int, Settings], round_: int) -> Iterable[Outcome]:
-    """Trains members to the end of a round (from 0), in any order."""
+    """Trains members to the end of a round (counted from 0) and yields outcomes in any order."""
 
   def copy(self, member: int, source: int, settings: Settings, round_: int) -> None:
-    """Replaces a member by a copy of another with these settings, once in a round."""
+    """Replaces a member by a copy of `source` with these settings, at most once per round."""
 
 
 class EventLog:
-  """Events as JSON lines, on disk when `append` returns. An incomplete last line is dropped."""
+  """File of events as JSON lines. An incomplete last line is dropped."""
 
   def __init__(self, path: Path):
     text = path.read_bytes() if path.exists() else b""
@@ -49,14 +49,14 @@ class EventLog:
     self._file.seek(len(whole))
 
   def append(self, event: Event) -> None:
-    """Adds an event."""
+    """Appends an event and syncs it to disk."""
     self._file.write(json.dumps(event).encode() + b"\n")
     self._file.flush()
     os.fsync(self._file.fileno())
     self.events.append(event)
 
   def of(self, name: str, round_: int) -> Iterator[Event]:
-    """Events of a kind and round."""
+    """Yields the events of this name in a round."""
     return (e for e in self.events if e["event"] == name and e["round"] == round_)
 
   def close(self) -> None:
@@ -70,11 +70,11 @@ def run(
   log: EventLog,
   report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-  """Runs, or continues, all rounds.
+  """Runs all rounds, or continues them from the log.
 
   Returns:
-    `best`, the member with the highest score after the last round, its `settings`, and the
-    `scores` [rounds][members], null where a member failed.
+    `best`, the member with the highest score after the last round; its `settings`; and `scores`
+    [rounds][members], None where a member failed.
   """
   settings = initial(population)
   table = []
@@ -89,19 +89,19 @@ def run(
     if not any(log.of("selected", round_)):
       log.append({"event": "selected", "round": round_,
                   "copies": _select(population, settings, outcomes, scores, round_)})  # fmt: skip
-    (chosen,) = log.of("selected", round_)
+    (selected,) = log.of("selected", round_)
     if not any(log.of("copied", round_)):
-      for copy in chosen["copies"]:
+      for copy in selected["copies"]:
         trainer.copy(**copy, round_=round_)
         report(_text(copy, scores))
       log.append({"event": "copied", "round": round_})
-    settings |= {copy["member"]: copy["settings"] for copy in chosen["copies"]}
+    settings |= {copy["member"]: copy["settings"] for copy in selected["copies"]}
   best = int(np.argmax(scores))
   return {"best": best, "settings": settings[best], "scores": table}
 
 
 def initial(population: Population) -> dict[int, Settings]:
-  """Settings drawn for every member."""
+  """Draws every member's initial settings."""
   rng = np.random.default_rng([population.seed, 0])
   return {
     member: {knob.key: knob.draw(rng) for knob in population.knobs}
@@ -117,7 +117,7 @@ def _train(
   round_: int,
   report: Callable[[str], None],
 ) -> dict[int, list[float]]:
-  """Returns of every member's evaluation."""
+  """Trains the members that have not finished the round. Returns evaluation returns by member."""
   outcomes = {event["member"]: event["returns"] for event in log.of("trained", round_)}
   missing = {m: settings[m] for m in range(population.members) if m not in outcomes}
   for member, returns in trainer.train(missing, round_):

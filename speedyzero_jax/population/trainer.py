@@ -1,4 +1,4 @@
-"""Members as run folders, trained by processes of launch/multihost.py."""
+"""Trainer of a population's members: run folders, trained by processes of launch/multihost.py."""
 
 import contextlib
 import json
@@ -15,18 +15,18 @@ from speedyzero_jax.run import run_dir
 from speedyzero_jax.run.processes import RunProcesses, log_of
 from speedyzero_jax.system.exit_codes import USAGE_ERROR
 
-_COPIED = "copied.json"  # in a member's folder: the round after which it was copied
-_OWN = ("*.lock", "evaluation.json", _COPIED)
+_COPIED = "copied.json"  # file in a member's folder with the round after which it was copied
+_OWN = ("*.lock", "evaluation.json", _COPIED)  # files that are not copied
 
 
 class RunTrainer:
-  """Members `folder/m0`, `folder/m1`, ..., each an ordinary run that pauses after every round.
+  """Trains members `folder/m0`, `folder/m1`, ..., ordinary runs that pause after every round.
 
   Args:
-    population: the members' description.
-    folder: theirs.
-    processes: train the members.
-    report: receives a line when a member fails.
+    population: the population's description.
+    folder: parent folder of the members' run folders.
+    processes: training processes.
+    report: called with a line of text when a member fails.
   """
 
   def __init__(
@@ -45,7 +45,7 @@ class RunTrainer:
     return self._folder / f"m{member}"
 
   def train(self, members: Mapping[int, Settings], round_: int) -> Iterable[Outcome]:
-    """See `Trainer.train`. Raises Interrupted when the processes are stopped."""
+    """See `Trainer.train`. Raises Interrupted if the processes are stopped."""
     with ThreadPoolExecutor(self._processes.count) as pool:
       futures = [pool.submit(self._train, *member, round_) for member in members.items()]
       for future in as_completed(futures):
@@ -56,10 +56,10 @@ class RunTrainer:
     path = self.path(member)
     new, old = path.with_suffix(".new"), path.with_suffix(".old")
     if _copied(path) != round_:
-      if _copied(new) != round_:  # what a controller that was killed left behind
+      if _copied(new) != round_:  # a killed controller may have left a partial copy
         shutil.rmtree(new, ignore_errors=True)
         shutil.copytree(self.path(source), new, ignore=shutil.ignore_patterns(*_OWN))
-        # The seed is the source's: its games go on, in lockstep move by move.
+        # Keeps the source's seed, since the copy continues its games.
         changes = [*_texts(settings), f"run.dir={path}"]
         config = loader.override(run_dir.read_config(new), changes)
         (new / "config.yaml").write_text(loader.to_yaml(config))
@@ -81,8 +81,8 @@ class RunTrainer:
       return Outcome(member, json.loads((path / "evaluation.json").read_text())["returns"])
     log = log_of(path)
     if code == USAGE_ERROR:
-      raise ConfigError(f"member {member} can't be trained: {log.read_text().splitlines()[-1]}")
-    self._report(f"  member {member} ended with exit code {code}: see {log}")
+      raise ConfigError(f"member {member} cannot be trained: {log.read_text().splitlines()[-1]}")
+    self._report(f"  member {member} failed with exit code {code}; see {log}")
     return Outcome(member, [])
 
 
@@ -91,7 +91,7 @@ def _texts(settings: Settings) -> list[str]:
 
 
 def _copied(path: Path) -> int | None:
-  """The round after which a folder was copied."""
+  """The round after which a member's folder was copied; None if it was not."""
   with contextlib.suppress(FileNotFoundError):
     round_: int = json.loads((path / _COPIED).read_text())
     return round_

@@ -1,4 +1,4 @@
-"""Reports on run folders: tables in a terminal, and a page with scores and curves.
+"""Reports on run folders: tables in a terminal, and an HTML page with scores and curves.
 
-Nothing here imports jax; `launch/report.py` is the command.
+The command is `launch/report.py`. This package does not import jax.
 """

@@ -13,13 +13,13 @@ from numpy.typing import ArrayLike
 
 RESAMPLES, CONFIDENCE = 2000, 0.95
 
-# Scores of each game, [..., seeds]. A statistic reduces the seeds and the games.
+# Scores of each game, [..., seeds]. A statistic reduces over seeds and games.
 Scores = Sequence[np.ndarray]
 Statistic = Callable[[Scores], np.ndarray]
 
 
 class Estimate(NamedTuple):
-  """A statistic and the interval of its stratified bootstrap, None where a game has one seed."""
+  """A statistic and its stratified bootstrap interval; None if any game has only one seed."""
 
   value: float
   interval: tuple[float, float] | None
@@ -36,22 +36,22 @@ def median(scores: Scores) -> np.ndarray:
 
 
 def iqm(scores: Scores) -> np.ndarray:
-  """Interquartile mean of all runs: without the lowest and highest quarter, rounded down.
+  """Interquartile mean over all runs: drops the lowest and highest quarter, rounded down.
 
-  Where games have different numbers of seeds, runs count as often as it takes to make them equal.
+  If games have different numbers of seeds, runs are repeated such that every game counts equally.
   """
   common = math.lcm(*(game.shape[-1] for game in scores))
   weights = np.concatenate([np.full(game.shape[-1], common // game.shape[-1]) for game in scores])
   runs = np.concatenate(scores, -1)
   order = np.argsort(runs, -1)
-  last = np.cumsum(weights[order], -1)  # of each run's repetitions, in ascending order
+  last = np.cumsum(weights[order], -1)  # end of each run's repetitions in ascending order
   cut, total = len(scores) * common // 4, len(scores) * common
   kept = np.clip(last, cut, total - cut) - np.clip(last - weights[order], cut, total - cut)
   return (np.take_along_axis(runs, order, -1) * kept).sum(-1) / (total - 2 * cut)
 
 
 def optimality_gap(scores: Scores) -> np.ndarray:
-  """Mean over games and seeds of the amount by which a run misses a score of 1."""
+  """Mean over games and seeds of how far a run's score falls short of 1."""
   return 1 - mean([np.minimum(game, 1) for game in scores])
 
 
@@ -65,10 +65,10 @@ def _of_games(scores: Scores) -> np.ndarray:
 
 
 def estimate(statistic: Statistic, scores: Sequence[ArrayLike]) -> Estimate:
-  """A statistic of the scores [seeds] of each game; games may have different numbers of seeds.
+  """Estimates a statistic from each game's scores [seeds]; numbers of seeds may differ.
 
-  The interval is a percentile bootstrap that draws seeds with replacement within each game. Its
-  draws are the same in each call, so points of a curve share them.
+  The interval is a percentile bootstrap that resamples seeds within each game. Every call uses the
+  same resamples, so the points of a curve share them.
   """
   games = [np.asarray(game, np.float64) for game in scores]
   value = float(statistic(games))
@@ -82,5 +82,5 @@ def estimate(statistic: Statistic, scores: Sequence[ArrayLike]) -> Estimate:
 
 
 def performance_profile(scores: Sequence[ArrayLike], thresholds: Sequence[float]) -> list[Estimate]:
-  """The share of runs whose score exceeds each threshold, with equal weights of games."""
+  """Fraction of runs whose score exceeds each threshold, with games weighted equally."""
   return [estimate(mean, [np.asarray(game) > tau for game in scores]) for tau in thresholds]

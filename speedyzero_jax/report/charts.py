@@ -11,19 +11,19 @@ from speedyzero_jax.report.elements import element
 
 WIDTH, HEIGHT = 400, 236
 LEFT, RIGHT, TOP, BOTTOM = 46, 10, 8, 36  # margins
-COLORS = 14  # of the page; more lines share them
-MARKED = 24  # points up to which each gets a mark
+COLORS = 14  # number of colors in page.css; further lines reuse them
+MARKED = 24  # most points of a line that gets a mark at each point
 
 Ticks = Sequence[float]
-Place = Callable[[np.ndarray, np.ndarray], list[str]]  # from values to "x,y" of the drawing
+Place = Callable[[np.ndarray, np.ndarray], list[str]]  # values -> "x,y" in SVG coordinates
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-  """A line of a chart, with a band if it has edges."""
+  """A line of a chart, with a band between `low` and `high` if they are set."""
 
-  color: int  # number of a color
-  label: str  # shown beside the pointer
+  color: int  # index of a color
+  label: str  # tooltip
   x: np.ndarray
   y: np.ndarray
   low: np.ndarray | None = None
@@ -32,9 +32,12 @@ class Line:
 
 
 def line_chart(lines: Sequence[Line], x_title: str, from_zero: bool = False) -> ET.Element:
-  """An SVG element as wide as its place. Its x axis begins at 0; the y axis may, too.
+  """Draws an SVG chart that scales to its container's width. The x axis begins at 0.
 
-  Every line has at least one point, and no x is negative.
+  Args:
+    lines: lines of at least one point each, with x >= 0.
+    x_title: title of the x axis.
+    from_zero: whether the y axis includes 0.
   """
   ys = np.concatenate([y for line in lines for y in (line.y, line.low, line.high) if y is not None])
   y_ticks = ticks(min(0.0, ys.min()) if from_zero else ys.min(), ys.max(), 4)
@@ -88,7 +91,7 @@ def _line(line: Line, place: Place) -> ET.Element:
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
-  """Round numbers, about so many, the first at or below `low`, the last at or above `high`."""
+  """About `about` round numbers that enclose [low, high]."""
   if high - low <= 1e-9 * max(abs(low), abs(high)) + 1e-290:
     low, high = low - (abs(low) * 0.1 or 1), high + (abs(high) * 0.1 or 1)
   rough = (high - low) / about
@@ -99,7 +102,7 @@ def ticks(low: float, high: float, about: int) -> list[float]:
 
 
 def tick_text(value: float) -> str:
-  """A number in few characters: 1500 is 1.5k."""
+  """Formats a number compactly: 1500 is 1.5k."""
   for size, sign in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
     if abs(value) >= size:
       return f"{value / size:.4g}{sign}"

@@ -1,4 +1,4 @@
-"""Curves of metrics over agent steps or time, and of several runs as a mean and a band."""
+"""Curves of metrics over agent steps or time: of single runs, or the mean and range of several."""
 
 from collections.abc import Sequence
 
@@ -10,15 +10,15 @@ from speedyzero_jax.report.charts import Line
 from speedyzero_jax.report.runs import Run
 
 AXES = ("agent steps", "minutes", "device-minutes")
-POINTS = 120  # at most, of a line
+POINTS = 120  # maximum points of a line
 
 Curve = tuple[np.ndarray, np.ndarray]
 
 
 def curve(run: Run, name: str, axis: str) -> Curve | None:
-  """A metric of a run over an axis, averaged to `POINTS`; None where there is none.
+  """Returns a run's metric over an axis, averaged to at most `POINTS`; None if it has none.
 
-  Of values that stay until the next evaluation, the first of each is taken.
+  Evaluation metrics repeat in every row until the next evaluation; only the first row counts.
   """
   if axis == "device-minutes" and not run.starts:
     return None
@@ -47,7 +47,10 @@ def curve(run: Run, name: str, axis: str) -> Curve | None:
 
 
 def common_grid(curves: Sequence[Curve], points: int = POINTS) -> np.ndarray | None:
-  """Points that all curves reach; those of a curve if all have the same; None without any."""
+  """Grid over the range common to all curves, or None if they have none in common.
+
+  Curves with equal points keep these.
+  """
   first = curves[0][0]
   if all(np.array_equal(x, first) for x, _ in curves):
     return first
@@ -58,19 +61,19 @@ def common_grid(curves: Sequence[Curve], points: int = POINTS) -> np.ndarray | N
 def lines(
   runs: Sequence[Run], name: str, axis: str, color: int, label: str, single: bool
 ) -> list[Line]:
-  """The mean over runs with a band from the lowest to the highest, and `single` runs as thin lines.
+  """Lines of a metric: the mean over runs with a band from lowest to highest.
 
-  Mean and band cover what all runs have reached.
+  They cover the range that all runs have reached. If `single`, each run is a thin line, too.
   """
-  found = [(run, c) for run in runs if (c := curve(run, name, axis))]
-  if len(found) == 1:
-    ((run, (x, y)),) = found
+  each = [(run, c) for run in runs if (c := curve(run, name, axis))]
+  if len(each) == 1:
+    ((run, (x, y)),) = each
     return [Line(color, f"{label}: {run.path}", x, y)]
-  drawn = [Line(color, f"{label}: {run.path}", *c, thin=True) for run, c in found if single]
-  grid = common_grid([c for _, c in found]) if found else None
+  drawn = [Line(color, f"{label}: {run.path}", *c, thin=True) for run, c in each if single]
+  grid = common_grid([c for _, c in each]) if each else None
   if grid is not None:
-    ys = np.array([np.interp(grid, x, y) for _, (x, y) in found])
-    text = f"{label}: mean of {len(found)} runs"
+    ys = np.array([np.interp(grid, x, y) for _, (x, y) in each])
+    text = f"{label}: mean of {len(each)} runs"
     drawn.append(Line(color, text, grid, ys.mean(0), ys.min(0), ys.max(0)))
   return drawn
 
@@ -78,15 +81,15 @@ def lines(
 def aggregate_line(
   games: dict[str, list[Curve]], color: int, label: str, points: int = 20
 ) -> Line | None:
-  """The IQM over games and seeds of curves of human-normalized scores, with its interval."""
+  """IQM over games and seeds of curves of human-normalized scores, with its interval."""
   grid = common_grid([c for curves in games.values() for c in curves], points)
   if grid is None:
     return None
   scores = [np.array([np.interp(grid, x, y) for x, y in curves]) for curves in games.values()]
-  found = [
+  estimates = [
     aggregates.estimate(aggregates.iqm, [game[:, i] for game in scores]) for i in range(len(grid))
   ]
-  value = np.array([estimate.value for estimate in found])
-  edges = [estimate.interval for estimate in found if estimate.interval]
+  value = np.array([estimate.value for estimate in estimates])
+  edges = [estimate.interval for estimate in estimates if estimate.interval]
   low, high = np.array(edges).T if edges else (None, None)
   return Line(color, label, grid, value, low, high)

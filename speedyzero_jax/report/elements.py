@@ -1,31 +1,34 @@
-"""Elements of HTML and SVG. Text is escaped when they are written, wherever it comes from."""
+"""HTML and SVG elements. All text is escaped when a document is serialized."""
 
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 
-_LONG = 30  # rows up to which a table is shown at once
+_LONG = 30  # tables with more rows are collapsed
 
 Child = ET.Element | str | None
 
 
 def element(tag: str, *children: Child, **attributes: object) -> ET.Element:
-  """An element; None children are left out, `class_` and `stroke_width` lose `_`."""
+  """Creates an element. Children that are None are omitted.
+
+  Attribute names lose trailing underscores (`class_`); other underscores become hyphens.
+  """
   named = {key.rstrip("_").replace("_", "-"): str(value) for key, value in attributes.items()}
-  made = ET.Element(tag, named)
+  parent = ET.Element(tag, named)
   for child in children:
     if isinstance(child, ET.Element):
-      made.append(child)
-    elif child and len(made):
-      made[-1].tail = (made[-1].tail or "") + child
+      parent.append(child)
+    elif child and len(parent):
+      parent[-1].tail = (parent[-1].tail or "") + child
     elif child:
-      made.text = (made.text or "") + child
-  return made
+      parent.text = (parent.text or "") + child
+  return parent
 
 
 def table(heads: Sequence[Child], rows: Sequence[Sequence[Child]], words: int = 1) -> ET.Element:
-  """A table that scrolls sideways where it is too wide, folded if it is long.
+  """Creates a table that scrolls horizontally if it is too wide and is collapsed if it is long.
 
-  All but the first `words` columns hold numbers.
+  The first `words` columns are text, the others numbers.
   """
   body = [
     element(
@@ -42,6 +45,6 @@ def table(heads: Sequence[Child], rows: Sequence[Sequence[Child]], words: int = 
 
 
 def write(root: ET.Element) -> bytes:
-  """The bytes of an HTML document."""
+  """Serializes an HTML document."""
   text = "<!DOCTYPE html>\n" + ET.tostring(root, encoding="unicode", method="html") + "\n"
-  return text.encode(errors="replace")  # file names may hold what UTF-8 can't
+  return text.encode(errors="replace")  # file names may not be valid UTF-8

@@ -1,4 +1,4 @@
-"""Groups of runs: repetitions of one another, and methods, which are repetitions over games."""
+"""Groups of runs: repetitions with different seeds, and methods, which also span games."""
 
 import collections
 import dataclasses
@@ -15,13 +15,13 @@ from speedyzero_jax.envs.scores import human_normalized
 from speedyzero_jax.report import aggregates
 from speedyzero_jax.report.runs import CURVE, GAME, REPETITION_KEYS, Run
 
-SCORES = ("evaluation_mean", "training_return")  # the first one that all runs of a group have
-_NAMED = 2  # settings in a method's name
+SCORES = ("evaluation_mean", "training_return")  # a group uses the first that all its runs have
+_NAMED = 2  # maximum settings in a method's name
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-  """Runs that differ only in their seed, summarized over their scores."""
+  """Runs that differ only in their seed, with statistics of their scores."""
 
   runs: list[str]  # paths
   game: str | None
@@ -35,7 +35,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-  """Runs that differ only in their game and their seed."""
+  """Runs that differ only in game and seed."""
 
   name: str
   runs: list[Run]
@@ -48,18 +48,18 @@ class Method:
     return dict(sorted(games.items()))
 
   def scores(self) -> dict[str, list[float]]:
-    """Human-normalized scores of each game of Atari-100k, of the runs that were evaluated."""
-    found: dict[str, list[float]] = collections.defaultdict(list)
+    """Human-normalized scores of the evaluated runs, by game of Atari-100k."""
+    result: dict[str, list[float]] = collections.defaultdict(list)
     for game, runs in self.games().items():
       for run in runs:
         if run.evaluation_mean is not None:
           score = human_normalized(game, run.evaluation_mean)
-          found[game] += [] if score is None else [score]
-    return {game: scores for game, scores in found.items() if scores}
+          result[game] += [] if score is None else [score]
+    return {game: scores for game, scores in result.items() if scores}
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-  """Groups of at least two runs that differ only in their seed and all have a score."""
+  """Groups at least two runs that differ only in their seed and all have a score."""
   groups = []
   for members in _alike(runs):
     for score in SCORES:
@@ -85,37 +85,37 @@ def _group(members: Sequence[Run], score: str, scores: Sequence[float]) -> Group
 
 
 def to_json(runs: Sequence[Run], groups: Sequence[Group], **more: Any) -> str:
-  """The comparison as JSON, with arrays of numbers on one line."""
-  found = {
+  """Serializes the comparison as JSON, with arrays of numbers on one line."""
+  content = {
     **more,
     "curve_columns": CURVE,
     "runs": [run.summary() for run in runs],
     "groups": [vars(group) for group in groups],
   }
-  text = json.dumps(found, indent=1) + "\n"
+  text = json.dumps(content, indent=1) + "\n"
   return re.sub(r"\[\n[^\[\]{}]*\n *\]", lambda array: " ".join(array[0].split()), text)
 
 
 def methods(runs: Sequence[Run]) -> list[Method]:
-  """The methods, named by their agent and what differs among those of the same agent."""
-  found = _alike(runs, GAME)
+  """Groups runs into methods, named by agent and the settings in which methods of it differ."""
+  groups = _alike(runs, GAME)
   by_agent = collections.defaultdict(list)
-  for members in found:
+  for members in groups:
     by_agent[_agent(members)].append(members)
-  made = []
-  for number, members in enumerate(found):
+  result = []
+  for number, members in enumerate(groups):
     alike = by_agent[_agent(members)]
     changed = [] if len(alike) == 1 else list(differences(alike))
     settings = members[0].settings or {}
     parts = [f"{key.split('.')[-1]}={settings.get(key, '-')}" for key in changed[:_NAMED]]
     more = ["…"] if len(changed) > _NAMED else []
     letter = chr(ord("A") + number) if number < 26 else str(number)
-    made.append(Method(f"{letter}: {' '.join([_agent(members), *parts, *more])}", members))
-  return made
+    result.append(Method(f"{letter}: {' '.join([_agent(members), *parts, *more])}", members))
+  return result
 
 
 def differences(groups: Sequence[Sequence[Run]]) -> dict[str, list[Any]]:
-  """Settings in which groups of runs differ, with the value in each; None where it has none."""
+  """Settings in which groups of runs differ -> each group's value, or None if not set."""
   settings = [runs[0].settings or {} for runs in groups]
   keys = dict.fromkeys(key for each in settings for key in each)
   values = {key: [each.get(key) for each in settings] for key in keys}
@@ -129,7 +129,10 @@ def _agent(runs: Sequence[Run]) -> str:
 
 
 def _alike(runs: Sequence[Run], *keys: str) -> list[list[Run]]:
-  """Runs of equal settings but for `keys` and repetition; those without settings are left out."""
+  """Groups runs with equal settings except `keys` and those of repetitions.
+
+  Runs without settings are omitted.
+  """
   alike = collections.defaultdict(list)
   for run in runs:
     if (settings := run.settings_but(*keys)) is not None:

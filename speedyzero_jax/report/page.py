@@ -1,4 +1,4 @@
-"""The report page: one HTML file with tables and charts, without scripts or network."""
+"""The report page: one HTML file with tables and charts, without scripts or network access."""
 
 import datetime
 import importlib.resources
@@ -14,21 +14,21 @@ from speedyzero_jax.report.elements import element, table
 from speedyzero_jax.report.groups import Method, differences, methods
 from speedyzero_jax.report.runs import Run
 
-_FEW = 10  # runs up to which each is drawn beside the mean
+_FEW = 10  # most runs of a method that are also drawn as single lines
 
 _RATES = ("_per_second",)
 _AGES = ("_age_mean", "_age_max", "_lag", "_lag_mean", "_lag_max", "_wait_seconds")
 
-Lines = Callable[[str], list[Line]]  # for an axis
+Lines = Callable[[str], list[Line]]  # axis -> lines
 
 
 def render(runs: Sequence[Run]) -> bytes:
-  """The page of runs."""
+  """Renders the page of these runs."""
   compared = methods(runs)
   style = (importlib.resources.files("speedyzero_jax.report") / "page.css").read_text()
   games = sorted({str(run.game) for method in compared for run in method.runs})
-  there = sum(run.problems != ["no run here"] for run in runs)
-  title = ", ".join([_count(there, "run"), _count(len(compared), "method"), *games[:4]])
+  existing = sum(run.problems != ["no run here"] for run in runs)
+  title = ", ".join([_count(existing, "run"), _count(len(compared), "method"), *games[:4]])
   title += f" and {len(games) - 4} more games" if len(games) > 4 else ""
   head = element(
     "head",
@@ -58,7 +58,7 @@ def render(runs: Sequence[Run]) -> bytes:
 
 
 def _controls(compared: Sequence[Method]) -> ET.Element:
-  """The methods with their colors, and the choice of the x axis, made by the style sheet."""
+  """Legend of the methods, and radio buttons for the x axis, which the style sheet evaluates."""
   keys = [
     element(
       "li",
@@ -73,7 +73,7 @@ def _controls(compared: Sequence[Method]) -> ET.Element:
     if i == 0:
       choice.set("checked", "")
     choices.append(element("label", choice, axis))
-  legend = element("legend", "Charts over")
+  legend = element("legend", "x axis")
   return element("nav", element("ul", *keys), element("fieldset", legend, *choices))
 
 
@@ -83,13 +83,13 @@ def _section(title: str, note: str, *children: ET.Element | None) -> ET.Element:
 
 
 def _chart(title: str, lines: Lines, from_zero: bool = False) -> ET.Element | None:
-  """A chart for each axis, of which the page shows one; None without any line."""
+  """Draws a chart for each axis, one of which is visible; None without any line."""
   drawn = {axis: lines(axis) for axis in curves.AXES}
   if not any(drawn.values()):
     return None
   figures = [
-    element("div", line_chart(found, axis, from_zero), class_=f"x{i}")
-    if (found := drawn[axis])
+    element("div", line_chart(axis_lines, axis, from_zero), class_=f"x{i}")
+    if (axis_lines := drawn[axis])
     else element("div", f"no {axis} recorded", class_=f"x{i} empty")
     for i, axis in enumerate(curves.AXES)
   ]
@@ -103,7 +103,7 @@ def _grid(charts: Sequence[ET.Element | None]) -> ET.Element:
 def _metric_chart(
   compared: Sequence[Method], name: str, title: str, game: str | None = None
 ) -> ET.Element | None:
-  """A metric of all methods, over the runs of one game or of all."""
+  """Draws a metric of all methods, over the runs of one game or all games."""
 
   def lines(axis: str) -> list[Line]:
     drawn = []
@@ -117,12 +117,12 @@ def _metric_chart(
 
 
 def _problems(runs: Sequence[Run]) -> ET.Element | None:
-  found = [
+  items = [
     element("li", element("b", run.path), f" {'; '.join(run.problems)}")
     for run in runs
     if run.problems
   ]
-  return _section("Problems", "", element("ul", *found, class_="problems")) if found else None
+  return _section("Problems", "", element("ul", *items, class_="problems")) if items else None
 
 
 def _learning(compared: Sequence[Method], games: Sequence[str]) -> ET.Element:
@@ -135,17 +135,18 @@ def _learning(compared: Sequence[Method], games: Sequence[str]) -> ET.Element:
     )
   ]
   note = (
-    "Raw returns. Thick: mean over seeds; band: lowest to highest seed, as far as all of them have "
-    "come; thin: single seeds. Device-minutes are wall-clock minutes times the devices of the "
-    "learner processes; devices of separate actors and refreshers are not counted."
+    "Raw returns. Thick lines: mean over seeds; bands: lowest to highest seed, up to where all "
+    "seeds have come; thin lines: single seeds. Device-minutes are wall-clock minutes times "
+    "the number of the learner processes' devices; devices of separate actors and refreshers are "
+    "not counted."
   )
   return _section("Learning curves", note, _grid(charts))
 
 
 def _scores(compared: Sequence[Method]) -> ET.Element:
   note = (
-    "Mean raw return of the evaluation of the last checkpoint: mean over seeds, lowest and highest "
-    "seed. Minutes and device-minutes: mean over seeds of a whole run."
+    "Mean raw returns in the evaluation of the last checkpoint: mean, lowest and highest over "
+    "seeds. Minutes and device-minutes of a whole run: mean over seeds."
   )
   return _section("Scores", note, table(*scores.by_game(compared), words=2))
 
@@ -153,12 +154,12 @@ def _scores(compared: Sequence[Method]) -> ET.Element:
 def _human_normalized(compared: Sequence[Method]) -> list[ET.Element]:
   if not any(method.scores() for method in compared):
     return []
-  note = "Raw returns: mean over seeds, ± standard deviation. Sources: see atari100k_scores.json."
+  note = "Raw returns: mean ± standard deviation over seeds. Sources: see atari100k_scores.json."
   published = table(*scores.published_table(compared))
-  made = [_section("Beside published scores", note, published)]
+  sections = [_section("Comparison with published scores", note, published)]
   common = scores.common_games(compared)
   if not common:
-    return made
+    return sections
   metric = scores.training_metric(compared, common)
   kind = "evaluations" if metric == names.EVALUATION_MEAN else "training games"
   charts = [
@@ -169,24 +170,24 @@ def _human_normalized(compared: Sequence[Method]) -> list[ET.Element]:
     scores.profile_chart(compared, common),
   ]
   note = (
-    f"Over the {_count(len(common), 'game')} that every method has evaluated, of 26. 0 is random "
-    "play, 1 human. In brackets: 95% stratified bootstrap over seeds within games, where every "
-    "game has at least two. Definitions: Agarwal et al. 2021. Published scores are one number per "
-    "game, so they have no IQM or optimality gap of single runs."
+    f"Over the {_count(len(common), 'game')}, of 26, that every method has evaluated. 0 is random "
+    "play, 1 human play. In brackets: 95% stratified bootstrap interval over seeds within games, "
+    "if every game has at least two seeds. Definitions: Agarwal et al. 2021. Published scores are "
+    "one number per game, so they have no IQM or optimality gap over single runs."
   )
   aggregates = table(*scores.aggregate_table(compared, common))
-  return [_section("Human-normalized scores", note, aggregates, _grid(charts)), *made]
+  return [_section("Human-normalized scores", note, aggregates, _grid(charts)), *sections]
 
 
 def _system(compared: Sequence[Method]) -> ET.Element:
-  found = {name for method in compared for run in method.runs for row in run.rows for name in row}
+  metrics = {name for method in compared for run in method.runs for row in run.rows for name in row}
   children = []
   for title, endings in (("Rates", _RATES), ("Ages, lags and waits", _AGES)):
-    charts = [_metric_chart(compared, x, x) for x in sorted(found) if x.endswith(endings)]
+    charts = [_metric_chart(compared, x, x) for x in sorted(metrics) if x.endswith(endings)]
     children += [element("h3", title), _grid(charts)] if charts else []
   note = (
-    "Mean over all runs of a method; band: lowest to highest run. Ages and lags are in learner "
-    "steps, waits in seconds."
+    "Lines: mean over all runs of a method; bands: lowest to highest run. Ages and lags are in "
+    "learner steps, waits in seconds."
   )
   return _section("System", note, *children)
 
@@ -196,15 +197,15 @@ def _time(compared: Sequence[Method]) -> ET.Element:
   parts = dict.fromkeys(part for each in shares for part in each)
   rows = [[part, *(_bar(each.get(part)) for each in shares)] for part in parts]
   note = (
-    "Share of wall-clock time that threads spend in each part of their work. Threads overlap, so "
-    "shares may add up to more than 100%; time until the first line of metrics is compilation and "
-    "collecting the first experience."
+    "Share of wall-clock time that threads spend in each part of their work. Threads run in "
+    "parallel, so shares may sum to more than 100%. The time until the first line of metrics "
+    "covers compilation and collecting the first experience."
   )
   return _section("Where the time goes", note, table(["part", *_names(compared)], rows))
 
 
 def _time_shares(runs: Sequence[Run]) -> dict[str, float]:
-  """Seconds of each part over seconds of wall-clock, over all runs."""
+  """Seconds of each part divided by wall-clock seconds, over all runs."""
   seconds = {"until the first line": 0.0}
   total = 0.0
   for run in runs:
@@ -230,10 +231,10 @@ def _bar(share: float | None) -> ET.Element | str:
 def _settings(compared: Sequence[Method]) -> ET.Element:
   different = differences([method.runs for method in compared])
   if not different:
-    return _section("Settings", "All runs have the same settings, apart from game and seed.")
+    return _section("Settings", "All runs have the same settings, except game and seed.")
   rows = [[key, *map(_setting, values)] for key, values in different.items()]
-  made = table(["setting", *_names(compared)], rows, words=len(compared) + 1)
-  return _section("Settings", "What differs between the methods; all else is equal.", made)
+  drawn = table(["setting", *_names(compared)], rows, words=len(compared) + 1)
+  return _section("Settings", "Settings that differ between methods; all others are equal.", drawn)
 
 
 def _setting(value: Any) -> str:
@@ -253,7 +254,10 @@ def _machines(runs: Sequence[Run]) -> ET.Element:
     [_few(list(paths)), *(dict(machine).get(key) or "-" for key in heads)]
     for machine, paths in users.items()
   ]
-  note = "Devices of the learner processes, machine of the first, versions; at every start."
+  note = (
+    "The learner processes' devices, the first one's machine, and versions, as recorded at every "
+    "start."
+  )
   return _section("Hardware and versions", note, table(["runs", *heads], rows, len(heads) + 1))
 
 

@@ -1,4 +1,4 @@
-"""Run folders as reports see them, whatever their state."""
+"""Reader of run folders for reports; tolerates missing and damaged files."""
 
 import dataclasses
 import json
@@ -12,13 +12,13 @@ from speedyzero_jax.metrics import jsonl, names
 
 GAME = "env.game"
 CURVE = (names.STEP, names.ENV_STEPS, names.TIME, names.EPISODE_RETURN)
-_POINTS = 50
-REPETITION_KEYS = ("run.seed", "run.dir", "run.compile_cache")  # in which repetitions may differ
+_POINTS = 50  # maximum points of a curve in JSON
+REPETITION_KEYS = ("run.seed", "run.dir", "run.compile_cache")  # repetitions may differ in these
 
 
 @dataclasses.dataclass
 class Run:
-  """The contents of one run folder; None or empty where its files do not say."""
+  """Contents of one run folder; fields are None or empty if its files lack them."""
 
   path: str
   game: str | None = None
@@ -26,9 +26,9 @@ class Run:
   steps: int | None = None  # learner steps
   env_steps: float | None = None  # agent steps
   wall_seconds: float | None = None
-  device_seconds: float | None = None  # of the learner processes' devices
+  device_seconds: float | None = None  # wall-clock seconds times learner devices
   training_return: float | None = None  # mean raw return of the last 100 training games
-  curve: list[float] = dataclasses.field(default_factory=list)  # training_return, line by line
+  curve: list[float] = dataclasses.field(default_factory=list)  # training_return over time
   evaluation_step: int | None = None
   evaluation_mean: float | None = None
   evaluation_std: float | None = None
@@ -40,24 +40,27 @@ class Run:
   starts: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # of starts.jsonl
 
   def summary(self) -> dict[str, Any]:
-    """The run for JSON: a curve of at most `_POINTS` points, the hardware of the last start."""
+    """Summary for JSON, with a curve of at most `_POINTS` points and the last start's hardware."""
     kept = {k: v for k, v in vars(self).items() if k not in ("settings", "rows", "starts", "curve")}
     points = [[row.get(name) for name in CURVE] for row in self.rows if CURVE[-1] in row]
     kept["curve"] = [*points[: -1 : len(points) // (_POINTS - 1) + 1], *points[-1:]]
     return kept | {"start": self.starts[-1] if self.starts else None}
 
   def settings_but(self, *keys: str) -> str | None:
-    """The settings without those of repetitions and these, to compare runs by."""
+    """Key for comparing runs: all settings except `keys` and those of repetitions."""
     if self.settings is None:
       return None
     left = {k: v for k, v in self.settings.items() if k not in (*REPETITION_KEYS, *keys)}
     return json.dumps(left, sort_keys=True, default=str)
 
   def device_seconds_by_row(self) -> list[float]:
-    """Devices times wall-clock up to each row, by the devices of the start it belongs to."""
+    """Cumulative wall-clock seconds times devices at each row.
+
+    Each row counts with the devices of the start that wrote it.
+    """
     total, before, each = 0.0, 0.0, []
     for row in self.rows:
-      # Resuming removes the lines of later steps, so the last start before a step has made it.
+      # Resuming removes lines of later steps, so a row was written by the last start before it.
       starts = [start for start in self.starts if start[names.STEP] < row[names.STEP]]
       now = row.get(names.TIME, before)
       total += (starts or self.starts)[-1 if starts else 0]["devices"] * (now - before)
@@ -67,7 +70,7 @@ class Run:
 
 
 def read_runs(paths: Iterable[pathlib.Path]) -> list[Run]:
-  """Reads run folders, each once, and notes runs that repeat the seed of another."""
+  """Reads run folders, each once, and marks runs that repeat another's seed."""
   unique = {path.resolve(): path for path in paths}
   runs = [read_run(path) for path in unique.values()]
   first: dict[tuple, str] = {}
@@ -80,7 +83,7 @@ def read_runs(paths: Iterable[pathlib.Path]) -> list[Run]:
 
 
 def read_run(path: pathlib.Path) -> Run:
-  """Reads a run folder, in whatever state it is."""
+  """Reads a run folder; missing and damaged files become `problems`."""
   run = Run(str(path))
   readers = {
     "config.yaml": _read_config, "starts.jsonl": _read_starts, "metrics.jsonl": _read_metrics,
@@ -147,7 +150,7 @@ def _read_metrics(run: Run, path: pathlib.Path) -> None:
 
 
 def _is_finite(value: object) -> bool:
-  """Whether a value of a file is a number, with room for sums of such numbers."""
+  """Whether a value is a number, and small enough to be summed without overflow."""
   return isinstance(value, int | float) and -1e300 < value < 1e300
 
 

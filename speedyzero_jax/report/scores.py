@@ -1,4 +1,4 @@
-"""Scores of methods: per game, aggregated over games, and beside published ones."""
+"""Scores of methods: per game, aggregated over games, and compared with published ones."""
 
 import statistics
 import xml.etree.ElementTree as ET
@@ -19,7 +19,7 @@ Table = tuple[list[Child], list[list[Child]]]  # heads, rows
 
 
 def by_game(methods: Sequence[Method]) -> Table:
-  """Evaluations of every method on every game, Atari or not."""
+  """Table of every method's evaluations on every game, Atari or not."""
   heads: list[Child] = ["game", "method", "evaluated", "episodes", "mean", "lowest", "highest",
                         "training return", "minutes", "device-minutes"]  # fmt: skip
   rows: list[list[Child]] = []
@@ -45,13 +45,13 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def common_games(methods: Sequence[Method]) -> list[str]:
-  """Games with human-normalized scores that every method with such scores has evaluated."""
+  """Games evaluated by every method that has human-normalized scores."""
   each = [method.scores().keys() for method in methods if method.scores()]
   return sorted(set.intersection(*map(set, each))) if each else []
 
 
 def published(games: Sequence[str]) -> dict[str, list[list[float]]]:
-  """Human-normalized scores of the published systems, [1] for each game."""
+  """Human-normalized scores of the published systems, [1] per game."""
   return {
     name: [[human_normalized(game, system["scores"][game]) or 0.0] for game in games]
     for name, system in table()["systems"].items()
@@ -59,12 +59,12 @@ def published(games: Sequence[str]) -> dict[str, list[list[float]]]:
 
 
 def aggregate_table(methods: Sequence[Method], games: Sequence[str]) -> Table:
-  """Aggregates of the methods and of published systems over the same games."""
+  """Table of aggregate scores of the methods and of published systems over these games."""
   rows: list[list[Child]] = []
   for method in methods:
-    if not (found := method.scores()):
+    if not (game_scores := method.scores()):
       continue
-    scores = [found[game] for game in games]
+    scores = [game_scores[game] for game in games]
     estimates = [aggregates.estimate(f, scores) for f in aggregates.STATISTICS.values()]
     rows.append([method.name, str(sum(map(len, scores))), *map(_estimate_text, estimates)])
   for name, scores in published(games).items():
@@ -81,7 +81,7 @@ def _estimate_text(estimate: aggregates.Estimate) -> str:
 
 
 def published_table(methods: Sequence[Method]) -> Table:
-  """Raw scores of the methods beside random play, humans and published systems."""
+  """Table of raw scores of the methods, random play, humans and published systems."""
   scored = [method for method in methods if method.scores()]
   systems = table()["systems"]
   heads: list[Child] = ["game", "random", "human", *(method.name for method in scored), *systems]
@@ -95,26 +95,29 @@ def published_table(methods: Sequence[Method]) -> Table:
 
 
 def _raw_score(runs: Sequence[Run]) -> str:
-  found = [run.evaluation_mean for run in runs if run.evaluation_mean is not None]
-  spread = f" ± {format_number(statistics.stdev(found))}" if len(found) > 1 else ""
-  return format_number(_mean(found)) + spread
+  means = [run.evaluation_mean for run in runs if run.evaluation_mean is not None]
+  spread = f" ± {format_number(statistics.stdev(means))}" if len(means) > 1 else ""
+  return format_number(_mean(means)) + spread
 
 
 def training_metric(methods: Sequence[Method], games: Sequence[str]) -> str:
-  """Evaluations, if all runs that have a curve have at least three of them; else training games."""
+  """Metric for learning curves: evaluations, if every run has at least three; else training games.
+
+  Runs without any training games are ignored.
+  """
   runs = [run for method in methods for run in method.runs if run.curve and run.game in games]
-  found = [curves.curve(run, names.EVALUATION_MEAN, "agent steps") for run in runs]
-  evaluated = all(c and len(c[0]) >= 3 for c in found)
+  evaluations = [curves.curve(run, names.EVALUATION_MEAN, "agent steps") for run in runs]
+  evaluated = all(c and len(c[0]) >= 3 for c in evaluations)
   return names.EVALUATION_MEAN if evaluated else names.EPISODE_RETURN
 
 
 def training_lines(
   methods: Sequence[Method], games: Sequence[str], metric: str, axis: str
 ) -> list[Line]:
-  """IQM of human-normalized scores over games and seeds of each method along its training."""
+  """Each method's IQM of human-normalized scores over games and seeds during training."""
   drawn = []
   for i, method in enumerate(methods):
-    found = {
+    game_curves = {
       game: [
         (c[0], np.array([human_normalized(game, y) for y in c[1]]))
         for run in method.games().get(game, [])
@@ -122,23 +125,25 @@ def training_lines(
       ]
       for game in games
     }
-    if all(found.values()) and (line := curves.aggregate_line(found, i, method.name)):
+    if all(game_curves.values()) and (line := curves.aggregate_line(game_curves, i, method.name)):
       drawn.append(line)
   return drawn
 
 
 def profile_chart(methods: Sequence[Method], games: Sequence[str]) -> ET.Element:
-  """Performance profiles: the share of runs above each human-normalized score."""
+  """Chart of performance profiles: fraction of runs above each human-normalized score."""
   scored = [(i, method.scores()) for i, method in enumerate(methods) if method.scores()]
-  highest = max(max(found[game]) for _, found in scored for game in games)
+  highest = max(max(game_scores[game]) for _, game_scores in scored for game in games)
   thresholds = np.linspace(0, min(max(highest, 1.0), 8.0), 81)
   drawn = []
-  for i, found in scored:
-    profile = aggregates.performance_profile([found[game] for game in games], thresholds.tolist())
+  for i, game_scores in scored:
+    profile = aggregates.performance_profile(
+      [game_scores[game] for game in games], thresholds.tolist()
+    )
     edges = [estimate.interval for estimate in profile if estimate.interval]
     low, high = np.array(edges).T if edges else (None, None)
     share = np.array([estimate.value for estimate in profile])
     drawn.append(Line(i, methods[i].name, thresholds, share, low, high))
   chart = line_chart(drawn, "human-normalized score", from_zero=True)
-  caption = element("figcaption", "Performance profile: share of runs above a score")
+  caption = element("figcaption", "Performance profile: fraction of runs above a score")
   return element("figure", caption, element("div", chart))

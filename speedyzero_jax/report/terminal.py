@@ -1,4 +1,4 @@
-"""The terminal's report: a row for each run, and a summary over seeds."""
+"""The report in a terminal: a row per run, and a summary over seeds."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ SPARK_WIDTH = 16
 
 
 def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
-  """At most `width` characters, each the mean of its share, scaled from lowest to highest."""
+  """Draws at most `width` characters, each the mean of an equal share of the values."""
   if not values:
     return ""
   width = min(width, len(values))
@@ -30,9 +30,9 @@ def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
 
 
 def show(runs: Sequence[Run], groups: Sequence[Group], console: Console) -> None:
-  """Prints the tables: drawn on a terminal, tab-separated elsewhere."""
+  """Prints the tables: formatted on a terminal, otherwise tab-separated."""
   _show_table("Runs", [_run_cells(run) for run in runs], console)
-  if console.is_terminal:  # where notes would take too much of the width
+  if console.is_terminal:  # notes are too wide for the table
     for run in runs:
       if run.problems:
         print(f"{run.path}: {'; '.join(run.problems)}", file=console.file)

@@ -1,1 +1,1 @@
-"""Studies: the runs that answer a question, trained one after another or side by side."""
+"""Studies: sets of runs that answer a question, trained sequentially or in parallel."""

@@ -1,4 +1,4 @@
-"""A study's table on the terminal: a row per variant and game, a cell per seed."""
+"""Terminal table of a study: a row per variant and game, a cell per seed."""
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from speedyzero_jax.study.study import StudyRun
 
 
 def draw(runs: Sequence[StudyRun], running: Collection[Path], failed: Collection[Path]) -> Table:
-  """The state of every run: its score if it has finished, or how far it is, or that it failed."""
+  """Draws the state of every run: its score if finished, else its progress, or `failed`."""
   seeds = sorted({run.seed for run in runs})
   table = Table("variant", "game", *map(str, seeds), box=box.SIMPLE_HEAD)
   for variant, game in dict.fromkeys((run.variant, run.game) for run in runs):
@@ -22,7 +22,7 @@ def draw(runs: Sequence[StudyRun], running: Collection[Path], failed: Collection
 
 
 def state(run: StudyRun, running: Collection[Path], failed: Collection[Path]) -> str:
-  """The text of a run's cell; `|` after a share of the learner steps says that it is waiting."""
+  """Text of a run's cell; `|` after its progress means that it is not running."""
   if run.path in failed:
     return "failed"
   if run.path not in running and (score := run.score()) is not None:

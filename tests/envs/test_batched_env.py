@@ -448,7 +448,7 @@ def test_frames_stay_after_further_steps():
     ("QbertNoFrameskip-v4", "did you mean Qbert?"),
     ("spaceinvader", "did you mean SpaceInvaders?"),
     ("cart-pole", "did you mean CartPole?"),
-    ("xyzzy", "known are Catch, MemoryCatch, CartPole, Snake, TicTacToe, ConnectFour, Alien,"),
+    ("xyzzy", "available: Catch, MemoryCatch, CartPole, Snake, TicTacToe, ConnectFour, Alien,"),
   ],
 )
 def test_unknown_games(game, suggestion):

@@ -67,9 +67,9 @@ def test_full_size_evaluation_of_values(tmp_path):
 @pytest.mark.parametrize(
   "arguments, message",
   [
-    (["--target", "v100"], "error: unknown target 'v100'; known are a100, h100, h200"),
+    (["--target", "v100"], "error: unknown target 'v100'; available: a100, h100, h200"),
     (["--devices", "0"], "error: --devices: 0 can't be divided over 1 learners"),
-    (["--only", "trian"], "error: no program is named 'trian'; there are train, publish, "),
+    (["--only", "trian"], "error: unknown program 'trian'; available: train, publish, "),
   ],
 )
 def test_wrong_use_is_reported_in_one_line(arguments, message):

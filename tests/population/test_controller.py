@@ -124,22 +124,25 @@ def test_a_description_is_read(tmp_path):
 @pytest.mark.parametrize(
   "change, message",
   [
-    (("members", "member"), "unknown key 'member'; there are members, rounds"),
+    (("members", "member"), "unknown key 'member'; known keys: members, rounds"),
     (("members: 4", "members: 1"), "members: must lie in [2, 1000], got 1"),
     (
       ("optim.learning_rate", "optim.name"),
-      "'optim.name' is no setting of impala with a real value",
+      "'optim.name' is not a float setting of impala",
     ),
-    (("1e-6", "0"), "optim.learning_rate: ['0', '1e-1', 'log'] is no range"),
+    (("1e-6", "0"), "optim.learning_rate: low must be less than high, and positive for log, got"),
     (("1e-1", "1e99"), "optim.learning_rate: must lie in (0, 1e9], got 1e+99"),
     (("[impala]", "[nonsense]"), "unknown preset 'nonsense'"),
     (("CartPole", "CartPole, env.gam=x"), "unknown key 'env.gam'"),
-    (("loss.entropy_coefficient", "loss.unroll_length"), "'loss.unroll_length' is no setting of"),
+    (
+      ("loss.entropy_coefficient", "loss.unroll_length"),
+      "'loss.unroll_length' is not a float setting of",
+    ),
     (("members: 4", "factors: []"), "factors: at least one"),
     (("members: 4", "rounds: 1000000"), "rounds: must be at most the"),
     (("CartPole]", "CartPole, evaluation.at_end=off]"), "evaluation.at_end must be true"),
     (("CartPole]", "CartPole, run.seed=1]"), "run.seed=1 can't be set"),
-    (("members: 4", "members: 4\nmembers: 5"), "'members' is given twice"),
+    (("members: 4", "members: 4\nmembers: 5"), "duplicate key 'members'"),
     (("explore:", "factor:"), "explore: settings with their ranges are needed"),
   ],
 )
