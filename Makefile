@@ -14,7 +14,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make train     train CONFIG (quickstart); ARGS=\"env.game=Pong ...\" goes to the launcher"
+	@echo "make train     train CONFIG (quickstart); ARGS=\"env.game=Pong ...\" is passed to the launcher"
 	@echo "make test      the whole test suite; ARGS=\"tests/config -k yaml\" narrows it, -n0 uses one process"
 	@echo "make gpu-plan  estimate memory and time of a full-size run on one H200 and on eight, without a GPU"
 	@echo "make lint      ruff and mypy"
@@ -29,15 +29,15 @@ setup: $(STAMP)
 
 $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "$(PYTHON) is older than Python 3.11; name another: make PYTHON=python3.12 ..." >&2; exit 1; }
-	@echo "Setting up $(VENV): 550 MB to download, 1.7 GB on disk; 1 to 2 minutes on a fast network. Done once."
+	  { echo "$(PYTHON) is older than Python 3.11; choose another: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@echo "Setting up $(VENV): 550 MB to download, 1.7 GB on disk; 1 to 2 minutes on a fast network. This is done once."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --require-hashes --only-binary :all: -r requirements.lock
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
 cuda12 cuda13: setup
-	@echo "Installing jax's CUDA plugin and libraries: 3 GB to download, some minutes."
+	@echo "Installing jax's CUDA plugin and libraries: 3 GB to download, a few minutes."
 	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --only-binary :all: -r requirements-$@.lock
 
 wandb: setup

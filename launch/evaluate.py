@@ -1,12 +1,12 @@
 """Evaluates a run's newest checkpoint: python launch/evaluate.py RUN_DIR [--video FILE.gif]
 
-Plays full episodes: no noise, best action, raw rewards, capped at 27,000 agent steps. Prints mean,
-median, standard deviation and human-normalized score, and writes evaluation.json into the run
-folder; the run may still be training. `--video` also writes the first episode as a GIF, with the
-agent's values, policy or search results beside each frame.
+Plays full episodes with the best action, without noise and with raw rewards, capped at 27,000 agent
+steps. Prints mean, median, standard deviation and human-normalized score, and writes
+evaluation.json into the run folder; the run may still be training. `--video` also writes the first
+episode as a GIF, with the agent's values, policy or search results beside each frame.
 
-Exit codes: 0 done; 1 no readable checkpoint, out of memory, or the result can't be written; 2 wrong
-use; 130 stopped by Ctrl-C, without changing evaluation.json.
+Exit codes: 0 done; 1 no readable checkpoint, out of memory, or the result can't be written; 2 usage
+error; 130 stopped by Ctrl-C, without changing evaluation.json.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a clone not installed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for uninstalled clones
 
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.loader import ConfigError
@@ -28,25 +28,25 @@ from speedyzero_jax.system.exit_codes import FAILED, USAGE_ERROR
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Returns the exit code."""
+  """Runs the command line. Returns the exit code."""
   parser = argparse.ArgumentParser(
-    prog="launch/evaluate.py", description="Evaluates the last checkpoint of a run."
+    prog="launch/evaluate.py", description="Evaluates the newest checkpoint of a run."
   )
   parser.add_argument("run_dir", type=Path, help="the run's folder")
-  for key, meaning in (("episodes", "episodes to play"), ("max_episode_steps", "agent step cap")):
+  for key, meaning in (("episodes", "episodes to play"), ("max_episode_steps", "their step limit")):
     option = "--" + key.replace("_", "-")
     parser.add_argument(
       option, metavar="N", help=f"{meaning} (default: the run's evaluation.{key})"
     )
   parser.add_argument(
-    "--seed", type=int, help="of the environments (default: that of the run's own evaluations)"
+    "--seed", type=int, help="seed of the environments (default: that of the run's evaluations)"
   )
-  parser.add_argument("--video", type=Path, metavar="FILE.gif", help="show the first episode")
+  parser.add_argument("--video", type=Path, metavar="FILE.gif", help="GIF of the first episode")
   arguments = parser.parse_args(argv)
   if arguments.seed is not None and arguments.seed < 0:
     parser.error("--seed: must be at least 0")
   if arguments.video and not arguments.video.parent.is_dir():
-    parser.error(f"--video: no folder {arguments.video.parent}")
+    parser.error(f"--video: folder {arguments.video.parent} does not exist")
   given = {key: getattr(arguments, key) for key in ("episodes", "max_episode_steps")}
   changes = [f"evaluation.{key}={value}" for key, value in given.items() if value is not None]
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def evaluate(config: Config, folder: Path, seed: int | None, video_path: Path | None) -> int:
-  """Plays, prints and writes. Returns the exit code."""
+  """Plays the episodes; prints and writes the result. Returns the exit code."""
   import jax
 
   from speedyzero_jax.run import factories

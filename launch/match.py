@@ -1,11 +1,11 @@
 """Plays board games with trained agents: python launch/match.py RUN_DIR --against minimax
 
-Opponents are random, minimax (tic-tac-toe), mcts:N (UCT with N rollouts a move), and runs, by
-folder. A run plays with its newest checkpoint, or as RUN_DIR@STEP with that of a learner step.
-Agents play without noise, each side in every other game. Prints wins, draws and losses and writes
+Opponents are random, minimax (tic-tac-toe only), mcts:N (UCT with N rollouts per move), and runs,
+given by their folders. RUN_DIR plays with its newest checkpoint, RUN_DIR@STEP with that of learner
+step STEP. Agents play without noise and alternate sides. Prints wins, draws and losses and writes
 matches.json into the first run's folder.
 
-Exit codes: 0 done; 1 no readable checkpoint, or the result can't be written; 2 wrong use.
+Exit codes: 0 done; 1 no readable checkpoint, or the result can't be written; 2 usage error.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a clone not installed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for uninstalled clones
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import jax
@@ -36,7 +36,7 @@ from speedyzero_jax.workers import evaluator
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Returns the exit code."""
+  """Runs the command line. Returns the exit code."""
   parser = argparse.ArgumentParser(
     prog="launch/match.py", description="Plays board games with trained agents."
   )
@@ -44,17 +44,17 @@ def main(argv: Sequence[str] | None = None) -> int:
   add("runs", nargs="+", metavar="RUN_DIR[@STEP]", help="players: folders of runs")
   opponents = "random, minimax, mcts:N, or RUN_DIR[@STEP]; each plays all runs"
   add("--against", nargs="+", required=True, metavar="OPPONENT", help=opponents)
-  add("--games", type=_positive, default=100, metavar="N", help="of each pair (default: 100)")
-  opening = "random moves before each game, the same for both sides (default: 0; for runs 2)"
+  add("--games", type=_positive, default=100, metavar="N", help="games per pair (default: 100)")
+  opening = "random moves that open each game, for both sides (default: 2 against runs, else 0)"
   add("--opening", type=int, metavar="N", help=opening)
-  add("--seed", type=int, default=0, help="of openings and opponents (default: 0)")
-  add("--out", type=Path, metavar="FILE", help="where to write (default: RUN_DIR/matches.json)")
+  add("--seed", type=int, default=0, help="seed of openings and opponents (default: 0)")
+  add("--out", type=Path, metavar="FILE", help="file to write (default: RUN_DIR/matches.json)")
   arguments = parser.parse_args(argv)
   logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
   try:
-    found = [match(run, name, arguments) for run in arguments.runs for name in arguments.against]
+    results = [match(run, name, arguments) for run in arguments.runs for name in arguments.against]
     out = arguments.out or Path(arguments.runs[0].partition("@")[0]) / "matches.json"
-    out.write_text(json.dumps(found, indent=1) + "\n")
+    out.write_text(json.dumps(results, indent=1) + "\n")
   except (CheckpointError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     return FAILED
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def match(run: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-  """Results of a run against an opponent, for each side, and the difference of Elo ratings."""
+  """Plays a run against an opponent; returns the results for each side and the Elo difference."""
   config, agent, inference, version = _restore(run)
   if config.env.game not in RULES:
     raise ValueError(f"{run}: {config.env.game} is not a board game")
@@ -73,9 +73,10 @@ def match(run: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
   opening = arguments.opening
   if opening is None:
     opening = 2 if kind == "run" else 0  # two agents without noise would repeat one game
-  most = 2 * RULES[config.env.game].connect - 3  # after which no game can be over at the first turn
-  if not 0 <= opening <= most:
-    raise ValueError(f"--opening: must lie in [0, {most}] in {config.env.game}, got {opening}")
+  # After a longer opening, a game could be over before the second side's first turn.
+  longest = 2 * RULES[config.env.game].connect - 3
+  if not 0 <= opening <= longest:
+    raise ValueError(f"--opening: must lie in [0, {longest}] in {config.env.game}, got {opening}")
   played = evaluator.evaluate(
     config, agent, inference, version,
     episodes=arguments.games, seed=arguments.seed, opponent=opponent, opening=opening,
@@ -117,7 +118,7 @@ def _counts(returns: np.ndarray) -> dict[str, int]:
 
 @functools.cache
 def _restore(run: str) -> tuple:
-  """Configuration, agent, inference and weights of RUN_DIR[@STEP]."""
+  """Restores the configuration, agent, inference and weights of RUN_DIR[@STEP]."""
   folder, _, step = run.partition("@")
   if step and not step.isdecimal():
     raise ValueError(f"expected RUN_DIR or RUN_DIR@STEP, got {run!r}")
@@ -136,14 +137,14 @@ def _restore(run: str) -> tuple:
 
 
 def _opponent(name: str, game: str) -> tuple[str, Opponent]:
-  """The opponent of that name, and its kind. Raises ValueError for one that cannot play."""
+  """Returns an opponent's kind and policy. Raises ValueError if it can't play the game."""
   rules = RULES[game]
   kind, _, rollouts = name.partition(":")
   if name == "random":
     return kind, play_at_random(rules)
   if name == "minimax":
     if game != "TicTacToe":
-      raise ValueError(f"minimax visits all games, which are too many in {game}")
+      raise ValueError(f"--against: minimax can't search the whole game tree of {game}")
     return kind, play_minimax(rules)
   if kind == "mcts" and rollouts.isdecimal() and int(rollouts):
     return kind, play_mcts(rules, int(rollouts))
@@ -157,8 +158,8 @@ def _opponent(name: str, game: str) -> tuple[str, Opponent]:
     no, lanes = np.zeros(len(board), bool), np.arange(len(board), dtype=np.int32)
     inputs = ActInputs(board[:, None], no, lanes, ())
     key = jax.random.key(0)  # has no effect without exploration
-    found = inference.act(version.variables, inputs, key, np.float32(1), explore=False)
-    return np.asarray(found.action)
+    output = inference.act(version.variables, inputs, key, np.float32(1), explore=False)
+    return np.asarray(output.action)
 
   return "run", play
 

@@ -3,9 +3,9 @@
 A run is one process, unless --processes, a cluster (Slurm, Open MPI, Kubernetes, ...) or
 --coordinator makes this process one of several.
 
-Exit codes: 0 finished, or paused (run.pause_at); 1 failed; 2 wrong use (an unknown key, an
-unusable folder); 129, 130 or 143 stopped by a closed terminal, Ctrl-C or SIGTERM, after saving;
-continue with --resume RUN_DIR.
+Exit codes: 0 finished, or paused (run.pause_at); 1 failed; 2 usage error (such as an unknown key or
+an unusable folder); 129, 130 or 143 stopped by a closed terminal, Ctrl-C or SIGTERM after saving a
+checkpoint; continue with --resume RUN_DIR.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a clone not installed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for uninstalled clones
 
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.loader import ConfigError
@@ -30,23 +30,23 @@ from speedyzero_jax.system.exit_codes import FAILED, USAGE_ERROR
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-  """Parses the command line. Overrides may stand anywhere, also right after the presets."""
+  """Parses the command line. Overrides may appear anywhere, even right after the presets."""
   parser = argparse.ArgumentParser(
     prog="launch/multihost.py",
-    description="Trains an agent: collects, learns, evaluates.",
+    description="Trains and evaluates an agent.",
     epilog=loader.help_text(chosen_agent(argv)),
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
   add = parser.add_argument
-  presets = "presets from configs/; later ones win"
+  presets = "presets from configs/; later ones take precedence"
   add("--config", nargs="+", action="extend", metavar="PRESET", default=[], help=presets)
   add("--resume", type=Path, metavar="RUN_DIR", help="continue this run")
   started = "start and supervise processes on this machine, e.g. learner=1,actor=1,refresher=2"
   add("--processes", type=process_counts, metavar="KIND=N,...", help=started)
-  add("--coordinator", metavar="HOST:PORT", help="address of process 0, for one of several")
-  add("--num-processes", type=int, metavar="N", help="number of processes")
-  add("--process-id", type=int, metavar="I", help="number of this one, from 0")
-  devices = "accelerators of this machine to use, for one of several processes (default: all)"
+  add("--coordinator", metavar="HOST:PORT", help="address of process 0, if there are several")
+  add("--num-processes", type=int, metavar="N", help="total number of processes")
+  add("--process-id", type=int, metavar="I", help="index of this process, from 0")
+  devices = "ids of the accelerators to use, if there are several processes (default: all)"
   add("--devices", metavar="I,...", type=device_ids, help=devices)
   add("overrides", nargs="*", metavar="key=value", help="settings, listed below")
   arguments = parser.parse_args(argv)
@@ -54,23 +54,23 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   if arguments.resume is None and not arguments.config:
     parser.error("--config PRESET or --resume RUN_DIR is required")
   if arguments.resume is not None and arguments.config:
-    parser.error("--resume takes its configuration from the run folder; leave --config out")
+    parser.error("--resume reads the configuration from the run folder; omit --config")
   place = [arguments.coordinator, arguments.num_processes, arguments.process_id]
   if any(x is not None for x in place) and None in place:
-    parser.error("--coordinator, --num-processes and --process-id go together")
+    parser.error("--coordinator, --num-processes and --process-id must be given together")
   if arguments.processes and (arguments.coordinator or arguments.devices):
-    parser.error("--processes gives processes their place and devices; leave these options out")
+    parser.error("--processes assigns coordinator and devices; omit --coordinator and --devices")
   arguments.overrides += arguments.processes or []
   return arguments
 
 
 def device_ids(text: str) -> list[int]:
-  """`0,1` as numbers. Raises ValueError if they are not."""
+  """Parses `0,1` as integers. Raises ValueError if it can't."""
   return [int(index) for index in text.split(",")]
 
 
 def process_counts(text: str) -> list[str]:
-  """`learner=1,actor=2` as overrides."""
+  """Parses `learner=1,actor=2` as overrides."""
   counts = dict.fromkeys(("learner", "actor", "refresher"), "0")
   parts = [part.partition("=") for part in text.split(",")]
   for kind, _, count in parts:
@@ -78,12 +78,12 @@ def process_counts(text: str) -> list[str]:
       raise argparse.ArgumentTypeError(f"expected learner=N,actor=N,refresher=N, got {text!r}")
     counts[kind] = count
   if len({kind for kind, *_ in parts}) < len(parts) or not int(counts["learner"]):
-    raise argparse.ArgumentTypeError(f"each kind once, and at least one learner; got {text!r}")
+    raise argparse.ArgumentTypeError(f"expected each kind once and a learner, got {text!r}")
   return [f"topology.{kind}s={count}" for kind, count in counts.items()]
 
 
 def chosen_agent(argv: Sequence[str]) -> str:
-  """The agent whose settings `--help` lists, from the presets and overrides on the command line."""
+  """The agent whose settings `--help` lists, chosen by the presets and overrides in `argv`."""
   presets = [text for text in argv if text in loader.preset_names()]
   try:
     named = [text for text in argv if text.startswith("agent=")]
@@ -93,22 +93,22 @@ def chosen_agent(argv: Sequence[str]) -> str:
 
 
 def separate_overrides(arguments: argparse.Namespace, argv: Sequence[str]) -> None:
-  """Moves overrides that argparse took for presets to `overrides`, in the order of `argv`."""
+  """Moves overrides that argparse parsed as presets to `overrides`, in the order of `argv`."""
   overrides = {*arguments.overrides, *(text for text in arguments.config if "=" in text)}
-  arguments.overrides = [text for text in argv if text in overrides]  # later ones win
+  arguments.overrides = [text for text in argv if text in overrides]  # the last of a key applies
   arguments.config = [text for text in arguments.config if "=" not in text]
 
 
 def configuration(arguments: argparse.Namespace, num_processes: int | None) -> Config:
-  """The run's configuration; None: with as many processes as it says.
+  """Returns the configuration for `num_processes` processes; None: the number configured.
 
   Raises:
-    ConfigError: invalid settings.
-    RunFolderError: no run to resume.
+    ConfigError: a setting is invalid.
+    RunFolderError: there is no run to resume.
   """
   if arguments.resume is not None:
     return run_dir.resumed(arguments.resume, arguments.overrides)
-  # Settled with the number of learners, among which the run is divided.
+  # Stored with the resolved number of learners, among which the run is divided.
   return topology.with_learners(loader.load(arguments.config, arguments.overrides), num_processes)
 
 
@@ -121,16 +121,19 @@ def open_folder(arguments: argparse.Namespace, config: Config) -> RunDir:
 
 
 def check_possible(config: Config) -> None:
-  """Raises ConfigError for settings unusable on this machine, before anything is written."""
+  """Raises ConfigError for settings that can't be used on this machine; writes nothing."""
   import jax
 
   from speedyzero_jax.envs.batched_env import check_game, make_env
   from speedyzero_jax.run.factories import make_agent
 
-  here = len(jax.local_devices())
-  if config.learner.devices > here:
-    raise ConfigError(f"learner.devices: there are {here} here, got {config.learner.devices}")
-  devices = config.learner.devices or here
+  local = len(jax.local_devices())
+  if config.learner.devices > local:
+    raise ConfigError(
+      f"learner.devices: must be at most the {local} devices of this process, "
+      f"got {config.learner.devices}"
+    )
+  devices = config.learner.devices or local
   if config.learner.batch_size % devices:
     raise ConfigError(
       f"learner.batch_size: must be a multiple of the {devices} devices used, "
@@ -140,7 +143,7 @@ def check_possible(config: Config) -> None:
     check_game(config.env.game)
     cap = config.evaluation.max_episode_steps
     make_env(config.env, 1, config.run.seed, training=False, max_episode_steps=cap).close()
-  except (ValueError, TypeError) as error:  # TypeError: envpool's, of unusable numbers
+  except (ValueError, TypeError) as error:  # TypeError: from envpool, for invalid numbers
     raise ConfigError(f"env: {_first_line(error)}") from error
   try:
     make_agent(config)
@@ -163,7 +166,7 @@ def supervise(arguments: argparse.Namespace) -> int:
   shape = topology.resolve(config)
   central = config.topology.inference == "central"
   gpus = devices.deal_devices(shape, count, config.learner.batch_size, central=central)
-  with open_folder(arguments, config) as folder:  # which the processes then share
+  with open_folder(arguments, config) as folder:  # process 0 opens it again
     path = folder.path
   print(f"topology: {shape}", flush=True)
   if count:
@@ -181,12 +184,12 @@ def supervise(arguments: argparse.Namespace) -> int:
     if dealt is not None:
       command += ["--devices", ",".join(map(str, dealt.ids))]
       environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{dealt.memory:.2f}"
-    if process_id == 0:  # logs its own output; this terminal shows the progress of all
+    if process_id == 0:  # shows the run's progress on this terminal; its output goes to a log
       environment[TERMINAL], files = str(terminal), (terminal,)
     return Child(str(role), command, environment, role.kind == "learner", files)
 
   with run_dir.supervised(path), socket.socket() as held:
-    # Keeps the port between restarts: only sockets with SO_REUSEPORT, such as gRPC's, may share it.
+    # Reserves the port across restarts; only sockets with SO_REUSEPORT (gRPC's) may share it.
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     held.bind(("127.0.0.1", 0))
     address = f"127.0.0.1:{held.getsockname()[1]}"
@@ -228,7 +231,7 @@ def be_one(arguments: argparse.Namespace) -> int:
     shape = topology.resolve(config)
     if shape.num_processes > 1:
       raise ConfigError(
-        "topology: asks for several processes; start them with --processes, or on a cluster"
+        "topology: several processes are configured; start them with --processes or on a cluster"
       )
     with open_checked(config) as folder:
       print(f"topology: {shape}", flush=True)
@@ -236,12 +239,12 @@ def be_one(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Returns the exit code."""
+  """Runs the command line. Returns the exit code."""
   for name in ("stdout", "stderr"):
     if getattr(sys, name) is None:  # closed before the start (>&-)
       setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
-  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's messages on its cache
-  os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC's messages on stopping servers
+  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's messages about its cache
+  os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC's messages when servers stop
   logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
   arguments = parse(sys.argv[1:] if argv is None else argv)
   try:
@@ -260,4 +263,4 @@ if __name__ == "__main__":
   for stream in (sys.stdout, sys.stderr):
     with contextlib.suppress(OSError):  # a closed terminal
       stream.flush()
-  os._exit(code)  # everything is saved; threads of libraries must not delay the exit
+  os._exit(code)  # everything is saved; library threads must not delay the exit

@@ -1,11 +1,11 @@
-"""Plans a run on GPUs that need not be there: launch/plan.py --config PRESET ... --target h200
+"""Plans a run on GPUs that need not be present: launch/plan.py --config PRESET ... --target h200
 
-Compiles every program of the run's learner processes for the target and prints, for each device,
-memory, kernel launches, collectives, host round trips, FLOPs, bytes and projected time, and the
-minutes of the whole run; --out writes the same as JSON. `make gpu-plan` installs what it needs.
+Compiles every program of the run's learner processes for the target. Prints memory, kernel
+launches, collectives, host round trips, FLOPs, bytes and projected time per device, and the minutes
+of the whole run; --out writes them as JSON, too. `make gpu-plan` installs the compiler.
 
-Exit codes: 0 done; 1 jax can't compile for GPUs here; 2 wrong use; 3 the run needs more memory than
-a device has.
+Exit codes: 0 done; 1 jax can't compile for GPUs on this machine; 2 usage error; 3 the run needs
+more memory than a device has.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works uninstalled
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for uninstalled clones
 
 from launch import multihost
 from speedyzero_jax.config import loader
@@ -28,23 +28,23 @@ TOO_LARGE = 3  # exit code besides those of `system.exit_codes`
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-  """The command line."""
+  """Parses the command line."""
   parser = argparse.ArgumentParser(
-    prog="launch/plan.py", description="Plans a run on GPUs that need not be there."
+    prog="launch/plan.py", description="Plans a run on GPUs that need not be present."
   )
   add = parser.add_argument
   add("--config", nargs="+", action="extend", required=True, metavar="PRESET", help="presets")
   add("--target", default="h200", help="GPU: a100, h100 or h200 (default: h200)")
   add(
     "--devices", type=multihost.device_ids, default=[1], metavar="N,...",
-    help="of all learner processes (default: 1); a plan for each number",
+    help="numbers of devices of all learner processes, with a plan for each (default: 1)",
   )  # fmt: skip
   add(
     "--processes", type=multihost.process_counts, metavar="KIND=N,...",
-    help="learner=N,actor=N,refresher=N: what actors and refreshers do is not on these devices",
+    help="learner=N,actor=N,refresher=N: work of actors and refreshers is left out of the plan",
   )  # fmt: skip
-  add("--only", metavar="NAME,...", help="programs: train, act, evaluate, publish, or tasks")
-  add("--out", type=Path, metavar="FILE", help="JSON to write")
+  add("--only", metavar="NAME,...", help="programs to plan: train, act, evaluate, publish, tasks")
+  add("--out", type=Path, metavar="FILE", help="JSON file to write")
   add("overrides", nargs="*", metavar="key=value", help="settings (see launch/multihost.py --help)")
   arguments = parser.parse_args(argv)
   multihost.separate_overrides(arguments, argv)
@@ -53,10 +53,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Returns the exit code."""
+  """Runs the command line. Returns the exit code."""
   arguments = parse(sys.argv[1:] if argv is None else argv)
   sys.path.append(str(ROOT / ".venv" / "gpu-compiler"))  # from `make gpu-plan`
-  os.environ["JAX_PLATFORMS"] = "cpu"  # or jax looks for the target's driver
+  os.environ["JAX_PLATFORMS"] = "cpu"  # otherwise jax looks for the target's driver
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
   from speedyzero_jax.plan import plan, target
   from speedyzero_jax.plan.programs import ROLES
@@ -68,11 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     shape = topology.resolve(config)
     for devices in arguments.devices:
       if devices < 1 or devices % shape.learners:
-        raise ValueError(f"--devices: {devices} can't be divided over {shape.learners} learners")
+        raise ValueError(f"--devices: {devices} can't be divided among {shape.learners} learners")
     if arguments.out and not arguments.out.parent.is_dir():
-      raise ValueError(f"--out: there is no folder {arguments.out.parent}")
+      raise ValueError(f"--out: folder {arguments.out.parent} does not exist")
     roles = frozenset(kind for kind in ROLES if not shape.serving(kind, 0))
-    found = {
+    plans = {
       devices: plan.make_plan(
         config,
         device,
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   except RuntimeError as error:
     _report(f"error: {error}")
     return FAILED
-  for devices, each in found.items():
+  for devices, each in plans.items():
     print(plan.tables(each, device, devices))
   if arguments.out:
     given = sys.argv[1:] if argv is None else argv
@@ -100,10 +100,10 @@ def main(argv: Sequence[str] | None = None) -> int:
       "processes": shape.learners,
       "versions": {name: version(name) for name in ("jax", "jaxlib", "jax-cuda12-pjrt")},
       "assumptions": plan.ASSUMPTIONS,
-      "plans": [{"devices": devices} | each.as_dict() for devices, each in found.items()],
+      "plans": [{"devices": devices} | each.as_dict() for devices, each in plans.items()],
     }
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-  return 0 if arguments.only or all(each.fits for each in found.values()) else TOO_LARGE
+  return 0 if arguments.only or all(each.fits for each in plans.values()) else TOO_LARGE
 
 
 def _report(line: str) -> None:

@@ -1,10 +1,11 @@
 """Population Based Training: launch/population.py configs/populations/cartpole.yaml --dir DIR
 
-Members are run folders in DIR, trained in rounds. After each, the worst copy the best, checkpoint
-and replay included, with changed settings. DIR has also events.jsonl, with every decision, and at
-the end population.json. The same command continues an interrupted population.
+Members are run folders in DIR and train in rounds. After each round, the worst members copy the
+best ones, including checkpoint and replay, and change their settings. DIR/events.jsonl records
+every decision; DIR/population.json is written at the end. The same command continues an interrupted
+population.
 
-Exit codes: 0 done; 1 no member finished the last round; 2 wrong use; 129, 130 or 143 stopped by a
+Exit codes: 0 done; 1 no member finished the last round; 2 usage error; 129, 130 or 143 stopped by a
 closed terminal, Ctrl-C or SIGTERM, after saving.
 """
 
@@ -16,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a clone not installed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for uninstalled clones
 
 from speedyzero_jax.cluster import devices
 from speedyzero_jax.config.loader import ConfigError
@@ -31,11 +32,11 @@ from speedyzero_jax.system.exit_codes import FAILED, USAGE_ERROR
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Returns the exit code."""
+  """Runs the command line. Returns the exit code."""
   parser = argparse.ArgumentParser(
-    prog="launch/population.py", description="Trains a population that evolves its settings."
+    prog="launch/population.py", description="Trains a population of runs whose settings evolve."
   )
-  parser.add_argument("population", type=Path, help="YAML, see configs/populations/")
+  parser.add_argument("population", type=Path, help="YAML file, see configs/populations/")
   parser.add_argument("--dir", type=Path, required=True, help="folder of the population")
   parser.add_argument(
     "--together", type=int, metavar="N", help="members trained at once (default: one per GPU, or 1)"
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _claimed(folder: Path, description: str) -> contextlib.AbstractContextManager:
-  """The folder's lock, with the description stored in it."""
+  """Locks the folder and stores the population's description in it."""
   folder.mkdir(parents=True, exist_ok=True)
   lock, kept = run_dir.supervised(folder), folder / "population.yaml"
   if kept.exists() and kept.read_text() != description:
@@ -76,7 +77,7 @@ def _run(population: populations.Population, folder: Path, processes: RunProcess
     with handling(processes.stop):
       result = controller.run(population, trainer, log, report)
   except Interrupted:
-    print("stopped; the same command continues")
+    print("stopped; repeat the command to continue")
     return processes.exit_code
   finally:
     log.close()

@@ -1,9 +1,9 @@
-"""Profile of a few learner steps: launch/profile.py --config PRESET [PRESET ...] [key=value ...]
+"""Profiles a few learner steps: launch/profile.py --config PRESET [PRESET ...] [key=value ...]
 
-A short run as configured, in one process, with a replay that random play has filled. After some
-learner steps, profile.steps of them are timed and as many more traced. The new folder (--out, or
-one under runs/) has profile.json and the trace (plugins/profile/, for xprof or ui.perfetto.dev);
-the tables are printed too.
+Starts a short run in one process, with a replay filled by random play. After a few learner steps,
+profile.steps of them are timed and as many more are traced. The new folder (--out, or one under
+runs/) has profile.json and the trace (plugins/profile/, for xprof or ui.perfetto.dev); the tables
+are also printed.
 
 Exit codes are those of launch/multihost.py.
 """
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works uninstalled
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for uninstalled clones
 
 from launch import multihost
 from speedyzero_jax.config import loader
@@ -30,7 +30,7 @@ STEPS = 5  # learner steps profiled, unless profile.steps is set
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-  """The command line. Overrides may stand anywhere, also right after the presets."""
+  """Parses the command line. Overrides may appear anywhere, even right after the presets."""
   parser = argparse.ArgumentParser(
     prog="launch/profile.py", description="Profiles a few learner steps of a new run."
   )
@@ -49,8 +49,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     "--fill",
     type=int,
     metavar="N",
-    help="agent steps of random play before (default: half of the run's; sweeps cost more the "
-    "fuller the replay is)",
+    help="agent steps of random play before the profile (default: half of the run's); sweeps "
+    "take longer in a fuller replay",
   )
   parser.add_argument(
     "overrides", nargs="*", metavar="key=value", help="settings (see launch/multihost.py --help)"
@@ -61,14 +61,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def shortened(config: Config, fill: int | None) -> Config:
-  """The configuration of a run that ends after the profile, at the pace of the one given.
+  """Returns the configuration of a run that ends after the profile, at the same replay ratio.
 
   Args:
-    config: of the whole run.
+    config: configuration of the whole run.
     fill: agent steps of random play before the first learner step; None for half of the run.
 
   Raises:
-    ConfigError: `fill` is not from actor.random_steps to below all agent steps.
+    ConfigError: `fill` is below actor.random_steps, or not below run.env_steps.
   """
   from speedyzero_jax.run.factories import make_agent
   from speedyzero_jax.workers.sweeper import make_sweepers
@@ -76,7 +76,10 @@ def shortened(config: Config, fill: int | None) -> Config:
   total, begin, learner = config.run.env_steps, config.actor.random_steps, config.learner
   fill = max(total // 2, begin) if fill is None else fill
   if not begin <= fill < total:
-    raise ConfigError(f"--fill: must be from actor.random_steps ({begin}) to below {total}")
+    raise ConfigError(
+      f"--fill: must be at least actor.random_steps ({begin}) and below run.env_steps ({total}), "
+      f"got {fill}"
+    )
   pace = (total - begin) / max(learner.steps - learner.tail_steps, 1)  # agent per learner steps
   profiled = config.profile.steps or STEPS
   sweepers = make_sweepers(make_agent(config), config.actor.weights_interval)
@@ -97,17 +100,17 @@ def shortened(config: Config, fill: int | None) -> Config:
 
 
 def configured(arguments: argparse.Namespace) -> Config:
-  """The configuration of the run to profile. Raises ConfigError."""
+  """Returns the configuration of the run to profile. Raises ConfigError."""
   out = [f"run.dir={arguments.out}"] if arguments.out else []
   config = loader.load(arguments.config, [*arguments.overrides, *out])
   if topology.resolve(config).num_processes > 1:
-    raise ConfigError("topology: asks for several processes; only one can be profiled")
+    raise ConfigError("topology: several processes are configured; only one can be profiled")
   multihost.check_possible(config)
   return shortened(config, arguments.fill)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Returns the exit code."""
+  """Runs the command line. Returns the exit code."""
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
   arguments = parse(sys.argv[1:] if argv is None else argv)
   memory.keep_freed()
@@ -125,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   with Signals() as signals, folder:
     code = train(config, folder.path, resume=False, signals=signals)
   if code == 0 and not (folder.path / "profile.json").exists():
-    print("error: the run ended before all of its work had begun: no profile", file=sys.stderr)
+    print("error: no profile, as the run ended before all sweeps had begun", file=sys.stderr)
     return FAILED
   return code
 

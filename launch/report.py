@@ -1,11 +1,11 @@
-"""Comparison of runs: a row per run folder, a summary over seeds, and a page with all else.
+"""Compares runs: a row per run folder, a summary over seeds, and an HTML page with the details.
 
   python launch/report.py runs/*
   python launch/report.py runs/* --out report.html --json report.json
 
 Reads `config.yaml`, `starts.jsonl`, `metrics.jsonl` and `evaluation.json` of finished and
-unfinished runs, and says which of them is missing or damaged. Needs neither jax nor the machine of
-the runs. Exit codes: 0 done; 1 a file can't be written; 2 there is no run to report.
+unfinished runs, and reports missing and damaged files. Needs neither jax nor the machine that
+trained the runs. Exit codes: 0 done; 1 a file can't be written; 2 there is no run to report.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a clone not installed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for uninstalled clones
 
 from speedyzero_jax.report import page, terminal
 from speedyzero_jax.report.groups import group_runs, to_json
@@ -24,12 +24,12 @@ from speedyzero_jax.report.runs import read_runs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Returns the exit code."""
+  """Runs the command line. Returns the exit code."""
   parser = argparse.ArgumentParser(prog="report.py", description=(__doc__ or "").split("\n\n")[0])
   parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="run folders")
-  parser.add_argument("--out", type=Path, metavar="PATH", help="write a page (HTML) here")
+  parser.add_argument("--out", type=Path, metavar="PATH", help="HTML page to write")
   parser.add_argument(
-    "--json", type=Path, metavar="PATH", help="write what is printed as JSON here"
+    "--json", type=Path, metavar="PATH", help="JSON file of the printed tables to write"
   )
   options = parser.parse_args(arguments)
   runs = read_runs(options.runs)

@@ -1,15 +1,15 @@
-"""Runs of a study: launch/suite.py configs/studies/optimizers.yaml --dir runs/optimizers
+"""Trains a study: launch/suite.py configs/studies/optimizers.yaml --dir runs/optimizers
 
   python launch/suite.py --config atari100k --games all --seeds 3 --dir runs/atari100k
   sbatch --array=0-77 --gpus=1 --wrap "python launch/suite.py --config atari100k --games all \\
     --seeds 3 --dir runs/atari100k --part \\$SLURM_ARRAY_TASK_ID/78"
 
 A study varies settings, games and seeds (speedyzero_jax/study/study.py). Its runs are folders in
-DIR, with a log beside each. The same command trains what is not finished, from its last
-checkpoint. At the end DIR/report.html compares the runs.
+DIR, with a log beside each. The same command resumes unfinished runs from their last checkpoints.
+At the end, DIR/report.html compares the runs.
 
-Exit codes: 0 done; 1 a run failed, or the comparison can't be written; 2 wrong use; 129, 130 or 143
-stopped by a closed terminal, Ctrl-C or SIGTERM, after saving.
+Exit codes: 0 done; 1 a run failed, or the comparison can't be written; 2 usage error; 129, 130 or
+143 stopped by a closed terminal, Ctrl-C or SIGTERM, after saving.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a clone not installed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for uninstalled clones
 
 from speedyzero_jax.cluster import devices
 from speedyzero_jax.config.loader import ConfigError
@@ -41,18 +41,18 @@ from speedyzero_jax.study import table
 from speedyzero_jax.study.study import Study, StudyRun
 from speedyzero_jax.system.exit_codes import FAILED, USAGE_ERROR
 
-_SECONDS = 2.0  # between drawings of the table
+_SECONDS = 2.0  # between updates of the table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Returns the exit code."""
+  """Runs the command line. Returns the exit code."""
   arguments = _parser().parse_intermixed_args(argv)
   try:
     processes = RunProcesses(devices.places(arguments.together))
     runs = studies.runs_of(_study(arguments), arguments.dir)
     part, parts = _part(arguments.part)
     if parts > 1 and arguments.out:
-      raise ConfigError("--out: a part of a study is not compared; leave it out")
+      raise ConfigError("--out: a part of a study is not compared; omit --out or --part")
     for folder in (arguments.dir, *([arguments.out.parent] if arguments.out else [])):
       folder.mkdir(parents=True, exist_ok=True)
   except (ConfigError, RunFolderError) as error:
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   with handling(processes.stop):
     failed = _train(runs, runs[part::parts], processes)
   if processes.received is not None:
-    _say("stopped; the same command continues")
+    _say("stopped; repeat the command to continue")
     return processes.exit_code
   reported = parts > 1 or _report(runs, arguments.dir, arguments.out)
   return 0 if reported and not failed else FAILED
@@ -75,21 +75,21 @@ def _parser() -> argparse.ArgumentParser:
     prog="launch/suite.py", description="Trains the runs of a study and compares them."
   )
   add = parser.add_argument
-  described = "YAML, see configs/studies/; and settings of all runs"
+  described = "YAML file (see configs/studies/), and settings of all runs"
   add("study", nargs="*", metavar="STUDY | key=value", help=described)
-  presets, games = "instead of a study's presets", "all: the 26 games of Atari-100k"
+  presets, games = "replaces the study's presets", "games; all: the 26 games of Atari-100k"
   add("--config", nargs="+", metavar="PRESET", default=[], help=presets)
   add("--games", nargs="+", metavar="GAME", default=[], help=games)
   add("--seeds", type=int, metavar="N", help="run.seed=0 to N-1 (default: 3)")
-  add("--out", type=Path, metavar="FILE", help="JSON of the comparison")
+  add("--out", type=Path, metavar="FILE", help="JSON file of the comparison")
   add("--dir", type=Path, required=True, help="folder of the runs")
-  add("--together", type=int, metavar="N", help="runs at once (default: one per GPU, or 1)")
+  add("--together", type=int, metavar="N", help="runs trained at once (default: one per GPU, or 1)")
   add("--part", metavar="I/N", default="0/1", help="only runs I, I+N, I+2N, ..., for a job array")
   return parser
 
 
 def _study(arguments: argparse.Namespace) -> Study:
-  # key=value may stand anywhere, also right after presets and games.
+  # key=value may appear anywhere, even right after presets and games.
   lists = (arguments.study, arguments.config, arguments.games)
   settings = tuple(text for texts in lists for text in texts if "=" in text)
   paths, config, games = (tuple(text for text in texts if "=" not in text) for texts in lists)
@@ -106,18 +106,18 @@ def _study(arguments: argparse.Namespace) -> Study:
 
 
 def _part(text: str) -> tuple[int, int]:
-  found = re.fullmatch(r"(\d+)/(\d+)", text)
-  if not found or int(found[1]) >= int(found[2]):
+  numbers = re.fullmatch(r"(\d+)/(\d+)", text)
+  if not numbers or int(numbers[1]) >= int(numbers[2]):
     raise ConfigError(f"--part: expected I/N with I below N, got {text}")
-  return int(found[1]), int(found[2])
+  return int(numbers[1]), int(numbers[2])
 
 
 def _train(runs: list[StudyRun], part: list[StudyRun], processes: RunProcesses) -> set[Path]:
-  """Trains what is not finished; the folders of the runs that failed. Ends early after a signal."""
+  """Trains unfinished runs; returns the folders of failed ones. Ends early after a signal."""
   failed: set[Path] = set()
   console = Console(markup=False, emoji=False)
   with (
-    contextlib.suppress(OSError),  # of the table, on a closed terminal
+    contextlib.suppress(OSError),  # drawing the table on a closed terminal
     concurrent.futures.ThreadPoolExecutor(processes.count) as pool,
     Live(console=console, auto_refresh=False, transient=True) as live,
   ):
@@ -139,7 +139,7 @@ def _train(runs: list[StudyRun], part: list[StudyRun], processes: RunProcesses) 
 
 
 def _failed(run: StudyRun, future: concurrent.futures.Future[int]) -> bool:
-  """Whether a run failed. Prints how it ended, but for those that a signal ended."""
+  """Whether a run failed. Prints how it ended, unless a signal stopped it."""
   try:
     code = future.result()
     ended = f"failed with exit code {code}: see {log_of(run.path)}" if code else "finished"
@@ -152,18 +152,18 @@ def _failed(run: StudyRun, future: concurrent.futures.Future[int]) -> bool:
 
 
 def _report(runs: list[StudyRun], folder: Path, out: Path | None) -> bool:
-  """Writes the comparison as a page, and as JSON, and prints it. False if it can't be written."""
-  found = read_runs(run.path for run in runs)
-  groups = group_runs(found)
+  """Writes the comparison as HTML and JSON and prints it. Returns False if it can't be written."""
+  results = read_runs(run.path for run in runs)
+  groups = group_runs(results)
   try:
-    (folder / "report.html").write_bytes(page.render(found))
+    (folder / "report.html").write_bytes(page.render(results))
     if out is not None:
-      out.write_text(to_json(found, groups, command=shlex.join(["python", *sys.argv])))
+      out.write_text(to_json(results, groups, command=shlex.join(["python", *sys.argv])))
   except OSError as error:
     print(f"error: can't write the comparison: {error}", file=sys.stderr)
     return False
   with contextlib.suppress(OSError):  # a closed output
-    terminal.show(found, groups, Console())
+    terminal.show(results, groups, Console())
   _say(f"{folder / 'report.html'} has curves, scores, ages and times")
   return True
 

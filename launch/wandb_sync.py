@@ -1,10 +1,10 @@
 """Sends metrics of runs to Weights & Biases: python launch/wandb_sync.py RUN_DIR ... --project NAME
 
-Names are those of metrics.jsonl and TensorBoard, over learner steps. Repeat the command for what
-came since; RUN_DIR/wandb.json says what was sent. Training needs neither the package nor a network.
-WANDB_MODE=offline keeps all in RUN_DIR/wandb.
+Metrics have the same names as in metrics.jsonl and TensorBoard, over learner steps. Repeating the
+command sends only new lines; RUN_DIR/wandb.json records what was sent. Training needs neither the
+package nor a network. WANDB_MODE=offline keeps everything in RUN_DIR/wandb.
 
-Exit codes: 0 done; 2 wrong use.
+Exit codes: 0 done; 2 usage error.
 """
 
 import argparse
@@ -13,32 +13,32 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a clone not installed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for uninstalled clones
 
 from speedyzero_jax.metrics import names
 from speedyzero_jax.report.runs import read_runs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Returns the exit code."""
+  """Runs the command line. Returns the exit code."""
   parser = argparse.ArgumentParser(
     prog="launch/wandb_sync.py", description="Sends metrics of runs to Weights & Biases."
   )
   parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="run folders")
-  parser.add_argument("--project", required=True, metavar="NAME", help="of Weights & Biases")
+  parser.add_argument("--project", required=True, metavar="NAME", help="Weights & Biases project")
   arguments = parser.parse_args(argv)
   try:
     import wandb
   except ImportError:
-    print("error: the package wandb is not installed: make wandb", file=sys.stderr)
+    print("error: wandb is not installed: make wandb", file=sys.stderr)
     return 2
-  for folder, found in zip(arguments.runs, read_runs(arguments.runs), strict=True):
+  for folder, read in zip(arguments.runs, read_runs(arguments.runs), strict=True):
     state = folder / "wandb.json"
     sent = json.loads(state.read_text()) if state.exists() else {"id": None, "time": -1.0}
-    rows = [row for row in found.rows if row.get(names.TIME, 0) > sent["time"]]  # it never falls
-    print(f"{folder}: {len(rows)} new lines of {len(found.rows)} {'; '.join(found.problems)}")
+    rows = [row for row in read.rows if row.get(names.TIME, 0) > sent["time"]]  # time increases
+    print(f"{folder}: {len(rows)} new lines of {len(read.rows)} {'; '.join(read.problems)}")
     if rows:
-      options = {"name": folder.resolve().name, "config": found.settings, "dir": folder}
+      options = {"name": folder.resolve().name, "config": read.settings, "dir": folder}
       with wandb.init(project=arguments.project, id=sent["id"], resume="allow", **options) as run:
         run.define_metric("*", step_metric=names.STEP)
         for row in rows:

@@ -1,1 +1,1 @@
-"""Facilities of the machine: memory, compilation, and patches of Orbax."""
+"""Platform support: memory, compilation, program dispatch, exit codes and patches of Orbax."""

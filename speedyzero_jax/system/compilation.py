@@ -1,4 +1,4 @@
-"""Compiled programs, which report how long compilation takes and how much memory they need."""
+"""Compiled programs that report their compilation time and memory."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ Report = Callable[[str], None]
 
 
 class Program:
-  """A jitted function, or one with its `lower` and name, that reports its compilations."""
+  """A jitted function, or an object with its `lower` and `__name__`, that reports compilations."""
 
   def __init__(self, function: Any, label: str, report: Report):
     self.function, self._label, self._report = function, label, report
@@ -24,7 +24,10 @@ class Program:
     return self.function(*args, **kwargs)
 
   def prepare(self, *args: Any, **kwargs: Any) -> None:
-    """Compiles it, once for each shape and placement of the second argument and each keyword."""
+    """Compiles the function, once for each form of the second argument's leaves and keywords.
+
+    The form of a leaf is its shape and array type.
+    """
     leaves = jax.tree.leaves(args[1])
     form = (*kwargs.items(), *((type(x), x.shape) for x in leaves))
     if form in self._bytes:
@@ -33,20 +36,20 @@ class Program:
       if form not in self._bytes:
         label = f"{self._label}, batch {len(leaves[0])}"
         begin = time.monotonic()
-        self._report(f"compiling {label}: up to a minute or two, less when it was compiled before")
-        compiled = self.function.lower(*args, **kwargs).compile()  # found again by calls
+        self._report(f"compiling {label}: takes up to two minutes, less if it is in the cache")
+        compiled = self.function.lower(*args, **kwargs).compile()  # later calls reuse it
         self._report(f"compiled {label} in {time.monotonic() - begin:.0f} s")
         self._bytes[form] = memory_of(compiled)
 
   @property
   def bytes(self) -> int:
-    """Memory on each device that all its compiled forms need beside their arguments."""
+    """Bytes on each device that all compiled forms need in addition to their arguments."""
     return sum(list(self._bytes.values()))
 
 
 def memory_of(compiled: jax.stages.Compiled) -> int:
-  """Bytes that a program needs on each device beside its arguments; 0 where XLA does not say."""
-  found = compiled.memory_analysis()
-  if found is None:
+  """Bytes on each device that a program needs in addition to its arguments; 0 if unknown."""
+  stats = compiled.memory_analysis()
+  if stats is None:
     return 0
-  return int(found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes)
+  return int(stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes)

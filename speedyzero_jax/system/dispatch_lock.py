@@ -1,4 +1,4 @@
-"""A lock for launching programs that span several devices."""
+"""A lock for dispatching programs that span several devices."""
 
 import contextlib
 import threading
@@ -9,9 +9,9 @@ _LOCK = threading.Lock()
 
 
 def in_order(mesh: Mesh) -> contextlib.AbstractContextManager:
-  """Held while a program with collectives is launched on the devices of this mesh.
+  """Context manager to hold while dispatching a program with collectives on this mesh.
 
-  Such programs must begin in the same order on every device, whichever threads launch them, or
-  their collectives wait for each other forever.
+  Such programs must start in the same order on every device, whichever threads dispatch them;
+  otherwise their collectives deadlock.
   """
   return _LOCK if mesh.size > 1 else contextlib.nullcontext()

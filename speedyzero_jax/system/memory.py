@@ -18,10 +18,10 @@ _ARENA_MAX, _MMAP_MAX, _TRIM_THRESHOLD = -8, -4, -1  # malloc.h
 
 
 def keep_freed() -> None:
-  """Makes glibc keep freed memory for later allocations. Call it before jax has threads.
+  """Makes glibc keep freed memory for later allocations. Call it before jax starts threads.
 
-  XLA allocates large results again and again on a CPU, where page faults would take longer than
-  some convolutions. Does nothing without glibc, or if the environment configures malloc.
+  On CPUs, XLA repeatedly allocates large results, whose page faults can take longer than a
+  convolution. Does nothing without glibc, or if the environment configures malloc.
   """
   if any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ):
     return
@@ -32,9 +32,9 @@ def keep_freed() -> None:
 
 
 def available(proc: Path = Path("/proc"), cgroups: Path = _CGROUPS) -> int | None:
-  """Bytes that this process can use: the machine's available memory, or a cgroup's limit.
+  """Bytes that this process can use: the lesser of the available memory and the cgroups' limits.
 
-  Linux with cgroup versions 1 and 2; None where neither is known.
+  Supports Linux with cgroup versions 1 and 2; None if neither figure is known.
   """
   free = _field(proc / "meminfo", "MemAvailable")
   known = [] if free is None else [free]
@@ -45,7 +45,7 @@ def available(proc: Path = Path("/proc"), cgroups: Path = _CGROUPS) -> int | Non
     root = cgroups / "memory" if controllers else cgroups
     name = "memory.limit_in_bytes" if controllers else "memory.max"
     inner = root / group.lstrip("/")
-    for folder in (inner, *inner.parents):  # in a container its own group may be the root
+    for folder in (inner, *inner.parents):  # in a container, its group may be the root
       known += [int(text) for text in _lines(folder / name) if text.isdigit()]  # else "max"
       if folder == root:
         break
@@ -53,13 +53,13 @@ def available(proc: Path = Path("/proc"), cgroups: Path = _CGROUPS) -> int | Non
 
 
 def resident(*, peak: bool = False) -> int | None:
-  """Bytes of host memory of this process, now or at most so far. None except on Linux."""
+  """Resident host memory of this process in bytes, current or peak; None except on Linux."""
   return _field(Path("/proc/self/status"), "VmHWM" if peak else "VmRSS")
 
 
 def _field(path: Path, name: str) -> int | None:
-  found = [line.split()[1] for line in _lines(path) if line.startswith(f"{name}:")]
-  return int(found[0]) * 1024 if found else None
+  values = [line.split()[1] for line in _lines(path) if line.startswith(f"{name}:")]
+  return int(values[0]) * 1024 if values else None
 
 
 def _lines(path: Path) -> list[str]:
@@ -70,9 +70,9 @@ def _lines(path: Path) -> list[str]:
 
 
 def of_devices(what: Literal["bytes_limit", "peak_bytes_in_use"]) -> int | None:
-  """A figure of `Device.memory_stats`: the smallest limit, or the largest use, of local devices.
+  """The smallest memory limit, or the largest peak use, of the local devices in bytes.
 
-  None if a device has no such figure.
+  None if a device does not report it in `Device.memory_stats`.
   """
   figures = [(device.memory_stats() or {}).get(what) for device in jax.local_devices()]
   known = [x for x in figures if x is not None]
@@ -82,7 +82,7 @@ def of_devices(what: Literal["bytes_limit", "peak_bytes_in_use"]) -> int | None:
 
 
 def zeros(shape: Sequence[int], dtype: np.dtype | type) -> np.ndarray:
-  """As np.zeros, but may exceed the machine's memory: pages are committed when written.
+  """Like np.zeros, but may exceed the machine's memory, as pages are committed when written.
 
   Raises MemoryError if the address space is too small.
   """
@@ -92,18 +92,18 @@ def zeros(shape: Sequence[int], dtype: np.dtype | type) -> np.ndarray:
     buffer = mmap.mmap(-1, max(count * np.dtype(dtype).itemsize, 1), flags)
   except (OSError, OverflowError) as error:
     raise MemoryError(f"Unable to allocate an array of {list(shape)} {np.dtype(dtype)}") from error
-  with contextlib.suppress(OSError):  # of kernels without them
+  with contextlib.suppress(OSError):  # kernels without huge pages
     buffer.madvise(mmap.MADV_HUGEPAGE)  # as numpy does
   return np.frombuffer(buffer, dtype, count).reshape(shape)
 
 
 def size(count: float) -> str:
-  """A number of bytes in MB or GB."""
+  """Formats a number of bytes in MB or GB."""
   return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
 def ran_out(error: BaseException) -> Literal["host", "device"] | None:
-  """The memory that an error reports as exhausted; None for other errors."""
+  """Which memory an error reports as exhausted; None for other errors."""
   if isinstance(error, MemoryError):
     return "host"
   if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
@@ -112,6 +112,6 @@ def ran_out(error: BaseException) -> Literal["host", "device"] | None:
 
 
 def out_of(where: str, error: BaseException) -> str:
-  """A message for an error that `ran_out` recognizes."""
+  """Formats a message for an error that `ran_out` recognizes."""
   lines = str(error).strip().splitlines() or [type(error).__name__]
   return f"out of {where} memory: {lines[0][:200]}"

@@ -1,10 +1,10 @@
-"""Orbax in one process of several, without waiting for the others.
+"""Orbax checkpointing in one process of several, without waiting for the others.
 
-Orbax's options cover the barriers (`active_processes`) and most writers (`primary_host`). They do
-not cover two things (orbax-checkpoint 0.12.8): the writer of numpy arrays does nothing unless the
-process index is 0, and writers signal each other through the key-value store of jax.distributed,
-by keys that are the same in all processes. Each learner process writes its own checkpoints, so both
-are replaced while Orbax works.
+Orbax's options cover the barriers (`active_processes`) and most writers (`primary_host`), but not
+two things (orbax-checkpoint 0.12.8): the writer of numpy arrays does nothing unless the process
+index is 0, and writers signal each other through the key-value store of jax.distributed, under keys
+that are the same in all processes. Each learner process writes its own checkpoints, so both are
+patched while Orbax works.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from orbax.checkpoint._src.futures import signaling_client
 from orbax.checkpoint._src.multihost import multihost
 
 _JOIN_SECONDS = 10.0
-_lock = threading.Lock()  # the replacement is global
+_lock = threading.Lock()  # the patches are global
 
 
 @contextlib.contextmanager
@@ -37,7 +37,7 @@ def checkpointer() -> Iterator[ocp.Checkpointer]:
     try:
       with ocp.Checkpointer(handler, multiprocessing_options=options) as opened:
         yield opened
-    finally:  # after a failure, other writers of the same save are still at work
+    finally:  # after a failure, other writers of the same save may still be running
       for thread in threading.enumerate():
         if type(thread).__module__.startswith("orbax."):
-          threading.Thread.join(thread, _JOIN_SECONDS)  # its own raises the error again
+          threading.Thread.join(thread, _JOIN_SECONDS)  # Orbax's own `join` would re-raise

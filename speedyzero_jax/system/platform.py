@@ -1,4 +1,4 @@
-"""The platform that programs are made for: that of jax's devices, or another while planning."""
+"""The platform that programs are built for: jax's default backend, or the target of a GPU plan."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ _planned: ContextVar[str | None] = ContextVar("planned", default=None)
 
 
 def platform() -> str:
-  """`cpu`, `cuda`, ...: choices made while a program is built or traced depend on it."""
+  """Returns `cpu`, `cuda`, ..., on which choices while building or tracing programs depend."""
   return _planned.get() or jax.default_backend()
 
 
 @contextlib.contextmanager
 def planned(name: str) -> Iterator[None]:
-  """Makes programs for another platform than that of jax's devices."""
+  """Context manager in which programs are built for the platform `name`."""
   token = _planned.set(name)
   try:
     yield

@@ -68,7 +68,7 @@ def test_full_size_evaluation_of_values(tmp_path):
   "arguments, message",
   [
     (["--target", "v100"], "error: unknown target 'v100'; available: a100, h100, h200"),
-    (["--devices", "0"], "error: --devices: 0 can't be divided over 1 learners"),
+    (["--devices", "0"], "error: --devices: 0 can't be divided among 1 learners"),
     (["--only", "trian"], "error: unknown program 'trian'; available: train, publish, "),
   ],
 )

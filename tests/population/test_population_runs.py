@@ -45,7 +45,7 @@ def test_a_population_that_is_interrupted_and_killed_continues(tmp_path):
   assert wait_until(lambda: newest(folder / "m0") > 0, process)
   process.send_signal(signal.SIGINT)
   code, output = finish(process)
-  assert code == 128 + signal.SIGINT and "the same command continues" in output
+  assert code == 128 + signal.SIGINT and "repeat the command to continue" in output
 
   process = start(*arguments)
   assert wait_until((folder / "m1/config.yaml").exists, process)  # it is in its first round

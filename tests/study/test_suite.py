@@ -65,7 +65,7 @@ def test_an_interrupted_study_saves(tmp_path):
   assert wait_until(lambda: newest(folder) > 0, process)
   process.send_signal(signal.SIGHUP)
   code, output = finish(process)
-  assert code == 128 + signal.SIGHUP and "the same command continues" in output
+  assert code == 128 + signal.SIGHUP and "repeat the command to continue" in output
   assert "stopped and saved" in (tmp_path / "quickstart-Catch-s0.log").read_text()
   assert not (tmp_path / "quickstart-Catch-s1").exists()
 
