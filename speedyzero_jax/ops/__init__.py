@@ -1,1 +1,1 @@
-"""Numerics shared by agents: optimizers, torsos, convolution, TD errors and V-trace."""
+"""Numerical building blocks shared by agents: optimizers, torsos, convolution, TD, V-trace."""

@@ -1,8 +1,8 @@
 """Optimizers and the learning-rate schedule: Clipped LARS, LARS, SGD and Adam.
 
-SpeedyZero (Mei et al. 2023) names Clipped LARS without a published formula. The formula, bounds and
-defaults here are this project's reading: LARS (You et al. 2017) with the trust ratio of each layer
-clipped.
+SpeedyZero (Mei et al. 2023) uses Clipped LARS without publishing its formula. The formula, bounds
+and defaults here are this project's interpretation: LARS (You et al. 2017) with the trust ratio of
+each layer clipped, see `clipped_trust_ratio` and docs/clipped_lars.md.
 """
 
 import functools
@@ -17,14 +17,14 @@ import optax
 
 from speedyzero_jax.config.schema import OptimConfig
 
-_ROW = 1024  # elements of a matrix' row
+_ROW = 1024  # elements per matrix row
 
 
 class Layout:
-  """Places of a tree's leaves in a matrix [rows, 1024], each from the beginning of a row.
+  """Packs the leaves of a tree into a matrix [rows, 1024], each starting at a new row.
 
-  On the matrix an update takes a few large operations instead of some for each leaf. A leaf's last
-  row ends in zeros, so that sums over leaves are sums over rows: the same in every run.
+  An update of the matrix takes a few large operations instead of several per leaf. The last row of
+  a leaf is padded with zeros, so that sums over a leaf are sums over rows, in a fixed order.
   """
 
   def __init__(self, tree: Any):
@@ -33,35 +33,35 @@ class Layout:
     self.owner = np.repeat(np.arange(len(self.leaves)), self._rows)  # [rows], number of the leaf
 
   def pack(self, tree: Any) -> jax.Array:
-    """The matrix of a tree of this structure, float32."""
+    """Packs a tree of this structure into a float32 matrix."""
     parts = []
     for leaf, rows in zip(jax.tree.leaves(tree), self._rows, strict=True):
       parts += [jnp.ravel(leaf).astype(jnp.float32), jnp.zeros(rows * _ROW - jnp.size(leaf))]
     return jnp.concatenate(parts).reshape(-1, _ROW) if parts else jnp.zeros((0, _ROW))
 
   def unpack(self, matrix: jax.Array) -> Any:
-    """The tree of a matrix, with the leaves' own dtypes."""
+    """Unpacks a matrix into a tree with the leaves' original dtypes."""
     matrix, ends = jax.lax.optimization_barrier(matrix), np.cumsum(self._rows)
-    found = [
+    leaves = [
       matrix[end - rows : end].ravel()[: math.prod(leaf.shape)].reshape(leaf.shape)
       for leaf, rows, end in zip(self.leaves, self._rows, ends, strict=True)
     ]
-    cast = (x.astype(leaf.dtype) for x, leaf in zip(found, self.leaves, strict=True))
+    cast = (x.astype(leaf.dtype) for x, leaf in zip(leaves, self.leaves, strict=True))
     return jax.tree.unflatten(self._structure, cast)
 
   def sums(self, matrix: jax.Array) -> jax.Array:
-    """The sum of each leaf's elements, [leaves]."""
+    """Returns the sum of each leaf's elements, [leaves]."""
     of_leaf = np.arange(len(self.leaves))[:, None] == self.owner
     return jnp.sum(jnp.where(of_leaf, jnp.sum(matrix, axis=1), 0.0), axis=1)
 
   @property
   def adapted(self) -> np.ndarray:
-    """[leaves] bool: kernels. Biases and normalization parameters are not adapted or decayed."""
+    """[leaves] bool, true for kernels: biases and norm parameters are not adapted or decayed."""
     return np.array([leaf.ndim >= 2 for leaf in self.leaves], bool)
 
 
 def on_matrix(make: Callable[[Layout], optax.GradientTransformation]) -> Any:
-  """A transformation of trees, from one of their matrices."""
+  """Turns a transformation of packed matrices, made by `make`, into one of trees."""
 
   def init(params):
     layout = Layout(params)
@@ -77,25 +77,25 @@ def on_matrix(make: Callable[[Layout], optax.GradientTransformation]) -> Any:
 
 
 def norm(tree: Any) -> jax.Array:
-  """Euclidean norm over all leaves, as `optax.tree.norm`."""
+  """Euclidean norm over all leaves, like `optax.tree.norm`."""
   return jnp.sqrt(jnp.sum(jnp.square(Layout(tree).pack(tree))))
 
 
 def apply_updates(params: Any, updates: Any) -> Any:
-  """As `optax.apply_updates`."""
+  """Like `optax.apply_updates`."""
   layout = Layout(params)
   return layout.unpack(layout.pack(params) + layout.pack(updates))
 
 
 class ClippedTrustRatioState(NamedTuple):
-  """The trust ratios of the last update, and the leaves that have none.
+  """Trust ratios of the last update.
 
-  Arrays [kernels], in the order of the params' leaves of rank 2 or more.
+  Arrays are [kernels], in the order of the params' leaves of rank 2 or more.
   """
 
   ratio: jax.Array  # float32, after clipping; 1 before the first update
-  clipped: jax.Array  # bool, whether a bound changed the ratio
-  exempt: jax.Array  # bool, the leaf was zero at initialization: its ratio is always 1
+  clipped: jax.Array  # bool, whether clipping changed the ratio
+  exempt: jax.Array  # bool, the leaf was zero at initialization, so its ratio is always 1
 
 
 def clipped_trust_ratio(
@@ -106,21 +106,21 @@ def clipped_trust_ratio(
   weight_decay: Any = 0.0,
   eps: Any = 0.0,
 ) -> optax.GradientTransformation:
-  """Adds weight decay to kernels and scales each by its clipped trust ratio, on matrices.
+  """Adds weight decay to gradients of kernels and scales them by clipped trust ratios.
 
-  A leaf of rank 2 or more, with weights `w` and gradient `g`, becomes
-  `ratio * (g + weight_decay * w)`, where
+  Operates on packed matrices. The gradient `g` of a kernel, a leaf of rank 2 or more with weights
+  `w`, becomes `ratio * (g + weight_decay * w)`, where
 
     ratio = clip(trust_coefficient * |w| / (|g| + weight_decay * |w| + eps), trust_min, trust_max)
 
-  and `|.|` is the Euclidean norm over the whole leaf. If either norm is zero the ratio is 1 before
-  clipping. The ratio of a leaf that is zero at initialization is always 1: it has no norm to trust,
-  and with a ratio in proportion to its tiny norm it would stay tiny. Other leaves pass through
-  unchanged. `optax.lars` differs: it adds the decay to the gradient before taking its norm, and
-  applies momentum last.
+  and `|.|` is the Euclidean norm over the whole leaf. If either norm is zero, the ratio is 1 before
+  clipping. Kernels that are zero at initialization are exempt, with a ratio of 1: the ratio is
+  proportional to the weight norm, so a layer near zero would stay near zero. Gradients of other
+  leaves are unchanged. `optax.lars` differs: it adds the decay to the gradient before taking its
+  norm, and applies momentum last.
   """
   kernels = np.flatnonzero(layout.adapted)
-  place = np.cumsum(layout.adapted) - 1  # of a kernel among kernels
+  place = np.cumsum(layout.adapted) - 1  # index of a leaf among kernels
 
   def init(w):
     exempt = layout.sums((w != 0).astype(jnp.float32))[kernels] == 0
@@ -151,12 +151,12 @@ def _decay_kernels(layout: Layout, decay: float) -> optax.GradientTransformation
 
 
 def learning_rate_schedule(config: OptimConfig) -> optax.Schedule:
-  """The learning rate: a linear warm-up from 0, then a decay.
+  """Returns the learning-rate schedule: a linear warm-up from 0, then a decay.
 
-  At step t it is `learning_rate * t / warmup_steps` up to step `warmup_steps`. From it on the
-  staircase is `learning_rate * decay_rate ** ((t - warmup_steps) // decay_steps)`, the linear decay
-  `learning_rate * max(1 - (t - warmup_steps) / decay_steps, 0)`. With a warm-up the first step has
-  rate 0; `decay_steps=0` means no decay.
+  At step t the rate is `learning_rate * t / warmup_steps` until step `warmup_steps`, so the first
+  step has rate 0. Afterwards it is, for `decay=staircase`,
+  `learning_rate * decay_rate ** ((t - warmup_steps) // decay_steps)`, and for `decay=linear`,
+  `learning_rate * max(1 - (t - warmup_steps) / decay_steps, 0)`. `decay_steps=0` disables decay.
 
   Source: EfficientZero (Ye et al. 2021), released code.
   """
@@ -176,15 +176,15 @@ def learning_rate_schedule(config: OptimConfig) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimConfig) -> optax.GradientTransformation:
-  """The configured optimizer, with its schedule and gradient clipping.
+  """Returns the configured optimizer, with its schedule and gradient clipping.
 
   Gradients are first clipped to the global norm `clip_norm` (unless 0). Weight decay applies to
-  kernels only; for Adam it is decoupled (`optax.adamw`), for the others it enters the momentum
-  buffer. LARS is Clipped LARS without bounds.
+  kernels only. For Adam it is decoupled (as in `optax.adamw`); for the others it enters the
+  momentum buffer. LARS is Clipped LARS without bounds.
 
-  The order of (Clipped) LARS is trust ratio, momentum, learning rate, as in `optax.sgd`: where
-  every ratio is clipped at 1 it is SGD with momentum and weight decay, under any schedule. You et
-  al. put the learning rate inside the momentum buffer, which is the same at a constant rate.
+  (Clipped) LARS applies trust ratio, momentum and learning rate in this order. So if every ratio is
+  clipped to 1, it equals SGD with momentum and weight decay, under any schedule. You et al. put the
+  learning rate inside the momentum buffer, which is equivalent at a constant rate.
   """
   return on_matrix(functools.partial(_on_layout, config))
 
@@ -206,10 +206,10 @@ def _on_layout(config: OptimConfig, layout: Layout) -> optax.GradientTransformat
 
 
 def trust_ratios(opt_state: optax.OptState, params: Any) -> dict[str, np.ndarray]:
-  """The trust ratio of every adapted leaf at the last update, by the leaf's path in the params.
+  """Returns the trust ratio of every kernel at the last update, by path in the params.
 
-  On the host, float32 scalars under names such as `dynamics/conv/kernel`; empty without (Clipped)
-  LARS.
+  Values are float32 scalars on the host, with names such as `dynamics/conv/kernel`. Empty for
+  optimizers other than (Clipped) LARS.
   """
   state = _trust_ratio_state(opt_state)
   names = [
@@ -221,10 +221,10 @@ def trust_ratios(opt_state: optax.OptState, params: Any) -> dict[str, np.ndarray
 
 
 def trust_ratio_summary(opt_state: optax.OptState) -> dict[str, jax.Array]:
-  """Summary of the trust ratios of the last update, over the adapted leaves; usable inside `jit`.
+  """Summarizes the trust ratios of the last update over kernels; usable inside `jit`.
 
-  `min`, `mean`, `max` and `fraction_clipped` (the share of leaves whose ratio a bound changed),
-  float32 scalars in which leaves count equally; empty if no leaf is adapted.
+  Returns `min`, `mean`, `max` and `fraction_clipped` (the share of kernels whose ratio clipping
+  changed) as float32 scalars in which kernels have equal weight. Empty if there are none.
   """
   state = _trust_ratio_state(opt_state)
   if state is None or not state.ratio.size:
@@ -238,10 +238,9 @@ def trust_ratio_summary(opt_state: optax.OptState) -> dict[str, jax.Array]:
 
 
 def _trust_ratio_state(opt_state: optax.OptState) -> ClippedTrustRatioState | None:
-  """The part of an optimizer's state, however chained or masked; None if there is none."""
+  """Finds the trust-ratio state in a chained or masked optimizer state; None if there is none."""
 
-  def is_ours(node: Any) -> bool:
+  def matches(node: Any) -> bool:
     return isinstance(node, ClippedTrustRatioState)
 
-  found = filter(is_ours, jax.tree.leaves(opt_state, is_leaf=is_ours))
-  return next(found, None)
+  return next(filter(matches, jax.tree.leaves(opt_state, is_leaf=matches)), None)

@@ -1,8 +1,8 @@
-"""A recurrent core between torso and heads: an LSTM that is reset where an episode starts.
+"""Recurrent core between torso and heads: an LSTM that is reset where an episode starts.
 
-Its state is one array [B, 2 * size]: output and cell (Hochreiter & Schmidhuber 1997; with forget
-gates, Gers et al. 2000). Unrolling resets the state at the first slots of episodes, which makes
-windows across them exact.
+The LSTM (Hochreiter & Schmidhuber 1997) has forget gates (Gers et al. 2000). Its state is one array
+[B, 2 * size], output and cell. Unrolling resets the state at the first slot of each episode, so
+windows that span several episodes are exact.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from speedyzero_jax.ops.torsos import TorsoConfig, make_torso
 
 @dataclasses.dataclass(frozen=True)
 class CoreConfig(TorsoConfig):
-  """A torso, and a core or none."""
+  """A torso and an optional recurrent core."""
 
   core: Literal["none", "lstm"] = opt(
     "none", "memory between torso and heads; lstm stores 8 * network.lstm_hidden bytes per step"
@@ -27,9 +27,9 @@ class CoreConfig(TorsoConfig):
 
 
 class Lstm(nnx.Module):
-  """Inputs [B, T, D], first [B, T] bool, state [B, 2 * size] -> outputs [B, T, size], state after.
+  """Inputs [B, T, D], first [B, T] bool, state [B, 2 * size] -> outputs [B, T, size], next state.
 
-  `first` marks slots before which the state is zeroed. A step of acting is T = 1.
+  The state is set to zero before slots marked by `first`. Acting uses T = 1.
   """
 
   def __init__(self, inputs: int, size: int, rngs: nnx.Rngs):
@@ -48,17 +48,18 @@ class Lstm(nnx.Module):
       output = leave * jnp.tanh(cell)
       return jnp.concatenate([output, cell], axis=-1), output
 
-    gates = self.inputs(x)  # of all slots in one product
-    gates += jnp.repeat(jnp.array([0.0, 1.0, 0.0, 0.0]), state.shape[-1] // 2)  # remember at first
+    gates = self.inputs(x)  # one product for all slots
+    # A constant bias of 1 on the forget gate.
+    gates += jnp.repeat(jnp.array([0.0, 1.0, 0.0, 0.0]), state.shape[-1] // 2)
     state, outputs = jax.lax.scan(step, state, (gates.swapaxes(0, 1), first.swapaxes(0, 1)))
     return outputs.swapaxes(0, 1), state
 
 
 class CoreNetwork(nnx.Module):
-  """A torso and the core, if there is one; networks derive from it and add their heads.
+  """A torso and an optional core; subclasses add heads.
 
   Attributes:
-    width: of the features that the heads get.
+    width: number of features passed to the heads.
   """
 
   def __init__(self, config: CoreConfig, shape: tuple[int, int, int], rngs: nnx.Rngs):
@@ -68,19 +69,19 @@ class CoreNetwork(nnx.Module):
     self.width = config.lstm_hidden if recurrent else config.hidden
 
   def features(self, x: jax.Array, first: Any, state: Any) -> tuple[jax.Array, Any]:
-    """Features [B, T, width] of consecutive slots, and the state after them.
+    """Returns features [B, T, width] of consecutive slots, and the next recurrent state.
 
     Args:
       x: [B, T, H, W, C] observations.
-      first: [B, T] bool, an episode starts in the slot; not used without a core.
-      state: before the first slot; not used without a core.
+      first: [B, T] bool, an episode starts in the slot; unused without a core.
+      state: recurrent state before the first slot; unused without a core.
     """
     return self.remember(self.seen(x), first, state)
 
   def seen(self, x: jax.Array) -> jax.Array:
-    """The torso's features [B, T, D] of observations."""
+    """Applies the torso: observations [B, T, H, W, C] -> features [B, T, D]."""
     return self.torso(x.reshape(-1, *x.shape[2:])).reshape(*x.shape[:2], -1)
 
   def remember(self, seen: jax.Array, first: Any, state: Any) -> tuple[jax.Array, Any]:
-    """`features`, from the torso's."""
+    """Applies the core, if any, to the torso's features; returns as `features`."""
     return (seen, state) if self.core is None else self.core(seen, first, state)

@@ -8,22 +8,22 @@ import numpy as np
 
 from speedyzero_jax.replay.storage import LaneStore, take
 
-Array = Any  # of numpy or jax
-_EPSILON = 0.001  # of the rescaling of values
+Array = Any  # numpy or jax
+_EPSILON = 0.001  # of `transform`
 
 
 class NStep(NamedTuple):
-  """Returns of states up to a later state, whose value completes them: reward + discount * V."""
+  """n-step returns reward + discount * V, where V is the value of the bootstrap state."""
 
   reward: np.ndarray  # [B] float32, sum of discount^i reward[t+i] for i < steps
-  discount: np.ndarray  # [B] float32, discount^steps; 0 if the episode terminated there
-  steps: np.ndarray  # [B] int32, from the state to the later one: n, or less at an episode's end
+  discount: np.ndarray  # [B] float32, discount^steps; 0 if the bootstrap state is terminal
+  steps: np.ndarray  # [B] int32, steps to the bootstrap state: n, or less at an episode's end
 
 
 def n_step(store: LaneStore, lane: np.ndarray, time: np.ndarray, n: int, discount: float) -> NStep:
-  """n-step returns of live slots (lane [B], time [B]) in which an action was taken.
+  """Computes n-step returns of live slots (lane [B], time [B]) in which an action was taken.
 
-  A truncated episode's last frame has a slot of its own, whose value is used like any other's.
+  The last frame of a truncated episode has its own slot, from which returns bootstrap.
   """
   last = store.last(lane, time)
   steps = np.minimum(n, last - time)
@@ -46,7 +46,7 @@ def transform(x: Array) -> Array:
 
 
 def inverse_transform(y: Array) -> Array:
-  """Inverse of h, in a form accurate near zero in float32."""
+  """Inverse of h, in a form that is accurate near zero in float32."""
   xp = y.__array_namespace__()
   y_abs = xp.abs(y)
   # u = sqrt(|x|+1)-1 is a root of eps*u^2 + (1+2*eps)*u - |y| = 0; then |x| = u*(u+2).
@@ -56,20 +56,20 @@ def inverse_transform(y: Array) -> Array:
 
 
 def bootstrapped(reward: Array, discount: Array, value: Array, *, rescaled: bool = False) -> Array:
-  """reward + discount * value, see `NStep`; if `rescaled` of and to values h(x)."""
+  """reward + discount * value, see `NStep`; if `rescaled`, input and output values are h(x)."""
   if not rescaled:
     return reward + discount * value
   return transform(reward + discount * inverse_transform(value))
 
 
 def mixed_priority(error: Array, counted: Array, eta: float) -> Array:
-  """eta * max + (1 - eta) * mean of the errors' sizes [B, T] that count [B, T], 1 or 0; [B]."""
+  """eta * max + (1 - eta) * mean of |error| [B, T] where `counted` [B, T] is 1 and not 0; [B]."""
   size = abs(error) * counted
   return eta * size.max(axis=1) + (1 - eta) * size.sum(axis=1) / counted.sum(axis=1).clip(min=1)
 
 
 def chosen(values: jax.Array, action: jax.Array) -> jax.Array:
-  """Values [..., A] of all actions -> those of the actions [...]."""
+  """Selects values [...] of actions [...] from values [..., A] of all actions."""
   return jnp.take_along_axis(values, action[..., None], axis=-1)[..., 0]
 
 
@@ -83,16 +83,18 @@ def q_learning_error(
   *,
   rescaled: bool = False,
 ) -> jax.Array:
-  """Target minus Q(s, a), [B]; the target has no gradient.
+  """Computes target minus Q(s, a), [B]; the target has no gradient.
+
+  All arguments may have further leading axes.
 
   Args:
-    q: [B, A] of the states; more leading axes are fine, in all arguments.
-    action: [B] taken in them.
-    reward: [B] from `n_step`.
-    discount: [B] likewise.
-    next_q: [B, A] of the later states, by the target network.
-    selector: [B, A] whose maximum chooses the later action: `next_q` (Mnih et al. 2015), or the
-      online network's Q of the same states for double Q-learning (van Hasselt et al. 2016).
+    q: [B, A], Q of the states.
+    action: [B], taken in the states.
+    reward: [B], from `n_step`.
+    discount: [B], from `n_step`.
+    next_q: [B, A], target network's Q of the bootstrap states.
+    selector: [B, A], whose argmax is the action in the bootstrap state: `next_q` (Mnih et al.
+      2015), or the online network's Q for double Q-learning (van Hasselt et al. 2016).
     rescaled: all Q are h(Q), see `transform` (Kapturowski et al. 2019, section 2.3).
   """
   value = chosen(next_q, jnp.argmax(selector, axis=-1))
@@ -101,16 +103,16 @@ def q_learning_error(
 
 
 def project(logits: jax.Array, reward: jax.Array, discount: jax.Array, atoms: Array) -> jax.Array:
-  """Distributions of returns moved to reward + discount * atoms, on the same atoms, [B, K].
+  """Projects distributions of reward + discount * return onto the atoms; probabilities [B, K].
 
-  The mass of a moved atom goes to its neighbors, so that the mean is kept, unless it lies beyond
-  the first or the last atom, which then get it (Bellemare et al. 2017, algorithm 1).
+  The mass of a shifted atom is split between the two nearest atoms, which preserves the mean. Mass
+  beyond the first or last atom goes to that atom (Bellemare et al. 2017, algorithm 1).
 
   Args:
-    logits: [B, K].
-    reward: [B] from `n_step`.
-    discount: [B] likewise.
-    atoms: [K], equally spaced, rising.
+    logits: [B, K], of the return distributions.
+    reward: [B], from `n_step`.
+    discount: [B], from `n_step`.
+    atoms: [K], increasing and equally spaced.
   """
   moved = jnp.clip(reward[:, None] + discount[:, None] * atoms, atoms[0], atoms[-1])  # [B, K]
   distance = jnp.abs(moved[:, None] - atoms[:, None]) / (atoms[1] - atoms[0])  # [B, to, from]

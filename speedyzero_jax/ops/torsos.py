@@ -1,4 +1,4 @@
-"""Torsos: the layers from an observation to features, for agents with a feed-forward network.
+"""Torsos, the layers from an observation to features, and utilities for networks.
 
 A vector of D numbers is an image of one pixel, [1, 1, D].
 """
@@ -21,7 +21,7 @@ from speedyzero_jax.types import Params
 
 _INIT = nnx.initializers.he_normal()
 _NATURE = ((1, 8, 4), (2, 4, 2), (2, 3, 1))  # channels over `channels`, kernel, stride
-_NATURE_SIDE = 36  # pixels, the least that leaves one
+_NATURE_SIDE = 36  # pixels, minimum side for which the last convolution has an output
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,13 +30,14 @@ class TorsoConfig:
 
   torso: Literal["auto", "mlp", "nature", "resnet"] = opt(
     "auto",
-    "mlp, the convolutions of DQN (Mnih et al. 2015), or the residual ones of IMPALA (Espeholt et "
-    "al. 2018); auto: mlp for vectors, nature for images, resnet for those too small for it",
+    "mlp, nature: convolutions of DQN (Mnih et al. 2015), resnet: residual network of IMPALA "
+    "(Espeholt et al. 2018); auto: mlp for vectors, nature for images of at least 36 pixels, "
+    "resnet for smaller ones",
   )
-  hidden: int = opt(512, "width of hidden layers, and of the features (DQN: 512)", "[1, 1e5]")
-  layers: int = opt(2, "mlp: hidden layers", "[1, 100]")
+  hidden: int = opt(512, "width of the hidden layers and the features (DQN: 512)", "[1, 1e5]")
+  layers: int = opt(2, "mlp: number of hidden layers", "[1, 100]")
   channels: int = opt(
-    32, "channels of the first convolutions, later ones have twice as many (DQN: 32)", "[1, 1e5]"
+    32, "channels of the first convolutions; later ones have twice as many (DQN: 32)", "[1, 1e5]"
   )
 
 
@@ -118,8 +119,10 @@ class ResNet(nnx.Module):
 
 
 class Decoder(nnx.Module):
-  """Features [..., D] -> observations [B, H, W, C], B of all leading dimensions: a linear layer and
-  three transposed convolutions; for vectors, two linear layers."""
+  """Features [..., D] -> reconstructed observations [B, H, W, C], with leading dimensions merged.
+
+  A linear layer and three transposed convolutions; for vectors, two linear layers.
+  """
 
   def __init__(self, config: TorsoConfig, shape: tuple[int, int, int], rngs: nnx.Rngs):
     height, width, outputs = self._shape = shape
@@ -160,7 +163,7 @@ def _conv(
 
 
 def make_torso(config: TorsoConfig, shape: tuple[int, int, int], rngs: nnx.Rngs) -> nnx.Module:
-  """The configured torso: observations [B, *shape] float32 -> features [B, config.hidden]."""
+  """Makes the configured torso: observations [B, *shape] float32 -> features [B, hidden]."""
   kind = config.torso
   if kind == "auto":
     side = min(shape[:2])
@@ -169,7 +172,7 @@ def make_torso(config: TorsoConfig, shape: tuple[int, int, int], rngs: nnx.Rngs)
 
 
 def torso_problems(config: TorsoConfig, env: EnvConfig) -> Iterable[str]:
-  """Yields `key: what is wrong` if the torso does not fit the environment's observations."""
+  """Yields `key: problem` if the torso does not fit the environment's observations."""
   if env.game in BOARD_GAMES:
     yield f"env.game: {env.game} is for two players; agent=alphazero plays it"
     return
@@ -179,28 +182,31 @@ def torso_problems(config: TorsoConfig, env: EnvConfig) -> Iterable[str]:
     yield f"env.game: {error}"
     return
   if side == 1 and config.torso not in ("auto", "mlp"):
-    yield f"network.torso: must be mlp for {env.game}, which shows vectors, got {config.torso}"
+    yield f"network.torso: must be mlp for {env.game}, whose frames are vectors, got {config.torso}"
   elif side < _NATURE_SIDE and config.torso == "nature":
-    yield f"network.torso: nature needs images of at least {_NATURE_SIDE} pixels, got {side}"
+    yield (
+      f"network.torso: nature needs images of at least {_NATURE_SIDE} pixels on each side, got "
+      f"{side}"
+    )
 
 
 def observation_shape(frame_shape: tuple[int, ...], stack: int) -> tuple[int, int, int]:
-  """[H, W, S*C] of observations made of `stack` frames [H, W, C]."""
+  """Returns the shape [H, W, S*C] of observations of `stack` frames [H, W, C]."""
   height, width, channels = frame_shape
   return height, width, channels * stack
 
 
 def observe(frames: jax.Array) -> jax.Array:
-  """Stacked frames [..., S, H, W, C] -> observations [..., H, W, S*C] float32, images in [0, 1]."""
+  """Stacked frames [..., S, H, W, C] -> float32 observations [..., H, W, S*C]; images in [0, 1]."""
   x = jnp.moveaxis(frames, -4, -2)
   x = x.reshape(*x.shape[:-2], -1)
   return x.astype(jnp.float32) / (255 if x.dtype == jnp.uint8 else 1)
 
 
 def stacked(frames: jax.Array, index: jax.Array) -> jax.Array:
-  """Frames [B, F, H, W, C] of a window, places [B, T, S] in F -> stacks [B, T, S, H, W, C].
+  """Frames [B, F, H, W, C] of a window, indices [B, T, S] into F -> stacks [B, T, S, H, W, C].
 
-  Places outside are those of evicted samples, which count for nothing.
+  Indices are out of range only for evicted samples, which are masked.
   """
   return jax.vmap(lambda frames, at: frames.at[at].get(mode="clip"))(frames, index)
 
@@ -209,11 +215,11 @@ class PureNetwork(NamedTuple):
   """A network as functions of its parameters."""
 
   init: Callable[[jax.Array], Params]  # from a random key
-  apply: Callable[..., Any]  # (params, *arguments) -> what the network returns
+  apply: Callable[..., Any]  # (params, *arguments) -> outputs
 
 
 def pure(make: Callable[[nnx.Rngs], nnx.Module]) -> PureNetwork:
-  """The functions of the network that `make` makes; it may hold parameters and nothing else."""
+  """Turns the network that `make` constructs into pure functions. Its only state are parameters."""
   graph = nnx.graphdef(nnx.eval_shape(lambda: make(ParamRngs(jax.random.key(0)))))
 
   def init(key: jax.Array) -> Params:

@@ -1,1 +1,1 @@
-"""The replay: storage of steps, selection of what is trained on, and upkeep of what is stored."""
+"""Replay: storage of steps, selection of training data, and recomputation of stored values."""

@@ -1,7 +1,7 @@
-"""A copy of the replay's frames on the learner's devices, from which batches are gathered there.
+"""Copy of the replay's frames on the learner's devices, from which batches are gathered.
 
-Frames are uploaded once, as they arrive; afterwards a batch costs only its indices. Lanes are
-divided over the mesh: each device holds its share of the frames, and one reduction assembles
+Each frame is uploaded once, when it arrives; afterwards a batch transfers only indices. Lanes are
+sharded over the mesh: each device holds its shard of the frames, and a collective assembles the
 windows.
 """
 
@@ -19,38 +19,38 @@ from speedyzero_jax.replay.schema import Column
 from speedyzero_jax.system import memory
 from speedyzero_jax.system.dispatch_lock import in_order
 
-_UPLOAD = 256  # frames restored in one call
+_UPLOAD = 256  # frames per call of a large upload, as in restoring
 
 
 def reason_to_stay(where: Literal["auto", "device", "host"], mesh: Mesh, size: int) -> str | None:
-  """Why frames are to stay in host memory; None if they are to be on the mesh's devices.
+  """Returns why frames must stay in host memory; None if they go to the mesh's devices.
 
   Args:
-    where: as configured; auto takes accelerators with twice the memory needed, since training
-      needs some too.
-    mesh: of the learner.
+    where: `replay.frames`; auto selects accelerators with twice the required memory free, as
+      training needs memory, too.
+    mesh: the learner's.
     size: bytes of the frames on each device.
   """
   if where != "auto":
     return "as configured" if where == "host" else None
   if jax.default_backend() == "cpu":
     return "the devices are CPUs"
-  found = [device.memory_stats() or {} for device in mesh.devices.flat]
-  if not all(found):
-    return f"they take {memory.size(size)}, and these devices don't report free memory"
-  free = min(stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0) for stats in found)
+  devices = [device.memory_stats() or {} for device in mesh.devices.flat]
+  if not all(devices):
+    return f"they take {memory.size(size)}, and these devices do not report free memory"
+  free = min(stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0) for stats in devices)
   if 2 * size > free:
-    return f"{memory.size(size)} of them, and {memory.size(free)} free on a device"
+    return f"they take {memory.size(size)} with {memory.size(free)} free per device"
   return None
 
 
 class DeviceFrames:
-  """Frames of cells (lane, cell) on a mesh of one axis. Thread-safe.
+  """Frames of cells (lane, cell) on a mesh with one axis. Thread-safe.
 
   Args:
-    mesh: of the learner; all its devices must belong to this process.
-    frame: the frames' column.
-    lanes: of the replay.
+    mesh: the learner's; all its devices must belong to this process.
+    frame: column of the frames.
+    lanes: number of lanes of the replay.
     capacity: cells per lane of the replay, C.
   """
 
@@ -58,7 +58,7 @@ class DeviceFrames:
     self._mesh, (self._axis,) = mesh, mesh.axis_names
     self._lanes = -(-lanes // mesh.size) * mesh.size  # padded to a multiple of the devices
     self._capacity = capacity
-    self._chunk = lanes  # frames of a typical append
+    self._chunk = lanes  # frames in a typical append
     self._frame = frame
     self._lock = threading.Lock()
     by_lane, everywhere = PartitionSpec(self._axis), PartitionSpec()
@@ -98,52 +98,52 @@ class DeviceFrames:
       for begin in range(0, len(lane), width):
         part = slice(begin, begin + width)
         missing = width - len(flat[part])
-        # Rows of -1 are written nowhere.
+        # Padding has row -1, which is dropped.
         row = np.pad(self._row(lane[part], cell[part]), (0, missing), constant_values=-1)
         self._frames = self._write(self._frames, row, np.pad(flat[part], ((0, missing), (0, 0))))
 
   def gather(self, lane: np.ndarray, cell: np.ndarray) -> jax.Array:
     """Frames [B, T, H, W, C] of written cells (lane [B], cell [B, T]), asynchronously.
 
-    They are divided over the mesh if B is a multiple of its size, else on its first device.
+    They are sharded over the mesh if B is a multiple of its size, else on its first device.
     """
     spread = len(lane) % self._mesh.size == 0
     with self._lock:
       row = self._row(lane[:, None], cell)
       with in_order(self._mesh):
-        found = self._gather[spread](self._frames, row)
-    return found if spread else found.addressable_data(0)
+        frames = self._gather[spread](self._frames, row)
+    return frames if spread else frames.addressable_data(0)
 
   def _row(self, lane: np.ndarray, cell: np.ndarray) -> np.ndarray:
     return (np.asarray(lane, np.int64) * self._capacity + cell).astype(np.int32)
 
   def _zeros(self) -> jax.Array:
-    # Flattened, so that no layout pads a small last axis.
+    # Frames are flattened, so that no device layout pads a small last axis.
     shape = (self._lanes * self._capacity, math.prod(self._frame.shape))
     if shape[0] > np.iinfo(np.int32).max:
       raise ValueError(
-        f"{shape[0]} frames exceed the range of int32; keep them on the host (replay.frames=host)"
+        f"{shape[0]} frames on devices exceed the range of int32; set replay.frames=host"
       )
     sharding = NamedSharding(self._mesh, self._by_lane)
     return jax.jit(lambda: jnp.zeros(shape, self._frame.dtype), out_shardings=sharding)()
 
-  def _place(self, held: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Local positions of rows, and whether they are on this device."""
-    local = row - jax.lax.axis_index(self._axis) * held.shape[0]
-    return local, (local >= 0) & (local < held.shape[0])
+  def _place(self, shard: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the local indices of rows, and whether rows are on this device."""
+    index = row - jax.lax.axis_index(self._axis) * shard.shape[0]
+    return index, (index >= 0) & (index < shard.shape[0])
 
-  def _local_write(self, held: jax.Array, row: jax.Array, frames: jax.Array) -> jax.Array:
-    local, here = self._place(held, row)
-    return held.at[jnp.where(here, local, held.shape[0])].set(frames, mode="drop")
+  def _local_write(self, shard: jax.Array, row: jax.Array, frames: jax.Array) -> jax.Array:
+    index, is_local = self._place(shard, row)
+    return shard.at[jnp.where(is_local, index, shard.shape[0])].set(frames, mode="drop")
 
-  def _local_gather(self, held: jax.Array, row: jax.Array, *, spread: bool) -> jax.Array:
-    local, here = self._place(held, row)
-    # The default mode fills missing rows, at a cost.
-    found = jnp.take(held, jnp.where(here, local, 0), axis=0, mode="clip")
+  def _local_gather(self, shard: jax.Array, row: jax.Array, *, spread: bool) -> jax.Array:
+    index, is_local = self._place(shard, row)
+    # The default mode, which fills rows out of range, is slower.
+    frames = jnp.take(shard, jnp.where(is_local, index, 0), axis=0, mode="clip")
     if self._mesh.size > 1:
-      found = jnp.where(here[..., None], found, jnp.zeros((), held.dtype))
-      meet = (
+      frames = jnp.where(is_local[..., None], frames, jnp.zeros((), shard.dtype))
+      reduce = (
         partial(jax.lax.psum_scatter, scatter_dimension=0, tiled=True) if spread else jax.lax.psum
       )
-      found = meet(found, self._axis)
-    return found.reshape(*found.shape[:-1], *self._frame.shape)
+      frames = reduce(frames, self._axis)
+    return frames.reshape(*frames.shape[:-1], *self._frame.shape)

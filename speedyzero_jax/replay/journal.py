@@ -1,9 +1,9 @@
-"""Journal of experience: steps as they are collected, in one SQLite file.
+"""Journal of experience: the collected steps, in one SQLite file.
 
-Appends are buffered in memory; `flush` makes them durable. A write is one transaction in WAL mode,
-so a killed process leaves all of it or none, a full disk changes nothing, and with
-`synchronous=FULL` a commit has reached the disk when it returns. What SQLite does not check, the
-content of its pages, has a CRC-32 per row, and rows of a lane must follow one another.
+Appends are buffered in memory; `flush` makes them durable. Each write is one transaction in WAL
+mode: if the process is killed, all of it or nothing is stored, and a full disk changes nothing.
+With `synchronous=FULL` a commit has reached the disk when it returns. SQLite does not check the
+content of its pages, so each row has a CRC-32, and the rows of a lane must be contiguous.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ from speedyzero_jax.replay.journal_rows import Row, RowCodec, runs
 from speedyzero_jax.replay.schema import Schema
 from speedyzero_jax.types import Segment
 
-_VERSION = 3  # changes with the tables and with the layout of their blobs
-_BUSY_SECONDS = 3.0  # a killed process may hold the file a moment longer
+_VERSION = 3  # increased when the tables or the layout of their blobs change
+_BUSY_SECONDS = 3.0  # a killed process may keep the file locked for a moment
 _BUFFER_BYTES = 64 << 20
-_SEGMENT_BYTES = 2048  # of the array objects of one segment in memory
+_SEGMENT_BYTES = 2048  # overhead of one segment's array objects in memory
 
-_COLUMNS = "lane, start, size, crc, slots, frames"  # of a `Row`
+_COLUMNS = "lane, start, size, crc, slots, frames"  # fields of `Row`
 _TABLES = (
   "CREATE TABLE form (json TEXT NOT NULL)",
   "CREATE TABLE lane (lane INTEGER PRIMARY KEY, tail INTEGER NOT NULL, head INTEGER NOT NULL)",
@@ -46,17 +46,17 @@ class JournalDamage(JournalError):
 
 
 class Journal:
-  """The slots tails[lane] <= t < heads[lane] of every lane. Thread-safe, but for reading.
+  """Stores the slots tails[lane] <= t < heads[lane] of every lane. Thread-safe, except for reading.
 
   Args:
-    path: the file; created if it does not exist. It is locked until `close`. This process must not
-      open it by other means: when it closed it, POSIX would drop the lock.
+    path: the file, created if it does not exist and locked until `close`. This process must not
+      open it by other means: closing it would release the POSIX lock.
     lanes: L.
     schema: columns of a slot.
     buffer_bytes: appends are written when the buffer exceeds this size.
 
-  Methods raise JournalError if the disk is full or failed; what they would write has not changed
-  then. So does the constructor for what is not a journal of these columns, or is in use.
+  Methods raise JournalError if the disk is full or fails; the stored content is then unchanged.
+  The constructor raises JournalError if the file is in use or is no journal of these columns.
   """
 
   def __init__(self, path: Path, lanes: int, schema: Schema, *, buffer_bytes: int = _BUFFER_BYTES):
@@ -67,7 +67,7 @@ class Journal:
     self._buffer: list[Segment] = []
     self._buffered = 0  # bytes
     columns = [[column.name, column.dtype, list(column.shape)] for column in schema.columns]
-    with self._errors("can't be opened"):
+    with self._errors("cannot be opened"):
       self._db = sqlite3.connect(
         path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
       )
@@ -80,23 +80,24 @@ class Journal:
 
   @property
   def heads(self) -> np.ndarray:
-    """[L] int64, the slot that each lane's next segment must start at."""
+    """[L] int64, the slot at which each lane's next segment must start."""
     with self._lock:
       return self._heads.copy()
 
   @property
   def tails(self) -> np.ndarray:
-    """[L] int64, each lane's oldest slot; its head if there is none."""
+    """[L] int64, each lane's oldest slot; its head if the lane is empty."""
     with self._lock:
       return self._tails.copy()
 
   # --- Writing ---
 
   def append(self, segments: Sequence[Segment]) -> None:
-    """Adds segments with the columns of the schema, all or none; `flush` makes them durable.
+    """Appends all of the segments or none; `flush` makes them durable.
 
-    Raises ValueError if a segment does not start at its lane's head; then none is added. A
-    JournalError means that the buffer is full and cannot be written; it keeps the segments.
+    Raises:
+      ValueError: a segment does not start at its lane's head; none is appended.
+      JournalError: the full buffer cannot be written; the segments remain in it.
     """
     with self._lock:
       heads = self._heads.copy()
@@ -107,7 +108,7 @@ class Journal:
             f"head, got {segment.start}"
           )
         heads[segment.lane] += len(segment.frame)
-      # Copied, because actors may reuse their arrays.
+      # Copy the arrays, since actors may reuse them.
       self._buffer += [segment.map(np.array, int(segment.start)) for segment in segments]
       self._heads = heads
       for segment in segments:
@@ -116,7 +117,7 @@ class Journal:
         self.flush()
 
   def flush(self) -> None:
-    """Makes everything appended so far durable. After an error it may be called again."""
+    """Makes everything appended so far durable. Can be retried after an error."""
     with self._lock:
       if not self._buffer:
         return
@@ -128,19 +129,21 @@ class Journal:
       self._buffer, self._buffered = [], 0
 
   def continue_from(self, heads: np.ndarray, *, drop: bool) -> np.ndarray:
-    """Lets every lane continue from heads [L], those of a verified checkpoint, or 0.
+    """Prepares every lane to continue from heads [L] of a verified checkpoint, or from 0.
 
-    Lanes without the slots just before there are emptied: their file was lost, or evicted further
-    than an old checkpoint. Of the others, later slots are kept, for `read`, or dropped. Returns the
-    number of slots from `heads` on that were dropped, [L] int64.
+    A lane that does not hold the slots just before its head is emptied. This happens if the file
+    was lost, or if an old checkpoint precedes the evicted slots. In other lanes, slots from the
+    head on are deleted if `drop`, else kept for `read`.
+
+    Returns the number of slots from `heads` on that were deleted, [L] int64.
     """
     with self._lock:
       self.flush()
-      apart = (heads > self._heads) | (heads < self._tails)
-      moved = apart | drop
+      disjoint = (heads > self._heads) | (heads < self._tails)
+      moved = disjoint | drop
       with self._transaction():
         for lane in np.flatnonzero(moved).tolist():
-          if apart[lane]:
+          if disjoint[lane]:
             self._db.execute("DELETE FROM segment WHERE lane = ?", (lane,))
             self._set("tail", lane, int(heads[lane]))
           else:
@@ -148,28 +151,31 @@ class Journal:
           self._set("head", lane, int(heads[lane]))
       lost = np.where(moved, np.maximum(self._heads - heads, 0), 0)
       self._heads = np.where(moved, heads, self._heads)
-      self._tails = np.where(apart, heads, self._tails)
+      self._tails = np.where(disjoint, heads, self._tails)
     return lost
 
   def _drop_from(self, lane: int, head: int) -> None:
-    """Deletes a lane's slots from `head` on; one row may have to be cut."""
+    """Deletes a lane's slots from `head` on; shortens the row that contains `head`, if any."""
     self._db.execute(
       "DELETE FROM segment WHERE lane = ? AND max(start, ?) >= ?",
       (lane, int(self._tails[lane]), head),
     )
-    found = self._db.execute(
+    result = self._db.execute(
       f"SELECT id, {_COLUMNS} FROM segment WHERE lane = ? AND start + size > ?", (lane, head)
     ).fetchone()
-    if found is not None:
-      row = Row(*found[1:])
+    if result is not None:
+      row = Row(*result[1:])
       short = self._codec.encode([self._codec.decode(row, row.start, head)])
       self._db.execute(
         "UPDATE segment SET size = ?, crc = ?, slots = ?, frames = ? WHERE id = ?",
-        (*short[2:], found[0]),
+        (*short[2:], result[0]),
       )
 
   def evict(self, tails: np.ndarray) -> None:
-    """Drops the slots before tails [L], at most the heads; whole rows give way to new ones."""
+    """Evicts the slots before tails [L], which must not exceed the heads.
+
+    The file reuses the space of rows that are evicted completely.
+    """
     with self._lock:
       self.flush()
       tails = np.maximum(tails, self._tails)
@@ -188,32 +194,34 @@ class Journal:
   # --- Reading ---
 
   def read(self, start: np.ndarray, stop: np.ndarray | None = None) -> Iterator[Segment]:
-    """Slots start[lane] <= t < stop[lane] (None: the heads), in the order of each lane.
+    """Yields slots start[lane] <= t < stop[lane] (None: the heads), in order within each lane.
 
-    If every append was flushed by itself, the order between lanes is that of the appends too. A
-    segment that begins an episode while its lane's previous one is open follows a lost environment.
+    If every append was flushed separately, slots of different lanes are in the order of the
+    appends, too. If a segment begins an episode although the lane's previous episode is open, the
+    environment was lost in between.
+
     Raises JournalDamage if slots are damaged or missing.
     """
     for row, begin, end in self._rows(start, stop):
       yield self._codec.decode(row, begin, end)
 
   def verify(self, start: np.ndarray, stop: np.ndarray) -> None:
-    """Raises JournalDamage unless slots start[lane] <= t < stop[lane] are all stored and intact."""
+    """Raises JournalDamage unless all slots start[lane] <= t < stop[lane] are stored and intact."""
     for _ in self._rows(start, stop):
       pass
 
   def _rows(self, start: np.ndarray, stop: np.ndarray | None) -> Iterator[tuple[Row, int, int]]:
-    """Intact rows and the slots wanted of each."""
+    """Yields intact rows and the requested range of slots in each."""
     self.flush()
     tails, stop = self.tails, self.heads if stop is None else stop
-    position = np.array(start)  # where each lane continues
+    position = np.array(start)  # next slot of each lane
     query = f"SELECT {_COLUMNS} FROM segment WHERE start + size > ? ORDER BY id"
-    with self._errors("can't be read"):
-      for found in self._db.execute(query, (int(position.min()),)):
+    with self._errors("cannot be read"):
+      for result in self._db.execute(query, (int(position.min()),)):
         if (position >= stop).all():
           return
-        row = Row(*found)
-        if row.intact():  # if not, its slots are missed below
+        row = Row(*result)
+        if row.intact():  # slots of damaged rows are reported as missing below
           begin, end = max(row.start, tails[row.lane]), min(row.start + row.size, stop[row.lane])
           if begin <= position[row.lane] < end:
             yield row, int(position[row.lane]), int(end)
@@ -226,17 +234,19 @@ class Journal:
   # --- The file ---
 
   def close(self) -> None:
-    """Unlocks the file; what was not flushed is lost. May be called twice."""
+    """Closes and unlocks the file, without flushing. Idempotent."""
     with self._lock:
       self._db.close()
 
   def _open(self, form: dict[str, Any]) -> None:
-    """Locks the file and checks that it is a journal of this form."""
+    """Locks the file and checks that its version, lanes and columns are those of `form`."""
     self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
     new = not self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
     stored = None if new else self._db.execute("SELECT json FROM form").fetchone()
     if not new and stored != (json.dumps(form),):
-      raise JournalError(f"journal {self.path} holds {stored}, expected {json.dumps(form)}")
+      raise JournalError(
+        f"journal {self.path} holds a different format: {stored}, expected {json.dumps(form)}"
+      )
     self._db.execute("PRAGMA journal_mode=WAL")
     self._db.execute("PRAGMA synchronous=FULL")
     with self._transaction():  # also takes the lock
@@ -248,23 +258,23 @@ class Journal:
         self._db.executemany("INSERT INTO lane VALUES (?, 0, 0)", lanes)
 
   def _load(self, lanes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tails and heads, which must agree with the extent of the rows."""
-    found = self._db.execute(
+    """Returns tails and heads. Raises JournalDamage if the rows do not match them."""
+    result = self._db.execute(
       "SELECT lane, tail, head, ifnull(min(start + size), head), ifnull(max(start + size), head) "
       "FROM lane LEFT JOIN segment USING (lane) GROUP BY lane ORDER BY lane"
     ).fetchall()
-    table = np.array(found)
-    if table.shape == (lanes, 5) and table.dtype == np.int64:  # not so in a damaged file
+    table = np.array(result)
+    if table.shape == (lanes, 5) and table.dtype == np.int64:  # may be false in a damaged file
       number, tails, heads, first, last = table.T
       ordered = (tails <= first) & (first <= last) & (last <= heads)
       if ordered.all() and (number == np.arange(lanes)).all():
         return tails, heads
-    raise JournalDamage(f"journal {self.path} is damaged: its lanes are not consistent")
+    raise JournalDamage(f"journal {self.path} is damaged: its lanes and rows are inconsistent")
 
   @contextlib.contextmanager
   def _transaction(self) -> Iterator[None]:
-    """Everything written is durable at the end, or nothing is written."""
-    with self._errors("can't be written"):
+    """A transaction: at the end everything written is durable, or nothing is written."""
+    with self._errors("cannot be written"):
       self._db.execute("BEGIN EXCLUSIVE")
       try:
         yield
@@ -275,15 +285,16 @@ class Journal:
         raise
 
   @contextlib.contextmanager
-  def _errors(self, what: str) -> Iterator[None]:
+  def _errors(self, problem: str) -> Iterator[None]:
+    """Turns errors of SQLite into JournalError, or JournalDamage if the file is corrupt."""
     try:
       yield
-    # UnicodeDecodeError: from messages that quote damaged names.
+    # UnicodeDecodeError: raised for messages that quote damaged names.
     except (sqlite3.Error, UnicodeDecodeError) as error:
       code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
       if code == sqlite3.SQLITE_BUSY:
-        reason = f"journal {self.path} {what}: it is in use, probably by another process"
+        reason = f"journal {self.path} {problem}: it is in use, probably by another process"
         raise JournalError(reason) from error
       damaged = code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT)
       kind = JournalDamage if damaged else JournalError
-      raise kind(f"journal {self.path} {what}: {error}") from error
+      raise kind(f"journal {self.path} {problem}: {error}") from error

@@ -1,7 +1,7 @@
-"""Rows of the journal: consecutive slots of one lane as bytes.
+"""Rows of the journal: consecutive slots of one lane, encoded as bytes.
 
-The frames are compressed together (zlib, each frame XORed with the one before), all other columns
-are raw, little-endian, one after the other. A CRC-32 covers everything.
+Frames are XORed with their predecessors and compressed together with zlib. All other columns are
+stored raw, in little-endian order, one after another. A CRC-32 covers everything.
 """
 
 import struct
@@ -26,7 +26,7 @@ class Row(NamedTuple):
   frames: bytes
 
   def intact(self) -> bool:
-    """Whether the fields are those that were encoded. They may be of any type."""
+    """Whether the CRC matches. Fields may have any type, as a damaged file can return any."""
     try:
       return all(type(x) is int for x in self[:4]) and self.crc == _crc(*self[:3], *self[4:])
     except (TypeError, struct.error):
@@ -34,7 +34,7 @@ class Row(NamedTuple):
 
 
 class RowCodec:
-  """Segments with the columns of a schema, to rows and back."""
+  """Encodes segments with the columns of a schema as rows, and decodes rows."""
 
   def __init__(self, schema: Schema):
     types = {c.name: (np.dtype(c.dtype).newbyteorder("<"), c.shape) for c in schema.columns}
@@ -42,7 +42,7 @@ class RowCodec:
     self._slots = types
 
   def encode(self, run: Sequence[Segment]) -> Row:
-    """One row of consecutive segments of a lane."""
+    """Encodes consecutive segments of a lane as one row."""
     parts = [segment.arrays() for segment in run]
     arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     size = len(arrays["frame"])
@@ -55,7 +55,7 @@ class RowCodec:
     return Row(*place, _crc(*place, slots, frames), slots, frames)
 
   def decode(self, row: Row, begin: int, end: int) -> Segment:
-    """Slots begin <= t < end of an intact row that holds them."""
+    """Decodes slots begin <= t < end, which an intact row must contain."""
     arrays, offset = {}, 0
     for name, (dtype, shape) in self._slots.items():
       length = row.size * int(np.prod(shape, dtype=int))
@@ -71,17 +71,17 @@ class RowCodec:
 
 
 def runs(segments: Sequence[Segment]) -> list[list[Segment]]:
-  """Consecutive segments of a lane, separated where a lost environment left an episode open."""
-  found: list[list[Segment]] = []
+  """Groups consecutive segments by lane; splits where a lost environment left an episode open."""
+  result: list[list[Segment]] = []
   latest: dict[int, list[Segment]] = {}
   for segment in segments:
     run = latest.get(segment.lane)
     ended = run is not None and (run[-1].terminated[-1] or run[-1].truncated[-1])
     if run is None or (segment.first[0] and not ended):
       run = latest[segment.lane] = []
-      found.append(run)
+      result.append(run)
     run.append(segment)
-  return found
+  return result
 
 
 def _crc(lane: int, start: int, size: int, slots: bytes, frames: bytes) -> int:

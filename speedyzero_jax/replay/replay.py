@@ -1,7 +1,7 @@
 """The replay: thread-safe storage of steps, selection of training data, and sweeps.
 
-One lock makes changes and reads of its columns atomic; frames are copied without it (see `intact`).
-Agents compute targets from `store` while they hold `lock`.
+One lock makes reads and writes of columns atomic. Frames are copied without the lock (see
+`intact`). Agents hold `lock` while they compute targets from `store`.
 """
 
 import json
@@ -23,12 +23,12 @@ Array = np.ndarray | jax.Array
 
 
 def pack_rng(rng: np.random.Generator) -> np.ndarray:
-  """The state of a PCG64 generator as JSON, uint8 [N]."""
+  """Encodes the state of a PCG64 generator as JSON, uint8 [N]."""
   return np.frombuffer(json.dumps(rng.bit_generator.state).encode(), np.uint8)
 
 
 def unpack_rng(packed: np.ndarray) -> np.random.Generator:
-  """The generator saved by `pack_rng`."""
+  """Restores the generator encoded by `pack_rng`."""
   bits = np.random.PCG64()
   bits.state = json.loads(packed.tobytes())
   return np.random.Generator(bits)
@@ -37,8 +37,8 @@ def unpack_rng(packed: np.ndarray) -> np.random.Generator:
 class Replay:
   """Lanes of slots (see `types.py`), a selector, and sweeps.
 
-  Indices are (lane [B] integer, time [B] integer). Slots evicted between two calls are no error:
-  writes to them are dropped.
+  Slots are addressed by (lane [B] integer, time [B] integer). Slots may be evicted between two
+  calls; writes to them are then ignored.
   """
 
   def __init__(
@@ -53,9 +53,17 @@ class Replay:
     sweeps: Sequence[str] = (),
     device_frames: DeviceFrames | None = None,
   ):
-    """Makes an empty replay, with the selector that `make_selector` gives and the named sweeps.
+    """Makes an empty replay.
 
-    Windows are gathered from `device_frames`, or in host memory. `rng_seed` is of selection.
+    Args:
+      schema: columns of a slot.
+      make_selector: makes the selector for the replay's store.
+      lanes: L.
+      capacity: slots per lane.
+      frame_stack: S.
+      rng_seed: seed of the selection.
+      sweeps: names of the sweeps.
+      device_frames: copy from which windows are gathered; None: gather in host memory.
     """
     self.schema, self._stack = schema, frame_stack
     self.store = LaneStore(schema, lanes, capacity)
@@ -69,7 +77,7 @@ class Replay:
 
   @property
   def num_transitions(self) -> int:
-    """Transitions ever added, evicted ones included."""
+    """Number of transitions appended so far, including evicted ones."""
     return self.store.num_transitions
 
   @property
@@ -85,14 +93,14 @@ class Replay:
       return self.store.tail.copy()
 
   def append(self, segment: Segment) -> None:
-    """`append_many` of one segment."""
+    """Appends one segment, see `append_many`."""
     self.append_many([segment])
 
   def append_many(self, segments: Sequence[Segment]) -> None:
     """Appends segments of different lanes.
 
     Raises:
-      ValueError: invalid segments (see `LaneStore.append`); nothing has changed then.
+      ValueError: a segment is invalid (see `LaneStore.append`); nothing is changed.
     """
     with self.lock:
       old_head = self.store.head.copy()
@@ -107,7 +115,7 @@ class Replay:
     """Copies the frames of newly written slots [n] to the devices."""
     if self._device_frames is None:
       return
-    # Under the lock, so that visible slots have their frames; in pieces, to bound temporary memory.
+    # The caller holds the lock, so visible slots have their frames. Chunks bound temporary memory.
     for begin in range(0, len(lane), 4096):
       part = slice(begin, begin + 4096)
       cell = self.store.cell(time[part])
@@ -133,12 +141,12 @@ class Replay:
       return self.selector.ready(n)
 
   def select(self, n: int) -> Selection:
-    """The next n samples. Raises ValueError if there are not enough."""
+    """Selects the next n samples. Raises ValueError if there are not enough."""
     with self.lock:
       return self.selector.select(n, self.rng)
 
   def update(self, selection: Selection, priority: np.ndarray, step: int) -> None:
-    """Passes the errors [B] of learner step `step` to the selector."""
+    """Passes the errors [B] computed in learner step `step` to the selector."""
     with self.lock:
       keep, _ = self.clamp(selection.lane, selection.time)
       kept = Selection(*(x[keep] for x in selection))
@@ -147,20 +155,22 @@ class Replay:
   # --- frames
 
   def windows(self, lane: np.ndarray, time: np.ndarray, after: int = 0) -> Array:
-    """Frames of the states time .. time+after with their stacks, [B, S+after, H, W, C].
+    """Returns the frames of the stacked states time .. time+after, [B, S+after, H, W, C].
 
-    State time+i is frames i .. i+S-1. Beyond an episode's first and last stored frames those are
-    repeated. With frames on devices the result is a jax array (see `DeviceFrames.gather`).
+    State time+i consists of frames i .. i+S-1. Beyond the ends of the episode, its first or last
+    stored frame is repeated. With frames on devices, the result is a JAX array (see
+    `DeviceFrames.gather`).
     """
     return self._gather(lane, self.window_cells(lane, time, after)[0])
 
   def trajectories(
     self, lane: np.ndarray, time: np.ndarray, after: int
   ) -> tuple[Array, np.ndarray]:
-    """Frames of consecutive slots across episodes, and indices of each slot's stack in them.
+    """Returns frames of consecutive slots, which may span episodes, and indices of their stacks.
 
-    Returns frames of slots time-S+1 .. time+after, [B, S+after, H, W, C], and indices
-    [B, after+1, S] int32 into their second axis: the stack of slot time+i, oldest frame first.
+    The frames are those of slots time-S+1 .. time+after, [B, S+after, H, W, C]. The indices
+    [B, after+1, S] int32 into their second axis are the stacks of slots time .. time+after, oldest
+    frame first.
     """
     with self.lock:
       store = self.store
@@ -174,8 +184,8 @@ class Replay:
     return self._gather(lane, cells), index.astype(np.int32)
 
   def _gather(self, lane: np.ndarray, cells: np.ndarray) -> Array:
-    # Copied outside the lock, being large. Meanwhile frames may be replaced: `intact` detects that,
-    # and results computed from them are dropped on writing.
+    # Frames are large, so they are copied without the lock. If any is replaced meanwhile, `intact`
+    # detects it, and writes of results computed from it are ignored.
     if self._device_frames is not None:
       return self._device_frames.gather(lane, cells)
     return self.store.gather(lane[:, None], cells)
@@ -183,7 +193,7 @@ class Replay:
   def values(
     self, columns: Sequence[Column], lane: np.ndarray, time: np.ndarray, after: int = 0
   ) -> dict[str, np.ndarray]:
-    """Columns of the states of `windows`, [B, after+1, ...] each."""
+    """Returns columns of the states time .. time+after, [B, after+1, ...] each, like `windows`."""
     with self.lock:
       _, time = self.clamp(lane, time)
       last = self.store.last(lane, time)[:, None]
@@ -191,14 +201,14 @@ class Replay:
       return {column.name: take(self.store[column.name], flat) for column in columns}
 
   def blanks(self, count: int, after: int = 0) -> Array:
-    """Placeholder windows with the shape and placement of real ones, for compilation."""
+    """Returns placeholder windows with the shape and placement of real ones, for compilation."""
     cells = np.zeros((count, self._stack + after), np.int64)
     return self._gather(cells[:, 0], cells)
 
   def intact(self, lane: np.ndarray, time: np.ndarray, since: np.ndarray) -> np.ndarray:
     """Whether windows gathered after `tails` were `since` [L] contain no replaced frame, bool [B].
 
-    May be falsely negative for states that have just lost the start of their stack.
+    May be false for an intact window if the start of its stack has just been evicted.
     """
     with self.lock:
       tail = self.store.tail[lane]
@@ -207,7 +217,7 @@ class Replay:
   def window_cells(
     self, lane: np.ndarray, time: np.ndarray, after: int = 0
   ) -> tuple[np.ndarray, np.ndarray]:
-    """Cells [B, S+after] of the frames of `windows` in each lane's ring, and the heads."""
+    """Returns cells [B, S+after] of the frames of `windows` in each lane's ring, and the heads."""
     with self.lock:
       _, safe = self.clamp(lane, time)
       return self.store.window_cells(lane, safe, self._stack - 1, after), self.heads
@@ -215,17 +225,18 @@ class Replay:
   def frames_since(
     self, heads: np.ndarray, n: int
   ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Up to n frames of stored slots from heads [L] on.
+    """Returns up to n frames of stored slots from heads [L] on.
 
-    Returns the heads to continue from, and lane [m], cell [m] and frames [m, H, W, C].
+    Returns the heads to continue from, lane [m], cell [m] and frames [m, H, W, C].
     """
     with self.lock:
-      following = np.maximum(heads, self.store.tail)
-      lane, time = (x[:n] for x in slots_between(following, self.store.head))
-    following[lane] = time + 1  # for repeated lanes the last one counts
+      new_heads = np.maximum(heads, self.store.tail)
+      lane, time = (x[:n] for x in slots_between(new_heads, self.store.head))
+    new_heads[lane] = time + 1  # repeated lanes: the last time is used
     cell = self.store.cell(time)
-    # Copied outside the lock, as in `windows`. A slot evicted meanwhile is followed by its heir.
-    return following, lane, cell, self.store.gather(lane, cell)
+    # Copied without the lock, as in `windows`. If a slot is evicted meanwhile, a later call returns
+    # the slot that replaced it.
+    return new_heads, lane, cell, self.store.gather(lane, cell)
 
   @property
   def bytes_on_devices(self) -> int:
@@ -235,14 +246,17 @@ class Replay:
   # --- rewriting stored values
 
   def clamp(self, lane: np.ndarray, time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Whether slots are stored, and their times with evicted ones replaced by a stored slot's.
+    """Returns whether slots are stored, and times clamped to stored slots.
 
-    Raises ValueError for slots that were never appended.
+    Evicted slots are replaced by the oldest slot of their lane.
+
+    Raises:
+      ValueError: a slot was never appended.
     """
-    found = self.store.live(lane, time)
+    live = self.store.live(lane, time)
     if np.any(time >= self.store.head[lane]):
       raise ValueError("some of the slots were never appended")
-    return found, np.where(found, time, self.store.tail[lane])
+    return live, np.where(live, time, self.store.tail[lane])
 
   def rewrite(
     self,
@@ -252,28 +266,28 @@ class Replay:
     step: int,
     columns: Mapping[str, np.ndarray],
   ) -> None:
-    """Replaces values [B, ...] by results of learner step `step`, unless newer ones are stored.
+    """Replaces values by results from weights of learner step `step`, unless newer ones are stored.
 
-    `columns` are of the named stamp. For repeated slots the last value counts.
+    `columns` [B, ...] belong to the named stamp. For repeated slots the last value is stored.
     """
     with self.lock:
-      found, safe = self.clamp(lane, time)
-      known = self.store.stamps[stamp]
+      live, safe = self.clamp(lane, time)
+      stamps = self.store.stamps[stamp]
       flat = self.store.flat(lane, safe)
-      keep = found & (take(known.step, flat) <= step)
+      keep = live & (take(stamps.step, flat) <= step)
       flat = flat[keep]
       for name, values in columns.items():
         put(self.store[name], flat, values[keep])
-      known.set(flat, step)
+      stamps.set(flat, step)
 
   def next_block(self, sweep: str, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """The next n states of a sweep: lane [n] int32, time [n] int64."""
+    """Returns the next n states of a sweep: lane [n] int32, time [n] int64."""
     with self.lock:
       lane, cell = self._sweeps[sweep].next_block(n)
       return lane.astype(np.int32), self.store.time_of(lane, cell)
 
   def quota(self, sweep: str, n: int, max_age: int, delay: int = 0) -> int:
-    """States that a sweep must recompute per learner step (see `Sweep.quota`)."""
+    """Number of states that a sweep must recompute per learner step (see `Sweep.quota`)."""
     with self.lock:
       return self._sweeps[sweep].quota(n, max_age, delay)
 
@@ -285,7 +299,7 @@ class Replay:
   # --- state
 
   def stats(self, learner_step: int) -> dict[str, float]:
-    """Sizes in transitions and bytes, and the selector's metrics."""
+    """Returns sizes in transitions and bytes, and the selector's metrics."""
     with self.lock:
       transitions = self.store.stored_transitions
       used = float(self.store.slot_bytes * self.store.num_slots())
@@ -297,7 +311,7 @@ class Replay:
       }
 
   def state_dict(self) -> dict[str, np.ndarray]:
-    """The contents except the frames, as numpy arrays."""
+    """Returns the contents except the frames, as numpy arrays."""
     with self.lock:
       return {
         **self.store.state_dict(),
@@ -310,7 +324,7 @@ class Replay:
     """Restores `state_dict` after `import_frames`; the replay then continues bit for bit.
 
     Raises:
-      ValueError: the state is of other slots.
+      ValueError: the state does not match the imported slots.
     """
     with self.lock:
       store = self.store
@@ -322,7 +336,7 @@ class Replay:
         sweep.load(state[f"sweep_{name}"], np.minimum(store.head, store.capacity))
 
   def import_frames(self, segments: Sequence[Segment]) -> None:
-    """Restores frames into a new replay, each lane's oldest first, before `load_state_dict`."""
+    """Restores frames into a new replay before `load_state_dict`; each lane's oldest come first."""
     with self.lock:
       for segment in segments:
         self.store.put_frames(segment)

@@ -1,4 +1,4 @@
-"""Prioritized sampling of transitions: eligibility, priorities, and the age of each priority."""
+"""Prioritized sampling of transitions and sequences, with the age of each priority."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,9 +21,17 @@ class PrioritizedSampler:
 
   A transition is *eligible* if an action was taken in its state, the frames of the state's stack
   are stored, and its targets are final: its episode has ended, or `lookahead` further slots are
-  stored. For newly eligible ones (lane [m], time [m]) `first_score` gives errors [m], NaN or None
-  for the current maximum priority, and the learner steps [m] behind them: by default None and those
-  of the weights that acted. A lane has room for `stack + lookahead` slots.
+  stored.
+
+  Args:
+    store: of the slots; a lane must have room for `stack + lookahead` slots.
+    config: exponents and minima.
+    stack: frames of a state.
+    lookahead: slots after a transition's first that its targets may use.
+    first_score: maps newly eligible transitions (lane [m], time [m]) to errors [m] and the learner
+      steps [m] of the weights that they depend on. With None or NaN in place of an error, a
+      transition gets the current maximum priority. By default errors are None, with the steps of
+      the weights that acted.
   """
 
   def __init__(
@@ -43,18 +51,18 @@ class PrioritizedSampler:
     )
     self._tree = SumTree(store.lanes * store.capacity)  # priority ** alpha, 0 if ineligible
     self._stamps = Stamps((store.lanes, store.capacity))  # of the priorities
-    self.count = 0  # eligible transitions
+    self.count = 0  # number of eligible transitions
 
   def ready(self, n: int) -> bool:
-    """Whether anything is eligible; sampling is with replacement."""
+    """Whether any transition is eligible; sampling is with replacement."""
     return self.count > 0
 
   def eligible(self, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
-    """Whether the transitions out of these stored slots are eligible, bool."""
+    """Whether the transitions of these stored slots are eligible, bool."""
     return self._tree.get(self._store.flat(lane, time)) > 0
 
   def appended(self, lane: np.ndarray, old_head: np.ndarray) -> None:
-    """Admits transitions that became eligible since lanes [m] had `old_head` [m]."""
+    """Updates eligibility after the heads of lanes [m] have moved on from `old_head` [m]."""
     store = self._store
     head, tail = store.head[lane], store.tail[lane]
     # Eligibility may change near the old head, in new slots, and where stacks were just evicted.
@@ -66,7 +74,7 @@ class PrioritizedSampler:
     row, _ = np.nonzero(valid)
     lane, time, is_new = lane[row], time[valid], time[valid] >= old_head[row]
     leaf = store.flat(lane, time)
-    was = self._tree.get(leaf) > 0  # for new slots: of the evicted slot
+    was = self._tree.get(leaf) > 0  # for new slots: eligibility of the evicted slot in the cell
     now = self._eligible(lane, time)
     enters, leaves = now & (is_new | ~was), was & ~now
     error, step = self._first_score(lane[enters], time[enters])
@@ -90,9 +98,9 @@ class PrioritizedSampler:
   def score(
     self, lane: np.ndarray, time: np.ndarray, td_error: np.ndarray, step: np.ndarray
   ) -> None:
-    """Sets priorities |td_error| + min_priority computed with weights of learner steps [m].
+    """Sets priorities |td_error| + min_priority, computed with weights of learner steps `step` [m].
 
-    Ineligible transitions are ignored; priorities from newer weights are kept.
+    Ineligible transitions are ignored, and priorities from newer weights are kept.
     """
     leaf = self._store.flat(lane, time)
     keep = (self._tree.get(leaf) > 0) & (step >= take(self._stamps.step, leaf))
@@ -100,11 +108,11 @@ class PrioritizedSampler:
     self._stamps.set(leaf[keep], step[keep])
 
   def _powered(self, error: np.ndarray) -> np.ndarray:
-    # In float32 the power could overflow or vanish.
+    # In float32 the power could overflow or underflow.
     return (np.abs(error).astype(np.float64) + self._min_priority) ** self._alpha
 
   def update(self, selection: Selection, priority: np.ndarray, step: int) -> None:
-    """Sets the priorities of trained transitions from TD errors [B] of learner step `step`."""
+    """Sets the priorities of the transitions trained on from the errors [B] of a learner step."""
     steps = np.full(len(priority), step, np.int32)
     self.score(selection.lane, selection.time, priority, steps)
 
@@ -115,7 +123,7 @@ class PrioritizedSampler:
     return Selection(lane.astype(np.int32), self._store.time_of(lane, cell), probability)
 
   def stats(self, learner_step: int) -> dict[str, float]:
-    """Mean and maximum age of all priorities, learner steps."""
+    """Returns mean and maximum age of all priorities, in learner steps."""
     mean, oldest = self._stamps.ages(learner_step)
     return {AGE_MEAN: mean, AGE_MAX: oldest}
 
@@ -123,7 +131,7 @@ class PrioritizedSampler:
     return self._store.flat(*slots_between(self._store.tail, self._store.head))
 
   def state_dict(self) -> dict[str, np.ndarray]:
-    """`priority` float64 and `priority_step` int32 of all live slots."""
+    """Returns `priority` float64 and `priority_step` int32 of all live slots."""
     leaf = self._live_leaves()
     return {"priority": self._tree.get(leaf), "priority_step": take(self._stamps.step, leaf)}
 
@@ -137,13 +145,13 @@ class PrioritizedSampler:
 
 
 class SequenceSampler(PrioritizedSampler):
-  """Draws sequences: a slot and the `lookahead` slots after it, also across episodes.
+  """Draws sequences of a slot and the next `lookahead` slots, which may span several episodes.
 
-  Of each lane the slots at multiples of `stride` are eligible once their sequence is stored.
+  In each lane, slots at multiples of `stride` are eligible once their sequence is complete.
   """
 
   def __init__(self, store: LaneStore, config: PriorityConfig, *, stride: int, **others: Any):
-    """`others` are arguments of `PrioritizedSampler`."""
+    """Takes the arguments of `PrioritizedSampler`, and the distance between sequences in slots."""
     super().__init__(store, config, **others)
     self._stride = stride
 
@@ -157,12 +165,12 @@ class SequenceSampler(PrioritizedSampler):
 def importance_weights(
   probability: np.ndarray, config: PriorityConfig, progress: float
 ) -> np.ndarray:
-  """Importance weights p^-beta, float32 [B], at most 1 (Schaul et al. 2016, section 3.4).
+  """Returns importance weights p^-beta, float32 [B], at most 1 (Schaul et al. 2016, section 3.4).
 
-  They are divided by the maximum of each group of 256 consecutive samples, EfficientZero's batch
-  size: the maximum of a larger batch is larger, so that dividing by it would lower all weights, and
-  with them the effective learning rate, as the batch grows. Samples are independent, so groups are
-  alike. `progress` is the share of training done, in [0, 1].
+  They are normalized by the maximum of each group of 256 consecutive samples, EfficientZero's batch
+  size. A larger batch has a larger maximum, so normalizing by it would reduce all weights, and with
+  them the effective learning rate. Samples are independent, so groups are statistically equivalent.
+  `progress` is the completed share of training, in [0, 1].
   """
   beta = config.beta_start + progress * (config.beta_end - config.beta_start)
   weight = probability**-beta

@@ -1,7 +1,9 @@
 """Schema of a stored step: every column that actors append.
 
-Storage, journal and messages are derived from a `Schema`. The base columns are common to all
-agents; an agent adds its own (`extra`), such as a search policy or a value estimate.
+Storage, journal and messages are derived from a `Schema`. The base columns are common to all agents
+(see `types.Segment` for their meanings). An agent adds its own (`extra`), such as a search policy
+or a value estimate (see `agents/efficientzero/agent.py`). `LaneStore` adds columns derived from
+them.
 """
 
 import math
@@ -17,11 +19,11 @@ class Column(NamedTuple):
   """A named array with one value per slot."""
 
   name: str
-  dtype: str  # numpy's name
+  dtype: str  # numpy dtype name
   shape: tuple[int, ...] = ()  # of one value
   low: int | None = None  # minimum, for integers
   high: int | None = None  # exclusive maximum, for integers
-  fill: float = 0.0  # value where the action was random
+  fill: float = 0.0  # value in slots played at random
 
   @property
   def nbytes(self) -> int:
@@ -32,9 +34,10 @@ class Column(NamedTuple):
 class Schema(NamedTuple):
   """Columns of a slot.
 
-  `copies` are not appended: in the replay each starts as a copy of another column and is rewritten
-  later. `stamps` names sets of columns that are rewritten together; for each set the replay stores,
-  per slot, the learner step of the weights behind the values.
+  `copies` maps names of further columns to their sources. They are not appended: in the replay each
+  starts as a copy of its source and is rewritten later. `stamps` names sets of columns that are
+  rewritten together; for each set the replay stores, per slot, the learner step of the weights that
+  computed the values.
   """
 
   columns: tuple[Column, ...]  # frame first, then the other base columns, then the agent's
@@ -58,11 +61,11 @@ class Schema(NamedTuple):
 
   @property
   def slot_bytes(self) -> int:
-    """Bytes of one slot's columns."""
+    """Bytes of one slot's columns, without copies and stamps."""
     return sum(column.nbytes for column in self.columns)
 
   def check(self, segment: Segment) -> None:
-    """Raises ValueError unless the segment holds exactly these columns, in shape and dtype."""
+    """Raises ValueError unless the segment has exactly these columns, with their shapes, dtypes."""
     arrays, slots = segment.arrays(), len(segment.frame)
     if arrays.keys() != {column.name for column in self.columns}:
       names = sorted(arrays.keys() ^ {column.name for column in self.columns})
@@ -85,7 +88,7 @@ def make_schema(
   copies: Mapping[str, str] | None = None,
   stamps: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Schema:
-  """The base columns (see `types.Segment`) followed by an agent's."""
+  """Makes a schema of the base columns (see `types.Segment`) and an agent's `extra` columns."""
   base = (
     Column("frame", np.dtype(frame_dtype).name, tuple(frame_shape)),
     Column("first", "bool"),

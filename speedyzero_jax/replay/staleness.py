@@ -1,26 +1,26 @@
-"""Tracking of the learner step that produced each cell's value."""
+"""Stamps: the learner step of the weights that computed each stored value."""
 
 from collections import Counter
 
 import numpy as np
 
-NEVER = np.iinfo(np.int32).max  # stamp of an empty cell, newer than any other
+NEVER = np.iinfo(np.int32).max  # stamp of an empty cell, greater than any learner step
 
 
 class Stamps:
-  """Learner steps of cells, counted by step so that the oldest and the mean are cheap.
+  """Learner steps of cells, with a histogram that makes oldest and mean step cheap to compute.
 
   Args:
-    shape: of the cells; methods take flat indices into it.
+    shape: of the array of cells; methods take flat indices into it.
   """
 
   def __init__(self, shape: tuple[int, ...]):
     self.step = np.full(shape, NEVER, np.int32)  # read-only for callers
     self._flat = self.step.reshape(-1)
-    self._count: Counter[int] = Counter()  # cells by step; there are few different steps
+    self._count: Counter[int] = Counter()  # number of cells by step; few steps are distinct
 
   def set(self, cell: np.ndarray, step: np.ndarray | int) -> None:
-    """Stamps cells [m] with step [m] or []; NEVER empties them. The last repeated cell counts."""
+    """Stamps cells [m] with step [m] or []; NEVER empties them. The last of repeated cells wins."""
     steps = np.broadcast_to(step, len(cell))
     cell, index = np.unique(cell[::-1], return_index=True)
     steps = steps[::-1][index]
@@ -36,11 +36,11 @@ class Stamps:
         del self._count[step]
 
   def oldest(self) -> int:
-    """The oldest step. Raises ValueError if all cells are empty."""
+    """Returns the oldest step. Raises ValueError if all cells are empty."""
     return min(self._count)
 
   def ages(self, now: int) -> tuple[float, float]:
-    """Mean and maximum of now - step, in learner steps; 0 if all cells are empty."""
+    """Returns mean and maximum of now - step, in learner steps; 0 if all cells are empty."""
     cells = self._count.total()
     if not cells:
       return 0.0, 0.0

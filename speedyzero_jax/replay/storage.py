@@ -1,6 +1,6 @@
-"""Ring storage of slots, each frame stored once.
+"""Ring storage of slots, in which each frame is stored once.
 
-Slots that are neighbors in time are neighbors in memory. A slot is named (lane, absolute time).
+Consecutive slots of a lane are adjacent in memory. A slot is identified by lane and absolute time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ OPEN = -1  # episode_end of an episode that has not ended yet
 
 
 def take(field: np.ndarray, flat: np.ndarray) -> np.ndarray:
-  """Values of a field [L, C, ...] in flat cells [...] (see `LaneStore.flat`).
+  """Returns values of a field [L, C, ...] in flat cells [...] (see `LaneStore.flat`).
 
   Twice as fast as indexing with two arrays.
   """
@@ -25,12 +25,12 @@ def take(field: np.ndarray, flat: np.ndarray) -> np.ndarray:
 
 
 def put(field: np.ndarray, flat: np.ndarray, values: np.ndarray) -> None:
-  """Writes values into flat cells; for repeated cells the last value counts."""
+  """Writes values into flat cells; for repeated cells the last value is stored."""
   field.reshape(-1, *field.shape[2:])[flat] = values
 
 
 def slots_between(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Slots begin[lane] <= t < end[lane], by lane, oldest first: (lane [N], time [N]) int64."""
+  """Lists slots begin[lane] <= t < end[lane] by lane, oldest first: (lane [N], time [N]) int64."""
   count = np.maximum(end - begin, 0)
   lane = np.repeat(np.arange(len(count)), count)
   offset = np.arange(len(lane)) - np.repeat(np.cumsum(count) - count, count)
@@ -38,13 +38,15 @@ def slots_between(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 class LaneStore:
-  """Rings of slots, arrays [L, capacity, ...]; slot t of a lane lives in cell t % capacity.
+  """Rings of slots, arrays [L, C, ...] with C = `capacity`; slot t is in cell t % C of its lane.
 
-  Memory is committed only as it is written. `store[name]` is the array of a column of the schema,
-  of a copy, or of a stamp (int32; write it through `stamps[name]`). Besides those, `inserted` [L,
-  C] int64 counts the transitions collected in all lanes before the slot, and `episode_start` and
-  `episode_end` [L, C] int64 are absolute times (`OPEN` while unfinished). The live slots of a lane
-  are tail[lane] <= t < head[lane].
+  The live slots of a lane are tail[lane] <= t < head[lane]. Memory is committed only when it is
+  written. `store[name]` is the array of a column or copy of the schema, or of a stamp (int32,
+  written through `stamps[name]`), or one of these derived columns, [L, C] int64:
+
+    inserted: number of transitions collected in all lanes before the slot.
+    episode_start: absolute time of the first frame of the slot's episode.
+    episode_end: absolute time of its last frame; `OPEN` while the episode is unfinished.
   """
 
   def __init__(self, schema: Schema, lanes: int, capacity: int):
@@ -66,10 +68,10 @@ class LaneStore:
       "episode_end": self.episode_end,
     }
     self._columns = {"frame": self.frame} | columns
-    self.fields = columns | copies | stamps | derived  # all but the frames
+    self.fields = columns | copies | stamps | derived  # all arrays except the frames
     self.head = np.zeros(lanes, np.int64)
     self.tail = np.zeros(lanes, np.int64)
-    self.num_transitions = 0  # collected so far, evicted ones included
+    self.num_transitions = 0  # collected so far, including evicted ones
     self.stored_transitions = 0
     self.first, self.action, self.reward = (self[name] for name in ("first", "action", "reward"))
     self.terminated, self.truncated = self["terminated"], self["truncated"]
@@ -80,13 +82,16 @@ class LaneStore:
   def append(self, segments: Sequence[Segment]) -> tuple[np.ndarray, np.ndarray]:
     """Appends segments of different lanes, evicting the oldest slots of full lanes.
 
-    A frame may be both terminated and truncated; it then counts as terminated. Returns lane and
-    time [n] of the new slots. Raises ValueError for invalid segments; nothing has changed then.
+    A frame may be both terminated and truncated; it then counts as terminated.
+
+    Returns lane and time [n] of the new slots. Raises ValueError if a segment is invalid; nothing
+    is changed.
     """
     slots = self.check(segments)
     lane, time, columns = slots.lane, slots.time, slots.columns
     cell, flat = self.cell(time), self.flat(lane, time)
-    # A slot's episode starts at the latest `first` in its segment, or where the open episode does.
+    # A slot's episode starts at the latest `first` in its segment, or where its lane's open episode
+    # started.
     first, open_start = columns["first"], self.episode_start[lane, self.cell(self.head[lane] - 1)]
     latest = np.maximum.accumulate(np.where(first | slots.leads, np.arange(len(lane)), 0))
     self.episode_start[lane, cell] = np.where(first, time, open_start)[latest]
@@ -102,21 +107,21 @@ class LaneStore:
       stamps.set(flat, columns["step"])
     self.inserted[lane, cell] = self.num_transitions + np.cumsum(acted) - acted
     self.num_transitions += int(acted.sum())
-    self.head[lane] = time + 1  # for repeated lanes the last one counts
+    self.head[lane] = time + 1  # repeated lanes: the last time is used
     np.maximum(self.tail, self.head - self.capacity, out=self.tail)
     for end in np.flatnonzero(~acted):
       self._close(int(lane[end]), int(time[end]))
     return lane, time
 
   def check(self, segments: Sequence[Segment]) -> "_Slots":
-    """The segments' slots. Raises the ValueError that `append` would raise."""
+    """Returns the segments' slots. Raises the ValueError that `append` would raise."""
     lanes = [int(segment.lane) for segment in segments]
     if len(set(lanes)) != len(lanes):
-      raise ValueError(f"one append takes one segment per lane, got lanes {lanes}")
+      raise ValueError(f"an append must have at most one segment per lane, got lanes {lanes}")
     for segment in segments:
       self._check_place(segment)
       self.schema.check(segment)
-    # One array per column from here on: most segments are one slot long.
+    # Concatenate columns over segments, as most segments have a single slot.
     sizes = [len(segment.frame) for segment in segments]
     arrays = [segment.arrays() for segment in segments]
     slots = _Slots(
@@ -131,17 +136,17 @@ class LaneStore:
   def _check_place(self, segment: Segment) -> None:
     lane, n = segment.lane, len(segment.frame)
     if not 0 <= lane < self.lanes:
-      raise ValueError(f"segment.lane must be in 0..{self.lanes - 1}, got {lane}")
+      raise ValueError(f"segment: lane must be in 0..{self.lanes - 1}, got {lane}")
     if segment.start != self.head[lane]:
       raise ValueError(
         f"segment of lane {lane}: start must be the lane's head {self.head[lane]}, "
         f"got {segment.start}"
       )
     if not 1 <= n <= self.capacity:
-      raise ValueError(f"segment of lane {lane}: must hold 1..{self.capacity} slots, got {n}")
+      raise ValueError(f"segment of lane {lane}: must have 1..{self.capacity} slots, got {n}")
 
   def _check_content(self, slots: "_Slots") -> None:
-    """Checks values and their consistency."""
+    """Checks the values of columns and their consistency."""
     columns, lane = slots.columns, slots.lane
     ended = columns["terminated"] | columns["truncated"]
     first = np.where(slots.leads, ~self._is_open(lane), np.roll(ended, 1))
@@ -155,7 +160,7 @@ class LaneStore:
       ((step < 0) | (step == NEVER), f"step must be a learner step, 0..{NEVER - 1}"),
       (
         columns["first"] != first,
-        "first must hold exactly at the lane's start and after an episode's end",
+        "first must be true exactly at the lane's start and after an episode's end",
       ),
       *((~_finite(x), f"{name} must be finite") for name, x in columns.items()),
     ):
@@ -168,14 +173,15 @@ class LaneStore:
     return (head > 0) & (self.episode_end[lane, self.cell(head - 1)] == OPEN)
 
   def _close(self, lane: int, end: int) -> None:
+    """Records that the lane's open episode ends with slot `end`."""
     start = max(int(self.episode_start[lane, end % self.capacity]), int(self.tail[lane]))
     self.episode_end[lane, np.arange(start, end + 1) % self.capacity] = end
 
   def truncate(self, lane: int) -> None:
     """Truncates the lane's open episode, if any, at its newest slot.
 
-    For a lane whose environment was lost: its next slot starts an episode. The transition out of
-    the newest slot is dropped.
+    Called after the lane's environment was lost: the next slot starts an episode. The transition
+    from the newest slot is discarded.
     """
     if not self._is_open(np.array([lane]))[0]:
       return
@@ -186,9 +192,9 @@ class LaneStore:
     self._close(lane, end)
 
   def put_frames(self, segment: Segment) -> None:
-    """Restores the frames of a segment; a gap evicts the slots before it.
+    """Restores the frames of a segment. After a gap, the slots before the gap are evicted.
 
-    The caller restores the other fields.
+    The other fields are restored by `load_state_dict`.
     """
     lane, stop = segment.lane, segment.start + len(segment.frame)
     if segment.start > self.head[lane]:
@@ -199,7 +205,7 @@ class LaneStore:
     self.tail[lane] = max(self.tail[lane], stop - self.capacity)
 
   def state_dict(self) -> dict[str, np.ndarray]:
-    """The contents except the frames: live slots by lane, oldest first."""
+    """Returns the contents except the frames: live slots by lane, oldest first."""
     flat = self.flat(*slots_between(self.tail, self.head))
     state = {f"slot_{name}": take(array, flat) for name, array in self.fields.items()}
     counts = {"head": self.head.copy(), "tail": self.tail.copy()}
@@ -208,15 +214,19 @@ class LaneStore:
   def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
     """Restores `state_dict`.
 
-    Raises ValueError unless it is of the slots whose frames are stored; nothing has changed then.
+    Raises ValueError unless the state matches the slots whose frames are stored; nothing is
+    changed.
     """
     if not (np.array_equal(state["head"], self.head) and np.array_equal(state["tail"], self.tail)):
-      raise ValueError("the state is not of the slots whose frames were imported")
+      raise ValueError("the state does not match the slots whose frames were imported")
     flat = self.flat(*slots_between(self.tail, self.head))
     for name, array in self.fields.items():
       saved = state[f"slot_{name}"]
       if saved.shape != (len(flat), *array.shape[2:]) or saved.dtype != array.dtype:
-        raise ValueError(f"slot_{name} is {saved.dtype}{list(saved.shape)}, not as in this store")
+        raise ValueError(
+          f"slot_{name} must be {array.dtype}{[len(flat), *array.shape[2:]]}, got "
+          f"{saved.dtype}{list(saved.shape)}"
+        )
     for name, array in self.fields.items():
       if name in self.stamps:
         self.stamps[name].set(flat, state[f"slot_{name}"])
@@ -226,15 +236,15 @@ class LaneStore:
     self.stored_transitions = int((state["slot_action"] >= 0).sum())
 
   def cell(self, time: np.ndarray) -> np.ndarray:
-    """Cells of slots in their lane's ring."""
+    """Returns cells of slots in their lane's ring."""
     return time % self.capacity
 
   def flat(self, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
-    """Cells of slots among those of all lanes, int64."""
+    """Returns flat cells, lane * C + cell, of slots; int64."""
     return np.asarray(lane, np.int64) * self.capacity + self.cell(time)
 
   def time_of(self, lane: np.ndarray, cell: np.ndarray) -> np.ndarray:
-    """Absolute times of the slots in used cells, int64."""
+    """Returns absolute times of the slots in used cells, int64."""
     newest = self.head[lane] - 1
     return newest - (newest - cell) % self.capacity
 
@@ -243,18 +253,18 @@ class LaneStore:
     return (self.tail[lane] <= time) & (time < self.head[lane])
 
   def last(self, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
-    """Absolute time of the last stored frame of each live slot's episode, int64."""
+    """Returns the absolute time of the last stored frame of each live slot's episode, int64."""
     end = take(self.episode_end, self.flat(lane, time))
     return np.where(end == OPEN, self.head[lane] - 1, end)
 
   def num_slots(self) -> int:
-    """Live slots in all lanes."""
+    """Number of live slots in all lanes."""
     return int((self.head - self.tail).sum())
 
   def window_cells(self, lane: np.ndarray, time: np.ndarray, before: int, after: int) -> np.ndarray:
-    """Cells of frames time-before .. time+after of live slots, [B, before+1+after], for `gather`.
+    """Returns cells of frames time-before .. time+after of live slots, [B, before+1+after].
 
-    Beyond an episode's first or last stored frame that frame is repeated.
+    Beyond the ends of an episode, its first or last stored frame is repeated.
     """
     lo = np.maximum(take(self.episode_start, self.flat(lane, time)), self.tail[lane])
     hi = self.last(lane, time)
@@ -262,22 +272,22 @@ class LaneStore:
     return self.cell(np.clip(window, lo[:, None], hi[:, None]))
 
   def gather(self, lane: np.ndarray, cell: np.ndarray) -> np.ndarray:
-    """Frames [..., H, W, C] of cells (lane [...], cell [...])."""
+    """Returns frames [..., H, W, C] of cells (lane [...], cell [...])."""
     return take(self.frame, np.asarray(lane, np.int64) * self.capacity + cell)
 
   @property
   def slot_bytes(self) -> int:
-    """Bytes of a slot, with all that is stored about it."""
+    """Bytes of a slot in all arrays."""
     arrays = (self.frame, *self.fields.values())
     return sum(array.nbytes for array in arrays) // (self.lanes * self.capacity)
 
 
 class _Slots(NamedTuple):
-  """Slots of several segments, one segment after the other."""
+  """Concatenated slots of several segments."""
 
   lane: np.ndarray  # [n]
   time: np.ndarray  # [n]
-  leads: np.ndarray  # [n] bool, the first of its segment
+  leads: np.ndarray  # [n] bool, the slot is the first of its segment
   columns: dict[str, np.ndarray]  # [n, ...] each
 
 

@@ -1,13 +1,13 @@
-"""A sum tree in numpy, for sampling in proportion to priorities."""
+"""Sum tree in numpy, for sampling in proportion to priorities."""
 
 import numpy as np
 
 
 class SumTree:
-  """Non-negative priorities of n leaves, with their exact total and maximum.
+  """Non-negative priorities of n leaves, with their sum and maximum.
 
-  Two binary heaps in float64, with node i over nodes 2i and 2i+1. Parents are always recomputed
-  from their children, never adjusted by a difference, so rounding errors do not accumulate.
+  Two binary trees in float64, in which nodes 2i and 2i+1 are the children of node i. Parents are
+  always recomputed from their children, not incremented, so rounding errors do not accumulate.
   """
 
   def __init__(self, size: int):
@@ -30,13 +30,13 @@ class SumTree:
     return self._sum[self._base : self._base + self.size]
 
   def get(self, leaf: np.ndarray) -> np.ndarray:
-    """Priorities of leaves, float64."""
+    """Returns priorities of leaves, float64."""
     return self.leaves.take(leaf)
 
   def set(self, leaf: np.ndarray, priority: np.ndarray) -> None:
-    """Sets priorities [m] of leaves [m], the last one for repeated leaves. O(m log n).
+    """Sets priorities [m] of leaves [m] in O(m log n); for repeated leaves the last one is stored.
 
-    Raises ValueError for a negative, infinite or NaN priority; nothing has changed then.
+    Raises ValueError for a negative, infinite or NaN priority; nothing is changed.
     """
     if not (np.isfinite(priority) & (priority >= 0)).all():
       raise ValueError("priority must be finite and not negative")
@@ -45,25 +45,25 @@ class SumTree:
     width = self._base  # number of nodes in the level of `node`
     while width > 1 and len(node):
       width //= 2
-      # Where there are repetitions it is cheaper to recompute the whole level.
+      # If `node` has repetitions, recomputing the whole level is cheaper.
       node = node // 2 if len(node) < width else np.arange(width, 2 * width)
       left, right = 2 * node, 2 * node + 1
       self._sum[node] = self._sum[left] + self._sum[right]
       self._max[node] = np.maximum(self._max[left], self._max[right])
 
   def sample(self, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Draws n leaves with replacement: leaf [n] int64, probability [n] float64. O(n log size).
+    """Samples n leaves with replacement: leaf [n] int64, probability [n] float64. O(n log size).
 
     Raises ValueError if all priorities are zero.
     """
     if not self.total > 0:
-      raise ValueError("nothing to sample: all priorities are zero")
+      raise ValueError("nothing to sample: no priority is greater than zero")
     rest = rng.random(n) * self.total
     node = np.ones(n, np.int64)
     for _ in range(self._base.bit_length() - 1):
       node *= 2
       left = self._sum[node]
-      # Rounding may push `rest` past the last positive leaf: never enter an all-zero subtree.
+      # Rounding may move `rest` past the last positive leaf, so never enter an all-zero subtree.
       right = (rest >= left) & (self._sum[node + 1] > 0)
       rest -= np.where(right, left, 0.0)
       node += right

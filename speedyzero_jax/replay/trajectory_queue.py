@@ -1,4 +1,4 @@
-"""A FIFO queue of trajectories: consecutive windows of each lane, used once or in epochs."""
+"""FIFO queue of trajectories: consecutive windows of each lane, used once or for several epochs."""
 
 import copy
 import math
@@ -16,28 +16,27 @@ _Window = tuple[int, int]  # lane and first slot
 
 
 class TrajectoryQueue:
-  """Returns windows of `length` slots, and the slot after them, in order of completion.
+  """Selects windows of `length` slots, and the slot after them, in order of completion.
 
-  Windows of a lane are contiguous: window i is slots i * length .. (i+1) * length, the last of
-  which is the first of window i + 1. They cross episode boundaries. Lanes with complete windows
-  take turns.
+  Window i of a lane consists of slots i * length .. (i+1) * length; its last slot is the first one
+  of window i + 1. Windows may span several episodes. Lanes with complete windows take turns.
 
-  Evicted windows are skipped. So are the oldest ones when there are more than the learner will
-  take: an episode's end is a slot but no agent step, so lanes fill more windows than agent steps
-  account for, and the queue would grow and its windows age.
+  Evicted windows are skipped. The oldest windows are also skipped if there are more than the
+  learner will use: the end of an episode is a slot but no agent step, so lanes fill more windows
+  than there are agent steps for, and the queue would grow and its windows become stale.
 
-  Windows leave the queue in blocks. A block of several is returned in a random order, `epochs`
-  times, so that selections of a part of it are PPO's minibatches.
+  Windows leave the queue in blocks. A block of several windows is returned `epochs` times, each
+  time in a random order. Selections of a part of a block are PPO's minibatches.
 
   Args:
-    store: of the slots; a lane has room for two windows and a stack.
+    store: of the slots; a lane must have room for two windows and a stack.
     length: T, slots per window.
-    stack: S, frames in an observation; those of a window's first slot must be stored too.
-    pace: windows that the learner takes per agent step, at most 1/T; inf: skip evicted ones only.
+    stack: S, frames in an observation; those of a window's first slot must be stored, too.
+    pace: windows that the learner uses per agent step, at most 1/T; inf: skip only evicted ones.
     block: windows per block.
-    epochs: times that each block is gone through.
-    replayed: windows added to a block per window in it, drawn uniformly from the stored ones that
-      have left the queue.
+    epochs: number of times each block is returned.
+    replayed: windows added to a block per window in it, drawn uniformly from the stored windows
+      that have left the queue.
   """
 
   def __init__(
@@ -54,18 +53,18 @@ class TrajectoryQueue:
     self._store, self._length, self._stack, self._pace = store, length, stack, pace
     self._block, self._epochs, self._replayed = block, epochs, replayed
     self._next = np.zeros(store.lanes, np.int64)  # start of each lane's next window
-    self._blocks = 0  # that have left the queue
-    self._planned: list[_Window] = []  # to be selected before another block
-    self._pending: Counter[_Window] = Counter()  # selected, not trained on
+    self._blocks = 0  # number of blocks that have left the queue
+    self._planned: list[_Window] = []  # to be selected before the next block
+    self._pending: Counter[_Window] = Counter()  # selected, but not trained on yet
     self._turn = np.arange(store.lanes)  # order in which lanes are visited
-    self._skipped = 0  # windows
+    self._skipped = 0  # number of windows
 
   def _complete(self) -> np.ndarray:
     """Number of complete windows of each lane, [L]."""
     return np.maximum(self._store.head - 1 - self._next, 0) // self._length
 
   def _take(self, n: int) -> list[_Window]:
-    """The next n windows, or all that are complete."""
+    """Takes the next n windows from the queue, or all complete ones if there are fewer."""
     complete = self._complete()
     taken: list[_Window] = []
     while len(taken) < n and complete.any():
@@ -77,42 +76,42 @@ class TrajectoryQueue:
     return taken
 
   def _oldest(self) -> np.ndarray:
-    """Number in its lane of the oldest window whose frames are all stored, [L]."""
+    """Index in its lane of the oldest window whose frames are all stored, [L]."""
     tail = self._store.tail
     return -(-np.where(tail > 0, tail + self._stack - 1, 0) // self._length)
 
   def _evicted(self) -> np.ndarray:
-    """Number of each lane's next windows that are evicted, [L]."""
+    """Number of evicted windows at the front of each lane's queue, [L]."""
     return np.maximum(self._oldest() - self._next // self._length, 0)
 
   def _surplus(self, skipped: int) -> int:
-    """Number of windows to skip besides so many already skipped."""
+    """Number of windows to skip in addition to the `skipped` ones."""
     store = self._store
     if not store.num_transitions:
       return 0
-    filled = store.head.sum() / self._length - store.lanes  # each lane's last may be incomplete
+    filled = store.head.sum() / self._length - store.lanes  # a lane's last may be incomplete
     return math.floor(max(filled - store.num_transitions * self._pace - skipped, 0))
 
   def _due(self) -> tuple[int, int]:
-    """Windows left to train on, and windows to skip before."""
+    """Number of complete windows left to train on, and number of windows to skip before them."""
     evicted, complete = self._evicted(), self._complete()
     left, lost = int(np.maximum(complete - evicted, 0).sum()), int(evicted.sum())
     surplus = min(self._surplus(self._skipped + lost), left)
     return left - surplus, lost + surplus
 
   def _skip(self, spare: int) -> None:
-    """Skips evicted and surplus windows, at most `spare` of them complete ones."""
+    """Skips evicted and surplus windows, of which at most `spare` are complete."""
     evicted, complete = self._evicted(), self._complete()
-    losing = np.minimum(evicted, complete)
-    lose = np.diff(np.minimum(np.cumsum(losing), spare), prepend=0)
-    skip = np.where(lose == losing, evicted, lose)
+    lost = np.minimum(evicted, complete)
+    allowed = np.diff(np.minimum(np.cumsum(lost), spare), prepend=0)
+    skip = np.where(allowed == lost, evicted, allowed)
     self._next += skip * self._length
     self._skipped += int(skip.sum())
-    surplus = min(self._surplus(self._skipped), spare - int(lose.sum()))
+    surplus = min(self._surplus(self._skipped), spare - int(allowed.sum()))
     self._skipped += len(self._take(surplus))
 
   def _samples(self, blocks: int) -> int:
-    """Windows to select from so many more blocks."""
+    """Number of selections that the next `blocks` blocks provide."""
 
     def replayed(blocks: int) -> int:
       return math.floor(blocks * self._block * self._replayed)
@@ -121,7 +120,7 @@ class TrajectoryQueue:
     return self._epochs * (blocks * self._block + extra)
 
   def _plan(self, windows: Sequence[_Window], rng: np.random.Generator) -> None:
-    """Plans the selections of the next block's windows."""
+    """Plans the selections from a block of windows, with replayed ones added."""
     count = self._samples(1) // self._epochs - len(windows)
     windows = [*windows, *self._drawn(count, rng)] if count else windows
     self._blocks += 1
@@ -130,8 +129,9 @@ class TrajectoryQueue:
       self._planned += [windows[i] for i in order]
 
   def _drawn(self, n: int, rng: np.random.Generator) -> list[_Window]:
-    """n windows drawn from those that have left the queue and are stored, with replacement."""
-    # Each lane's last is, but where fewer were skipped than are evicted (see `select`).
+    """Draws n windows, with replacement, from the stored ones that have left the queue."""
+    # The last consumed window of a lane is stored, unless `select` skipped fewer windows than were
+    # evicted.
     oldest = np.minimum(self._oldest(), self._next // self._length - 1)
     stored = np.where(self._next > 0, self._next // self._length - oldest, 0)
     end = np.cumsum(stored)
@@ -142,20 +142,21 @@ class TrajectoryQueue:
 
   @property
   def count(self) -> int:
-    """Windows that can be selected: from complete ones in all lanes but those to be skipped."""
+    """Number of windows that can be selected, without complete ones that will be skipped."""
     return len(self._planned) + self._samples(self._due()[0] // self._block)
 
   def ready(self, n: int) -> bool:
+    """Whether `select(n)` can be called."""
     return self.count >= n
 
   def appended(self, lane: np.ndarray, old_head: np.ndarray) -> None:
-    """No-op: complete windows are counted from the heads."""
+    """No-op: complete windows are derived from the heads."""
 
   def select(self, n: int, rng: np.random.Generator) -> Selection:
-    """The next n windows. Raises ValueError if fewer are complete.
+    """Selects the next n windows. Raises ValueError if fewer are complete.
 
-    After `ready` returned True there are always n: where appends have since evicted windows or made
-    them surplus, fewer are skipped.
+    Once `ready` has returned True, there are always n windows: if later appends evict windows or
+    make them surplus, fewer are skipped.
     """
     blocks, complete = 0, int(self._complete().sum())
     while len(self._planned) + self._samples(blocks) < n:
@@ -176,21 +177,22 @@ class TrajectoryQueue:
   def update(self, selection: Selection, priority: np.ndarray, step: int) -> None:
     """Records that the windows were trained on."""
     self._pending.subtract(zip(selection.lane.tolist(), selection.time.tolist(), strict=True))
-    tail = self._store.tail  # evicted ones are not reported
+    tail = self._store.tail  # drops evicted windows, which are not reported here
     left = {w: count for w, count in self._pending.items() if count > 0 and w[1] >= tail[w[0]]}
     self._pending = Counter(left)
 
   def stats(self, learner_step: int) -> dict[str, float]:
-    """Complete windows not yet used, and windows skipped."""
+    """Returns the number of complete windows not yet used, and of windows skipped."""
     queued, to_skip = self._due()
     return {QUEUED: float(queued), SKIPPED: float(self._skipped + to_skip)}
 
   def state_dict(self) -> dict[str, np.ndarray]:
-    """The position in each lane, the order of the lanes, what is planned, and counters.
+    """Returns the position in each lane, the order of lanes, planned windows and counters.
 
-    Windows selected but not trained on are selected again after a restart.
+    Windows that are selected but not trained on are selected again after a restart.
     """
-    saved = copy.copy(self)  # windows are skipped in it only: `ready` may have counted on them
+    # Skip windows in the copy only: a caller of `ready` may rely on the original.
+    saved = copy.copy(self)
     saved._next = self._next.copy()
     saved._skip(int(self._complete().sum()))
     planned = [(self._blocks, 0), *self._pending.elements(), *self._planned]

@@ -1,1 +1,1 @@
-"""The work of a run: acting, learning, sweeping and evaluating, and the weights they share."""
+"""Workers of a run: actor, learner, sweeper and evaluator, and the weights they share."""

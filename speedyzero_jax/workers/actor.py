@@ -1,4 +1,4 @@
-"""The actor: steps a batch of environments (lanes) with the agent's actions and makes segments."""
+"""The actor: steps a batch of environments (lanes) with an agent and produces segments."""
 
 import zlib
 from typing import Any
@@ -17,7 +17,7 @@ from speedyzero_jax.workers.weights import Version
 
 
 class FrameStacker:
-  """The last S frames of every lane; an episode's first frame fills the whole stack."""
+  """Stacks the last S frames of every lane; an episode's first frame fills the whole stack."""
 
   def __init__(self, stack: int):
     self._stack = stack
@@ -34,10 +34,17 @@ class FrameStacker:
 
 
 class Actor:
-  """Steps new environments, which it owns, within a budget of agent steps.
+  """Steps environments within a budget of agent steps.
 
-  Its lanes in the replay are those from `lane_offset` on; `start` [L] are the slots of the
-  environments' first frames (None: 0). `stats` receives returns of finished games.
+  Args:
+    config: of the run.
+    agent: chooses actions.
+    env: new environments, which the actor owns.
+    inference: runs the agent.
+    key: random key.
+    stats: receives the returns of finished games.
+    lane_offset: index in the replay of the first of the actor's consecutive lanes.
+    start: [L], slots of the environments' first frames; None: 0.
   """
 
   def __init__(
@@ -60,25 +67,27 @@ class Actor:
     self._start = np.zeros(env.num_lanes, np.int64) if start is None else start
     self._slot = self._start.copy()  # absolute time of the current frames
     self._core = jax.tree.map(np.asarray, agent.initial_core(env.num_lanes))
-    self._show(env.reset())
+    self._observe(env.reset())
 
   def step(
     self, version: Version, *, budget: int, progress: float, random: bool, last: bool = True
   ) -> tuple[list[Segment], int]:
-    """Plays one action in every lane, or in fewer when the budget ends.
+    """Plays one action in every lane, or in fewer lanes if the budget is smaller.
 
     Args:
       version: weights to act with.
-      budget: agent steps left, at least 1. When it ends with this call, every lane is closed: its
-        last frame becomes the truncated end of its episode.
-      progress: share of training done.
+      budget: agent steps left, at least 1. If this call exhausts it, all open episodes are
+        truncated at their last frames.
+      progress: completed share of training.
       random: play uniformly at random (the first steps of a run).
-      last: whether the budget is final. If not, its end closes only the lanes not reached.
+      last: whether the budget is final. If not, exhausting it truncates only the episodes of lanes
+        without an action.
 
-    Returns one segment per lane, and the number of agent steps in them. Resets are not agent steps.
+    Returns:
+      One segment per lane, and the number of agent steps in them. Resets are not agent steps.
     """
-    shown = self._shown
-    ended = shown.terminated | shown.truncated
+    current = self._current
+    ended = current.terminated | current.truncated
     acting = ~ended
     if acting.sum() > budget:
       acting &= np.cumsum(acting) <= budget
@@ -86,16 +95,16 @@ class Actor:
     decision = self._decide(version, progress, random)
     self._core = decision.core
     self._actions.append(decision.action.astype(np.int16))
-    following = self._env.step(np.where(ended, 0, decision.action))
-    reward = np.where(acting, training_reward(self._config.env, following.reward), 0.0)
-    cut = ~ended & ~acting  # lanes beyond the budget
+    next_step = self._env.step(np.where(ended, 0, decision.action))
+    reward = np.where(acting, training_reward(self._config.env, next_step.reward), 0.0)
+    truncate = ~ended & ~acting  # lanes beyond the budget
     action = np.where(acting, decision.action, -1)
     segments = [
-      self._segment(i, cut[i], action[i], reward[i], decision, version.step)
+      self._segment(i, truncate[i], action[i], reward[i], decision, version.step)
       for i in range(len(self._lanes))
     ]
     self._slot += 1
-    self._show(following)
+    self._observe(next_step)
     if count == budget and last:
       ends = self._close(acting, version, progress, random)
       for i, end in zip(np.flatnonzero(acting), ends, strict=True):
@@ -103,11 +112,12 @@ class Actor:
     return segments, count
 
   def _decide(self, version: Version, progress: float, random: bool) -> ActOutput:
-    # A key per slot, the same for any actor that continues these lanes.
+    # The key depends on the slot only, so it is the same for any actor that continues these lanes.
     key = jax.random.fold_in(self._key, int(self._slot.max()))
     if random:
       return self._random_decision(key)
-    inputs = ActInputs(self._stacked, self._shown.first, self._lanes.astype(np.int32), self._core)
+    lane = self._lanes.astype(np.int32)
+    inputs = ActInputs(self._stacked, self._current.first, lane, self._core)
     return self._inference.decide(version, inputs, key, progress, explore=True)
 
   def _random_decision(self, key: jax.Array) -> ActOutput:
@@ -124,41 +134,39 @@ class Actor:
     return ActOutput(action, columns, self._core)
 
   def close_lanes(self, version: Version, *, progress: float, random: bool) -> list[Segment]:
-    """The current frames as truncated ends of all lanes' episodes, before the actor stops."""
+    """Returns segments that truncate all open episodes at the current frames; call it last."""
     self.finished.clear()
     return self._close(np.ones(len(self._lanes), bool), version, progress, random)
 
   def _close(
     self, acted: np.ndarray, version: Version, progress: float, random: bool
   ) -> list[Segment]:
-    """The current frames as ends of the lanes whose last action led to them."""
-    decision, ended = self._decide(version, progress, random), self._shown
+    """Returns segments that end the episodes of lanes with `acted` [L] at the current frames."""
+    decision, current = self._decide(version, progress, random), self._current
+    ended = current.terminated | current.truncated
     return [
-      self._segment(
-        i, not (ended.terminated[i] or ended.truncated[i]), -1, 0.0, decision, version.step
-      )
-      for i in np.flatnonzero(acted)
+      self._segment(i, not ended[i], -1, 0.0, decision, version.step) for i in np.flatnonzero(acted)
     ]
 
   def _segment(
-    self, i: Any, cut: Any, action: int, reward: float, decision: ActOutput, step: int
+    self, i: Any, truncate: Any, action: int, reward: float, decision: ActOutput, step: int
   ) -> Segment:
-    shown, one = self._shown, slice(i, i + 1)
+    current, one = self._current, slice(i, i + 1)
     return Segment(
       lane=int(self._lanes[i]),
       start=int(self._slot[i]),
-      frame=shown.frame[one],
-      first=shown.first[one],
-      terminated=shown.terminated[one],
-      truncated=shown.truncated[one] | cut,
+      frame=current.frame[one],
+      first=current.first[one],
+      terminated=current.terminated[one],
+      truncated=current.truncated[one] | truncate,
       action=np.array([action], np.int32),
       reward=np.array([reward], np.float32),
       step=np.array([step], np.int32),
       extra={name: column[one] for name, column in decision.columns.items()},
     )
 
-  def _show(self, step: EnvStep) -> None:
-    self._shown = step
+  def _observe(self, step: EnvStep) -> None:
+    self._current = step
     self._stacked = self._stacker.push(step)
     self.finished: list[Episode] = self.stats.update(step)  # games that ended with this step
 
@@ -166,8 +174,8 @@ class Actor:
     self._env.close()
 
   def state_dict(self) -> dict[str, np.ndarray]:
-    """The state for a checkpoint, with the actions that replay the environments."""
-    crc = zlib.crc32(self._shown.frame.tobytes())  # detects a different replay
+    """Returns the state for a checkpoint, including all actions, to replay the environments."""
+    crc = zlib.crc32(self._current.frame.tobytes())  # detects a replay that differs
     core = {f"core_{i}": np.asarray(x) for i, x in enumerate(jax.tree.leaves(self._core))}
     return {
       "actions": np.array(self._actions, np.int16).reshape(-1, len(self._lanes)),
@@ -177,28 +185,26 @@ class Actor:
     }
 
   def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-    """Replays the environments to the state of `state_dict`, 3,000 steps a second.
+    """Restores `state_dict` by replaying the environments, at about 3,000 steps per second.
 
-    For a new actor, with equal environments and the saved `start`.
+    Must be called on a new actor with equal environments and the saved `start`.
 
-    Raises RuntimeError if they showed other frames (another envpool or machine).
+    Raises RuntimeError if the frames differ, as with another version of envpool or machine type.
     """
     for action in state["actions"]:
-      ended = self._shown.terminated | self._shown.truncated
-      self._show(self._env.step(np.where(ended, 0, action).astype(np.int32)))
+      ended = self._current.terminated | self._current.truncated
+      self._observe(self._env.step(np.where(ended, 0, action).astype(np.int32)))
     self._actions = list(state["actions"])
     self._slot = self._start + len(self._actions)
     leaves, structure = jax.tree.flatten(self._core)
     core = [state[f"core_{i}"] for i in range(len(leaves))]
     self._core = jax.tree.unflatten(structure, core)
-    if zlib.crc32(self._shown.frame.tobytes()) != state["frames_crc"][0]:
-      raise RuntimeError(
-        "replaying the environments' actions led to other frames than when they were recorded"
-      )
+    if zlib.crc32(self._current.frame.tobytes()) != state["frames_crc"][0]:
+      raise RuntimeError("replaying the environments' actions led to other frames than recorded")
 
 
 def _join(a: Segment, b: Segment) -> Segment:
-  """Two consecutive segments as one."""
-  following = b.arrays()
-  arrays = {name: np.concatenate([x, following[name]]) for name, x in a.arrays().items()}
+  """Joins two consecutive segments."""
+  later = b.arrays()
+  arrays = {name: np.concatenate([x, later[name]]) for name, x in a.arrays().items()}
   return Segment.of(a.lane, a.start, arrays)

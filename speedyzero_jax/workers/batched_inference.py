@@ -1,4 +1,4 @@
-"""Inference shared by several actors of one process."""
+"""Batched inference, shared by several actors of one process."""
 
 import threading
 import time
@@ -16,12 +16,12 @@ from speedyzero_jax.workers.weights import Version
 
 
 def padded(lanes: int) -> int:
-  """The size of the batch that so many lanes are computed in: the next power of two."""
+  """Batch size used for a number of lanes: the next power of two."""
   return 1 << (lanes - 1).bit_length()
 
 
 class _Request:
-  """A caller's inputs, then its outputs or the error."""
+  """A caller's inputs, and later its outputs or the error."""
 
   def __init__(self, version: Version, inputs: ActInputs):
     self.version, self.inputs = version, inputs
@@ -29,10 +29,11 @@ class _Request:
 
 
 class BatchedInference:
-  """`Inference.decide` for callers in threads of their own.
+  """`Inference.decide` for several calling threads.
 
-  Requests that come while a batch is computed are the next batch, padded to a power of two lanes;
-  one that finds the devices idle does not wait for others. `log` receives metrics.
+  Requests that arrive while a batch is computed form the next batch, padded to a power of two
+  lanes. A request that arrives while the devices are idle is computed at once. `log` receives
+  metrics.
   """
 
   def __init__(self, inference: Inference, log: Callable[[Mapping[str, float]], None]):
@@ -43,12 +44,15 @@ class BatchedInference:
   def decide(
     self, version: Version, inputs: ActInputs, key: jax.Array, progress: float, *, explore: bool
   ) -> ActOutput:
-    """As `Inference.decide`, with this version or a newer one; `key` is that of the whole batch."""
+    """Like `Inference.decide`, with this version or a newer one.
+
+    One caller's `key` is used for the whole batch.
+    """
     begin = time.monotonic()
     request = _Request(version, inputs)
     self._waiting.append(request)
     with self._computing:
-      if request.outcome is None:  # else it was in the batch of another caller
+      if request.outcome is None:  # else another caller has computed it
         batch = [self._waiting.popleft() for _ in range(len(self._waiting))]
         try:
           self._compute(batch, key, progress, explore)

@@ -1,6 +1,6 @@
-"""The evaluator: full episodes without exploration, on raw rewards.
+"""The evaluator: full episodes without exploration, with raw rewards.
 
-Board games are played against an opponent; episodes 0, 2, 4, ... are those that the agent begins.
+Board games are played against an opponent. The agent moves first in episodes 0, 2, 4, ...
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from speedyzero_jax.workers.video import Video
 from speedyzero_jax.workers.weights import Version
 
 _REPORT_SECONDS = 10
-MAX_LANES = 64  # environments played at once, an even number; further episodes follow in turns
+MAX_LANES = 64  # environments stepped together, an even number; further episodes run afterwards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,30 +48,28 @@ class Evaluation:
   human_normalized: float | None
   returns: list[float]
   lengths: list[int]  # agent steps
-  capped: int  # episodes ended by the cap
+  capped: int  # episodes truncated at `max_episode_steps`
   max_episode_steps: int
   seed: int
 
   def write(self, path: Path) -> None:
-    """Writes JSON, atomically."""
+    """Writes JSON atomically."""
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
     os.replace(temporary, path)
 
   def metrics(self) -> dict[str, float]:
-    """The numbers to log, as far as they are known."""
-    found = {
+    """Returns the metrics to log, without unknown ones."""
+    values = {
       key: getattr(self, key) for key in ("step", "mean", "median", "std", "human_normalized")
     }
-    return {names.EVALUATION_PREFIX + key: x for key, x in found.items() if x is not None}
+    return {names.EVALUATION_PREFIX + key: x for key, x in values.items() if x is not None}
 
   def __str__(self) -> str:
     normalized = (
       "" if self.human_normalized is None else f", human-normalized {self.human_normalized:.3f}"
     )
-    capped = (
-      f", {self.capped} ended by the cap of {self.max_episode_steps} steps" if self.capped else ""
-    )
+    capped = f", {self.capped} truncated at {self.max_episode_steps} steps" if self.capped else ""
     return (
       f"{self.game} after {self.step} learner steps, {self.episodes} episodes: "
       f"mean {self.mean:.2f}, median {self.median:.2f}, std {self.std:.2f}{normalized}{capped}"
@@ -93,11 +91,21 @@ def evaluate(
   should_stop: Callable[[], bool] = lambda: False,
   report: Callable[[str], None] = lambda line: None,
 ) -> Evaluation | None:
-  """Plays full episodes, in environments of this seed, with reports every ten seconds.
+  """Plays full episodes and returns their results; None if stopped.
 
-  `max_episode_steps` caps an episode, in agent steps (None: as configured). In board games
-  `opponent` plays the other side (None: at random), after `opening` random moves. The first episode
-  is added to `video`. Returns None once `should_stop`, called between steps, is true.
+  Args:
+    config: of the run.
+    agent: provides the initial recurrent state.
+    inference: runs the agent.
+    version: weights to act with.
+    episodes: number of episodes.
+    seed: of the environments.
+    max_episode_steps: step limit per episode, in agent steps; None: as configured.
+    opponent: plays the other side in board games; None: at random.
+    opening: number of random moves at the start of board games.
+    video: receives the first episode.
+    should_stop: called between steps; if it returns true, the evaluation stops.
+    report: receives a progress line every ten seconds.
   """
   cap = episode_cap(config.env.game, max_episode_steps or config.evaluation.max_episode_steps)
   lanes = min(episodes, MAX_LANES)
@@ -110,11 +118,11 @@ def evaluate(
     else:
       env = make_env(config.env, lanes, seeded, training=False, max_episode_steps=cap)
     with contextlib.closing(env):
-      shown = None if played else video
-      found = _play(config, agent, inference, version, env, shown, should_stop, report)
-    if found is None:
+      recorder = None if played else video
+      results = _play(config, agent, inference, version, env, recorder, should_stop, report)
+    if results is None:
       return None
-    played += found
+    played += results
   del played[episodes:]
   returns = [score for score, _, _ in played]
   mean = float(np.mean(returns))
@@ -148,7 +156,7 @@ def _play(
   should_stop: Callable[[], bool],
   report: Callable[[str], None],
 ) -> list[tuple[float, int, bool]] | None:
-  """One episode in every lane: return, length, and whether it was capped."""
+  """Plays one episode in every lane; returns (return, length, truncated) of each."""
   stacker = FrameStacker(config.env.frame_stack)
   key = jax.random.key(0)  # has no effect without exploration
   lanes = np.arange(env.num_lanes, dtype=np.int32)
@@ -163,7 +171,7 @@ def _play(
     if time.monotonic() - reported > _REPORT_SECONDS:
       reported = time.monotonic()
       report(
-        f"evaluating: {playing.sum()} of {len(playing)} episodes unfinished, at step {length.max()}"
+        f"evaluating: {playing.sum()} of {len(playing)} episodes running, at step {length.max()}"
       )
     inputs = ActInputs(stacker.push(step), step.first, lanes, core)
     out = inference.act(version.variables, inputs, key, np.float32(1), explore=False)

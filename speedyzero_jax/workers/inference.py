@@ -1,4 +1,4 @@
-"""Compiled inference, for acting and for an agent's tasks, on the devices of one process."""
+"""Compiled inference for acting and for background tasks, on the devices of one process."""
 
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
@@ -14,10 +14,13 @@ from speedyzero_jax.workers.weights import Version, device_get_finite
 
 
 class Inference:
-  """An agent's programs, each compiled once per batch size.
+  """An agent's programs for acting and for tasks, each compiled once per batch size.
 
-  Inputs are divided over the mesh's devices, which are of this process, and weights replicated;
-  None is the default device. `report` receives a line when something compiles.
+  Args:
+    agent: defines the programs.
+    mesh: devices of this process. Inputs are sharded over it and weights replicated. None: the
+      default device.
+    report: receives a line for each compilation.
   """
 
   def __init__(self, agent: Agent, mesh: Mesh | None = None, *, report: Report = lambda _: None):
@@ -35,31 +38,31 @@ class Inference:
 
   @property
   def program_bytes(self) -> int:
-    """Memory on each device that the compiled programs need besides their arguments."""
+    """Bytes on each device that the compiled programs need in addition to their arguments."""
     return self.act.bytes + sum(program.bytes for program in self.tasks.values())
 
   def decide(
     self, version: Version, inputs: ActInputs, key: jax.Array, progress: float, *, explore: bool
   ) -> ActOutput:
-    """What `Agent.act` returns, on the host.
+    """Returns the output of `Agent.act` on the host.
 
-    Raises DivergedError if any of it is not finite.
+    Raises DivergedError if any value is not finite.
     """
     out = self.act(version.variables, inputs, key, np.float32(progress), explore=explore)
-    found: ActOutput = device_get_finite(version, out)
-    return found
+    result: ActOutput = device_get_finite(version, out)
+    return result
 
   def compute(self, version: Version, task: str, inputs: Arrays, key: jax.Array) -> Arrays:
-    """Results of a task's program for these inputs, [B, n, ...] each, on the host.
+    """Returns the results of a task's program, [B, n, ...] each, on the host.
 
-    Raises DivergedError if they are not finite.
+    Raises DivergedError if any value is not finite.
     """
-    found: Arrays = device_get_finite(version, self.tasks[task](version.variables, inputs, key))
-    return found
+    results: Arrays = device_get_finite(version, self.tasks[task](version.variables, inputs, key))
+    return results
 
 
 class _Divided:
-  """`function(variables, inputs, key, *rest)` with the inputs divided among devices."""
+  """Jitted `function(variables, inputs, key, *rest)` with inputs sharded over a mesh."""
 
   def __init__(self, function: Callable, mesh: Mesh, static: Sequence[str]):
     self._devices, (axis,) = mesh.size, mesh.axis_names
@@ -74,8 +77,9 @@ class _Divided:
         return function(variables, inputs, key, *rest, **static)
 
       batch = len(jax.tree.leaves(inputs)[0])
-      last = np.minimum(np.arange(batch + -batch % mesh.size), batch - 1)  # repeats the last one
-      inputs = jax.tree.map(lambda x: x[last], inputs) if len(last) > batch else inputs
+      # Pad to a multiple of the devices by repeating the last input.
+      padded = np.minimum(np.arange(batch + -batch % mesh.size), batch - 1)
+      inputs = jax.tree.map(lambda x: x[padded], inputs) if len(padded) > batch else inputs
       specs = (whole, parts, whole, *[whole] * len(rest))
       divided = jax.shard_map(of_part, mesh=mesh, in_specs=specs, out_specs=parts, check_vma=False)
       return jax.tree.map(lambda x: x[:batch], divided(variables, inputs, key, *rest))
@@ -87,7 +91,7 @@ class _Divided:
     return self._program(variables, inputs, *rest, **static)
 
   def lower(self, variables: Any, inputs: Any, *rest: Any, **static: Any) -> jax.stages.Lowered:
-    """As the method of a jitted function."""
+    """Like the method `lower` of a jitted function."""
     where = self._where(inputs)
     inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), inputs)
     return self._program.lower(variables, inputs, *rest, **static)

@@ -1,6 +1,6 @@
 """The learner: a jitted, sharded training step over a mesh with one axis.
 
-Parameters are replicated and the batch is divided. The same global batch gives the same update on
+Parameters are replicated and the batch is sharded. The same global batch gives the same update on
 any number of devices.
 """
 
@@ -24,24 +24,24 @@ from speedyzero_jax.types import Params
 
 
 class LearnerState(NamedTuple):
-  """The state that a training step updates; replicated over the mesh."""
+  """State updated by a training step, replicated over the mesh."""
 
   variables: Variables
   target: Params  # parameters of the target network; () without one
   opt_state: optax.OptState
-  step: jax.Array  # [] int32, steps taken
+  step: jax.Array  # [] int32, number of learner steps taken
 
 
 class StepResult(NamedTuple):
   """Results of a training step, on the devices."""
 
   metrics: dict[str, jax.Array]  # scalars, by metric name
-  priority: jax.Array  # [B] errors of the samples
-  stopping: jax.Array  # [] bool, some process requested a stop
+  priority: jax.Array  # [B], errors of the samples
+  stopping: jax.Array  # [] bool, any process has requested a stop
 
 
 def make_mesh(devices: Sequence[jax.Device]) -> Mesh:
-  """The learner's mesh over devices of one or several processes."""
+  """Returns the learner's mesh over devices of one or several processes."""
   return Mesh(np.asarray(devices), (AXIS,))
 
 
@@ -52,16 +52,17 @@ class Learner:
     config: of the run.
     agent: provides the loss.
     mesh: from `make_mesh`.
-    report: receives a line when something compiles.
+    report: receives a line for each compilation.
 
   Raises:
-    ValueError: the batch can't be divided equally among the devices.
+    ValueError: the batch size is not a multiple of the number of devices.
   """
 
   def __init__(self, config: Config, agent: Agent, mesh: Mesh, *, report: Report = lambda _: None):
     if config.learner.batch_size % mesh.size:
       raise ValueError(
-        f"learner.batch_size={config.learner.batch_size} is not a multiple of {mesh.size} devices"
+        f"learner.batch_size={config.learner.batch_size} must be a multiple of the {mesh.size} "
+        "devices"
       )
     self.mesh, self._agent = mesh, agent
     self._optimizer = optimizers.make_optimizer(config.optim)
@@ -72,33 +73,33 @@ class Learner:
 
   @functools.cached_property
   def _flags(self) -> dict[bool, jax.Array]:
-    here = len(self.mesh.local_devices)
+    count = len(self.mesh.local_devices)
     return {
-      value: jax.make_array_from_process_local_data(self._sharded, np.full(here, value))
+      value: jax.make_array_from_process_local_data(self._sharded, np.full(count, value))
       for value in (False, True)
     }
 
   def init(self, key: jax.Array) -> LearnerState:
-    """An initial state on the mesh."""
+    """Returns an initial state on the mesh."""
     return jax.jit(self._fresh, out_shardings=self._replicated)(key)
 
   def abstract(self) -> LearnerState:
-    """Shapes of the state."""
+    """Returns shapes and dtypes of the state."""
     return jax.eval_shape(self._fresh, jax.random.key(0))
 
   def restore(
     self, variables: Variables, target: Params, opt_state: optax.OptState, step: int
   ) -> LearnerState:
-    """A state from the parts in a checkpoint."""
+    """Returns a state on the mesh, from the parts in a checkpoint."""
     parts = LearnerState(variables, target, opt_state, jnp.asarray(step, jnp.int32))
     return jax.tree.map(
       lambda x: jax.make_array_from_process_local_data(self._replicated, x), jax.device_get(parts)
     )
 
   def put(self, batch: Arrays) -> Arrays:
-    """Places this process' share of a batch, [B / processes, ...], on its devices of the mesh.
+    """Places this process's shard of a batch, [B / processes, ...], on its devices of the mesh.
 
-    Arrays already divided over those devices stay where they are.
+    Arrays already sharded over those devices are not moved.
     """
 
     def place(x: Any) -> jax.Array:
@@ -112,7 +113,7 @@ class Learner:
 
   @staticmethod
   def local(x: jax.Array) -> np.ndarray:
-    """This process' share of an array divided over the mesh, [B / processes, ...], on the host."""
+    """Returns this process's shard, [B / processes, ...], of a sharded array, on the host."""
     if x.is_fully_addressable:
       return np.asarray(x)
     shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
@@ -121,20 +122,20 @@ class Learner:
   def step(
     self, state: LearnerState, batch: Arrays, key: jax.Array, *, stop: bool = False
   ) -> tuple[LearnerState, StepResult]:
-    """One update.
+    """Takes one training step.
 
     Args:
       state: donated.
       batch: from `put`.
       key: of the run; the step number is folded in.
-      stop: request a stop; the result tells all processes.
+      stop: request a stop of all processes, see `StepResult.stopping`.
     """
     with in_order(self.mesh):
       state, result = self.update(state, batch, key, self._flags[stop])
     return state, StepResult(*result)
 
   def arguments(self, state: LearnerState, batch: Arrays, key: jax.Array) -> tuple:
-    """Arguments of `update`."""
+    """Returns the arguments of `update`."""
     return state, batch, key, self._flags[False]
 
   def _fresh(self, key: jax.Array) -> LearnerState:
@@ -157,7 +158,7 @@ class Learner:
     self, state: LearnerState, batch: Arrays, key: jax.Array, stop: jax.Array
   ) -> tuple[LearnerState, tuple[dict[str, jax.Array], jax.Array, jax.Array]]:
     local = batch["frames"].shape[0]
-    # A key per sample by its index in the global batch, the same on any number of devices.
+    # Keys depend on the index in the global batch, so they are the same on any number of devices.
     index = jax.lax.axis_index(AXIS) * local + jnp.arange(local)
     of_step = functools.partial(jax.random.fold_in, jax.random.fold_in(key, state.step))
     keys = jax.vmap(of_step)(index)

@@ -1,4 +1,7 @@
-"""Execution of an agent's tasks: on a sampled batch, or in sweeps of the whole replay."""
+"""Execution of background tasks, on a sampled batch or in sweeps of the whole replay.
+
+See also `replay/sweep.py` for the order of a sweep, and `agents/refresh.py` for Priority Refresh.
+"""
 
 import jax
 import numpy as np
@@ -9,22 +12,25 @@ from speedyzero_jax.system.platform import platform
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.weights import WeightsStore
 
-_SLACK = 2  # learner steps by which a sweep may be behind
-_ON_CPU, _ON_ACCELERATOR = 256, 4096  # states per call that saturate two cores, or a GPU
+_SLACK = 2  # learner steps by which a sweep may lag behind
+_ON_CPU, _ON_ACCELERATOR = 256, 4096  # states per call, enough to saturate two cores, or a GPU
 
 
 def write_results(replay: Replay, task: Task, work: Work, results: Arrays, step: int) -> None:
   """Writes a task's results [B, n, ...] into the replay, unless newer ones are stored.
 
-  Raises ValueError for other results than the task's, or some that are not finite.
+  Raises ValueError if names, dtypes or shapes are not the task's, or if a value is not finite.
   """
   real, names = work.real, {column.name for column in task.results}
   if results.keys() != names:
     raise ValueError(f"{work.task}: results must be {sorted(names)}, got {sorted(results)}")
-  for column in task.results:  # before any is written
-    found, form = results[column.name], (column.dtype, (*real.shape, *column.shape))
-    if (found.dtype, found.shape) != form or not np.isfinite(found).all():
-      raise ValueError(f"{work.task}: result {column.name} must be finite, of {form}")
+  for column in task.results:  # check all before writing any
+    array, form = results[column.name], (column.dtype, (*real.shape, *column.shape))
+    if (array.dtype, array.shape) != form or not np.isfinite(array).all():
+      raise ValueError(
+        f"{work.task}: result {column.name} must be finite {form[0]}{list(form[1])}, got "
+        f"{array.dtype}{list(array.shape)}"
+      )
   time = (work.time[:, None] + np.arange(real.shape[1]))[real]
   lane = np.broadcast_to(work.lane[:, None], real.shape)[real]
   with replay.lock:
@@ -39,7 +45,7 @@ def run_task(
   work: Work,
   key: jax.Array,
 ) -> int:
-  """Runs one piece of a task's work in this process; returns the number of states."""
+  """Recomputes the states of `work` in this process; returns their number."""
   version = weights.latest(task.subscription)
   states = work.lane, work.time, work.real.shape[1] - 1
   inputs = {"frames": replay.windows(*states), **replay.values(task.reads, *states)}
@@ -49,24 +55,28 @@ def run_task(
 
 
 class Sweeper:
-  """The schedule of one task's sweeps over a replay.
+  """Schedules one task's sweeps over a replay.
 
-  The intervals are learner steps between updates of the actors' and of the task's weights.
+  Args:
+    name: of the task.
+    task: must have `max_age`.
+    actor_interval: learner steps between updates of the actors' weights.
+    weights_interval: learner steps between updates of the task's weights.
   """
 
   def __init__(self, name: str, task: Task, actor_interval: int, weights_interval: int):
     self.name, self.task, self.max_age = name, task, task.max_age
     on_cpu = platform() == "cpu"
     self.block = task.block or (_ON_CPU if on_cpu else _ON_ACCELERATOR)
-    # Weights are as old as their interval when used, and so are slots when appended.
+    # Weights may be one interval old when they are used; so may values when slots are appended.
     self._delay = max(weights_interval, actor_interval)
     self.calls = 0
-    self.credit = 0  # states that may be computed
-    self.credited = 0  # learner steps credited
-    self.states = 0  # states computed
+    self.credit = 0  # states to recompute
+    self.credited = 0  # learner steps included in `credit`
+    self.states = 0  # states recomputed
 
   def state_dict(self) -> dict[str, int]:
-    """The counters, for a checkpoint."""
+    """Returns the counters for a checkpoint."""
     return {"calls": self.calls, "credit": self.credit, "credited": self.credited}
 
   def load_state_dict(self, state: dict[str, int]) -> None:
@@ -74,37 +84,38 @@ class Sweeper:
     self.calls, self.credit, self.credited = state["calls"], state["credit"], state["credited"]
 
   def due(self, replay: Replay, learner_step: int) -> bool:
-    """Whether a block is due: covered by the credit, or overdue."""
+    """Adds the credit up to `learner_step`; returns whether a block is covered by it or overdue."""
     while self.credited < learner_step:
       self.credit += replay.quota(self.name, self.block, self.max_age, self._delay)
       self.credited += 1
     return self.credit >= self.block or self.overdue(replay, learner_step)
 
   def calls_per_step(self, stored: float) -> float:
-    """Mean blocks per learner step with `stored` states in the replay (see `Sweep.quota`)."""
-    return (stored / self.block + 1.5) / (self.max_age - self._delay - 1)  # half a block of padding
+    """Mean number of blocks per learner step with `stored` states in the replay."""
+    # As `Sweep.quota`, with half a block of padding on average.
+    return (stored / self.block + 1.5) / (self.max_age - self._delay - 1)
 
   def overdue(self, replay: Replay, learner_step: int) -> bool:
-    """Whether some stamp would exceed the bound after one more learner step."""
+    """Whether any stamp would exceed the maximum age after one more learner step."""
     return learner_step + 1 - replay.oldest_step(self.task.stamp) > self.max_age
 
   def behind(self, replay: Replay, learner_step: int) -> bool:
-    """Whether the sweep is more than a block and `_SLACK` learner steps behind.
+    """Whether the sweep is more than a block and `_SLACK` learner steps behind its schedule.
 
-    Then the learner should wait, rather than for longer at the bound.
+    The learner should then wait, instead of waiting for longer once the maximum age is reached.
     """
     quota = replay.quota(self.name, self.block, self.max_age, self._delay)
     return self.credit + (learner_step - self.credited) * quota > self.block + _SLACK * quota
 
   def next(self, replay: Replay) -> Work:
-    """The next block; spends its credit."""
+    """Returns the next block and subtracts it from the credit."""
     lane, time = replay.next_block(self.name, self.block)
     self.credit = max(self.credit - self.block, 0)
     return Work(self.name, lane, time, np.ones((len(lane), 1), bool))
 
 
 def make_sweepers(agent: Agent, actor_interval: int) -> list[Sweeper]:
-  """The sweeps of an agent's tasks."""
+  """Makes the sweepers of an agent's tasks that have a `max_age`."""
   return [
     Sweeper(name, task, actor_interval, agent.subscriptions[task.subscription])
     for name, task in agent.tasks.items()

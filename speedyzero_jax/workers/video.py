@@ -1,4 +1,4 @@
-"""A GIF of an episode: what the environment shows, and beside it what the agent makes of it."""
+"""GIF of an episode: the environment's frames beside the agent's outputs."""
 
 import math
 from pathlib import Path
@@ -8,10 +8,10 @@ from PIL import Image, ImageDraw, ImageFont
 
 from speedyzero_jax.agents.base import Arrays
 
-SIZE = 320  # pixels, side of the environment's picture; the agent's numbers take as many
-STEP_MS = 66  # of an agent step: Atari's at 60 frames a second and a frame skip of 4
-END_MS = 1500  # of the last picture
-MAX_STEPS = 2000  # kept; the rest of a longer episode is not shown
+SIZE = 320  # pixels, side of the environment's picture; the agent's outputs have the same size
+STEP_MS = 66  # duration of an agent step: Atari's at 60 frames per second and a frame skip of 4
+END_MS = 1500  # duration of the last picture
+MAX_STEPS = 2000  # the rest of a longer episode is not recorded
 
 _BACKGROUND, _TEXT, _BAR, _CHOSEN = (24, 26, 30), (226, 228, 232), (92, 122, 160), (240, 180, 60)
 _COLORS = np.array([[86, 180, 233], [230, 159, 0], [0, 158, 115], [213, 94, 0], [204, 121, 167]])
@@ -19,7 +19,7 @@ _BAR_HEIGHT, _LINE = 14, 18  # pixels
 
 
 class Video:
-  """The steps of one episode. Arrays with a number for each action become bars, scalars text."""
+  """Records the steps of one episode. Arrays [A] are drawn as bars and scalars as text."""
 
   def __init__(self, game: str, num_actions: int):
     self._game, self._num_actions = game, num_actions
@@ -30,10 +30,10 @@ class Video:
     """Adds a step.
 
     Args:
-      frame: [H, W, C], as the environment returns it.
-      action: chosen in it.
-      score: the episode's return so far.
-      numbers: of the agent by name; arrays of other shapes than [] and [A] are left out.
+      frame: [H, W, C], from the environment.
+      action: chosen in this step.
+      score: return of the episode so far.
+      numbers: the agent's outputs by name; those with shapes other than [] and [A] are left out.
     """
     if len(self._pictures) >= MAX_STEPS:
       return
@@ -57,7 +57,7 @@ class Video:
   def _bars(
     self, draw: ImageDraw.ImageDraw, y: int, name: str, values: np.ndarray, action: int
   ) -> int:
-    """Draws a bar for each action from the lowest value (0 if none is below it); the next y."""
+    """Draws a bar per action, starting at the minimum value or 0; returns the next y."""
     x, width = SIZE + 14, SIZE - 90
     draw.text((x, y), name.replace("_", " "), fill=_TEXT, font=self._font)
     y += _LINE
@@ -77,23 +77,23 @@ class Video:
     return y + height * len(values)
 
   def save(self, path: Path) -> None:
-    """Writes the GIF. Raises OSError if it can't be written, ValueError without a step."""
+    """Writes the GIF. Raises OSError if that fails, and ValueError if there are no steps."""
     if not self._pictures:
-      raise ValueError("no step was added")
+      raise ValueError("the video has no steps")
     first, *rest = self._pictures
     times = [STEP_MS] * len(rest) + [END_MS]
     first.save(path, format="GIF", save_all=True, append_images=rest, duration=times, loop=0)
 
 
 def picture(game: str, frame: np.ndarray) -> Image.Image:
-  """A picture of `SIZE` x `SIZE` pixels of a frame [H, W, C] of a game."""
+  """Draws a frame [H, W, C] of a game as a picture of `SIZE` x `SIZE` pixels."""
   if game == "CartPole":
     return _cartpole(frame.reshape(-1))
   if frame.dtype == np.uint8 and frame.shape[2] in (1, 3):
     image = np.repeat(frame, 3 // frame.shape[2], axis=2)
   elif frame.size == 50:  # Catch, 10 rows of 5 cells
     image = _planes(frame.reshape(-1, 5, 1))
-  elif frame.shape[:2] == (1, 1):  # another vector: a cell for each number, by sign
+  elif frame.shape[:2] == (1, 1):  # other vectors: one cell per number, colored by sign
     small = np.tanh(frame.reshape(1, -1))
     image = _planes(np.stack([small, -small], axis=-1))
   else:  # a board, or another grid of cells
@@ -109,7 +109,7 @@ def picture(game: str, frame: np.ndarray) -> Image.Image:
 
 
 def _planes(cells: np.ndarray) -> np.ndarray:
-  """Planes [H, W, C] of numbers in [0, 1] as colors [H, W, 3]; the later plane is on top."""
+  """Renders planes [H, W, C] in [0, 1] as colors [H, W, 3], later planes on top."""
   image = np.full((*cells.shape[:2], 3), 44.0)
   for plane, color in enumerate(_COLORS[: cells.shape[2]]):
     share = np.clip(cells[..., plane : plane + 1].astype(float), 0, 1)
@@ -118,13 +118,13 @@ def _planes(cells: np.ndarray) -> np.ndarray:
 
 
 def _cartpole(state: np.ndarray) -> Image.Image:
-  """Cart and pole from (x in metres, speed, angle in radians, its speed)."""
+  """Draws cart and pole from (x in meters, velocity, angle in radians, angular velocity)."""
   image = Image.new("RGB", (SIZE, SIZE), _BACKGROUND)
   draw = ImageDraw.Draw(image)
-  ground, metre = SIZE * 3 // 4, SIZE / 5.2  # 2.4 metres to either side
+  ground, meter = SIZE * 3 // 4, SIZE / 5.2  # 2.4 meters to either side
   draw.line((0, ground, SIZE, ground), fill=_TEXT)
-  x, angle = SIZE / 2 + state[0] * metre, state[2]
+  x, angle = SIZE / 2 + state[0] * meter, state[2]
   draw.rectangle((x - 24, ground - 20, x + 24, ground), fill=_BAR)
-  tip = x + math.sin(angle) * 2 * metre, ground - 20 - math.cos(angle) * 2 * metre
+  tip = x + math.sin(angle) * 2 * meter, ground - 20 - math.cos(angle) * 2 * meter
   draw.line((x, ground - 20, *tip), fill=_CHOSEN, width=6)
   return image

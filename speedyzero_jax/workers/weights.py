@@ -1,7 +1,7 @@
-"""Latest-wins hand-over of network weights from the learner to actors and tasks.
+"""Publication of network weights from the learner to actors and tasks; only the newest are kept.
 
-Each subscription has an interval in learner steps. A version is identified by the learner step at
-which it was taken.
+Each subscription has an update interval in learner steps. A version is identified by the learner
+step at which it was published.
 """
 
 import threading
@@ -15,32 +15,32 @@ import numpy as np
 
 from speedyzero_jax.agents.base import Variables
 
-ACTOR = "actor"  # the subscription of all actors; tasks have others
+ACTOR = "actor"  # subscription of all actors; tasks have others
 copy_tree = jax.jit(partial(jax.tree.map, jnp.copy))  # one call rather than one per array
 
 
 class Version(NamedTuple):
-  """Weights and the learner step they were taken at."""
+  """Weights, and the number of learner steps after which they were published."""
 
   step: int
   variables: Variables
 
 
 class DivergedError(Exception):
-  """Training has diverged: weights of learner step `step`, or their outputs, are not finite."""
+  """Training has diverged: the weights of learner step `step` or their outputs are not finite."""
 
   def __init__(self, step: int):
     super().__init__(
-      f"learner step {step} gave values that are not finite: training has diverged. Checkpoints "
-      "are intact; lower optim.learning_rate or optim.clip_norm and start again, or resume from "
-      "before."
+      f"learner step {step} produced values that are not finite: training has diverged. "
+      "Checkpoints are intact; resume from one, or start a new run with a lower "
+      "optim.learning_rate or optim.clip_norm"
     )
 
 
 def device_get_finite(version: Version, results: Any) -> Any:
-  """Results (a pytree of arrays) computed with a version, on the host.
+  """Copies results (a pytree of arrays) computed with a version to the host.
 
-  Raises DivergedError if they are not finite.
+  Raises DivergedError if any value is not finite.
   """
   results = jax.device_get(results)
   if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(results)):
@@ -49,9 +49,12 @@ def device_get_finite(version: Version, results: Any) -> Any:
 
 
 class WeightsStore:
-  """The newest version of the weights for each subscriber, on `where`. Thread-safe.
+  """Holds the newest version of the weights for each subscriber. Thread-safe.
 
-  `intervals` are learner steps between updates, by subscriber.
+  Args:
+    intervals: learner steps between updates, by subscriber.
+    where: device or sharding of the versions.
+    initial: variables before the first learner step.
   """
 
   def __init__(
@@ -65,14 +68,14 @@ class WeightsStore:
     self._versions = dict.fromkeys(intervals, Version(0, self.to_device(initial)))
 
   def to_device(self, variables: Variables) -> Variables:
-    """A copy for subscribers of variables on any mesh, since the learner donates its buffers."""
-    here = jax.tree.map(
+    """Copies variables from any mesh for subscribers, since the learner donates its buffers."""
+    local = jax.tree.map(
       lambda x: x.addressable_data(0) if isinstance(x, jax.Array) else x, variables
     )
-    return copy_tree(jax.device_put(here, self._where))
+    return copy_tree(jax.device_put(local, self._where))
 
   def publish(self, step: int, variables: Variables) -> None:
-    """Publishes the weights after `step` learner steps to the subscribers that are due."""
+    """Publishes the weights of learner step `step` to the subscribers due for an update."""
     due = [name for name, interval in self._intervals.items() if step % interval == 0]
     if not due:
       return
@@ -81,21 +84,21 @@ class WeightsStore:
       self._versions.update(dict.fromkeys(due, version))
 
   def latest(self, subscriber: str) -> Version:
-    """The newest version for a subscriber. Raises ValueError for an unknown one."""
+    """Returns the newest version for a subscriber. Raises ValueError for an unknown one."""
     if subscriber not in self._intervals:
       raise ValueError(
-        f"nobody subscribes as '{subscriber}'; there are {', '.join(self._intervals)}"
+        f"unknown weights subscriber '{subscriber}'; known: {', '.join(self._intervals)}"
       )
     with self._lock:
       return self._versions[subscriber]
 
   def snapshot(self) -> dict[str, Version]:
-    """All versions by subscriber, for a checkpoint."""
+    """Returns all versions by subscriber, for a checkpoint."""
     with self._lock:
       return dict(self._versions)
 
   def restore(self, versions: Mapping[str, Version]) -> None:
-    """Restores a snapshot. Raises KeyError for missing subscribers."""
+    """Restores a snapshot. Raises KeyError if a subscriber is missing."""
     placed = {
       name: Version(versions[name].step, self.to_device(versions[name].variables))
       for name in self._intervals

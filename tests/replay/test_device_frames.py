@@ -89,7 +89,7 @@ def test_frames_are_placed_as_configured_and_where_there_is_room(monkeypatch):
   assert reason_to_stay("device", mesh(0), 10) is None
   assert reason_to_stay("host", mesh(1000), 10) == "as configured"
   assert reason_to_stay("auto", mesh(1000, 20), 10) is None
-  assert "free on a device" in reason_to_stay("auto", mesh(1000, 19), 10)
-  assert "don't report" in reason_to_stay("auto", mesh(1000, None), 10)
+  assert "free per device" in reason_to_stay("auto", mesh(1000, 19), 10)
+  assert "do not report" in reason_to_stay("auto", mesh(1000, None), 10)
   monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
   assert "CPUs" in reason_to_stay("auto", mesh(1000), 10)

@@ -131,7 +131,7 @@ def test_restoring_refuses_what_does_not_fit():
     play(replay, stream, np.random.default_rng(step), step)
   segments, state = stored(replay), replay.state_dict()
   other = make_replay(20)
-  with pytest.raises(ValueError, match="not of the slots"):
+  with pytest.raises(ValueError, match="not match the slots"):
     other.load_state_dict(state)
   other.import_frames(segments)
   with pytest.raises(ValueError, match="slot_reward"):

@@ -158,7 +158,7 @@ def test_a_lane_twice_or_a_segment_longer_than_the_ring_is_refused():
   stream, store = reference.Stream(1, 0), make_store(1, 4)
   with pytest.raises(ValueError, match="one segment per lane"):
     store.append([stream.segment(0, 2), stream.segment(0, 2)])
-  with pytest.raises(ValueError, match="must hold"):
+  with pytest.raises(ValueError, match="must have"):
     store.append([reference.Stream(1, 0).segment(0, 5)])
   assert store.head[0] == 0
 

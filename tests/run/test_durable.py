@@ -30,7 +30,7 @@ def test_new_games_begin_also_when_only_resets_followed_the_checkpoint(tmp_path)
   """In Catch all lanes end together: the step after takes a slot of each, and is no agent step."""
   with durable(tmp_path) as experiment:
     collector, limiter = experiment.collector, experiment.limiter
-    while not collector.local._shown.terminated.all():
+    while not collector.local._current.terminated.all():
       collector.collect()
     snapshot.save(experiment, required=True)
     steps, heads = limiter.env_steps, experiment.replay.heads

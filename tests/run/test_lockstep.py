@@ -227,7 +227,7 @@ def test_frames_on_the_devices_change_nothing(uninterrupted, tmp_path):
 @pytest.mark.skipif(len(jax.local_devices()) < 2, reason="one device shares any batch")
 def test_a_batch_that_the_devices_cannot_share_is_an_error(tmp_path):
   with (
-    pytest.raises(TrainingError, match=r"learner\.batch_size=7 is not a multiple of"),
+    pytest.raises(TrainingError, match=r"learner\.batch_size=7 must be a multiple of"),
     quick(tmp_path, "learner.devices=0", "learner.batch_size=7"),
   ):
     pytest.fail("opened")
