@@ -1,14 +1,15 @@
-"""Random `kill -9` of a run's processes while it trains Catch: experience lost or stored twice.
+"""Fault injection: kills random processes of a run and checks that no experience is lost.
 
     python benchmarks/chaos.py --minutes 10 --every 5 --out benchmarks/results/chaos.json
 
-A hook in the actor processes (`witness/`) records every acknowledged segment in a file outside the
-run; all of their slots must be in the journals at the end. The journals are also read after each
-kill: rows found once must still be there, unchanged, at each later look. `lost` counts violations
-of either kind, `repeated` slots stored twice. When the time is up the run must finish by itself
-with all agent steps. Segments of a learner without actors are covered by the journals only.
+The run trains Catch while its processes get `kill -9`. A hook in the actor processes (`witness/`)
+records every acknowledged segment in a file outside the run; at the end all of their slots must be
+in the journals. The journals are also read after each kill: every row must still be there,
+unchanged, at each later read. `lost` counts violations of either kind, `repeated` counts slots that
+are stored twice. After the kills the run must finish by itself with all agent steps. Segments of a
+learner without actor processes are checked by the journals only.
 
-The replay evicts nothing, because journals drop what it has evicted.
+The replay is large enough to evict nothing, because journals drop evicted slots.
 """
 
 import argparse
@@ -36,7 +37,7 @@ Rows = dict[tuple[int, int, int], tuple[int, int]]  # (unit, lane, first slot): 
 
 @contextlib.contextmanager
 def stopped(pids: list[int]) -> Iterator[None]:
-  """Suspends processes, so that their files are as a kill would leave them."""
+  """Suspends processes, so that their files are in the state in which a kill would leave them."""
 
   def send(number: signal.Signals) -> None:
     for pid in pids:
@@ -51,18 +52,18 @@ def stopped(pids: list[int]) -> Iterator[None]:
 
 
 def journals(folder: Path, learners: int) -> list[Path]:
-  """The journal of each unit."""
+  """Paths of all units' journals."""
   folders = [folder, *(folder / f"units/{unit}" for unit in range(1, learners))]
   return [path / "journal.sqlite" for path in folders]
 
 
 def stored(folder: Path, learners: int) -> tuple[Rows, int]:
-  """Rows written to the journals, and slots stored twice.
+  """Returns the rows of the journals, and the number of slots that are stored twice.
 
-  Reads copies, since the run holds locks, with the write-ahead log, where newer rows still are.
-  Segments that a learner has buffered but not flushed, hence not acknowledged, are not included.
+  Reads copies, since the run holds locks, including the write-ahead logs, which contain the newest
+  rows. Segments that a learner has buffered but neither flushed nor acknowledged are not included.
   """
-  found: Rows = {}
+  result: Rows = {}
   repeated = 0
   for unit, journal in enumerate(journals(folder, learners)):
     with tempfile.TemporaryDirectory() as copy:
@@ -75,31 +76,34 @@ def stored(folder: Path, learners: int) -> tuple[Rows, int]:
       for lane, start, size, crc in rows:
         repeated += max(heads.get(lane, 0) - start, 0)
         heads[lane] = start + size
-        found[unit, lane, start] = size, crc
+        result[unit, lane, start] = size, crc
       database.close()
-  return found, repeated
+  return result, repeated
 
 
 def acknowledged(path: Path, learners: int) -> dict[tuple[int, int, int], int]:
-  """Slots of each segment that the witness recorded; actors follow the learners in process ids."""
+  """Number of slots of each recorded segment, by unit, lane and first slot.
+
+  Actors' process ids follow the learners'.
+  """
   lines = path.read_text().splitlines() if path.exists() else []
   rows = (map(int, line.split()) for line in lines)
   return {((process - learners) % learners, *at): size for process, *at, size in rows}
 
 
 def missing(segments: dict[tuple[int, int, int], int], rows: Rows) -> int:
-  """Segments with a slot in no row; a row may hold several segments."""
+  """Number of segments with a slot that no row contains; a row may contain several segments."""
 
   def slots(start: tuple[int, int, int], size: int) -> set[tuple[int, int, int]]:
     unit, lane, first = start
     return {(unit, lane, first + i) for i in range(size)}
 
-  held = set().union(*(slots(start, size) for start, (size, _) in rows.items()))
-  return sum(not slots(start, size) <= held for start, size in segments.items())
+  available = set().union(*(slots(start, size) for start, (size, _) in rows.items()))
+  return sum(not slots(start, size) <= available for start, size in segments.items())
 
 
 class Chaos:
-  """A supervised run, kills of its processes, and what its journals held after each."""
+  """Kills processes of a supervised run and compares its journals after each kill."""
 
   def __init__(self, process: subprocess.Popen[bytes], folder: Path, learners: int):
     self._process, self._folder, self._learners = process, folder, learners
@@ -108,7 +112,7 @@ class Chaos:
     self.lost = self.repeated = 0
 
   def children(self) -> list[dict[str, Any]]:
-    """The supervisor's account of its processes."""
+    """The supervisor's status of its processes."""
     return json.loads((self._folder / "logs/supervisor.json").read_text())["children"]
 
   def run(self, rng: random.Random, minutes: float, every: float, learner_share: float) -> None:
@@ -130,7 +134,7 @@ class Chaos:
     self.compare()
 
   def compare(self) -> None:
-    """Looks for rows that have gone or changed since they were first seen."""
+    """Counts rows that have disappeared or changed since they were first seen."""
     learners = [c["pid"] for c in self.children() if c["pid"] and _kind(c) == "learner"]
     with stopped(learners):
       now, repeated = stored(self._folder, self._learners)
@@ -146,10 +150,12 @@ def _kind(child: dict[str, Any]) -> str:
 def parse() -> argparse.Namespace:
   parser = parser_of(__doc__)
   parser.add_argument("--processes", default=PROCESSES, help="as for launch/multihost.py")
-  parser.add_argument("--minutes", type=float, default=10.0, help="duration of the kills")
+  parser.add_argument("--minutes", type=float, default=10.0, help="minutes during which to kill")
   parser.add_argument("--every", type=float, default=5.0, help="mean seconds between kills")
   parser.add_argument("--env-steps", type=int, default=20_000, help="agent steps of the run")
-  parser.add_argument("--learner-share", type=float, default=0.1, help="share of the kills")
+  parser.add_argument(
+    "--learner-share", type=float, default=0.1, help="fraction of kills that hit learners"
+  )
   parser.add_argument("--seed", type=int, default=0)
   arguments = parser.parse_args()
   if not re.search(r"learner=[1-9]", arguments.processes):
@@ -158,16 +164,16 @@ def parse() -> argparse.Namespace:
 
 
 def trained(folder: Path) -> int:
-  """Agent steps of all learners, as they print at their ends."""
-  found = [
+  """Agent steps of all learners, from the final lines of their logs."""
+  matches = [
     re.findall(r"trained: (\d+) agent steps", log.read_text())
     for log in folder.glob("logs/learner-*.log")
   ]
-  return sum(int(steps[-1]) for steps in found if steps)
+  return sum(int(steps[-1]) for steps in matches if steps)
 
 
 def main() -> int:
-  """Returns 0 if the run finished and nothing was lost or repeated."""
+  """Returns 0 if the run finished and no slot was lost or repeated."""
   arguments = parse()
   match = re.search(r"learner=(\d+)", arguments.processes)
   assert match
@@ -212,7 +218,7 @@ def main() -> int:
   for key, value in result.items():
     print(f"{key:<28}{value}")
   write(arguments.out, result)
-  complete = result["agent_steps"] == arguments.env_steps and confirmed  # or nothing was watched
+  complete = result["agent_steps"] == arguments.env_steps and confirmed  # none: hook failed
   return int(not (finished and complete) or result["lost"] > 0 or result["repeated"] > 0)
 
 

@@ -1,4 +1,4 @@
-"""Command-line types, provenance and result files; standard library only."""
+"""Command-line types, provenance and result files of benchmarks; uses the standard library only."""
 
 import argparse
 import datetime
@@ -27,7 +27,7 @@ def positive(text: str) -> int:
 
 
 def parser_of(doc: str | None, out: str = "JSON file for the results") -> argparse.ArgumentParser:
-  """A parser that shows a module's docstring, with the option `--out`."""
+  """Creates a parser with `--out` that shows a module's docstring as help."""
   parser = argparse.ArgumentParser(
     description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
   )
@@ -40,7 +40,7 @@ def _output(*command: str) -> str:
 
 
 def _revision() -> dict[str, Any]:
-  """The commit that is checked out, and whether files other than results differ from it."""
+  """The current commit, and whether any file except results differs from it."""
   git = ("git", "-C", str(ROOT))
   try:
     changed = _output(*git, "status", "--porcelain", "--", ".", ":!benchmarks/results")
@@ -70,7 +70,7 @@ def _version(package: str) -> str:
 
 
 def provenance() -> dict[str, Any]:
-  """The command, code, machine and versions behind a result."""
+  """The command, code revision, machine and package versions of a result."""
   return {
     "command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
     **_REVISION,
@@ -83,7 +83,7 @@ def provenance() -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-  """The same value for JSON, with null for numbers that are not finite."""
+  """Prepares a value for JSON: numbers that are not finite become null."""
   if isinstance(value, dict):
     return {str(key): _finite(x) for key, x in value.items()}
   if isinstance(value, list | tuple):
@@ -92,7 +92,7 @@ def _finite(value: Any) -> Any:
 
 
 def write(path: Path | None, result: dict[str, Any]) -> None:
-  """Writes a result with its provenance, if a path is given."""
+  """Writes a result and its provenance as JSON; does nothing without a path."""
   if path is not None:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(_finite(provenance() | result), indent=1)

@@ -1,4 +1,4 @@
-"""Costs of programs in FLOPs and seconds, and the FLOP/s that devices reach."""
+"""Measurement of programs in FLOPs and seconds, and of the FLOP/s of devices."""
 
 import math
 import statistics
@@ -14,13 +14,13 @@ from jax.interpreters import partial_eval
 
 
 def matmul_flops(function: Callable, *args: Any, **kwargs: Any) -> Counter[str]:
-  """FLOPs of the matrix products and convolutions of a call, on one device if devices share it.
+  """Counts FLOPs of matrix products and convolutions of a call, per device if it is sharded.
 
-  The body of a loop counts as often as it runs if that is fixed when the function is traced, else
-  once; of branches the most expensive one counts.
+  Loop bodies count once per iteration if the length is known when tracing, else once. For
+  conditionals only the most expensive branch counts.
 
   Returns:
-    FLOPs by the dtype of the operands.
+    FLOPs by dtype of the operands.
   """
   jaxpr = jax.make_jaxpr(partial(function, **kwargs))(*args).jaxpr
   used, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
@@ -47,7 +47,7 @@ def _flops(jaxpr: Any) -> Counter[str]:
 
 
 def _convolution_flops(equation: Any) -> int:
-  """FLOPs of a convolution, without those on zeros from padding and dilation."""
+  """FLOPs of a convolution, excluding products with zeros from padding and dilation."""
   params, out = equation.params, equation.outvars[0].aval
   left, right = (x.aval for x in equation.invars)
   numbers = params["dimension_numbers"]
@@ -73,9 +73,9 @@ def _bodies(params: dict[str, Any]) -> Iterator[Any]:
 
 
 def median_seconds(call: Callable[[], Any], repeat: int = 5, patience: float = 3.0) -> float:
-  """Median time of calls that wait for their results, after one that is not counted.
+  """Median duration of blocking calls, after one warm-up call.
 
-  There are `repeat` of them, or fewer once `patience` seconds have passed.
+  Makes `repeat` calls, or fewer if `patience` seconds have passed.
   """
   times: list[float] = []
   begin = time.perf_counter()
@@ -88,9 +88,9 @@ def median_seconds(call: Callable[[], Any], repeat: int = 5, patience: float = 3
 
 
 def peak_flops(dtype: str, devices: Sequence[jax.Device]) -> float:
-  """FLOP/s of a large matrix product on each of these devices while all are busy."""
+  """FLOP/s per device of a large matrix product while all devices are busy."""
   size, repeat = (1024, 1) if devices[0].platform == "cpu" else (4096, 16)
-  # Random numbers: a GPU is faster with constants, which take less power.
+  # Random numbers, since constants take less power and a GPU runs faster with them.
   matrix = jax.random.normal(jax.random.key(0), (size, size)).astype(dtype)
   matrices = [jax.device_put(matrix, device) for device in devices]
   product = jax.jit(lambda a: a @ a)

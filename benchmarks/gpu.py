@@ -1,18 +1,21 @@
-"""All that is to be done on a machine with a GPU, in visits of limited length.
+"""All GPU benchmarks, run in sessions of limited length ("visits").
 
-    python benchmarks/gpu.py --out benchmarks/results/h200   # again while it exits with 75
+    python benchmarks/gpu.py --out benchmarks/results/h200   # repeat while it exits with 75
     python benchmarks/gpu.py --out /tmp/gpu --preset quickstart --games Catch --small  # on a CPU
 
-In this order: the plan against reality; XLA flags, each with a check of all outputs; training of
-each game with the fastest flags; rates of the parts, profiles with the replay at three sizes, from
-which a run's time is projected, and the peers.
+The steps, in order: compare the projected costs with measurements (plan_check.py); try XLA flags,
+checking all outputs; train each game with the fastest flags; measure the rates of the parts
+(speed.py, replay.py); profile with the replay at three sizes and project a run's time from that;
+compare with LightZero (peers.py).
 
-Each step is a command, printed before it starts, whose result is a JSON file (profiles: a folder)
-in `--out`; what exists is not repeated. When the minutes are over the current command is stopped:
-training resumes in the next visit, others start again. One that was stopped after almost a whole
-visit leaves a file NAME.gave-up and counts as failed; to try again, remove the file.
+Each step is a command, printed before it starts, that writes a JSON file (profiles: a folder) into
+`--out`. Steps with existing results are skipped. When the visit's time is over, the current command
+is stopped: in the next visit training resumes and other commands start again. A command that was
+stopped after almost a whole visit leaves a file NAME.gave-up and counts as failed; remove the file
+to retry.
 
-Exit codes: 0 all done, 1 a step failed, 75 (EX_TEMPFAIL) more to do. Flags may fail.
+Exit codes: 0 all done, 1 a step failed, 75 (EX_TEMPFAIL) steps remain. Steps that try XLA flags may
+fail.
 """
 
 import itertools
@@ -29,8 +32,8 @@ from typing import Any, NamedTuple
 
 from common import ROOT, parser_of, write
 
-SHARES = (0.1, 0.5, 0.97)  # of the run's agent steps held by the replay in each profile
-ENDING = 90.0  # seconds that a step has to exit, training with a checkpoint
+SHARES = (0.1, 0.5, 0.97)  # fractions of the run's agent steps in the replay when profiling
+ENDING = 90.0  # seconds for an interrupted step to exit; training saves a checkpoint
 GRAPHS = "--xla_gpu_enable_command_buffer="
 FLAGS = {
   "graph-loops": f"{GRAPHS}+WHILE",
@@ -38,29 +41,29 @@ FLAGS = {
   "graph-all": f"{GRAPHS}+WHILE,+CONVOLUTION,+COLLECTIVES",
   "latency-hiding": "--xla_gpu_enable_latency_hiding_scheduler=true",
 }
-GAIN = 0.98  # of the time without, at most, for flags that are kept
+GAIN = 0.98  # flags are used if the time with them is less than this fraction of the time without
 
 
 class Step(NamedTuple):
-  """A command that takes `--out`."""
+  """A command with an option `--out`."""
 
   command: list[str]
-  flags: str | None = None  # of XLA; None: the fastest ones
+  flags: str | None = None  # XLA flags; None: the fastest
   resumes: bool = False
 
 
 def steps(arguments: Any, folder: Path, env_steps: int) -> dict[str, Step]:
-  """All steps by result name, without `--out`; a run has so many agent steps."""
+  """All steps, without `--out`, by name of the result; `env_steps` are those of a whole run."""
   small, (first, *_) = arguments.small, arguments.games
   both, game = ["--config", *arguments.preset], f"env.game={first}"
   check = ["benchmarks/plan_check.py", *both, "--set", game, *arguments.set]
   reference = ["--reference", str(folder / "check.json")]
-  found = {"check": Step(check, "")}
+  result = {"check": Step(check, "")}
   for name, flags in FLAGS.items():
-    found[f"flags-{name}"] = Step([*check, *reference], flags)
+    result[f"flags-{name}"] = Step([*check, *reference], flags)
   train = ["launch/suite.py", *both, *arguments.set, "--seeds", "1", "--dir", str(folder / "runs")]
   for each in arguments.games:
-    found[f"train-{each}"] = Step([*train, "--games", each], resumes=True)
+    result[f"train-{each}"] = Step([*train, "--games", each], resumes=True)
   roots = ["16"] if small else ["16", "64", "1024", "4096"]
   batches = ["64"] if small else ["256", "1024", "2048", "4096"]
   sizes = ["--roots", *roots, "--batch", *batches]
@@ -68,43 +71,47 @@ def steps(arguments: Any, folder: Path, env_steps: int) -> dict[str, Step]:
   effort = ["--quick"] if small else ["--repeat", "3", "--limit", "5"]
   parts = ["--only", "search", "train", "draw", "reanalyse", "--venv", str(folder / "venv")]
   if first not in ("Catch", "CartPole"):
-    found["speed"] = Step(["benchmarks/speed.py", *both, "--set", game, *arguments.set, *sizes])
-  found["replay"] = Step(["benchmarks/replay.py", *replay])
+    result["speed"] = Step(["benchmarks/speed.py", *both, "--set", game, *arguments.set, *sizes])
+  result["replay"] = Step(["benchmarks/replay.py", *replay])
   for share in SHARES:
     fill = ["--fill", str(int(share * env_steps)), "profile.steps=20", game, *arguments.set]
-    found[f"profile-{share:g}"] = Step(["launch/profile.py", *both, *fill])
-  return found | {"peers": Step(["benchmarks/peers.py", *parts, *effort])}
+    result[f"profile-{share:g}"] = Step(["launch/profile.py", *both, *fill])
+  return result | {"peers": Step(["benchmarks/peers.py", *parts, *effort])}
 
 
 def seconds_of_run(check: Path) -> float:
-  """What a run's programs take by a result of plan_check.py; infinite without one."""
+  """Seconds of a run's programs according to a result of plan_check.py; infinite if missing."""
   if not check.exists():
     return float("inf")
   return sum(row["calls"] * row["seconds"] for row in json.loads(check.read_text())["rows"])
 
 
 def fastest(folder: Path) -> str:
-  """The flags that make a run fastest; none if all gain too little."""
+  """The flags with which a run is fastest; empty if none gains enough."""
   times = {flags: seconds_of_run(folder / f"flags-{name}.json") for name, flags in FLAGS.items()}
   best = min(times, key=times.__getitem__)
   return best if times[best] < GAIN * seconds_of_run(folder / "check.json") else ""
 
 
 def projected(folder: Path, learner_steps: int) -> float | None:
-  """Seconds of a run's learner steps, by parts, each with its profile; None if one is missing."""
+  """Seconds of a run's learner steps, interpolated from the profiles; None if one is missing.
+
+  Each profile stands for the part of the run in which the replay is about as full.
+  """
   paths = [folder / f"profile-{share:g}" / "profile.json" for share in SHARES]
   if not all(path.exists() for path in paths):
     return None
-  found = [json.loads(path.read_text())["seconds_per_step"] for path in paths]
+  profiles = [json.loads(path.read_text())["seconds_per_step"] for path in paths]
   inner = [(a + b) / 2 for a, b in itertools.pairwise(SHARES)]
-  parts = zip(found, [0.0, *inner], [*inner, 1.0], strict=True)
+  parts = zip(profiles, [0.0, *inner], [*inner, 1.0], strict=True)
   return learner_steps * sum(seconds * (end - begin) for seconds, begin, end in parts)
 
 
 def visit(command: list[str], flags: str, log: Path, seconds: float) -> int | None:
-  """Runs a command; after `seconds` it is interrupted and has `ENDING` seconds to exit.
+  """Runs a command; after `seconds` interrupts it and gives it `ENDING` seconds to exit.
 
-  Returns its exit code, or None if it was stopped.
+  Returns:
+    The command's exit code, or None if it was interrupted.
   """
   environment = os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
   print(shlex.join([*([f"XLA_FLAGS={flags}"] if flags else []), *command]), flush=True)
@@ -116,7 +123,7 @@ def visit(command: list[str], flags: str, log: Path, seconds: float) -> int | No
     try:
       return process.wait(timeout=seconds)
     except subprocess.TimeoutExpired:
-      os.killpg(process.pid, signal.SIGINT)  # with the processes that it has started
+      os.killpg(process.pid, signal.SIGINT)  # including its child processes
     try:
       process.wait(timeout=ENDING)
     except subprocess.TimeoutExpired:
@@ -125,10 +132,10 @@ def visit(command: list[str], flags: str, log: Path, seconds: float) -> int | No
     return None
 
 
-def take(found: dict[str, Step], folder: Path, minutes: float, until: float) -> list[str] | None:
-  """Takes the missing steps. Returns those that failed; None if the visit is over."""
+def take(steps: dict[str, Step], folder: Path, minutes: float, until: float) -> list[str] | None:
+  """Runs all steps without results. Returns the failed ones, or None if the visit is over."""
   failed = []
-  for name, step in found.items():
+  for name, step in steps.items():
     profile = name.startswith("profile")
     result = folder / (name if profile else f"{name}.json")
     part, note = folder / f"{name}.part", folder / f"{name}.gave-up"
@@ -137,7 +144,7 @@ def take(found: dict[str, Step], folder: Path, minutes: float, until: float) -> 
     if note.exists():
       failed.append(name)
       continue
-    shutil.rmtree(part, ignore_errors=True)  # of a profile that was stopped
+    shutil.rmtree(part, ignore_errors=True)  # left by an interrupted profile
     flags = fastest(folder) if step.flags is None else step.flags
     left = until - time.monotonic()
     command = [*step.command, "--out", str(part)]
@@ -145,14 +152,14 @@ def take(found: dict[str, Step], folder: Path, minutes: float, until: float) -> 
     if code is None:
       if left > 0.9 * 60 * minutes and not step.resumes:
         note.write_text(f"{name} was stopped after {left / 60:.1f} minutes\n")
-        print(f"{name} takes more than a visit: given up")
+        print(f"{name} takes more than a visit: giving up")
       return None
     if code == 0:
       part.rename(result)
     else:
       failed.append(name)
-      if name.startswith("flags-"):  # a fact that does not change
-        note.write_text(f"{name} ended with {code}\n")
+      if name.startswith("flags-"):  # retrying would fail again
+        note.write_text(f"{name} failed with exit code {code}\n")
   return failed
 
 
@@ -163,7 +170,9 @@ def main() -> int:
   parser.add_argument("--games", nargs="+", default=["Pong", "Breakout"], metavar="GAME")
   parser.add_argument("--set", nargs="*", default=[], metavar="key=value")
   parser.add_argument("--small", action="store_true", help="small sizes")
-  parser.add_argument("--minutes", type=float, default=8.0, help="of a visit, saving not included")
+  parser.add_argument(
+    "--minutes", type=float, default=8.0, help="minutes of a visit, before saving"
+  )
   arguments = parser.parse_args()
   import pieces  # imports jax and the package: not needed for --help
 
@@ -171,8 +180,7 @@ def main() -> int:
   config = pieces.load(parser, arguments.preset, settings)
   folder, until = arguments.out.resolve(), time.monotonic() + 60 * arguments.minutes
   folder.mkdir(parents=True, exist_ok=True)
-  found = steps(arguments, folder, config.run.env_steps)
-  failed = take(found, folder, arguments.minutes, until)
+  failed = take(steps(arguments, folder, config.run.env_steps), folder, arguments.minutes, until)
   if failed is None:
     return 75
   seconds = projected(folder, config.learner.steps)

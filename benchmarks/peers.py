@@ -1,16 +1,16 @@
-"""This project beside LightZero: search, training step, batches, memory and whole programs.
+"""Comparison with LightZero: search, training step, batches, memory and whole programs.
 
     python benchmarks/peers.py --out benchmarks/results/peers-2cores.json   # half an hour
     python benchmarks/peers.py --quick                                      # a test, minutes
 
 Sizes are EfficientZero's (12x96x96, 6 actions, float32). Each side is a process (`sides/`) with the
-same allocator settings and all cores: PyTorch's threads, CPU devices of jax. The sides take turns
-and medians are compared. LightZero's environment is made on first use (`--venv`, Python 3.11);
-where that is impossible its columns are empty and the reason is printed. `reanalyse` is a batch
-with every state searched and every bootstrap value evaluated. `small` and `full` run both programs
-whole on Breakout.
+same allocator settings and all cores: as threads of PyTorch, or as CPU devices of jax. The sides
+take turns, and their medians are compared. LightZero's virtual environment is created on first use
+(`--venv`, Python 3.11); if that fails, its columns stay empty and the reason is printed.
+`reanalyse` prepares a batch with a search of every state and an evaluation of every bootstrap
+value. `small` and `full` run both complete programs on Breakout.
 
-The sides import this module for the work they share; standard library and numpy only.
+The sides import this module for shared definitions, so it uses only the standard library and NumPy.
 """
 
 import contextlib
@@ -36,29 +36,29 @@ ALLOCATOR = {
   "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "1000000000000",
 }  # fmt: skip
 LIGHTZERO = ("LightZero==0.2.0", "DI-engine==0.5.3")
-WARM = {"train": 6}  # calls before timing, default 1: until the heap has its final size
-WHOLE = ("whole", "versions")  # pieces done once, without warm-up
+WARM = {"train": 6}  # warm-up calls, default 1; enough for the heap to reach its final size
+WHOLE = ("whole", "versions")  # pieces that run once, without warm-up
 NAN = math.nan
 
 ACTIONS, STACK, UNROLL, TD_STEPS, EPISODE = 6, 4, 5, 5, 400
-Work = Callable[[], dict[str, Any] | None]  # blocks on its results; returns facts to report
-Piece = Callable[..., tuple[Work, dict[str, Any]]]  # prepares work; facts about it
+Work = Callable[[], dict[str, Any] | None]  # blocks on its results; returns values to report
+Piece = Callable[..., tuple[Work, dict[str, Any]]]  # prepares work; also returns values to report
 
 
 class Program(NamedTuple):
-  """A whole program on Breakout."""
+  """Settings of a complete program on Breakout."""
 
   frame_size: int
   grey: bool
   batch: int
   lanes: int
-  stored: int  # random transitions before learning starts, and the replay's capacity
+  stored: int  # replay capacity, and number of random transitions before learning starts
   agent_steps: float  # per learner step
 
 
 PROGRAMS = {
   "small": Program(64, True, 64, 8, 16_000, 4),  # configs/atari_small.yaml with larger frames
-  "full": Program(96, False, 256, 16, 20_000, 2.5),  # SpeedyZero's 102.4 samples per agent step
+  "full": Program(96, False, 256, 16, 20_000, 2.5),  # as SpeedyZero: 102.4 samples per agent step
 }
 
 
@@ -74,7 +74,7 @@ class Episode(NamedTuple):
 
 
 def episodes(transitions: int) -> Iterator[Episode]:
-  """Episodes with at least this many transitions, the same on every side."""
+  """Yields episodes with at least this many transitions in total, the same for every side."""
   rng = np.random.default_rng(0)
   for _ in range(-(-transitions // EPISODE)):
     yield Episode(
@@ -88,13 +88,13 @@ def episodes(transitions: int) -> Iterator[Episode]:
 
 
 def resident() -> int:
-  """Bytes of host memory that this process has in use."""
+  """Resident host memory of this process, in bytes."""
   with open("/proc/self/statm") as file:
     return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def serve(pieces: dict[str, Piece]) -> None:
-  """Loop of a side: JSON lines ask to `prepare` work under a name, or to `do` it."""
+  """Serves a side's requests, as JSON lines: to `prepare` named work, or to `do` it."""
   answers = os.fdopen(os.dup(1), "w")
   os.dup2(2, 1)  # libraries print to stdout
   prepared: dict[str, Work] = {}
@@ -108,7 +108,7 @@ def serve(pieces: dict[str, Piece]) -> None:
         begin = time.perf_counter()
         facts = prepared[request["name"]]()
         answer = {"seconds": time.perf_counter() - begin, **(facts or {})}
-    except Exception as error:  # reported as missing; other pieces go on
+    except Exception as error:  # reported as missing; other pieces continue
       traceback.print_exc()
       answer = {"error": f"{type(error).__name__}: {error}"[:300]}
     answers.write(json.dumps(answer) + "\n")
@@ -116,11 +116,11 @@ def serve(pieces: dict[str, Piece]) -> None:
 
 
 class Missing(Exception):
-  """A side or one of its pieces is unavailable; the message says why."""
+  """A side or one of its pieces is unavailable, for the reason in the message."""
 
 
 class Task(NamedTuple):
-  """A piece of work of a side."""
+  """A piece of work for a side."""
 
   side: str
   piece: str
@@ -128,7 +128,7 @@ class Task(NamedTuple):
 
 
 class Side:
-  """A subprocess that runs `serve`; its output goes to a log."""
+  """A subprocess that runs `serve`. Its stderr goes to a log file."""
 
   def __init__(self, python: Path, script: str):
     self._log = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115 (see close)
@@ -142,7 +142,7 @@ class Side:
     )  # fmt: skip
 
   def ask(self, request: str, **arguments: Any) -> dict[str, Any]:
-    """The answer to a request. Raises Missing if there is none."""
+    """Sends a request and returns its answer. Raises Missing if it fails."""
     assert self._process.stdin and self._process.stdout
     try:
       self._process.stdin.write(json.dumps({"request": request, **arguments}) + "\n")
@@ -151,7 +151,7 @@ class Side:
     except (BrokenPipeError, json.JSONDecodeError):
       code = self._process.wait()
       last = Path(self._log.name).read_text().strip().splitlines()[-1:]
-      raise Missing(f"its process ended with exit code {code}: {''.join(last)[:200]}") from None
+      raise Missing(f"the process exited with code {code}: {''.join(last)[:200]}") from None
     if "error" in answer:
       raise Missing(answer["error"])
     return answer
@@ -163,11 +163,14 @@ class Side:
 
 
 def lightzero_python(venv: Path) -> Path:
-  """Python of LightZero's environment, which is made if needed. Raises Missing if it can't be."""
+  """Path of Python in LightZero's virtual environment, which is created if necessary.
+
+  Raises Missing if that fails.
+  """
   python, ready = venv / "bin/python", venv / "ready"
   if ready.exists():
     return python
-  print(f"making {venv} for LightZero: 1 GB and more to download, some minutes", flush=True)
+  print(f"creating {venv} for LightZero: downloads over 1 GB, takes minutes", flush=True)
   pip = [str(python), "-m", "pip", "install", "--quiet", "--retries", "1"]
   for command in (
     [sys.executable, "-m", "venv", "--clear", str(venv)],
@@ -184,9 +187,10 @@ def lightzero_python(venv: Path) -> Path:
 
 
 class Bench:
-  """Measures tasks, the sides taking turns.
+  """Measures tasks of the sides in turn.
 
-  Every comparison gets new processes: allocators keep freed memory, and two full replays must fit.
+  Every comparison starts new processes, since allocators keep freed memory and two full replays
+  must fit into memory.
   """
 
   def __init__(
@@ -196,7 +200,7 @@ class Bench:
     self.rows: list[dict[str, Any]] = []
 
   def measure(self, *tasks: Task) -> list[dict[str, Any]]:
-    """For each task `median_s` and facts, or the reason under `missing`."""
+    """Returns `median_s` and reported values for each task, or the reason under `missing`."""
     rows = [{"task": task._asdict(), "seconds": []} for task in tasks]
     with contextlib.ExitStack() as stack:
       sides: dict[str, Side] = {}
@@ -225,7 +229,7 @@ class Bench:
     return rows
 
   def seconds(self, *tasks: Task) -> list[float]:
-    """Their medians; NaN for what is missing."""
+    """Returns the tasks' median seconds, NaN for missing ones."""
     return [row.get("median_s", NAN) for row in self.measure(*tasks)]
 
 
@@ -253,7 +257,7 @@ def lightzero(piece: str, **arguments: Any) -> Task:
 
 
 def table(title: str, columns: list[str], rows: dict[str, list[float]]) -> None:
-  """Prints numbers under a title; NaN is left empty."""
+  """Prints a table of numbers with a title; NaN cells are empty."""
   print(f"\n{title:40}" + "".join(f"{column:>18}" for column in columns))
   for name, values in rows.items():
     cells = ["" if math.isnan(value) else f"{value:,.2f}" for value in values]
@@ -267,9 +271,11 @@ class Sizes(NamedTuple):
   simulations: tuple[int, ...] = (16, 50)
   batch: int = 256
   transitions: tuple[int, ...] = (20_000, 100_000)
-  stored: int = 4_000  # transitions behind a reanalysed batch, whose cost does not depend on them
-  steps: int = 240  # learner steps of `small`: in the later half the sweep's bound of 100 is active
-  full_steps: tuple[int, int] = (160, 16)  # of `full`, ours and LightZero's
+  stored: int = 4_000  # replay size for reanalyzed batches; does not affect their cost
+  steps: int = (
+    240  # learner steps of `small`; the sweep's age bound of 100 is active in the 2nd half
+  )
+  full_steps: tuple[int, int] = (160, 16)  # learner steps of `full`: ours, LightZero's
 
 
 QUICK = Sizes((64,), (16,), 32, (4_000,), 2_000, 12, (6, 4))
@@ -277,7 +283,7 @@ SIDES = ["ours", "LightZero", "ours faster by"]
 
 
 def search(bench: Bench, sizes: Sizes) -> None:
-  """Roots per second, from frames in host memory to policies and values there."""
+  """Measures searches, from frames in host memory to policies and values in host memory."""
   rows = {}
   for roots in sizes.roots:
     for simulations in sizes.simulations:
@@ -295,35 +301,35 @@ def search(bench: Bench, sizes: Sizes) -> None:
 
 
 def train(bench: Bench, sizes: Sizes) -> None:
-  """The training step alone."""
+  """Measures the training step alone."""
   a, b = bench.seconds(*(side("train", batch=sizes.batch) for side in (ours, lightzero)))
   table("Training step, ms", SIDES, {f"batch {sizes.batch}": [1e3 * a, 1e3 * b, b / a]})
 
 
 def draw(bench: Bench, sizes: Sizes) -> None:
-  """A batch without reanalysis, and memory per transition."""
+  """Measures drawing a batch without reanalysis, and memory per transition."""
   rows = {}
   for transitions in sizes.transitions:
     work = {"batch": sizes.batch, "transitions": transitions}
     sides = bench.measure(ours("draw", **work), lightzero("draw", **work))
     a, b = (side.get("median_s", NAN) for side in sides)
-    held = [side.get("bytes_per_transition", NAN) for side in sides]
-    rows[f"{sizes.batch} of {transitions:,}"] = [1e3 * a, 1e3 * b, b / a, *held]
+    memory = [side.get("bytes_per_transition", NAN) for side in sides]
+    rows[f"{sizes.batch} of {transitions:,}"] = [1e3 * a, 1e3 * b, b / a, *memory]
   table("Drawing a batch, ms", [*SIDES, "ours, B/trans.", "LightZero, B"], rows)
 
 
 def reanalyse(bench: Bench, sizes: Sizes) -> None:
-  """A batch of which every policy is searched and every bootstrap value evaluated."""
+  """Measures a batch with a search of every state and an evaluation of every bootstrap value."""
   rows = {}
   for simulations in sizes.simulations:
     work = {"batch": sizes.batch, "transitions": sizes.stored, "simulations": simulations}
     a, b = bench.seconds(ours("fresh", **work), lightzero("fresh", **work))
     rows[f"{simulations} simulations"] = [1e3 * a, 1e3 * b, b / a]
-  table(f"Reanalysing a batch of {sizes.batch}, ms", SIDES, rows)
+  table(f"Reanalyzing a batch of {sizes.batch}, ms", SIDES, rows)
 
 
 def whole(bench: Bench, title: str, of_ours: Task, *theirs: Task) -> None:
-  """Both programs whole, with every target at most 100 learner steps old."""
+  """Measures both complete programs, with every target at most 100 learner steps old."""
   measured = bench.measure(of_ours, *theirs)
   rates = [row.get("samples_per_second", NAN) for row in measured]
   rows = {
@@ -337,13 +343,16 @@ def whole(bench: Bench, title: str, of_ours: Task, *theirs: Task) -> None:
 
 
 def small(bench: Bench, sizes: Sizes) -> None:
-  """64x64 grey Breakout, small network, batch 64, 16 simulations."""
+  """Complete programs on 64x64 gray Breakout, with a small network, batch 64, 16 simulations."""
   work = {"size": "small", "steps": sizes.steps, "simulations": 16}
   whole(bench, "Whole programs, small", ours("whole", **work), lightzero("whole", **work))
 
 
 def full(bench: Bench, sizes: Sizes) -> None:
-  """96x96 RGB Breakout, EfficientZero's network, batch 256; ours with 16 simulations."""
+  """Complete programs on 96x96 RGB Breakout, with EfficientZero's network and batch size 256.
+
+  Ours uses 16 simulations.
+  """
   of_ours, of_theirs = sizes.full_steps
   task = ours("whole", size="full", steps=of_ours, simulations=sizes.simulations[0])
   theirs = (
@@ -360,9 +369,15 @@ def main() -> None:
   parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
   parser.add_argument("--quick", action="store_true", help="small sizes, two rounds")
   parser.add_argument("--repeat", type=positive, default=7, help="rounds; medians are reported")
-  parser.add_argument("--limit", type=float, default=60.0, help="no third round after this, s")
-  parser.add_argument("--venv", type=Path, default=ROOT / ".venv-peers", help="LightZero's")
-  parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="overrides of ours")
+  parser.add_argument(
+    "--limit", type=float, default=60.0, help="seconds after which no third or later round starts"
+  )
+  parser.add_argument(
+    "--venv", type=Path, default=ROOT / ".venv-peers", help="LightZero's virtual environment"
+  )
+  parser.add_argument(
+    "--set", nargs="*", default=[], metavar="key=value", help="overrides for our side"
+  )
   arguments = parser.parse_args()
   os.environ["PEERS_SET"] = " ".join(arguments.set)
   sizes = QUICK if arguments.quick else Sizes()

@@ -1,7 +1,6 @@
-"""Draws the learning curves of README.md: python benchmarks/picture.py
+"""Figure of the learning curves in README.md: python benchmarks/picture.py
 
-From the training returns in `results/`, of all seeds: the mean, and a band from the lowest to the
-highest.
+Plots training returns from `results/`: the mean over seeds, and a band from lowest to highest.
 """
 
 import json
@@ -33,19 +32,19 @@ polyline { fill: none; stroke-width: 1.8; stroke-linejoin: round } .band { opaci
 
 
 def curves(preset: str) -> list[tuple[np.ndarray, np.ndarray]]:
-  """Training return over agent steps of each seed of a preset on Catch."""
-  found = json.loads((ROOT / "benchmarks" / "results" / f"{preset}-Catch.json").read_text())
+  """Training return over agent steps on Catch, for each seed of a preset."""
+  result = json.loads((ROOT / "benchmarks" / "results" / f"{preset}-Catch.json").read_text())
   parts = []
-  for run in found["runs"]:
-    # Of launch/suite.py, or of benchmarks/learning.py before it.
-    columns = found.get("curve_columns") or run["training"]["columns"]
-    rows = np.array(run["curve"] if "curve_columns" in found else run["training"]["rows"])
+  for run in result["runs"]:
+    # Written by launch/suite.py or, in older results, by its predecessor.
+    columns = result.get("curve_columns") or run["training"]["columns"]
+    rows = np.array(run["curve"] if "curve_columns" in result else run["training"]["rows"])
     parts.append((rows[:, columns.index("env_steps")], rows[:, -1]))
   return parts
 
 
 def draw() -> str:
-  """The picture as SVG."""
+  """Draws the figure as SVG."""
   lines, keys, style, x = [], [], _STYLE, 34
   for number, (preset, (name, color)) in enumerate(AGENTS.items()):
     found = curves(preset)

@@ -1,6 +1,6 @@
-"""Parts of the package as a run has them, with random experience, for the other benchmarks.
+"""Building blocks of benchmarks: parts of the package as in a run, with random experience.
 
-Apart from `witness/` this is the only module of the benchmarks that imports the package.
+Most benchmarks access the package through this module.
 """
 
 import argparse
@@ -44,13 +44,13 @@ __all__ = [
 ]  # fmt: skip
 Frame = tuple[int, int, int]  # H, W, C
 _EPISODE = 500  # mean length of random episodes, slots
-_SLOTS = 4096  # of the replay behind a single batch
+_SLOTS = 4096  # replay capacity if only one batch is drawn
 
 
 def load(
   parser: argparse.ArgumentParser, presets: Sequence[str], settings: Sequence[str]
 ) -> Config:
-  """The configuration given on a command line; an invalid one ends the program."""
+  """Loads a configuration from command-line arguments; exits the program if it is invalid."""
   try:
     return loader.load(presets, settings)
   except loader.ConfigError as error:
@@ -58,34 +58,34 @@ def load(
 
 
 def atari_frame(parser: argparse.ArgumentParser, config: Config) -> Frame:
-  """Shape of an Atari game's frames; another game ends the program."""
+  """Frame shape of an Atari game; exits the program for other games."""
   env = config.env
   if env.game in VECTOR_GAMES:
-    parser.error(f"env.game: {env.game} has vector observations, an Atari game is needed")
+    parser.error(f"env.game: must be an Atari game, but {env.game} has vector observations")
   return env.frame_size, env.frame_size, 1 if env.grayscale else 3
 
 
 def make_agent(config: Config, frame: Frame, actions: int) -> Agent:
-  """The configured agent for a game with these frames and so many actions."""
+  """Creates the configured agent for a game with this frame shape and number of actions."""
   return loader.agent_module(config.agent.name).make_agent(config, frame, np.uint8, actions)
 
 
 def empty_replay(config: Config, agent: Agent) -> Replay:
-  """The replay of a run with this configuration."""
+  """Creates the replay of a run with this configuration."""
   return factories.make_replay(
     config, agent, make_mesh(jax.local_devices()), lambda _: None, seed=0
   )
 
 
 class Player:
-  """Random experience, in the order in which actors would append it."""
+  """Generates random experience in the order in which actors would append it."""
 
   def __init__(self, agent: Agent, lanes: int):
     self.rng = np.random.default_rng(0)
     self._schema, self._heads, self._open = agent.schema, [0] * lanes, [False] * lanes
 
   def segments(self, n: int, step: int) -> list[Segment]:
-    """The next n slots of each lane, with weights of learner step `step`."""
+    """Generates the next n slots of each lane, with weights of learner step `step`."""
     return [self._segment(lane, n, step) for lane in range(len(self._heads))]
 
   def _segment(self, lane: int, n: int, step: int) -> Segment:
@@ -107,7 +107,7 @@ class Player:
 
 
 def filled_replay(config: Config, agent: Agent) -> tuple[Replay, Player, int]:
-  """A full replay with varied priorities, and the learner step, 100."""
+  """Creates a full replay with varied priorities; also returns the player and learner step 100."""
   replay, player = empty_replay(config, agent), Player(agent, config.actor.lanes)
   slots = config.replay.capacity
   chunk = max(slots // config.actor.lanes // 100, 1)
@@ -120,14 +120,14 @@ def filled_replay(config: Config, agent: Agent) -> tuple[Replay, Player, int]:
 
 
 class Cost(NamedTuple):
-  """What a program costs."""
+  """Cost of a program."""
 
   compile_seconds: float
-  flops: int  # of a call on one device
+  flops: int  # per call and device
 
 
 def cost(program: Program, *args: Any) -> Cost:
-  """Compiles a program for these arguments."""
+  """Compiles a program for these arguments and returns its cost."""
   begin = time.perf_counter()
   program.prepare(*args)
   seconds = time.perf_counter() - begin
@@ -135,7 +135,7 @@ def cost(program: Program, *args: Any) -> Cost:
 
 
 class Model:
-  """The tasks of an agent with a network that was just initialized."""
+  """An agent's tasks with a newly initialized network."""
 
   def __init__(self, agent: Agent, devices: Sequence[jax.Device]):
     mesh = make_mesh(devices)
@@ -144,12 +144,12 @@ class Model:
     self.weights = WeightsStore(agent.subscriptions, everywhere, jax.jit(agent.init)(key))
 
   def run(self, task: str, frames: np.ndarray) -> dict[str, Any]:
-    """Results, in host memory, for the states of windows [B, S-1+n, H, W, C]."""
+    """Computes results, in host memory, for the n states of each window [B, S-1+n, H, W, C]."""
     version = self.weights.latest(self.agent.tasks[task].subscription)
     return self.inference.compute(version, task, {"frames": frames}, jax.random.key(0))
 
   def cost(self, task: str, frames: np.ndarray) -> Cost:
-    """Compiles a task for such windows."""
+    """Compiles a task for such windows and returns its cost."""
     version = self.weights.latest(self.agent.tasks[task].subscription)
     return cost(
       self.inference.tasks[task], version.variables, {"frames": frames}, jax.random.key(0)
@@ -159,7 +159,7 @@ class Model:
 def batch_drawing(
   config: Config, agent: Agent, replay: Replay, model: Model | None
 ) -> Callable[[], PreparedBatch]:
-  """Draws and assembles a batch with its frames; with a model, its work is done first."""
+  """Returns a function that draws a batch with frames; a model reanalyzes it first."""
 
   def execute(works: list[Work], learner_step: int) -> None:
     if model is not None:
@@ -174,10 +174,10 @@ class Training:
   """A learner with a batch of random experience.
 
   Args:
-    config: of the run.
-    agent: made from it.
-    devices: that share the batch.
-    from_host: put the batch on the devices in every step, and fetch the result.
+    config: the run's configuration.
+    agent: the configured agent.
+    devices: devices over which the batch is sharded.
+    from_host: whether each step transfers the batch to the devices and fetches the result.
   """
 
   def __init__(
@@ -193,7 +193,7 @@ class Training:
       self._batch = self._learner.put(self._batch)
 
   def step(self) -> None:
-    """One update; blocks until it is done."""
+    """Performs one update and blocks until it is done."""
     batch = self._learner.put(self._batch) if self._from_host else self._batch
     self._state, result = self._learner.step(self._state, batch, self._key)
     if self._from_host:
@@ -201,18 +201,18 @@ class Training:
     jax.block_until_ready(self._state)
 
   def cost(self) -> Cost:
-    """Compiles the step, for a batch on the devices."""
+    """Compiles the step, for a batch on the devices, and returns its cost."""
     learner = self._learner
     return cost(learner.update, *learner.arguments(self._state, self._batch, self._key))
 
 
 def random_results(task: Task, work: Work, rng: np.random.Generator) -> dict[str, np.ndarray]:
-  """Numbers in place of a task's results."""
+  """Random numbers in place of a task's results."""
   return {x.name: rng.random((*work.real.shape, *x.shape), np.float32) for x in task.results}
 
 
 def environment(config: Config, lanes: int, steps: int = 20) -> Callable[[], Any]:
-  """Plays `steps` random agent steps in each lane of the training environment."""
+  """Returns a function that plays `steps` random agent steps in each training environment."""
   env = make_env(config.env, lanes, 0, training=True)
   rng = np.random.default_rng(0)
   actions = rng.integers(0, env.num_actions, (steps, lanes)).astype(np.int32)

@@ -1,14 +1,14 @@
-"""A plan against reality: each program's predicted and measured time and memory, on this machine.
+"""Comparison of predicted with measured time and memory of each program, on this machine.
 
     python benchmarks/plan_check.py --config atari300k sweep gpu --out check.json
     XLA_FLAGS=... python benchmarks/plan_check.py --config ... --reference check.json
 
-The predictions are those of launch/plan.py, read from the programs as this machine's compiler made
-them, autotuned, and of the plan that was compiled without a GPU, if --plan has one for as many
-devices. Arguments are random numbers. The time is that of a call among many, one after another.
+"Predicted" costs are launch/plan.py's estimates for programs compiled, and autotuned, on this
+machine. "Planned" costs are those of programs compiled without a GPU, if --plan has an entry for
+this number of devices. Arguments are random. Times are averages over consecutive calls.
 
-Of every output, the mean and the root mean square are kept. With --reference they are compared with
-an earlier result, which had other XLA flags; they may differ by `TOLERANCE` of the latter.
+For every output the mean and the root mean square (RMS) are recorded. With --reference they are
+compared with an earlier result with other XLA flags, and may differ by `TOLERANCE` times its RMS.
 
 Exit codes: 0 done, 1 outputs differ from the reference.
 """
@@ -23,7 +23,7 @@ from typing import Any
 
 from common import parser_of, positive, write
 
-TOLERANCE = 0.03  # bfloat16 has 8 bits, and kernels add in different orders
+TOLERANCE = 0.03  # bfloat16 has 8 bits of precision, and kernels sum in different orders
 PLAN = Path(__file__).resolve().parent / "results" / "plan-h200.json"
 
 
@@ -32,17 +32,17 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
   parser.add_argument("--config", nargs="+", default=["atari300k", "sweep", "gpu"])
   parser.add_argument("--set", nargs="*", default=["env.game=Pong"], metavar="key=value")
   parser.add_argument("--only", nargs="+", metavar="PROGRAM", help="default: all")
-  parser.add_argument("--target", default="h200", help="whose figures predictions use")
+  parser.add_argument("--target", default="h200", help="GPU specifications for predictions")
   parser.add_argument("--plan", type=Path, default=PLAN, help="a result of launch/plan.py")
   parser.add_argument("--reference", type=Path, metavar="FILE", help="a result to compare with")
-  parser.add_argument("--calls", type=positive, default=20, help="measured, of each program")
+  parser.add_argument("--calls", type=positive, default=20, help="measured calls per program")
   return parser, parser.parse_args()
 
 
 def measured(
   program: Any, compiled: Any, args: tuple, calls: int
 ) -> tuple[float, list[list[float]]]:
-  """Seconds of a call, and mean and root mean square of each output of the first."""
+  """Returns seconds per call, and the mean and root mean square of the first call's outputs."""
   import jax
   import numpy as np
 
@@ -62,7 +62,7 @@ def measured(
 
 
 def arguments_of(program: Any, state: Any) -> tuple:
-  """Arguments of a program: copies of the state or its variables, and random numbers."""
+  """Creates a program's arguments: copies of the state or its variables, and random numbers."""
   import jax
   import jax.numpy as jnp
   import numpy as np
@@ -85,7 +85,7 @@ def arguments_of(program: Any, state: Any) -> tuple:
 
 
 def with_no_zeros(state: Any) -> Any:
-  """The state with random numbers in kernels of zeros, which would hide what is before them."""
+  """Replaces all-zero kernels by random numbers; zeros would hide errors in earlier layers."""
   import jax
   import jax.numpy as jnp
 
@@ -100,7 +100,7 @@ def with_no_zeros(state: Any) -> Any:
 
 
 def differing(rows: list[dict[str, Any]], reference: Path) -> list[str]:
-  """Programs with outputs unlike those of an earlier result."""
+  """Names of programs whose outputs differ from those of an earlier result."""
   earlier = {row["program"]: row["outputs"] for row in json.loads(reference.read_text())["rows"]}
   return [
     row["program"]
@@ -132,8 +132,8 @@ def main() -> int:
   before = {}
   if arguments.plan.exists():
     plans = json.loads(arguments.plan.read_text())["plans"]
-    found = [each["programs"] for each in plans if each["devices"] == mesh.size]
-    before = {(row["name"], row["batch"]): row for each in found for row in each}
+    tables = [each["programs"] for each in plans if each["devices"] == mesh.size]
+    before = {(row["name"], row["batch"]): row for table in tables for row in table}
   rows = []
   for program in programs(config, config, agent, learner, mesh, ROLES):
     if arguments.only and program.name not in arguments.only:
@@ -167,7 +167,7 @@ def main() -> int:
 
 
 def line(row: dict[str, Any]) -> str:
-  """A row for people."""
+  """Formats a row as text."""
   planned = row["planned_seconds"]
   text = f"{row['program']}, {row['batch']}: {row['seconds'] * 1e3:.2f} ms measured, "
   text += f"{row['predicted_seconds'] * 1e3:.2f} predicted"

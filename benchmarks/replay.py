@@ -1,11 +1,11 @@
-"""Cost of each replay operation with 100,000, 1,000,000 and 10,000,000 transitions.
+"""Duration of each replay operation with 100,000, 1,000,000 and 10,000,000 transitions.
 
     python benchmarks/replay.py --out benchmarks/results/replay.json          # a minute, 4 GB
     python benchmarks/replay.py --slots 100000 --repeat 5 --gather-slots 2000 # seconds
 
-The ring is full, so every append evicts. Frames have 16 bytes here, because a gather reads as many
-frames from a large replay as from a small one. It is timed separately, on frames of the real size,
-in a replay of `--gather-slots`.
+The ring buffers are full, so every append evicts. Frames have only 16 bytes, because gathering does
+not depend on the replay's size. It is timed separately, with frames of realistic size, in a replay
+with `--gather-slots` slots.
 """
 
 import statistics
@@ -17,15 +17,18 @@ from common import parser_of, positive, write
 
 ACTIONS = 6
 TINY = (4, 4, 1)  # frame shape
-BLOCK = 256  # states of a sweep's block
+BLOCK = 256  # states per block of a sweep
 
-Ready = Callable[[], Callable[[], Any]]  # prepares one execution; what it returns is timed
+Ready = Callable[[], Callable[[], Any]]  # prepares one execution; returns the function to time
 
 
 def operations(
   replay: Any, agents: dict[str, Any], player: Any, begin: int, batch: int
 ) -> Iterator[tuple[str, Ready]]:
-  """Operations by name, with agents by schedule. Each execution advances the learner step."""
+  """Yields named operations; `agents` is by reanalysis schedule.
+
+  Each execution advances the learner step.
+  """
   import pieces
 
   rng, clock = player.rng, iter(range(begin, 2**31))
@@ -49,8 +52,8 @@ def operations(
     results = [pieces.random_results(task, work, rng) for task, work in tasks]
 
     def run() -> None:
-      for work, found in zip(works(), results, strict=True):
-        pieces.write_results(replay, agent.tasks[work.task], work, found, step)
+      for work, result in zip(works(), results, strict=True):
+        pieces.write_results(replay, agent.tasks[work.task], work, result, step)
 
     step = next(clock)
     return run
@@ -77,7 +80,7 @@ def operations(
 
 
 def timed(ready: Ready, repeat: int) -> dict[str, float]:
-  """Seconds of `repeat` executions after one that is not counted."""
+  """Times `repeat` executions after one warm-up execution, in seconds."""
   times = []
   for _ in range(repeat + 1):
     run = ready()
@@ -89,7 +92,7 @@ def timed(ready: Ready, repeat: int) -> dict[str, float]:
 
 
 def gather(replay: Any, unroll: int, window_bytes: int, batch: int, repeat: int) -> dict[str, Any]:
-  """Windows of a batch from host memory."""
+  """Times gathering the windows of a batch from host memory."""
 
   def windows() -> Callable[[], Any]:
     selection = replay.select(batch)
@@ -106,8 +109,12 @@ def main() -> None:
   parser.add_argument("--lanes", type=positive, default=16)
   parser.add_argument("--batch", type=positive, default=2048)
   parser.add_argument("--repeat", type=positive, default=20)
-  parser.add_argument("--side", type=positive, default=96, help="of gathered RGB frames, in fours")
-  parser.add_argument("--gather-slots", type=int, default=50_000, help="0: no gather")
+  parser.add_argument(
+    "--side", type=positive, default=96, help="height and width of RGB frames, a multiple of 4"
+  )
+  parser.add_argument(
+    "--gather-slots", type=int, default=50_000, help="replay size for gathering; 0: skip it"
+  )
   arguments = parser.parse_args()
   slow = max(arguments.repeat // 5, 1)
   import pieces  # imports jax and the package: not needed for --help

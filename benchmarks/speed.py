@@ -1,14 +1,14 @@
-"""Rates of the training step, search, value, reanalysis and environments; FLOPs and share of peak.
+"""Throughput and FLOP utilization of training, search, values and reanalysis; environment steps/s.
 
     python benchmarks/speed.py --config atari100k --roots 256 1024 4096 --batch 256 2048
     python benchmarks/speed.py --config atari_small --roots 8 64 --batch 64          # on a CPU
 
-All local devices share each piece, or the first `--devices` of them. Frames come from host memory
-and results go there, except for the training step, whose batch stays on the devices. `reanalysed
-batch` searches and evaluates the K+1 states of every sample. `environment` is random play in as
-many lanes as the configuration has; an actor step is a search of that many roots and one such step.
-The peak is a large matrix product in the network's dtype, measured in the same run; FLOPs are of
-one device.
+Each piece is sharded over all local devices, or the first `--devices`. Frames come from host memory
+and results return to it, except for the training step, whose batch stays on the devices.
+`reanalysed batch` searches and evaluates the K+1 states of every sample. `environment` is random
+play in the configured number of lanes; an actor step costs a search with that many roots plus one
+such step. Utilization is relative to a large matrix product in the network's dtype, measured in the
+same run. FLOPs are per device.
 """
 
 import argparse
@@ -19,18 +19,18 @@ import numpy as np
 
 from common import parser_of, positive, write
 
-PLAYED = 20  # agent steps per lane in a call
+PLAYED = 20  # agent steps per lane and call
 
 
 class Table:
-  """Measured rows; prints each."""
+  """Measures and prints rows."""
 
   def __init__(self, repeat: int, median_seconds: Callable[..., float], peak: float):
     self._repeat, self._median, self._peak = repeat, median_seconds, peak
     self.rows: list[dict[str, Any]] = []
 
   def add(self, piece: str, size: int, call: Callable[[], Any], *costs: Any, **more: int) -> None:
-    """Times a call of programs that handles `size` samples, roots, states or agent steps."""
+    """Times a call that processes `size` samples, roots, states or agent steps."""
     seconds = self._median(call, self._repeat, float("inf"))
     row = {"piece": piece, "size": size, **more, "median_s": seconds, "per_second": size / seconds}
     text = ", ".join([f"{piece}, {size}", *(f"{key} {value}" for key, value in more.items())])
@@ -69,7 +69,7 @@ def main() -> None:
   pieces.enable_compilation_cache(base)
   devices = jax.local_devices()[: arguments.devices]
   if any(size % len(devices) for size in arguments.batch):
-    parser.error(f"--batch: must be multiples of the {len(devices)} devices")
+    parser.error(f"--batch: must be multiples of the number of devices ({len(devices)})")
   dtype, stack = base.agent.network.dtype, base.env.frame_stack
   peak = pieces.peak_flops(dtype, devices)
   kind = f"{len(devices)} x {devices[0].device_kind}"

@@ -1,6 +1,6 @@
-"""LightZero's side of peers.py: its EfficientZero model, C++ tree, game buffer and learn step.
+"""LightZero's side of the comparison in peers.py: its EfficientZero, tree, buffer and learn step.
 
-Runs in LightZero's environment, which peers.py makes.
+Runs in LightZero's virtual environment, which peers.py creates.
 """
 
 import importlib.metadata
@@ -71,7 +71,7 @@ def configuration(model: dict[str, Any], **changes: Any) -> EasyDict:
 
 
 def make_policy(cfg: EasyDict) -> EfficientZeroPolicy:
-  """With a fresh network."""
+  """Creates a policy with a newly initialized network."""
   return EfficientZeroPolicy(cfg, enable_field=["learn", "collect"])
 
 
@@ -81,26 +81,26 @@ def observations(count: int) -> torch.Tensor:
 
 
 def search(roots: int, simulations: int) -> tuple[Work, dict[str, Any]]:
-  """From observations to visits and values, by the call that collects."""
+  """Computes visits and values from observations, by the function used for collecting."""
   policy = make_policy(configuration(LARGE, num_simulations=simulations))
-  there, masks, players = observations(roots), [ALL] * roots, [-1] * roots
-  return lambda: policy._forward_collect(there.to(DEVICE), masks, to_play=players) and None, {}
+  inputs, masks, players = observations(roots), [ALL] * roots, [-1] * roots
+  return lambda: policy._forward_collect(inputs.to(DEVICE), masks, to_play=players) and None, {}
 
 
 def value(states: int) -> tuple[Work, dict[str, Any]]:
-  """h and f."""
+  """Evaluates the representation and prediction networks."""
   model = make_policy(configuration(LARGE))._collect_model.eval()
-  there = observations(states)
+  inputs = observations(states)
 
   def work() -> None:
     with torch.no_grad():
-      model.initial_inference(there.to(DEVICE)).value.cpu()
+      model.initial_inference(inputs.to(DEVICE)).value.cpu()
 
   return work, {}
 
 
 def filled(cfg: EasyDict, transitions: int) -> EfficientZeroGameBuffer:
-  """A game buffer that holds `episodes`, one segment each."""
+  """Creates a game buffer filled with `episodes`, one segment each."""
   buffer = EfficientZeroGameBuffer(cfg)
   space = gymnasium.spaces.Discrete(ACTIONS)
   for episode in episodes(transitions):
@@ -117,17 +117,17 @@ def filled(cfg: EasyDict, transitions: int) -> EfficientZeroGameBuffer:
 def push(
   buffer: EfficientZeroGameBuffer, segment: GameSegment, priority: np.ndarray | None
 ) -> None:
-  """Adds a whole episode."""
+  """Adds a complete episode."""
   segment.game_segment_to_array()
   meta = {"done": True, "unroll_plus_td_steps": UNROLL + TD_STEPS, "priorities": priority}
   buffer.push_game_segments(([segment], [meta]))
 
 
 def draw(batch: int, transitions: int) -> tuple[Work, dict[str, Any]]:
-  """A batch with its observations and stored policies, without reanalysis and bootstrap values."""
+  """Draws a batch with observations and stored policies, without reanalysis or bootstrap values."""
   before = resident()
   buffer = filled(configuration(LARGE, reanalyze_ratio=0, batch_size=batch), transitions)
-  held = buffer.get_num_of_transitions()
+  count = buffer.get_num_of_transitions()
   size = sum(
     array.nbytes
     for s in buffer.game_segment_buffer
@@ -140,21 +140,21 @@ def draw(batch: int, transitions: int) -> tuple[Work, dict[str, Any]]:
     buffer._compute_target_policy_non_reanalyzed(policies, ACTIONS)
 
   return work, {
-    "transitions": held,
-    "bytes_per_transition": size / held,
-    "resident_bytes_per_transition": (resident() - before) / held,
+    "transitions": count,
+    "bytes_per_transition": size / count,
+    "resident_bytes_per_transition": (resident() - before) / count,
   }
 
 
 def fresh(batch: int, simulations: int, transitions: int) -> tuple[Work, dict[str, Any]]:
-  """A batch of which every policy is searched and every bootstrap value evaluated."""
+  """Draws a batch, searching every state and evaluating every bootstrap value."""
   cfg = configuration(LARGE, reanalyze_ratio=1, batch_size=batch, num_simulations=simulations)
   buffer, policy = filled(cfg, transitions), make_policy(cfg)
   return lambda: buffer.sample(batch, policy) and None, {}
 
 
 def train(batch: int) -> tuple[Work, dict[str, Any]]:
-  """A learn step on a batch in host memory."""
+  """Runs a training step on a batch in host memory."""
   cfg = configuration(LARGE, reanalyze_ratio=0, batch_size=batch)
   policy = make_policy(cfg)
   data = filled(cfg, 2 * max(batch, EPISODE)).sample(batch, policy)
@@ -162,7 +162,7 @@ def train(batch: int) -> tuple[Work, dict[str, Any]]:
 
 
 class Play:
-  """Collection on envpool's Breakout, all lanes together, as LightZero's collector does it."""
+  """Collects in vectorized envpool Breakout, as LightZero's collector does."""
 
   def __init__(
     self,
@@ -193,7 +193,7 @@ class Play:
     return segment
 
   def step(self, random: bool) -> None:
-    """One action in every lane."""
+    """Takes one action in every lane."""
     if random:
       action = np.random.randint(self._actions, size=self._lanes)
       visits, values = np.ones((self._lanes, self._actions)).tolist(), np.zeros(self._lanes)
@@ -202,10 +202,10 @@ class Play:
         np.stack([np.concatenate(segment.get_obs()) for segment in self._segments])
       )
       masks, players = [self._mask] * self._lanes, [-1] * self._lanes
-      found = self._policy._forward_collect(stacked.to(DEVICE), masks, to_play=players)
-      action = np.array([found[lane]["action"] for lane in range(self._lanes)])
-      visits = [found[lane]["visit_count_distributions"] for lane in range(self._lanes)]
-      values = [found[lane]["searched_value"] for lane in range(self._lanes)]
+      output = self._policy._forward_collect(stacked.to(DEVICE), masks, to_play=players)
+      action = np.array([output[lane]["action"] for lane in range(self._lanes)])
+      visits = [output[lane]["visit_count_distributions"] for lane in range(self._lanes)]
+      values = [output[lane]["searched_value"] for lane in range(self._lanes)]
     frames, reward, terminated, truncated, _ = self._env.step(action.astype(np.int32))
     self._frames = self._scaled(frames)
     for lane, segment in enumerate(self._segments):
@@ -217,7 +217,7 @@ class Play:
 
 
 def whole(size: str, steps: int, simulations: int) -> tuple[Work, dict[str, Any]]:
-  """Collects, reanalyses each batch and learns in turn; the rate over the later half."""
+  """Alternates collecting, reanalyzing a batch and learning; measures the second half."""
   program = PROGRAMS[size]
   cfg = configuration(
     (SMALL if size == "small" else LARGE) | {"action_space_size": 4},
@@ -232,8 +232,8 @@ def whole(size: str, steps: int, simulations: int) -> tuple[Work, dict[str, Any]
 
   def learn() -> None:
     data = buffer.sample(program.batch, policy)
-    found = policy._forward_learn(data)
-    buffer.update_priority(data, found["value_priority_orig"].detach().cpu().numpy())
+    output = policy._forward_learn(data)
+    buffer.update_priority(data, output["value_priority_orig"].detach().cpu().numpy())
 
   def work() -> dict[str, Any]:
     while buffer.get_num_of_transitions() < program.stored:
@@ -255,7 +255,7 @@ def whole(size: str, steps: int, simulations: int) -> tuple[Work, dict[str, Any]
 
 
 def versions() -> tuple[Work, dict[str, Any]]:
-  """No work, only facts."""
+  """Reports versions and device; does no work."""
   names = ("LightZero", "DI-engine", "torch", "numpy")
   return lambda: None, {
     "versions": {name: importlib.metadata.version(name) for name in names},
@@ -269,5 +269,5 @@ PIECES: dict[str, Piece] = {
 
 if __name__ == "__main__":
   torch.manual_seed(0)
-  torch.set_float32_matmul_precision("high")  # as jax's default: TF32 where the hardware has it
+  torch.set_float32_matmul_precision("high")  # as jax's default: TF32 if available
   serve(PIECES)

@@ -1,4 +1,4 @@
-"""This project's side of peers.py."""
+"""This project's side of the comparison in peers.py."""
 
 import argparse
 import os
@@ -23,7 +23,7 @@ SET = os.environ.get("PEERS_SET", "").split()
 
 
 def configuration(*changes: str) -> Any:
-  """EfficientZero's preset with changes and the overrides of peers.py."""
+  """Loads EfficientZero's preset with changes and the overrides given to peers.py."""
   settings = ["replay.frames=host", f"actor.lanes={LANES}", *changes, *SET]
   return pieces.load(argparse.ArgumentParser(), ["efficientzero"], settings)
 
@@ -37,7 +37,7 @@ def make_model(config: Any) -> pieces.Model:
 
 
 def on_states(task: str, count: int, *changes: str) -> tuple[Work, dict[str, Any]]:
-  """A task on random frames [B, S, H, W, C] uint8 in host memory, as actors and replays have."""
+  """Runs a task on random frames [B, S, H, W, C] uint8 in host memory, as from a replay."""
   model = make_model(configuration(*changes))
   frames = np.random.default_rng(0).integers(0, 256, (count, STACK, *FRAME), dtype=np.uint8)
   return lambda: model.run(task, frames) and None, {}
@@ -53,20 +53,20 @@ def value(states: int) -> tuple[Work, dict[str, Any]]:
 
 
 def train(batch: int) -> tuple[Work, dict[str, Any]]:
-  """A training step on a batch in host memory."""
+  """Runs a training step on a batch in host memory."""
   config = configuration(f"learner.batch_size={batch}")
   training = pieces.Training(config, make_agent(config), jax.local_devices(), from_host=True)
   return training.step, {}
 
 
 def replay_settings(batch: int, transitions: int) -> list[str]:
-  """Capacity for this many transitions, in equal lanes of whole episodes."""
+  """Settings with capacity for this many transitions, in lanes of equally many whole episodes."""
   capacity = (-(-transitions // EPISODE // LANES) + 1) * LANES * (EPISODE + 1)
   return [f"learner.batch_size={batch}", f"replay.capacity={capacity}"]
 
 
 def filled(config: Any, transitions: int) -> Any:
-  """A replay that holds `episodes`."""
+  """Creates a replay filled with `episodes`."""
   replay = pieces.empty_replay(config, make_agent(config))
   heads = [0] * LANES
   slots = EPISODE + 1
@@ -94,21 +94,21 @@ def filled(config: Any, transitions: int) -> Any:
 
 
 def draw(batch: int, transitions: int) -> tuple[Work, dict[str, Any]]:
-  """A batch with its frames, without reanalysis."""
+  """Draws a batch with its frames, without reanalysis."""
   before = resident()
   config = configuration(*replay_settings(batch, transitions))
   replay = filled(config, transitions)
   drawn = pieces.batch_drawing(config, make_agent(config), replay, None)
-  held = replay.num_transitions
+  count = replay.num_transitions
   return lambda: drawn() and None, {
-    "transitions": held,
+    "transitions": count,
     "bytes_per_transition": replay.stats(0)["bytes_per_transition"],
-    "resident_bytes_per_transition": (resident() - before) / held,
+    "resident_bytes_per_transition": (resident() - before) / count,
   }
 
 
 def fresh(batch: int, simulations: int, transitions: int) -> tuple[Work, dict[str, Any]]:
-  """A batch of which every policy is searched and every bootstrap value evaluated."""
+  """Draws a batch, searching every state and evaluating every bootstrap value."""
   settings = [*replay_settings(batch, transitions), "reanalyse.ratio=1"]
   settings += ["search.algorithm=gumbel", f"search.simulations={simulations}"]
   config = configuration(*settings)
@@ -118,7 +118,7 @@ def fresh(batch: int, simulations: int, transitions: int) -> tuple[Work, dict[st
 
 
 def whole(size: str, steps: int, simulations: int) -> tuple[Work, dict[str, Any]]:
-  """The launcher on Breakout with sweeps; its rate over the later half of the learner steps."""
+  """Runs the launcher on Breakout with sweeps; measures the second half of the learner steps."""
   program = PROGRAMS[size]
   presets = ["atari_small"] if size == "small" else ["atari100k", "sweep"]
   env_steps = program.stored + int(program.agent_steps * steps)

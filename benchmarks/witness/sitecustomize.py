@@ -1,7 +1,8 @@
-"""Record of acknowledged segments, outside of the run, for chaos.py.
+"""Hook for chaos.py that records acknowledged segments in a file outside the run.
 
-Python imports this module in every process that has its folder in PYTHONPATH. Each line is the
-process id of the run, then lane, start and size of a segment whose append was acknowledged.
+Python imports this module in every process with this folder in PYTHONPATH. Each line of the file is
+an actor's process id within the run, and lane, start and size of a segment whose append was
+acknowledged.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""What the tests of metrics and of the display share."""
+"""Fake clock for tests of metrics and of the display."""
 
 
 class Clock:
-  """Time that passes when told."""
+  """Clock that advances only when a test sets `now`."""
 
   def __init__(self) -> None:
     self.now = 1000.0

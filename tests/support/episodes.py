@@ -1,4 +1,4 @@
-"""Episodes as plain lists, the segments that store them, and returns computed from the lists."""
+"""Episodes as plain lists, segments that store them, and n-step returns computed from the lists."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from speedyzero_jax.types import Segment
 
 
 class Episode(NamedTuple):
-  """States 0 .. len(rewards), rewards between them; an open one's last state is not there."""
+  """States 0 .. len(rewards) and the rewards between them; open episodes lack the last state."""
 
   rewards: list[float]
   end: str  # terminated, truncated or open
@@ -20,7 +20,7 @@ class Episode(NamedTuple):
 
 
 def every_end(longest: int, rng: np.random.Generator) -> list[Episode]:
-  """Episodes of 1 .. longest transitions, terminated and truncated, shuffled; an open one last."""
+  """Shuffled terminated and truncated episodes of 1 .. longest transitions, then an open one."""
   shapes = [(n, end) for n in range(1, longest + 1) for end in ("terminated", "truncated")]
   order = [shapes[i] for i in rng.permutation(len(shapes))] + [(longest, "open")]
   return [Episode(rng.normal(size=n).tolist(), end) for n, end in order]
@@ -29,7 +29,7 @@ def every_end(longest: int, rng: np.random.Generator) -> list[Episode]:
 def segment(
   schema: Schema, lane: int, episodes: list[Episode], rng: np.random.Generator
 ) -> Segment:
-  """Slots of these episodes from time 0 on, with random frames and actions."""
+  """Stores episodes in a segment from time 0, with random frames and actions."""
   slots = sum(episode.slots for episode in episodes)
   arrays = {c.name: np.zeros((slots, *c.shape), c.dtype) for c in schema.columns}
   arrays["frame"] = rng.normal(size=arrays["frame"].shape).astype(schema.frame.dtype)
@@ -49,7 +49,10 @@ def segment(
 def n_step_return(
   episode: Episode, i: int, n: int, discount: float
 ) -> tuple[float, float, int] | None:
-  """Reward, discount and length of the n-step return of state i; None if its end is not stored."""
+  """Reward, discount and length of the n-step return of state i.
+
+  None if the state from which it bootstraps is not stored.
+  """
   length = min(n, len(episode.rewards) - i)
   total = sum(discount**k * episode.rewards[i + k] for k in range(length))
   ended = i + length == len(episode.rewards)
@@ -59,7 +62,7 @@ def n_step_return(
 
 
 def observation(segment: Segment, slot: int, stack: int) -> np.ndarray:
-  """The stack that a slot shows, from its episode's frames, as one vector."""
+  """The frame stack of a slot, from its episode's frames, as one vector."""
   start = max(t for t in range(slot + 1) if segment.first[t])
   shown = [segment.frame[max(t, start), 0, 0] for t in range(slot - stack + 1, slot + 1)]
   return np.concatenate(shown)

@@ -1,4 +1,4 @@
-"""Stand-ins for a cluster's commands and the processes of a run, and what the recipes start."""
+"""Fakes of a cluster's commands and of a run's processes, for tests of the launch recipes."""
 
 import functools
 import json
@@ -15,9 +15,9 @@ from speedyzero_jax.run import topology
 ROOT = Path(__file__).resolve().parents[2]
 SBATCH = ROOT / "launch/slurm/train.sbatch"
 
-# A process of the run: notes its arguments and ends with CODE_id, LEARNER_CODE or HELPER_CODE.
-# WAIT: the learner waits for SIGTERM, and helpers for the file that it makes. TOGETHER: the learner
-# waits until so many processes have started. AFTER_id: waits until that one has ended.
+# A process of the run: records its arguments and exits with CODE_id, LEARNER_CODE or HELPER_CODE.
+# WAIT: the learner waits for SIGTERM, and helpers wait for the file that it creates. TOGETHER: the
+# learner waits until that number of processes has started. AFTER_id: waits until that process ends.
 PYTHON = f"""#!{sys.executable} -IS
 import json, os, signal, sys, time
 env, argv = os.environ, sys.argv
@@ -53,7 +53,8 @@ if code < 0:
 sys.exit(code)
 """
 
-# Runs the tasks of a step, dealt to nodes in turn; the first that fails ends the others, if asked.
+# Runs the tasks of a step, assigned to nodes round-robin. With --kill-on-bad-exit the first failure
+# kills the other tasks.
 SRUN = f"""#!{sys.executable} -IS
 import os, signal, subprocess, sys
 arguments = sys.argv[1:]
@@ -86,7 +87,7 @@ COMMANDS = {
   "scontrol": """#!/bin/bash
 if [ "$1" = show ]; then tr , '\\n' <<< "$3"; else echo "$@" >> "$SCONTROLLED"; fi
 """,
-  # Signals the tasks, but not the processes that they have started, as Slurm with cgroups.
+  # Signals the tasks but not their child processes, as Slurm with cgroups does.
   "scancel": """#!/bin/bash
 echo "$@" >> "$CANCELLED"
 kill -TERM $(< "$TASKS") 2> "$TASKS.gone"
@@ -102,7 +103,7 @@ exec /usr/bin/sleep 0.$(($1 < 10 ? 2 : 4))
 
 
 class Cluster:
-  """A folder of fake commands and of their notes."""
+  """A folder with fake commands and the files in which they record their calls."""
 
   def __init__(self, folder):
     self.folder, self.run_dir, self.waiting = folder, folder / "run", folder / "waiting"
@@ -122,14 +123,14 @@ class Cluster:
     return path.read_text().splitlines() if path.exists() else []
 
   def calls(self):
-    """(arguments of multihost.py, environment) of each process, by process id."""
+    """(arguments of multihost.py, environment) of each process, sorted by process id."""
     calls = [json.loads(line) for line in self.noted("calls")]
     assert all(arguments[0] == "launch/multihost.py" for arguments, _ in calls)
-    found = [(multihost.parse(arguments[1:]), environment) for arguments, environment in calls]
-    return sorted(found, key=lambda call: call[0].process_id)
+    parsed = [(multihost.parse(arguments[1:]), environment) for arguments, environment in calls]
+    return sorted(parsed, key=lambda call: call[0].process_id)
 
   def started(self, expected):
-    """Checks that one run's processes have started, with these roles. Returns its configuration."""
+    """Asserts that one run's processes have started with these roles; returns its configuration."""
     first, calls = self.calls()[0][0], [call for call, _ in self.calls()]
     config = loader.load(first.config, first.overrides)
     shape = topology.resolve(config, first.num_processes)
@@ -140,7 +141,7 @@ class Cluster:
     return config
 
   def pod(self, manifest, role, index, minimum_life=600, **environment):
-    """Starts what the index-th pod of this role would."""
+    """Starts the process of the index-th pod of this role."""
     own = {"RUN_DIR": str(self.run_dir), "JOB_COMPLETION_INDEX": str(index)}
     variables = pod_variables(manifest, role) | own | self.environment | environment
     start = named(manifest, "ConfigMap")["sz-start"]["data"]["start.sh"]
@@ -154,7 +155,7 @@ class Cluster:
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
 
   def sbatch(self, *arguments, **options):
-    """Returns the exit code."""
+    """Runs the batch script and returns its exit code."""
     process = self.start_sbatch(*arguments, **options)
     process.communicate(timeout=20)
     return process.returncode

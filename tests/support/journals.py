@@ -1,4 +1,4 @@
-"""Journals of a few lanes whose slots are known."""
+"""Journals of a few lanes with known contents."""
 
 import contextlib
 import sqlite3
@@ -17,12 +17,12 @@ NONE = np.zeros(LANES, int)
 
 
 def opened(path, schema=SMALL, lanes=LANES, **options):
-  """A journal that is closed at the end of a `with`."""
+  """Opens a journal as a context manager, which closes it."""
   return contextlib.closing(Journal(path, lanes, schema, **options))
 
 
 def play(lane, start, n=1, schema=SMALL, salt=0):
-  """Slots that nothing compresses; each is a function of its lane, time and salt."""
+  """Incompressible slots; each is a function of its lane, time and salt."""
   rngs = [np.random.default_rng([lane, t, salt]) for t in range(start, start + n)]
   arrays = {}
   for column in schema.columns:
@@ -41,18 +41,18 @@ def play(lane, start, n=1, schema=SMALL, salt=0):
 
 
 def slots(segments):
-  """{(lane, time): the bytes of all of a slot}; no slot may come twice."""
-  found = {}
+  """Maps (lane, time) to all bytes of a slot; asserts that no slot repeats."""
+  result = {}
   for segment in segments:
     for i in range(len(segment.frame)):
       place = segment.lane, segment.start + i
-      assert place not in found
-      found[place] = {name: (a.dtype, a[i].tobytes()) for name, a in segment.arrays().items()}
-  return found
+      assert place not in result
+      result[place] = {name: (a.dtype, a[i].tobytes()) for name, a in segment.arrays().items()}
+  return result
 
 
 def read(journal, start=NONE, stop=None):
-  """The slots by lane and time."""
+  """The journal's slots by lane and time."""
   return slots(journal.read(start, stop))
 
 

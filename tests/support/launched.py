@@ -1,4 +1,4 @@
-"""Launchers as real processes, with tiny settings."""
+"""Starts launchers as real processes with tiny settings."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from speedyzero_jax.run.checkpoint import Checkpoints
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = f"run.compile_cache={os.environ['JAX_COMPILATION_CACHE_DIR']}"
 STEPS = 30
-# Checkpoints at every other step: a signal at any moment is likely to come while one is written.
+# With a checkpoint every other step, a signal at a random time is likely to hit one being written.
 NEW = [
   "--config", "quickstart", "agent=quick_agent", *tiny.OVERRIDES, CACHE, f"learner.steps={STEPS}",
   "run.checkpoint_interval=2", "run.log_interval=1", "evaluation.at_end=true",
@@ -21,25 +21,25 @@ NEW = [
 
 
 def start(*arguments, script="multihost.py", log=None):
-  """A process whose standard output goes to the file `log`, if given."""
+  """Starts a launcher; its standard output goes to the file `log`, if given."""
   out = subprocess.PIPE if log is None else log.open("w")
   return python(ROOT / "launch" / script, *arguments, stdout=out)
 
 
 def python(*arguments, **options):
-  """A Python process with pipes for its output, unless they are given."""
+  """Starts a Python process with pipes for its output by default."""
   environment = os.environ | {"JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT / "tests/support")}
   options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
   return subprocess.Popen([sys.executable, *map(str, arguments)], env=environment, **options)
 
 
 def newest(folder):
-  """Learner step of the newest checkpoint, -1 without one."""
+  """Learner step of the newest checkpoint; -1 without one."""
   return max(Checkpoints(folder).steps(), default=-1)
 
 
 def wait_until(condition, process, seconds=300):
-  """Waits; returns False if the process ends before the condition holds."""
+  """Waits for a condition; returns False if the process ends first."""
   deadline = time.monotonic() + seconds
   while not condition():
     assert time.monotonic() < deadline
@@ -50,12 +50,12 @@ def wait_until(condition, process, seconds=300):
 
 
 def hash_in(output):
-  """The hash of the parameters that a finished run has printed."""
+  """The hash of the parameters printed by a finished run."""
   (digest,) = re.findall(r"learner steps; parameters (\w{16})", output)
   return digest
 
 
 def listing(folder):
-  """Contents of all files."""
+  """Contents of all files in a folder, by relative path."""
   files = sorted(path for path in folder.rglob("*") if path.is_file())
   return {str(path.relative_to(folder)): path.read_bytes() for path in files}

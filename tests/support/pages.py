@@ -1,4 +1,4 @@
-"""The README and the pages of docs/ as tests see them: links, commands, files and examples."""
+"""Parsing of the README and docs/ for tests: links, commands, files and examples."""
 
 import re
 import shlex
@@ -16,14 +16,14 @@ _SETTING = re.compile(r"\w+=")
 
 
 class Command(NamedTuple):
-  """A line that a reader would type."""
+  """A command line for the reader to type."""
 
   environment: list[str]  # NAME=value
   words: list[str]
 
 
 def prose(page: Path) -> str:
-  """The text without blocks of code."""
+  """The text without code blocks."""
   return _INDENTED.sub("\n\n", _FENCED.sub("", page.read_text()))
 
 
@@ -33,19 +33,19 @@ def spans(page: Path) -> list[str]:
 
 
 def links(page: Path) -> list[str]:
-  """Targets of links and pictures."""
+  """Targets of links and images."""
   text = _SPAN.sub("", prose(page))
   return re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|href)="([^"]+)"', text)
 
 
 def anchors(page: Path) -> set[str]:
-  """What links can lead to within a page, as GitHub and Sphinx name it."""
+  """Anchors of a page's headings, as named by GitHub and Sphinx."""
   titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
   return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def commands(page: Path) -> list[Command]:
-  """Every line of the indented blocks, and the inline code that begins as a command does."""
+  """Commands: all lines of indented blocks, and inline code that begins with a command's name."""
   blocks = _INDENTED.findall(_FENCED.sub("", page.read_text()))
   lines = [line for block in blocks for line in block.splitlines()]
   lines += [span for span in spans(page) if re.match(r"(make|python|sbatch) ", span)]
@@ -59,10 +59,10 @@ def _command(line: str) -> Command:
 
 
 def examples() -> dict[str, str]:
-  """Files that pages tell readers to write, by name: fenced blocks after "`NAME`:"."""
-  found = [example for page in PAGES for example in _EXAMPLE.findall(page.read_text())]
-  assert len(dict(found)) == len(found), "two files of one name"
-  return dict(found)
+  """Example files by name: fenced blocks after "`NAME`:"."""
+  files = [example for page in PAGES for example in _EXAMPLE.findall(page.read_text())]
+  assert len(dict(files)) == len(files), "two example files have the same name"
+  return dict(files)
 
 
 def blocks(page: Path, language: str) -> list[str]:

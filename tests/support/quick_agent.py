@@ -1,7 +1,7 @@
-"""An agent that compiles in no time, for runs of real processes: `agent=quick_agent`.
+"""Agent that compiles quickly, for runs with real processes: `agent=quick_agent`.
 
-Its network is one number. All else is EfficientZero's: storage, reanalysis, Priority Refresh,
-prioritized sampling, targets. Processes find it if tests/support is on their path.
+Its network is a single number. Storage, reanalysis, Priority Refresh, prioritized sampling and
+targets are EfficientZero's. Processes can import it if tests/support is on their PYTHONPATH.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ class AGENT_CONFIG(EfficientZeroConfig):
 
 
 def make_agent(config, frame_shape, frame_dtype, actions):
-  """An agent for games of three actions."""
+  """Creates an agent for games with three actions."""
   from speedyzero_jax.agents.base import LossOutput
   from tiny import ChecksumAgent
 

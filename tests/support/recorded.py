@@ -1,4 +1,4 @@
-"""Run folders made of text, as runs leave them."""
+"""Writes run folders as runs leave them, for tests of reports."""
 
 import json
 import math
@@ -20,9 +20,9 @@ def run(
   path, *, game="Pong", seed=0, returns=(1.0, 2.0, 3.0), mean=None, human=0.5, starts=None,
   settings=(), agent="efficientzero", metrics=None,
 ):  # fmt: skip
-  """Writes a run; `mean` is that of its evaluation, without which there is none.
+  """Writes a run. `mean` is the mean return of its evaluation; None: no evaluation.
 
-  Row i from 1 on has learner step 10 i, 40 i agent steps, i minutes and the i-th return.
+  Row i, from 1, has learner step 10 i, 40 i agent steps, i minutes and the i-th return.
   """
   path.mkdir(parents=True)
   config = {
@@ -49,7 +49,7 @@ def run(
 
 
 def learning(path, game, seed, final, random_play, human, rows=60, speed=1.0, **options):
-  """A run whose return rises to about `final`, with rates, ages, part times and evaluations."""
+  """Writes a run with a return that rises to about `final`, and with system metrics."""
   rng = random.Random(f"{game} {seed} {speed}")
   end = final * rng.uniform(0.8, 1.2)
   rise = lambda i: random_play + (end - random_play) * (1 - math.exp(-4 * i / rows))  # noqa: E731
@@ -57,7 +57,7 @@ def learning(path, game, seed, final, random_play, human, rows=60, speed=1.0, **
   def metrics(i):
     noise = rng.uniform(0.9, 1.1)
     evaluated = i - i % 10
-    found = {"evaluation/step": evaluated * 10, "evaluation/mean": rise(evaluated) * 1.1}
+    evaluation = {"evaluation/step": evaluated * 10, "evaluation/mean": rise(evaluated) * 1.1}
     return {
       "charts/agent_steps_per_second": 40 * noise * speed,
       "charts/learner_steps_per_second": 9 * noise * speed,
@@ -68,7 +68,7 @@ def learning(path, game, seed, final, random_play, human, rows=60, speed=1.0, **
       "time/search": 3.0 * noise,
       "time/wait": 0.004,
       "time": 60.0 * i / speed,
-    } | (found if evaluated else {})
+    } | (evaluation if evaluated else {})
 
   returns = [rise(i) * rng.uniform(0.93, 1.07) for i in range(1, rows + 1)]
   score = (end - random_play) / (human - random_play)

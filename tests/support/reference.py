@@ -1,5 +1,4 @@
-"""An independent, slow replay: lists of episodes, and everything recomputed from them by brute
-force."""
+"""Independent, slow reference of the replay: lists of episodes, from which all is recomputed."""
 
 import dataclasses
 
@@ -32,7 +31,7 @@ class Episode:
 
 
 class Stream:
-  """Random endless play in several lanes: hands out segments and remembers every episode."""
+  """Endless random play in several lanes: creates segments and remembers every episode."""
 
   def __init__(self, lanes: int, seed: int, end_probability: float = 0.15):
     self.rng = np.random.default_rng(seed)
@@ -94,7 +93,7 @@ class Stream:
     )
 
   def find(self, lane: int, time: int) -> tuple[Episode, int]:
-    """The episode of a slot, and the slot's place in it."""
+    """The episode of a slot, and the slot's index in it."""
     for episode in self.episodes[lane]:
       start = episode.slots[0].time
       if start <= time < start + len(episode.slots):
@@ -106,7 +105,7 @@ class Stream:
     return episode.slots[i]
 
   def live(self, capacity: int) -> list[tuple[int, int]]:
-    """(lane, time) of the slots a ring of `capacity` still holds."""
+    """(lane, time) of the slots that ring buffers of `capacity` still contain."""
     return [
       (lane, t)
       for lane, head in enumerate(self.heads)
@@ -127,7 +126,7 @@ class Stream:
 
 
 def n_step(episode: Episode, i: int, n: int, discount: float, field: str = "bootstrap") -> float:
-  """The n-step return of state i of an episode, walked one transition at a time."""
+  """The n-step return of state i of an episode, computed one transition at a time."""
   z, scale = 0.0, 1.0
   for _ in range(n):
     if i == len(episode.slots) - 1:
@@ -203,7 +202,7 @@ def targets(
 def window(
   stream: Stream, lane: int, time: int, before: int, after: int, capacity: int
 ) -> list[tuple[int, int, int]]:
-  """Frames around a slot, the episode's first and last stored frame repeated."""
+  """Frames around a slot, padded with the episode's first and last stored frames."""
   episode, _ = stream.find(lane, time)
   stored = [slot for slot in episode.slots if slot.time >= stream.heads[lane] - capacity]
   frames = {slot.time: slot.frame for slot in stored}

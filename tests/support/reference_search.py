@@ -1,9 +1,7 @@
-"""Gumbel and PUCT tree search over a model with value prefix, one root at a time: the reference
-for test_search.py.
+"""Reference of Gumbel and PUCT tree search with value prefixes, for test_search.py.
 
-Written from the papers, in plain Python with numpy float64, with nodes as objects: no mctx, no
-jax, nothing of ours.
-Slow and obvious on purpose.
+Written from the papers in plain Python with NumPy float64, without mctx, jax or this package. It
+searches one root at a time with nodes as objects: slow but simple.
 """
 
 import dataclasses
@@ -25,15 +23,15 @@ class Node:
   carry: Any
   prefix: float
   logits: np.ndarray
-  value: float  # the network's
+  value: float  # predicted by the network
   depth: int
-  returns: list[float]  # all that was ever backed up into this node, its own value first
+  returns: list[float]  # all values backed up into this node; the first is its own
   children: dict[int, "Node"] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
 class Settings:
-  """What defines a search; names as in SearchConfig."""
+  """Settings of a search; names as in SearchConfig."""
 
   algorithm: str
   simulations: int
@@ -49,14 +47,14 @@ class Settings:
 
 @dataclasses.dataclass
 class Result:
-  """What the search says of one root."""
+  """Result of a search of one root."""
 
   action: int
   policy: np.ndarray
   search_value: float
   visits: np.ndarray
-  depth: int  # of the deepest node
-  margin: float  # the closest decision: least lead of a best score over the second best
+  depth: int  # depth of the deepest node
+  margin: float  # smallest lead of a best score over the second best, over all decisions
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
@@ -83,20 +81,19 @@ class Search:
     return self.reward(parent, child) + self.s.discount * float(np.mean(child.returns))
 
   def visits(self, node: Node) -> np.ndarray:
-    """The number of times each action was taken: each visit of a child backed up one return into
-    it."""
+    """Visit counts of all actions, equal to the number of returns backed up into each child."""
     return np.array(
       [len(node.children[a].returns) if a in node.children else 0 for a in range(len(node.logits))]
     )
 
   def all_q(self, node: Node) -> list[float]:
-    found = []
+    result = []
     for action, child in node.children.items():
-      found += [self.q(node, action)] + self.all_q(child)
-    return found
+      result += [self.q(node, action)] + self.all_q(child)
+    return result
 
   def completed_q(self, root: Node, node: Node) -> np.ndarray:
-    """Scaled Q of every action of `node`, unvisited ones included."""
+    """Scaled Q of every action of `node`, including unvisited ones."""
     visited = {a: self.q(node, a) for a in node.children}
     if self.s.algorithm == "gumbel":
       prior, n = softmax(node.logits), self.visits(node).sum()
@@ -139,8 +136,7 @@ class Search:
     return self.best(gumbel + root.logits + self.sigma(root, root), self.visits(root) == due)
 
   def schedule(self, num_actions: int) -> list[int]:
-    """Sequential halving: before each simulation, the visits that the root action to be visited
-    already has."""
+    """Sequential halving: for each simulation, the visit count of the root actions considered."""
     survivors = min(self.s.max_considered, num_actions)
     phases = math.ceil(math.log2(survivors)) if survivors > 1 else 1
     due: list[int] = []

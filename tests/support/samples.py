@@ -1,4 +1,4 @@
-"""Messages of every kind, and damage to them."""
+"""Sample messages of every kind, and damaged messages."""
 
 from typing import Any
 
@@ -25,13 +25,13 @@ def segment(lane: int = 0, start: int = 0, n: int = 1) -> Segment:
 
 
 def one_of_each() -> dict[type, Any]:
-  """One message of every kind, the same every time."""
+  """One message of every kind; deterministic."""
   frames = np.arange(12, dtype=np.uint8).reshape(2, 2, 1, 3)
   lane, cell = np.array([0, 2], np.int32), np.array([4, 1], np.int32)
   heads = np.array([20, 0, 7], np.int64)
   segments = messages.pack([segment(0, 5, 2), segment(2, 9)])
   weights = {"['b']": np.array([1.5, -2], jnp.bfloat16), "['n']": np.array(3, np.int32)}
-  found = [
+  all_kinds = [
     messages.Join(),
     messages.Welcome(1, np.array([5, 6], np.int64)),
     messages.Step(3, segments, np.array([[np.nan, 7]])),
@@ -43,11 +43,11 @@ def one_of_each() -> dict[type, Any]:
     messages.FramesRequest(heads),
     messages.FramesChunk(heads, lane, cell, frames),
   ]
-  return {type(one): one for one in found}
+  return {type(one): one for one in all_kinds}
 
 
 def leaves(value: Any) -> Any:
-  """A message as comparable parts: arrays by dtype, shape and bytes, so that NaN equals NaN."""
+  """Converts a message to comparable values: arrays become dtype, shape and bytes (NaN == NaN)."""
   if isinstance(value, np.ndarray):
     return [value.dtype.name, value.shape, value.tobytes()]
   if isinstance(value, dict):

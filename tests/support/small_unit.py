@@ -1,7 +1,7 @@
-"""A learner process of the smallest size with its service, and the calls of its workers.
+"""Minimal learner process with its service, and its workers' calls.
 
-Journal, replay, rate limiter and weights are the real ones, made by `run.build.build`. Nothing is
-trained: the agent is `tiny.ChecksumAgent`, and the learner steps are only counted.
+Journal, replay, rate limiter and weights are real, created by `run.build.build`. Nothing is
+trained: the agent is `tiny.ChecksumAgent`, and learner steps are only counted.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from speedyzero_jax.run.topology import lanes_of_actors
 from speedyzero_jax.workers.actor import Actor
 from speedyzero_jax.workers.weights import ACTOR
 
-SECONDS = 0.02  # that a poll waits
+SECONDS = 0.02  # timeout of a poll
 A_WORKER, NO_RESULT = Worker("actor", 0), messages.Work(0, 0, {})
 SUBSCRIPTIONS = ACTOR, REANALYSER, REFRESHER
 NAMES = {call.request: (name, call.poll) for name, call in messages.CALLS.items()}
@@ -41,8 +41,8 @@ class Unit:
   """A learner process that serves actors and refreshers.
 
   Attributes:
-    waits: what the roster reports.
-    now: seconds on the clock of the roster.
+    waits: metrics reported by the roster.
+    now: time of the roster's clock, in seconds.
   """
 
   def __init__(self, folder, experiment: Experiment, overrides, actors: int, refreshers: int):
@@ -69,7 +69,7 @@ class Unit:
     return self.service.call("join", Worker("actor", actor, incarnation), messages.Join())
 
   def step(self, segments=(), sequence=0, actor=0, incarnation=0, *, episodes=(), seconds=SECONDS):
-    """Hands over segments and asks for agent steps."""
+    """Sends segments and requests agent steps."""
     ended = np.array(episodes, np.float64).reshape(-1, 2)
     request = messages.Step(sequence, messages.pack(segments), ended)
     return self.service.call("step", Worker("actor", actor, incarnation), request, seconds)
@@ -87,7 +87,7 @@ class Unit:
     return self.service.call("frames", worker, messages.FramesRequest(heads))
 
   def result(self, block, refresher=0, incarnation=0, *, step=None, arrays=None, seconds=SECONDS):
-    """Sends the result of a block, by default what its task makes of the frames; the next one."""
+    """Sends a block's result, by default computed by its task; returns the next block."""
     lane = np.broadcast_to(block.lane[:, None], block.cell.shape)
     version = self.weights.latest(self.agent.tasks[block.task].subscription)
     if arrays is None:
@@ -111,14 +111,14 @@ class Unit:
     )  # fmt: skip
 
   def play(self, player, granted):
-    """Segments of a step and the number of agent steps in them."""
+    """Takes a granted step; returns its segments and their number of agent steps."""
     return player.step(
       self.weights.latest(ACTOR), budget=granted.steps, progress=0.0, random=False,
       last=granted.closing,
     )  # fmt: skip
 
   def fill(self, calls=20, seed=0):
-    """Collects in all lanes, without grants."""
+    """Collects experience in all lanes, without grants."""
     self.collector.truncate(range(self.config.actor.lanes))
     player = self.actor_of(seed, 0, self.replay.heads)
     for _ in range(calls):
@@ -126,7 +126,7 @@ class Unit:
       self.collector.take(segments, [], granted=0)
 
   def publish(self, step):
-    """Offers weights of a learner step, which is also their content."""
+    """Publishes weights of a learner step; their value is the step's number."""
     self.weights.publish(step, self.agent.init(number=step))
 
   def learn(self, steps=1):
@@ -134,7 +134,7 @@ class Unit:
       self.limiter.add_learner_step()
 
   def learn_in_thread(self) -> threading.Thread:
-    """Counts learner steps as they fall due, to the last one."""
+    """Counts learner steps in a thread as they become due, until the last one."""
     limiter, ready = self.limiter, self.experiment.ready
 
     def body():
@@ -148,7 +148,7 @@ class Unit:
     return thread
 
   def refuses(self, call, match):
-    """The call is refused and nothing that would be saved has changed."""
+    """Asserts that the call is refused and no saved state changes."""
 
     def saved():
       limiter = self.limiter.pool, self.limiter.env_steps
@@ -162,7 +162,10 @@ class Unit:
       np.testing.assert_array_equal(array, before[4][name], err_msg=name)
 
   def executing(self, size=4):
-    """A sampled batch's work, a thread that has refreshers do it, and a list, empty until then."""
+    """Has refreshers execute a sampled batch's work, in a thread.
+
+    Returns the work, the thread, and a list that is empty until the work is done.
+    """
     selection, done = self.replay.select(size), []
     works = self.agent.batch_work(self.replay, selection)
 
@@ -176,7 +179,7 @@ class Unit:
 
   @contextlib.contextmanager
   def twin(self) -> Iterator[Experiment]:
-    """A process that starts again with a copy of a durable journal, and without a checkpoint."""
+    """Restarts the process from a copy of its durable journal, without a checkpoint."""
     folder = self.folder / "twin"
     folder.mkdir()
     for path in self.folder.glob("journal.sqlite*"):
@@ -189,9 +192,9 @@ class Unit:
 def unit(
   folder: Path, *overrides: str, actors: int = 1, refreshers: int = 1, durable: bool = False
 ) -> Iterator[Unit]:
-  """A unit in a folder, with `key=value` changes of the tiny configuration.
+  """Creates a unit in a folder, with `key=value` overrides of the tiny configuration.
 
-  If `durable`, experience is on disk when it is acknowledged, as in a run of several processes.
+  If `durable`, experience is on disk when it is acknowledged, as in a run with several processes.
   """
   with _parts(folder, overrides, durable) as experiment:
     made = Unit(folder, experiment, overrides, actors, refreshers)
@@ -219,7 +222,7 @@ def _parts(
 
 
 class Direct:
-  """A client that calls the service in this process."""
+  """Client that calls the service within this process."""
 
   def __init__(self, service: LearnerService, worker: Worker):
     self._service, self._worker = service, worker
@@ -233,7 +236,7 @@ class Direct:
 
 
 def assert_same(ours, theirs, *, besides=()):
-  """Replays that hold the same and will behave alike."""
+  """Asserts that two replays have equal contents and state."""
   for a, b in ((ours.state_dict(), theirs.state_dict()), (slots(ours), slots(theirs))):
     assert a.keys() == b.keys()
     for name in a.keys() - set(besides):
@@ -241,7 +244,7 @@ def assert_same(ours, theirs, *, besides=()):
 
 
 def slots(replay) -> dict[str, np.ndarray]:
-  """Frames of all stored slots, by lane."""
+  """Frames of all stored slots by lane."""
   return {
     str(lane): replay.store.frame[lane, replay.store.cell(np.arange(tail, head))]
     for lane, (tail, head) in enumerate(zip(replay.tails, replay.heads, strict=True))

@@ -1,4 +1,4 @@
-"""Snapshots of a small imagined run for the tests of checkpoints: made, written, read, compared."""
+"""Snapshots of a small fictitious run, for tests of checkpoints."""
 
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ def variables(step):
 
 
 def optimizer_state(params):
-  """As optax has it, made without running jax, which would cost a process its compilations."""
+  """An optax state, created without jax computations to avoid their compilation."""
   moments = [jax.tree.map(lambda x, by=by: x * np.float32(by), params) for by in (0.1, 0.01)]
   adam = optax.ScaleByAdamState(np.array(1, np.int32), *moments)
   return optax.EmptyState(), (adam, optax.EmptyState())
@@ -66,7 +66,7 @@ def abstract():
 
 
 def write(folder, *snapshots, keep=5):
-  """Saves snapshots, those of steps if given as numbers; returns them."""
+  """Saves and returns snapshots; integers stand for the snapshots of these steps."""
   checkpoints = Checkpoints(folder, keep)
   snapshots = [snapshot(s) if isinstance(s, int) else s for s in snapshots]
   for one in snapshots:
@@ -75,7 +75,7 @@ def write(folder, *snapshots, keep=5):
 
 
 def read(folder):
-  """The snapshot restored, and what was reported."""
+  """Returns the restored snapshot and the reported lines."""
   reported = []
   return Checkpoints(folder).restore(abstract(), reported.append), reported
 

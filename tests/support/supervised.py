@@ -1,4 +1,4 @@
-"""A supervisor in a process of its own, with small children that end in every way."""
+"""Supervisor in a separate process, with small child processes that end in various ways."""
 
 import contextlib
 import json
@@ -13,8 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMITS = {"pause": 0.05, "longest_pause": 0.2, "grace": 0.3, "save_patience": 10.0}
 LIMITS["kill_after"] = 0.3
 
-# Arguments: children as [name, command, vital], limits. Prints what is reported, and in the end the
-# restarts.
+# Arguments: children as [name, command, vital], and limits. Prints reports, finally the restarts.
 SUPERVISOR = """
 import json, os, sys
 from pathlib import Path
@@ -33,7 +32,7 @@ assert not {"jax", "numpy", "grpc"} & sys.modules.keys()
 sys.exit(code)
 """
 
-# What the children have in common.
+# Code shared by all children.
 COMMON = """
 import os, signal, sys, time
 from pathlib import Path
@@ -75,7 +74,7 @@ KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
 class Run:
-  """A supervisor in a folder of its own, and the traces of its children."""
+  """A supervisor in its own folder, and access to its children's files and logs."""
 
   def __init__(self, folder, children, stdin=None, **limits):
     self.folder = folder
@@ -109,7 +108,7 @@ class Run:
     return (self.folder / "logs" / f"{name}.log").read_text()
 
   def end(self, code):
-    """Waits for the end and checks that no process is left. Returns the output."""
+    """Waits for the exit, asserts its code and that no process is left; returns the output."""
     self.output = self.process.communicate(timeout=30)[0]
     assert self.process.returncode == code, self.output
     assert not pids(self.mark)
@@ -123,16 +122,16 @@ class Run:
 def wait_for(condition, seconds=20.0):
   until = time.monotonic() + seconds
   while not (result := condition()):
-    assert time.monotonic() < until, "waited in vain"
+    assert time.monotonic() < until, "timeout"
     time.sleep(0.01)
   return result
 
 
 def pids(mark):
-  """The processes, without zombies, that have the mark on their command line."""
-  found = []
+  """Ids of processes, excluding zombies, with this mark on their command line."""
+  result = []
   for path in Path("/proc").glob("[0-9]*/cmdline"):
     with contextlib.suppress(OSError):
       if mark.encode() in path.read_bytes():
-        found.append(int(path.parent.name))
-  return found
+        result.append(int(path.parent.name))
+  return result

@@ -1,8 +1,7 @@
-"""A tiny configuration of Catch, experiments built from it, and a scripted environment and agent.
+"""Tiny configuration of Catch, experiments built from it, and a deterministic fake env and agent.
 
-`config` and `experiment` serve tests of whole parts; `FakeEnv` and `ChecksumAgent` those that
-compare
-what an actor or a task produces with what the frames alone say.
+`config` and `experiment` are for tests of large components. `FakeEnv` and `ChecksumAgent` are for
+tests that compare results of an actor or a task with values computed from the frames alone.
 """
 
 import contextlib
@@ -31,7 +30,7 @@ from speedyzero_jax.types import EnvStep
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.learner import Learner
 
-# One set of shapes, so that every program compiles once for all files (and stays in the cache).
+# One set of shapes for all tests, so that every program compiles once and stays in the cache.
 OVERRIDES = (
   "env.frame_stack=2", "network.channels=8", "network.reduced_channels=4", "network.head_hidden=8",
   "network.lstm_hidden=8", "network.projection_hidden=8", "network.projection_out=8",
@@ -47,7 +46,7 @@ OVERRIDES = (
 
 
 def config(*overrides: str) -> Config:
-  """The tiny configuration of Catch, with `key=value` changes."""
+  """The tiny configuration of Catch, with `key=value` overrides."""
   return loader.load(["quickstart"], [*OVERRIDES, *overrides])
 
 
@@ -59,15 +58,15 @@ def experiment(
   membership: Membership = ALONE,
   shared: bool = True,
 ) -> Iterator[Experiment]:
-  """The parts of a tiny run in this folder, from `run.build.build`; closed at the end.
+  """Builds a tiny run in this folder with `run.build.build`; closes it on exit.
 
   Args:
-    folder: of the run.
-    overrides: `key=value` changes of the tiny configuration.
-    resume_step: the newest checkpoint's learner step, to continue from it; None for a new run.
+    folder: the run folder.
+    overrides: `key=value` overrides of the tiny configuration.
+    resume_step: learner step of the newest checkpoint, to resume from it; None for a new run.
     membership: place among learner processes.
-    shared: use the compiled programs of earlier experiments with the same shapes and losses, since
-      tracing takes longer than a tiny run. Nothing is reported on compilation then.
+    shared: whether to reuse compiled programs of earlier experiments with the same shapes and
+      losses, since tracing takes longer than a tiny run. Compilation is not reported then.
   """
   made = config(*overrides)
   with contextlib.ExitStack() as stack:
@@ -83,9 +82,9 @@ def experiment(
 
 
 def _shared_programs(made: Config) -> dict[str, Any]:
-  """`Learner` and `Inference` for `build`, the same for all configurations that compile alike."""
+  """`Learner` and `Inference` for `build`, shared by configurations with equal programs."""
   own, defaults = made.agent, type(made.agent)()
-  # With this schedule there are all tasks; programs do not depend on when they are used.
+  # This schedule has all tasks; programs do not depend on when they run.
   tasks = dataclasses.replace(defaults.reanalyse, schedule="batch", explore=own.reanalyse.explore)
   every = dataclasses.replace(own, reanalyse=tasks, refresh=defaults.refresh)
   acting = Config(agent=every, env=made.env)
@@ -98,14 +97,14 @@ def _shared_programs(made: Config) -> dict[str, Any]:
 
 
 class SharedLearner(Learner):
-  """Traces its initialization once for each key."""
+  """Learner that caches its initial state for each key."""
 
   @functools.cache  # noqa: B019
   def _initial(self, key: bytes):
     return super().init(jax.random.wrap_key_data(np.frombuffer(key, np.uint32)))
 
   def init(self, key):
-    # The copy will be donated.
+    # A copy, since the state is donated.
     return jax.tree.map(jnp.copy, self._initial(np.asarray(jax.random.key_data(key)).tobytes()))
 
 
@@ -120,7 +119,7 @@ def _inference(config: Config, mesh: Mesh) -> Inference:
 
 
 class FakeEnv(BatchedEnv):
-  """Random episodes, a function of the seed, the lane and the actions; remembers what it showed."""
+  """Episodes that depend only on seed, lane and actions; records all steps in `shown`."""
 
   num_actions = 3
   frame_shape = (2, 1, 2)
@@ -160,7 +159,7 @@ class FakeEnv(BatchedEnv):
 
 
 def checksums(stacks, xp=np):
-  """A number below 2**16 for each stack of frames, [B, S, H, W, C] -> [B]; `xp` is the library."""
+  """Hashes stacks of frames [B, S, H, W, C] to [B] below 2**16; `xp` is numpy or jax.numpy."""
   flat = stacks.reshape(stacks.shape[0], -1).astype(xp.uint32)
   place = xp.arange(1, flat.shape[1] + 1, dtype=xp.uint32)
   mixed = (flat + 1) * (place * xp.uint32(2654435761) + xp.uint32(40503))
@@ -168,7 +167,7 @@ def checksums(stacks, xp=np):
 
 
 def of_stacks(stacks, xp=np):
-  """What `ChecksumAgent` says of stacks [B, S, ...]: policy [B, 3], search value [B], value [B]."""
+  """`ChecksumAgent`'s policy [B, 3], search value [B] and value [B] for stacks [B, S, ...]."""
   crc = checksums(stacks, xp)
   policy = xp.stack([crc % 5, crc % 7, crc % 11 + 1], axis=1).astype(xp.float32)
   policy = policy / policy.sum(1, keepdims=True)
@@ -176,16 +175,16 @@ def of_stacks(stacks, xp=np):
 
 
 class ChecksumAgent(efficientzero.EfficientZero):
-  """EfficientZero whose network is one number, which it adds to values made of checksums of frames.
+  """EfficientZero with a single number as network, added to values computed by hashing frames.
 
-  Storage, tasks, targets and selection are the real ones. Actions depend on the frames and, when
-  exploring, on the key and the progress.
+  Storage, tasks, targets and selection are real. Actions depend on the frames and, when exploring,
+  on the key and the progress.
   """
 
   def __init__(
     self, config, shape=FakeEnv.frame_shape, dtype=FakeEnv.frame_dtype, actions=FakeEnv.num_actions
   ):
-    with mock.patch.object(efficientzero, "NetworkDef"):  # takes a second to make
+    with mock.patch.object(efficientzero, "NetworkDef"):  # takes a second to create
       super().__init__(config, shape, dtype, actions)
 
   def init(self, key=None, number: float = 0.0) -> Variables:
@@ -213,7 +212,7 @@ class ChecksumAgent(efficientzero.EfficientZero):
 
 @functools.cache
 def checksum_parts(*overrides: str) -> tuple[ChecksumAgent, Inference]:
-  """The `ChecksumAgent` of the tiny configuration with these changes, and its compiled programs."""
+  """A `ChecksumAgent` of the tiny configuration with overrides, and its compiled programs."""
   made = config(*overrides)
   agent = ChecksumAgent(made)
   return agent, Inference(agent)

@@ -24,7 +24,7 @@ OVERRIDES = (
 
 @functools.cache
 def make_agent(*overrides):
-  """The agent of the reference's frames and actions."""
+  """An agent for the reference's frames and actions."""
   config = tiny.config(*OVERRIDES, *overrides)
   return EfficientZero(config, reference.FRAME_SHAPE, np.uint8, reference.NUM_ACTIONS)
 
@@ -34,7 +34,7 @@ def make_store(lanes, capacity):
 
 
 def fill(store, stream, seed, rounds=6, longest=None):
-  """Appends random segments to random lanes, several at once."""
+  """Appends random segments to random lanes, several lanes at once."""
   rng, longest = np.random.default_rng(seed), longest or store.capacity
   for step in range(rounds):
     lanes = rng.permutation(store.lanes)[: rng.integers(1, store.lanes + 1)]
@@ -61,7 +61,7 @@ def write(replay, task, lane, time, step, *overrides, **results):
 
 
 def set_priorities(replay, lane, time, error, step):
-  """What the learner does with the errors of trained samples."""
+  """Sets priorities from errors of trained samples, as the learner does."""
   replay.update(Selection(lane, time, np.ones(len(lane))), error, step)
 
 
@@ -82,7 +82,7 @@ def assert_same(a, b):
 
 
 def stored(replay):
-  """The live slots of every lane as one segment each, as a journal gives them back."""
+  """The live slots of every lane as one segment per lane, as read from a journal."""
   store, segments = replay.store, []
   for lane, (tail, head) in enumerate(zip(store.tail, store.head, strict=True)):
     if head > tail:
@@ -94,5 +94,5 @@ def stored(replay):
 
 
 def frames(replay):
-  """The stored frames by lane."""
+  """Stored frames by lane."""
   return {str(segment.lane): segment.frame for segment in stored(replay)}

@@ -1,4 +1,4 @@
-"""What tests of agents share: gradients against float64 arithmetic, and whole runs."""
+"""Helpers for tests of agents: checks of gradients against float64 NumPy, and whole runs."""
 
 import contextlib
 import dataclasses
@@ -26,13 +26,13 @@ KEY = jax.random.key(0)
 
 
 def make(actions, *overrides):
-  """The agent of a configuration from these overrides, for frames of two numbers."""
+  """Creates the agent configured by these overrides, for frames of two numbers."""
   config = loader.load([], ["learner.steps=100", *overrides])
   return agent_module(config.agent.name).make_agent(config, (1, 1, 2), np.float32, actions)
 
 
 class Gradient(NamedTuple):
-  """What the learner makes of a batch before its optimizer."""
+  """Results of the learner for a batch, before the optimizer."""
 
   loss: Any
   of_params: Any
@@ -41,7 +41,7 @@ class Gradient(NamedTuple):
 
 
 def gradient(agent, devices=1):
-  """Compiles (params, batch, target) -> `Gradient`, the batch divided over so many devices."""
+  """Compiles (params, batch, target) -> `Gradient`, with the batch sharded over `devices`."""
 
   def local(params, target, batch, keys):
     run = jax.value_and_grad(agent.loss, has_aux=True)
@@ -65,7 +65,7 @@ def gradient(agent, devices=1):
 
 
 def random_params(agent, seed):
-  """Parameters of which none is zero."""
+  """Random parameters, none of them zero."""
   rng, shapes = np.random.default_rng(seed), jax.eval_shape(agent.init, KEY).params
   return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), shapes)
 
@@ -84,9 +84,9 @@ def lstm(params, x, first, state):
 
 
 def q_values(params, x, first, state):
-  """Q [T, A] of consecutive slots by a dueling network of one layer, with an LSTM or without.
+  """Q-values [T, A] of consecutive slots from a one-layer dueling network, optionally with an LSTM.
 
-  Also the states [T+1, 2H] before each; in float64.
+  Also returns the states [T+1, 2H] before each slot; in float64.
   """
   p, states = jax.tree.map(np.float64, params), None
 
@@ -102,12 +102,12 @@ def q_values(params, x, first, state):
 
 
 def h(x):
-  """The rescaling of values."""
+  """Value rescaling."""
   return np.sign(x) * (np.sqrt(np.abs(x) + 1) - 1) + 0.001 * x
 
 
 def inverse_h(y):
-  """By R2D2's formula."""
+  """Inverse of `h`, by R2D2's formula."""
   root = np.sqrt(1 + 4 * 0.001 * (np.abs(y) + 1 + 0.001)) - 1
   return np.sign(y) * ((root / (2 * 0.001)) ** 2 - 1)
 
@@ -117,7 +117,7 @@ def _sigmoid(x):
 
 
 def assert_gradient(params, gradient, loss, *, rtol=1e-3, atol=1e-4):
-  """It is the slope of this float64 loss, in random directions."""
+  """Asserts that a gradient matches finite differences of a float64 loss in random directions."""
   rng = np.random.default_rng(0)
   for _ in range(5):
     way = jax.tree.map(lambda x: rng.normal(size=x.shape), params)
@@ -127,7 +127,7 @@ def assert_gradient(params, gradient, loss, *, rtol=1e-3, atol=1e-4):
 
 
 def largest(tree):
-  """The largest size of a number in a tree."""
+  """The largest absolute value in a tree."""
   return max(np.abs(x).max() for x in jax.tree.leaves(tree))
 
 
@@ -142,7 +142,7 @@ def _inference(config, mesh):
 
 
 def _sharing(config):
-  """Has `build` take programs that were compiled before for an equal agent and batch size."""
+  """Makes `build` reuse programs compiled earlier for an equal agent and batch size."""
   steps = dataclasses.replace(config.learner, steps=1, tail_steps=0, prefetch=1)
   actor = dataclasses.replace(config.actor, random_steps=0, weights_interval=1)
   key = Config(config.agent, config.env, actor, optim=config.optim, learner=steps)
@@ -155,7 +155,7 @@ def _sharing(config):
 
 @contextlib.contextmanager
 def experiment(config, folder, *, resume=False):
-  """The parts of a run in this folder; closed at the end."""
+  """Builds a run in this folder; closes it on exit."""
   resume_step = max(Checkpoints(folder).steps()) if resume else None
   with MetricsLogger(config, folder, resume_step) as logger:
     with _sharing(config):
@@ -165,7 +165,7 @@ def experiment(config, folder, *, resume=False):
 
 
 def run(config, folder, *, stop=0, resume=False, after=lambda experiment: None):
-  """Runs to the end or to learner step `stop`, and saves; returns what `after` makes of it."""
+  """Runs to the end or to learner step `stop`, saves, and returns `after(experiment)`."""
   with experiment(config, folder, resume=resume) as made:
     if stop:
       made.after_step.append(lambda: made.limiter.learner_steps == stop and made.interrupt())

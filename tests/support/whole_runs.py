@@ -1,4 +1,4 @@
-"""Whole runs in this process: running, interrupting and comparing them."""
+"""Helpers to run, interrupt and compare whole runs within this process."""
 
 import threading
 
@@ -13,12 +13,12 @@ from speedyzero_jax.run import loops, snapshot
 
 
 def quick(folder, *overrides, **options):
-  """A tiny experiment of the agent that compiles in no time; see `tiny.experiment`."""
+  """A tiny experiment with the agent that compiles quickly; see `tiny.experiment`."""
   return tiny.experiment(folder, "agent=quick_agent", *overrides, **options)
 
 
 def everything(experiment):
-  """All that a run is, as arrays: two runs with equal ones continue alike."""
+  """A run's complete state as arrays: runs with equal states continue identically."""
   limiter = experiment.limiter
   return {
     "learner": jax.tree.leaves(jax.device_get(experiment.state)),
@@ -36,7 +36,7 @@ def everything(experiment):
 
 
 def assert_same(a, b, where=""):
-  """Compares nested dicts and sequences of arrays."""
+  """Asserts that nested dicts and sequences of arrays are equal."""
   if isinstance(a, dict):
     assert a.keys() == b.keys(), where
     for key in a:
@@ -50,14 +50,14 @@ def assert_same(a, b, where=""):
 
 
 def rows_of(folder):
-  """The lines of metrics of an undamaged file."""
+  """The rows of a run's metrics; asserts that the file is undamaged."""
   rows, damaged = jsonl.read_rows(folder / "metrics.jsonl")
   assert not damaged
   return rows
 
 
 def finish(experiment, seconds=120):
-  """What `loops.run` returns or raises; fails the test if it does not end."""
+  """Returns the result of `loops.run`, or the error it raises; fails the test on timeout."""
   done = []
 
   def body():
@@ -72,12 +72,12 @@ def finish(experiment, seconds=120):
   if thread.is_alive():
     experiment.interrupt()
     thread.join(30)
-    pytest.fail("the roles wait for one another")
+    pytest.fail("timeout: the roles are in a deadlock")
   return done[0]
 
 
 def run(folder, *overrides, resume_step=None):
-  """Runs to the end and saves; returns everything and the hash of the parameters."""
+  """Runs to the end and saves; returns the complete state and the hash of the parameters."""
   with quick(folder, *overrides, resume_step=resume_step) as experiment:
     assert finish(experiment) is True
     snapshot.save(experiment, required=True)
@@ -85,7 +85,7 @@ def run(folder, *overrides, resume_step=None):
 
 
 def interrupt_at(experiment, *, learner_step=None, collects=None):
-  """Interrupts after the bookkeeping of a learner step, or after so many calls of `collect`."""
+  """Interrupts after a learner step's bookkeeping, or after `collects` calls of `collect`."""
   collect, collector = experiment.collector.collect, experiment.collector
 
   def after_step():
@@ -105,9 +105,9 @@ def interrupt_at(experiment, *, learner_step=None, collects=None):
 
 
 def stopped(folder, *overrides, resume_step=None, before=None, **stop):
-  """Runs until `interrupt_at` stops it, and saves; returns the learner step and everything.
+  """Runs until `interrupt_at` stops it, and saves; returns the learner step and complete state.
 
-  If `before` is given, the run must have started as that.
+  If `before` is given, asserts that it is the run's initial state.
   """
   with quick(folder, *overrides, resume_step=resume_step) as experiment:
     if before is not None:
