@@ -81,7 +81,7 @@ class Roster:
       self._mean({names.wait(worker.kind): self._clock() - since})
 
   def dismiss(self, worker: Worker) -> None:
-    """Records that a worker is told that no work is left."""
+    """Marks a worker as dismissed: it knows that no work is left."""
     with self._changed:
       state = self._states[worker[:2]]
       state.present &= state.incarnation != worker.incarnation  # a newer one may have called

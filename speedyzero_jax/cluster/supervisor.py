@@ -177,7 +177,7 @@ class Supervisor:
       self._wait(None)
 
   def _await(self, processes: Iterable[Process], patience: float) -> None:
-    """Waits up to `patience` seconds for processes to end; a signal meanwhile kills everything."""
+    """Waits up to `patience` seconds for processes to end; on a signal, kills everything."""
     processes, until = list(processes), time.monotonic() + patience
     while any(process.running for process in processes) and time.monotonic() < until:
       self._wait(until)

@@ -37,7 +37,7 @@ class Membership:
     mesh: mesh of all learner processes' devices; None for this process' devices.
     runs_actor: this process has a local actor.
     runs_sweeps: this process runs the sweeps of the agent's tasks.
-    durable: experience must be on disk before it counts, as it comes from other processes.
+    durable: experience is on disk before it counts, as actors in other processes require.
     all_gather: all-gathers one integer over the learner processes.
     share: publishes metrics and returns those to report: in unit 0 the latest of all units.
   """

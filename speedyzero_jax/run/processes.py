@@ -93,7 +93,7 @@ class RunProcesses:
     return code
 
   def _lock(self, log: IO) -> None:
-    """Locks the log; the lock lasts until all processes that inherit it end. Ends on `stop`."""
+    """Waits for the log's lock, which processes that inherit the log hold; gives up on `stop`."""
     if not _locked(log):
       with contextlib.suppress(OSError):  # a closed terminal
         print(f"{log.name}: locked by a running process; waiting for it to finish", flush=True)

@@ -102,8 +102,8 @@ class RecoveryManager:
 
     A checkpoint is kept while another unit may still have to roll back to it, and the journal keeps
     the slots that it references. With `required`, the call blocks until it is written, raises
-    CheckpointError or JournalError, and does not synchronize with other units; without, all units
-    must call `save`.
+    CheckpointError or JournalError, and does not synchronize with other units. Without it, all
+    units must call `save`.
     """
     self.wait()
     if self._units == 1:

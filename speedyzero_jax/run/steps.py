@@ -92,7 +92,7 @@ def saving_due(experiment: Experiment) -> bool:
 
 
 def bookkeeping(experiment: Experiment) -> None:
-  """Writes metrics and a checkpoint, evaluates and calls hooks, as due after a learner step."""
+  """Writes the metrics and checkpoint due after a learner step, evaluates and calls hooks."""
   step, config = experiment.limiter.learner_steps, experiment.config
   last = step >= config.learner.steps
   if step % config.run.log_interval == 0 or last:

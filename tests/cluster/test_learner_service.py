@@ -24,7 +24,7 @@ def test_unknown_numbers_are_refused_and_not_waited_for(make_unit):
     lambda: unit.frames(refresher=2),
     lambda: unit.ask_weights(worker=Worker("actor", 2)),
   ):
-    unit.refuses(call, "there are 2 .*, this is number 2")
+    unit.refuses(call, "there are 2 .*, got number 2")
   begin = time.monotonic()
   unit.service.finish(10)
   assert time.monotonic() - begin < 5
