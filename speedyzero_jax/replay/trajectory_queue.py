@@ -177,7 +177,7 @@ class TrajectoryQueue:
   def update(self, selection: Selection, priority: np.ndarray, step: int) -> None:
     """Records that the windows were trained on."""
     self._pending.subtract(zip(selection.lane.tolist(), selection.time.tolist(), strict=True))
-    tail = self._store.tail  # drops evicted windows, which are not reported here
+    tail = self._store.tail  # evicted windows are dropped, as `update` is not called for them
     left = {w: count for w, count in self._pending.items() if count > 0 and w[1] >= tail[w[0]]}
     self._pending = Counter(left)
 
