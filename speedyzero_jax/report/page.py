@@ -135,8 +135,8 @@ def _learning(compared: Sequence[Method], games: Sequence[str]) -> ET.Element:
     )
   ]
   note = (
-    "Raw returns. Thick lines: mean over seeds; bands: lowest to highest seed, up to where all "
-    "seeds have come; thin lines: single seeds. Device-minutes are wall-clock minutes times "
+    "Raw returns. Thick lines: mean over seeds; bands: lowest to highest seed, over the range that "
+    "all have reached; thin lines: single seeds. Device-minutes are wall-clock minutes times "
     "the number of the learner processes' devices; devices of separate actors and refreshers are "
     "not counted."
   )
