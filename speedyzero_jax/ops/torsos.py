@@ -16,7 +16,7 @@ from flax import nnx
 from speedyzero_jax.config.fields import opt
 from speedyzero_jax.config.schema import EnvConfig
 from speedyzero_jax.envs.batched_env import BOARD_GAMES, frame_sides
-from speedyzero_jax.ops.param_rngs import ParamRngs
+from speedyzero_jax.ops.param_rngs import param_rngs
 from speedyzero_jax.types import Params
 
 _INIT = nnx.initializers.he_normal()
@@ -220,10 +220,10 @@ class PureNetwork(NamedTuple):
 
 def pure(make: Callable[[nnx.Rngs], nnx.Module]) -> PureNetwork:
   """Turns the network that `make` constructs into pure functions. Its only state are parameters."""
-  graph = nnx.graphdef(nnx.eval_shape(lambda: make(ParamRngs(jax.random.key(0)))))
+  graph = nnx.graphdef(nnx.eval_shape(lambda: make(param_rngs(jax.random.key(0)))))
 
   def init(key: jax.Array) -> Params:
-    return nnx.to_pure_dict(nnx.state(make(ParamRngs(key)), nnx.Param))
+    return nnx.to_pure_dict(nnx.state(make(param_rngs(key)), nnx.Param))
 
   def apply(params: Params, *arguments: Any) -> Any:
     return nnx.merge(graph, params)(*arguments)

@@ -9,7 +9,7 @@ from flax import nnx
 
 from speedyzero_jax.agents.base import Variables
 from speedyzero_jax.agents.efficientzero.networks import EPSILON, Network, split_kernel
-from speedyzero_jax.ops.param_rngs import ParamRngs
+from speedyzero_jax.ops.param_rngs import param_rngs
 from speedyzero_jax.types import Params
 
 
@@ -27,17 +27,17 @@ class NetworkDef:
 
   @cached_property
   def _graph(self) -> Any:
-    return nnx.graphdef(nnx.eval_shape(lambda: self._make(rngs=ParamRngs(jax.random.key(0)))))
+    return nnx.graphdef(nnx.eval_shape(lambda: self._make(rngs=param_rngs(jax.random.key(0)))))
 
   @cached_property
   def _folded_graph(self) -> Any:
     return nnx.graphdef(
-      nnx.eval_shape(lambda: self._make(rngs=ParamRngs(jax.random.key(0)), folded=True))
+      nnx.eval_shape(lambda: self._make(rngs=param_rngs(jax.random.key(0)), folded=True))
     )
 
   def init(self, key: jax.Array) -> Variables:
     """Returns initial variables."""
-    return variables_of(self._make(rngs=ParamRngs(key)))
+    return variables_of(self._make(rngs=param_rngs(key)))
 
   def bind(self, variables: Variables) -> Network:
     """Returns the network with these variables. Cheap; for use while tracing."""
