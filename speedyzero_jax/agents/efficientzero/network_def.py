@@ -68,18 +68,25 @@ class NetworkDef:
 
 
 def _fold(params: Params, stats: Params) -> Params:
-  """Folds each `norm`, `norm1`, ... into the sibling `conv` or `linear` with the same suffix."""
+  """Folds each batch norm `norm`, `norm1`, ... into the sibling `conv` or `linear` of that suffix.
+
+  Raises ValueError for a batch norm without such a sibling.
+  """
   folded: Params = {}
-  for name, child in params.items():
-    norm = str(name).replace("conv", "norm").replace("linear", "norm")
+  for key, child in params.items():
+    name = str(key)  # a number in a list of layers
+    norm = name.replace("conv", "norm").replace("linear", "norm")
     if not isinstance(child, dict):
-      folded[name] = child
-    elif norm != str(name) and norm in params:
+      folded[key] = child
+    elif name.startswith("norm") and name in stats:
+      if params.keys().isdisjoint(name.replace("norm", layer) for layer in ("conv", "linear")):
+        raise ValueError(f"batch norm '{name}' has no 'conv' or 'linear' with the same suffix")
+    elif norm != name and norm in stats:
       scale = params[norm]["scale"] * jax.lax.rsqrt(stats[norm]["var"] + EPSILON)
       shift = (child.get("bias", 0) - stats[norm]["mean"]) * scale
-      folded[name] = {"kernel": child["kernel"] * scale, "bias": params[norm]["bias"] + shift}
-    elif not str(name).startswith("norm"):
-      folded[name] = _fold(child, stats.get(name, {}))
+      folded[key] = {"kernel": child["kernel"] * scale, "bias": params[norm]["bias"] + shift}
+    else:
+      folded[key] = _fold(child, stats.get(key, {}))
   return folded
 
 

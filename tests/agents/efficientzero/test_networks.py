@@ -353,3 +353,14 @@ def test_pytorchs_initial_scale():
       if x.size > 200:
         np.testing.assert_allclose(np.std(x), limit / 3**0.5, rtol=0.15)
         assert abs(np.mean(x)) < 0.1 * limit
+
+
+def test_a_batch_norm_without_a_layer_to_be_folded_into_is_refused():
+  class Odd(networks.Network):
+    def __init__(self, *args, rngs, folded=False):
+      super().__init__(*args, rngs=rngs, folded=folded)
+      self.norm9 = nnx.BatchNorm(4, rngs=rngs)
+
+  network_def = NetworkDef(TINY, (1, 1, 2), _ACTIONS, network=Odd)
+  with pytest.raises(ValueError, match=r"batch norm 'norm9' has no 'conv' or 'linear'"):
+    network_def.fold(network_def.init(jax.random.key(0)))
