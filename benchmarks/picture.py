@@ -10,7 +10,7 @@ import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from speedyzero_jax.report.elements import element
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, IMAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "images"
-STEPS, MINUTES = ("env_steps", 1.0), ("time", 1 / 60)  # columns of curves, and units
 CATCH = {"quickstart": "SpeedyZero", "dqn": "DQN", "r2d2": "R2D2", "ppo": "PPO", "impala": "IMPALA"}
 AGENTS = {
   "speedyzero": "SpeedyZero", "dqn": "DQN", "r2d2": "R2D2", "ppo": "PPO", "impala": "IMPALA",
@@ -37,75 +36,57 @@ text { font-size: 11px; fill: #444b52 } .key { font-size: 12px; fill: #1c2024 }
 polyline { fill: none; stroke-width: 1.8; stroke-linejoin: round } .band { opacity: .15 }
 """
 
-Curve = tuple[np.ndarray, np.ndarray]
-
-
-class Panel(NamedTuple):
-  """A chart: curves of each seed by variant, over one axis."""
-
-  curves: Mapping[str, list[Curve]]
-  title: str  # of the x axis
+Curve = tuple[np.ndarray, np.ndarray]  # agent steps and training return of a run
 
 
 def of_presets(names: Mapping[str, str], game: str) -> dict[str, list[Curve]]:
-  """Training returns over agent steps, from one result file per preset; keys are `names`."""
-  files = {name: f"{preset}-{game}" for preset, name in names.items()}
-  return {name: _curves(_read(file), STEPS) for name, file in files.items()}
+  """Curves of all seeds by name, from a result file for each preset; `names` is by preset."""
+  results = {name: _read(f"{preset}-{game}") for preset, name in names.items()}
+  return {name: [_curve(result, run) for run in result["runs"]] for name, result in results.items()}
 
 
-def of_study(
-  result: str, names: Mapping[str, str], axis: tuple[str, float], limit: float
-) -> dict[str, list[Curve]]:
-  """Training returns up to `limit` on the axis, from the result file of a study.
+def of_study(result: str, names: Mapping[str, str], limit: float) -> dict[str, list[Curve]]:
+  """Curves of all seeds by name, up to `limit` agent steps, from the result file of a study.
 
-  `names` has the names by variant, which begin the names of run folders: VARIANT-GAME-sSEED.
+  `names` is by variant, with which the names of run folders begin: VARIANT-GAME-sSEED.
   """
-  content = _read(result)
-  by_variant = collections.defaultdict(list)
+  content, curves = _read(result), collections.defaultdict(list)
   for run in content["runs"]:
-    by_variant[re.sub(r"-\w+-s\d+$", "", Path(run["path"]).name)].append(run)
-  return {
-    name: [(x[x <= limit], y[x <= limit]) for x, y in _curves(content, axis, by_variant[variant])]
-    for variant, name in names.items()
-  }
+    variant = re.sub(r"-\w+-s\d+$", "", Path(run["path"]).name)
+    x, y = _curve(content, run)
+    curves[names[variant]].append((x[x <= limit], y[x <= limit]))
+  return {name: curves[name] for name in names.values()}
 
 
 def _read(result: str) -> dict[str, Any]:
   return json.loads((RESULTS / f"{result}.json").read_text())
 
 
-def _curves(
-  result: dict[str, Any], axis: tuple[str, float], runs: list[dict[str, Any]] | None = None
-) -> list[Curve]:
-  column, unit = axis
-  parts = []
-  for run in result["runs"] if runs is None else runs:
-    # Written by launch/suite.py or, in older results, by its predecessor.
-    columns = result.get("curve_columns") or run["training"]["columns"]
-    rows = np.array(run["curve"] if "curve_columns" in result else run["training"]["rows"])
-    parts.append((unit * rows[:, columns.index(column)], rows[:, -1]))
-  return parts
+def _curve(result: dict[str, Any], run: dict[str, Any]) -> Curve:
+  # Written by launch/suite.py or, in older results, by its predecessor.
+  columns = result.get("curve_columns") or run["training"]["columns"]
+  rows = np.array(run["curve"] if "curve_columns" in result else run["training"]["rows"])
+  return rows[:, columns.index("env_steps")], rows[:, -1]
 
 
-def draw(*panels: Panel) -> str:
-  """Draws panels below each other, with one legend, as SVG."""
+def draw(curves: Mapping[str, list[Curve]], game: str) -> str:
+  """Draws the curves of several seeds by name as SVG."""
   style, keys, x = _STYLE, [], 34
-  for number, name in enumerate(panels[0].curves):
+  for number, name in enumerate(curves):
     color = _COLORS[number]
     style += f".c{number} polyline {{ stroke: {color} }} .band.c{number} {{ fill: {color} }}\n"
     keys.append(element("line", x1=x, x2=x + 18, y1=20, y2=20, stroke=color, stroke_width=3))
     keys.append(element("text", name, class_="key", x=x + 24, y=24))
     x += 42 + 7 * len(name)
-  size = {"width": max(WIDTH + 50, x), "height": 34 + (HEIGHT + 8) * len(panels)}
-  charts = []
-  for row, panel in enumerate(panels):
-    lines = [_line(i, name, seeds) for i, (name, seeds) in enumerate(panel.curves.items())]
-    charts.append(line_chart(lines, panel.title))
-    place = {"x": "15", "y": str(34 + (HEIGHT + 8) * row), "height": str(HEIGHT)}
-    charts[-1].attrib |= place | {"width": str(size["width"] - 50)}
+  lines = [_line(number, name, seeds) for number, (name, seeds) in enumerate(curves.items())]
+  chart = line_chart(lines, f"agent steps; {game}, mean return of the last 100 training games")
+  width = max(WIDTH, x - 20)
+  height = HEIGHT * width // WIDTH
+  chart.attrib |= {"x": "15", "y": "34", "width": str(width), "height": str(height)}
+  size = {"width": width + 50, "height": height + 42}
   card = element("rect", rx=10, fill="#fff", stroke="#d9dde1", **size)
   box = f"0 0 {size['width']} {size['height']}"
-  drawn = element("svg", element("style", style), card, *keys, *charts, viewBox=box, role="img")
+  drawn = element("svg", element("style", style), card, *keys, chart, viewBox=box, role="img")
   drawn.set("xmlns", "http://www.w3.org/2000/svg")
   ET.indent(drawn, " ")
   return ET.tostring(drawn, encoding="unicode") + "\n"
@@ -118,16 +99,12 @@ def _line(number: int, name: str, seeds: list[Curve]) -> Line:
 
 
 def main() -> None:
-  returns = "mean return of the last 100 training games"
   figures = {
-    "catch": [Panel(of_presets(CATCH, "Catch"), f"agent steps; Catch, {returns}")],
-    "agents": [
-      Panel(of_study("agents", AGENTS, STEPS, 60_000), f"agent steps; CartPole, {returns}"),
-      Panel(of_study("agents", AGENTS, MINUTES, 3), "minutes on one CPU core"),
-    ],
+    "catch": draw(of_presets(CATCH, "Catch"), "Catch"),
+    "agents": draw(of_study("agents", AGENTS, 60_000), "CartPole"),
   }
-  for name, panels in figures.items():
-    (IMAGES / f"{name}.svg").write_text(draw(*panels))
+  for name, figure in figures.items():
+    (IMAGES / f"{name}.svg").write_text(figure)
     print(IMAGES / f"{name}.svg")
 
 
