@@ -98,15 +98,16 @@ def _line(number: int, name: str, seeds: list[Curve]) -> Line:
   return Line(number, name, grid, y.mean(0), y.min(0), y.max(0))
 
 
-def main() -> None:
-  figures = {
+def figures() -> dict[Path, str]:
+  """All figures by the file that they belong in."""
+  drawn = {
     "catch": draw(of_presets(CATCH, "Catch"), "Catch"),
     "agents": draw(of_study("agents", AGENTS, 60_000), "CartPole"),
   }
-  for name, figure in figures.items():
-    (IMAGES / f"{name}.svg").write_text(figure)
-    print(IMAGES / f"{name}.svg")
+  return {IMAGES / f"{name}.svg": figure for name, figure in drawn.items()}
 
 
 if __name__ == "__main__":
-  main()
+  for path, figure in figures().items():
+    path.write_text(figure)
+    print(path)

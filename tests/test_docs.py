@@ -155,8 +155,9 @@ def _check(command):
     assert program in {"srun", "git", "cd", "tensorboard"}, command
 
 
-def test_the_picture_is_of_the_committed_results():
-  assert picture.PICTURE.read_text() == picture.draw(), "run python benchmarks/picture.py"
+def test_the_figures_are_of_the_committed_results():
+  for path, figure in picture.figures().items():
+    assert path.read_text() == figure, "run python benchmarks/picture.py"
 
 
 @each_page

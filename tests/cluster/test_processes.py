@@ -263,7 +263,7 @@ def test_a_refresher_that_dies_or_hangs_and_a_killed_launcher_lose_nothing(tmp_p
   before = acknowledged(folder)
   with Run(folder, "--resume", folder, "topology.refreshers=0") as run:
     output = run.end(0)
-    begun = re.findall(r"resuming at .*, agent step (\d+)|(\d+) more agent steps", output)
+    begun = re.findall(r"resuming at .*, agent step (\d+)|replayed (\d+) agent steps", output)
     assert sum(int(at or more) for at, more in begun) == before
     assert f"trained: {ENV_STEPS} agent steps, {steps} learner steps" in output
   assert audit(folder, 1) == ENV_STEPS
