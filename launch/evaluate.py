@@ -94,6 +94,7 @@ def evaluate(config: Config, folder: Path, seed: int | None, video_path: Path | 
     result.write(folder / "evaluation.json")
     if video and video_path:
       video.save(video_path)
+      _report(f"wrote {video_path}")
   except (CheckpointError, OSError) as error:
     _report(f"error: {error}")
     return FAILED

@@ -43,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
       options.json.write_text(to_json(runs, groups))
     if options.out:
       options.out.write_bytes(page.render(runs))
+      print(f"wrote {options.out}", file=sys.stderr)
   except OSError as error:
     print(f"report.py: {error}", file=sys.stderr)
     return 1

@@ -61,13 +61,17 @@ class Display:
       self.message(self._line())
 
   def update(self, values: Mapping[str, Any]) -> None:
-    """Updates values, and prints a line if one is due and there has been progress."""
+    """Updates values. Prints a line if there is progress not shown yet and a line is due.
+
+    At the last learner step a line is always due.
+    """
     with self._lock:
       before, now = self._steps_and_processes(), self._clock()
       self._values.update(values)
-      self._unshown = now < self._next_line or self._steps_and_processes() == before
-      if not self._unshown:
-        self._next_line = now + INTERVAL
+      self._unshown |= self._steps_and_processes() != before
+      last = (self._values.get(names.STEP) or 0) >= self._config.learner.steps
+      if self._unshown and (last or now >= self._next_line):
+        self._unshown, self._next_line = False, now + INTERVAL
         self.message(self._line())
 
   def message(self, text: str) -> None:

@@ -110,7 +110,8 @@ def methods(runs: Sequence[Run]) -> list[Method]:
     parts = [f"{key.split('.')[-1]}={settings.get(key, '-')}" for key in changed[:_NAMED]]
     more = ["…"] if len(changed) > _NAMED else []
     letter = chr(ord("A") + number) if number < 26 else str(number)
-    result.append(Method(f"{letter}: {' '.join([_agent(members), *parts, *more])}", members))
+    name = " ".join([_agent(members), *parts, *more])
+    result.append(Method(f"{letter}: {name}" if len(groups) > 1 else name, members))
   return result
 
 

@@ -83,9 +83,9 @@ def _section(title: str, note: str, *children: ET.Element | None) -> ET.Element:
 
 
 def _chart(title: str, lines: Lines, from_zero: bool = False) -> ET.Element | None:
-  """Draws a chart for each axis, one of which is visible; None without any line."""
+  """Draws a chart for each axis, one of which is visible; None if no line has two points."""
   drawn = {axis: lines(axis) for axis in curves.AXES}
-  if not any(drawn.values()):
+  if all(len(line.x) < 2 for axis_lines in drawn.values() for line in axis_lines):
     return None
   figures = [
     element("div", line_chart(axis_lines, axis, from_zero), class_=f"x{i}")
@@ -231,7 +231,8 @@ def _bar(share: float | None) -> ET.Element | str:
 def _settings(compared: Sequence[Method]) -> ET.Element:
   different = differences([method.runs for method in compared])
   if not different:
-    return _section("Settings", "All runs have the same settings, except game and seed.")
+    note = "All runs have the same settings, except game and seed: see a run's config.yaml."
+    return _section("Settings", note)
   rows = [[key, *map(_setting, values)] for key, values in different.items()]
   drawn = table(["setting", *_names(compared)], rows, words=len(compared) + 1)
   return _section("Settings", "Settings that differ between methods; all others are equal.", drawn)

@@ -183,5 +183,7 @@ def _play(
     score += np.where(playing, step.reward, 0)
     length += playing
     capped |= playing & step.truncated
+    if video and playing[0] and (step.terminated | step.truncated)[0]:
+      video.add(step.frame[0], None, score[0], {})
     playing &= ~(step.terminated | step.truncated)
   return list(zip(score.tolist(), length.tolist(), capped.tolist(), strict=True))

@@ -10,6 +10,7 @@ from speedyzero_jax.agents.base import Arrays
 
 SIZE = 320  # pixels, side of the environment's picture; the agent's outputs have the same size
 STEP_MS = 66  # duration of an agent step: Atari's at 60 frames per second and a frame skip of 4
+SHORT_MS, LONGEST_STEP_MS = 4000, 400  # steps of episodes shorter than SHORT_MS last longer
 END_MS = 1500  # duration of the last picture
 MAX_STEPS = 2000  # the rest of a longer episode is not recorded
 
@@ -26,12 +27,12 @@ class Video:
     self._font = ImageFont.load_default(12)
     self._pictures: list[Image.Image] = []
 
-  def add(self, frame: np.ndarray, action: int, score: float, numbers: Arrays) -> None:
+  def add(self, frame: np.ndarray, action: int | None, score: float, numbers: Arrays) -> None:
     """Adds a step.
 
     Args:
       frame: [H, W, C], from the environment.
-      action: chosen in this step.
+      action: chosen in this step; None at the end of the episode.
       score: return of the episode so far.
       numbers: the agent's outputs by name; those with shapes other than [] and [A] are left out.
     """
@@ -41,7 +42,8 @@ class Video:
     canvas.paste(picture(self._game, frame), (0, 0))
     draw = ImageDraw.Draw(canvas)
     x, y = SIZE + 14, 10
-    for line in (self._game, f"step {len(self._pictures)}   return {score:g}   action {action}"):
+    chosen = "end" if action is None else f"action {action}"
+    for line in (self._game, f"step {len(self._pictures)}   return {score:g}   {chosen}"):
       draw.text((x, y), line, fill=_TEXT, font=self._font)
       y += _LINE
     shapes = {name: np.asarray(value) for name, value in numbers.items()}
@@ -55,7 +57,7 @@ class Video:
     self._pictures.append(canvas.quantize(64, dither=Image.Dither.NONE))
 
   def _bars(
-    self, draw: ImageDraw.ImageDraw, y: int, name: str, values: np.ndarray, action: int
+    self, draw: ImageDraw.ImageDraw, y: int, name: str, values: np.ndarray, action: int | None
   ) -> int:
     """Draws a bar per action, starting at the minimum value or 0; returns the next y."""
     x, width = SIZE + 14, SIZE - 90
@@ -81,7 +83,8 @@ class Video:
     if not self._pictures:
       raise ValueError("the video has no steps")
     first, *rest = self._pictures
-    times = [STEP_MS] * len(rest) + [END_MS]
+    step_ms = max(STEP_MS, min(LONGEST_STEP_MS, SHORT_MS // len(self._pictures)))
+    times = [step_ms] * len(rest) + [END_MS]
     first.save(path, format="GIF", save_all=True, append_images=rest, duration=times, loop=0)
 
 
@@ -91,8 +94,10 @@ def picture(game: str, frame: np.ndarray) -> Image.Image:
     return _cartpole(frame.reshape(-1))
   if frame.dtype == np.uint8 and frame.shape[2] in (1, 3):
     image = np.repeat(frame, 3 // frame.shape[2], axis=2)
-  elif frame.size == 50:  # Catch, 10 rows of 5 cells
-    image = _planes(frame.reshape(-1, 5, 1))
+  elif frame.size == 50:  # Catch, 10 rows of 5 cells, the paddle in the last
+    cells = frame.reshape(10, 5)
+    paddle = np.arange(10)[:, None] == 9
+    image = _planes(np.stack([cells * ~paddle, cells * paddle], axis=-1))
   elif frame.shape[:2] == (1, 1):  # other vectors: one cell per number, colored by sign
     small = np.tanh(frame.reshape(1, -1))
     image = _planes(np.stack([small, -small], axis=-1))

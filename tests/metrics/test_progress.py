@@ -41,7 +41,8 @@ def environment(monkeypatch):
 def test_nothing_and_extremes_are_shown(extreme):
   stream = io.StringIO()
   with Display(CONFIG, FOLDER, [stream]) as shown:
-    shown.update(extreme if extreme == {} else dict.fromkeys(VALUES, extreme))
+    values = {} if extreme == {} else dict.fromkeys(VALUES, extreme)
+    shown.update(values | {names.ENV_STEPS: 1})  # lines come with progress only
   assert "return" in stream.getvalue()
 
 
@@ -67,6 +68,17 @@ def test_lines_come_at_intervals_and_with_events():
   assert out[4] == "checkpoint [6,000]"
   assert out[5].startswith("0:00:24") and len(out) == 6  # the last values are shown at the end
   assert "123,456/300,000 41%" in out[1] and "return 312.4  best 864" in out[1]
+
+
+def test_the_last_step_is_shown_at_once_and_nothing_after_it():
+  stream, clock = io.StringIO(), Clock()
+  with Display(CONFIG, FOLDER, [stream], clock) as shown:
+    shown.update(VALUES)
+    clock.now += 1
+    shown.update(VALUES | {names.STEP: 15_000})
+    clock.now += progress.INTERVAL
+    shown.update({names.EVALUATION_MEAN: 1.0, names.LEARNER_STEPS_PER_SECOND: 0.0})
+  assert ["15,000/15,000" in line for line in stream.getvalue().splitlines()] == [0, 0, 1]
 
 
 def test_between_lines_only_progress_prints_one():

@@ -13,9 +13,10 @@ def test_a_gif_has_a_picture_for_each_step_and_bars_as_long_as_the_numbers(tmp_p
   numbers = {"value": np.float32(1.5), "policy": np.array([0.1, 0.2, 0.3, 0.4]), "core": np.ones(9)}
   for step in range(5):
     made.add(np.full((8, 8, 3), 40 * step, np.uint8), step % 4, 2.0, numbers)
+  made.add(np.full((8, 8, 3), 200, np.uint8), None, 3.0, {})
   made.save(tmp_path / "episode.gif")
   with Image.open(tmp_path / "episode.gif") as gif:
-    assert gif.n_frames == 5 and gif.size == (2 * SIZE, SIZE)
+    assert gif.n_frames == 6 and gif.size == (2 * SIZE, SIZE)
     for step in range(5):
       gif.seek(step)
       pixels = np.asarray(gif.convert("RGB")).astype(int)
@@ -36,7 +37,7 @@ def test_numbers_that_are_not_finite_are_drawn_as_none(tmp_path):
   ("game", "frame", "at", "color"),
   [
     ("Breakout", np.full((48, 48, 1), 200, np.uint8), (160, 160), (200, 200, 200)),
-    ("Catch", np.eye(50, dtype=np.float32)[49].reshape(1, 1, 50), (310, 230), video._COLORS[0]),
+    ("Catch", np.eye(50, dtype=np.float32)[49].reshape(1, 1, 50), (310, 230), video._COLORS[1]),
     ("ConnectFour", np.ones((6, 7, 2), np.uint8), (160, 160), video._COLORS[1]),
     ("Snake", np.ones((12, 12, 5), np.float32), (160, 160), video._COLORS[4]),
     ("CartPole", np.zeros((1, 1, 4), np.float32), (160, 160), video._CHOSEN),
