@@ -271,7 +271,7 @@ class Sizes(NamedTuple):
   simulations: tuple[int, ...] = (16, 50)
   batch: int = 256
   transitions: tuple[int, ...] = (20_000, 100_000)
-  stored: int = 4_000  # replay size for reanalyzed batches; does not affect their cost
+  stored: int = 4_000  # replay size for reanalysed batches; does not affect their cost
   steps: int = (
     240  # learner steps of `small`; the sweep's age bound of 100 is active in the 2nd half
   )
@@ -325,7 +325,7 @@ def reanalyse(bench: Bench, sizes: Sizes) -> None:
     work = {"batch": sizes.batch, "transitions": sizes.stored, "simulations": simulations}
     a, b = bench.seconds(ours("fresh", **work), lightzero("fresh", **work))
     rows[f"{simulations} simulations"] = [1e3 * a, 1e3 * b, b / a]
-  table(f"Reanalyzing a batch of {sizes.batch}, ms", SIDES, rows)
+  table(f"Reanalysing a batch of {sizes.batch}, ms", SIDES, rows)
 
 
 def whole(bench: Bench, title: str, of_ours: Task, *theirs: Task) -> None:

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for uninstall
 from speedyzero_jax.report import page, terminal
 from speedyzero_jax.report.groups import group_runs, to_json
 from speedyzero_jax.report.runs import read_runs
+from speedyzero_jax.system.exit_codes import FAILED, USAGE_ERROR
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   runs = read_runs(options.runs)
   if all(run.problems == ["no run here"] for run in runs):
     print(f"report.py: no run in {', '.join(map(str, options.runs))}", file=sys.stderr)
-    return 2
+    return USAGE_ERROR
   groups = group_runs(runs)
   terminal.show(runs, groups, Console())
   try:
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
       print(f"wrote {options.out}", file=sys.stderr)
   except OSError as error:
     print(f"report.py: {error}", file=sys.stderr)
-    return 1
+    return FAILED
   return 0
 
 

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for uninstall
 
 from speedyzero_jax.metrics import names
 from speedyzero_jax.report.runs import read_runs
+from speedyzero_jax.system.exit_codes import USAGE_ERROR
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import wandb
   except ImportError:
     print("error: wandb is not installed: make wandb", file=sys.stderr)
-    return 2
+    return USAGE_ERROR
   for folder, read in zip(arguments.runs, read_runs(arguments.runs), strict=True):
     state = folder / "wandb.json"
     sent = json.loads(state.read_text()) if state.exists() else {"id": None, "time": -1.0}

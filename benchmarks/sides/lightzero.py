@@ -217,7 +217,7 @@ class Play:
 
 
 def whole(size: str, steps: int, simulations: int) -> tuple[Work, dict[str, Any]]:
-  """Alternates collecting, reanalyzing a batch and learning; measures the second half."""
+  """Alternates collecting, reanalysing a batch and learning; measures the second half."""
   program = PROGRAMS[size]
   cfg = configuration(
     (SMALL if size == "small" else LARGE) | {"action_space_size": 4},

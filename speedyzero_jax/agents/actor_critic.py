@@ -181,6 +181,6 @@ def policy_terms(logits: jax.Array, batch: Arrays) -> PolicyTerms:
 def mean_count(mask: jax.Array) -> jax.Array:
   """Mean over devices of the sum of a 0/1 mask, at least 1.
 
-  Local sums divided by it average over devices to the mean over all entries where the mask is 1.
+  Local sums divided by it have a mean over devices that is the mean over all entries with mask 1.
   """
   return jnp.maximum(jax.lax.pmean(jnp.sum(mask), AXIS), 1)

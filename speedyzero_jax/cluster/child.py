@@ -95,7 +95,7 @@ class Process:
 
   @property
   def self_inflicted(self) -> bool:
-    """Whether it is at fault for its end: not SIGKILL, nor a stop signal, caught or not."""
+    """Whether it failed by itself, not by SIGKILL or a stop signal (caught or not)."""
     number = -self.code if self.code < 0 else self.code - 128
     return number not in (signal.SIGKILL, *STOP_SIGNALS)
 

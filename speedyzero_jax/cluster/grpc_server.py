@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class RunOver(Exception):
-  """The run has ended. Any call of the service may raise it; the client's call then does, too."""
+  """The run has ended. The service can raise it in any call; the client then raises it too."""
 
 
 def channel_options(max_bytes: int) -> list[tuple[str, int]]:

@@ -55,7 +55,7 @@ class LearnerService:
     return self._methods[name](worker, request, *seconds)
 
   def finish(self, patience: float) -> None:
-    """Ends the run: later calls raise RunOver. Waits up to `patience` seconds for all workers."""
+    """Ends the run: calls raise RunOver, except `late` ones. Waits `patience` s for the workers."""
     self._roster.over = True
     self._limiter.notify()
     self._roster.wait_for_dismissal(patience)

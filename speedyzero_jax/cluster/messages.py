@@ -91,7 +91,7 @@ class Weights(NamedTuple):
 class Work(NamedTuple):
   """Results of a refresher's last block, and the request for the next block.
 
-  It may be retried. Other blocks assigned to the same refresher then count as lost.
+  It can be retried. Any other block assigned to this refresher is then considered lost.
   """
 
   block: int  # 0: none, in the first call

@@ -49,7 +49,7 @@ class Roster:
   def enter(self, worker: Worker, *, late: bool = False) -> None:
     """Records a call. Raises RunOver if the run has ended, unless `late`.
 
-    Raises ValueError for an older incarnation of a worker than the newest.
+    Raises ValueError if a newer incarnation of the worker has called.
     """
     with self._changed:
       state = self._states.get(worker[:2])

@@ -33,7 +33,7 @@ class Limits:
   the like, but not SIGKILL (as from the out-of-memory killer) or a stop signal.
   """
 
-  # This many in a row, of one non-vital process or of the vital ones together, end the run:
+  # Consecutive failures or deaths that end the run, of a non-vital process or of all vital ones:
   max_failures: int = 5
   max_deaths: int = 60
   settled: float = 600.0  # uptime that resets counts and pause; longer than compilation takes
@@ -74,7 +74,7 @@ class Supervisor:
     self.restarts: dict[str, int] = {}
     self._running: dict[str, Process] = {}
     self._signals: list[signal.Signals] = []  # received and not yet handled
-    self._signalled = -_DUPLICATE_SECONDS  # when the last one was received
+    self._signaled = -_DUPLICATE_SECONDS  # when the last one was received
 
   def run(self) -> int:
     """Starts the processes and returns when all have ended. Call it once, from the main thread.
@@ -210,9 +210,9 @@ class Supervisor:
         continue
       for number in os.read(key.fd, 4096):
         now = time.monotonic()
-        if number in STOP_SIGNALS and now - self._signalled > _DUPLICATE_SECONDS:
+        if number in STOP_SIGNALS and now - self._signaled > _DUPLICATE_SECONDS:
           self._signals.append(signal.Signals(number))
-          self._signalled = now
+          self._signaled = now
     if ended:
       self._write_status()
     return ended

@@ -56,7 +56,7 @@ class ActorConfig:
   )
   random_hold: float = opt(
     1.0,
-    "mean agent steps for which random play repeats an action; more explore further (ours, EZ: 1)",
+    "mean steps for which random play repeats an action, to explore further (ours, EZ: 1)",
     "[1, 1e6]",
   )
   weights_interval: int = opt(
@@ -116,8 +116,8 @@ class OptimConfig:
   warmup_steps: int = opt(1000, "learner steps of linear warm-up from 0 (EZ: 1,000)", "[0, 1e9]")
   decay: Literal["staircase", "linear"] = opt(
     "staircase",
-    "after the warm-up: times decay_rate every decay_steps (EZ), or linear to 0 over decay_steps "
-    "(PPO)",
+    "after the warm-up: multiplied by decay_rate every decay_steps (EZ), or decreasing linearly to "
+    "0 within decay_steps (PPO)",
   )
   decay_steps: int = opt(
     100_000,

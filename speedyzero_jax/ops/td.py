@@ -63,7 +63,7 @@ def bootstrapped(reward: Array, discount: Array, value: Array, *, rescaled: bool
 
 
 def mixed_priority(error: Array, counted: Array, eta: float) -> Array:
-  """eta * max + (1 - eta) * mean of |error| [B, T] where `counted` [B, T] is 1 and not 0; [B]."""
+  """eta * max + (1 - eta) * mean of |error| [B, T], over entries where `counted` is 1; [B]."""
   size = abs(error) * counted
   return eta * size.max(axis=1) + (1 - eta) * size.sum(axis=1) / counted.sum(axis=1).clip(min=1)
 

@@ -219,7 +219,7 @@ class PureNetwork(NamedTuple):
 
 
 def pure(make: Callable[[nnx.Rngs], nnx.Module]) -> PureNetwork:
-  """Turns the network that `make` constructs into pure functions. Its only state are parameters."""
+  """Turns a network that `make` constructs, with no state but parameters, into pure functions."""
   graph = nnx.graphdef(nnx.eval_shape(lambda: make(param_rngs(jax.random.key(0)))))
 
   def init(key: jax.Array) -> Params:

@@ -98,4 +98,5 @@ def make_schema(
     Column("reward", "float32"),
     Column("step", "int32", low=0),
   )
+  assert tuple(column.name for column in base) == BASE_COLUMNS
   return Schema((*base, *extra), copies or {}, stamps or {})

@@ -41,8 +41,8 @@ class Sweep:
   def next_block(self, n: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the next n cells to recompute: lane [n] int64, cell [n] int64.
 
-    Whole stretches are taken, at least one; cells are repeated to fill n. Raises ValueError if no
-    cell is in use.
+    Whole stretches are taken, so n must be at least one stretch; cells are repeated to fill n.
+    Raises ValueError if no cell is in use.
     """
     if not self._queue:
       raise ValueError("next_block: the replay is empty")
@@ -59,9 +59,8 @@ class Sweep:
 
     The caller adds this number to a credit in every learner step, and visits a block of n states
     whenever the credit reaches n. `delay` is the maximum age of the weights when a block is started
-    (or a slot appended), plus the maximum duration of a block, in learner steps. A pass must fit
-    into the remaining steps, less one between the learner's step and the work, and includes one
-    more block for the phase of the credit. So `max_age` must be at least delay + 2.
+    (or a slot appended), plus the maximum duration of a block, in learner steps. A pass and one
+    extra block must fit into max_age - delay - 1 steps, so `max_age` must be at least delay + 2.
     """
     blocks_in_pass = -(-len(self) // (n // self.stretch))
     return -(-(blocks_in_pass + 1) * n // (max_age - delay - 1))

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from speedyzero_jax.envs.scores import human_normalized
 from speedyzero_jax.metrics import jsonl, names
 
 GAME = "env.game"
@@ -167,11 +168,10 @@ def _note_damaged(run: Run, path: pathlib.Path, damaged: int) -> None:
 
 def _read_evaluation(run: Run, path: pathlib.Path) -> None:
   evaluation = json.loads(path.read_text())
-  human = evaluation["human_normalized"]
   mean, std, step, episodes = (_finite(evaluation[k]) for k in ("mean", "std", "step", "episodes"))
   run.game = run.game or str(evaluation["game"])
   run.evaluation_mean, run.evaluation_std = mean, std
-  run.human_normalized = None if human is None else _finite(human)
+  run.human_normalized = human_normalized(run.game, mean)
   run.evaluation_step, run.evaluation_episodes = int(step), int(episodes)
   newest = max((row.get(names.CHECKPOINT_STEP, 0) for row in run.rows), default=0)
   if newest > step:

@@ -114,7 +114,7 @@ class Collector:
 
 
 def _parts(segments: Sequence[Segment], slots: int) -> Iterator[list[Segment]]:
-  """Yields lists of parts of the segments, of at most `slots` slots each, in order of time."""
+  """Yields the first `slots` slots of each segment, then the next ones, and so on."""
   for begin in range(0, max(len(segment.frame) for segment in segments), slots):
     part = operator.itemgetter(slice(begin, begin + slots))
     yield [s.map(part, s.start + begin) for s in segments if len(s.frame) > begin]

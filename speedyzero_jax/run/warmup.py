@@ -122,9 +122,9 @@ def _act_inputs(experiment: Experiment, lanes: int) -> ActInputs:
 
 
 def example_batch(config: Config, agent: Agent) -> tuple[Arrays, list[Work]]:
-  """Returns one process' batch without frames, and the work requested for it, in real shapes.
+  """Returns a batch of one process, without frames, and the work requested for it.
 
-  Both are computed from a replay of zeros.
+  They come from a replay of zeros and have the shapes of real ones.
   """
   size, window = config.learner.batch_size, agent.window
   replay = _zeros(agent, config.env.frame_stack, shortest_lane(config, agent) + 1, size)

@@ -2,15 +2,35 @@
 
 import jax
 import numpy as np
+import pytest
 from flax import nnx
 
 from speedyzero_jax.ops.param_rngs import param_rngs
+from speedyzero_jax.ops.torsos import pure
 
 
+class _Mixed(nnx.Module):
+  """Uses keys in each way that a network may."""
+
+  def __init__(self, rngs):
+    self.linear = nnx.Linear(2, 3, rngs=rngs)
+    self.scale = nnx.Param(rngs.params.uniform((3,)))
+    self.shift = nnx.Param(jax.random.normal(rngs(), (3,)))
+    stacked = nnx.vmap(lambda r: nnx.Linear(2, 2, rngs=r), in_axes=0, out_axes=0)
+    self.stack = stacked(rngs.fork(split=4))
+
+
+def _params(module):
+  return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+
+@pytest.mark.filterwarnings("ignore:The 'split' argument:DeprecationWarning")
 def test_keys_are_those_of_flax():
   key = jax.random.key(3)
-  expected, rngs = nnx.Rngs(key), param_rngs(key)
-  for _ in range(3):
-    np.testing.assert_array_equal(
-      jax.random.key_data(rngs.params()), jax.random.key_data(expected.params())
-    )
+  expected = jax.jit(lambda key: _params(_Mixed(nnx.Rngs(key))))(key)
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    jax.jit(lambda key: _params(_Mixed(param_rngs(key))))(key),
+    expected,
+  )
+  jax.tree.map(np.testing.assert_array_equal, pure(_Mixed).init(key), expected)

@@ -63,7 +63,7 @@ def test_state_roundtrip():
 def test_no_stamp_gets_older_than_the_bound(
   lanes, capacity, stretch, n_extra, staleness, flight, slack, seed
 ):
-  """Random appends, staleness of weights and flight times of blocks; the caller honours the
+  """Random appends, staleness of weights and flight times of blocks; the caller honors the
   quota."""
   rng = np.random.default_rng(seed)
   delay = staleness + flight

@@ -34,10 +34,10 @@ def folders(tmp_path_factory):
       for seed in range(2):
         human, chance = reference["human"][game], reference["random"][game]
         made.append(recorded.learning(
-          root / f"{game}-{rate}-{seed}", game, seed, human, chance, human, speed=devices,
+          root / f"{game}-{rate}-{seed}", game, seed, human, chance, speed=devices,
           settings={"learning_rate": rate}, starts=[recorded.start(devices=devices)],
         ))  # fmt: skip
-  made.append(recorded.run(root / "old", game="Catch", agent="dqn", mean=1.0, human=None))
+  made.append(recorded.run(root / "old", game="Catch", agent="dqn", mean=1.0))
   (made[-1] / "starts.jsonl").unlink()
   made.append(recorded.run(
     root / EVIL.replace("/", "_").replace("\x00", ""), game=EVIL, agent=EVIL,

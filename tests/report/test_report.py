@@ -45,7 +45,7 @@ def test_one_row_says_what_a_run_did(tmp_path, capsys):
     "return": "9",
     "curve": "▁█",
     "evaluation": "12.5 ± 1.5",
-    "human": "0.5",
+    "human": "0.941",
     "min": "4.0",
     "notes": "",
   }
@@ -66,7 +66,7 @@ def test_seeds_are_summarized_and_other_differences_are_not(tmp_path, capsys):
   stderr = statistics.stdev(scores) / math.sqrt(4)  # 20.4
   assert pong["runs"] == f"{tmp_path}/s*"
   assert (pong["game"], pong["seeds"], pong["return of"]) == ("Pong", "0,1,2,3", "evaluation")
-  assert (pong["mean ± stderr"], pong["IQM"], pong["human"]) == (f"40 ± {stderr:.1f}", "25", "0.5")
+  assert (pong["mean ± stderr"], pong["IQM"], pong["human"]) == (f"40 ± {stderr:.1f}", "25", "1.72")
   assert (qbert["return of"], qbert["mean ± stderr"], qbert["human"]) == ("training", "5 ± 1", "-")
   written = json.loads((tmp_path / "out.json").read_text())
   assert [run["evaluation_mean"] for run in written["runs"]] == [*scores, 1.0, None, None]
@@ -98,7 +98,7 @@ def test_seeds_are_summarized_and_other_differences_are_not(tmp_path, capsys):
     ("evaluation.json", b'{"mean": "high"}', "evaluation.json is damaged"),
     (
       "evaluation.json",
-      b'{"mean": NaN, "std": 1, "human_normalized": 1, "step": 1, "episodes": 1}',
+      b'{"mean": NaN, "std": 1, "step": 1, "episodes": 1}',
       "evaluation.json is damaged",
     ),
     ("starts.jsonl", None, "no starts.jsonl"),

@@ -17,7 +17,7 @@ def start(step=0, devices=1, **changes):
 
 
 def run(
-  path, *, game="Pong", seed=0, returns=(1.0, 2.0, 3.0), mean=None, human=0.5, starts=None,
+  path, *, game="Pong", seed=0, returns=(1.0, 2.0, 3.0), mean=None, starts=None,
   settings=(), agent="efficientzero", metrics=None,
 ):  # fmt: skip
   """Writes a run. `mean` is the mean return of its evaluation; None: no evaluation.
@@ -43,12 +43,12 @@ def run(
   (path / "starts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in starts))
   if mean is not None:
     evaluation = {"game": game, "step": 10 * len(returns), "episodes": 32, "mean": mean,
-                  "median": mean, "std": 1.5, "human_normalized": human}  # fmt: skip
+                  "median": mean, "std": 1.5}  # fmt: skip
     (path / "evaluation.json").write_text(json.dumps(evaluation))
   return path
 
 
-def learning(path, game, seed, final, random_play, human, rows=60, speed=1.0, **options):
+def learning(path, game, seed, final, random_play, rows=60, speed=1.0, **options):
   """Writes a run with a return that rises to about `final`, and with system metrics."""
   rng = random.Random(f"{game} {seed} {speed}")
   end = final * rng.uniform(0.8, 1.2)
@@ -71,6 +71,5 @@ def learning(path, game, seed, final, random_play, human, rows=60, speed=1.0, **
     } | (evaluation if evaluated else {})
 
   returns = [rise(i) * rng.uniform(0.93, 1.07) for i in range(1, rows + 1)]
-  score = (end - random_play) / (human - random_play)
-  return run(path, game=game, seed=seed, returns=returns, mean=end, human=score, metrics=metrics,
+  return run(path, game=game, seed=seed, returns=returns, mean=end, metrics=metrics,
              **options)  # fmt: skip

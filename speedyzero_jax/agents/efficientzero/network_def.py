@@ -74,7 +74,7 @@ def _fold(params: Params, stats: Params) -> Params:
   """
   folded: Params = {}
   for key, child in params.items():
-    name = str(key)  # a number in a list of layers
+    name = str(key)  # keys of lists are integers
     norm = name.replace("conv", "norm").replace("linear", "norm")
     if not isinstance(child, dict):
       folded[key] = child

@@ -20,7 +20,8 @@ from speedyzero_jax.types import Params
 
 # Scale of the random numbers added to PUCT scores; small enough to affect ties only.
 _TIE_BREAK = 1e-6
-# With more, the array search, whose work grows quadratically, is slower in spite of fewer launches.
+# With more, the array search, whose work grows quadratically, is expected to be slower in spite of
+# fewer launches.
 _MOST_SIMULATIONS = 128
 
 
