@@ -57,7 +57,7 @@ def build(
       Checkpoints(run_dir, config.run.keep_checkpoints),
       journal,
       logger.message,
-      durable=membership.durable,
+      durable=membership.durable and not agent.on_policy,  # else a resumed run discards it
       exact=config.run.mode == "lockstep" or agent.on_policy,
       all_gather=membership.all_gather,
       units=membership.units,

@@ -1,6 +1,8 @@
 """Runs whose experience is durable before it counts; and journals that lost some, or are full."""
 
 import contextlib
+import shutil
+import sqlite3
 import threading
 
 import jax
@@ -24,6 +26,17 @@ def durable(folder, resume_step=None, **of_membership):
   """A short experiment whose experience is durable. Left without saving, it is as after a kill."""
   membership = Membership(durable=True, **of_membership)
   return quick(folder, *SHORT, resume_step=resume_step, membership=membership)
+
+
+@pytest.mark.parametrize("on_policy", [False, True])
+def test_experience_is_on_disk_unless_a_resumed_run_discards_it(tmp_path, monkeypatch, on_policy):
+  monkeypatch.setattr(tiny.ChecksumAgent, "on_policy", on_policy)
+  with durable(tmp_path / "run") as experiment:
+    experiment.collector.collect()
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")  # the run has locked the journal
+  with contextlib.closing(sqlite3.connect(tmp_path / "copy/journal.sqlite")) as journal:
+    ((rows,),) = journal.execute("SELECT count(*) FROM segment")
+  assert (rows == 0) == on_policy
 
 
 def test_new_games_begin_also_when_only_resets_followed_the_checkpoint(tmp_path):
