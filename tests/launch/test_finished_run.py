@@ -167,7 +167,8 @@ def test_evaluating_it_as_the_run_did_gives_the_same(finished, copied):
   arguments = ["--seed", "4", "--max-episode-steps", "5", "--video", str(copied / "first.gif")]
   assert evaluate.main([str(copied), *arguments]) == 0
   with Image.open(copied / "first.gif") as video:
-    assert video.n_frames == json.loads((copied / "evaluation.json").read_text())["lengths"][0]
+    length = json.loads((copied / "evaluation.json").read_text())["lengths"][0]
+    assert video.n_frames == length + 1  # with the frame at the end
 
 
 def test_an_interrupted_evaluation_leaves_the_one_before(finished, monkeypatch, capsys):
