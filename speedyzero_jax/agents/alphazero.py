@@ -166,7 +166,9 @@ class AlphaZero(Agent):
     self, variables: Variables, inputs: ActInputs, key: jax.Array, progress: Any, *, explore: bool
   ) -> ActOutput:
     output = self.search(variables.params, inputs.frames[:, 0], key, explore=explore)
-    return ActOutput(output.action.astype(jnp.int32), {"search_policy": output.action_weights}, ())
+    return ActOutput(
+      output.action.astype(jnp.int32), {"search_policy": output.action_weights}, (), {}
+    )
 
   def search(
     self, params: Params, board: jax.Array, key: jax.Array, *, explore: bool

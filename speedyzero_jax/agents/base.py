@@ -48,7 +48,7 @@ class ActOutput(NamedTuple):
   action: Any  # [n] int32
   columns: Arrays  # the agent's columns of the schema
   core: Any
-  diagnostics: Arrays = {}  # noqa: RUF012 - a pytree: shown in videos only, [n] or [n, A]
+  diagnostics: Arrays  # shown in videos only, [n] or [n, A]
 
 
 class LossOutput(NamedTuple):

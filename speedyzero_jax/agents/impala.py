@@ -157,7 +157,7 @@ class Impala(TorsoAgent):
     action = jax.random.categorical(key, logits) if explore else jnp.argmax(logits, axis=-1)
     known = {"logits": logits, "value": value, **columns}
     columns = {column.name: known[column.name] for column in self.schema.extra}
-    return ActOutput(action.astype(jnp.int32), columns, core)
+    return ActOutput(action.astype(jnp.int32), columns, core, {})
 
   def loss(
     self, params: Params, batch_stats: Params, target: Params, batch: Arrays, keys: jax.Array

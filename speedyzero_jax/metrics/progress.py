@@ -63,14 +63,15 @@ class Display:
   def update(self, values: Mapping[str, Any]) -> None:
     """Updates values. Prints a line if there is progress not shown yet and a line is due.
 
-    At the last learner step a line is always due.
+    When the run has taken all its steps, a line is always due.
     """
     with self._lock:
       before, now = self._steps_and_processes(), self._clock()
       self._values.update(values)
       self._unshown |= self._steps_and_processes() != before
-      last = (self._values.get(names.STEP) or 0) >= self._config.learner.steps
-      if self._unshown and (last or now >= self._next_line):
+      ends = (names.STEP, self._config.learner.steps), (names.ENV_STEPS, self._config.run.env_steps)
+      finished = all((self._values.get(name) or 0) >= end for name, end in ends)
+      if self._unshown and (finished or now >= self._next_line):
         self._unshown, self._next_line = False, now + INTERVAL
         self.message(self._line())
 

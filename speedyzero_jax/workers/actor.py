@@ -131,7 +131,7 @@ class Actor:
       column.name: np.full((lanes, *column.shape), column.fill, column.dtype)
       for column in self._agent.schema.extra
     }
-    return ActOutput(action, columns, self._core)
+    return ActOutput(action, columns, self._core, {})
 
   def close_lanes(self, version: Version, *, progress: float, random: bool) -> list[Segment]:
     """Returns segments that truncate all open episodes at the current frames; call it last."""

@@ -75,7 +75,9 @@ def test_the_last_step_is_shown_at_once_and_nothing_after_it():
   with Display(CONFIG, FOLDER, [stream], clock) as shown:
     shown.update(VALUES)
     clock.now += 1
-    shown.update(VALUES | {names.STEP: 15_000})
+    shown.update(VALUES | {names.STEP: 15_000})  # collection goes on
+    assert "15,000/15,000" not in stream.getvalue()
+    shown.update({names.ENV_STEPS: 300_000})
     clock.now += progress.INTERVAL
     shown.update({names.EVALUATION_MEAN: 1.0, names.LEARNER_STEPS_PER_SECOND: 0.0})
   assert ["15,000/15,000" in line for line in stream.getvalue().splitlines()] == [0, 0, 1]

@@ -34,7 +34,8 @@ def test_efficientzero_continues_bit_for_bit_and_begins_as_its_seed_says(tmp_pat
   agent = "agent=efficientzero", "loss.unroll_steps=1", "loss.consistency_coefficient=0"
   agent += ("refresh.enabled=false",)  # with fewer programs
   state, digest = run(tmp_path / "whole", *agent)
-  step, _ = stopped(tmp_path / "parts", *agent, learner_step=5)
+  step, _ = stopped(tmp_path / "parts", *agent, collects=33)  # while it collects for step 6
+  assert step == 5
   final, final_digest = run(tmp_path / "parts", *agent, resume_step=step)
   assert final_digest == digest
   assert_same(state, final)

@@ -196,7 +196,7 @@ class ChecksumAgent(efficientzero.EfficientZero):
     action = (checksums(inputs.frames, jnp) + explore * salt) % policy.shape[1]
     number = variables.params["w"][0, 0]
     columns = {"policy": policy, "search_value": search_value + number, "value": value + number}
-    return ActOutput(action.astype(jnp.int32), columns, ())
+    return ActOutput(action.astype(jnp.int32), columns, (), {})
 
   def _searched(self, variables, inputs, key):
     frames = inputs["frames"]

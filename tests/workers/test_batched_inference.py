@@ -23,7 +23,7 @@ class FakeInference:
     assert self.go.wait(20)
     if self.error and len(self.batches) > 1:
       raise self.error
-    return ActOutput(10 * inputs.lane, {"frame": inputs.frames[:, 0]}, (inputs.core[0] + 1,))
+    return ActOutput(10 * inputs.lane, {"frame": inputs.frames[:, 0]}, (inputs.core[0] + 1,), {})
 
 
 def inputs_of(lanes):

@@ -15,7 +15,7 @@ _KEY, _WEIGHT = jax.random.key(0), np.float32(3)
 
 def _act(weight, inputs, key, progress, *, explore):
   noise = jax.random.randint(key, inputs.lane.shape, 0, 1000) if explore else 0
-  return ActOutput(inputs.lane + noise, {"sum": weight * inputs.frames.sum((1, 2))}, ())
+  return ActOutput(inputs.lane + noise, {"sum": weight * inputs.frames.sum((1, 2))}, (), {})
 
 
 def _task(weight, frames, key):

@@ -99,7 +99,7 @@ class EfficientZero(Agent):
     result = self._search_windows(variables, inputs.frames, key, temperature, explore=explore)
     result = jax.tree.map(lambda x: x[:, 0], result)
     columns = {"policy": result.policy, "search_value": result.search_value, "value": result.value}
-    return ActOutput(result.action, columns, ())
+    return ActOutput(result.action, columns, (), {})
 
   def loss(
     self, params: Params, batch_stats: Params, target: Params, batch: Arrays, keys: jax.Array
