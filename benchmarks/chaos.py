@@ -3,10 +3,10 @@
     python benchmarks/chaos.py --minutes 10 --every 5 --out benchmarks/results/chaos.json
 
 The run trains Catch while its processes get `kill -9`. A hook in the actor processes (`witness/`)
-records every acknowledged segment in a file outside the run; at the end all of their slots must be
-in the journals. The journals are also read after each kill: every row must still be there,
+records every acknowledged slot in a file outside the run; at the end all of them must be in the
+journals. The journals are also read after each kill: every row must still be there,
 unchanged, at each later read. `lost` counts violations of either kind, `repeated` counts slots that
-are stored twice. After the kills the run must finish by itself with all agent steps. Segments of a
+are stored twice. After the kills the run must finish by itself with all agent steps. Slots of a
 learner without actor processes are checked by the journals only.
 
 The replay is large enough to evict nothing, because journals drop evicted slots.
@@ -61,7 +61,7 @@ def stored(folder: Path, learners: int) -> tuple[Rows, int]:
   """Returns the rows of the journals, and the number of slots that are stored twice.
 
   Reads copies, since the run holds locks, including the write-ahead logs, which contain the newest
-  rows. Segments that a learner has buffered but neither flushed nor acknowledged are not included.
+  rows. Slots that a learner has buffered but neither flushed nor acknowledged are not included.
   """
   result: Rows = {}
   repeated = 0
@@ -81,25 +81,19 @@ def stored(folder: Path, learners: int) -> tuple[Rows, int]:
   return result, repeated
 
 
-def acknowledged(path: Path, learners: int) -> dict[tuple[int, int, int], int]:
-  """Number of slots of each recorded segment, by unit, lane and first slot.
-
-  Actors' process ids follow the learners'.
-  """
+def acknowledged(path: Path, learners: int) -> set[tuple[int, int, int]]:
+  """Unit, lane and time of each recorded slot. Actors' process ids follow the learners'."""
   lines = path.read_text().splitlines() if path.exists() else []
   rows = (map(int, line.split()) for line in lines)
-  return {((process - learners) % learners, *at): size for process, *at, size in rows}
+  return {((process - learners) % learners, lane, time) for process, lane, time in rows}
 
 
-def missing(segments: dict[tuple[int, int, int], int], rows: Rows) -> int:
-  """Number of segments with a slot that no row contains; a row may contain several segments."""
-
-  def slots(start: tuple[int, int, int], size: int) -> set[tuple[int, int, int]]:
-    unit, lane, first = start
-    return {(unit, lane, first + i) for i in range(size)}
-
-  available = set().union(*(slots(start, size) for start, (size, _) in rows.items()))
-  return sum(not slots(start, size) <= available for start, size in segments.items())
+def missing(slots: set[tuple[int, int, int]], rows: Rows) -> int:
+  """Number of slots that no row contains."""
+  stored = {
+    (unit, lane, start + i) for (unit, lane, start), (size, _) in rows.items() for i in range(size)
+  }
+  return len(slots - stored)
 
 
 class Chaos:
@@ -138,7 +132,7 @@ class Chaos:
     learners = [c["pid"] for c in self.children() if c["pid"] and _kind(c) == "learner"]
     with stopped(learners):
       now, repeated = stored(self._folder, self._learners)
-    self.lost += sum(now.get(key) != segment for key, segment in self.seen.items())
+    self.lost += sum(now.get(key) != row for key, row in self.seen.items())
     self.repeated = max(self.repeated, repeated)
     self.seen.update(now)
 
@@ -208,7 +202,7 @@ def main() -> int:
       "restarts": {child["name"]: child["restarts"] for child in chaos.children()},
       "agent_steps": trained(folder),
       "agent_steps_wanted": arguments.env_steps,
-      "segments_acknowledged": len(confirmed),
+      "slots_acknowledged": len(confirmed),
       "rows_stored": len(chaos.seen),
       "lost": chaos.lost + missing(confirmed, chaos.seen),
       "repeated": chaos.repeated,

@@ -30,7 +30,7 @@ from speedyzero_jax.run.batch_pipeline import PreparedBatch, draw
 from speedyzero_jax.run.factories import enable_compilation_cache
 from speedyzero_jax.system import memory
 from speedyzero_jax.system.compilation import Program
-from speedyzero_jax.types import Segment
+from speedyzero_jax.types import Slots
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.learner import Learner, make_mesh
 from speedyzero_jax.workers.sweeper import make_sweepers, run_task, write_results
@@ -39,7 +39,7 @@ from speedyzero_jax.workers.weights import WeightsStore
 memory.keep_freed()  # as a run does
 
 __all__ = [
-  "Segment", "Selection", "Work", "enable_compilation_cache", "make_sweepers", "median_seconds",
+  "Selection", "Slots", "Work", "enable_compilation_cache", "make_sweepers", "median_seconds",
   "peak_flops", "write_results",
 ]  # fmt: skip
 Frame = tuple[int, int, int]  # H, W, C
@@ -84,11 +84,11 @@ class Player:
     self.rng = np.random.default_rng(0)
     self._schema, self._heads, self._open = agent.schema, [0] * lanes, [False] * lanes
 
-  def segments(self, n: int, step: int) -> list[Segment]:
+  def slots(self, n: int, step: int) -> Slots:
     """Generates the next n slots of each lane, with weights of learner step `step`."""
-    return [self._segment(lane, n, step) for lane in range(len(self._heads))]
+    return Slots.concatenate([self._of_lane(lane, n, step) for lane in range(len(self._heads))])
 
-  def _segment(self, lane: int, n: int, step: int) -> Segment:
+  def _of_lane(self, lane: int, n: int, step: int) -> Slots:
     rng, schema, start = self.rng, self._schema, self._heads[lane]
     end = rng.random(n) < 1 / _EPISODE
     begins, self._open[lane] = not self._open[lane], not end[-1]
@@ -103,7 +103,7 @@ class Player:
       "step": np.full(n, step, np.int32),
     }
     columns |= {x.name: rng.random((n, *x.shape), np.float32) for x in schema.extra}
-    return Segment.of(lane, start, columns)
+    return Slots.of_lane(lane, start, columns)
 
 
 def filled_replay(config: Config, agent: Agent) -> tuple[Replay, Player, int]:
@@ -112,7 +112,7 @@ def filled_replay(config: Config, agent: Agent) -> tuple[Replay, Player, int]:
   slots = config.replay.capacity
   chunk = max(slots // config.actor.lanes // 100, 1)
   for step in range(-(-slots // config.actor.lanes // chunk)):
-    replay.append_many(player.segments(chunk, step))
+    replay.append(player.slots(chunk, step))
   for _ in range(20):
     selection = replay.select(max(slots // 20, 1))
     replay.update(selection, player.rng.exponential(size=len(selection.lane)), 100)

@@ -36,8 +36,8 @@ def operations(
   [sweeper] = pieces.make_sweepers(sweeping, actor_interval=10)
 
   def append() -> Callable[[], Any]:
-    segments = player.segments(1, next(clock))
-    return lambda: replay.append_many(segments)
+    slots = player.slots(1, next(clock))
+    return lambda: replay.append(slots)
 
   def assemble() -> None:
     with replay.lock:

@@ -9,7 +9,8 @@ Transition (action[t], reward[t]) leads from slot t to slot t + 1, unless slot t
 of its episode. The slot after an episode's last frame is the first frame of the next episode.
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -41,37 +42,73 @@ class Env(Protocol):
   def close(self) -> None: ...
 
 
-# Columns common to all agents, in the order of `Segment`.
-BASE_COLUMNS = ("frame", "first", "terminated", "truncated", "action", "reward", "step")
+# Columns common to all agents; n slots.
+BASE_COLUMNS = (
+  "frame",  # [n, H, W, C]
+  "first",  # [n] bool, the frame starts an episode
+  "terminated",  # [n] bool, the frame ends its episode; its value is 0
+  "truncated",  # [n] bool, the frame ends its episode; bootstrap from its value
+  "action",  # [n] int32, taken after the frame; -1 where the frame ends an episode
+  "reward",  # [n] float32, received for the action; clipped if configured
+  "step",  # [n] int32, learner step of the weights that chose the action
+)
 
 
-class Segment(NamedTuple):
-  """Consecutive slots of one lane, appended by an actor. Frame i of n belongs to slot start + i.
+@dataclasses.dataclass(frozen=True)
+class Slots:
+  """Slots of one or several lanes, appended by an actor; those of each lane are in order."""
 
-  The columns and their dtypes are those of the replay's `Schema`.
-  """
-
-  lane: int
-  start: int  # absolute time of the first slot
-  frame: np.ndarray  # [n, H, W, C]
-  first: np.ndarray  # [n] bool, the frame starts an episode
-  terminated: np.ndarray  # [n] bool, the frame ends its episode; its value is 0
-  truncated: np.ndarray  # [n] bool, the frame ends its episode; bootstrap from its value
-  action: np.ndarray  # [n] int32, taken after the frame; -1 where the frame ends an episode
-  reward: np.ndarray  # [n] float32, received for `action`; clipped if configured
-  step: np.ndarray  # [n] int32, learner step of the weights that chose the action
-  extra: dict[str, np.ndarray]  # [n, ...] each, the agent's columns by name
-
-  def arrays(self) -> dict[str, np.ndarray]:
-    """Returns all columns by name."""
-    return {name: getattr(self, name) for name in BASE_COLUMNS} | self.extra
+  lane: np.ndarray  # [n] int64
+  time: np.ndarray  # [n] int64, absolute
+  columns: Mapping[str, np.ndarray]  # [n, ...] each: those of the replay's `Schema`, by name
 
   @classmethod
-  def of(cls, lane: int, start: int, arrays: dict[str, np.ndarray]) -> "Segment":
-    """Makes a segment from its columns by name."""
-    extra = {name: array for name, array in arrays.items() if name not in BASE_COLUMNS}
-    return cls(lane, start, **{name: arrays[name] for name in BASE_COLUMNS}, extra=extra)
+  def of_lane(cls, lane: int, start: int, columns: Mapping[str, np.ndarray]) -> "Slots":
+    """Makes consecutive slots of a lane from time `start` on."""
+    n = len(columns["frame"])
+    return cls(np.full(n, lane, np.int64), np.arange(start, start + n), columns)
 
-  def map(self, function: Callable[[np.ndarray], np.ndarray], start: int) -> "Segment":
-    """Returns a segment that starts at `start`, with `function` applied to each column."""
-    return self.of(self.lane, start, {k: function(x) for k, x in self.arrays().items()})
+  @classmethod
+  def concatenate(cls, parts: Sequence["Slots"]) -> "Slots":
+    """Joins at least one group of slots with the same columns."""
+    columns = {
+      name: np.concatenate([part.columns[name] for part in parts]) for name in parts[0].columns
+    }
+    lane, time = (np.concatenate(x) for x in zip(*((p.lane, p.time) for p in parts), strict=True))
+    return cls(lane, time, columns)
+
+  def __len__(self) -> int:
+    return len(self.lane)
+
+  def __getitem__(self, name: str) -> np.ndarray:
+    """Returns a column."""
+    return self.columns[name]
+
+  def select(self, index: np.ndarray | slice) -> "Slots":
+    """Returns the slots at `index`, an index of arrays [n]."""
+    columns = {name: column[index] for name, column in self.columns.items()}
+    return Slots(self.lane[index], self.time[index], columns)
+
+  def by_lane(self) -> "Slots":
+    """Returns the slots sorted by lane, in order within each lane."""
+    if (self.lane[1:] >= self.lane[:-1]).all():
+      return self
+    return self.select(np.argsort(self.lane, kind="stable"))
+
+  def check_follows(self, heads: np.ndarray) -> None:
+    """Raises ValueError unless there are slots, and those of each lane continue from heads [L].
+
+    The slots must be sorted by lane.
+    """
+    lane, lanes = self.lane, len(heads)
+    if not len(lane):
+      raise ValueError("at least one slot is required")
+    if not 0 <= lane[0] <= lane[-1] < lanes:
+      raise ValueError(f"lanes must be in 0..{lanes - 1}, got {lane[0]}..{lane[-1]}")
+    begin = np.searchsorted(lane, lane)  # index of the first slot of the same lane
+    expected = heads[lane] + np.arange(len(lane)) - begin
+    for i in np.flatnonzero(self.time != expected)[:1]:
+      raise ValueError(
+        f"slots of lane {lane[i]} must continue from the lane's head {heads[lane[i]]}: expected "
+        f"slot {expected[i]}, got {self.time[i]}"
+      )

@@ -85,7 +85,7 @@ def filled(config: Any, transitions: int) -> Any:
     }
     value = np.append(episode.value, np.float32(0))
     columns |= {"value": value, "search_value": value}
-    replay.append(pieces.Segment.of(lane, start, columns))
+    replay.append(pieces.Slots.of_lane(lane, start, columns))
     times = start + np.arange(EPISODE)
     chosen = pieces.Selection(np.full(EPISODE, lane), times, np.ones(EPISODE))
     replay.update(chosen, episode.priority, 0)

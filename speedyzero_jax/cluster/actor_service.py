@@ -12,7 +12,7 @@ from speedyzero_jax.cluster.messages import Worker
 from speedyzero_jax.cluster.roster import Roster
 from speedyzero_jax.metrics.aggregation import Episode
 from speedyzero_jax.run.experiment import Experiment
-from speedyzero_jax.types import Segment
+from speedyzero_jax.types import Slots
 from speedyzero_jax.workers.weights import ACTOR
 
 
@@ -68,7 +68,6 @@ class ActorService:
     Returns None if it allows none within `seconds`.
     """
     session = self._sessions[worker.number]
-    segments = messages.unpack(request.segments)
     with session.lock:
       if worker.incarnation != session.incarnation:
         raise ValueError(f"{worker} of incarnation {worker.incarnation} has no session")
@@ -76,7 +75,7 @@ class ActorService:
         return session.grant  # a retry, as the answer was lost
       if request.sequence != session.sequence + 1:
         raise ValueError(f"{worker} sent step {request.sequence} after step {session.sequence}")
-      self._take(worker, session, request, segments)
+      self._take(worker, session, request)
       steps, requested = self._wait_for_steps(worker, session, seconds), len(session.lanes)
       if steps is None:
         self._roster.enter(worker)
@@ -107,21 +106,22 @@ class ActorService:
     self._roster.waits(worker)
     return self._limiter.reserve(len(session.lanes), seconds, urgent=self._needs_data)
 
-  def _take(
-    self, worker: Worker, session: _Session, request: messages.Step, segments: list[Segment]
-  ) -> None:
-    """Stores segments, unless an earlier attempt of the request has delivered them."""
+  def _take(self, worker: Worker, session: _Session, request: messages.Step) -> None:
+    """Stores slots, unless an earlier attempt of the request has delivered them."""
     grant, heads = session.grant, self._replay.heads
-    for segment in segments:
-      if segment.lane not in session.lanes:
-        raise ValueError(f"{worker} has lanes {session.lanes}, got lane {segment.lane}")
-    new = [s for s in segments if s.start + len(s.frame) > heads[s.lane]]
-    if not new:
+    if not request.slots:
+      return self._release(session)
+    slots = Slots(**request.slots)
+    self._replay.schema.check(slots)
+    if not np.isin(slots.lane, session.lanes).all():
+      raise ValueError(f"{worker} has lanes {session.lanes}, got lanes {np.unique(slots.lane)}")
+    slots = slots.select(slots.time >= heads[slots.lane])
+    if not len(slots):
       return self._release(session)
     if grant is None:
       raise ValueError(f"{worker} has no grant for the experience it sent")
-    taken = sum(int((segment.action >= 0).sum()) for segment in new)
-    if max(int(s.step.max()) for s in new) > self._limiter.learner_steps:
+    taken = int((slots["action"] >= 0).sum())
+    if slots["step"].max() > self._limiter.learner_steps:
       raise ValueError(f"{worker} acted with weights newer than the learner's")
     if taken > grant.steps:
       raise ValueError(f"{worker} took {taken} steps of {grant.steps} granted")
@@ -129,7 +129,7 @@ class ActorService:
       raise ValueError(f"episodes must be finite, [e, 2], got {request.episodes}")
     episodes = [Episode(score, int(length)) for score, length in request.episodes.tolist()]
     try:
-      self._collector.take(new, episodes, granted=grant.steps)
+      self._collector.take(slots, episodes, granted=grant.steps)
     except ValueError:
       raise
     except Exception as error:

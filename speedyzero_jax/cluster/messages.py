@@ -1,12 +1,10 @@
 """Messages between the learner and its workers: actors and refreshers call, the learner answers.
 
 A message is a NamedTuple, sent as a msgpack map `{kind: fields}` with arrays in flax's encoding.
-Letters in shapes: n slots or states, k states per window, w frames per window, l lanes, e episodes,
-s segments.
+Letters in shapes: n slots or states, k states per window, w frames per window, l lanes, e episodes.
 """
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -14,7 +12,7 @@ import numpy as np
 from flax import serialization
 
 from speedyzero_jax.run.topology import Kind
-from speedyzero_jax.types import BASE_COLUMNS, Params, Segment
+from speedyzero_jax.types import Params
 
 Arrays = dict[str, np.ndarray]
 Message = TypeVar("Message")
@@ -49,7 +47,7 @@ class Step(NamedTuple):
   """
 
   sequence: int  # index among the incarnation's steps, from 0
-  segments: Arrays  # made by `pack`
+  slots: dict[str, Any]  # fields of `Slots`; {}: none
   episodes: np.ndarray  # [e, 2] float64, return and agent steps of finished episodes
 
 
@@ -176,35 +174,3 @@ def named(tree: Params) -> dict[str, Any]:
 def unnamed(like: Params, arrays: Mapping[str, Any]) -> Params:
   """Rebuilds a tree with the structure of `like` from `named` leaves. Raises KeyError."""
   return jax.tree_util.tree_map_with_path(lambda path, _: arrays[jax.tree_util.keystr(path)], like)
-
-
-def pack(segments: Sequence[Segment]) -> Arrays:
-  """Packs segments into one array per column, and "_index" [s, 3]: lane, start and n of each."""
-  if not segments:
-    return {}
-  columns = [segment.arrays() for segment in segments]
-  index = np.array([(x.lane, x.start, len(x.frame)) for x in segments], np.int64)
-  return {"_index": index} | {
-    name: np.concatenate([column[name] for column in columns]) for name in columns[0]
-  }
-
-
-def unpack(arrays: Arrays) -> list[Segment]:
-  """Unpacks the segments of `pack`, as views. Raises ValueError for impossible sizes or names.
-
-  The columns are checked against the replay's schema when they are appended.
-  """
-  if not arrays:
-    return []
-  columns = dict(arrays)
-  index = columns.pop("_index", np.zeros(0))
-  if index.dtype != np.int64 or index.shape[1:] != (3,) or (index[:, 2] < 1).any():
-    raise ValueError("segments: _index must be int64 [s, 3], with at least one slot per segment")
-  missing = set(BASE_COLUMNS) - columns.keys()
-  bounds = [0, *itertools.accumulate(index[:, 2].tolist())]
-  if missing or any(column.shape[:1] != (bounds[-1],) for column in columns.values()):
-    raise ValueError(f"segments: missing columns {sorted(missing)}, or columns of unequal length")
-  return [
-    Segment.of(lane, start, {name: column[a:b] for name, column in columns.items()})
-    for (lane, start, _), (a, b) in zip(index.tolist(), itertools.pairwise(bounds), strict=True)
-  ]

@@ -20,7 +20,7 @@ from speedyzero_jax.replay.replay import Array
 from speedyzero_jax.run.factories import frames_on_devices, replay_capacity
 from speedyzero_jax.run.topology import Role, derived_seed
 from speedyzero_jax.system import memory
-from speedyzero_jax.types import Segment
+from speedyzero_jax.types import Slots
 from speedyzero_jax.workers.actor import Actor
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.learner import make_mesh
@@ -105,22 +105,22 @@ def play(
   `request` sends experience and returns the next grant; `latest` returns a subscriber's weights, of
   learner step `at_least` or later.
   """
-  segments: list[Segment] = []
+  slots: Slots | None = None
   closed = False
   for sequence in itertools.count():
     ended = np.array(actor.finished, np.float64).reshape(-1, 2)
-    grant = request(messages.Step(sequence, messages.pack(segments), ended))
+    grant = request(messages.Step(sequence, vars(slots) if slots else {}, ended))
     if not grant.steps and closed:
       return
     version = latest(ACTOR, at_least=grant.weights)
     progress, random = grant.progress, grant.random
     if grant.steps:
-      segments, count = actor.step(
+      slots, count = actor.step(
         version, budget=grant.steps, progress=progress, random=random, last=grant.closing
       )
       closed = grant.closing and count == grant.steps
     else:
-      segments, closed = actor.close_lanes(version, progress=progress, random=random), True
+      slots, closed = actor.close_lanes(version, progress=progress, random=random), True
 
 
 class FrameCopy:

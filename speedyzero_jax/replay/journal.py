@@ -10,7 +10,7 @@ import contextlib
 import json
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,12 @@ import numpy as np
 
 from speedyzero_jax.replay.journal_rows import Row, RowCodec, runs
 from speedyzero_jax.replay.schema import Schema
-from speedyzero_jax.types import Segment
+from speedyzero_jax.types import Slots
 
 _VERSION = 3  # increased when the tables or the layout of their blobs change
 _BUSY_SECONDS = 3.0  # a killed process may keep the file locked for a moment
 _BUFFER_BYTES = 64 << 20
-_SEGMENT_BYTES = 2048  # overhead of one segment's array objects in memory
+_APPEND_BYTES = 2048  # overhead of one append's array objects in memory
 
 _COLUMNS = "lane, start, size, crc, slots, frames"  # fields of `Row`
 _TABLES = (
@@ -64,7 +64,7 @@ class Journal:
     self._codec, self._slot_bytes = RowCodec(schema), schema.slot_bytes
     self._buffer_bytes = buffer_bytes
     self._lock = threading.RLock()
-    self._buffer: list[Segment] = []
+    self._buffer: list[Slots] = []
     self._buffered = 0  # bytes
     columns = [[column.name, column.dtype, list(column.shape)] for column in schema.columns]
     with self._errors("cannot be opened"):
@@ -80,7 +80,7 @@ class Journal:
 
   @property
   def heads(self) -> np.ndarray:
-    """[L] int64, the slot at which each lane's next segment must start."""
+    """[L] int64, each lane's next slot."""
     with self._lock:
       return self._heads.copy()
 
@@ -92,27 +92,19 @@ class Journal:
 
   # --- Writing ---
 
-  def append(self, segments: Sequence[Segment]) -> None:
-    """Appends all of the segments or none; `flush` makes them durable.
+  def append(self, slots: Slots) -> None:
+    """Appends all of the slots or none; `flush` makes them durable.
 
     Raises:
-      ValueError: a segment does not start at its lane's head; none is appended.
-      JournalError: the full buffer cannot be written; the segments remain in it.
+      ValueError: there are none, or they do not follow their lane's head; none is appended.
+      JournalError: the full buffer cannot be written; the slots remain in it.
     """
     with self._lock:
-      heads = self._heads.copy()
-      for segment in segments:
-        if segment.start != heads[segment.lane]:
-          raise ValueError(
-            f"segment of lane {segment.lane}: must start at slot {heads[segment.lane]}, the lane's "
-            f"head, got {segment.start}"
-          )
-        heads[segment.lane] += len(segment.frame)
-      # Copy the arrays, since actors may reuse them.
-      self._buffer += [segment.map(np.array, int(segment.start)) for segment in segments]
-      self._heads = heads
-      for segment in segments:
-        self._buffered += len(segment.frame) * self._slot_bytes + _SEGMENT_BYTES
+      slots = Slots.concatenate([slots.by_lane()])  # a copy, as actors may reuse their arrays
+      slots.check_follows(self._heads)
+      self._buffer.append(slots)
+      self._heads[slots.lane] = slots.time + 1  # repeated lanes: the last time is used
+      self._buffered += len(slots) * self._slot_bytes + _APPEND_BYTES
       if self._buffered > self._buffer_bytes:
         self.flush()
 
@@ -121,7 +113,7 @@ class Journal:
     with self._lock:
       if not self._buffer:
         return
-      rows = [self._codec.encode(run) for run in runs(self._buffer)]
+      rows = [self._codec.encode(run) for run in runs(Slots.concatenate(self._buffer))]
       with self._transaction():
         self._db.executemany(f"INSERT INTO segment ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?)", rows)
         for row in rows:
@@ -165,7 +157,7 @@ class Journal:
     ).fetchone()
     if result is not None:
       row = Row(*result[1:])
-      short = self._codec.encode([self._codec.decode(row, row.start, head)])
+      short = self._codec.encode(self._codec.decode(row, row.start, head))
       self._db.execute(
         "UPDATE segment SET size = ?, crc = ?, slots = ?, frames = ? WHERE id = ?",
         (*short[2:], result[0]),
@@ -193,12 +185,12 @@ class Journal:
 
   # --- Reading ---
 
-  def read(self, start: np.ndarray, stop: np.ndarray | None = None) -> Iterator[Segment]:
+  def read(self, start: np.ndarray, stop: np.ndarray | None = None) -> Iterator[Slots]:
     """Yields slots start[lane] <= t < stop[lane] (None: the heads), in order within each lane.
 
-    If every append was flushed separately, slots of different lanes are in the order of the
-    appends, too. If a segment begins an episode although the lane's previous episode is open, the
-    environment was lost in between.
+    Each item has consecutive slots of one lane. If every append was flushed separately, items are
+    in the order of the appends, and by lane within an append. If an item begins an episode although
+    the lane's previous episode is open, the environment was lost in between.
 
     Raises JournalDamage if slots are damaged or missing.
     """

@@ -6,13 +6,13 @@ stored raw, in little-endian order, one after another. A CRC-32 covers everythin
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from speedyzero_jax.replay.schema import Schema
-from speedyzero_jax.types import Segment
+from speedyzero_jax.types import Slots
 
 
 class Row(NamedTuple):
@@ -34,27 +34,25 @@ class Row(NamedTuple):
 
 
 class RowCodec:
-  """Encodes segments with the columns of a schema as rows, and decodes rows."""
+  """Encodes slots with the columns of a schema as rows, and decodes rows."""
 
   def __init__(self, schema: Schema):
     types = {c.name: (np.dtype(c.dtype).newbyteorder("<"), c.shape) for c in schema.columns}
     self._frame = types.pop("frame")
     self._slots = types
 
-  def encode(self, run: Sequence[Segment]) -> Row:
-    """Encodes consecutive segments of a lane as one row."""
-    parts = [segment.arrays() for segment in run]
-    arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    size = len(arrays["frame"])
-    slots = b"".join(arrays[name].astype(t[0]).tobytes() for name, t in self._slots.items())
-    pixels = arrays["frame"].astype(self._frame[0], copy=False).reshape(size, -1).view(np.uint8)
+  def encode(self, slots: Slots) -> Row:
+    """Encodes consecutive slots of a lane as one row."""
+    n = len(slots)
+    columns = b"".join(slots[name].astype(t[0]).tobytes() for name, t in self._slots.items())
+    pixels = slots["frame"].astype(self._frame[0], copy=False).reshape(n, -1).view(np.uint8)
     changes = pixels.copy()
     changes[1:] ^= pixels[:-1]
     frames = zlib.compress(changes.data, 1)
-    place = run[0].lane, run[0].start, size
-    return Row(*place, _crc(*place, slots, frames), slots, frames)
+    place = int(slots.lane[0]), int(slots.time[0]), n
+    return Row(*place, _crc(*place, columns, frames), columns, frames)
 
-  def decode(self, row: Row, begin: int, end: int) -> Segment:
+  def decode(self, row: Row, begin: int, end: int) -> Slots:
     """Decodes slots begin <= t < end, which an intact row must contain."""
     arrays, offset = {}, 0
     for name, (dtype, shape) in self._slots.items():
@@ -67,21 +65,20 @@ class RowCodec:
     pixels = np.bitwise_xor.accumulate(changes, axis=0)
     arrays["frame"] = pixels.view(dtype).reshape(row.size, *shape)
     part = slice(begin - row.start, end - row.start)
-    return Segment.of(row.lane, begin, {name: array[part] for name, array in arrays.items()})
+    return Slots.of_lane(row.lane, begin, {name: array[part] for name, array in arrays.items()})
 
 
-def runs(segments: Sequence[Segment]) -> list[list[Segment]]:
-  """Groups consecutive segments by lane; splits where a lost environment left an episode open."""
-  result: list[list[Segment]] = []
-  latest: dict[int, list[Segment]] = {}
-  for segment in segments:
-    run = latest.get(segment.lane)
-    ended = run is not None and (run[-1].terminated[-1] or run[-1].truncated[-1])
-    if run is None or (segment.first[0] and not ended):
-      run = latest[segment.lane] = []
-      result.append(run)
-    run.append(segment)
-  return result
+def runs(slots: Slots) -> Iterator[Slots]:
+  """Divides slots into consecutive ones of one lane each, in the order of their first slots.
+
+  Also splits where a lost environment left an episode open.
+  """
+  order = np.argsort(slots.lane, kind="stable")
+  lane, first = slots.lane[order], slots["first"][order]
+  ended = (slots["terminated"] | slots["truncated"])[order]
+  begins = (np.diff(lane, prepend=-1) != 0) | (first & ~np.roll(ended, 1))
+  parts = np.split(order, np.flatnonzero(begins)[1:])
+  yield from map(slots.select, sorted(parts, key=lambda part: part[0]))
 
 
 def _crc(lane: int, start: int, size: int, slots: bytes, frames: bytes) -> int:

@@ -17,7 +17,7 @@ from speedyzero_jax.replay.schema import Column, Schema
 from speedyzero_jax.replay.selector import Selection, Selector
 from speedyzero_jax.replay.storage import LaneStore, put, slots_between, take
 from speedyzero_jax.replay.sweep import Sweep
-from speedyzero_jax.types import Segment
+from speedyzero_jax.types import Slots
 
 Array = np.ndarray | jax.Array
 
@@ -92,26 +92,19 @@ class Replay:
     with self.lock:
       return self.store.tail.copy()
 
-  def append(self, segment: Segment) -> None:
-    """Appends one segment, see `append_many`."""
-    self.append_many([segment])
-
-  def append_many(self, segments: Sequence[Segment]) -> None:
-    """Appends segments of different lanes.
-
-    Raises:
-      ValueError: a segment is invalid (see `LaneStore.append`); nothing is changed.
-    """
+  def append(self, slots: Slots) -> None:
+    """Appends slots. Raises ValueError if they are invalid; nothing is changed."""
     with self.lock:
       old_head = self.store.head.copy()
-      self._written(*self.store.append(segments))
+      slots = self.store.append(slots)
+      self._copy_frames(slots.lane, slots.time)
       used = np.minimum(self.store.head, self.store.capacity)
       for sweep in self._sweeps.values():
         sweep.grow(used)
-      grown = np.array([segment.lane for segment in segments])
+      grown = np.flatnonzero(self.store.head > old_head)
       self.selector.appended(grown, old_head[grown])
 
-  def _written(self, lane: np.ndarray, time: np.ndarray) -> None:
+  def _copy_frames(self, lane: np.ndarray, time: np.ndarray) -> None:
     """Copies the frames of newly written slots [n] to the devices."""
     if self._device_frames is None:
       return
@@ -121,10 +114,10 @@ class Replay:
       cell = self.store.cell(time[part])
       self._device_frames.write(lane[part], cell, self.store.gather(lane[part], cell))
 
-  def check(self, segments: Sequence[Segment]) -> None:
-    """Raises the ValueError that `append_many` of these segments would raise."""
+  def check(self, slots: Slots) -> None:
+    """Raises the ValueError that `append` of these slots would raise."""
     with self.lock:
-      self.store.check(segments)
+      self.store.check(slots)
 
   def truncate(self, lane: int) -> None:
     """Ends a lane's open episode after its environment was lost (see `LaneStore.truncate`)."""
@@ -329,14 +322,13 @@ class Replay:
     with self.lock:
       store = self.store
       store.load_state_dict(state)
-      self._written(*slots_between(store.tail, store.head))
+      self._copy_frames(*slots_between(store.tail, store.head))
       self.selector.load_state_dict(state)
       self.rng = unpack_rng(state["rng"])
       for name, sweep in self._sweeps.items():
         sweep.load(state[f"sweep_{name}"], np.minimum(store.head, store.capacity))
 
-  def import_frames(self, segments: Sequence[Segment]) -> None:
-    """Restores frames into a new replay before `load_state_dict`; each lane's oldest come first."""
+  def import_frames(self, slots: Slots) -> None:
+    """Restores frames of a lane into a new replay before `load_state_dict`, the oldest first."""
     with self.lock:
-      for segment in segments:
-        self.store.put_frames(segment)
+      self.store.put_frames(slots)

@@ -1,9 +1,8 @@
 """Schema of a stored step: every column that actors append.
 
-Storage, journal and messages are derived from a `Schema`. The base columns are common to all agents
-(see `types.Segment` for their meanings). An agent adds its own (`extra`), such as a search policy
-or a value estimate (see `agents/efficientzero/agent.py`). `LaneStore` adds columns derived from
-them.
+Storage, journal and messages are derived from a `Schema`. `types.BASE_COLUMNS` are common to all
+agents. An agent adds its own (`extra`), such as a search policy or a value estimate (see
+`agents/efficientzero/agent.py`). `LaneStore` adds columns derived from them.
 """
 
 import math
@@ -12,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from speedyzero_jax.types import BASE_COLUMNS, Segment
+from speedyzero_jax.types import BASE_COLUMNS, Slots
 
 
 class Column(NamedTuple):
@@ -64,17 +63,18 @@ class Schema(NamedTuple):
     """Bytes of one slot's columns, without copies and stamps."""
     return sum(column.nbytes for column in self.columns)
 
-  def check(self, segment: Segment) -> None:
-    """Raises ValueError unless the segment has exactly these columns, with their shapes, dtypes."""
-    arrays, slots = segment.arrays(), len(segment.frame)
-    if arrays.keys() != {column.name for column in self.columns}:
-      names = sorted(arrays.keys() ^ {column.name for column in self.columns})
-      raise ValueError(f"segment of lane {segment.lane}: missing or unknown columns {names}")
-    for column in self.columns:
-      array, shape = arrays[column.name], (slots, *column.shape)
+  def check(self, slots: Slots) -> None:
+    """Raises ValueError unless slots have exactly these columns, with their shapes and dtypes."""
+    columns = (Column("lane", "int64"), Column("time", "int64"), *self.columns)
+    arrays = {"lane": slots.lane, "time": slots.time, **slots.columns}
+    if arrays.keys() != {column.name for column in columns}:
+      names = sorted(arrays.keys() ^ {column.name for column in columns})
+      raise ValueError(f"slots: missing or unknown columns {names}")
+    for column in columns:
+      array, shape = arrays[column.name], (slots.lane.size, *column.shape)
       if array.shape != shape or array.dtype != column.dtype:
         raise ValueError(
-          f"segment of lane {segment.lane}: {column.name} must be {column.dtype}{list(shape)}, "
+          f"slots: {column.name} must be {column.dtype}{list(shape)}, "
           f"got {array.dtype}{list(array.shape)}"
         )
 
@@ -88,7 +88,7 @@ def make_schema(
   copies: Mapping[str, str] | None = None,
   stamps: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Schema:
-  """Makes a schema of the base columns (see `types.Segment`) and an agent's `extra` columns."""
+  """Makes a schema of `types.BASE_COLUMNS` and an agent's `extra` columns."""
   base = (
     Column("frame", np.dtype(frame_dtype).name, tuple(frame_shape)),
     Column("first", "bool"),

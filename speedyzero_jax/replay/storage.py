@@ -3,15 +3,14 @@
 Consecutive slots of a lane are adjacent in memory. A slot is identified by lane and absolute time.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
 
 import numpy as np
 
 from speedyzero_jax.replay.schema import Schema
 from speedyzero_jax.replay.staleness import NEVER, Stamps
 from speedyzero_jax.system import memory
-from speedyzero_jax.types import Segment
+from speedyzero_jax.types import Slots
 
 OPEN = -1  # episode_end of an episode that has not ended yet
 
@@ -79,78 +78,64 @@ class LaneStore:
   def __getitem__(self, name: str) -> np.ndarray:
     return self.fields[name]
 
-  def append(self, segments: Sequence[Segment]) -> tuple[np.ndarray, np.ndarray]:
-    """Appends segments of different lanes, evicting the oldest slots of full lanes.
+  def append(self, slots: Slots) -> Slots:
+    """Appends slots, evicting the oldest ones of full lanes.
 
     A frame may be both terminated and truncated; it then counts as terminated.
 
-    Returns lane and time [n] of the new slots. Raises ValueError if a segment is invalid; nothing
+    Returns the slots sorted by lane. Raises ValueError if they are invalid (see `check`); nothing
     is changed.
     """
-    slots = self.check(segments)
-    lane, time, columns = slots.lane, slots.time, slots.columns
+    slots = self.check(slots)
+    lane, time, first = slots.lane, slots.time, slots["first"]
     cell, flat = self.cell(time), self.flat(lane, time)
-    # A slot's episode starts at the latest `first` in its segment, or where its lane's open episode
-    # started.
-    first, open_start = columns["first"], self.episode_start[lane, self.cell(self.head[lane] - 1)]
-    latest = np.maximum.accumulate(np.where(first | slots.leads, np.arange(len(lane)), 0))
+    # A slot's episode starts at the latest `first` among its lane's new slots, or where the lane's
+    # open episode started.
+    open_start = self.episode_start[lane, self.cell(self.head[lane] - 1)]
+    latest = np.maximum.accumulate(np.where(first | _leads(lane), np.arange(len(lane)), 0))
     self.episode_start[lane, cell] = np.where(first, time, open_start)[latest]
     self.episode_end[lane, cell] = OPEN
-    acted = columns["action"] >= 0
+    acted = slots["action"] >= 0
     evicted = (time - self.capacity >= self.tail[lane]) & (self.action[lane, cell] >= 0)
     self.stored_transitions += int(acted.sum()) - int(evicted.sum())
     for name, column in self._columns.items():
-      column[lane, cell] = columns[name]
+      column[lane, cell] = slots[name]
     for name, source in self.schema.copies.items():
-      self[name][lane, cell] = columns[source]
+      self[name][lane, cell] = slots[source]
     for stamps in self.stamps.values():
-      stamps.set(flat, columns["step"])
+      stamps.set(flat, slots["step"])
     self.inserted[lane, cell] = self.num_transitions + np.cumsum(acted) - acted
     self.num_transitions += int(acted.sum())
     self.head[lane] = time + 1  # repeated lanes: the last time is used
     np.maximum(self.tail, self.head - self.capacity, out=self.tail)
     for end in np.flatnonzero(~acted):
       self._close(int(lane[end]), int(time[end]))
-    return lane, time
+    return slots
 
-  def check(self, segments: Sequence[Segment]) -> "_Slots":
-    """Returns the segments' slots. Raises the ValueError that `append` would raise."""
-    lanes = [int(segment.lane) for segment in segments]
-    if len(set(lanes)) != len(lanes):
-      raise ValueError(f"an append must have at most one segment per lane, got lanes {lanes}")
-    for segment in segments:
-      self._check_place(segment)
-      self.schema.check(segment)
-    # Concatenate columns over segments, as most segments have a single slot.
-    sizes = [len(segment.frame) for segment in segments]
-    arrays = [segment.arrays() for segment in segments]
-    slots = _Slots(
-      lane=np.repeat(lanes, sizes),
-      time=np.concatenate([s.start + np.arange(n) for s, n in zip(segments, sizes, strict=True)]),
-      leads=np.concatenate([np.arange(n) == 0 for n in sizes]),
-      columns={name: np.concatenate([array[name] for array in arrays]) for name in self._columns},
-    )
+  def check(self, slots: Slots) -> Slots:
+    """Returns the slots sorted by lane.
+
+    Raises ValueError if there are none, if columns are missing, of another shape or type, or
+    inconsistent, if a lane has more slots than its capacity, or if they do not follow its head.
+    """
+    self.schema.check(slots)
+    slots = slots.by_lane()
+    slots.check_follows(self.head)
+    count = np.bincount(slots.lane)
+    if count.max() > self.capacity:
+      lane = int(count.argmax())
+      raise ValueError(
+        f"an append must have at most {self.capacity} slots per lane, got {count[lane]} of lane "
+        f"{lane}"
+      )
     self._check_content(slots)
     return slots
 
-  def _check_place(self, segment: Segment) -> None:
-    lane, n = segment.lane, len(segment.frame)
-    if not 0 <= lane < self.lanes:
-      raise ValueError(f"segment: lane must be in 0..{self.lanes - 1}, got {lane}")
-    if segment.start != self.head[lane]:
-      raise ValueError(
-        f"segment of lane {lane}: start must be the lane's head {self.head[lane]}, "
-        f"got {segment.start}"
-      )
-    if not 1 <= n <= self.capacity:
-      raise ValueError(f"segment of lane {lane}: must have 1..{self.capacity} slots, got {n}")
-
-  def _check_content(self, slots: "_Slots") -> None:
+  def _check_content(self, slots: Slots) -> None:
     """Checks the values of columns and their consistency."""
-    columns, lane = slots.columns, slots.lane
-    ended = columns["terminated"] | columns["truncated"]
-    first = np.where(slots.leads, ~self._is_open(lane), np.roll(ended, 1))
-    action, step = columns["action"], columns["step"]
+    lane, action, step = slots.lane, slots["action"], slots["step"]
+    ended = slots["terminated"] | slots["truncated"]
+    first = np.where(_leads(lane), ~self._is_open(lane), np.roll(ended, 1))
     for wrong, message in (
       ((action == -1) != ended, "action must be -1 exactly where an episode ends"),
       (
@@ -159,13 +144,13 @@ class LaneStore:
       ),
       ((step < 0) | (step == NEVER), f"step must be a learner step, 0..{NEVER - 1}"),
       (
-        columns["first"] != first,
+        slots["first"] != first,
         "first must be true exactly at the lane's start and after an episode's end",
       ),
-      *((~_finite(x), f"{name} must be finite") for name, x in columns.items()),
+      *((~_finite(x), f"{name} must be finite") for name, x in slots.columns.items()),
     ):
       if wrong.any():
-        raise ValueError(f"segment of lane {lane[wrong][0]}: {message}")
+        raise ValueError(f"slots of lane {lane[wrong][0]}: {message}")
 
   def _is_open(self, lane: np.ndarray) -> np.ndarray:
     """Whether each lane's newest slot belongs to an unfinished episode."""
@@ -191,18 +176,19 @@ class LaneStore:
     self.stored_transitions -= 1
     self._close(lane, end)
 
-  def put_frames(self, segment: Segment) -> None:
-    """Restores the frames of a segment. After a gap, the slots before the gap are evicted.
+  def put_frames(self, slots: Slots) -> None:
+    """Restores the frames of consecutive slots of one lane.
 
-    The other fields are restored by `load_state_dict`.
+    After a gap, the slots before the gap are evicted. The other fields are restored by
+    `load_state_dict`.
     """
-    lane, stop = segment.lane, segment.start + len(segment.frame)
-    if segment.start > self.head[lane]:
-      self.tail[lane] = segment.start
-    kept = segment.frame[-self.capacity :]
-    self.frame[lane, np.arange(stop - len(kept), stop) % self.capacity] = kept
-    self.head[lane] = stop
-    self.tail[lane] = max(self.tail[lane], stop - self.capacity)
+    lane, start = int(slots.lane[0]), int(slots.time[0])
+    kept = slots.select(slice(-self.capacity, None))
+    self.frame[lane, self.cell(kept.time)] = kept["frame"]
+    if start > self.head[lane]:
+      self.tail[lane] = start
+    self.head[lane] = kept.time[-1] + 1
+    self.tail[lane] = max(self.tail[lane], self.head[lane] - self.capacity)
 
   def state_dict(self) -> dict[str, np.ndarray]:
     """Returns the contents except the frames: live slots by lane, oldest first."""
@@ -282,13 +268,9 @@ class LaneStore:
     return sum(array.nbytes for array in arrays) // (self.lanes * self.capacity)
 
 
-class _Slots(NamedTuple):
-  """Concatenated slots of several segments."""
-
-  lane: np.ndarray  # [n]
-  time: np.ndarray  # [n]
-  leads: np.ndarray  # [n] bool, the slot is the first of its segment
-  columns: dict[str, np.ndarray]  # [n, ...] each
+def _leads(lane: np.ndarray) -> np.ndarray:
+  """Whether slots, sorted by lane, are the first ones of their lanes, bool [n]."""
+  return np.diff(lane, prepend=-1) != 0
 
 
 def _finite(values: np.ndarray) -> np.ndarray:

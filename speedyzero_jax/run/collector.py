@@ -1,8 +1,7 @@
 """The collector: adds experience to the journal, the replay and the counters atomically."""
 
-import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -11,7 +10,7 @@ from speedyzero_jax.metrics.aggregation import Episode, EpisodeStats
 from speedyzero_jax.metrics.logger import MetricsLogger
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.run.rate_limiter import RateLimiter
-from speedyzero_jax.types import Segment
+from speedyzero_jax.types import Slots
 from speedyzero_jax.workers.actor import Actor
 from speedyzero_jax.workers.weights import ACTOR, WeightsStore
 
@@ -19,7 +18,7 @@ from speedyzero_jax.workers.weights import ACTOR, WeightsStore
 class Collector:
   """Collects experience with a local actor, or receives it from remote ones. Thread-safe.
 
-  `record` appends segments to the journal.
+  `record` appends slots to the journal.
   """
 
   def __init__(
@@ -29,7 +28,7 @@ class Collector:
     weights: WeightsStore,
     logger: MetricsLogger,
     episodes: EpisodeStats,
-    record: Callable[[Sequence[Segment]], None],
+    record: Callable[[Slots], None],
   ):
     self._replay, self._limiter, self._weights, self._logger = replay, limiter, weights, logger
     self._record = record
@@ -45,30 +44,30 @@ class Collector:
     limiter.begin_acting(self)
     version = self._weights.latest(ACTOR)
     with self._logger.part("act"), self.lock:
-      segments, count = local.step(
+      slots, count = local.step(
         version,
         budget=limiter.pool,
         progress=limiter.progress,
         random=limiter.playing_randomly,
       )
-      self._store(segments)
+      self._store(slots)
       limiter.add_env_steps(count)
     self._logger.count(names.AGENT_STEPS_PER_SECOND, count)
     self._log_lag(version.step)
     limiter.end_acting(self)
 
-  def take(self, segments: Sequence[Segment], episodes: Sequence[Episode], *, granted: int) -> None:
+  def take(self, slots: Slots, episodes: Sequence[Episode], *, granted: int) -> None:
     """Adds experience that another process collected with a grant of `granted` agent steps.
 
-    Raises ValueError for invalid segments, before anything changes. A failure to store them ends
-    the run and is raised here as well.
+    Raises ValueError for invalid slots, before anything changes. A failure to store them ends the
+    run and is raised here as well.
     """
-    count = sum(int((segment.action >= 0).sum()) for segment in segments)
+    count = int((slots["action"] >= 0).sum())
     with self.lock:
-      self._replay.check(segments)
+      self._replay.check(slots)
       try:
-        self._store(segments)
-      except Exception as error:  # the segments are lost, or in the journal only
+        self._store(slots)
+      except Exception as error:  # the slots are lost, or in the journal only
         self.fail(error)
         raise
       self._limiter.add_env_steps(count, reserved=granted)
@@ -76,7 +75,7 @@ class Collector:
       self.episodes.record(episode)
     self._logger.count(names.AGENT_STEPS_PER_SECOND, count)
     if count:
-      self._log_lag(min(int(segment.step.min()) for segment in segments))
+      self._log_lag(int(slots["step"].min()))
 
   def fail(self, error: BaseException) -> None:
     """Stops the run, which then raises `error`."""
@@ -89,20 +88,21 @@ class Collector:
       for lane in lanes:
         self._replay.truncate(lane)
 
-  def replay_recorded(self, recorded: Sequence[Segment]) -> None:
-    """Appends segments from the journal, at most one per lane, recorded after the checkpoint."""
-    for segment in recorded:
-      if segment.first[0]:
-        self._replay.truncate(segment.lane)  # its previous environment had been lost
-    now = self._limiter.learner_steps  # weights of later steps were lost with the learner
-    clamped = [segment._replace(step=np.minimum(segment.step, now)) for segment in recorded]
-    for part in _parts(clamped, self._replay.store.capacity):
-      self._replay.append_many(part)
-    self._limiter.add_env_steps(sum(int((segment.action >= 0).sum()) for segment in recorded))
+  def replay_recorded(self, recorded: Slots) -> None:
+    """Appends consecutive slots of a lane, recorded in the journal after the checkpoint."""
+    if recorded["first"][0]:
+      self._replay.truncate(int(recorded.lane[0]))  # its previous environment had been lost
+    # Weights of later steps were lost with the learner.
+    step = np.minimum(recorded["step"], self._limiter.learner_steps)
+    slots = Slots(recorded.lane, recorded.time, {**recorded.columns, "step": step})
+    capacity = self._replay.store.capacity
+    for begin in range(0, len(slots), capacity):
+      self._replay.append(slots.select(slice(begin, begin + capacity)))
+    self._limiter.add_env_steps(int((slots["action"] >= 0).sum()))
 
-  def _store(self, segments: Sequence[Segment]) -> None:
-    self._record(segments)
-    self._replay.append_many(segments)
+  def _store(self, slots: Slots) -> None:
+    self._record(slots)
+    self._replay.append(slots)
 
   def _log_lag(self, acted_with: int) -> None:
     lag = self._limiter.learner_steps - acted_with
@@ -111,10 +111,3 @@ class Collector:
   def close(self) -> None:
     if self.local is not None:
       self.local.close()
-
-
-def _parts(segments: Sequence[Segment], slots: int) -> Iterator[list[Segment]]:
-  """Yields the first `slots` slots of each segment, then the next ones, and so on."""
-  for begin in range(0, max(len(segment.frame) for segment in segments), slots):
-    part = operator.itemgetter(slice(begin, begin + slots))
-    yield [s.map(part, s.start + begin) for s in segments if len(s.frame) > begin]

@@ -12,7 +12,7 @@ import numpy as np
 
 from speedyzero_jax.replay.journal import Journal, JournalError
 from speedyzero_jax.run.checkpoint import CheckpointError, Checkpoints, Snapshot
-from speedyzero_jax.types import Params, Segment
+from speedyzero_jax.types import Params, Slots
 
 
 class RecoveryManager:
@@ -86,9 +86,9 @@ class RecoveryManager:
 
   # --- Saving ---
 
-  def append(self, segments: Sequence[Segment]) -> None:
+  def append(self, slots: Slots) -> None:
     """Appends experience to the journal and, if `durable`, flushes it to disk."""
-    self.journal.append(segments)
+    self.journal.append(slots)
     if self._durable:
       self.journal.flush()
 

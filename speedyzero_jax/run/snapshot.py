@@ -87,8 +87,8 @@ def restore(experiment: Experiment, restored: Snapshot) -> None:
       f"resumed with {experiment.membership.units}"
     )
   experiment.logger.rewind(restored.step)
-  for segment in experiment.recovery.journal.read(restored.tails, restored.heads):
-    experiment.replay.import_frames([segment])
+  for slots in experiment.recovery.journal.read(restored.tails, restored.heads):
+    experiment.replay.import_frames(slots)
   experiment.replay.load_state_dict(restored.items["replay"])
   steps: dict[str, Any] = meta["weights"]
   experiment.weights.restore(
@@ -112,11 +112,11 @@ def _check_same_network(experiment: Experiment, step: int) -> None:
 
 
 def replay_journal(experiment: Experiment) -> bool:
-  """Appends the segments that the journal has after the checkpoint. Returns whether it had any."""
+  """Appends the slots that the journal has after the checkpoint. Returns whether it had any."""
   limiter, replay = experiment.limiter, experiment.replay
   before, heads = limiter.env_steps, replay.heads
-  for segment in experiment.recovery.journal.read(heads):
-    experiment.collector.replay_recorded([segment])
+  for slots in experiment.recovery.journal.read(heads):
+    experiment.collector.replay_recorded(slots)
   if limiter.env_steps > before:
     experiment.logger.message(f"replayed {limiter.env_steps - before} agent steps of the journal")
   return bool((replay.heads > heads).any())  # a reset adds a slot, but no agent step

@@ -20,7 +20,7 @@ from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.run.experiment import Experiment
 from speedyzero_jax.run.factories import mean_stored, shortest_lane
 from speedyzero_jax.system.compilation import Program
-from speedyzero_jax.types import Segment
+from speedyzero_jax.types import Slots
 from speedyzero_jax.workers.batched_inference import padded
 from speedyzero_jax.workers.weights import ACTOR
 
@@ -151,7 +151,7 @@ def _zeros(agent: Agent, stack: int, slots: int, batch: int) -> Replay:
       frame_stack=stack,
       rng_seed=0,
     )
-    replay.append_many([Segment.of(lane, 0, columns) for lane in range(lanes)])
+    replay.append(Slots.concatenate([Slots.of_lane(i, 0, columns) for i in range(lanes)]))
     return replay
 
   lanes = 1

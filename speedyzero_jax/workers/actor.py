@@ -1,7 +1,6 @@
-"""The actor: steps a batch of environments (lanes) with an agent and produces segments."""
+"""The actor: steps a batch of environments (lanes) with an agent and produces slots."""
 
 import zlib
-from typing import Any
 
 import jax
 import numpy as np
@@ -10,10 +9,12 @@ from speedyzero_jax.agents.base import ActInputs, ActOutput, Agent
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.envs.batched_env import training_reward
 from speedyzero_jax.metrics.aggregation import Episode, EpisodeStats
-from speedyzero_jax.types import Env, EnvStep, Segment
+from speedyzero_jax.types import Env, EnvStep, Slots
 from speedyzero_jax.workers.batched_inference import BatchedInference
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.weights import Version
+
+_fold_in = jax.jit(jax.random.fold_in)  # faster than the eager function
 
 
 class FrameStacker:
@@ -71,7 +72,7 @@ class Actor:
 
   def step(
     self, version: Version, *, budget: int, progress: float, random: bool, last: bool = True
-  ) -> tuple[list[Segment], int]:
+  ) -> tuple[Slots, int]:
     """Plays one action in every lane, or in fewer lanes if the budget is smaller.
 
     Args:
@@ -84,7 +85,8 @@ class Actor:
         without an action.
 
     Returns:
-      One segment per lane, and the number of agent steps in them. Resets are not agent steps.
+      The new slots: one per lane, in the order of lanes, then the last frames of lanes that are
+      closed; and the number of agent steps in them. Resets are not agent steps.
     """
     current = self._current
     ended = current.terminated | current.truncated
@@ -96,24 +98,18 @@ class Actor:
     self._core = decision.core
     self._actions.append(decision.action.astype(np.int16))
     next_step = self._env.step(np.where(ended, 0, decision.action))
-    reward = np.where(acting, training_reward(self._config.env, next_step.reward), 0.0)
-    truncate = ~ended & ~acting  # lanes beyond the budget
-    action = np.where(acting, decision.action, -1)
-    segments = [
-      self._segment(i, truncate[i], action[i], reward[i], decision, version.step)
-      for i in range(len(self._lanes))
-    ]
+    reward = training_reward(self._config.env, next_step.reward)
+    slots = self._slots(decision, version, acting, reward)
     self._slot += 1
     self._observe(next_step)
     if count == budget and last:
-      ends = self._close(acting, version, progress, random)
-      for i, end in zip(np.flatnonzero(acting), ends, strict=True):
-        segments[i] = _join(segments[i], end)
-    return segments, count
+      ends = self._close(version, progress, random).select(np.flatnonzero(acting))
+      slots = Slots.concatenate([slots, ends])
+    return slots, count
 
   def _decide(self, version: Version, progress: float, random: bool) -> ActOutput:
     # The key depends on the slot only, so it is the same for any actor that continues these lanes.
-    key = jax.random.fold_in(self._key, int(self._slot.max()))
+    key = _fold_in(self._key, np.uint32(self._slot.max()))
     if random:
       return self._random_decision(key)
     lane = self._lanes.astype(np.int32)
@@ -133,37 +129,32 @@ class Actor:
     }
     return ActOutput(action, columns, self._core, {})
 
-  def close_lanes(self, version: Version, *, progress: float, random: bool) -> list[Segment]:
-    """Returns segments that truncate all open episodes at the current frames; call it last."""
+  def close_lanes(self, version: Version, *, progress: float, random: bool) -> Slots:
+    """Returns slots that truncate all open episodes at the current frames; call it last."""
     self.finished.clear()
-    return self._close(np.ones(len(self._lanes), bool), version, progress, random)
+    return self._close(version, progress, random)
 
-  def _close(
-    self, acted: np.ndarray, version: Version, progress: float, random: bool
-  ) -> list[Segment]:
-    """Returns segments that end the episodes of lanes with `acted` [L] at the current frames."""
-    decision, current = self._decide(version, progress, random), self._current
-    ended = current.terminated | current.truncated
-    return [
-      self._segment(i, not ended[i], -1, 0.0, decision, version.step) for i in np.flatnonzero(acted)
-    ]
+  def _close(self, version: Version, progress: float, random: bool) -> Slots:
+    """Returns one slot per lane that ends its episode at the current frame."""
+    lanes = len(self._lanes)
+    decision = self._decide(version, progress, random)
+    return self._slots(decision, version, np.zeros(lanes, bool), np.zeros(lanes, np.float32))
 
-  def _segment(
-    self, i: Any, truncate: Any, action: int, reward: float, decision: ActOutput, step: int
-  ) -> Segment:
-    current, one = self._current, slice(i, i + 1)
-    return Segment(
-      lane=int(self._lanes[i]),
-      start=int(self._slot[i]),
-      frame=current.frame[one],
-      first=current.first[one],
-      terminated=current.terminated[one],
-      truncated=current.truncated[one] | truncate,
-      action=np.array([action], np.int32),
-      reward=np.array([reward], np.float32),
-      step=np.array([step], np.int32),
-      extra={name: column[one] for name, column in decision.columns.items()},
-    )
+  def _slots(
+    self, decision: ActOutput, version: Version, acting: np.ndarray, reward: np.ndarray
+  ) -> Slots:
+    """Returns the slots of the current frames; episodes of lanes without `acting` [L] end."""
+    current = self._current
+    columns = {
+      "frame": current.frame,
+      "first": current.first,
+      "terminated": current.terminated,
+      "truncated": current.truncated | ~(acting | current.terminated),
+      "action": np.where(acting, decision.action, -1).astype(np.int32),
+      "reward": np.where(acting, reward, 0).astype(np.float32),
+      "step": np.full(len(acting), version.step, np.int32),
+    }
+    return Slots(self._lanes, self._slot.copy(), columns | decision.columns)
 
   def _observe(self, step: EnvStep) -> None:
     self._current = step
@@ -201,10 +192,3 @@ class Actor:
     self._core = jax.tree.unflatten(structure, core)
     if zlib.crc32(self._current.frame.tobytes()) != state["frames_crc"][0]:
       raise RuntimeError("replaying the environments' actions led to other frames than recorded")
-
-
-def _join(a: Segment, b: Segment) -> Segment:
-  """Joins two consecutive segments."""
-  later = b.arrays()
-  arrays = {name: np.concatenate([x, later[name]]) for name, x in a.arrays().items()}
-  return Segment.of(a.lane, a.start, arrays)

@@ -13,7 +13,7 @@ from speedyzero_jax.agents import ppo
 from speedyzero_jax.agents.base import ActInputs, Variables
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.selector import Selection
-from speedyzero_jax.types import Segment
+from speedyzero_jax.types import Slots
 from trained import KEY, largest
 
 _T, _STACK, _DISCOUNT, _LAMBDA, _BATCH, _ACTIONS = 7, 2, 0.9, 0.8, 8, 3
@@ -47,8 +47,8 @@ _VARIANTS = {
 
 
 class _Trajectory(NamedTuple):
-  segment: Segment
-  slots: np.ndarray  # [T+1]
+  slots: Slots  # of its lane, from time 0
+  time: np.ndarray  # [T+1]
   acted: np.ndarray  # [T] bool, counted in the loss
 
 
@@ -83,9 +83,7 @@ def _batch(variant):
   sizes = {"lanes": 2, "capacity": 400, "frame_stack": _STACK, "rng_seed": 0}
   replay = Replay(agent.schema, agent.make_selector, **sizes)
   for lane in range(2):
-    segment = episodes.segment(agent.schema, lane, episodes.every_end(8, rng), rng)
-    extra = {k: rng.normal(size=x.shape).astype(np.float32) for k, x in segment.extra.items()}
-    stored.append(segment._replace(extra=extra))
+    stored.append(episodes.recorded(agent.schema, lane, episodes.every_end(8, rng), rng))
     replay.append(stored[-1])
   selection = replay.select(_BATCH)
   batch = _gathered(agent, replay, selection)
@@ -98,7 +96,7 @@ def _batch(variant):
   return batch | {"acted_mask": mask}, found
 
 
-# --- the loss, from the segments as they were stored
+# --- the loss, from the slots as they were stored
 
 
 def _network(params, x, first, state):
@@ -122,7 +120,7 @@ def _log_softmax(x):
   return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
-def _vtrace(segment, slots, acted, ratio, value, clips):
+def _vtrace(slots, time, acted, ratio, value, clips):
   """Targets and advantages by Espeholt et al.'s recursion, backwards over the window."""
   rho, c, rho_pg = clips
   target, advantage, later = np.zeros(_T), np.zeros(_T), value[-1]
@@ -130,8 +128,8 @@ def _vtrace(segment, slots, acted, ratio, value, clips):
     if not acted[i]:
       target[i] = later = value[i]
       continue
-    discount = 0 if segment.terminated[slots[i + 1]] else _DISCOUNT
-    reward = segment.reward[slots[i]]
+    discount = 0 if slots["terminated"][time[i + 1]] else _DISCOUNT
+    reward = slots["reward"][time[i]]
     delta = min(rho, ratio[i]) * (reward + discount * value[i + 1] - value[i])
     trace = discount * _LAMBDA * min(c, ratio[i]) * (later - value[i + 1])
     mixed = _LAMBDA * later + (1 - _LAMBDA) * value[i + 1]
@@ -140,15 +138,15 @@ def _vtrace(segment, slots, acted, ratio, value, clips):
   return target, advantage
 
 
-def _gae(segment, slots, acted, value):
+def _gae(slots, time, acted, value):
   """Sums of (discount * lambda)^k times temporal differences, over each slot's episode."""
   total = np.zeros(_T)
   for i in range(_T):
     for k in range(i, _T):
       if not acted[k]:
         break
-      alive = 0.0 if segment.terminated[slots[k + 1]] else _DISCOUNT
-      delta = segment.reward[slots[k]] + alive * value[k + 1] - value[k]
+      alive = 0.0 if slots["terminated"][time[k + 1]] else _DISCOUNT
+      delta = slots["reward"][time[k]] + alive * value[k + 1] - value[k]
       total[i] += (_DISCOUNT * _LAMBDA) ** (k - i) * delta
   return value[:-1] + total, total
 
@@ -156,19 +154,19 @@ def _gae(segment, slots, acted, value):
 def _reference(variant):
   """The loss as a function of parameters, targets and advantages being fixed."""
   parts, is_impala = [], variant in ("impala", "sum, lstm")
-  for segment, slots, acted in _batch(variant)[1]:
-    x = np.stack([episodes.observation(segment, slot, _STACK) for slot in slots])
-    x = x, segment.first[slots], segment.extra["core"][slots[0]] if "lstm" in variant else None
-    chosen = np.arange(_T), np.maximum(segment.action[slots[:-1]], 0)
-    log_mu = _log_softmax(np.float64(segment.extra["logits"][slots[:-1]]))[chosen]
+  for slots, time, acted in _batch(variant)[1]:
+    x = np.stack([episodes.observation(slots, t, _STACK) for t in time])
+    x = x, slots["first"][time], slots["core"][time[0]] if "lstm" in variant else None
+    chosen = np.arange(_T), np.maximum(slots["action"][time[:-1]], 0)
+    log_mu = _log_softmax(np.float64(slots["logits"][time[:-1]]))[chosen]
     logits, value, _ = _network(_params(variant), *x)
     ratio = np.exp(_log_softmax(logits[:-1])[chosen] - log_mu)
-    old = np.float64(segment.extra["value"][slots]) if not is_impala else value
+    old = np.float64(slots["value"][time]) if not is_impala else value
     if is_impala or variant == "appo":
       clips = (_RHO, _C, _RHO_PG) if is_impala else (1, 1, 1)
-      returns = _vtrace(segment, slots, acted, ratio, value, clips)
+      returns = _vtrace(slots, time, acted, ratio, value, clips)
     else:
-      returns = _gae(segment, slots, acted, old)
+      returns = _gae(slots, time, acted, old)
     parts.append((x, acted, chosen, log_mu, old[:-1], *returns))
   advantages = np.concatenate([part[-1][part[1]] for part in parts])
   normalized = variant in ("ppo", "appo")
@@ -246,11 +244,10 @@ def test_trajectories_evicted_before_they_are_gathered_count_for_nothing():
   sizes = {"lanes": 2, "capacity": shortest, "frame_stack": _STACK, "rng_seed": 0}
   replay = Replay(agent.schema, agent.make_selector, **sizes)
   columns = {c.name: np.zeros((shortest, *c.shape), c.dtype) for c in agent.schema.columns}
-  for lane in range(2):
-    first = np.arange(shortest) == 0
-    replay.append(Segment.of(lane, 0, columns | {"first": first}))
+  opening = columns | {"first": np.arange(shortest) == 0}
+  replay.append(Slots.concatenate([Slots.of_lane(lane, 0, opening) for lane in range(2)]))
   selection = replay.select(4)
-  replay.append(Segment.of(1, shortest, columns))
+  replay.append(Slots.of_lane(1, shortest, columns))
   batch = _gathered(agent, replay, selection)
   np.testing.assert_array_equal(batch["acted_mask"].all(1), selection.lane == 0)
   assert not batch["acted_mask"][selection.lane == 1].any()

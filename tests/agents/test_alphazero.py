@@ -16,6 +16,7 @@ from speedyzero_jax.envs.rules import RULES
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.selector import Selection
 from speedyzero_jax.run import batch_pipeline
+from speedyzero_jax.types import Slots
 from trained import KEY, largest
 
 RULES_3 = RULES["TicTacToe"]
@@ -115,14 +116,15 @@ def recorded():
   replay = Replay(
     agent.schema, agent.make_selector, lanes=1, capacity=200, frame_stack=1, rng_seed=0
   )
-  segment = episodes.segment(agent.schema, 0, played, rng)
-  segment.frame[:] = rng.random(segment.frame.shape) < 0.25
-  segment.frame[..., 1] *= 1 - segment.frame[..., 0]
+  slots = episodes.recorded(agent.schema, 0, played, rng)
+  board = slots["frame"]
+  board[:] = rng.random(board.shape) < 0.25
+  board[..., 1] *= 1 - board[..., 0]
   # Policies over legal moves; at the end of a game anything.
-  legal = RULES_3.legal(segment.frame)
+  legal = RULES_3.legal(board)
   policy = rng.random((len(legal), 9)) * legal + np.where(legal.any(-1, keepdims=True), 0, 1 / 9)
-  segment.extra["search_policy"][:] = policy / policy.sum(-1, keepdims=True)
-  replay.append(segment)
+  slots["search_policy"][:] = policy / policy.sum(-1, keepdims=True)
+  replay.append(slots)
   outcomes, start = {}, 0
   for game in played:
     for i in range(len(game.rewards)):
@@ -131,11 +133,11 @@ def recorded():
       if game.end != "open":
         outcomes[start + i] = last if game.end == "terminated" else None
     start += game.slots
-  return replay, segment, outcomes
+  return replay, slots, outcomes
 
 
 def test_outcomes_are_those_of_the_player_to_move():
-  replay, segment, expected = recorded()
+  replay, slots, expected = recorded()
   agent = agent_of()
   selection = replay.select(2000)
   assert set(selection.time.tolist()) == expected.keys()  # finished games, every move of them
@@ -146,7 +148,7 @@ def test_outcomes_are_those_of_the_player_to_move():
   np.testing.assert_array_equal(arrays["outcome"][known], wanted)
   assert set(wanted) == {-1.0, 0.0, 1.0}
   assert arrays["loss_mask"].all()
-  policies = segment.extra["search_policy"][selection.time]
+  policies = slots["search_policy"][selection.time]
   np.testing.assert_array_equal(arrays["search_policy"], policies)
   counts = np.bincount(selection.time)[sorted(expected)]
   assert counts.min() > 0.4 * counts.mean() and counts.max() < 1.8 * counts.mean()  # uniform
@@ -157,11 +159,11 @@ def test_evicted_samples_are_masked():
   replay = Replay(
     agent.schema, agent.make_selector, lanes=1, capacity=20, frame_stack=1, rng_seed=0
   )
-  segment = episodes.segment(agent.schema, 0, games()[:2], np.random.default_rng(0))
-  replay.append(segment)
+  slots = episodes.recorded(agent.schema, 0, games()[:2], np.random.default_rng(0))
+  replay.append(slots)
   selection = replay.select(64)
-  more = episodes.segment(agent.schema, 0, games()[:1], np.random.default_rng(0))
-  replay.append(more.map(lambda x: x, len(segment.frame)))
+  more = episodes.recorded(agent.schema, 0, games()[:1], np.random.default_rng(0))
+  replay.append(Slots.of_lane(0, len(slots), more.columns))
   arrays, _ = agent.assemble(replay, selection, 0)
   tail = replay.tails[0]
   np.testing.assert_array_equal(arrays["loss_mask"], selection.time >= tail)

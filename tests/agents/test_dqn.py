@@ -55,7 +55,7 @@ def _recorded():
   found = []
   for lane in range(2):
     played = episodes.every_end(_N + 2, rng)
-    whole = episodes.segment(agent.schema, lane, played, rng)
+    whole = episodes.recorded(agent.schema, lane, played, rng)
     replay.append(whole)
     start = 0
     for episode in played:
@@ -63,7 +63,7 @@ def _recorded():
         returns = episodes.n_step_return(episode, i, _N, _DISCOUNT)
         if returns:
           now, end = (episodes.observation(whole, start + k, _STACK) for k in (i, i + returns[2]))
-          found.append((lane, start + i, now, end, whole.action[start + i], *returns))
+          found.append((lane, start + i, now, end, whole["action"][start + i], *returns))
       start += episode.slots
   return replay, [np.array(x) for x in zip(*found, strict=True)]
 
@@ -219,10 +219,10 @@ def test_evicted_samples_are_masked():
     agent.schema, agent.make_selector, lanes=1, capacity=9, frame_stack=_STACK, rng_seed=0
   )
   rng = np.random.default_rng(0)
-  whole = episodes.segment(agent.schema, 0, episodes.every_end(3, rng), rng)
-  replay.append(whole.map(lambda x: x[:9], 0))
+  whole = episodes.recorded(agent.schema, 0, episodes.every_end(3, rng), rng)
+  replay.append(whole.select(slice(9)))
   selection = replay.select(32)
-  replay.append(whole.map(lambda x: x[9:13], 9))
+  replay.append(whole.select(slice(9, 13)))
   arrays, _ = agent.assemble(replay, selection, 0)
   np.testing.assert_array_equal(arrays["loss_mask"][:, 0], selection.time >= 4)
   assert 0 < arrays["loss_mask"].sum() < 32

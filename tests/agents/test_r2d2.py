@@ -43,21 +43,17 @@ def _start(core="lstm"):
 
 @functools.cache
 def _batch(core="lstm"):
-  """All sequences of two lanes whose episodes end everywhere, the selection and the segments."""
+  """All sequences of two lanes whose episodes end everywhere, the selection and the slots."""
   agent = _agent(f"network.core={core}")
   rng, stored, played = np.random.default_rng(7), [], []
   sizes = {"lanes": 2, "capacity": 200, "frame_stack": _STACK, "rng_seed": 0}
   replay = Replay(agent.schema, agent.make_selector, **sizes)
   for lane in range(2):
     played.append(episodes.every_end(_N + 2, rng))
-    segment = episodes.segment(agent.schema, lane, played[-1], rng)
-    extra = {k: rng.normal(size=x.shape).astype(np.float32) for k, x in segment.extra.items()}
-    stored.append(segment._replace(extra=extra))
+    stored.append(episodes.recorded(agent.schema, lane, played[-1], rng))
     replay.append(stored[-1])
   slots = _BURN_IN + _LENGTH + _N
-  found = [
-    (lane, t) for lane in range(2) for t in range(0, len(stored[lane].frame) - slots + 1, _STRIDE)
-  ]
+  found = [(lane, t) for lane in range(2) for t in range(0, len(stored[lane]) - slots + 1, _STRIDE)]
   assert replay.selector.count == len(found) < _BATCH
   lane, time = np.array(found)[np.arange(_BATCH) % len(found)].T
   selection = Selection(lane.astype(np.int32), time, np.linspace(0.001, 0.1, _BATCH))
@@ -75,7 +71,7 @@ def _found(batch, core="lstm", devices=2):
   return _gradient(core, devices)(params, batch, target)
 
 
-# --- the loss, from the segments as they were stored
+# --- the loss, from the slots as they were stored
 
 
 def _n_step(played, slot):
@@ -97,9 +93,9 @@ def _reference(core="lstm"):
   params, target = _start(core)
   samples = []
   for lane, time in zip(selection.lane, selection.time, strict=True):
-    segment, slots = stored[lane], np.arange(time, time + _BURN_IN + _LENGTH + _N)
-    x = np.stack([episodes.observation(segment, slot, _STACK) for slot in slots])
-    first, state = segment.first[slots], None if core == "none" else segment.extra["core"][time]
+    slots, times = stored[lane], np.arange(time, time + _BURN_IN + _LENGTH + _N)
+    x = np.stack([episodes.observation(slots, t, _STACK) for t in times])
+    first, state = slots["first"][times], None if core == "none" else slots["core"][time]
     (q, states), (next_q, _) = (trained.q_values(p, x, first, state) for p in (params, target))
     warm = None if core == "none" else states[_BURN_IN]
     goals = []
@@ -107,7 +103,7 @@ def _reference(core="lstm"):
       if (returns := _n_step(played[lane], time + i)) is not None:
         reward, discount, steps = returns
         value = trained.inverse_h(next_q[i + steps, q[i + steps].argmax()])
-        action = segment.action[time + i]
+        action = slots["action"][time + i]
         goals.append((i - _BURN_IN, action, trained.h(reward + discount * value)))
     samples.append((x[_BURN_IN:], first[_BURN_IN:], warm, goals))
   weight = np.linspace(0.001, 0.1, _BATCH) ** -(0.5 + 0.5 * 0.5)
@@ -208,11 +204,11 @@ def test_evicted_sequences_are_masked():
   sizes = {"lanes": 1, "capacity": least, "frame_stack": _STACK, "rng_seed": 0}
   replay = Replay(agent.schema, agent.make_selector, **sizes)
   rng = np.random.default_rng(0)
-  whole = episodes.segment(agent.schema, 0, episodes.every_end(5, rng), rng)
-  replay.append(whole.map(lambda x: x[:least], 0))
+  whole = episodes.recorded(agent.schema, 0, episodes.every_end(5, rng), rng)
+  replay.append(whole.select(slice(least)))
   selection = replay.select(4)
-  for t in range(least, len(whole.frame)):
-    replay.append(whole.map(lambda x, t=t: x[t : t + 1], t))
+  for t in range(least, len(whole)):
+    replay.append(whole.select(slice(t, t + 1)))
     assert replay.selector.count == len(set(replay.select(32).time)) >= 1
     batch = _gathered(agent, replay, selection)
     assert batch["loss_mask"].any() == (selection.time >= replay.tails[0]).any()

@@ -17,7 +17,7 @@ from speedyzero_jax.replay.storage import LaneStore
 from speedyzero_jax.run import steps, warmup
 from speedyzero_jax.run.experiment import TrainingError
 from speedyzero_jax.run.rate_limiter import RateLimiter
-from speedyzero_jax.types import Segment
+from speedyzero_jax.types import Slots
 from trained import experiment
 from whole_runs import rows_of
 
@@ -70,23 +70,17 @@ class _Simulation:
     return self.limiter.may_collect() or not self.queue.ready(self.config.learner.batch_size)
 
   def act(self):
-    lanes, budget = self.config.actor.lanes, self.limiter.pool
-    closed = [not h or self.store.action[i, (h - 1) % self.store.capacity] < 0
-              for i, h in enumerate(self.store.head.tolist())]  # fmt: skip
-    acting, segments = 0, []
-    for lane in range(lanes):
-      end = not closed[lane] and (self.ends() or acting == budget)
-      acting += not end
-      columns = {c.name: np.zeros((1, *c.shape), c.dtype) for c in self.store.schema.columns}
-      columns |= {"first": np.array([closed[lane]]), "truncated": np.array([end])}
-      columns |= {"action": np.full(1, -1 if end else 0, np.int32)}
-      columns |= {"step": np.full(1, self.limiter.learner_steps, np.int32)}
-      if closed[lane] and acting > budget:
-        acting -= 1
-        continue
-      segments.append(Segment.of(lane, int(self.store.head[lane]), columns))
-    self.store.append(segments)
-    self.limiter.add_env_steps(acting)
+    store, head, lanes = self.store, self.store.head, np.arange(self.store.lanes)
+    closed = (head == 0) | (store.action[lanes, store.cell(head - 1)] < 0)
+    willing = closed | ~self.ends(len(lanes))
+    acting = willing & (np.cumsum(willing) <= self.limiter.pool)
+    columns = {c.name: np.zeros((len(lanes), *c.shape), c.dtype) for c in store.schema.columns}
+    columns |= {"first": closed, "truncated": ~acting}
+    columns |= {"action": np.where(acting, 0, -1).astype(np.int32)}
+    columns |= {"step": np.full(len(lanes), self.limiter.learner_steps, np.int32)}
+    # Closed lanes that may not act add no slot.
+    store.append(Slots(lanes, head.copy(), columns).select(acting | ~closed))
+    self.limiter.add_env_steps(int(acting.sum()))
 
   def may_draw(self):
     ahead = self.drawn - self.limiter.learner_steps
@@ -115,7 +109,7 @@ class _Simulation:
 def test_trajectories_never_run_out_and_their_lag_is_bounded(config, ends, seed, order):
   """With the most learner steps and the least replay that are accepted, in any interleaving."""
   rng = np.random.default_rng(seed)
-  run = _Simulation(config, lambda: rng.random() < ends)
+  run = _Simulation(config, lambda lanes: rng.random(lanes) < ends)
   roles = [(run.may_act, run.act), (run.may_draw, run.draw), (run.may_learn, run.learn)]
   random_order = rng.random() < 0.5
   while run.limiter.learner_steps < config.learner.steps:

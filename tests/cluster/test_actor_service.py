@@ -15,6 +15,7 @@ from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.aggregation import Episode
 from speedyzero_jax.replay.journal import JournalError
 from speedyzero_jax.run.topology import Role
+from speedyzero_jax.types import Slots
 
 
 def test_a_new_incarnation_continues_after_what_was_acknowledged(make_unit):
@@ -22,26 +23,26 @@ def test_a_new_incarnation_continues_after_what_was_acknowledged(make_unit):
   assert [list(lanes) for lanes in unit.lanes] == [[0, 1], [2, 3, 4]]
   welcome = unit.join(1)
   assert welcome.first == 2 and welcome.heads.tolist() == [0, 0, 0]
-  segments, _ = unit.play(unit.player(1), unit.step(actor=1))
-  unit.step(segments, 1, actor=1)
+  slots, _ = unit.play(unit.player(1), unit.step(actor=1))
+  unit.step(slots, 1, actor=1)
   assert unit.replay.heads.tolist() == unit.journal.heads.tolist() == [0, 0, 1, 1, 1]
   last = unit.replay.store.flat(np.arange(2, 5), np.zeros(3, int))
   unit.join(1)  # again: its answer was lost
   assert not unit.replay.store.truncated.reshape(-1)[last].any()
   assert unit.join(1, 4).heads.tolist() == [1, 1, 1]
   assert unit.replay.store.truncated.reshape(-1)[last].all()  # the games of the first are cut
-  segments, _ = unit.play(unit.player(1), unit.step(actor=1, incarnation=4))
-  assert all(segment.first[0] for segment in segments)
-  unit.step(segments, 1, actor=1, incarnation=4)
+  slots, _ = unit.play(unit.player(1), unit.step(actor=1, incarnation=4))
+  assert slots["first"].all()
+  unit.step(slots, 1, actor=1, incarnation=4)
   assert unit.replay.heads.tolist() == [0, 0, 2, 2, 2]
 
 
 def test_calls_of_older_incarnations_are_refused(make_unit):
   unit = make_unit("actor.lanes=2")
   unit.join(0, 0)
-  segments, _ = unit.play(unit.player(), unit.step())
+  slots, _ = unit.play(unit.player(), unit.step())
   unit.join(0, 1)
-  for call in (lambda: unit.join(0, 0), lambda: unit.step(segments, 1)):
+  for call in (lambda: unit.join(0, 0), lambda: unit.step(slots, 1)):
     unit.refuses(call, "actor 0 has incarnation 1 now, this is 0")
 
 
@@ -53,20 +54,27 @@ def test_experience_of_other_lanes_or_without_a_grant_is_refused(make_unit):
   granted = unit.step()
   good, _ = unit.play(unit.player(), granted)
   theirs, _ = unit.play(unit.player(1), granted)
-  nan = good[0]._replace(extra=good[0].extra | {"policy": good[0].extra["policy"] * np.nan})
-  for segments, match in (
-    ([good[0], theirs[0]], "actor 0 has lanes .*, got lane 2"),
-    ([good[0], good[1]._replace(start=5)], "start"),
-    ([nan, good[1]], "policy must be finite"),
-    ([good[0], good[1]._replace(first=~good[1].first)], "first"),
-    ([good[0], good[0]], "one segment per lane"),
-    ([s._replace(reward=s.reward.astype(np.float64)) for s in good], "reward must be float32"),
-    ([s._replace(frame=s.frame[:, :1]) for s in good], "frame must be uint8"),
-    ([s._replace(extra={}) for s in good], "missing or unknown columns"),
-    ([s._replace(action=s.action + 3) for s in good], "action must be in"),
-    ([s._replace(step=s.step + 1) for s in good], "weights newer than the learner's"),
+
+  def changed(**columns):
+    return Slots(good.lane, good.time, {**good.columns, **columns})
+
+  second, columns = np.array([False, True]), good.columns
+  few = {name: column for name, column in columns.items() if name != "policy"}
+  for slots, match in (
+    (Slots.concatenate([good.select([0]), theirs.select([0])]), r"actor 0 has lanes .*, got .*2\]"),
+    (Slots(good.lane, good.time + 5 * second, columns), "continue from the lane's head"),
+    (good.select([0, 0]), "continue from the lane's head"),
+    (Slots(good.lane.astype(np.int32), good.time, columns), "lane must be int64"),
+    (Slots(good.lane, good.time[:1], columns), r"time must be int64\[2\], got int64\[1\]"),
+    (Slots(good.lane, good.time, few), "missing or unknown columns"),
+    (changed(policy=good["policy"] * np.float32(np.nan)), "policy must be finite"),
+    (changed(first=good["first"] ^ second), "first"),
+    (changed(reward=good["reward"].astype(np.float64)), "reward must be float32"),
+    (changed(frame=good["frame"][:, :1]), "frame must be uint8"),
+    (changed(action=good["action"] + 3), "action must be in"),
+    (changed(step=good["step"] + 1), "weights newer than the learner's"),
   ):
-    unit.refuses(lambda segments=segments: unit.step(segments, 1), match)
+    unit.refuses(lambda slots=slots: unit.step(slots, 1), match)
   unit.refuses(lambda: unit.step(good, 2), "sent step 2 after step 0")
   unit.step(good, 1)
   assert unit.limiter.env_steps == 2
@@ -75,10 +83,10 @@ def test_experience_of_other_lanes_or_without_a_grant_is_refused(make_unit):
 def test_impossible_episodes_are_refused(make_unit):
   unit = make_unit("actor.lanes=4", actors=2)
   unit.join()
-  segments, _ = unit.play(unit.player(), unit.step())
+  slots, _ = unit.play(unit.player(), unit.step())
   for score in (np.nan, np.inf):
-    unit.refuses(lambda x=score: unit.step(segments, 1, episodes=[(x, 3)]), "episodes must be")
-  unit.step(segments, 1, episodes=[Episode(-1.5, 3), Episode(1.0, 0)])  # as many as lanes
+    unit.refuses(lambda x=score: unit.step(slots, 1, episodes=[(x, 3)]), "episodes must be")
+  unit.step(slots, 1, episodes=[Episode(-1.5, 3), Episode(1.0, 0)])  # as many as lanes
   assert unit.episodes == [Episode(-1.5, 3), Episode(1.0, 0)]
 
 
@@ -87,9 +95,9 @@ def test_more_steps_than_granted_are_refused(make_unit):
   unit.join()
   granted = unit.step()
   assert granted.steps == 2
-  segments, count = unit.play(unit.player(), granted._replace(steps=3, closing=False))
+  slots, count = unit.play(unit.player(), granted._replace(steps=3, closing=False))
   assert count == 3
-  unit.refuses(lambda: unit.step(segments, 1), "took 3 steps of 2 granted")
+  unit.refuses(lambda: unit.step(slots, 1), "took 3 steps of 2 granted")
 
 
 def test_a_repeated_step_gets_the_same_grant_and_counts_once(make_unit):
@@ -98,12 +106,12 @@ def test_a_repeated_step_gets_the_same_grant_and_counts_once(make_unit):
   player, ended, pool = unit.player(), [Episode(1.0, 3)], unit.limiter.pool
   granted = unit.step()
   assert unit.step() == granted and unit.limiter.pool == pool - granted.steps
-  segments, count = unit.play(player, granted)
-  granted = unit.step(segments, 1, episodes=ended)
-  assert unit.step(segments, 1, episodes=ended) == granted
+  slots, count = unit.play(player, granted)
+  granted = unit.step(slots, 1, episodes=ended)
+  assert unit.step(slots, 1, episodes=ended) == granted
   more, more_count = unit.play(player, granted)
   unit.step(more, 2)
-  unit.refuses(lambda: unit.step(segments, 1, episodes=ended), "sent step 1 after step 2")
+  unit.refuses(lambda: unit.step(slots, 1, episodes=ended), "sent step 1 after step 2")
   assert unit.limiter.env_steps == unit.replay.num_transitions == count + more_count
   assert unit.journal.heads.tolist() == [2, 2] and unit.episodes == ended
 
@@ -113,27 +121,27 @@ def test_unused_steps_return_to_the_pool(make_unit):
   unit.join(0), unit.join(1)
   pool = unit.limiter.pool
   for sequence in range(2):  # the first grant was never used
-    assert unit.step((), sequence).steps == 2 and unit.limiter.pool == pool - 2
+    assert unit.step(None, sequence).steps == 2 and unit.limiter.pool == pool - 2
   unit.join(0, 1)  # it died
   assert unit.limiter.pool == pool
   player, sequence, resets = unit.player(1), 0, 0
   granted = unit.step(actor=1)
   while resets < 3:  # lanes that only reset take no step
-    segments, count = unit.play(player, granted)
+    slots, count = unit.play(player, granted)
     sequence += 1
-    granted = unit.step(segments, sequence, actor=1)
+    granted = unit.step(slots, sequence, actor=1)
     resets += 2 - count
     assert unit.limiter.pool == pool - unit.limiter.env_steps - granted.steps
     unit.learn()
 
 
 def play_to_the_limit(unit, player, actor=0):
-  """Plays while steps are granted; returns the last segments and their sequence number."""
-  segments, sequence = [], 0
-  while granted := unit.step(segments, sequence, actor):
-    segments, _ = unit.play(player, granted)
+  """Plays while steps are granted; returns the last slots and their sequence number."""
+  slots, sequence = None, 0
+  while granted := unit.step(slots, sequence, actor):
+    slots, _ = unit.play(player, granted)
     sequence += 1
-  return segments, sequence
+  return slots, sequence
 
 
 def test_grants_wait_for_the_learner_but_not_for_a_dead_actor(make_unit):
@@ -175,8 +183,8 @@ def test_an_acting_actor_bounds_the_learner_until_its_steps_arrive_or_are_lost(m
   unit.learn()
   first, second = unit.step(), unit.step(actor=1)
   assert (first.weights, second.weights) == (0, 0) and learn() == 3
-  segments, _ = unit.play(unit.player(), first)
-  assert unit.step(segments, 1).weights == 4 and unit.limiter.lag_exceeded
+  slots, _ = unit.play(unit.player(), first)
+  assert unit.step(slots, 1).weights == 4 and unit.limiter.lag_exceeded
   unit.join(1, 1)  # the other has died
   assert not unit.limiter.lag_exceeded
   assert unit.step(actor=1, incarnation=1, seconds=1).weights == 4 and learn() == 3
@@ -208,14 +216,14 @@ def test_waits_and_presence_are_reported(make_unit):
 def test_actors_leave_a_unit_that_can_store_nothing(make_unit, monkeypatch):
   unit = make_unit()
   unit.join()
-  segments, _ = unit.play(unit.player(), unit.step())
+  slots, _ = unit.play(unit.player(), unit.step())
 
   def full(*_):
     raise JournalError("the disk is full")
 
   monkeypatch.setattr(unit.journal, "append", full)
   with pytest.raises(RunOver, match="the disk is full"):
-    unit.step(segments, 1)
+    unit.step(slots, 1)
   assert unit.limiter.stopping and isinstance(unit.collector.failure, JournalError)
 
 
@@ -251,10 +259,10 @@ def test_an_actor_that_has_closed_takes_no_step_unless_it_restarts(make_unit, re
   unit.join(actor, 1)
   granted = unit.step(actor=actor, incarnation=1)
   assert (granted.steps, granted.closing) == (2, True)
-  segments, _ = unit.play(unit.player(actor), granted)
-  assert unit.step(segments, 1, actor, incarnation=1).steps == 0
+  slots, _ = unit.play(unit.player(actor), granted)
+  assert unit.step(slots, 1, actor, incarnation=1).steps == 0
   assert unit.limiter.collected and unit.limiter.pool == 0
-  waiting = ((), 0, 1, 1) if restarts else (last, 1)
+  waiting = (None, 0, 1, 1) if restarts else (last, 1)
   assert unit.step(*waiting).steps == 0
 
 
@@ -320,7 +328,8 @@ class Unlucky(Direct):
       answer = super().call(request)
     self._live_on()
     if isinstance(request, messages.Step):
-      self.acknowledged += int((request.segments.get("action", NONE) >= 0).sum())
+      columns = request.slots.get("columns", {"action": NONE})
+      self.acknowledged += int((columns["action"] >= 0).sum())
     time.sleep(self._rng.random() * 0.002)
     return answer
 

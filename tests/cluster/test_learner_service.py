@@ -65,8 +65,8 @@ def test_all_workers_hear_the_end_and_are_waited_for(make_unit):
   ended.join(0.05)
   # What a worker may need to finish what it is doing is still sent.
   assert len(unit.frames().lane) == 8 and unit.ask_weights().step == 0
-  segments, _ = unit.play(unit.player(), granted)
-  for call in (lambda: unit.step(segments, 1), lambda: unit.step(actor=1), unit.work):
+  slots, _ = unit.play(unit.player(), granted)
+  for call in (lambda: unit.step(slots, 1), lambda: unit.step(actor=1), unit.work):
     assert ended.is_alive()
     with pytest.raises(RunOver):
       call()

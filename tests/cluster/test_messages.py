@@ -62,28 +62,6 @@ def test_bytes_that_are_no_message(data):
     decode(WeightsRequest, data)
 
 
-def test_segments_come_back_from_their_columns():
-  segments = [samples.segment(2, 9, n=2), samples.segment(0, 5)]
-  assert samples.leaves(messages.unpack(messages.pack(segments))) == samples.leaves(segments)
-  assert messages.unpack(messages.pack([])) == []
-
-
-@pytest.mark.parametrize(
-  "changes",
-  [
-    {"_index": np.array([[0, 0, 1]])}, {"_index": np.array([[0, 0, 3], [0, 0, -1]])},
-    {"_index": np.zeros((0, 3), np.int64)}, {"_index": np.array([[0, 0, 2.0]])},
-    {"_index": np.array([2])}, {"_index": np.array(2)}, {"_index": np.array([[0, 0, 2**62]] * 4)},
-    {"reward": np.zeros(3)}, {"reward": np.array(0.0)}, {"reward": None}, {"_index": None},
-  ],
-)  # fmt: skip
-def test_sizes_that_do_not_add_up_and_missing_columns_are_errors(changes):
-  arrays = messages.pack([samples.segment(n=2)]) | changes
-  arrays = {name: array for name, array in arrays.items() if array is not None}
-  with pytest.raises(ValueError, match="segments: "):
-    messages.unpack(arrays)
-
-
 def test_a_tree_comes_back_from_its_names():
   tree = {"h": [np.zeros(2), np.ones(3)], "f": (np.array(4),)}
   arrays = messages.named(tree)

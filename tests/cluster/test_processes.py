@@ -143,7 +143,7 @@ def acknowledged(folder):
   with contextlib.closing(
     Journal(folder / "journal.sqlite", config.actor.lanes, schema)
   ) as journal:
-    return sum(int((segment.action >= 0).sum()) for segment in journal.read(journal.tails))
+    return sum(int((slots["action"] >= 0).sum()) for slots in journal.read(journal.tails))
 
 
 def audit(folder, units):
@@ -161,15 +161,13 @@ def audit(folder, units):
     ):
       replay, journal = restored.replay, restored.recovery.journal
       assert replay.heads.tolist() == journal.heads.tolist()
-      for segment in journal.read(journal.tails):
-        cells = replay.store.cell(segment.start + np.arange(len(segment.frame)))
-        for name, column in segment.arrays().items():
-          if name in ("frame", "action", "reward"):
-            stored = getattr(replay.store, name)[segment.lane, cells]
-            # Where an environment was lost, the replay ended the episode at its last slot.
-            cut = (replay.store.action[segment.lane, cells] < 0) & (segment.action >= 0)
-            kept = ~cut | (name == "frame")
-            np.testing.assert_array_equal(stored[kept], column[kept], err_msg=name)
+      for slots in journal.read(journal.tails):
+        cells = replay.store.cell(slots.time)
+        # Where an environment was lost, the replay ended the episode at its last slot.
+        cut = (replay.store.action[slots.lane, cells] < 0) & (slots["action"] >= 0)
+        for name in ("frame", "action", "reward"):
+          stored, kept = getattr(replay.store, name)[slots.lane, cells], ~cut | (name == "frame")
+          np.testing.assert_array_equal(stored[kept], slots[name][kept], err_msg=name)
       steps = replay.num_transitions
       assert steps == restored.limiter.env_steps == own.run.env_steps
     total += steps

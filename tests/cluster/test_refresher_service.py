@@ -250,8 +250,8 @@ def test_a_copy_of_the_frames_follows_lanes_that_forget(make_unit, seed):
   for actor in range(3):
     player = unit.player(actor, seed)
     for _ in range(int(rng.choice([1, 5, 40]))):
-      segments, _ = unit.play(player, messages.Grant(99, False, 0, 0.0, False))
-      unit.collector.take(segments, [], granted=0)
+      slots, _ = unit.play(player, messages.Grant(99, False, 0, 0.0, False))
+      unit.collector.take(slots, [], granted=0)
       if seed % 2 and rng.random() < 0.3:
         heads = fetch(unit, copy, heads)
   heads = fetch(unit, copy, heads)

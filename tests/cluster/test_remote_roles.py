@@ -23,7 +23,7 @@ from speedyzero_jax.cluster.remote import FrameCopy, RemoteWeights
 from speedyzero_jax.config import loader
 from speedyzero_jax.metrics.aggregation import EpisodeStats
 from speedyzero_jax.run.topology import Role, derived_seed
-from speedyzero_jax.types import Segment
+from speedyzero_jax.types import Slots
 from speedyzero_jax.workers.actor import Actor
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.weights import ACTOR, DivergedError
@@ -124,10 +124,10 @@ def test_an_actor_collects_what_a_local_one_would(make_unit, cluster, seed, cent
   actor = Actor(unit.config, unit.agent, env, unit.inference, key, EpisodeStats(lanes))
   taken, episodes = 0, []
   while taken < total:
-    segments, count = actor.step(
+    slots, count = actor.step(
       unit.weights.latest(ACTOR), budget=total - taken, progress=0.0, random=taken < 30
     )
-    local.replay.append_many(segments)
+    local.replay.append(slots)
     episodes += actor.finished
     taken += count
   assert len(episodes) > 3 and unit.episodes == episodes
@@ -319,6 +319,6 @@ def test_a_step_of_many_lanes_with_large_frames_fits_a_message():
   agent = dqn.make_agent(config, (320, 320, 3), np.uint8, 6)
   columns = {c.name: np.zeros((1, *c.shape), c.dtype) for c in agent.schema.columns}
   columns["first"][:] = True
-  segments = messages.pack([Segment.of(lane, 0, columns) for lane in range(256)])
-  step = messages.Step(0, segments, np.zeros((0, 2)))
+  slots = Slots.concatenate([Slots.of_lane(lane, 0, columns) for lane in range(256)])
+  step = messages.Step(0, vars(slots), np.zeros((0, 2)))
   assert 64 << 20 < len(messages.encode(step)) < max_message(config, agent)

@@ -20,9 +20,9 @@ def test_n_step_returns_with_ends_at_every_position(n, capacity):
   for lane in range(store.lanes):
     mine = episodes.every_end(7, rng)
     played += [(lane, mine)]
-    whole = episodes.segment(schema, lane, mine, rng)
-    for start in range(0, len(whole.frame), 11):
-      store.append([whole.map(lambda x, start=start: x[start : start + 11], start)])
+    whole = episodes.recorded(schema, lane, mine, rng)
+    for start in range(0, len(whole), 11):
+      store.append(whole.select(slice(start, start + 11)))
   asked, expected = [], []
   for lane, mine in played:
     start = 0

@@ -10,7 +10,7 @@ import reference
 from speedyzero_jax.replay.device_frames import DeviceFrames, reason_to_stay
 from speedyzero_jax.replay.schema import Column
 from speedyzero_jax.workers.learner import make_mesh
-from tiny_replay import LANES, UNROLL, make_replay, play, stored
+from tiny_replay import LANES, UNROLL, copy_frames, make_replay, play
 
 SHAPE = (2, 1, 3)
 
@@ -72,7 +72,7 @@ def test_a_replay_shows_the_same_windows_from_devices_and_from_the_host():
     windows = ours.windows(drawn.lane, drawn.time, after=UNROLL)
     assert isinstance(windows, jax.Array)
     np.testing.assert_array_equal(windows, wanted)
-  other.import_frames(stored(ours))
+  copy_frames(ours, other)
   other.load_state_dict(ours.state_dict())
   lane, time = host.next_block("refresh", 16)
   np.testing.assert_array_equal(other.windows(lane, time), host.windows(lane, time))

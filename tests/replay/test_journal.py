@@ -24,25 +24,28 @@ from journals import (
   LARGE,
   NONE,
   SMALL,
+  contents,
   edit,
   expected,
   opened,
   play,
+  play_all,
   read,
   rows,
-  slots,
 )
 from speedyzero_jax.replay.journal import Journal, JournalDamage, JournalError
 from speedyzero_jax.replay.schema import make_schema
+from speedyzero_jax.types import Slots
 
 ROOT = Path(__file__).resolve().parents[2]
 
 # --- Content ---
 
+parts = st.tuples(st.integers(0, LANES - 1), st.integers(1, 5))  # lane and number of slots
 bounds = st.lists(st.integers(0, 12), min_size=LANES, max_size=LANES).map(np.array)
 operations = st.lists(
   st.one_of(
-    st.tuples(st.just("append"), st.integers(0, LANES - 1), st.integers(1, 5)),
+    st.tuples(st.just("append"), st.lists(parts, min_size=1, max_size=3)),
     st.tuples(st.sampled_from(["flush", "reopen"])),
     st.tuples(st.sampled_from(["evict", "drop", "keep"]), bounds),
   ),
@@ -59,11 +62,12 @@ def test_it_holds_what_a_list_would(todo, start, stop, buffer_bytes):
     journal = Journal(Path(folder) / "j", LANES, SMALL, buffer_bytes=buffer_bytes)
     for salt, (name, *args) in enumerate(todo):
       if name == "append":
-        lane, n = args
-        segment = play(lane, heads[lane], n, salt=salt)
-        journal.append([segment])
-        model |= slots([segment])
-        heads[lane] += n
+        played = []  # of a lane perhaps twice, with other lanes in between
+        for lane, n in args[0]:
+          played.append(play(lane, heads[lane], n, salt=salt))
+          heads[lane] += n
+        journal.append(Slots.concatenate(played))
+        model |= contents(played)
       elif name == "evict":
         limit = np.minimum(args[0], heads)
         journal.evict(limit)
@@ -98,62 +102,64 @@ def test_it_holds_what_a_list_would(todo, start, stop, buffer_bytes):
 
 @given(st.lists(st.permutations(range(LANES)).map(lambda p: p[: 1 + p[0]]), max_size=8))
 def test_appends_flushed_one_by_one_keep_their_order_between_lanes(appends):
-  """So a replay that counts insertions across lanes is rebuilt exactly."""
+  """So a replay, which counts insertions by lane within an append, is rebuilt exactly."""
   heads, order = [0] * LANES, []
   with tempfile.TemporaryDirectory() as folder:
     with opened(Path(folder) / "j") as journal:
       for lanes in appends:
-        journal.append([play(lane, heads[lane]) for lane in lanes])
+        journal.append(Slots.concatenate([play(lane, heads[lane]) for lane in lanes]))
         journal.flush()
-        order += [(lane, heads[lane]) for lane in lanes]
+        order += [(lane, heads[lane]) for lane in sorted(lanes)]
         for lane in lanes:
           heads[lane] += 1
     with opened(Path(folder) / "j") as journal:
-      assert [(s.lane, s.start) for s in journal.read(NONE)] == order
+      assert [(s.lane[0], s.time[0]) for s in journal.read(NONE)] == order
 
 
 def test_appends_between_flushes_share_a_row(tmp_path):
   with opened(tmp_path / "j") as journal:
     for t in range(20):
-      journal.append([play(lane, t) for lane in range(LANES)])
+      journal.append(play_all(t))
     journal.flush()
   assert rows(tmp_path / "j") == [(lane, 0, 20) for lane in range(LANES)]
 
 
-@pytest.mark.parametrize("flush", [True, False])
-def test_an_episode_cut_by_a_lost_environment_ends_a_segment(tmp_path, flush):
-  """A frame that begins an episode while the one before is open comes first in its segment."""
+@pytest.mark.parametrize("how", ["flushed one by one", "one flush", "one append"])
+def test_an_episode_cut_by_a_lost_environment_ends_an_item(tmp_path, how):
+  """A frame that begins an episode while the one before is open comes first among what is read."""
 
   def episode(start, n, **changes):
-    segment = play(0, start, n)._replace(
-      terminated=np.zeros(n, bool), truncated=np.zeros(n, bool), first=np.arange(n) == 0
-    )
-    return segment._replace(**changes)
+    slots, no = play(1, start, n), np.zeros(n, bool)
+    flags = {"terminated": no, "truncated": no, "first": np.arange(n) == 0, **changes}
+    return Slots(slots.lane, slots.time, {**slots.columns, **flags})
 
+  appends = [
+    episode(0, 3),
+    episode(3, 2, truncated=np.array([False, True])),  # after a lost environment
+    episode(5, 2, terminated=np.array([False, True])),
+    episode(7, 2),
+    episode(9, 1, first=np.array([False])),
+    episode(10, 2),  # after a lost environment
+  ]
+  others = [play(lane, t) for t in range(6) for lane in (0, 2)]  # one episode each
+  appends = [Slots.concatenate([s, *others[2 * i : 2 * i + 2]]) for i, s in enumerate(appends)]
   with opened(tmp_path / "j") as journal:
-    for segment in (
-      episode(0, 3),
-      episode(3, 2, truncated=np.array([False, True])),  # after a lost environment
-      episode(5, 2, terminated=np.array([False, True])),
-      episode(7, 2),
-      episode(9, 1, first=np.array([False])),
-      episode(10, 2),  # after a lost environment
-    ):
-      journal.append([segment])
-      if flush:
+    for slots in [Slots.concatenate(appends)] if how == "one append" else appends:
+      journal.append(slots)
+      if how == "flushed one by one":
         journal.flush()
-    starts = [s.start for s in journal.read(NONE)]
-    assert {0, 3, 10} <= set(starts)
-    if not flush:
-      assert starts == [0, 3, 10]
+    starts = [(s.lane[0], s.time[0]) for s in journal.read(NONE)]
+    assert {(1, 0), (1, 3), (1, 10)} <= set(starts)
+    if how != "flushed one by one":
+      assert sorted(starts) == [(0, 0), (1, 0), (1, 3), (1, 10), (2, 0)]
 
 
 def test_callers_may_reuse_their_arrays(tmp_path):
   with opened(tmp_path / "j") as journal:
-    segment = play(0, 0, 2)
-    wanted = slots([segment])
-    journal.append([segment])
-    for array in segment.arrays().values():
+    slots = play_all(0, 2)
+    wanted = contents([slots])
+    journal.append(slots)
+    for array in (slots.lane, slots.time, *slots.columns.values()):
       array[:] = 1
     assert read(journal) == wanted
 
@@ -162,21 +168,24 @@ def test_what_does_not_follow_is_refused_as_a_whole(tmp_path):
   good, other = play(0, 0, 2), play(1, 0)
   with opened(tmp_path / "j") as journal:
     for wrong, message in (
-      ([other, play(0, 2)], "lane 0: must start at slot 0, .* got 2"),
-      ([good, good], "lane 0: must start at slot 2, .* got 0"),
+      ([other, play(0, 2)], "lane 0 must .* expected slot 0, got 2"),
+      ([good, other, good], "lane 0 must .* expected slot 2, got 0"),
+      ([good, other, play(0, 3)], "lane 0 must .* expected slot 2, got 3"),
+      ([play(0, 1), other, play(0, 0)], "lane 0 must .* expected slot 0, got 1"),
+      ([good, play(LANES, 0)], "lanes must be in 0..2, got 0..3"),
+      ([good.select(slice(0))], "at least one slot"),
     ):
       with pytest.raises(ValueError, match=message):
-        journal.append(wrong)
+        journal.append(Slots.concatenate(wrong))
       assert not journal.heads.any() and not read(journal)
-    journal.append([])
-    journal.append([good, play(0, 2), other])
+    journal.append(Slots.concatenate([good, other, play(0, 2)]))
     assert read(journal) == expected([0, 0, 0], [3, 1, 0])
 
 
 def test_evicted_space_is_used_again(tmp_path):
   with opened(tmp_path / "j", LARGE) as journal:
     for t in range(600):
-      journal.append([play(0, t, schema=LARGE)])
+      journal.append(play(0, t, schema=LARGE))
       journal.flush()
       if t % 50 == 0:
         journal.evict(np.array([max(0, t - 50), 0, 0]))
@@ -188,14 +197,15 @@ def test_evicted_space_is_used_again(tmp_path):
 _WRITER = """
 import os, sys
 sys.path[:0] = [sys.argv[2], os.path.join(sys.argv[2], "tests", "support")]
-from journals import LANES, LARGE, opened, play
+import numpy as np
+from journals import LANES, LARGE, opened, play_all
 
 def collect():
   with opened(sys.argv[1], LARGE, buffer_bytes=30_000) as journal:
     while True:
       for _ in range(3):
-        heads = journal.heads.tolist()
-        journal.append([play(l, h, 1 + (l + h) % 3, LARGE) for l, h in enumerate(heads)])
+        heads = journal.heads
+        journal.append(play_all(heads, 1 + (np.arange(LANES) + heads) % 3, schema=LARGE))
       journal.flush()
       os.write(1, b"%d %d %d\\n" % tuple(journal.heads))
 
@@ -254,7 +264,7 @@ def test_a_second_opener_is_refused(tmp_path):
     assert str(path) in printed and "in use" in printed
     with pytest.raises(JournalError, match="in use"), opened(path):
       pass
-    journal.append([play(0, 0)])
+    journal.append(play(0, 0))
     journal.flush()
   with opened(path) as journal:
     assert journal.heads.tolist() == [1, 0, 0]
@@ -268,7 +278,7 @@ def append_until_it_fails(journal, limit=10_000):
   for _ in range(limit):
     durable = journal.heads.tolist()
     try:
-      journal.append([play(lane, int(h), schema=LARGE) for lane, h in enumerate(journal.heads)])
+      journal.append(play_all(journal.heads, schema=LARGE))
       journal.flush()
     except JournalError as error:
       return str(error), durable
@@ -300,7 +310,7 @@ def test_failing_writes(tmp_path):
 
 def test_a_journal_of_other_columns_is_refused_and_left_alone(tmp_path):
   with opened(tmp_path / "j") as journal:
-    journal.append([play(0, 0)])
+    journal.append(play(0, 0))
     journal.flush()
   before = (tmp_path / "j").read_bytes()
   other = (
@@ -337,7 +347,7 @@ def three_rows(tmp_path):
   """Path of a journal with rows of 2 slots in lane-major order within each flush."""
   with opened(tmp_path / "j") as journal:
     for t in range(0, 6, 2):
-      journal.append([play(lane, t, 2) for lane in range(LANES)])
+      journal.append(play_all(t, 2))
       journal.flush()
   return tmp_path / "j"
 
@@ -364,7 +374,7 @@ def test_any_flipped_bit_is_noticed_or_harmless(tmp_path):
   path, rng, noticed = tmp_path / "j", np.random.default_rng(0), 0
   with opened(path) as journal:
     for t in range(20):
-      journal.append([play(lane, 2 * t, 2) for lane in range(LANES)])
+      journal.append(play_all(2 * t, 2))
       journal.flush()
   right, good = expected(NONE, NONE + 40), path.read_bytes()
   for at in rng.integers(0, len(good), 300):
@@ -384,14 +394,14 @@ def test_any_flipped_bit_is_noticed_or_harmless(tmp_path):
 
 def test_rows_keep_their_bytes(tmp_path):
   """A file written today must be readable tomorrow: the blobs of version 3, spelled out."""
-  segment = play(1, 0, 3)
+  slots = play(1, 0, 3)
   with opened(tmp_path / "j") as journal:
-    journal.append([segment])
+    journal.append(slots)
     journal.flush()
   ((*place, crc, stored, frames),) = rows(tmp_path / "j", "lane, start, size, crc, slots, frames")
   names = ("first", "terminated", "truncated", "action", "reward", "step", "policy", "visits")
   assert place == [1, 0, 3]
-  assert stored == b"".join(segment.arrays()[name].tobytes() for name in names)
-  f = segment.frame
+  assert stored == b"".join(slots[name].tobytes() for name in names)
+  f = slots["frame"]
   assert zlib.decompress(frames) == np.stack([f[0], f[0] ^ f[1], f[1] ^ f[2]]).tobytes()
   assert crc == zlib.crc32(np.array([1, 0, 3], "<i8").tobytes() + stored + frames)

@@ -12,11 +12,13 @@ from test_storage import SEEDS, bad
 import reference
 from speedyzero_jax.replay.replay import pack_rng, unpack_rng
 from speedyzero_jax.replay.selector import Selection
+from speedyzero_jax.types import Slots
 from tiny_replay import (
   LANES,
   STACK,
   UNROLL,
   assert_same,
+  copy_frames,
   eligible,
   frames,
   make_agent,
@@ -24,7 +26,7 @@ from tiny_replay import (
   play,
   set_priorities,
   slots,
-  stored,
+  some,
   write,
 )
 
@@ -66,13 +68,12 @@ class Worked:
   def __call__(self, step, *replays):
     """Returns what each replay showed."""
     rng = self.rng
-    lanes = rng.permutation(LANES)[: rng.integers(1, LANES + 1)]
-    segments = [self.stream.segment(int(l), int(rng.integers(1, 6)), step) for l in lanes]
+    played = some(self.stream, rng, step, longest=5)
     noise = rng.normal(size=(3, 16)).astype(np.float32)
     policy = np.full((16, 3), 1 / 3, np.float32)
     shown = []
     for replay in replays:
-      replay.append_many(segments)
+      replay.append(played)
       lane, time = replay.next_block("refresh", 16)
       write(replay, "refresh", lane, time, step, value=noise[0])
       searched = {"policy": policy, "search_value": noise[1], "value": noise[2]}
@@ -94,7 +95,7 @@ def test_a_restored_replay_behaves_alike_bit_for_bit(capacity, seed):
   work, replay, other = Worked(seed), make_replay(capacity), make_replay(capacity, seed=999)
   for step in range(int(work.rng.integers(1, 15))):
     work(step, replay)
-  other.import_frames(stored(replay))
+  copy_frames(replay, other)
   state = replay.state_dict()
   assert all(isinstance(x, np.ndarray) for x in state.values())
   other.load_state_dict(state)
@@ -129,30 +130,31 @@ def test_restoring_refuses_what_does_not_fit():
   replay, stream = make_replay(20), reference.Stream(LANES, 0)
   for step in range(6):
     play(replay, stream, np.random.default_rng(step), step)
-  segments, state = stored(replay), replay.state_dict()
-  other = make_replay(20)
+  state, other = replay.state_dict(), make_replay(20)
   with pytest.raises(ValueError, match="not match the slots"):
     other.load_state_dict(state)
-  other.import_frames(segments)
+  copy_frames(replay, other)
   with pytest.raises(ValueError, match="slot_reward"):
     other.load_state_dict(state | {"slot_reward": state["slot_reward"][:-1]})
   other.load_state_dict(state)
   assert_same(other.state_dict(), state)
 
 
-def test_refused_segments_change_nothing():
+def test_refused_slots_change_nothing():
   replay, stream = make_replay(20), reference.Stream(LANES, 0, end_probability=0.0)
-  replay.append(stream.segment(0, 9))
+  replay.append(stream.play(0, 9))
   before, held = replay.state_dict(), frames(replay)
-  good, fine = stream.segment(0, 4), stream.segment(1, 4)
-  for refused in (bad(good, reward=(1, np.nan)), bad(good, action=(2, -1)), good._replace(start=8)):
-    for call in (replay.check, replay.append_many):
+  good, fine = stream.play(0, 4), stream.play(1, 4)
+  for changes in ({"reward": (1, np.nan)}, {"action": (2, -1)}, {"time": good.time - 1}):
+    refused = Slots.concatenate([fine, bad(good, **changes)])
+    for call in (replay.check, replay.append):
       with pytest.raises(ValueError, match="lane 0"):
-        call([fine, refused])
-  replay.check([fine, good])
+        call(refused)
+  both = Slots.concatenate([fine, good])
+  replay.check(both)
   assert_same(replay.state_dict(), before)
   assert_same(frames(replay), held)
-  replay.append_many([fine, good])
+  replay.append(both)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +167,7 @@ def test_refused_segments_change_nothing():
 )
 def test_refused_writes_change_nothing(call):
   replay, stream = make_replay(20), reference.Stream(LANES, 0, end_probability=0.0)
-  replay.append(stream.segment(0, 12))
+  replay.append(stream.play(0, 12))
   before = replay.state_dict()
   with pytest.raises(ValueError):
     call(replay, np.array([0, 0]), np.array([1, 3]))
@@ -175,7 +177,7 @@ def test_refused_writes_change_nothing(call):
 def test_rewriting_keeps_newer_values_and_drops_those_of_evicted_slots():
   replay, stream = make_replay(10), reference.Stream(LANES, 0, end_probability=0.0)
   for _ in range(2):
-    replay.append(stream.segment(0, 6, step=4))
+    replay.append(stream.play(0, 6, step=4))
   lane, time = np.zeros(3, int), np.array([1, 5, 6])
   replay.rewrite("value_step", lane[:2], time[:2], 6, {"value": np.array([1.0, 2.0])})
   replay.rewrite("value_step", lane[1:], time[1:], 5, {"value": np.array([3.0, 4.0])})
@@ -198,9 +200,9 @@ def test_an_empty_replay_is_not_ready():
 
 def test_samples_evicted_before_their_batch_is_made_are_masked():
   replay, stream = make_replay(12), reference.Stream(LANES, 0, end_probability=0.0)
-  replay.append(stream.segment(0, 12))
+  replay.append(stream.play(0, 12))
   drawn = Selection(np.zeros(2, np.int32), np.array([1, 5]), np.full(2, 0.1))
-  replay.append(stream.segment(0, 3))
+  replay.append(stream.play(0, 3))
   batch, _ = make_agent().assemble(replay, drawn, 0)
   masks = [x for name, x in batch.items() if name.endswith("_mask")]
   assert len(masks) == 4
@@ -210,7 +212,7 @@ def test_samples_evicted_before_their_batch_is_made_are_masked():
 
 def test_truncate_makes_an_abandoned_episode_usable():
   replay, stream = make_replay(20), reference.Stream(LANES, 0, end_probability=0.0)
-  replay.append(stream.segment(0, 4, step=2))
+  replay.append(stream.play(0, 4, step=2))
   assert not replay.ready(1)
   replay.truncate(0)
   assert set(replay.select(50).time) == {0, 1, 2}  # the transition out of the last frame is lost
@@ -218,7 +220,8 @@ def test_truncate_makes_an_abandoned_episode_usable():
   replay.truncate(0)
   replay.truncate(1)
   assert replay.selector.count == 3
-  replay.append(reference.Stream(1, 1, 0.0).segment(0, 2)._replace(start=4))
+  fresh = reference.Stream(1, 1, 0.0).play(0, 2)
+  replay.append(bad(fresh, time=fresh.time + 4))
 
 
 def test_threads_may_append_sample_and_refresh_at_once():
@@ -284,13 +287,13 @@ def test_a_copy_of_the_frames_shows_the_same_windows(capacity, seed):
     if step < 4 or rng.random() < 0.2:
       play(replay, stream, rng, step)
     else:
-      replay.append(stream.segment(0, int(rng.integers(1, 6)), step))
+      replay.append(stream.play(0, int(rng.integers(1, 6)), step))
     if rng.random() < 0.5:
       heads = follow(replay, heads, copy)
   for followed in (follow(replay, heads, copy), follow(replay, none, late), replay.heads):
     assert followed.tolist() == list(stream.heads)
   other = make_replay(capacity)
-  other.import_frames(stored(replay))
+  copy_frames(replay, other)
   other.load_state_dict(replay.state_dict())
   follow(other, none, restarted)
   lane, time = slots(stream, capacity)

@@ -11,6 +11,7 @@ from speedyzero_jax.config.schema import PriorityConfig
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.sampler import SequenceSampler, importance_weights
 from speedyzero_jax.replay.sum_tree import SumTree
+from speedyzero_jax.types import Slots
 from tiny_replay import (
   ALPHA,
   LANES,
@@ -76,7 +77,7 @@ def test_exactly_the_stored_sequences_are_in_the_tree(capacity, stride, seed, en
 
 def test_new_transitions_enter_at_the_current_maximum():
   replay, stream = make_replay(40), reference.Stream(LANES, 0, end_probability=0.0)
-  replay.append(stream.segment(0, 10))
+  replay.append(stream.play(0, 10))
   priority = replay.state_dict()["priority"]
   assert set(priority[priority > 0]) == {1.0}
   time = np.flatnonzero(priority)
@@ -84,7 +85,7 @@ def test_new_transitions_enter_at_the_current_maximum():
   set_priorities(replay, np.zeros(len(time), int), time, error, step=1)
   expected = (np.abs(error) + MIN_PRIORITY) ** ALPHA
   np.testing.assert_allclose(replay.state_dict()["priority"][time], expected, rtol=1e-6)
-  replay.append(stream.segment(0, 1))
+  replay.append(stream.play(0, 1))
   priority = replay.state_dict()["priority"]
   assert priority[time[-1] + 1] == priority.max() == pytest.approx(3.01**0.7)
   set_priorities(replay, np.zeros(1, int), time[:1], np.array([0.5]), step=0)  # older: refused
@@ -93,18 +94,18 @@ def test_new_transitions_enter_at_the_current_maximum():
 
 def test_a_transition_does_not_inherit_the_priority_of_the_one_it_evicts():
   replay, stream = make_replay(12), reference.Stream(LANES, 0, end_probability=0.0)
-  replay.append(stream.segment(0, 12))
+  replay.append(stream.play(0, 12))
   set_priorities(replay, np.zeros(12, int), np.arange(12), np.arange(12.0), step=1)
   largest = replay.state_dict()["priority"].max()
-  replay.append(stream.segment(0, 12))
+  replay.append(stream.play(0, 12))
   priority = replay.state_dict()["priority"]
   assert set(priority[priority > 0]) == {largest}
 
 
 def test_priorities_of_what_cannot_be_sampled_are_not_set():
   replay, stream = make_replay(10), reference.Stream(LANES, 0, end_probability=0.0)
-  replay.append_many([stream.segment(0, 10), stream.segment(1, 4)])
-  replay.append(stream.segment(0, 2))
+  replay.append(Slots.concatenate([stream.play(0, 10), stream.play(1, 4)]))
+  replay.append(stream.play(0, 2))
   before = replay.state_dict()
   # Evicted, without its stack, too new, too new.
   lane, time = np.array([0, 0, 0, 1]), np.array([0, 2, 11, 1])
@@ -115,7 +116,7 @@ def test_priorities_of_what_cannot_be_sampled_are_not_set():
 
 def test_priorities_of_every_size_that_settings_allow_stay_in_the_tree():
   replay = make_replay(30, "priority.alpha=10", "priority.min_priority=1e-12")
-  replay.append(reference.Stream(LANES, 0, end_probability=0.0).segment(0, 20))
+  replay.append(reference.Stream(LANES, 0, end_probability=0.0).play(0, 20))
   count = replay.selector.count
   lane, time = np.zeros(count, int), np.arange(count)
   error = np.logspace(-11, 8, count, dtype=np.float32)
@@ -148,7 +149,7 @@ def test_sampling_follows_priorities():
 
 def test_without_refresh_priorities_age():
   replay, stream = make_replay(40), reference.Stream(LANES, 0, end_probability=0.0)
-  replay.append(stream.segment(0, 21, step=3))
+  replay.append(stream.play(0, 21, step=3))
   set_priorities(replay, np.zeros(4, int), np.arange(4), np.ones(4), step=9)
   stats = replay.stats(learner_step=10)
   assert replay.selector.count == 16 and stats["priority_age_max"] == 7

@@ -1,4 +1,4 @@
-"""Ring storage against the reference's episodes, and refusal of segments that do not fit."""
+"""Ring storage against the reference's episodes, and refusal of slots that do not fit."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 import reference
 from speedyzero_jax.replay.staleness import NEVER
 from speedyzero_jax.replay.storage import OPEN
-from tiny_replay import fill, make_store
+from speedyzero_jax.types import Slots
+from tiny_replay import assert_same, fill, make_store
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -85,39 +86,48 @@ def test_inserted_counts_transitions_of_all_lanes_in_order(seed):
     assert store.inserted[l, t] == stream.slot(l, t).inserted
 
 
-def bad(segment, **changes):
-  """The segment with entries replaced: name=(index, value), or name=whole."""
-  lane, start = changes.pop("lane", segment.lane), changes.pop("start", segment.start)
-  arrays = segment.arrays()
+def bad(slots, **changes):
+  """The slots with arrays replaced: name=(index, value), or name=whole."""
+  arrays = {"lane": slots.lane, "time": slots.time, **slots.columns}
   for name, change in changes.items():
     if isinstance(change, tuple):
       arrays[name] = arrays[name].copy()
       arrays[name][change[0]] = change[1]
     else:
       arrays[name] = change
-  return type(segment).of(lane, start, arrays)
+  return Slots(arrays.pop("lane"), arrays.pop("time"), arrays)
 
 
-def without(segment, name):
-  return segment._replace(extra={k: x for k, x in segment.extra.items() if k != name})
+def without(slots, name):
+  return Slots(slots.lane, slots.time, {k: x for k, x in slots.columns.items() if k != name})
 
 
+# Four slots of lane 1, of which the second ends the open episode, then two of lane 0.
 REFUSED = {
-  "lane too large": lambda s: bad(s, lane=2),
-  "lane negative": lambda s: bad(s, lane=-1),
-  "start ahead": lambda s: bad(s, start=s.start + 1),
-  "start behind": lambda s: bad(s, start=s.start - 1),
-  "empty": lambda s: s.map(lambda x: x[:0], s.start),
-  "frame shape": lambda s: bad(s, frame=s.frame[..., :2]),
-  "frame type": lambda s: bad(s, frame=s.frame.astype(np.float32)),
-  "reward too short": lambda s: bad(s, reward=s.reward[:-1]),
-  "reward type": lambda s: bad(s, reward=s.reward.astype(np.float64)),
+  "lane too large": lambda s: bad(s, lane=(s.lane == 1, 2)),
+  "lane negative": lambda s: bad(s, lane=(s.lane == 0, -1)),
+  "lane type": lambda s: bad(s, lane=s.lane.astype(np.int32)),
+  "lanes too short": lambda s: bad(s, lane=s.lane[:-1]),
+  "lanes of two dimensions": lambda s: bad(s, lane=s.lane[:, None]),
+  "start ahead": lambda s: bad(s, time=s.time + (s.lane == 1)),
+  "start behind": lambda s: bad(s, time=s.time - (s.lane == 1)),
+  "time repeated": lambda s: bad(s, time=(1, s.time[0])),
+  "time skipped": lambda s: bad(s, time=(3, s.time[3] + 1)),
+  "times not in order": lambda s: bad(s, time=s.time[[0, 2, 1, 3, 4, 5]]),
+  "time type": lambda s: bad(s, time=s.time.astype(float)),
+  "times too short": lambda s: bad(s, time=s.time[:-1]),
+  "empty": lambda s: s.select(slice(0)),
+  "frame shape": lambda s: bad(s, frame=s["frame"][..., :2]),
+  "frame type": lambda s: bad(s, frame=s["frame"].astype(np.float32)),
+  "reward too short": lambda s: bad(s, reward=s["reward"][:-1]),
+  "reward type": lambda s: bad(s, reward=s["reward"].astype(np.float64)),
   "reward NaN": lambda s: bad(s, reward=(1, np.nan)),
   "column missing": lambda s: without(s, "value"),
-  "column unknown": lambda s: bad(s, color=s.reward),
+  "base column missing": lambda s: without(s, "first"),
+  "column unknown": lambda s: bad(s, color=s["reward"]),
   "value infinite": lambda s: bad(s, value=(0, np.inf)),
   "policy NaN": lambda s: bad(s, policy=((1, 2), np.nan)),
-  "policy width": lambda s: bad(s, policy=s.extra["policy"][:, :2]),
+  "policy width": lambda s: bad(s, policy=s["policy"][:, :2]),
   "action too large": lambda s: bad(s, action=(0, reference.NUM_ACTIONS)),
   "action below -1": lambda s: bad(s, action=(0, -2)),
   "no action amid an episode": lambda s: bad(s, action=(0, -1)),
@@ -127,51 +137,72 @@ REFUSED = {
   "first missing after an end": lambda s: bad(s, first=(2, False)),
   "first though an episode is open": lambda s: bad(s, first=(0, True)),
   "step negative": lambda s: bad(s, step=(0, -1)),
-  "step type": lambda s: bad(s, step=s.step.astype(np.int64)),
+  "step type": lambda s: bad(s, step=s["step"].astype(np.int64)),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_segments_change_nothing(name):
+def test_refused_slots_change_nothing(name):
   stream, store = reference.Stream(2, 0, end_probability=0.0), make_store(2, 8)
-  store.append([stream.segment(0, 3), stream.segment(1, 6)])
-  fine, end = stream.segment(0, 2), np.array([False, True, False, False])
-  good = bad(  # its second slot ends the lane's open episode
-    stream.segment(1, 4, 1),
+  store.append(Slots.concatenate([stream.play(0, 3), stream.play(1, 6)]))
+  fine, end = stream.play(0, 2), np.array([False, True, False, False])
+  good = bad(
+    stream.play(1, 4, 1),
     terminated=end,
     first=np.roll(end, 1),
     action=np.where(end, -1, 1).astype(np.int32),
   )
+  both = Slots.concatenate([good, fine])
   before = contents(store)
   for call in (store.check, store.append):
     with pytest.raises(ValueError):
-      call([fine, REFUSED[name](good)])
-  store.check([fine, good])
+      call(REFUSED[name](both))
+  store.check(both)
   after = contents(store)
   for key, value in before.items():
     np.testing.assert_array_equal(after[key], value, err_msg=key)
-  store.append([fine, good])  # what was refused was really the change
+  store.append(both)  # what was refused was really the change
   np.testing.assert_array_equal(store.head, [5, 10])
 
 
-def test_a_lane_twice_or_a_segment_longer_than_the_ring_is_refused():
-  stream, store = reference.Stream(1, 0), make_store(1, 4)
-  with pytest.raises(ValueError, match="one segment per lane"):
-    store.append([stream.segment(0, 2), stream.segment(0, 2)])
-  with pytest.raises(ValueError, match="must have"):
-    store.append([reference.Stream(1, 0).segment(0, 5)])
-  assert store.head[0] == 0
+@given(seed=SEEDS)
+def test_slots_of_several_lanes_may_be_interleaved_in_any_way(seed):
+  """As long as those of each lane are in order; they are returned by lane."""
+  rng, stream = np.random.default_rng(seed), reference.Stream(3, seed)
+  store, sorted_store = make_store(3, 20), make_store(3, 20)
+  for step in range(4):
+    by_lane = Slots.concatenate([stream.play(lane, rng.integers(1, 9), step) for lane in range(3)])
+    order = np.empty(len(by_lane), int)  # the places of lanes are random
+    order[np.argsort(rng.permutation(by_lane.lane), kind="stable")] = np.arange(len(by_lane))
+    interleaved = by_lane.select(order)
+    for slots in (store.check(interleaved), store.append(interleaved)):
+      np.testing.assert_array_equal(slots.lane, by_lane.lane)
+      np.testing.assert_array_equal(slots.time, by_lane.time)
+      assert_same(slots.columns, by_lane.columns)
+    sorted_store.append(by_lane)
+    assert_same(contents(store), contents(sorted_store))
+
+
+def test_more_slots_of_a_lane_than_its_ring_has_are_refused():
+  stream, store = reference.Stream(2, 0), make_store(2, 4)
+  full, more = [stream.play(lane, 4) for lane in range(2)], stream.play(1, 1)
+  with pytest.raises(ValueError, match="at most 4 slots per lane, got 5 of lane 1"):
+    store.append(Slots.concatenate([*full, more]))
+  assert not store.head.any()
+  store.append(Slots.concatenate(full))
+  store.append(more)
+  assert store.head.tolist() == [4, 5]
 
 
 def test_truncate_ends_the_open_episode_and_lets_a_new_one_begin():
   stream, store = reference.Stream(1, 0, end_probability=0.0), make_store(1, 10)
-  store.append([stream.segment(0, 4)])
+  store.append(stream.play(0, 4))
   for _ in range(2):  # the second time nothing is open
     store.truncate(0)
     assert store.action[0, 3] == -1 and store.reward[0, 3] == 0
     assert store.truncated[0, :4].tolist() == [False, False, False, True]
     assert store.episode_end[0, :4].tolist() == [3, 3, 3, 3]
     assert store.stored_transitions == 3
-  fresh = reference.Stream(1, 1, end_probability=0.0).segment(0, 2)
-  store.append([fresh._replace(start=4)])
+  fresh = reference.Stream(1, 1, end_probability=0.0).play(0, 2)
+  store.append(bad(fresh, time=fresh.time + 4))
   assert store.episode_start[0, 4:6].tolist() == [4, 4]

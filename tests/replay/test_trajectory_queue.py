@@ -9,7 +9,7 @@ from speedyzero_jax.replay.replay import Selection
 from speedyzero_jax.replay.schema import make_schema
 from speedyzero_jax.replay.storage import LaneStore
 from speedyzero_jax.replay.trajectory_queue import QUEUED, SKIPPED, TrajectoryQueue
-from speedyzero_jax.types import Segment
+from speedyzero_jax.types import Slots
 
 _SCHEMA = make_schema((1, 1, 1), "uint8", 2)
 _RNG = np.random.default_rng(0)
@@ -19,11 +19,11 @@ def append(store, lane, ends):
   """Slots of a lane; `ends` [n] says which are the last of their episodes."""
   n, head = len(ends), int(store.head[lane])
   closed = head == 0 or store.action[lane, (head - 1) % store.capacity] < 0
-  arrays = {c.name: np.zeros((n, *c.shape), c.dtype) for c in _SCHEMA.columns}
-  arrays["first"] = np.array([closed, *ends[:-1]])
-  arrays["truncated"] = np.array(ends)
-  arrays["action"] = np.where(ends, -1, 0).astype(np.int32)
-  store.append([Segment.of(lane, head, arrays)])
+  columns = {c.name: np.zeros((n, *c.shape), c.dtype) for c in _SCHEMA.columns}
+  columns["first"] = np.array([closed, *ends[:-1]])
+  columns["truncated"] = np.array(ends)
+  columns["action"] = np.where(ends, -1, 0).astype(np.int32)
+  store.append(Slots.of_lane(lane, head, columns))
 
 
 def append_some(store, rng, longest):

@@ -141,8 +141,8 @@ def test_a_full_journal_ends_the_run_with_one_line(tmp_path, monkeypatch, capsys
       version = experiment.weights.latest(ACTOR)
       try:
         while True:
-          segments, _ = local.step(version, budget=10**6, progress=0.0, random=True, last=False)
-          experiment.collector.take(segments, [], granted=0)
+          slots, _ = local.step(version, budget=10**6, progress=0.0, random=True, last=False)
+          experiment.collector.take(slots, [], granted=0)
       except JournalError as error:
         raised.append(error)
 

@@ -16,7 +16,7 @@ from speedyzero_jax.replay.journal import Journal, JournalError
 from speedyzero_jax.replay.schema import make_schema
 from speedyzero_jax.run.checkpoint import CheckpointError, Checkpoints
 from speedyzero_jax.run.recovery import RecoveryManager
-from speedyzero_jax.types import Segment
+from speedyzero_jax.types import Slots
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = make_schema((1, 1, 2), "uint8", 3)
@@ -28,16 +28,18 @@ def play(lane, start, stop):
   time = np.arange(start, stop)
   arrays = {c.name: np.zeros((len(time), *c.shape), c.dtype) for c in SCHEMA.columns}
   arrays["frame"][:, 0, 0] = np.stack([np.full_like(time, lane), time % 256], -1)
-  return Segment.of(lane, start, arrays | {"first": time == 0, "reward": time.astype(np.float32)})
+  return Slots.of_lane(
+    lane, start, arrays | {"first": time == 0, "reward": time.astype(np.float32)}
+  )
 
 
-def times(segments):
+def times(items):
   """Lane -> times of its slots; their content must be right."""
   found = {lane: [] for lane in range(LANES)}
-  for segment in segments:
-    stop = segment.start + len(segment.frame)
-    assert_same_tree(segment.arrays(), play(segment.lane, segment.start, stop).arrays())
-    found[segment.lane] += range(segment.start, stop)
+  for slots in items:
+    lane, start, stop = int(slots.lane[0]), int(slots.time[0]), int(slots.time[-1]) + 1
+    assert_same_tree(vars(slots), vars(play(lane, start, stop)))
+    found[lane] += range(start, stop)
   return found
 
 
@@ -65,7 +67,9 @@ class Unit:
 
   def collect(self, head):
     heads = self.journal.heads.tolist()
-    self.manager.append([play(lane, start, head) for lane, start in enumerate(heads)])
+    self.manager.append(
+      Slots.concatenate([play(lane, start, head) for lane, start in enumerate(heads)])
+    )
 
   def save(self, step, *, required=False):
     head = int(self.journal.heads[0])
@@ -145,7 +149,7 @@ def test_the_journal_keeps_what_any_checkpoint_refers_to(tmp_path):
     unit.collect(50)
     unit.save(5, required=True)
   content = (tmp_path / "journal.sqlite").read_bytes()
-  frames = unit.journal._codec.encode([play(0, 40, 50)]).frames
+  frames = unit.journal._codec.encode(play(0, 40, 50)).frames
   assert content.count(frames) == 1
   (tmp_path / "journal.sqlite").write_bytes(content.replace(frames, frames[::-1]))
   with Unit(tmp_path) as unit:

@@ -1,11 +1,11 @@
-"""Episodes as plain lists, segments that store them, and n-step returns computed from the lists."""
+"""Episodes as plain lists, slots that store them, and n-step returns computed from the lists."""
 
 from typing import NamedTuple
 
 import numpy as np
 
 from speedyzero_jax.replay.schema import Schema
-from speedyzero_jax.types import Segment
+from speedyzero_jax.types import Slots
 
 
 class Episode(NamedTuple):
@@ -26,10 +26,8 @@ def every_end(longest: int, rng: np.random.Generator) -> list[Episode]:
   return [Episode(rng.normal(size=n).tolist(), end) for n, end in order]
 
 
-def segment(
-  schema: Schema, lane: int, episodes: list[Episode], rng: np.random.Generator
-) -> Segment:
-  """Stores episodes in a segment from time 0, with random frames and actions."""
+def recorded(schema: Schema, lane: int, episodes: list[Episode], rng: np.random.Generator) -> Slots:
+  """Stores episodes in a lane from time 0; frames, actions and the agent's columns are random."""
   slots = sum(episode.slots for episode in episodes)
   arrays = {c.name: np.zeros((slots, *c.shape), c.dtype) for c in schema.columns}
   arrays["frame"] = rng.normal(size=arrays["frame"].shape).astype(schema.frame.dtype)
@@ -43,7 +41,9 @@ def segment(
     if end != "open":
       arrays[end][at], arrays["action"][at] = True, -1
       at += 1
-  return Segment.of(lane, 0, arrays)
+  for column in schema.extra:
+    arrays[column.name] = rng.normal(size=(slots, *column.shape)).astype(column.dtype)
+  return Slots.of_lane(lane, 0, arrays)
 
 
 def n_step_return(
@@ -61,8 +61,8 @@ def n_step_return(
   return total, 0.0 if ended and episode.end == "terminated" else discount**length, length
 
 
-def observation(segment: Segment, slot: int, stack: int) -> np.ndarray:
+def observation(slots: Slots, slot: int, stack: int) -> np.ndarray:
   """The frame stack of a slot, from its episode's frames, as one vector."""
-  start = max(t for t in range(slot + 1) if segment.first[t])
-  shown = [segment.frame[max(t, start), 0, 0] for t in range(slot - stack + 1, slot + 1)]
+  start = max(t for t in range(slot + 1) if slots["first"][t])
+  shown = [slots["frame"][max(t, start), 0, 0] for t in range(slot - stack + 1, slot + 1)]
   return np.concatenate(shown)

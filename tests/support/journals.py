@@ -7,7 +7,7 @@ import numpy as np
 
 from speedyzero_jax.replay.journal import Journal
 from speedyzero_jax.replay.schema import Column, make_schema
-from speedyzero_jax.types import Segment
+from speedyzero_jax.types import Slots
 
 LANES, ACTIONS = 3, 4
 EXTRA = (Column("policy", "float32", (ACTIONS,)), Column("visits", "int16"))
@@ -37,27 +37,32 @@ def play(lane, start, n=1, schema=SMALL, salt=0):
     )
   arrays["frame"] = np.stack([r.integers(0, 256, schema.frame.shape) for r in rngs]).astype("uint8")
   arrays["first"] = np.arange(start, start + n) == 0
-  return Segment.of(lane, start, arrays)
+  return Slots.of_lane(lane, start, arrays)
 
 
-def slots(segments):
+def play_all(start, n=1, **options):
+  """Slots start <= t < start + n of every lane; both may be numbers or arrays [LANES]."""
+  places = np.stack(np.broadcast_arrays(np.arange(LANES), start, n), axis=1)
+  return Slots.concatenate([play(*place, **options) for place in places.tolist()])
+
+
+def contents(items):
   """Maps (lane, time) to all bytes of a slot; asserts that no slot repeats."""
   result = {}
-  for segment in segments:
-    for i in range(len(segment.frame)):
-      place = segment.lane, segment.start + i
+  for slots in items:
+    for i, place in enumerate(zip(slots.lane.tolist(), slots.time.tolist(), strict=True)):
       assert place not in result
-      result[place] = {name: (a.dtype, a[i].tobytes()) for name, a in segment.arrays().items()}
+      result[place] = {name: (a.dtype, a[i].tobytes()) for name, a in slots.columns.items()}
   return result
 
 
 def read(journal, start=NONE, stop=None):
   """The journal's slots by lane and time."""
-  return slots(journal.read(start, stop))
+  return contents(journal.read(start, stop))
 
 
 def expected(tails, heads, **options):
-  return slots(
+  return contents(
     play(lane, tail, head - tail, **options)
     for lane, (tail, head) in enumerate(zip(tails, heads, strict=True))
     if head > tail

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from speedyzero_jax.types import Segment
+from speedyzero_jax.types import Slots
 
 NUM_ACTIONS = 3
 FRAME_SHAPE = (1, 1, 3)
@@ -31,7 +31,7 @@ class Episode:
 
 
 class Stream:
-  """Endless random play in several lanes: creates segments and remembers every episode."""
+  """Endless random play in several lanes: creates slots and remembers every episode."""
 
   def __init__(self, lanes: int, seed: int, end_probability: float = 0.15):
     self.rng = np.random.default_rng(seed)
@@ -40,7 +40,8 @@ class Stream:
     self.transitions = 0
     self.end_probability = end_probability
 
-  def segment(self, lane: int, n: int, step: int = 0) -> Segment:
+  def play(self, lane: int, n: int, step: int = 0) -> Slots:
+    """The next n slots of a lane."""
     start, rows = self.heads[lane], []
     for _ in range(n):
       episodes = self.episodes[lane]
@@ -76,21 +77,18 @@ class Stream:
       self.heads[lane] += 1
       rows.append((slot, first, ending))
     slots = [row[0] for row in rows]
-    return Segment(
-      lane=lane,
-      start=start,
-      frame=np.array([s.frame for s in slots], np.uint8).reshape(n, *FRAME_SHAPE),
-      first=np.array([row[1] for row in rows]),
-      terminated=np.array([row[2] == "terminated" for row in rows]),
-      truncated=np.array([row[2] == "truncated" for row in rows]),
-      action=np.array([s.action for s in slots], np.int32),
-      reward=np.array([s.reward for s in slots], np.float32),
-      step=np.full(n, step, np.int32),
-      extra={
-        name: np.array([getattr(s, name) for s in slots], np.float32)
-        for name in ("policy", "search_value", "value")
-      },
-    )
+    columns = {
+      "frame": np.array([s.frame for s in slots], np.uint8).reshape(n, *FRAME_SHAPE),
+      "first": np.array([row[1] for row in rows]),
+      "terminated": np.array([row[2] == "terminated" for row in rows]),
+      "truncated": np.array([row[2] == "truncated" for row in rows]),
+      "action": np.array([s.action for s in slots], np.int32),
+      "reward": np.array([s.reward for s in slots], np.float32),
+      "step": np.full(n, step, np.int32),
+    }
+    for name in ("policy", "search_value", "value"):
+      columns[name] = np.array([getattr(s, name) for s in slots], np.float32)
+    return Slots.of_lane(lane, start, columns)
 
   def find(self, lane: int, time: int) -> tuple[Episode, int]:
     """The episode of a slot, and the slot's index in it."""

@@ -8,20 +8,22 @@ from hypothesis import strategies as st
 
 from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.messages import CALLS
-from speedyzero_jax.types import Segment
+from speedyzero_jax.types import Slots
 
 KINDS = tuple(
   dict.fromkeys(kind for call in CALLS.values() for kind in (call.request, call.answer))
 )
 
 
-def segment(lane: int = 0, start: int = 0, n: int = 1) -> Segment:
-  """A plausible segment."""
+def slots(lane: int = 0, start: int = 0, n: int = 1) -> Slots:
+  """Plausible slots of one lane."""
   no = np.zeros(n, bool)
-  return Segment(
-    lane, start, np.full((n, 2, 1, 3), 7, np.uint8), no, no, no, np.ones(n, np.int32),
-    np.zeros(n, np.float32), np.full(n, 4, np.int32), {"policy": np.full((n, 2), 0.5, np.float32)},
-  )  # fmt: skip
+  columns = {
+    "frame": np.full((n, 2, 1, 3), 7, np.uint8), "first": no, "terminated": no, "truncated": no,
+    "action": np.ones(n, np.int32), "reward": np.zeros(n, np.float32),
+    "step": np.full(n, 4, np.int32), "policy": np.full((n, 2), 0.5, np.float32),
+  }  # fmt: skip
+  return Slots.of_lane(lane, start, columns)
 
 
 def one_of_each() -> dict[type, Any]:
@@ -29,12 +31,12 @@ def one_of_each() -> dict[type, Any]:
   frames = np.arange(12, dtype=np.uint8).reshape(2, 2, 1, 3)
   lane, cell = np.array([0, 2], np.int32), np.array([4, 1], np.int32)
   heads = np.array([20, 0, 7], np.int64)
-  segments = messages.pack([segment(0, 5, 2), segment(2, 9)])
+  played = vars(Slots.concatenate([slots(0, 5, 2), slots(2, 9)]))
   weights = {"['b']": np.array([1.5, -2], jnp.bfloat16), "['n']": np.array(3, np.int32)}
   all_kinds = [
     messages.Join(),
     messages.Welcome(1, np.array([5, 6], np.int64)),
-    messages.Step(3, segments, np.array([[np.nan, 7]])),
+    messages.Step(3, played, np.array([[np.nan, 7]])),
     messages.Grant(4, True, 11, 0.25, False),
     messages.WeightsRequest("actor"),
     messages.Weights(12, weights),

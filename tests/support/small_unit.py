@@ -68,10 +68,10 @@ class Unit:
   def join(self, actor=0, incarnation=0):
     return self.service.call("join", Worker("actor", actor, incarnation), messages.Join())
 
-  def step(self, segments=(), sequence=0, actor=0, incarnation=0, *, episodes=(), seconds=SECONDS):
-    """Sends segments and requests agent steps."""
+  def step(self, slots=None, sequence=0, actor=0, incarnation=0, *, episodes=(), seconds=SECONDS):
+    """Sends slots and requests agent steps."""
     ended = np.array(episodes, np.float64).reshape(-1, 2)
-    request = messages.Step(sequence, messages.pack(segments), ended)
+    request = messages.Step(sequence, {} if slots is None else vars(slots), ended)
     return self.service.call("step", Worker("actor", actor, incarnation), request, seconds)
 
   def ask_weights(self, subscriber=ACTOR, worker=A_WORKER):
@@ -111,7 +111,7 @@ class Unit:
     )  # fmt: skip
 
   def play(self, player, granted):
-    """Takes a granted step; returns its segments and their number of agent steps."""
+    """Takes a granted step; returns its slots and their number of agent steps."""
     return player.step(
       self.weights.latest(ACTOR), budget=granted.steps, progress=0.0, random=False,
       last=granted.closing,
@@ -122,8 +122,8 @@ class Unit:
     self.collector.truncate(range(self.config.actor.lanes))
     player = self.actor_of(seed, 0, self.replay.heads)
     for _ in range(calls):
-      segments, _ = self.play(player, messages.Grant(10**6, False, 0, 0.0, False))
-      self.collector.take(segments, [], granted=0)
+      slots, _ = self.play(player, messages.Grant(10**6, False, 0, 0.0, False))
+      self.collector.take(slots, [], granted=0)
 
   def publish(self, step):
     """Publishes weights of a learner step; their value is the step's number."""

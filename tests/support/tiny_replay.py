@@ -10,7 +10,7 @@ from speedyzero_jax.agents.efficientzero.agent import EfficientZero
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.selector import Selection
 from speedyzero_jax.replay.storage import LaneStore
-from speedyzero_jax.types import Segment
+from speedyzero_jax.types import Slots
 
 LANES, UNROLL, STACK, TD, DISCOUNT = 2, 3, 2, 2, 0.9
 ALPHA, MIN_PRIORITY, AGE_INTERVAL = 0.7, 0.01, 12
@@ -34,11 +34,18 @@ def make_store(lanes, capacity):
 
 
 def fill(store, stream, seed, rounds=6, longest=None):
-  """Appends random segments to random lanes, several lanes at once."""
+  """Appends random slots to random lanes, several lanes at once."""
   rng, longest = np.random.default_rng(seed), longest or store.capacity
   for step in range(rounds):
-    lanes = rng.permutation(store.lanes)[: rng.integers(1, store.lanes + 1)]
-    store.append([stream.segment(int(l), int(rng.integers(1, longest + 1)), step) for l in lanes])
+    store.append(some(stream, rng, step, longest))
+
+
+def some(stream, rng, step, longest):
+  """Random numbers of slots of random lanes, the slots of different lanes interleaved."""
+  lanes = rng.permutation(len(stream.heads))[: rng.integers(1, len(stream.heads) + 1)]
+  played = [stream.play(l, int(rng.integers(1, longest + 1)), step) for l in sorted(lanes.tolist())]
+  slots = Slots.concatenate(played)
+  return slots.select(np.argsort(slots.time, kind="stable"))
 
 
 def make_replay(capacity, *overrides, lanes=LANES, seed=0, **kwargs):
@@ -49,10 +56,8 @@ def make_replay(capacity, *overrides, lanes=LANES, seed=0, **kwargs):
 
 
 def play(replay, stream, rng, step, longest=5):
-  """Appends segments of random lengths to random lanes."""
-  lanes = rng.permutation(len(stream.heads))[: rng.integers(1, len(stream.heads) + 1)]
-  segments = [stream.segment(int(l), int(rng.integers(1, longest + 1)), step) for l in lanes]
-  replay.append_many(segments)
+  """Appends random numbers of slots to random lanes."""
+  replay.append(some(stream, rng, step, longest))
 
 
 def write(replay, task, lane, time, step, *overrides, **results):
@@ -82,17 +87,23 @@ def assert_same(a, b):
 
 
 def stored(replay):
-  """The live slots of every lane as one segment per lane, as read from a journal."""
-  store, segments = replay.store, []
+  """The live slots, one item per lane, as read from a journal."""
+  store, lanes = replay.store, []
   for lane, (tail, head) in enumerate(zip(store.tail, store.head, strict=True)):
     if head > tail:
       cell = np.arange(tail, head) % store.capacity
       columns = {c.name: store[c.name][lane, cell] for c in replay.schema.columns[1:]}
       columns["frame"] = store.frame[lane, cell]
-      segments.append(Segment.of(lane, int(tail), columns))
-  return segments
+      lanes.append(Slots.of_lane(lane, int(tail), columns))
+  return lanes
+
+
+def copy_frames(replay, other):
+  """Imports a replay's frames into another one."""
+  for slots in stored(replay):
+    other.import_frames(slots)
 
 
 def frames(replay):
   """Stored frames by lane."""
-  return {str(segment.lane): segment.frame for segment in stored(replay)}
+  return {str(slots.lane[0]): slots["frame"] for slots in stored(replay)}

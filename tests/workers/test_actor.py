@@ -11,6 +11,7 @@ import tiny
 from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.aggregation import EpisodeStats
 from speedyzero_jax.replay.replay import Replay
+from speedyzero_jax.types import Slots
 from speedyzero_jax.workers.actor import Actor, FrameStacker
 from speedyzero_jax.workers.weights import Version
 
@@ -35,20 +36,25 @@ def make_replay(lanes, capacity=400):
 
 
 def collect(actor, budget, *, until=None, random=False):
-  """Segments by call of a collection of `budget` agent steps, or `until` calls; and the steps."""
+  """Slots by call of a collection of `budget` agent steps, or `until` calls; and the steps."""
   calls, taken = [], 0
   while taken < budget and len(calls) != until:
     at = version(10 * len(calls))
-    segments, count = actor.step(at, budget=budget - taken, progress=0.0, random=random)
-    calls.append(segments)
+    slots, count = actor.step(at, budget=budget - taken, progress=0.0, random=random)
+    calls.append(slots)
     taken += count
   return calls, taken
 
 
 def lane_of(calls, lane):
-  """A lane's segments joined: column -> array."""
-  mine = [segment.arrays() for call in calls for segment in call if segment.lane == lane]
-  return {name: np.concatenate([columns[name] for columns in mine]) for name in mine[0]}
+  """A lane's slots of all calls."""
+  slots = Slots.concatenate(calls)
+  return slots.select(slots.lane == lane)
+
+
+def places(slots):
+  """(lane, time) of each slot."""
+  return list(zip(slots.lane.tolist(), slots.time.tolist(), strict=True))
 
 
 def naive_stacks(frames, first, stack):
@@ -74,9 +80,11 @@ def test_collects_exactly_its_budget_and_what_the_environment_showed(lanes, budg
   actor, env = make(lanes, seed, tiny.config(f"env.clip_rewards={clip}"))
   replay = make_replay(lanes)
   calls, taken = collect(actor, budget)
-  for segments in calls:
-    assert sorted(segment.lane for segment in segments) == list(range(lanes))
-    replay.append_many(segments)  # refuses gaps, overlaps and episodes that don't hang together
+  for t, slots in enumerate(calls):
+    acted = np.flatnonzero(slots["action"][:lanes] >= 0).tolist()
+    ends = acted if t == len(calls) - 1 else []
+    assert places(slots) == [(lane, t) for lane in range(lanes)] + [(lane, t + 1) for lane in ends]
+    replay.append(slots)  # refuses gaps, overlaps and episodes that don't hang together
   assert taken == replay.num_transitions == budget
   again = tiny.FakeEnv(lanes, seed)  # its frames follow from the actions
   again.reset()
@@ -86,7 +94,7 @@ def test_collects_exactly_its_budget_and_what_the_environment_showed(lanes, budg
   acted = 0
   for lane in range(lanes):
     slots = lane_of(calls, lane)
-    n = len(slots["frame"])
+    n = len(slots)
     fields = env.shown[0]._fields
     shown = {name: np.stack([getattr(step, name)[lane] for step in again.shown]) for name in fields}
     closed = shown["terminated"][:n] | shown["truncated"][:n]
@@ -116,9 +124,9 @@ def test_a_step_of_lanes_that_all_restart_counts_nothing():
   counts = {True: set(), False: set()}
   for _ in range(60):
     was = bool(env.shown[-1].terminated[0] | env.shown[-1].truncated[0])
-    (segment,), count = actor.step(version(), **PLAY)
+    slots, count = actor.step(version(), **PLAY)
     counts[was].add(count)
-    assert (segment.action[0] == -1) == was
+    assert (slots["action"] == -1).tolist() == [was]
   assert counts == {True: {0}, False: {1}}
 
 
@@ -145,16 +153,15 @@ def test_random_play_is_uniform_and_holds_actions(hold):
   kept = (actions[1:] == actions[:-1]).mean()
   assert kept == pytest.approx(1 - 1 / hold + 1 / hold / env.num_actions, abs=0.03)
   np.testing.assert_allclose(np.bincount(actions.ravel()) / actions.size, 1 / 3, atol=0.05)
-  policies = np.concatenate([s.extra["policy"] for segments in calls for s in segments])
-  np.testing.assert_allclose(policies, 1 / 3)
+  np.testing.assert_allclose(Slots.concatenate(calls)["policy"], 1 / 3)
   assert len({tuple(row) for row in actions.tolist()}) > 300  # lanes do not repeat one another
 
 
-def assert_same_segments(a, b):
-  for left, right in zip(a, b, strict=True):
-    assert (left.lane, left.start) == (right.lane, right.start)
-    for name, column in left.arrays().items():
-      np.testing.assert_array_equal(column, right.arrays()[name], err_msg=name)
+def assert_same_slots(a, b):
+  assert places(a) == places(b)
+  assert a.columns.keys() == b.columns.keys()
+  for name, column in a.columns.items():
+    np.testing.assert_array_equal(column, b[name], err_msg=name)
 
 
 @settings(max_examples=25)
@@ -172,7 +179,7 @@ def test_a_restored_actor_continues_as_if_it_had_never_stopped(lanes, steps, see
   for i in range(8):
     arguments = RANDOM if i == 0 else PLAY
     (ours, count), (theirs, other) = (a.step(version(3), **arguments) for a in (actor, restored))
-    assert_same_segments(ours, theirs)
+    assert_same_slots(ours, theirs)
     assert count == other
   for name, array in kept.items():
     np.testing.assert_array_equal(again[name], array)
@@ -185,15 +192,13 @@ def test_an_actor_may_start_behind_the_slots_of_another():
   actor, _ = make(2, seed=1, start=start, lane_offset=5)
   first, _ = make(2, seed=1)
   calls, from_zero = (collect(a, 20, until=6)[0] for a in (actor, first))
-  assert [(s.lane, s.start) for s in calls[0] + calls[-1]] == [(5, 7), (6, 7), (5, 12), (6, 12)]
-
-  def played(calls):
-    return [s.action[0] for segments in calls for s in segments]
-
-  assert played(calls) != played(from_zero)
+  for t, slots in enumerate(calls):
+    assert places(slots) == [(5, 7 + t), (6, 7 + t)]
+  ours, others = (Slots.concatenate(x)["action"].tolist() for x in (calls, from_zero))
+  assert ours != others
   restored, _ = make(2, seed=1, start=start, lane_offset=5)
   restored.load_state_dict(actor.state_dict())
-  assert_same_segments(*(a.step(version(3), **PLAY)[0] for a in (actor, restored)))
+  assert_same_slots(*(a.step(version(3), **PLAY)[0] for a in (actor, restored)))
   np.testing.assert_array_equal(restored.state_dict()["start"], start)
 
 
@@ -221,7 +226,7 @@ def test_actions_depend_on_the_progress_that_is_given():
   def played(progress):
     arguments = PLAY | {"progress": progress}
     actor, _ = make(4)
-    return [[s.action[0] for s in actor.step(version(), **arguments)[0]] for _ in range(9)]
+    return [actor.step(version(), **arguments)[0]["action"].tolist() for _ in range(9)]
 
   assert played(0.0) == played(0.0) != played(0.5)
 
@@ -234,27 +239,27 @@ def test_a_budget_that_is_not_the_last_closes_nothing(lanes, seed, calls):
   replay = make_replay(lanes)
   for _ in range(calls):
     moving = int((~(env.shown[-1].terminated | env.shown[-1].truncated)).sum())
-    segments, count = actor.step(version(4), **PLAY | {"budget": max(moving, 1)}, last=False)
-    assert count == moving and [len(segment.frame) for segment in segments] == [1] * lanes
-    assert_same_segments(segments, other.step(version(4), **PLAY)[0])
-    replay.append_many(segments)
+    slots, count = actor.step(version(4), **PLAY | {"budget": max(moving, 1)}, last=False)
+    assert count == moving and slots.lane.tolist() == list(range(lanes))
+    assert_same_slots(slots, other.step(version(4), **PLAY)[0])
+    replay.append(slots)
   closing = actor.close_lanes(version(4), progress=0.0, random=False)
   assert not actor.finished  # those games were reported already
-  replay.append_many(closing)
-  shown = env.shown[-1]
-  finished = shown.terminated | shown.truncated
-  for i, (end, went_on) in enumerate(zip(closing, other.step(version(4), **PLAY)[0], strict=True)):
-    assert end.action[0] == -1 and (end.truncated[0] or finished[i])
-    np.testing.assert_array_equal(end.frame[0], shown.frame[i])
-    for name, column in end.extra.items():  # what the agent says of the frame in any case
-      np.testing.assert_array_equal(column, went_on.extra[name])
+  replay.append(closing)
+  shown, (went_on, _) = env.shown[-1], other.step(version(4), **PLAY)
+  assert places(closing) == places(went_on)
+  assert (closing["action"] == -1).all()
+  assert (closing["truncated"] | shown.terminated | shown.truncated).all()
+  np.testing.assert_array_equal(closing["frame"], shown.frame)
+  for column in AGENT.schema.extra:  # what the agent says of the frame in any case
+    np.testing.assert_array_equal(closing[column.name], went_on[column.name])
 
 
 def test_lanes_beyond_a_budget_are_closed_even_if_it_is_not_the_last():
   actor, _ = make(3, seed=8)
-  segments, count = actor.step(version(), **PLAY | {"budget": 2}, last=False)
-  assert count == 2 and [s.action[0] >= 0 for s in segments] == [True, True, False]
-  assert [bool(s.truncated[0]) for s in segments] == [False, False, True]
+  slots, count = actor.step(version(), **PLAY | {"budget": 2}, last=False)
+  assert count == 2 and (slots["action"] >= 0).tolist() == [True, True, False]
+  assert slots["truncated"].tolist() == [False, False, True]
 
 
 def test_finished_games_are_reported_once():

@@ -39,8 +39,8 @@ from speedyzero_jax.types import Params
 class EfficientZero(Agent):
   """See `agents.base.Agent`. Has no target network, as reanalysis uses its own delayed weights.
 
-  The stored columns are the base columns (see `types.Segment`) and the search policy, search value
-  and network value of each state. Subclasses may replace `network`.
+  The stored columns are `types.BASE_COLUMNS` and the search policy, search value and network value
+  of each state. Subclasses may replace `network`.
   """
 
   network = Network

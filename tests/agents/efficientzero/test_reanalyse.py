@@ -105,8 +105,8 @@ class Played:
     player = Actor(tiny.config(*overrides), agent, env, inference, jax.random.key(0), stats)
     for _ in range(70):  # the first slots are evicted
       version = self.weights.latest(ACTOR)
-      segments, _ = player.step(version, budget=999, progress=0.0, random=False)
-      self.replay.append_many(segments)
+      played, _ = player.step(version, budget=999, progress=0.0, random=False)
+      self.replay.append(played)
     for step in (2, 3):
       self.weights.publish(step, agent.init(number=100 * step))
     self._inference = inference
@@ -236,7 +236,7 @@ def test_a_refresh_without_a_sweep_that_searches(schedule, target):
   overrides = (f"reanalyse.schedule={schedule}", f"reanalyse.value_target={target}", FIXED)
   replay, stream = make_replay(60, *overrides), reference.Stream(LANES, 3)
   for l in range(LANES):
-    replay.append(stream.segment(l, 50, step=0))
+    replay.append(stream.play(l, 50, step=0))
   lane, time = slots(stream, 60)
   values = np.random.default_rng(0).normal(size=len(lane)).astype(np.float32)
   write(replay, "refresh", lane, time, 30, *overrides, value=values)

@@ -14,6 +14,7 @@ from speedyzero_jax.agents.efficientzero.targets import (
   compute_targets,
   n_step_values,
 )
+from speedyzero_jax.types import Slots
 from tiny_replay import fill, make_store
 
 SPECS = st.builds(
@@ -94,20 +95,16 @@ def hand_made(ending):
   21, 31, 41."""
   store = make_store(1, 20)
   stream = reference.Stream(1, 0, end_probability=0.0)
-  s = stream.segment(0, 4)
   last = np.array([False, False, False, True])
-  s = s._replace(
-    terminated=last & (ending == "terminated"),
-    truncated=last & (ending == "truncated"),
-    action=np.array([0, 1, 2, 1 if ending == "open" else -1], np.int32),
-    reward=np.array([1, 2, 4, 8], np.float32),
-    extra=s.extra
-    | {
-      "value": np.array([10, 20, 30, 40], np.float32),
-      "search_value": np.array([11, 21, 31, 41], np.float32),
-    },
-  )
-  store.append([s])
+  columns = stream.play(0, 4).columns | {
+    "terminated": last & (ending == "terminated"),
+    "truncated": last & (ending == "truncated"),
+    "action": np.array([0, 1, 2, 1 if ending == "open" else -1], np.int32),
+    "reward": np.array([1, 2, 4, 8], np.float32),
+    "value": np.array([10, 20, 30, 40], np.float32),
+    "search_value": np.array([11, 21, 31, 41], np.float32),
+  }
+  store.append(Slots.of_lane(0, 0, columns))
   return store
 
 

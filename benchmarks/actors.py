@@ -1,0 +1,90 @@
+"""Rate of collection with actors in threads, in processes, and with central inference.
+
+    python benchmarks/actors.py --lanes 8 64 512 --out benchmarks/results/actors-2cores.json
+
+Each row is a run of launch/multihost.py: DQN with a small network on Catch, and so few learner
+steps that collection is the bottleneck. The rate is taken from the run's metrics, between one fifth
+of its agent steps and the end. `lanes` are those of all actors together; `actors` 0 is an actor in
+a thread of the learner. For central inference, the mean latency of a request and the mean number of
+lanes per batch are recorded, too. The configurations take turns, `--repeat` times.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common import ROOT, parser_of, positive, write
+
+LEARNER_STEPS = 50
+
+
+class Case(NamedTuple):
+  """One configuration."""
+
+  lanes: int
+  actors: int
+  inference: str  # local or central
+
+
+def parse() -> argparse.Namespace:
+  parser = parser_of(__doc__)
+  parser.add_argument("--lanes", type=positive, nargs="+", default=[8, 64, 512])
+  parser.add_argument("--actors", type=positive, nargs="+", default=[1, 2])
+  parser.add_argument("--seconds", type=positive, default=10, help="approximate length of a run")
+  parser.add_argument("--repeat", type=positive, default=3)
+  return parser.parse_args()
+
+
+def cases(lanes: list[int], actors: list[int]) -> list[Case]:
+  processes = [(n, inference) for inference in ("local", "central") for n in actors]
+  return [Case(l, *how) for l in lanes for how in [(0, "local"), *processes] if how[0] <= l]
+
+
+def run(case: Case, agent_steps: int, folder: Path) -> dict[str, float]:
+  """Trains and returns the measurements."""
+  settings = (
+    f"run.env_steps={agent_steps}", f"actor.lanes={case.lanes}", f"run.dir={folder}",
+    f"learner.steps={LEARNER_STEPS}", "learner.batch_size=8", "actor.random_steps=0",
+    "run.log_interval=1", "evaluation.at_end=false", f"topology.inference={case.inference}",
+  )  # fmt: skip
+  command = [sys.executable, str(ROOT / "launch/multihost.py"), "--config", "dqn", *settings]
+  if case.actors:
+    command += ["--processes", f"learner=1,actor={case.actors}"]
+  subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
+  rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+  rows = [row for row in rows if row.get("env_steps", 0) >= agent_steps / 5]
+  first, last = rows[0], rows[-1]
+  rate = (last["env_steps"] - first["env_steps"]) / (last["time"] - first["time"])
+  result = {"agent_steps_per_second": rate}
+  for name in ("inference/lanes_mean", "inference/seconds_mean"):
+    if values := [row[name] for row in rows if name in row]:
+      result[name] = statistics.mean(values)
+  return result
+
+
+def main() -> None:
+  arguments = parse()
+  chosen = cases(arguments.lanes, arguments.actors)
+  measured: dict[Case, list[dict[str, float]]] = {case: [] for case in chosen}
+  for _ in range(arguments.repeat):
+    for case, results in measured.items():
+      # The first run is short, to find the number of agent steps.
+      speed = results[-1]["agent_steps_per_second"] if results else 30 * case.lanes
+      with tempfile.TemporaryDirectory() as folder:
+        results.append(run(case, int(speed * arguments.seconds), Path(folder) / "run"))
+      print(*case, results[-1], flush=True)
+  rows: list[dict[str, Any]] = []
+  for case, results in measured.items():
+    medians = {key: statistics.median(x[key] for x in results) for key in results[0]}
+    rows.append({**case._asdict(), **medians, "runs": results})
+    print(*case, *(f"{key} {value:.4g}" for key, value in medians.items()))
+  write(arguments.out, {"seconds": arguments.seconds, "rows": rows})
+
+
+if __name__ == "__main__":
+  main()
