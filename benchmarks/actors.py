@@ -28,7 +28,7 @@ class Case(NamedTuple):
 
   lanes: int
   actors: int
-  inference: str  # local or central
+  inference: str  # topology.inference
 
 
 def parse() -> argparse.Namespace:
@@ -41,8 +41,8 @@ def parse() -> argparse.Namespace:
 
 
 def cases(lanes: list[int], actors: list[int]) -> list[Case]:
-  processes = [(n, inference) for inference in ("local", "central") for n in actors]
-  return [Case(l, *how) for l in lanes for how in [(0, "local"), *processes] if how[0] <= l]
+  processes = [(n, inference) for inference in ("actors", "central") for n in actors]
+  return [Case(l, *how) for l in lanes for how in [(0, "actors"), *processes] if how[0] <= l]
 
 
 def run(case: Case, agent_steps: int, folder: Path) -> dict[str, float]:
@@ -74,7 +74,7 @@ def main() -> None:
   for _ in range(arguments.repeat):
     for case, results in measured.items():
       # The first run is short, to find the number of agent steps.
-      speed = results[-1]["agent_steps_per_second"] if results else 30 * case.lanes
+      speed = results[-1]["agent_steps_per_second"] if results else 1000 + 10 * case.lanes
       with tempfile.TemporaryDirectory() as folder:
         results.append(run(case, int(speed * arguments.seconds), Path(folder) / "run"))
       print(*case, results[-1], flush=True)

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from speedyzero_jax.replay.journal_rows import Row, RowCodec, runs
+from speedyzero_jax.replay.journal_rows import Row, RowCodec
 from speedyzero_jax.replay.schema import Schema
 from speedyzero_jax.types import Slots
 
 _VERSION = 3  # increased when the tables or the layout of their blobs change
 _BUSY_SECONDS = 3.0  # a killed process may keep the file locked for a moment
-_BUFFER_BYTES = 64 << 20
+_BUFFER_BYTES = 16 << 20  # `flush` copies the buffer several times
 _APPEND_BYTES = 2048  # overhead of one append's array objects in memory
 
 _COLUMNS = "lane, start, size, crc, slots, frames"  # fields of `Row`
@@ -113,11 +113,11 @@ class Journal:
     with self._lock:
       if not self._buffer:
         return
-      rows = [self._codec.encode(run) for run in runs(Slots.concatenate(self._buffer))]
+      rows = self._codec.encode(Slots.concatenate(self._buffer))
+      heads = [(row.start + row.size, row.lane) for row in rows]  # repeated lanes: the last is used
       with self._transaction():
         self._db.executemany(f"INSERT INTO segment ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?)", rows)
-        for row in rows:
-          self._set("head", row.lane, row.start + row.size)
+        self._db.executemany("UPDATE lane SET head = ? WHERE lane = ?", heads)
       self._buffer, self._buffered = [], 0
 
   def continue_from(self, heads: np.ndarray, *, drop: bool) -> np.ndarray:
@@ -157,7 +157,7 @@ class Journal:
     ).fetchone()
     if result is not None:
       row = Row(*result[1:])
-      short = self._codec.encode(self._codec.decode(row, row.start, head))
+      (short,) = self._codec.encode(self._codec.decode(row, row.start, head))
       self._db.execute(
         "UPDATE segment SET size = ?, crc = ?, slots = ?, frames = ? WHERE id = ?",
         (*short[2:], result[0]),

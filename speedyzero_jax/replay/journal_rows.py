@@ -4,9 +4,9 @@ Frames are XORed with their predecessors and compressed together with zlib. All 
 stored raw, in little-endian order, one after another. A CRC-32 covers everything.
 """
 
+import itertools
 import struct
 import zlib
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -41,16 +41,29 @@ class RowCodec:
     self._frame = types.pop("frame")
     self._slots = types
 
-  def encode(self, slots: Slots) -> Row:
-    """Encodes consecutive slots of a lane as one row."""
-    n = len(slots)
-    columns = b"".join(slots[name].astype(t[0]).tobytes() for name, t in self._slots.items())
-    pixels = slots["frame"].astype(self._frame[0], copy=False).reshape(n, -1).view(np.uint8)
+  def encode(self, slots: Slots) -> list[Row]:
+    """Encodes slots as rows, in the order of the rows' first slots.
+
+    A row ends where the lane does, and where a lost environment left an episode open.
+    """
+    order = np.argsort(slots.lane, kind="stable")
+    lane, time, first = slots.lane[order], slots.time[order], slots["first"][order]
+    ended = (slots["terminated"] | slots["truncated"])[order]
+    columns = [slots[name][order].astype(dtype) for name, (dtype, _) in self._slots.items()]
+    pixels = slots["frame"][order].astype(self._frame[0], copy=False)
+    pixels = pixels.reshape(len(order), -1).view(np.uint8)
+    begins = np.diff(lane, prepend=-1) != 0
+    begins[1:] |= first[1:] & ~ended[:-1]
     changes = pixels.copy()
     changes[1:] ^= pixels[:-1]
-    frames = zlib.compress(changes.data, 1)
-    place = int(slots.lane[0]), int(slots.time[0]), n
-    return Row(*place, _crc(*place, columns, frames), columns, frames)
+    changes[begins] = pixels[begins]
+    rows = {}
+    for begin, end in itertools.pairwise([*np.flatnonzero(begins).tolist(), len(order)]):
+      values = b"".join([column[begin:end].tobytes() for column in columns])
+      frames = zlib.compress(changes[begin:end].data, 1)
+      place = int(lane[begin]), int(time[begin]), end - begin
+      rows[int(order[begin])] = Row(*place, _crc(*place, values, frames), values, frames)
+    return [row for _, row in sorted(rows.items())]
 
   def decode(self, row: Row, begin: int, end: int) -> Slots:
     """Decodes slots begin <= t < end, which an intact row must contain."""
@@ -66,19 +79,6 @@ class RowCodec:
     arrays["frame"] = pixels.view(dtype).reshape(row.size, *shape)
     part = slice(begin - row.start, end - row.start)
     return Slots.of_lane(row.lane, begin, {name: array[part] for name, array in arrays.items()})
-
-
-def runs(slots: Slots) -> Iterator[Slots]:
-  """Divides slots into consecutive ones of one lane each, in the order of their first slots.
-
-  Also splits where a lost environment left an episode open.
-  """
-  order = np.argsort(slots.lane, kind="stable")
-  lane, first = slots.lane[order], slots["first"][order]
-  ended = (slots["terminated"] | slots["truncated"])[order]
-  begins = (np.diff(lane, prepend=-1) != 0) | (first & ~np.roll(ended, 1))
-  parts = np.split(order, np.flatnonzero(begins)[1:])
-  yield from map(slots.select, sorted(parts, key=lambda part: part[0]))
 
 
 def _crc(lane: int, start: int, size: int, slots: bytes, frames: bytes) -> int:

@@ -149,7 +149,7 @@ def test_the_journal_keeps_what_any_checkpoint_refers_to(tmp_path):
     unit.collect(50)
     unit.save(5, required=True)
   content = (tmp_path / "journal.sqlite").read_bytes()
-  frames = unit.journal._codec.encode(play(0, 40, 50)).frames
+  frames = unit.journal._codec.encode(play(0, 40, 50))[0].frames
   assert content.count(frames) == 1
   (tmp_path / "journal.sqlite").write_bytes(content.replace(frames, frames[::-1]))
   with Unit(tmp_path) as unit:
