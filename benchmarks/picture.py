@@ -27,6 +27,10 @@ AGENTS = {
   "speedyzero": "SpeedyZero", "dqn": "DQN", "r2d2": "R2D2", "ppo": "PPO", "impala": "IMPALA",
   "a2c": "A2C", "appo": "APPO",
 }  # fmt: skip
+ACTORS = {
+  "threads": "thread", "actors1": "1 process", "actors2": "2 processes",
+  "central2": "central, 2", "central4": "central, 4",
+}  # fmt: skip
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#b8558f", "#c98b00", "#56b4e9", "#555555")
 _STYLE = """
 svg { font-family: system-ui, 'Segoe UI', Roboto, 'Liberation Sans', sans-serif }
@@ -103,6 +107,7 @@ def figures() -> dict[Path, str]:
   drawn = {
     "catch": draw(of_presets(CATCH, "Catch"), "Catch"),
     "agents": draw(of_study("agents", AGENTS, 60_000), "CartPole"),
+    "actors": draw(of_study("actors", ACTORS, 60_000), "Catch"),
   }
   return {IMAGES / f"{name}.svg": figure for name, figure in drawn.items()}
 
