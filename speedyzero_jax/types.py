@@ -42,18 +42,6 @@ class Env(Protocol):
   def close(self) -> None: ...
 
 
-# Columns common to all agents; n slots.
-BASE_COLUMNS = (
-  "frame",  # [n, H, W, C]
-  "first",  # [n] bool, the frame starts an episode
-  "terminated",  # [n] bool, the frame ends its episode; its value is 0
-  "truncated",  # [n] bool, the frame ends its episode; bootstrap from its value
-  "action",  # [n] int32, taken after the frame; -1 where the frame ends an episode
-  "reward",  # [n] float32, received for the action; clipped if configured
-  "step",  # [n] int32, learner step of the weights that chose the action
-)
-
-
 @dataclasses.dataclass(frozen=True)
 class Slots:
   """Slots of one or several lanes, appended by an actor; those of each lane are in order."""
@@ -71,9 +59,7 @@ class Slots:
   @classmethod
   def concatenate(cls, parts: Sequence["Slots"]) -> "Slots":
     """Joins at least one group of slots with the same columns."""
-    columns = {
-      name: np.concatenate([part.columns[name] for part in parts]) for name in parts[0].columns
-    }
+    columns = {name: np.concatenate([p[name] for p in parts]) for name in parts[0].columns}
     lane, time = (np.concatenate(x) for x in zip(*((p.lane, p.time) for p in parts), strict=True))
     return cls(lane, time, columns)
 

@@ -155,7 +155,8 @@ class AlphaZero(Agent):
     policies = Column("search_policy", "float32", (actions,))
     self.schema = make_schema(frame_shape, frame_dtype, actions, (policies,))
     self.window = Window(after=0, within_episode=True)
-    self.lookahead = self._rules.longest  # targets are outcomes of whole games
+    # Targets are outcomes of whole games, which end at the latest when the board is full.
+    self.lookahead = self._rules.height * self._rules.width
 
   # --- device
 

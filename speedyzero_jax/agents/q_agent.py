@@ -148,7 +148,7 @@ class QAgent(TorsoAgent):
     super().__init__(
       config, frame_shape, frame_dtype, actions, QNetwork,
       [Column(name, "float32", fill=float(_UNKNOWN)) for name in names],
-      {"value_step": names} if names else None,
+      {"value_step": names} if names else {},
     )  # fmt: skip
     self._trained, self._eta, self._rescaled = trained, eta, rescaled
     self.target_interval = config.agent.loss.target_interval

@@ -1,7 +1,7 @@
 """Central inference (SEED RL, Espeholt et al. 2020): actors run in the learner's process.
 
-Their environments run in other processes (`environments.py`), and their inference requests are
-batched together (`workers/batched_inference.py`).
+Their environments run in other processes (`remote.step_environments`), and their inference requests
+are batched together (`workers/batched_inference.py`).
 """
 
 import queue
@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator
 
 import grpc
-import jax
 import numpy as np
 
 from speedyzero_jax.agents.base import Agent
@@ -19,11 +18,9 @@ from speedyzero_jax.cluster.grpc_server import POLL_SECONDS, RunOver
 from speedyzero_jax.cluster.messages import Worker
 from speedyzero_jax.cluster.remote import actor_seed, play
 from speedyzero_jax.cluster.roster import Roster
-from speedyzero_jax.metrics.aggregation import EpisodeStats
 from speedyzero_jax.run.experiment import Experiment
 from speedyzero_jax.run.topology import Role
 from speedyzero_jax.types import EnvStep
-from speedyzero_jax.workers.actor import Actor
 from speedyzero_jax.workers.batched_inference import BatchedInference
 
 
@@ -110,17 +107,8 @@ class CentralActors:
   def _play(self, env: RemoteEnv, worker: Worker, welcome: messages.Welcome) -> None:
     experiment = self._experiment
     role = Role("actor", experiment.membership.unit, worker.number)
-    seed = actor_seed(experiment.local_config, role, worker.incarnation, welcome.heads)
-    actor = Actor(
-      experiment.local_config,
-      experiment.agent,
-      env,
-      self._inference,
-      jax.random.key(seed),
-      EpisodeStats(env.num_lanes),
-      lane_offset=welcome.first,
-      start=welcome.heads,
-    )
+    config, agent, latest = experiment.local_config, experiment.agent, experiment.weights.latest
+    seed = actor_seed(config, role, worker.incarnation, welcome.heads)
 
     def request(step: messages.Step) -> messages.Grant:
       while not experiment.limiter.stopping:
@@ -129,5 +117,5 @@ class CentralActors:
           return grant
       raise RunOver("the run is stopping")
 
-    latest = experiment.weights.latest
-    play(actor, request, lambda subscriber, at_least: latest(subscriber))
+    inference = self._inference
+    play(config, agent, env, inference, seed, welcome, request, lambda name, at_least: latest(name))

@@ -12,9 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from speedyzero_jax.run.signals import STOP_SIGNALS
 from speedyzero_jax.system.exit_codes import FAILED
-
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _TAIL_LINES, _TAIL_BYTES = 20, 1 << 16  # how much of a log an exit report shows
 _SIGNAL_NAMES = {number.value: number.name for number in signal.Signals}

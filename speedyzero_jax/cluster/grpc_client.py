@@ -4,6 +4,7 @@ If only the answer of a call is lost, its retry reaches the service a second tim
 idempotent.
 """
 
+import contextlib
 import random
 import time
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ class Refused(Exception):
   """The server refused the call, and would refuse a retry."""
 
 
-class Client:
+class Client(contextlib.AbstractContextManager):
   """A worker's client of its learner service. Thread-safe.
 
   Calls raise Refused (with the server's text), Unreachable, RunOver, or WireError for an answer of
@@ -93,9 +94,6 @@ class Client:
   def close(self) -> None:
     """Closes the connection and cancels pending calls."""
     self._channel.close()
-
-  def __enter__(self) -> "Client":
-    return self
 
   def __exit__(self, *_: object) -> None:
     self.close()

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import jax
 
@@ -39,41 +39,13 @@ def membership_of(
   config: Config, topology: Topology, role: Role, rendezvous: Rendezvous
 ) -> Membership:
   """Returns the place of this learner process in the run."""
-  devices = rendezvous.devices(range(topology.learners))
-  per_process = config.learner.devices or len(jax.local_devices())
-  chosen = [
-    device
-    for unit in range(topology.learners)
-    for device in [x for x in devices if x.process_index == unit][:per_process]
-  ]
-  return Membership(
-    unit=role.unit,
-    units=topology.learners,
-    mesh=make_mesh(chosen),
-    runs_actor=not topology.serving("actor", role.unit),
-    runs_sweeps=not topology.serving("refresher", role.unit),
-    durable=True,
-    all_gather=_make_all_gather(rendezvous, role.unit, topology.learners),
-    share=_make_share(rendezvous, role.unit),
-  )
-
-
-def _make_all_gather(
-  rendezvous: Rendezvous, unit: int, units: int
-) -> Callable[[int], Sequence[int]]:
-  rounds = itertools.count(1)
+  unit, units, rounds = role.unit, topology.learners, itertools.count(1)
 
   def all_gather(number: int) -> list[int]:
     name = f"all_gather/{next(rounds)}"
     rendezvous.publish(f"{name}/{unit}", str(number))
     return [int(rendezvous.lookup(f"{name}/{other}", _UNIT_TIMEOUT)) for other in range(units)]
 
-  return all_gather
-
-
-def _make_share(
-  rendezvous: Rendezvous, unit: int
-) -> Callable[[Mapping[str, float]], Sequence[Mapping[str, float]]]:
   def share(numbers: Mapping[str, float]) -> list[Mapping[str, float]]:
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # the learner reports a lost process
       rendezvous.publish(f"numbers/{unit}", json.dumps(dict(numbers)))
@@ -81,16 +53,28 @@ def _make_share(
         return [json.loads(text) for text in rendezvous.published("numbers").values()]
     return [numbers]
 
-  return share
+  devices = rendezvous.devices(range(units))
+  per_process = config.learner.devices or len(jax.local_devices())
+  chosen = [
+    device
+    for other in range(units)
+    for device in [x for x in devices if x.process_index == other][:per_process]
+  ]
+  return Membership(
+    unit=unit,
+    units=units,
+    mesh=make_mesh(chosen),
+    runs_actor=not topology.serving("actor", unit),
+    runs_sweeps=not topology.serving("refresher", unit),
+    durable=True,
+    all_gather=all_gather,
+    share=share,
+  )
 
 
 @contextlib.contextmanager
 def serving(
-  experiment: Experiment,
-  topology: Topology,
-  role: Role,
-  rendezvous: Rendezvous,
-  token: bytes,
+  experiment: Experiment, topology: Topology, role: Role, rendezvous: Rendezvous, token: bytes
 ) -> Iterator[None]:
   """Serves this unit's actors and refreshers, and publishes the address."""
   local_config = experiment.local_config

@@ -22,12 +22,7 @@ class LearnerService:
   """Serves one unit's actors, which have `lanes[i]` each, and its refreshers. Thread-safe."""
 
   def __init__(
-    self,
-    experiment: Experiment,
-    *,
-    lanes: Sequence[range],
-    refreshers: int,
-    roster: Roster,
+    self, experiment: Experiment, *, lanes: Sequence[range], refreshers: int, roster: Roster
   ):
     self._limiter, self._weights = experiment.limiter, experiment.weights
     self._half = experiment.config.topology.weights_dtype == "bfloat16"

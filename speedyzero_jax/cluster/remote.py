@@ -1,7 +1,9 @@
 """Actor and refresher processes: their main loops, as clients of the learner's service."""
 
+import contextlib
 import functools
 import itertools
+import queue
 from collections.abc import Callable
 
 import jax
@@ -20,8 +22,9 @@ from speedyzero_jax.replay.replay import Array
 from speedyzero_jax.run.factories import frames_on_devices, replay_capacity
 from speedyzero_jax.run.topology import Role, derived_seed
 from speedyzero_jax.system import memory
-from speedyzero_jax.types import Slots
+from speedyzero_jax.types import Env, EnvStep, Slots
 from speedyzero_jax.workers.actor import Actor
+from speedyzero_jax.workers.batched_inference import BatchedInference
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.learner import make_mesh
 from speedyzero_jax.workers.weights import ACTOR, Version
@@ -65,25 +68,13 @@ def act(config: Config, agent: Agent, client: Client, role: Role, incarnation: i
   `incarnation` is larger than that of any earlier process in this role since the learner started.
   """
   welcome: messages.Welcome = client.call(messages.Join())
-  lanes, own_seed = len(welcome.heads), actor_seed(config, role, incarnation, welcome.heads)
-  env = make_env(config.env, lanes, own_seed, training=True)
+  seed = actor_seed(config, role, incarnation, welcome.heads)
   like = jax.eval_shape(agent.init, jax.random.key(0))
   weights = RemoteWeights(client, like, jax.local_devices()[0])
   inference = Inference(agent, report=_report)
-  actor = Actor(
-    config,
-    agent,
-    env,
-    inference,
-    jax.random.key(own_seed),
-    EpisodeStats(lanes),
-    lane_offset=welcome.first,
-    start=welcome.heads,
-  )
-  try:
-    play(actor, client.call, weights.latest)
-  finally:
-    env.close()
+  env = make_env(config.env, len(welcome.heads), seed, training=True)
+  with contextlib.closing(env):
+    play(config, agent, env, inference, seed, welcome, client.call, weights.latest)
 
 
 def actor_seed(config: Config, role: Role, incarnation: int, heads: np.ndarray) -> int:
@@ -96,15 +87,22 @@ def actor_seed(config: Config, role: Role, incarnation: int, heads: np.ndarray) 
 
 
 def play(
-  actor: Actor,
+  config: Config,
+  agent: Agent,
+  env: Env,
+  inference: Inference | BatchedInference,
+  seed: int,
+  welcome: messages.Welcome,
   request: Callable[[messages.Step], messages.Grant],
   latest: Callable[..., Version],
 ) -> None:
-  """Acts until collection is complete.
+  """Acts in new environments until collection is complete.
 
   `request` sends experience and returns the next grant; `latest` returns a subscriber's weights, of
   learner step `at_least` or later.
   """
+  key, stats, offset = jax.random.key(seed), EpisodeStats(env.num_lanes), welcome.first
+  actor = Actor(config, agent, env, inference, key, stats, lane_offset=offset, start=welcome.heads)
   slots: Slots | None = None
   closed = False
   for sequence in itertools.count():
@@ -121,6 +119,30 @@ def play(
       closed = grant.closing and count == grant.steps
     else:
       slots, closed = actor.close_lanes(version, progress=progress, random=random), True
+
+
+def step_environments(
+  config: Config, _: Agent, client: Client, role: Role, incarnation: int
+) -> None:
+  """Only steps environments, with actions from the learner's process (see `central_actors.py`).
+
+  Arguments and errors are those of `act`.
+  """
+  welcome = client.call(messages.Join())
+  seed = actor_seed(config, role, incarnation, welcome.heads)
+  env = make_env(config.env, len(welcome.heads), seed, training=True)
+  observations: queue.SimpleQueue[messages.Observation | None] = queue.SimpleQueue()
+
+  def send(step: EnvStep) -> None:
+    observations.put(messages.Observation(step._asdict()))
+
+  try:
+    send(env.reset())
+    for answer in client.stream(iter(observations.get, None)):
+      send(env.step(answer.action))
+  finally:
+    observations.put(None)
+    env.close()
 
 
 class FrameCopy:

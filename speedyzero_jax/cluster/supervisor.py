@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from speedyzero_jax.cluster.child import STOP_SIGNALS, Child, Process
+from speedyzero_jax.cluster.child import Child, Process
+from speedyzero_jax.run.signals import STOP_SIGNALS, handling
 from speedyzero_jax.system.exit_codes import FAILED, USAGE_ERROR
 
 # Seconds within which a repeated signal is the same signal: timeout(1) signals both the process and
@@ -268,14 +269,10 @@ def _signal_pipe() -> Iterator[int]:
   """Yields a pipe that receives the numbers of stop signals, which have no other effect."""
   out, into = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
   wakeup = signal.set_wakeup_fd(into)
-  nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-  caught = [number for number in STOP_SIGNALS if not (nohup and number == signal.SIGHUP)]
-  before = {number: signal.signal(number, lambda *_: None) for number in caught}
   try:
-    yield out
+    with handling(lambda *_: None):
+      yield out
   finally:
-    for number, handler in before.items():
-      signal.signal(number, handler)
     signal.set_wakeup_fd(wakeup)
     os.close(out)
     os.close(into)

@@ -10,13 +10,16 @@ from typing import NamedTuple
 
 from speedyzero_jax.cluster.grpc_client import Client, Refused, Unreachable
 from speedyzero_jax.cluster.grpc_server import RunOver
+from speedyzero_jax.cluster.learner_process import max_message, membership_of, serving
 from speedyzero_jax.cluster.messages import Worker
+from speedyzero_jax.cluster.remote import act, refresh, step_environments
 from speedyzero_jax.cluster.rendezvous import Place, Rendezvous, RendezvousError
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.loader import ConfigError
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.replay.journal import JournalError
 from speedyzero_jax.run import topology
+from speedyzero_jax.run.factories import enable_compilation_cache, make_agent
 from speedyzero_jax.run.run_dir import RunDir
 from speedyzero_jax.run.signals import Signals
 from speedyzero_jax.run.topology import Role, Topology
@@ -105,59 +108,37 @@ def _run(run: Run, rendezvous: Rendezvous, signals: Signals) -> int:
   role = shape.role(rendezvous.place.process_id)
   token = bytes.fromhex(run.token) or _token(config)
   try:
-    if role.kind == "learner":
-      return _learn(config, run, token, shape, role, rendezvous, signals)
-    return _serve(config, token, shape, role, rendezvous)
+    if role.kind != "learner":
+      return _serve(config, token, shape, role, rendezvous)
+    folder = Path(run.folder) / f"units/{role.unit}" if role.unit else Path(run.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not role.unit:
+      print(f"topology: {shape}", flush=True)
+    return train(
+      config,
+      folder,
+      resume=run.resume,
+      signals=signals,
+      membership=membership_of(config, shape, role, rendezvous),
+      serving=lambda experiment: serving(experiment, shape, role, rendezvous, token),
+    )
   finally:
     rendezvous.leave()
-
-
-def _learn(
-  config: Config,
-  run: Run,
-  token: bytes,
-  shape: Topology,
-  role: Role,
-  rendezvous: Rendezvous,
-  signals: Signals,
-) -> int:
-  from speedyzero_jax.cluster import learner_process
-
-  folder = Path(run.folder) / f"units/{role.unit}" if role.unit else Path(run.folder)
-  folder.mkdir(parents=True, exist_ok=True)
-  if not role.unit:
-    print(f"topology: {shape}", flush=True)
-  return train(
-    config,
-    folder,
-    resume=run.resume,
-    signals=signals,
-    membership=learner_process.membership_of(config, shape, role, rendezvous),
-    serving=lambda experiment: learner_process.serving(experiment, shape, role, rendezvous, token),
-  )
 
 
 def _serve(
   config: Config, token: bytes, shape: Topology, role: Role, rendezvous: Rendezvous
 ) -> int:
-  from speedyzero_jax.cluster import learner_process
-  from speedyzero_jax.cluster.environments import step_environments
-  from speedyzero_jax.cluster.remote import act, refresh
-  from speedyzero_jax.run.factories import enable_compilation_cache, make_agent
-
   enable_compilation_cache(config)
   local_config = loader.divide(config, role.unit, shape.learners)
   agent = make_agent(local_config)
-  max_bytes = learner_process.max_message(local_config, agent)
+  max_bytes = max_message(local_config, agent)
   incarnation = rendezvous.count(f"incarnation/{role}")
   address = rendezvous.lookup(f"address/{role.unit}", _START_TIMEOUT)
   worker = Worker(role.kind, role.number, incarnation)
   central = config.topology.inference == "central"
   acting = step_environments if central else act
   work = acting if role.kind == "actor" else refresh
-  with (
-    contextlib.suppress(RunOver),
-    Client(address, token, worker, max_bytes=max_bytes) as client,
-  ):
+  with contextlib.suppress(RunOver), Client(address, token, worker, max_bytes=max_bytes) as client:
     work(local_config, agent, client, role, incarnation)
   return 0

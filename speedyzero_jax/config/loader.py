@@ -19,13 +19,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from speedyzero_jax.config.fields import (
-  ConfigError,
-  describe,
-  interval_problem,
-  parse,
-  show,
-)
+from speedyzero_jax.config.fields import ConfigError, describe, interval_problem, parse, show
 from speedyzero_jax.config.schema import AgentConfig, Config
 
 _CONFIGS = Path(__file__).resolve().parents[2] / "configs"

@@ -27,17 +27,13 @@ class EnvConfig:
   frame_size: int = opt(96, "frames' height and width after area resizing (EZ: 96)", "[8, 512]")
   grayscale: bool = opt(False, "one gray channel instead of RGB (EZ: RGB)")
   frame_stack: int = opt(4, "frames stacked into an observation (EZ: 4)", "[1, 1000]")
-  frame_skip: int = opt(
-    4, "raw frames per agent step; the last two are max-pooled (EZ: 4)", "[1, 1000]"
-  )
+  frame_skip: int = opt(4, "raw frames per step, the last two max-pooled (EZ: 4)", "[1, 1000]")
   noop_max: int = opt(
     30, "maximum of the random number of no-op raw frames after a reset (EZ: 30)", "[1, 1000]"
   )
   fire_reset: bool = opt(False, "press FIRE after a reset in games that need it (EZ: no)")
   episodic_life: bool = opt(True, "a lost life ends the training episode (EZ: yes)")
-  clip_rewards: bool = opt(
-    True, "train on the sign of rewards (EZ: yes); evaluation always uses raw rewards"
-  )
+  clip_rewards: bool = opt(True, "train on the sign of rewards (EZ: yes); evaluation uses raw ones")
   sticky_actions: float = opt(0.0, "probability of repeating the last action (EZ: 0)", "[0, 1]")
   max_episode_steps: int = opt(3000, "agent steps until truncation (EZ: 3,000)", "[1, 1e9]")
   discount: float = opt(0.997**4, "discount per agent step (EZ as released: 0.997^4)", "(0, 1]")
@@ -48,9 +44,7 @@ class EnvConfig:
 class ActorConfig:
   """Collection of experience."""
 
-  lanes: int = opt(
-    16, "vectorized environments, stepped together (ours)", "[1, 1e5]", divided="exactly"
-  )
+  lanes: int = opt(16, "environments, stepped together (ours)", "[1, 1e5]", divided="exactly")
   random_steps: int = opt(
     2000, "agent steps of random play before training (EZ: 2,000)", "[0, 1e9]", divided="exactly"
   )
@@ -97,9 +91,7 @@ class OptimConfig:
   )
   learning_rate: float = opt(0.2, "base learning rate (EZ: 0.2 at batch 256)", "(0, 1e9]")
   momentum: float = opt(0.9, "momentum; Adam's b1 (EZ: 0.9)", "[0, 1)")
-  weight_decay: float = opt(
-    1e-4, "weight decay of parameters of rank 2 and more (EZ: 1e-4)", "[0, 1e9]"
-  )
+  weight_decay: float = opt(1e-4, "decay of parameters of rank 2 and more (EZ: 1e-4)", "[0, 1e9]")
   trust_coefficient: float = opt(
     0.001, "(Clipped) LARS: eta (You et al. 2017: 0.001; SZ's is not published)", "(0, 1e9]"
   )
@@ -124,22 +116,16 @@ class OptimConfig:
     "learner steps between decays, or of the whole linear decay; 0: no decay (EZ: 100k)",
     "[0, 1e9]",
   )
-  decay_rate: float = opt(
-    0.1, "staircase: factor of the learning rate every decay_steps (EZ: 0.1)", "(0, 1]"
-  )
+  decay_rate: float = opt(0.1, "staircase: factor every decay_steps (EZ: 0.1)", "(0, 1]")
 
 
 @dataclasses.dataclass(frozen=True)
 class LearnerConfig:
   """The training step."""
 
-  batch_size: int = opt(
-    256, "samples per learner step (EZ: 256, SZ: 8 x 256)", "[1, 1e6]", divided="exactly"
-  )
+  batch_size: int = opt(256, "samples per step (EZ: 256, SZ: 2,048)", "[1, 1e6]", divided="exactly")
   steps: int = opt(100_000, "learner steps (EZ: 100k + 20k, SZ: 15k)", "[1, 1e9]")
-  tail_steps: int = opt(
-    0, "how many of learner.steps follow the last agent step (EZ: 20k)", "[0, 1e9]"
-  )
+  tail_steps: int = opt(0, "learner.steps that follow the last agent step (EZ: 20k)", "[0, 1e9]")
   devices: int = opt(0, "devices in the learner's mesh; 0: all local devices", "[0, 1e9]")
   prefetch: int = opt(2, "async: batches prepared ahead of the learner", "[1, 1000]")
 
@@ -240,9 +226,7 @@ class RunConfig:
 
   dir: str = opt("", "run folder; empty: a new one under runs/, named after preset, game and seed")
   seed: int = opt(0, "random seed", "[0, 4294967296)")
-  env_steps: int = opt(
-    100_000, "agent steps to collect (Atari-100k: 100,000)", "[1, 1e9]", divided="exactly"
-  )
+  env_steps: int = opt(100_000, "agent steps (Atari-100k: 100,000)", "[1, 1e9]", divided="exactly")
   mode: Literal["async", "lockstep"] = opt(
     "async",
     "async: actor, learner and refresher run in parallel threads; lockstep: they take turns, and "
@@ -273,16 +257,10 @@ class PriorityConfig:
   """Prioritized replay, for agents that sample transitions by TD error."""
 
   alpha: float = opt(0.6, "exponent of the priorities (EZ: 0.6, EZ-V2: 1)", "[0, 10]")
-  beta_start: float = opt(
-    0.4, "importance-sampling exponent at the start (EZ: 0.4, EZ-V2: 1)", "[0, 2]"
-  )
-  beta_end: float = opt(
-    1.0, "importance-sampling exponent at the end of training (EZ: 1)", "[0, 2]"
-  )
+  beta_start: float = opt(0.4, "initial importance-sampling exponent (EZ: 0.4, EZ-V2: 1)", "[0, 2]")
+  beta_end: float = opt(1.0, "final importance-sampling exponent (EZ: 1)", "[0, 2]")
   min_priority: float = opt(1e-6, "added to every priority (EZ: 1e-6)", "[1e-12, 1e6]")
-  min_weight: float = opt(
-    0.0, "minimum importance weight, relative to the largest (EZ-V2: 0.1)", "[0, 1]"
-  )
+  min_weight: float = opt(0.0, "minimum weight, relative to the largest (EZ-V2: 0.1)", "[0, 1]")
 
 
 @dataclasses.dataclass(frozen=True)

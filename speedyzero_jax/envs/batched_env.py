@@ -37,7 +37,7 @@ import numpy as np
 
 from speedyzero_jax.config.schema import EnvConfig
 from speedyzero_jax.envs import gymnasium_env
-from speedyzero_jax.envs.gymnasium_env import GymnasiumEnv
+from speedyzero_jax.envs.gymnasium_env import GymnasiumEnv, check_actions
 from speedyzero_jax.envs.rules import RULES
 from speedyzero_jax.envs.scores import atari100k_games
 from speedyzero_jax.types import Env, EnvStep
@@ -48,7 +48,6 @@ BOARD_GAMES = tuple(RULES)  # two-player games
 _CARTPOLE_STEPS = 500  # time limit of CartPole-v1
 # CartPole terminates beyond these |x| [m] and |angle| [rad].
 _CARTPOLE_LIMITS = np.array([2.4, math.radians(12)])
-_NO_CAP = 2**30  # below the largest int32, since envpool adds one to its cap
 
 
 class _Task(NamedTuple):
@@ -112,24 +111,16 @@ class BatchedEnv:
     return self._show(~no, *self._by_lane(obs, reward, no, no, info))
 
   def step(self, action: np.ndarray) -> EnvStep:
-    """Takes one agent step in every lane.
+    """Takes one agent step in every lane; actions [L] are ignored where an episode has ended.
 
-    Args:
-      action: actions [L], ignored in lanes whose episode has ended.
-
-    Raises:
-      ValueError: actions have a wrong shape or are out of range or illegal. No lane was stepped.
+    Raises ValueError, and steps no lane, if actions have a wrong shape, or are out of range or
+    illegal.
     """
     self._check(action)
     return self._show(self._ended, *self._by_lane(*self._pool.step(action.astype(np.int32))))
 
   def _check(self, action: np.ndarray) -> None:
-    if action.shape != (self.num_lanes,) or not (
-      0 <= action.min() <= action.max() < self.num_actions
-    ):
-      raise ValueError(
-        f"action must be [{self.num_lanes}] in 0..{self.num_actions - 1}, got {action}"
-      )
+    check_actions(self, action)
 
   def close(self) -> None:
     """Closes the environments and their threads. May be called twice."""
@@ -203,23 +194,17 @@ def make_env(
   of threads. A lane's randomness depends only on the seed and the lane's index. Rewards are always
   raw (see `training_reward`).
 
-  Args:
-    config: the environment's settings.
-    lanes: number of environments.
-    seed: seed of all lanes.
-    training: whether `config.episodic_life` applies.
-    max_episode_steps: cap of a game, in agent steps. None: `config.max_episode_steps` in training,
-      otherwise no cap.
+  `config.episodic_life` applies only in `training`. `max_episode_steps` replaces the configured cap
+  of a game, in agent steps.
 
   Raises:
     ValueError: the game is unknown.
   """
-  if max_episode_steps is None:
-    max_episode_steps = config.max_episode_steps if training else _NO_CAP
+  cap = max_episode_steps or config.max_episode_steps
   if config.game.startswith(gymnasium_env.PREFIX):
-    return GymnasiumEnv(config.game, lanes, seed, max_episode_steps)
+    return GymnasiumEnv(config.game, lanes, seed, cap)
   kind = BoardEnv if config.game in BOARD_GAMES else BatchedEnv
-  return kind(_task(config, training, max_episode_steps), lanes, seed, config.threads)
+  return kind(_task(config, training, cap), lanes, seed, config.threads)
 
 
 def episode_cap(game: str, cap: int) -> int:
@@ -269,9 +254,7 @@ def _task(config: EnvConfig, training: bool, cap: int) -> _Task:
   if config.game in ("Catch", "MemoryCatch"):
     return _Task("toy_text", "Catch-v0", {}, hides_ball=config.game == "MemoryCatch")
   if config.game == "CartPole":
-    return _Task(
-      "classic_control", "CartPole-v1", {"max_episode_steps": episode_cap(config.game, cap)}
-    )
+    return _Task("classic_control", "CartPole-v1", {"max_episode_steps": min(cap, _CARTPOLE_STEPS)})
   if config.game in _GRIDS:
     return _Task("jumanji", f"{config.game}-v1", {})
   if config.game in BOARD_GAMES:

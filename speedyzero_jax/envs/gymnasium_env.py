@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from speedyzero_jax.types import EnvStep
+from speedyzero_jax.types import Env, EnvStep
 
 PREFIX = "gymnasium:"
 
@@ -39,12 +39,7 @@ class GymnasiumEnv:
 
   def step(self, action: np.ndarray) -> EnvStep:
     """Takes one agent step in every lane; see `BatchedEnv.step`."""
-    if action.shape != (self.num_lanes,) or not (
-      0 <= action.min() <= action.max() < self.num_actions
-    ):
-      raise ValueError(
-        f"action must be [{self.num_lanes}] in 0..{self.num_actions - 1}, got {action}"
-      )
+    check_actions(self, action)
     obs, reward, terminated, truncated, _ = self._envs.step(action)
     return self._show(obs, reward, self._ended, terminated, truncated)
 
@@ -64,6 +59,13 @@ class GymnasiumEnv:
     self._ended = terminated | truncated
     over, capped = terminated.copy(), truncated & ~terminated
     return EnvStep(frame, reward.astype(np.float32), first, over, capped, over)
+
+
+def check_actions(env: Env, action: np.ndarray) -> None:
+  """Raises ValueError unless there is one action in range for each lane."""
+  lanes, actions = env.num_lanes, env.num_actions
+  if action.shape != (lanes,) or not 0 <= action.min() <= action.max() < actions:
+    raise ValueError(f"action must be [{lanes}] in 0..{actions - 1}, got {action}")
 
 
 @functools.cache

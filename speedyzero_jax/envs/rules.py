@@ -27,11 +27,6 @@ class Rules:
     return self.width if self.gravity else self.height * self.width
 
   @property
-  def longest(self) -> int:
-    """Maximum number of moves in a game."""
-    return self.height * self.width
-
-  @property
   def shape(self) -> tuple[int, int, int]:
     """Shape of a board."""
     return self.height, self.width, 2

@@ -3,19 +3,23 @@
 import functools
 import importlib.resources
 import json
-from typing import Any
 
 
 @functools.cache
-def table() -> dict[str, Any]:
-  """Raw, undiscounted returns of full games by random play, humans and published systems."""
+def table() -> dict[str, dict[str, float]]:
+  """Raw, undiscounted returns of full games by game: of `random`, `human` and published systems."""
   file = importlib.resources.files("speedyzero_jax.envs") / "atari100k_scores.json"
-  return json.loads(file.read_text(encoding="utf-8"))
+  stored = json.loads(file.read_text(encoding="utf-8"))
+  games, columns = stored["scores"].keys(), zip(*stored["scores"].values(), strict=True)
+  return {
+    name: dict(zip(games, column, strict=True))
+    for name, column in zip(stored["sources"], columns, strict=True)
+  }
 
 
 def atari100k_games() -> tuple[str, ...]:
   """The 26 games of Atari-100k, in alphabetical order."""
-  return tuple(table()["games"])
+  return tuple(table()["human"])
 
 
 def human_normalized(game: str, score: float) -> float | None:
@@ -23,7 +27,7 @@ def human_normalized(game: str, score: float) -> float | None:
 
   Source: Mnih et al. 2015, with the random and human scores of DQN Zoo.
   """
-  if game not in table()["games"]:
+  random, human = table()["random"].get(game), table()["human"].get(game)
+  if random is None or human is None:
     return None
-  random, human = table()["random"][game], table()["human"][game]
   return (score - random) / (human - random)

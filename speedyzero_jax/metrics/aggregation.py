@@ -21,9 +21,9 @@ _NEWEST = 1000  # number of newest values in a running mean
 
 
 class Counters:
-  """Named counters, reported per second or per learner step depending on the name's suffix.
+  """Named counters: per second if the name ends in `_per_second`, else per learner step.
 
-  See `names.COUNTER_SUFFIXES`. Thread-safe.
+  Thread-safe.
   """
 
   def __init__(self, clock: Callable[[], float] = time.monotonic):

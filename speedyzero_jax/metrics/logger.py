@@ -10,14 +10,8 @@ from typing import Any
 import jax
 
 from speedyzero_jax.config.schema import Config
-from speedyzero_jax.metrics import names
-from speedyzero_jax.metrics.aggregation import (
-  Counters,
-  EpisodeStats,
-  RunningMeans,
-  combine_learners,
-  shared_values,
-)
+from speedyzero_jax.metrics import aggregation, names
+from speedyzero_jax.metrics.aggregation import EpisodeStats
 from speedyzero_jax.metrics.progress import Display
 from speedyzero_jax.metrics.recorder import Recorder
 
@@ -48,7 +42,7 @@ class MetricsLogger:
     self._resume_step, self._exchange = resume_step, exchange
     self._recorder = Recorder(folder, resume_step)
     self._display = Display(config, str(folder))
-    self._means, self._counters = RunningMeans(), Counters()
+    self._means, self._counters = aggregation.RunningMeans(), aggregation.Counters()
     self._counters.restart(resume_step or 0)
     self._lock = threading.Lock()
     self._latest: dict[str, Any] = {}
@@ -91,8 +85,6 @@ class MetricsLogger:
 
   def count(self, name: str, events: float) -> None:
     """Adds to a counter; its name must end in `_per_second` or `_per_learner_step`."""
-    if not name.endswith(names.COUNTER_SUFFIXES):
-      raise ValueError(f"metric {name} must end in one of {', '.join(names.COUNTER_SUFFIXES)}")
     self._counters.add(name, events)
 
   @contextlib.contextmanager
@@ -126,11 +118,9 @@ class MetricsLogger:
   def write_line(self, step: int, replay: Mapping[str, float], episodes: EpisodeStats) -> None:
     """Writes and displays the line of a learner step; `replay` is logged under `replay/`."""
     means = self._means.take()  # blocks on the device
-    with self._lock:
-      latest = dict(self._latest)
     with self._publishing:
       self._values = {names.REPLAY_PREFIX + name: value for name, value in replay.items()}
-      self._values |= means | episodes.summary() | latest | self._current()
+      self._values |= means | episodes.summary() | self._current()
       self._values |= self._counters.take(step)
       values = self._combined()
       collected = max(values.get(names.ENV_STEPS, 0) - self._config.actor.random_steps, 1)
@@ -147,14 +137,14 @@ class MetricsLogger:
     while not self._closing.wait(REFRESH_SECONDS):
       self.update_display()
 
-  def _current(self) -> dict[str, float]:
+  def _current(self) -> dict[str, Any]:
     with self._lock:
-      sources = list(self._sources)
-    values: dict[str, float] = {}
+      values, sources = dict(self._latest), list(self._sources)
     for source in sources:
       values.update(source())
     return values
 
   def _combined(self) -> dict[str, Any]:
     """Exchanges values and returns the run's, combined over all learners."""
-    return self._values | combine_learners(self._exchange(shared_values(self._values)))
+    shared = self._exchange(aggregation.shared_values(self._values))
+    return self._values | aggregation.combine_learners(shared)

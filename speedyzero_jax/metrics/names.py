@@ -31,7 +31,6 @@ PARAMETER_NORM = "learner/parameter_norm"
 TRUST_RATIO_PREFIX = "trust_ratio/"  # (Clipped) LARS: per layer, at the last learner step
 
 REPLAY_PREFIX = "replay/"  # metrics reported by the replay, such as:
-REPLAY_TRANSITIONS = "replay/transitions"
 REPLAY_BYTES = "replay/bytes"
 
 POLICY_LAG = "stats/policy_lag"  # age of the actors' weights, learner steps
@@ -47,7 +46,6 @@ TIME_PREFIX = "time/"  # seconds per learner step, by part of the work (`Metrics
 
 RATE_SUFFIX = "_per_second"
 PER_STEP_SUFFIX = "_per_learner_step"
-COUNTER_SUFFIXES = (RATE_SUFFIX, PER_STEP_SUFFIX)
 
 
 def present(kind: str) -> str:

@@ -211,7 +211,7 @@ def trust_ratios(opt_state: optax.OptState, params: Any) -> dict[str, np.ndarray
   Values are float32 scalars on the host, with names such as `dynamics/conv/kernel`. Empty for
   optimizers other than (Clipped) LARS.
   """
-  state = _trust_ratio_state(opt_state)
+  state = optax.tree.get(opt_state, "ClippedTrustRatioState")
   names = [
     jax.tree_util.keystr(path, simple=True, separator="/")
     for path, leaf in jax.tree_util.tree_leaves_with_path(params)
@@ -226,7 +226,7 @@ def trust_ratio_summary(opt_state: optax.OptState) -> dict[str, jax.Array]:
   Returns `min`, `mean`, `max` and `fraction_clipped` (the share of kernels whose ratio clipping
   changed) as float32 scalars in which kernels have equal weight. Empty if there are none.
   """
-  state = _trust_ratio_state(opt_state)
+  state = optax.tree.get(opt_state, "ClippedTrustRatioState")
   if state is None or not state.ratio.size:
     return {}
   return {
@@ -235,12 +235,3 @@ def trust_ratio_summary(opt_state: optax.OptState) -> dict[str, jax.Array]:
     "max": state.ratio.max(),
     "fraction_clipped": state.clipped.mean(dtype=jnp.float32),
   }
-
-
-def _trust_ratio_state(opt_state: optax.OptState) -> ClippedTrustRatioState | None:
-  """Finds the trust-ratio state in a chained or masked optimizer state; None if there is none."""
-
-  def matches(node: Any) -> bool:
-    return isinstance(node, ClippedTrustRatioState)
-
-  return next(filter(matches, jax.tree.leaves(opt_state, is_leaf=matches)), None)

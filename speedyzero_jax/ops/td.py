@@ -85,17 +85,11 @@ def q_learning_error(
 ) -> jax.Array:
   """Computes target minus Q(s, a), [B]; the target has no gradient.
 
-  All arguments may have further leading axes.
-
-  Args:
-    q: [B, A], Q of the states.
-    action: [B], taken in the states.
-    reward: [B], from `n_step`.
-    discount: [B], from `n_step`.
-    next_q: [B, A], target network's Q of the bootstrap states.
-    selector: [B, A], whose argmax is the action in the bootstrap state: `next_q` (Mnih et al.
-      2015), or the online network's Q for double Q-learning (van Hasselt et al. 2016).
-    rescaled: all Q are h(Q), see `transform` (Kapturowski et al. 2019, section 2.3).
+  `reward` and `discount` [B] are from `n_step`; `next_q` [B, A] is the target network's Q of the
+  bootstrap states. The action there is the argmax of `selector` [B, A]: `next_q` (Mnih et al.
+  2015), or the online network's Q for double Q-learning (van Hasselt et al. 2016). With `rescaled`,
+  all Q are h(Q), see `transform` (Kapturowski et al. 2019, section 2.3). All arguments may have
+  further leading axes.
   """
   value = chosen(next_q, jnp.argmax(selector, axis=-1))
   target = bootstrapped(reward, discount, value, rescaled=rescaled)
@@ -108,11 +102,8 @@ def project(logits: jax.Array, reward: jax.Array, discount: jax.Array, atoms: Ar
   The mass of a shifted atom is split between the two nearest atoms, which preserves the mean. Mass
   beyond the first or last atom goes to that atom (Bellemare et al. 2017, algorithm 1).
 
-  Args:
-    logits: [B, K], of the return distributions.
-    reward: [B], from `n_step`.
-    discount: [B], from `n_step`.
-    atoms: [K], increasing and equally spaced.
+  `logits` [B, K] are those of the distributions, `reward` and `discount` [B] are from `n_step`, and
+  `atoms` [K] are increasing and equally spaced.
   """
   moved = jnp.clip(reward[:, None] + discount[:, None] * atoms, atoms[0], atoms[-1])  # [B, K]
   distance = jnp.abs(moved[:, None] - atoms[:, None]) / (atoms[1] - atoms[0])  # [B, to, from]

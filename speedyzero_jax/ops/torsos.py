@@ -190,12 +190,6 @@ def torso_problems(config: TorsoConfig, env: EnvConfig) -> Iterable[str]:
     )
 
 
-def observation_shape(frame_shape: tuple[int, ...], stack: int) -> tuple[int, int, int]:
-  """Returns the shape [H, W, S*C] of observations of `stack` frames [H, W, C]."""
-  height, width, channels = frame_shape
-  return height, width, channels * stack
-
-
 def observe(frames: jax.Array) -> jax.Array:
   """Stacked frames [..., S, H, W, C] -> float32 observations [..., H, W, S*C]; images in [0, 1]."""
   x = jnp.moveaxis(frames, -4, -2)

@@ -25,11 +25,8 @@ _UPLOAD = 256  # frames per call of a large upload, as in restoring
 def reason_to_stay(where: Literal["auto", "device", "host"], mesh: Mesh, size: int) -> str | None:
   """Returns why frames must stay in host memory; None if they go to the mesh's devices.
 
-  Args:
-    where: `replay.frames`; auto selects accelerators with twice the required memory free, as
-      training needs memory, too.
-    mesh: the learner's.
-    size: bytes of the frames on each device.
+  They take `size` bytes on each device. `where` is `replay.frames`; auto selects accelerators with
+  twice the required memory free, as training needs memory, too.
   """
   if where != "auto":
     return "as configured" if where == "host" else None
@@ -45,50 +42,46 @@ def reason_to_stay(where: Literal["auto", "device", "host"], mesh: Mesh, size: i
 
 
 class DeviceFrames:
-  """Frames of cells (lane, cell) on a mesh with one axis. Thread-safe.
+  """Frames of a replay's cells (lane, cell) on a mesh with one axis. Thread-safe.
 
-  Args:
-    mesh: the learner's; all its devices must belong to this process.
-    frame: column of the frames.
-    lanes: number of lanes of the replay.
-    capacity: cells per lane of the replay, C.
+  All devices of the mesh must belong to this process.
   """
 
   def __init__(self, mesh: Mesh, frame: Column, *, lanes: int, capacity: int):
     self._mesh, (self._axis,) = mesh, mesh.axis_names
-    self._lanes = -(-lanes // mesh.size) * mesh.size  # padded to a multiple of the devices
     self._capacity = capacity
     self._chunk = lanes  # frames in a typical append
     self._frame = frame
     self._lock = threading.Lock()
-    by_lane, everywhere = PartitionSpec(self._axis), PartitionSpec()
-    self._by_lane = by_lane
-    self._map = partial(jax.shard_map, mesh=mesh, check_vma=False)
-    write = self._map(
-      self._local_write, in_specs=(by_lane, everywhere, everywhere), out_specs=by_lane
-    )
+    by_lane, copied = PartitionSpec(self._axis), PartitionSpec()
+    local = partial(jax.shard_map, mesh=mesh, check_vma=False)
+    write = local(self._local_write, in_specs=(by_lane, copied, copied), out_specs=by_lane)
     self._write = jax.jit(write, donate_argnums=0)
     self._gather = {
       spread: jax.jit(
-        self._map(
+        local(
           partial(self._local_gather, spread=spread),
-          in_specs=(by_lane, everywhere),
-          out_specs=by_lane if spread else everywhere,
+          in_specs=(by_lane, copied),
+          out_specs=by_lane if spread else copied,
         )
       )
       for spread in (False, True)
     }
-    self._frames = self._zeros()
+    padded = -(-lanes // mesh.size) * mesh.size
+    # Frames are flattened, so that no device layout pads a small last axis.
+    shape = (padded * capacity, math.prod(frame.shape))
+    if shape[0] > np.iinfo(np.int32).max:
+      raise ValueError(
+        f"{shape[0]} frames on devices exceed the range of int32; set replay.frames=host"
+      )
+    sharding = NamedSharding(mesh, by_lane)
+    self._frames = jax.jit(lambda: jnp.zeros(shape, frame.dtype), out_shardings=sharding)()
+    self.bytes_per_device = self.size(frame, lanes, capacity, mesh.size)
 
   @staticmethod
   def size(frame: Column, lanes: int, capacity: int, devices: int) -> int:
     """Bytes on each device."""
     return -(-lanes // devices) * capacity * frame.nbytes
-
-  @property
-  def bytes_per_device(self) -> int:
-    """Bytes held on each device."""
-    return self.size(self._frame, self._lanes, self._capacity, self._mesh.size)
 
   def write(self, lane: np.ndarray, cell: np.ndarray, frames: np.ndarray) -> None:
     """Writes frames [n, H, W, C] to distinct cells (lane [n], cell [n]), asynchronously."""
@@ -116,16 +109,6 @@ class DeviceFrames:
 
   def _row(self, lane: np.ndarray, cell: np.ndarray) -> np.ndarray:
     return (np.asarray(lane, np.int64) * self._capacity + cell).astype(np.int32)
-
-  def _zeros(self) -> jax.Array:
-    # Frames are flattened, so that no device layout pads a small last axis.
-    shape = (self._lanes * self._capacity, math.prod(self._frame.shape))
-    if shape[0] > np.iinfo(np.int32).max:
-      raise ValueError(
-        f"{shape[0]} frames on devices exceed the range of int32; set replay.frames=host"
-      )
-    sharding = NamedSharding(self._mesh, self._by_lane)
-    return jax.jit(lambda: jnp.zeros(shape, self._frame.dtype), out_shardings=sharding)()
 
   def _place(self, shard: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the local indices of rows, and whether rows are on this device."""

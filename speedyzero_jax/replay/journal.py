@@ -48,12 +48,9 @@ class JournalDamage(JournalError):
 class Journal:
   """Stores the slots tails[lane] <= t < heads[lane] of every lane. Thread-safe, except for reading.
 
-  Args:
-    path: the file, created if it does not exist and locked until `close`. This process must not
-      open it by other means: closing it would release the POSIX lock.
-    lanes: L.
-    schema: columns of a slot.
-    buffer_bytes: appends are written when the buffer exceeds this size.
+  The file is created if it does not exist, and locked until `close`. This process must not open it
+  by other means: closing it would release the POSIX lock. Appends are written when the buffer
+  exceeds `buffer_bytes`.
 
   Methods raise JournalError if the disk is full or fails; the stored content is then unchanged.
   The constructor raises JournalError if the file is in use or is no journal of these columns.

@@ -22,23 +22,12 @@ from speedyzero_jax.types import Slots
 Array = np.ndarray | jax.Array
 
 
-def pack_rng(rng: np.random.Generator) -> np.ndarray:
-  """Encodes the state of a PCG64 generator as JSON, uint8 [N]."""
-  return np.frombuffer(json.dumps(rng.bit_generator.state).encode(), np.uint8)
-
-
-def unpack_rng(packed: np.ndarray) -> np.random.Generator:
-  """Restores the generator encoded by `pack_rng`."""
-  bits = np.random.PCG64()
-  bits.state = json.loads(packed.tobytes())
-  return np.random.Generator(bits)
-
-
 class Replay:
   """Lanes of slots (see `types.py`), a selector, and sweeps.
 
   Slots are addressed by (lane [B] integer, time [B] integer). Slots may be evicted between two
-  calls; writes to them are then ignored.
+  calls; writes to them are then ignored. Windows are gathered from `device_frames`, or in host
+  memory if it is None.
   """
 
   def __init__(
@@ -47,24 +36,12 @@ class Replay:
     make_selector: Callable[[LaneStore], Selector],
     *,
     lanes: int,
-    capacity: int,
+    capacity: int,  # slots per lane
     frame_stack: int,
     rng_seed: int,
-    sweeps: Sequence[str] = (),
+    sweeps: Sequence[str] = (),  # names
     device_frames: DeviceFrames | None = None,
   ):
-    """Makes an empty replay.
-
-    Args:
-      schema: columns of a slot.
-      make_selector: makes the selector for the replay's store.
-      lanes: L.
-      capacity: slots per lane.
-      frame_stack: S.
-      rng_seed: seed of the selection.
-      sweeps: names of the sweeps.
-      device_frames: copy from which windows are gathered; None: gather in host memory.
-    """
     self.schema, self._stack = schema, frame_stack
     self.store = LaneStore(schema, lanes, capacity)
     self.selector = make_selector(self.store)
@@ -246,10 +223,10 @@ class Replay:
     Raises:
       ValueError: a slot was never appended.
     """
-    live = self.store.live(lane, time)
     if np.any(time >= self.store.head[lane]):
       raise ValueError("some of the slots were never appended")
-    return live, np.where(live, time, self.store.tail[lane])
+    tail = self.store.tail[lane]
+    return time >= tail, np.maximum(time, tail)
 
   def rewrite(
     self,
@@ -265,13 +242,12 @@ class Replay:
     """
     with self.lock:
       live, safe = self.clamp(lane, time)
-      stamps = self.store.stamps[stamp]
       flat = self.store.flat(lane, safe)
-      keep = live & (take(stamps.step, flat) <= step)
+      keep = live & (take(self.store[stamp], flat) <= step)
       flat = flat[keep]
       for name, values in columns.items():
         put(self.store[name], flat, values[keep])
-      stamps.set(flat, step)
+      put(self.store[stamp], flat, step)
 
   def next_block(self, sweep: str, n: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the next n states of a sweep: lane [n] int32, time [n] int64."""
@@ -285,17 +261,17 @@ class Replay:
       return self._sweeps[sweep].quota(n, max_age, delay)
 
   def oldest_step(self, stamp: str) -> int:
-    """The oldest learner step of a stamp. Raises ValueError while the replay is empty."""
+    """The oldest learner step of a stamp; `NEVER` while the replay is empty."""
     with self.lock:
-      return self.store.stamps[stamp].oldest()
+      return int(self.store[stamp].min())
 
   # --- state
 
   def stats(self, learner_step: int) -> dict[str, float]:
     """Returns sizes in transitions and bytes, and the selector's metrics."""
     with self.lock:
-      transitions = self.store.stored_transitions
-      used = float(self.store.slot_bytes * self.store.num_slots())
+      transitions, slots = self.store.stored_transitions, (self.store.head - self.store.tail).sum()
+      used = float(self.store.slot_bytes * slots)
       return {
         "transitions": float(transitions),
         "bytes": used,
@@ -309,7 +285,7 @@ class Replay:
       return {
         **self.store.state_dict(),
         **self.selector.state_dict(),
-        "rng": pack_rng(self.rng),
+        "rng": np.frombuffer(json.dumps(self.rng.bit_generator.state).encode(), np.uint8),
         **{f"sweep_{name}": sweep.state() for name, sweep in self._sweeps.items()},
       }
 
@@ -324,7 +300,7 @@ class Replay:
       store.load_state_dict(state)
       self._copy_frames(*slots_between(store.tail, store.head))
       self.selector.load_state_dict(state)
-      self.rng = unpack_rng(state["rng"])
+      self.rng.bit_generator.state = json.loads(state["rng"].tobytes())
       for name, sweep in self._sweeps.items():
         sweep.load(state[f"sweep_{name}"], np.minimum(store.head, store.capacity))
 

@@ -7,13 +7,10 @@ import numpy as np
 
 from speedyzero_jax.config.schema import PriorityConfig
 from speedyzero_jax.replay.selector import Selection
-from speedyzero_jax.replay.staleness import NEVER, Stamps
-from speedyzero_jax.replay.storage import LaneStore, slots_between, take
+from speedyzero_jax.replay.storage import NEVER, LaneStore, put, slots_between, take
 from speedyzero_jax.replay.sum_tree import SumTree
 
 _GROUP = 256  # samples whose importance weights are normalized together
-
-AGE_MEAN, AGE_MAX = "priority_age_mean", "priority_age_max"
 
 
 class PrioritizedSampler:
@@ -50,7 +47,7 @@ class PrioritizedSampler:
       lambda lane, time: (None, take(store["step"], store.flat(lane, time)))
     )
     self._tree = SumTree(store.lanes * store.capacity)  # priority ** alpha, 0 if ineligible
-    self._stamps = Stamps((store.lanes, store.capacity))  # of the priorities
+    self._step = np.full((store.lanes, store.capacity), NEVER, np.int32)  # of the priorities
     self.count = 0  # number of eligible transitions
 
   def ready(self, n: int) -> bool:
@@ -83,9 +80,9 @@ class PrioritizedSampler:
     if error is not None:
       priority[enters] = np.where(np.isnan(error), priority[enters], self._powered(error))
     self._tree.set(leaf[changed], priority[changed])
-    self._stamps.set(leaf[leaves], NEVER)
+    put(self._step, leaf[leaves], NEVER)
+    put(self._step, leaf[enters], step)
     self.count += int(now.sum()) - int(was.sum())
-    self._stamps.set(leaf[enters], step)
 
   def _eligible(self, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
     store = self._store
@@ -103,9 +100,9 @@ class PrioritizedSampler:
     Ineligible transitions are ignored, and priorities from newer weights are kept.
     """
     leaf = self._store.flat(lane, time)
-    keep = (self._tree.get(leaf) > 0) & (step >= take(self._stamps.step, leaf))
+    keep = (self._tree.get(leaf) > 0) & (step >= take(self._step, leaf))
     self._tree.set(leaf[keep], self._powered(td_error[keep]))
-    self._stamps.set(leaf[keep], step[keep])
+    put(self._step, leaf[keep], step[keep])
 
   def _powered(self, error: np.ndarray) -> np.ndarray:
     # In float32 the power could overflow or underflow.
@@ -124,8 +121,11 @@ class PrioritizedSampler:
 
   def stats(self, learner_step: int) -> dict[str, float]:
     """Returns mean and maximum age of all priorities, in learner steps."""
-    mean, oldest = self._stamps.ages(learner_step)
-    return {AGE_MEAN: mean, AGE_MAX: oldest}
+    ages = learner_step - self._step[self._step != NEVER]
+    return {
+      "priority_age_mean": float(ages.mean()) if ages.size else 0.0,
+      "priority_age_max": float(ages.max(initial=0)),
+    }
 
   def _live_leaves(self) -> np.ndarray:
     return self._store.flat(*slots_between(self._store.tail, self._store.head))
@@ -133,14 +133,14 @@ class PrioritizedSampler:
   def state_dict(self) -> dict[str, np.ndarray]:
     """Returns `priority` float64 and `priority_step` int32 of all live slots."""
     leaf = self._live_leaves()
-    return {"priority": self._tree.get(leaf), "priority_step": take(self._stamps.step, leaf)}
+    return {"priority": self._tree.get(leaf), "priority_step": take(self._step, leaf)}
 
   def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
     """Restores `state_dict` into a new sampler."""
     leaf = self._live_leaves()
     priority, step = state["priority"], state["priority_step"]
     self._tree.set(leaf, priority)
-    self._stamps.set(leaf, np.where(priority > 0, step, NEVER))
+    put(self._step, leaf, np.where(priority > 0, step, NEVER))
     self.count = int((priority > 0).sum())
 
 

@@ -1,17 +1,17 @@
 """Schema of a stored step: every column that actors append.
 
-Storage, journal and messages are derived from a `Schema`. `types.BASE_COLUMNS` are common to all
-agents. An agent adds its own (`extra`), such as a search policy or a value estimate (see
+Storage, journal and messages are derived from a `Schema`. An agent adds its own columns (`extra`)
+to those common to all agents, such as a search policy or a value estimate (see
 `agents/efficientzero/agent.py`). `LaneStore` adds columns derived from them.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from speedyzero_jax.types import BASE_COLUMNS, Slots
+from speedyzero_jax.types import Slots
 
 
 class Column(NamedTuple):
@@ -20,14 +20,22 @@ class Column(NamedTuple):
   name: str
   dtype: str  # numpy dtype name
   shape: tuple[int, ...] = ()  # of one value
-  low: int | None = None  # minimum, for integers
-  high: int | None = None  # exclusive maximum, for integers
   fill: float = 0.0  # value in slots played at random
 
   @property
   def nbytes(self) -> int:
     """Bytes of one value."""
     return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+_COMMON = (  # columns common to all agents, besides the frame
+  Column("first", "bool"),  # the frame starts an episode
+  Column("terminated", "bool"),  # the frame ends its episode; its value is 0
+  Column("truncated", "bool"),  # the frame ends its episode; bootstrap from its value
+  Column("action", "int32"),  # taken after the frame; -1 where the frame ends an episode
+  Column("reward", "float32"),  # received for the action; clipped if configured
+  Column("step", "int32"),  # learner step of the weights that chose the action
+)
 
 
 class Schema(NamedTuple):
@@ -39,24 +47,16 @@ class Schema(NamedTuple):
   computed the values.
   """
 
-  columns: tuple[Column, ...]  # frame first, then the other base columns, then the agent's
+  frame: Column
+  num_actions: int
+  extra: tuple[Column, ...]  # the agent's columns
   copies: Mapping[str, str] = {}
   stamps: Mapping[str, tuple[str, ...]] = {}
 
   @property
-  def frame(self) -> Column:
-    return self.columns[0]
-
-  @property
-  def num_actions(self) -> int:
-    high = next(column.high for column in self.columns if column.name == "action")
-    assert high is not None
-    return high
-
-  @property
-  def extra(self) -> tuple[Column, ...]:
-    """The agent's columns."""
-    return self.columns[len(BASE_COLUMNS) :]
+  def columns(self) -> tuple[Column, ...]:
+    """Columns that are appended, the frame first."""
+    return (self.frame, *_COMMON, *self.extra)
 
   @property
   def slot_bytes(self) -> int:
@@ -84,19 +84,8 @@ def make_schema(
   frame_dtype: np.dtype | type | str,
   num_actions: int,
   extra: Sequence[Column] = (),
-  *,
-  copies: Mapping[str, str] | None = None,
-  stamps: Mapping[str, tuple[str, ...]] | None = None,
+  **others: Mapping[str, Any],
 ) -> Schema:
-  """Makes a schema of `types.BASE_COLUMNS` and an agent's `extra` columns."""
-  base = (
-    Column("frame", np.dtype(frame_dtype).name, tuple(frame_shape)),
-    Column("first", "bool"),
-    Column("terminated", "bool"),
-    Column("truncated", "bool"),
-    Column("action", "int32", low=-1, high=num_actions),
-    Column("reward", "float32"),
-    Column("step", "int32", low=0),
-  )
-  assert tuple(column.name for column in base) == BASE_COLUMNS
-  return Schema((*base, *extra), copies or {}, stamps or {})
+  """Makes a schema; `others` are `copies` and `stamps`."""
+  frame = Column("frame", np.dtype(frame_dtype).name, tuple(frame_shape))
+  return Schema(frame, num_actions, tuple(extra), **others)

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 import numpy as np
 
 from speedyzero_jax.replay.schema import Schema
-from speedyzero_jax.replay.staleness import NEVER, Stamps
 from speedyzero_jax.system import memory
 from speedyzero_jax.types import Slots
 
 OPEN = -1  # episode_end of an episode that has not ended yet
+NEVER = np.iinfo(np.int32).max  # stamp of an empty cell, greater than any learner step
+_DERIVED = ("inserted", "episode_start", "episode_end")
 
 
 def take(field: np.ndarray, flat: np.ndarray) -> np.ndarray:
@@ -23,7 +24,7 @@ def take(field: np.ndarray, flat: np.ndarray) -> np.ndarray:
   return field.reshape(-1, *field.shape[2:]).take(flat, axis=0)
 
 
-def put(field: np.ndarray, flat: np.ndarray, values: np.ndarray) -> None:
+def put(field: np.ndarray, flat: np.ndarray, values: np.ndarray | int) -> None:
   """Writes values into flat cells; for repeated cells the last value is stored."""
   field.reshape(-1, *field.shape[2:])[flat] = values
 
@@ -40,8 +41,8 @@ class LaneStore:
   """Rings of slots, arrays [L, C, ...] with C = `capacity`; slot t is in cell t % C of its lane.
 
   The live slots of a lane are tail[lane] <= t < head[lane]. Memory is committed only when it is
-  written. `store[name]` is the array of a column or copy of the schema, or of a stamp (int32,
-  written through `stamps[name]`), or one of these derived columns, [L, C] int64:
+  written. `store[name]` is the array of a column or copy of the schema, of a stamp (int32, `NEVER`
+  in empty cells), or one of these derived columns, [L, C] int64:
 
     inserted: number of transitions collected in all lanes before the slot.
     episode_start: absolute time of the first frame of the slot's episode.
@@ -56,17 +57,10 @@ class LaneStore:
     self.frame = memory.zeros((*cells, *frame.shape), np.dtype(frame.dtype))
     columns = {c.name: np.zeros((*cells, *c.shape), c.dtype) for c in others}
     copies = {name: np.zeros_like(columns[source]) for name, source in schema.copies.items()}
-    self.stamps = {name: Stamps(cells) for name in schema.stamps}
-    stamps = {name: stamps.step for name, stamps in self.stamps.items()}
-    self.inserted = np.zeros(cells, np.int64)
-    self.episode_start = np.zeros(cells, np.int64)
-    self.episode_end = np.zeros(cells, np.int64)
-    derived = {
-      "inserted": self.inserted,
-      "episode_start": self.episode_start,
-      "episode_end": self.episode_end,
-    }
+    stamps = {name: np.full(cells, NEVER, np.int32) for name in schema.stamps}
+    derived = {name: np.zeros(cells, np.int64) for name in _DERIVED}
     self._columns = {"frame": self.frame} | columns
+    self._sources = {**schema.copies, **dict.fromkeys(stamps, "step")}  # of copies and stamps
     self.fields = columns | copies | stamps | derived  # all arrays except the frames
     self.head = np.zeros(lanes, np.int64)
     self.tail = np.zeros(lanes, np.int64)
@@ -74,6 +68,7 @@ class LaneStore:
     self.stored_transitions = 0
     self.first, self.action, self.reward = (self[name] for name in ("first", "action", "reward"))
     self.terminated, self.truncated = self["terminated"], self["truncated"]
+    self.inserted, self.episode_start, self.episode_end = (self[name] for name in _DERIVED)
 
   def __getitem__(self, name: str) -> np.ndarray:
     return self.fields[name]
@@ -88,7 +83,7 @@ class LaneStore:
     """
     slots = self.check(slots)
     lane, time, first = slots.lane, slots.time, slots["first"]
-    cell, flat = self.cell(time), self.flat(lane, time)
+    cell = self.cell(time)
     # A slot's episode starts at the latest `first` among its lane's new slots, or where the lane's
     # open episode started.
     open_start = self.episode_start[lane, self.cell(self.head[lane] - 1)]
@@ -100,10 +95,8 @@ class LaneStore:
     self.stored_transitions += int(acted.sum()) - int(evicted.sum())
     for name, column in self._columns.items():
       column[lane, cell] = slots[name]
-    for name, source in self.schema.copies.items():
+    for name, source in self._sources.items():
       self[name][lane, cell] = slots[source]
-    for stamps in self.stamps.values():
-      stamps.set(flat, slots["step"])
     self.inserted[lane, cell] = self.num_transitions + np.cumsum(acted) - acted
     self.num_transitions += int(acted.sum())
     self.head[lane] = time + 1  # repeated lanes: the last time is used
@@ -147,7 +140,11 @@ class LaneStore:
         slots["first"] != first,
         "first must be true exactly at the lane's start and after an episode's end",
       ),
-      *((~_finite(x), f"{name} must be finite") for name, x in slots.columns.items()),
+      *(
+        (~np.isfinite(x.reshape(len(x), -1)).all(axis=1), f"{name} must be finite")
+        for name, x in slots.columns.items()
+        if x.dtype.kind == "f"
+      ),
     ):
       if wrong.any():
         raise ValueError(f"slots of lane {lane[wrong][0]}: {message}")
@@ -198,26 +195,12 @@ class LaneStore:
     return state | counts | {"num_transitions": np.array(self.num_transitions, np.int64)}
 
   def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-    """Restores `state_dict`.
-
-    Raises ValueError unless the state matches the slots whose frames are stored; nothing is
-    changed.
-    """
+    """Restores `state_dict`. Raises ValueError unless its slots are those of the stored frames."""
     if not (np.array_equal(state["head"], self.head) and np.array_equal(state["tail"], self.tail)):
       raise ValueError("the state does not match the slots whose frames were imported")
     flat = self.flat(*slots_between(self.tail, self.head))
     for name, array in self.fields.items():
-      saved = state[f"slot_{name}"]
-      if saved.shape != (len(flat), *array.shape[2:]) or saved.dtype != array.dtype:
-        raise ValueError(
-          f"slot_{name} must be {array.dtype}{[len(flat), *array.shape[2:]]}, got "
-          f"{saved.dtype}{list(saved.shape)}"
-        )
-    for name, array in self.fields.items():
-      if name in self.stamps:
-        self.stamps[name].set(flat, state[f"slot_{name}"])
-      else:
-        put(array, flat, state[f"slot_{name}"])
+      put(array, flat, state[f"slot_{name}"])
     self.num_transitions = int(state["num_transitions"])
     self.stored_transitions = int((state["slot_action"] >= 0).sum())
 
@@ -234,18 +217,10 @@ class LaneStore:
     newest = self.head[lane] - 1
     return newest - (newest - cell) % self.capacity
 
-  def live(self, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
-    """Whether the slots are stored, bool."""
-    return (self.tail[lane] <= time) & (time < self.head[lane])
-
   def last(self, lane: np.ndarray, time: np.ndarray) -> np.ndarray:
     """Returns the absolute time of the last stored frame of each live slot's episode, int64."""
     end = take(self.episode_end, self.flat(lane, time))
     return np.where(end == OPEN, self.head[lane] - 1, end)
-
-  def num_slots(self) -> int:
-    """Number of live slots in all lanes."""
-    return int((self.head - self.tail).sum())
 
   def window_cells(self, lane: np.ndarray, time: np.ndarray, before: int, after: int) -> np.ndarray:
     """Returns cells of frames time-before .. time+after of live slots, [B, before+1+after].
@@ -271,10 +246,3 @@ class LaneStore:
 def _leads(lane: np.ndarray) -> np.ndarray:
   """Whether slots, sorted by lane, are the first ones of their lanes, bool [n]."""
   return np.diff(lane, prepend=-1) != 0
-
-
-def _finite(values: np.ndarray) -> np.ndarray:
-  """Whether all values of a slot are finite, bool [n]."""
-  if values.dtype.kind != "f":
-    return np.ones(len(values), bool)
-  return np.isfinite(values).all(axis=tuple(range(1, values.ndim)))

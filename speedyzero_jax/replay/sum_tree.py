@@ -11,7 +11,6 @@ class SumTree:
   """
 
   def __init__(self, size: int):
-    self.size = size
     self._base = 1 << (size - 1).bit_length()  # index of the first leaf
     self._sum = np.zeros(2 * self._base)
     self._max = np.zeros(2 * self._base)
@@ -24,14 +23,9 @@ class SumTree:
   def max(self) -> float:
     return float(self._max[1])
 
-  @property
-  def leaves(self) -> np.ndarray:
-    """Priorities of all leaves, float64 [size]; a view."""
-    return self._sum[self._base : self._base + self.size]
-
   def get(self, leaf: np.ndarray) -> np.ndarray:
     """Returns priorities of leaves, float64."""
-    return self.leaves.take(leaf)
+    return self._sum.take(leaf + self._base)
 
   def set(self, leaf: np.ndarray, priority: np.ndarray) -> None:
     """Sets priorities [m] of leaves [m] in O(m log n); for repeated leaves the last one is stored.

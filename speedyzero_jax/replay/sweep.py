@@ -27,10 +27,6 @@ class Sweep:
     self._used = np.zeros(lanes, np.int64)  # cells in use
     self._queue: deque[int] = deque()  # lane * stretches per lane + index in the lane
 
-  def __len__(self) -> int:
-    """Number of stretches in use."""
-    return len(self._queue)
-
   def grow(self, used: np.ndarray) -> None:
     """Updates the number of cells in use in each lane, [lanes]."""
     before, after = -(-self._used // self.stretch), -(-used // self.stretch)
@@ -62,7 +58,7 @@ class Sweep:
     (or a slot appended), plus the maximum duration of a block, in learner steps. A pass and one
     extra block must fit into max_age - delay - 1 steps, so `max_age` must be at least delay + 2.
     """
-    blocks_in_pass = -(-len(self) // (n // self.stretch))
+    blocks_in_pass = -(-len(self._queue) // (n // self.stretch))
     return -(-(blocks_in_pass + 1) * n // (max_age - delay - 1))
 
   def state(self) -> np.ndarray:

@@ -10,8 +10,6 @@ import numpy as np
 from speedyzero_jax.replay.selector import Selection
 from speedyzero_jax.replay.storage import LaneStore
 
-QUEUED, SKIPPED = "queued_trajectories", "skipped_trajectories"
-
 _Window = tuple[int, int]  # lane and first slot
 
 
@@ -183,8 +181,8 @@ class TrajectoryQueue:
 
   def stats(self, learner_step: int) -> dict[str, float]:
     """Returns the number of complete windows not yet used, and of windows skipped."""
-    queued, to_skip = self._due()
-    return {QUEUED: float(queued), SKIPPED: float(self._skipped + to_skip)}
+    queued, to_skip = map(float, self._due())
+    return {"queued_trajectories": queued, "skipped_trajectories": self._skipped + to_skip}
 
   def state_dict(self) -> dict[str, np.ndarray]:
     """Returns the position in each lane, the order of lanes, planned windows and counters.

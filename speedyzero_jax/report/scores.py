@@ -53,8 +53,9 @@ def common_games(methods: Sequence[Method]) -> list[str]:
 def published(games: Sequence[str]) -> dict[str, list[list[float]]]:
   """Human-normalized scores of the published systems, [1] per game."""
   return {
-    name: [[human_normalized(game, system["scores"][game]) or 0.0] for game in games]
-    for name, system in table()["systems"].items()
+    name: [[human_normalized(game, scores[game]) or 0.0] for game in games]
+    for name, scores in table().items()
+    if name not in ("random", "human")
   }
 
 
@@ -83,13 +84,13 @@ def _estimate_text(estimate: aggregates.Estimate) -> str:
 def published_table(methods: Sequence[Method]) -> Table:
   """Table of raw scores of the methods, random play, humans and published systems."""
   scored = [method for method in methods if method.scores()]
-  systems = table()["systems"]
-  heads: list[Child] = ["game", "random", "human", *(method.name for method in scored), *systems]
+  random, human, *systems = table()
+  heads: list[Child] = ["game", random, human, *(method.name for method in scored), *systems]
   rows: list[list[Child]] = []
   for game in sorted({game for method in scored for game in method.scores()}):
-    references = [format_number(table()[key][game]) for key in ("random", "human")]
+    references = [format_number(table()[key][game]) for key in (random, human)]
     ours = [element("b", _raw_score(method.games().get(game, []))) for method in scored]
-    theirs = [format_number(system["scores"][game]) for system in systems.values()]
+    theirs = [format_number(table()[name][game]) for name in systems]
     rows.append([game, *references, *ours, *theirs])
   return heads, rows
 

@@ -47,12 +47,9 @@ def build(
   """
   local_config = loader.divide(config, membership.unit, membership.units)
   agent = factories.make_agent(local_config)
-  with contextlib.ExitStack() as stack:  # closes the journal on an error
-    journal = stack.enter_context(
-      contextlib.closing(
-        Journal(run_dir / "journal.sqlite", local_config.actor.lanes, agent.schema)
-      )
-    )
+  journal = Journal(run_dir / "journal.sqlite", local_config.actor.lanes, agent.schema)
+  with contextlib.ExitStack() as stack:
+    stack.callback(journal.close)  # on an error
     recovery = RecoveryManager(
       Checkpoints(run_dir, config.run.keep_checkpoints),
       journal,
@@ -82,8 +79,6 @@ def _build(
     learner = Learner(config, agent, membership.mesh or local, report=logger.message)
   except ValueError as error:
     raise TrainingError(str(error)) from error
-  if warning := factories.capacity_problem(local_config, agent):
-    logger.message(warning)
   inference = Inference(agent, local, report=logger.message)
   seed = unit_seed(config, "replay", membership)
   replay = factories.make_replay(local_config, agent, local, logger.message, seed=seed)
@@ -93,7 +88,8 @@ def _build(
     if resume:
       logger.rewind(0)
   else:
-    state = snapshot.learner_state(learner, restored)
+    network, optimizer = restored.items["network"], restored.items["optimizer"]
+    state = learner.restore(network, optimizer["target"], optimizer["state"], restored.step)
   intervals = {ACTOR: config.actor.weights_interval, **agent.subscriptions}
   weights = WeightsStore(intervals, NamedSharding(local, PartitionSpec()), state.variables)
   limiter = RateLimiter(local_config, synchronous=agent.synchronous)

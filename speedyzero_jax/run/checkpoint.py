@@ -76,7 +76,7 @@ class Checkpoints:
     self._keep = keep
 
   def steps(self) -> list[int]:
-    """Learner steps of the checkpoints, in ascending order. Raises CheckpointError."""
+    """Learner steps of the checkpoints, in ascending order."""
     return sorted({step for step, _ in self._folders()})
 
   def tails(self) -> np.ndarray | None:
@@ -88,15 +88,8 @@ class Checkpoints:
 
   def _folders(self) -> dict[tuple[int, int], Path]:
     """Folders by learner and agent steps, oldest first."""
-    folders = {}
-    for path in self._directory.glob("*"):
-      if path.name.isdigit():
-        raise CheckpointError(
-          f"{path} was written by an earlier version of this program and cannot be resumed"
-        )
-      if match := re.fullmatch(r"(\d+)-(\d+)", path.name):
-        folders[int(match[1]), int(match[2])] = path
-    return dict(sorted(folders.items()))
+    names = (re.fullmatch(r"(\d+)-(\d+)", path.name) for path in self._directory.glob("*"))
+    return dict(sorted(((int(m[1]), int(m[2])), self._directory / m[0]) for m in names if m))
 
   # --- Writing ---
 
@@ -152,12 +145,7 @@ class Checkpoints:
   # --- Reading ---
 
   def restore_item(
-    self,
-    name: str,
-    template: Params,
-    report: Callable[[str], None],
-    *,
-    newest: int | None = None,
+    self, name: str, template: Params, report: Callable[[str], None], *, newest: int | None = None
   ) -> tuple[int, Params]:
     """Returns the newest readable step and its item `name`; moves nothing. See `restore`."""
 
@@ -196,7 +184,7 @@ class Checkpoints:
       return Snapshot(meta["step"], meta["env_steps"], items, meta["counters"], heads, tails)
 
     restored = self._first_readable(read, report, newest)
-    self._move_aside(later_than=(restored.step, restored.env_steps))
+    self.set_aside(later_than=(restored.step, restored.env_steps))
     return restored
 
   def _first_readable(
@@ -220,11 +208,8 @@ class Checkpoints:
       f"none of the {len(folders)} checkpoints in {self._directory} can be read"
     )
 
-  def set_aside(self) -> None:
-    """Moves all checkpoints to `damaged/`, for a run that starts over."""
-    self._move_aside(later_than=(-1, -1))
-
-  def _move_aside(self, *, later_than: tuple[int, int]) -> None:
+  def set_aside(self, *, later_than: tuple[int, int] = (-1, -1)) -> None:
+    """Moves checkpoints to `damaged/`: all, or those after these learner and agent steps."""
     aside = self._directory.parent / "damaged"
     for moment, folder in self._folders().items():
       if moment > later_than:
@@ -243,10 +228,7 @@ def _read_meta(folder: Path) -> dict[str, Any]:
 
 
 def _read_items(
-  folder: Path,
-  meta: Mapping[str, Any],
-  names: Collection[str],
-  templates: Mapping[str, Params],
+  folder: Path, meta: Mapping[str, Any], names: Collection[str], templates: Mapping[str, Params]
 ) -> dict[str, Any]:
   layouts = {name: meta["items"][name][1] for name in names}
   for name in templates.keys() & layouts.keys():

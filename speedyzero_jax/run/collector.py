@@ -45,10 +45,7 @@ class Collector:
     version = self._weights.latest(ACTOR)
     with self._logger.part("act"), self.lock:
       slots, count = local.step(
-        version,
-        budget=limiter.pool,
-        progress=limiter.progress,
-        random=limiter.playing_randomly,
+        version, budget=limiter.pool, progress=limiter.progress, random=limiter.playing_randomly
       )
       self._store(slots)
       limiter.add_env_steps(count)

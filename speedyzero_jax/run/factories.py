@@ -39,17 +39,6 @@ def replay_capacity(config: Config, agent: Agent) -> int:
   return max(-(-slots // config.actor.lanes), shortest_lane(config, agent))
 
 
-def capacity_problem(config: Config, agent: Agent) -> str | None:
-  """Returns a warning if `replay.capacity` is below the agent's minimum and has to be exceeded."""
-  least = shortest_lane(config, agent)
-  if 0 < config.replay.capacity < least * config.actor.lanes:
-    return (
-      f"warning: replay.capacity={config.replay.capacity} is too small, as each of the "
-      f"{config.actor.lanes} lanes needs {least} slots; each gets {replay_capacity(config, agent)}"
-    )
-  return None
-
-
 def shortest_lane(config: Config, agent: Agent) -> int:
   """Minimum slots per lane for the agent to select anything."""
   return config.env.frame_stack + agent.lookahead
@@ -71,11 +60,18 @@ def make_replay(
   config: Config, agent: Agent, mesh: Mesh, report: Callable[[str], None], *, seed: int
 ) -> Replay:
   """Returns the configured replay, with frames on the mesh's devices if so configured."""
+  lanes, least = config.actor.lanes, shortest_lane(config, agent)
+  capacity = replay_capacity(config, agent)
+  if 0 < config.replay.capacity < least * lanes:
+    report(
+      f"warning: replay.capacity={config.replay.capacity} is too small, as each of the {lanes} "
+      f"lanes needs {least} slots; each gets {capacity}"
+    )
   return Replay(
     agent.schema,
     agent.make_selector,
-    lanes=config.actor.lanes,
-    capacity=replay_capacity(config, agent),
+    lanes=lanes,
+    capacity=capacity,
     frame_stack=config.env.frame_stack,
     rng_seed=seed,
     sweeps=[name for name, task in agent.tasks.items() if task.max_age],

@@ -15,7 +15,8 @@ def report(experiment: Experiment, timings: Sequence[Timing]) -> None:
   """Logs the estimate; warns if the machine has less memory."""
   message, membership = experiment.logger.message, experiment.membership
   host, device = host_bytes(experiment), device_bytes(experiment)
-  have, limit = _host_memory(), memory.of_devices("bytes_limit")
+  free, limit = memory.available(), memory.of_devices()
+  have = None if free is None else free + (memory.resident() or 0)  # in use or available
   needs = f"this run needs about {_of(host, have)} of host memory"
   if jax.default_backend() != "cpu":
     needs += f", {_of(device, limit)} on each device"
@@ -84,12 +85,6 @@ def _batch_bytes(experiment: Experiment) -> int:
 
 def _bytes(tree: object) -> int:
   return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-def _host_memory() -> int | None:
-  """Bytes that this process uses or can still allocate."""
-  free = memory.available()
-  return None if free is None else free + (memory.resident() or 0)
 
 
 def _of(size: float, limit: int | None) -> str:

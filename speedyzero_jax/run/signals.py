@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 # Seconds within which a repeated signal is the same signal, sent to the process and to its group.
 _DUPLICATE_SECONDS = 1.0
 
@@ -51,8 +53,7 @@ class Signals(contextlib.ExitStack):
 def handling(handler: Any) -> Iterator[None]:
   """Context manager that sets `handler`, as for `signal.signal`, for signals that stop a run."""
   ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
-  stops = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP} - ignored
-  before = {number: signal.signal(number, handler) for number in stops}
+  before = {number: signal.signal(number, handler) for number in {*STOP_SIGNALS} - ignored}
   try:
     yield
   finally:

@@ -16,7 +16,7 @@ from speedyzero_jax.run.checkpoint import Snapshot
 from speedyzero_jax.run.experiment import ACT, Experiment, TrainingError
 from speedyzero_jax.types import Params
 from speedyzero_jax.workers.actor import Actor
-from speedyzero_jax.workers.learner import Learner, LearnerState
+from speedyzero_jax.workers.learner import Learner
 from speedyzero_jax.workers.weights import ACTOR, DivergedError, Version
 
 
@@ -26,11 +26,6 @@ def templates(learner: Learner, agent: Agent) -> dict[str, Params]:
   weights = dict.fromkeys((ACTOR, *agent.subscriptions), state.variables)
   optimizer = {"state": state.opt_state, "target": state.target}
   return {"network": state.variables, "optimizer": optimizer, "weights": weights}
-
-
-def learner_state(learner: Learner, restored: Snapshot) -> LearnerState:
-  network, optimizer = restored.items["network"], restored.items["optimizer"]
-  return learner.restore(network, optimizer["target"], optimizer["state"], restored.step)
 
 
 def save(experiment: Experiment, *, required: bool = False) -> None:
@@ -48,14 +43,14 @@ def save(experiment: Experiment, *, required: bool = False) -> None:
     stored, env_steps = replay.state_dict(), experiment.limiter.env_steps
     acted = local.state_dict() if local is not None else {}
   versions, state = experiment.weights.snapshot(), experiment.state
-  network, optimizer, weights = jax.device_get(
-    (
-      state.variables,
-      {"state": state.opt_state, "target": state.target},
-      {name: version.variables for name, version in versions.items()},
-    )
+  items = jax.device_get(
+    {
+      "network": state.variables,
+      "optimizer": {"state": state.opt_state, "target": state.target},
+      "weights": {name: version.variables for name, version in versions.items()},
+    }
   )
-  if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(network)):
+  if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(items["network"])):
     raise DivergedError(step)
   meta = {
     "weights": {name: version.step for name, version in versions.items()},
@@ -63,13 +58,7 @@ def save(experiment: Experiment, *, required: bool = False) -> None:
     "units": experiment.membership.units,
   }
   experiment.logger.log_latest({names.CHECKPOINT_STEP: step})
-  items = {
-    "network": network,
-    "optimizer": optimizer,
-    "weights": weights,
-    "replay": stored,
-    "actor": acted,
-  }
+  items |= {"replay": stored, "actor": acted}
   experiment.recovery.save(Snapshot(step, env_steps, items, meta, heads, tails), required=required)
 
 

@@ -36,7 +36,6 @@ def train(
   """Trains to the end of the run, or until a signal. Returns the exit code.
 
   Args:
-    config: configuration of the run.
     folder: folder of the run or of this learner process; this process must hold its lock.
     resume: whether to continue the run in the folder.
     signals: the entered context manager of signals.

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from speedyzero_jax.agents.base import ActInputs, Agent, Arrays, Work
@@ -22,7 +21,7 @@ from speedyzero_jax.run.factories import mean_stored, shortest_lane
 from speedyzero_jax.system.compilation import Program
 from speedyzero_jax.types import Slots
 from speedyzero_jax.workers.batched_inference import padded
-from speedyzero_jax.workers.weights import ACTOR
+from speedyzero_jax.workers.weights import ACTOR, copy_tree
 
 _MAX_TIMING = 5.0  # seconds of calls after which a program is not called again
 
@@ -94,7 +93,10 @@ def _calls(experiment: Experiment) -> Iterator[_Call]:
   if experiment.membership.runs_actor or central:
     per_step = max(config.run.env_steps - begin, 0) / config.actor.lanes / steps
     lanes = padded(config.actor.lanes) if central else config.actor.lanes
-    args = weights[ACTOR], _act_inputs(experiment, lanes), key, np.float32(0)
+    frame, core = agent.schema.frame, jax.tree.map(np.asarray, agent.initial_core(lanes))
+    frames = np.zeros((lanes, config.env.frame_stack, *frame.shape), frame.dtype)
+    inputs = ActInputs(frames, np.ones(lanes, bool), np.zeros(lanes, np.int32), core)
+    args = weights[ACTOR], inputs, key, np.float32(0)
     yield call("act", inference.act, per_step, *args, explore=True)
   batch, works = example_batch(config, agent)
   batch |= {"frames": experiment.replay.blanks(config.learner.batch_size, agent.window.after)}
@@ -106,19 +108,8 @@ def _calls(experiment: Experiment) -> Iterator[_Call]:
       yield task(work.task, 1, len(work.lane), work.real.shape[1] - 1)
   learner, arrays = experiment.learner, experiment.learner.put(batch)
   train = call("train", learner.update, 1, *learner.arguments(experiment.state, arrays, key))
-  copy = jax.jit(partial(jax.tree.map, jnp.copy))  # as a step donates its state
-  yield train._replace(run=lambda: learner.step(copy(experiment.state), arrays, key))
-
-
-def _act_inputs(experiment: Experiment, lanes: int) -> ActInputs:
-  agent, stack = experiment.agent, experiment.local_config.env.frame_stack
-  frame = agent.schema.frame
-  return ActInputs(
-    np.zeros((lanes, stack, *frame.shape), frame.dtype),
-    np.ones(lanes, bool),
-    np.zeros(lanes, np.int32),
-    jax.tree.map(np.asarray, agent.initial_core(lanes)),
-  )
+  # A step donates its state.
+  yield train._replace(run=lambda: learner.step(copy_tree(experiment.state), arrays, key))
 
 
 def example_batch(config: Config, agent: Agent) -> tuple[Arrays, list[Work]]:

@@ -12,7 +12,6 @@ from typing import Literal
 import jax
 import numpy as np
 
-_CGROUPS = Path("/sys/fs/cgroup")
 _NORESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python names from 3.13 on
 _ARENA_MAX, _MMAP_MAX, _TRIM_THRESHOLD = -8, -4, -1  # malloc.h
 
@@ -31,7 +30,7 @@ def keep_freed() -> None:
       mallopt(option, value)
 
 
-def available(proc: Path = Path("/proc"), cgroups: Path = _CGROUPS) -> int | None:
+def available(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
   """Bytes that this process can use: the lesser of the available memory and the cgroups' limits.
 
   Supports Linux with cgroup versions 1 and 2; None if neither figure is known.
@@ -69,16 +68,11 @@ def _lines(path: Path) -> list[str]:
     return []
 
 
-def of_devices(what: Literal["bytes_limit", "peak_bytes_in_use"]) -> int | None:
-  """The smallest memory limit, or the largest peak use, of the local devices in bytes.
-
-  None if a device does not report it in `Device.memory_stats`.
-  """
-  figures = [(device.memory_stats() or {}).get(what) for device in jax.local_devices()]
-  known = [x for x in figures if x is not None]
-  if len(known) < len(figures):
-    return None
-  return min(known) if what == "bytes_limit" else max(known)
+def of_devices() -> int | None:
+  """The smallest memory limit of the local devices in bytes; None if a device reports none."""
+  limits = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
+  known = [x for x in limits if x is not None]
+  return min(known) if len(known) == len(limits) else None
 
 
 def zeros(shape: Sequence[int], dtype: np.dtype | type) -> np.ndarray:

@@ -38,11 +38,7 @@ class Actor:
   """Steps environments within a budget of agent steps.
 
   Args:
-    config: of the run.
-    agent: chooses actions.
     env: new environments, which the actor owns.
-    inference: runs the agent.
-    key: random key.
     stats: receives the returns of finished games.
     lane_offset: index in the replay of the first of the actor's consecutive lanes.
     start: [L], slots of the environments' first frames; None: 0.
@@ -76,7 +72,6 @@ class Actor:
     """Plays one action in every lane, or in fewer lanes if the budget is smaller.
 
     Args:
-      version: weights to act with.
       budget: agent steps left, at least 1. If this call exhausts it, all open episodes are
         truncated at their last frames.
       progress: completed share of training.

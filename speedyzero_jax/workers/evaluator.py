@@ -84,7 +84,6 @@ def evaluate(
   *,
   episodes: int,
   seed: int,
-  max_episode_steps: int | None = None,
   opponent: Opponent | None = None,
   opening: int = 0,
   video: Video | None = None,
@@ -94,20 +93,13 @@ def evaluate(
   """Plays full episodes and returns their results; None if stopped.
 
   Args:
-    config: of the run.
-    agent: provides the initial recurrent state.
-    inference: runs the agent.
-    version: weights to act with.
-    episodes: number of episodes.
-    seed: of the environments.
-    max_episode_steps: step limit per episode, in agent steps; None: as configured.
     opponent: plays the other side in board games; None: at random.
     opening: number of random moves at the start of board games.
     video: receives the first episode.
     should_stop: called between steps; if it returns true, the evaluation stops.
     report: receives a progress line every ten seconds.
   """
-  cap = episode_cap(config.env.game, max_episode_steps or config.evaluation.max_episode_steps)
+  cap = episode_cap(config.env.game, config.evaluation.max_episode_steps)
   lanes = min(episodes, MAX_LANES)
   played: list[tuple[float, int, bool]] = []
   while len(played) < episodes:

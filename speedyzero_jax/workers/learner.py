@@ -49,13 +49,10 @@ class Learner:
   """Compiles and runs the training step.
 
   Args:
-    config: of the run.
-    agent: provides the loss.
     mesh: from `make_mesh`.
     report: receives a line for each compilation.
 
-  Raises:
-    ValueError: the batch size is not a multiple of the number of devices.
+  Raises ValueError if the batch size is not a multiple of the number of devices.
   """
 
   def __init__(self, config: Config, agent: Agent, mesh: Mesh, *, report: Report = lambda _: None):
@@ -67,9 +64,16 @@ class Learner:
     self.mesh, self._agent = mesh, agent
     self._optimizer = optimizers.make_optimizer(config.optim)
     self._schedule = optimizers.learning_rate_schedule(config.optim)
-    self._replicated = NamedSharding(mesh, PartitionSpec())
-    self._sharded = NamedSharding(mesh, PartitionSpec(AXIS))
-    self.update = Program(jax.jit(self._make_step(), donate_argnums=0), "train step", report)
+    replicated, sharded = PartitionSpec(), PartitionSpec(AXIS)
+    self._replicated, self._sharded = (NamedSharding(mesh, x) for x in (replicated, sharded))
+    step = jax.shard_map(
+      self._local_step,
+      mesh=mesh,
+      in_specs=(replicated, sharded, replicated, sharded),
+      out_specs=(replicated, StepResult._make((replicated, sharded, replicated))),
+      check_vma=False,  # gradients of replicated parameters are averaged explicitly
+    )
+    self.update = Program(jax.jit(step, donate_argnums=0), "train step", report)
 
   @functools.cached_property
   def _flags(self) -> dict[bool, jax.Array]:
@@ -114,8 +118,6 @@ class Learner:
   @staticmethod
   def local(x: jax.Array) -> np.ndarray:
     """Returns this process's shard, [B / processes, ...], of a sharded array, on the host."""
-    if x.is_fully_addressable:
-      return np.asarray(x)
     shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
     return np.concatenate([np.asarray(shard.data) for shard in shards])
 
@@ -131,8 +133,7 @@ class Learner:
       stop: request a stop of all processes, see `StepResult.stopping`.
     """
     with in_order(self.mesh):
-      state, result = self.update(state, batch, key, self._flags[stop])
-    return state, StepResult(*result)
+      return self.update(state, batch, key, self._flags[stop])
 
   def arguments(self, state: LearnerState, batch: Arrays, key: jax.Array) -> tuple:
     """Returns the arguments of `update`."""
@@ -144,19 +145,9 @@ class Learner:
     opt_state = self._optimizer.init(variables.params)
     return LearnerState(variables, target, opt_state, jnp.zeros((), jnp.int32))
 
-  def _make_step(self) -> Any:
-    replicated, sharded = PartitionSpec(), PartitionSpec(AXIS)
-    return jax.shard_map(
-      self._local_step,
-      mesh=self.mesh,
-      in_specs=(replicated, sharded, replicated, sharded),
-      out_specs=(replicated, (replicated, sharded, replicated)),
-      check_vma=False,  # gradients of replicated parameters are averaged explicitly
-    )
-
   def _local_step(
     self, state: LearnerState, batch: Arrays, key: jax.Array, stop: jax.Array
-  ) -> tuple[LearnerState, tuple[dict[str, jax.Array], jax.Array, jax.Array]]:
+  ) -> tuple[LearnerState, StepResult]:
     local = batch["frames"].shape[0]
     # Keys depend on the index in the global batch, so they are the same on any number of devices.
     index = jax.lax.axis_index(AXIS) * local + jnp.arange(local)
@@ -183,4 +174,4 @@ class Learner:
     metrics |= {f"learner/trust_ratio_{name}": value for name, value in ratios.items()}
     new = LearnerState(Variables(params, out.batch_stats), target, opt_state, state.step + 1)
     stopping = jax.lax.pmax(jnp.any(stop).astype(jnp.int32), AXIS) > 0
-    return new, (metrics, out.priority, stopping)
+    return new, StepResult(metrics, out.priority, stopping)

@@ -58,7 +58,6 @@ class Sweeper:
   """Schedules one task's sweeps over a replay.
 
   Args:
-    name: of the task.
     task: must have `max_age`.
     actor_interval: learner steps between updates of the actors' weights.
     weights_interval: learner steps between updates of the task's weights.

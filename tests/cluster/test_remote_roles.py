@@ -15,7 +15,7 @@ import tiny
 from small_unit import BATCH, SWEEP, assert_same
 from speedyzero_jax.agents import dqn
 from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER
-from speedyzero_jax.cluster import environments, grpc_server, messages, remote
+from speedyzero_jax.cluster import grpc_server, messages, remote
 from speedyzero_jax.cluster.grpc_client import Client, Refused
 from speedyzero_jax.cluster.learner_process import max_message
 from speedyzero_jax.cluster.messages import Worker
@@ -40,7 +40,6 @@ class Cluster:
     self.seeds, self._threads, self._errors = [], [], []
     monkeypatch.setattr(grpc_server, "POLL_SECONDS", 0.2)
     monkeypatch.setattr(remote, "make_env", self._make_env)
-    monkeypatch.setattr(environments, "make_env", self._make_env)
     monkeypatch.setattr(remote, "Inference", self._inference)
 
   def _inference(self, agent, mesh=None, **_):
@@ -95,7 +94,7 @@ class Cluster:
     unit, role = self.unit, Role("actor", 0, number)
     client = self.client("actor", number, incarnation)
     arguments = unit.config, unit.agent, client, role, incarnation
-    return self._start(environments.step_environments, *arguments)
+    return self._start(remote.step_environments, *arguments)
 
   def refresh(self, number=0, config=None):
     unit, role = self.unit, Role("refresher", 0, number)

@@ -37,12 +37,14 @@ def tokens(config, folder, monkeypatch):
   """What process 0 publishes, and the token that it uses itself."""
   used, published = [], {}
 
-  def learn(config, run, token, *_):
-    used.append(token)
+  def train(config, folder, *, serving, **_):
+    serving(None)
     return 0
 
   monkeypatch.setattr(worker, "Rendezvous", lambda place, **_: FakeRendezvous(place, published))
-  monkeypatch.setattr(worker, "_learn", learn)
+  monkeypatch.setattr(worker, "train", train)
+  monkeypatch.setattr(worker, "membership_of", lambda *_: None)
+  monkeypatch.setattr(worker, "serving", lambda *arguments: used.append(arguments[-1]))
   opened = contextlib.nullcontext(RunDir(folder, config, -1))
   code = worker.main(PLACE, lambda: config, lambda _: opened, resume=False, devices=None)
   assert code == 0

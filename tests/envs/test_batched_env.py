@@ -115,15 +115,6 @@ def test_against_envpool_driven_by_hand(training):
   )
 
 
-def test_evaluation_without_a_cap_ignores_the_training_cap():
-  config, idle = dataclasses.replace(BREAKOUT, max_episode_steps=20), np.array([NOOP])
-  evaluation, training = (
-    stacked(play(batched_env.make_env(config, 1, 0, training=training), 42, idle)).truncated[:, 0]
-    for training in (False, True)
-  )
-  assert not evaluation.any() and training.nonzero()[0].tolist() == [20, 41]
-
-
 def test_a_cap_on_a_lost_life_is_terminal_and_ends_the_game():
   shown = stacked(play(batched_env.make_env(BREAKOUT, 1, 4, training=True), 80))
   lost = int(np.flatnonzero(shown.terminated[:, 0])[0])

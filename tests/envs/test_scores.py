@@ -33,7 +33,7 @@ def test_normalizing_efficientzero_gives_the_aggregates_of_its_paper():
   name = "EfficientZero (paper, 100k)"
   normalized = []
   for game in scores.atari100k_games():
-    value = scores.human_normalized(game, scores.table()["systems"][name]["scores"][game])
+    value = scores.human_normalized(game, scores.table()[name][game])
     assert value is not None and math.isfinite(value)
     normalized.append(value)
   assert statistics.mean(normalized) == pytest.approx(1.943, abs=0.005)

@@ -25,7 +25,7 @@ VALUES = {
   names.EVALUATION_MEAN: 398.2, "evaluation/std": 101.7, names.AGENT_STEPS_PER_SECOND: 143.2,
   names.LEARNER_STEPS_PER_SECOND: 8.82, names.SAMPLES_PER_SECOND: 14_649.0,
   "agent/states_per_second": 6212.2, names.LOSS_TOTAL: 4.2123, "losses/policy": None,
-  "losses/own": -0.9613, names.REPLAY_TRANSITIONS: 123_000, names.REPLAY_BYTES: 3.412e9,
+  "losses/own": -0.9613, "replay/transitions": 123_000, names.REPLAY_BYTES: 3.412e9,
   names.CHECKPOINT_STEP: 6000, "replay/target_age_mean": 27.3, "replay/priority_age_max": 38,
   names.POLICY_LAG: 6.2, names.POLICY_LAG_MAX: 17, names.wait("learner"): 0.0213,
   names.wait("refresher"): 12.5, names.present("actor"): 3, names.present("refresher"): 15,

@@ -205,8 +205,9 @@ def test_importance_weights():
 def test_the_mean_importance_weight_does_not_depend_on_the_batch_size(beta):
   """Heavy-tailed priorities, as those of value errors on Atari are."""
   rng = np.random.default_rng(0)
-  tree = SumTree(20_000)
-  tree.set(np.arange(tree.size), (rng.pareto(1.5, tree.size) + 1e-6) ** 0.6)
+  size = 20_000
+  tree = SumTree(size)
+  tree.set(np.arange(size), (rng.pareto(1.5, size) + 1e-6) ** 0.6)
   means = {
     batch: np.mean(
       [weights_of(tree.sample(batch, rng)[1], beta).mean() for _ in range(8000 // batch)]

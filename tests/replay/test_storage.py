@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reference
-from speedyzero_jax.replay.staleness import NEVER
-from speedyzero_jax.replay.storage import OPEN
+from speedyzero_jax.replay.storage import NEVER, OPEN
 from speedyzero_jax.types import Slots
 from tiny_replay import assert_same, fill, make_store
 
@@ -35,11 +34,9 @@ def test_store_holds_exactly_the_newest_slots(lanes, capacity, seed, end):
   live = stream.live(capacity)
   lane, time = arrays_of(stream, capacity)
   cell = time % capacity
-  assert store.num_transitions == stream.transitions and store.num_slots() == len(live)
+  assert store.num_transitions == stream.transitions
+  assert (store.head - store.tail).sum() == len(live)
   np.testing.assert_array_equal(store.head, stream.heads)
-  assert store.live(lane, time).all()
-  assert not store.live(lane, time - capacity).any()
-  assert not store.live(lane, time + capacity).any()
   np.testing.assert_array_equal(store.time_of(lane, cell), time)
   for (l, t), c in zip(live, cell, strict=True):
     episode, place = stream.find(l, t)

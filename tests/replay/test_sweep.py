@@ -12,7 +12,7 @@ def test_a_pass_visits_every_cell_once_in_neighboring_stretches():
   sweep = Sweep(lanes=3, capacity=10, stretch=4)
   sweep.grow(np.array([10, 2, 0]))
   sweep.grow(np.array([10, 5, 0]))
-  assert len(sweep) == 5  # 4 + 4 + 2 cells, and 4 + 1
+  assert len(sweep.state()) == 5  # 4 + 4 + 2 cells, and 4 + 1
   visits = np.zeros((3, 10), int)
   for _ in range(5):
     lane, cell = sweep.next_block(4)
@@ -85,7 +85,7 @@ def test_no_stamp_gets_older_than_the_bound(
 
   for step in range(120):
     land(step)
-    if len(sweep):
+    if len(sweep.state()):
       credit += sweep.quota(n, max_age, delay)
       while credit >= n:
         credit -= n

@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 from speedyzero_jax.replay.replay import Selection
 from speedyzero_jax.replay.schema import make_schema
 from speedyzero_jax.replay.storage import LaneStore
-from speedyzero_jax.replay.trajectory_queue import QUEUED, SKIPPED, TrajectoryQueue
+from speedyzero_jax.replay.trajectory_queue import TrajectoryQueue
 from speedyzero_jax.types import Slots
 
 _SCHEMA = make_schema((1, 1, 1), "uint8", 2)
 _RNG = np.random.default_rng(0)
+SKIPPED = "skipped_trajectories"
 
 
 def append(store, lane, ends):
@@ -73,7 +74,7 @@ def test_every_window_once_and_lanes_take_turns(size):
   for lane in range(lanes):
     times = [time for l, time in found if l == lane]
     assert times == [i * length for i in range(len(times))]
-  assert queue.stats(0) == {QUEUED: queue.count, SKIPPED: 0}
+  assert queue.stats(0) == {"queued_trajectories": queue.count, SKIPPED: 0}
 
 
 @settings(max_examples=25)

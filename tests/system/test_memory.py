@@ -55,15 +55,14 @@ class Device:
     self.memory_stats = lambda: stats
 
 
-def test_of_several_devices_the_fullest_and_the_smallest_count(monkeypatch):
-  devices = [Device({"peak_bytes_in_use": n, "bytes_limit": 10 * n}) for n in (7, 9, 5)]
+def test_of_several_devices_the_smallest_counts(monkeypatch):
+  devices = [Device({"bytes_limit": n}) for n in (7, 9, 5)]
   monkeypatch.setattr(jax, "local_devices", lambda: devices)
-  assert memory.of_devices("peak_bytes_in_use") == 9
-  assert memory.of_devices("bytes_limit") == 50
+  assert memory.of_devices() == 5
   devices.append(Device({}))
-  assert memory.of_devices("peak_bytes_in_use") is None
+  assert memory.of_devices() is None
   devices[:] = [Device(None)]  # a CPU
-  assert memory.of_devices("peak_bytes_in_use") is None
+  assert memory.of_devices() is None
 
 
 @pytest.mark.parametrize(("backend", "where"), [("gpu", "device"), ("cpu", "host")])

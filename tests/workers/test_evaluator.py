@@ -82,11 +82,10 @@ def test_actions_are_those_of_the_agent_without_exploration(envs):
 
 
 @pytest.mark.parametrize(
-  ("game", "given", "cap"), [("Catch", 7, 7), ("CartPole", None, 500), ("CartPole", 7, 7)]
+  ("game", "given", "cap"), [("Catch", 7, 7), ("CartPole", 27000, 500), ("CartPole", 7, 7)]
 )
 def test_the_cap_reported_is_that_of_the_game_or_the_one_given(envs, game, given, cap):
-  overrides = ["evaluation.max_episode_steps=27000"]
-  result = play(1, *overrides, game=game, max_episode_steps=given)
+  result = play(1, f"evaluation.max_episode_steps={given}", game=game)
   assert result.max_episode_steps == envs[0].settings["max_episode_steps"] == cap
 
 

@@ -1,6 +1,5 @@
 """The EfficientZero family as an `Agent`: acting by search, an unrolled loss, and reanalysis."""
 
-import dataclasses
 from functools import partial
 from typing import Any
 
@@ -20,14 +19,12 @@ from speedyzero_jax.agents.base import (
   Work,
   mean_over_devices,
 )
-from speedyzero_jax.agents.efficientzero import losses, metric_names, targets
+from speedyzero_jax.agents.efficientzero import losses, metric_names, reanalyse, targets
 from speedyzero_jax.agents.efficientzero.config import EfficientZeroConfig
 from speedyzero_jax.agents.efficientzero.network_def import NetworkDef, variables_of
 from speedyzero_jax.agents.efficientzero.networks import Network, initial_carry
-from speedyzero_jax.agents.efficientzero.reanalyse import Reanalysis
 from speedyzero_jax.agents.efficientzero.search import ModelStep, Root, SearchResult, make_search
 from speedyzero_jax.config.schema import Config
-from speedyzero_jax.ops.torsos import observation_shape
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.sampler import PrioritizedSampler, importance_weights
 from speedyzero_jax.replay.schema import Column, make_schema
@@ -39,8 +36,8 @@ from speedyzero_jax.types import Params
 class EfficientZero(Agent):
   """See `agents.base.Agent`. Has no target network, as reanalysis uses its own delayed weights.
 
-  The stored columns are `types.BASE_COLUMNS` and the search policy, search value and network value
-  of each state. Subclasses may replace `network`.
+  Its columns are the search policy, search value and network value of each state. Subclasses may
+  replace `network`.
   """
 
   network = Network
@@ -49,7 +46,8 @@ class EfficientZero(Agent):
     agent_config: EfficientZeroConfig = config.agent
     self._config, self._agent_config, self._stack = config, agent_config, config.env.frame_stack
     axis = AXIS if agent_config.network.batch_norm == "sync" else None
-    shape = observation_shape(frame_shape, self._stack)
+    height, width, channels = frame_shape
+    shape = height, width, channels * self._stack
     self.network_def = NetworkDef(
       agent_config.network, shape, actions, axis_name=axis, network=self.network
     )
@@ -80,10 +78,9 @@ class EfficientZero(Agent):
     unroll = agent_config.loss.unroll_steps
     self.window = Window(after=unroll, within_episode=True)
     self.lookahead = unroll + agent_config.loss.td_steps
-    self._spec = targets.target_spec(config)
-    reanalysis = Reanalysis(config, self._spec, self._searched, self._values, actions)
-    self.subscriptions, self.tasks = reanalysis.subscriptions, reanalysis.tasks
-    self._reanalysis = reanalysis
+    self.subscriptions, self.tasks = reanalyse.make_tasks(
+      config, self._searched, self._values, actions
+    )
 
   # --- device
 
@@ -166,24 +163,23 @@ class EfficientZero(Agent):
   # --- host
 
   def make_selector(self, store: LaneStore) -> PrioritizedSampler:
-    one_state = dataclasses.replace(self._spec, unroll_steps=0)
     return PrioritizedSampler(
       store,
       self._agent_config.priority,
       stack=self._stack,
       lookahead=self.lookahead,
-      first_score=lambda lane, time: (None, targets.oldest_stamp(store, lane, time, one_state)),
+      first_score=lambda lane, time: (None, targets.oldest_stamp(store, lane, time, self._config)),
     )
 
   def batch_work(self, replay: Replay, selection: Selection) -> list[Work]:
-    return self._reanalysis.batch_work(replay, selection)
+    return reanalyse.batch_work(self._config, replay, selection)
 
   def assemble(
     self, replay: Replay, selection: Selection, learner_step: int
   ) -> tuple[Arrays, dict[str, float]]:
     store, lane = replay.store, selection.lane
     present, time = replay.clamp(lane, selection.time)
-    arrays = targets.compute_targets(store, lane, time, self._spec, learner_step)._asdict()
+    arrays = targets.compute_targets(store, lane, time, self._config, learner_step)._asdict()
     for name in arrays:  # evicted samples have no weight
       if name.endswith("_mask") and not present.all():
         arrays[name] = arrays[name] * present.reshape(-1, 1).astype(np.float32)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+import optax
 
 from speedyzero_jax.agents.efficientzero import metric_names
 from speedyzero_jax.agents.efficientzero.config import LossConfig
@@ -101,14 +102,6 @@ class LearnerBatch(NamedTuple):
 # --- loss
 
 
-def _cross_entropy(logits: jax.Array, target: jax.Array) -> jax.Array:
-  return -jnp.sum(target * jax.nn.log_softmax(logits), axis=-1)
-
-
-def _scale_gradient(x: jax.Array, scale: float) -> jax.Array:
-  return x * scale + jax.lax.stop_gradient(x) * (1 - scale)
-
-
 def _negative_cosine(x: jax.Array, y: jax.Array) -> jax.Array:
   x, y = x.astype(jnp.float32), y.astype(jnp.float32)
   norms = jnp.sqrt(jnp.sum(x * x, -1) + 1e-10) * jnp.sqrt(jnp.sum(y * y, -1) + 1e-10)
@@ -160,9 +153,9 @@ def unrolled_loss(
   states = [network.represent(root, True)]
   scale_output = config.gradient_scaling == "efficientzero"
   for k in range(steps):
-    state = states[-1] if scale_output else _scale_gradient(states[-1], config.state_gradient)
+    state = states[-1] if scale_output else optax.scale_gradient(states[-1], config.state_gradient)
     state = network.dynamics(state, batch.action[:, k], True)
-    states.append(_scale_gradient(state, config.state_gradient) if scale_output else state)
+    states.append(optax.scale_gradient(state, config.state_gradient) if scale_output else state)
   imagined = jnp.stack(states[1:])  # [K, B, ...]
   carry = network.initial_carry(size)
   _, prefix_logits = network.value_prefix(imagined, carry, True, horizon)
@@ -172,10 +165,10 @@ def unrolled_loss(
 
   # All losses are [K+1, B] or [K, B].
   value, prefix = two_hot(batch.value.T, support), two_hot(batch.value_prefix.T, support)
-  value_loss = _cross_entropy(value_logits, value) * batch.value_mask.T
-  prefix_loss = _cross_entropy(prefix_logits, prefix) * batch.prefix_mask.T
+  value_loss = optax.losses.softmax_cross_entropy(value_logits, value) * batch.value_mask.T
+  prefix_loss = optax.losses.softmax_cross_entropy(prefix_logits, prefix) * batch.prefix_mask.T
   policy = jnp.swapaxes(batch.policy, 0, 1)
-  policy_loss = _cross_entropy(policy_logits, policy) * batch.policy_mask.T
+  policy_loss = optax.losses.softmax_cross_entropy(policy_logits, policy) * batch.policy_mask.T
   consistency_loss = jnp.zeros((steps, size))
   if config.consistency_coefficient:
     later = observations[:, 1:].reshape(size * steps, *observations.shape[2:])

@@ -320,11 +320,8 @@ class Network(nnx.Module):
   """All networks. With `train`, batch norm uses batch statistics and updates the running ones.
 
   Args:
-    config: sizes.
     observation_shape: [H, W, S*C].
-    num_actions: A.
     axis_name: mesh axis over which batch statistics are averaged; None: per device.
-    rngs: for initialization.
     folded: build the network for variables from `NetworkDef.fold`, without consistency heads.
   """
 

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import mctx
 
+from speedyzero_jax.agents.efficientzero.config import SearchConfig
+
 
 def tree_range(tree: mctx.Tree, discount: float) -> tuple[chex.Array, chex.Array]:
   """Returns minimum and maximum of Q = reward + discount * value over the tree's visited edges.
@@ -57,42 +59,39 @@ def mixed_value(tree: mctx.Tree, node_index: chex.Numeric) -> chex.Array:
 
 
 def _scaled(
-  tree: mctx.Tree, node_index: chex.Numeric, missing: chex.Array, discount: float, min_range: float
+  tree: mctx.Tree,
+  node_index: chex.Numeric,
+  missing: chex.Array,
+  config: SearchConfig,
+  discount: float,
 ) -> chex.Array:
   qvalues = jnp.where(tree.children_visits[node_index] > 0, tree.qvalues(node_index), missing)
   low, high = tree_range(tree, discount)
   # `missing` may lie outside the range of the edges. Widening the range, rather than clipping the
   # value, keeps the transform strictly increasing, as policy improvement requires.
   low, high = jnp.minimum(low, jnp.min(qvalues)), jnp.maximum(high, jnp.max(qvalues))
-  return (qvalues - low) / jnp.maximum(high - low, min_range)
+  return (qvalues - low) / jnp.maximum(high - low, config.min_value_range)
 
 
-def qtransform_tree_by_mean_value(
-  tree: mctx.Tree, node_index: chex.Numeric, *, discount: float, min_range: float = 0.01
+def for_puct(
+  tree: mctx.Tree, node_index: chex.Numeric, *, config: SearchConfig, discount: float
 ) -> chex.Array:
-  """Returns Q [A] completed by `mean_value` and scaled to [0, 1], for PUCT (EfficientZero, sec. 3).
+  """Returns Q [A] completed by `mean_value` and scaled to [0, 1] (EfficientZero, sec. 3).
 
-  It is (Q - min) / max(max - min, min_range). The range covers the visited edges of the tree and,
-  if any action of the node is unvisited, its `mean_value`. `min_range` prevents noise from being
-  amplified when all Q are nearly equal.
+  It is (Q - min) / max(max - min, min_value_range). The range covers the visited edges of the tree
+  and, if any action of the node is unvisited, its `mean_value`. `min_value_range` prevents noise
+  from being amplified when all Q are nearly equal.
   """
-  return _scaled(tree, node_index, mean_value(tree, node_index), discount, min_range)
+  return _scaled(tree, node_index, mean_value(tree, node_index), config, discount)
 
 
-def qtransform_tree_by_mixed_value(
-  tree: mctx.Tree,
-  node_index: chex.Numeric,
-  *,
-  discount: float,
-  min_range: float = 0.01,
-  value_scale: float = 0.1,
-  maxvisit_init: float = 50.0,
+def for_gumbel(
+  tree: mctx.Tree, node_index: chex.Numeric, *, config: SearchConfig, discount: float
 ) -> chex.Array:
-  """Returns sigma(Q) [A] for Gumbel search, with Q completed by `mixed_value` and scaled to [0, 1].
+  """Returns sigma(Q) [A], with Q completed by `mixed_value` and scaled to [0, 1].
 
-  It is (maxvisit_init + max visits) * value_scale * Q, to be added to the prior logits: equation 8
-  of Danihelka et al. (2022), as in EfficientZero V2. Arguments are named as in
-  `mctx.qtransform_completed_by_mix_value`.
+  It is (c_visit + max visits) * c_scale * Q, to be added to the prior logits: equation 8 of
+  Danihelka et al. (2022), as in EfficientZero V2.
   """
-  scaled = _scaled(tree, node_index, mixed_value(tree, node_index), discount, min_range)
-  return (maxvisit_init + jnp.max(tree.children_visits[node_index])) * value_scale * scaled
+  scaled = _scaled(tree, node_index, mixed_value(tree, node_index), config, discount)
+  return (config.c_visit + jnp.max(tree.children_visits[node_index])) * config.c_scale * scaled

@@ -81,8 +81,6 @@ def make_search(
 
   Args:
     config: algorithm and constants.
-    num_actions: A.
-    discount: per step.
     value_prefix_horizon: steps between resets.
     recurrent_fn: the model's step, (params, state, carry, action [B] int32) -> ModelStep.
     initial_carry: maps a batch size to the carry after a reset.
@@ -104,7 +102,8 @@ def make_search(
   ) -> tuple[mctx.RecurrentFnOutput, _Node]:
     del key  # the model is deterministic
     starts = node.depth % value_prefix_horizon == 0
-    carry = _select(starts, initial_carry(action.shape[0]), node.carry)
+    where = functools.partial(jax.vmap(jnp.where), starts)
+    carry = jax.tree.map(where, initial_carry(action.shape[0]), node.carry)
     out = recurrent_fn(params, node.state, carry, action)
     prefix = out.value_prefix.astype(jnp.float32)
     reward = prefix - jnp.where(starts, 0.0, node.prefix)
@@ -137,39 +136,28 @@ def make_search(
   return search
 
 
-def _tree_search(config: SearchConfig, discount: float) -> Callable[..., mctx.Tree]:
-  """Returns a function of (params, key, root, step, selection rules, extra data) to the tree."""
-
-  def grow(params, key, root, step, select_at_root, select, extra_data):
-    search = mctx.search
-    if platform() != "cpu" and config.simulations <= _MOST_SIMULATIONS:
-      search = functools.partial(array_search.search, discount=discount)
-    return search(
-      params,
-      key,
-      root=root,
-      recurrent_fn=step,
-      root_action_selection_fn=select_at_root,
-      interior_action_selection_fn=select,
-      num_simulations=config.simulations,
-      extra_data=extra_data,
-    )
-
-  return grow
+def _grow(config, discount, params, key, root, step, select_at_root, select, extra_data):
+  """Searches with these rules of selection; returns the tree."""
+  search = mctx.search
+  if platform() != "cpu" and config.simulations <= _MOST_SIMULATIONS:
+    search = functools.partial(array_search.search, discount=discount)
+  return search(
+    params,
+    key,
+    root=root,
+    recurrent_fn=step,
+    root_action_selection_fn=select_at_root,
+    interior_action_selection_fn=select,
+    num_simulations=config.simulations,
+    extra_data=extra_data,
+  )
 
 
 def _gumbel_policy(
   config: SearchConfig, discount: float, num_actions: int
 ) -> Callable[..., mctx.PolicyOutput]:
   """Full Gumbel MuZero (Danihelka et al. 2022), like `mctx.gumbel_muzero_policy`."""
-  grow = _tree_search(config, discount)
-  qtransform = functools.partial(
-    qtransforms.qtransform_tree_by_mixed_value,
-    discount=discount,
-    min_range=config.min_value_range,
-    value_scale=config.c_scale,
-    maxvisit_init=config.c_visit,
-  )
+  qtransform = functools.partial(qtransforms.for_gumbel, config=config, discount=discount)
   select_at_root = functools.partial(
     mctx.gumbel_muzero_root_action_selection,
     num_simulations=config.simulations,
@@ -187,7 +175,7 @@ def _gumbel_policy(
       gumbel = jax.random.gumbel(gumbel_key, shape)
       root = _with_prior(root, 1 / num_actions, config.uniform_fraction)
     noise = mctx.GumbelMuZeroExtraData(root_gumbel=gumbel)
-    tree = grow(params, key, root, step, select_at_root, select, noise)
+    tree = _grow(config, discount, params, key, root, step, select_at_root, select, noise)
     qvalues = jax.vmap(qtransform, in_axes=(0, None))(tree, tree.ROOT_INDEX)
     improved = root.prior_logits + qvalues
     visits = tree.children_visits[:, tree.ROOT_INDEX]
@@ -208,10 +196,7 @@ def _puct_policy(
   most of its cost on a CPU and makes a search without noise depend on the key. Here they are drawn
   once per search, and only with `explore`.
   """
-  grow = _tree_search(config, discount)
-  qtransform = functools.partial(
-    qtransforms.qtransform_tree_by_mean_value, discount=discount, min_range=config.min_value_range
-  )
+  qtransform = functools.partial(qtransforms.for_puct, config=config, discount=discount)
 
   def select(key, tree, node_index, depth=0):
     del key, depth
@@ -235,7 +220,7 @@ def _puct_policy(
       root = _with_prior(root, noise, config.dirichlet_fraction)
       nodes = config.simulations + 1
       tie_break = _TIE_BREAK * jax.random.uniform(tie_key, (shape[0], nodes, num_actions))
-    tree = grow(params, key, root, step, select, select, tie_break)
+    tree = _grow(config, discount, params, key, root, step, select, select, tie_break)
     visits = tree.summary().visit_probs
     if explore:
       logits = jnp.log(visits / jnp.max(visits, axis=-1, keepdims=True))
@@ -255,12 +240,3 @@ def _with_prior(root: mctx.RootFnOutput, other: chex.Numeric, share: float) -> m
   prior = jax.nn.softmax(root.prior_logits)
   prior += share * (other - prior)
   return root.replace(prior_logits=jnp.log(jnp.maximum(prior, jnp.finfo(prior.dtype).tiny)))
-
-
-def _select(condition: chex.Array, a: Any, b: Any) -> Any:
-  """Selects between pytrees with leaves [B, ...] by a condition [B]."""
-
-  def leaf(x: chex.Array, y: chex.Array) -> chex.Array:
-    return jnp.where(condition.reshape(condition.shape + (1,) * (y.ndim - 1)), x, y)
-
-  return jax.tree.map(leaf, a, b)

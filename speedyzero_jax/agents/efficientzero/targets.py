@@ -1,34 +1,16 @@
 """Training targets from stored slots: n-step returns, value prefixes, policies and masks.
 
-Pure functions of a `LaneStore`. `lane` and `time` are [B]; the states of a sample are time ..
-time+K. With reanalysis on, the stored policies and values were recomputed before, see
-`reanalyse.py`.
+Pure functions of a `LaneStore` and the run's configuration. `lane` and `time` are [B]; the states
+of a sample are time .. time+K. With reanalysis on, the stored policies and values were recomputed
+before, see `reanalyse.py`.
 """
 
-import dataclasses
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from speedyzero_jax.agents.efficientzero.config import EfficientZeroConfig
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.replay.storage import LaneStore, take
-
-
-@dataclasses.dataclass(frozen=True)
-class TargetSpec:
-  """Settings of the targets; see `config.py` for meanings and sources."""
-
-  unroll_steps: int
-  value_prefix_horizon: int
-  td_steps: int
-  age_interval: int
-  discount: float
-  value_target: Literal["bootstrap", "search", "mixed"] = "bootstrap"
-  mixed_start: int = 0
-  mixed_newest: int = 0
-  absorbing: bool = True  # states after a terminal frame are trained on
-  reanalysed: bool = True  # reanalysis recomputes stored values for training
 
 
 class Targets(NamedTuple):
@@ -43,23 +25,6 @@ class Targets(NamedTuple):
   consistency_mask: np.ndarray  # [B, K] float32, 1 where state k+1 is a stored frame of the episode
 
 
-def target_spec(config: Config) -> TargetSpec:
-  """Returns the settings of a run."""
-  agent_config: EfficientZeroConfig = config.agent
-  return TargetSpec(
-    unroll_steps=agent_config.loss.unroll_steps,
-    value_prefix_horizon=agent_config.network.value_prefix_horizon,
-    td_steps=agent_config.loss.td_steps,
-    age_interval=agent_config.loss.age_interval,
-    discount=config.env.discount,
-    value_target=agent_config.reanalyse.value_target,
-    absorbing=agent_config.loss.absorbing_states,
-    mixed_start=agent_config.reanalyse.mixed_start,
-    mixed_newest=agent_config.reanalyse.mixed_newest,
-    reanalysed=agent_config.reanalyse.schedule != "off",
-  )
-
-
 def unrolled_times(store: LaneStore, lane: np.ndarray, time: np.ndarray, unroll: int) -> np.ndarray:
   """Times of the states, clamped to the episode's last stored frame; [B, K+1] int64."""
   return np.minimum(time[:, None] + np.arange(unroll + 1), store.last(lane, time)[:, None])
@@ -70,30 +35,34 @@ def transition_age(store: LaneStore, lane: np.ndarray, time: np.ndarray) -> np.n
   return store.num_transitions - take(store.inserted, store.flat(lane, time))
 
 
-def td_horizon(
-  store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec
-) -> np.ndarray:
+def td_horizon(store: LaneStore, lane: np.ndarray, time: np.ndarray, config: Config) -> np.ndarray:
   """n of the n-step return, [B] int64; smaller for old data (EZ's off-policy correction)."""
-  if not spec.age_interval:
-    return np.full_like(time, spec.td_steps)
-  shrink = transition_age(store, lane, time) // spec.age_interval
-  return np.clip(spec.td_steps - shrink, 1, spec.td_steps)
+  loss = config.agent.loss
+  if not loss.age_interval:
+    return np.full_like(time, loss.td_steps)
+  shrink = transition_age(store, lane, time) // loss.age_interval
+  return np.clip(loss.td_steps - shrink, 1, loss.td_steps)
 
 
 def bootstrap_times(
-  store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec
+  store: LaneStore, lane: np.ndarray, time: np.ndarray, config: Config, unroll: int
 ) -> np.ndarray:
   """Slots from whose values the n-step return of each state bootstraps, [B, K+1] int64.
 
   They are clamped to the last stored frame of the episode, whose value is used unless terminal.
   """
-  states = time[:, None] + np.arange(spec.unroll_steps + 1)
-  times = states + td_horizon(store, lane, time, spec)[:, None]
+  states = time[:, None] + np.arange(unroll + 1)
+  times = states + td_horizon(store, lane, time, config)[:, None]
   return np.minimum(times, store.last(lane, time)[:, None])
 
 
 def n_step_values(
-  store: LaneStore, values: np.ndarray, lane: np.ndarray, time: np.ndarray, spec: TargetSpec
+  store: LaneStore,
+  values: np.ndarray,
+  lane: np.ndarray,
+  time: np.ndarray,
+  config: Config,
+  unroll: int,
 ) -> np.ndarray:
   """n-step returns of the states, [B, K+1] float64, bootstrapping from `values` [L, C].
 
@@ -101,40 +70,40 @@ def n_step_values(
   episode's last stored frame comes first. Terminal frames, and states beyond the last stored frame,
   have the value 0.
   """
-  unroll = spec.unroll_steps
+  td_steps, discount = config.agent.loss.td_steps, config.env.discount
   last = store.last(lane, time)[:, None]
-  horizon = td_horizon(store, lane, time, spec)[:, None]
-  window = time[:, None] + np.arange(unroll + spec.td_steps)
+  horizon = td_horizon(store, lane, time, config)[:, None]
+  window = time[:, None] + np.arange(unroll + td_steps)
   flat = store.flat(lane[:, None], window)
   reward = np.where(window < last, take(store.reward, flat), 0.0)
   states = window[:, : unroll + 1]
   end = np.minimum(states + horizon, last)  # `bootstrap_times`
   flat = store.flat(lane[:, None], end)
   end_value = np.where(take(store.terminated, flat), 0.0, take(values, flat))
-  powers = spec.discount ** np.arange(spec.td_steps + 1)
+  powers = discount ** np.arange(td_steps + 1)
   z = np.where(states <= last, powers[np.maximum(end - states, 0)] * end_value, 0.0)
-  for i in range(spec.td_steps):
-    z += np.where(i < horizon, spec.discount**i * reward[:, i : i + unroll + 1], 0.0)
+  for i in range(td_steps):
+    z += np.where(i < horizon, discount**i * reward[:, i : i + unroll + 1], 0.0)
   return z
 
 
 def compute_targets(
-  store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec, learner_step: int
+  store: LaneStore, lane: np.ndarray, time: np.ndarray, config: Config, learner_step: int
 ) -> Targets:
   """Computes the targets of the unroll from each live slot.
 
   States after a terminal frame are absorbing: their value and reward are 0, and they are trained on
-  if `spec.absorbing`. After a truncated episode's last frame, or beyond a lane's head, masks and
-  targets are 0.
+  if `loss.absorbing_states`. After a truncated episode's last frame, or beyond a lane's head, masks
+  and targets are 0.
   """
-  unroll = spec.unroll_steps
-  at = lane[:, None]
+  loss, horizon = config.agent.loss, config.agent.network.value_prefix_horizon
+  unroll, at = loss.unroll_steps, lane[:, None]
   states = time[:, None] + np.arange(unroll + 1)  # [B, K+1]
   last = store.last(lane, time)[:, None]
   flat = store.flat(at, np.minimum(states, last))
   real = states <= last
   terminal = take(store.terminated, store.flat(at, last))  # [B, 1], false in an open episode
-  absorbing = terminal & spec.absorbing
+  absorbing = terminal & loss.absorbing_states
   acted = real & (take(store.action, flat) >= 0)
   # Whether the transition out of the state is known.
   known = acted[:, :unroll] | (absorbing & (states[:, :unroll] >= last))
@@ -142,12 +111,12 @@ def compute_targets(
   reward = np.where(acted, take(store.reward, flat), 0.0)
   prefix = np.zeros((len(time), unroll))
   for k in range(unroll):
-    before = prefix[:, k - 1] if k % spec.value_prefix_horizon else 0.0
+    before = prefix[:, k - 1] if k % horizon else 0.0
     prefix[:, k] = before + reward[:, k]
 
-  z = n_step_values(store, store["bootstrap"], lane, time, spec)
+  z = n_step_values(store, store["bootstrap"], lane, time, config, unroll)
   searched = np.where(real & ~(terminal & (states == last)), take(store["search_value"], flat), 0.0)
-  value = np.where(use_search(store, lane, time, spec, learner_step)[:, None], searched, z)
+  value = np.where(use_search(store, lane, time, config, learner_step)[:, None], searched, z)
   policy = take(store["policy"], flat)
   policy[~acted] = 0
   return Targets(
@@ -162,50 +131,51 @@ def compute_targets(
 
 
 def use_search(
-  store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec, learner_step: int
+  store: LaneStore, lane: np.ndarray, time: np.ndarray, config: Config, learner_step: int
 ) -> np.ndarray:
   """Whether samples use the search value rather than the n-step return, [B] bool (EZ-V2)."""
-  if spec.value_target != "mixed":
-    return np.full(len(time), spec.value_target == "search")
-  old = transition_age(store, lane, time) > spec.mixed_newest
-  return old & (learner_step >= spec.mixed_start)
+  reanalyse = config.agent.reanalyse
+  if reanalyse.value_target != "mixed":
+    return np.full(len(time), reanalyse.value_target == "search")
+  old = transition_age(store, lane, time) > reanalyse.mixed_newest
+  return old & (learner_step >= reanalyse.mixed_start)
 
 
 def refreshed_errors(
-  store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec, learner_step: int
+  store: LaneStore, lane: np.ndarray, time: np.ndarray, config: Config, learner_step: int
 ) -> tuple[np.ndarray, np.ndarray]:
   """Computes errors v - z of transitions for Priority Refresh, and their stamps.
 
   v is the refreshed value. z is the training target at `learner_step`: the n-step return
-  bootstrapped from a refreshed value, or the search value if `spec` selects it and it is at least
-  as recent as v (a refresh runs no search). With reanalysis off, z is the target computed from the
-  values stored by the actor. `spec` has unroll_steps 0.
+  bootstrapped from a refreshed value, or the search value if `use_search` selects it and it is at
+  least as recent as v (a refresh runs no search). With reanalysis off, z is the target computed
+  from the values stored by the actor.
 
   Returns errors [B] float64, and the learner steps [B] int32 of the oldest weights that each error
   depends on. So a bound on the age of all values bounds the age of all errors.
   """
   flat = store.flat(lane, time)
   value, stamp = take(store["value"], flat), take(store["value_step"], flat)
-  searched = use_search(store, lane, time, spec, learner_step)
-  if spec.reanalysed:
+  searched = use_search(store, lane, time, config, learner_step)
+  reanalysed = config.agent.reanalyse.schedule != "off"
+  if reanalysed:
     searched &= take(store["policy_step"], flat) >= stamp
-  values = store["value" if spec.reanalysed else "bootstrap"]
-  returns = n_step_values(store, values, lane, time, spec)[:, 0]
+  values = store["value" if reanalysed else "bootstrap"]
+  returns = n_step_values(store, values, lane, time, config, 0)[:, 0]
   z = np.where(searched, take(store["search_value"], flat), returns)
-  return value - z, np.where(searched, stamp, oldest_stamp(store, lane, time, spec))
+  return value - z, np.where(searched, stamp, oldest_stamp(store, lane, time, config))
 
 
 def oldest_stamp(
-  store: LaneStore, lane: np.ndarray, time: np.ndarray, spec: TargetSpec
+  store: LaneStore, lane: np.ndarray, time: np.ndarray, config: Config
 ) -> np.ndarray:
   """The older stamp of the two values in each |v - n-step return|, [B] int32.
 
   With reanalysis off, only v has a stamp: the return is computed from values that never change.
-  `spec` has unroll_steps 0.
   """
   v_step = take(store["value_step"], store.flat(lane, time))
-  if not spec.reanalysed:
+  if config.agent.reanalyse.schedule == "off":
     return v_step
-  end = store.flat(lane, bootstrap_times(store, lane, time, spec)[:, 0])
+  end = store.flat(lane, bootstrap_times(store, lane, time, config, 0)[:, 0])
   older = np.minimum(v_step, take(store["value_step"], end))
   return np.where(take(store.terminated, end), v_step, older)

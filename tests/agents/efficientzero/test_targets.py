@@ -1,24 +1,41 @@
 """Training targets against brute force over episodes, and against examples worked by hand."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import reference
+from speedyzero_jax.agents.efficientzero.config import (
+  EfficientZeroConfig,
+  LossConfig,
+  NetworkConfig,
+  ReanalyseConfig,
+)
 from speedyzero_jax.agents.efficientzero.targets import (
-  TargetSpec,
   bootstrap_times,
   compute_targets,
   n_step_values,
 )
+from speedyzero_jax.config.schema import Config, EnvConfig
 from speedyzero_jax.types import Slots
 from tiny_replay import fill, make_store
 
+
+def configured(
+  unroll_steps, value_prefix_horizon, td_steps, age_interval, discount, absorbing=True, **reanalyse
+):
+  loss = LossConfig(
+    td_steps=td_steps, age_interval=age_interval, unroll_steps=unroll_steps,
+    absorbing_states=absorbing,
+  )  # fmt: skip
+  network = NetworkConfig(value_prefix_horizon=value_prefix_horizon)
+  agent = EfficientZeroConfig(network=network, loss=loss, reanalyse=ReanalyseConfig(**reanalyse))
+  return Config(agent, EnvConfig(discount=discount))
+
+
 SPECS = st.builds(
-  TargetSpec,
+  dict,
   unroll_steps=st.integers(1, 6),
   value_prefix_horizon=st.integers(1, 7),
   td_steps=st.integers(1, 6),
@@ -32,12 +49,11 @@ SPECS = st.builds(
 
 def arguments(spec, learner_step):
   """Of `reference.targets`."""
-  given = dataclasses.asdict(spec)
+  given = spec | {"learner_step": learner_step}
   given["unroll"], given["prefix_horizon"] = (
     given.pop(name) for name in ("unroll_steps", "value_prefix_horizon")
   )
-  unread = ("reanalysed", "absorbing")
-  return {k: v for k, v in given.items() if k not in unread} | {"learner_step": learner_step}
+  return given
 
 
 def filled(capacity, seed, end=0.15):
@@ -62,7 +78,7 @@ def filled(capacity, seed, end=0.15):
 )
 def test_targets_equal_brute_force(spec, capacity, seed, end, learner_step):
   stream, store, lane, time = filled(capacity, seed, end)
-  got = compute_targets(store, lane, time, spec, learner_step)._asdict()
+  got = compute_targets(store, lane, time, configured(**spec), learner_step)._asdict()
   expected = [
     reference.targets(stream, l, t, **arguments(spec, learner_step))
     for l, t in zip(lane, time, strict=True)
@@ -79,14 +95,15 @@ def test_bootstrap_times_are_the_only_values_that_matter(spec, capacity, seed):
   """Values elsewhere may be anything; the value at a bootstrap time enters with weight
   discount^m, unless terminal."""
   _, store, lane, time = filled(capacity, seed)
-  at = bootstrap_times(store, lane, time, spec)
-  z = n_step_values(store, store["bootstrap"], lane, time, spec)
+  more = configured(**spec), spec["unroll_steps"]
+  at = bootstrap_times(store, lane, time, *more)
+  z = n_step_values(store, store["bootstrap"], lane, time, *more)
   for i in range(len(lane)):
     poisoned = np.full_like(store["bootstrap"], np.nan)
     row = np.full_like(at[i], lane[i])
     poisoned[row, at[i] % capacity] = store["bootstrap"][row, at[i] % capacity]
     np.testing.assert_array_equal(
-      n_step_values(store, poisoned, lane[[i]], time[[i]], spec)[0], z[i]
+      n_step_values(store, poisoned, lane[[i]], time[[i]], *more)[0], z[i]
     )
 
 
@@ -108,10 +125,11 @@ def hand_made(ending):
   return store
 
 
-def two_steps(horizon):
-  return TargetSpec(
-    unroll_steps=5, value_prefix_horizon=horizon, td_steps=2, age_interval=0, discount=0.5
-  )
+def two_steps(horizon, **options):
+  return configured(
+    unroll_steps=5, value_prefix_horizon=horizon, td_steps=2, age_interval=0, discount=0.5,
+    **options,
+  )  # fmt: skip
 
 
 MASKS = ("value_mask", "prefix_mask", "policy_mask", "consistency_mask")
@@ -137,7 +155,7 @@ def test_worked_example(ending, value, prefix, masks):
 
 def test_absorbing_states_can_be_masked():
   """As in EfficientZero: the terminal frame itself, of value 0, is trained on."""
-  spec = dataclasses.replace(two_steps(5), absorbing=False)
+  spec = two_steps(5, absorbing=False)
   got = compute_targets(hand_made("terminated"), np.array([0]), np.array([0]), spec, 0)
   np.testing.assert_array_equal(got.value[0, :4], [9.5, 4, 4, 0])
   np.testing.assert_array_equal(got.value_prefix[0], [1, 3, 7, 0, 0])
@@ -153,7 +171,7 @@ def test_the_prefix_restarts_every_horizon_steps_even_when_absorbing():
 
 def test_old_data_gets_shorter_returns():
   """Four transitions collected since: n = 3 - 4 // 2 = 1."""
-  spec = TargetSpec(
+  spec = configured(
     unroll_steps=1, value_prefix_horizon=5, td_steps=3, age_interval=2, discount=0.5
   )
   store = hand_made("open")
@@ -165,7 +183,7 @@ def test_old_data_gets_shorter_returns():
 
 
 def test_mixed_value_targets():
-  spec = TargetSpec(
+  spec = configured(
     unroll_steps=3,
     value_prefix_horizon=5,
     td_steps=1,
