@@ -6,7 +6,8 @@ Each row is a run of launch/multihost.py: DQN with a small network on Catch, and
 steps that collection is the bottleneck. The rate is taken from the run's metrics, between one fifth
 of its agent steps and the end. `lanes` are those of all actors together; `actors` 0 is an actor in
 a thread of the learner. For central inference, the mean latency of a request and the mean number of
-lanes per batch are recorded, too. The configurations take turns, `--repeat` times.
+lanes per batch are recorded, too. The configurations take turns: once to find the number of agent
+steps for `--seconds`, then `--repeat` times.
 """
 
 import argparse
@@ -71,13 +72,15 @@ def main() -> None:
   arguments = parse()
   chosen = cases(arguments.lanes, arguments.actors)
   measured: dict[Case, list[dict[str, float]]] = {case: [] for case in chosen}
-  for _ in range(arguments.repeat):
+  rate = {case: 1000.0 + 10 * case.lanes for case in chosen}
+  for repetition in range(-1, arguments.repeat):
     for case, results in measured.items():
-      # The first run is short, to find the number of agent steps.
-      speed = results[-1]["agent_steps_per_second"] if results else 1000 + 10 * case.lanes
       with tempfile.TemporaryDirectory() as folder:
-        results.append(run(case, int(speed * arguments.seconds), Path(folder) / "run"))
-      print(*case, results[-1], flush=True)
+        result = run(case, int(rate[case] * arguments.seconds), Path(folder) / "run")
+      print(*case, result, flush=True)
+      rate[case] = result["agent_steps_per_second"]
+      if repetition >= 0:
+        results.append(result)
   rows: list[dict[str, Any]] = []
   for case, results in measured.items():
     medians = {key: statistics.median(x[key] for x in results) for key in results[0]}

@@ -90,10 +90,10 @@ def acknowledged(path: Path, learners: int) -> set[tuple[int, int, int]]:
 
 def missing(slots: set[tuple[int, int, int]], rows: Rows) -> int:
   """Number of slots that no row contains."""
-  stored = {
+  available = {
     (unit, lane, start + i) for (unit, lane, start), (size, _) in rows.items() for i in range(size)
   }
-  return len(slots - stored)
+  return len(slots - available)
 
 
 class Chaos:

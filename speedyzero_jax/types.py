@@ -42,7 +42,7 @@ class Env(Protocol):
   def close(self) -> None: ...
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Slots:
   """Slots of one or several lanes, appended by an actor; those of each lane are in order."""
 
@@ -60,8 +60,8 @@ class Slots:
   def concatenate(cls, parts: Sequence["Slots"]) -> "Slots":
     """Joins at least one group of slots with the same columns."""
     columns = {name: np.concatenate([p[name] for p in parts]) for name in parts[0].columns}
-    lane, time = (np.concatenate(x) for x in zip(*((p.lane, p.time) for p in parts), strict=True))
-    return cls(lane, time, columns)
+    lane = np.concatenate([part.lane for part in parts])
+    return cls(lane, np.concatenate([part.time for part in parts]), columns)
 
   def __len__(self) -> int:
     return len(self.lane)

@@ -111,12 +111,14 @@ class ActorService:
     grant, heads = session.grant, self._replay.heads
     if not request.slots:
       return self._release(session)
-    slots = Slots(**request.slots)
-    self._replay.schema.check(slots)
+    try:
+      slots = Slots(**request.slots)
+      self._replay.schema.check(slots)
+    except (TypeError, AttributeError) as error:
+      raise ValueError(f"malformed slots: {error}") from None
     if not np.isin(slots.lane, session.lanes).all():
       raise ValueError(f"{worker} has lanes {session.lanes}, got lanes {np.unique(slots.lane)}")
-    slots = slots.select(slots.time >= heads[slots.lane])
-    if not len(slots):
+    if (slots.time < heads[slots.lane]).all():
       return self._release(session)
     if grant is None:
       raise ValueError(f"{worker} has no grant for the experience it sent")

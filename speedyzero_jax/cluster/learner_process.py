@@ -30,9 +30,8 @@ def max_message(local_config: Config, agent: Agent) -> int:
   """
   weights = jax.tree.leaves(jax.eval_shape(agent.init, jax.random.key(0)))
   size = sum(leaf.size * leaf.dtype.itemsize for leaf in weights)
-  return max(
-    64 << 20, max(size, 2 * local_config.actor.lanes * agent.schema.slot_bytes) + (1 << 20)
-  )
+  slots = 2 * local_config.actor.lanes * (agent.schema.slot_bytes + 16)  # 16: lane and time
+  return max(64 << 20, max(size, slots) + (1 << 20))
 
 
 def membership_of(

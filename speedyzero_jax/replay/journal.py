@@ -22,13 +22,14 @@ from speedyzero_jax.types import Slots
 
 _VERSION = 3  # increased when the tables or the layout of their blobs change
 _BUSY_SECONDS = 3.0  # a killed process may keep the file locked for a moment
-_BUFFER_BYTES = 16 << 20  # `flush` copies the buffer several times
+_BUFFER_BYTES = 64 << 20
 _APPEND_BYTES = 2048  # overhead of one append's array objects in memory
 
 _COLUMNS = "lane, start, size, crc, slots, frames"  # fields of `Row`
 _TABLES = (
   "CREATE TABLE form (json TEXT NOT NULL)",
   "CREATE TABLE lane (lane INTEGER PRIMARY KEY, tail INTEGER NOT NULL, head INTEGER NOT NULL)",
+  # A `Row` per segment.
   """CREATE TABLE segment (
     id INTEGER PRIMARY KEY, lane INTEGER NOT NULL, start INTEGER NOT NULL, size INTEGER NOT NULL,
     crc INTEGER NOT NULL, slots BLOB NOT NULL, frames BLOB NOT NULL
@@ -110,7 +111,8 @@ class Journal:
     with self._lock:
       if not self._buffer:
         return
-      rows = self._codec.encode(Slots.concatenate(self._buffer))
+      slots = self._buffer[0] if len(self._buffer) == 1 else Slots.concatenate(self._buffer)
+      rows = self._codec.encode(slots)
       heads = [(row.start + row.size, row.lane) for row in rows]  # repeated lanes: the last is used
       with self._transaction():
         self._db.executemany(f"INSERT INTO segment ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?)", rows)

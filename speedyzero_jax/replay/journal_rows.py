@@ -42,7 +42,7 @@ class RowCodec:
     self._slots = types
 
   def encode(self, slots: Slots) -> list[Row]:
-    """Encodes slots as rows, in the order of the rows' first slots.
+    """Encodes slots, consecutive within each lane, as rows in the order of the rows' first slots.
 
     A row ends where the lane does, and where a lost environment left an episode open.
     """
@@ -50,19 +50,20 @@ class RowCodec:
     lane, time, first = slots.lane[order], slots.time[order], slots["first"][order]
     ended = (slots["terminated"] | slots["truncated"])[order]
     columns = [slots[name][order].astype(dtype) for name, (dtype, _) in self._slots.items()]
-    pixels = slots["frame"][order].astype(self._frame[0], copy=False)
-    pixels = pixels.reshape(len(order), -1).view(np.uint8)
+    frames = slots["frame"].reshape(len(order), -1)
     begins = np.diff(lane, prepend=-1) != 0
     begins[1:] |= first[1:] & ~ended[:-1]
-    changes = pixels.copy()
-    changes[1:] ^= pixels[:-1]
-    changes[begins] = pixels[begins]
     rows = {}
     for begin, end in itertools.pairwise([*np.flatnonzero(begins).tolist(), len(order)]):
       values = b"".join([column[begin:end].tobytes() for column in columns])
-      frames = zlib.compress(changes[begin:end].data, 1)
+      # Frames are copied row by row, as they are large.
+      pixels = frames[order[begin:end]].astype(self._frame[0], copy=False).view(np.uint8)
+      if end - begin > 1:
+        pixels[1:] = pixels[1:] ^ pixels[:-1]
+      compressed = zlib.compress(pixels.data, 1)
       place = int(lane[begin]), int(time[begin]), end - begin
-      rows[int(order[begin])] = Row(*place, _crc(*place, values, frames), values, frames)
+      row = Row(*place, _crc(*place, values, compressed), values, compressed)
+      rows[int(order[begin])] = row
     return [row for _, row in sorted(rows.items())]
 
   def decode(self, row: Row, begin: int, end: int) -> Slots:

@@ -67,6 +67,8 @@ def test_experience_of_other_lanes_or_without_a_grant_is_refused(make_unit):
     (Slots(good.lane.astype(np.int32), good.time, columns), "lane must be int64"),
     (Slots(good.lane, good.time[:1], columns), r"time must be int64\[2\], got int64\[1\]"),
     (Slots(good.lane, good.time, few), "missing or unknown columns"),
+    (Slots(good.lane, good.time, None), "malformed slots"),
+    (changed(reward=[0.0, 0.0]), "malformed slots"),
     (changed(policy=good["policy"] * np.float32(np.nan)), "policy must be finite"),
     (changed(first=good["first"] ^ second), "first"),
     (changed(reward=good["reward"].astype(np.float64)), "reward must be float32"),
@@ -110,6 +112,8 @@ def test_a_repeated_step_gets_the_same_grant_and_counts_once(make_unit):
   granted = unit.step(slots, 1, episodes=ended)
   assert unit.step(slots, 1, episodes=ended) == granted
   more, more_count = unit.play(player, granted)
+  both = Slots.concatenate([slots, more])
+  unit.refuses(lambda: unit.step(both, 2, episodes=ended), "steps of 2 granted")
   unit.step(more, 2)
   unit.refuses(lambda: unit.step(slots, 1, episodes=ended), "sent step 1 after step 2")
   assert unit.limiter.env_steps == unit.replay.num_transitions == count + more_count

@@ -318,6 +318,6 @@ def test_a_step_of_many_lanes_with_large_frames_fits_a_message():
   agent = dqn.make_agent(config, (320, 320, 3), np.uint8, 6)
   columns = {c.name: np.zeros((1, *c.shape), c.dtype) for c in agent.schema.columns}
   columns["first"][:] = True
-  slots = Slots.concatenate([Slots.of_lane(lane, 0, columns) for lane in range(256)])
+  slots = Slots.concatenate([Slots.of_lane(lane, 0, columns) for lane in range(256)] * 2)
   step = messages.Step(0, vars(slots), np.zeros((0, 2)))
   assert 64 << 20 < len(messages.encode(step)) < max_message(config, agent)
