@@ -1,4 +1,4 @@
-"""The examples of docs/: what pages tell readers to write works as they say."""
+"""Tests of the example code in docs/: each example works as its page claims."""
 
 import importlib
 import re

@@ -1,4 +1,4 @@
-"""What the README and docs/ refer to: links, commands, settings, presets, metrics, files."""
+"""Tests of references in the README and docs/: links, commands, settings, metrics and files."""
 
 import argparse
 import re
@@ -28,7 +28,7 @@ KEYS = {key for name in loader.agent_names() for key in loader.fields_of(name)}
 
 @pytest.fixture(autouse=True)
 def beside_the_examples(tmp_path, monkeypatch):
-  """Commands are read in a folder with the files that pages tell readers to write."""
+  """Changes to a folder with the example files of the pages, in which commands are parsed."""
   for name, text in pages.examples().items():
     (tmp_path / name).write_text(text)
   for name in ("configs", "launch"):
@@ -52,7 +52,7 @@ class _Parsed(Exception):
 
 
 def _parsed(main, arguments):
-  """What a launcher's parser makes of a command line; nothing else of it runs."""
+  """The arguments that a launcher parses from a command line; the launcher stops after parsing."""
   parse = argparse.ArgumentParser.parse_args
 
   def stop(parser, *args, **kwargs):

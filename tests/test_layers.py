@@ -1,5 +1,4 @@
-"""The structure of the package: layers, import cycles, words that belong to one agent, and
-sizes."""
+"""Tests of the package's structure: layers, import cycles, agent-specific words, and sizes."""
 
 import ast
 import itertools

@@ -1,4 +1,4 @@
-"""Pins of the lock files, the gate's exit code, and addresses that must not be written down."""
+"""Tests of the lock files, the gate's exit code, and the absence of registry addresses."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Losses of IMPALA and PPO in float64, and their actions."""
+"""Tests of the losses of IMPALA and PPO against float64 references, and of their actions."""
 
 import functools
 from typing import NamedTuple
@@ -75,7 +75,7 @@ def _gathered(agent, replay, selection):
 
 @functools.cache
 def _batch(variant):
-  """Trajectories of two lanes with episodes that end everywhere, under a random policy.
+  """Trajectories of two lanes with episode ends at all positions, under a random policy.
 
   The first device's share has fewer actions than the second one's.
   """
@@ -152,7 +152,7 @@ def _gae(slots, time, acted, value):
 
 
 def _reference(variant):
-  """The loss as a function of parameters, targets and advantages being fixed."""
+  """The loss as a function of parameters, with fixed targets and advantages."""
   parts, is_impala = [], variant in ("impala", "sum, lstm")
   for slots, time, acted in _batch(variant)[1]:
     x = np.stack([episodes.observation(slots, t, _STACK) for t in time])
@@ -226,7 +226,7 @@ def test_masked_trajectories_and_ends_have_no_gradient(variant):
 
 
 def test_one_device_does_as_two():
-  """Also in the mean and deviation of advantages."""
+  """Includes the mean and deviation of advantages."""
   batch, params = _batch("ppo")[0], _params("ppo")
   one, two = (_gradient("ppo", devices)(params, batch) for devices in (1, 2))
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), one, two)

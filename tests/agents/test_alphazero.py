@@ -1,4 +1,4 @@
-"""AlphaZero: the search by the true rules, targets of both sides, the loss against float64."""
+"""Tests of AlphaZero: search by the game's rules, targets of both sides, and loss in float64."""
 
 import functools
 
@@ -50,7 +50,7 @@ def searched(algorithm, params, boards, key=KEY):
 
 
 def nothing():
-  """The parameters of a network that knows nothing."""
+  """Parameters that are all 0: uniform policies and values of 0."""
   return jax.tree.map(np.zeros_like, trained.random_params(agent_of(), 0))
 
 
@@ -102,7 +102,7 @@ def test_puct_samples_at_first_and_then_plays_the_most_visited():
 
 
 def games():
-  """Rewards of games: wins of either side, draws, and games cut short; an open one last."""
+  """Rewards of games: wins of either side, draws, and truncated games; an open one is the last."""
   make = episodes.Episode
   won = [make([0.0] * (n - 1) + [1.0], "terminated") for n in (5, 6, 7, 8, 9)]
   drawn, cut = make([0.0] * 9, "terminated"), [make([0.0] * n, "truncated") for n in (1, 4, 8)]
@@ -110,7 +110,7 @@ def games():
 
 
 def recorded():
-  """A replay of them, and of each move the outcome for who made it; None if it is unknown."""
+  """A replay of `games()`, and each move's outcome for its player; None if it is unknown."""
   agent = agent_of()
   rng, played = np.random.default_rng(2), games()
   replay = Replay(

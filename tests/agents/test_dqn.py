@@ -1,4 +1,4 @@
-"""DQN against float64 arithmetic, its target network and its exploration."""
+"""Tests of DQN: loss in float64, target network and exploration."""
 
 import functools
 from types import SimpleNamespace
@@ -46,7 +46,7 @@ def _start(*overrides):
 
 @functools.cache
 def _recorded():
-  """A replay, and of each transition that can be sampled: stacks, action and n-step return."""
+  """A replay, and stacks, action and n-step return of each transition that can be sampled."""
   agent = _agent()
   rng = np.random.default_rng(7)
   replay = Replay(
@@ -70,7 +70,7 @@ def _recorded():
 
 @functools.cache
 def _batch():
-  """All transitions that can be sampled, some twice, and the place of each in `_recorded`."""
+  """All transitions that can be sampled, some twice, and the index of each in `_recorded`."""
   replay, recorded = _recorded()
   agent = _agent()
   place = np.arange(_BATCH) % len(recorded[0])
@@ -229,7 +229,7 @@ def test_evicted_samples_are_masked():
 
 
 def test_the_target_network_is_copied_every_interval():
-  """With an agent of one parameter, which the learner steps change by 1 each."""
+  """Uses an agent of one parameter, which every learner step changes by 1."""
 
   def loss(params, batch_stats, target, batch, keys):
     return -params["w"], LossOutput((), {}, target["w"] * batch["frames"])

@@ -1,4 +1,4 @@
-"""What holds for every agent without a test of its own: whole runs on Catch, and bad settings."""
+"""Tests of all agents without a test module of their own: whole runs on Catch, bad settings."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""R2D2's loss and priorities in float64 over sequences that cross episodes, and its sampling."""
+"""Tests of R2D2: loss and priorities of sequences across episodes in float64, and sampling."""
 
 import functools
 
@@ -43,7 +43,7 @@ def _start(core="lstm"):
 
 @functools.cache
 def _batch(core="lstm"):
-  """All sequences of two lanes whose episodes end everywhere, the selection and the slots."""
+  """All sequences of two lanes with episode ends at all positions, the selection and the slots."""
   agent = _agent(f"network.core={core}")
   rng, stored, played = np.random.default_rng(7), [], []
   sizes = {"lanes": 2, "capacity": 200, "frame_stack": _STACK, "rng_seed": 0}
@@ -88,7 +88,7 @@ def _n_step(played, slot):
 
 @functools.cache
 def _reference(core="lstm"):
-  """Errors [B, T], 0 without an action, and the loss of parameters, targets being fixed."""
+  """Errors [B, T], 0 without an action, and the loss of parameters with fixed targets."""
   _, selection, stored, played = _batch(core)
   params, target = _start(core)
   samples = []
@@ -167,7 +167,7 @@ def test_masked_slots_and_sequences_have_no_gradient():
 
 
 def test_stored_states_are_those_of_unrolling_from_the_start_of_the_episode(tmp_path):
-  """At every slot, the last ones of episodes and of the run included."""
+  """At every slot, including the last ones of episodes and of the run."""
   config = loader.load(
     ["r2d2"],
     ["env.game=CartPole", "env.frame_stack=2", "network.lstm_hidden=5", "network.hidden=4",

@@ -1,4 +1,4 @@
-"""Priorities of DQN and R2D2 from stored Q-values, first the actor's and then refreshed ones."""
+"""Tests of priorities of DQN and R2D2 from stored Q-values: the actor's, then refreshed ones."""
 
 import jax
 import numpy as np
@@ -35,7 +35,7 @@ def _config(agent, *overrides):
 
 
 def _error(slots, q, t, rescaled):
-  """Of the transition out of slot t of a lane; None if its end is not stored."""
+  """Error of the transition out of slot t of a lane; None if its end is not stored."""
   end, total = t, 0.0
   while end < t + _N and slots["action"][end] >= 0:
     total += _DISCOUNT ** (end - t) * slots["reward"][end]
@@ -74,7 +74,7 @@ def _reference(run, params):
 
 
 def _play(run, seed):
-  """Collects everything with random parameters, and returns these."""
+  """Collects all experience with random parameters; returns these parameters."""
   params = trained.random_params(run.agent, seed)
   run.weights.publish(0, Variables(params, ()))
   while not run.limiter.collected:
@@ -92,7 +92,7 @@ def _refresh_here(run):
 
 
 def _refresh_in_a_host(run):
-  """The calls of a refresher process, each message as bytes; frames are read from the replay."""
+  """The calls of a refresher process, with encoded messages; frames are read from the replay."""
   roster, worker = Roster({"refresher": 1}, lambda _: None), messages.Worker("refresher", 0)
   service, request = RefresherService(run, 1, roster), messages.Work(0, 0, {})
   roster.enter(worker)
@@ -122,7 +122,7 @@ def _refresh_in_a_host(run):
 def test_priorities_are_those_of_the_weights_that_acted_and_then_of_the_refresher(
   agent, host, random, tmp_path
 ):
-  """Of the same weights in all slots; after random play new samples have the largest priority."""
+  """All slots have the same weights; after random play, new samples have the largest priority."""
   config = _config(agent, f"actor.random_steps={400 if random else 0}")
   with experiment(config, tmp_path) as run:
     acting = _play(run, 0)

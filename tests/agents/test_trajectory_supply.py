@@ -1,4 +1,4 @@
-"""The supply of trajectories to actor-critics: enough of them, their lag, and whole runs."""
+"""Tests of the supply of trajectories to actor-critics: sufficiency, lag, and whole runs."""
 
 import dataclasses
 import math
@@ -26,7 +26,7 @@ from whole_runs import rows_of
 
 @st.composite
 def _supplies(draw):
-  """Configurations that take all trajectories there are, or almost, from a small replay."""
+  """Configurations that use all or almost all trajectories, with a small replay."""
   length, lanes, batch = (draw(st.integers(1, top)) for top in (6, 5, 5))
   wanted = draw(st.integers(1, 20))
   env_steps = wanted * length * batch + lanes * length + draw(st.integers(0, 3 * length * batch))
@@ -43,7 +43,7 @@ def _supplies(draw):
 
 
 def _lag_bound(config):
-  """Learner steps, as worked out in agents/impala.py."""
+  """The bound on the lag in learner steps, as derived in agents/impala.py."""
   lanes, batch = config.actor.lanes, config.learner.batch_size
   ratio = config.run.env_steps / config.learner.steps
   slack = max(2 * lanes, 2 * math.ceil(ratio))
@@ -53,7 +53,7 @@ def _lag_bound(config):
 
 
 class _Simulation:
-  """Actor, drawing and learner as in `loops.py`, each taking a step when it may and is told to."""
+  """Actor, drawing and learner under the conditions of `loops.py`, stepped one by one."""
 
   def __init__(self, config, ends):
     self.config, self.ends = config, ends
@@ -107,7 +107,7 @@ class _Simulation:
 @settings(max_examples=25)
 @given(_supplies(), st.floats(0, 0.5), st.integers(0, 2**32 - 1), st.permutations(range(3)))
 def test_trajectories_never_run_out_and_their_lag_is_bounded(config, ends, seed, order):
-  """With the most learner steps and the least replay that are accepted, in any interleaving."""
+  """With about the most learner steps and the least replay accepted, in any interleaving."""
   rng = np.random.default_rng(seed)
   run = _Simulation(config, lambda lanes: rng.random(lanes) < ends)
   roles = [(run.may_act, run.act), (run.may_draw, run.draw), (run.may_learn, run.learn)]
@@ -132,7 +132,7 @@ def _config(*overrides, preset="impala"):
 
 
 def test_ratios_are_one_on_policy(tmp_path):
-  """With memory, in stacks of frames, at the starts of episodes and across them."""
+  """With an LSTM and frame stacks, at the starts of episodes and across them."""
   config = _config(
     "env.game=CartPole", "env.frame_stack=3", "run.mode=lockstep", "learner.steps=1",
     "network.core=lstm", "network.lstm_hidden=5",
@@ -169,7 +169,7 @@ def test_a_run_without_enough_trajectories_ends_with_an_error(tmp_path, mode):
 
 
 def test_a_killed_run_drops_what_it_collected_after_its_checkpoint_and_ends(tmp_path):
-  """Trajectories that the ring would evict at once could not be trained on."""
+  """The ring would evict these trajectories at once, before they could be trained on."""
   config = _config("run.mode=async")
   trained.run(config, tmp_path, stop=12)
   with experiment(config, tmp_path, resume=True) as run:

@@ -1,4 +1,4 @@
-"""FLOP counts against arithmetic and XLA's own, and timing."""
+"""Tests of FLOP counts against arithmetic and XLA's own counts, and of timing."""
 
 import jax
 import jax.numpy as jnp

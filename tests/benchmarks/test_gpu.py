@@ -1,4 +1,4 @@
-"""The visits of benchmarks/gpu.py, and its check of a plan, on a CPU."""
+"""Tests of benchmarks/gpu.py on a CPU: its visits and its check of a plan."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def test_a_step_that_takes_a_whole_visit_is_given_up_unless_it_resumes(gpu, tmp_
 
 
 def test_an_interrupted_step_takes_its_children_along(gpu, tmp_path):
-  """As training does, a child that ignores the parent's death would hold the device."""
+  """A child that ignores its parent's death, as in training, would keep the device in use."""
   pid = tmp_path / "pid"
   child = f"import os, pathlib, time; pathlib.Path({str(pid)!r}).write_text(str(os.getpid()))"
   parent = (

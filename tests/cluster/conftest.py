@@ -1,4 +1,4 @@
-"""Fixtures of tests of several processes, and of the learner's service."""
+"""Fixtures for tests of several processes and of the learner's service."""
 
 import contextlib
 import itertools

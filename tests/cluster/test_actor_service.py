@@ -1,4 +1,4 @@
-"""Grants and experience when actors die, repeat calls, come late, or send what they may not."""
+"""Tests of grants and experience with actors that die, repeat calls, are late, or send bad data."""
 
 import threading
 import time
@@ -271,7 +271,7 @@ def test_an_actor_that_has_closed_takes_no_step_unless_it_restarts(make_unit, re
 
 
 def test_an_actor_that_joins_when_all_is_collected_is_dismissed(make_unit):
-  """Whatever it would append takes the place of something in the replay."""
+  """Anything it appended would evict experience from the replay."""
   unit = make_unit("actor.lanes=3", "run.env_steps=3", "actor.random_steps=0", refreshers=0)
   unit.join()
   unit.step(unit.play(unit.player(), unit.step())[0], 1)
@@ -285,7 +285,7 @@ def test_an_actor_that_joins_when_all_is_collected_is_dismissed(make_unit):
 
 
 def test_a_grant_smaller_than_wanted_closes_whatever_is_released_meanwhile(make_unit, monkeypatch):
-  """Else the lanes beyond it would be cut, and then continue."""
+  """Otherwise the lanes beyond it would be truncated and then continue."""
   unit = make_unit("actor.lanes=4", "run.env_steps=5", "actor.random_steps=0")
   unit.join()
   reserve = unit.limiter.reserve
@@ -305,11 +305,11 @@ NONE = np.zeros(0)
 
 
 class Killed(Exception):
-  """The end of an actor's process."""
+  """Simulates the end of an actor's process."""
 
 
 class Unlucky(Direct):
-  """A client that dies at times, before or after the service hears it, and repeats some calls."""
+  """A client that dies at random before or after the service is called, and repeats some calls."""
 
   def __init__(self, service, worker, seed, danger):
     super().__init__(service, worker)

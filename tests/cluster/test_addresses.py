@@ -1,4 +1,4 @@
-"""Addresses at which a machine is reached."""
+"""Tests of the addresses at which a machine can be reached."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Assignment of devices: every process has one, and none is overcommitted."""
+"""Tests of the assignment of devices: one for every process, none of them overcommitted."""
 
 import collections
 import itertools

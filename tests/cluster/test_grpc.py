@@ -1,4 +1,4 @@
-"""The gRPC server and client over real sockets, in several processes where that matters."""
+"""Tests of the gRPC server and client over real sockets, some of them with several processes."""
 
 import contextlib
 import ctypes
@@ -79,7 +79,7 @@ def server(service) -> Iterator[str]:
 
 @contextlib.contextmanager
 def raw(server: str, token: bytes | None = TOKEN, worker: str = "actor 3 4"):
-  """Calls with any bytes: call(name, data) answers (status code, text or bytes)."""
+  """Calls with arbitrary bytes: call(name, data) returns (status code, text or bytes)."""
   with grpc.insecure_channel(server) as channel:
 
     def call(name: str, data: bytes, metadata: tuple = ()):
@@ -96,7 +96,7 @@ def raw(server: str, token: bytes | None = TOKEN, worker: str = "actor 3 4"):
 
 
 def error_of(call, *arguments) -> type[Exception] | None:
-  """The type of what a call raises, for threads."""
+  """The type of the exception that a call raises, for use in threads."""
   try:
     call(*arguments)
   except Exception as error:
@@ -270,7 +270,7 @@ def test_messages_that_are_too_long_are_not_sent(service, server):
 
 
 def test_as_many_polls_wait_as_clients_may_have(service, server):
-  """All answered in one wait, though each holds a thread: the pool is large enough."""
+  """All of them wait at the same time, each in a thread: the pool is large enough."""
   together = threading.Barrier(2 * grpc_server._THREADS)
   service.answers["step"] = lambda _: together.wait(timeout=10) >= 0 and EACH[messages.Grant]
   clients = [Client(server, TOKEN, WORKER, max_bytes=MAX_BYTES) for _ in range(2)]
@@ -370,7 +370,7 @@ def start_server(port: int, role: str = "serve") -> subprocess.Popen:
 
 
 def test_a_client_outlives_its_server():
-  """The server is killed before it answers; another on its port answers the same call."""
+  """The server is killed before it answers; another one on its port answers the same call."""
   port = free_port()
   first = start_server(port, "mute")
   second = None
@@ -396,9 +396,10 @@ def test_a_client_outlives_its_server():
 
 
 def test_a_busy_server_is_waited_for_and_one_that_hangs_is_noticed(monkeypatch):
-  """Pings are answered while Python does nothing else, as when jax compiles with the lock held.
+  """Pings are answered while Python cannot run, as when jax compiles with the lock held.
 
-  A process that is stopped, not killed, keeps its connection open, so that only pings can tell.
+  A process that is stopped, not killed, keeps its connection open: only missing answers to pings
+  reveal it.
   """
   monkeypatch.setattr(grpc_server, "KEEPALIVE_SECONDS", 0.4)
   process = start_server(port := free_port(), "busy")
@@ -420,7 +421,7 @@ def test_a_busy_server_is_waited_for_and_one_that_hangs_is_noticed(monkeypatch):
 
 
 def main(role: str, port: str) -> None:
-  """The other processes of these tests."""
+  """Entry point of the other processes of these tests."""
   service = FakeService()
   service.answers["step"] = EACH[messages.Grant]._replace(weights=os.getpid())
   if role == "mute":

@@ -1,4 +1,4 @@
-"""Weights that the learner's service sends, and the end of a run as its workers hear it."""
+"""Tests of the weights that the learner's service sends, and of the notice of a run's end."""
 
 import threading
 import time

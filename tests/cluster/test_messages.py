@@ -1,4 +1,4 @@
-"""Messages as bytes: the same message, or an error."""
+"""Tests of message encoding: round trips and damaged messages."""
 
 import jax
 import msgpack

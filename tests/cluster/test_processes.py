@@ -1,6 +1,7 @@
-"""Runs of many processes, killed, stopped and resumed: no experience is lost or counted twice.
+"""Tests of runs of many real processes that are killed, stopped and resumed.
 
-The audit at the end of each compares the last checkpoints with the journals, slot by slot.
+No experience may be lost or counted twice: at the end, each test compares the last checkpoints with
+the journals, slot by slot.
 """
 
 import contextlib
@@ -78,11 +79,11 @@ class Run:
     assert condition(), self.output
 
   def until(self, pattern):
-    """Waits for this output."""
+    """Waits for output that matches the pattern."""
     self._wait(lambda: re.search(pattern, self.output), pattern)
 
   def learn(self, steps):
-    """Waits for so many more learner steps; returns whether the run goes on after them."""
+    """Waits for this many more learner steps; returns whether the run continues after them."""
     wanted = min(learned(self.folder) + steps, STEPS)
     self._wait(lambda: learned(self.folder) >= wanted, "no learner steps")
     return wanted < STEPS
@@ -95,7 +96,7 @@ class Run:
     return {}
 
   def kill(self, name):
-    """Kills a child, and waits until another has taken its place."""
+    """Kills a child, and waits for its restart."""
     wait_for(lambda: self.children()[name]["pid"], f"{name} does not run")
     child = self.children()[name]
     os.kill(child["pid"], signal.SIGKILL)
@@ -116,7 +117,7 @@ def wait_for(condition, what, seconds=60):
 
 
 def running(folder):
-  """Command lines of this machine that name the folder."""
+  """Command lines of processes on this machine that contain the folder's name."""
   found = []
   for path in Path("/proc").glob("[0-9]*/cmdline"):
     with contextlib.suppress(OSError):
@@ -147,7 +148,7 @@ def acknowledged(folder):
 
 
 def audit(folder, units):
-  """Agent steps of all replays at the end, each of which agrees with its journal."""
+  """Total agent steps of all final replays; asserts that each agrees with its journal."""
   config, total = run_dir.read_config(folder), 0
   for number in range(units):
     place = folder / f"units/{number}" if number else folder
@@ -176,7 +177,7 @@ def audit(folder, units):
 
 @pytest.mark.timeout(600)
 def test_a_killed_learner_and_actor_lose_and_repeat_nothing(tmp_path):
-  """After a learner, which acts itself, all processes restart; after an actor, it."""
+  """A killed learner, which also acts, restarts all processes; a killed actor, only itself."""
   folder = tmp_path / "run"
   new = [*QUICK, "evaluation.interval=60", f"run.dir={folder}"]
   with Run(folder, *new, "--processes", "learner=2,actor=1") as run:
@@ -210,7 +211,7 @@ def test_central_inference_survives_killed_environments(tmp_path):
 
 
 def test_a_synchronous_agent_survives_a_killed_actor(tmp_path):
-  """Every batch is of the weights before it, but for first actions of trajectories."""
+  """Every batch is from the preceding weights, except for first actions of trajectories."""
   folder = tmp_path / "run"
   with Run(folder, *PPO, f"run.dir={folder}", "--processes", "learner=1,actor=1") as run:
     assert run.learn(30)

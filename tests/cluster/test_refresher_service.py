@@ -1,4 +1,4 @@
-"""Blocks of states, their results and frames when refreshers die, repeat calls, or come late."""
+"""Tests of the refreshers' blocks, results and frames when refreshers die, repeat or are late."""
 
 from types import SimpleNamespace
 
@@ -46,7 +46,7 @@ def test_a_sweep_returns_to_the_states_of_a_lost_block(make_unit):
 
 
 def batch_unit(make_unit, *overrides, refreshers=1, durable=False):
-  """A unit with refreshers that have called, for sampled batches."""
+  """A unit for sampled batches, with refreshers that have made their first call."""
   unit = make_unit(*BATCH, *overrides, refreshers=refreshers, durable=durable)
   unit.fill(20)
   unit.publish(3)
@@ -57,7 +57,7 @@ def batch_unit(make_unit, *overrides, refreshers=1, durable=False):
 
 @pytest.fixture
 def clock(monkeypatch):
-  """Seconds on the service's clock, in a list."""
+  """The time of the service's clock in seconds, in a list of one item."""
   now = [0.0]
   monkeypatch.setattr(refresher_service, "time", SimpleNamespace(monotonic=lambda: now[0]))
   return now
@@ -234,7 +234,7 @@ def test_waits_and_presence_are_reported(make_unit):
 
 
 def fetch(unit, copy, heads=None):
-  """Follows the frames into a copy, as far as there are any; returns where to continue."""
+  """Copies all frames newer than `heads`; returns the heads from which to continue."""
   while len((chunk := unit.frames(heads)).lane):
     assert heads is None or (chunk.heads >= heads).all()
     copy[chunk.lane, chunk.cell], heads = chunk.frame, chunk.heads
@@ -243,7 +243,7 @@ def fetch(unit, copy, heads=None):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_copy_of_the_frames_follows_lanes_that_forget(make_unit, seed):
-  """However unevenly the lanes advance, and however late the copy begins."""
+  """With lanes that advance unevenly and evict frames, and copies that start late."""
   rng = np.random.default_rng(seed)
   unit = make_unit("actor.lanes=3", "replay.capacity=30", actors=3)
   copy, heads = np.zeros_like(unit.replay.store.frame), None

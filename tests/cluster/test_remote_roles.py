@@ -1,4 +1,4 @@
-"""Actors and refreshers behind a real service do what local ones would have done, to the bit."""
+"""Tests that actors and refreshers behind a real service compute exactly what local ones do."""
 
 import contextlib
 import itertools
@@ -186,7 +186,7 @@ def test_divergence_in_a_central_actor_ends_the_run_and_not_its_environments(
 
 
 def test_an_actor_plays_other_games_when_something_is_stored_already(make_unit, cluster):
-  """After a restart of all processes incarnations count from 0 again."""
+  """After a restart of all processes, incarnations start at 0 again."""
   seeds = []
   for collected in (0, 3, 6):
     unit = make_unit("run.env_steps=60", refreshers=0)
@@ -249,7 +249,7 @@ def test_refreshers_compute_what_a_local_one_would(make_unit, cluster, monkeypat
 
 @pytest.mark.parametrize(("task", "stamp"), [("refresh", "value"), ("reanalyse", "bootstrap")])
 def test_a_refresher_keeps_a_growing_replay_fresh(make_unit, cluster, task, stamp):
-  """Its frames follow what is collected, also where the ring forgets."""
+  """Its copy of the frames stays up to date, also after the ring evicts frames."""
   unit = make_unit("replay.capacity=120", "reanalyse.max_age=6", SWEEP[task])
   unit.fill(10)
   with cluster(unit) as served:

@@ -1,4 +1,4 @@
-"""Real processes meet: learners share devices, another process may die and rejoin."""
+"""Tests of the rendezvous with real processes: shared devices, death and return of a process."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Presence, incarnations and waiting times of a unit's processes, by the test's clock."""
+"""Tests of presence, incarnations and waiting times of a unit's processes, with a fake clock."""
 
 import time
 
@@ -11,7 +11,7 @@ ACTOR, OTHER, REFRESHER = Worker("actor", 0), Worker("actor", 1), Worker("refres
 
 
 class Unit:
-  """Two actors and a refresher."""
+  """A unit of two actors and a refresher."""
 
   def __init__(self, **counts):
     self.now, self.waits = 100.0, []

@@ -1,4 +1,4 @@
-"""Real processes that end in every way, under a real supervisor: restarts, back-off, giving up."""
+"""Tests of the supervisor with real processes: exits of all kinds, restarts, back-off, failure."""
 
 import os
 import re

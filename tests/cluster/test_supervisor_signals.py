@@ -1,4 +1,4 @@
-"""Signals, terminals and the death of the supervisor: vital processes save, and none is left."""
+"""Tests of signals, terminals and the supervisor's death: vital processes save, all end."""
 
 import os
 import pty
@@ -50,7 +50,7 @@ def test_ctrl_c_in_a_terminal_and_its_closing_let_the_vital_ones_save(run, key):
 
 
 def test_an_ignored_hang_up_stays_ignored(run):
-  """As under nohup."""
+  """SIGHUP is ignored, as under nohup."""
   before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
   try:
     one = run(("learner-0", STOP, True))
@@ -125,7 +125,7 @@ def test_a_stop_signal_to_one_vital_process_stops_all(run):
 
 @pytest.mark.parametrize("delay", [0.0, 0.05, None])
 def test_no_child_outlives_a_killed_supervisor(run, delay):
-  """Killed while it starts its children, or (None) when all have begun."""
+  """Killed while it starts its children, or (None) after all have started."""
   one = run(*((f"learner-{i}", STUBBORN, True) for i in range(6))).until("logs/supervisor.json")
   if delay is None:
     one.until(*(f"ready-learner-{i}" for i in range(6)))

@@ -1,4 +1,4 @@
-"""The run's token: made by process 0 and published, or read by each process from a file."""
+"""Tests of the run's token: created and published by process 0, or read from a file."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ SETTINGS = "topology.learners=1", "topology.actors=1", "run.mode=async"
 
 
 class FakeRendezvous:
-  """Records what is published."""
+  """Records published values."""
 
   def __init__(self, place, published, **_):
     self.place, self.published, self.address = place, published, "127.0.0.1"
@@ -34,7 +34,7 @@ class FakeRendezvous:
 
 
 def tokens(config, folder, monkeypatch):
-  """What process 0 publishes, and the token that it uses itself."""
+  """Values published by process 0, and the token that it uses itself."""
   used, published = [], {}
 
   def train(config, folder, *, serving, **_):

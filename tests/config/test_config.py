@@ -1,4 +1,4 @@
-"""Presets, overrides, validation and saved settings of a configuration."""
+"""Tests of the configuration: presets, overrides, validation and saved settings."""
 
 import math
 import re
@@ -22,7 +22,7 @@ def get(config, key):
 
 
 def replaced(config, changes):
-  """With other values, whatever they are."""
+  """The configuration with other values, which are not validated."""
   return loader.build(config.agent.name, loader.flat(config) | changes)
 
 

@@ -1,4 +1,4 @@
-"""Conventions of the environments, each by experiment on the real envpool."""
+"""Tests of the environments' conventions with the real envpool."""
 
 import dataclasses
 import importlib
@@ -37,7 +37,7 @@ def play(env, steps, action=None, seed=0):
 
 
 def stacked(shown):
-  """[T, L, ...] arrays."""
+  """The fields of these steps as [T, L, ...] arrays."""
   return type(shown[0])(*(np.stack(x) for x in zip(*shown, strict=True)))
 
 
@@ -62,8 +62,7 @@ def test_shapes_types_and_first_frames():
 
 @pytest.mark.parametrize("training", [True, False])
 def test_against_envpool_driven_by_hand(training):
-  """Frames are envpool's transposed; ends, first frames and rewards are what lives and game over
-  say."""
+  """Frames are envpool's, transposed; ends, first frames and rewards follow lives and game over."""
   import envpool
 
   lanes, cap = 3, 90
@@ -304,8 +303,8 @@ def test_memory_catch_is_catch_without_the_ball_after_the_first_frame():
 
 
 def test_memory_catch_gives_a_policy_without_memory_a_fifth_at_most():
-  """Each of the 3**5 policies of the paddle's column, after each of the three first actions, ends
-  in one column: three of five for all that the first frame may say, whose ball is anywhere."""
+  """Each of the 3**5 policies of the paddle's column ends in one column per first action. Only that
+  action can depend on the ball: at most three of five columns are reached."""
   policies, first = np.meshgrid(np.arange(3**5), np.arange(3), indexing="ij")
   policy = policies.ravel()[:, None] // 3 ** np.arange(5) % 3  # the action in each column
   lanes = len(policy)

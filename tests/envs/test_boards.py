@@ -1,4 +1,4 @@
-"""Board games: the rules against envpool, and games against opponents."""
+"""Tests of board games: their rules against envpool, and games against opponents."""
 
 import itertools
 
@@ -56,7 +56,7 @@ def test_rules_are_those_of_envpool(game, steps):
 
 @pytest.mark.parametrize(("game", "count"), [("TicTacToe", 8), ("ConnectFour", 69)])
 def test_every_row_wins_and_no_other(game, count):
-  """Against all straight lines of cells, written out."""
+  """Against an explicit list of all straight lines of cells."""
   rules = RULES[game]
   lines = set()
   for y, x in itertools.product(range(rules.height), range(rules.width)):
@@ -106,7 +106,7 @@ def test_illegal_moves_are_refused():
 
 
 def outcomes(rules, opponent, games, play, seed=0, opening=0):
-  """Rewards of the first game in each lane, and all that was shown."""
+  """Rewards of the first game in each lane, and all steps that the environment returned."""
   env = VersusEnv(rules, games, seed, opponent, opening)
   rng, shown = np.random.default_rng(seed + 1), [env.reset()]
   total, playing = np.zeros(games), np.ones(games, bool)
@@ -138,7 +138,7 @@ def test_plain_tree_search_is_better_with_more_rollouts():
 
 @pytest.mark.parametrize("opening", [0, 3])
 def test_games_against_an_opponent(opening):
-  """Turns, sides and rewards, from the boards alone."""
+  """Turns, sides and rewards, derived from the boards alone."""
   games = 31
   total, shown = outcomes(TTT, play_at_random(TTT), games, play_at_random(TTT), 5, opening)
   start = shown[0].frame

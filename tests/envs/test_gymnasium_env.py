@@ -1,4 +1,4 @@
-"""Gymnasium's environments: conventions of episodes, and errors for what does not fit."""
+"""Tests of Gymnasium's environments: conventions of episodes, and errors for unsupported ones."""
 
 import gymnasium
 import numpy as np
@@ -12,7 +12,7 @@ from speedyzero_jax.envs import batched_env, gymnasium_env
 
 
 class Counter(gymnasium.Env):
-  """Shows how many steps were taken; ends after `last` of them, whatever the action."""
+  """An environment that shows the number of steps taken and ends after `last` of them."""
 
   observation_space = gymnasium.spaces.Box(0, 255, (4, 5), np.uint8)
   action_space = gymnasium.spaces.Discrete(3)

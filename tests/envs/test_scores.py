@@ -1,4 +1,4 @@
-"""Reference scores against published numbers."""
+"""Tests of reference scores against published numbers."""
 
 import math
 import statistics

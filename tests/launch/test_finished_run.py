@@ -1,6 +1,6 @@
-"""A run that has ended: its files, resuming it, refusing changes of it, and evaluating it.
+"""Tests of a finished run: files, resuming, refused changes, evaluation, and recovery.
 
-And one that was stopped and killed on its way, which must end as the other.
+Recovery: a run that was stopped and killed on its way must end like the undisturbed one.
 """
 
 import json
@@ -35,7 +35,7 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def copied(finished, tmp_path):
-  """A copy of its folder, not yet evaluated."""
+  """A copy of the finished run's folder, without its evaluation."""
   copy = tmp_path / "copy"
   shutil.copytree(finished[0], copy)
   (copy / "evaluation.json").unlink()

@@ -1,4 +1,4 @@
-"""The launcher's command line, its errors, and the processes that it would supervise."""
+"""Tests of the launcher's command line, its errors, and the processes that it would supervise."""
 
 import socket
 
@@ -109,7 +109,7 @@ def test_learners_that_would_share_a_gpu_are_refused(tmp_path, monkeypatch, caps
 
 @pytest.fixture
 def supervised(tmp_path, monkeypatch):
-  """Returns the children that `--processes` would start, after a look at them."""
+  """Returns the children that `--processes` would start, after passing them to `look`."""
 
   def supervise(look):
     children = []

@@ -1,4 +1,4 @@
-"""Matches of a tiny AlphaZero against all kinds of opponents."""
+"""Tests of matches of a tiny AlphaZero against every kind of opponent."""
 
 import json
 
@@ -44,7 +44,7 @@ def test_every_kind_of_opponent_is_played_from_both_sides(run, tmp_path):
 
 
 def test_a_player_against_itself_is_even(run, tmp_path):
-  """Each opening is played from both sides, without noise: what one loses the other wins."""
+  """Each opening is played from both sides, without noise: wins and losses are equal."""
   code, (row,) = played(run, "--against", run, out=tmp_path / "out.json")
   first, second = row["moving_first"], row["moving_second"]
   assert (first["wins"], first["losses"]) == (second["losses"], second["wins"])

@@ -1,4 +1,4 @@
-"""Recipes for clusters, with scripts in place of the commands of Slurm and of the processes."""
+"""Tests of launch recipes for clusters, with fake Slurm commands and fake processes."""
 
 import re
 import signal

@@ -1,4 +1,4 @@
-"""Runs that are stopped by signals: at once, after saving, or by the second signal."""
+"""Tests of runs stopped by signals: at once, after saving, or by the second signal."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ MOMENTS = {
    ("collecting", signal.SIGTERM, 143)],
 )  # fmt: skip
 def test_a_stop_while_a_run_starts(tmp_path, monkeypatch, capsys, moment, number, code):
-  """The signal is sent by the process itself, so that its moment is known."""
+  """The process sends the signal itself, so that its moment is known."""
   folder, (owner, name) = tmp_path / "run", MOMENTS[moment]
   function = getattr(owner, name)
 
@@ -69,7 +69,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def test_a_closed_terminal_stops_and_saves(tmp_path):
-  """Until then the folder is refused to other processes."""
+  """Other processes cannot use the folder until the run has ended."""
   folder, (ours, theirs) = tmp_path / "run", pty.openpty()
   process = python(
     "-c", ON_A_TERMINAL, ROOT / "launch/multihost.py", *NEW, f"run.dir={folder}",

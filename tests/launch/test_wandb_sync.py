@@ -1,4 +1,4 @@
-"""Metrics sent to Weights & Biases, by the real package in offline mode where it is installed."""
+"""Tests of metrics sent to Weights & Biases, with the real package in offline mode if installed."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Counters, means and episode statistics, and how learners' values combine."""
+"""Tests of counters, means and episode statistics, and of combining learners' values."""
 
 import threading
 import weakref

@@ -1,4 +1,4 @@
-"""The metrics logger: lines of one learner and of several, and updates between lines."""
+"""Tests of the metrics logger: lines of one or more learners, and updates between lines."""
 
 import json
 import time

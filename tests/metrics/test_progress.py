@@ -1,4 +1,4 @@
-"""The display: its layout, and its behavior on terminals, pipes and broken streams."""
+"""Tests of the display: its layout, and its behavior on terminals, pipes and broken streams."""
 
 import io
 import os

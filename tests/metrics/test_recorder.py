@@ -1,4 +1,4 @@
-"""metrics.jsonl and TensorBoard files: their content, and what kills and full disks leave."""
+"""Tests of metrics.jsonl and TensorBoard files: content, and state after kills and full disks."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def lines(run_dir):
 
 
 def crc32c(data):
-  """Bit by bit, from the polynomial."""
+  """CRC-32C, computed bit by bit from the polynomial."""
   crc = 0xFFFFFFFF
   for byte in data:
     crc ^= byte

@@ -1,4 +1,4 @@
-"""Convolution against XLA's own."""
+"""Tests of convolution against XLA's own."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The optimizers against numbers worked out by hand, numpy, and optax's own SGD and Adam."""
+"""Tests of the optimizers against hand-worked numbers, NumPy, and optax's SGD and Adam."""
 
 import math
 
@@ -254,7 +254,7 @@ def test_a_last_layer_that_starts_at_zero_grows_as_under_sgd():
     return jnp.mean((features @ params["last"]["kernel"] - y) ** 2)
 
   def train(name):
-    """Norm of the last kernel, and the optimizer's state."""
+    """Trains; returns the norm of the last kernel and the optimizer's state."""
     optimizer = optimizers.make_optimizer(_config(name, learning_rate=0.2, clip_norm=5.0))
 
     def step(carry, _):
@@ -288,7 +288,7 @@ def test_an_exempt_kernel_decays_and_follows_momentum():
 
 
 def test_many_leaves_are_updated_as_one_by_one():
-  """Leaves of all sizes around a row's, against the same arithmetic leaf by leaf."""
+  """Leaves of sizes around that of a row, against the same arithmetic leaf by leaf."""
   rng = np.random.default_rng(3)
   shapes = {"a": (1023,), "b": (33, 32), "c": (), "d": (3, 700), "e": (1024,), "f": (2, 2, 256)}
   params = {name: np.asarray(rng.normal(size=shape), f32) for name, shape in shapes.items()}

@@ -1,4 +1,4 @@
-"""Random keys of initial parameters against flax's."""
+"""Tests of random keys of initial parameters against flax's."""
 
 import jax
 import numpy as np
@@ -10,7 +10,7 @@ from speedyzero_jax.ops.torsos import pure
 
 
 class _Mixed(nnx.Module):
-  """Uses keys in each way that a network may."""
+  """A module that uses keys in each way that a network may."""
 
   def __init__(self, rngs):
     self.linear = nnx.Linear(2, 3, rngs=rngs)

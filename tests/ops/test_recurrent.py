@@ -1,4 +1,4 @@
-"""The LSTM core against float64 arithmetic: unrolling, resets, stored states and gradients."""
+"""Tests of the LSTM core in float64: unrolling, resets, stored states and gradients."""
 
 import functools
 import itertools
@@ -31,7 +31,7 @@ def _inputs(first):
 
 
 def _resets():
-  """No reset, one at every position, everywhere, and another in each sample."""
+  """Cases: no reset, one at each position, all positions, and random ones in each sample."""
   rows = np.zeros(_T, bool), *np.eye(_T, dtype=bool), np.ones(_T, bool)
   random = np.random.default_rng(0).random((_B, _T)) < 0.3
   return [*(np.broadcast_to(row, (_B, _T)) for row in rows), random]

@@ -1,4 +1,4 @@
-"""n-step returns of stored steps against plain lists, Q-learning errors, and projections."""
+"""Tests of n-step returns of stored steps, Q-learning errors and projections."""
 
 import jax
 import jax.numpy as jnp

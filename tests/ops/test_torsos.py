@@ -1,4 +1,4 @@
-"""Shapes of torsos, their convolutions against float64 arithmetic, and observations."""
+"""Tests of torsos: shapes, convolutions against float64 arithmetic, and observations."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""V-trace against published definitions: fixed vectors, and sums over each episode by itself."""
+"""Tests of V-trace against published definitions: fixed vectors, and sums over each episode."""
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def episode_reference(reward, discount, value, ratio, lambda_, rho_bar, c_bar, r
 
 
 def reference(x, lambda_, **clips):
-  """Splits at the ends of episodes, and lets each piece end with a value or with 0."""
+  """Splits at the ends of episodes; each piece ends with a bootstrap value or with 0."""
   size = len(x["reward"])
   targets, advantages = x["value"][:-1].copy(), np.zeros(size)  # of slots without an action
   start = 0
@@ -104,7 +104,7 @@ def test_every_episode_of_a_trajectory_by_itself(x, rho_bar, c_bar, rho_bar_pg):
 @pytest.mark.parametrize("end", ["t", "x"])
 @pytest.mark.parametrize("position", [0, 1, 3, 6])
 def test_nothing_passes_back_over_an_end(end, position):
-  """What follows an end, and the value of a terminal slot, changes nothing before it."""
+  """Slots after an end, and the value of a terminal slot, affect nothing before it."""
   rng = np.random.default_rng(position)
   acted = np.arange(7) != position
   discount = np.full(6, 0.9)

@@ -1,4 +1,4 @@
-"""Costs read from HLO text, against numbers worked out by hand."""
+"""Tests of costs read from HLO text against numbers worked out by hand."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Programs compiled for GPUs that are not there: figures, and limits that they must keep."""
+"""Tests of programs compiled for GPUs without such GPUs: figures, and limits on them."""
 
 import json
 import os
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def planned(folder, *arguments):
-  """The plans that launch/plan.py writes, by number of devices, and its exit code."""
+  """The plans that launch/plan.py writes, by number of devices, and the completed process."""
   out = folder / "plan.json"
   command = [sys.executable, "launch/plan.py", "--config", "atari300k", "sweep", "gpu"]
   done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The controller on the toy of the PBT paper, also when it is killed anywhere."""
+"""Tests of the controller on the toy problem of the PBT paper, also when killed at any point."""
 
 import json
 

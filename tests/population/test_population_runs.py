@@ -1,4 +1,4 @@
-"""A population of real runs, whose controller is interrupted, and killed."""
+"""Tests of a population of real runs whose controller is interrupted and killed."""
 
 import json
 import os

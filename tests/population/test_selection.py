@@ -1,4 +1,4 @@
-"""Exploit and explore, as properties and against hand-made samples."""
+"""Tests of exploit and explore: properties, and results for hand-made samples."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Frames on devices: what was written last is gathered, and where frames are placed."""
+"""Tests of frames on devices: gathering of the newest writes, and placement."""
 
 from unittest import mock
 
@@ -23,7 +23,7 @@ def make(devices, lanes=3, capacity=9, dtype="uint8", shape=SHAPE):
 
 @pytest.mark.parametrize(("devices", "dtype"), [(1, "uint8"), (2, "float32"), (4, "uint8")])
 def test_what_was_written_last_is_gathered_from_any_number_of_devices(devices, dtype):
-  """In writes of one frame and of many."""
+  """With writes of one frame and of many."""
   rng, ours = np.random.default_rng(devices), make(devices, dtype=dtype)
   truth = np.zeros((3, 9, *SHAPE), dtype)
   for n, rows in ((1, 2), (3, 3), (5, 5), (25, 9), (2, 9)):
@@ -45,7 +45,7 @@ def test_what_was_written_last_is_gathered_from_any_number_of_devices(devices, d
 
 
 def test_a_write_copies_nothing_else():
-  """The frames held, gigabytes of them, are written in place."""
+  """The stored frames, which may be gigabytes, are updated in place."""
   ours = make(1)
   row, frames = np.zeros(3, np.int32), np.zeros((3, 6), np.uint8)
   memory = ours._write.lower(ours._frames, row, frames).compile().memory_analysis()
@@ -80,7 +80,7 @@ def test_a_replay_shows_the_same_windows_from_devices_and_from_the_host():
 
 def test_frames_are_placed_as_configured_and_where_there_is_room(monkeypatch):
   def mesh(*free):
-    """Of devices with so many bytes free; None: unknown."""
+    """A mesh of devices with these numbers of free bytes; None: unknown."""
     stats = [None if x is None else {"bytes_limit": x + 100, "bytes_in_use": 100} for x in free]
     devices = [mock.Mock(memory_stats=lambda known=known: known) for known in stats]
     return mock.Mock(devices=np.array(devices))

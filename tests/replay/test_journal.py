@@ -1,4 +1,4 @@
-"""Everything flushed is there, once and in order, whatever became of the process, disk or bytes."""
+"""Tests of the experience journal: durability, crash recovery and damaged files."""
 
 import contextlib
 import os
@@ -220,7 +220,7 @@ for _ in sys.stdin:
 
 
 def test_killed_in_the_middle_of_appends_and_flushes(tmp_path):
-  """kill -9 at any moment: all that was flushed is there, in order, nothing twice."""
+  """After kill -9 at any moment, all flushed slots are there, in order and without repetition."""
   path, kills, rng = tmp_path / "journal", 8, np.random.default_rng(0)
   # One process imports, and forks those that are killed: an interpreter takes a second to start.
   command = [sys.executable, "-W", "ignore", "-c", _WRITER, str(path), str(ROOT)]
@@ -286,9 +286,9 @@ def append_until_it_fails(journal, limit=10_000):
 
 
 def test_failing_writes(tmp_path):
-  """The system refuses to let the file grow, as on a full disk; then it permits it again.
+  """The file may not grow past a limit, as on a full disk; later the limit is removed.
 
-  What was flushed stays, what was not is kept until there is room.
+  Flushed slots stay; others are kept until there is room.
   """
   limits = resource.getrlimit(resource.RLIMIT_FSIZE)
   with opened(tmp_path / "journal", LARGE) as journal:
@@ -370,7 +370,7 @@ def test_a_damaged_row_is_named(three_rows, column):
 
 
 def test_any_flipped_bit_is_noticed_or_harmless(tmp_path):
-  """Anywhere in the file: what is read is right, or there is a JournalError."""
+  """With a flipped bit anywhere, either the slots read are right or a JournalError is raised."""
   path, rng, noticed = tmp_path / "j", np.random.default_rng(0), 0
   with opened(path) as journal:
     for t in range(20):
@@ -393,7 +393,7 @@ def test_any_flipped_bit_is_noticed_or_harmless(tmp_path):
 
 
 def test_rows_keep_their_bytes(tmp_path):
-  """A file written today must be readable tomorrow: the blobs of version 3, spelled out."""
+  """Fixed blobs of version 3, so that later code can read files written now."""
   slots = play(1, 0, 3)
   with opened(tmp_path / "j") as journal:
     journal.append(slots)

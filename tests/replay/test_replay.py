@@ -1,5 +1,4 @@
-"""The replay: consistent frames and targets, refusals, bit-exact restores, and copies of the
-frames."""
+"""Tests of the replay: frames and targets, refusals, exact restores, and copies of the frames."""
 
 import threading
 
@@ -35,7 +34,7 @@ ALL = np.zeros(LANES)  # from the first slot on
 
 @given(capacity=st.integers(7, 25), seed=SEEDS, end=st.sampled_from([0.05, 0.2, 0.5]))
 def test_sampled_unrolls_never_cross_an_episode_unmasked(capacity, seed, end):
-  """Seen from the raw stream of flags, without the episodes' bounds."""
+  """Checked on the raw stream of flags, without the episodes' bounds."""
   rng = np.random.default_rng(seed)
   replay, stream = make_replay(capacity), reference.Stream(LANES, seed, end)
   for step in range(8):
@@ -60,13 +59,13 @@ def test_sampled_unrolls_never_cross_an_episode_unmasked(capacity, seed, end):
 
 
 class Worked:
-  """A random day of work, the same for several replays."""
+  """A random sequence of operations, the same for several replays."""
 
   def __init__(self, seed):
     self.rng, self.stream = np.random.default_rng(seed), reference.Stream(LANES, seed)
 
   def __call__(self, step, *replays):
-    """Returns what each replay showed."""
+    """Applies the next operations; returns the outputs of each replay."""
     rng = self.rng
     played = some(self.stream, rng, step, longest=5)
     noise = rng.normal(size=(3, 16)).astype(np.float32)
@@ -109,7 +108,7 @@ def test_a_restored_replay_behaves_alike_bit_for_bit(capacity, seed):
 @settings(max_examples=15)
 @given(capacity=st.integers(7, 30), seed=SEEDS)
 def test_stats_and_the_oldest_steps_are_those_of_a_look_at_all_slots(capacity, seed):
-  """While slots are appended, evicted, searched, refreshed, trained on; after a truncation."""
+  """During appends, evictions, searches, refreshes and training, and after a truncation."""
   work, replay = Worked(seed), make_replay(capacity)
   for step in range(16):
     work(max(step - int(work.rng.integers(4)), 0), replay)
@@ -259,7 +258,7 @@ def test_threads_may_append_sample_and_refresh_at_once():
 
 
 def test_the_generator_survives_in_full():
-  """Odd numbers of 32-bit draws leave half a word behind, which counts too."""
+  """An odd number of 32-bit draws leaves half a word, which is part of the generator's state."""
   replay, other = make_replay(20), make_replay(20, seed=999)
   replay.rng.integers(0, 7, 3, np.int32)
   other.load_state_dict(replay.state_dict())
@@ -278,7 +277,7 @@ def follow(replay, heads, copy):
 
 @given(capacity=st.integers(7, 20), seed=SEEDS)
 def test_a_copy_of_the_frames_shows_the_same_windows(capacity, seed):
-  """Also where one lane is played more than others, after a restart."""
+  """Also with one lane played more than others, and after a restart."""
   rng = np.random.default_rng(seed)
   copy, late, restarted = np.zeros((3, LANES, capacity, *reference.FRAME_SHAPE), np.uint8)
   replay, stream = make_replay(capacity), reference.Stream(LANES, seed)

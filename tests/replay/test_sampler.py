@@ -1,4 +1,4 @@
-"""Prioritized sampling: eligibility, priorities and their ages, and the sweeps' bound on ages."""
+"""Tests of prioritized sampling: eligibility, priorities, and the sweeps' bound on their ages."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Ring storage against the reference's episodes, and refusal of slots that do not fit."""
+"""Tests of ring storage against the reference's episodes, and of refused slots."""
 
 import numpy as np
 import pytest
@@ -164,7 +164,7 @@ def test_refused_slots_change_nothing(name):
 
 @given(seed=SEEDS)
 def test_slots_of_several_lanes_may_be_interleaved_in_any_way(seed):
-  """As long as those of each lane are in order; they are returned by lane."""
+  """If those of each lane are in order; they are returned by lane."""
   rng, stream = np.random.default_rng(seed), reference.Stream(3, seed)
   store, sorted_store = make_store(3, 20), make_store(3, 20)
   for step in range(4):

@@ -1,4 +1,4 @@
-"""The sum tree against a list, and its draws against their probabilities."""
+"""Tests of the sum tree against a list, and of its draws against their probabilities."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Sweeps: which cells come next, and a quota that bounds ages."""
+"""Tests of sweeps: the order of cells, and the quota that bounds ages."""
 
 import numpy as np
 import pytest
@@ -63,8 +63,7 @@ def test_state_roundtrip():
 def test_no_stamp_gets_older_than_the_bound(
   lanes, capacity, stretch, n_extra, staleness, flight, slack, seed
 ):
-  """Random appends, staleness of weights and flight times of blocks; the caller honors the
-  quota."""
+  """Random appends, staleness of weights and delays of blocks; the caller observes the quota."""
   rng = np.random.default_rng(seed)
   delay = staleness + flight
   max_age = delay + slack
@@ -103,7 +102,7 @@ def test_no_stamp_gets_older_than_the_bound(
 
 
 def test_the_quota_is_close_to_the_least_that_could_do():
-  """Each of N slots once per max_age steps, plus the stated losses: one block, one step."""
+  """Each of N slots once per max_age steps, plus the documented losses: one block, one step."""
   sweep = Sweep(lanes=16, capacity=1600, stretch=16)
   sweep.grow(np.full(16, 1600))
   assert sweep.quota(256, max_age=101) == -(-(25_600 + 256) // 100)

@@ -1,4 +1,4 @@
-"""The trajectory queue: order, eviction, pace and restarts, against slots that were appended."""
+"""Tests of the trajectory queue: order, eviction, pace and restarts."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ SKIPPED = "skipped_trajectories"
 
 
 def append(store, lane, ends):
-  """Slots of a lane; `ends` [n] says which are the last of their episodes."""
+  """Appends slots of a lane; `ends` [n] marks the last ones of their episodes."""
   n, head = len(ends), int(store.head[lane])
   closed = head == 0 or store.action[lane, (head - 1) % store.capacity] < 0
   columns = {c.name: np.zeros((n, *c.shape), c.dtype) for c in _SCHEMA.columns}
@@ -28,7 +28,7 @@ def append(store, lane, ends):
 
 
 def append_some(store, rng, longest):
-  """Slots of a random lane; an episode ends after ten of them on average."""
+  """Appends slots of a random lane; episodes end after ten of them on average."""
   lane, n = int(rng.integers(store.lanes)), int(rng.integers(1, longest + 1))
   append(store, lane, (rng.random(n) < 0.1).tolist())
 
@@ -164,7 +164,7 @@ def test_what_is_ready_can_be_selected_although_evicted_meanwhile():
 @settings(max_examples=25)
 @given(sizes, st.floats(0.3, 1), st.integers(1, 3))
 def test_what_is_ready_can_be_selected_whatever_is_appended_meanwhile(size, share, n):
-  """Episode ends, evictions and reports make windows surplus, or take them away."""
+  """Episode ends, evictions and reports make windows surplus, or remove them."""
   lanes, length, seed = size
   rng = np.random.default_rng(seed)
   store = LaneStore(_SCHEMA, lanes, 3 * length + 1)

@@ -1,4 +1,4 @@
-"""Aggregates against rliable, scipy and published numbers."""
+"""Tests of aggregates against rliable, scipy and published numbers."""
 
 import numpy as np
 import pytest

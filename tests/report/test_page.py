@@ -1,4 +1,4 @@
-"""The report page, as text and in a real browser."""
+"""Tests of the report page, as text and in a real browser."""
 
 import html.parser
 import json
@@ -118,7 +118,7 @@ def test_scores_are_over_the_games_that_all_methods_have(tmp_path):
 
 
 def test_where_the_time_goes(tmp_path):
-  """Rows are 10 learner steps and a minute apart, so a second a step is a sixth of the time."""
+  """Rows are 10 learner steps and a minute apart: one second per step is a sixth of the time."""
   runs = read_runs([recorded.run(tmp_path / "a", metrics=lambda i: {"time/train": 1.0})])
   assert page._time_shares(runs) == pytest.approx({"until the first line": 1 / 3, "train": 1 / 6})
 

@@ -1,4 +1,4 @@
-"""The report reads any run folder, whatever its state, and its summaries are right."""
+"""Tests of reading run folders in any state, and of the report's summaries."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Runs whose roles overlap in threads: exact in their counts, resumable, and ended by any error."""
+"""Tests of runs with roles that overlap in threads: counts, resumption, and errors."""
 
 import threading
 import time
@@ -53,7 +53,7 @@ def test_overlapping_roles_take_exactly_the_configured_steps(tmp_path, monkeypat
 
 
 def test_sweeps_go_on_when_no_batch_is_ready_any_more_and_have_keys_of_their_own(tmp_path):
-  """At the end of a run a queue is empty while the learner may still wait for a sweep."""
+  """At the end of a run, a queue is empty while the learner may still wait for a sweep."""
   with quick(tmp_path) as experiment:
     assert len(experiment.sweepers) == 2
     keys = {str(jax.random.key_data(experiment.sweep_key(s))) for s in experiment.sweepers}
@@ -91,7 +91,7 @@ def test_an_interrupted_run_is_saved_and_continues(tmp_path):
 
 
 def test_a_run_continues_where_environments_play_differently(tmp_path, monkeypatch, capsys):
-  """New games begin, as often as that happens; later resumptions replay the new games."""
+  """New games begin each time; later resumptions replay the new games."""
   make_env, machine = snapshot.make_env, 0
   monkeypatch.setattr(
     snapshot, "make_env", lambda c, lanes, seed, **kw: make_env(c, lanes, seed + machine, **kw)
@@ -120,7 +120,7 @@ def test_a_run_continues_where_environments_play_differently(tmp_path, monkeypat
 
 
 def test_collection_continues_while_the_learner_is_due_and_nothing_can_be_drawn(tmp_path):
-  """Lanes of a few open steps hold nothing eligible."""
+  """Lanes with few steps of open episodes contain no eligible transitions."""
   few = "actor.random_steps=0", "run.env_steps=40", "learner.steps=20", "learner.tail_steps=0"
   with quick(tmp_path, ASYNC, *few) as experiment:
     assert finish(experiment, 60) is True

@@ -1,5 +1,4 @@
-"""Batches from the replay to the learner: what is recomputed first, exact weights, and evictions
-meanwhile."""
+"""Tests of batches from replay to learner: recomputation, exact weights, concurrent evictions."""
 
 import contextlib
 
@@ -17,7 +16,7 @@ BETA = ("priority.beta_start=0.4", "priority.beta_end=0.9")
 
 
 def interrupted(name, call):
-  """Calls a function when a part of the work begins."""
+  """Makes a `part` context that calls a function when the part of this name begins."""
   return lambda part: contextlib.nullcontext(call() if part == name else None)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints come back bit for bit."""
+"""Tests of checkpoints: exact restoration of saved state."""
 
 import shutil
 
@@ -84,7 +84,7 @@ def test_the_newest_few_are_kept_and_those_that_are_needed(tmp_path):
 
 
 def test_one_moment_is_saved_once(tmp_path):
-  """A finished run that is resumed, or one that is stopped at once, has its checkpoint already."""
+  """A checkpoint exists already if a finished run is resumed or a resumed run stops at once."""
   write(tmp_path, 4)
   before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
   checkpoints = Checkpoints(tmp_path)

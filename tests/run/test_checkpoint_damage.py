@@ -1,4 +1,4 @@
-"""Damaged checkpoints, and saves that fail: noticed, named and survived."""
+"""Tests of damaged checkpoints and failed saves: detection, messages and recovery."""
 
 import errno
 import os
@@ -51,7 +51,7 @@ def empty(path):
 
 
 def content_of(folder, item):
-  """The file of checkpoint 8 in which a damage of this item must show."""
+  """The file of checkpoint 8 in which damage to this item must be detected."""
   place = folder / "checkpoints" / "8-24" / item
   if item == "network":
     return next(path for path in place.rglob("d/*") if path.is_file())
@@ -60,7 +60,7 @@ def content_of(folder, item):
 
 @pytest.mark.parametrize("damage", [flip, os.unlink, truncate, empty])
 def test_damage_of_any_file_is_named_or_harmless(copied, tmp_path, damage):
-  """Readers raise many types of exceptions: each must lead to the checkpoint before."""
+  """Readers raise many types of exceptions: each must lead to the preceding checkpoint."""
   folder, snapshots = copied
   refused = set()
   for number, path in enumerate(files_of(folder, 8)):
@@ -80,7 +80,7 @@ def test_damage_of_any_file_is_named_or_harmless(copied, tmp_path, damage):
 
 
 def test_every_byte_of_the_json_counts(copied):
-  """A digit that became another one is still JSON."""
+  """A changed digit is still valid JSON."""
   folder, snapshots = copied
   path = folder / "checkpoints" / "8-24" / "meta" / "metadata"
   text = path.read_text()
@@ -113,7 +113,7 @@ def test_nothing_is_moved_while_there_is_nothing_better(copied):
   ids=lambda error: type(error).__name__,
 )
 def test_a_failing_machine_is_no_damage(copied, monkeypatch, error):
-  """The newest checkpoint may be whole: it is named, not set aside, and no older one is used."""
+  """The newest checkpoint may be intact: it is named, not set aside, and no older one is used."""
 
   def fail(*args, **kwargs):
     raise error
@@ -131,7 +131,7 @@ def test_a_failing_machine_is_no_damage(copied, monkeypatch, error):
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 def test_files_that_cannot_be_opened_are_no_damage(copied):
-  """Two ways that work as root: a loop of links, and no file descriptor left."""
+  """Two ways that work as root: a loop of links, and no free file descriptors."""
   folder, snapshots = copied
   path = content_of(folder, "network")
   content = path.read_bytes()
@@ -185,7 +185,7 @@ def test_the_step_of_a_damaged_checkpoint_can_be_saved_again(copied):
 
 
 class Trap:
-  """Makes a folder when it is unpickled."""
+  """Creates a folder when it is unpickled."""
 
   def __init__(self, path):
     self.path = str(path)
@@ -219,7 +219,7 @@ def failing(owner, name, error):
 
 
 def limit_files(size):
-  """Files may not grow past `size` bytes: what a full disk looks like to Orbax's own threads."""
+  """Limits the size of files: Orbax's own threads fail as on a full disk."""
 
   def fail(monkeypatch):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -244,7 +244,7 @@ FAILURES = {
 
 @pytest.mark.parametrize("fail", FAILURES.values(), ids=FAILURES)
 def test_a_save_that_fails_harms_nothing(copied, monkeypatch, fail):
-  """Earlier checkpoints stay; the same can be saved again, and nothing half-written is left."""
+  """Earlier checkpoints stay; the same can be saved again, and no partial files are left."""
   folder, snapshots = copied
   newer = snapshot(8, head=11)
   checkpoints = Checkpoints(folder)

@@ -1,4 +1,4 @@
-"""Runs whose experience is durable before it counts; and journals that lost some, or are full."""
+"""Tests of runs with durable experience, and of journals that are full or have lost experience."""
 
 import contextlib
 import shutil
@@ -23,7 +23,7 @@ SHORT = "run.mode=async", "learner.steps=8", "run.env_steps=100"
 
 
 def durable(folder, resume_step=None, **of_membership):
-  """A short experiment whose experience is durable. Left without saving, it is as after a kill."""
+  """A short experiment with durable experience. Left without saving, it is as after a kill."""
   membership = Membership(durable=True, **of_membership)
   return quick(folder, *SHORT, resume_step=resume_step, membership=membership)
 
@@ -40,7 +40,7 @@ def test_experience_is_on_disk_unless_a_resumed_run_discards_it(tmp_path, monkey
 
 
 def test_new_games_begin_also_when_only_resets_followed_the_checkpoint(tmp_path):
-  """In Catch all lanes end together: the step after takes a slot of each, and is no agent step."""
+  """In Catch all lanes end together: the next step adds a slot to each, but no agent steps."""
   with durable(tmp_path) as experiment:
     collector, limiter = experiment.collector, experiment.limiter
     while not collector.local._current.terminated.all():
@@ -74,7 +74,7 @@ def test_new_games_differ_each_time(tmp_path, monkeypatch):
 
 
 def test_a_restart_from_the_beginning_keeps_the_experience(tmp_path):
-  """As of all learners when one has no checkpoint."""
+  """The case of all learners if one of them has no checkpoint."""
   with durable(tmp_path) as experiment:
     experiment.collector.collect()
     changed = jax.tree.map(lambda x: x + 1, experiment.state.variables)
@@ -96,7 +96,7 @@ def test_a_restart_from_the_beginning_keeps_the_experience(tmp_path):
 
 
 def test_experience_that_the_journal_has_evicted_is_collected_again(tmp_path, capsys):
-  """By a restart from the beginning, without the checkpoints that it was evicted for."""
+  """By a restart from the beginning, when later checkpoints are missing."""
   with durable(tmp_path) as experiment:
     for _ in range(5):
       experiment.collector.collect()
@@ -126,7 +126,7 @@ def test_learners_with_different_networks_do_not_continue(tmp_path):
 
 @pytest.mark.parametrize("acts", [True, False])
 def test_a_full_journal_ends_the_run_with_one_line(tmp_path, monkeypatch, capsys, acts):
-  """Whether the experience is of an actor of this process or of another."""
+  """With experience from an actor of this process or of another."""
   journal, raised = build.Journal, []
 
   def limited(*args, **kwargs):
@@ -169,7 +169,7 @@ def test_a_full_journal_ends_the_run_with_one_line(tmp_path, monkeypatch, capsys
 
 
 def test_more_experience_than_the_replay_holds_is_replayed(tmp_path):
-  """A journal's row may be longer than a lane: the journal is written less often than read."""
+  """A journal's row may be longer than a lane of the replay."""
   small = "run.mode=async", "replay.capacity=60"
   with quick(tmp_path, *small) as experiment:
     while experiment.limiter.env_steps < 100:
@@ -187,7 +187,7 @@ def test_more_experience_than_the_replay_holds_is_replayed(tmp_path):
 
 
 def test_steps_of_other_processes_continue_their_episodes_before_new_games_begin(tmp_path):
-  """A run of several processes, killed after its checkpoint, continues as one that acts itself."""
+  """A run with remote actors, killed after its checkpoint, continues with a local actor."""
   with durable(tmp_path) as experiment:
     for _ in range(3):
       experiment.collector.collect()

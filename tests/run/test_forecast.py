@@ -1,4 +1,4 @@
-"""Forecasts of memory and time against what runs hold and do."""
+"""Tests of forecasts of memory and time against measurements of runs."""
 
 import jax
 import numpy as np

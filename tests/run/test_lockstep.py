@@ -1,4 +1,4 @@
-"""Lockstep runs: reproducible, and resumed bit for bit from any checkpoint."""
+"""Tests of lockstep runs: reproducibility, and exact resumption from any checkpoint."""
 
 import itertools
 import shutil
@@ -17,7 +17,7 @@ MEASURED = ("time", "_per_second", "queue/", "time/")  # metrics that depend on 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-  """Schedule of reanalysis -> what a run ends as, its hash and its folder; run once each."""
+  """Maps a reanalysis schedule to a run's final state, hash and folder; each runs once."""
   done = {}
 
   def of(schedule):
@@ -30,7 +30,7 @@ def uninterrupted(tmp_path_factory):
 
 
 def test_efficientzero_continues_bit_for_bit_and_begins_as_its_seed_says(tmp_path):
-  """The tests below have an agent that compiles in no time, with EfficientZero's replay."""
+  """Other tests here use an agent that compiles quickly, with EfficientZero's replay."""
   agent = "agent=efficientzero", "loss.unroll_steps=1", "loss.consistency_coefficient=0"
   agent += ("refresh.enabled=false",)  # with fewer programs
   state, digest = run(tmp_path / "whole", *agent)
@@ -152,7 +152,7 @@ def test_a_run_without_its_experience_does_not_continue(copied):
 
 
 def play_differently(monkeypatch, machine):
-  """Environments that another machine would play: `machine` returns its number."""
+  """Makes environments play as on another machine: `machine` returns its number."""
   make_env = snapshot.make_env
   monkeypatch.setattr(
     snapshot, "make_env", lambda c, lanes, seed, **kw: make_env(c, lanes, seed + machine(), **kw)
@@ -211,7 +211,7 @@ def test_of_several_learners_the_first_evaluates_and_all_wait_for_it(tmp_path, m
 
 
 def test_frames_on_the_devices_change_nothing(uninterrupted, tmp_path):
-  """Also where they are put there again by a resumed run."""
+  """Includes a resumed run, which copies the frames to the devices again."""
   _, digest, _ = uninterrupted("sweep")
   override = "replay.frames=device"
   with quick(tmp_path, override) as experiment:
@@ -237,7 +237,7 @@ def test_a_batch_that_the_devices_cannot_share_is_an_error(tmp_path):
 
 
 def full_disk(monkeypatch, saves):
-  """Has these saves, counted from 0, find no room."""
+  """Makes these saves, counted from 0, find no free space on the disk."""
   usage, calls = shutil.disk_usage, itertools.count()
 
   def disk_usage(path):

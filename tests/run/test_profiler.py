@@ -1,4 +1,4 @@
-"""Profiles of runs, which they leave as they were, and the command that makes one."""
+"""Tests of profiles of runs, which do not change results, and of the command that makes one."""
 
 import json
 import math

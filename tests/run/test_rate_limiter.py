@@ -1,4 +1,4 @@
-"""The rate limiter: exact, free of deadlock, and independent of which role is faster."""
+"""Tests of the rate limiter: exact counts, no deadlocks, independence of the roles' speeds."""
 
 import math
 import threading
@@ -59,16 +59,16 @@ def test_the_schedule_is_exact(c):
 
 
 def slack_of(c):
-  """Agent steps that collection may be ahead: two steps of all lanes, or what two learner steps
-  are worth."""
+  """Agent steps that collection may be ahead: two steps of all lanes, or two learner steps'
+  worth."""
   paced = c.learner.steps - c.learner.tail_steps
   ratio = math.ceil(Fraction(c.run.env_steps - c.actor.random_steps, paced)) if paced else 0
   return max(2 * c.actor.lanes, 2 * ratio)
 
 
 def play(c, choose):
-  """Lets `choose(may_learn, may_collect)` run both roles to the end; returns agent steps seen at
-  each learner step."""
+  """Runs both roles to the end as `choose(may_learn, may_collect)` decides; returns the agent steps
+  at each learner step."""
   limiter, seen = RateLimiter(c), []
   while not limiter.finished:
     may_learn, may_collect = limiter.may_learn(), limiter.may_collect()
@@ -135,7 +135,7 @@ def test_a_restored_limiter_continues():
 
 
 def start(call):
-  """A thread that calls, has begun to wait, and the list that its result will be in."""
+  """Starts a thread that calls and waits; returns it and the list for its result."""
   ended: list = []
 
   def body():
@@ -187,7 +187,7 @@ def never():
 
 @given(configs(), st.integers(0, 2**32 - 1))
 def test_granted_steps_are_taken_or_come_back_without_deadlock(c, seed):
-  """Several actors that use some of their grants, or none, or never answer; and a learner."""
+  """A learner and several actors that use some or none of their grants, or never answer."""
   rng, limiter = np.random.default_rng(seed), RateLimiter(c)
   held = [0] * int(rng.integers(1, 5))
   lost = int(rng.integers(-1, len(held) - 1))  # -1, or the actor that keeps its grant

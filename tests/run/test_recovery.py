@@ -1,4 +1,4 @@
-"""Checkpoints and journal together: what was collected comes back, also after kill -9."""
+"""Tests of recovery from checkpoint and journal together, also after kill -9."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ def play(lane, start, stop):
 
 
 def times(items):
-  """Lane -> times of its slots; their content must be right."""
+  """Maps lanes to the times of their slots; asserts that the contents are right."""
   found = {lane: [] for lane in range(LANES)}
   for slots in items:
     lane, start, stop = int(slots.lane[0]), int(slots.time[0]), int(slots.time[-1]) + 1
@@ -44,7 +44,7 @@ def times(items):
 
 
 class Unit:
-  """A process' view of a run folder."""
+  """The recovery manager and journal of one process in a run folder."""
 
   def __init__(self, folder, *, durable=False, keep=2, **options):
     folder.mkdir(exist_ok=True)
@@ -92,7 +92,7 @@ def everything(tail, head):
 
 @pytest.mark.parametrize("durable", [False, True])
 def test_a_run_comes_back_with_its_experience(tmp_path, durable):
-  """Exactly as of the checkpoint; with what came after it if that was durable."""
+  """Exactly as of the checkpoint, with later experience if it is durable."""
   with Unit(tmp_path, durable=durable) as unit:
     assert unit.restore() is None
     for step in (1, 2, 3):
@@ -134,7 +134,7 @@ def test_without_a_checkpoint_only_durable_experience_is_kept(tmp_path, durable)
 
 
 def test_the_journal_keeps_what_any_checkpoint_refers_to(tmp_path):
-  """A damaged newest checkpoint, also one whose rows in the journal are damaged, has one before."""
+  """If the newest checkpoint or its rows in the journal are damaged, the preceding one is used."""
   with Unit(tmp_path) as unit:
     for step in (1, 2, 3, 4, 5):
       unit.collect(10 * step)
@@ -170,7 +170,7 @@ def test_a_lost_journal_is_named_and_nothing_is_changed(tmp_path, durable):
 
 
 def test_a_journal_that_fails_fails_the_checkpoint(tmp_path, monkeypatch):
-  """Training continues, the experience is kept, and the next checkpoint has it."""
+  """Training continues, the experience is kept, and the next checkpoint includes it."""
 
   def refuse(*_):
     raise JournalError("the disk is full")
@@ -268,7 +268,7 @@ def test_killed_at_any_moment(tmp_path, durable):
 
 
 def meeting(units):
-  """For each unit a function that sends all a number, waits, and returns all of theirs."""
+  """For each unit, a function that sends a number to all units and returns the numbers of all."""
   barrier, sent = threading.Barrier(units), [0] * units
 
   def of(unit):
@@ -285,7 +285,7 @@ def meeting(units):
 
 
 class Listed:
-  """Checkpoints of which only the steps matter."""
+  """Fake checkpoints that have only step numbers."""
 
   def __init__(self, steps):
     self._steps = list(steps)
@@ -310,7 +310,7 @@ class Listed:
   ],
 )  # fmt: skip
 def test_units_continue_from_the_newest_checkpoint_that_all_have(tmp_path, steps, agreed):
-  """Or all start from the beginning, without those that some have."""
+  """Without a common checkpoint, all start from the beginning and set theirs aside."""
   checkpoints = [Listed(have) for have in steps]
   found, reported = [0] * len(steps), [[] for _ in steps]
 
@@ -356,7 +356,7 @@ def test_a_unit_without_a_common_checkpoint_fails_and_changes_nothing(tmp_path):
 
 @pytest.mark.parametrize("evicted", [False, True])
 def test_a_unit_that_starts_from_the_beginning_keeps_its_experience(tmp_path, evicted):
-  """Of lanes whose first slots are evicted, the rest is lost too; that is reported."""
+  """A lane whose first slots are evicted loses the others, too; that is reported."""
   with Unit(tmp_path, durable=True) as unit:
     unit.collect(CAPACITY + 3 * evicted)
     unit.save(1, required=True)
@@ -380,7 +380,7 @@ def test_a_unit_that_starts_from_the_beginning_keeps_its_experience(tmp_path, ev
   ],
 )
 def test_what_another_unit_may_have_to_go_back_to_stays(tmp_path, units, keep, theirs, kept):
-  """The last save is of a unit that is stopped, and asks no other."""
+  """The last save is by a unit that is stopping, which does not communicate with others."""
   others = iter(theirs)
 
   def agree(step):

@@ -1,4 +1,4 @@
-"""The run folder: one process, one run, and a reason for every refusal."""
+"""Tests of the run folder: exclusive use by one process and one run, and reasons for refusals."""
 
 import os
 import signal
@@ -55,7 +55,7 @@ def test_without_a_folder_the_runs_are_numbered(tmp_path, monkeypatch):
 
 
 def hold(folder):
-  """A process that holds a folder until it is killed."""
+  """Starts a process that holds a folder until it is killed."""
   code = (
     "import sys, time\nfrom pathlib import Path\nfrom speedyzero_jax.run import run_dir\n"
     "run = run_dir.open_existing(Path(sys.argv[1]), [])\n"

@@ -1,4 +1,4 @@
-"""Runs as processes, with a launcher that only prints its cores."""
+"""Tests of runs as child processes, with a fake launcher that prints its CPU cores."""
 
 import fcntl
 import os

@@ -1,4 +1,4 @@
-"""Roles and shares of a run's processes: nothing is lost or given twice, whatever the numbers."""
+"""Tests of roles and shares of a run's processes: complete and disjoint for all numbers."""
 
 import itertools
 

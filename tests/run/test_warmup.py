@@ -1,4 +1,4 @@
-"""Compilation of a run's programs before it begins, and the time of its parts."""
+"""Tests of the compilation of a run's programs before the run, and of the time of its parts."""
 
 import contextlib
 
@@ -13,7 +13,7 @@ GATHERING = {"_local_gather", "of_part"}
 
 
 def programs(experiment):
-  """Names of the functions behind the programs, and of the gathering of frames."""
+  """Names of the functions behind the programs and behind the gathering of frames."""
   inference = experiment.inference
   made = [experiment.learner.update, inference.act, *inference.tasks.values()]
   return {program.__name__ for program in made} | GATHERING
@@ -21,7 +21,7 @@ def programs(experiment):
 
 @contextlib.contextmanager
 def compilations():
-  """Names of the functions that jax compiles in any thread, also from its cache."""
+  """Names of functions that jax compiles or loads from its cache, in any thread."""
   found: list[str] = []
 
   def heard(event, duration_secs, **details):
@@ -60,7 +60,7 @@ def test_a_run_compiles_nothing_that_was_not_compiled_before_it(tmp_path, overri
 
 
 def per_step(folder, *overrides):
-  """Calls per learner step, by program; each sweep's block."""
+  """Calls per learner step, by program; and the experiment."""
   sizes = ("run.env_steps=1000", "actor.random_steps=200", "learner.steps=100")
   with quick(folder, *sizes, *overrides) as experiment:
     calls = {timing.program: timing.calls for timing in warmup.prepare(experiment)}

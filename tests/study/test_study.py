@@ -1,4 +1,4 @@
-"""Descriptions of studies, and the runs that they make."""
+"""Tests of descriptions of studies and of the runs that they define."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""launch/suite.py as a process that is interrupted, killed, and continued."""
+"""Tests of launch/suite.py as a process that is interrupted, killed and continued."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Starts launchers as real processes with tiny settings."""
+"""Helpers to start launchers as real processes with tiny settings."""
 
 import os
 import re

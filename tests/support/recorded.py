@@ -1,4 +1,4 @@
-"""Writes run folders as runs leave them, for tests of reports."""
+"""Run folders as real runs leave them, for tests of reports."""
 
 import json
 import math

@@ -1,4 +1,7 @@
-"""Independent, slow reference of the replay: lists of episodes, from which all is recomputed."""
+"""Random experience for replay tests, and an independent reference implementation.
+
+The reference is slow: it recomputes everything from lists of episodes.
+"""
 
 import dataclasses
 

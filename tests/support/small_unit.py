@@ -1,7 +1,7 @@
 """Minimal learner process with its service, and its workers' calls.
 
-Journal, replay, rate limiter and weights are real, created by `run.build.build`. Nothing is
-trained: the agent is `tiny.ChecksumAgent`, and learner steps are only counted.
+Journal, replay, rate limiter and weights are real, created by `run.build.build`. There is no
+training: the agent is `tiny.ChecksumAgent`, and learner steps are only counted.
 """
 
 import contextlib

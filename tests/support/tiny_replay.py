@@ -1,4 +1,4 @@
-"""A small replay of an EfficientZero agent, and random play to fill it."""
+"""Small replay of an EfficientZero agent, and random play to fill it."""
 
 import functools
 

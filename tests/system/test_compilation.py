@@ -1,4 +1,4 @@
-"""Programs: what is compiled when, and the memory that it needs."""
+"""Tests of compiled programs: when they compile, and the memory that they need."""
 
 import jax
 import jax.numpy as jnp

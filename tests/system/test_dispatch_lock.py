@@ -1,4 +1,4 @@
-"""Launches of programs with collectives, which take turns; on one device none waits."""
+"""Tests of launches of programs with collectives: one at a time, except on a single device."""
 
 import threading
 from types import SimpleNamespace

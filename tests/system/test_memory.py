@@ -1,4 +1,4 @@
-"""Limits and use of memory, allocation beyond what there is, and out-of-memory errors."""
+"""Tests of memory limits and use, overcommitted allocation, and out-of-memory errors."""
 
 import os
 import subprocess

@@ -1,5 +1,4 @@
-"""Processes of one jax.distributed cluster write and read checkpoints of their own, at the same
-time."""
+"""Tests of Orbax: concurrent, separate checkpoints of processes in one jax.distributed cluster."""
 
 import socket
 import subprocess

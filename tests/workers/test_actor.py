@@ -1,5 +1,4 @@
-"""The actor against a scripted environment and an agent that says what checksums of its frames
-say."""
+"""Tests of the actor with a scripted environment, and an agent of checksums of frames."""
 
 import jax
 import numpy as np
@@ -36,7 +35,7 @@ def make_replay(lanes, capacity=400):
 
 
 def collect(actor, budget, *, until=None, random=False):
-  """Slots by call of a collection of `budget` agent steps, or `until` calls; and the steps."""
+  """The slots of each call, and all agent steps, until `budget` steps or `until` calls."""
   calls, taken = [], 0
   while taken < budget and len(calls) != until:
     at = version(10 * len(calls))
@@ -58,7 +57,7 @@ def places(slots):
 
 
 def naive_stacks(frames, first, stack):
-  """Stacks [n, S, ...] of one lane's frames, by walking back to each episode's start."""
+  """Stacks [n, S, ...] of one lane's frames, by iterating back to each episode's start."""
   stacks = []
   for t in range(len(frames)):
     rows, at = [], t
@@ -146,7 +145,7 @@ def test_frame_stacks_begin_again_with_each_episode(stack):
 
 @pytest.mark.parametrize("hold", [1.0, 5.0])
 def test_random_play_is_uniform_and_holds_actions(hold):
-  """The share of steps that keep the action before: held, or drawn again by chance."""
+  """The share of steps with the same action as the step before: held, or drawn again by chance."""
   actor, env = make(6, config=tiny.config(f"actor.random_hold={hold}"))
   calls = [actor.step(version(), **RANDOM)[0] for _ in range(800)]
   actions = actor.state_dict()["actions"]
@@ -234,7 +233,7 @@ def test_actions_depend_on_the_progress_that_is_given():
 @settings(max_examples=25)
 @given(lanes=st.sampled_from([1, 4]), seed=st.integers(0, 999), calls=st.integers(0, 20))
 def test_a_budget_that_is_not_the_last_closes_nothing(lanes, seed, calls):
-  """Steps of exactly as many as there are lanes in motion, again and again; then `close`."""
+  """Repeated steps of exactly as many lanes as have open episodes, then `close_lanes`."""
   (actor, env), (other, _) = make(lanes, seed), make(lanes, seed)
   replay = make_replay(lanes)
   for _ in range(calls):

@@ -1,4 +1,4 @@
-"""Actors that share inference: each gets the actions for its own lanes."""
+"""Tests of actors that share inference: each receives the actions of its own lanes."""
 
 import threading
 
@@ -12,7 +12,7 @@ from speedyzero_jax.workers.weights import Version
 
 
 class FakeInference:
-  """Outputs that depend on a row's inputs; the first call waits."""
+  """Returns outputs that depend on a row's inputs; calls wait for `go`."""
 
   def __init__(self, error=None):
     self.began, self.go, self.batches, self.error = threading.Event(), threading.Event(), [], error

@@ -1,4 +1,4 @@
-"""Programs of an agent divided among devices, with one whose programs are sums."""
+"""Tests of the division of an agent's programs among devices, with a fake agent."""
 
 from types import SimpleNamespace
 

@@ -1,5 +1,4 @@
-"""Evaluation on scripted environments: whole episodes, raw rewards, one per lane, the best
-action."""
+"""Tests of evaluation on scripted environments: whole episodes, raw rewards, best actions."""
 
 import dataclasses
 import json
@@ -17,7 +16,7 @@ AGENT, INFERENCE = tiny.checksum_parts()
 
 @pytest.fixture
 def envs(monkeypatch):
-  """The environments that evaluation makes."""
+  """The environments created by evaluation."""
   made = []
 
   def make_env(config, lanes, seed, **settings):
@@ -38,8 +37,7 @@ def play(episodes, *overrides, seed=5, game="Catch", **kwargs):
 
 
 def expected(made, episodes):
-  """Return, length and cappedness of each lane's first episode, and that its actions were
-  greedy."""
+  """Return, length and truncation of each lane's first episode."""
   rows = []
   for env in made:
     for lane in range(env.num_lanes):

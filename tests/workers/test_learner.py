@@ -1,5 +1,4 @@
-"""The training step: the same on any number of devices, the same again, and the loss it says it
-minimizes."""
+"""Tests of the training step: any number of devices, reproducibility, and the reported loss."""
 
 import dataclasses
 import functools
@@ -55,13 +54,13 @@ def _initial():
 
 
 def _fresh():
-  """What `init` makes, on the host."""
+  """The state created by `init`, on the host."""
   return _host(_initial())
 
 
 @functools.cache
 def _start():
-  """Variables with nothing zero or one any more, on the host, and the optimizer's first state."""
+  """Variables other than 0 and 1, on the host, and the optimizer's first state."""
   rng, fresh = np.random.default_rng(1), _fresh()
 
   def noise(x):
@@ -173,8 +172,7 @@ def test_all_devices_hold_the_same_state(overrides):
 
 
 def _expected_fresh_loss(batch):
-  """A fresh network says uniform to everything, so that each unmasked cross-entropy is the log
-  of the atoms."""
+  """A fresh network's outputs are uniform: each cross-entropy is the log of the number of atoms."""
   c = _config().agent.loss
   weight = batch["weight"]
   heads = c.value_coefficient * batch["value_mask"] * math.log(2 * _SUPPORT + 1)
@@ -296,8 +294,7 @@ def test_a_wish_to_stop_is_reported_with_the_step_and_changes_nothing_else(devic
 
 
 def test_devices_send_each_other_few_messages():
-  """Interruptions, gradients, batch statistics, metrics; between CPU processes each array is a
-  message."""
+  """Four arrays: interruptions, gradients, batch statistics and metrics."""
   learner = _learner(2, *LOCAL)
   program = (
     learner.update.function.lower(
@@ -311,7 +308,7 @@ def test_devices_send_each_other_few_messages():
 
 
 def test_the_wish_of_one_device_is_enough():
-  """Each process sets the flags of its own devices."""
+  """Each process sets the flags of its own devices; one flag stops all."""
   learner = _learner(2)
   flags = jax.device_put(np.array([False, True]), learner._sharded)
   _, (_, _, stopping) = learner.update(_restored(learner), learner.put(_batch()), _KEY, flags)

@@ -1,4 +1,4 @@
-"""GIFs of episodes: as many pictures as steps, and the agent's numbers in proportion."""
+"""Tests of GIFs of episodes: one picture per step, and bars in proportion to numbers."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The weights store: which subscriber gets which version, and that versions are copies."""
+"""Tests of the weights store: versions of each subscriber, and independence of copies."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -32,7 +32,7 @@ def _is(version, step, number):
 
 
 def _donate(variables):
-  """What the learner's next step does to its own buffers: writes new numbers into them."""
+  """Simulates the learner's next step, which writes new numbers into its own buffers."""
   overwrite = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 + 1e9, tree), donate_argnums=0)
   jax.block_until_ready(overwrite(variables))
   assert all(x.is_deleted() for x in jax.tree.leaves(variables))

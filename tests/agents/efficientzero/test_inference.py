@@ -1,4 +1,4 @@
-"""Acting and tasks on windows of frames: each state by itself, from running statistics."""
+"""Tests of acting and of tasks on windows of frames: one result per state, running statistics."""
 
 import dataclasses
 import functools
@@ -38,8 +38,7 @@ def _inference(*overrides):
 
 @functools.cache
 def _variables():
-  """Nothing zero or one in them, so that values, policies and rewards differ from state to
-  state."""
+  """Variables other than 0 and 1, so that values, policies and rewards differ between states."""
   rng = np.random.default_rng(1)
 
   def number(path, x):
@@ -57,7 +56,7 @@ def _windows():
 
 @functools.cache
 def _stacks():
-  """The stack of every state, [B * N, S, ...]."""
+  """The frame stack of every state, [B * N, S, ...]."""
   return np.concatenate([_windows()[b : b + 1, n : n + _S] for b in range(_B) for n in range(_N)])
 
 
@@ -104,7 +103,7 @@ def test_the_noise_of_reanalysis_is_a_choice(explore):
 
 
 def test_the_temperature_follows_the_progress_by_stages():
-  """At a temperature of next to nothing actions are those most visited, whatever the key."""
+  """At a temperature close to 0, the most visited actions are chosen, whatever the key."""
   stages = ("search.algorithm=puct", "search.dirichlet_fraction=0", "search.c1=100")
   stages += ("search.temperatures=5,1e-6", "search.temperature_stages=0.5")
   stacks = np.repeat(_windows()[:1, :_S], 60, axis=0)

@@ -1,5 +1,4 @@
-"""Value coding against its definition, augmentation against crops, the unrolled loss against
-loops."""
+"""Tests of value coding, augmentation and the unrolled loss against definitions and plain loops."""
 
 import dataclasses
 import functools
@@ -246,7 +245,7 @@ def _log_softmax(logits):
 
 
 def _reference(batch, w, config):
-  """One sample and one step after another, in float64."""
+  """The loss computed sample by sample and step by step, in float64."""
   w = {name: x.astype(np.float64) for name, x in w.items()}
   terms: dict[str, list] = {"value": [], "value_prefix": [], "policy": [], "consistency": []}
   total, entropies, errors = 0.0, [], []

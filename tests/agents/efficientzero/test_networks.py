@@ -1,5 +1,4 @@
-"""The networks against numpy and hand arithmetic: sizes, forward pass, running statistics,
-types."""
+"""Tests of the networks against NumPy: sizes, forward pass, running statistics and types."""
 
 import dataclasses
 
@@ -23,7 +22,7 @@ _ACTIONS = 3
 
 
 def _random(network_def, seed=0):
-  """Variables in which nothing is 0 or 1; variances of about 4 keep the activations moderate."""
+  """Variables other than 0 and 1; variances of about 4 keep the activations moderate."""
   rng = np.random.default_rng(seed)
 
   def number(path, x):

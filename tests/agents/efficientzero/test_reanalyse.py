@@ -1,5 +1,4 @@
-"""Reanalysis and Priority Refresh: which states are recomputed, what is written, and the bound
-on ages."""
+"""Tests of reanalysis and Priority Refresh: states recomputed, values written, bound on ages."""
 
 import time as clock
 
@@ -121,12 +120,12 @@ class Played:
     return {k: x.copy() for k, x in self.replay.store.fields.items()}
 
   def said(self, lane, time):
-    """What the agent with weights 0 says of a state, from its frames alone."""
+    """Outputs of the agent with weights 0 for a state, computed from its frames alone."""
     stack = self.replay.windows(np.array([lane]), np.array([time]))
     return tuple(part[0] for part in tiny.of_stacks(stack))
 
   def check(self, task, written, number):
-    """Slots of `written` hold what the agent of this number says, and no others have changed."""
+    """Asserts that slots of `written` hold outputs of this agent and that no others changed."""
     columns = {
       "policy": "policy_step",
       "search_value": "policy_step",
@@ -183,7 +182,7 @@ def test_a_sweep_recomputes_the_whole_replay_with_its_own_weights(name):
 
 
 def refreshed(stream, lane, time, target):
-  """|v - z| of a transition, and the learner step that it rests on, by brute force."""
+  """|v - z| of a transition, and the learner step of the oldest value used, by brute force."""
   episode, place = stream.find(lane, time)
   slot, end = episode.slots[place], min(place + TD, len(episode.slots) - 1)
   if target == "search":
@@ -195,8 +194,7 @@ def refreshed(stream, lane, time, target):
 
 @given(capacity=st.integers(7, 30), seed=SEEDS, target=st.sampled_from(["bootstrap", "search"]))
 def test_refreshed_priorities_equal_brute_force(capacity, seed, target):
-  """After values change anywhere, the priorities that rest on them are those of the stored
-  values."""
+  """After any values change, priorities computed from them match the stored values."""
   rng = np.random.default_rng(seed)
   overrides = (FIXED, f"reanalyse.value_target={target}", "reanalyse.schedule=sweep")
   replay, stream = make_replay(capacity, *overrides), reference.Stream(LANES, seed)
@@ -231,8 +229,7 @@ def test_refreshed_priorities_equal_brute_force(capacity, seed, target):
 @pytest.mark.parametrize("schedule", ["batch", "off"])
 @pytest.mark.parametrize("target", ["bootstrap", "search"])
 def test_a_refresh_without_a_sweep_that_searches(schedule, target):
-  """A refresh leans on no search older than its values; without reanalysis it is the training
-  target."""
+  """It uses no search older than its values; without reanalysis, it uses training targets."""
   overrides = (f"reanalyse.schedule={schedule}", f"reanalyse.value_target={target}", FIXED)
   replay, stream = make_replay(60, *overrides), reference.Stream(LANES, 3)
   for l in range(LANES):
@@ -307,7 +304,7 @@ BOUNDS = {
   [*(("lockstep", name) for name in BOUNDS), ("async", "tight")],
 )
 def test_nothing_stored_is_older_than_the_bound(tmp_path, mode, bounds):
-  """At every learner step, while the replay grows and after: the hard bound of Priority Refresh."""
+  """The hard bound of Priority Refresh at every learner step, in a growing and in a full replay."""
   steps = ("learner.steps=24", "learner.tail_steps=8", "run.checkpoint_interval=1000")
   overrides = (*BOUNDS[bounds], f"run.mode={mode}", *steps)
   own, ages = tiny.config(*overrides).agent, []

@@ -1,5 +1,4 @@
-"""The search against an independent one on random models, and its treatment of roots, keys and
-types."""
+"""Tests of the search against an independent one on random models; roots, keys and data types."""
 
 import dataclasses
 import functools
@@ -66,7 +65,7 @@ def _root(tables: Tables, codes) -> search_lib.Root:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """A search, as static as jit wants it."""
+  """Settings of a search; hashable, so that compiled searches are cached by it."""
 
   algorithm: Literal["gumbel", "puct"]
   actions: int
@@ -111,7 +110,7 @@ class Case:
 
 
 def _noise(key, alpha, shape):
-  """In place of Dirichlet's, which takes long to compile."""
+  """Replaces Dirichlet noise, which takes long to compile."""
   return jax.nn.softmax(jax.random.normal(key, (*shape, *alpha.shape)) / alpha)
 
 
@@ -156,7 +155,7 @@ def _codes(seed: int) -> np.ndarray:
 
 
 def _compare(case: Case, tables: Tables, codes, found, logits, gumbel, action: bool = True) -> int:
-  """Asserts that `found` is what the reference finds, where no decision was close.
+  """Asserts that `found` equals the reference's result, except where decisions were close.
 
   Returns the deepest node's depth.
   """

@@ -1,4 +1,4 @@
-"""Training targets against brute force over episodes, and against examples worked by hand."""
+"""Tests of training targets against brute force over episodes and examples worked by hand."""
 
 import numpy as np
 import pytest
@@ -48,7 +48,7 @@ SPECS = st.builds(
 
 
 def arguments(spec, learner_step):
-  """Of `reference.targets`."""
+  """Arguments of `reference.targets`."""
   given = spec | {"learner_step": learner_step}
   given["unroll"], given["prefix_horizon"] = (
     given.pop(name) for name in ("unroll_steps", "value_prefix_horizon")
@@ -57,7 +57,7 @@ def arguments(spec, learner_step):
 
 
 def filled(capacity, seed, end=0.15):
-  """A store and its stream, with bootstrap values of their own."""
+  """A store and its stream, with random bootstrap values."""
   stream, store = reference.Stream(2, seed, end), make_store(2, capacity)
   fill(store, stream, seed)
   live = stream.live(capacity)
@@ -170,7 +170,7 @@ def test_the_prefix_restarts_every_horizon_steps_even_when_absorbing():
 
 
 def test_old_data_gets_shorter_returns():
-  """Four transitions collected since: n = 3 - 4 // 2 = 1."""
+  """After four more transitions were collected, n = 3 - 4 // 2 = 1."""
   spec = configured(
     unroll_steps=1, value_prefix_horizon=5, td_steps=3, age_interval=2, discount=0.5
   )
