@@ -85,6 +85,8 @@ class MetricsLogger:
 
   def count(self, name: str, events: float) -> None:
     """Adds to a counter; its name must end in `_per_second` or `_per_learner_step`."""
+    if not name.endswith(names.COUNTER_SUFFIXES):
+      raise ValueError(f"metric {name} must end in one of {', '.join(names.COUNTER_SUFFIXES)}")
     self._counters.add(name, events)
 
   @contextlib.contextmanager

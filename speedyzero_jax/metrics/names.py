@@ -46,6 +46,7 @@ TIME_PREFIX = "time/"  # seconds per learner step, by part of the work (`Metrics
 
 RATE_SUFFIX = "_per_second"
 PER_STEP_SUFFIX = "_per_learner_step"
+COUNTER_SUFFIXES = (RATE_SUFFIX, PER_STEP_SUFFIX)
 
 
 def present(kind: str) -> str:

@@ -195,10 +195,21 @@ class LaneStore:
     return state | counts | {"num_transitions": np.array(self.num_transitions, np.int64)}
 
   def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-    """Restores `state_dict`. Raises ValueError unless its slots are those of the stored frames."""
+    """Restores `state_dict`.
+
+    Raises ValueError unless the state matches the slots whose frames are stored; nothing is
+    changed.
+    """
     if not (np.array_equal(state["head"], self.head) and np.array_equal(state["tail"], self.tail)):
       raise ValueError("the state does not match the slots whose frames were imported")
     flat = self.flat(*slots_between(self.tail, self.head))
+    for name, array in self.fields.items():
+      saved = state[f"slot_{name}"]
+      if saved.shape != (len(flat), *array.shape[2:]) or saved.dtype != array.dtype:
+        raise ValueError(
+          f"slot_{name} must be {array.dtype}{[len(flat), *array.shape[2:]]}, got "
+          f"{saved.dtype}{list(saved.shape)}"
+        )
     for name, array in self.fields.items():
       put(array, flat, state[f"slot_{name}"])
     self.num_transitions = int(state["num_transitions"])

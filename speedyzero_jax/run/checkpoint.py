@@ -76,7 +76,7 @@ class Checkpoints:
     self._keep = keep
 
   def steps(self) -> list[int]:
-    """Learner steps of the checkpoints, in ascending order."""
+    """Learner steps of the checkpoints, in ascending order. Raises CheckpointError."""
     return sorted({step for step, _ in self._folders()})
 
   def tails(self) -> np.ndarray | None:
@@ -88,8 +88,15 @@ class Checkpoints:
 
   def _folders(self) -> dict[tuple[int, int], Path]:
     """Folders by learner and agent steps, oldest first."""
-    names = (re.fullmatch(r"(\d+)-(\d+)", path.name) for path in self._directory.glob("*"))
-    return dict(sorted(((int(m[1]), int(m[2])), self._directory / m[0]) for m in names if m))
+    folders = {}
+    for path in self._directory.glob("*"):
+      if path.name.isdigit():  # otherwise a resumed run would start over
+        raise CheckpointError(
+          f"{path} was written by an earlier version of this program and cannot be resumed"
+        )
+      if match := re.fullmatch(r"(\d+)-(\d+)", path.name):
+        folders[int(match[1]), int(match[2])] = path
+    return dict(sorted(folders.items()))
 
   # --- Writing ---
 

@@ -313,11 +313,14 @@ def test_workers_that_come_when_the_run_is_over_leave(make_unit, cluster):
       assert not thread.is_alive()
 
 
-def test_a_step_of_many_lanes_with_large_frames_fits_a_message():
-  config = loader.load(["dqn"], ["env.game=Pong", "env.frame_size=320", "actor.lanes=256"])
-  agent = dqn.make_agent(config, (320, 320, 3), np.uint8, 6)
+@pytest.mark.parametrize(("side", "channels", "lanes"), [(320, 3, 256), (20, 1, 100_000)])
+def test_the_largest_step_fits_a_message(side, channels, lanes):
+  """Two slots in every lane, as at the end of collection: of large frames, or in many lanes."""
+  config = loader.load(["dqn"], [f"actor.lanes={lanes}"])
+  agent = dqn.make_agent(config, (side, side, channels), np.uint8, 6)
   columns = {c.name: np.zeros((1, *c.shape), c.dtype) for c in agent.schema.columns}
   columns["first"][:] = True
-  slots = Slots.concatenate([Slots.of_lane(lane, 0, columns) for lane in range(256)] * 2)
+  one = Slots.of_lane(0, 0, columns)
+  slots = one.select(np.zeros(2 * lanes, int))
   step = messages.Step(0, vars(slots), np.zeros((0, 2)))
   assert 64 << 20 < len(messages.encode(step)) < max_message(config, agent)

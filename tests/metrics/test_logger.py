@@ -49,6 +49,8 @@ def test_a_line_holds_whatever_is_logged_combined_over_learners(tmp_path):
     metrics.log_latest({names.CHECKPOINT_STEP: 4})
     metrics.log_latest({names.EVALUATION_MEAN: 5.0})
     metrics.count("agent/states_per_second", 10)
+    with pytest.raises(ValueError, match="agent/states"):
+      metrics.count("agent/states", 10)
     write(metrics, 6)
   (row,) = rows(tmp_path)
   expected = {
