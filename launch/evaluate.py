@@ -2,14 +2,16 @@
 
 Plays full episodes with the best action, without noise and with raw rewards, capped at 27,000 agent
 steps. Prints mean, median, standard deviation and human-normalized score, and writes
-evaluation.json into the run folder; the run may still be training. `--video` also writes the first
-episode as a GIF, with the agent's values, policy or search results beside each frame.
+evaluation.json into the run folder, unless that has more episodes of the same checkpoint; the run
+may still be training. `--video` also writes the first episode as a GIF, with the agent's values,
+policy or search results beside each frame.
 
 Exit codes: 0 done; 1 no readable checkpoint, out of memory, or the result can't be written; 2 usage
 error; 130 stopped by Ctrl-C, without changing evaluation.json.
 """
 
 import argparse
+import json
 import logging
 import os
 import signal
@@ -48,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   arguments = parser.parse_args(argv)
   if arguments.seed is not None and arguments.seed < 0:
     parser.error("--seed: must be at least 0")
+  if arguments.video and arguments.video.suffix.lower() != ".gif":
+    parser.error(f"--video: the name must end in .gif, got {arguments.video.name}")
   if arguments.video and not arguments.video.parent.is_dir():
     parser.error(f"--video: folder {arguments.video.parent} does not exist")
   given = {key: getattr(arguments, key) for key in ("episodes", "max_episode_steps")}
@@ -94,7 +98,10 @@ def evaluate(config: Config, folder: Path, seed: int | None, video_path: Path | 
     )
     assert result is not None  # without `should_stop`
     print(result)
-    result.write(folder / "evaluation.json")
+    if (kept := _episodes_at(folder / "evaluation.json", result.step)) > result.episodes:
+      _report(f"not written: evaluation.json has {kept} episodes of the same checkpoint")
+    else:
+      result.write(folder / "evaluation.json")
     if video and video_path:
       video.save(video_path)
       _report(f"wrote {video_path}")
@@ -108,6 +115,15 @@ def evaluate(config: Config, folder: Path, seed: int | None, video_path: Path | 
     _report(f"error: {memory.out_of(where, error)}")
     return FAILED
   return 0
+
+
+def _episodes_at(path: Path, step: int) -> int:
+  """Number of episodes in a written evaluation of a learner step; 0 if there is none."""
+  try:
+    written = json.loads(path.read_text())
+    return int(written["episodes"]) if written["step"] == step else 0
+  except (OSError, ValueError, TypeError, KeyError):
+    return 0
 
 
 def _report(line: str) -> None:

@@ -66,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = target.load(arguments.target)
     config = topology.with_learners(loader.load(arguments.config, arguments.overrides))
     shape = topology.resolve(config)
+    if config.topology.gradients == "actors":
+      raise ValueError("topology.gradients: only programs of a learner that trains can be planned")
     for devices in arguments.devices:
       if devices < 1 or devices % shape.learners:
         raise ValueError(f"--devices: {devices} can't be divided among {shape.learners} learners")

@@ -1,8 +1,8 @@
-"""Trains a study: launch/suite.py configs/studies/optimizers.yaml --dir runs/optimizers
+"""Trains a study: launch/suite.py configs/studies/optimizers.yaml
 
-  python launch/suite.py --config atari100k --games all --seeds 3 --dir runs/atari100k
+  python launch/suite.py --config atari100k --games all --seeds 3
   sbatch --array=0-77 --gpus=1 --wrap "python launch/suite.py --config atari100k --games all \\
-    --seeds 3 --dir runs/atari100k --part \\$SLURM_ARRAY_TASK_ID/78"
+    --seeds 3 --part \\$SLURM_ARRAY_TASK_ID/78"
 
 A study varies settings, games and seeds (speedyzero_jax/study/study.py). Its runs are folders in
 DIR, with a log beside each. The same command resumes unfinished runs from their last checkpoints.
@@ -49,12 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
   arguments = _parser().parse_intermixed_args(argv)
   try:
     processes = RunProcesses(devices.places(arguments.together))
-    runs = studies.runs_of(_study(arguments), arguments.dir)
+    study = _study(arguments)
+    folder = arguments.dir or Path("runs") / _name(arguments)
+    runs = studies.runs_of(study, folder)
     part, parts = _part(arguments.part)
     if parts > 1 and arguments.out:
       raise ConfigError("--out: a part of a study is not compared; omit --out or --part")
-    for folder in (arguments.dir, *([arguments.out.parent] if arguments.out else [])):
-      folder.mkdir(parents=True, exist_ok=True)
+    for path in (folder, *([arguments.out.parent] if arguments.out else [])):
+      path.mkdir(parents=True, exist_ok=True)
   except (ConfigError, RunFolderError) as error:
     print(f"error: {error}", file=sys.stderr)
     return USAGE_ERROR
@@ -66,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   if processes.received is not None:
     _say("stopped; repeat the command to continue")
     return processes.exit_code
-  reported = parts > 1 or _report(runs, arguments.dir, arguments.out)
+  reported = parts > 1 or _report(runs, folder, arguments.out)
   return 0 if reported and not failed else FAILED
 
 
@@ -82,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
   add("--games", nargs="+", metavar="GAME", default=[], help=games)
   add("--seeds", type=int, metavar="N", help="run.seed=0 to N-1 (default: 3)")
   add("--out", type=Path, metavar="FILE", help="JSON file of the comparison")
-  add("--dir", type=Path, required=True, help="folder of the runs")
+  add("--dir", type=Path, help="folder of the runs (default: runs/, named after study or presets)")
   add("--together", type=int, metavar="N", help="runs trained at once (default: one per GPU, or 1)")
   add("--part", metavar="I/N", default="0/1", help="only runs I, I+N, I+2N, ..., for a job array")
   return parser
@@ -103,6 +105,15 @@ def _study(arguments: argparse.Namespace) -> Study:
     games=games or study.games,
     seeds=study.seeds if arguments.seeds is None else arguments.seeds,
   )
+
+
+def _name(arguments: argparse.Namespace) -> str:
+  """Name of the study's file, or the names of the presets."""
+  files, presets = (
+    [Path(text).stem for text in texts if "=" not in text]
+    for texts in (arguments.study, arguments.config)
+  )
+  return "+".join(files or presets)
 
 
 def _part(text: str) -> tuple[int, int]:

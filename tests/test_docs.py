@@ -3,6 +3,7 @@
 import argparse
 import re
 import shlex
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -96,7 +97,7 @@ def _suite(arguments):
   parsed = suite._parser().parse_intermixed_args(arguments)
   if "$" not in parsed.part:
     suite._part(parsed.part)
-  studies.runs_of(suite._study(parsed), parsed.dir)
+  studies.runs_of(suite._study(parsed), parsed.dir or Path())
 
 
 def _population(arguments):

@@ -123,13 +123,19 @@ class Supply(NamedTuple):
     return f"in blocks of {self.minibatches} minibatches with {self.epochs} epochs each{replayed}"
 
   def _synchronous_problems(self, config: Config) -> Iterable[str]:
-    actor, batch = config.actor, config.learner.batch_size
-    if config.topology.actors > max(config.topology.learners, 1):
+    actor, batch, actors = config.actor, config.learner.batch_size, config.topology.actors
+    apart = config.topology.gradients == "actors"  # each actor alternates for itself
+    if apart and actors and (actor.lanes % actors or batch % (actor.lanes // actors)):
+      yield (
+        f"actor.lanes: must be topology.actors ({actors}) times a divisor of learner.batch_size "
+        f"({batch}) with topology.gradients=actors, got {actor.lanes}"
+      )
+    if not apart and actors > max(config.topology.learners, 1):
       yield (
         "topology.actors: must be at most one per learner with loss.synchronous, as a fast actor "
-        f"would run ahead of a slow one, got {config.topology.actors}"
+        f"would run ahead of a slow one, got {actors}"
       )
-    if self.minibatches * batch % actor.lanes:
+    if not apart and self.minibatches * batch % actor.lanes:
       block = f"{self.minibatches} x {batch}" if self.minibatches > 1 else f"{batch}"
       yield (
         f"actor.lanes: must divide the number of trajectories collected at a time ({block}) with "

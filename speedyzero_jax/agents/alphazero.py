@@ -167,9 +167,11 @@ class AlphaZero(Agent):
     self, variables: Variables, inputs: ActInputs, key: jax.Array, progress: Any, *, explore: bool
   ) -> ActOutput:
     output = self.search(variables.params, inputs.frames[:, 0], key, explore=explore)
-    return ActOutput(
-      output.action.astype(jnp.int32), {"search_policy": output.action_weights}, (), {}
-    )
+    summary = output.search_tree.summary()
+    shown = {"value": output.search_tree.raw_values[:, 0], "search_value": summary.value,
+             "visits": summary.visit_probs}  # fmt: skip
+    columns = {"search_policy": output.action_weights}
+    return ActOutput(output.action.astype(jnp.int32), columns, (), {} if explore else shown)
 
   def search(
     self, params: Params, board: jax.Array, key: jax.Array, *, explore: bool

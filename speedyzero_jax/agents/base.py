@@ -76,7 +76,7 @@ class Task(NamedTuple):
 
   program: Callable[[Variables, Arrays, jax.Array], Arrays]
   """Device: (variables, inputs, key) -> arrays [B, n, ...] by result name. The inputs are `frames`
-  [B, S-1+n, H, W, C] and the columns in `reads`, [B, n, ...] by name."""
+  [B, S-1+n, H, W, C] and those in `reads`, [B, n, ...] by name."""
   results: tuple[Column, ...]  # names, dtypes and shapes of the program's results
   write: Callable[[Replay, np.ndarray, np.ndarray, dict[str, np.ndarray], int], None]
   """Host: (replay, lane [m], time [m], results [m, ...], learner step of the weights)."""
@@ -86,7 +86,17 @@ class Task(NamedTuple):
   stamp: str = ""  # name in `Schema.stamps`
   max_age: int = 0  # learner steps; 0: no sweep
   block: int = 0  # states per call of a sweep; 0: chosen by device type
-  reads: tuple[Column, ...] = ()  # columns of the schema
+  phases: int = 1  # of a sweep; more than 1: most states come after their successors, see `Sweep`
+  reads: tuple[Column, ...] = ()  # further inputs; columns of the schema unless `read` is set
+  read: Callable[[Replay, np.ndarray, np.ndarray, int], Arrays] | None = None
+  """Host: (replay, lane [B], time [B], after) -> `reads`, arrays [B, after+1, ...] by name."""
+
+  def inputs(self, replay: Replay, lane: np.ndarray, time: np.ndarray, after: int) -> Arrays:
+    """Returns the inputs in `reads` for the states time .. time+after, [B, after+1, ...] each."""
+    if self.read is None:
+      return replay.values(self.reads, lane, time, after)
+    with replay.lock:
+      return self.read(replay, lane, time, after)
 
 
 class Work(NamedTuple):

@@ -86,6 +86,10 @@ class ImpalaConfig(AgentConfig):
   network: CoreConfig = CoreConfig()
   loss: LossConfig = LossConfig()
 
+  @property
+  def trains_once(self) -> bool:
+    return self.loss.synchronous
+
   def problems(self, config: Config) -> Iterable[str]:
     yield from torso_problems(self.network, config.env)
     yield from self.loss.supply.problems(config)

@@ -3,6 +3,7 @@
 import dataclasses
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -17,13 +18,14 @@ from speedyzero_jax.workers.weights import ACTOR
 
 
 @dataclasses.dataclass(eq=False)
-class _Session:
+class Session:
   """State of an actor's session."""
 
   lanes: range
   incarnation: int = -1
   sequence: int = -1  # of its last answered step
   grant: messages.Grant | None = None  # granted in that answer and not yet used
+  due: int = 0  # learner step that its last gradient completes
   closed: bool = False  # it has ended all its episodes and takes no further step
   lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
@@ -35,7 +37,7 @@ class ActorService:
     self._collector, self._limiter = experiment.collector, experiment.limiter
     self._replay, self._weights = experiment.replay, experiment.weights
     self._needs_data = experiment.needs_data
-    self._sessions = [_Session(part) for part in lanes]
+    self._sessions = [Session(part) for part in lanes]
     self._roster = roster
 
   def join(self, worker: Worker, request: messages.Join) -> messages.Welcome:
@@ -56,13 +58,13 @@ class ActorService:
       first, stop = session.lanes.start, session.lanes.stop
       return messages.Welcome(first, self._replay.heads[first:stop])
 
-  def _release(self, session: _Session) -> None:
+  def _release(self, session: Session) -> None:
     grant, session.grant = session.grant, None
     if grant is not None:
       self._limiter.add_env_steps(0, reserved=grant.steps)
       self._limiter.end_acting(session)
 
-  def step(self, worker: Worker, request: messages.Step, seconds: float) -> messages.Grant | None:
+  def step(self, worker: Worker, request: Any, seconds: float) -> messages.Grant | None:
     """Adds experience to the journal and the replay; grants steps once the limiter allows any.
 
     Returns None if it allows none within `seconds`.
@@ -76,7 +78,7 @@ class ActorService:
       if request.sequence != session.sequence + 1:
         raise ValueError(f"{worker} sent step {request.sequence} after step {session.sequence}")
       self._take(worker, session, request)
-      steps, requested = self._wait_for_steps(worker, session, seconds), len(session.lanes)
+      steps, requested = self._wait_for_steps(worker, session, seconds), self._wanted(session)
       if steps is None:
         self._roster.enter(worker)
         return None
@@ -95,7 +97,7 @@ class ActorService:
       )
       return session.grant
 
-  def _wait_for_steps(self, worker: Worker, session: _Session, seconds: float) -> int | None:
+  def _wait_for_steps(self, worker: Worker, session: Session, seconds: float) -> int | None:
     """Waits for steps to grant; returns 0 if the actor may leave, None after a timeout."""
     if session.closed:
       self._limiter.wait_for(lambda: self._limiter.collected, seconds)
@@ -104,9 +106,13 @@ class ActorService:
       self._roster.dismiss(worker)
       return 0
     self._roster.waits(worker)
-    return self._limiter.reserve(len(session.lanes), seconds, urgent=self._needs_data)
+    return self._limiter.reserve(self._wanted(session), seconds, urgent=self._needs_data)
 
-  def _take(self, worker: Worker, session: _Session, request: messages.Step) -> None:
+  def _wanted(self, session: Session) -> int:
+    """Agent steps to grant at a time."""
+    return len(session.lanes)
+
+  def _take(self, worker: Worker, session: Session, request: Any) -> None:
     """Stores slots, unless an earlier attempt of the request has delivered them."""
     grant, heads = session.grant, self._replay.heads
     if not request.slots:
@@ -127,9 +133,7 @@ class ActorService:
       raise ValueError(f"{worker} acted with weights newer than the learner's")
     if taken > grant.steps:
       raise ValueError(f"{worker} took {taken} steps of {grant.steps} granted")
-    if request.episodes.shape[1:] != (2,) or not np.isfinite(request.episodes).all():
-      raise ValueError(f"episodes must be finite, [e, 2], got {request.episodes}")
-    episodes = [Episode(score, int(length)) for score, length in request.episodes.tolist()]
+    episodes = finished_episodes(request)
     try:
       self._collector.take(slots, episodes, granted=grant.steps)
     except ValueError:
@@ -139,3 +143,10 @@ class ActorService:
     session.closed = grant.closing and taken == grant.steps
     session.grant = None
     self._limiter.end_acting(session)
+
+
+def finished_episodes(request: messages.Step | messages.Gradient) -> list[Episode]:
+  """Returns the episodes in a request. Raises ValueError if they are malformed."""
+  if request.episodes.shape[1:] != (2,) or not np.isfinite(request.episodes).all():
+    raise ValueError(f"episodes must be finite, [e, 2], got {request.episodes}")
+  return [Episode(score, int(length)) for score, length in request.episodes.tolist()]

@@ -108,7 +108,7 @@ class CentralActors:
     experiment = self._experiment
     role = Role("actor", experiment.membership.unit, worker.number)
     config, agent, latest = experiment.local_config, experiment.agent, experiment.weights.latest
-    seed = actor_seed(config, role, worker.incarnation, welcome.heads)
+    seed = actor_seed(config, role, worker.incarnation, int(welcome.heads.sum()))
 
     def request(step: messages.Step) -> messages.Grant:
       while not experiment.limiter.stopping:

@@ -12,6 +12,7 @@ import numpy as np
 from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.actor_service import ActorService
 from speedyzero_jax.cluster.central_actors import CentralActors
+from speedyzero_jax.cluster.gradient_service import GradientService
 from speedyzero_jax.cluster.messages import Worker
 from speedyzero_jax.cluster.refresher_service import RefresherService
 from speedyzero_jax.cluster.roster import Roster
@@ -28,13 +29,14 @@ class LearnerService:
     self._half = experiment.config.topology.weights_dtype == "bfloat16"
     self._roster = roster
     self._packed: dict[str, messages.Weights] = {}
-    actors = ActorService(experiment, lanes, roster)
+    gradients = experiment.config.topology.gradients == "actors"
+    actors = (GradientService if gradients else ActorService)(experiment, lanes, roster)
     self.environments = CentralActors(experiment, actors, roster).environments
     works = RefresherService(experiment, refreshers, roster)
     self.execute = works.execute
     self._methods: Mapping[str, Callable[..., Any]] = {
       "join": actors.join,
-      "step": actors.step,
+      "gradient" if gradients else "step": actors.step,
       "weights": self._newest,
       "work": works.work,
       "frames": works.frames,

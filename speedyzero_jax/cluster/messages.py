@@ -61,6 +61,17 @@ class Grant(NamedTuple):
   random: bool  # play uniformly at random
 
 
+class Gradient(NamedTuple):
+  """A gradient from an actor (A3C), and the request for its next grant; otherwise as `Step`."""
+
+  sequence: int
+  steps: int  # agent steps taken with the last grant
+  episodes: np.ndarray  # [e, 2] float64
+  version: int  # learner step of the weights
+  arrays: Arrays  # of `Variables`, `named`: derivatives and running statistics; {}: none
+  metrics: dict[str, float]
+
+
 class Observation(NamedTuple):
   """First observation of an actor's environments, or that after the last actions."""
 
@@ -136,6 +147,7 @@ class Call(NamedTuple):
 CALLS: Mapping[str, Call] = {
   "join": Call(Join, Welcome),
   "step": Call(Step, Grant, poll=True),
+  "gradient": Call(Gradient, Grant, poll=True),
   "weights": Call(WeightsRequest, Weights, late=True),
   "work": Call(Work, Block, poll=True),
   "frames": Call(FramesRequest, FramesChunk, late=True),

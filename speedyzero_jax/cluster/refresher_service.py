@@ -101,7 +101,7 @@ class RefresherService:
       cell=cell.astype(np.int32),
       step=self._experiment.weights.latest(task.subscription).step,
       heads=heads,
-      columns=self._replay.values(task.reads, *states),
+      columns=task.inputs(self._replay, *states),
     )
 
   def _due_work(self) -> Work | None:

@@ -68,7 +68,7 @@ def act(config: Config, agent: Agent, client: Client, role: Role, incarnation: i
   `incarnation` is larger than that of any earlier process in this role since the learner started.
   """
   welcome: messages.Welcome = client.call(messages.Join())
-  seed = actor_seed(config, role, incarnation, welcome.heads)
+  seed = actor_seed(config, role, incarnation, int(welcome.heads.sum()))
   like = jax.eval_shape(agent.init, jax.random.key(0))
   weights = RemoteWeights(client, like, jax.local_devices()[0])
   inference = Inference(agent, report=_report)
@@ -77,13 +77,12 @@ def act(config: Config, agent: Agent, client: Client, role: Role, incarnation: i
     play(config, agent, env, inference, seed, welcome, client.call, weights.latest)
 
 
-def actor_seed(config: Config, role: Role, incarnation: int, heads: np.ndarray) -> int:
+def actor_seed(config: Config, role: Role, incarnation: int, progress: int) -> int:
   """Returns the seed of an incarnation's environments and exploration.
 
-  `heads` [l] are the next slots of its lanes.
+  `progress` differs after a restart of all processes, when incarnations start from 0 again.
   """
-  # Incarnations restart from 0 when all processes restart; the slots then differ.
-  return derived_seed(config.run.seed, str(role), incarnation + (int(heads.sum()) << 32))
+  return derived_seed(config.run.seed, str(role), incarnation + (progress << 32))
 
 
 def play(
@@ -129,7 +128,7 @@ def step_environments(
   Arguments and errors are those of `act`.
   """
   welcome = client.call(messages.Join())
-  seed = actor_seed(config, role, incarnation, welcome.heads)
+  seed = actor_seed(config, role, incarnation, int(welcome.heads.sum()))
   env = make_env(config.env, len(welcome.heads), seed, training=True)
   observations: queue.SimpleQueue[messages.Observation | None] = queue.SimpleQueue()
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from speedyzero_jax.cluster.gradient_actor import send_gradients
 from speedyzero_jax.cluster.grpc_client import Client, Refused, Unreachable
 from speedyzero_jax.cluster.grpc_server import RunOver
 from speedyzero_jax.cluster.learner_process import max_message, membership_of, serving
@@ -138,6 +139,8 @@ def _serve(
   worker = Worker(role.kind, role.number, incarnation)
   central = config.topology.inference == "central"
   acting = step_environments if central else act
+  if config.topology.gradients == "actors":
+    acting = send_gradients
   work = acting if role.kind == "actor" else refresh
   with contextlib.suppress(RunOver), Client(address, token, worker, max_bytes=max_bytes) as client:
     work(local_config, agent, client, role, incarnation)

@@ -163,6 +163,11 @@ class TopologyConfig:
     "central: in the learner process, while actors only step environments (SEED RL)",
     mutable=True,
   )
+  gradients: Literal["learner", "actors"] = opt(
+    "learner",
+    "where gradients are computed; learner: in the learner process, from experience in its replay; "
+    "actors: in the actor processes, each from its own experience; applied as they arrive (A3C)",
+  )
   host: str = opt(
     "",
     "address of the learners, if all run on one machine; empty: each learner's own address on the "
@@ -274,6 +279,11 @@ class AgentConfig:
     """Whether the agent recomputes stored data, so that refreshers have work."""
     return False
 
+  @property
+  def trains_once(self) -> bool:
+    """Whether it trains on each trajectory once, right after collection, as in A2C."""
+    return False
+
   def problems(self, config: "Config") -> Iterable[str]:
     """Yields `key: problem` for inconsistent settings."""
     return ()
@@ -293,6 +303,12 @@ class Config:
   evaluation: EvaluationConfig = EvaluationConfig()
   profile: ProfileConfig = ProfileConfig()
   run: RunConfig = RunConfig()
+
+  def complete(self, learner_steps: float, env_steps: float) -> bool:
+    """Whether a run with these counts has taken all its steps."""
+    used_up = learner_steps >= self.learner.steps, env_steps >= self.run.env_steps
+    # Actors that compute gradients also use agent steps for trajectories that are lost with them.
+    return any(used_up) if self.topology.gradients == "actors" else all(used_up)
 
   def problems(self) -> Iterable[str]:
     """Yields `key: problem` for inconsistent settings that concern every agent."""
@@ -319,3 +335,12 @@ class Config:
         f"topology.refreshers: must be 0, as {self.agent.name} recomputes nothing with these "
         f"settings, got {topology.refreshers}"
       )
+    if topology.gradients == "actors":
+      if not self.agent.trains_once:
+        yield (
+          f"topology.gradients: must be learner, as {self.agent.name} with these settings does not "
+          "train once on each trajectory right after its collection (agent=impala with "
+          "loss.synchronous=true does), got actors"
+        )
+      if actor.max_lag:
+        yield f"actor.max_lag: must be 0 with topology.gradients=actors, got {actor.max_lag}"

@@ -11,8 +11,7 @@ class VersusEnv:
   """L games with the interface and conventions of `BatchedEnv`. Rewards are the agent's.
 
   Every game starts with `opening` random moves, the same in lanes 2k and 2k+1; then the agent moves
-  first in even lanes. An episode's last frame shows the board from the perspective of the player to
-  move next.
+  first in even lanes. Frames show the board from the agent's perspective.
   """
 
   def __init__(self, rules: Rules, lanes: int, seed: int, opponent: Opponent, opening: int = 0):
@@ -49,7 +48,9 @@ class VersusEnv:
     ended = self._rules.over(self._board)
     self._ended = ended
     reward = (won - np.where(replying, lost, 0)).astype(np.float32)
-    return EnvStep(self._board, reward, first, ended, np.zeros_like(ended), ended)
+    by_agent = (ended & ~replying)[:, None, None, None]  # after its move the opponent is next
+    frame = np.where(by_agent, self._board[..., ::-1], self._board)
+    return EnvStep(frame, reward, first, ended, np.zeros_like(ended), ended)
 
   def _openings(self) -> np.ndarray:
     lanes = self.num_lanes

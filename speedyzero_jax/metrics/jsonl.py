@@ -33,15 +33,16 @@ def read_rows(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], int]:
   return rows, len(lines) - len(rows)
 
 
-def last_step(path: pathlib.Path) -> int:
-  """The learner step of the last row, or 0 if there is none. Reads only the end of the file."""
+def last_row(path: pathlib.Path) -> dict[str, Any]:
+  """The last row, or {} if there is none. Reads only the end of the file."""
   try:
     with path.open("rb") as file:
       file.seek(max(file.seek(0, os.SEEK_END) - _END_BYTES, 0))
       *lines, _ = file.read().split(b"\n")
-    return int(json.loads(lines[-1])[names.STEP])
-  except (OSError, IndexError, ValueError, KeyError, TypeError):
-    return 0
+    row = json.loads(lines[-1])
+  except (OSError, IndexError, ValueError):
+    return {}
+  return row if isinstance(row, dict) and type(row.get(names.STEP)) is int else {}
 
 
 def drop_after(path: pathlib.Path, step: int) -> float:

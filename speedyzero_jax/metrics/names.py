@@ -35,6 +35,8 @@ REPLAY_BYTES = "replay/bytes"
 
 POLICY_LAG = "stats/policy_lag"  # age of the actors' weights, learner steps
 POLICY_LAG_MAX = "stats/policy_lag_max"
+STALENESS = "stats/gradient_staleness"  # actors' gradients: age of their weights when applied
+STALENESS_MAX = "stats/gradient_staleness_max"
 
 INFERENCE_LANES = "inference/lanes_mean"  # central inference: lanes per batch
 INFERENCE_SECONDS = "inference/seconds_mean"  # central inference: latency of a request

@@ -69,8 +69,8 @@ class Display:
       before, now = self._steps_and_processes(), self._clock()
       self._values.update(values)
       self._unshown |= self._steps_and_processes() != before
-      ends = (names.STEP, self._config.learner.steps), (names.ENV_STEPS, self._config.run.env_steps)
-      finished = all((self._values.get(name) or 0) >= end for name, end in ends)
+      counts = (self._values.get(name) or 0 for name in (names.STEP, names.ENV_STEPS))
+      finished = self._config.complete(*counts)
       if self._unshown and (finished or now >= self._next_line):
         self._unshown, self._next_line = False, now + INTERVAL
         self.message(self._line())

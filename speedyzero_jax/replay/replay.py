@@ -7,6 +7,7 @@ One lock makes reads and writes of columns atomic. Frames are copied without the
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -39,7 +40,7 @@ class Replay:
     capacity: int,  # slots per lane
     frame_stack: int,
     rng_seed: int,
-    sweeps: Sequence[str] = (),  # names
+    sweeps: Mapping[str, int] = MappingProxyType({}),  # phases by name, see `Sweep`
     device_frames: DeviceFrames | None = None,
   ):
     self.schema, self._stack = schema, frame_stack
@@ -48,7 +49,7 @@ class Replay:
     self.rng = np.random.Generator(np.random.PCG64(rng_seed))
     self.lock = threading.RLock()
     self._device_frames = device_frames
-    self._sweeps = {name: Sweep(lanes, capacity) for name in sweeps}
+    self._sweeps = {name: Sweep(lanes, capacity, phases=phases) for name, phases in sweeps.items()}
 
   # --- collecting
 

@@ -4,7 +4,6 @@ See also `workers/sweeper.py`, which schedules the blocks.
 """
 
 from collections import deque
-from collections.abc import Iterable
 
 import numpy as np
 
@@ -19,19 +18,27 @@ class Sweep:
   every other stretch is visited at most once, regardless of appends. A block whose results are lost
   is visited again one pass later. A slot keeps its old stamp until its result is written, so ages
   are never underestimated.
+
+  With several `phases`, which must divide the stretch, a sweep goes backward in time: a block takes
+  only every phases-th cell of its stretches, and the next block the cells before those. Each phase
+  has its own queue of all stretches.
   """
 
-  def __init__(self, lanes: int, capacity: int, stretch: int = STRETCH):
-    self.stretch = stretch
+  def __init__(self, lanes: int, capacity: int, stretch: int = STRETCH, phases: int = 1):
+    self._stretch, self._phases = stretch, phases
+    self._cells = np.arange(0, stretch, phases)  # of a stretch in one block, plus the phase
     self._per_lane = -(-capacity // stretch)
     self._used = np.zeros(lanes, np.int64)  # cells in use
-    self._queue: deque[int] = deque()  # lane * stretches per lane + index in the lane
+    # By phase: lane * stretches per lane + index in the lane.
+    self._queues: list[deque[int]] = [deque() for _ in range(phases)]
+    self._turns = deque(reversed(range(phases)))  # phases of the next blocks
 
   def grow(self, used: np.ndarray) -> None:
     """Updates the number of cells in use in each lane, [lanes]."""
-    before, after = -(-self._used // self.stretch), -(-used // self.stretch)
+    before, after = -(-self._used // self._stretch), -(-used // self._stretch)
     for lane in np.flatnonzero(after > before).tolist():
-      self._queue.extend(lane * self._per_lane + np.arange(before[lane], after[lane]))
+      for queue in self._queues:
+        queue.extend(lane * self._per_lane + np.arange(before[lane], after[lane]))
     self._used = used
 
   def next_block(self, n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -40,15 +47,18 @@ class Sweep:
     Whole stretches are taken, so n must be at least one stretch; cells are repeated to fill n.
     Raises ValueError if no cell is in use.
     """
-    if not self._queue:
+    phase = self._turns[0]
+    queue = self._queues[phase]
+    if not queue:
       raise ValueError("next_block: the replay is empty")
-    count = min(n // self.stretch, len(self._queue))
-    stretches = np.array([self._queue[i] for i in range(count)])
-    self._queue.rotate(-count)
+    count = min(n // len(self._cells), len(queue))
+    stretches = np.array([queue[i] for i in range(count)])
+    queue.rotate(-count)
+    self._turns.rotate(-1)
     lane, position = stretches // self._per_lane, stretches % self._per_lane
-    cell = position[:, None] * self.stretch + np.arange(self.stretch)
+    cell = position[:, None] * self._stretch + self._cells + phase
     cell = np.minimum(cell, self._used[lane, None] - 1)
-    return np.resize(np.repeat(lane, self.stretch), n), np.resize(cell, n)
+    return np.resize(np.repeat(lane, len(self._cells)), n), np.resize(cell, n)
 
   def quota(self, n: int, max_age: int, delay: int = 0) -> int:
     """Number of states to recompute per learner step so that no stamp exceeds `max_age`.
@@ -58,13 +68,19 @@ class Sweep:
     (or a slot appended), plus the maximum duration of a block, in learner steps. A pass and one
     extra block must fit into max_age - delay - 1 steps, so `max_age` must be at least delay + 2.
     """
-    blocks_in_pass = -(-len(self._queue) // (n // self.stretch))
+    blocks_in_pass = self._phases * -(-len(self._queues[0]) // (n // len(self._cells)))
     return -(-(blocks_in_pass + 1) * n // (max_age - delay - 1))
 
   def state(self) -> np.ndarray:
-    """Returns the queue for a checkpoint, int64."""
-    return np.array(self._queue, np.int64)
+    """Returns the queues in turn for a checkpoint, as stretch * phases + phase, int64."""
+    queues = (np.array(self._queues[i], np.int64) * self._phases + i for i in self._turns)
+    return np.concatenate(list(queues))
 
-  def load(self, queue: Iterable[int], used: np.ndarray) -> None:
+  def load(self, state: np.ndarray, used: np.ndarray) -> None:
     """Restores the result of `state`, with the number of cells in use [lanes]."""
-    self._queue, self._used = deque(int(stretch) for stretch in queue), used
+    stretches, phases = np.divmod(state.reshape(self._phases, -1), self._phases)
+    if state.size:
+      self._turns = deque(phases[:, 0].tolist())
+    for phase, queue in zip(self._turns, stretches.tolist(), strict=True):
+      self._queues[phase] = deque(queue)
+    self._used = used

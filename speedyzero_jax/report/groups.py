@@ -7,6 +7,7 @@ import math
 import re
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from speedyzero_jax.envs.scores import human_normalized
 from speedyzero_jax.report import aggregates
 from speedyzero_jax.report.runs import CURVE, GAME, REPETITION_KEYS, Run
+from speedyzero_jax.run.run_dir import safe_name
 
 SCORES = ("evaluation_mean", "training_return")  # a group uses the first that all its runs have
 _NAMED = 2  # maximum settings in a method's name
@@ -97,22 +99,40 @@ def to_json(runs: Sequence[Run], groups: Sequence[Group], **more: Any) -> str:
 
 
 def methods(runs: Sequence[Run]) -> list[Method]:
-  """Groups runs into methods, named by agent and the settings in which methods of it differ."""
+  """Groups runs into methods.
+
+  They are named as their folders are, without game and seed, or where this does not tell them
+  apart, by agent and the first settings in which methods of it differ.
+  """
   groups = _alike(runs, GAME)
+  folders = [_folder_name(members) for members in groups]
+  names = folders if len({*folders} - {""}) == len(groups) else _setting_names(groups)
+  letters = [chr(ord("A") + i) if i < 26 else str(i) for i in range(len(groups))]
+  if len(groups) > 1:
+    names = [f"{letter}: {name}" for letter, name in zip(letters, names, strict=True)]
+  return [Method(name, members) for name, members in zip(names, groups, strict=True)]
+
+
+def _folder_name(runs: Sequence[Run]) -> str:
+  """The common name of folders NAME-GAME-sSEED; empty if there is none."""
+  ends = [safe_name(f"-{run.game}-s{run.seed}") for run in runs]
+  names = {Path(run.path).name.removesuffix(end) for run, end in zip(runs, ends, strict=True)}
+  return names.pop() if len(names) == 1 else ""
+
+
+def _setting_names(groups: Sequence[Sequence[Run]]) -> list[str]:
   by_agent = collections.defaultdict(list)
   for members in groups:
     by_agent[_agent(members)].append(members)
-  result = []
-  for number, members in enumerate(groups):
+  names = []
+  for members in groups:
     alike = by_agent[_agent(members)]
     changed = [] if len(alike) == 1 else list(differences(alike))
     settings = members[0].settings or {}
     parts = [f"{key.split('.')[-1]}={settings.get(key, '-')}" for key in changed[:_NAMED]]
     more = ["…"] if len(changed) > _NAMED else []
-    letter = chr(ord("A") + number) if number < 26 else str(number)
-    name = " ".join([_agent(members), *parts, *more])
-    result.append(Method(f"{letter}: {name}" if len(groups) > 1 else name, members))
-  return result
+    names.append(" ".join([_agent(members), *parts, *more]))
+  return names
 
 
 def differences(groups: Sequence[Sequence[Run]]) -> dict[str, list[Any]]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import pathlib
 from collections.abc import Iterable
 from typing import Any
@@ -71,8 +72,13 @@ class Run:
 
 
 def read_runs(paths: Iterable[pathlib.Path]) -> list[Run]:
-  """Reads run folders, each once, and marks runs that repeat another's seed."""
-  unique = {path.resolve(): path for path in paths}
+  """Reads run folders, each once, and marks runs that repeat another's seed.
+
+  A folder of runs, such as a study's, stands for all of them. Beside folders, files are ignored.
+  """
+  given = list(paths)
+  folders = [path for path in given if not path.is_file()] or given
+  unique = {path.resolve(): path for folder in folders for path in _runs_in(folder)}
   runs = [read_run(path) for path in unique.values()]
   first: dict[tuple, str] = {}
   for run in runs:
@@ -81,6 +87,12 @@ def read_runs(paths: Iterable[pathlib.Path]) -> list[Run]:
       if same != run.path:
         run.problems.append(f"repeats the seed of {same}: not an independent run")
   return runs
+
+
+def _runs_in(folder: pathlib.Path) -> list[pathlib.Path]:
+  if (folder / "config.yaml").exists():
+    return [folder]
+  return sorted(path.parent for path in folder.glob("*/config.yaml")) or [folder]
 
 
 def read_run(path: pathlib.Path) -> Run:
@@ -146,7 +158,10 @@ def _read_metrics(run: Run, path: pathlib.Path) -> None:
   run.training_return = run.curve[-1] if run.curve else None
   settings = run.settings or {}
   total, interval = settings.get("learner.steps"), settings.get("run.log_interval", 1)
-  if total and run.steps + interval <= total:
+  early = settings.get("topology.gradients") == "actors" and (
+    (run.env_steps or 0) >= settings.get("run.env_steps", math.inf)
+  )
+  if total and run.steps + interval <= total and not early:
     run.problems.append(f"unfinished: learner step {run.steps:,} of {total:,}")
 
 

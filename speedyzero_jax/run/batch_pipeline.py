@@ -9,6 +9,7 @@ import numpy as np
 from speedyzero_jax.agents.base import Agent, Arrays, Work
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.selector import Selection
+from speedyzero_jax.workers.learner import Gradient
 
 Execute = Callable[[list[Work], int], None]  # runs the work for the batch of a learner step
 Part = Callable[[str], contextlib.AbstractContextManager]  # times a named part of the work
@@ -18,6 +19,7 @@ class PreparedBatch(NamedTuple):
   arrays: Arrays  # input of the loss, [B, ...] each
   selection: Selection
   info: dict[str, float]  # metrics
+  gradient: Gradient | None = None  # from an actor; arrays and selection are then empty
 
 
 def draw(

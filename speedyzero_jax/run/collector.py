@@ -67,12 +67,16 @@ class Collector:
       except Exception as error:  # the slots are lost, or in the journal only
         self.fail(error)
         raise
-      self._limiter.add_env_steps(count, reserved=granted)
-    for episode in episodes:
-      self.episodes.record(episode)
-    self._logger.count(names.AGENT_STEPS_PER_SECOND, count)
+      self.count(count, episodes, granted=granted)
     if count:
       self._log_lag(int(slots["step"].min()))
+
+  def count(self, steps: int, episodes: Sequence[Episode], *, granted: int) -> None:
+    """Counts agent steps and episodes of another process, with a grant of `granted` agent steps."""
+    self._limiter.add_env_steps(steps, reserved=granted)
+    for episode in episodes:
+      self.episodes.record(episode)
+    self._logger.count(names.AGENT_STEPS_PER_SECOND, steps)
 
   def fail(self, error: BaseException) -> None:
     """Stops the run, which then raises `error`."""

@@ -1,6 +1,7 @@
 """The experiment: all parts of a run in one learner process, and its membership in the run."""
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -11,6 +12,7 @@ from speedyzero_jax.config.schema import Config
 from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.logger import MetricsLogger
 from speedyzero_jax.replay.replay import Replay
+from speedyzero_jax.run.batch_pipeline import PreparedBatch
 from speedyzero_jax.run.collector import Collector
 from speedyzero_jax.run.rate_limiter import RateLimiter
 from speedyzero_jax.run.recovery import RecoveryManager
@@ -77,6 +79,8 @@ class Experiment:
   after_step: list[Callable[[], object]] = dataclasses.field(default_factory=list)
   drawn: int = 0  # batches whose sampling has begun
   learned: int = 0  # batches trained on, with the new weights published
+  # Batches drawn, or gradients received from actors, that are not trained on yet.
+  waiting: deque[PreparedBatch] = dataclasses.field(default_factory=deque)
   interrupted: bool = False
   stop_agreed: bool = False  # all learner processes know of an interruption
   learning: bool = False  # training has begun: learner steps now propagate interruptions

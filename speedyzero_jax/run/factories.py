@@ -33,8 +33,12 @@ def replay_capacity(config: Config, agent: Agent) -> int:
   """Slots per lane.
 
   If `replay.capacity` is 0, they suffice for the whole run if its episodes last at least four agent
-  steps: one slot per agent step and one more per episode.
+  steps: one slot per agent step and one more per episode. Actors that compute gradients keep one
+  batch each, and their learner nothing.
   """
+  if config.topology.gradients == "actors":
+    windows = max(config.learner.batch_size // config.actor.lanes, 1)
+    return config.env.frame_stack + windows * agent.lookahead
   slots = config.replay.capacity or -(-5 * config.run.env_steps // 4)
   return max(-(-slots // config.actor.lanes), shortest_lane(config, agent))
 
@@ -74,7 +78,7 @@ def make_replay(
     capacity=capacity,
     frame_stack=config.env.frame_stack,
     rng_seed=seed,
-    sweeps=[name for name, task in agent.tasks.items() if task.max_age],
+    sweeps={name: task.phases for name, task in agent.tasks.items() if task.max_age},
     device_frames=frames_on_devices(config, agent, mesh, report),
   )
 

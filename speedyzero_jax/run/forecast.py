@@ -51,7 +51,8 @@ def host_bytes(experiment: Experiment) -> float:
   A lower bound: it counts only one replay slot per stored agent step.
   """
   config = experiment.local_config
-  kept = min(config.replay.capacity or config.run.env_steps, config.run.env_steps)
+  slots = experiment.replay.store.capacity * config.actor.lanes
+  kept = min(slots, config.run.env_steps)
   held = experiment.replay.stats(experiment.limiter.learner_steps)["bytes"]
   growth = kept * LaneStore(experiment.agent.schema, 1, 1).slot_bytes - held
   taken = (memory.resident(peak=True) or 0) + max(growth, 0)

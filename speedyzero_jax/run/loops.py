@@ -4,7 +4,6 @@ import contextlib
 import functools
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 
 from speedyzero_jax.metrics import names
@@ -61,7 +60,7 @@ class _Overlapped:
 
   def __init__(self, experiment: Experiment):
     self._experiment, self._limiter = experiment, experiment.limiter
-    self._ready: deque[PreparedBatch] = deque()
+    self._ready = experiment.waiting
     self._drawn = experiment.limiter.learner_steps  # number of batches drawn
     # The previous step. Priorities are read back one step late, so the host does not block on it.
     self._pending: tuple[PreparedBatch, StepResult, int] | None = None
@@ -70,7 +69,8 @@ class _Overlapped:
   def run(self) -> None:
     """Starts the other roles, runs the learner in this thread, and joins the others."""
     membership = self._experiment.membership
-    roles: list[Callable[[], None]] = [self._draw]
+    received = self._experiment.config.topology.gradients == "actors"
+    roles: list[Callable[[], None]] = [] if received else [self._draw]
     if membership.runs_actor:
       roles.append(self._collect)
     if membership.runs_sweeps:
@@ -150,18 +150,24 @@ class _Overlapped:
     now = experiment.replay, limiter.learner_steps
     return not bounded or not any(s.overdue(*now) or s.behind(*now) for s in experiment.sweepers)
 
+  def _may_go_on(self) -> bool:
+    return self._may_learn() or self._limiter.finished
+
   def _learn(self) -> None:
     experiment, limiter = self._experiment, self._limiter
     total = experiment.config.learner.steps
     if limiter.learner_steps < total:
       with contextlib.suppress(Stopped):
-        limiter.wait_until(self._may_learn)
+        limiter.wait_until(self._may_go_on)
       failed = limiter.stopping and not experiment.interrupted
       if failed or not steps.begin_learning(experiment):
         return
     while limiter.learner_steps < total:
       with experiment.logger.part("wait"):
-        self._wait("learner", self._may_learn)
+        self._wait("learner", self._may_go_on)
+      if not self._ready:  # all agent steps are used up, and the actors computed the gradients
+        steps.log(experiment)
+        return
       step, prepared = limiter.learner_steps, self._ready.popleft()
       result = steps.learn(experiment, prepared)
       self._finish_step()
@@ -172,7 +178,7 @@ class _Overlapped:
       if experiment.stop_agreed:
         return
     if not experiment.interrupted:
-      limiter.wait_until(lambda: limiter.collected)
+      limiter.wait_until(lambda: limiter.finished)
 
   def _finish_step(self) -> None:
     pending, self._pending = self._pending, None

@@ -4,7 +4,8 @@ After the initial random play, learner steps are due at a constant number of sam
 the last `tail_steps` of them wait until collection is complete. With a bound on policy lag, the
 learner waits while an actor uses weights that the next step would make too old. Synchronous agents
 (A2C, PPO) have no such schedule: the learner trains whenever a batch is complete, and actors
-collect only what the next batch still needs.
+collect only what the next batch still needs. If actors compute the gradients (A3C), each alternates
+for itself, nothing else paces them, and the run ends with either the agent or the learner steps.
 """
 
 import contextlib
@@ -34,6 +35,8 @@ class RateLimiter:
 
   def __init__(self, config: Config, *, synchronous: bool = False):
     self.synchronous = synchronous
+    self._independent = config.topology.gradients == "actors"  # see above
+    self._complete = config.complete
     self._total_env, self._total_learner = config.run.env_steps, config.learner.steps
     self._random = config.actor.random_steps
     self._start = min(self._random, self._total_env)
@@ -66,7 +69,7 @@ class RateLimiter:
 
   @property
   def finished(self) -> bool:
-    return self.learner_steps >= self._total_learner and self.collected
+    return self._complete(self.learner_steps, self.env_steps)
 
   @property
   def pool(self) -> int:
@@ -101,6 +104,8 @@ class RateLimiter:
     return self.draining or self.synchronous or self.env_steps >= self.required(step)
 
   def may_collect(self) -> bool:
+    if self._independent:
+      return self.pool > 0
     if self.synchronous and self.learner_steps < self._total_learner:
       return False
     ahead = self.env_steps + self._reserved - self.required(self.learner_steps)

@@ -41,10 +41,14 @@ def draw(experiment: Experiment, learner_step: int) -> PreparedBatch:
 
 def learn(experiment: Experiment, prepared: PreparedBatch) -> StepResult:
   """Takes one learner step; its results stay on the devices."""
+  learner, state, gradient = experiment.learner, experiment.state, prepared.gradient
   with experiment.logger.part("train"):
-    experiment.state, result = experiment.learner.step(
-      experiment.state, prepared.arrays, experiment.learn_key, stop=experiment.interrupted
-    )
+    if gradient is not None:
+      experiment.state, result = learner.apply(state, gradient)
+    else:
+      experiment.state, result = learner.step(
+        state, prepared.arrays, experiment.learn_key, stop=experiment.interrupted
+      )
   experiment.limiter.add_learner_step()
   with experiment.logger.part("publish"):
     experiment.weights.publish(experiment.limiter.learner_steps, experiment.state.variables)
@@ -52,7 +56,7 @@ def learn(experiment: Experiment, prepared: PreparedBatch) -> StepResult:
   experiment.limiter.notify()
   experiment.logger.log_mean({**result.metrics, **prepared.info})
   experiment.logger.count(names.LEARNER_STEPS_PER_SECOND, 1)
-  experiment.logger.count(names.SAMPLES_PER_SECOND, len(prepared.selection.lane))
+  experiment.logger.count(names.SAMPLES_PER_SECOND, experiment.local_config.learner.batch_size)
   return result
 
 

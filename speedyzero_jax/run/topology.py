@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from speedyzero_jax.config.loader import ConfigError
-from speedyzero_jax.config.schema import Config
+from speedyzero_jax.config.schema import Config, TopologyConfig
 
 Kind = Literal["learner", "actor", "refresher"]
 
@@ -81,6 +81,7 @@ def resolve(config: Config, num_processes: int | None = None) -> Topology:
       f"topology.inference: central needs an actor process for each of the {learners} learners, "
       f"got topology.actors={topology.actors}"
     )
+  _check_gradients(requested, topology)
   lanes, batch_size = config.actor.lanes, config.learner.batch_size
   for key, value in (("actor.lanes", lanes), ("learner.batch_size", batch_size)):
     if value % learners:
@@ -94,6 +95,20 @@ def resolve(config: Config, num_processes: int | None = None) -> Topology:
       "profile.steps: supports one learner only; others would time out waiting for the profiled one"
     )
   return topology
+
+
+def _check_gradients(requested: TopologyConfig, topology: Topology) -> None:
+  if requested.gradients == "learner":
+    return
+  for key, value, wanted, wrong in (
+    ("actors", topology.actors, "at least 1", not topology.actors),
+    ("learners", topology.learners, "1", topology.learners > 1),
+    ("inference", requested.inference, "actors", requested.inference == "central"),
+  ):
+    if wrong:
+      raise ConfigError(
+        f"topology.{key}: must be {wanted} with topology.gradients=actors, got {value}"
+      )
 
 
 def with_learners(config: Config, num_processes: int | None = None) -> Config:

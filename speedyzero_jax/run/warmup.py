@@ -98,6 +98,8 @@ def _calls(experiment: Experiment) -> Iterator[_Call]:
     inputs = ActInputs(frames, np.ones(lanes, bool), np.zeros(lanes, np.int32), core)
     args = weights[ACTOR], inputs, key, np.float32(0)
     yield call("act", inference.act, per_step, *args, explore=True)
+  if config.topology.gradients == "actors":  # which then train
+    return
   batch, works = example_batch(config, agent)
   batch |= {"frames": experiment.replay.blanks(config.learner.batch_size, agent.window.after)}
   if experiment.membership.runs_sweeps:

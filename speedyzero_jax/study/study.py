@@ -26,8 +26,9 @@ from speedyzero_jax.config import loader
 from speedyzero_jax.config.fields import parse
 from speedyzero_jax.config.loader import ConfigError
 from speedyzero_jax.config.schema import Config
+from speedyzero_jax.envs.batched_env import check_game
 from speedyzero_jax.envs.scores import atari100k_games
-from speedyzero_jax.metrics import jsonl
+from speedyzero_jax.metrics import jsonl, names
 from speedyzero_jax.run import run_dir, topology
 from speedyzero_jax.run.run_dir import RunFolderError
 
@@ -67,13 +68,16 @@ class StudyRun(NamedTuple):
 
   def step(self) -> int:
     """The last learner step in the run's metrics."""
-    return jsonl.last_step(self.path / "metrics.jsonl")
+    return int(jsonl.last_row(self.path / "metrics.jsonl").get(names.STEP, 0))
 
   def score(self) -> float | None:
     """Mean return of the evaluation after the last learner step; None before it."""
+    last = jsonl.last_row(self.path / "metrics.jsonl")
     try:
       result = json.loads((self.path / "evaluation.json").read_text())
-      return float(result["mean"]) if result["step"] >= self.config.learner.steps else None
+      early = self.config.complete(last.get(names.STEP, 0), last.get(names.ENV_STEPS, 0))
+      step = min(self.step(), self.config.learner.steps) if early else self.config.learner.steps
+      return float(result["mean"]) if result["step"] >= step else None
     except (OSError, ValueError, KeyError, TypeError):
       return None
 
@@ -112,13 +116,20 @@ def runs_of(study: Study, folder: Path) -> list[StudyRun]:
   """
   if study.seeds < 1:
     raise ConfigError(f"seeds: must be at least 1, got {study.seeds}")
-  games = atari100k_games() if study.games == ("all",) else study.games or (None,)
+  games: list[str | None] = []
+  for game in study.games or (None,):
+    games += atari100k_games() if game == "all" else [game]
   variants = itertools.product(*(of.items() for of in study.vary.values()))
   configured = []
   for variant, game in itertools.product(variants, games):
     name = "-".join(value for value, _ in variant)
     texts = [text for _, texts in variant for text in texts]
     configured.append((name, *_configured(study, name, texts, game)))
+  try:
+    for game in {config.env.game for *_, config in configured}:
+      check_game(game)
+  except ValueError as error:
+    raise ConfigError(f"games: {error}") from None
   runs: dict[Path, StudyRun] = {}
   for seed, (name, arguments, config) in itertools.product(range(study.seeds), configured):
     seed_setting = f"run.seed={seed}"

@@ -11,10 +11,14 @@ from speedyzero_jax.study.study import StudyRun
 
 
 def draw(runs: Sequence[StudyRun], running: Collection[Path], failed: Collection[Path]) -> Table:
-  """Draws the state of every run: its score if finished, else its progress, or `failed`."""
+  """Draws the state of every run: its score if finished, else its progress, or `failed`.
+
+  Rows with running runs come first, as a terminal may be too small for the others.
+  """
   seeds = sorted({run.seed for run in runs})
   table = Table("variant", "game", *map(str, seeds), box=box.SIMPLE_HEAD)
-  for variant, game in dict.fromkeys((run.variant, run.game) for run in runs):
+  first = sorted(runs, key=lambda run: run.path not in running)
+  for variant, game in dict.fromkeys((run.variant, run.game) for run in first):
     row = {run.seed: run for run in runs if (run.variant, run.game) == (variant, game)}
     cells = [state(row[seed], running, failed) for seed in seeds]
     table.add_row(variant or "-", game, *cells)

@@ -71,7 +71,8 @@ class Evaluation:
     )
     capped = f", {self.capped} truncated at {self.max_episode_steps} steps" if self.capped else ""
     return (
-      f"{self.game} after {self.step} learner steps, {self.episodes} episodes: "
+      f"{self.game} after {self.step} learner steps, "
+      f"{self.episodes} episode{'s' * (self.episodes != 1)}: "
       f"mean {self.mean:.2f}, median {self.median:.2f}, std {self.std:.2f}{normalized}{capped}"
     )
 

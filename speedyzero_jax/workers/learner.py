@@ -32,6 +32,16 @@ class LearnerState(NamedTuple):
   step: jax.Array  # [] int32, number of learner steps taken
 
 
+class Gradient(NamedTuple):
+  """The gradient of a batch's loss and its auxiliary outputs, averaged over the devices."""
+
+  params: Params  # derivatives with respect to the parameters
+  batch_stats: Params  # new running statistics
+  metrics: dict[str, jax.Array]  # scalars, by metric name
+  priority: jax.Array  # [B], errors of the samples
+  step: jax.Array  # [] int32, number of learner steps behind the weights
+
+
 class StepResult(NamedTuple):
   """Results of a training step, on the devices."""
 
@@ -74,6 +84,15 @@ class Learner:
       check_vma=False,  # gradients of replicated parameters are averaged explicitly
     )
     self.update = Program(jax.jit(step, donate_argnums=0), "train step", report)
+    gradient = jax.shard_map(
+      self._local_gradient,
+      mesh=mesh,
+      in_specs=(replicated, sharded, replicated),
+      out_specs=Gradient._make((replicated, replicated, replicated, sharded, replicated)),
+      check_vma=False,
+    )
+    self._differentiate = Program(jax.jit(gradient), "gradient", report)
+    self._apply = jax.jit(self._applied, donate_argnums=0, out_shardings=self._replicated)
 
   @functools.cached_property
   def _flags(self) -> dict[bool, jax.Array]:
@@ -135,6 +154,17 @@ class Learner:
     with in_order(self.mesh):
       return self.update(state, batch, key, self._flags[stop])
 
+  def gradient(self, state: LearnerState, batch: Arrays, key: jax.Array) -> Gradient:
+    """Returns the gradient that `step` would apply. The state's `opt_state` is not used."""
+    with in_order(self.mesh):
+      found: Gradient = self._differentiate(state, batch, key)
+      return found
+
+  def apply(self, state: LearnerState, gradient: Gradient) -> tuple[LearnerState, StepResult]:
+    """Takes a training step with a gradient of these or of earlier weights; donates the state."""
+    with in_order(self.mesh):
+      return self._apply(state, gradient)
+
   def arguments(self, state: LearnerState, batch: Arrays, key: jax.Array) -> tuple:
     """Returns the arguments of `update`."""
     return state, batch, key, self._flags[False]
@@ -148,23 +178,42 @@ class Learner:
   def _local_step(
     self, state: LearnerState, batch: Arrays, key: jax.Array, stop: jax.Array
   ) -> tuple[LearnerState, StepResult]:
+    gradient = self._local_gradient(state, batch, key)
+    new, metrics = self._updated(state, gradient)
+    stopping = jax.lax.pmax(jnp.any(stop).astype(jnp.int32), AXIS) > 0
+    return new, StepResult(metrics, gradient.priority, stopping)
+
+  def _applied(self, state: LearnerState, gradient: Gradient) -> tuple[LearnerState, StepResult]:
+    new, metrics = self._updated(state, gradient)
+    staleness = (state.step - gradient.step).astype(jnp.float32)
+    metrics |= {names.STALENESS: staleness, names.STALENESS_MAX: staleness}
+    return new, StepResult(metrics, gradient.priority, jnp.zeros((), bool))
+
+  def _local_gradient(self, state: LearnerState, batch: Arrays, key: jax.Array) -> Gradient:
     local = batch["frames"].shape[0]
     # Keys depend on the index in the global batch, so they are the same on any number of devices.
     index = jax.lax.axis_index(AXIS) * local + jnp.arange(local)
     of_step = functools.partial(jax.random.fold_in, jax.random.fold_in(key, state.step))
     keys = jax.vmap(of_step)(index)
-    params = state.variables.params
     (loss, out), grads = jax.value_and_grad(self._agent.loss, has_aux=True)(
-      params, state.variables.batch_stats, state.target, batch, keys
+      state.variables.params, state.variables.batch_stats, state.target, batch, keys
     )
     grads = mean_over_devices(grads)
+    metrics = mean_over_devices({names.LOSS_TOTAL: loss, **out.metrics})
+    return Gradient(grads, out.batch_stats, metrics, out.priority, state.step)
+
+  def _updated(
+    self, state: LearnerState, gradient: Gradient
+  ) -> tuple[LearnerState, dict[str, jax.Array]]:
+    """Device: the state after the update, and metrics."""
+    grads, params = gradient.params, state.variables.params
     updates, opt_state = self._optimizer.update(grads, state.opt_state, params)
     params = optimizers.apply_updates(params, updates)
     target = state.target
     if self._agent.target_interval:
       due = (state.step + 1) % self._agent.target_interval == 0
       target = jax.tree.map(lambda new, old: jnp.where(due, new, old), params, target)
-    metrics = mean_over_devices({names.LOSS_TOTAL: loss, **out.metrics}) | {
+    metrics = gradient.metrics | {
       names.LEARNING_RATE: jnp.asarray(self._schedule(state.step), jnp.float32),
       names.GRADIENT_NORM: optimizers.norm(grads),
       names.UPDATE_NORM: optimizers.norm(updates),
@@ -172,6 +221,5 @@ class Learner:
     }
     ratios = optimizers.trust_ratio_summary(opt_state)
     metrics |= {f"learner/trust_ratio_{name}": value for name, value in ratios.items()}
-    new = LearnerState(Variables(params, out.batch_stats), target, opt_state, state.step + 1)
-    stopping = jax.lax.pmax(jnp.any(stop).astype(jnp.int32), AXIS) > 0
-    return new, StepResult(metrics, out.priority, stopping)
+    variables = Variables(params, gradient.batch_stats)
+    return LearnerState(variables, target, opt_state, state.step + 1), metrics

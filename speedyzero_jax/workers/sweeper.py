@@ -48,7 +48,7 @@ def run_task(
   """Recomputes the states of `work` in this process; returns their number."""
   version = weights.latest(task.subscription)
   states = work.lane, work.time, work.real.shape[1] - 1
-  inputs = {"frames": replay.windows(*states), **replay.values(task.reads, *states)}
+  inputs = {"frames": replay.windows(*states), **task.inputs(replay, *states)}
   results = inference.compute(version, work.task, inputs, key)
   write_results(replay, task, work, results, version.step)
   return int(work.real.sum())
@@ -91,8 +91,8 @@ class Sweeper:
 
   def calls_per_step(self, stored: float) -> float:
     """Mean number of blocks per learner step with `stored` states in the replay."""
-    # As `Sweep.quota`, with half a block of padding on average.
-    return (stored / self.block + 1.5) / (self.max_age - self._delay - 1)
+    # As `Sweep.quota`, with half a block of padding in each phase on average.
+    return (stored / self.block + 1 + self.task.phases / 2) / (self.max_age - self._delay - 1)
 
   def overdue(self, replay: Replay, learner_step: int) -> bool:
     """Whether any stamp would exceed the maximum age after one more learner step."""

@@ -21,7 +21,7 @@ import pytest
 import tiny
 from speedyzero_jax.agents import impala
 from speedyzero_jax.config import loader
-from speedyzero_jax.metrics import jsonl
+from speedyzero_jax.metrics import jsonl, names
 from speedyzero_jax.metrics.logger import MetricsLogger
 from speedyzero_jax.replay.journal import Journal
 from speedyzero_jax.run import build, factories, run_dir
@@ -43,6 +43,11 @@ PPO = [  # 8 learner steps between collections
   "--config", "ppo", *SETTINGS, "loss.unroll_length=5", "loss.minibatches=2", "loss.epochs=4",
   "learner.batch_size=2", "learner.devices=1", "actor.weights_interval=8", "replay.capacity=0",
   "evaluation.at_end=false",
+]  # fmt: skip
+
+A3C = [
+  "--config", "a3c", *SETTINGS, "network.hidden=8", "learner.batch_size=2", "learner.devices=1",
+  "run.env_steps=1200", "evaluation.at_end=false",
 ]  # fmt: skip
 
 
@@ -223,6 +228,18 @@ def test_a_synchronous_agent_survives_a_killed_actor(tmp_path):
   means = [row[impala.TRAINED_LAG_MEAN] for row in rows_of(folder)]
   assert max(means) < 10  # one of at least three actions in a trajectory 15, the others 7
   assert audit(folder, 1) == ENV_STEPS
+
+
+def test_an_actor_that_computes_gradients_may_be_killed(tmp_path):
+  folder = tmp_path / "run"
+  with Run(folder, *A3C, f"run.dir={folder}", "--processes", "learner=1,actor=2") as run:
+    assert run.learn(30)
+    run.kill("actor-0.1")
+    assert f"{STEPS} learner steps" in run.end(0)
+  rows = rows_of(folder)
+  assert {row[names.STALENESS_MAX] for row in rows if names.STALENESS_MAX in row} & {1, 2, 3}
+  # Each gradient takes at most 12 agent steps.
+  assert 900 < rows[-1]["env_steps"] < 1200
 
 
 def check_metrics(folder):

@@ -13,9 +13,11 @@ from speedyzero_jax.metrics import names
 from speedyzero_jax.run import steps
 
 
-@pytest.mark.parametrize("task", ["refresh", "reanalyse"])
-def test_a_sweep_by_refreshers_is_the_local_one(make_unit, task):
-  unit = make_unit(SWEEP[task], durable=True)
+@pytest.mark.parametrize(
+  ("task", "reuse"), [("refresh", False), ("reanalyse", False), ("reanalyse", True)]
+)
+def test_a_sweep_by_refreshers_is_the_local_one(make_unit, task, reuse):
+  unit = make_unit(SWEEP[task], *["reanalyse.reuse=true"] * reuse, durable=True)
   unit.fill(20)
   with unit.twin() as local:
     unit.publish(6)

@@ -388,6 +388,19 @@ def test_bounds_that_no_sweep_can_keep_are_refused(overrides, key, interval):
     loader.load([], overrides)
 
 
+@pytest.mark.parametrize(
+  ("overrides", "needs"),
+  [
+    (["reanalyse.schedule=batch"], "reanalyse.schedule=sweep, got batch"),
+    (["reanalyse.schedule=off"], "reanalyse.schedule=sweep, got off"),
+    (["reanalyse.schedule=sweep", "search.algorithm=puct"], "search.algorithm=gumbel, got puct"),
+  ],
+)
+def test_values_are_reused_only_by_sweeps_with_gumbel_search(overrides, needs):
+  with pytest.raises(ConfigError, match=f"^reanalyse.reuse: needs {needs}$"):
+    loader.load([], ["reanalyse.reuse=true", *overrides])
+
+
 def test_every_number_has_an_interval_and_all_problems_are_reported_at_once():
   exempt = {"network.downsample"}  # one of a few values
   for bad in (-1e30, 1e30, math.nan, math.inf):

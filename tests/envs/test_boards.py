@@ -129,6 +129,16 @@ def test_minimax_draws_against_itself_and_never_loses():
     assert set(perfect(np.repeat(board, 50, axis=0), rng).tolist()) == right
 
 
+def test_frames_are_the_view_of_the_agent_to_the_end():
+  random, winners = play_at_random(TTT), set()
+  for step in outcomes(TTT, random, 40, random)[1]:
+    for reward, plane in ((1, 0), (-1, 1)):
+      ended = step.terminated & (step.reward == reward)
+      assert TTT._row(step.frame[ended, ..., plane] > 0).all()
+      winners |= {plane} if ended.any() else set()
+  assert winners == {0, 1}
+
+
 def test_plain_tree_search_is_better_with_more_rollouts():
   few, many = (outcomes(TTT, play_minimax(TTT), 40, play_mcts(TTT, n))[0] for n in (5, 100))
   assert few.mean() < -0.8 and many.mean() > -0.6  # minimax never loses

@@ -159,6 +159,8 @@ def test_evaluating_it_only_adds_the_evaluation(copied):
   assert f"mean {written['mean']:.2f}" in out
   after = listing(copied)
   assert after.pop("evaluation.json") and after == before
+  assert evaluate.main([str(copied), "--episodes", "1"]) == 0  # fewer episodes replace nothing
+  assert json.loads((copied / "evaluation.json").read_text()) == written
 
 
 def test_evaluating_it_as_the_run_did_gives_the_same(finished, copied):

@@ -38,8 +38,21 @@ def test_an_empty_sweep_has_no_block():
     Sweep(lanes=1, capacity=10, stretch=4).next_block(4)
 
 
-def test_state_roundtrip():
-  sweep, other = (Sweep(lanes=2, capacity=20, stretch=4) for _ in range(2))
+def test_a_backward_pass_visits_most_cells_in_the_block_after_their_successors():
+  sweep, block_of = Sweep(lanes=2, capacity=32, stretch=8, phases=4), np.full((2, 32), -1)
+  sweep.grow(np.array([32, 32]))
+  for block in range(8):  # 4 per half of the stretches
+    lane, cell = sweep.next_block(8)
+    assert (block_of[lane, cell] == -1).all()  # each cell once
+    block_of[lane, cell] = block
+  delay = block_of[:, :-1] - block_of[:, 1:]
+  assert (block_of >= 0).all() and (delay == 1).sum() == 3 / 4 * 64
+
+
+@pytest.mark.parametrize("phases", [1, 2, 4])
+def test_state_roundtrip(phases):
+  sweep, other = (Sweep(lanes=2, capacity=20, stretch=4, phases=phases) for _ in range(2))
+  other.load(sweep.state(), np.zeros(2, np.int64))  # of an empty replay
   used = np.array([20, 9])
   sweep.grow(used)
   sweep.next_block(9)
@@ -53,7 +66,8 @@ def test_state_roundtrip():
 @given(
   lanes=st.integers(1, 4),
   capacity=st.integers(1, 40),
-  stretch=st.integers(1, 5),
+  cells=st.integers(1, 5),
+  phases=st.sampled_from([1, 1, 2, 3, 4]),
   n_extra=st.integers(0, 20),
   staleness=st.integers(0, 4),
   flight=st.integers(0, 4),
@@ -61,14 +75,15 @@ def test_state_roundtrip():
   seed=st.integers(0, 2**32 - 1),
 )
 def test_no_stamp_gets_older_than_the_bound(
-  lanes, capacity, stretch, n_extra, staleness, flight, slack, seed
+  lanes, capacity, cells, phases, n_extra, staleness, flight, slack, seed
 ):
   """Random appends, staleness of weights and delays of blocks; the caller observes the quota."""
   rng = np.random.default_rng(seed)
   delay = staleness + flight
   max_age = delay + slack
+  stretch = cells * phases
   n = stretch + n_extra
-  sweep = Sweep(lanes, capacity, stretch)
+  sweep = Sweep(lanes, capacity, stretch, phases)
   stamps = np.full((lanes, capacity), np.iinfo(np.int32).max)
   heads = np.zeros(lanes, int)
   in_flight: list[tuple[int, int, np.ndarray, np.ndarray]] = []

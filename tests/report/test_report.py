@@ -131,6 +131,13 @@ def test_an_unreadable_file_says_so(tmp_path, capsys):
   assert "metrics.jsonl: Is a directory" in capsys.readouterr().out
 
 
+def test_a_folder_of_runs_stands_for_them(tmp_path, capsys):
+  runs = [recorded.run(tmp_path / "study" / name, mean=1.0) for name in "ab"]
+  (tmp_path / "study" / "a.log").touch()
+  assert report.main([str(tmp_path / "study"), str(runs[1])]) == 0
+  assert len(table(capsys.readouterr().out)[0]) == 2
+
+
 def test_folders_without_a_run(tmp_path, capsys):
   recorded.run(tmp_path / "a", mean=1.0)
   (tmp_path / "empty").mkdir()
@@ -245,6 +252,16 @@ def test_methods_are_runs_that_differ_in_game_and_seed_only(tmp_path):
     ("B: dqn learning_rate=2", ["Pong"]),
     ("C: ppo", ["Pong"]),
   ]
+
+
+def test_methods_are_named_as_their_folders(tmp_path):
+  paths = [
+    recorded.run(tmp_path / f"{name}-{game.replace('/', '-')}-s{seed}", game=game, seed=seed,
+                 agent="dqn", settings={"learning_rate": rate, "steps": rate, "size": rate})
+    for name, rate in (("slow", 1), ("fast-2", 2)) for game in ("Pong", "ALE/Pong-v5")
+    for seed in (0, 1)
+  ]  # fmt: skip
+  assert [method.name for method in methods(report.read_runs(paths))] == ["A: slow", "B: fast-2"]
 
 
 def test_a_band_ends_where_the_first_seed_ends(tmp_path):

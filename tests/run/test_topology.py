@@ -116,6 +116,21 @@ def test_numbers_that_do_not_fit_are_refused(overrides, processes, error):
     resolve(configured(*overrides), processes)
 
 
+@pytest.mark.parametrize(
+  ("overrides", "error"),
+  [
+    (["topology.actors=0"], "topology.actors: must be at least 1 with topology.gradients=actors"),
+    (["topology.learners=2"], "topology.learners: must be 1 with .*, got 2"),
+    (["topology.inference=central"], "topology.inference: must be actors with"),
+    (["run.mode=lockstep"], "run.mode: lockstep supports one process only"),
+  ],
+)
+def test_what_gradients_from_actors_need_is_named(overrides, error):
+  assert resolve(loader.load(["a3c"])) == (1, 2, 0)
+  with pytest.raises(ConfigError, match=error):
+    resolve(loader.load(["a3c"], overrides))
+
+
 def test_seeds_differ_with_the_name_the_seed_and_every_start():
   names = [str(Topology(3, 30, 30).role(process)) for process in range(63)]
   seeds = [derived_seed(*of) for of in itertools.product(range(4), names, range(4))]

@@ -38,6 +38,7 @@ def compilations():
   [
     ("run.mode=async", "learner.devices=2", "replay.frames=device"),
     ("run.mode=lockstep", "reanalyse.schedule=batch", "replay.frames=host"),
+    ("run.mode=lockstep", "reanalyse.reuse=true", "reanalyse.simulations=1"),
   ],
 )
 def test_a_run_compiles_nothing_that_was_not_compiled_before_it(tmp_path, overrides):

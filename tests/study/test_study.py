@@ -1,11 +1,14 @@
 """Tests of descriptions of studies and of the runs that they define."""
 
+import json
 from pathlib import Path
 
 import pytest
 
+from speedyzero_jax.config import loader
 from speedyzero_jax.config.loader import ConfigError
 from speedyzero_jax.envs.scores import atari100k_games
+from speedyzero_jax.report.runs import read_run
 from speedyzero_jax.study import study as studies
 from speedyzero_jax.study.study import Study
 
@@ -51,6 +54,25 @@ def test_all_games_and_the_presets_own_game(tmp_path):
   assert run.path == tmp_path / "quickstart-Catch-s0"
 
 
+@pytest.mark.parametrize(
+  ("preset", "agent_steps", "finished"),
+  [("a3c", 59_000, False), ("a3c", 60_000, True), ("impala", 60_000, False)],
+)
+def test_only_gradients_from_actors_let_a_run_end_by_agent_steps(
+  tmp_path, preset, agent_steps, finished
+):
+  (run,) = studies.runs_of(Study((preset,), seeds=1), tmp_path)
+  run.path.mkdir()
+  (run.path / "config.yaml").write_text(loader.to_yaml(run.config))
+  row = {"step": 34, "env_steps": agent_steps, "time": 60.0}
+  (run.path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+  evaluation = {"game": "Catch", "step": 34, "episodes": 32, "mean": 0.5, "std": 0.1}
+  (run.path / "evaluation.json").write_text(json.dumps(evaluation))
+  assert run.finished() == finished
+  problems = read_run(run.path).problems
+  assert any("unfinished" in problem for problem in problems) != finished
+
+
 @pytest.mark.parametrize("path", sorted(STUDIES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_descriptions_that_come_along_can_run(path, tmp_path):
   runs = studies.runs_of(studies.load(path), tmp_path)
@@ -91,6 +113,7 @@ def test_mistakes_in_a_description_name_the_file(tmp_path, text, message):
       "named x-y-z-Catch-s0",
     ),
     (Study(("quickstart",), vary={"a": {"bad": ("learner.steps=x",)}}), "bad: learner.steps"),
+    (Study(("atari_small",), games=("all", "Breakot")), "did you mean Breakout"),
   ],
 )
 def test_what_cannot_run_is_refused(tmp_path, study, message):

@@ -68,6 +68,9 @@ class Search:
   def __init__(self, step: Step, settings: Settings, initial_carry: Any):
     self.step, self.s, self.initial_carry = step, settings, initial_carry
     self.margin = math.inf
+    self.root: Node | None = None
+    self.known: tuple[int, float] | None = None  # an action of the root, and its Q
+    self.simulating = True  # the known action has neither visits nor Q until the end
 
   # Values.
 
@@ -82,9 +85,12 @@ class Search:
 
   def visits(self, node: Node) -> np.ndarray:
     """Visit counts of all actions, equal to the number of returns backed up into each child."""
-    return np.array(
+    counts = np.array(
       [len(node.children[a].returns) if a in node.children else 0 for a in range(len(node.logits))]
     )
+    if self.known and node is self.root and not self.simulating:
+      counts[self.known[0]] = counts.max()
+    return counts
 
   def all_q(self, node: Node) -> list[float]:
     result = []
@@ -92,9 +98,11 @@ class Search:
       result += [self.q(node, action)] + self.all_q(child)
     return result
 
-  def completed_q(self, root: Node, node: Node) -> np.ndarray:
-    """Scaled Q of every action of `node`, including unvisited ones."""
+  def raw_q(self, node: Node) -> np.ndarray:
+    """Q of every action of `node`, including unvisited ones."""
     visited = {a: self.q(node, a) for a in node.children}
+    if self.known and node is self.root and not self.simulating:
+      visited[self.known[0]] = self.known[1]
     if self.s.algorithm == "gumbel":
       prior, n = softmax(node.logits), self.visits(node).sum()
       missing = node.value
@@ -103,7 +111,11 @@ class Search:
         missing = (node.value + n * mean) / (1 + n)
     else:
       missing = (node.value + sum(visited.values())) / (1 + len(visited))
-    q = np.array([visited.get(a, missing) for a in range(len(node.logits))])
+    return np.array([visited.get(a, missing) for a in range(len(node.logits))])
+
+  def completed_q(self, root: Node, node: Node) -> np.ndarray:
+    """`raw_q`, scaled by the range over the tree."""
+    q = self.raw_q(node)
     pool = [*q, *self.all_q(root)]
     return (q - min(pool)) / max(max(pool) - min(pool), self.s.min_range)
 
@@ -133,7 +145,10 @@ class Search:
     return self.best(improved - visits / (1 + visits.sum()), np.ones(len(visits), bool))
 
   def gumbel_root(self, root: Node, gumbel: np.ndarray, due: int) -> int:
-    return self.best(gumbel + root.logits + self.sigma(root, root), self.visits(root) == due)
+    allowed = self.visits(root) == due
+    if self.known and self.simulating:
+      allowed[self.known[0]] = False
+    return self.best(gumbel + root.logits + self.sigma(root, root), allowed)
 
   def schedule(self, num_actions: int) -> list[int]:
     """Sequential halving: for each simulation, the visit count of the root actions considered."""
@@ -173,12 +188,22 @@ class Search:
       g = self.reward(parent, child) + self.s.discount * g
       parent.returns.append(g)
 
-  def run(self, state: Any, logits: np.ndarray, value: float, gumbel: np.ndarray) -> Result:
+  def run(
+    self,
+    state: Any,
+    logits: np.ndarray,
+    value: float,
+    gumbel: np.ndarray,
+    known: tuple[int, float] | None = None,
+    improved_values: bool = False,
+  ) -> Result:
     root = Node(state, self.initial_carry, 0.0, logits, value, 0, [value])
-    num_actions = len(logits)
+    self.root, self.known, num_actions = root, known, len(logits)
     if self.s.algorithm == "gumbel":
-      for due in self.schedule(num_actions):
+      for due in self.schedule(num_actions - bool(known)):
         self.simulate(root, self.gumbel_root(root, gumbel, due))
+      assert not known or known[0] not in root.children
+      self.simulating = False
       visits = self.visits(root)
       action = self.gumbel_root(root, gumbel, visits.max())
       policy = softmax(logits + self.sigma(root, root))
@@ -188,7 +213,8 @@ class Search:
       visits = self.visits(root)
       action = int(np.argmax(visits))
       policy = visits / visits.sum()
-    return Result(action, policy, float(np.mean(root.returns)), visits, deepest(root), self.margin)
+    found = policy @ self.raw_q(root) if improved_values else np.mean(root.returns)
+    return Result(action, policy, float(found), visits, deepest(root), self.margin)
 
 
 def deepest(node: Node) -> int:

@@ -38,6 +38,9 @@ def one_of_each() -> dict[type, Any]:
     messages.Welcome(1, np.array([5, 6], np.int64)),
     messages.Step(3, played, np.array([[np.nan, 7]])),
     messages.Grant(4, True, 11, 0.25, False),
+    messages.Gradient(
+      3, 9, np.array([[1.0, 7]]), 12, {"['b']": np.ones(2, np.float32)}, {"x": 0.5}
+    ),
     messages.WeightsRequest("actor"),
     messages.Weights(12, weights),
     messages.Block(6, "search", lane, np.array([[0, 1, 2], [3, 4, 4]], np.int32), 10, heads, {}),

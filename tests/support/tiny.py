@@ -204,7 +204,10 @@ class ChecksumAgent(efficientzero.EfficientZero):
     seen = [of_stacks(frames[:, k : k + self._stack], jnp) for k in states]
     policy, search_value, value = (jnp.stack(part, 1) for part in zip(*seen, strict=True))
     number = variables.params["w"][0, 0]
-    return {"policy": policy, "search_value": search_value + number, "value": value + number}
+    searched = search_value + number
+    if "known_action" in inputs:  # so that known edges leave traces
+      searched = (searched + inputs["known_action"] + inputs["known_qvalue"]) % 1000
+    return {"policy": policy, "search_value": searched, "value": value + number}
 
   def _values(self, variables, inputs, key):
     return {"value": self._searched(variables, inputs, key)["value"]}

@@ -51,7 +51,7 @@ def some(stream, rng, step, longest):
 def make_replay(capacity, *overrides, lanes=LANES, seed=0, **kwargs):
   agent = make_agent(*overrides)
   sizes = {"lanes": lanes, "capacity": capacity, "frame_stack": STACK, "rng_seed": seed}
-  sweeps = ("refresh", "reanalyse")
+  sweeps = {"refresh": 1, "reanalyse": 1}
   return Replay(agent.schema, agent.make_selector, **sizes, sweeps=sweeps, **kwargs)
 
 

@@ -1,5 +1,6 @@
 """The EfficientZero family as an `Agent`: acting by search, an unrolled loss, and reanalysis."""
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -20,10 +21,16 @@ from speedyzero_jax.agents.base import (
   mean_over_devices,
 )
 from speedyzero_jax.agents.efficientzero import losses, metric_names, reanalyse, targets
-from speedyzero_jax.agents.efficientzero.config import EfficientZeroConfig
+from speedyzero_jax.agents.efficientzero.config import EfficientZeroConfig, SearchConfig
 from speedyzero_jax.agents.efficientzero.network_def import NetworkDef, variables_of
 from speedyzero_jax.agents.efficientzero.networks import Network, initial_carry
-from speedyzero_jax.agents.efficientzero.search import ModelStep, Root, SearchResult, make_search
+from speedyzero_jax.agents.efficientzero.search import (
+  KnownEdge,
+  ModelStep,
+  Root,
+  SearchResult,
+  make_search,
+)
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.sampler import PrioritizedSampler, importance_weights
@@ -51,13 +58,14 @@ class EfficientZero(Agent):
     self.network_def = NetworkDef(
       agent_config.network, shape, actions, axis_name=axis, network=self.network
     )
-    self._search = make_search(
-      agent_config.search,
+    self._make_search = partial(
+      make_search,
       num_actions=actions,
       discount=config.env.discount,
       value_prefix_horizon=agent_config.network.value_prefix_horizon,
       recurrent_fn=self._recurrent,
       initial_carry=partial(initial_carry, agent_config.network),
+      improved_values=agent_config.reanalyse.reuse,
     )
     self.schema = make_schema(
       frame_shape,
@@ -93,10 +101,12 @@ class EfficientZero(Agent):
     search = self._agent_config.search
     stage = jnp.searchsorted(jnp.array(search.temperature_stages), progress, side="right")
     temperature = jnp.array(search.temperatures)[stage]
-    result = self._search_windows(variables, inputs.frames, key, temperature, explore=explore)
+    result = self._search_windows(
+      search, variables, inputs.frames, key, explore=explore, temperature=temperature
+    )
     result = jax.tree.map(lambda x: x[:, 0], result)
     columns = {"policy": result.policy, "search_value": result.search_value, "value": result.value}
-    return ActOutput(result.action, columns, (), {})
+    return ActOutput(result.action, columns, (), {} if explore else {"visits": result.visits})
 
   def loss(
     self, params: Params, batch_stats: Params, target: Params, batch: Arrays, keys: jax.Array
@@ -140,19 +150,23 @@ class EfficientZero(Agent):
     return Root(policy_logits=policy_logits, value=losses.decode(value_logits), state=state)
 
   def _search_windows(
-    self, variables: Variables, frames: Any, key: jax.Array, temperature: Any, *, explore: bool
+    self, config: SearchConfig, variables: Variables, frames: Any, key: jax.Array, **options: Any
   ) -> SearchResult:
     """Searches from frames [B, S-1+n, H, W, C]; returns a SearchResult with leaves [B, n, ...]."""
     batch, states = frames.shape[0], frames.shape[1] - self._stack + 1
     variables = self.network_def.fold(variables)
     root = self._roots(variables, frames)
-    result = self._search(variables, root, key, explore=explore, temperature=temperature)
+    result = self._make_search(config)(variables, root, key, **options)
     return jax.tree.map(lambda x: x.reshape(batch, states, *x.shape[1:]), result)
 
   def _searched(self, variables: Variables, inputs: Arrays, key: jax.Array) -> Arrays:
     """Program of the task `reanalyse`."""
-    explore = self._agent_config.reanalyse.explore
-    result = self._search_windows(variables, inputs["frames"], key, 1.0, explore=explore)
+    own, search = self._agent_config.reanalyse, self._agent_config.search
+    search = dataclasses.replace(search, simulations=own.simulations or search.simulations)
+    known = KnownEdge(*(inputs[x.name].reshape(-1) for x in reanalyse.EDGES)) if own.reuse else None
+    result = self._search_windows(
+      search, variables, inputs["frames"], key, explore=own.explore, known=known
+    )
     return {"policy": result.policy, "search_value": result.search_value, "value": result.value}
 
   def _values(self, variables: Variables, inputs: Arrays, key: jax.Array) -> Arrays:

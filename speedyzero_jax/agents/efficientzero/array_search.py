@@ -40,11 +40,12 @@ def search(
   interior_action_selection_fn: mctx.InteriorActionSelectionFn,
   num_simulations: int,
   discount: float,
+  invalid_actions: chex.Array | None = None,
   extra_data: Any = None,
 ) -> mctx.Tree:
   """Equivalent of `mctx.search` for a constant discount and deterministic selection.
 
-  There are no invalid actions and no depth limit. Embeddings must have the fields `reward` [B], of
+  There is no depth limit. Embeddings must have the fields `reward` [B], of
   the edge into the node, and `depth` [B]. The `parents` of the tree are not set.
   """
 
@@ -55,7 +56,7 @@ def search(
     return jnp.concatenate([at_root[None], interior])
 
   def simulate(simulation: chex.Array, nodes: _Nodes) -> _Nodes:
-    actions = jax.vmap(select)(_tree(nodes, discount, extra_data))
+    actions = jax.vmap(select)(_tree(nodes, discount, invalid_actions, extra_data))
     child = jnp.take_along_axis(nodes.children, actions[..., None], axis=2)[..., 0]
     parent = _follow(child, num_simulations - 1)
     action = _pick(actions, parent)
@@ -63,9 +64,11 @@ def search(
     step, embedding = recurrent_fn(params, key, action, embedding)
     return _expanded(nodes, simulation + 1, parent, action, step, embedding, discount)
 
+  if invalid_actions is None:
+    invalid_actions = jnp.zeros_like(root.prior_logits)
   nodes = _roots(root, num_simulations + 1)
   nodes = jax.lax.fori_loop(0, num_simulations, simulate, nodes)
-  return _tree(nodes, discount, extra_data)
+  return _tree(nodes, discount, invalid_actions, extra_data)
 
 
 def _roots(root: mctx.RootFnOutput, count: int) -> _Nodes:
@@ -149,7 +152,9 @@ def _returns(
   return jnp.sum(rewards, axis=2) + power[jnp.maximum(last, 0)] * tail[:, None]
 
 
-def _tree(nodes: _Nodes, discount: float, extra_data: Any) -> mctx.Tree:
+def _tree(
+  nodes: _Nodes, discount: float, invalid_actions: chex.Array, extra_data: Any
+) -> mctx.Tree:
   """Returns the nodes as a tree for mctx's functions."""
   shape = nodes.children.shape
   visited = nodes.children != mctx.Tree.UNVISITED
@@ -171,7 +176,7 @@ def _tree(nodes: _Nodes, discount: float, extra_data: Any) -> mctx.Tree:
     children_discounts=jnp.full(shape, discount, jnp.float32),
     children_values=of_children(nodes.value),
     embeddings=nodes.embedding,
-    root_invalid_actions=jnp.zeros((shape[0], shape[2])),
+    root_invalid_actions=invalid_actions,
     extra_data=extra_data,
   )
 

@@ -120,6 +120,14 @@ class ReanalyseConfig:
     "learner steps between updates of the weights used by reanalysis (SZ: 25, EZ: 200)",
     "[1, 1e9]",
   )
+  simulations: int = opt(
+    0, "simulations per root in reanalysis; 0: search.simulations (ours)", "[0, 1e5]"
+  )
+  reuse: bool = opt(
+    False,
+    "sweep, Gumbel: the search value of the next state is the value of the action taken, which "
+    "then needs no simulations (ReZero)",
+  )
   max_age: int = opt(
     100,
     "sweep: maximum age of stored targets, learner steps; batches are sampled up to "
@@ -214,6 +222,10 @@ class EfficientZeroConfig(AgentConfig):
   def problems(self, config: Config) -> Iterable[str]:
     yield from self._network_problems(config)
     yield from self._search_problems()
+    if self.reanalyse.reuse and self.reanalyse.schedule != "sweep":
+      yield f"reanalyse.reuse: needs reanalyse.schedule=sweep, got {self.reanalyse.schedule}"
+    if self.reanalyse.reuse and self.search.algorithm != "gumbel":
+      yield f"reanalyse.reuse: needs search.algorithm=gumbel, got {self.search.algorithm}"
     if self.refresh.enabled:
       yield from refresh.sweep_problems("refresh", self.refresh, config)
     if self.reanalyse.schedule == "sweep":

@@ -58,6 +58,15 @@ def mixed_value(tree: mctx.Tree, node_index: chex.Numeric) -> chex.Array:
   return (tree.raw_values[node_index] + total_visits * weighted) / (1 + total_visits)
 
 
+def improved_value(tree: mctx.Tree, node_index: chex.Numeric, policy: chex.Array) -> chex.Array:
+  """Returns the mean under `policy` [A] of the node's Q, completed by `mixed_value`; a scalar."""
+  return policy @ _completed(tree, node_index, mixed_value(tree, node_index))
+
+
+def _completed(tree: mctx.Tree, node_index: chex.Numeric, missing: chex.Array) -> chex.Array:
+  return jnp.where(tree.children_visits[node_index] > 0, tree.qvalues(node_index), missing)
+
+
 def _scaled(
   tree: mctx.Tree,
   node_index: chex.Numeric,
@@ -65,7 +74,7 @@ def _scaled(
   config: SearchConfig,
   discount: float,
 ) -> chex.Array:
-  qvalues = jnp.where(tree.children_visits[node_index] > 0, tree.qvalues(node_index), missing)
+  qvalues = _completed(tree, node_index, missing)
   low, high = tree_range(tree, discount)
   # `missing` may lie outside the range of the edges. Widening the range, rather than clipping the
   # value, keeps the transform strictly increasing, as policy improvement requires.

@@ -4,7 +4,8 @@ There are three background tasks:
 
 - `reanalyse` searches the states of each sampled batch (EfficientZero, SpeedyZero), or sweeps the
   whole replay with a bound on the age of targets (whole-buffer reanalysis, ReZero, Xuan et al.
-  2024, arXiv 2404.16364).
+  2024, arXiv 2404.16364). With `reanalyse.reuse`, the sweep goes backward in time, and a search
+  takes the value of the action taken from the next state's search.
 - `bootstrap` evaluates the states from which the n-step returns of a sampled batch bootstrap.
 - `refresh` is SpeedyZero's Priority Refresh: it sweeps the whole replay, evaluates states and
   recomputes priorities. A reanalysis sweep with `reanalyse.max_age` <= `refresh.max_age` replaces
@@ -15,6 +16,7 @@ See also `agents/refresh.py` for Priority Refresh in general, `targets.py` for t
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -28,6 +30,9 @@ from speedyzero_jax.replay.schema import Column
 from speedyzero_jax.replay.selector import Selection
 
 REANALYSER = "reanalyser"  # subscription to weights
+# With `reanalyse.reuse`: states by which values move backward in a pass, and inputs of a search.
+_PHASES = 4
+EDGES = (Column("known_action", "int32"), Column("known_qvalue", "float32"))
 
 
 def make_tasks(
@@ -79,6 +84,9 @@ def make_tasks(
       stamp="policy_step",
       max_age=reanalyse.max_age if sweeping else 0,
       block=reanalyse.block,
+      phases=_PHASES if reanalyse.reuse else 1,
+      reads=EDGES if reanalyse.reuse else (),
+      read=partial(_known_edges, config) if reanalyse.reuse else None,
     )
   if reanalyse.schedule == "batch":
     tasks["bootstrap"] = Task(values, (value,), write_bootstrap, REANALYSER, part="search")
@@ -86,6 +94,14 @@ def make_tasks(
     subscriptions[REFRESHER] = refresh.weights_interval
     tasks["refresh"] = refresh_task(refresh, values, (value,), write_values)
   return subscriptions, tasks
+
+
+def _known_edges(
+  config: Config, replay: Replay, lane: np.ndarray, time: np.ndarray, after: int
+) -> Arrays:
+  _, time = replay.clamp(lane, time)
+  edges = targets.known_edges(replay.store, lane, time, after, config)
+  return dict(zip((column.name for column in EDGES), edges, strict=True))
 
 
 def batch_work(config: Config, replay: Replay, selection: Selection) -> list[Work]:

@@ -32,6 +32,7 @@ class SearchResult(NamedTuple):
   policy: chex.Array  # [B, A] float32, policy target: Gumbel's improved policy, or PUCT's visits
   search_value: chex.Array  # [B] float32, value of the root after the search
   value: chex.Array  # [B] float32, value of the root from the network
+  visits: chex.Array  # [B, A] float32, share of the simulations by root action
 
 
 class ModelStep(NamedTuple):
@@ -53,6 +54,13 @@ class Root(NamedTuple):
   state: Any  # pytree [B, ...]
 
 
+class KnownEdge(NamedTuple):
+  """An action at the root whose Q-value is known before the search (ReZero, Xuan et al. 2024)."""
+
+  action: chex.Array  # [B] int32, -1: none
+  qvalue: chex.Array  # [B] float32
+
+
 class _Node(NamedTuple):
   """Embedding of a node in mctx's tree."""
 
@@ -71,6 +79,7 @@ def make_search(
   value_prefix_horizon: int,
   recurrent_fn: Callable[[Params, Any, Any, chex.Array], ModelStep],
   initial_carry: Callable[[int], Any],
+  improved_values: bool = False,
 ) -> Callable[..., SearchResult]:
   """Makes the configured search.
 
@@ -84,18 +93,22 @@ def make_search(
     value_prefix_horizon: steps between resets.
     recurrent_fn: the model's step, (params, state, carry, action [B] int32) -> ModelStep.
     initial_carry: maps a batch size to the carry after a reset.
+    improved_values: for Gumbel, `search_value` is the value of the improved policy. The mean return
+      of all simulations is lower, since most of them try other actions.
 
   Returns:
-    A pure function (params, root, key, *, explore, temperature=1.0) -> SearchResult. With
-    `explore`, Gumbel or Dirichlet noise is added at the root, Gumbel search mixes the uniform
+    A pure function (params, root, key, *, explore, temperature=1.0, known=None) -> SearchResult.
+    With `explore`, Gumbel or Dirichlet noise is added at the root, Gumbel search mixes the uniform
     policy into the prior, and PUCT samples the action in proportion to visits^(1 / temperature).
     Without `explore`, the result does not depend on the key, and the action is greedy: for Gumbel
     the highest score among the most visited actions, for PUCT the most visited action. The
-    temperature affects only the action of PUCT.
+    temperature affects only the action of PUCT. A `known` edge is not simulated; this requires
+    `improved_values`.
   """
-  run = (_gumbel_policy if config.algorithm == "gumbel" else _puct_policy)(
-    config, discount, num_actions
-  )
+  if config.algorithm == "gumbel":
+    run = _gumbel_policy(config, discount, num_actions, improved_values)
+  else:
+    run = _puct_policy(config, discount, num_actions)
 
   def step(
     params: Params, key: chex.PRNGKey, action: chex.Array, node: _Node
@@ -116,7 +129,13 @@ def make_search(
     return output, _Node(out.state, out.carry, prefix, reward, node.depth + 1)
 
   def search(
-    params: Params, root: Root, key: chex.PRNGKey, *, explore: bool, temperature: chex.Numeric = 1.0
+    params: Params,
+    root: Root,
+    key: chex.PRNGKey,
+    *,
+    explore: bool,
+    temperature: chex.Numeric = 1.0,
+    known: KnownEdge | None = None,
   ) -> SearchResult:
     value = root.value.astype(jnp.float32)
     zeros, depth = jnp.zeros_like(value), jnp.zeros(len(value), jnp.int32)
@@ -125,18 +144,22 @@ def make_search(
     mctx_root = mctx.RootFnOutput(
       prior_logits=root.policy_logits.astype(jnp.float32), value=value, embedding=node
     )
-    output = run(params, key, mctx_root, step, explore, temperature)
+    output = run(params, key, mctx_root, step, explore, temperature, known)
+    summary = output.search_tree.summary()
     return SearchResult(
       action=output.action.astype(jnp.int32),
       policy=output.action_weights,
-      search_value=output.search_tree.summary().value,
+      search_value=summary.value,
       value=value,
+      visits=summary.visit_probs,
     )
 
   return search
 
 
-def _grow(config, discount, params, key, root, step, select_at_root, select, extra_data):
+def _grow(
+  config, discount, params, key, root, step, select_at_root, select, extra_data, invalid=None
+):
   """Searches with these rules of selection; returns the tree."""
   search = mctx.search
   if platform() != "cpu" and config.simulations <= _MOST_SIMULATIONS:
@@ -149,12 +172,13 @@ def _grow(config, discount, params, key, root, step, select_at_root, select, ext
     root_action_selection_fn=select_at_root,
     interior_action_selection_fn=select,
     num_simulations=config.simulations,
+    invalid_actions=invalid,
     extra_data=extra_data,
   )
 
 
 def _gumbel_policy(
-  config: SearchConfig, discount: float, num_actions: int
+  config: SearchConfig, discount: float, num_actions: int, improved_values: bool
 ) -> Callable[..., mctx.PolicyOutput]:
   """Full Gumbel MuZero (Danihelka et al. 2022), like `mctx.gumbel_muzero_policy`."""
   qtransform = functools.partial(qtransforms.for_gumbel, config=config, discount=discount)
@@ -166,7 +190,7 @@ def _gumbel_policy(
   )
   select = functools.partial(mctx.gumbel_muzero_interior_action_selection, qtransform=qtransform)
 
-  def run(params, key, root, step, explore, temperature):
+  def run(params, key, root, step, explore, temperature, known):
     del temperature
     key, gumbel_key = jax.random.split(key)
     shape = root.prior_logits.shape
@@ -175,13 +199,19 @@ def _gumbel_policy(
       gumbel = jax.random.gumbel(gumbel_key, shape)
       root = _with_prior(root, 1 / num_actions, config.uniform_fraction)
     noise = mctx.GumbelMuZeroExtraData(root_gumbel=gumbel)
-    tree = _grow(config, discount, params, key, root, step, select_at_root, select, noise)
+    invalid = None if known is None else jax.nn.one_hot(known.action, num_actions)
+    tree = _grow(config, discount, params, key, root, step, select_at_root, select, noise, invalid)
+    if known is not None:
+      tree = _with_edge(tree, known)
     qvalues = jax.vmap(qtransform, in_axes=(0, None))(tree, tree.ROOT_INDEX)
     improved = root.prior_logits + qvalues
     visits = tree.children_visits[:, tree.ROOT_INDEX]
     most = visits == jnp.max(visits, axis=1, keepdims=True)
     action = jnp.argmax(jnp.where(most, gumbel + improved, -jnp.inf), axis=1)
     policy = jax.nn.softmax(improved)
+    if improved_values:
+      value = jax.vmap(qtransforms.improved_value, (0, None, 0))(tree, tree.ROOT_INDEX, policy)
+      tree = tree.replace(node_values=tree.node_values.at[:, tree.ROOT_INDEX].set(value))
     return mctx.PolicyOutput(action=action, action_weights=policy, search_tree=tree)
 
   return run
@@ -210,7 +240,8 @@ def _puct_policy(
       score += tree.extra_data[node_index]
     return jnp.argmax(score).astype(jnp.int32)
 
-  def run(params, key, root, step, explore, temperature):
+  def run(params, key, root, step, explore, temperature, known):
+    assert known is None, "PUCT does not support known edges"
     noise_key, tie_key, action_key = jax.random.split(key, 3)
     shape = root.prior_logits.shape
     tie_break = None
@@ -231,6 +262,21 @@ def _puct_policy(
     return mctx.PolicyOutput(action=action, action_weights=visits, search_tree=tree)
 
   return run
+
+
+def _with_edge(tree: mctx.Tree, known: KnownEdge) -> mctx.Tree:
+  """Adds known edges to the roots, with as many visits as the most visited action."""
+  root, edge = tree.ROOT_INDEX, jax.nn.one_hot(known.action, tree.num_actions, dtype=bool)
+  visits = jnp.max(tree.children_visits[:, root], axis=1, keepdims=True)
+
+  def put(x: chex.Array, y: chex.Numeric) -> chex.Array:
+    return x.at[:, root].set(jnp.where(edge, y, x[:, root]))
+
+  return tree.replace(
+    children_visits=put(tree.children_visits, visits),
+    children_rewards=put(tree.children_rewards, known.qvalue[:, None]),
+    children_values=put(tree.children_values, 0.0),
+  )
 
 
 def _with_prior(root: mctx.RootFnOutput, other: chex.Numeric, share: float) -> mctx.RootFnOutput:

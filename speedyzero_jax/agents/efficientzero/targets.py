@@ -130,6 +130,27 @@ def compute_targets(
   )
 
 
+def known_edges(
+  store: LaneStore, lane: np.ndarray, time: np.ndarray, after: int, config: Config
+) -> tuple[np.ndarray, np.ndarray]:
+  """Actions taken in the states time .. time+after, and their Q-values from the successors.
+
+  Q = reward + discount * search value of the next slot, or the reward alone if that is terminal
+  (ReZero, Xuan et al. 2024). Like windows, times are clamped to stored slots of the episode.
+
+  Returns actions [B, after+1] int32, -1 where Q is unknown: in an episode's last stored slot, and
+  where the next slot has not been searched since training began. Q [B, after+1] is float32.
+  """
+  last, at = store.last(lane, time)[:, None], lane[:, None]
+  states = unrolled_times(store, lane, time, after)
+  flat, successor = store.flat(at, states), store.flat(at, np.minimum(states + 1, last))
+  terminal = take(store.terminated, successor)
+  value = np.where(terminal, 0.0, take(store["search_value"], successor))
+  qvalue = take(store.reward, flat) + config.env.discount * value
+  known = (states < last) & (terminal | (take(store["policy_step"], successor) > 0))
+  return np.where(known, take(store.action, flat), -1), qvalue.astype(np.float32)
+
+
 def use_search(
   store: LaneStore, lane: np.ndarray, time: np.ndarray, config: Config, learner_step: int
 ) -> np.ndarray:

@@ -102,6 +102,25 @@ def test_the_noise_of_reanalysis_is_a_choice(explore):
   assert (found[0] != found[1]).any() == explore
 
 
+def test_reanalysis_has_its_own_simulations_and_uses_known_edges_state_by_state():
+  own = ("reanalyse.schedule=sweep", "reanalyse.reuse=true", "reanalyse.explore=false")
+  known_action = np.array([[-1, 2, 0], [1, -1, -1]], np.int32)
+
+  def searched(qvalue, *overrides):
+    program = _inference(*own, *overrides).tasks["reanalyse"]
+    edges = {"known_action": known_action, "known_qvalue": np.full((_B, _N), qvalue, np.float32)}
+    return jax.device_get(program(_variables(), {"frames": _windows(), **edges}, _KEY))
+
+  low, high = searched(-50.0), searched(50.0)
+  known = known_action >= 0
+  np.testing.assert_array_equal(low["policy"][~known], high["policy"][~known])
+  chosen = [np.take_along_axis(x["policy"], known_action[..., None], 2)[known] for x in (low, high)]
+  assert (chosen[0] < chosen[1]).all()
+  assert (low["search_value"] != high["search_value"])[known].all()
+  fewer = searched(50.0, "reanalyse.simulations=1")
+  assert (fewer["policy"] != high["policy"]).any()
+
+
 def test_the_temperature_follows_the_progress_by_stages():
   """At a temperature close to 0, the most visited actions are chosen, whatever the key."""
   stages = ("search.algorithm=puct", "search.dirichlet_fraction=0", "search.c1=100")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import reference
 import tiny
 import tiny_replay
+from speedyzero_jax.agents.efficientzero import targets
 from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER
 from speedyzero_jax.agents.refresh import REFRESHER
 from speedyzero_jax.metrics.aggregation import EpisodeStats
@@ -95,7 +96,7 @@ class Played:
 
   def __init__(self, *overrides):
     agent, inference = tiny.checksum_parts(*overrides)
-    self.agent, sweeps = agent, [name for name, task in agent.tasks.items() if task.max_age]
+    self.agent, sweeps = agent, {n: task.phases for n, task in agent.tasks.items() if task.max_age}
     sizes = {"lanes": 3, "capacity": 60, "frame_stack": 2, "rng_seed": 0}
     self.replay = Replay(agent.schema, agent.make_selector, **sizes, sweeps=sweeps)
     names = {ACTOR: 1, REFRESHER: 2, REANALYSER: 3}
@@ -290,11 +291,30 @@ def test_what_is_overdue_is_due_without_credit():
   assert replay.oldest_step("value_step") == 2
 
 
+def test_a_sweep_searches_with_the_edges_known_before_each_block():
+  """`ChecksumAgent` adds them to its search values."""
+  overrides = ("reanalyse.reuse=true",)
+  played = Played(*overrides)
+  sweeper = next(s for s in make_sweepers(played.agent, 2) if s.name == "reanalyse")
+  store, known = played.replay.store, 0
+  for _ in range(12 // 2 + 2):  # 3 lanes of 4 stretches: 8 of them in 4 phases, and again the first
+    work = sweeper.next(played.replay)
+    lane, time = work.lane, work.time
+    edges = targets.known_edges(store, lane, time, 0, tiny.config(*overrides))
+    played.run(work)
+    for l, t, action, qvalue in zip(lane, time, *edges, strict=True):
+      value = (played.said(l, t)[1] + 300 + action[0] + qvalue[0]) % 1000
+      np.testing.assert_allclose(store["search_value"][l, t % 60], value, rtol=1e-4)
+      known += action[0] >= 0
+  assert known > 50
+
+
 BOUNDS = {
   "two sweeps": (),
   "one sweep for both": ("reanalyse.max_age=6", "refresh.max_age=7"),
   "refresh beside batches": ("reanalyse.schedule=batch",),
   "refresh alone": ("reanalyse.schedule=off", "refresh.block=16", "refresh.max_age=5"),
+  "backward": ("reanalyse.reuse=true", "reanalyse.simulations=1"),
   "tight": ("reanalyse.max_age=5", "refresh.max_age=4"),
 }
 

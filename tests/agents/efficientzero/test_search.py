@@ -89,7 +89,7 @@ class Case:
       **_CONSTANTS,
     )
 
-  def reference(self, tables: Tables, code: int, logits, gumbel) -> reference_search.Result:
+  def reference(self, tables: Tables, code: int, logits, gumbel, *known) -> reference_search.Result:
     settings = reference_search.Settings(
       algorithm=self.algorithm,
       simulations=self.simulations,
@@ -106,6 +106,7 @@ class Case:
       np.asarray(logits, np.float64),
       float(tables.value[code]),
       np.asarray(gumbel, np.float64),
+      *known,
     )
 
 
@@ -114,7 +115,7 @@ def _noise(key, alpha, shape):
   return jax.nn.softmax(jax.random.normal(key, (*shape, *alpha.shape)) / alpha)
 
 
-def _make(case: Case):
+def _make(case: Case, **options):
   return search_lib.make_search(
     case.config,
     num_actions=case.actions,
@@ -122,12 +123,13 @@ def _make(case: Case):
     value_prefix_horizon=case.horizon,
     recurrent_fn=_recurrent,
     initial_carry=lambda batch: jnp.zeros([batch], jnp.int32),
+    **options,
   )
 
 
 @functools.cache
-def _searcher(case: Case, platform: str = "cpu"):
-  search = jax.jit(_make(case), static_argnames="explore")
+def _searcher(case: Case, platform: str = "cpu", **options):
+  search = jax.jit(_make(case, **options), static_argnames="explore")
 
   def run(*arguments, **options):
     # Both matter when it is traced.
@@ -154,19 +156,23 @@ def _codes(seed: int) -> np.ndarray:
   return np.random.default_rng(seed + 1).integers(0, 997, _ROOTS).astype(np.int32)
 
 
-def _compare(case: Case, tables: Tables, codes, found, logits, gumbel, action: bool = True) -> int:
+def _compare(
+  case: Case, tables: Tables, codes, found, logits, gumbel, *known, action: bool = True
+) -> int:
   """Asserts that `found` equals the reference's result, except where decisions were close.
 
   Returns the deepest node's depth.
   """
   expected = [
-    case.reference(tables, int(c), x, g) for c, x, g in zip(codes, logits, gumbel, strict=True)
+    case.reference(tables, int(c), *x) for c, *x in zip(codes, logits, gumbel, *known, strict=True)
   ]
   clear = [i for i, e in enumerate(expected) if e.margin > _CLOSE]
   hypothesis.assume(len(clear) > _ROOTS // 2)
   for i in clear:
     np.testing.assert_allclose(found.policy[i], expected[i].policy, atol=1e-5)
     np.testing.assert_allclose(found.search_value[i], expected[i].search_value, atol=1e-5)
+    shares = expected[i].visits / expected[i].visits.sum()
+    np.testing.assert_allclose(found.visits[i], shares, atol=1e-6)
     assert not action or found.action[i] == expected[i].action
   return max(expected[i].depth for i in clear)
 
@@ -201,6 +207,38 @@ def test_gumbel_noise_and_a_share_of_the_uniform_prior_agree_with_reference(seed
   gumbel = jax.random.gumbel(jax.random.split(key)[1], (_ROOTS, GUMBEL.actions))
   prior = np.asarray(jax.nn.softmax(tables.logits[codes]))
   _compare(GUMBEL, tables, codes, found, np.log(0.8 * prior + 0.2 / GUMBEL.actions), gumbel)
+
+
+@pytest.mark.parametrize(("case", "platform"), [(GUMBEL, "cuda"), (CASES[2], "cpu")])
+@hypothesis.settings(max_examples=5, deadline=None)
+@hypothesis.given(seed=st.integers(0, 2**31))
+def test_known_edges_are_never_simulated_and_complete_the_root(case, platform, seed):
+  tables, codes = Tables.random(seed, case.actions), _codes(seed)
+  rng = np.random.default_rng(seed)
+  actions = rng.integers(-1, case.actions, _ROOTS).astype(np.int32)
+  edges = search_lib.KnownEdge(actions, rng.normal(size=_ROOTS).astype(np.float32))
+  found = _searcher(case, platform, improved_values=True)(
+    tables, _root(tables, codes), jax.random.key(seed), explore=False, known=edges
+  )
+  known = [None if a < 0 else (int(a), float(q)) for a, q in zip(*edges, strict=True)]
+  quiet, improved = np.zeros([_ROOTS, case.actions]), [True] * _ROOTS
+  _compare(case, tables, codes, found, tables.logits[codes], quiet, known, improved)
+
+
+def test_a_known_edge_saves_the_simulation_that_would_have_found_it():
+  every, fewer = (Case("gumbel", actions=5, simulations=n, horizon=2) for n in (5, 4))
+  tables, codes = Tables.random(3, 5), _codes(3)
+  root, action = _root(tables, codes), np.arange(_ROOTS, dtype=np.int32) % 5
+  prefix, _, value, *_ = tables.step(codes, 0, action)  # what one simulation sees
+  edges = search_lib.KnownEdge(action, prefix + np.float32(_DISCOUNT) * value)
+  none = search_lib.KnownEdge(np.full_like(action, -1), np.zeros(_ROOTS, np.float32))
+  results = [
+    _searcher(case, improved_values=True)(
+      tables, root, jax.random.key(0), explore=False, known=known
+    )
+    for case, known in ((every, none), (fewer, edges))
+  ]
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *results)
 
 
 @hypothesis.settings(max_examples=5, deadline=None)

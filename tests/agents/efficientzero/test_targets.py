@@ -15,6 +15,7 @@ from speedyzero_jax.agents.efficientzero.config import (
 from speedyzero_jax.agents.efficientzero.targets import (
   bootstrap_times,
   compute_targets,
+  known_edges,
   n_step_values,
 )
 from speedyzero_jax.config.schema import Config, EnvConfig
@@ -105,6 +106,30 @@ def test_bootstrap_times_are_the_only_values_that_matter(spec, capacity, seed):
     np.testing.assert_array_equal(
       n_step_values(store, poisoned, lane[[i]], time[[i]], *more)[0], z[i]
     )
+
+
+@given(
+  capacity=st.integers(2, 16),
+  after=st.integers(0, 3),
+  seed=st.integers(0, 2**32 - 1),
+  end=st.sampled_from([0.02, 0.15, 0.6]),
+)
+def test_known_edges_equal_brute_force(capacity, after, seed, end):
+  """Unknown at the end of what is stored, and before the first search of the successor."""
+  stream, store, lane, time = filled(capacity, seed, end)
+  config = configured(3, 5, 2, 0, 0.9)
+  actions, qvalues = known_edges(store, lane, time, after, config)
+  assert actions.dtype == np.int32 and qvalues.dtype == np.float32
+  for i, (l, t) in enumerate(zip(lane, time, strict=True)):
+    episode, place = stream.find(l, t)
+    for k, (action, qvalue) in enumerate(zip(actions[i], qvalues[i], strict=True)):
+      here, following = [*episode.slots[min(place + k, len(episode.slots) - 1) :], None][:2]
+      terminal = episode.ending == "terminated" and following is episode.slots[-1]
+      if following is None or not (terminal or following.policy_step):
+        assert action == -1
+        continue
+      value = 0 if terminal else following.search_value
+      assert (action, qvalue) == (here.action, pytest.approx(here.reward + 0.9 * value, abs=1e-5))
 
 
 def hand_made(ending):
