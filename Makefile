@@ -10,13 +10,14 @@ STAMP := $(VENV)/.installed
 COMPILER := $(VENV)/gpu-compiler/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup cuda12 cuda13 wandb train gpu-plan test lint docs lock clean
+.PHONY: help setup cuda12 cuda13 wandb train gpu-plan test commands lint docs lock clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make train     train CONFIG (quickstart); ARGS=\"env.game=Pong ...\" is passed to the launcher"
 	@echo "make test      the whole test suite; ARGS=\"tests/config -k yaml\" narrows it, -n0 uses one process"
 	@echo "make gpu-plan  estimate memory and time of a full-size run on one H200 and on eight, without a GPU"
+	@echo "make commands  run every command in the README and docs/, shortened; 10 minutes on two cores"
 	@echo "make lint      ruff and mypy"
 	@echo "make docs      build/docs/index.html from docs/, with Sphinx; broken links are errors"
 	@echo "make setup     install into $(VENV) (train, test, lint and docs do this when needed)"
@@ -59,6 +60,9 @@ $(COMPILER): $(STAMP) requirements-cuda12.lock
 
 test: $(STAMP) $(COMPILER)
 	$(BIN)/python -m pytest -n $$(($$(nproc) < 3 ? $$(nproc) + 1 : 4)) --dist worksteal $(ARGS)
+
+commands: $(STAMP) $(COMPILER)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m commands tests/test_doc_commands.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

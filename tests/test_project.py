@@ -38,8 +38,8 @@ def test_cuda_locks_add_the_plugin_of_the_same_jax(cuda):
 @pytest.mark.parametrize(
   ("failing", "called"),
   [
-    ("none", "test lint docs"), ("test", "test"), ("lint", "test lint"),
-    ("docs", "test lint docs"),
+    ("none", "test commands lint docs"), ("test", "test"), ("commands", "test commands"),
+    ("lint", "test commands lint"), ("docs", "test commands lint docs"),
   ],
 )  # fmt: skip
 def test_the_gate_runs_tests_linters_and_docs_and_fails_with_any(tmp_path, failing, called):
