@@ -206,7 +206,7 @@ class _Settings(NamedTuple):
 def _read_preset(path: Path, parents: tuple[Path, ...] = ()) -> list[_Settings]:
   """Reads the settings of the file's `base` presets in order, then the file's own."""
   path = path.resolve()
-  with _named_in_errors(path):
+  with named_in_errors(path):
     if path in parents:
       raise ConfigError("base: a preset must not be based on itself, directly or indirectly")
     document = read_yaml(path.read_text(encoding="utf-8"))
@@ -226,7 +226,7 @@ def _read_preset(path: Path, parents: tuple[Path, ...] = ()) -> list[_Settings]:
 
 
 @contextlib.contextmanager
-def _named_in_errors(path: Path) -> Iterator[None]:
+def named_in_errors(path: Path) -> Iterator[None]:
   """Reraises errors as ConfigError with the file's path in the message."""
   try:
     yield
@@ -262,7 +262,7 @@ def load(presets: Sequence[str] = (), overrides: Sequence[str] = ()) -> Config:
   values: dict[str, Any] = {}
   chosen = merged.get("env.game")
   for path, game, leaves in read:
-    with _named_in_errors(path):
+    with named_in_errors(path):
       parsed = _parsed(leaves, agent)  # also for other games, to report their errors
     if game not in (None, chosen) and str(game).lower() == str(chosen).lower():
       raise ConfigError(f"{path}: games: {game!r} differs from env.game={chosen} only in case")

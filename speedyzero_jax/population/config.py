@@ -46,10 +46,8 @@ def load(path: Path) -> Population:
     ConfigError: the file is unreadable, a key is unknown, a value is out of range, or the members'
       settings are invalid.
   """
-  try:
+  with loader.named_in_errors(path):
     return _population(loader.read_yaml(path.read_text(encoding="utf-8")))
-  except (OSError, UnicodeDecodeError, ConfigError) as error:
-    raise ConfigError(f"{path}: {error}") from None
 
 
 def _population(document: dict[str, Any]) -> Population:

@@ -151,6 +151,18 @@ def _scores(compared: Sequence[Method]) -> ET.Element:
   return _section("Scores", note, table(*scores.by_game(compared), words=2))
 
 
+def _left_out(compared: Sequence[Method], common: Sequence[str]) -> str:
+  """Names the games outside `common`, and the methods that have not evaluated them."""
+  scored = [method for method in compared if method.scores()]
+  others = {game for method in scored for game in method.scores()} - {*common}
+  lacking = {
+    game: ", ".join(method.name for method in scored if game not in method.scores())
+    for game in sorted(others)
+  }
+  texts = [f"{game} (not evaluated: {those})" for game, those in lacking.items()]
+  return f", without {'; '.join(texts)}" if texts else ""
+
+
 def _human_normalized(compared: Sequence[Method]) -> list[ET.Element]:
   if not any(method.scores() for method in compared):
     return []
@@ -170,7 +182,8 @@ def _human_normalized(compared: Sequence[Method]) -> list[ET.Element]:
     scores.profile_chart(compared, common),
   ]
   note = (
-    f"Over the {_count(len(common), 'game')}, of 26, that every method has evaluated. 0 is random "
+    f"Over the {_count(len(common), 'game')}, of 26, that every method has evaluated"
+    f"{_left_out(compared, common)}. 0 is random "
     "play, 1 human play. In brackets: 95% stratified bootstrap interval over seeds within games, "
     "if every game has at least two seeds. Definitions: Agarwal et al. 2021. Published scores are "
     "one number per game, so they have no IQM or optimality gap over single runs."

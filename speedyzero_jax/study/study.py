@@ -87,7 +87,7 @@ class StudyRun(NamedTuple):
 
 def load(path: Path) -> Study:
   """Reads a study's description. Raises ConfigError; the message names the file."""
-  try:
+  with loader.named_in_errors(path):
     document = loader.read_yaml(path.read_text(encoding="utf-8"))
     known = [field.name for field in dataclasses.fields(Study)]
     for key in document:
@@ -103,8 +103,6 @@ def load(path: Path) -> Study:
       if _mapping(of, f"vary.{factor}")
     }
     return Study(**values)
-  except (OSError, UnicodeDecodeError, ConfigError) as error:
-    raise ConfigError(f"{path}: {error}") from None
 
 
 def runs_of(study: Study, folder: Path) -> list[StudyRun]:

@@ -104,6 +104,7 @@ def test_scores_are_over_the_games_that_all_methods_have(tmp_path):
   found = methods(read_runs(sorted(tmp_path.iterdir())))
   games = scores.common_games(found)
   assert games == ["Pong", "Qbert"]
+  assert page._left_out(found, games) == f", without Freeway (not evaluated: {found[1].name})"
   _, (first, second, efficientzero, *_) = scores.aggregate_table(found, games)
   # Resampled Pong has a mean of 0, 0.5 or 1. The quarters without the extremes are Qbert's.
   assert first[1:4] == second[1:4] == ["4", "0.500 [0.250, 0.750]", "0.500 [0.250, 0.750]"]

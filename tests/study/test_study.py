@@ -99,6 +99,12 @@ def test_mistakes_in_a_description_name_the_file(tmp_path, text, message):
   assert "study.yaml" in str(caught.value)
 
 
+def test_a_missing_description_is_named_once(tmp_path):
+  path = tmp_path / "study.yaml"
+  with pytest.raises(ConfigError, match=f"^{path}: No such file or directory$"):
+    studies.load(path)
+
+
 @pytest.mark.parametrize(
   ("study", "message"),
   [
