@@ -75,7 +75,7 @@ class Client(contextlib.AbstractContextManager):
     name, call = self._names[type(request)]
     data = messages.encode(request)
     while not (answer := self._deliver(name, data)) and call.poll:
-      pass
+      time.sleep(_FIRST_PAUSE)  # a learner that is stopping answers at once, until it has saved
     return messages.decode(call.answer, answer)
 
   def stream(self, requests: Iterator[Any]) -> Iterator[Any]:

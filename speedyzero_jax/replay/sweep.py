@@ -21,7 +21,8 @@ class Sweep:
 
   With several `phases`, which must divide the stretch, a sweep goes backward in time: a block takes
   only every phases-th cell of its stretches, and the next block the cells before those. Each phase
-  has its own queue of all stretches.
+  has its own queue of all stretches, so that the bound on ages holds for each. The queues' orders
+  differ a little, since a new stretch enters some of them between two blocks.
   """
 
   def __init__(self, lanes: int, capacity: int, stretch: int = STRETCH, phases: int = 1):

@@ -90,22 +90,21 @@ def read_runs(paths: Iterable[pathlib.Path]) -> list[Run]:
 
 
 def _runs_in(folder: pathlib.Path) -> list[pathlib.Path]:
-  if (folder / "config.yaml").exists():
-    return [folder]
-  return sorted(path.parent for path in folder.glob("*/config.yaml")) or [folder]
+  within = [path for path in sorted(folder.glob("*/")) if _is_run(path)]
+  return [folder] if _is_run(folder) or not within else within
+
+
+def _is_run(path: pathlib.Path) -> bool:
+  return any((path / name).exists() for name in _READERS)
 
 
 def read_run(path: pathlib.Path) -> Run:
   """Reads a run folder; missing and damaged files become `problems`."""
   run = Run(str(path))
-  readers = {
-    "config.yaml": _read_config, "starts.jsonl": _read_starts, "metrics.jsonl": _read_metrics,
-    "evaluation.json": _read_evaluation,
-  }  # fmt: skip
-  if not any((path / name).exists() for name in readers):
+  if not _is_run(path):
     run.problems.append("no run here")
     return run
-  for name, read in readers.items():
+  for name, read in _READERS.items():
     try:
       read(run, path / name)
     except FileNotFoundError:
@@ -193,3 +192,9 @@ def _read_evaluation(run: Run, path: pathlib.Path) -> None:
     run.problems.append(
       f"evaluated at learner step {step:,}, not at the last checkpoint ({newest:,})"
     )
+
+
+_READERS = {
+  "config.yaml": _read_config, "starts.jsonl": _read_starts, "metrics.jsonl": _read_metrics,
+  "evaluation.json": _read_evaluation,
+}  # fmt: skip

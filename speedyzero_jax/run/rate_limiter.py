@@ -4,8 +4,9 @@ After the initial random play, learner steps are due at a constant number of sam
 the last `tail_steps` of them wait until collection is complete. With a bound on policy lag, the
 learner waits while an actor uses weights that the next step would make too old. Synchronous agents
 (A2C, PPO) have no such schedule: the learner trains whenever a batch is complete, and actors
-collect only what the next batch still needs. If actors compute the gradients (A3C), each alternates
-for itself, nothing else paces them, and the run ends with either the agent or the learner steps.
+collect only what the next batch still needs. If actors compute the gradients (A3C), the learner is
+always short of data, so each actor alternates for itself, and the run ends with either the agent or
+the learner steps.
 """
 
 import contextlib
@@ -35,7 +36,6 @@ class RateLimiter:
 
   def __init__(self, config: Config, *, synchronous: bool = False):
     self.synchronous = synchronous
-    self._independent = config.topology.gradients == "actors"  # see above
     self._complete = config.complete
     self._total_env, self._total_learner = config.run.env_steps, config.learner.steps
     self._random = config.actor.random_steps
@@ -104,8 +104,6 @@ class RateLimiter:
     return self.draining or self.synchronous or self.env_steps >= self.required(step)
 
   def may_collect(self) -> bool:
-    if self._independent:
-      return self.pool > 0
     if self.synchronous and self.learner_steps < self._total_learner:
       return False
     ahead = self.env_steps + self._reserved - self.required(self.learner_steps)

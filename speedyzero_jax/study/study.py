@@ -72,11 +72,11 @@ class StudyRun(NamedTuple):
 
   def score(self) -> float | None:
     """Mean return of the evaluation after the last learner step; None before it."""
-    last = jsonl.last_row(self.path / "metrics.jsonl")
+    last, step = jsonl.last_row(self.path / "metrics.jsonl"), self.config.learner.steps
     try:
       result = json.loads((self.path / "evaluation.json").read_text())
-      early = self.config.complete(last.get(names.STEP, 0), last.get(names.ENV_STEPS, 0))
-      step = min(self.step(), self.config.learner.steps) if early else self.config.learner.steps
+      if self.config.complete(last.get(names.STEP, 0), last.get(names.ENV_STEPS, 0)):
+        step = min(step, last[names.STEP])  # A3C may end earlier
       return float(result["mean"]) if result["step"] >= step else None
     except (OSError, ValueError, KeyError, TypeError):
       return None

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import threading
+import time
 from collections.abc import Iterator
 
 import jax
@@ -207,6 +208,23 @@ def test_a_lost_actor_loses_its_unroll_only(make_unit):
   assert unit.send(0, 10, 0, unit.arrays(), incarnation=1).weights == 1
 
 
+def test_steps_of_a_lost_actor_do_not_go_to_one_that_has_closed_its_lanes(make_unit):
+  unit = make_unit("run.env_steps=40", "learner.steps=2", learn=False)
+  unit.join(0), unit.join(1)
+  granted = [unit.send(*message).steps for message in ((0,), (1,), (0, UNROLL), (1, UNROLL))]
+  assert granted == [UNROLL, UNROLL, UNROLL, 40 - 3 * UNROLL]
+  assert unit.send(1, 4, seconds=0.01) is None
+  unit.join(0, incarnation=1)
+  assert unit.send(1, 4, seconds=0.01) is None
+  assert unit.send(0, incarnation=1).steps == UNROLL
+  unit.join(1, incarnation=1)
+  assert unit.send(1, incarnation=1, seconds=0.01) is None
+  assert unit.send(0, UNROLL, incarnation=1).steps == unit.send(1, incarnation=1).steps == 0
+  begin = time.monotonic()
+  unit.service.finish(10)
+  assert time.monotonic() - begin < 5  # both are known to have left
+
+
 # --- refusals
 
 
@@ -288,6 +306,10 @@ def test_the_run_ends_with_the_learner_steps_and_resumes_from_a_checkpoint(make_
   snapshot.save(unit.experiment, required=True)
   steps = unit.limiter.env_steps
   assert 100 < steps < 250
+  unit.experiment.close()
+  unit = make_unit(resume_step=15, learn=False)
+  unit.join(0), unit.send(0)
+  assert unit.send(0, 10, 15, unit.arrays(), seconds=0.01) is None  # it is step 16
   unit.experiment.close()
   unit = make_unit(resume_step=15)
   assert (unit.limiter.learner_steps, unit.limiter.env_steps) == (15, steps)

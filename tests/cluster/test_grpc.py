@@ -148,9 +148,10 @@ def test_a_stream_is_answered_request_by_request_until_it_ends(service):
 @pytest.mark.parametrize("name", [name for name in CALLS if CALLS[name].poll])
 def test_a_poll_is_asked_again_until_there_is_news(name, service, server):
   service.answers[name] = lambda _: EACH[CALLS[name].answer] if len(service.asked) == 3 else None
+  begin = time.monotonic()
   with Client(server, TOKEN, WORKER, max_bytes=MAX_BYTES) as client:
     client.call(EACH[CALLS[name].request])
-  assert len(service.asked) == 3
+  assert len(service.asked) == 3 and time.monotonic() - begin > 0.15  # it is not flooded
 
 
 @pytest.mark.parametrize("token", [None, b"", TOKEN[:-1], TOKEN[:-1] + b"x", TOKEN + b"x"])

@@ -132,10 +132,13 @@ def test_an_unreadable_file_says_so(tmp_path, capsys):
 
 
 def test_a_folder_of_runs_stands_for_them(tmp_path, capsys):
-  runs = [recorded.run(tmp_path / "study" / name, mean=1.0) for name in "ab"]
+  runs = [recorded.run(tmp_path / "study" / name, mean=1.0) for name in "abc"]
   (tmp_path / "study" / "a.log").touch()
+  (runs[2] / "config.yaml").unlink()
   assert report.main([str(tmp_path / "study"), str(runs[1])]) == 0
-  assert len(table(capsys.readouterr().out)[0]) == 2
+  rows = table(capsys.readouterr().out)[0]
+  assert [row["run"] for row in rows] == [str(path) for path in runs]
+  assert "no config.yaml" in rows[2]["notes"]
 
 
 def test_folders_without_a_run(tmp_path, capsys):

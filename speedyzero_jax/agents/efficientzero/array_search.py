@@ -45,8 +45,8 @@ def search(
 ) -> mctx.Tree:
   """Equivalent of `mctx.search` for a constant discount and deterministic selection.
 
-  There is no depth limit. Embeddings must have the fields `reward` [B], of
-  the edge into the node, and `depth` [B]. The `parents` of the tree are not set.
+  There is no depth limit. Embeddings must have the fields `reward` [B], of the edge into the node,
+  and `depth` [B]. The `parents` of the tree are not set.
   """
 
   def select(tree: mctx.Tree) -> chex.Array:

@@ -117,6 +117,9 @@ def test_bootstrap_times_are_the_only_values_that_matter(spec, capacity, seed):
 def test_known_edges_equal_brute_force(capacity, after, seed, end):
   """Unknown at the end of what is stored, and before the first search of the successor."""
   stream, store, lane, time = filled(capacity, seed, end)
+  for l, t in zip(lane, time, strict=True):
+    searched = int(stream.rng.integers(2))
+    stream.slot(l, t).policy_step = store["policy_step"][l, t % capacity] = searched
   config = configured(3, 5, 2, 0, 0.9)
   actions, qvalues = known_edges(store, lane, time, after, config)
   assert actions.dtype == np.int32 and qvalues.dtype == np.float32
