@@ -50,17 +50,20 @@ class RowCodec:
     lane, time, first = slots.lane[order], slots.time[order], slots["first"][order]
     ended = (slots["terminated"] | slots["truncated"])[order]
     columns = [slots[name][order].astype(dtype) for name, (dtype, _) in self._slots.items()]
-    frames = slots["frame"].reshape(len(order), -1)
+    # Bytes of each column, and per slot; slicing bytes is faster than slicing arrays.
+    packed = [(column.tobytes(), column.nbytes // len(order)) for column in columns]
+    pixels = slots["frame"].astype(self._frame[0], copy=False)
+    frames = pixels.reshape(len(order), -1).view(np.uint8)
     begins = np.diff(lane, prepend=-1) != 0
     begins[1:] |= first[1:] & ~ended[:-1]
     rows = {}
     for begin, end in itertools.pairwise([*np.flatnonzero(begins).tolist(), len(order)]):
-      values = b"".join([column[begin:end].tobytes() for column in columns])
-      # Frames are copied row by row, as they are large.
-      pixels = frames[order[begin:end]].astype(self._frame[0], copy=False).view(np.uint8)
-      if end - begin > 1:
-        pixels[1:] = pixels[1:] ^ pixels[:-1]
-      compressed = zlib.compress(pixels.data, 1)
+      values = b"".join([column[begin * n : end * n] for column, n in packed])
+      changes = frames[order[begin], None]
+      if end - begin > 1:  # copied row by row, as frames are large
+        changes = frames[order[begin:end]]
+        changes[1:] = changes[1:] ^ changes[:-1]
+      compressed = zlib.compress(changes.data, 1)
       place = int(lane[begin]), int(time[begin]), end - begin
       row = Row(*place, _crc(*place, values, compressed), values, compressed)
       rows[int(order[begin])] = row
