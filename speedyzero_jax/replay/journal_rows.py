@@ -5,6 +5,7 @@ stored raw, in little-endian order, one after another. A CRC-32 covers everythin
 """
 
 import itertools
+import math
 import struct
 import zlib
 from typing import NamedTuple
@@ -73,7 +74,7 @@ class RowCodec:
     """Decodes slots begin <= t < end, which an intact row must contain."""
     arrays, offset = {}, 0
     for name, (dtype, shape) in self._slots.items():
-      length = row.size * int(np.prod(shape, dtype=int))
+      length = row.size * math.prod(shape)
       values = np.frombuffer(row.slots, dtype, length, offset)
       arrays[name] = values.reshape(row.size, *shape)
       offset += values.nbytes
