@@ -5,13 +5,17 @@
 Each row is a run of launch/multihost.py: DQN with a small network on Catch, and so few learner
 steps that collection is the bottleneck. The rate is taken from the run's metrics, between one fifth
 of its agent steps and the end. `lanes` are those of all actors together; `actors` 0 is an actor in
-a thread of the learner. For central inference, the mean latency of a request and the mean number of
-lanes per batch are recorded, too. The configurations take turns: once to find the number of agent
-steps for `--seconds`, then `--repeat` times.
+a thread of the learner. A frame is a step of one environment, including resets, which are no agent
+steps. A message has a frame of each of its actor's lanes, and a round trip lasts from one message
+of an actor to the next. For central inference, the mean latency of a request, the mean number of
+lanes per batch, and their share of all lanes (`batch_fill`) are recorded, too. The configurations
+take turns: once to find the number of agent steps for `--seconds`, then `--repeat` times.
 """
 
 import argparse
+import contextlib
 import json
+import sqlite3
 import statistics
 import subprocess
 import sys
@@ -61,10 +65,20 @@ def run(case: Case, agent_steps: int, folder: Path) -> dict[str, float]:
   rows = [row for row in rows if row.get("env_steps", 0) >= agent_steps / 5]
   first, last = rows[0], rows[-1]
   rate = (last["env_steps"] - first["env_steps"]) / (last["time"] - first["time"])
-  result = {"agent_steps_per_second": rate}
+  with contextlib.closing(sqlite3.connect(folder / "journal.sqlite")) as journal:
+    ((slots,),) = journal.execute("SELECT sum(head) FROM lane")
+  frames, actors = rate * slots / agent_steps, max(case.actors, 1)
+  result = {
+    "agent_steps_per_second": rate,
+    "frames_per_second": frames,
+    "round_trips_per_second": frames * actors / case.lanes,
+    "seconds_per_round_trip": case.lanes / frames,
+  }
   for name in ("inference/lanes_mean", "inference/seconds_mean"):
     if values := [row[name] for row in rows if name in row]:
       result[name] = statistics.mean(values)
+  if "inference/lanes_mean" in result:
+    result["batch_fill"] = result["inference/lanes_mean"] / case.lanes
   return result
 
 
@@ -84,7 +98,8 @@ def main() -> None:
   rows: list[dict[str, Any]] = []
   for case, results in measured.items():
     medians = {key: statistics.median(x[key] for x in results) for key in results[0]}
-    rows.append({**case._asdict(), **medians, "runs": results})
+    each = case.lanes / max(case.actors, 1)
+    rows.append({**case._asdict(), "lanes_per_message": each, **medians, "runs": results})
     print(*case, *(f"{key} {value:.4g}" for key, value in medians.items()))
   write(arguments.out, {"seconds": arguments.seconds, "rows": rows})
 

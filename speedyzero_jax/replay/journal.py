@@ -34,7 +34,7 @@ _TABLES = (
     id INTEGER PRIMARY KEY, lane INTEGER NOT NULL, start INTEGER NOT NULL, size INTEGER NOT NULL,
     crc INTEGER NOT NULL, slots BLOB NOT NULL, frames BLOB NOT NULL
   )""",
-  "CREATE INDEX extent ON segment (lane, start, size)",
+  "CREATE INDEX extent ON segment (start, lane, size)",
 )
 
 

@@ -306,6 +306,6 @@ class Replay:
         sweep.load(state[f"sweep_{name}"], np.minimum(store.head, store.capacity))
 
   def import_frames(self, slots: Slots) -> None:
-    """Restores frames of a lane into a new replay before `load_state_dict`, the oldest first."""
+    """Restores frames into a new replay before `load_state_dict`, each lane's oldest first."""
     with self.lock:
       self.store.put_frames(slots)

@@ -174,18 +174,16 @@ class LaneStore:
     self._close(lane, end)
 
   def put_frames(self, slots: Slots) -> None:
-    """Restores the frames of consecutive slots of one lane.
+    """Restores the frames of slots, sorted by lane and consecutive within each.
 
     After a gap, the slots before the gap are evicted. The other fields are restored by
     `load_state_dict`.
     """
-    lane, start = int(slots.lane[0]), int(slots.time[0])
-    kept = slots.select(slice(-self.capacity, None))
-    self.frame[lane, self.cell(kept.time)] = kept["frame"]
-    if start > self.head[lane]:
-      self.tail[lane] = start
-    self.head[lane] = kept.time[-1] + 1
-    self.tail[lane] = max(self.tail[lane], self.head[lane] - self.capacity)
+    begins = _leads(slots.lane) & (slots.time > self.head[slots.lane])
+    self.tail[slots.lane[begins]] = slots.time[begins]
+    self.frame[slots.lane, self.cell(slots.time)] = slots["frame"]  # of a full ring, the last ones
+    self.head[slots.lane] = slots.time + 1  # repeated lanes: the last time is used
+    np.maximum(self.tail, self.head - self.capacity, out=self.tail)
 
   def state_dict(self) -> dict[str, np.ndarray]:
     """Returns the contents except the frames: live slots by lane, oldest first."""

@@ -90,9 +90,13 @@ class Collector:
         self._replay.truncate(lane)
 
   def replay_recorded(self, recorded: Slots) -> None:
-    """Appends consecutive slots of a lane, recorded in the journal after the checkpoint."""
-    if recorded["first"][0]:
-      self._replay.truncate(int(recorded.lane[0]))  # its previous environment had been lost
+    """Appends recorded slots that are newer than the checkpoint: some of one lane, or one of each.
+
+    Lanes are in ascending order.
+    """
+    begins = np.diff(recorded.lane, prepend=-1) > 0
+    for lane in recorded.lane[begins & recorded["first"]].tolist():
+      self._replay.truncate(lane)  # in case its previous environment had been lost
     # Weights of later steps were lost with the learner.
     step = np.minimum(recorded["step"], self._limiter.learner_steps)
     slots = Slots(recorded.lane, recorded.time, {**recorded.columns, "step": step})

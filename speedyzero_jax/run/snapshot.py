@@ -4,6 +4,7 @@
 """
 
 import hashlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from speedyzero_jax.envs.batched_env import make_env
 from speedyzero_jax.metrics import names
 from speedyzero_jax.run.checkpoint import Snapshot
 from speedyzero_jax.run.experiment import ACT, Experiment, TrainingError
-from speedyzero_jax.types import Params
+from speedyzero_jax.types import Params, Slots
 from speedyzero_jax.workers.actor import Actor
 from speedyzero_jax.workers.learner import Learner
 from speedyzero_jax.workers.weights import ACTOR, DivergedError, Version
@@ -76,7 +77,7 @@ def restore(experiment: Experiment, restored: Snapshot) -> None:
       f"resumed with {experiment.membership.units}"
     )
   experiment.logger.rewind(restored.step)
-  for slots in experiment.recovery.journal.read(restored.tails, restored.heads):
+  for slots in joined(experiment.recovery.journal.read(restored.tails, restored.heads)):
     experiment.replay.import_frames(slots)
   experiment.replay.load_state_dict(restored.items["replay"])
   steps: dict[str, Any] = meta["weights"]
@@ -104,11 +105,23 @@ def replay_journal(experiment: Experiment) -> bool:
   """Appends the slots that the journal has after the checkpoint. Returns whether it had any."""
   limiter, replay = experiment.limiter, experiment.replay
   before, heads = limiter.env_steps, replay.heads
-  for slots in experiment.recovery.journal.read(heads):
+  for slots in joined(experiment.recovery.journal.read(heads)):
     experiment.collector.replay_recorded(slots)
   if limiter.env_steps > before:
     experiment.logger.message(f"replayed {limiter.env_steps - before} agent steps of the journal")
   return bool((replay.heads > heads).any())  # a reset adds a slot, but no agent step
+
+
+def joined(rows: Iterable[Slots]) -> Iterator[Slots]:
+  """Joins single slots of ascending lanes, such as those of a step, as their import is slow."""
+  group: list[Slots] = []
+  for row in rows:
+    if group and (len(row) > 1 or len(group[-1]) > 1 or row.lane[0] <= group[-1].lane[0]):
+      yield Slots.concatenate(group)
+      group = []
+    group.append(row)
+  if group:
+    yield Slots.concatenate(group)
 
 
 def start_actor(experiment: Experiment, restored: Snapshot | None, *, later: bool) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tiny
-from small_unit import slots
+from small_unit import assert_same, slots
 from speedyzero_jax.replay.journal import JournalError
 from speedyzero_jax.run import build, snapshot, train
 from speedyzero_jax.run.checkpoint import Checkpoints
@@ -53,6 +53,25 @@ def test_new_games_begin_also_when_only_resets_followed_the_checkpoint(tmp_path)
     assert experiment.limiter.env_steps == steps
     experiment.collector.collect()
     np.testing.assert_array_equal(experiment.replay.heads, heads + 2)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_the_replay_is_restored_exactly(tmp_path, saved):
+  """From the journal alone or from a checkpoint, with episodes cut by a lost environment."""
+  with durable(tmp_path) as experiment:
+    collector = experiment.collector
+    for actor in range(2):
+      if actor:
+        collector.truncate(range(3))
+        collector.local = snapshot._new_actor(experiment, experiment.replay.heads)
+      for _ in range(13):
+        collector.collect()
+    if saved:
+      snapshot.save(experiment, required=True)
+    collector.truncate(range(3))
+  with durable(tmp_path, 0) as again:
+    again.collector.truncate(range(3))
+    assert_same(experiment.replay, again.replay)
 
 
 def test_new_games_differ_each_time(tmp_path, monkeypatch):
