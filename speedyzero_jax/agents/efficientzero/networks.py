@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from speedyzero_jax.agents.efficientzero.config import NetworkConfig
+from speedyzero_jax.ops.batch_norm import BatchNorm, relu
 from speedyzero_jax.ops.conv import convolve
 
 Carry = tuple[jax.Array, jax.Array]  # the LSTM's (c, h), each [B, lstm_hidden]
@@ -72,7 +73,7 @@ class _Layers:
   def norm(self, features: int, *, foldable: bool = True) -> Any:
     if self.folded and foldable:
       return _folded_norm
-    return nnx.BatchNorm(
+    return BatchNorm(
       features,
       momentum=self._config.bn_momentum,
       epsilon=EPSILON,
@@ -122,7 +123,7 @@ class ResBlock(nnx.Module):
   def __call__(self, x: jax.Array, train: bool) -> jax.Array:
     y = nnx.relu(self.norm1(self.conv1(x), use_running_average=not train))
     y = self.norm2(self.conv2(y), use_running_average=not train)
-    return nnx.relu(y + (x if self.skip is None else self.skip(x)))
+    return relu(y + (x if self.skip is None else self.skip(x)))
 
 
 def _blocks(layers: _Layers, channels: int, count: int) -> nnx.List:
@@ -224,7 +225,7 @@ class Dynamics(nnx.Module):
     else:
       x, response = self.conv(state), self.response[...]
     x = x + jnp.tensordot(planes, response, 1)
-    x = nnx.relu(self.norm(x, use_running_average=not train) + state)
+    x = relu(self.norm(x, use_running_average=not train) + state)
     for block in self.blocks:
       x = block(x, train)
     return x
