@@ -112,6 +112,7 @@ class ResBlock(nnx.Module):
   """Two normalized convolutions, and a skip connection with a convolution if the shape changes."""
 
   def __init__(self, layers: _Layers, inputs: int, outputs: int, stride: int = 1):
+    self.stride = stride
     self.conv1, self.norm1 = layers.conv(inputs, outputs, stride=stride), layers.norm(outputs)
     self.conv2, self.norm2 = layers.conv(outputs, outputs), layers.norm(outputs)
     self.skip = (
@@ -121,9 +122,16 @@ class ResBlock(nnx.Module):
     )
 
   def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-    y = nnx.relu(self.norm1(self.conv1(x), use_running_average=not train))
+    if self.skip is None:
+      y = self.conv1(x)
+    elif train:  # one convolution reads the input once
+      kernel = jnp.concatenate([self.conv1.kernel[...], self.skip.kernel[...]], axis=-1)
+      y, x = jnp.split(_padded(x, kernel.astype(x.dtype), self.stride), 2, axis=-1)
+    else:
+      y, x = self.conv1(x), self.skip(x)
+    y = nnx.relu(self.norm1(y, use_running_average=not train))
     y = self.norm2(self.conv2(y), use_running_average=not train)
-    return relu(y + (x if self.skip is None else self.skip(x)))
+    return relu(y + x)
 
 
 def _blocks(layers: _Layers, channels: int, count: int) -> nnx.List:
@@ -221,7 +229,7 @@ class Dynamics(nnx.Module):
       planes = (action[:, None] / self.num_actions).astype(state.dtype)
     if self.response is None:
       of_state, response = split_kernel(self.conv.kernel[...].astype(self.dtype), state.shape[1:])
-      x = _same(state, of_state)
+      x = _padded(state, of_state)
     else:
       x, response = self.conv(state), self.response[...]
     x = x + jnp.tensordot(planes, response, 1)
@@ -247,12 +255,15 @@ def split_kernel(kernel: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, 
   count = of_planes.shape[2]
   ones = jnp.eye(count, dtype=kernel.dtype)[:, None, None, :]
   ones = jnp.broadcast_to(ones, (count, height, width, count))
-  return kernel[:, :, :channels], _same(ones, of_planes)
+  return kernel[:, :, :channels], _padded(ones, of_planes)
 
 
-def _same(x: jax.Array, kernel: jax.Array) -> jax.Array:
-  """Convolution [B, H, W, C] -> [B, H, W, C'] with zero padding."""
-  return convolve(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+def _padded(x: jax.Array, kernel: jax.Array, stride: int = 1) -> jax.Array:
+  """Convolution [B, H, W, C] -> [B, H / stride, W / stride, C'] with zero padding."""
+  pads = [(size // 2, size // 2) for size in kernel.shape[:2]]
+  return convolve(
+    x, kernel, (stride, stride), pads, dimension_numbers=("NHWC", "HWIO", "NHWC")
+  )
 
 
 class ValuePrefix(nnx.Module):
