@@ -1,7 +1,6 @@
-"""Batch norm that passes over the activations twice in training, and twice in the gradient.
+"""Batch norm that passes over the activations twice in training, and twice in its gradient.
 
-Automatic differentiation of the mean and the variance leads to another pass, and on GPUs to twice
-as many kernels.
+Automatic differentiation of mean and variance takes another pass, and twice as many GPU kernels.
 """
 
 from functools import partial
@@ -34,7 +33,7 @@ def normalize(
   """Normalizes activations [..., C] with the statistics of the batch.
 
   Args:
-    x: computed with in float32, if its dtype is smaller.
+    x: activations; computations are in the dtype of `scale`.
     scale: [C] float32.
     bias: [C] float32.
     epsilon: added to the variance.
@@ -98,4 +97,14 @@ def relu(x: jax.Array) -> jax.Array:
   return jnp.maximum(x, 0)
 
 
-relu.defvjp(lambda x: (relu(x),) * 2, lambda y, dy: (jnp.where(jax.lax.optimization_barrier(y) > 0, dy, 0),))
+def _relu_forward(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  y = relu(x)
+  return y, y
+
+
+def _relu_backward(y: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
+  # Without the barrier XLA computes x again, since max(x, 0) > 0 is x > 0.
+  return (jnp.where(jax.lax.optimization_barrier(y) > 0, dy, 0),)
+
+
+relu.defvjp(_relu_forward, _relu_backward)

@@ -49,8 +49,8 @@ class NetworkDef:
     Batch norm with running statistics is folded into the preceding kernel and a bias. The output of
     the dynamics' first convolution for the action planes is precomputed, see `split_kernel`. The
     heads of value and policy become one with block-diagonal kernels, and the LSTM's two kernels
-    become one. Everything except the norm of the LSTM's output is cast to the dtype of activations. The
-    consistency heads are left out.
+    become one. Everything except the norm of the LSTM's output is cast to the dtype of activations.
+    The consistency heads are left out.
     """
     params, stats = variables
     params = _fold({k: x for k, x in params.items() if k != "consistency"}, stats)

@@ -285,9 +285,7 @@ def split_kernel(kernel: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, 
 def _padded(x: jax.Array, kernel: jax.Array, stride: int = 1) -> jax.Array:
   """Convolution [B, H, W, C] -> [B, H / stride, W / stride, C'] with zero padding."""
   pads = [(size // 2, size // 2) for size in kernel.shape[:2]]
-  return convolve(
-    x, kernel, (stride, stride), pads, dimension_numbers=("NHWC", "HWIO", "NHWC")
-  )
+  return convolve(x, kernel, (stride, stride), pads, dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
 class ValuePrefix(nnx.Module):
