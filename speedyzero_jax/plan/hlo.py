@@ -22,6 +22,10 @@ COLLECTIVES = (
 )  # fmt: skip
 _TRANSFERS = ("infeed", "outfeed", "send", "recv")
 _PARTIAL = {"gather", "dynamic-slice", "slice"}
+_ELEMENTWISE = {
+  "add", "bitcast", "convert", "divide", "maximum", "minimum", "multiply", "negate", "select",
+  "subtract",
+}  # fmt: skip
 
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%(\S+) = (.*)$")
@@ -214,10 +218,14 @@ def _traffic(fused: Computation) -> float:
 
 
 def _through(x: Instruction, users: Mapping[str, list[Instruction]]) -> list[Instruction]:
-  """Users of a value, with bitcasts replaced by their own users."""
+  """Users of a value, with elementwise ones inside the fusion replaced by their own users.
+
+  Of elementwise instructions, only the elements that their users access are computed.
+  """
   result: list[Instruction] = []
   for user in users.get(x.name, []):
-    result += _through(user, users) if user.opcode == "bitcast" else [user]
+    inside = user.opcode in _ELEMENTWISE and user.name in users
+    result += _through(user, users) if inside else [user]
   return result
 
 
@@ -226,7 +234,7 @@ def _read(computation: Computation, x: Instruction, users: list[Instruction]) ->
   total = 0.0
   for user in users:
     if user.opcode in _PARTIAL:
-      total += user.bytes
+      total += user.shapes[0].size / x.shapes[0].size * x.bytes
     elif user.opcode in ("dynamic-update-slice", "scatter") and _first(computation, user) == x.name:
       total += 0  # updated in place
     else:

@@ -22,6 +22,21 @@ MODULE = """HloModule jit_f, is_scheduled=true
   ROOT %ds = f32[1,8]{1,0} dynamic-slice(%flat, %q.1, %zero.1), dynamic_slice_sizes={1,8}
 }
 
+%fused_parts (r.0: f32[10,8], r.1: f32[10,8]) -> (f32[1,8], f32[2,8]) {
+  %r.0 = f32[10,8]{1,0} parameter(0)
+  %r.1 = f32[10,8]{1,0} parameter(1)
+  %both = f32[10,8]{1,0} add(%r.0, %r.1)
+  %upper = f32[1,8]{1,0} slice(%both), slice={[0:1], [0:8]}
+  %lower = f32[2,8]{1,0} slice(%both), slice={[8:10], [0:8]}
+  ROOT %parts = (f32[1,8]{1,0}, f32[2,8]{1,0}) tuple(%upper, %lower)
+}
+
+%fused_sum (t.0: f32[10,8], t.1: f32[10,8]) -> f32[10,8] {
+  %t.0 = f32[10,8]{1,0} parameter(0)
+  %t.1 = f32[10,8]{1,0} parameter(1)
+  ROOT %whole = f32[10,8]{1,0} add(%t.0, %t.1)
+}
+
 %matmul (m.0: bf16[4,16], m.1: bf16[16,32]) -> bf16[4,32] {
   %m.0 = bf16[4,16]{1,0} parameter(0)
   %m.1 = bf16[16,32]{1,0} parameter(1)
@@ -59,6 +74,8 @@ ENTRY %main (a: bf16[4,16], b: bf16[16,32], x: bf16[2,6,6,3], k: bf16[8,3,3,3], 
   %summed = bf16[4,32]{1,0} all-reduce-done(%sum)
   %told = f32[] custom-call(%gemm), custom_call_target="xla_ffi_python_gpu_callback"
   %LOOP
+  %sliced = (f32[1,8]{1,0}, f32[2,8]{1,0}) fusion(%result, %result), kind=kLoop, calls=%fused_parts
+  %added = f32[10,8]{1,0} fusion(%result, %result), kind=kLoop, calls=%fused_sum
   ROOT %result = f32[10,8]{1,0} get-tuple-element(%loop), index=0
 }
 """  # noqa: E501
@@ -95,18 +112,24 @@ def test_slices_and_updates_in_place_move_what_they_touch(known):
   assert kernels["new"].bytes == 32 + 4 + 32
 
 
+def test_elementwise_operations_before_slices_move_only_what_is_sliced(known):
+  kernels = by_name(known)
+  assert kernels["sliced"].bytes == 3 * (32 + 32 + 32)  # of three rows: two operands, the result
+  assert kernels["added"].bytes == 10 * (32 + 32 + 32)
+
+
 def test_loops_multiply_their_kernels(known):
   kernels = by_name(known)
   assert kernels["row"].count == kernels["new"].count == 5
   assert (known.round_trips, known.unknown_loops) == (0, 0)
-  # gemm, three convolutions, the collective, the callback, and five times two.
-  assert (known.launches, known.collectives, known.transfers) == (16, 1, 1)
+  # gemm, three convolutions, the collective, the callback, two fusions, and five times two.
+  assert (known.launches, known.collectives, known.transfers) == (18, 1, 1)
 
 
 def test_loops_of_unknown_length_ask_the_host():
   found = hlo.cost(MODULE.replace("LOOP", UNKNOWN), steps=3)
   assert (found.round_trips, found.unknown_loops) == (4, 1)
-  assert found.launches == 6 + 3 * 2 + 4  # the condition runs once more than the body
+  assert found.launches == 8 + 3 * 2 + 4  # the condition runs once more than the body
 
 
 def test_calls_of_cublas_have_the_flops_of_their_product():

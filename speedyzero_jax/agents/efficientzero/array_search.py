@@ -50,10 +50,11 @@ def search(
   """
 
   def select(tree: mctx.Tree) -> chex.Array:
-    at_root = root_action_selection_fn(key, tree, 0)
-    nodes = jnp.arange(1, num_simulations + 1)
+    nodes = jnp.arange(num_simulations + 1)
+    # Both at every node: what they have in common is computed once.
+    at_root = jax.vmap(lambda node: root_action_selection_fn(key, tree, node))(nodes)
     interior = jax.vmap(lambda node: interior_action_selection_fn(key, tree, node, 1))(nodes)
-    return jnp.concatenate([at_root[None], interior])
+    return jnp.where(nodes == 0, at_root, interior)
 
   def simulate(simulation: chex.Array, nodes: _Nodes) -> _Nodes:
     actions = jax.vmap(select)(_tree(nodes, discount, invalid_actions, extra_data))
@@ -113,12 +114,15 @@ def _expanded(
 ) -> _Nodes:
   """Adds node `new` for `action` in `parent`, and backs up its value."""
 
-  def put(x: chex.Array, y: chex.Array) -> chex.Array:
-    return jax.lax.dynamic_update_index_in_dim(x, y, new, axis=1)
-
   count, num_actions = nodes.children.shape[1:]
   node = jnp.arange(count)
   is_new = node == new
+
+  def put(x: chex.Array, y: chex.Array) -> chex.Array:
+    if x.ndim == 2:  # small: XLA merges such selections into one kernel
+      return jnp.where(is_new, y[:, None], x)
+    return jax.lax.dynamic_update_index_in_dim(x, y, new, axis=1)
+
   path = _pick(nodes.ancestors, parent)  # [B, N]
   returns = _returns(nodes.embedding, path, parent, step, discount)
   backed_up = (nodes.value * nodes.visits + returns) / (nodes.visits + 1)

@@ -68,14 +68,15 @@ def augment(keys: jax.Array, observation: jax.Array, shift: int, intensity: floa
   Returns:
     float32 [N, H, W, C], normalized.
   """
-  height, width, channels = observation.shape[1:]
+  height, width = observation.shape[1:3]
 
   def one(key: jax.Array, image: jax.Array) -> jax.Array:
     shift_key, intensity_key = jax.random.split(key)
     if shift and height > 1:
-      padded = jnp.pad(image, ((shift, shift), (shift, shift), (0, 0)), mode="edge")
-      y, x = jax.random.randint(shift_key, (2,), 0, 2 * shift + 1)
-      image = jax.lax.dynamic_slice(padded, (y, x, 0), (height, width, channels))
+      y, x = jax.random.randint(shift_key, (2,), -shift, shift + 1)
+      rows = jnp.clip(jnp.arange(height) + y, 0, height - 1)
+      columns = jnp.clip(jnp.arange(width) + x, 0, width - 1)
+      image = image[rows[:, None], columns]
     image = normalize(image)
     if intensity:
       image = image * (1 + intensity * jnp.clip(jax.random.normal(intensity_key), -2, 2))

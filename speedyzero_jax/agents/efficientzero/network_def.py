@@ -47,13 +47,19 @@ class NetworkDef:
     """Returns variables for inference, to be computed once for many calls of `bind_folded`.
 
     Batch norm with running statistics is folded into the preceding kernel and a bias. The output of
-    the dynamics' first convolution for the action planes is precomputed, see `split_kernel`.
-    Everything except the norm of the LSTM's output is cast to the dtype of activations. The
-    consistency heads are left out.
+    the dynamics' first convolution for the action planes is precomputed, see `split_kernel`. The
+    heads of value and policy become one with block-diagonal kernels, and the LSTM's two kernels
+    become one. Everything except the norm of the LSTM's output is cast to the dtype of activations.
+    The consistency heads are left out.
     """
     params, stats = variables
     params = _fold({k: x for k, x in params.items() if k != "consistency"}, stats)
-    norm = params["value_prefix"]["lstm_norm"]
+    params["heads"] = _side_by_side(params.pop("value"), params.pop("policy"))
+    prefix = params["value_prefix"]
+    inputs, hidden = prefix["lstm"]["dense_i"], prefix["lstm"]["dense_h"]
+    kernel = jnp.concatenate([inputs["kernel"], hidden["kernel"]])
+    prefix["lstm"] = {"linear": {"kernel": kernel, "bias": hidden["bias"]}}
+    norm = prefix["lstm_norm"]
     params = jax.tree.map(lambda x: x.astype(self._dtype), params)
     params["value_prefix"]["lstm_norm"] = norm
     dynamics = params["dynamics"]
@@ -88,6 +94,24 @@ def _fold(params: Params, stats: Params) -> Params:
     else:
       folded[key] = _fold(child, stats.get(key, {}))
   return folded
+
+
+def _side_by_side(head: Params, other: Params) -> Params:
+  """Joins two folded heads into one with the outputs of both."""
+
+  def join(x: Params, y: Params, inputs: int) -> Params:
+    """Block-diagonal kernel for groups of `inputs` features of x, each followed by those of y."""
+    first, second = (z["kernel"].reshape(-1, inputs, z["kernel"].shape[-1]) for z in (x, y))
+    first = jnp.pad(first, ((0, 0), (0, 0), (0, y["bias"].size)))
+    second = jnp.pad(second, ((0, 0), (0, 0), (x["bias"].size, 0)))
+    kernel = jnp.concatenate([first, second], axis=1).reshape(-1, first.shape[-1])
+    return {"kernel": kernel, "bias": jnp.concatenate([x["bias"], y["bias"]])}
+
+  x, y = head["mlp"], other["mlp"]
+  conv = jax.tree.map(lambda *z: jnp.concatenate(z, axis=-1), head["conv"], other["conv"])
+  linear1 = join(x["linear1"], y["linear1"], head["conv"]["bias"].size)
+  linear2 = join(x["linear2"], y["linear2"], x["linear1"]["bias"].size)
+  return {"conv": conv, "mlp": {"linear1": linear1, "linear2": linear2}}
 
 
 def variables_of(network: Network) -> Variables:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from speedyzero_jax.agents.efficientzero.config import NetworkConfig
+from speedyzero_jax.ops.batch_norm import BatchNorm, relu
 from speedyzero_jax.ops.conv import convolve
 
 Carry = tuple[jax.Array, jax.Array]  # the LSTM's (c, h), each [B, lstm_hidden]
@@ -72,7 +73,7 @@ class _Layers:
   def norm(self, features: int, *, foldable: bool = True) -> Any:
     if self.folded and foldable:
       return _folded_norm
-    return nnx.BatchNorm(
+    return BatchNorm(
       features,
       momentum=self._config.bn_momentum,
       epsilon=EPSILON,
@@ -95,11 +96,33 @@ class _Layers:
       rngs=self._rngs,
     )
 
-  def lstm(self, inputs: int, hidden: int) -> nnx.OptimizedLSTMCell:
+  def lstm(self, inputs: int, hidden: int) -> Any:
+    if self.folded:
+      return _FoldedLstm(self.linear(inputs + hidden, 4 * hidden))
     # PyTorch adds two such biases; here there is one.
     kinds = ("kernel_init", "recurrent_kernel_init", "bias_init") if self._pytorch else ()
     inits: dict[str, Any] = dict.fromkeys(kinds, _uniform(hidden))
     return nnx.OptimizedLSTMCell(inputs, hidden, dtype=self.dtype, rngs=self._rngs, **inits)
+
+
+def _before_norm(linear: nnx.Linear, x: jax.Array) -> jax.Array:
+  """Applies a layer before batch norm, which cancels the bias: its gradient is 0, not computed."""
+  y = x @ linear.kernel[...].astype(x.dtype)
+  return y + jax.lax.stop_gradient(linear.bias[...]).astype(x.dtype)
+
+
+class _FoldedLstm(nnx.Module):
+  """`nnx.OptimizedLSTMCell` with one matrix product."""
+
+  def __init__(self, linear: nnx.Linear):
+    self.linear = linear
+
+  def __call__(self, carry: Carry, x: jax.Array) -> tuple[Carry, jax.Array]:
+    c, h = carry
+    enter, forget, new, leave = jnp.split(self.linear(jnp.concatenate([x, h], -1)), 4, axis=-1)
+    c = nnx.sigmoid(forget) * c + nnx.sigmoid(enter) * jnp.tanh(new)
+    h = nnx.sigmoid(leave) * jnp.tanh(c)
+    return (c, h), h
 
 
 def _folded_norm(x: jax.Array, use_running_average: bool) -> jax.Array:
@@ -111,6 +134,7 @@ class ResBlock(nnx.Module):
   """Two normalized convolutions, and a skip connection with a convolution if the shape changes."""
 
   def __init__(self, layers: _Layers, inputs: int, outputs: int, stride: int = 1):
+    self.stride = stride
     self.conv1, self.norm1 = layers.conv(inputs, outputs, stride=stride), layers.norm(outputs)
     self.conv2, self.norm2 = layers.conv(outputs, outputs), layers.norm(outputs)
     self.skip = (
@@ -120,9 +144,16 @@ class ResBlock(nnx.Module):
     )
 
   def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-    y = nnx.relu(self.norm1(self.conv1(x), use_running_average=not train))
+    if self.skip is None:
+      y = self.conv1(x)
+    elif train:  # one convolution reads the input once
+      kernel = jnp.concatenate([self.conv1.kernel[...], self.skip.kernel[...]], axis=-1)
+      y, x = jnp.split(_padded(x, kernel.astype(x.dtype), self.stride), 2, axis=-1)
+    else:
+      y, x = self.conv1(x), self.skip(x)
+    y = nnx.relu(self.norm1(y, use_running_average=not train))
     y = self.norm2(self.conv2(y), use_running_average=not train)
-    return nnx.relu(y + (x if self.skip is None else self.skip(x)))
+    return relu(y + x)
 
 
 def _blocks(layers: _Layers, channels: int, count: int) -> nnx.List:
@@ -168,12 +199,15 @@ class Representation(nnx.Module):
 
 
 class Head(nnx.Module):
-  """1x1 convolution, then an MLP with one hidden layer."""
+  """1x1 convolution, then an MLP with one hidden layer; or `count` of these side by side."""
 
-  def __init__(self, config: NetworkConfig, layers: _Layers, pixels: int, outputs: int):
-    self.conv = layers.conv(config.channels, config.reduced_channels, kernel=(1, 1))
-    self.norm = layers.norm(config.reduced_channels)
-    self.mlp = Mlp(layers, pixels * config.reduced_channels, config.head_hidden, outputs)
+  def __init__(
+    self, config: NetworkConfig, layers: _Layers, pixels: int, outputs: int, count: int = 1
+  ):
+    reduced = count * config.reduced_channels
+    self.conv = layers.conv(config.channels, reduced, kernel=(1, 1))
+    self.norm = layers.norm(reduced)
+    self.mlp = Mlp(layers, pixels * reduced, count * config.head_hidden, outputs)
 
   def __call__(self, state: jax.Array, train: bool) -> jax.Array:
     x = nnx.relu(self.norm(self.conv(state), use_running_average=not train))
@@ -188,7 +222,7 @@ class Mlp(nnx.Module):
     self.linear2 = layers.linear(hidden, outputs, zero=True)
 
   def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-    x = nnx.relu(self.norm1(self.linear1(x), use_running_average=not train))
+    x = nnx.relu(self.norm1(_before_norm(self.linear1, x), use_running_average=not train))
     return self.linear2(x).astype(jnp.float32)
 
 
@@ -220,11 +254,10 @@ class Dynamics(nnx.Module):
       planes = (action[:, None] / self.num_actions).astype(state.dtype)
     if self.response is None:
       of_state, response = split_kernel(self.conv.kernel[...].astype(self.dtype), state.shape[1:])
-      x = _same(state, of_state)
-    else:
-      x, response = self.conv(state), self.response[...]
-    x = x + jnp.tensordot(planes, response, 1)
-    x = nnx.relu(self.norm(x, use_running_average=not train) + state)
+      x = _padded(state, of_state) + jnp.tensordot(planes, response, 1)
+      x = relu(self.norm(x, use_running_average=not train) + state)
+    else:  # one addition to the convolution's result, which cuDNN does itself
+      x = nnx.relu(self.conv(state) + (jnp.tensordot(planes, self.response[...], 1) + state))
     for block in self.blocks:
       x = block(x, train)
     return x
@@ -246,12 +279,13 @@ def split_kernel(kernel: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, 
   count = of_planes.shape[2]
   ones = jnp.eye(count, dtype=kernel.dtype)[:, None, None, :]
   ones = jnp.broadcast_to(ones, (count, height, width, count))
-  return kernel[:, :, :channels], _same(ones, of_planes)
+  return kernel[:, :, :channels], _padded(ones, of_planes)
 
 
-def _same(x: jax.Array, kernel: jax.Array) -> jax.Array:
-  """Convolution [B, H, W, C] -> [B, H, W, C'] with zero padding."""
-  return convolve(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+def _padded(x: jax.Array, kernel: jax.Array, stride: int = 1) -> jax.Array:
+  """Convolution [B, H, W, C] -> [B, H / stride, W / stride, C'] with zero padding."""
+  pads = [(size // 2, size // 2) for size in kernel.shape[:2]]
+  return convolve(x, kernel, (stride, stride), pads, dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
 class ValuePrefix(nnx.Module):
@@ -300,13 +334,14 @@ class Consistency(nnx.Module):
   def project(self, state: jax.Array, train: bool) -> jax.Array:
     x = state.reshape(state.shape[0], -1)
     for i, (linear, norm) in enumerate(zip(self.linears, self.norms, strict=True)):
-      x = norm(linear(x), use_running_average=not train)
+      x = norm(_before_norm(linear, x), use_running_average=not train)
       if i < len(self.linears) - 1:
         x = nnx.relu(x)
     return x
 
   def predict(self, projection: jax.Array, train: bool) -> jax.Array:
-    x = nnx.relu(self.predict_norm(self.predict1(projection), use_running_average=not train))
+    x = _before_norm(self.predict1, projection)
+    x = nnx.relu(self.predict_norm(x, use_running_average=not train))
     return self.predict2(x)
 
 
@@ -339,14 +374,17 @@ class Network(nnx.Module):
     layers = _Layers(config, axis_name, rngs, vectors=height * width == 1, folded=folded)
     shape = height // config.downsample, width // config.downsample
     pixels = math.prod(shape)
-    self.config, self.dtype = config, layers.dtype
+    self.config, self.dtype, self.folded = config, layers.dtype, folded
     self.representation = Representation(config, layers, channels)
     self.dynamics = Dynamics(config, layers, num_actions, shape)
     self.value_prefix = ValuePrefix(config, layers, pixels)
     self.trunk = _blocks(layers, config.channels, config.blocks)
-    self.value = Head(config, layers, pixels, 2 * config.support + 1)
-    self.policy = Head(config, layers, pixels, num_actions)
-    if not folded:
+    atoms = 2 * config.support + 1
+    if folded:
+      self.heads = Head(config, layers, pixels, atoms + num_actions, 2)
+    else:
+      self.value = Head(config, layers, pixels, atoms)
+      self.policy = Head(config, layers, pixels, num_actions)
       self.consistency = Consistency(config, layers, pixels * config.channels)
 
   def represent(self, observation: jax.Array, train: bool) -> jax.Array:
@@ -357,6 +395,9 @@ class Network(nnx.Module):
     """Hidden state -> value logits [B, 2*support+1], policy logits [B, A], both float32."""
     for block in self.trunk:
       state = block(state, train)
+    if self.folded:
+      value, policy = jnp.split(self.heads(state, train), [2 * self.config.support + 1], axis=-1)
+      return value, policy
     return self.value(state, train), self.policy(state, train)
 
   def step(
