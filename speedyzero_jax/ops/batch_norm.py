@@ -16,7 +16,12 @@ from speedyzero_jax.system.platform import platform
 class BatchNorm(nnx.BatchNorm):
   """`nnx.BatchNorm` over all axes but the last; scale and bias are always applied in float32."""
 
-  def __call__(self, x: jax.Array, use_running_average: bool) -> jax.Array:
+  scale: Any  # never None, unlike the base class's
+  bias: Any
+
+  def __call__(  # type: ignore[override]
+    self, x: jax.Array, use_running_average: bool
+  ) -> jax.Array:
     if use_running_average:
       result: jax.Array = super().__call__(x, use_running_average)
       return result

@@ -105,7 +105,7 @@ class _Layers:
     return nnx.OptimizedLSTMCell(inputs, hidden, dtype=self.dtype, rngs=self._rngs, **inits)
 
 
-def _before_norm(linear: nnx.Linear, x: jax.Array) -> jax.Array:
+def _before_norm(linear: Any, x: jax.Array) -> jax.Array:
   """Applies a layer before batch norm, which cancels the bias: its gradient is 0, not computed."""
   y = x @ linear.kernel[...].astype(x.dtype)
   return y + jax.lax.stop_gradient(linear.bias[...]).astype(x.dtype)
