@@ -135,31 +135,27 @@ class Journal:
       with self._transaction():
         for lane in np.flatnonzero(moved).tolist():
           if disjoint[lane]:
-            self._db.execute("DELETE FROM segment WHERE lane = ?", (lane,))
             self._set("tail", lane, int(heads[lane]))
-          else:
-            self._drop_from(lane, int(heads[lane]))
           self._set("head", lane, int(heads[lane]))
+        self._drop_beyond_heads()
       lost = np.where(moved, np.maximum(self._heads - heads, 0), 0)
       self._heads = np.where(moved, heads, self._heads)
       self._tails = np.where(disjoint, heads, self._tails)
     return lost
 
-  def _drop_from(self, lane: int, head: int) -> None:
-    """Deletes a lane's slots from `head` on; shortens the row that contains `head`, if any."""
+  def _drop_beyond_heads(self) -> None:
+    """Deletes all slots from their lane's head on; shortens the rows that contain a head."""
+    joined = "FROM segment JOIN lane USING (lane) WHERE"
     self._db.execute(
-      "DELETE FROM segment WHERE lane = ? AND max(start, ?) >= ?",
-      (lane, int(self._tails[lane]), head),
+      f"DELETE FROM segment WHERE id IN (SELECT id {joined} max(start, tail) >= head)"
     )
-    result = self._db.execute(
-      f"SELECT id, {_COLUMNS} FROM segment WHERE lane = ? AND start + size > ?", (lane, head)
-    ).fetchone()
-    if result is not None:
-      row = Row(*result[1:])
+    longer = self._db.execute(f"SELECT id, head, {_COLUMNS} {joined} start + size > head")
+    for number, head, *fields in longer.fetchall():
+      row = Row(*fields)
       (short,) = self._codec.encode(self._codec.decode(row, row.start, head))
       self._db.execute(
         "UPDATE segment SET size = ?, crc = ?, slots = ?, frames = ? WHERE id = ?",
-        (*short[2:], result[0]),
+        (*short[2:], number),
       )
 
   def evict(self, tails: np.ndarray) -> None:
