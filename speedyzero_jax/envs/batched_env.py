@@ -95,7 +95,7 @@ class BatchedEnv:
     if task.family == "atari":
       self.frame_shape = shape[1], shape[2], shape[0]
     elif task.family == "pgx":  # both players' views of the board
-      self.frame_shape = tuple(shape[1:])
+      self.frame_shape = shape[1], shape[2], shape[3] + shape[3] % 2  # see `BoardEnv._by_lane`
     else:
       self.frame_shape = tuple(shape) if len(shape) == 3 else (1, 1, math.prod(shape))
     images = task.family in ("atari", "pgx")
@@ -181,8 +181,12 @@ class BoardEnv(BatchedEnv):
     lanes = np.arange(self.num_lanes)
     reward = reward[sides].reshape(-1, 2)[lanes, self._mover]
     self._mover, self._legal = info["current_player"][order], info["legal_action_mask"][order]
-    frame = obs[sides].reshape(-1, 2, *self.frame_shape)[lanes, self._mover].astype(np.uint8)
-    return frame, reward, ended[order], capped[order], info
+    obs = obs[sides].reshape(-1, 2, *obs.shape[1:])[lanes, self._mover].astype(np.uint8)
+    if obs.shape[-1] % 2:  # Go's last plane is 1 for White; the rules need the number of moves
+      white, moves = obs[..., -1:], info["elapsed_step"][order].astype(np.uint8)
+      moves = moves[:, None, None, None] * np.concatenate([1 - white, white], axis=-1)
+      obs = np.concatenate([obs[..., :-1], moves], axis=-1)
+    return obs, reward, ended[order], capped[order], info
 
 
 def make_env(
@@ -258,7 +262,7 @@ def _task(config: EnvConfig, training: bool, cap: int) -> _Task:
   if config.game in _GRIDS:
     return _Task("jumanji", f"{config.game}-v1", {})
   if config.game in BOARD_GAMES:
-    return _Task("pgx", f"{config.game}-v1", {})
+    return _Task("pgx", f"{'Go9x9' if config.game == 'Go9' else config.game}-v1", {})
   check_game(config.game)
   options = {
     "img_height": config.frame_size,
