@@ -74,7 +74,7 @@ def match(run: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
   if opening is None:
     opening = 2 if kind == "run" else 0  # two agents without noise would repeat one game
   # After a longer opening, a game could be over before the second side's first turn.
-  longest = 2 * RULES[config.env.game].connect - 3
+  longest = RULES[config.env.game].longest_opening
   if not 0 <= opening <= longest:
     raise ValueError(f"--opening: must lie in [0, {longest}] in {config.env.game}, got {opening}")
   played = evaluator.evaluate(

@@ -58,19 +58,14 @@ class SearchConfig:
   """Tree search for acting and evaluation."""
 
   algorithm: Literal["gumbel", "puct"] = opt(
-    "gumbel",
-    "sequential halving, without Dirichlet noise and temperature (Danihelka et al. 2022), or PUCT "
-    "(AlphaZero)",
+    "gumbel", "sequential halving, without root noise (Danihelka et al. 2022), or PUCT (AlphaZero)"
   )
   simulations: int = opt(32, "simulations per move (AlphaZero: 800)", "[1, 1e5]")
   max_considered: int = opt(16, "Gumbel: root actions considered (Danihelka: 16)", "[1, 1e9]")
-  c_visit: float = opt(
-    50.0, "Gumbel: visit offset in the value transformation (Danihelka: 50)", "[0, 1e6]"
-  )
+  c_visit: float = opt(50.0, "Gumbel: visit offset of the value scale (Danihelka: 50)", "[0, 1e6]")
   c_scale: float = opt(
     0.1,
-    "Gumbel: scale of the value transformation; larger values make self-play less diverse "
-    "(Danihelka: 1 for Go)",
+    "Gumbel: value scale; larger ones make self-play less diverse (Danihelka: 1 for Go)",
     "[0, 1e6]",
   )
   c1: float = opt(1.25, "PUCT: exploration constant c1 (AlphaZero: 1.25)", "[0, 1e6]")
@@ -78,13 +73,10 @@ class SearchConfig:
   dirichlet_alpha: float = opt(
     0.3, "PUCT: root noise concentration (AlphaZero: 0.3 for chess, 0.03 for Go)", "[1e-6, 1e6]"
   )
-  dirichlet_fraction: float = opt(
-    0.25, "PUCT: share of noise in the prior (AlphaZero: 0.25)", "[0, 1]"
-  )
+  dirichlet_fraction: float = opt(0.25, "PUCT: share of noise (AlphaZero: 0.25)", "[0, 1]")
   sampled_moves: int = opt(
     30,
-    "PUCT: number of first moves of self-play sampled in proportion to visits; later moves are the "
-    "most visited (AlphaGo Zero: 30)",
+    "PUCT: first moves of self-play that are sampled in proportion to visits (AlphaGo Zero: 30)",
     "[0, 1e9]",
   )
 
@@ -119,22 +111,21 @@ AGENT_CONFIG = AlphaZeroConfig
 
 
 class BoardNetwork(nnx.Module):
-  """Boards [B, H, W, 2] -> logits [B, A], values [B] in (-1, 1)."""
+  """Boards [B, H, W, 2k] -> logits [B, A], values [B] in (-1, 1)."""
 
   def __init__(self, config: NetworkConfig, rules: Rules, rngs: nnx.Rngs):
     features = rules.height * rules.width * config.channels
     zeros = nnx.initializers.zeros  # the initial policy is uniform and the initial value 0
-    self.conv = nnx.Conv(2, config.channels, (3, 3), rngs=rngs)
     inits = nnx.initializers.lecun_normal(), zeros  # each block is initially the identity
-    self.blocks = nnx.List(
-      [ResidualBlock(config.channels, rngs, *inits) for _ in range(config.blocks)]
-    )
+    blocks = [ResidualBlock(config.channels, rngs, *inits) for _ in range(config.blocks)]
+    self.conv = nnx.Conv(rules.shape[-1], config.channels, (3, 3), rngs=rngs)
+    self.blocks = nnx.List(blocks)
     self.policy = nnx.Linear(features, rules.num_actions, kernel_init=zeros, rngs=rngs)
     self.hidden = nnx.Linear(features, config.hidden, rngs=rngs)
     self.value = nnx.Linear(config.hidden, 1, kernel_init=zeros, rngs=rngs)
 
   def __call__(self, board: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x = self.conv(board.astype(jnp.float32))
+    x = self.conv(jnp.minimum(board, 1).astype(jnp.float32))  # in Go, numbers of moves are above 1
     for block in self.blocks:
       x = block(x)
     x = nnx.relu(x).reshape(len(x), -1)
@@ -146,17 +137,13 @@ class AlphaZero(Agent):
 
   def __init__(self, config: Config, frame_shape: tuple[int, ...], frame_dtype: Any, actions: int):
     agent_config: AlphaZeroConfig = config.agent
-    self._search, self._loss, self._rules = (
-      agent_config.search,
-      agent_config.loss,
-      RULES[config.env.game],
-    )
+    self._search, self._loss = agent_config.search, agent_config.loss
+    self._rules = RULES[config.env.game]
     self._network = pure(lambda rngs: BoardNetwork(agent_config.network, self._rules, rngs))
     policies = Column("search_policy", "float32", (actions,))
     self.schema = make_schema(frame_shape, frame_dtype, actions, (policies,))
     self.window = Window(after=0, within_episode=True)
-    # Targets are outcomes of whole games, which end at the latest when the board is full.
-    self.lookahead = self._rules.height * self._rules.width
+    self.lookahead = self._rules.max_moves  # targets are outcomes of whole games
 
   # --- device
 
@@ -176,20 +163,16 @@ class AlphaZero(Agent):
   def search(
     self, params: Params, board: jax.Array, key: jax.Array, *, explore: bool
   ) -> mctx.PolicyOutput:
-    """Searches from boards [n, H, W, 2]; without `explore` the result does not depend on the key.
+    """Searches from boards [n, H, W, 2k]; without `explore` the result does not depend on the key.
 
     Illegal actions have weight 0, except where the game is over and no action is legal.
     """
     config, legal = self._search, self._rules.legal(board)
     logits, value = self._evaluate(params, board)
-    arguments = (
-      params,
-      key if explore else jax.random.key(0),
-      mctx.RootFnOutput(prior_logits=logits, value=value, embedding=board),
-      self._step,
-      config.simulations,
-      ~legal & jnp.any(legal, axis=-1, keepdims=True),
-    )
+    root = mctx.RootFnOutput(prior_logits=logits, value=value, embedding=board)
+    illegal = ~legal & jnp.any(legal, axis=-1, keepdims=True)
+    key = key if explore else jax.random.key(0)
+    arguments = params, key, root, self._step, config.simulations, illegal
     if config.algorithm == "gumbel":
       # The constants are meant for Q in [0, 1]; here Q is in [-1, 1].
       qtransform = functools.partial(
@@ -204,8 +187,7 @@ class AlphaZero(Agent):
         max_num_considered_actions=min(config.max_considered, self._rules.num_actions),
         gumbel_scale=1.0 if explore else 0.0,
       )
-    moves = jnp.sum(board, axis=(1, 2, 3), dtype=jnp.int32)
-    sampled = (moves < config.sampled_moves) & explore
+    sampled = (self._rules.moves(board) < config.sampled_moves) & explore
     return mctx.muzero_policy(
       *arguments,
       # Unvisited actions count as losses. So illegal ones, with a prior of 0, rank last.

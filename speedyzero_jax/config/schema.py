@@ -21,8 +21,8 @@ class EnvConfig:
 
   game: str = opt(
     "Breakout",
-    "Atari game by its Atari-100k name, Catch, MemoryCatch, CartPole, Snake, TicTacToe, "
-    "ConnectFour, or gymnasium:ID (gymnasium:MODULE:ID for your own)",
+    "Atari game by its Atari-100k name, Catch, MemoryCatch, DecoyCatch, CartPole, Snake, "
+    "TicTacToe, ConnectFour, Go9, or gymnasium:ID (gymnasium:MODULE:ID for your own)",
   )
   frame_size: int = opt(96, "frames' height and width after area resizing (EZ: 96)", "[8, 512]")
   grayscale: bool = opt(False, "one gray channel instead of RGB (EZ: RGB)")
@@ -34,6 +34,12 @@ class EnvConfig:
   fire_reset: bool = opt(False, "press FIRE after a reset in games that need it (EZ: no)")
   episodic_life: bool = opt(True, "a lost life ends the training episode (EZ: yes)")
   clip_rewards: bool = opt(True, "train on the sign of rewards (EZ: yes); evaluation uses raw ones")
+  event_rewards: tuple[float, ...] = opt(
+    (),
+    "train on the sum of these rewards, one for each event that the game reports, unclipped; "
+    "evaluation uses the game's own; none: train on these, too",
+    "[-1e6, 1e6]",
+  )
   sticky_actions: float = opt(0.0, "probability of repeating the last action (EZ: 0)", "[0, 1]")
   max_episode_steps: int = opt(3000, "agent steps until truncation (EZ: 3,000)", "[1, 1e9]")
   discount: float = opt(0.997**4, "discount per agent step (EZ as released: 0.997^4)", "(0, 1]")

@@ -16,6 +16,8 @@ Episodes (checked in tests/envs/test_batched_env.py, also against a plain ALE):
 - MemoryCatch is Catch with the ball visible only in the first frame of an episode and once it has
   landed. From single frames a policy without memory sees only the paddle, in one of three columns
   after the first step: it catches at most three of five balls, a mean return of 0.2.
+- DecoyCatch is Catch, which reports three events: a catch, a miss, and the decoy, which is a miss
+  with the ball right beside the paddle. The decoy is easier, as the ball has two sides.
 - Snake is Jumanji's, on 12 x 12 cells with five channels: an episode ends when the snake runs into
   a wall or itself, or after 4,000 steps. It ignores the cap.
 - In a board game one lane plays both sides: each frame shows the board from the perspective of the
@@ -42,7 +44,8 @@ from speedyzero_jax.envs.rules import RULES
 from speedyzero_jax.envs.scores import atari100k_games
 from speedyzero_jax.types import Env, EnvStep
 
-VECTOR_GAMES = ("Catch", "MemoryCatch", "CartPole")
+VECTOR_GAMES = ("Catch", "MemoryCatch", "DecoyCatch", "CartPole")
+_EVENTS = {"DecoyCatch": ("catch", "miss", "decoy")}
 _GRIDS = {"Snake": 12}  # game -> height and width of its float image
 BOARD_GAMES = tuple(RULES)  # two-player games
 _CARTPOLE_STEPS = 500  # time limit of CartPole-v1
@@ -57,6 +60,7 @@ class _Task(NamedTuple):
   name: str
   options: dict[str, Any]
   hides_ball: bool = False  # MemoryCatch: blank the ball after the first frame
+  event_rewards: tuple[float, ...] = ()  # DecoyCatch: replace its own rewards
 
 
 class BatchedEnv:
@@ -85,6 +89,7 @@ class BatchedEnv:
     }
     self._pool: Any = _registry(task.family).make_gymnasium(task.name, **options)
     self._family, self._hides_ball = task.family, task.hides_ball
+    self._event_rewards = task.event_rewards
     self._episodic_life = task.options.get("episodic_life", False)
     self._ended = np.zeros(lanes, bool)  # whether the last step ended the episode
     self._lives = np.zeros(lanes, np.int32)
@@ -95,7 +100,7 @@ class BatchedEnv:
     if task.family == "atari":
       self.frame_shape = shape[1], shape[2], shape[0]
     elif task.family == "pgx":  # both players' views of the board
-      self.frame_shape = tuple(shape[1:])
+      self.frame_shape = shape[1], shape[2], shape[3] + shape[3] % 2  # see `BoardEnv._by_lane`
     else:
       self.frame_shape = tuple(shape) if len(shape) == 3 else (1, 1, math.prod(shape))
     images = task.family in ("atari", "pgx")
@@ -144,6 +149,10 @@ class BatchedEnv:
       if self._hides_ball:
         paddle = np.arange(obs.shape[1])[:, None] == obs.shape[1] - 1  # bottom row
         obs = np.where(first[:, None, None] | paddle, obs, 0)
+      if self._event_rewards:
+        beside = (obs[:, -1, 1:] * obs[:, -1, :-1]).any(axis=1)  # ball and paddle in the last row
+        events = np.stack([reward > 0, reward < 0, beside], axis=-1)
+        reward = events @ np.array(self._event_rewards)
       frame = obs.reshape(self.num_lanes, *self.frame_shape)
       over, real = ended, capped
       if self._family == "classic_control":  # other families ignore the cap
@@ -181,8 +190,12 @@ class BoardEnv(BatchedEnv):
     lanes = np.arange(self.num_lanes)
     reward = reward[sides].reshape(-1, 2)[lanes, self._mover]
     self._mover, self._legal = info["current_player"][order], info["legal_action_mask"][order]
-    frame = obs[sides].reshape(-1, 2, *self.frame_shape)[lanes, self._mover].astype(np.uint8)
-    return frame, reward, ended[order], capped[order], info
+    obs = obs[sides].reshape(-1, 2, *obs.shape[1:])[lanes, self._mover].astype(np.uint8)
+    if obs.shape[-1] % 2:  # Go's last plane is 1 for White; the rules need the number of moves
+      white, moves = obs[..., -1:], info["elapsed_step"][order].astype(np.uint8)
+      moves = moves[:, None, None, None] * np.concatenate([1 - white, white], axis=-1)
+      obs = np.concatenate([obs[..., :-1], moves], axis=-1)
+    return obs, reward, ended[order], capped[order], info
 
 
 def make_env(
@@ -194,15 +207,19 @@ def make_env(
   of threads. A lane's randomness depends only on the seed and the lane's index. Rewards are always
   raw (see `training_reward`).
 
-  `config.episodic_life` applies only in `training`. `max_episode_steps` replaces the configured cap
-  of a game, in agent steps.
+  `config.episodic_life` and `config.event_rewards` apply only in `training`. `max_episode_steps`
+  replaces the configured cap of a game, in agent steps.
 
   Raises:
-    ValueError: the game is unknown.
+    ValueError: the game is unknown, or reports another number of events than `event_rewards`.
   """
-  cap = max_episode_steps or config.max_episode_steps
+  cap, weights = max_episode_steps or config.max_episode_steps, config.event_rewards
   if config.game.startswith(gymnasium_env.PREFIX):
-    return GymnasiumEnv(config.game, lanes, seed, cap)
+    return GymnasiumEnv(config.game, lanes, seed, cap, weights if training else ())
+  names = _EVENTS.get(config.game, ())
+  if weights and len(weights) != len(names):
+    reported = ", ".join(names) or "no events"
+    raise ValueError(f"event_rewards: {config.game} reports {reported}; got {len(weights)} numbers")
   kind = BoardEnv if config.game in BOARD_GAMES else BatchedEnv
   return kind(_task(config, training, cap), lanes, seed, config.threads)
 
@@ -225,8 +242,12 @@ def frame_sides(config: EnvConfig) -> tuple[int, int]:
 
 
 def training_reward(config: EnvConfig, reward: np.ndarray) -> np.ndarray:
-  """Rewards for training, float32: the sign if `config.clip_rewards`, else unchanged."""
-  return (np.sign(reward) if config.clip_rewards else np.asarray(reward)).astype(np.float32)
+  """Rewards for training, float32: the sign if `config.clip_rewards`, else unchanged.
+
+  Those of events are never clipped.
+  """
+  clip = config.clip_rewards and not config.event_rewards
+  return (np.sign(reward) if clip else np.asarray(reward)).astype(np.float32)
 
 
 def check_game(game: str) -> None:
@@ -251,14 +272,15 @@ def _plain(game: str) -> str:
 
 def _task(config: EnvConfig, training: bool, cap: int) -> _Task:
   """Translates settings to envpool's arguments. Raises ValueError for an unknown game."""
-  if config.game in ("Catch", "MemoryCatch"):
-    return _Task("toy_text", "Catch-v0", {}, hides_ball=config.game == "MemoryCatch")
+  if config.game in ("Catch", "MemoryCatch", "DecoyCatch"):
+    weights = config.event_rewards if training else ()
+    return _Task("toy_text", "Catch-v0", {}, config.game == "MemoryCatch", weights)
   if config.game == "CartPole":
     return _Task("classic_control", "CartPole-v1", {"max_episode_steps": min(cap, _CARTPOLE_STEPS)})
   if config.game in _GRIDS:
     return _Task("jumanji", f"{config.game}-v1", {})
   if config.game in BOARD_GAMES:
-    return _Task("pgx", f"{config.game}-v1", {})
+    return _Task("pgx", f"{'Go9x9' if config.game == 'Go9' else config.game}-v1", {})
   check_game(config.game)
   options = {
     "img_height": config.frame_size,

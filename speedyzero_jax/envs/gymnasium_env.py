@@ -17,17 +17,21 @@ PREFIX = "gymnasium:"
 class GymnasiumEnv:
   """L environments with the interface and conventions of `BatchedEnv`.
 
-  The environment's own time limit applies if it is below the cap. Raises ValueError if the
-  environment cannot be created, or its observation or action space is not supported.
+  The environment's own time limit applies if it is below the cap. `event_rewards` [E], if given,
+  are multiplied by `info["events"]` [E] of each step to replace the reward. Raises ValueError if
+  the environment cannot be created, or its spaces or events are not supported.
   """
 
-  def __init__(self, game: str, lanes: int, seed: int, cap: int):
+  def __init__(
+    self, game: str, lanes: int, seed: int, cap: int, event_rewards: tuple[float, ...] = ()
+  ):
     from gymnasium import vector
 
     one = functools.partial(_make, game, min(cap, time_limit(game)))
     self._envs = vector.SyncVectorEnv([one] * lanes, autoreset_mode=vector.AutoresetMode.NEXT_STEP)
     self._seeds = np.random.SeedSequence(seed).generate_state(lanes).tolist()
     self._ended = np.zeros(lanes, bool)
+    self._event_rewards = np.array(event_rewards)
     self.num_lanes = lanes
     self.frame_shape, self.frame_dtype, self.num_actions = probe(game)[:3]
 
@@ -40,7 +44,15 @@ class GymnasiumEnv:
   def step(self, action: np.ndarray) -> EnvStep:
     """Takes one agent step in every lane; see `BatchedEnv.step`."""
     check_actions(self, action)
-    obs, reward, terminated, truncated, _ = self._envs.step(action)
+    obs, reward, terminated, truncated, info = self._envs.step(action)
+    if len(self._event_rewards) and not self._ended.all():
+      events = np.asarray(info.get("events", 0.0))
+      if events.shape != (self.num_lanes, len(self._event_rewards)):
+        raise ValueError(
+          f"env.event_rewards has {len(self._event_rewards)} numbers, but info['events'] of all "
+          f"lanes has the shape {events.shape}"
+        )
+      reward = np.where(self._ended, 0, events @ self._event_rewards)
     return self._show(obs, reward, self._ended, terminated, truncated)
 
   def close(self) -> None:

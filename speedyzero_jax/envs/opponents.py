@@ -13,10 +13,12 @@ Opponent = Callable[[np.ndarray, np.random.Generator], np.ndarray]
 
 
 def play_at_random(rules: Rules) -> Opponent:
-  """Uniformly random legal moves."""
+  """Uniformly random legal moves; in Go it passes only if there is no other."""
 
   def play(board: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     legal = rules.legal(board)
+    if rules.passes:
+      legal[:, -1] &= ~legal[:, :-1].any(axis=-1)
     return np.argmax(legal * (1 - rng.random(legal.shape)), axis=-1)  # 1 - x is positive
 
   return play
@@ -56,7 +58,7 @@ def play_mcts(rules: Rules, rollouts: int) -> Opponent:
       board, _ = rules.step(board, at_random(board, rng))
       sign[active] *= -1
       active = ~rules.over(board)
-    return -sign * rules.lost(board)
+    return sign * rules.outcome(board)
 
   def play(board: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     tree = _Tree(rules, board, rollouts + 1)

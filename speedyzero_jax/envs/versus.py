@@ -3,7 +3,7 @@
 import numpy as np
 
 from speedyzero_jax.envs.opponents import Opponent, play_at_random
-from speedyzero_jax.envs.rules import Rules
+from speedyzero_jax.envs.rules import Rules, flip
 from speedyzero_jax.types import EnvStep
 
 
@@ -49,7 +49,7 @@ class VersusEnv:
     self._ended = ended
     reward = (won - np.where(replying, lost, 0)).astype(np.float32)
     by_agent = (ended & ~replying)[:, None, None, None]  # after its move the opponent is next
-    frame = np.where(by_agent, self._board[..., ::-1], self._board)
+    frame = np.where(by_agent, flip(self._board), self._board)
     return EnvStep(frame, reward, first, ended, np.zeros_like(ended), ended)
 
   def _openings(self) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -42,6 +43,8 @@ class Population:
 def load(path: Path) -> Population:
   """Reads `config`, `settings`, `explore: {key: [low, high, log|linear]}` and the other fields.
 
+  For a list of numbers, `explore` has a list of such ranges; the key of element i is `key.i`.
+
   Raises:
     ConfigError: the file is unreadable, a key is unknown, a value is out of range, or the members'
       settings are invalid.
@@ -71,8 +74,8 @@ def _population(document: dict[str, Any]) -> Population:
   members = loader.load(presets, settings)
   knobs = _knobs(explore, members.agent.name)
   for ends in itertools.product(*((knob.low, knob.high) for knob in knobs)):
-    own = (f"{knob.key}={end}" for knob, end in zip(knobs, ends, strict=True))
-    loader.load(presets, [*settings, *own])
+    own = {knob.key: end for knob, end in zip(knobs, ends, strict=True)}
+    loader.load(presets, [*settings, *texts(own)])
   population = Population(presets, settings, knobs, **values)
   if not members.evaluation.at_end:
     raise ConfigError("settings: evaluation.at_end must be true, as selection is by evaluations")
@@ -94,16 +97,34 @@ def _texts(value: Any, key: str) -> tuple[str, ...]:
 def _knobs(explore: Mapping[str, Any], agent: str) -> tuple[Knob, ...]:
   known, knobs = loader.fields_of(agent), []
   for key, value in explore.items():
-    if key not in known or known[key].type is not float or key.startswith(_FIXED):
+    single = key in known and known[key].type is float
+    if (
+      key not in known
+      or not (single or known[key].type == tuple[float, ...])
+      or key.startswith(_FIXED)
+    ):
       raise ConfigError(
         f"explore: {key!r} is not a float setting of {agent} that can change during training"
       )
-    if not isinstance(value, list) or len(value) != 3 or value[2] not in ("log", "linear"):
-      raise ConfigError(f"explore: {key}: expected [low, high, log or linear], got {value!r}")
-    low, high = (parse(f"explore: {key}", text, float) for text in value[:2])
-    if not low < high or (value[2] == "log" and low <= 0):
-      raise ConfigError(
-        f"explore: {key}: low must be less than high, and positive for log, got {value}"
-      )
-    knobs.append(Knob(key, low, high, value[2] == "log"))
+    ranges = {key: value} if single else {f"{key}.{i}": each for i, each in enumerate(value)}
+    knobs += [_knob(name, each) for name, each in ranges.items()]
   return tuple(knobs)
+
+
+def _knob(key: str, value: Any) -> Knob:
+  if not isinstance(value, list) or len(value) != 3 or value[2] not in ("log", "linear"):
+    raise ConfigError(f"explore: {key}: expected [low, high, log or linear], got {value!r}")
+  low, high = (parse(f"explore: {key}", text, float) for text in value[:2])
+  if not low < high or (value[2] == "log" and low <= 0):
+    raise ConfigError(
+      f"explore: {key}: low must be less than high, and positive for log, got {value}"
+    )
+  return Knob(key, low, high, value[2] == "log")
+
+
+def texts(settings: Mapping[str, float]) -> list[str]:
+  """Formats values of knobs as `key=value`, with the elements of a list joined."""
+  joined: dict[str, list[str]] = {}
+  for key, value in settings.items():
+    joined.setdefault(re.sub(r"\.\d+$", "", key), []).append(repr(value))
+  return [f"{key}={','.join(values)}" for key, values in joined.items()]

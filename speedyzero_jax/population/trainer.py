@@ -9,7 +9,7 @@ from pathlib import Path
 
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.fields import ConfigError
-from speedyzero_jax.population.config import Population
+from speedyzero_jax.population.config import Population, texts
 from speedyzero_jax.population.controller import Outcome, Settings
 from speedyzero_jax.run import run_dir
 from speedyzero_jax.run.processes import RunProcesses, log_of
@@ -60,7 +60,7 @@ class RunTrainer:
         shutil.rmtree(new, ignore_errors=True)
         shutil.copytree(self.path(source), new, ignore=shutil.ignore_patterns(*_OWN))
         # Keeps the source's seed, since the copy continues its games.
-        changes = [*_texts(settings), f"run.dir={path}"]
+        changes = [*texts(settings), f"run.dir={path}"]
         config = loader.override(run_dir.read_config(new), changes)
         (new / "config.yaml").write_text(loader.to_yaml(config))
         (new / _COPIED).write_text(json.dumps(round_))
@@ -75,7 +75,7 @@ class RunTrainer:
     rounds = population.rounds
     pause = 0 if round_ == rounds - 1 else self._steps * (round_ + 1) // rounds
     seed = f"run.seed={1000 * population.seed + member}"
-    new = ["--config", *population.config, *population.settings, *_texts(settings), seed]
+    new = ["--config", *population.config, *population.settings, *texts(settings), seed]
     code = self._processes.train(path, new, [f"run.pause_at={pause}"])
     if code == 0:
       return Outcome(member, json.loads((path / "evaluation.json").read_text())["returns"])
@@ -84,10 +84,6 @@ class RunTrainer:
       raise ConfigError(f"member {member} cannot be trained: {log.read_text().splitlines()[-1]}")
     self._report(f"  member {member} failed with exit code {code}; see {log}")
     return Outcome(member, [])
-
-
-def _texts(settings: Settings) -> list[str]:
-  return [f"{key}={value!r}" for key, value in settings.items()]
 
 
 def _copied(path: Path) -> int | None:

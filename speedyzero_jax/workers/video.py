@@ -101,8 +101,8 @@ def picture(game: str, frame: np.ndarray) -> Image.Image:
   elif frame.shape[:2] == (1, 1):  # other vectors: one cell per number, colored by sign
     small = np.tanh(frame.reshape(1, -1))
     image = _planes(np.stack([small, -small], axis=-1))
-  else:  # a board, or another grid of cells
-    image = _planes(frame)
+  else:  # a board, of which Go's first two planes are the current position, or another grid
+    image = _planes(frame[..., :2] if frame.dtype == np.uint8 else frame)
   height, width = image.shape[:2]
   scale = SIZE / max(height, width)
   shown = Image.fromarray(image).resize(

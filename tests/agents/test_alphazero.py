@@ -98,6 +98,22 @@ def test_puct_samples_at_first_and_then_plays_the_most_visited():
   assert not most[: LANES // 2].all() and most[LANES // 2 :].all()
 
 
+def test_passes_end_go_only_if_they_win():
+  """White, to move after a pass, wins an empty board by komi; Black would lose it."""
+  rules = RULES["Go9"]
+  settings = "env.game=Go9", "search.max_considered=82", "search.simulations=128"
+  agent = AlphaZero(loader.load([], [*TINY, *settings]), rules.shape, np.uint8, 82)
+  boards = [np.zeros((1, *rules.shape), np.uint8)]
+  for action in (81, 40, 30, 81):
+    boards.append(rules.step(boards[-1], np.array([action]))[0])
+  params = jax.tree.map(np.zeros_like, trained.random_params(agent, 0))
+  search = jax.jit(functools.partial(agent.search, explore=False))
+  found = search(params, np.concatenate([boards[1], boards[4]]), KEY)
+  assert found.action[0] == 81 and found.action[1] != 81
+  assert found.action_weights[1, 81] < 1e-2 < found.action_weights[1, 0]
+  assert not found.action_weights[1, [30, 40]].any()
+
+
 # --- targets
 
 

@@ -302,6 +302,38 @@ def test_memory_catch_is_catch_without_the_ball_after_the_first_frame():
     assert_same(whole._replace(frame=shown.frame), shown)
 
 
+def test_rewards_of_events_replace_those_of_decoy_catch_in_training():
+  config, rng = (
+    EnvConfig(game="DecoyCatch", event_rewards=(2.0, -0.5, 0.125)),
+    np.random.default_rng(0),
+  )
+  weighted, own = (batched_env.make_env(config, 6, 0, training=t) for t in (True, False))
+  assert_same(weighted.reset(), own.reset())
+  seen = set()
+  for _ in range(90):
+    action = rng.integers(3, size=6)
+    got, plain = weighted.step(action), own.step(action)
+    for frame, reward, score in zip(
+      got.frame.reshape(6, 10, 5), got.reward, plain.reward, strict=True
+    ):
+      cells = np.flatnonzero(frame[-1])  # of the paddle and a ball that has landed
+      decoy = 0.125 if np.diff(cells).tolist() == [1] else 0.0
+      assert reward == {1: 2.0, 0: 0.0, -1: decoy - 0.5}[score]
+      seen.add(float(reward))
+    assert_same(plain._replace(reward=got.reward), got)
+  assert seen == {2.0, 0.0, -0.5, -0.375}
+  np.testing.assert_array_equal(batched_env.training_reward(config, got.reward), got.reward)
+
+
+@pytest.mark.parametrize(
+  ("game", "reported"), [("Catch", "no events"), ("DecoyCatch", "catch, miss, decoy")]
+)
+def test_rewards_of_events_that_a_game_does_not_report(game, reported):
+  config = EnvConfig(game=game, event_rewards=(1.0, 2.0))
+  with pytest.raises(ValueError, match=f"event_rewards: {game} reports {reported}; got 2 numbers"):
+    batched_env.make_env(config, 1, 0, training=False)
+
+
 def test_memory_catch_gives_a_policy_without_memory_a_fifth_at_most():
   """Each of the 3**5 policies of the paddle's column ends in one column per first action. Only that
   action can depend on the ball: at most three of five columns are reached."""
@@ -438,7 +470,10 @@ def test_frames_stay_after_further_steps():
     ("QbertNoFrameskip-v4", "did you mean Qbert?"),
     ("spaceinvader", "did you mean SpaceInvaders?"),
     ("cart-pole", "did you mean CartPole?"),
-    ("xyzzy", "available: Catch, MemoryCatch, CartPole, Snake, TicTacToe, ConnectFour, Alien,"),
+    (
+      "xyzzy",
+      "available: Catch, MemoryCatch, DecoyCatch, CartPole, Snake, TicTacToe, ConnectFour, Go9,",
+    ),
   ],
 )
 def test_unknown_games(game, suggestion):

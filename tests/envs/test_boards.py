@@ -14,6 +14,7 @@ from speedyzero_jax.envs.versus import VersusEnv
 
 LANES = 32
 TTT = RULES["TicTacToe"]
+GO = RULES["Go9"]
 
 
 def played(rules, *actions):
@@ -25,12 +26,12 @@ def played(rules, *actions):
   return board, rewards
 
 
-@pytest.mark.parametrize(("game", "steps"), [("TicTacToe", 60), ("ConnectFour", 130)])
+@pytest.mark.parametrize(("game", "steps"), [("TicTacToe", 60), ("ConnectFour", 130), ("Go9", 170)])
 def test_rules_are_those_of_envpool(game, steps):
   rules = RULES[game]
   step, legal, over = jax.jit(rules.step), jax.jit(rules.legal), jax.jit(rules.over)
   env = batched_env.make_env(EnvConfig(game=game), LANES, 0, training=True)
-  assert (env.num_actions, env.frame_shape) == (rules.num_actions, (rules.height, rules.width, 2))
+  assert (env.num_actions, env.frame_shape) == (rules.num_actions, rules.shape)
   rng, shown = np.random.default_rng(0), env.reset()
   board, outcomes = np.zeros((LANES, *rules.shape), np.uint8), []
   np.testing.assert_array_equal(shown.frame, board, strict=True)
@@ -50,8 +51,14 @@ def test_rules_are_those_of_envpool(game, steps):
     assert not shown.truncated.any()
     np.testing.assert_array_equal(shown.game_over, shown.terminated)
     outcomes += shown.reward[shown.terminated].tolist()
+  for by_numpy, by_jax in (
+    (rules.legal(board), legal(board)),
+    *zip(rules.step(board, action), step(board, action), strict=True),
+  ):
+    np.testing.assert_array_equal(by_numpy, by_jax)
   assert len(outcomes) > LANES and 1.0 in outcomes
-  assert 0.0 in outcomes or game == "ConnectFour"  # random play fills a large board rarely
+  # Random play rarely fills Connect Four's board. The last move in Go can lose; nothing draws.
+  assert {"TicTacToe": 0.0, "ConnectFour": 1.0, "Go9": -1.0}[game] in outcomes
 
 
 @pytest.mark.parametrize(("game", "count"), [("TicTacToe", 8), ("ConnectFour", 69)])
@@ -91,6 +98,49 @@ def test_stones_fall_and_full_columns_are_closed():
   column = board[0, :, 3]  # the top row first; the opponent moved last
   assert column.tolist() == [[0, 1], [1, 0]] * 3
   assert RULES["ConnectFour"].legal(board)[0].tolist() == [True] * 3 + [False] + [True] * 3
+
+
+def at(row, column):
+  return 9 * row + column
+
+
+def test_go_is_lost_by_restoring_an_earlier_position():
+  """Two kos; Black passes once, so that no ko is recaptured at once, and the cycle closes."""
+  black = [(0, 1), (1, 0), (2, 1), (4, 1), (5, 0), (6, 1), (5, 2)]
+  white = [(0, 2), (1, 3), (2, 2), (1, 1), (4, 2), (5, 3), (6, 2)]
+  shape = [at(*cell) for pair in zip(black, white, strict=True) for cell in pair]
+  env = batched_env.make_env(EnvConfig(game="Go9"), 1, 0, training=True)
+  env.reset()
+  board = np.zeros((1, *GO.shape), np.uint8)
+  kos = at(1, 1), at(1, 2), at(5, 1), at(5, 2)
+  legal = []
+  for action in [*shape, at(1, 2), at(5, 1), 81, at(1, 1), at(5, 2)]:
+    legal.append(GO.legal(board)[0, kos])
+    np.testing.assert_array_equal(GO.legal(board), env._legal)
+    shown = env.step(np.array([action]))
+    board, reward = GO.step(board, np.array([action]))
+    np.testing.assert_array_equal(shown.frame, board)
+    assert (shown.reward, shown.terminated) == (reward, GO.over(board))
+  assert [x.tolist() for x in legal[14:16]] == [
+    [0, 1, 1, 0],
+    [0, 0, 1, 0],
+  ]  # the first ko is closed
+  assert reward == -1 and shown.terminated and GO.outcome(board) == 1
+
+
+def test_random_play_passes_in_go_only_if_it_must():
+  board = np.zeros((2, *GO.shape), np.uint8)
+  board[0, ..., 1] = 1
+  board[0, 0, 0, 1] = board[0, 8, 8, 1] = 0  # two eyes, in which stones would be captured
+  board[1, ..., 0] = board[0, ..., 1]
+  action = play_at_random(GO)(board, np.random.default_rng(0))
+  assert action[0] == 81 and action[1] in (0, 80)
+
+
+def test_games_of_go_against_an_opponent():
+  total, shown = outcomes(GO, play_at_random(GO), 4, play_at_random(GO), opening=GO.longest_opening)
+  assert shown[0].frame[:, 0, 0, 16:].tolist() == [[8, 0], [0, 9]] * 2  # moves, in Black's plane
+  assert set(np.abs(total).tolist()) == {1.0}
 
 
 def test_illegal_moves_are_refused():

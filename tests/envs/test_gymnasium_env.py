@@ -28,7 +28,8 @@ class Counter(gymnasium.Env):
   def step(self, action):
     self.count += 1
     frame = np.full((4, 5), self.base + self.count, np.uint8)
-    return frame, float(action), self.count == self.last, False, {}
+    events = np.array([self.count, action], float)
+    return frame, float(action), self.count == self.last, False, {"events": events}
 
 
 for name, limit in (("Counter-v0", None), ("Limited-v0", 3), ("Short-v0", 2)):
@@ -38,9 +39,21 @@ for name, limit in (("Counter-v0", None), ("Limited-v0", 3), ("Short-v0", 2)):
 gymnasium.register("Broken-v0", lambda *, last: Counter(last))
 
 
-def make(name, lanes=2, cap=100, seed=0):
-  config = EnvConfig(game=f"gymnasium:{name}", max_episode_steps=cap)
-  return batched_env.make_env(config, lanes, seed, training=True)
+def make(name, lanes=2, cap=100, seed=0, events=(), training=True):
+  config = EnvConfig(game=f"gymnasium:{name}", max_episode_steps=cap, event_rewards=events)
+  return batched_env.make_env(config, lanes, seed, training=training)
+
+
+def test_events_are_rewarded_in_training():
+  env, own = (make("Counter-v0", events=(10.0, -1.0), training=t) for t in (True, False))
+  env.reset(), own.reset()
+  shown = [[each.step(np.array([1, 2])).reward.tolist() for each in (env, own)] for _ in range(5)]
+  assert [a for a, _ in shown] == [[9, 8], [19, 18], [29, 28], [0, 0], [9, 8]]
+  assert [b for _, b in shown] == [[1, 2], [1, 2], [1, 2], [0, 0], [1, 2]]
+  env = make("Counter-v0", events=(1.0,))
+  env.reset()
+  with pytest.raises(ValueError, match=r"env.event_rewards has 1 numbers, but .* shape \(2, 2\)"):
+    env.step(np.array([0, 0]))
 
 
 @pytest.mark.parametrize(

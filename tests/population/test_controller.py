@@ -121,6 +121,18 @@ def test_a_description_is_read(tmp_path):
   )
 
 
+def test_elements_of_a_list_are_explored_one_by_one(tmp_path):
+  path = tmp_path / "p.yaml"
+  path.write_text(GOOD + "  env.event_rewards: [[0, 1, linear], [0.1, 2, log]]\n")
+  knobs = config.load(path).knobs[2:]
+  assert knobs == (
+    Knob("env.event_rewards.0", 0, 1, False),
+    Knob("env.event_rewards.1", 0.1, 2, True),
+  )
+  values = {"optim.learning_rate": 0.1, **{knob.key: knob.high for knob in knobs}}
+  assert config.texts(values) == ["optim.learning_rate=0.1", "env.event_rewards=1.0,2.0"]
+
+
 @pytest.mark.parametrize(
   "change, message",
   [
