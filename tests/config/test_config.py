@@ -407,7 +407,9 @@ def test_every_number_has_an_interval_and_all_problems_are_reported_at_once():
     wrong = {}
     for key, field in FIELDS.items():
       if field.type in (int, float, tuple[float, ...]) and key not in exempt:
-        wrong[key] = (bad,) * len(field.default) if isinstance(field.default, tuple) else bad
+        wrong[key] = (
+          (bad,) * max(len(field.default), 1) if isinstance(field.default, tuple) else bad
+        )
     with pytest.raises(ConfigError) as caught:
       loader.validate(replaced(DEFAULT, wrong))
     reported = {line.split(":")[0] for line in str(caught.value).splitlines()}
