@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from speedyzero_jax.agents.base import Variables
-from speedyzero_jax.agents.efficientzero.networks import EPSILON, Network, split_kernel
+from speedyzero_jax.agents.efficientzero.layers import EPSILON
+from speedyzero_jax.agents.efficientzero.networks import Network, split_kernel
 from speedyzero_jax.ops.param_rngs import param_rngs
 from speedyzero_jax.types import Params
 

@@ -8,156 +8,21 @@ Source: EfficientZero (Ye et al. 2021), appendix A and released code.
 """
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from speedyzero_jax.agents.efficientzero.config import NetworkConfig
-from speedyzero_jax.ops.batch_norm import BatchNorm, relu
-from speedyzero_jax.ops.conv import convolve
-
-Carry = tuple[jax.Array, jax.Array]  # the LSTM's (c, h), each [B, lstm_hidden]
-
-_HE = nnx.initializers.variance_scaling(2.0, "fan_out", "truncated_normal")
-_LECUN = nnx.initializers.lecun_normal()
-EPSILON = 1e-5  # added to variances
-_ZEROS = nnx.initializers.zeros
-
-
-def _uniform(fan_in: int) -> nnx.Initializer:
-  """Uniform in +-1/sqrt(fan_in), PyTorch's default for kernels and biases."""
-  limit = fan_in**-0.5
-
-  def init(key: jax.Array, shape: Any, dtype: Any = jnp.float32, *_: Any) -> jax.Array:
-    return jax.random.uniform(key, shape, dtype, -limit, limit)
-
-  return init
-
-
-class _Layers:
-  """Factory of layers that share a configuration; if `folded`, kernels include batch norm."""
-
-  def __init__(
-    self,
-    config: NetworkConfig,
-    axis_name: str | None,
-    rngs: nnx.Rngs,
-    *,
-    vectors: bool,
-    folded: bool = False,
-  ):
-    self.dtype, self.folded = jnp.dtype(config.dtype), folded
-    self.kernel = (1, 1) if vectors else (3, 3)
-    self._config, self._axis_name, self._rngs = config, axis_name, rngs
-    self._pytorch = config.init == "pytorch"
-
-  def conv(
-    self,
-    inputs: int,
-    outputs: int,
-    *,
-    kernel: tuple[int, int] | None = None,
-    stride: int = 1,
-    normed: bool = True,
-  ) -> nnx.Conv:
-    kernel = kernel or self.kernel
-    pad = kernel[0] // 2
-    return nnx.Conv(
-      inputs, outputs, kernel, strides=stride, padding=pad, use_bias=self.folded and normed,
-      dtype=self.dtype, rngs=self._rngs, conv_general_dilated=convolve,
-      kernel_init=_uniform(inputs * kernel[0] * kernel[1]) if self._pytorch else _HE,
-    )  # fmt: skip
-
-  def norm(self, features: int, *, foldable: bool = True) -> Any:
-    if self.folded and foldable:
-      return _folded_norm
-    return BatchNorm(
-      features,
-      momentum=self._config.bn_momentum,
-      epsilon=EPSILON,
-      dtype=self.dtype,
-      axis_name=self._axis_name,
-      rngs=self._rngs,
-    )
-
-  def linear(
-    self, inputs: int, outputs: int, *, zero: bool = False, bias: bool = True
-  ) -> nnx.Linear:
-    init = _uniform(inputs) if self._pytorch else _LECUN
-    return nnx.Linear(
-      inputs,
-      outputs,
-      use_bias=bias,
-      dtype=self.dtype,
-      kernel_init=_ZEROS if zero else init,
-      bias_init=init if self._pytorch and not zero else _ZEROS,
-      rngs=self._rngs,
-    )
-
-  def lstm(self, inputs: int, hidden: int) -> Any:
-    if self.folded:
-      return _FoldedLstm(self.linear(inputs + hidden, 4 * hidden))
-    # PyTorch adds two such biases; here there is one.
-    kinds = ("kernel_init", "recurrent_kernel_init", "bias_init") if self._pytorch else ()
-    inits: dict[str, Any] = dict.fromkeys(kinds, _uniform(hidden))
-    return nnx.OptimizedLSTMCell(inputs, hidden, dtype=self.dtype, rngs=self._rngs, **inits)
-
-
-def _before_norm(linear: Any, x: jax.Array) -> jax.Array:
-  """Applies a layer before batch norm, which cancels the bias: its gradient is 0, not computed."""
-  y = x @ linear.kernel[...].astype(x.dtype)
-  return y + jax.lax.stop_gradient(linear.bias[...]).astype(x.dtype)
-
-
-class _FoldedLstm(nnx.Module):
-  """`nnx.OptimizedLSTMCell` with one matrix product."""
-
-  def __init__(self, linear: nnx.Linear):
-    self.linear = linear
-
-  def __call__(self, carry: Carry, x: jax.Array) -> tuple[Carry, jax.Array]:
-    c, h = carry
-    enter, forget, new, leave = jnp.split(self.linear(jnp.concatenate([x, h], -1)), 4, axis=-1)
-    c = nnx.sigmoid(forget) * c + nnx.sigmoid(enter) * jnp.tanh(new)
-    h = nnx.sigmoid(leave) * jnp.tanh(c)
-    return (c, h), h
-
-
-def _folded_norm(x: jax.Array, use_running_average: bool) -> jax.Array:
-  assert use_running_average, "folded variables are for inference"
-  return x
-
-
-class ResBlock(nnx.Module):
-  """Two normalized convolutions, and a skip connection with a convolution if the shape changes."""
-
-  def __init__(self, layers: _Layers, inputs: int, outputs: int, stride: int = 1):
-    self.stride = stride
-    self.conv1, self.norm1 = layers.conv(inputs, outputs, stride=stride), layers.norm(outputs)
-    self.conv2, self.norm2 = layers.conv(outputs, outputs), layers.norm(outputs)
-    self.skip = (
-      layers.conv(inputs, outputs, stride=stride, normed=False)
-      if stride != 1 or inputs != outputs
-      else None
-    )
-
-  def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-    if self.skip is None:
-      y = self.conv1(x)
-    elif train:  # one convolution reads the input once
-      kernel = jnp.concatenate([self.conv1.kernel[...], self.skip.kernel[...]], axis=-1)
-      y, x = jnp.split(_padded(x, kernel.astype(x.dtype), self.stride), 2, axis=-1)
-    else:
-      y, x = self.conv1(x), self.skip(x)
-    y = nnx.relu(self.norm1(y, use_running_average=not train))
-    y = self.norm2(self.conv2(y), use_running_average=not train)
-    return relu(y + x)
-
-
-def _blocks(layers: _Layers, channels: int, count: int) -> nnx.List:
-  return nnx.List([ResBlock(layers, channels, channels) for _ in range(count)])
+from speedyzero_jax.agents.efficientzero.layers import (
+  Carry,
+  Layers,
+  ResBlock,
+  before_norm,
+  blocks_of,
+  padded,
+)
+from speedyzero_jax.ops.batch_norm import relu
 
 
 def _pool(x: jax.Array) -> jax.Array:
@@ -167,20 +32,20 @@ def _pool(x: jax.Array) -> jax.Array:
 class Representation(nnx.Module):
   """h: observation [B, H, W, S*C] in [0, 1] -> hidden state [B, H/d, W/d, channels]."""
 
-  def __init__(self, config: NetworkConfig, layers: _Layers, inputs: int):
+  def __init__(self, config: NetworkConfig, layers: Layers, inputs: int):
     channels, half, d = config.channels, config.channels // 2, config.downsample
     first = channels if d == 1 else half
     self.conv, self.norm = layers.conv(inputs, first, stride=1 if d == 1 else 2), layers.norm(first)
     stages: list[nnx.List] = []
     if d > 1:
-      stages.append(_blocks(layers, half, config.blocks))
+      stages.append(blocks_of(layers, half, config.blocks))
       self.down: ResBlock | None = ResBlock(layers, half, channels, stride=2)
     else:
       self.down = None
     # Beyond a factor of 4, each halving is a residual stage and an average pool. Another residual
     # stage follows at the end.
     self.pools = {1: 0, 4: 0, 8: 1, 16: 2}[d]
-    stages.extend(_blocks(layers, channels, config.blocks) for _ in range(self.pools + 1))
+    stages.extend(blocks_of(layers, channels, config.blocks) for _ in range(self.pools + 1))
     self.stages = nnx.List(stages)
 
   def __call__(self, x: jax.Array, train: bool) -> jax.Array:
@@ -202,7 +67,7 @@ class Head(nnx.Module):
   """1x1 convolution, then an MLP with one hidden layer; or `count` of these side by side."""
 
   def __init__(
-    self, config: NetworkConfig, layers: _Layers, pixels: int, outputs: int, count: int = 1
+    self, config: NetworkConfig, layers: Layers, pixels: int, outputs: int, count: int = 1
   ):
     reduced = count * config.reduced_channels
     self.conv = layers.conv(config.channels, reduced, kernel=(1, 1))
@@ -217,12 +82,12 @@ class Head(nnx.Module):
 class Mlp(nnx.Module):
   """Linear, batch norm, ReLU, linear (initialized to zero); float32 output."""
 
-  def __init__(self, layers: _Layers, inputs: int, hidden: int, outputs: int):
+  def __init__(self, layers: Layers, inputs: int, hidden: int, outputs: int):
     self.linear1, self.norm1 = layers.linear(inputs, hidden), layers.norm(hidden)
     self.linear2 = layers.linear(hidden, outputs, zero=True)
 
   def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-    x = nnx.relu(self.norm1(_before_norm(self.linear1, x), use_running_average=not train))
+    x = nnx.relu(self.norm1(before_norm(self.linear1, x), use_running_average=not train))
     return self.linear2(x).astype(jnp.float32)
 
 
@@ -235,7 +100,7 @@ class Dynamics(nnx.Module):
   """
 
   def __init__(
-    self, config: NetworkConfig, layers: _Layers, num_actions: int, shape: tuple[int, int]
+    self, config: NetworkConfig, layers: Layers, num_actions: int, shape: tuple[int, int]
   ):
     self.num_actions, self.one_hot = num_actions, config.action_encoding == "one_hot"
     channels, planes = config.channels, num_actions if self.one_hot else 1
@@ -245,7 +110,7 @@ class Dynamics(nnx.Module):
       nnx.Param(jnp.zeros((planes, *shape, channels), self.dtype)) if layers.folded else None
     )
     self.norm = layers.norm(channels)
-    self.blocks = _blocks(layers, channels, config.blocks)
+    self.blocks = blocks_of(layers, channels, config.blocks)
 
   def __call__(self, state: jax.Array, action: jax.Array, train: bool) -> jax.Array:
     if self.one_hot:
@@ -254,7 +119,7 @@ class Dynamics(nnx.Module):
       planes = (action[:, None] / self.num_actions).astype(state.dtype)
     if self.response is None:
       of_state, response = split_kernel(self.conv.kernel[...].astype(self.dtype), state.shape[1:])
-      x = _padded(state, of_state) + jnp.tensordot(planes, response, 1)
+      x = padded(state, of_state) + jnp.tensordot(planes, response, 1)
       x = relu(self.norm(x, use_running_average=not train) + state)
     else:  # one addition to the convolution's result, which cuDNN does itself
       x = nnx.relu(self.conv(state) + (jnp.tensordot(planes, self.response[...], 1) + state))
@@ -279,19 +144,13 @@ def split_kernel(kernel: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, 
   count = of_planes.shape[2]
   ones = jnp.eye(count, dtype=kernel.dtype)[:, None, None, :]
   ones = jnp.broadcast_to(ones, (count, height, width, count))
-  return kernel[:, :, :channels], _padded(ones, of_planes)
-
-
-def _padded(x: jax.Array, kernel: jax.Array, stride: int = 1) -> jax.Array:
-  """Convolution [B, H, W, C] -> [B, H / stride, W / stride, C'] with zero padding."""
-  pads = [(size // 2, size // 2) for size in kernel.shape[:2]]
-  return convolve(x, kernel, (stride, stride), pads, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+  return kernel[:, :, :channels], padded(ones, of_planes)
 
 
 class ValuePrefix(nnx.Module):
   """Logits of the value prefix [.., 2*support+1] from hidden states, by an LSTM over the unroll."""
 
-  def __init__(self, config: NetworkConfig, layers: _Layers, pixels: int):
+  def __init__(self, config: NetworkConfig, layers: Layers, pixels: int):
     self.conv = layers.conv(config.channels, config.reduced_channels, kernel=(1, 1))
     self.norm = layers.norm(config.reduced_channels)
     self.lstm = layers.lstm(pixels * config.reduced_channels, config.lstm_hidden)
@@ -322,7 +181,7 @@ class ValuePrefix(nnx.Module):
 class Consistency(nnx.Module):
   """SimSiam heads (Chen & He 2020): `project` both branches, `predict` the one with gradient."""
 
-  def __init__(self, config: NetworkConfig, layers: _Layers, inputs: int):
+  def __init__(self, config: NetworkConfig, layers: Layers, inputs: int):
     hidden, out = config.projection_hidden, config.projection_out
     sizes = [(inputs, hidden), (hidden, hidden), (hidden, out)]
     self.linears = nnx.List([layers.linear(i, o) for i, o in sizes])
@@ -334,13 +193,13 @@ class Consistency(nnx.Module):
   def project(self, state: jax.Array, train: bool) -> jax.Array:
     x = state.reshape(state.shape[0], -1)
     for i, (linear, norm) in enumerate(zip(self.linears, self.norms, strict=True)):
-      x = norm(_before_norm(linear, x), use_running_average=not train)
+      x = norm(before_norm(linear, x), use_running_average=not train)
       if i < len(self.linears) - 1:
         x = nnx.relu(x)
     return x
 
   def predict(self, projection: jax.Array, train: bool) -> jax.Array:
-    x = _before_norm(self.predict1, projection)
+    x = before_norm(self.predict1, projection)
     x = nnx.relu(self.predict_norm(x, use_running_average=not train))
     return self.predict2(x)
 
@@ -371,14 +230,14 @@ class Network(nnx.Module):
     folded: bool = False,
   ):
     height, width, channels = observation_shape
-    layers = _Layers(config, axis_name, rngs, vectors=height * width == 1, folded=folded)
+    layers = Layers(config, axis_name, rngs, vectors=height * width == 1, folded=folded)
     shape = height // config.downsample, width // config.downsample
     pixels = math.prod(shape)
     self.config, self.dtype, self.folded = config, layers.dtype, folded
     self.representation = Representation(config, layers, channels)
     self.dynamics = Dynamics(config, layers, num_actions, shape)
     self.value_prefix = ValuePrefix(config, layers, pixels)
-    self.trunk = _blocks(layers, config.channels, config.blocks)
+    self.trunk = blocks_of(layers, config.channels, config.blocks)
     atoms = 2 * config.support + 1
     if folded:
       self.heads = Head(config, layers, pixels, atoms + num_actions, 2)

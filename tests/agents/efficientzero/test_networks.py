@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from speedyzero_jax.agents.efficientzero import networks
+from speedyzero_jax.agents.efficientzero import layers, networks
 from speedyzero_jax.agents.efficientzero.config import NetworkConfig
 from speedyzero_jax.agents.efficientzero.network_def import NetworkDef, variables_of
 
@@ -341,9 +341,9 @@ def test_pytorchs_initial_scale():
 
   @jax.jit
   def made():
-    layers = networks._Layers(config, None, nnx.Rngs(0), vectors=False)
-    layers = {9 * 5: layers.conv(5, 9), 20: layers.linear(20, 16), 32: layers.lstm(7, 32)}
-    return {inputs: nnx.state(layer, nnx.Param) for inputs, layer in layers.items()}
+    factory = layers.Layers(config, None, nnx.Rngs(0), vectors=False)
+    some = {9 * 5: factory.conv(5, 9), 20: factory.linear(20, 16), 32: factory.lstm(7, 32)}
+    return {inputs: nnx.state(layer, nnx.Param) for inputs, layer in some.items()}
 
   for inputs, params in made().items():
     limit = inputs**-0.5
