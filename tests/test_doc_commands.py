@@ -1,4 +1,4 @@
-"""Runs of every command in the README and docs/, in the order of each page: `make commands`.
+"""Runs of the commands in the README and docs/, in the order of each page: `make commands`.
 
 Commands run as they are written, in a folder with the example files of all pages. Settings are
 added that make runs short, and studies and populations have few runs. What takes long or changes
