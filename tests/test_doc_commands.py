@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.commands, pytest.mark.timeout(1800)]
 
 TRAINED = "runs/atari100k-Pong-s0"  # pages refer to this run
 SHORT = (
-  "learner.steps=2", "run.env_steps=1500", "run.checkpoint_interval=1", "run.log_interval=1",
+  "learner.steps=2", "run.env_steps=2100", "run.checkpoint_interval=1", "run.log_interval=1",
   "learner.devices=1", "replay.capacity=0", "search.simulations=2",
 )  # fmt: skip
 EVALUATION = "evaluation.episodes=2", "evaluation.max_episode_steps=20"
@@ -104,7 +104,7 @@ def _population(arguments):
   path = Path(arguments[0])
   described = yaml.safe_load(path.read_text())
   settings = described.get("settings", [])
-  settings = settings + short_for(described["config"], settings)
+  settings = settings + short_for(described["config"])
   described |= {"settings": settings, "members": 2, "rounds": 2, "share": 0.5}
   path.write_text(yaml.safe_dump(described))
   return [arguments]
