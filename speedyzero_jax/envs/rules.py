@@ -5,6 +5,7 @@ pairs, the player's first and the opponent's second; the first pair shows the st
 dtype. Row 0 is the top. Frames of these games have this format.
 """
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -18,8 +19,8 @@ _NONE = -1000  # less than any number of a cell
 
 
 @dataclasses.dataclass(frozen=True)
-class Rules:
-  """What games have in common. A subclass defines its actions and ends of games, and `_play`."""
+class Rules(abc.ABC):
+  """Interface of a game's rules."""
 
   passes: ClassVar[bool] = False  # whether the last action passes
 
@@ -42,21 +43,21 @@ class Rules:
     return self.height * self.width
 
   @property
+  @abc.abstractmethod
   def longest_opening(self) -> int:
     """Number of random moves after which both players still get a turn."""
-    raise NotImplementedError
 
+  @abc.abstractmethod
   def legal(self, board: Array) -> Array:
     """Legal actions [..., A] bool; none when the game is over."""
-    raise NotImplementedError
 
+  @abc.abstractmethod
   def over(self, board: Array) -> Array:
     """Whether the game has ended, [...] bool."""
-    raise NotImplementedError
 
+  @abc.abstractmethod
   def outcome(self, board: Array) -> Array:
     """Outcome of a finished game for the player to move, -1, 0 or 1; 0 if it is not over [...]."""
-    raise NotImplementedError
 
   def moves(self, board: Array) -> Array:
     """Number of moves made so far [...]."""
@@ -75,8 +76,9 @@ class Rules:
     reward = xp.where(over, 0, -self.outcome(after)).astype(np.float32)
     return xp.where(over[..., None, None, None], board, after), reward
 
+  @abc.abstractmethod
   def _play(self, board: Array, action: Array) -> Array:
-    raise NotImplementedError
+    """The board from the opponent's perspective after a legal action [...] of an open game."""
 
 
 def flip(board: Array) -> Array:

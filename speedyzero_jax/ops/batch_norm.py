@@ -14,7 +14,10 @@ from speedyzero_jax.system.platform import platform
 
 
 class BatchNorm(nnx.BatchNorm):
-  """`nnx.BatchNorm` over all axes but the last; scale and bias are always applied in float32."""
+  """`nnx.BatchNorm` over all axes but the last, without masks.
+
+  In training, scale and bias are applied in float32.
+  """
 
   scale: Any  # never None, unlike the base class's
   bias: Any
