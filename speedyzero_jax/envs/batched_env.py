@@ -1,6 +1,6 @@
 """Vectorized environments: envpool games with this project's episode conventions.
 
-Episodes (checked in tests/envs/test_batched_env.py, also against a plain ALE):
+Episodes (checked in tests/envs, for Atari also against a plain ALE):
 
 - Atari follows NoFrameskip-v4: by default no sticky actions and no automatic FIRE, `frame_skip` raw
   frames per agent step with max-pooling over the last two, and 1 to `noop_max` raw no-op frames
