@@ -25,13 +25,16 @@ RESULTS, IMAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "images"
 CATCH = {"quickstart": "SpeedyZero", "dqn": "DQN", "r2d2": "R2D2", "ppo": "PPO", "impala": "IMPALA"}
 AGENTS = {
   "speedyzero": "SpeedyZero", "dqn": "DQN", "r2d2": "R2D2", "ppo": "PPO", "impala": "IMPALA",
-  "a2c": "A2C", "appo": "APPO",
+  "a2c": "A2C", "appo": "APPO", "c51": "C51", "apex": "Ape-X", "a3c": "A3C",
 }  # fmt: skip
 ACTORS = {
   "threads": "thread", "actors1": "1 process", "actors2": "2 processes",
   "central2": "central, 2", "central4": "central, 4",
 }  # fmt: skip
-_COLORS = ("#0072b2", "#d55e00", "#009e73", "#b8558f", "#c98b00", "#56b4e9", "#555555")
+_COLORS = (
+  "#0072b2", "#d55e00", "#009e73", "#b8558f", "#c98b00", "#56b4e9", "#555555", "#8a3b12", "#6a51a3",
+  "#7fa51d",
+)  # fmt: skip
 _STYLE = """
 svg { font-family: system-ui, 'Segoe UI', Roboto, 'Liberation Sans', sans-serif }
 text { font-size: 11px; fill: #444b52 } .key { font-size: 12px; fill: #1c2024 }
