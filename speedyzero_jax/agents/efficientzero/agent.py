@@ -111,7 +111,9 @@ class EfficientZero(Agent):
   def loss(
     self, params: Params, batch_stats: Params, target: Params, batch: Arrays, keys: jax.Array
   ) -> tuple[jax.Array, LossOutput]:
-    network = self.network_def.bind(Variables(params, batch_stats))
+    variables = Variables(params, batch_stats)
+    network = self.network_def.bind(variables)
+    folded = self.network_def.fold(jax.lax.stop_gradient(variables))
     loss, metrics, td_error = losses.unrolled_loss(
       network,
       losses.LearnerBatch(**batch),
@@ -119,6 +121,7 @@ class EfficientZero(Agent):
       self._agent_config.loss,
       frame_stack=self._stack,
       horizon=self._agent_config.network.value_prefix_horizon,
+      folded=self.network_def.bind_folded(folded),
     )
     statistics = variables_of(network).batch_stats
     if self._agent_config.network.batch_norm == "local":
