@@ -113,7 +113,10 @@ class EfficientZero(Agent):
   ) -> tuple[jax.Array, LossOutput]:
     variables = Variables(params, batch_stats)
     network = self.network_def.bind(variables)
-    folded = self.network_def.fold(jax.lax.stop_gradient(variables))
+    observe = partial(network.represent, train=True)
+    if self._agent_config.loss.consistency_statistics == "running":
+      folded = self.network_def.fold(jax.lax.stop_gradient(variables))
+      observe = partial(self.network_def.bind_folded(folded).represent, train=False)
     loss, metrics, td_error = losses.unrolled_loss(
       network,
       losses.LearnerBatch(**batch),
@@ -121,7 +124,7 @@ class EfficientZero(Agent):
       self._agent_config.loss,
       frame_stack=self._stack,
       horizon=self._agent_config.network.value_prefix_horizon,
-      folded=self.network_def.bind_folded(folded),
+      observe=observe,
     )
     statistics = variables_of(network).batch_stats
     if self._agent_config.network.batch_norm == "local":

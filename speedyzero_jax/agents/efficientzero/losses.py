@@ -4,6 +4,7 @@ Sources: MuZero (Schrittwieser et al. 2020), appendix F, for the value encoding;
 et al. 2021) for the loss.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import chex
@@ -117,7 +118,7 @@ def unrolled_loss(
   *,
   frame_stack: int,
   horizon: int,
-  folded: Network | None = None,
+  observe: Callable[[jax.Array], jax.Array],
 ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
   """Computes the loss of a batch and updates the network's batch-norm statistics.
 
@@ -142,7 +143,7 @@ def unrolled_loss(
     config: coefficients, augmentation and gradient scaling.
     frame_stack: S.
     horizon: model steps between resets of the value prefix.
-    folded: the network for inference, for `consistency_statistics=running`.
+    observe: representation of the actual observations, for the consistency loss.
 
   Returns:
     The weighted mean loss [], metrics by name, and the errors |v(s_t) - z_t| [B] for priorities.
@@ -176,12 +177,7 @@ def unrolled_loss(
   if config.consistency_coefficient:
     later = observations[:, 1:].reshape(size * steps, *observations.shape[2:])
     later = augment(view_keys[:, 1:].reshape(-1), later, config.shift, config.intensity)
-    if config.consistency_statistics == "running":
-      assert folded is not None
-      observed = folded.represent(later, False)
-    else:
-      observed = network.represent(later, True)
-    real = jax.lax.stop_gradient(network.consistency.project(observed, True))
+    real = jax.lax.stop_gradient(network.consistency.project(observe(later), True))
     real = jnp.swapaxes(real.reshape(size, steps, -1), 0, 1)
     projected = network.consistency.project(imagined.reshape(-1, *imagined.shape[2:]), True)
     predicted = network.consistency.predict(projected, True).reshape(steps, size, -1)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import tiny
-from speedyzero_jax.agents.base import ActInputs, Variables
+from speedyzero_jax.agents.base import AXIS, ActInputs, Variables
 from speedyzero_jax.agents.efficientzero import losses
 from speedyzero_jax.agents.efficientzero.agent import EfficientZero
 from speedyzero_jax.agents.efficientzero.networks import initial_carry
@@ -181,3 +181,41 @@ def test_the_recurrent_function_steps_state_carry_and_prefix():
   _close(np.stack([step.value_prefix for step in steps]), prefixes, 1e-4, 1e-5)
   _close(steps[-1].carry, carry, 1e-4, 1e-5)
   _close(_values(_windows())[0, 0], root[0], 1e-4, 1e-5)  # the decoded head on the newest stack
+
+
+@pytest.mark.parametrize("statistics", ["batch", "running"])
+def test_consistency_targets_use_the_chosen_statistics(statistics):
+  agent, rng = _agent(f"loss.consistency_statistics={statistics}"), np.random.default_rng(3)
+  config = tiny.config(*_OVERRIDES).agent.loss
+  steps, f32 = config.unroll_steps, np.float32
+  ones = {"value": steps + 1, "policy": steps + 1, "prefix": steps, "consistency": steps}
+  batch = losses.LearnerBatch(
+    frames=rng.integers(0, 256, (_B, _S + steps, 4, 4, 2)).astype(np.uint8),
+    action=rng.integers(0, _A, (_B, steps)).astype(np.int32),
+    weight=np.ones(_B, f32),
+    value=np.zeros((_B, steps + 1), f32),
+    value_prefix=np.zeros((_B, steps), f32),
+    policy=np.full((_B, steps + 1, _A), 1 / _A, f32),
+    **{f"{name}_mask": np.ones((_B, count), f32) for name, count in ones.items()},
+  )
+
+  @jax.jit
+  @functools.partial(jax.vmap, in_axes=(None, 0), axis_name=AXIS)
+  def losses_of(variables, keys):
+    """By the agent, and with the network as it is, not folded."""
+    network, other = (agent.network_def.bind(variables) for _ in range(2))
+    _, expected, _ = losses.unrolled_loss(
+      network,
+      batch,
+      keys,
+      config,
+      frame_stack=_S,
+      horizon=2,
+      observe=functools.partial(other.represent, train=statistics == "batch"),
+    )
+    _, output = agent.loss(*variables, {}, batch._asdict(), keys)
+    return output.metrics, expected
+
+  ours, expected = losses_of(_variables(), jax.random.split(_KEY, (1, _B)))
+  for name, x in ours.items():
+    np.testing.assert_allclose(x, expected[name], rtol=1e-4, err_msg=name)

@@ -151,15 +151,15 @@ class Linear:
   def __init__(self, weights):
     self.config = SimpleNamespace(support=_SUPPORT)
     self.consistency = SimpleNamespace(project=self._project, predict=self._predict_projection)
-    self.weights, self.represented = weights, 0
+    self.weights = weights
 
   def represent(self, observation, train):
     assert train
-    # The real next observations are represented second, with weights of their own: tests can tell
-    # the gradients from each other.
-    weights = self.weights["real" if self.represented else "root"]
-    self.represented += 1
-    return (observation.reshape(observation.shape[0], -1) @ weights)[:, None, None, :]
+    return (observation.reshape(observation.shape[0], -1) @ self.weights["root"])[:, None, None, :]
+
+  def observe(self, observation):
+    # With weights of its own: tests can tell the gradients from each other.
+    return (observation.reshape(observation.shape[0], -1) @ self.weights["real"])[:, None, None, :]
 
   def dynamics(self, state, action, train):
     assert train
@@ -229,7 +229,9 @@ def _loss(weights, batch, config=_CONFIG):
   keys = jax.random.split(jax.random.key(0), _B)
   network: Any = Linear(weights)
   with jax.default_matmul_precision("float32"):
-    return losses.unrolled_loss(network, batch, keys, config, frame_stack=_S, horizon=_HORIZON)
+    return losses.unrolled_loss(
+      network, batch, keys, config, frame_stack=_S, horizon=_HORIZON, observe=network.observe
+    )
 
 
 def _two_hot(x):
@@ -426,8 +428,14 @@ def test_every_view_is_augmented_by_itself_and_by_its_samples_key():
         seen.append(observation[:, 0, 0, 0] / (200 / 255))
         return super().represent(observation, train)
 
+      def observe(self, observation):
+        seen.append(observation[:, 0, 0, 0] / (200 / 255))
+        return super().observe(observation)
+
     network: Any = Watching(_weights())
-    losses.unrolled_loss(network, batch, keys, config, frame_stack=_S, horizon=_HORIZON)
+    losses.unrolled_loss(
+      network, batch, keys, config, frame_stack=_S, horizon=_HORIZON, observe=network.observe
+    )
     return seen[0], seen[1].reshape(-1, _K)
 
   root, following = factors(batch, keys)
