@@ -11,7 +11,6 @@ error; 130 stopped by Ctrl-C, without changing evaluation.json.
 """
 
 import argparse
-import json
 import logging
 import os
 import signal
@@ -98,10 +97,8 @@ def evaluate(config: Config, folder: Path, seed: int | None, video_path: Path | 
     )
     assert result is not None  # without `should_stop`
     print(result)
-    if (kept := _episodes_at(folder / "evaluation.json", result.step)) > result.episodes:
+    if (kept := result.write(folder / "evaluation.json")) > result.episodes:
       _report(f"not written: evaluation.json has {kept} episodes of the same checkpoint")
-    else:
-      result.write(folder / "evaluation.json")
     if video and video_path:
       video.save(video_path)
       _report(f"wrote {video_path}")
@@ -115,15 +112,6 @@ def evaluate(config: Config, folder: Path, seed: int | None, video_path: Path | 
     _report(f"error: {memory.out_of(where, error)}")
     return FAILED
   return 0
-
-
-def _episodes_at(path: Path, step: int) -> int:
-  """Number of episodes in a written evaluation of a learner step; 0 if there is none."""
-  try:
-    written = json.loads(path.read_text())
-    return int(written["episodes"]) if written["step"] == step else 0
-  except (OSError, ValueError, TypeError, KeyError):
-    return 0
 
 
 def _report(line: str) -> None:

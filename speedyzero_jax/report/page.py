@@ -171,7 +171,8 @@ def _human_normalized(compared: Sequence[Method]) -> list[ET.Element]:
   sections = [_section("Comparison with published scores", note, published)]
   common = scores.common_games(compared)
   if not common:
-    return sections
+    text = "The methods have no evaluated game in common, so no scores are aggregated."
+    return [_section("Human-normalized scores", text), *sections]
   metric = scores.training_metric(compared, common)
   kind = "evaluations" if metric == names.EVALUATION_MEAN else "training games"
   charts = [

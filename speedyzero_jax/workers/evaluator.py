@@ -52,11 +52,17 @@ class Evaluation:
   max_episode_steps: int
   seed: int
 
-  def write(self, path: Path) -> None:
-    """Writes JSON atomically."""
+  def write(self, path: Path) -> int:
+    """Writes JSON atomically, unless the file has more episodes of the same checkpoint.
+
+    Returns the number of episodes in the file.
+    """
+    if (existing := _episodes_at(path, self.step)) > self.episodes:
+      return existing
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
     os.replace(temporary, path)
+    return self.episodes
 
   def metrics(self) -> dict[str, float]:
     """Returns the metrics to log, without unknown ones."""
@@ -133,6 +139,15 @@ def evaluate(
     max_episode_steps=cap,
     seed=seed,
   )
+
+
+def _episodes_at(path: Path, step: int) -> int:
+  """Number of episodes in a written evaluation of a learner step; 0 if there is none."""
+  try:
+    written = json.loads(path.read_text())
+    return int(written["episodes"]) if written["step"] == step else 0
+  except (OSError, ValueError, TypeError, KeyError):
+    return 0
 
 
 def _seed(seed: int, turn: int) -> int:

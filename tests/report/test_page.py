@@ -118,6 +118,14 @@ def test_scores_are_over_the_games_that_all_methods_have(tmp_path):
   assert scores.published_table(found)[1][0][3].text == "266.4"  # Freeway: 9 times human
 
 
+def test_methods_without_a_game_in_common_are_not_aggregated(tmp_path):
+  for game, rate in (("Pong", 1), ("Qbert", 2)):
+    recorded.run(tmp_path / game, game=game, settings={"learning_rate": rate}, mean=9.0)
+  path = tmp_path / "report.html"
+  assert report.main([*map(str, sorted(tmp_path.iterdir())), "--out", str(path)]) == 0
+  assert "no evaluated game in common" in path.read_text()
+
+
 def test_where_the_time_goes(tmp_path):
   """Rows are 10 learner steps and a minute apart: one second per step is a sixth of the time."""
   runs = read_runs([recorded.run(tmp_path / "a", metrics=lambda i: {"time/train": 1.0})])

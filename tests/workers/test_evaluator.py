@@ -101,9 +101,20 @@ def test_stopping_ends_it_and_closes_the_environment(envs):
 def test_the_file_holds_the_result_and_replaces_an_older_one(envs, tmp_path):
   result, path = play(2), tmp_path / "evaluation.json"
   path.write_text("an older one")
-  result.write(path)
+  assert result.write(path) == 2
   assert json.loads(path.read_text()) == dataclasses.asdict(result)
   assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_file_keeps_more_episodes_of_the_same_checkpoint(envs, tmp_path):
+  result, path = play(2), tmp_path / "evaluation.json"
+  larger = dataclasses.replace(result, episodes=3)
+  larger.write(path)
+  assert result.write(path) == 3
+  assert json.loads(path.read_text()) == dataclasses.asdict(larger)
+  newer = dataclasses.replace(result, step=result.step + 1)
+  assert newer.write(path) == 2
+  assert json.loads(path.read_text()) == dataclasses.asdict(newer)
 
 
 def test_atari_is_normalized_by_human_and_random_play(envs):
