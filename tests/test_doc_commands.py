@@ -39,7 +39,7 @@ DRY_RUN = {"docs", "commands", "cuda12", "cuda13", "wandb"}  # .ci/run runs the 
 ELSEWHERE = {
   "benchmarks/picture.py",  # tests/test_docs.py compares its figures
   "launch/slurm/train.sbatch",  # tests/launch/test_recipes.py, with a fake Slurm
-  "launch/wandb_sync.py",  # tests/launch/test_wandb_sync.py, with a fake wandb
+  "launch/wandb_sync.py",  # tests/launch/test_wandb_sync.py, without a network
 }
 
 

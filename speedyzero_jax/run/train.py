@@ -129,9 +129,10 @@ def _final_evaluation(experiment: Experiment, folder: Path, signals: Signals) ->
     return signals.exit_code
   evaluation.write(folder / "evaluation.json")
   steps.log(experiment)
+  python = sys.orig_argv[0]  # as typed: a `python` on the path may lack the packages
   experiment.logger.message(
-    f"to compare runs: python launch/report.py {folder} --out report.html; "
-    f"to watch: python launch/evaluate.py {folder} --video episode.gif"
+    f"to compare runs: {python} launch/report.py {folder} --out report.html; "
+    f"to watch: {python} launch/evaluate.py {folder} --video episode.gif"
   )
   return 0
 

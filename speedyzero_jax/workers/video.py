@@ -16,7 +16,7 @@ MAX_STEPS = 2000  # the rest of a longer episode is not recorded
 
 _BACKGROUND, _TEXT, _BAR, _CHOSEN = (24, 26, 30), (226, 228, 232), (92, 122, 160), (240, 180, 60)
 _COLORS = np.array([[86, 180, 233], [230, 159, 0], [0, 158, 115], [213, 94, 0], [204, 121, 167]])
-_BAR_HEIGHT, _LINE = 14, 18  # pixels
+_BAR_HEIGHT, _LABELED_HEIGHT, _LINE = 14, 10, 18  # pixels; lower bars have no numbers
 
 
 class Video:
@@ -51,21 +51,28 @@ class Video:
       if value.shape == ():
         draw.text((x, y), f"{name.replace('_', ' ')} {value:.3f}", fill=_TEXT, font=self._font)
         y += _LINE
-    for name, value in shapes.items():
-      if value.shape == (self._num_actions,):
-        y = self._bars(draw, y + 4, name, value, action)
+    arrays = [item for item in shapes.items() if item[1].shape == (self._num_actions,)]
+    for i, (name, value) in enumerate(arrays):
+      bottom = y + (SIZE - 4 - y) // (len(arrays) - i)  # equal shares
+      y = self._bars(draw, y + 4, bottom, name, value, action)
     self._pictures.append(canvas.quantize(64, dither=Image.Dither.NONE))
 
   def _bars(
-    self, draw: ImageDraw.ImageDraw, y: int, name: str, values: np.ndarray, action: int | None
+    self,
+    draw: ImageDraw.ImageDraw,
+    y: int,
+    bottom: int,
+    name: str,
+    values: np.ndarray,
+    action: int | None,
   ) -> int:
-    """Draws a bar per action, starting at the minimum value or 0; returns the next y."""
+    """Draws a bar per action above `bottom`, from the minimum value or 0; returns the next y."""
     x, width = SIZE + 14, SIZE - 90
     draw.text((x, y), name.replace("_", " "), fill=_TEXT, font=self._font)
     y += _LINE
     # Illegal actions may have -inf.
     values = np.nan_to_num(values.astype(float), posinf=0, neginf=0)
-    height = min(_BAR_HEIGHT, (SIZE - y - 8) // max(len(values), 1))
+    height = max(min(_BAR_HEIGHT, (bottom - y) // max(len(values), 1)), 1)
     low = min(float(values.min()), 0.0)
     span = (float(values.max()) - low) or 1.0
     for i, value in enumerate(values):
@@ -73,7 +80,7 @@ class Video:
       length = int(width * (float(value) - low) / span)
       color = _CHOSEN if i == action else _BAR
       draw.rectangle((x + 26, top, x + 26 + length, top + max(height - 3, 0)), fill=color)
-      if height >= _BAR_HEIGHT:
+      if height >= _LABELED_HEIGHT:
         draw.text((x, top - 2), str(i), fill=_TEXT, font=self._font)
         draw.text((x + 32 + length, top - 2), f"{value:.2f}", fill=_TEXT, font=self._font)
     return y + height * len(values)

@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import signal
+import sys
 import time
 
 import jax
@@ -45,6 +46,7 @@ def copied(finished, tmp_path):
 def test_a_run_leaves_everything(finished):
   folder, output = finished
   assert f"trained: 150 agent steps, {STEPS} learner steps" in output
+  assert f"to compare runs: {sys.executable} launch/report.py {folder}" in output
   assert {path.name for path in folder.iterdir()} >= {
     "config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "journal.sqlite",
     "evaluation.json",

@@ -27,6 +27,18 @@ def test_a_gif_has_a_picture_for_each_step_and_bars_as_long_as_the_numbers(tmp_p
       assert chosen / longest == pytest.approx(share, abs=0.03)
 
 
+@pytest.mark.parametrize("actions", [9, 18, 82])  # TicTacToe, many Atari games, Go9
+def test_every_action_has_a_bar_for_every_output(tmp_path, actions):
+  made, policy = Video("Breakout", actions), np.full(actions, 0.5)
+  numbers = {"value": 1.0, "search_value": 1.0, "policy": policy, "visits": policy}
+  made.add(np.zeros((8, 8, 3), np.uint8), actions - 1, 0.0, numbers)
+  made.save(tmp_path / "episode.gif")
+  pixels = np.asarray(Image.open(tmp_path / "episode.gif").convert("RGB")).astype(int)
+  shown = pixels[:, SIZE + 45]  # a column in all bars
+  rows = lambda color: (np.abs(shown - color).max(axis=-1) < 8).sum()  # noqa: E731
+  assert rows(video._CHOSEN) >= 2 and rows(video._BAR) >= 2 * (actions - 1)
+
+
 def test_numbers_that_are_not_finite_are_drawn_as_none(tmp_path):
   made = Video("Breakout", 3)
   made.add(np.zeros((8, 8, 3), np.uint8), 0, 0.0, {"q": np.array([1.0, -np.inf, np.nan])})
