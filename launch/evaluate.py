@@ -2,9 +2,9 @@
 
 Plays full episodes with the best action, without noise and with raw rewards, capped at 27,000 agent
 steps. Prints mean, median, standard deviation and human-normalized score, and writes
-evaluation.json into the run folder, unless that has more episodes of the same checkpoint; the run
-may still be training. `--video` also writes the first episode as a GIF, with the agent's values,
-policy or search results beside each frame.
+evaluation.json into the run folder, unless that has more episodes of the same checkpoint and step
+limit; the run may still be training. `--video` also writes the first episode as a GIF, with the
+agent's values, policy or search results beside each frame.
 
 Exit codes: 0 done; 1 no readable checkpoint, out of memory, or the result can't be written; 2 usage
 error; 130 stopped by Ctrl-C, without changing evaluation.json.

@@ -127,7 +127,10 @@ def _final_evaluation(experiment: Experiment, folder: Path, signals: Signals) ->
   if evaluation is None:
     experiment.logger.message(f"evaluation stopped; repeat it with launch/evaluate.py {folder}")
     return signals.exit_code
-  evaluation.write(folder / "evaluation.json")
+  if (kept := evaluation.write(folder / "evaluation.json")) > evaluation.episodes:
+    experiment.logger.message(
+      f"not written: evaluation.json has {kept} episodes of the same checkpoint"
+    )
   steps.log(experiment)
   python = sys.orig_argv[0]  # as typed: a `python` on the path may lack the packages
   experiment.logger.message(

@@ -53,11 +53,11 @@ class Evaluation:
   seed: int
 
   def write(self, path: Path) -> int:
-    """Writes JSON atomically, unless the file has more episodes of the same checkpoint.
+    """Writes JSON atomically, unless the file has more episodes of the same checkpoint and cap.
 
     Returns the number of episodes in the file.
     """
-    if (existing := _episodes_at(path, self.step)) > self.episodes:
+    if (existing := _episodes_like(path, self)) > self.episodes:
       return existing
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
@@ -141,11 +141,12 @@ def evaluate(
   )
 
 
-def _episodes_at(path: Path, step: int) -> int:
-  """Number of episodes in a written evaluation of a learner step; 0 if there is none."""
+def _episodes_like(path: Path, evaluation: Evaluation) -> int:
+  """Number of episodes in a written evaluation of the same step and cap; 0 if there is none."""
   try:
     written = json.loads(path.read_text())
-    return int(written["episodes"]) if written["step"] == step else 0
+    same = all(written[key] == getattr(evaluation, key) for key in ("step", "max_episode_steps"))
+    return int(written["episodes"]) if same else 0
   except (OSError, ValueError, TypeError, KeyError):
     return 0
 

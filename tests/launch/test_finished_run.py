@@ -151,7 +151,7 @@ def test_a_run_that_cannot_continue_fails_in_one_line(copied, capsys, part):
 # --- evaluating
 
 
-def test_evaluating_it_only_adds_the_evaluation(copied):
+def test_evaluating_it_only_adds_the_evaluation(copied, capsys):
   before = listing(copied)
   process = start(copied, "--episodes", 5, script="evaluate.py")
   out, errors = process.communicate(timeout=120)
@@ -161,7 +161,10 @@ def test_evaluating_it_only_adds_the_evaluation(copied):
   assert f"mean {written['mean']:.2f}" in out
   after = listing(copied)
   assert after.pop("evaluation.json") and after == before
-  assert evaluate.main([str(copied), "--episodes", "1"]) == 0  # fewer episodes replace nothing
+  # Fewer episodes replace nothing.
+  assert evaluate.main([str(copied), "--episodes", "1"]) == 0
+  assert multihost.main(["--resume", str(copied), "evaluation.episodes=1", CACHE]) == 0
+  assert "not written: evaluation.json has 5 episodes" in capsys.readouterr().out
   assert json.loads((copied / "evaluation.json").read_text()) == written
 
 

@@ -112,9 +112,11 @@ def test_the_file_keeps_more_episodes_of_the_same_checkpoint(envs, tmp_path):
   larger.write(path)
   assert result.write(path) == 3
   assert json.loads(path.read_text()) == dataclasses.asdict(larger)
-  newer = dataclasses.replace(result, step=result.step + 1)
-  assert newer.write(path) == 2
-  assert json.loads(path.read_text()) == dataclasses.asdict(newer)
+  for change in ({"step": result.step + 1}, {"max_episode_steps": result.max_episode_steps + 1}):
+    larger.write(path)
+    other = dataclasses.replace(result, **change)
+    assert other.write(path) == 2
+    assert json.loads(path.read_text()) == dataclasses.asdict(other)
 
 
 def test_atari_is_normalized_by_human_and_random_play(envs):

@@ -200,8 +200,8 @@ class LossConfig:
   consistency_statistics: Literal["batch", "running"] = opt(
     "batch",
     "batch-norm statistics with which the representation of the consistency loss's targets is "
-    "computed; running: batch norm is folded into the kernels, a third less memory traffic (EZ: "
-    "batch)",
+    "computed; running: batch norm is folded into the kernels, and only roots update the "
+    "representation's statistics (EZ: batch)",
   )
   shift: int = opt(4, "augmentation: maximum random shift, pixels; 0: none (EZ: 4)", "[0, 1000]")
   intensity: float = opt(
