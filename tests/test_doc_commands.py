@@ -76,7 +76,9 @@ def _train(arguments):
 def _plan(arguments):
   parsed = plan.parse(arguments)
   programs = [] if parsed.only else ["--only", "publish"]
-  return [arguments + programs + short_for(parsed.config, parsed.overrides)]
+  agent = loader.load(parsed.config, parsed.overrides).agent.name
+  kept = [*parsed.overrides, "reanalyse.schedule"]  # it determines which programs there are
+  return [arguments + programs + short(agent, given=kept)]
 
 
 def _profile(arguments):
