@@ -35,6 +35,8 @@ ASSUMPTIONS = (
   f"{COLLECTIVE * 1e6:g} us, and a loop condition that the host reads {ROUND_TRIP * 1e6:g} us.",
   f"Loops of unknown length (descents and backups in the tree) run {LOOP_STEPS:g} times.",
   "Parts do not overlap. Environments, replay and host transfers keep up and take no device time.",
+  "A device runs programs in the order of their dispatch: of each role one at a time, and of the "
+  "learner another one ahead.",
   f"An evaluation plays up to {MAX_LANES} episodes in parallel, of {EPISODE} agent steps each.",
   "Communication between devices costs latency and memory bandwidth, but not link bandwidth.",
   f"A run may use {USABLE:.0%} of a device's memory, jax's default. Programs are not autotuned, so "
@@ -74,6 +76,7 @@ class Plan(NamedTuple):
   memory: dict[str, float]  # bytes by use
   available: int  # bytes
   minutes: dict[str, float]  # by part, and `total`
+  acting: dict[str, float]  # seconds: mean `interval` of calls, longest `wait` for other programs
 
   @property
   def fits(self) -> bool:
@@ -88,6 +91,7 @@ class Plan(NamedTuple):
       "available_bytes": self.available,
       "fits": self.fits,
       "minutes": self.minutes,
+      "acting_seconds": self.acting,
     }
 
 
@@ -132,7 +136,9 @@ def make_plan(
         report(f"compiling {program.name}, batch {program.batch}")
         costs.append(cost_of(program, program.compile(), target, dtype))
   memory = _memory(local_config, agent, learner, len(local.devices.flat), target, costs)
-  return Plan(costs, memory, int(USABLE * target.memory_bytes), _minutes(costs))
+  tasks = agent.tasks.keys()
+  available = int(USABLE * target.memory_bytes)
+  return Plan(costs, memory, available, _minutes(costs), _acting(costs, tasks))
 
 
 def cost_of(
@@ -208,6 +214,19 @@ def _minutes(costs: list[ProgramCost]) -> dict[str, float]:
   return minutes | {"total": sum(minutes.values())}
 
 
+def _acting(costs: list[ProgramCost], tasks: Collection[str]) -> dict[str, float]:
+  """Interval and wait of acting calls between training steps; {} unless both are planned.
+
+  A wait is longest behind two training steps, a publication of weights and a call of each task.
+  """
+  of = {cost.name: cost for cost in costs}
+  if not {"act", "train"} <= of.keys():
+    return {}
+  during = sum(cost.minutes for cost in costs if cost.name != "evaluate")
+  ahead = [of[name].seconds for name in ("train", "train", "publish", *tasks) if name in of]
+  return {"interval": 60 * during / of["act"].calls, "wait": math.fsum(ahead)}
+
+
 def tables(plan: Plan, target: Target, devices: int) -> str:
   """Formats a plan as text."""
   console = Console(file=io.StringIO(), width=150, color_system=None)
@@ -230,7 +249,13 @@ def tables(plan: Plan, target: Target, devices: int) -> str:
   with console.capture() as text:
     console.print(f"{devices} x {target.name}; costs per device and call", "", each, "")
     console.print(memory, "")
-    console.print(f"projected: {plan.minutes['total']:.1f} minutes, without overlap", "")
+    console.print(f"projected: {plan.minutes['total']:.1f} minutes, without overlap")
+    if plan.acting:
+      interval, wait = (1e3 * plan.acting[key] for key in ("interval", "wait"))
+      console.print(
+        f"acting: a call every {interval:.0f} ms, after at most {wait:.0f} ms of other programs"
+      )
+    console.print("")
     for line in ASSUMPTIONS:
       console.print(f"- {line}")
   return text.get()
