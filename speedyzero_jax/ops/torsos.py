@@ -4,6 +4,7 @@ A vector of D numbers is an image of one pixel, [1, 1, D].
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable
@@ -20,7 +21,9 @@ from speedyzero_jax.ops.param_rngs import param_rngs
 from speedyzero_jax.types import Params
 
 _INIT = nnx.initializers.he_normal()
-_NATURE = ((1, 8, 4), (2, 4, 2), (2, 3, 1))  # channels over `channels`, kernel, stride
+# Convolutions: channels over `channels`, kernel, stride.
+_NATURE = ((1, 8, 4), (2, 4, 2), (2, 3, 1))
+_SMALL = ((1, 4, 2), (2, 4, 2))
 _NATURE_SIDE = 36  # pixels, minimum side for which the last convolution has an output
 
 
@@ -28,11 +31,15 @@ _NATURE_SIDE = 36  # pixels, minimum side for which the last convolution has an 
 class TorsoConfig:
   """Layers from an observation to features."""
 
-  torso: Literal["auto", "mlp", "nature", "resnet"] = opt(
+  torso: Literal["auto", "mlp", "nature", "small", "resnet"] = opt(
     "auto",
-    "mlp, nature: convolutions of DQN (Mnih et al. 2015), resnet: residual network of IMPALA "
-    "(Espeholt et al. 2018); auto: mlp for vectors, nature for images of at least 36 pixels, "
-    "resnet for smaller ones",
+    "mlp, nature: convolutions of DQN (Mnih et al. 2015), small: two convolutions for images of "
+    "about 42 pixels (RLlib), resnet: residual network of IMPALA (Espeholt et al. 2018); auto: mlp "
+    "for vectors, nature for images of at least 36 pixels, resnet for smaller ones",
+  )
+  standardize: bool = opt(
+    False,
+    "standardize each image to mean 0 and standard deviation 1, for images of low contrast (ours)",
   )
   hidden: int = opt(512, "width of the hidden layers and the features (DQN: 512)", "[1, 1e5]")
   layers: int = opt(2, "mlp: number of hidden layers", "[1, 100]")
@@ -56,16 +63,23 @@ class Mlp(nnx.Module):
     return x
 
 
-class Nature(nnx.Module):
-  """Three convolutions and a linear layer (Mnih et al. 2015, methods)."""
+class Convolutions(nnx.Module):
+  """Convolutions and a linear layer.
 
-  def __init__(self, config: TorsoConfig, shape: tuple[int, ...], rngs: nnx.Rngs):
+  nature: three convolutions without padding (Mnih et al. 2015, methods); small: two with padding,
+  the first layers of RLlib's network for images of 42x42.
+  """
+
+  def __init__(
+    self, config: TorsoConfig, shape: tuple[int, ...], rngs: nnx.Rngs, small: bool = False
+  ):
     height, width, inputs = shape
     convs = []
-    for times, kernel, stride in _NATURE:
+    for times, kernel, stride in _SMALL if small else _NATURE:
       outputs = times * config.channels
-      convs.append(_conv(inputs, outputs, kernel, stride, "VALID", rngs))
-      height, width = (height - kernel) // stride + 1, (width - kernel) // stride + 1
+      convs.append(_conv(inputs, outputs, kernel, stride, "SAME" if small else "VALID", rngs))
+      lost = 1 if small else kernel
+      height, width = (height - lost) // stride + 1, (width - lost) // stride + 1
       inputs = outputs
     self.convs = nnx.List(convs)
     self.linear = _linear(height * width * inputs, config.hidden, rngs)
@@ -118,6 +132,16 @@ class ResNet(nnx.Module):
     return nnx.relu(self.linear(nnx.relu(x).reshape(len(x), -1)))
 
 
+class Standardized(nnx.Module):
+  """A torso whose observations are standardized, each over all its pixels and channels."""
+
+  def __init__(self, torso: nnx.Module):
+    self.torso = torso
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    return self.torso(jax.nn.standardize(x, axis=(1, 2, 3), epsilon=255**-2))
+
+
 class Decoder(nnx.Module):
   """Features [..., D] -> reconstructed observations [B, H, W, C], with leading dimensions merged.
 
@@ -168,7 +192,14 @@ def make_torso(config: TorsoConfig, shape: tuple[int, int, int], rngs: nnx.Rngs)
   if kind == "auto":
     side = min(shape[:2])
     kind = "mlp" if side == 1 else "nature" if side >= _NATURE_SIDE else "resnet"
-  return {"mlp": Mlp, "nature": Nature, "resnet": ResNet}[kind](config, shape, rngs)
+  make: dict[str, Callable[..., nnx.Module]] = {
+    "mlp": Mlp,
+    "nature": Convolutions,
+    "small": functools.partial(Convolutions, small=True),
+    "resnet": ResNet,
+  }
+  torso = make[kind](config, shape, rngs)
+  return Standardized(torso) if config.standardize else torso
 
 
 def torso_problems(config: TorsoConfig, env: EnvConfig) -> Iterable[str]:
@@ -183,6 +214,8 @@ def torso_problems(config: TorsoConfig, env: EnvConfig) -> Iterable[str]:
     return
   if side == 1 and config.torso not in ("auto", "mlp"):
     yield f"network.torso: must be mlp for {env.game}, whose frames are vectors, got {config.torso}"
+  elif side == 1 and config.standardize:
+    yield f"network.standardize: must be false for {env.game}, whose frames are vectors"
   elif side < _NATURE_SIDE and config.torso == "nature":
     yield (
       f"network.torso: nature needs images of at least {_NATURE_SIDE} pixels on each side, got "

@@ -22,6 +22,8 @@ def _torso(shape, **sizes):
     ("mlp", (2, 3, 2), 12 * 8 + 8 + 8 * 8 + 8),
     # 42 -> 9 -> 3 -> 1
     ("auto", (42, 42, 3), (64 * 3 * 4 + 4) + (16 * 4 * 8 + 8) + (9 * 8 * 8 + 8) + (8 * 8 + 8)),
+    # 21x24 -> 11x12 -> 6x6
+    ("small", (21, 24, 3), (16 * 3 * 4 + 4) + (16 * 4 * 8 + 8) + (36 * 8 * 8 + 8)),
     # 21x22 -> 11x11 -> 6x6 -> 3x3
     (
       "resnet",
@@ -77,6 +79,19 @@ def test_nature_is_three_strided_convolutions_and_a_linear_layer():
   np.testing.assert_allclose(ours, y, rtol=1e-4, atol=1e-5)
 
 
+def test_standardized_observations_do_not_depend_on_brightness_and_contrast():
+  rng = np.random.default_rng(2)
+  x = rng.random((3, 21, 22, 2), np.float32)
+  plain, network = (_torso(x.shape[1:], torso="small", standardize=on) for on in (False, True))
+  params = network.init(jax.random.key(0))
+  z = (x - x.mean((1, 2, 3), keepdims=True)) / x.std((1, 2, 3), keepdims=True)
+  expected = plain.apply(params["torso"], z)
+  np.testing.assert_allclose(network.apply(params, x), expected, rtol=1e-3, atol=1e-4)
+  np.testing.assert_allclose(network.apply(params, 0.4 + 0.1 * x), expected, rtol=0.01, atol=0.01)
+  constant = network.apply(params, np.full_like(x, 0.4))
+  np.testing.assert_allclose(constant, plain.apply(params["torso"], np.zeros_like(x)), atol=0.02)
+
+
 def test_observations_put_the_frames_of_a_stack_side_by_side():
   rng = np.random.default_rng(0)
   images = rng.integers(0, 256, (2, 5, 3, 6, 7, 2), np.uint8)  # [B, T, S, H, W, C]
@@ -105,3 +120,8 @@ def test_a_torso_that_does_not_fit_is_named(game, size, torso, key):
   env = EnvConfig(game=game, frame_size=size)
   found = [line.split(":")[0] for line in torsos.torso_problems(TorsoConfig(torso=torso), env)]
   assert found == ([key] if key else [])
+
+
+def test_vectors_are_not_standardized():
+  problems = torsos.torso_problems(TorsoConfig(standardize=True), EnvConfig(game="CartPole"))
+  assert [line.split(":")[0] for line in problems] == ["network.standardize"]
