@@ -31,7 +31,9 @@ class EnvConfig:
   noop_max: int = opt(
     30, "maximum of the random number of no-op raw frames after a reset (EZ: 30)", "[1, 1000]"
   )
-  fire_reset: bool = opt(False, "press FIRE after a reset in games that need it (EZ: no)")
+  fire_reset: bool = opt(
+    False, "press FIRE where a training episode begins, in evaluation as well (EZ: no)"
+  )
   episodic_life: bool = opt(True, "a lost life ends the training episode (EZ: yes)")
   clip_rewards: bool = opt(True, "train on the sign of rewards (EZ: yes); evaluation uses raw ones")
   event_rewards: tuple[float, ...] = opt(

@@ -61,6 +61,7 @@ class _Task(NamedTuple):
   options: dict[str, Any]
   hides_ball: bool = False  # MemoryCatch: blank the ball after the first frame
   event_rewards: tuple[float, ...] = ()  # DecoyCatch: replace its own rewards
+  whole_games: bool = False  # Atari: an episode lasts until the game ends, even if envpool's do not
 
 
 class BatchedEnv:
@@ -89,7 +90,7 @@ class BatchedEnv:
     }
     self._pool: Any = _registry(task.family).make_gymnasium(task.name, **options)
     self._family, self._hides_ball = task.family, task.hides_ball
-    self._event_rewards = task.event_rewards
+    self._event_rewards, self._whole_games = task.event_rewards, task.whole_games
     self._episodic_life = task.options.get("episodic_life", False)
     self._ended = np.zeros(lanes, bool)  # whether the last step ended the episode
     self._lives = np.zeros(lanes, np.int32)
@@ -144,6 +145,7 @@ class BatchedEnv:
       over, lives = info["terminated"].astype(bool), info["lives"]
       real = capped & (over | (self._episodic_life & (lives > 0) & (lives < self._lives)))
       self._lives = lives
+      ended = ended & over if self._whole_games else ended
       frame = np.ascontiguousarray(obs.transpose(0, 2, 3, 1))
     else:
       if self._hides_ball:
@@ -207,8 +209,8 @@ def make_env(
   of threads. A lane's randomness depends only on the seed and the lane's index. Rewards are always
   raw (see `training_reward`).
 
-  `config.episodic_life` and `config.event_rewards` apply only in `training`. `max_episode_steps`
-  replaces the configured cap of a game, in agent steps.
+  `config.episodic_life` and `config.event_rewards` apply only in `training`; otherwise episodes are
+  whole games. `max_episode_steps` replaces the configured cap of a game, in agent steps.
 
   Raises:
     ValueError: the game is unknown, or reports another number of events than `event_rewards`.
@@ -290,11 +292,12 @@ def _task(config: EnvConfig, training: bool, cap: int) -> _Task:
     "frame_skip": config.frame_skip,
     "noop_max": config.noop_max,
     "use_fire_reset": config.fire_reset,
-    "episodic_life": training and config.episodic_life,
+    # In evaluation, too, FIRE is pressed after every lost life if it is in training.
+    "episodic_life": config.episodic_life and (training or config.fire_reset),
     "repeat_action_probability": config.sticky_actions,
     "max_episode_steps": cap,
   }
-  return _Task("atari", f"{config.game}-v5", options)
+  return _Task("atari", f"{config.game}-v5", options, whole_games=not training)
 
 
 @functools.cache

@@ -116,6 +116,14 @@ def test_fire_is_pressed_if_asked_for():
   assert shown.terminated[:, 0].sum() == 2  # each ball is lost, the second one too
 
 
+def test_fire_is_pressed_for_every_life_of_an_evaluated_game():
+  config = dataclasses.replace(BREAKOUT, fire_reset=True)
+  shown = stacked(play(batched_env.make_env(config, 1, 0, training=False), 200, np.array([NOOP])))
+  end = int(np.flatnonzero(shown.terminated[:, 0])[0])  # five balls, of 15 steps and more each
+  assert 5 * 15 < end < 199 and shown.game_over[end, 0]
+  assert np.flatnonzero(shown.first[:, 0])[:2].tolist() == [0, end + 1]
+
+
 @pytest.mark.parametrize(("noop_max", "different"), [(30, True), (1, False)])
 def test_noops_before_the_first_frame(noop_max, different):
   config = EnvConfig(game="MsPacman", frame_size=48, noop_max=noop_max)  # its start screen moves
