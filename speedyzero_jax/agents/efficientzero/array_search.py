@@ -21,12 +21,16 @@ from speedyzero_jax.types import Params
 class _Nodes(NamedTuple):
   """The nodes of B trees, indexed by the simulation that added them; the root has index 0."""
 
-  visits: chex.Array  # [B, N] int32
+  visits: chex.Array  # [B, N] int32, 0 for nodes not yet added
   value: chex.Array  # [B, N], mean of the returns through the node
   raw_value: chex.Array  # [B, N], value from the network
+  parent: chex.Array  # [B, N] int32
+  action: chex.Array  # [B, N] int32, of the edge from the parent
+  # [B, N, N] bool, [b, n, m]: the edge into node m is on the path from the root to node n.
+  edges: chex.Array
   prior_logits: chex.Array  # [B, N, A]
-  children: chex.Array  # [B, N, A] int32, index of the child or mctx.Tree.UNVISITED
-  ancestors: chex.Array  # [B, N, N] bool, [b, n, m]: m is an ancestor of n, or n itself
+  child_visits: chex.Array  # [B, N, A] int32
+  qvalues: chex.Array  # [B, N, A], mean of the returns through the edge
   embedding: Any  # pytree [B, N, ...]
 
 
@@ -57,19 +61,22 @@ def search(
     return jnp.where(nodes == 0, at_root, interior)
 
   def simulate(simulation: chex.Array, nodes: _Nodes) -> _Nodes:
-    actions = jax.vmap(select)(_tree(nodes, discount, invalid_actions, extra_data))
-    child = jnp.take_along_axis(nodes.children, actions[..., None], axis=2)[..., 0]
-    parent = _follow(child, num_simulations - 1)
+    actions = jax.vmap(select)(_tree(nodes, invalid_actions, extra_data))
+    # A node is reached if the selected actions lead along all edges to it. Indices increase along
+    # a path.
+    selected = _pick_each(actions, nodes.parent) == nodes.action
+    path = (nodes.visits > 0) & jnp.all(selected[:, None] | ~nodes.edges, axis=2)
+    parent = jnp.max(jnp.where(path, jnp.arange(num_simulations + 1), 0), axis=1)
     action = _pick(actions, parent)
     embedding = jax.tree.map(lambda x: _pick(x, parent), nodes.embedding)
     step, embedding = recurrent_fn(params, key, action, embedding)
-    return _expanded(nodes, simulation + 1, parent, action, step, embedding, discount)
+    return _expanded(nodes, simulation + 1, path, actions, parent, step, embedding, discount)
 
   if invalid_actions is None:
     invalid_actions = jnp.zeros_like(root.prior_logits)
   nodes = _roots(root, num_simulations + 1)
   nodes = jax.lax.fori_loop(0, num_simulations, simulate, nodes)
-  return _tree(nodes, discount, invalid_actions, extra_data)
+  return _tree(nodes, invalid_actions, extra_data)
 
 
 def _roots(root: mctx.RootFnOutput, count: int) -> _Nodes:
@@ -78,62 +85,63 @@ def _roots(root: mctx.RootFnOutput, count: int) -> _Nodes:
   def first(x: chex.Array) -> chex.Array:
     return jnp.zeros((x.shape[0], count, *x.shape[1:]), x.dtype).at[:, 0].set(x)
 
-  batch, actions = root.prior_logits.shape
   value = first(root.value)
+  prior_logits = first(root.prior_logits)
+  batch = len(value)
   return _Nodes(
     visits=first(jnp.ones(batch, jnp.int32)),
     value=value,
     raw_value=value,
-    prior_logits=first(root.prior_logits),
-    children=jnp.full((batch, count, actions), mctx.Tree.UNVISITED, jnp.int32),
-    ancestors=jnp.zeros((batch, count, count), bool).at[:, 0, 0].set(True),
+    parent=jnp.zeros((batch, count), jnp.int32),
+    action=jnp.zeros((batch, count), jnp.int32),
+    edges=jnp.zeros((batch, count, count), bool),
+    prior_logits=prior_logits,
+    child_visits=jnp.zeros(prior_logits.shape, jnp.int32),
+    qvalues=jnp.zeros(prior_logits.shape, jnp.float32),
     embedding=jax.tree.map(first, root.embedding),
   )
-
-
-def _follow(child: chex.Array, steps: int) -> chex.Array:
-  """Follows `child` [B, N] from the roots for `steps` steps, or to a leaf; returns nodes [B]."""
-  jump = jnp.where(child == mctx.Tree.UNVISITED, jnp.arange(child.shape[1]), child)
-  node = jnp.zeros(len(child), jnp.int32)
-  while steps:
-    if steps % 2:
-      node = _pick(jump, node)
-    jump = jnp.take_along_axis(jump, jump, axis=1)  # twice as far
-    steps //= 2
-  return node
 
 
 def _expanded(
   nodes: _Nodes,
   new: chex.Array,
+  path: chex.Array,
+  actions: chex.Array,
   parent: chex.Array,
-  action: chex.Array,
   step: mctx.RecurrentFnOutput,
   embedding: Any,
   discount: float,
 ) -> _Nodes:
-  """Adds node `new` for `action` in `parent`, and backs up its value."""
+  """Adds node `new` at the end of `path` [B, N], and backs up its value.
 
-  count, num_actions = nodes.children.shape[1:]
-  node = jnp.arange(count)
+  The path follows `actions` [B, N] to the new node's `parent`.
+  """
+  node = jnp.arange(path.shape[1])
   is_new = node == new
 
   def put(x: chex.Array, y: chex.Array) -> chex.Array:
-    if x.ndim == 2:  # small: XLA merges such selections into one kernel
-      return jnp.where(is_new, y[:, None], x)
-    return jax.lax.dynamic_update_index_in_dim(x, y, new, axis=1)
+    y = jnp.expand_dims(y, 1)
+    if x[0, 0].size <= 128:  # small: XLA merges such selections into one kernel
+      return jnp.where(is_new.reshape(-1, *[1] * (x.ndim - 2)), y, x)
+    return jax.lax.dynamic_update_slice_in_dim(x, y, new, 1, allow_negative_indices=False)
 
-  path = _pick(nodes.ancestors, parent)  # [B, N]
+  def mean(x: chex.Array, visits: chex.Array, returns: chex.Array) -> chex.Array:
+    return (x * visits + returns) / (visits + 1)
+
   returns = _returns(nodes.embedding, path, parent, step, discount)
-  backed_up = (nodes.value * nodes.visits + returns) / (nodes.visits + 1)
-  edge = (node == parent[:, None])[..., None] & (jnp.arange(num_actions) == action[:, None, None])
+  taken = path[..., None] & (actions[..., None] == jnp.arange(nodes.qvalues.shape[2]))
+  value = jnp.where(path, mean(nodes.value, nodes.visits, returns), nodes.value)
+  qvalues = mean(nodes.qvalues, nodes.child_visits, returns[..., None])
   return _Nodes(
     visits=nodes.visits + (path | is_new),
-    value=put(jnp.where(path, backed_up, nodes.value), step.value),
+    value=put(value, step.value),
     raw_value=put(nodes.raw_value, step.value),
+    parent=put(nodes.parent, parent),
+    action=put(nodes.action, _pick(actions, parent)),
+    edges=put(nodes.edges, path & (node > 0) | is_new),
     prior_logits=put(nodes.prior_logits, step.prior_logits),
-    children=jnp.where(edge, new, nodes.children),
-    ancestors=put(nodes.ancestors, path | is_new),
+    child_visits=nodes.child_visits + taken,
+    qvalues=jnp.where(taken, qvalues, nodes.qvalues),
     embedding=jax.tree.map(put, nodes.embedding, embedding),
   )
 
@@ -156,29 +164,20 @@ def _returns(
   return jnp.sum(rewards, axis=2) + power[jnp.maximum(last, 0)] * tail[:, None]
 
 
-def _tree(
-  nodes: _Nodes, discount: float, invalid_actions: chex.Array, extra_data: Any
-) -> mctx.Tree:
+def _tree(nodes: _Nodes, invalid_actions: chex.Array, extra_data: Any) -> mctx.Tree:
   """Returns the nodes as a tree for mctx's functions."""
-  shape = nodes.children.shape
-  visited = nodes.children != mctx.Tree.UNVISITED
-  index = jnp.maximum(nodes.children, 0).reshape(shape[0], -1)
-
-  def of_children(x: chex.Array) -> chex.Array:
-    return jnp.where(visited, jnp.take_along_axis(x, index, axis=1).reshape(shape), 0)
-
   return mctx.Tree(
     node_visits=nodes.visits,
     raw_values=nodes.raw_value,
     node_values=nodes.value,
-    parents=None,
-    action_from_parent=None,
-    children_index=nodes.children,
+    parents=nodes.parent,
+    action_from_parent=nodes.action,
+    children_index=jnp.full_like(nodes.child_visits, mctx.Tree.UNVISITED),
     children_prior_logits=nodes.prior_logits,
-    children_visits=of_children(nodes.visits),
-    children_rewards=of_children(nodes.embedding.reward),
-    children_discounts=jnp.full(shape, discount, jnp.float32),
-    children_values=of_children(nodes.value),
+    children_visits=nodes.child_visits,
+    children_rewards=jnp.zeros_like(nodes.qvalues),
+    children_discounts=jnp.ones_like(nodes.qvalues),
+    children_values=nodes.qvalues,
     embeddings=nodes.embedding,
     root_invalid_actions=invalid_actions,
     extra_data=extra_data,
@@ -187,4 +186,10 @@ def _tree(
 
 def _pick(x: chex.Array, node: chex.Array) -> chex.Array:
   """Rows of x [B, N, ...] by node [B]."""
-  return x[jnp.arange(len(x)), node]
+  rows = jnp.arange(len(x)) * x.shape[1] + node
+  return x.reshape(-1, *x.shape[2:]).at[rows].get(mode="promise_in_bounds")
+
+
+def _pick_each(x: chex.Array, nodes: chex.Array) -> chex.Array:
+  """Elements of x [B, N] by nodes [B, M]."""
+  return jnp.take_along_axis(x, nodes, axis=1, mode="promise_in_bounds")
