@@ -218,13 +218,15 @@ def _traffic(fused: Computation) -> float:
 
 
 def _through(x: Instruction, users: Mapping[str, list[Instruction]]) -> list[Instruction]:
-  """Users of a value, with elementwise ones inside the fusion replaced by their own users.
+  """Users of a value; elementwise ones, and gathers of which slices are used, by their own users.
 
-  Of elementwise instructions, only the elements that their users access are computed.
+  Inside a fusion, only the elements that are accessed are computed.
   """
   result: list[Instruction] = []
   for user in users.get(x.name, []):
     inside = user.opcode in _ELEMENTWISE and user.name in users
+    if user.opcode == "gather":
+      inside = {y.opcode for y in _through(user, users)} == {"slice"}
     result += _through(user, users) if inside else [user]
   return result
 

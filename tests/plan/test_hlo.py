@@ -31,6 +31,13 @@ MODULE = """HloModule jit_f, is_scheduled=true
   ROOT %parts = (f32[1,8]{1,0}, f32[2,8]{1,0}) tuple(%upper, %lower)
 }
 
+%fused_gather (u.0: f32[10,8], u.1: s32[2,1]) -> f32[2,4] {
+  %u.0 = f32[10,8]{1,0} parameter(0)
+  %u.1 = s32[2,1]{1,0} parameter(1)
+  %rows = f32[2,8]{1,0} gather(%u.0, %u.1), offset_dims={1}, collapsed_slice_dims={0}, start_index_map={0}, index_vector_dim=1, slice_sizes={1,8}
+  ROOT %half = f32[2,4]{1,0} slice(%rows), slice={[0:2], [4:8]}
+}
+
 %fused_sum (t.0: f32[10,8], t.1: f32[10,8]) -> f32[10,8] {
   %t.0 = f32[10,8]{1,0} parameter(0)
   %t.1 = f32[10,8]{1,0} parameter(1)
@@ -59,12 +66,13 @@ MODULE = """HloModule jit_f, is_scheduled=true
   ROOT %less = pred[] compare(%i.1, %five), direction=LT
 }
 
-ENTRY %main (a: bf16[4,16], b: bf16[16,32], x: bf16[2,6,6,3], k: bf16[8,3,3,3], s: (f32[10,8], s32[])) -> f32[10,8] {
+ENTRY %main (a: bf16[4,16], b: bf16[16,32], x: bf16[2,6,6,3], k: bf16[8,3,3,3], s: (f32[10,8], s32[]), j: s32[2,1]) -> f32[10,8] {
   %a = bf16[4,16]{1,0} parameter(0), metadata={op_name="a(b)"}
   %b = bf16[16,32]{1,0} parameter(1)
   %x = bf16[2,6,6,3]{3,2,1,0} parameter(2)
   %k = bf16[8,3,3,3]{3,2,1,0} parameter(3)
   %s = (f32[10,8]{1,0}, s32[]) parameter(4)
+  %j = s32[2,1]{1,0} parameter(5)
   %gemm = bf16[4,32]{1,0} fusion(%a, %b), kind=kCustom, calls=%matmul
   %conv = (bf16[2,6,6,8]{3,2,1,0}, u8[0]{0}) custom-call(%x, %k), window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convForward"
   %y = bf16[2,6,6,8]{3,2,1,0} get-tuple-element(%conv), index=0
@@ -75,6 +83,7 @@ ENTRY %main (a: bf16[4,16], b: bf16[16,32], x: bf16[2,6,6,3], k: bf16[8,3,3,3], 
   %told = f32[] custom-call(%gemm), custom_call_target="xla_ffi_python_gpu_callback"
   %LOOP
   %sliced = (f32[1,8]{1,0}, f32[2,8]{1,0}) fusion(%result, %result), kind=kLoop, calls=%fused_parts
+  %gathered = f32[2,4]{1,0} fusion(%result, %j), kind=kLoop, calls=%fused_gather
   %added = f32[10,8]{1,0} fusion(%result, %result), kind=kLoop, calls=%fused_sum
   ROOT %result = f32[10,8]{1,0} get-tuple-element(%loop), index=0
 }
@@ -112,9 +121,10 @@ def test_slices_and_updates_in_place_move_what_they_touch(known):
   assert kernels["new"].bytes == 32 + 4 + 32
 
 
-def test_elementwise_operations_before_slices_move_only_what_is_sliced(known):
+def test_operations_before_slices_move_only_what_is_sliced(known):
   kernels = by_name(known)
   assert kernels["sliced"].bytes == 3 * (32 + 32 + 32)  # of three rows: two operands, the result
+  assert kernels["gathered"].bytes == 32 + 8 + 32  # two half rows, two indices, the result
   assert kernels["added"].bytes == 10 * (32 + 32 + 32)
 
 
@@ -122,14 +132,14 @@ def test_loops_multiply_their_kernels(known):
   kernels = by_name(known)
   assert kernels["row"].count == kernels["new"].count == 5
   assert (known.round_trips, known.unknown_loops) == (0, 0)
-  # gemm, three convolutions, the collective, the callback, two fusions, and five times two.
-  assert (known.launches, known.collectives, known.transfers) == (18, 1, 1)
+  # gemm, three convolutions, the collective, the callback, three fusions, and five times two.
+  assert (known.launches, known.collectives, known.transfers) == (19, 1, 1)
 
 
 def test_loops_of_unknown_length_ask_the_host():
   found = hlo.cost(MODULE.replace("LOOP", UNKNOWN), steps=3)
   assert (found.round_trips, found.unknown_loops) == (4, 1)
-  assert found.launches == 8 + 3 * 2 + 4  # the condition runs once more than the body
+  assert found.launches == 9 + 3 * 2 + 4  # the condition runs once more than the body
 
 
 def test_calls_of_cublas_have_the_flops_of_their_product():

@@ -10,7 +10,6 @@ per simulation.
 """
 
 import chex
-import jax
 import jax.numpy as jnp
 import mctx
 
@@ -49,12 +48,13 @@ def mixed_value(tree: mctx.Tree, node_index: chex.Numeric) -> chex.Array:
   planning with Gumbel".
   """
   visits = tree.children_visits[node_index]
-  prior = jax.nn.softmax(tree.children_prior_logits[node_index])
-  # A visited action may have a prior of zero, but the sum of weights must be positive.
-  weight = jnp.where(visits > 0, jnp.maximum(prior, jnp.finfo(prior.dtype).tiny), 0.0)
-  total_visits = jnp.sum(visits)
-  total_weight = jnp.where(total_visits > 0, jnp.sum(weight), 1.0)
-  weighted = jnp.sum(weight * tree.qvalues(node_index)) / total_weight
+  visited, total_visits = visits > 0, jnp.sum(visits)
+  # Proportional to the prior, at most 1. Even visited actions may all have a prior of zero.
+  lowest = jnp.finfo(jnp.float32).min
+  logits = jnp.maximum(tree.children_prior_logits[node_index], lowest)
+  weight = jnp.exp(logits - jnp.max(logits, initial=lowest, where=visited))
+  weight = jnp.where(visited, weight, 0.0)
+  weighted = jnp.sum(weight * tree.qvalues(node_index)) / jnp.maximum(jnp.sum(weight), 1.0)
   return (tree.raw_values[node_index] + total_visits * weighted) / (1 + total_visits)
 
 

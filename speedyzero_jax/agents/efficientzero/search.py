@@ -68,7 +68,7 @@ class _Node(NamedTuple):
   carry: Any  # pytree [B, ...]
   prefix: chex.Array  # [B] float32, value prefix since the last reset at or above the parent
   reward: chex.Array  # [B] float32, of the edge from the parent
-  depth: chex.Array  # [B] int32, edges from the root
+  depth: chex.Array  # [B] float32, edges from the root
 
 
 def make_search(
@@ -138,9 +138,8 @@ def make_search(
     known: KnownEdge | None = None,
   ) -> SearchResult:
     value = root.value.astype(jnp.float32)
-    zeros, depth = jnp.zeros_like(value), jnp.zeros(len(value), jnp.int32)
-    carry = initial_carry(len(value))
-    node = _Node(state=root.state, carry=carry, prefix=zeros, reward=zeros, depth=depth)
+    zeros, carry = jnp.zeros_like(value), initial_carry(len(value))
+    node = _Node(state=root.state, carry=carry, prefix=zeros, reward=zeros, depth=zeros)
     mctx_root = mctx.RootFnOutput(
       prior_logits=root.policy_logits.astype(jnp.float32), value=value, embedding=node
     )
