@@ -14,8 +14,25 @@ import numpy as np
 
 import pieces
 from common import ROOT
-from peers import ACTIONS, EPISODE, PROGRAMS, STACK, Piece, Work, episodes, resident, serve
+from peers import (
+  ACTIONS,
+  CARTPOLE_STEPS,
+  EPISODE,
+  PROGRAMS,
+  REUSE,
+  STACK,
+  Curve,
+  Piece,
+  Work,
+  episodes,
+  resident,
+  serve,
+)
+from speedyzero_jax.config import loader
 from speedyzero_jax.metrics import jsonl, names
+from speedyzero_jax.run import run_dir, steps
+from speedyzero_jax.run.signals import Signals
+from speedyzero_jax.run.train import train as run
 
 LANES = 16
 FRAME = (96, 96, 3)
@@ -149,8 +166,38 @@ def whole(size: str, steps: int, simulations: int) -> tuple[Work, dict[str, Any]
   return work, {}
 
 
+def learn(seed: int, agent_steps: int, interval: int, episodes: int) -> tuple[Work, dict[str, Any]]:
+  """Trains on CartPole; returns the curve of evaluations. Its compilation cache is empty."""
+  changes = [
+    "env.game=CartPole", f"env.max_episode_steps={CARTPOLE_STEPS}", f"run.seed={seed}",
+    f"run.env_steps={agent_steps}", f"learner.steps={agent_steps}", f"learner.batch_size={REUSE}",
+    f"evaluation.max_episode_steps={CARTPOLE_STEPS}", f"evaluation.episodes={episodes}",
+    f"evaluation.interval={interval}", *SET,
+  ]  # fmt: skip
+  curve, evaluate = Curve(), steps.evaluate_now
+
+  def evaluate_now(experiment: Any) -> Any:
+    limiter = experiment.limiter
+    with curve.evaluation(REUSE * limiter.learner_steps, limiter.env_steps) as point:
+      result = evaluate(experiment)
+      point.append(result.mean)
+    return result
+
+  def work() -> dict[str, Any]:
+    steps.evaluate_now = evaluate_now
+    with tempfile.TemporaryDirectory() as folder, Signals() as signals:
+      folders = [f"run.dir={folder}/run", f"run.compile_cache={folder}/cache"]
+      config = loader.load(["quickstart"], [*changes, *folders])
+      with run_dir.create(config, "run") as opened:
+        curve.begin()
+        run(config, opened.path, resume=False, signals=signals)
+    return {"curve": curve.points}
+
+  return work, {"changes": changes}
+
+
 PIECES: dict[str, Piece] = {
-  piece.__name__: piece for piece in (search, value, train, draw, fresh, whole)
+  piece.__name__: piece for piece in (search, value, train, draw, fresh, whole, learn)
 }
 
 if __name__ == "__main__":
