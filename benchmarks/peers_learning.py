@@ -9,7 +9,7 @@ MuZero). All train on 64 samples per agent step, as the preset does (LightZero: 
 LightZero the environments are in the same process, which is faster on one core. Each run is a new
 process, in turns; all have the same cores (`--cores`) and allocator settings (see peers.py).
 
-After every `--interval` agent steps' worth of samples, the mean return of 32 greedy episodes is a
+After every `--interval` agent steps' worth of samples, the mean return of 16 greedy episodes is a
 point of the run's curve: [samples trained on, agent steps, seconds, CPU seconds, score]. Seconds
 are of training, without evaluations, from when LightZero has made everything, or our program has
 read its configuration; ours include compilation, as its cache is empty at first. The threshold is
@@ -50,7 +50,7 @@ def main() -> None:
   add("--quick", action="store_true", help="one seed, 600 agent steps, 4 episodes per evaluation")
   arguments = parse_sides(parser)
   os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.cores])
-  length = {"agent_steps": arguments.agent_steps, "interval": arguments.interval, "episodes": 32}
+  length = {"agent_steps": arguments.agent_steps, "interval": arguments.interval, "episodes": 16}
   if arguments.quick:
     arguments.seeds, length = 1, {"agent_steps": 600, "interval": 200, "episodes": 4}
   if length["interval"] % 4 or length["agent_steps"] % length["interval"]:
