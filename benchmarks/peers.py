@@ -346,8 +346,6 @@ def search(bench: Bench, sizes: Sizes) -> None:
       rows[f"{roots} roots x {simulations}"] = [*rates, theirs / gumbel, theirs / puct]
   columns = ["ours, Gumbel", "ours, PUCT", "LightZero, PUCT", "Gumbel faster by", "PUCT faster by"]
   table("Search, roots/s", columns, rows)
-  of_ours, theirs = bench.seconds(*(side("value", states=256) for side in (ours, lightzero)))
-  table("h and f, states/s", SIDES, {"256": [256 / of_ours, 256 / theirs, theirs / of_ours]})
 
 
 def train(bench: Bench, sizes: Sizes) -> None:

@@ -1,4 +1,4 @@
-"""LightZero's side of the comparison in peers.py: its EfficientZero, tree, buffer and learn step.
+"""LightZero's side of the comparisons in peers.py and peers_learning.py.
 
 Runs in LightZero's virtual environment, which peers.py creates.
 """
@@ -61,18 +61,12 @@ def configuration(model: dict[str, Any], **changes: Any) -> EasyDict:
   cfg = EasyDict(EfficientZeroPolicy.default_config())
   cfg.update(EfficientZeroGameBuffer.default_config())
   cfg.model.update(model)
-  cfg.update(
-    {
-      "cuda": DEVICE == "cuda",
-      "device": DEVICE,
-      "game_segment_length": EPISODE,
-      "use_augmentation": True,
-      "use_priority": True,
-      "num_unroll_steps": UNROLL,
-      "td_steps": TD_STEPS,
-      **changes,
-    }
-  )
+  settings = {
+    "cuda": DEVICE == "cuda", "device": DEVICE, "game_segment_length": EPISODE,
+    "use_augmentation": True, "use_priority": True, "num_unroll_steps": UNROLL,
+    "td_steps": TD_STEPS,
+  }  # fmt: skip
+  cfg.update(settings | changes)
   return cfg
 
 
@@ -81,28 +75,18 @@ def make_policy(cfg: EasyDict) -> EfficientZeroPolicy:
   return EfficientZeroPolicy(cfg, enable_field=["learn", "collect"])
 
 
-def observations(count: int) -> torch.Tensor:
-  """[B, S*C, H, W] float32 in [0, 1] in host memory, as LightZero's environments give them."""
-  return torch.rand(count, *LARGE["observation_shape"])
-
-
 def search(roots: int, simulations: int) -> tuple[Work, dict[str, Any]]:
-  """Computes visits and values from observations, by the function used for collecting."""
+  """Computes visits and values from observations, by the function used for collecting.
+
+  Observations are [B, S*C, H, W] float32 in [0, 1] in host memory, as LightZero's environments
+  give them.
+  """
   policy = make_policy(configuration(LARGE, num_simulations=simulations))
-  inputs, masks, players = observations(roots), [ALL] * roots, [-1] * roots
-  return lambda: policy._forward_collect(inputs.to(DEVICE), masks, to_play=players) and None, {}
-
-
-def value(states: int) -> tuple[Work, dict[str, Any]]:
-  """Evaluates the representation and prediction networks."""
-  model = make_policy(configuration(LARGE))._collect_model.eval()
-  inputs = observations(states)
-
-  def work() -> None:
-    with torch.no_grad():
-      model.initial_inference(inputs.to(DEVICE)).value.cpu()
-
-  return work, {}
+  inputs, masks = torch.rand(roots, *LARGE["observation_shape"]), [ALL] * roots
+  return (
+    lambda: policy._forward_collect(inputs.to(DEVICE), masks, to_play=[-1] * roots) and None,
+    {},
+  )
 
 
 def filled(cfg: EasyDict, transitions: int) -> EfficientZeroGameBuffer:
@@ -326,7 +310,7 @@ def versions() -> tuple[Work, dict[str, Any]]:
 
 
 PIECES: dict[str, Piece] = {
-  piece.__name__: piece for piece in (search, value, train, draw, fresh, whole, learn, versions)
+  piece.__name__: piece for piece in (search, train, draw, fresh, whole, learn, versions)
 }
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""This project's side of the comparison in peers.py."""
+"""This project's side of the comparisons in peers.py and peers_learning.py."""
 
 import argparse
 import os
@@ -53,20 +53,12 @@ def make_model(config: Any) -> pieces.Model:
   return pieces.Model(make_agent(config), jax.local_devices())
 
 
-def on_states(task: str, count: int, *changes: str) -> tuple[Work, dict[str, Any]]:
-  """Runs a task on random frames [B, S, H, W, C] uint8 in host memory, as from a replay."""
-  model = make_model(configuration(*changes))
-  frames = np.random.default_rng(0).integers(0, 256, (count, STACK, *FRAME), dtype=np.uint8)
-  return lambda: model.run(task, frames) and None, {}
-
-
 def search(roots: int, simulations: int, algorithm: str) -> tuple[Work, dict[str, Any]]:
+  """Searches from random frames [B, S, H, W, C] uint8 in host memory, as from a replay."""
   changes = f"search.algorithm={algorithm}", f"search.simulations={simulations}"
-  return on_states("reanalyse", roots, *changes)
-
-
-def value(states: int) -> tuple[Work, dict[str, Any]]:
-  return on_states("bootstrap", states)
+  model = make_model(configuration(*changes))
+  frames = np.random.default_rng(0).integers(0, 256, (roots, STACK, *FRAME), dtype=np.uint8)
+  return lambda: model.run("reanalyse", frames) and None, {}
 
 
 def train(batch: int) -> tuple[Work, dict[str, Any]]:
@@ -197,7 +189,7 @@ def learn(seed: int, agent_steps: int, interval: int, episodes: int) -> tuple[Wo
 
 
 PIECES: dict[str, Piece] = {
-  piece.__name__: piece for piece in (search, value, train, draw, fresh, whole, learn)
+  piece.__name__: piece for piece in (search, train, draw, fresh, whole, learn)
 }
 
 if __name__ == "__main__":
