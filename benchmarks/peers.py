@@ -13,6 +13,7 @@ value. `small` and `full` run both complete programs on Breakout.
 The sides import this module for shared definitions, so it uses only the standard library and NumPy.
 """
 
+import argparse
 import contextlib
 import json
 import math
@@ -37,10 +38,11 @@ ALLOCATOR = {
 }  # fmt: skip
 LIGHTZERO = ("LightZero==0.2.0", "DI-engine==0.5.3")
 WARM = {"train": 6}  # warm-up calls, default 1; enough for the heap to reach its final size
-WHOLE = ("whole", "versions")  # pieces that run once, without warm-up
+WHOLE = ("whole", "learn", "versions")  # pieces that run once, without warm-up
 NAN = math.nan
 
 ACTIONS, STACK, UNROLL, TD_STEPS, EPISODE = 6, 4, 5, 5, 400
+CARTPOLE_STEPS, REUSE = 200, 64  # of `learn`: CartPole-v0's cap, and samples per agent step
 Work = Callable[[], dict[str, Any] | None]  # blocks on its results; returns values to report
 Piece = Callable[..., tuple[Work, dict[str, Any]]]  # prepares work; also returns values to report
 
@@ -115,6 +117,33 @@ def serve(pieces: dict[str, Piece]) -> None:
     answers.flush()
 
 
+class Curve:
+  """Learning curve: points of samples trained on, agent steps, seconds, CPU seconds and score.
+
+  Seconds are since the last `begin`, without evaluations.
+  """
+
+  def __init__(self) -> None:
+    self.points: list[list[float]] = []
+    self.begin()
+
+  def begin(self) -> None:
+    self._begin = self._clocks()
+
+  @contextlib.contextmanager
+  def evaluation(self, samples: int, agent_steps: int) -> Iterator[list[float]]:
+    """Adds a point; the caller evaluates within, which takes no time here, and appends a score."""
+    now = self._clocks()
+    point = [samples, agent_steps, *(now - self._begin).round(2).tolist()]
+    yield point
+    self.points.append(point)
+    self._begin += self._clocks() - now
+
+  @staticmethod
+  def _clocks() -> np.ndarray:
+    return np.array([time.perf_counter(), time.process_time()])
+
+
 class Missing(Exception):
   """A side or one of its pieces is unavailable, for the reason in the message."""
 
@@ -184,6 +213,27 @@ def lightzero_python(venv: Path) -> Path:
       raise Missing(f"LightZero could not be installed: {''.join(errors[-1:])[:200]}")
   ready.touch()
   return python
+
+
+def parse_sides(parser: argparse.ArgumentParser) -> argparse.Namespace:
+  """Adds the arguments about the sides, and parses all."""
+  add = parser.add_argument
+  add("--venv", type=Path, default=ROOT / ".venv-peers", help="LightZero's virtual environment")
+  add("--set", nargs="*", default=[], metavar="key=value", help="overrides for our side")
+  arguments = parser.parse_args()
+  os.environ["PEERS_SET"] = " ".join(arguments.set)
+  return arguments
+
+
+def find_sides(venv: Path) -> tuple[dict[str, tuple[Path, str]], dict[str, str]]:
+  """Returns Python and script of each available side, and the reasons for missing ones."""
+  sides, missing = {"ours": (Path(sys.executable), "ours.py")}, {}
+  try:
+    sides["lightzero"] = lightzero_python(venv), "lightzero.py"
+  except Missing as why:
+    missing["lightzero"] = str(why)
+    print(f"LightZero's columns stay empty: {why}")
+  return sides, missing
 
 
 class Bench:
@@ -296,8 +346,6 @@ def search(bench: Bench, sizes: Sizes) -> None:
       rows[f"{roots} roots x {simulations}"] = [*rates, theirs / gumbel, theirs / puct]
   columns = ["ours, Gumbel", "ours, PUCT", "LightZero, PUCT", "Gumbel faster by", "PUCT faster by"]
   table("Search, roots/s", columns, rows)
-  of_ours, theirs = bench.seconds(*(side("value", states=256) for side in (ours, lightzero)))
-  table("h and f, states/s", SIDES, {"256": [256 / of_ours, 256 / theirs, theirs / of_ours]})
 
 
 def train(bench: Bench, sizes: Sizes) -> None:
@@ -372,21 +420,9 @@ def main() -> None:
   parser.add_argument(
     "--limit", type=float, default=60.0, help="seconds after which no third or later round starts"
   )
-  parser.add_argument(
-    "--venv", type=Path, default=ROOT / ".venv-peers", help="LightZero's virtual environment"
-  )
-  parser.add_argument(
-    "--set", nargs="*", default=[], metavar="key=value", help="overrides for our side"
-  )
-  arguments = parser.parse_args()
-  os.environ["PEERS_SET"] = " ".join(arguments.set)
+  arguments = parse_sides(parser)
   sizes = QUICK if arguments.quick else Sizes()
-  sides, missing = {"ours": (Path(sys.executable), "ours.py")}, {}
-  try:
-    sides["lightzero"] = lightzero_python(arguments.venv), "lightzero.py"
-  except Missing as why:
-    missing["lightzero"] = str(why)
-    print(f"LightZero's columns stay empty: {why}")
+  sides, missing = find_sides(arguments.venv)
   bench = Bench(sides, missing, 2 if arguments.quick else arguments.repeat, arguments.limit)
   bench.measure(lightzero("versions"))
   for part in arguments.only:

@@ -1,9 +1,12 @@
-"""LightZero's side of the comparison in peers.py: its EfficientZero, tree, buffer and learn step.
+"""LightZero's side of the comparisons in peers.py and peers_learning.py.
 
 Runs in LightZero's virtual environment, which peers.py creates.
 """
 
+import contextlib
+import copy
 import importlib.metadata
+import tempfile
 import time
 from typing import Any
 
@@ -20,9 +23,11 @@ from peers import (
   ACTIONS,
   EPISODE,
   PROGRAMS,
+  REUSE,
   STACK,
   TD_STEPS,
   UNROLL,
+  Curve,
   Piece,
   Program,
   Work,
@@ -31,6 +36,7 @@ from peers import (
   serve,
 )
 
+ENTRIES = {"efficientzero": "muzero", "rezero_mz": "rezero"}  # by CartPole configuration
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ALL = np.ones(ACTIONS, np.int8)  # every action is legal
 LARGE = {
@@ -55,18 +61,12 @@ def configuration(model: dict[str, Any], **changes: Any) -> EasyDict:
   cfg = EasyDict(EfficientZeroPolicy.default_config())
   cfg.update(EfficientZeroGameBuffer.default_config())
   cfg.model.update(model)
-  cfg.update(
-    {
-      "cuda": DEVICE == "cuda",
-      "device": DEVICE,
-      "game_segment_length": EPISODE,
-      "use_augmentation": True,
-      "use_priority": True,
-      "num_unroll_steps": UNROLL,
-      "td_steps": TD_STEPS,
-      **changes,
-    }
-  )
+  settings = {
+    "cuda": DEVICE == "cuda", "device": DEVICE, "game_segment_length": EPISODE,
+    "use_augmentation": True, "use_priority": True, "num_unroll_steps": UNROLL,
+    "td_steps": TD_STEPS,
+  }  # fmt: skip
+  cfg.update(settings | changes)
   return cfg
 
 
@@ -75,28 +75,18 @@ def make_policy(cfg: EasyDict) -> EfficientZeroPolicy:
   return EfficientZeroPolicy(cfg, enable_field=["learn", "collect"])
 
 
-def observations(count: int) -> torch.Tensor:
-  """[B, S*C, H, W] float32 in [0, 1] in host memory, as LightZero's environments give them."""
-  return torch.rand(count, *LARGE["observation_shape"])
-
-
 def search(roots: int, simulations: int) -> tuple[Work, dict[str, Any]]:
-  """Computes visits and values from observations, by the function used for collecting."""
+  """Computes visits and values from observations, by the function used for collecting.
+
+  Observations are [B, S*C, H, W] float32 in [0, 1] in host memory, as LightZero's environments
+  give them.
+  """
   policy = make_policy(configuration(LARGE, num_simulations=simulations))
-  inputs, masks, players = observations(roots), [ALL] * roots, [-1] * roots
-  return lambda: policy._forward_collect(inputs.to(DEVICE), masks, to_play=players) and None, {}
-
-
-def value(states: int) -> tuple[Work, dict[str, Any]]:
-  """Evaluates the representation and prediction networks."""
-  model = make_policy(configuration(LARGE))._collect_model.eval()
-  inputs = observations(states)
-
-  def work() -> None:
-    with torch.no_grad():
-      model.initial_inference(inputs.to(DEVICE)).value.cpu()
-
-  return work, {}
+  inputs, masks = torch.rand(roots, *LARGE["observation_shape"]), [ALL] * roots
+  return (
+    lambda: policy._forward_collect(inputs.to(DEVICE), masks, to_play=[-1] * roots) and None,
+    {},
+  )
 
 
 def filled(cfg: EasyDict, transitions: int) -> EfficientZeroGameBuffer:
@@ -254,6 +244,62 @@ def whole(size: str, steps: int, simulations: int) -> tuple[Work, dict[str, Any]
   return work, {}
 
 
+class Finished(Exception):
+  """Ends a training run of LightZero."""
+
+
+def learn(
+  method: str, seed: int, agent_steps: int, interval: int, episodes: int
+) -> tuple[Work, dict[str, Any]]:
+  """Trains on CartPole by LightZero's entry; returns the curve of evaluations."""
+  entry = importlib.import_module(f"lzero.entry.train_{ENTRIES[method]}")
+  zoo = importlib.import_module(f"zoo.classic_control.cartpole.config.cartpole_{method}_config")
+  config, create = copy.deepcopy((zoo.main_config, zoo.create_config))
+  batch = config.policy.batch_size
+  policy = {
+    "update_per_collect": None, "replay_ratio": REUSE / batch, "eval_freq": 10**9,
+    "evaluator_env_num": episodes,
+  }  # fmt: skip
+  env = {"evaluator_env_num": episodes, "n_evaluator_episode": episodes}
+  config.policy.update(policy)
+  config.env.update(env)
+  create.env_manager.type = "base"  # environments in this process
+  curve, evaluators = Curve(), []
+
+  class Evaluator(entry.Evaluator):
+    """Adds its evaluations to the curve; never ends training."""
+
+    def __init__(self, *args: Any, **settings: Any):
+      super().__init__(*args, **settings)
+      evaluators.append(self)
+      curve.begin()  # everything has been made
+
+    def eval(self, _: Any, iteration: int, envstep: int) -> tuple[bool, None]:
+      with curve.evaluation(batch * iteration, envstep) as point:
+        point.append(float(super().eval(None, iteration, envstep)[1]["eval_episode_return_mean"]))
+      return False, None
+
+  class Learner(entry.BaseLearner):
+    """Evaluates, and ends training, after as many samples as our side."""
+
+    def train(self, data: Any, envstep: int) -> Any:
+      result, samples = super().train(data, envstep), batch * self.train_iter
+      if samples % (interval * REUSE) == 0:
+        evaluators[0].eval(None, self.train_iter, envstep)
+      if samples >= agent_steps * REUSE:
+        raise Finished
+      return result
+
+  def work() -> dict[str, Any]:
+    entry.Evaluator, entry.BaseLearner = Evaluator, Learner
+    suppress = contextlib.suppress(Finished)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), suppress:
+      getattr(entry, f"train_{ENTRIES[method]}")([config, create], seed=seed)
+    return {"curve": curve.points}
+
+  return work, {"changes": policy | env | {"env_manager": "base"}}
+
+
 def versions() -> tuple[Work, dict[str, Any]]:
   """Reports versions and device; does no work."""
   names = ("LightZero", "DI-engine", "torch", "numpy")
@@ -264,7 +310,7 @@ def versions() -> tuple[Work, dict[str, Any]]:
 
 
 PIECES: dict[str, Piece] = {
-  piece.__name__: piece for piece in (search, value, train, draw, fresh, whole, versions)
+  piece.__name__: piece for piece in (search, train, draw, fresh, whole, learn, versions)
 }
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""This project's side of the comparison in peers.py."""
+"""This project's side of the comparisons in peers.py and peers_learning.py."""
 
 import argparse
 import os
@@ -14,8 +14,25 @@ import numpy as np
 
 import pieces
 from common import ROOT
-from peers import ACTIONS, EPISODE, PROGRAMS, STACK, Piece, Work, episodes, resident, serve
+from peers import (
+  ACTIONS,
+  CARTPOLE_STEPS,
+  EPISODE,
+  PROGRAMS,
+  REUSE,
+  STACK,
+  Curve,
+  Piece,
+  Work,
+  episodes,
+  resident,
+  serve,
+)
+from speedyzero_jax.config import loader
 from speedyzero_jax.metrics import jsonl, names
+from speedyzero_jax.run import run_dir, steps
+from speedyzero_jax.run.signals import Signals
+from speedyzero_jax.run.train import train as run
 
 LANES = 16
 FRAME = (96, 96, 3)
@@ -36,20 +53,12 @@ def make_model(config: Any) -> pieces.Model:
   return pieces.Model(make_agent(config), jax.local_devices())
 
 
-def on_states(task: str, count: int, *changes: str) -> tuple[Work, dict[str, Any]]:
-  """Runs a task on random frames [B, S, H, W, C] uint8 in host memory, as from a replay."""
-  model = make_model(configuration(*changes))
-  frames = np.random.default_rng(0).integers(0, 256, (count, STACK, *FRAME), dtype=np.uint8)
-  return lambda: model.run(task, frames) and None, {}
-
-
 def search(roots: int, simulations: int, algorithm: str) -> tuple[Work, dict[str, Any]]:
+  """Searches from random frames [B, S, H, W, C] uint8 in host memory, as from a replay."""
   changes = f"search.algorithm={algorithm}", f"search.simulations={simulations}"
-  return on_states("reanalyse", roots, *changes)
-
-
-def value(states: int) -> tuple[Work, dict[str, Any]]:
-  return on_states("bootstrap", states)
+  model = make_model(configuration(*changes))
+  frames = np.random.default_rng(0).integers(0, 256, (roots, STACK, *FRAME), dtype=np.uint8)
+  return lambda: model.run("reanalyse", frames) and None, {}
 
 
 def train(batch: int) -> tuple[Work, dict[str, Any]]:
@@ -149,8 +158,38 @@ def whole(size: str, steps: int, simulations: int) -> tuple[Work, dict[str, Any]
   return work, {}
 
 
+def learn(seed: int, agent_steps: int, interval: int, episodes: int) -> tuple[Work, dict[str, Any]]:
+  """Trains on CartPole; returns the curve of evaluations. Its compilation cache is empty."""
+  changes = [
+    "env.game=CartPole", f"env.max_episode_steps={CARTPOLE_STEPS}", f"run.seed={seed}",
+    f"run.env_steps={agent_steps}", f"learner.steps={agent_steps}", f"learner.batch_size={REUSE}",
+    f"evaluation.max_episode_steps={CARTPOLE_STEPS}", f"evaluation.episodes={episodes}",
+    f"evaluation.interval={interval}", *SET,
+  ]  # fmt: skip
+  curve, evaluate = Curve(), steps.evaluate_now
+
+  def evaluate_now(experiment: Any) -> Any:
+    limiter = experiment.limiter
+    with curve.evaluation(REUSE * limiter.learner_steps, limiter.env_steps) as point:
+      result = evaluate(experiment)
+      point.append(result.mean)
+    return result
+
+  def work() -> dict[str, Any]:
+    steps.evaluate_now = evaluate_now
+    with tempfile.TemporaryDirectory() as folder, Signals() as signals:
+      folders = [f"run.dir={folder}/run", f"run.compile_cache={folder}/cache"]
+      config = loader.load(["quickstart"], [*changes, *folders])
+      with run_dir.create(config, "run") as opened:
+        curve.begin()
+        run(config, opened.path, resume=False, signals=signals)
+    return {"curve": curve.points}
+
+  return work, {"changes": changes}
+
+
 PIECES: dict[str, Piece] = {
-  piece.__name__: piece for piece in (search, value, train, draw, fresh, whole)
+  piece.__name__: piece for piece in (search, train, draw, fresh, whole, learn)
 }
 
 if __name__ == "__main__":
