@@ -3,10 +3,12 @@
     taskset -c 0 python benchmarks/peers_learning.py --out benchmarks/results/peers-learning.json
     python benchmarks/peers_learning.py --quick                              # a test, minutes
 
+The first command takes about 50 minutes on an idle core.
+
 The task is CartPole-v0, whose episodes end after 200 steps. `ours` is the preset `quickstart`; the
 others are LightZero's entries with its own configurations for CartPole (its ReZero is based on
-MuZero). All train on 64 samples per agent step, as the preset does (LightZero: `replay_ratio`). In
-LightZero the environments are in the same process, which is faster on one core. Each run is a new
+MuZero). All train on 64 samples per agent step, as the preset does (LightZero: `replay_ratio`).
+LightZero's 24 environments are in the same process instead of one process each. Each run is a new
 process, in turns; all have the same cores (`--cores`) and allocator settings (see peers.py).
 
 After every `--interval` agent steps' worth of samples, the mean return of 16 greedy episodes is a
