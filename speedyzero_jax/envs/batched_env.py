@@ -8,6 +8,8 @@ Episodes (checked in tests/envs, for Atari also against a plain ALE):
 - In training with `episodic_life` a lost life ends the episode, but not the game: the next episode
   continues the game, again after no-ops. When the last life is lost, the episode ends with the
   game.
+- With `fire_reset` and `episodic_life` evaluation continues after a lost life as training does:
+  after no-ops and FIRE, in a step that ignores its action and does not count for the cap.
 - A cap counts the agent steps of the *game*, over all its lives, as in EfficientZero, which applies
   its time limit inside its episodic-life wrapper. Steps that only restart an episode do not count.
   When the cap is reached, the game is truncated and a new one begins.
@@ -91,7 +93,7 @@ class BatchedEnv:
     self._pool: Any = _registry(task.family).make_gymnasium(task.name, **options)
     self._family, self._hides_ball = task.family, task.hides_ball
     self._event_rewards, self._whole_games = task.event_rewards, task.whole_games
-    self._episodic_life = task.options.get("episodic_life", False)
+    self._episodic_life = task.options.get("episodic_life", False) and not task.whole_games
     self._ended = np.zeros(lanes, bool)  # whether the last step ended the episode
     self._lives = np.zeros(lanes, np.int32)
     arrays = self._pool.spec.state_array_spec

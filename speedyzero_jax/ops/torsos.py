@@ -39,7 +39,8 @@ class TorsoConfig:
   )
   standardize: bool = opt(
     False,
-    "standardize each image to mean 0 and standard deviation 1, for images of low contrast (ours)",
+    "standardize each observation, a stack of images, to mean 0 and standard deviation 1, for low "
+    "contrast (ours)",
   )
   hidden: int = opt(512, "width of the hidden layers and the features (DQN: 512)", "[1, 1e5]")
   layers: int = opt(2, "mlp: number of hidden layers", "[1, 100]")

@@ -220,7 +220,7 @@ def _acting(costs: list[ProgramCost], tasks: Collection[str]) -> dict[str, float
   A wait is longest behind two training steps, a publication of weights and a call of each task.
   """
   of = {cost.name: cost for cost in costs}
-  if not {"act", "train"} <= of.keys():
+  if not {"act", "train"} <= of.keys() or not of["act"].calls:
     return {}
   during = sum(cost.minutes for cost in costs if cost.name != "evaluate")
   ahead = [of[name].seconds for name in ("train", "train", "publish", *tasks) if name in of]

@@ -124,6 +124,15 @@ def test_fire_is_pressed_for_every_life_of_an_evaluated_game():
   assert np.flatnonzero(shown.first[:, 0])[:2].tolist() == [0, end + 1]
 
 
+def test_an_evaluated_game_that_reaches_the_cap_as_a_life_is_lost_is_truncated():
+  config = dataclasses.replace(BREAKOUT, fire_reset=True)
+  shown = stacked(play(batched_env.make_env(config, 1, 0, training=True), 60, np.array([NOOP])))
+  lost = int(np.flatnonzero(shown.terminated[:, 0])[0])
+  env = batched_env.make_env(config, 1, 0, training=False, max_episode_steps=lost)
+  last = play(env, lost, np.array([NOOP]))[-1]
+  assert last.truncated[0] and not last.terminated[0] and not last.game_over[0]
+
+
 @pytest.mark.parametrize(("noop_max", "different"), [(30, True), (1, False)])
 def test_noops_before_the_first_frame(noop_max, different):
   config = EnvConfig(game="MsPacman", frame_size=48, noop_max=noop_max)  # its start screen moves

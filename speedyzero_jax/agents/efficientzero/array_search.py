@@ -92,6 +92,7 @@ def _roots(root: _Node, count: int) -> _Trees:
     return jnp.zeros((x.shape[0], count, *x.shape[1:]), x.dtype).at[:, 0].set(x)
 
   batch, actions = root.prior_logits.shape
+  assert actions <= jnp.iinfo(jnp.int16).max, "actions on routes are int16"
   return _Trees(
     visits=first(jnp.ones(batch, jnp.int32)),
     route=jnp.full((batch, count, count), -1, jnp.int16),
