@@ -217,13 +217,14 @@ def _minutes(costs: list[ProgramCost]) -> dict[str, float]:
 def _acting(costs: list[ProgramCost], tasks: Collection[str]) -> dict[str, float]:
   """Interval and wait of acting calls between training steps; {} unless both are planned.
 
-  A wait is longest behind two training steps, a publication of weights and a call of each task.
+  A wait is longest behind two training steps with publications and a call of each task.
   """
   of = {cost.name: cost for cost in costs}
   if not {"act", "train"} <= of.keys() or not of["act"].calls:
     return {}
   during = sum(cost.minutes for cost in costs if cost.name != "evaluate")
-  ahead = [of[name].seconds for name in ("train", "train", "publish", *tasks) if name in of]
+  names = *2 * ("train", "publish"), *tasks
+  ahead = [of[name].seconds for name in names if name in of]
   return {"interval": 60 * during / of["act"].calls, "wait": math.fsum(ahead)}
 
 
