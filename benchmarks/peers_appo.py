@@ -14,8 +14,8 @@ A run's curve has a point per line of its metrics: [seconds, agent steps, mean r
 100 training episodes]. Seconds are since the start of the process, so they include imports and
 compilation (with an empty cache). A run on CartPole ends when that mean is 475, a run on Pong
 `--minutes` after its first point. Agent steps of Sample Factory have been trained on; ours have
-been collected, at most two learner steps' worth ahead of the pace. `steps/s` is their rate in the last
-two thirds of a run, from the first point on; `with start` is that of all seconds.
+been collected, at most two learner steps' worth ahead of the pace. `steps/s` is their rate in the
+last two thirds of a run, from the first point on; `with start` is that of all seconds.
 """
 
 import argparse
