@@ -1,7 +1,7 @@
 """APPO compared with Sample Factory's: agent steps per second, and minutes to a score.
 
     python benchmarks/peers_appo.py --out benchmarks/results/peers-appo.json   # half an hour
-    python benchmarks/peers_appo.py --quick                                    # a test, minutes
+    python benchmarks/peers_appo.py --quick                                    # a test, two minutes
 
 Runs are new processes, in turns, with the same cores (`--cores`) and otherwise as their users start
 them. Sample Factory has the settings of its examples: on CartPole-v1 those of the command in
@@ -114,8 +114,8 @@ def summary(curve: list[list[float]], threshold: float) -> dict[str, float]:
   (first, *_), (last, steps, score) = curve[0], curve[-1]
   hit = next((point for point in curve if point[-1] >= threshold), [NAN, NAN])
   later = next(point for point in curve if point[0] >= first + (last - first) / 3)
-  return {
-    "minutes": hit[0] / 60, "agent steps": hit[1],
+  reached = {"minutes": hit[0] / 60, "agent steps": hit[1]} if math.isfinite(threshold) else {}
+  return reached | {
     "steps/s": (steps - later[1]) / (last - later[0]) if last > later[0] else NAN,
     "with start": steps / last, "last return": score,
   }  # fmt: skip
@@ -169,6 +169,7 @@ def measure(run: Run, python: Path | None, arguments: argparse.Namespace) -> dic
 
 def main() -> None:
   arguments = parse()
+  signal.signal(signal.SIGTERM, signal.default_int_handler)  # also ends the current run
   os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.cores])
   python, peer = None, {}
   try:
