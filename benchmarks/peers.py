@@ -191,26 +191,26 @@ class Side:
     self._log.close()
 
 
-def lightzero_python(venv: Path) -> Path:
-  """Path of Python in LightZero's virtual environment, which is created if necessary.
+def peer_python(venv: Path, peer: str, *without_dependencies: str) -> Path:
+  """Path of Python in a peer's virtual environment, which is created if necessary.
 
   Raises Missing if that fails.
   """
   python, ready = venv / "bin/python", venv / "ready"
   if ready.exists():
     return python
-  print(f"creating {venv} for LightZero: downloads over 1 GB, takes minutes", flush=True)
+  print(f"creating {venv} for {peer}: downloads over 1 GB, takes minutes", flush=True)
   pip = [str(python), "-m", "pip", "install", "--quiet", "--retries", "1"]
   for command in (
     [sys.executable, "-m", "venv", "--clear", str(venv)],
-    [*pip, "-r", str(HERE / "sides/requirements-lightzero.txt")],
-    [*pip, "--no-deps", *LIGHTZERO],
+    [*pip, "-r", str(HERE / f"sides/requirements-{peer.lower()}.txt")],
+    *([*pip, "--no-deps", package] for package in without_dependencies),
   ):
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if done.returncode:
       lines = done.stderr.splitlines()
       errors = [line for line in lines if line.startswith("ERROR")] or lines
-      raise Missing(f"LightZero could not be installed: {''.join(errors[-1:])[:200]}")
+      raise Missing(f"{peer} could not be installed: {''.join(errors[-1:])[:200]}")
   ready.touch()
   return python
 
@@ -229,7 +229,7 @@ def find_sides(venv: Path) -> tuple[dict[str, tuple[Path, str]], dict[str, str]]
   """Returns Python and script of each available side, and the reasons for missing ones."""
   sides, missing = {"ours": (Path(sys.executable), "ours.py")}, {}
   try:
-    sides["lightzero"] = lightzero_python(venv), "lightzero.py"
+    sides["lightzero"] = peer_python(venv, "LightZero", *LIGHTZERO), "lightzero.py"
   except Missing as why:
     missing["lightzero"] = str(why)
     print(f"LightZero's columns stay empty: {why}")
