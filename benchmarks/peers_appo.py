@@ -73,21 +73,16 @@ def command(
   return [sys.executable, str(ROOT / "launch/multihost.py"), "--config", "appo", *settings]
 
 
-def watch(
-  words: list[str], folder: Path, seconds: float, threshold: float, devices: int
-) -> list[list[float]]:
+def watch(words: list[str], folder: Path, seconds: float, threshold: float) -> list[list[float]]:
   """Runs a program until so many seconds after its first point or the threshold.
 
   Returns its curve. Raises Missing if it has no points.
   """
   curve: list[list[float]] = []
   metrics, log = folder / "run/metrics.jsonl", folder / "log"
-  environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)}
   begin = time.monotonic()
   with log.open("w") as output:
-    process = subprocess.Popen(
-      words, stdout=output, stderr=output, env=environment, start_new_session=True
-    )
+    process = subprocess.Popen(words, stdout=output, stderr=output, start_new_session=True)
   try:
     read, end = 0, START
     while process.poll() is None and (now := time.monotonic() - begin) < end:
@@ -140,7 +135,6 @@ def parse() -> argparse.Namespace:
   add("--limit", type=float, default=8, help="maximum minutes of a run on CartPole")
   add("--minutes", type=float, default=3, help="minutes of a run on Pong")
   add("--cores", type=positive, default=2, help="cores for each run")
-  add("--devices", type=positive, default=1, help="ours: CPU devices of jax on Pong")
   add("--quick", action="store_true", help="one seed, 15 seconds of each run")
   add("--venv", type=Path, default=ROOT / ".venv-sample-factory", help="Sample Factory's")
   add("--set", nargs="*", default=[], metavar="key=value", help="overrides for our side")
@@ -160,8 +154,7 @@ def measure(run: Run, python: Path | None, arguments: argparse.Namespace) -> dic
       raise Missing("not installed")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
       words = command(run, python, Path(folder), arguments)
-      devices = 1 if cartpole else arguments.devices
-      curve = watch(words, Path(folder), 60 * minutes, threshold, devices)
+      curve = watch(words, Path(folder), 60 * minutes, threshold)
   except Missing as why:
     return {"missing": str(why)}
   return {"summary": summary(curve, threshold), "curve": curve[:: len(curve) // 100 + 1]}

@@ -30,13 +30,13 @@ def peers_appo(monkeypatch):
 @pytest.mark.parametrize("seconds, threshold", [(600, 20), (2, 1000)])
 def test_a_run_ends_at_the_threshold_or_the_limit(peers_appo, tmp_path, seconds, threshold):
   words = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-  curve = peers_appo.watch(words, tmp_path, seconds, threshold, devices=1)
+  curve = peers_appo.watch(words, tmp_path, seconds, threshold)
   assert [point[1:] for point in curve] == [[0, 0], [100, 10], [200, 20]]
 
 
 def test_a_failed_run_is_missing_with_its_last_words(peers_appo, tmp_path):
   with pytest.raises(peers_appo.Missing, match="no such game"):
-    peers_appo.watch([sys.executable, "-c", "exit('no such game')"], tmp_path, 1, 1, devices=1)
+    peers_appo.watch([sys.executable, "-c", "exit('no such game')"], tmp_path, 1, 1)
 
 
 def test_rates_are_of_the_last_two_thirds_and_of_all_seconds(peers_appo):
