@@ -1,10 +1,10 @@
 """Evaluates a run's newest checkpoint: python launch/evaluate.py RUN_DIR [--video FILE.gif]
 
-Plays full episodes with the best action, without noise and with raw rewards, capped at 27,000 agent
-steps. Prints mean, median, standard deviation and human-normalized score, and writes
-evaluation.json into the run folder, unless that has more episodes of the same checkpoint and step
-limit; the run may still be training. `--video` also writes the first episode as a GIF, with the
-agent's values, policy or search results beside each frame.
+Plays full episodes with raw rewards, capped at 27,000 agent steps, with the best action or, with
+`--explore`, as in training. Prints mean, median, standard deviation and human-normalized score, and
+writes evaluation.json into the run folder, unless that has more episodes of the same kind and
+checkpoint; the run may still be training. `--video` also writes the first episode as a GIF, with
+the agent's values, policy or search results beside each frame.
 
 Exit codes: 0 done; 1 no readable checkpoint, out of memory, or the result can't be written; 2 usage
 error; 130 stopped by Ctrl-C, without changing evaluation.json.
@@ -43,6 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
       option, metavar="N", help=f"{meaning} (default: the run's evaluation.{key})"
     )
   parser.add_argument(
+    "--explore",
+    action=argparse.BooleanOptionalAction,
+    help="act as in training, with noise or by sampling (default: the run's evaluation.explore)",
+  )
+  parser.add_argument(
     "--seed", type=int, help="seed of the environments (default: that of the run's evaluations)"
   )
   parser.add_argument("--video", type=Path, metavar="FILE.gif", help="GIF of the first episode")
@@ -53,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.error(f"--video: the name must end in .gif, got {arguments.video.name}")
   if arguments.video and not arguments.video.parent.is_dir():
     parser.error(f"--video: folder {arguments.video.parent} does not exist")
-  given = {key: getattr(arguments, key) for key in ("episodes", "max_episode_steps")}
+  given = {key: getattr(arguments, key) for key in ("episodes", "max_episode_steps", "explore")}
   changes = [f"evaluation.{key}={value}" for key, value in given.items() if value is not None]
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
   logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")

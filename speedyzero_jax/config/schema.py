@@ -210,11 +210,17 @@ class TopologyConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationConfig:
-  """Evaluation over full episodes: greedy actions without noise, raw rewards."""
+  """Evaluation over full episodes with raw rewards."""
 
   episodes: int = opt(32, "episodes played (EZ: 32)", "[1, 1e6]", mutable=True)
   max_episode_steps: int = opt(
     27_000, "agent steps until truncation (EZ: 27,000 = 108k frames)", "[1, 1e9]", mutable=True
+  )
+  explore: bool = opt(
+    False,
+    "act as in training, with noise, or sampling from the policy as in evaluations of IMPALA and "
+    "PPO; otherwise greedily",
+    mutable=True,
   )
   interval: int = opt(0, "learner steps between evaluations; 0: none", "[0, 1e9]", mutable=True)
   at_end: bool = opt(True, "evaluate the weights when training ends or pauses", mutable=True)

@@ -1,4 +1,4 @@
-"""The evaluator: full episodes without exploration, with raw rewards.
+"""The evaluator: full episodes with raw rewards, played greedily or with exploration.
 
 Board games are played against an opponent. The agent moves first in episodes 0, 2, 4, ...
 """
@@ -50,10 +50,12 @@ class Evaluation:
   lengths: list[int]  # agent steps
   capped: int  # episodes truncated at `max_episode_steps`
   max_episode_steps: int
+  explore: bool  # acted as in training
   seed: int
 
   def write(self, path: Path) -> int:
-    """Writes JSON atomically, unless the file has more episodes of the same checkpoint and cap.
+    """Writes JSON atomically, unless the file has more episodes of the same checkpoint, with the
+    same cap and exploration.
 
     Returns the number of episodes in the file.
     """
@@ -76,9 +78,10 @@ class Evaluation:
       "" if self.human_normalized is None else f", human-normalized {self.human_normalized:.3f}"
     )
     capped = f", {self.capped} truncated at {self.max_episode_steps} steps" if self.capped else ""
+    explored = " with exploration" if self.explore else ""
     return (
       f"{self.game} after {self.step} learner steps, "
-      f"{self.episodes} episode{'s' * (self.episodes != 1)}: "
+      f"{self.episodes} episode{'s' * (self.episodes != 1)}{explored}: "
       f"mean {self.mean:.2f}, median {self.median:.2f}, std {self.std:.2f}{normalized}{capped}"
     )
 
@@ -118,7 +121,8 @@ def evaluate(
       env = make_env(config.env, lanes, seeded, training=False, max_episode_steps=cap)
     with contextlib.closing(env):
       recorder = None if played else video
-      results = _play(config, agent, inference, version, env, recorder, should_stop, report)
+      key = jax.random.key(seeded)
+      results = _play(config, agent, inference, version, env, key, recorder, should_stop, report)
     if results is None:
       return None
     played += results
@@ -137,15 +141,17 @@ def evaluate(
     lengths=[length for _, length, _ in played],
     capped=sum(capped for _, _, capped in played),
     max_episode_steps=cap,
+    explore=config.evaluation.explore,
     seed=seed,
   )
 
 
 def _episodes_like(path: Path, evaluation: Evaluation) -> int:
-  """Number of episodes in a written evaluation of the same step and cap; 0 if there is none."""
+  """Number of episodes in a written evaluation of the same kind; 0 if there is none."""
   try:
     written = json.loads(path.read_text())
-    same = all(written[key] == getattr(evaluation, key) for key in ("step", "max_episode_steps"))
+    kind = ("step", "max_episode_steps", "explore")
+    same = all(written[key] == getattr(evaluation, key) for key in kind)
     return int(written["episodes"]) if same else 0
   except (OSError, ValueError, TypeError, KeyError):
     return 0
@@ -161,13 +167,13 @@ def _play(
   inference: Inference,
   version: Version,
   env: Env,
+  key: jax.Array,
   video: Video | None,
   should_stop: Callable[[], bool],
   report: Callable[[str], None],
 ) -> list[tuple[float, int, bool]] | None:
   """Plays one episode in every lane; returns (return, length, truncated) of each."""
-  stacker = FrameStacker(config.env.frame_stack)
-  key = jax.random.key(0)  # has no effect without exploration
+  stacker, explore = FrameStacker(config.env.frame_stack), config.evaluation.explore
   lanes = np.arange(env.num_lanes, dtype=np.int32)
   core = jax.tree.map(np.asarray, agent.initial_core(env.num_lanes))
   score, length = np.zeros(env.num_lanes), np.zeros(env.num_lanes, np.int64)
@@ -183,7 +189,8 @@ def _play(
         f"evaluating: {playing.sum()} of {len(playing)} episodes running, at step {length.max()}"
       )
     inputs = ActInputs(stacker.push(step), step.first, lanes, core)
-    out = inference.act(version.variables, inputs, key, np.float32(1), explore=False)
+    key, act_key = jax.random.split(key)
+    out = inference.act(version.variables, inputs, act_key, np.float32(1), explore=explore)
     core = jax.device_get(out.core)
     if video and playing[0]:
       numbers = {name: x[0] for name, x in {**out.columns, **out.diagnostics}.items()}

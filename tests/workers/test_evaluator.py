@@ -1,8 +1,9 @@
-"""Tests of evaluation on scripted environments: whole episodes, raw rewards, best actions."""
+"""Tests of evaluation on scripted environments: whole episodes, raw rewards, actions."""
 
 import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -98,6 +99,22 @@ def test_stopping_ends_it_and_closes_the_environment(envs):
   assert [env.closed for env in envs] == [True]
 
 
+@pytest.mark.parametrize("explore", [False, True])
+def test_exploration_has_a_new_key_in_every_step_and_is_reproducible(envs, monkeypatch, explore):
+  calls, act = [], INFERENCE.act
+
+  def recorded(variables, inputs, key, progress, *, explore):
+    calls.append((explore, *jax.random.key_data(key).tolist()))
+    return act(variables, inputs, key, progress, explore=explore)
+
+  monkeypatch.setattr(INFERENCE, "act", recorded)
+  results = [play(6, f"evaluation.explore={explore}") for _ in range(2)]
+  assert results[0] == results[1] and results[0].explore == explore
+  assert {call[0] for call in calls} == {explore}
+  first, second = calls[: len(calls) // 2], calls[len(calls) // 2 :]
+  assert first == second and len(set(first)) == len(first)
+
+
 def test_the_file_holds_the_result_and_replaces_an_older_one(envs, tmp_path):
   result, path = play(2), tmp_path / "evaluation.json"
   path.write_text("an older one")
@@ -112,7 +129,8 @@ def test_the_file_keeps_more_episodes_of_the_same_checkpoint(envs, tmp_path):
   larger.write(path)
   assert result.write(path) == 3
   assert json.loads(path.read_text()) == dataclasses.asdict(larger)
-  for change in ({"step": result.step + 1}, {"max_episode_steps": result.max_episode_steps + 1}):
+  steps = result.max_episode_steps
+  for change in ({"step": result.step + 1}, {"max_episode_steps": steps + 1}, {"explore": True}):
     larger.write(path)
     other = dataclasses.replace(result, **change)
     assert other.write(path) == 2
