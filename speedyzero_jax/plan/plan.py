@@ -107,14 +107,9 @@ def make_plan(
 ) -> Plan:
   """Compiles the programs of a run's learner processes and sums their costs.
 
-  Args:
-    config: the run's configuration.
-    target: GPU type of all learner processes.
-    devices: number of GPUs of all learner processes together.
-    processes: number of learner processes.
-    roles: roles of learner processes besides learning; other processes have the remaining ones.
-    only: names of programs to compile; None for all.
-    report: called with lines of progress.
+  `devices` and `processes` count the GPUs and the learner processes of the whole run; `roles` are
+  those of a learner process besides learning; `only` names the programs to compile; `report` is
+  called with lines of progress.
 
   Raises:
     RuntimeError: jax cannot compile for GPUs on this machine.

@@ -59,15 +59,10 @@ def programs(
   local: Mesh,
   roles: frozenset[str],
 ) -> Iterator[Planned]:
-  """Yields the programs of a learner process.
+  """Yields the programs of a learner process with these `roles` besides learning.
 
-  Args:
-    config: the run's configuration.
-    local_config: this process' share of the configuration.
-    agent: the agent.
-    learner: learner on the mesh of all learner processes.
-    local: mesh of this process' devices.
-    roles: roles of the process besides learning, from `ROLES`.
+  `local_config` is its share of the configuration and `local` the mesh of its devices; the
+  learner's mesh spans all learner processes.
   """
   state, (arrays, works) = abstract_state(learner), example_batch(local_config, agent)
   inference, steps = Inference(agent, local), config.learner.steps
