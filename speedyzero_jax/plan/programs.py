@@ -1,7 +1,6 @@
 """A run's programs with abstract arguments, for devices that need not be present."""
 
 import functools
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from speedyzero_jax.agents.base import AXIS, ActInputs, Agent
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.run.factories import mean_stored
 from speedyzero_jax.run.warmup import example_batch
+from speedyzero_jax.system.memory import bytes_of
 from speedyzero_jax.workers.evaluator import MAX_LANES
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.learner import Learner, LearnerState
@@ -38,11 +38,6 @@ class Planned(NamedTuple):
     """Compiles the program."""
     compiled: jax.stages.Compiled = self.function.lower(*self.args, **self.options).compile()
     return compiled
-
-
-def bytes_of(tree: Any) -> int:
-  """Bytes of all arrays of a pytree, abstract or not."""
-  return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def abstract_state(learner: Learner) -> LearnerState:
