@@ -135,6 +135,15 @@ def _mapping(value: Any, of: str) -> dict[str, Any]:
   raise ConfigError(f"expected a mapping of {of}, got {value!r}")
 
 
+def texts(value: Any, key: str) -> tuple[str, ...]:
+  """The strings of a list, or of a single string. Raises ConfigError, naming `key`, for others."""
+  if isinstance(value, str):
+    return (value,) if value else ()
+  if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+    raise ConfigError(f"{key}: expected a list of strings, got {value!r}")
+  return tuple(value)
+
+
 def _leaves(document: Mapping[str, Any]) -> Leaves:
   """Flattens nested sections and dotted keys into dotted key -> unparsed value."""
   result: Leaves = {}
@@ -210,10 +219,7 @@ def _read_preset(path: Path, parents: tuple[Path, ...] = ()) -> list[_Settings]:
     if path in parents:
       raise ConfigError("base: a preset must not be based on itself, directly or indirectly")
     document = read_yaml(path.read_text(encoding="utf-8"))
-    bases = document.pop("base", [])
-    bases = [bases] if isinstance(bases, str) else bases
-    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
-      raise ConfigError(f"base: expected a list of preset names, got {bases!r}")
+    bases = texts(document.pop("base", []), "base")
     games = _mapping(document.pop("games", None), "games to settings")
     own = [_Settings(path, None, _leaves(document))]
     for game, settings in games.items():
