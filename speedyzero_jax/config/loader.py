@@ -36,8 +36,7 @@ Leaves = dict[str, Any]  # dotted key -> string or list of strings, not yet pars
 def agent_module(name: str) -> Any:
   """Imports the module of an agent: a built-in one, or any other by its dotted name.
 
-  Raises:
-    ConfigError: no such module exists, or it defines no `AGENT_CONFIG`.
+  Raises ConfigError if there is no such module, or it defines no `AGENT_CONFIG`.
   """
   for module in filter(_exists, (f"{_BUILT_IN}.{name}", name)):
     agent = importlib.import_module(module)
@@ -300,11 +299,7 @@ def _overridden(overrides: Sequence[str]) -> Leaves:
 
 
 def validate(config: Config) -> None:
-  """Checks intervals and dependencies between settings.
-
-  Raises:
-    ConfigError: a value is invalid; the message has one line per invalid key.
-  """
+  """Raises ConfigError, with a line per invalid key, if settings are invalid or inconsistent."""
   values, problems = flat(config), list[str]()
   for key, field in fields_of(config.agent.name).items():
     if field.metadata["interval"]:
@@ -327,10 +322,8 @@ def to_yaml(config: Config) -> str:
 def from_yaml(text: str) -> Config:
   """Restores a configuration from `to_yaml`; missing keys take their defaults.
 
-  Values are not validated again: they were when the configuration was saved.
-
-  Raises:
-    ConfigError: the text is unreadable, a key is unknown, or a value has the wrong type.
+  Values are not validated again: they were when the configuration was saved. Raises ConfigError if
+  the text is unreadable, a key is unknown, or a value has the wrong type.
   """
   leaves = _leaves(read_yaml(text))
   agent = str(leaves.get(_AGENT, DEFAULT_AGENT))
