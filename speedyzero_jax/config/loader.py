@@ -36,8 +36,7 @@ Leaves = dict[str, Any]  # dotted key -> string or list of strings, not yet pars
 def agent_module(name: str) -> Any:
   """Imports the module of an agent: a built-in one, or any other by its dotted name.
 
-  Raises:
-    ConfigError: no such module exists, or it defines no `AGENT_CONFIG`.
+  Raises ConfigError if there is no such module, or it defines no `AGENT_CONFIG`.
   """
   for module in filter(_exists, (f"{_BUILT_IN}.{name}", name)):
     agent = importlib.import_module(module)
@@ -135,6 +134,15 @@ def _mapping(value: Any, of: str) -> dict[str, Any]:
   raise ConfigError(f"expected a mapping of {of}, got {value!r}")
 
 
+def texts(value: Any, key: str) -> tuple[str, ...]:
+  """The strings of a list, or of a single string. Raises ConfigError, naming `key`, for others."""
+  if isinstance(value, str):
+    return (value,) if value else ()
+  if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+    raise ConfigError(f"{key}: expected a list of strings, got {value!r}")
+  return tuple(value)
+
+
 def _leaves(document: Mapping[str, Any]) -> Leaves:
   """Flattens nested sections and dotted keys into dotted key -> unparsed value."""
   result: Leaves = {}
@@ -210,10 +218,7 @@ def _read_preset(path: Path, parents: tuple[Path, ...] = ()) -> list[_Settings]:
     if path in parents:
       raise ConfigError("base: a preset must not be based on itself, directly or indirectly")
     document = read_yaml(path.read_text(encoding="utf-8"))
-    bases = document.pop("base", [])
-    bases = [bases] if isinstance(bases, str) else bases
-    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
-      raise ConfigError(f"base: expected a list of preset names, got {bases!r}")
+    bases = texts(document.pop("base", []), "base")
     games = _mapping(document.pop("games", None), "games to settings")
     own = [_Settings(path, None, _leaves(document))]
     for game, settings in games.items():
@@ -294,11 +299,7 @@ def _overridden(overrides: Sequence[str]) -> Leaves:
 
 
 def validate(config: Config) -> None:
-  """Checks intervals and dependencies between settings.
-
-  Raises:
-    ConfigError: a value is invalid; the message has one line per invalid key.
-  """
+  """Raises ConfigError, with a line per invalid key, if settings are invalid or inconsistent."""
   values, problems = flat(config), list[str]()
   for key, field in fields_of(config.agent.name).items():
     if field.metadata["interval"]:
@@ -321,10 +322,8 @@ def to_yaml(config: Config) -> str:
 def from_yaml(text: str) -> Config:
   """Restores a configuration from `to_yaml`; missing keys take their defaults.
 
-  Values are not validated again: they were when the configuration was saved.
-
-  Raises:
-    ConfigError: the text is unreadable, a key is unknown, or a value has the wrong type.
+  Values are not validated again: they were when the configuration was saved. Raises ConfigError if
+  the text is unreadable, a key is unknown, or a value has the wrong type.
   """
   leaves = _leaves(read_yaml(text))
   agent = str(leaves.get(_AGENT, DEFAULT_AGENT))

@@ -85,9 +85,8 @@ class _Tree:
   def descend(self, rng: np.random.Generator) -> tuple[np.ndarray, list[tuple]]:
     """Selects and adds one leaf per game.
 
-    Returns:
-      The leaves' boards [L] (terminal boards where the game ends first), and for each depth the
-      games that moved, and the indices (game, node, action) of the edges.
+    Returns the leaves' boards [L] (terminal boards where the game ends first), and for each depth
+    the games that moved, and the indices (game, node, action) of the edges.
     """
     games, node = self._games, np.zeros_like(self._games)
     path, board = [], self._board[:, 0]

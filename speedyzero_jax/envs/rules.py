@@ -64,13 +64,10 @@ class Rules(abc.ABC):
     return (board[..., :2] > 0).sum((-3, -2, -1))
 
   def step(self, board: Array, action: Array) -> tuple[Array, Array]:
-    """Applies legal actions [...].
+    """Applies legal actions [...]. Finished games keep their boards and have reward 0.
 
-    Finished games keep their boards and have reward 0.
-
-    Returns:
-      The boards from the opponent's perspective, and the rewards [...] of the players who moved,
-      which are the outcomes.
+    Returns the boards from the opponent's perspective, and the rewards [...] of the players who
+    moved, which are the outcomes.
     """
     xp, over, after = board.__array_namespace__(), self.over(board), self._play(board, action)
     reward = xp.where(over, 0, -self.outcome(after)).astype(np.float32)

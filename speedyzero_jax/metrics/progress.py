@@ -49,31 +49,29 @@ class Display:
     self._streams = _default_streams() if streams is None else list(streams)
     self._lock = threading.RLock()
     self._values: dict[str, Any] = {}  # the latest value of every metric
+    self._printed = self._progress()
     self._next_line = -math.inf
-    self._unshown = False
 
   def __enter__(self) -> "Display":
     self.message(self._title)
     return self
 
   def __exit__(self, *unused: object) -> None:
-    if self._unshown:
-      self.message(self._line())
+    self._show()
 
   def update(self, values: Mapping[str, Any]) -> None:
-    """Updates values. Prints a line if there is progress not shown yet and a line is due.
-
-    When the run has taken all its steps, a line is always due.
-    """
+    """Updates values, and shows them every `INTERVAL` and when the run has taken all its steps."""
     with self._lock:
-      before, now = self._steps_and_processes(), self._clock()
       self._values.update(values)
-      self._unshown |= self._steps_and_processes() != before
       counts = (self._values.get(name) or 0 for name in (names.STEP, names.ENV_STEPS))
-      finished = self._config.complete(*counts)
-      if self._unshown and (finished or now >= self._next_line):
-        self._unshown, self._next_line = False, now + INTERVAL
-        self.message(self._line())
+      if self._config.complete(*counts) or self._clock() >= self._next_line:
+        self._show()
+
+  def _show(self) -> None:
+    """Prints a line, unless there has been no progress since the last one."""
+    if (progress := self._progress()) != self._printed:
+      self._printed, self._next_line = progress, self._clock() + INTERVAL
+      self.message(self._line())
 
   def message(self, text: str) -> None:
     """Prints a line."""
@@ -92,10 +90,10 @@ class Display:
     )
     left = _clock_time(max(self._config.learner.steps - step, 0) / rate) if rate > 0 else "-"
     numbers = [form.format(self._text(name)) for form, name in _SHOWN]
-    return "  ".join([_clock_time(elapsed), *self._steps_and_processes(), *numbers, f"eta {left}"])
+    return "  ".join([_clock_time(elapsed), *self._progress(), *numbers, f"eta {left}"])
 
-  def _steps_and_processes(self) -> list[str]:
-    """Step and process counts; a change in any of them is progress."""
+  def _progress(self) -> list[str]:
+    """Counts of steps and processes; a change in any of them is progress."""
     config, parts = self._config, []
     for label, name, total in (
       ("agent", names.ENV_STEPS, config.run.env_steps),

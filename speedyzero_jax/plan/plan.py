@@ -13,10 +13,10 @@ from speedyzero_jax.agents.base import AXIS, Agent
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.plan import hlo
-from speedyzero_jax.plan.programs import EPISODE, ROLES, Planned, abstract_state, bytes_of, programs
+from speedyzero_jax.plan.programs import EPISODE, ROLES, Planned, programs
 from speedyzero_jax.plan.target import Target
 from speedyzero_jax.replay.device_frames import DeviceFrames
-from speedyzero_jax.run import factories
+from speedyzero_jax.run import factories, forecast
 from speedyzero_jax.system.compilation import memory_of
 from speedyzero_jax.system.memory import size
 from speedyzero_jax.system.platform import planned
@@ -107,14 +107,9 @@ def make_plan(
 ) -> Plan:
   """Compiles the programs of a run's learner processes and sums their costs.
 
-  Args:
-    config: the run's configuration.
-    target: GPU type of all learner processes.
-    devices: number of GPUs of all learner processes together.
-    processes: number of learner processes.
-    roles: roles of learner processes besides learning; other processes have the remaining ones.
-    only: names of programs to compile; None for all.
-    report: called with lines of progress.
+  `devices` and `processes` count the GPUs and the learner processes of the whole run; `roles` are
+  those of a learner process besides learning; `only` names the programs to compile; `report` is
+  called with lines of progress.
 
   Raises:
     RuntimeError: jax cannot compile for GPUs on this machine.
@@ -185,24 +180,18 @@ def _memory(
   target: Target,
   costs: list[ProgramCost],
 ) -> dict[str, float]:
-  state = abstract_state(learner)
-  copies = 1 + len(agent.subscriptions)
-  frame = agent.schema.frame
   frames = DeviceFrames.size(
-    frame, local_config.actor.lanes, factories.replay_capacity(local_config, agent), devices
+    agent.schema.frame,
+    local_config.actor.lanes,
+    factories.replay_capacity(local_config, agent),
+    devices,
   )
   on_devices = local_config.replay.frames == "device" or (
     local_config.replay.frames == "auto" and 2 * frames < USABLE * target.memory_bytes
   )
-  window = local_config.env.frame_stack + agent.window.after
-  batch = local_config.learner.batch_size * window * frame.nbytes / devices
-  batches = (local_config.learner.prefetch + 2) if local_config.run.mode == "async" else 1
   return {
-    "weights": float(bytes_of(state.variables) + bytes_of(state.target)),
-    "copies of the weights": float(copies * bytes_of(state.variables)),
-    "optimizer": float(bytes_of(state.opt_state)),
+    **forecast.training_bytes(local_config, agent, learner, devices),
     "frames of the replay": float(frames) if on_devices else 0.0,
-    "batches": float(batches * batch),
     "programs": float(sum(cost.temporary_bytes for cost in costs)),
   }
 

@@ -1,7 +1,6 @@
 """A run's programs with abstract arguments, for devices that need not be present."""
 
 import functools
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from speedyzero_jax.agents.base import AXIS, ActInputs, Agent
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.run.factories import mean_stored
 from speedyzero_jax.run.warmup import example_batch
+from speedyzero_jax.system.memory import bytes_of
 from speedyzero_jax.workers.evaluator import MAX_LANES
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.learner import Learner, LearnerState
@@ -40,11 +40,6 @@ class Planned(NamedTuple):
     return compiled
 
 
-def bytes_of(tree: Any) -> int:
-  """Bytes of all arrays of a pytree, abstract or not."""
-  return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
 def abstract_state(learner: Learner) -> LearnerState:
   """The learner's abstract state, replicated over its mesh."""
   state: LearnerState = _on(NamedSharding(learner.mesh, PartitionSpec()), learner.abstract())
@@ -59,15 +54,10 @@ def programs(
   local: Mesh,
   roles: frozenset[str],
 ) -> Iterator[Planned]:
-  """Yields the programs of a learner process.
+  """Yields the programs of a learner process with these `roles` besides learning.
 
-  Args:
-    config: the run's configuration.
-    local_config: this process' share of the configuration.
-    agent: the agent.
-    learner: learner on the mesh of all learner processes.
-    local: mesh of this process' devices.
-    roles: roles of the process besides learning, from `ROLES`.
+  `local_config` is its share of the configuration and `local` the mesh of its devices; the
+  learner's mesh spans all learner processes.
   """
   state, (arrays, works) = abstract_state(learner), example_batch(local_config, agent)
   inference, steps = Inference(agent, local), config.learner.steps

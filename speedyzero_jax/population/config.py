@@ -54,7 +54,10 @@ def load(path: Path) -> Population:
 
 
 def _population(document: dict[str, Any]) -> Population:
-  presets, settings = (_texts(document.pop(key, []), key) for key in ("config", "settings"))
+  presets, settings = (loader.texts(document.pop(key, []), key) for key in ("config", "settings"))
+  for text in settings:
+    if text.partition("=")[0].strip() in _OWN:
+      raise ConfigError(f"settings: {text} can't be set, as every member has its own")
   if not presets:
     raise ConfigError("config: at least one preset is needed")
   explore = document.pop("explore", None)
@@ -82,16 +85,6 @@ def _population(document: dict[str, Any]) -> Population:
   if population.rounds > members.learner.steps:
     raise ConfigError(f"rounds: must be at most the {members.learner.steps} learner steps")
   return population
-
-
-def _texts(value: Any, key: str) -> tuple[str, ...]:
-  texts = [value] if isinstance(value, str) else value
-  if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-    raise ConfigError(f"{key}: expected a list of strings, got {value!r}")
-  for text in texts:
-    if text.partition("=")[0].strip() in _OWN:
-      raise ConfigError(f"settings: {text} can't be set, as every member has its own")
-  return tuple(texts)
 
 
 def _knobs(explore: Mapping[str, Any], agent: str) -> tuple[Knob, ...]:

@@ -219,10 +219,8 @@ class Replay:
   def clamp(self, lane: np.ndarray, time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns whether slots are stored, and times clamped to stored slots.
 
-    Evicted slots are replaced by the oldest slot of their lane.
-
-    Raises:
-      ValueError: a slot was never appended.
+    Evicted slots become the oldest slot of their lane. Raises ValueError if a slot was never
+    appended.
     """
     if np.any(time >= self.store.head[lane]):
       raise ValueError("some of the slots were never appended")
@@ -293,8 +291,7 @@ class Replay:
   def load_state_dict(self, state: Mapping[str, Any]) -> None:
     """Restores `state_dict` after `import_frames`; the replay then continues bit for bit.
 
-    Raises:
-      ValueError: the state does not match the imported slots.
+    Raises ValueError if the state does not match the imported slots.
     """
     with self.lock:
       store = self.store

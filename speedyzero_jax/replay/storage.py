@@ -74,12 +74,10 @@ class LaneStore:
     return self.fields[name]
 
   def append(self, slots: Slots) -> Slots:
-    """Appends slots, evicting the oldest ones of full lanes.
+    """Appends slots, evicting the oldest ones of full lanes; returns them sorted by lane.
 
-    A frame may be both terminated and truncated; it then counts as terminated.
-
-    Returns the slots sorted by lane. Raises ValueError if they are invalid (see `check`); nothing
-    is changed.
+    A frame may be both terminated and truncated; it then counts as terminated. Raises ValueError if
+    slots are invalid (see `check`); nothing is changed.
     """
     slots = self.check(slots)
     lane, time, first = slots.lane, slots.time, slots["first"]
@@ -195,8 +193,7 @@ class LaneStore:
   def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
     """Restores `state_dict`.
 
-    Raises ValueError unless the state matches the slots whose frames are stored; nothing is
-    changed.
+    Raises ValueError, and changes nothing, unless these are the slots whose frames are stored.
     """
     if not (np.array_equal(state["head"], self.head) and np.array_equal(state["tail"], self.tail)):
       raise ValueError("the state does not match the slots whose frames were imported")

@@ -23,16 +23,14 @@ class TrajectoryQueue:
   learner will use: the end of an episode is a slot but no agent step, so lanes fill more windows
   than there are agent steps for, and the queue would grow and its windows become stale.
 
-  Windows leave the queue in blocks. A block of several windows is returned `epochs` times, each
-  time in a random order. Selections of a part of a block are PPO's minibatches.
+  Windows leave the queue in blocks of `block`, each returned `epochs` times, each time in a random
+  order. Selections of a part of a block are PPO's minibatches.
 
   Args:
     store: of the slots; a lane must have room for two windows and a stack.
     length: T, slots per window.
     stack: S, frames in an observation; those of a window's first slot must be stored, too.
     pace: windows that the learner uses per agent step, at most 1/T; inf: skip only evicted ones.
-    block: windows per block.
-    epochs: number of times each block is returned.
     replayed: windows added to a block per window in it, drawn uniformly from the stored windows
       that have left the queue.
   """

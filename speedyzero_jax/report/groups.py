@@ -64,15 +64,14 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
   """Groups at least two runs that differ only in their seed and all have a score."""
   groups = []
   for members in _alike(runs):
-    for score in SCORES:
-      scores = [x for run in members if (x := getattr(run, score)) is not None]
-      if 1 < len(scores) == len(members):
-        groups.append(_group(members, score, scores))
-        break
+    known = [name for name in SCORES if all(getattr(run, name) is not None for run in members)]
+    if known and len(members) > 1:
+      groups.append(_group(members, known[0]))
   return groups
 
 
-def _group(members: Sequence[Run], score: str, scores: Sequence[float]) -> Group:
+def _group(members: Sequence[Run], score: str) -> Group:
+  scores = [getattr(run, score) for run in members]
   human = [x for run in members if (x := run.human_normalized) is not None]
   return Group(
     runs=[run.path for run in members],

@@ -5,10 +5,13 @@ from collections.abc import Sequence
 
 import jax
 
+from speedyzero_jax.agents.base import Agent
+from speedyzero_jax.config.schema import Config
 from speedyzero_jax.replay.storage import LaneStore
 from speedyzero_jax.run.experiment import Experiment
 from speedyzero_jax.run.warmup import Timing, example_batch
 from speedyzero_jax.system import memory
+from speedyzero_jax.workers.learner import Learner
 
 
 def report(experiment: Experiment, timings: Sequence[Timing]) -> None:
@@ -56,36 +59,38 @@ def host_bytes(experiment: Experiment) -> float:
   held = experiment.replay.stats(experiment.limiter.learner_steps)["bytes"]
   growth = kept * LaneStore(experiment.agent.schema, 1, 1).slot_bytes - held
   taken = (memory.resident(peak=True) or 0) + max(growth, 0)
-  batches = jax.default_backend() == "cpu" and _batches(experiment) * _batch_bytes(experiment)
+  batches = jax.default_backend() == "cpu" and _batches_bytes(config, experiment.agent)
   return taken + batches
 
 
 def device_bytes(experiment: Experiment) -> float:
-  """Bytes on each device: learner state, published weights, batches, frames and programs."""
-  devices, state = len(experiment.learner.mesh.local_devices), experiment.learner.abstract()
-  copies = 1 + len(experiment.agent.subscriptions)  # of the variables
-  return (
-    _bytes(state)
-    + copies * _bytes(state.variables)
-    + _batches(experiment) * _batch_bytes(experiment) / devices
-    + experiment.replay.bytes_on_devices
-    + experiment.program_bytes
-  )
+  """Bytes on each device: of training, frames of the replay and programs."""
+  config, agent, learner = experiment.local_config, experiment.agent, experiment.learner
+  training = training_bytes(config, agent, learner, len(learner.mesh.local_devices))
+  held = experiment.replay.bytes_on_devices + experiment.program_bytes
+  return sum(training.values()) + held
 
 
-def _batches(experiment: Experiment) -> int:
-  config = experiment.config
-  return (config.learner.prefetch + 2) if config.run.mode == "async" else 1
+def training_bytes(
+  local_config: Config, agent: Agent, learner: Learner, devices: int
+) -> dict[str, float]:
+  """Bytes by use of training on each of a process' devices, which share its batches."""
+  state, copies = learner.abstract(), 1 + len(agent.subscriptions)
+  return {
+    "weights": memory.bytes_of((state.variables, state.target, state.step)),
+    "copies of the weights": copies * memory.bytes_of(state.variables),
+    "optimizer": memory.bytes_of(state.opt_state),
+    "batches": _batches_bytes(local_config, agent) / devices,
+  }
 
 
-def _batch_bytes(experiment: Experiment) -> int:
-  config, agent = experiment.local_config, experiment.agent
-  frames = experiment.replay.blanks(config.learner.batch_size, agent.window.after)
-  return _bytes((example_batch(config, agent)[0], frames))
-
-
-def _bytes(tree: object) -> int:
-  return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+def _batches_bytes(local_config: Config, agent: Agent) -> int:
+  """Bytes of all batches of a process that exist at a time."""
+  learner = local_config.learner
+  window = local_config.env.frame_stack + agent.window.after
+  batch = memory.bytes_of(example_batch(local_config, agent)[0])
+  batch += learner.batch_size * window * agent.schema.frame.nbytes
+  return batch * (learner.prefetch + 2 if local_config.run.mode == "async" else 1)
 
 
 def _of(size: float, limit: int | None) -> str:

@@ -94,11 +94,11 @@ def load(path: Path) -> Study:
       if key not in known:
         raise ConfigError(f"unknown key {key!r}; known keys: {', '.join(known)}")
     values: dict[str, Any] = {
-      key: _texts(document.get(key, []), key) for key in ("config", "settings", "games")
+      key: loader.texts(document.get(key, []), key) for key in ("config", "settings", "games")
     }
     values["seeds"] = parse("seeds", document.get("seeds", str(Study.seeds)), int)
     values["vary"] = {
-      factor: {name: _texts(texts, f"vary.{factor}.{name}") for name, texts in of.items()}
+      factor: {name: loader.texts(texts, f"vary.{factor}.{name}") for name, texts in of.items()}
       for factor, of in _mapping(document.get("vary", {}), "vary").items()
       if _mapping(of, f"vary.{factor}")
     }
@@ -186,10 +186,3 @@ def _mapping(value: Any, key: str) -> Mapping[str, Any]:
   if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
     raise ConfigError(f"{key}: expected a mapping, got {value!r}")
   return value
-
-
-def _texts(value: Any, key: str) -> Texts:
-  texts = [value] if isinstance(value, str) and value else value or []
-  if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-    raise ConfigError(f"{key}: expected a list of strings, got {value!r}")
-  return tuple(texts)

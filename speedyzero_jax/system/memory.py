@@ -7,7 +7,7 @@ import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -89,6 +89,11 @@ def zeros(shape: Sequence[int], dtype: np.dtype | type) -> np.ndarray:
   with contextlib.suppress(OSError):  # kernels without huge pages
     buffer.madvise(mmap.MADV_HUGEPAGE)  # as numpy does
   return np.frombuffer(buffer, dtype, count).reshape(shape)
+
+
+def bytes_of(tree: Any) -> int:
+  """Bytes of all arrays of a pytree, abstract or not."""
+  return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def size(count: float) -> str:
