@@ -48,11 +48,11 @@ class LearnerService:
     Raises ValueError for an unknown worker, an older incarnation or an invalid request, and RunOver
     if the run has ended.
     """
-    self._roster.enter(worker, late=messages.CALLS[name].late)
+    self._roster.enter(worker)
     return self._methods[name](worker, request, *seconds)
 
   def finish(self, patience: float) -> None:
-    """Ends the run: calls raise RunOver, except `late` ones. Waits `patience` s for the workers."""
+    """Ends the run: all calls raise RunOver. Waits up to `patience` seconds for the workers."""
     self._roster.over = True
     self._limiter.notify()
     self._roster.wait_for_dismissal(patience)

@@ -141,16 +141,15 @@ class Call(NamedTuple):
   request: type
   answer: type
   poll: bool = False  # the service answers None for "nothing yet" and the client asks again
-  late: bool = False  # still answered after the end of the run, for work begun before it
 
 
 CALLS: Mapping[str, Call] = {
   "join": Call(Join, Welcome),
   "step": Call(Step, Grant, poll=True),
   "gradient": Call(Gradient, Grant, poll=True),
-  "weights": Call(WeightsRequest, Weights, late=True),
+  "weights": Call(WeightsRequest, Weights),
   "work": Call(Work, Block, poll=True),
-  "frames": Call(FramesRequest, FramesChunk, late=True),
+  "frames": Call(FramesRequest, FramesChunk),
 }
 STREAM = "environments", Call(Observation, Actions)  # a call with many requests and answers
 

@@ -46,8 +46,8 @@ class Roster:
     self._counts, self._mean, self._clock = counts, mean, clock
     self._changed = threading.Condition()
 
-  def enter(self, worker: Worker, *, late: bool = False) -> None:
-    """Records a call. Raises RunOver if the run has ended, unless `late`.
+  def enter(self, worker: Worker) -> None:
+    """Records a call. Raises RunOver if the run has ended.
 
     Raises ValueError if a newer incarnation of the worker has called.
     """
@@ -60,9 +60,9 @@ class Roster:
       if worker.incarnation < known:
         raise ValueError(f"{worker} has incarnation {known} now, this is {worker.incarnation}")
       if worker.incarnation > known:
-        state = self._states[worker[:2]] = _State(worker.incarnation, present=not late)
+        state = self._states[worker[:2]] = _State(worker.incarnation, present=True)
       state.last_call = self._clock()
-    if self.over and not late:
+    if self.over:
       self.dismiss(worker)
       raise RunOver("the run has ended")
 

@@ -269,7 +269,7 @@ def test_a_refresher_keeps_a_growing_replay_fresh(make_unit, cluster, task, stam
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_weights_arrive_exact_or_rounded_and_stay_until_the_end(make_unit, cluster, half):
+def test_weights_arrive_exact_or_rounded_until_the_end(make_unit, cluster, half):
   unit = make_unit(*["topology.weights_dtype=bfloat16"] * half)
   unit.weights.publish(2, unit.agent.init(number=1 / 3))
   here, like = jax.local_devices()[-1], jax.eval_shape(unit.agent.init)
@@ -284,7 +284,8 @@ def test_weights_arrive_exact_or_rounded_and_stay_until_the_end(make_unit, clust
     assert weights.latest(ACTOR, at_least=2).step == 2  # nothing newer is wanted
     assert weights.latest(REANALYSER, at_least=3).step == 6
     unit.service.finish(0)
-    assert weights.latest(ACTOR, at_least=6).step == 6  # to finish what was begun
+    with pytest.raises(grpc_server.RunOver):
+      weights.latest(ACTOR, at_least=6)
 
 
 def test_wrong_requests_are_refused(make_unit, cluster):
@@ -297,11 +298,12 @@ def test_wrong_requests_are_refused(make_unit, cluster):
     other = like._replace(params={"w": jax.ShapeDtypeStruct((3, 2), np.float32)})
     with pytest.raises(ValueError, match="an array is"):
       RemoteWeights(client, other, here).latest(ACTOR, 0)
-    served.client(incarnation=7).call(messages.WeightsRequest(ACTOR))
+    unit.roster.enter(newer := Worker("actor", 0, 7))
     with pytest.raises(Refused, match="has incarnation 7"):
       FrameCopy(client, unit.replay.store.frame, 3).gather(
         np.zeros(1, int), np.zeros((1, 2), int), np.ones(3)
       )
+    unit.roster.dismiss(newer)
 
 
 def test_workers_that_come_when_the_run_is_over_leave(make_unit, cluster):
