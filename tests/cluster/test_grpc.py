@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import logging
 import os
 import queue
 import signal
@@ -156,18 +155,10 @@ def test_a_poll_is_asked_again_until_there_is_news(name, service, server):
 
 @pytest.mark.parametrize("token", [None, b"", TOKEN[:-1], TOKEN[:-1] + b"x", TOKEN + b"x"])
 @pytest.mark.parametrize("name", ["step", "nothing"])
-def test_calls_without_the_token_are_refused_and_logged_once(name, token, service, server, caplog):
-  data = messages.encode(EACH[messages.Step])
-  for _ in range(2):
-    with raw(server, token) as call:
-      for _ in range(2):
-        code, text = call(name, data)
-        assert code is grpc.StatusCode.UNAUTHENTICATED and "token" in text
-  assert not service.asked
-  assert [record.levelname for record in caplog.records if record.name == grpc_server.__name__] == [
-    "WARNING"
-  ]
-  assert "127.0.0.1" in caplog.text and (token is None or str(token) not in caplog.text)
+def test_calls_without_the_token_are_refused(name, token, service, server):
+  with raw(server, token) as call:
+    code, text = call(name, messages.encode(EACH[messages.Step]))
+  assert code is grpc.StatusCode.UNAUTHENTICATED and "token" in text and not service.asked
 
 
 def test_the_token_may_not_come_twice(service, server):
@@ -182,25 +173,20 @@ def test_a_request_without_the_token_is_not_read(service, server):
     assert call("step", bytes(8 * MAX_BYTES))[0] is grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_malformed_messages_are_refused_and_logged_once_per_call(service, server, caplog):
+def test_malformed_messages_are_refused(service, server):
   with raw(server) as call:
-    for name in ("step", "join", "step", "join"):
-      code, text = call(name, b"not a message of ours")
-      assert code is grpc.StatusCode.INVALID_ARGUMENT
-      assert text.startswith(f"{name}: not a message of kind")
-    code, text = call("join", messages.encode(EACH[messages.Step]))
-    assert code is grpc.StatusCode.INVALID_ARGUMENT and "not a message of kind Join" in text
+    for data in (b"not a message of ours", messages.encode(EACH[messages.Step])):
+      code, text = call("join", data)
+      assert code is grpc.StatusCode.FAILED_PRECONDITION and "not a message of kind Join" in text
     assert not service.asked
     assert call("join", messages.encode(EACH[messages.Join]))[0] is grpc.StatusCode.OK
-  logged = [record.getMessage() for record in caplog.records if record.name == grpc_server.__name__]
-  assert [line.split()[1] for line in logged] == ["step", "join"]
 
 
 @pytest.mark.parametrize("worker", ["", "actor", "actor 1 2 3", "actor x 0"])
 def test_calls_of_no_worker_are_refused(worker, service, server):
   with raw(server, worker=worker) as call:
     code, text = call("join", messages.encode(EACH[messages.Join]))
-  assert code is grpc.StatusCode.INVALID_ARGUMENT and "no worker" in text and not service.asked
+  assert code is grpc.StatusCode.FAILED_PRECONDITION and "no worker" in text and not service.asked
 
 
 def test_unknown_calls_are_refused(service, server):
@@ -443,7 +429,6 @@ def test_damaged_requests_never_reach_the_service_or_harm_the_server(service, se
   names = st.sampled_from(tuple(CALLS))
   own = names.flatmap(lambda name: st.tuples(st.just(name), samples.damaged((valid[name],))))
   other = st.tuples(names, samples.damaged(tuple(valid.values())) | st.binary(max_size=100))
-  logging.getLogger(grpc_server.__name__).addHandler(logging.NullHandler())
 
   with raw(server) as call:
 
@@ -452,7 +437,7 @@ def test_damaged_requests_never_reach_the_service_or_harm_the_server(service, se
     def fuzz(sent):
       name, data = sent
       code, _ = call(name, data)
-      assert code in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT)
+      assert code in (grpc.StatusCode.OK, grpc.StatusCode.FAILED_PRECONDITION)
       for asked, request in service.asked:
         assert asked == name and type(request) is CALLS[name].request
       assert bool(service.asked) == (code is grpc.StatusCode.OK)
