@@ -33,10 +33,9 @@ _START_TIMEOUT = 600.0  # seconds for which processes wait for each other to sta
 
 
 class Run(NamedTuple):
-  """Description of the run that process 0 publishes to all processes."""
+  """What process 0 publishes once it has opened the run folder, besides the configuration."""
 
   folder: str
-  config: str  # YAML
   resume: bool
   token: str  # hexadecimal; if empty, each process reads topology.token_file
 
@@ -64,24 +63,25 @@ def main(
     with Signals.at_once():
       rendezvous = Rendezvous(place, devices=devices)
       if place.process_id:
-        *counts, central = json.loads(rendezvous.lookup("topology", _START_TIMEOUT))
-        shape = Topology(*counts)
-        only_steps = central and shape.role(place.process_id).kind == "actor"
+        config = loader.from_yaml(rendezvous.lookup("config", _START_TIMEOUT))
+        shape = topology.resolve(config, place.num_processes)
+        acts = shape.role(place.process_id).kind == "actor"
+        only_steps = acts and config.topology.inference == "central"
         rendezvous.share_devices(shape.learners, cpu=only_steps)
-        published = rendezvous.lookup("run", _START_TIMEOUT)
+        run = Run(*json.loads(rendezvous.lookup("run", _START_TIMEOUT)))
     with signals:
       if place.process_id:
-        return _run(Run(**json.loads(published)), rendezvous, signals)
+        return _run(config, shape, run, rendezvous, signals)
       config = configure()
-      shape, central = topology.resolve(config, place.num_processes), config.topology.inference
-      rendezvous.publish("topology", json.dumps([*shape, central == "central"]))
+      shape = topology.resolve(config, place.num_processes)
+      rendezvous.publish("config", loader.to_yaml(config))
       with Signals.at_once():
         rendezvous.share_devices(shape.learners)
       with open_folder(config) as folder:
         token = "" if config.topology.token_file else secrets.token_hex(_TOKEN)
-        run = Run(str(folder.path.resolve()), loader.to_yaml(config), resume, token)
-        rendezvous.publish("run", json.dumps(run._asdict()))
-        return _run(run, rendezvous, signals)
+        run = Run(str(folder.path.resolve()), resume, token)
+        rendezvous.publish("run", json.dumps(run))
+        return _run(config, shape, run, rendezvous, signals)
   except (RendezvousError, JournalError, Refused, Unreachable, DivergedError) as error:
     if signals.received:  # other processes got it too, so losing contact with them is expected
       return signals.exit_code
@@ -103,9 +103,9 @@ def _token(config: Config) -> bytes:
   return token
 
 
-def _run(run: Run, rendezvous: Rendezvous, signals: Signals) -> int:
-  config = loader.from_yaml(run.config)
-  shape = topology.resolve(config, rendezvous.place.num_processes)
+def _run(
+  config: Config, shape: Topology, run: Run, rendezvous: Rendezvous, signals: Signals
+) -> int:
   role = shape.role(rendezvous.place.process_id)
   token = bytes.fromhex(run.token) or _token(config)
   try:

@@ -8,8 +8,8 @@ import pytest
 import tiny
 from speedyzero_jax.cluster import worker
 from speedyzero_jax.cluster.rendezvous import Place
-from speedyzero_jax.config import loader
 from speedyzero_jax.config.loader import ConfigError
+from speedyzero_jax.run import topology
 from speedyzero_jax.run.run_dir import RunDir
 from speedyzero_jax.run.signals import Signals
 
@@ -54,7 +54,7 @@ def tokens(config, folder, monkeypatch):
 def test_a_new_token_is_published_for_every_run(tmp_path, monkeypatch):
   config = tiny.config(*SETTINGS)
   (first, used), (second, _) = (tokens(config, tmp_path, monkeypatch) for _ in range(2))
-  first, second = (json.loads(published["run"])["token"] for published in (first, second))
+  first, second = (worker.Run(*json.loads(each["run"])).token for each in (first, second))
   assert bytes.fromhex(first) == used and len(used) == 32 and first != second
 
 
@@ -77,6 +77,7 @@ def test_an_unusable_token_file_is_wrong_use_in_every_process(tmp_path, process_
   if content is not None:
     secret.write_bytes(content)
   config = tiny.config(*SETTINGS, f"topology.token_file={secret}")
-  run = worker.Run(str(tmp_path), loader.to_yaml(config), False, "")
+  shape, run = topology.resolve(config), worker.Run(str(tmp_path), False, "")
+  rendezvous = FakeRendezvous(PLACE._replace(process_id=process_id), {})
   with pytest.raises(ConfigError, match=f"topology.token_file: .*{why}"):
-    worker._run(run, FakeRendezvous(PLACE._replace(process_id=process_id), {}), Signals())
+    worker._run(config, shape, run, rendezvous, Signals())
