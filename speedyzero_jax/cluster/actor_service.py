@@ -13,6 +13,7 @@ from speedyzero_jax.cluster.messages import Worker
 from speedyzero_jax.cluster.roster import Roster
 from speedyzero_jax.metrics.aggregation import Episode
 from speedyzero_jax.run.experiment import Experiment
+from speedyzero_jax.run.topology import Role, derived_seed
 from speedyzero_jax.types import Slots
 from speedyzero_jax.workers.weights import ACTOR
 
@@ -37,6 +38,7 @@ class ActorService:
     self._collector, self._limiter = experiment.collector, experiment.limiter
     self._replay, self._weights = experiment.replay, experiment.weights
     self._needs_data = experiment.needs_data
+    self._run_seed, self._unit = experiment.config.run.seed, experiment.membership.unit
     self._sessions = [Session(part) for part in lanes]
     self._roster = roster
 
@@ -56,7 +58,17 @@ class ActorService:
         self._roster.dismiss(worker)
         raise RunOver("all agent steps are collected")
       first, stop = session.lanes.start, session.lanes.stop
-      return messages.Welcome(first, self._replay.heads[first:stop])
+      seed = self._seed(worker, session)
+      return messages.Welcome(first, self._replay.heads[first:stop], seed)
+
+  def _seed(self, worker: Worker, session: Session) -> int:
+    # Progress differs after a restart of all processes, when incarnations start from 0 again.
+    role = Role("actor", self._unit, worker.number)
+    part = worker.incarnation + (self._progress(session) << 32)
+    return derived_seed(self._run_seed, str(role), part)
+
+  def _progress(self, session: Session) -> int:
+    return int(self._replay.heads[session.lanes].sum())
 
   def _release(self, session: Session) -> None:
     grant, session.grant = session.grant, None

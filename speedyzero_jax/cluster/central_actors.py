@@ -16,10 +16,9 @@ from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.actor_service import ActorService
 from speedyzero_jax.cluster.grpc_server import POLL_SECONDS, RunOver
 from speedyzero_jax.cluster.messages import Worker
-from speedyzero_jax.cluster.remote import actor_seed, play
+from speedyzero_jax.cluster.remote import play
 from speedyzero_jax.cluster.roster import Roster
 from speedyzero_jax.run.experiment import Experiment
-from speedyzero_jax.run.topology import Role
 from speedyzero_jax.types import EnvStep
 from speedyzero_jax.workers.batched_inference import BatchedInference
 
@@ -106,9 +105,7 @@ class CentralActors:
 
   def _play(self, env: RemoteEnv, worker: Worker, welcome: messages.Welcome) -> None:
     experiment = self._experiment
-    role = Role("actor", experiment.membership.unit, worker.number)
     config, agent, latest = experiment.local_config, experiment.agent, experiment.weights.latest
-    seed = actor_seed(config, role, worker.incarnation, int(welcome.heads.sum()))
 
     def request(step: messages.Step) -> messages.Grant:
       while not experiment.limiter.stopping:
@@ -118,4 +115,4 @@ class CentralActors:
       raise RunOver("the run is stopping")
 
     inference = self._inference
-    play(config, agent, env, inference, seed, welcome, request, lambda name, at_least: latest(name))
+    play(config, agent, env, inference, welcome, request, lambda name, at_least: latest(name))

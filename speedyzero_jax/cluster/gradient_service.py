@@ -36,6 +36,9 @@ class GradientService(ActorService):
     self._due = experiment.limiter.learner_steps  # that the gradients received so far complete
     self._lock = threading.Lock()
 
+  def _progress(self, session: Session) -> int:
+    return self._weights.latest(ACTOR).step
+
   def _wanted(self, session: Session) -> int:
     # The slot after a trajectory completes it; later it is the first slot of the next trajectory.
     return self._batch + len(session.lanes)

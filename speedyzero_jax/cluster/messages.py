@@ -38,6 +38,7 @@ class Welcome(NamedTuple):
 
   first: int
   heads: np.ndarray  # [l] int64, next slot to append, by lane
+  seed: int  # of this incarnation's environments and exploration
 
 
 class Step(NamedTuple):

@@ -23,7 +23,7 @@ from speedyzero_jax.run import topology
 from speedyzero_jax.run.factories import enable_compilation_cache, make_agent
 from speedyzero_jax.run.run_dir import RunDir
 from speedyzero_jax.run.signals import Signals
-from speedyzero_jax.run.topology import Role, Topology
+from speedyzero_jax.run.topology import Role, Topology, derived_seed
 from speedyzero_jax.run.train import train
 from speedyzero_jax.system.exit_codes import FAILED
 from speedyzero_jax.workers.weights import DivergedError
@@ -137,11 +137,13 @@ def _serve(
   incarnation = rendezvous.count(f"incarnation/{role}")
   address = rendezvous.lookup(f"address/{role.unit}", _START_TIMEOUT)
   worker = Worker(role.kind, role.number, incarnation)
-  central = config.topology.inference == "central"
-  acting = step_environments if central else act
-  if config.topology.gradients == "actors":
-    acting = send_gradients
-  work = acting if role.kind == "actor" else refresh
   with contextlib.suppress(RunOver), Client(address, token, worker, max_bytes=max_bytes) as client:
-    work(local_config, agent, client, role, incarnation)
+    if role.kind == "refresher":
+      refresh(local_config, agent, client, derived_seed(config.run.seed, str(role), incarnation))
+    elif config.topology.gradients == "actors":
+      send_gradients(local_config, agent, client)
+    elif config.topology.inference == "central":
+      step_environments(local_config, client)
+    else:
+      act(local_config, agent, client)
   return 0

@@ -14,7 +14,6 @@ from speedyzero_jax.cluster.messages import Worker
 from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.aggregation import Episode
 from speedyzero_jax.replay.journal import JournalError
-from speedyzero_jax.run.topology import Role
 from speedyzero_jax.types import Slots
 
 
@@ -360,8 +359,7 @@ def test_actors_that_die_at_any_moment_collect_exactly_what_was_asked(
       client = Unlucky(unit.service, worker, [seed, number, incarnation], danger)
       clients.append(client)
       try:
-        role = Role("actor", 0, number)
-        return remote.act(unit.config, unit.agent, client, role, incarnation)
+        return remote.act(unit.config, unit.agent, client)
       except Killed:
         pass
       except RunOver:

@@ -23,7 +23,7 @@ from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.logger import MetricsLogger
 from speedyzero_jax.run import batch_pipeline, build, factories, loops, snapshot
 from speedyzero_jax.run.experiment import Membership
-from speedyzero_jax.run.topology import Role, lanes_of_actors
+from speedyzero_jax.run.topology import lanes_of_actors
 from speedyzero_jax.types import Slots
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.learner import Gradient, Learner, make_mesh
@@ -272,12 +272,11 @@ def test_a_gradient_that_is_not_finite_ends_the_run(make_unit):
 def act(unit, number, incarnation=0):
   """Runs an actor's main loop in a thread; returns the thread."""
   client = Direct(unit.service, Worker("actor", number, incarnation))
-  config, role = unit.experiment.local_config, Role("actor", 0, number)
-  agent = parts()[0]
+  config, agent = unit.experiment.local_config, parts()[0]
 
   def body():
     with contextlib.suppress(RunOver):
-      gradient_actor.send_gradients(config, agent, client, role, incarnation)
+      gradient_actor.send_gradients(config, agent, client)
 
   thread = threading.Thread(target=body, daemon=True)
   thread.start()

@@ -88,18 +88,15 @@ class Cluster:
   def act(self, incarnation=0):
     unit = self.unit
     client = self.client(incarnation=incarnation)
-    return self._start(remote.act, unit.config, unit.agent, client, ROLE, incarnation)
+    return self._start(remote.act, unit.config, unit.agent, client)
 
   def step_environments(self, number=0, incarnation=0):
-    unit, role = self.unit, Role("actor", 0, number)
     client = self.client("actor", number, incarnation)
-    arguments = unit.config, unit.agent, client, role, incarnation
-    return self._start(remote.step_environments, *arguments)
+    return self._start(remote.step_environments, self.unit.config, client)
 
   def refresh(self, number=0, config=None):
-    unit, role = self.unit, Role("refresher", 0, number)
-    arguments = config or unit.config, unit.agent, self.client("refresher", number), role, 0
-    return self._start(remote.refresh, *arguments)
+    unit, client = self.unit, self.client("refresher", number)
+    return self._start(remote.refresh, config or unit.config, unit.agent, client, number)
 
 
 @pytest.fixture

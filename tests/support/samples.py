@@ -35,7 +35,7 @@ def one_of_each() -> dict[type, Any]:
   weights = {"['b']": np.array([1.5, -2], jnp.bfloat16), "['n']": np.array(3, np.int32)}
   all_kinds = [
     messages.Join(),
-    messages.Welcome(1, np.array([5, 6], np.int64)),
+    messages.Welcome(1, np.array([5, 6], np.int64), 2**32 - 1),
     messages.Step(3, played, np.array([[np.nan, 7]])),
     messages.Grant(4, True, 11, 0.25, False),
     messages.Gradient(
