@@ -50,13 +50,9 @@ def main(
 ) -> int:
   """Runs this process' role. Returns the exit code.
 
-  Args:
-    place: position of this process in the run.
-    configure: returns the configuration.
-    open_folder: opens the run's folder, once devices can be used. Both functions are called in
-      process 0 only and may raise ConfigError or RunFolderError.
-    resume: whether the run is continued; the value in process 0 counts.
-    devices: ids of the accelerators to use; None for all.
+  `configure` and then, once devices can be used, `open_folder` are called in process 0 only; they
+  may raise ConfigError or RunFolderError. The value of `resume` in process 0 counts. `devices` are
+  the ids of the accelerators to use; None: all.
   """
   signals = Signals()
   try:

@@ -28,11 +28,7 @@ class Interrupted(Exception):
 
 
 class RunProcesses:
-  """Trains runs in subprocesses. Thread-safe: call `train` from one thread per run.
-
-  Args:
-    places: shares of the machine; each trains one run at a time.
-  """
+  """Trains runs in subprocesses, one in each place at a time. Thread-safe, for a thread per run."""
 
   def __init__(self, places: Sequence[Place]):
     self.count = len(places)
@@ -68,15 +64,10 @@ class RunProcesses:
   ) -> int:
     """Trains or resumes a run once a place is free, and returns the launcher's exit code.
 
-    Output goes to a log beside the run folder. The log is locked while the run is in training, and
-    this call waits for the lock: another study may train the run, or a process that has outlived
-    its killed parent.
-
-    Args:
-      path: run folder.
-      new: launcher arguments for a new run, except its folder.
-      changes: `key=value` overrides for new and resumed runs.
-      finished: whether the run is already trained; called with the log locked.
+    Output goes to a log beside the run folder `path`. The log is locked while the run is in
+    training, and this call waits for the lock: another study may train the run, or a process that
+    has outlived its killed parent. With the lock, `finished` tells whether the run is trained. The
+    launcher gets the arguments `new` for a new run, and the overrides `changes` for any.
 
     Raises Interrupted after `stop`, and OSError if the process can't be started.
     """
