@@ -98,7 +98,7 @@ class Weights(NamedTuple):
   arrays: Arrays
 
 
-class Work(NamedTuple):
+class Results(NamedTuple):
   """Results of a refresher's last block, and the request for the next block.
 
   It can be retried. Any other block assigned to this refresher is then considered lost.
@@ -149,7 +149,7 @@ CALLS: Mapping[str, Call] = {
   "step": Call(Step, Grant, poll=True),
   "gradient": Call(Gradient, Grant, poll=True),
   "weights": Call(WeightsRequest, Weights),
-  "work": Call(Work, Block, poll=True),
+  "work": Call(Results, Block, poll=True),
   "frames": Call(FramesRequest, FramesChunk),
 }
 STREAM = "environments", Call(Observation, Actions)  # a call with many requests and answers

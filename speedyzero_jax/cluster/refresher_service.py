@@ -59,7 +59,9 @@ class RefresherService:
     if assignment.batch is not None:
       self._waiting.appendleft((assignment.work, assignment.batch))
 
-  def work(self, worker: Worker, request: messages.Work, seconds: float) -> messages.Block | None:
+  def work(
+    self, worker: Worker, request: messages.Results, seconds: float
+  ) -> messages.Block | None:
     """Writes results and returns the next block, of a batch in preparation or of a due sweep.
 
     Returns None if there is no block within `seconds`.
@@ -112,7 +114,7 @@ class RefresherService:
         return sweeper.next(self._replay)
     return None
 
-  def _write(self, worker: Worker, request: messages.Work) -> None:
+  def _write(self, worker: Worker, request: messages.Results) -> None:
     """Writes results, unless the block has since been assigned to another refresher."""
     with self._lock:
       assignment = self._assigned.get(request.block)
@@ -121,7 +123,7 @@ class RefresherService:
     work, task = assignment.work, self._tasks[assignment.work.task]
     newest = self._experiment.weights.latest(task.subscription).step
     if not 0 <= request.step <= newest:
-      raise ValueError(f"work.step must be in 0..{newest}, got {request.step}")
+      raise ValueError(f"results.step must be in 0..{newest}, got {request.step}")
     write_results(self._replay, task, work, request.arrays, request.step)
     with self._lock:
       if self._assigned.pop(request.block, None) is not None and assignment.batch is not None:

@@ -163,7 +163,7 @@ def refresh(config: Config, agent: Agent, client: Client, seed: int) -> None:
   weights = RemoteWeights(client, like, everywhere)
   inference = Inference(agent, mesh, report=_report)
   key = jax.random.key(seed)
-  request = messages.Work(0, 0, {})
+  request = messages.Results(0, 0, {})
   while True:
     block: messages.Block = client.call(request)
     subscription = agent.tasks[block.task].subscription
@@ -172,4 +172,4 @@ def refresh(config: Config, agent: Agent, client: Client, seed: int) -> None:
     block_key = jax.random.fold_in(key, block.block)
     inputs = {"frames": windows, **block.columns}
     results = inference.compute(version, block.task, inputs, block_key)
-    request = messages.Work(block.block, version.step, results)
+    request = messages.Results(block.block, version.step, results)

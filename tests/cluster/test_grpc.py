@@ -218,7 +218,7 @@ def test_a_service_s_failure_is_logged_with_its_traceback(service, server, caplo
   service.answers["work"] = lambda _: 1 / 0
   with Client(server, TOKEN, WORKER, max_bytes=MAX_BYTES) as client:
     with pytest.raises(Refused, match=r"INTERNAL.*ZeroDivisionError"):
-      client.call(EACH[messages.Work])
+      client.call(EACH[messages.Results])
     client.call(EACH[messages.Join])
   assert "Traceback" in caplog.text and "lambda" in caplog.text
   assert len(service.asked) == 2
@@ -365,7 +365,7 @@ def test_a_client_outlives_its_server():
     with Client(f"127.0.0.1:{port}", TOKEN, WORKER, max_bytes=MAX_BYTES) as client:
       assert client.call(EACH[messages.Step]).weights == first.pid
       answers: list[messages.Block] = []
-      thread = threading.Thread(target=lambda: answers.append(client.call(EACH[messages.Work])))
+      thread = threading.Thread(target=lambda: answers.append(client.call(EACH[messages.Results])))
       thread.start()
       assert first.stdout.readline() == "asked\n"
       first.kill()
@@ -394,7 +394,7 @@ def test_a_busy_server_is_waited_for_and_one_that_hangs_is_noticed(monkeypatch):
     with Client(f"127.0.0.1:{port}", TOKEN, WORKER, max_bytes=MAX_BYTES, patience=0.1) as client:
       client.call(EACH[messages.Join])
       begin = time.monotonic()
-      client.call(EACH[messages.Work])
+      client.call(EACH[messages.Results])
       assert time.monotonic() - begin > 1.5
       process.send_signal(signal.SIGSTOP)
       begin = time.monotonic()

@@ -44,7 +44,7 @@ def one_of_each() -> dict[type, Any]:
     messages.WeightsRequest("actor"),
     messages.Weights(12, weights),
     messages.Block(6, "search", lane, np.array([[0, 1, 2], [3, 4, 4]], np.int32), 10, heads, {}),
-    messages.Work(6, 10, {"policy": np.ones((2, 3, 2), np.float32)}),
+    messages.Results(6, 10, {"policy": np.ones((2, 3, 2), np.float32)}),
     messages.FramesRequest(heads),
     messages.FramesChunk(heads, lane, cell, frames),
   ]

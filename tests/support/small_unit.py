@@ -30,7 +30,7 @@ from speedyzero_jax.workers.actor import Actor
 from speedyzero_jax.workers.weights import ACTOR
 
 SECONDS = 0.02  # timeout of a poll
-A_WORKER, NO_RESULT = Worker("actor", 0), messages.Work(0, 0, {})
+A_WORKER, NO_RESULT = Worker("actor", 0), messages.Results(0, 0, {})
 SUBSCRIPTIONS = ACTOR, REANALYSER, REFRESHER
 NAMES = {call.request: (name, call.poll) for name, call in messages.CALLS.items()}
 BATCH = ("reanalyse.schedule=batch", "refresh.enabled=false")
@@ -94,7 +94,7 @@ class Unit:
       inputs = {"frames": self.replay.store.frame[lane, block.cell], **block.columns}
       arrays = self.inference.compute(version, block.task, inputs, jax.random.key(9))
     step = version.step if step is None else step
-    request = messages.Work(block.block, step, arrays)
+    request = messages.Results(block.block, step, arrays)
     return self.work(refresher, incarnation, seconds, request)
 
   # --- the work of actors and the learner
