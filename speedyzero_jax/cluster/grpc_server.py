@@ -17,7 +17,7 @@ from speedyzero_jax.cluster import messages
 
 SERVICE = "speedyzero.Unit"
 # Keys of the metadata; -bin: its value is bytes.
-TOKEN, WORKER = "speedyzero-token-bin", "speedyzero-worker"
+TOKEN, HELPER = "speedyzero-token-bin", "speedyzero-helper"
 POLL_SECONDS = 2.0  # longest wait of one poll, and so the time that a lost caller blocks a thread
 KEEPALIVE_SECONDS = 5.0  # interval between pings of a silent peer, and timeout of their answers
 
@@ -55,9 +55,9 @@ def serve(
   On exit it ends all calls and waits (up to POLL_SECONDS) until none is being answered.
 
   Args:
-    service: called from many threads. Its method `call` takes the name of a call, the worker, the
+    service: called from many threads. Its method `call` takes the name of a call, the helper, the
       request and, for polls, the seconds to wait, after which it returns None. Its method
-      `environments` (see `messages.STREAM`) takes the worker and an iterator of requests and
+      `environments` (see `messages.STREAM`) takes the helper and an iterator of requests and
       returns an iterator of answers. A ValueError refuses the call, with its text; RunOver ends the
       caller's work.
     address: host:port to listen on; port 0 picks a free one. Raises OSError if it can't be used.
@@ -116,7 +116,7 @@ def _method(name: str, call: messages.Call, method: Callable[..., Any]) -> Calla
   def answer(data: bytes, context: grpc.ServicerContext) -> Any:
     with _refusing(name, context):
       request: Any = messages.decode(call.request, data)
-      result = method(_worker(context), request, *waiting)
+      result = method(_helper(context), request, *waiting)
       return b"" if result is None and call.poll else messages.encode(result)
 
   return answer
@@ -126,7 +126,7 @@ def _stream(name: str, call: messages.Call, method: Callable[..., Any]) -> Calla
   def answers(data: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
     with _refusing(name, context):
       requests: Iterator[Any] = (messages.decode(call.request, each) for each in data)
-      yield from map(messages.encode, method(_worker(context), requests))
+      yield from map(messages.encode, method(_helper(context), requests))
 
   return answers
 
@@ -147,10 +147,10 @@ def _refusing(name: str, context: grpc.ServicerContext) -> Iterator[None]:
   context.abort(code, text[:_MAX_TEXT])
 
 
-def _worker(context: grpc.ServicerContext) -> messages.Worker:
-  """Returns the calling worker. Raises ValueError if the metadata does not name one."""
+def _helper(context: grpc.ServicerContext) -> messages.Helper:
+  """Returns the calling helper. Raises ValueError if the metadata does not name one."""
   try:
-    kind, number, incarnation = dict(context.invocation_metadata())[WORKER].split()
-    return messages.Worker(kind, int(number), int(incarnation))
+    kind, number, incarnation = dict(context.invocation_metadata())[HELPER].split()
+    return messages.Helper(kind, int(number), int(incarnation))
   except (KeyError, ValueError):
-    raise ValueError("the call names no worker") from None
+    raise ValueError("the call names no helper") from None

@@ -1,4 +1,4 @@
-"""Messages between the learner and its workers: actors and refreshers call, the learner answers.
+"""Messages between the learner and its helpers: actors and refreshers call, the learner answers.
 
 A message is a NamedTuple, sent as a msgpack map `{kind: fields}` with arrays in flax's encoding.
 Letters in shapes: n slots or states, k states per window, w frames per window, l lanes, e episodes.
@@ -18,8 +18,8 @@ Arrays = dict[str, np.ndarray]
 Message = TypeVar("Message")
 
 
-class Worker(NamedTuple):
-  """The calling process; sent with every request."""
+class Helper(NamedTuple):
+  """The actor or refresher that calls; sent with every request."""
 
   kind: Kind
   number: int

@@ -12,7 +12,7 @@ from speedyzero_jax.cluster.gradient_actor import send_gradients
 from speedyzero_jax.cluster.grpc_client import Client, Refused, Unreachable
 from speedyzero_jax.cluster.grpc_server import RunOver
 from speedyzero_jax.cluster.learner_process import max_message, membership_of, serving
-from speedyzero_jax.cluster.messages import Worker
+from speedyzero_jax.cluster.messages import Helper
 from speedyzero_jax.cluster.remote import act, refresh, step_environments
 from speedyzero_jax.cluster.rendezvous import Place, Rendezvous, RendezvousError
 from speedyzero_jax.config import loader
@@ -132,8 +132,8 @@ def _serve(
   max_bytes = max_message(local_config, agent)
   incarnation = rendezvous.count(f"incarnation/{role}")
   address = rendezvous.lookup(f"address/{role.unit}", _START_TIMEOUT)
-  worker = Worker(role.kind, role.number, incarnation)
-  with contextlib.suppress(RunOver), Client(address, token, worker, max_bytes=max_bytes) as client:
+  helper = Helper(role.kind, role.number, incarnation)
+  with contextlib.suppress(RunOver), Client(address, token, helper, max_bytes=max_bytes) as client:
     if role.kind == "refresher":
       refresh(local_config, agent, client, derived_seed(config.run.seed, str(role), incarnation))
     elif config.topology.gradients == "actors":

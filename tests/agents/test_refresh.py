@@ -93,9 +93,9 @@ def _refresh_here(run):
 
 def _refresh_in_a_host(run):
   """The calls of a refresher process, with encoded messages; frames are read from the replay."""
-  roster, worker = Roster({"refresher": 1}, lambda _: None), messages.Worker("refresher", 0)
+  roster, helper = Roster({"refresher": 1}, lambda _: None), messages.Helper("refresher", 0)
   service, request = RefresherService(run, 1, roster), messages.Results(0, 0, {})
-  roster.enter(worker)
+  roster.enter(helper)
 
   def sent(message):
     return messages.decode(type(message), messages.encode(message))
@@ -103,7 +103,7 @@ def _refresh_in_a_host(run):
   def refresh(run):
     nonlocal request
     run.limiter.add_learner_step()
-    block = service.work(worker, sent(request), 0.01)
+    block = service.work(helper, sent(request), 0.01)
     request = messages.Results(0, 0, {})
     if block is None:
       return

@@ -27,7 +27,7 @@ from speedyzero_jax.cluster.grpc_server import RunOver, serve
 from speedyzero_jax.cluster.messages import CALLS
 
 EXAMPLES = int(os.environ.get("SPEEDYZERO_FUZZ_EXAMPLES", "60"))
-TOKEN, WORKER = bytes(range(32)), messages.Worker("actor", 3, 4)
+TOKEN, HELPER = bytes(range(32)), messages.Helper("actor", 3, 4)
 EACH = samples.one_of_each()
 ASK = EACH[messages.WeightsRequest]
 MAX_BYTES = 1 << 16
@@ -41,15 +41,15 @@ class FakeService:
     self.answers = {}  # by call: what to answer, or a function of the request
     self.running = 0
 
-  def environments(self, worker, observations):
-    assert worker == WORKER
+  def environments(self, helper, observations):
+    assert helper == HELPER
     for observation in observations:
       if (number := int(observation.arrays["reward"])) > 2:
         raise [ValueError("no"), RunOver("over")][number - 3]
       yield messages.Actions(np.full(2, number, np.int32))
 
-  def call(self, name, worker, request, *seconds):
-    assert worker == WORKER and type(request) is CALLS[name].request
+  def call(self, name, helper, request, *seconds):
+    assert helper == HELPER and type(request) is CALLS[name].request
     assert seconds == ((grpc_server.POLL_SECONDS,) if CALLS[name].poll else ())
     self.asked.append((name, request))
     self.running += 1
@@ -77,13 +77,13 @@ def server(service) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def raw(server: str, token: bytes | None = TOKEN, worker: str = "actor 3 4"):
+def raw(server: str, token: bytes | None = TOKEN, helper: str = "actor 3 4"):
   """Calls with arbitrary bytes: call(name, data) returns (status code, text or bytes)."""
   with grpc.insecure_channel(server) as channel:
 
     def call(name: str, data: bytes, metadata: tuple = ()):
       metadata += () if token is None else ((grpc_server.TOKEN, token),)
-      metadata += ((grpc_server.WORKER, worker),)
+      metadata += ((grpc_server.HELPER, helper),)
       try:
         return grpc.StatusCode.OK, channel.unary_unary(f"/{grpc_server.SERVICE}/{name}")(
           data, timeout=20, metadata=metadata
@@ -114,7 +114,7 @@ def waiting(seconds=10.0):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_every_call_carries_its_request_and_its_answer(name, service, server):
-  with Client(server, TOKEN, WORKER, max_bytes=MAX_BYTES) as client:
+  with Client(server, TOKEN, HELPER, max_bytes=MAX_BYTES) as client:
     request = EACH[CALLS[name].request]
     answer = client.call(request)
   assert samples.leaves(answer) == samples.leaves(EACH[CALLS[name].answer])
@@ -130,7 +130,7 @@ def test_a_stream_is_answered_request_by_request_until_it_ends(service):
     server = stack.enter_context(
       serve(service, "127.0.0.1:0", TOKEN, max_bytes=MAX_BYTES, clients=2)
     )
-    client = Client(server, TOKEN, WORKER, max_bytes=MAX_BYTES)
+    client = Client(server, TOKEN, HELPER, max_bytes=MAX_BYTES)
     answers = client.stream(numbered(0, 1, 2))
     assert [answer.action.tolist() for answer in answers] == [[0, 0], [1, 1], [2, 2]]
     with pytest.raises(Refused, match="no"):
@@ -148,7 +148,7 @@ def test_a_stream_is_answered_request_by_request_until_it_ends(service):
 def test_a_poll_is_asked_again_until_there_is_news(name, service, server):
   service.answers[name] = lambda _: EACH[CALLS[name].answer] if len(service.asked) == 3 else None
   begin = time.monotonic()
-  with Client(server, TOKEN, WORKER, max_bytes=MAX_BYTES) as client:
+  with Client(server, TOKEN, HELPER, max_bytes=MAX_BYTES) as client:
     client.call(EACH[CALLS[name].request])
   assert len(service.asked) == 3 and time.monotonic() - begin > 0.15  # it is not flooded
 
@@ -182,11 +182,11 @@ def test_malformed_messages_are_refused(service, server):
     assert call("join", messages.encode(EACH[messages.Join]))[0] is grpc.StatusCode.OK
 
 
-@pytest.mark.parametrize("worker", ["", "actor", "actor 1 2 3", "actor x 0"])
-def test_calls_of_no_worker_are_refused(worker, service, server):
-  with raw(server, worker=worker) as call:
+@pytest.mark.parametrize("helper", ["", "actor", "actor 1 2 3", "actor x 0"])
+def test_calls_of_no_helper_are_refused(helper, service, server):
+  with raw(server, helper=helper) as call:
     code, text = call("join", messages.encode(EACH[messages.Join]))
-  assert code is grpc.StatusCode.FAILED_PRECONDITION and "no worker" in text and not service.asked
+  assert code is grpc.StatusCode.FAILED_PRECONDITION and "no helper" in text and not service.asked
 
 
 def test_unknown_calls_are_refused(service, server):
@@ -207,7 +207,7 @@ def test_a_service_s_refusal_reaches_the_caller(service, server):
 
   service.answers["step"] = refuse
   with (
-    Client(server, TOKEN, WORKER, max_bytes=MAX_BYTES) as client,
+    Client(server, TOKEN, HELPER, max_bytes=MAX_BYTES) as client,
     pytest.raises(Refused, match=r"FAILED.*not the newest: ä, 日本 xxx"),
   ):
     client.call(EACH[messages.Step])
@@ -216,7 +216,7 @@ def test_a_service_s_refusal_reaches_the_caller(service, server):
 
 def test_a_service_s_failure_is_logged_with_its_traceback(service, server, caplog):
   service.answers["work"] = lambda _: 1 / 0
-  with Client(server, TOKEN, WORKER, max_bytes=MAX_BYTES) as client:
+  with Client(server, TOKEN, HELPER, max_bytes=MAX_BYTES) as client:
     with pytest.raises(Refused, match=r"INTERNAL.*ZeroDivisionError"):
       client.call(EACH[messages.Results])
     client.call(EACH[messages.Join])
@@ -227,7 +227,7 @@ def test_a_service_s_failure_is_logged_with_its_traceback(service, server, caplo
 def test_an_answer_of_another_kind_is_an_error(service, server):
   service.answers["step"] = EACH[messages.Block]
   with (
-    Client(server, TOKEN, WORKER, max_bytes=MAX_BYTES) as client,
+    Client(server, TOKEN, HELPER, max_bytes=MAX_BYTES) as client,
     pytest.raises(messages.WireError, match="not a message of kind Grant"),
   ):
     client.call(EACH[messages.Step])
@@ -240,14 +240,14 @@ def test_the_end_of_the_run_reaches_every_caller(name, service, server):
 
   service.answers[name] = over
   with (
-    Client(server, TOKEN, WORKER, max_bytes=MAX_BYTES) as client,
+    Client(server, TOKEN, HELPER, max_bytes=MAX_BYTES) as client,
     pytest.raises(RunOver, match="every learner step is taken"),
   ):
     client.call(EACH[CALLS[name].request])
 
 
 def test_messages_that_are_too_long_are_not_sent(service, server):
-  with Client(server, TOKEN, WORKER, max_bytes=MAX_BYTES) as client:
+  with Client(server, TOKEN, HELPER, max_bytes=MAX_BYTES) as client:
     with pytest.raises(Refused, match=r"RESOURCE_EXHAUSTED.*larger than max"):
       client.call(EACH[messages.Step]._replace(episodes=np.zeros(MAX_BYTES)))
     assert not service.asked
@@ -260,7 +260,7 @@ def test_as_many_polls_wait_as_clients_may_have(service, server):
   """All of them wait at the same time, each in a thread: the pool is large enough."""
   together = threading.Barrier(2 * grpc_server._THREADS)
   service.answers["step"] = lambda _: together.wait(timeout=10) >= 0 and EACH[messages.Grant]
-  clients = [Client(server, TOKEN, WORKER, max_bytes=MAX_BYTES) for _ in range(2)]
+  clients = [Client(server, TOKEN, HELPER, max_bytes=MAX_BYTES) for _ in range(2)]
   threads = [
     threading.Thread(target=client.call, args=(EACH[messages.Step],))
     for client in clients
@@ -287,7 +287,7 @@ def test_answers_on_their_way_arrive_while_the_server_stops(service):
   with contextlib.ExitStack() as stack:
     pool = stack.enter_context(ThreadPoolExecutor())
     with serve(service, "127.0.0.1:0", TOKEN, max_bytes=MAX_BYTES, clients=2) as server:
-      client = stack.enter_context(Client(server, TOKEN, WORKER, max_bytes=MAX_BYTES))
+      client = stack.enter_context(Client(server, TOKEN, HELPER, max_bytes=MAX_BYTES))
       answer = pool.submit(client.call, ASK)
       for _ in waiting():
         if service.running:
@@ -302,7 +302,7 @@ def test_after_the_end_no_call_is_being_answered(service):
   service.answers["weights"] = slow
   with (
     serve(service, "127.0.0.1:0", TOKEN, max_bytes=MAX_BYTES, clients=2) as server,
-    Client(server, TOKEN, WORKER, max_bytes=MAX_BYTES, patience=0.1) as client,
+    Client(server, TOKEN, HELPER, max_bytes=MAX_BYTES, patience=0.1) as client,
   ):
     failed = []
     thread = threading.Thread(target=lambda: failed.append(error_of(client.call, ASK)))
@@ -326,7 +326,7 @@ def free_port() -> int:
 def test_a_missing_server_is_unreachable_after_a_while():
   begin = time.monotonic()
   with (
-    Client(f"127.0.0.1:{free_port()}", TOKEN, WORKER, max_bytes=MAX_BYTES, patience=1.0) as client,
+    Client(f"127.0.0.1:{free_port()}", TOKEN, HELPER, max_bytes=MAX_BYTES, patience=1.0) as client,
     pytest.raises(Unreachable, match=r"127.0.0.1:\d+ has not answered for 1 seconds"),
   ):
     client.call(EACH[messages.Join])
@@ -336,7 +336,7 @@ def test_a_missing_server_is_unreachable_after_a_while():
 def test_a_wrong_token_is_not_retried(server):
   begin = time.monotonic()
   with (
-    Client(server, bytes(32), WORKER, max_bytes=MAX_BYTES) as client,
+    Client(server, bytes(32), HELPER, max_bytes=MAX_BYTES) as client,
     pytest.raises(Refused, match="UNAUTHENTICATED"),
   ):
     client.call(EACH[messages.Step])
@@ -362,7 +362,7 @@ def test_a_client_outlives_its_server():
   first = start_server(port, "mute")
   second = None
   try:
-    with Client(f"127.0.0.1:{port}", TOKEN, WORKER, max_bytes=MAX_BYTES) as client:
+    with Client(f"127.0.0.1:{port}", TOKEN, HELPER, max_bytes=MAX_BYTES) as client:
       assert client.call(EACH[messages.Step]).weights == first.pid
       answers: list[messages.Block] = []
       thread = threading.Thread(target=lambda: answers.append(client.call(EACH[messages.Results])))
@@ -391,7 +391,7 @@ def test_a_busy_server_is_waited_for_and_one_that_hangs_is_noticed(monkeypatch):
   monkeypatch.setattr(grpc_server, "KEEPALIVE_SECONDS", 0.4)
   process = start_server(port := free_port(), "busy")
   try:
-    with Client(f"127.0.0.1:{port}", TOKEN, WORKER, max_bytes=MAX_BYTES, patience=0.1) as client:
+    with Client(f"127.0.0.1:{port}", TOKEN, HELPER, max_bytes=MAX_BYTES, patience=0.1) as client:
       client.call(EACH[messages.Join])
       begin = time.monotonic()
       client.call(EACH[messages.Results])

@@ -18,7 +18,7 @@ from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER
 from speedyzero_jax.cluster import grpc_server, messages, remote
 from speedyzero_jax.cluster.grpc_client import Client, Refused
 from speedyzero_jax.cluster.learner_process import max_message
-from speedyzero_jax.cluster.messages import Worker
+from speedyzero_jax.cluster.messages import Helper
 from speedyzero_jax.cluster.remote import FrameCopy, RemoteWeights
 from speedyzero_jax.config import loader
 from speedyzero_jax.metrics.aggregation import EpisodeStats
@@ -68,9 +68,9 @@ class Cluster:
         assert time.monotonic() - begin < 8  # all have heard it
 
   def client(self, kind="actor", number=0, incarnation=0):
-    worker = Worker(kind, number, incarnation)
+    helper = Helper(kind, number, incarnation)
     return self._stack.enter_context(
-      Client(self._address, TOKEN, worker, max_bytes=MAX_BYTES, patience=5.0)
+      Client(self._address, TOKEN, helper, max_bytes=MAX_BYTES, patience=5.0)
     )
 
   def _start(self, role, *arguments):
@@ -295,7 +295,7 @@ def test_wrong_requests_are_refused(make_unit, cluster):
     other = like._replace(params={"w": jax.ShapeDtypeStruct((3, 2), np.float32)})
     with pytest.raises(ValueError, match="an array is"):
       RemoteWeights(client, other, here).latest(ACTOR, 0)
-    unit.roster.enter(newer := Worker("actor", 0, 7))
+    unit.roster.enter(newer := Helper("actor", 0, 7))
     with pytest.raises(Refused, match="has incarnation 7"):
       FrameCopy(client, unit.replay.store.frame, 3).gather(
         np.zeros(1, int), np.zeros((1, 2), int), np.ones(3)
@@ -303,7 +303,7 @@ def test_wrong_requests_are_refused(make_unit, cluster):
     unit.roster.dismiss(newer)
 
 
-def test_workers_that_come_when_the_run_is_over_leave(make_unit, cluster):
+def test_helpers_that_come_when_the_run_is_over_leave(make_unit, cluster):
   unit = make_unit()
   unit.service.finish(0)
   with cluster(unit) as served:
