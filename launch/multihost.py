@@ -199,7 +199,7 @@ def supervise(arguments: argparse.Namespace) -> int:
 
 def be_one(arguments: argparse.Namespace) -> int:
   """Runs this process' part of the run. Returns the exit code."""
-  from speedyzero_jax.cluster import rendezvous, worker
+  from speedyzero_jax.cluster import process, rendezvous
   from speedyzero_jax.run.signals import Signals
   from speedyzero_jax.run.train import train
   from speedyzero_jax.system import memory
@@ -223,7 +223,7 @@ def be_one(arguments: argparse.Namespace) -> int:
     return open_folder(arguments, config)
 
   if place is not None:
-    return worker.main(place, configure, open_checked, resume=resume, devices=arguments.devices)
+    return process.main(place, configure, open_checked, resume=resume, devices=arguments.devices)
   if arguments.devices:
     raise ConfigError("--devices is for one of several processes; set CUDA_VISIBLE_DEVICES instead")
   with Signals() as signals:

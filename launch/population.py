@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   )
   arguments = parser.parse_args(argv)
   try:
-    processes = RunProcesses(devices.places(arguments.together))
+    processes = RunProcesses(devices.machine_shares(arguments.together))
     population = populations.load(arguments.population)
     with contextlib.ExitStack() as stack:
       stack.enter_context(_claimed(arguments.dir, arguments.population.read_text()))

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command line. Returns the exit code."""
   arguments = _parser().parse_intermixed_args(argv)
   try:
-    processes = RunProcesses(devices.places(arguments.together))
+    processes = RunProcesses(devices.machine_shares(arguments.together))
     study = _study(arguments)
     folder = arguments.dir or Path("runs") / _name(arguments)
     runs = studies.runs_of(study, folder)

@@ -9,10 +9,11 @@ import numpy as np
 
 from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.grpc_server import RunOver
-from speedyzero_jax.cluster.messages import Worker
+from speedyzero_jax.cluster.messages import Helper
 from speedyzero_jax.cluster.roster import Roster
 from speedyzero_jax.metrics.aggregation import Episode
 from speedyzero_jax.run.experiment import Experiment
+from speedyzero_jax.run.topology import Role, derived_seed
 from speedyzero_jax.types import Slots
 from speedyzero_jax.workers.weights import ACTOR
 
@@ -37,26 +38,37 @@ class ActorService:
     self._collector, self._limiter = experiment.collector, experiment.limiter
     self._replay, self._weights = experiment.replay, experiment.weights
     self._needs_data = experiment.needs_data
+    self._run_seed, self._unit = experiment.config.run.seed, experiment.membership.unit
     self._sessions = [Session(part) for part in lanes]
     self._roster = roster
 
-  def join(self, worker: Worker, request: messages.Join) -> messages.Welcome:
+  def join(self, helper: Helper, request: messages.Join) -> messages.Welcome:
     """Starts a session.
 
     A new incarnation replaces a lost actor: its grant is released and its episodes are truncated.
     Raises RunOver if collection is complete.
     """
-    session = self._sessions[worker.number]
+    session = self._sessions[helper.number]
     with session.lock:
-      if session.incarnation < worker.incarnation:
-        session.incarnation, session.sequence, session.closed = worker.incarnation, -1, False
+      if session.incarnation < helper.incarnation:
+        session.incarnation, session.sequence, session.closed = helper.incarnation, -1, False
         self._release(session)
         self._collector.truncate(session.lanes)
       if self._limiter.collected:  # otherwise each lane would begin an episode of one slot
-        self._roster.dismiss(worker)
+        self._roster.dismiss(helper)
         raise RunOver("all agent steps are collected")
       first, stop = session.lanes.start, session.lanes.stop
-      return messages.Welcome(first, self._replay.heads[first:stop])
+      seed = self._seed(helper, session)
+      return messages.Welcome(first, self._replay.heads[first:stop], seed)
+
+  def _seed(self, helper: Helper, session: Session) -> int:
+    # Progress differs after a restart of all processes, when incarnations start from 0 again.
+    role = Role("actor", self._unit, helper.number)
+    part = helper.incarnation + (self._progress(session) << 32)
+    return derived_seed(self._run_seed, str(role), part)
+
+  def _progress(self, session: Session) -> int:
+    return int(self._replay.heads[session.lanes].sum())
 
   def _release(self, session: Session) -> None:
     grant, session.grant = session.grant, None
@@ -64,25 +76,25 @@ class ActorService:
       self._limiter.add_env_steps(0, reserved=grant.steps)
       self._limiter.end_acting(session)
 
-  def step(self, worker: Worker, request: Any, seconds: float) -> messages.Grant | None:
+  def step(self, helper: Helper, request: Any, seconds: float) -> messages.Grant | None:
     """Adds experience to the journal and the replay; grants steps once the limiter allows any.
 
     Returns None if it allows none within `seconds`.
     """
-    session = self._sessions[worker.number]
+    session = self._sessions[helper.number]
     with session.lock:
-      if worker.incarnation != session.incarnation:
-        raise ValueError(f"{worker} of incarnation {worker.incarnation} has no session")
+      if helper.incarnation != session.incarnation:
+        raise ValueError(f"{helper} of incarnation {helper.incarnation} has no session")
       if request.sequence == session.sequence and session.grant is not None:
         return session.grant  # a retry, as the answer was lost
       if request.sequence != session.sequence + 1:
-        raise ValueError(f"{worker} sent step {request.sequence} after step {session.sequence}")
-      self._take(worker, session, request)
-      steps, requested = self._wait_for_steps(worker, session, seconds), self._wanted(session)
+        raise ValueError(f"{helper} sent step {request.sequence} after step {session.sequence}")
+      self._take(helper, session, request)
+      steps, requested = self._wait_for_steps(helper, session, seconds), self._wanted(session)
       if steps is None:
-        self._roster.enter(worker)
+        self._roster.enter(helper)
         return None
-      self._roster.served(worker)
+      self._roster.served(helper)
       session.sequence = request.sequence
       if steps:  # with 0 steps the actor leaves, or only sends the final frames of its lanes
         self._limiter.begin_acting(session)  # before the newest weights are looked up
@@ -97,22 +109,22 @@ class ActorService:
       )
       return session.grant
 
-  def _wait_for_steps(self, worker: Worker, session: Session, seconds: float) -> int | None:
+  def _wait_for_steps(self, helper: Helper, session: Session, seconds: float) -> int | None:
     """Waits for steps to grant; returns 0 if the actor may leave, None after a timeout."""
     if session.closed:
       self._limiter.wait_for(lambda: self._limiter.collected, seconds)
       if not self._limiter.collected:
         return None
-      self._roster.dismiss(worker)
+      self._roster.dismiss(helper)
       return 0
-    self._roster.waits(worker)
+    self._roster.waits(helper)
     return self._limiter.reserve(self._wanted(session), seconds, urgent=self._needs_data)
 
   def _wanted(self, session: Session) -> int:
     """Agent steps to grant at a time."""
     return len(session.lanes)
 
-  def _take(self, worker: Worker, session: Session, request: Any) -> None:
+  def _take(self, helper: Helper, session: Session, request: Any) -> None:
     """Stores slots, unless an earlier attempt of the request has delivered them."""
     grant, heads = session.grant, self._replay.heads
     if not request.slots:
@@ -123,16 +135,16 @@ class ActorService:
     except (TypeError, AttributeError) as error:
       raise ValueError(f"malformed slots: {error}") from None
     if not np.isin(slots.lane, session.lanes).all():
-      raise ValueError(f"{worker} has lanes {session.lanes}, got lanes {np.unique(slots.lane)}")
+      raise ValueError(f"{helper} has lanes {session.lanes}, got lanes {np.unique(slots.lane)}")
     if (slots.time < heads[slots.lane]).all():
       return self._release(session)
     if grant is None:
-      raise ValueError(f"{worker} has no grant for the experience it sent")
+      raise ValueError(f"{helper} has no grant for the experience it sent")
     taken = int((slots["action"] >= 0).sum())
     if slots["step"].max() > self._limiter.learner_steps:
-      raise ValueError(f"{worker} acted with weights newer than the learner's")
+      raise ValueError(f"{helper} acted with weights newer than the learner's")
     if taken > grant.steps:
-      raise ValueError(f"{worker} took {taken} steps of {grant.steps} granted")
+      raise ValueError(f"{helper} took {taken} steps of {grant.steps} granted")
     episodes = finished_episodes(request)
     try:
       self._collector.take(slots, episodes, granted=grant.steps)

@@ -15,11 +15,10 @@ from speedyzero_jax.agents.base import Agent
 from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.actor_service import ActorService
 from speedyzero_jax.cluster.grpc_server import POLL_SECONDS, RunOver
-from speedyzero_jax.cluster.messages import Worker
-from speedyzero_jax.cluster.remote import actor_seed, play
+from speedyzero_jax.cluster.messages import Helper
+from speedyzero_jax.cluster.remote import play
 from speedyzero_jax.cluster.roster import Roster
 from speedyzero_jax.run.experiment import Experiment
-from speedyzero_jax.run.topology import Role
 from speedyzero_jax.types import EnvStep
 from speedyzero_jax.workers.batched_inference import BatchedInference
 
@@ -75,17 +74,17 @@ class CentralActors:
     self._inference = BatchedInference(experiment.inference, experiment.logger.log_mean)
 
   def environments(
-    self, worker: Worker, observations: Iterator[messages.Observation]
+    self, helper: Helper, observations: Iterator[messages.Observation]
   ) -> Iterator[messages.Actions]:
-    """Yields the actions for a worker's environments. Raises the error that ends its actor."""
-    self._roster.enter(worker)
+    """Yields the actions for a helper's environments. Raises the error that ends its actor."""
+    self._roster.enter(helper)
     errors: list[BaseException] = []
-    welcome = self._service.join(worker, messages.Join())
+    welcome = self._service.join(helper, messages.Join())
     env = RemoteEnv(self._experiment.agent, len(welcome.heads), observations)
 
     def act() -> None:
       try:
-        self._play(env, worker, welcome)
+        self._play(env, helper, welcome)
       except StreamLost:
         pass
       except (RunOver, ValueError) as error:
@@ -94,28 +93,26 @@ class CentralActors:
         self._experiment.collector.fail(error)
         errors.append(RunOver(f"the learner has failed: {error}"))
       finally:
-        self._roster.dismiss(worker)
+        self._roster.dismiss(helper)
         env.close()
 
-    thread = threading.Thread(target=act, name=str(worker), daemon=True)
+    thread = threading.Thread(target=act, name=str(helper), daemon=True)
     thread.start()
     yield from iter(env.actions.get, None)
     thread.join()
     if errors:
       raise errors[0]
 
-  def _play(self, env: RemoteEnv, worker: Worker, welcome: messages.Welcome) -> None:
+  def _play(self, env: RemoteEnv, helper: Helper, welcome: messages.Welcome) -> None:
     experiment = self._experiment
-    role = Role("actor", experiment.membership.unit, worker.number)
     config, agent, latest = experiment.local_config, experiment.agent, experiment.weights.latest
-    seed = actor_seed(config, role, worker.incarnation, int(welcome.heads.sum()))
 
     def request(step: messages.Step) -> messages.Grant:
       while not experiment.limiter.stopping:
-        self._roster.enter(worker)
-        if (grant := self._service.step(worker, step, POLL_SECONDS)) is not None:
+        self._roster.enter(helper)
+        if (grant := self._service.step(helper, step, POLL_SECONDS)) is not None:
           return grant
       raise RunOver("the run is stopping")
 
     inference = self._inference
-    play(config, agent, env, inference, seed, welcome, request, lambda name, at_least: latest(name))
+    play(config, agent, env, inference, welcome, request, lambda name, at_least: latest(name))

@@ -47,7 +47,7 @@ class Process:
   running = True
   # Set by `reap`:
   code = 0  # exit code; -n: killed by signal n
-  end_signal = 0  # signal that killed it, also if a shell reports it; 0 if it exited by itself
+  end_signal = 0  # signal that killed it; 0 if it exited by itself
   uptime = 0.0  # seconds
 
   def __init__(self, child: Child, log: Path):
@@ -89,13 +89,12 @@ class Process:
     self.code, self.running = self._process.wait(), False
     self.uptime = time.monotonic() - self._begin
     os.close(self._pidfd)
-    reported = self.code - 128 if 128 < self.code <= 192 else 0
-    self.end_signal = -self.code if self.code < 0 else 0 if reported in STOP_SIGNALS else reported
+    self.end_signal = max(-self.code, 0)
 
   @property
   def self_inflicted(self) -> bool:
     """Whether it failed by itself, not by SIGKILL or a stop signal (caught or not)."""
-    number = -self.code if self.code < 0 else self.code - 128
+    number = self.end_signal or self.code - 128  # the code of a run that a signal has stopped
     return number not in (signal.SIGKILL, *STOP_SIGNALS)
 
   @property
@@ -112,7 +111,5 @@ class Process:
 
   def __str__(self) -> str:
     name = _SIGNAL_NAMES.get(self.end_signal, f"signal {self.end_signal}")
-    how = f"was killed by {name}" if self.code < 0 else f"exited with code {self.code}"
-    if self.end_signal and self.code > 0:
-      how += f" ({name})"
+    how = f"was killed by {name}" if self.end_signal else f"exited with code {self.code}"
     return f"{self.child.name} {how} after {self.uptime:.0f} s"

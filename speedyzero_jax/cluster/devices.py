@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from speedyzero_jax.config.loader import ConfigError
-from speedyzero_jax.run.processes import Place
+from speedyzero_jax.run.processes import MachineShare
 from speedyzero_jax.run.topology import Topology
 
 _GPU = re.compile(r"\s*(\d+|(GPU|MIG)-\S+)\s*")  # a number or an id
@@ -34,10 +34,10 @@ def local_gpus() -> int:
   return len(list(driver.iterdir())) if driver.is_dir() else 0
 
 
-def places(together: int | None) -> list[Place]:
+def machine_shares(together: int | None) -> list[MachineShare]:
   """Divides this machine among `together` concurrent runs; None: one per GPU, at least one.
 
-  Each place has one GPU, with a share of its memory if there are more runs than GPUs; without GPUs,
+  Each share has one GPU, with a share of its memory if there are more runs than GPUs; without GPUs,
   an equal share of the cores. Raises ConfigError if `together` is below 1.
   """
   gpus, cores = local_gpus(), sorted(os.sched_getaffinity(0))
@@ -45,13 +45,15 @@ def places(together: int | None) -> list[Place]:
   if together < 1:
     raise ConfigError(f"--together: must be at least 1, got {together}")
   if not gpus:
-    shares = [cores[i::together] for i in range(together)] if together <= len(cores) else [cores]
-    return [Place({}, shares[i % len(shares)]) for i in range(together)]
+    parts = [cores[i::together] for i in range(together)] if together <= len(cores) else [cores]
+    return [MachineShare({}, parts[i % len(parts)]) for i in range(together)]
   visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
   memory = f"{0.75 / -(-together // gpus):.2f}"  # jax's default, divided
   devices = [visible[i % gpus] for i in range(together)]
   names = ("CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-  return [Place(dict(zip(names, (device, memory), strict=True)), cores) for device in devices]
+  return [
+    MachineShare(dict(zip(names, (device, memory), strict=True)), cores) for device in devices
+  ]
 
 
 def deal_devices(

@@ -12,14 +12,12 @@ import numpy as np
 from speedyzero_jax.agents.base import Agent, Variables
 from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.grpc_client import Client
-from speedyzero_jax.cluster.remote import RemoteWeights, actor_seed
+from speedyzero_jax.cluster.remote import RemoteWeights, joined
 from speedyzero_jax.config.schema import Config
-from speedyzero_jax.envs.batched_env import make_env
 from speedyzero_jax.metrics.aggregation import Episode, EpisodeStats
 from speedyzero_jax.run import batch_pipeline
 from speedyzero_jax.run.experiment import LEARN
 from speedyzero_jax.run.factories import make_replay
-from speedyzero_jax.run.topology import Role
 from speedyzero_jax.types import Env, Slots
 from speedyzero_jax.workers.actor import Actor
 from speedyzero_jax.workers.inference import Inference
@@ -82,20 +80,12 @@ def no_work(works: list, step: int) -> None:
   """Agents that train once on each trajectory request no work for a batch."""
 
 
-def send_gradients(
-  config: Config, agent: Agent, client: Client, role: Role, incarnation: int
-) -> None:
-  """Acts and sends gradients until the agent steps are used up.
-
-  Arguments and errors are those of `remote.act`.
-  """
-  welcome: messages.Welcome = client.call(messages.Join())
+def send_gradients(config: Config, agent: Agent, client: Client) -> None:
+  """As `remote.act`, but sends gradients."""
   like = jax.eval_shape(agent.init, jax.random.key(0))
   weights = RemoteWeights(client, like, jax.local_devices()[0])
-  seed = actor_seed(config, role, incarnation, weights.latest(ACTOR, 0).step)
-  env = make_env(config.env, len(welcome.heads), seed, training=True)
-  with contextlib.closing(env):
-    actor = GradientActor(config, agent, env, seed, welcome.first)
+  with joined(config, client) as (welcome, env):
+    actor = GradientActor(config, agent, env, welcome.seed, welcome.first)
     message = messages.Gradient(0, 0, np.zeros((0, 2)), 0, {}, {})
     for sequence in itertools.count(1):
       grant: messages.Grant = client.call(message)

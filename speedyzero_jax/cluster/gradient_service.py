@@ -15,7 +15,7 @@ from speedyzero_jax.agents.base import Variables
 from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.actor_service import ActorService, Session, finished_episodes
 from speedyzero_jax.cluster.grpc_server import RunOver
-from speedyzero_jax.cluster.messages import Worker
+from speedyzero_jax.cluster.messages import Helper
 from speedyzero_jax.cluster.roster import Roster
 from speedyzero_jax.replay.selector import Selection
 from speedyzero_jax.run.batch_pipeline import PreparedBatch
@@ -36,56 +36,59 @@ class GradientService(ActorService):
     self._due = experiment.limiter.learner_steps  # that the gradients received so far complete
     self._lock = threading.Lock()
 
+  def _progress(self, session: Session) -> int:
+    return self._weights.latest(ACTOR).step
+
   def _wanted(self, session: Session) -> int:
     # The slot after a trajectory completes it; later it is the first slot of the next trajectory.
     return self._batch + len(session.lanes)
 
-  def _wait_for_steps(self, worker: Worker, session: Session, seconds: float) -> int | None:
+  def _wait_for_steps(self, helper: Helper, session: Session, seconds: float) -> int | None:
     def applied() -> bool:
       return self._weights.latest(ACTOR).step >= session.due
 
-    self._roster.waits(worker)
+    self._roster.waits(helper)
     self._limiter.wait_for(applied, seconds)
-    steps = super()._wait_for_steps(worker, session, seconds) if applied() else None
+    steps = super()._wait_for_steps(helper, session, seconds) if applied() else None
     if steps == 0:
-      self._roster.dismiss(worker)
+      self._roster.dismiss(helper)
     return steps
 
-  def _take(self, worker: Worker, session: Session, request: Any) -> None:
+  def _take(self, helper: Helper, session: Session, request: Any) -> None:
     grant = session.grant
     if grant is None and not (request.arrays and request.sequence == 0):
       return  # an earlier attempt of the request has delivered the gradient
     if grant is None or not 0 <= request.steps <= grant.steps:
       granted = grant.steps if grant else 0
-      raise ValueError(f"{worker} took {request.steps} steps of {granted} granted")
+      raise ValueError(f"{helper} took {request.steps} steps of {granted} granted")
     episodes = finished_episodes(request)
     if request.arrays:
-      self._queue(worker, session, request)
+      self._queue(helper, session, request)
     session.closed = grant.closing and request.steps == grant.steps
     session.grant = None
     self._collector.count(request.steps, episodes, granted=grant.steps)
     self._limiter.end_acting(session)
 
-  def _queue(self, worker: Worker, session: Session, request: messages.Gradient) -> None:
+  def _queue(self, helper: Helper, session: Session, request: messages.Gradient) -> None:
     newest = self._limiter.learner_steps
     if not 0 <= request.version <= newest:
-      raise ValueError(f"{worker} used weights of step {request.version}, the newest: {newest}")
-    variables = self._checked(worker, request)
+      raise ValueError(f"{helper} used weights of step {request.version}, the newest: {newest}")
+    variables = self._checked(helper, request)
     gradient = Gradient(*variables, {}, jnp.zeros(0), jnp.asarray(request.version, jnp.int32))
     with self._lock:
       self._due += 1
       session.due = self._due
       self._experiment.waiting.append(PreparedBatch({}, _NONE, request.metrics, gradient))
 
-  def _checked(self, worker: Worker, request: messages.Gradient) -> Variables:
+  def _checked(self, helper: Helper, request: messages.Gradient) -> Variables:
     """Returns the derivatives and running statistics. Raises ValueError if they are malformed."""
     try:
       variables = messages.unnamed(self._like, request.arrays)
       forms = jax.tree.map(lambda x: (x.shape, x.dtype), variables)
     except (KeyError, AttributeError) as error:
-      raise ValueError(f"{worker} sent a malformed gradient: {error!r}") from None
+      raise ValueError(f"{helper} sent a malformed gradient: {error!r}") from None
     if forms != jax.tree.map(lambda x: (x.shape, x.dtype), self._like):
-      raise ValueError(f"{worker} sent a gradient of another network: {forms}"[:500])
+      raise ValueError(f"{helper} sent a gradient of another network: {forms}"[:500])
     if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((variables, request.metrics))):
       diverged = DivergedError(request.version)
       self._collector.fail(diverged)

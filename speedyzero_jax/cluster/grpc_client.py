@@ -14,10 +14,10 @@ import grpc
 
 from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.grpc_server import (
+  HELPER,
   POLL_SECONDS,
   SERVICE,
   TOKEN,
-  WORKER,
   RunOver,
   channel_options,
 )
@@ -38,7 +38,7 @@ class Refused(Exception):
 
 
 class Client(contextlib.AbstractContextManager):
-  """A worker's client of its learner service. Thread-safe.
+  """A helper's client of its learner service. Thread-safe.
 
   Calls raise Refused (with the server's text), Unreachable, RunOver, or WireError for an answer of
   another type. Polls are repeated without limit. Unanswered calls are retried for `patience`
@@ -49,7 +49,7 @@ class Client(contextlib.AbstractContextManager):
     self,
     address: str,
     token: bytes,
-    worker: messages.Worker,
+    helper: messages.Helper,
     *,
     max_bytes: int,
     patience: float = 60.0,
@@ -68,7 +68,7 @@ class Client(contextlib.AbstractContextManager):
     self._stream = self._channel.stream_stream(f"/{SERVICE}/{stream}")
     self._names = {call.request: (name, call) for name, call in messages.CALLS.items()}
     self._address, self._patience = address, patience
-    self._metadata = ((TOKEN, token), (WORKER, " ".join(str(part) for part in worker)))
+    self._metadata = ((TOKEN, token), (HELPER, " ".join(str(part) for part in helper)))
 
   def call(self, request: Any) -> Any:
     """Returns the answer to a request, of the types in `messages.CALLS`."""

@@ -1,7 +1,6 @@
 """gRPC server of the learner service, for the calls of `messages.CALLS`.
 
-Only well-formed messages from callers with the run's token reach the service. Refused calls are
-logged once per host and call.
+Only well-formed messages from callers with the run's token reach the service.
 """
 
 import contextlib
@@ -18,14 +17,13 @@ from speedyzero_jax.cluster import messages
 
 SERVICE = "speedyzero.Unit"
 # Keys of the metadata; -bin: its value is bytes.
-TOKEN, WORKER = "speedyzero-token-bin", "speedyzero-worker"
+TOKEN, HELPER = "speedyzero-token-bin", "speedyzero-helper"
 POLL_SECONDS = 2.0  # longest wait of one poll, and so the time that a lost caller blocks a thread
 KEEPALIVE_SECONDS = 5.0  # interval between pings of a silent peer, and timeout of their answers
 
 _GRACE_SECONDS = 1.0  # for calls in progress when the server stops
 _THREADS = 2  # per client: one for its call, one for an earlier call whose caller was lost
 _MAX_TEXT = 1000  # characters of an error: gRPC limits metadata
-_MAX_LOGGED = 1000  # pairs of host and call whose refusal is logged
 
 _log = logging.getLogger(__name__)
 
@@ -57,9 +55,9 @@ def serve(
   On exit it ends all calls and waits (up to POLL_SECONDS) until none is being answered.
 
   Args:
-    service: called from many threads. Its method `call` takes the name of a call, the worker, the
+    service: called from many threads. Its method `call` takes the name of a call, the helper, the
       request and, for polls, the seconds to wait, after which it returns None. Its method
-      `environments` (see `messages.STREAM`) takes the worker and an iterator of requests and
+      `environments` (see `messages.STREAM`) takes the helper and an iterator of requests and
       returns an iterator of answers. A ValueError refuses the call, with its text; RunOver ends the
       caller's work.
     address: host:port to listen on; port 0 picks a free one. Raises OSError if it can't be used.
@@ -88,19 +86,18 @@ class _Handlers(grpc.GenericRpcHandler):
 
   def __init__(self, service: Any, token: bytes):
     self._token = token
-    self._logged: set[tuple[str, str]] = set()
     self._methods = {
       f"/{SERVICE}/{name}": grpc.unary_unary_rpc_method_handler(
-        self._method(name, call, functools.partial(service.call, name))
+        _method(name, call, functools.partial(service.call, name))
       )
       for name, call in messages.CALLS.items()
     }
     name, call = messages.STREAM
     self._methods[f"/{SERVICE}/{name}"] = grpc.stream_stream_rpc_method_handler(
-      self._stream(name, call, getattr(service, name))
+      _stream(name, call, getattr(service, name))
     )
     # A stream handler, so that the request of an unauthenticated caller is not read.
-    self._refusal = grpc.stream_unary_rpc_method_handler(self._refuse)
+    self._refusal = grpc.stream_unary_rpc_method_handler(_refuse)
 
   def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
     tokens = [value for key, value in details.invocation_metadata if key == TOKEN]
@@ -108,62 +105,52 @@ class _Handlers(grpc.GenericRpcHandler):
       return self._refusal
     return self._methods.get(details.method)
 
-  def _refuse(self, _: Iterator[bytes], context: grpc.ServicerContext) -> None:
-    text = "the run's token is missing or wrong"
-    self._log_once(context, "call", text)
-    context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
 
-  def _method(self, name: str, call: messages.Call, method: Callable[..., Any]) -> Callable:
-    waiting = (POLL_SECONDS,) if call.poll else ()
-
-    def answer(data: bytes, context: grpc.ServicerContext) -> Any:
-      try:
-        worker = _worker(context)
-        request: Any = messages.decode(call.request, data)
-      except messages.WireError as error:
-        self._log_once(context, name, str(error))
-        context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{name}: {error}"[:_MAX_TEXT])
-      with self._refusing(name, context):
-        result = method(worker, request, *waiting)
-        return b"" if result is None and call.poll else messages.encode(result)
-
-    return answer
-
-  def _stream(self, name: str, call: messages.Call, method: Callable[..., Any]) -> Callable:
-    def answers(data: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-      with self._refusing(name, context):
-        requests: Iterator[Any] = (messages.decode(call.request, each) for each in data)
-        yield from map(messages.encode, method(_worker(context), requests))
-
-    return answers
-
-  @contextlib.contextmanager
-  def _refusing(self, name: str, context: grpc.ServicerContext) -> Iterator[None]:
-    """Context manager that aborts the call with a status code if the service raises an error."""
-    try:
-      yield
-      return
-    except RunOver as error:
-      code, text = grpc.StatusCode.ABORTED, str(error)
-    except Exception as error:
-      if isinstance(error, ValueError):
-        code, text = grpc.StatusCode.FAILED_PRECONDITION, str(error)
-      else:
-        _log.exception("%s failed", name)
-        code, text = grpc.StatusCode.INTERNAL, f"{name}: {error!r}"
-    context.abort(code, text[:_MAX_TEXT])
-
-  def _log_once(self, context: grpc.ServicerContext, what: str, why: str) -> None:
-    host = context.peer().rpartition(":")[0]  # without the port, which changes
-    if (host, what) not in self._logged and len(self._logged) < _MAX_LOGGED:
-      self._logged.add((host, what))
-      _log.warning("refused %s from %s (logged once): %s", what, host, why)
+def _refuse(_: Iterator[bytes], context: grpc.ServicerContext) -> None:
+  context.abort(grpc.StatusCode.UNAUTHENTICATED, "the run's token is missing or wrong")
 
 
-def _worker(context: grpc.ServicerContext) -> messages.Worker:
-  """Returns the calling worker. Raises WireError if the metadata does not name one."""
+def _method(name: str, call: messages.Call, method: Callable[..., Any]) -> Callable:
+  waiting = (POLL_SECONDS,) if call.poll else ()
+
+  def answer(data: bytes, context: grpc.ServicerContext) -> Any:
+    with _refusing(name, context):
+      request: Any = messages.decode(call.request, data)
+      result = method(_helper(context), request, *waiting)
+      return b"" if result is None and call.poll else messages.encode(result)
+
+  return answer
+
+
+def _stream(name: str, call: messages.Call, method: Callable[..., Any]) -> Callable:
+  def answers(data: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+    with _refusing(name, context):
+      requests: Iterator[Any] = (messages.decode(call.request, each) for each in data)
+      yield from map(messages.encode, method(_helper(context), requests))
+
+  return answers
+
+
+@contextlib.contextmanager
+def _refusing(name: str, context: grpc.ServicerContext) -> Iterator[None]:
+  """Context manager that aborts the call with a status code if an error is raised."""
   try:
-    kind, number, incarnation = dict(context.invocation_metadata())[WORKER].split()
-    return messages.Worker(kind, int(number), int(incarnation))
+    yield
+    return
+  except RunOver as error:
+    code, text = grpc.StatusCode.ABORTED, str(error)
+  except ValueError as error:
+    code, text = grpc.StatusCode.FAILED_PRECONDITION, str(error)
+  except Exception as error:
+    _log.exception("%s failed", name)
+    code, text = grpc.StatusCode.INTERNAL, repr(error)
+  context.abort(code, text[:_MAX_TEXT])
+
+
+def _helper(context: grpc.ServicerContext) -> messages.Helper:
+  """Returns the calling helper. Raises ValueError if the metadata does not name one."""
+  try:
+    kind, number, incarnation = dict(context.invocation_metadata())[HELPER].split()
+    return messages.Helper(kind, int(number), int(incarnation))
   except (KeyError, ValueError):
-    raise messages.WireError("the call names no worker") from None
+    raise ValueError("the call names no helper") from None

@@ -20,7 +20,7 @@ from speedyzero_jax.workers.learner import make_mesh
 # Seconds for which units wait for each other: another unit may be reading a long journal, waiting
 # for its actors, or evaluating. If it dies, the supervisor ends the others.
 _UNIT_TIMEOUT = 24 * 3600.0
-_DISMISSAL_SECONDS = 10.0  # for workers to finish a step and learn that the run is over
+_DISMISSAL_SECONDS = 10.0  # for helpers to finish a step and learn that the run is over
 
 
 def max_message(local_config: Config, agent: Agent) -> int:

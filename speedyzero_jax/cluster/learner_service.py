@@ -13,7 +13,7 @@ from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.actor_service import ActorService
 from speedyzero_jax.cluster.central_actors import CentralActors
 from speedyzero_jax.cluster.gradient_service import GradientService
-from speedyzero_jax.cluster.messages import Worker
+from speedyzero_jax.cluster.messages import Helper
 from speedyzero_jax.cluster.refresher_service import RefresherService
 from speedyzero_jax.cluster.roster import Roster
 from speedyzero_jax.run.experiment import Experiment
@@ -42,22 +42,22 @@ class LearnerService:
       "frames": works.frames,
     }
 
-  def call(self, name: str, worker: Worker, request: Any, *seconds: float) -> Any:
+  def call(self, name: str, helper: Helper, request: Any, *seconds: float) -> Any:
     """Dispatches one call; polls block for up to `seconds` and return None on a timeout.
 
-    Raises ValueError for an unknown worker, an older incarnation or an invalid request, and RunOver
+    Raises ValueError for an unknown helper, an older incarnation or an invalid request, and RunOver
     if the run has ended.
     """
-    self._roster.enter(worker, late=messages.CALLS[name].late)
-    return self._methods[name](worker, request, *seconds)
+    self._roster.enter(helper)
+    return self._methods[name](helper, request, *seconds)
 
   def finish(self, patience: float) -> None:
-    """Ends the run: calls raise RunOver, except `late` ones. Waits `patience` s for the workers."""
+    """Ends the run: all calls raise RunOver. Waits up to `patience` seconds for the helpers."""
     self._roster.over = True
     self._limiter.notify()
     self._roster.wait_for_dismissal(patience)
 
-  def _newest(self, worker: Worker, request: messages.WeightsRequest) -> messages.Weights:
+  def _newest(self, helper: Helper, request: messages.WeightsRequest) -> messages.Weights:
     version = self._weights.latest(request.subscriber)
     packed = self._packed.get(request.subscriber)
     if packed is None or packed.step != version.step:  # harmless if two threads pack it

@@ -1,4 +1,4 @@
-"""Messages between the learner and its workers: actors and refreshers call, the learner answers.
+"""Messages between the learner and its helpers: actors and refreshers call, the learner answers.
 
 A message is a NamedTuple, sent as a msgpack map `{kind: fields}` with arrays in flax's encoding.
 Letters in shapes: n slots or states, k states per window, w frames per window, l lanes, e episodes.
@@ -18,8 +18,8 @@ Arrays = dict[str, np.ndarray]
 Message = TypeVar("Message")
 
 
-class Worker(NamedTuple):
-  """The calling process; sent with every request."""
+class Helper(NamedTuple):
+  """The actor or refresher that calls; sent with every request."""
 
   kind: Kind
   number: int
@@ -38,6 +38,7 @@ class Welcome(NamedTuple):
 
   first: int
   heads: np.ndarray  # [l] int64, next slot to append, by lane
+  seed: int  # of this incarnation's environments and exploration
 
 
 class Step(NamedTuple):
@@ -97,7 +98,7 @@ class Weights(NamedTuple):
   arrays: Arrays
 
 
-class Work(NamedTuple):
+class Results(NamedTuple):
   """Results of a refresher's last block, and the request for the next block.
 
   It can be retried. Any other block assigned to this refresher is then considered lost.
@@ -141,16 +142,15 @@ class Call(NamedTuple):
   request: type
   answer: type
   poll: bool = False  # the service answers None for "nothing yet" and the client asks again
-  late: bool = False  # still answered after the end of the run, for work begun before it
 
 
 CALLS: Mapping[str, Call] = {
   "join": Call(Join, Welcome),
   "step": Call(Step, Grant, poll=True),
   "gradient": Call(Gradient, Grant, poll=True),
-  "weights": Call(WeightsRequest, Weights, late=True),
-  "work": Call(Work, Block, poll=True),
-  "frames": Call(FramesRequest, FramesChunk, late=True),
+  "weights": Call(WeightsRequest, Weights),
+  "work": Call(Results, Block, poll=True),
+  "frames": Call(FramesRequest, FramesChunk),
 }
 STREAM = "environments", Call(Observation, Actions)  # a call with many requests and answers
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from speedyzero_jax.agents.base import Work
 from speedyzero_jax.cluster import messages
-from speedyzero_jax.cluster.messages import Worker
+from speedyzero_jax.cluster.messages import Helper
 from speedyzero_jax.cluster.roster import Roster
 from speedyzero_jax.run.experiment import Experiment
 from speedyzero_jax.workers.sweeper import write_results
@@ -26,7 +26,7 @@ class _Assignment:
   """A block that a refresher is computing."""
 
   work: Work
-  holder: Worker
+  holder: Helper
   deadline: float
   batch: "_Batch | None"
 
@@ -59,39 +59,41 @@ class RefresherService:
     if assignment.batch is not None:
       self._waiting.appendleft((assignment.work, assignment.batch))
 
-  def work(self, worker: Worker, request: messages.Work, seconds: float) -> messages.Block | None:
+  def work(
+    self, helper: Helper, request: messages.Results, seconds: float
+  ) -> messages.Block | None:
     """Writes results and returns the next block, of a batch in preparation or of a due sweep.
 
     Returns None if there is no block within `seconds`.
     """
-    self._write(worker, request)
+    self._write(helper, request)
     blocks: list[messages.Block] = []
 
     def find_block() -> bool:
-      if block := self._next(worker):
+      if block := self._next(helper):
         blocks.append(block)
       return bool(blocks) or self._roster.over
 
-    self._roster.waits(worker)
+    self._roster.waits(helper)
     self._limiter.wait_for(find_block, seconds)
     if not blocks:
-      self._roster.enter(worker)
+      self._roster.enter(helper)
       return None
-    self._roster.served(worker)
+    self._roster.served(helper)
     return blocks[0]
 
-  def _next(self, worker: Worker) -> messages.Block | None:
+  def _next(self, helper: Helper) -> messages.Block | None:
     with self._lock:
       now = time.monotonic()
       for block, assignment in list(self._assigned.items()):
         # Overdue, or lost with its answer or with an older incarnation.
-        if assignment.deadline < now or assignment.holder.number == worker.number:
+        if assignment.deadline < now or assignment.holder.number == helper.number:
           self._return(block)
       work, batch = self._waiting.popleft() if self._waiting else (self._due_work(), None)
       if work is None:
         return None
       block = next(self._numbers)
-      self._assigned[block] = _Assignment(work, worker, now + self._block_timeout, batch)
+      self._assigned[block] = _Assignment(work, helper, now + self._block_timeout, batch)
     task, states = self._tasks[work.task], (work.lane, work.time, work.real.shape[1] - 1)
     cell, heads = self._replay.window_cells(*states)
     return messages.Block(
@@ -112,16 +114,16 @@ class RefresherService:
         return sweeper.next(self._replay)
     return None
 
-  def _write(self, worker: Worker, request: messages.Work) -> None:
+  def _write(self, helper: Helper, request: messages.Results) -> None:
     """Writes results, unless the block has since been assigned to another refresher."""
     with self._lock:
       assignment = self._assigned.get(request.block)
-      if assignment is None or assignment.holder != worker:
+      if assignment is None or assignment.holder != helper:
         return
     work, task = assignment.work, self._tasks[assignment.work.task]
     newest = self._experiment.weights.latest(task.subscription).step
     if not 0 <= request.step <= newest:
-      raise ValueError(f"work.step must be in 0..{newest}, got {request.step}")
+      raise ValueError(f"results.step must be in 0..{newest}, got {request.step}")
     write_results(self._replay, task, work, request.arrays, request.step)
     with self._lock:
       if self._assigned.pop(request.block, None) is not None and assignment.batch is not None:
@@ -156,7 +158,7 @@ class RefresherService:
         if assignment.batch is batch:
           assignment.batch = None
 
-  def frames(self, worker: Worker, request: messages.FramesRequest) -> messages.FramesChunk:
+  def frames(self, helper: Helper, request: messages.FramesRequest) -> messages.FramesChunk:
     """Returns frames of slots that a refresher does not have yet."""
     replay = self._replay
     if (request.heads.shape, request.heads.dtype) != (replay.heads.shape, np.int64):

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import itertools
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,6 @@ from speedyzero_jax.metrics.aggregation import EpisodeStats
 from speedyzero_jax.replay.device_frames import DeviceFrames
 from speedyzero_jax.replay.replay import Array
 from speedyzero_jax.run.factories import frames_on_devices, replay_capacity
-from speedyzero_jax.run.topology import Role, derived_seed
 from speedyzero_jax.system import memory
 from speedyzero_jax.types import Env, EnvStep, Slots
 from speedyzero_jax.workers.actor import Actor
@@ -62,27 +61,22 @@ class RemoteWeights:
     return jax.tree.map(place, self._like, messages.unnamed(self._like, sent.arrays))
 
 
-def act(config: Config, agent: Agent, client: Client, role: Role, incarnation: int) -> None:
-  """Acts until collection is complete; raises RunOver if the run ends first.
-
-  `incarnation` is larger than that of any earlier process in this role since the learner started.
-  """
+@contextlib.contextmanager
+def joined(config: Config, client: Client) -> Iterator[tuple[messages.Welcome, Env]]:
+  """Context manager of an actor's new environments, in the lanes that the learner assigns."""
   welcome: messages.Welcome = client.call(messages.Join())
-  seed = actor_seed(config, role, incarnation, int(welcome.heads.sum()))
+  env = make_env(config.env, len(welcome.heads), welcome.seed, training=True)
+  with contextlib.closing(env):
+    yield welcome, env
+
+
+def act(config: Config, agent: Agent, client: Client) -> None:
+  """Acts until collection is complete; raises RunOver if the run ends first."""
   like = jax.eval_shape(agent.init, jax.random.key(0))
   weights = RemoteWeights(client, like, jax.local_devices()[0])
   inference = Inference(agent, report=_report)
-  env = make_env(config.env, len(welcome.heads), seed, training=True)
-  with contextlib.closing(env):
-    play(config, agent, env, inference, seed, welcome, client.call, weights.latest)
-
-
-def actor_seed(config: Config, role: Role, incarnation: int, progress: int) -> int:
-  """Returns the seed of an incarnation's environments and exploration.
-
-  `progress` differs after a restart of all processes, when incarnations start from 0 again.
-  """
-  return derived_seed(config.run.seed, str(role), incarnation + (progress << 32))
+  with joined(config, client) as (welcome, env):
+    play(config, agent, env, inference, welcome, client.call, weights.latest)
 
 
 def play(
@@ -90,7 +84,6 @@ def play(
   agent: Agent,
   env: Env,
   inference: Inference | BatchedInference,
-  seed: int,
   welcome: messages.Welcome,
   request: Callable[[messages.Step], messages.Grant],
   latest: Callable[..., Version],
@@ -100,7 +93,7 @@ def play(
   `request` sends experience and returns the next grant; `latest` returns a subscriber's weights, of
   learner step `at_least` or later.
   """
-  key, stats, offset = jax.random.key(seed), EpisodeStats(env.num_lanes), welcome.first
+  key, stats, offset = jax.random.key(welcome.seed), EpisodeStats(env.num_lanes), welcome.first
   actor = Actor(config, agent, env, inference, key, stats, lane_offset=offset, start=welcome.heads)
   slots: Slots | None = None
   closed = False
@@ -120,28 +113,20 @@ def play(
       slots, closed = actor.close_lanes(version, progress=progress, random=random), True
 
 
-def step_environments(
-  config: Config, _: Agent, client: Client, role: Role, incarnation: int
-) -> None:
-  """Only steps environments, with actions from the learner's process (see `central_actors.py`).
-
-  Arguments and errors are those of `act`.
-  """
-  welcome = client.call(messages.Join())
-  seed = actor_seed(config, role, incarnation, int(welcome.heads.sum()))
-  env = make_env(config.env, len(welcome.heads), seed, training=True)
+def step_environments(config: Config, client: Client) -> None:
+  """As `act`, but the actions come from the learner's process (see `central_actors.py`)."""
   observations: queue.SimpleQueue[messages.Observation | None] = queue.SimpleQueue()
 
   def send(step: EnvStep) -> None:
     observations.put(messages.Observation(step._asdict()))
 
-  try:
-    send(env.reset())
-    for answer in client.stream(iter(observations.get, None)):
-      send(env.step(answer.action))
-  finally:
-    observations.put(None)
-    env.close()
+  with joined(config, client) as (_, env):
+    try:
+      send(env.reset())
+      for answer in client.stream(iter(observations.get, None)):
+        send(env.step(answer.action))
+    finally:
+      observations.put(None)
 
 
 class FrameCopy:
@@ -165,8 +150,8 @@ class FrameCopy:
     return self._frames[lane[:, None], cell]
 
 
-def refresh(config: Config, agent: Agent, client: Client, role: Role, incarnation: int) -> None:
-  """Computes blocks of states until RunOver is raised; the arguments are those of `act`."""
+def refresh(config: Config, agent: Agent, client: Client, seed: int) -> None:
+  """Computes blocks of states until RunOver is raised."""
   mesh = make_mesh(jax.local_devices())
   lanes, frame = config.actor.lanes, agent.schema.frame
   storage = frames_on_devices(config, agent, mesh, _report) or memory.zeros(
@@ -177,8 +162,8 @@ def refresh(config: Config, agent: Agent, client: Client, role: Role, incarnatio
   everywhere = NamedSharding(mesh, PartitionSpec())
   weights = RemoteWeights(client, like, everywhere)
   inference = Inference(agent, mesh, report=_report)
-  key = jax.random.key(derived_seed(config.run.seed, str(role), incarnation))
-  request = messages.Work(0, 0, {})
+  key = jax.random.key(seed)
+  request = messages.Results(0, 0, {})
   while True:
     block: messages.Block = client.call(request)
     subscription = agent.tasks[block.task].subscription
@@ -187,4 +172,4 @@ def refresh(config: Config, agent: Agent, client: Client, role: Role, incarnatio
     block_key = jax.random.fold_in(key, block.block)
     inputs = {"frames": windows, **block.columns}
     results = inference.compute(version, block.task, inputs, block_key)
-    request = messages.Work(block.block, version.step, results)
+    request = messages.Results(block.block, version.step, results)

@@ -40,8 +40,7 @@ class Place(NamedTuple):
 def detect() -> Place | None:
   """Returns this process' place in a cluster that jax detects (Slurm, Open MPI, ...), or None.
 
-  Raises:
-    RendezvousError: a cluster was detected, but its environment is incomplete.
+  Raises RendezvousError if a cluster was detected, but its environment is incomplete.
   """
   for kind in cluster.ClusterEnv._cluster_types:
     if kind.opt_in_only_method or not kind.is_env_present():

@@ -1,7 +1,7 @@
 """The roster of a unit's actors and refreshers: their incarnations, waits and liveness.
 
-Each worker calls at every step or block, and every `grpc_server.POLL_SECONDS` while it waits for
-one. A worker that is silent for `TIMEOUT` is dead, hangs or compiles.
+Each helper calls at every step or block, and every `grpc_server.POLL_SECONDS` while it waits for
+one. A helper that is silent for `TIMEOUT` is dead, hangs or compiles.
 """
 
 import dataclasses
@@ -11,16 +11,16 @@ import time
 from collections.abc import Callable, Mapping
 
 from speedyzero_jax.cluster.grpc_server import RunOver
-from speedyzero_jax.cluster.messages import Worker
+from speedyzero_jax.cluster.messages import Helper
 from speedyzero_jax.metrics import names
 from speedyzero_jax.run.topology import Kind
 
-TIMEOUT = 30.0  # seconds of silence after which a worker does not count as alive
+TIMEOUT = 30.0  # seconds of silence after which a helper does not count as alive
 
 
 @dataclasses.dataclass
 class _State:
-  """State of a worker."""
+  """State of a helper."""
 
   incarnation: int = -1
   last_call: float = -math.inf
@@ -29,9 +29,9 @@ class _State:
 
 
 class Roster:
-  """The workers that serve one unit. Thread-safe; an unknown worker raises ValueError.
+  """The helpers that serve one unit. Thread-safe; an unknown helper raises ValueError.
 
-  `counts` is the number of workers of each kind; `mean` is called with the metric
+  `counts` is the number of helpers of each kind; `mean` is called with the metric
   `queue/KIND_wait_seconds` after each wait.
   """
 
@@ -46,59 +46,59 @@ class Roster:
     self._counts, self._mean, self._clock = counts, mean, clock
     self._changed = threading.Condition()
 
-  def enter(self, worker: Worker, *, late: bool = False) -> None:
-    """Records a call. Raises RunOver if the run has ended, unless `late`.
+  def enter(self, helper: Helper) -> None:
+    """Records a call. Raises RunOver if the run has ended.
 
-    Raises ValueError if a newer incarnation of the worker has called.
+    Raises ValueError if a newer incarnation of the helper has called.
     """
     with self._changed:
-      state = self._states.get(worker[:2])
+      state = self._states.get(helper[:2])
       if state is None:
-        count = self._counts.get(worker.kind, 0)
-        raise ValueError(f"there are {count} {worker.kind}s, got number {worker.number}")
+        count = self._counts.get(helper.kind, 0)
+        raise ValueError(f"there are {count} {helper.kind}s, got number {helper.number}")
       known = state.incarnation
-      if worker.incarnation < known:
-        raise ValueError(f"{worker} has incarnation {known} now, this is {worker.incarnation}")
-      if worker.incarnation > known:
-        state = self._states[worker[:2]] = _State(worker.incarnation, present=not late)
+      if helper.incarnation < known:
+        raise ValueError(f"{helper} has incarnation {known} now, this is {helper.incarnation}")
+      if helper.incarnation > known:
+        state = self._states[helper[:2]] = _State(helper.incarnation, present=True)
       state.last_call = self._clock()
-    if self.over and not late:
-      self.dismiss(worker)
+    if self.over:
+      self.dismiss(helper)
       raise RunOver("the run has ended")
 
-  def waits(self, worker: Worker) -> None:
-    """Records that a worker waits for an answer; a repeated request continues the same wait."""
+  def waits(self, helper: Helper) -> None:
+    """Records that a helper waits for an answer; a repeated request continues the same wait."""
     with self._changed:
-      state = self._states[worker[:2]]
+      state = self._states[helper[:2]]
       state.waiting_since = self._clock() if state.waiting_since is None else state.waiting_since
 
-  def served(self, worker: Worker) -> None:
-    """Ends a worker's wait, if there was one, and logs its duration."""
+  def served(self, helper: Helper) -> None:
+    """Ends a helper's wait, if there was one, and logs its duration."""
     with self._changed:
-      state = self._states[worker[:2]]
+      state = self._states[helper[:2]]
       since, state.waiting_since = state.waiting_since, None
     if since is not None:
-      self._mean({names.wait(worker.kind): self._clock() - since})
+      self._mean({names.wait(helper.kind): self._clock() - since})
 
-  def dismiss(self, worker: Worker) -> None:
-    """Marks a worker as dismissed: it knows that no work is left."""
+  def dismiss(self, helper: Helper) -> None:
+    """Marks a helper as dismissed: it knows that no work is left."""
     with self._changed:
-      state = self._states[worker[:2]]
-      state.present &= state.incarnation != worker.incarnation  # a newer one may have called
+      state = self._states[helper[:2]]
+      state.present &= state.incarnation != helper.incarnation  # a newer one may have called
       self._changed.notify_all()
 
   def wait_for_dismissal(self, seconds: float) -> None:
-    """Waits until every worker that has called is dismissed, at most `seconds`."""
+    """Waits until every helper that has called is dismissed, at most `seconds`."""
     with self._changed:
       self._changed.wait_for(
         lambda: not any(state.present for state in self._states.values()), seconds
       )
 
   def alive(self, kind: Kind) -> int:
-    """Number of workers of this kind that have called recently."""
+    """Number of helpers of this kind that have called recently."""
     since = self._clock() - TIMEOUT
     return sum(w[0] == kind and s.last_call >= since for w, s in self._states.items())
 
   def summary(self) -> dict[str, float]:
-    """Returns the number of live workers as a metric, for each kind that the unit has."""
+    """Returns the number of live helpers as a metric, for each kind that the unit has."""
     return {names.present(kind): self.alive(kind) for kind, count in self._counts.items() if count}

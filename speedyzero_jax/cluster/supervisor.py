@@ -46,18 +46,12 @@ class Limits:
 
 
 class Supervisor:
-  """Runs processes until the vital ones have finished.
+  """Runs processes with distinct names until the vital ones (one or more) have finished.
 
-  A child's output goes to `logs/NAME.log`, reports also to `logs/supervisor.log`.
-  `logs/supervisor.json` holds {pid, children: [{name, pid, started, restarts}]}; pid and started
-  (Unix time) are null while a child is not running. The attribute `restarts` is the number of
-  restarts of each child, by name.
-
-  Args:
-    children: processes with distinct names, at least one of them vital.
-    logs: folder of the logs, created if it is missing.
-    report: shows a text to the user.
-    limits: restart limits and timeouts.
+  `report` shows a text to the user. A child's output goes to `logs/NAME.log`, reports also to
+  `logs/supervisor.log`. `logs/supervisor.json` holds
+  {pid, children: [{name, pid, started, restarts}]}; pid and started (Unix time) are null while a
+  child is not running. The attribute `restarts` is the number of restarts of each child, by name.
   """
 
   def __init__(

@@ -1,12 +1,10 @@
 """Construction of an experiment from a configuration or a checkpoint."""
 
-import contextlib
 from pathlib import Path
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from speedyzero_jax.agents.base import Agent
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.metrics import names
@@ -48,8 +46,7 @@ def build(
   local_config = loader.divide(config, membership.unit, membership.units)
   agent = factories.make_agent(local_config)
   journal = Journal(run_dir / "journal.sqlite", local_config.actor.lanes, agent.schema)
-  with contextlib.ExitStack() as stack:
-    stack.callback(journal.close)  # on an error
+  try:
     recovery = RecoveryManager(
       Checkpoints(run_dir, config.run.keep_checkpoints),
       journal,
@@ -59,61 +56,40 @@ def build(
       all_gather=membership.all_gather,
       units=membership.units,
     )
-    experiment = _build(config, local_config, agent, recovery, logger, resume, membership)
-    stack.pop_all()
+    devices = jax.local_devices()
+    local = make_mesh(devices[: config.learner.devices or len(devices)])
+    try:
+      learner = Learner(config, agent, membership.mesh or local, report=logger.message)
+    except ValueError as error:
+      raise TrainingError(str(error)) from error
+    inference = Inference(agent, local, report=logger.message)
+    seed = unit_seed(config, "replay", membership)
+    replay = factories.make_replay(local_config, agent, local, logger.message, seed=seed)
+    restored = recovery.restore(snapshot.templates(learner, agent)) if resume else None
+    if restored is None:
+      state = learner.init(jax.random.fold_in(jax.random.key(config.run.seed), INIT))
+      if resume:
+        logger.rewind(0)
+    else:
+      network, optimizer = restored.items["network"], restored.items["optimizer"]
+      state = learner.restore(network, optimizer["target"], optimizer["state"], restored.step)
+    intervals = {ACTOR: config.actor.weights_interval, **agent.subscriptions}
+    weights = WeightsStore(intervals, NamedSharding(local, PartitionSpec()), state.variables)
+    limiter = RateLimiter(local_config, synchronous=agent.synchronous)
+    episodes = EpisodeStats(local_config.actor.lanes)
+    collector = Collector(replay, limiter, weights, logger, episodes, recovery.append)
+    sweepers = make_sweepers(agent, config.actor.weights_interval)
+    experiment = Experiment(
+      config, local_config, membership, agent, logger, learner, inference, replay, weights,
+      limiter, collector, sweepers, recovery, state,
+    )  # fmt: skip
+    if restored is not None:
+      snapshot.restore(experiment, restored)
+    later = snapshot.replay_journal(experiment)
+    if membership.runs_actor:
+      snapshot.start_actor(experiment, restored, later=later)
+    logger.add_source(lambda: {names.ENV_STEPS: limiter.env_steps})
     return experiment
-
-
-def _build(
-  config: Config,
-  local_config: Config,
-  agent: Agent,
-  recovery: RecoveryManager,
-  logger: MetricsLogger,
-  resume: bool,
-  membership: Membership,
-) -> Experiment:
-  devices = jax.local_devices()
-  local = make_mesh(devices[: config.learner.devices or len(devices)])
-  try:
-    learner = Learner(config, agent, membership.mesh or local, report=logger.message)
-  except ValueError as error:
-    raise TrainingError(str(error)) from error
-  inference = Inference(agent, local, report=logger.message)
-  seed = unit_seed(config, "replay", membership)
-  replay = factories.make_replay(local_config, agent, local, logger.message, seed=seed)
-  restored = recovery.restore(snapshot.templates(learner, agent)) if resume else None
-  if restored is None:
-    state = learner.init(jax.random.fold_in(jax.random.key(config.run.seed), INIT))
-    if resume:
-      logger.rewind(0)
-  else:
-    network, optimizer = restored.items["network"], restored.items["optimizer"]
-    state = learner.restore(network, optimizer["target"], optimizer["state"], restored.step)
-  intervals = {ACTOR: config.actor.weights_interval, **agent.subscriptions}
-  weights = WeightsStore(intervals, NamedSharding(local, PartitionSpec()), state.variables)
-  limiter = RateLimiter(local_config, synchronous=agent.synchronous)
-  episodes = EpisodeStats(local_config.actor.lanes)
-  experiment = Experiment(
-    config=config,
-    local_config=local_config,
-    membership=membership,
-    agent=agent,
-    logger=logger,
-    learner=learner,
-    inference=inference,
-    replay=replay,
-    weights=weights,
-    limiter=limiter,
-    collector=Collector(replay, limiter, weights, logger, episodes, recovery.append),
-    sweepers=make_sweepers(agent, config.actor.weights_interval),
-    recovery=recovery,
-    state=state,
-  )
-  if restored is not None:
-    snapshot.restore(experiment, restored)
-  later = snapshot.replay_journal(experiment)
-  if membership.runs_actor:
-    snapshot.start_actor(experiment, restored, later=later)
-  logger.add_source(lambda: {names.ENV_STEPS: limiter.env_steps})
-  return experiment
+  except BaseException:
+    journal.close()
+    raise

@@ -31,26 +31,17 @@ class TrainingError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Membership:
-  """The place of this learner process in the run. The defaults are for a single process.
+  """The place of this learner process in the run. The defaults are for a single process."""
 
-  Attributes:
-    unit: index of this learner process.
-    units: number of learner processes.
-    mesh: mesh of all learner processes' devices; None for this process' devices.
-    runs_actor: this process has a local actor.
-    runs_sweeps: this process runs the sweeps of the agent's tasks.
-    durable: experience is on disk before it counts, as actors in other processes require.
-    all_gather: all-gathers one integer over the learner processes.
-    share: publishes metrics and returns those to report: in unit 0 the latest of all units.
-  """
-
-  unit: int = 0
-  units: int = 1
-  mesh: Mesh | None = None
-  runs_actor: bool = True
-  runs_sweeps: bool = True
-  durable: bool = False
+  unit: int = 0  # index of this learner process
+  units: int = 1  # number of learner processes
+  mesh: Mesh | None = None  # of all learner processes' devices; None: of this process' devices
+  runs_actor: bool = True  # has a local actor
+  runs_sweeps: bool = True  # runs the sweeps of the agent's tasks
+  durable: bool = False  # experience is on disk before it counts, as remote actors require
+  # All-gathers one integer over the learner processes.
   all_gather: Callable[[int], Sequence[int]] = lambda step: [step]
+  # Publishes metrics and returns those to report: in unit 0 the latest of all units.
   share: Callable[[Mapping[str, float]], Sequence[Mapping[str, float]]] = lambda numbers: [numbers]
 
 

@@ -16,8 +16,8 @@ _POLL_SECONDS = 0.5
 _LAUNCHER = Path(__file__).resolve().parents[2] / "launch" / "multihost.py"
 
 
-class Place(NamedTuple):
-  """A run's share of a machine."""
+class MachineShare(NamedTuple):
+  """The part of a machine that trains one run at a time."""
 
   variables: dict[str, str]  # environment variables
   cores: list[int]
@@ -28,17 +28,13 @@ class Interrupted(Exception):
 
 
 class RunProcesses:
-  """Trains runs in subprocesses. Thread-safe: call `train` from one thread per run.
+  """Trains runs in subprocesses, one in each share at a time. Thread-safe, for a thread per run."""
 
-  Args:
-    places: shares of the machine; each trains one run at a time.
-  """
-
-  def __init__(self, places: Sequence[Place]):
-    self.count = len(places)
-    self._free: queue.Queue[Place] = queue.Queue()
-    for place in places:
-      self._free.put(place)
+  def __init__(self, shares: Sequence[MachineShare]):
+    self.count = len(shares)
+    self._free: queue.Queue[MachineShare] = queue.Queue()
+    for share in shares:
+      self._free.put(share)
     self._processes: dict[Path, subprocess.Popen] = {}
     self.received: int | None = None  # the first signal
 
@@ -66,28 +62,23 @@ class RunProcesses:
     changes: Sequence[str] = (),
     finished: Callable[[], bool] = lambda: False,
   ) -> int:
-    """Trains or resumes a run once a place is free, and returns the launcher's exit code.
+    """Trains or resumes a run once a share is free, and returns the launcher's exit code.
 
-    Output goes to a log beside the run folder. The log is locked while the run is in training, and
-    this call waits for the lock: another study may train the run, or a process that has outlived
-    its killed parent.
-
-    Args:
-      path: run folder.
-      new: launcher arguments for a new run, except its folder.
-      changes: `key=value` overrides for new and resumed runs.
-      finished: whether the run is already trained; called with the log locked.
+    Output goes to a log beside the run folder `path`. The log is locked while the run is in
+    training, and this call waits for the lock: another study may train the run, or a process that
+    has outlived its killed parent. With the lock, `finished` tells whether the run is trained. The
+    launcher gets the arguments `new` for a new run, and the overrides `changes` for any.
 
     Raises Interrupted after `stop`, and OSError if the process can't be started.
     """
-    place = self._free.get()
+    share = self._free.get()
     try:
       if self.received is None:
         with log_of(path).open("a") as log:
           self._lock(log)
-          code = 0 if self.received or finished() else self._call(path, new, changes, place, log)
+          code = 0 if self.received or finished() else self._call(path, new, changes, share, log)
     finally:
-      self._free.put(place)
+      self._free.put(share)
     if self.received is not None:
       raise Interrupted
     return code
@@ -101,14 +92,14 @@ class RunProcesses:
       time.sleep(_POLL_SECONDS)
 
   def _call(
-    self, path: Path, new: Sequence[str], changes: Sequence[str], place: Place, log: IO
+    self, path: Path, new: Sequence[str], changes: Sequence[str], share: MachineShare, log: IO
   ) -> int:
     exists = (path / "config.yaml").exists()
     first = ["--resume", str(path)] if exists else [*new, f"run.dir={path}"]
-    os.sched_setaffinity(0, place.cores)  # of this thread; the process inherits it
+    os.sched_setaffinity(0, share.cores)  # of this thread; the process inherits it
     process = subprocess.Popen(
       [sys.executable, str(_LAUNCHER), *first, *changes],
-      env=os.environ | place.variables, stdout=log, stderr=log, start_new_session=True,
+      env=os.environ | share.variables, stdout=log, stderr=log, start_new_session=True,
     )  # fmt: skip
     self._processes[path] = process
     if self.received is not None:

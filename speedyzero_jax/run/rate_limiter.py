@@ -1,12 +1,15 @@
 """The rate limiter: a fixed ratio of learner steps to agent steps, on machines of any speed.
 
-After the initial random play, learner steps are due at a constant number of samples per insert;
-the last `tail_steps` of them wait until collection is complete. With a bound on policy lag, the
-learner waits while an actor uses weights that the next step would make too old. Synchronous agents
-(A2C, PPO) have no such schedule: the learner trains whenever a batch is complete, and actors
-collect only what the next batch still needs. If actors compute the gradients (A3C), the learner is
-always short of data, so each actor alternates for itself, and the run ends with either the agent or
-the learner steps.
+Learner step k (from 0) is due once random_steps + ceil(k * ratio) agent steps are collected, with
+ratio = (env_steps - random_steps) / (steps - tail_steps); the last tail_steps are due once all
+agent steps are collected. Actors pause while they are `slack` agent steps ahead of the learner.
+With a bound on policy lag, the learner waits while an actor uses weights that the next step would
+make too old.
+
+Synchronous agents (A2C, PPO) have no such schedule: the learner trains whenever a batch is
+complete, and until all learner steps are taken, actors collect only what the next batch still needs
+(`urgent` in `reserve`). If actors compute the gradients (A3C), the learner is always short of data,
+so each actor alternates for itself, and the run ends with either the agent or the learner steps.
 """
 
 import contextlib
@@ -23,13 +26,6 @@ class Stopped(Exception):
 
 class RateLimiter:
   """Counts a run's agent and learner steps and keeps the ratio between them. Thread-safe.
-
-  Learner step k (from 0) is due once random_steps + ceil(k * ratio) agent steps are collected, with
-  ratio = (env_steps - random_steps) / (steps - tail_steps); the last tail_steps are due once all
-  agent steps are collected. Actors pause while they are `slack` agent steps ahead of the learner.
-
-  With `synchronous`, actors collect only while the learner is short of data (`urgent` in
-  `reserve`), until all learner steps are taken; learner steps do not wait for agent steps.
 
   Callers may read `env_steps`, `learner_steps`, `synchronous`, `draining` and `stopping`.
   """

@@ -18,15 +18,10 @@ from speedyzero_jax.types import Params, Slots
 class RecoveryManager:
   """Saves and restores a run, or one unit of it. Only `append` may be called from any thread.
 
-  Args:
-    checkpoints: checkpoints of this unit.
-    journal: journal of this unit; closed by `close`.
-    report: called with a line of text for the user.
-    durable: experience is durable as soon as it is appended; otherwise with the next checkpoint.
-    exact: a resumed run discards experience newer than the checkpoint and collects it again;
-      otherwise it is replayed from the journal.
-    all_gather: all-gathers one integer over the units.
-    units: number of units.
+  With `durable`, experience is on disk as soon as it is appended; otherwise with the next
+  checkpoint. With `exact`, a resumed run discards experience newer than the checkpoint and collects
+  it again; otherwise it is replayed from the journal. `all_gather` all-gathers one integer over the
+  units.
   """
 
   def __init__(

@@ -118,11 +118,7 @@ def read_config(path: Path) -> Config:
 def record_start(path: Path, step: int, devices: int, kind: str) -> None:
   """Appends a line to `starts.jsonl`: the first learner step, the hardware and the versions.
 
-  Args:
-    path: run folder.
-    step: learner step at which training begins or continues.
-    devices: number of devices of all learner processes.
-    kind: kind of these devices, such as `NVIDIA H200`.
+  `devices` is the number of all learner processes' devices; `kind` is such as `NVIDIA H200`.
   """
   cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
   row = {

@@ -65,8 +65,7 @@ def update_priorities(
 ) -> None:
   """Waits for learner step `step` (from 0) and updates the priorities in the replay.
 
-  Raises:
-    DivergedError: the priorities, or the parameters after the step, are not finite.
+  Raises DivergedError if the priorities, or the parameters after the step, are not finite.
   """
   with experiment.logger.part("train"):
     priority = experiment.learner.local(result.priority)

@@ -35,12 +35,9 @@ def train(
 ) -> int:
   """Trains to the end of the run, or until a signal. Returns the exit code.
 
-  Args:
-    folder: folder of the run or of this learner process; this process must hold its lock.
-    resume: whether to continue the run in the folder.
-    signals: the entered context manager of signals.
-    membership: place of this process; the first learner process evaluates, and reports for all.
-    serving: context manager that serves actors and refreshers while the run trains.
+  This process must hold the lock of `folder`, which is that of the run or of this learner process.
+  `signals` is entered. The first learner process evaluates, and reports for all. The context
+  manager `serving` serves actors and refreshers while the run trains.
   """
   enable_compilation_cache(config)
   unit, units = membership.unit, membership.units

@@ -93,9 +93,9 @@ def _refresh_here(run):
 
 def _refresh_in_a_host(run):
   """The calls of a refresher process, with encoded messages; frames are read from the replay."""
-  roster, worker = Roster({"refresher": 1}, lambda _: None), messages.Worker("refresher", 0)
-  service, request = RefresherService(run, 1, roster), messages.Work(0, 0, {})
-  roster.enter(worker)
+  roster, helper = Roster({"refresher": 1}, lambda _: None), messages.Helper("refresher", 0)
+  service, request = RefresherService(run, 1, roster), messages.Results(0, 0, {})
+  roster.enter(helper)
 
   def sent(message):
     return messages.decode(type(message), messages.encode(message))
@@ -103,14 +103,14 @@ def _refresh_in_a_host(run):
   def refresh(run):
     nonlocal request
     run.limiter.add_learner_step()
-    block = service.work(worker, sent(request), 0.01)
-    request = messages.Work(0, 0, {})
+    block = service.work(helper, sent(request), 0.01)
+    request = messages.Results(0, 0, {})
     if block is None:
       return
     block, version = sent(block), run.weights.latest("refresher")
     inputs = {"frames": run.replay.store.gather(block.lane[:, None], block.cell), **block.columns}
     arrays = run.inference.compute(version, block.task, inputs, jax.random.key(0))
-    request = messages.Work(block.block, version.step, arrays)
+    request = messages.Results(block.block, version.step, arrays)
 
   return refresh
 

@@ -10,11 +10,10 @@ import tiny
 from small_unit import Direct, assert_same
 from speedyzero_jax.cluster import messages, remote
 from speedyzero_jax.cluster.grpc_server import RunOver
-from speedyzero_jax.cluster.messages import Worker
+from speedyzero_jax.cluster.messages import Helper
 from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.aggregation import Episode
 from speedyzero_jax.replay.journal import JournalError
-from speedyzero_jax.run.topology import Role
 from speedyzero_jax.types import Slots
 
 
@@ -311,8 +310,8 @@ class Killed(Exception):
 class Unlucky(Direct):
   """A client that dies at random before or after the service is called, and repeats some calls."""
 
-  def __init__(self, service, worker, seed, danger):
-    super().__init__(service, worker)
+  def __init__(self, service, helper, seed, danger):
+    super().__init__(service, helper)
     self._rng, self._danger = np.random.default_rng(seed), danger
     self.dead, self.acknowledged = False, 0
 
@@ -356,12 +355,11 @@ def test_actors_that_die_at_any_moment_collect_exactly_what_was_asked(
 
   def live(number):
     for incarnation in range(10**6):
-      worker = Worker("actor", number, incarnation)
-      client = Unlucky(unit.service, worker, [seed, number, incarnation], danger)
+      helper = Helper("actor", number, incarnation)
+      client = Unlucky(unit.service, helper, [seed, number, incarnation], danger)
       clients.append(client)
       try:
-        role = Role("actor", 0, number)
-        return remote.act(unit.config, unit.agent, client, role, incarnation)
+        return remote.act(unit.config, unit.agent, client)
       except Killed:
         pass
       except RunOver:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speedyzero_jax.cluster.devices import deal_devices, dealt_text, local_gpus, places
+from speedyzero_jax.cluster.devices import deal_devices, dealt_text, local_gpus, machine_shares
 from speedyzero_jax.config.loader import ConfigError
 from speedyzero_jax.run.topology import Topology
 
@@ -87,13 +87,13 @@ def test_gpus_are_counted_as_cuda_does(monkeypatch, visible, count):
 def test_runs_side_by_side_get_their_own_devices_or_cores(monkeypatch):
   monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 4, 5})
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-  assert [place.cores for place in places(None)] == [[0, 1, 4, 5]]
-  assert [place.cores for place in places(2)] == [[0, 4], [1, 5]]
-  assert [place.cores for place in places(6)] == [[0, 1, 4, 5]] * 6
+  assert [share.cores for share in machine_shares(None)] == [[0, 1, 4, 5]]
+  assert [share.cores for share in machine_shares(2)] == [[0, 4], [1, 5]]
+  assert [share.cores for share in machine_shares(6)] == [[0, 1, 4, 5]] * 6
   monkeypatch.setenv("JAX_PLATFORMS", "cuda")
   monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,7")
-  assert [place.variables["CUDA_VISIBLE_DEVICES"] for place in places(None)] == ["3", "7"]
-  of_three = [tuple(place.variables.values()) for place in places(3)]
+  assert [share.variables["CUDA_VISIBLE_DEVICES"] for share in machine_shares(None)] == ["3", "7"]
+  of_three = [tuple(share.variables.values()) for share in machine_shares(3)]
   assert of_three == [("3", "0.38"), ("7", "0.38"), ("3", "0.38")]
   with pytest.raises(ConfigError, match="--together"):
-    places(0)
+    machine_shares(0)

@@ -15,7 +15,7 @@ from speedyzero_jax.cluster import gradient_actor, messages
 from speedyzero_jax.cluster.gradient_actor import GradientActor
 from speedyzero_jax.cluster.grpc_server import RunOver
 from speedyzero_jax.cluster.learner_service import LearnerService
-from speedyzero_jax.cluster.messages import Worker
+from speedyzero_jax.cluster.messages import Helper
 from speedyzero_jax.cluster.roster import Roster
 from speedyzero_jax.config import loader
 from speedyzero_jax.envs.batched_env import make_env
@@ -23,7 +23,7 @@ from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.logger import MetricsLogger
 from speedyzero_jax.run import batch_pipeline, build, factories, loops, snapshot
 from speedyzero_jax.run.experiment import Membership
-from speedyzero_jax.run.topology import Role, lanes_of_actors
+from speedyzero_jax.run.topology import lanes_of_actors
 from speedyzero_jax.types import Slots
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.learner import Gradient, Learner, make_mesh
@@ -85,15 +85,15 @@ class Unit:
 
   def join(self, actor, incarnation=0):
     self.sequence[actor] = 0
-    return self.service.call("join", Worker("actor", actor, incarnation), messages.Join())
+    return self.service.call("join", Helper("actor", actor, incarnation), messages.Join())
 
   def send(self, actor=0, steps=0, version=0, arrays=None, *, incarnation=0, sequence=None, **more):
     """Sends the actor's next message; returns its grant."""
     number = self.sequence[actor] if sequence is None else sequence
     ended = more.get("episodes", np.zeros((0, 2)))
     request = messages.Gradient(number, steps, ended, version, arrays or {}, {})
-    worker = Worker("actor", actor, incarnation)
-    grant = self.service.call("gradient", worker, request, more.get("seconds", 10))
+    helper = Helper("actor", actor, incarnation)
+    grant = self.service.call("gradient", helper, request, more.get("seconds", 10))
     self.sequence[actor] = number + (grant is not None)
     return grant
 
@@ -271,13 +271,12 @@ def test_a_gradient_that_is_not_finite_ends_the_run(make_unit):
 
 def act(unit, number, incarnation=0):
   """Runs an actor's main loop in a thread; returns the thread."""
-  client = Direct(unit.service, Worker("actor", number, incarnation))
-  config, role = unit.experiment.local_config, Role("actor", 0, number)
-  agent = parts()[0]
+  client = Direct(unit.service, Helper("actor", number, incarnation))
+  config, agent = unit.experiment.local_config, parts()[0]
 
   def body():
     with contextlib.suppress(RunOver):
-      gradient_actor.send_gradients(config, agent, client, role, incarnation)
+      gradient_actor.send_gradients(config, agent, client)
 
   thread = threading.Thread(target=body, daemon=True)
   thread.start()

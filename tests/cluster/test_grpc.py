@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import logging
 import os
 import queue
 import signal
@@ -28,7 +27,7 @@ from speedyzero_jax.cluster.grpc_server import RunOver, serve
 from speedyzero_jax.cluster.messages import CALLS
 
 EXAMPLES = int(os.environ.get("SPEEDYZERO_FUZZ_EXAMPLES", "60"))
-TOKEN, WORKER = bytes(range(32)), messages.Worker("actor", 3, 4)
+TOKEN, HELPER = bytes(range(32)), messages.Helper("actor", 3, 4)
 EACH = samples.one_of_each()
 ASK = EACH[messages.WeightsRequest]
 MAX_BYTES = 1 << 16
@@ -42,15 +41,15 @@ class FakeService:
     self.answers = {}  # by call: what to answer, or a function of the request
     self.running = 0
 
-  def environments(self, worker, observations):
-    assert worker == WORKER
+  def environments(self, helper, observations):
+    assert helper == HELPER
     for observation in observations:
       if (number := int(observation.arrays["reward"])) > 2:
         raise [ValueError("no"), RunOver("over")][number - 3]
       yield messages.Actions(np.full(2, number, np.int32))
 
-  def call(self, name, worker, request, *seconds):
-    assert worker == WORKER and type(request) is CALLS[name].request
+  def call(self, name, helper, request, *seconds):
+    assert helper == HELPER and type(request) is CALLS[name].request
     assert seconds == ((grpc_server.POLL_SECONDS,) if CALLS[name].poll else ())
     self.asked.append((name, request))
     self.running += 1
@@ -78,13 +77,13 @@ def server(service) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def raw(server: str, token: bytes | None = TOKEN, worker: str = "actor 3 4"):
+def raw(server: str, token: bytes | None = TOKEN, helper: str = "actor 3 4"):
   """Calls with arbitrary bytes: call(name, data) returns (status code, text or bytes)."""
   with grpc.insecure_channel(server) as channel:
 
     def call(name: str, data: bytes, metadata: tuple = ()):
       metadata += () if token is None else ((grpc_server.TOKEN, token),)
-      metadata += ((grpc_server.WORKER, worker),)
+      metadata += ((grpc_server.HELPER, helper),)
       try:
         return grpc.StatusCode.OK, channel.unary_unary(f"/{grpc_server.SERVICE}/{name}")(
           data, timeout=20, metadata=metadata
@@ -115,7 +114,7 @@ def waiting(seconds=10.0):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_every_call_carries_its_request_and_its_answer(name, service, server):
-  with Client(server, TOKEN, WORKER, max_bytes=MAX_BYTES) as client:
+  with Client(server, TOKEN, HELPER, max_bytes=MAX_BYTES) as client:
     request = EACH[CALLS[name].request]
     answer = client.call(request)
   assert samples.leaves(answer) == samples.leaves(EACH[CALLS[name].answer])
@@ -131,7 +130,7 @@ def test_a_stream_is_answered_request_by_request_until_it_ends(service):
     server = stack.enter_context(
       serve(service, "127.0.0.1:0", TOKEN, max_bytes=MAX_BYTES, clients=2)
     )
-    client = Client(server, TOKEN, WORKER, max_bytes=MAX_BYTES)
+    client = Client(server, TOKEN, HELPER, max_bytes=MAX_BYTES)
     answers = client.stream(numbered(0, 1, 2))
     assert [answer.action.tolist() for answer in answers] == [[0, 0], [1, 1], [2, 2]]
     with pytest.raises(Refused, match="no"):
@@ -149,25 +148,17 @@ def test_a_stream_is_answered_request_by_request_until_it_ends(service):
 def test_a_poll_is_asked_again_until_there_is_news(name, service, server):
   service.answers[name] = lambda _: EACH[CALLS[name].answer] if len(service.asked) == 3 else None
   begin = time.monotonic()
-  with Client(server, TOKEN, WORKER, max_bytes=MAX_BYTES) as client:
+  with Client(server, TOKEN, HELPER, max_bytes=MAX_BYTES) as client:
     client.call(EACH[CALLS[name].request])
   assert len(service.asked) == 3 and time.monotonic() - begin > 0.15  # it is not flooded
 
 
 @pytest.mark.parametrize("token", [None, b"", TOKEN[:-1], TOKEN[:-1] + b"x", TOKEN + b"x"])
 @pytest.mark.parametrize("name", ["step", "nothing"])
-def test_calls_without_the_token_are_refused_and_logged_once(name, token, service, server, caplog):
-  data = messages.encode(EACH[messages.Step])
-  for _ in range(2):
-    with raw(server, token) as call:
-      for _ in range(2):
-        code, text = call(name, data)
-        assert code is grpc.StatusCode.UNAUTHENTICATED and "token" in text
-  assert not service.asked
-  assert [record.levelname for record in caplog.records if record.name == grpc_server.__name__] == [
-    "WARNING"
-  ]
-  assert "127.0.0.1" in caplog.text and (token is None or str(token) not in caplog.text)
+def test_calls_without_the_token_are_refused(name, token, service, server):
+  with raw(server, token) as call:
+    code, text = call(name, messages.encode(EACH[messages.Step]))
+  assert code is grpc.StatusCode.UNAUTHENTICATED and "token" in text and not service.asked
 
 
 def test_the_token_may_not_come_twice(service, server):
@@ -182,25 +173,20 @@ def test_a_request_without_the_token_is_not_read(service, server):
     assert call("step", bytes(8 * MAX_BYTES))[0] is grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_malformed_messages_are_refused_and_logged_once_per_call(service, server, caplog):
+def test_malformed_messages_are_refused(service, server):
   with raw(server) as call:
-    for name in ("step", "join", "step", "join"):
-      code, text = call(name, b"not a message of ours")
-      assert code is grpc.StatusCode.INVALID_ARGUMENT
-      assert text.startswith(f"{name}: not a message of kind")
-    code, text = call("join", messages.encode(EACH[messages.Step]))
-    assert code is grpc.StatusCode.INVALID_ARGUMENT and "not a message of kind Join" in text
+    for data in (b"not a message of ours", messages.encode(EACH[messages.Step])):
+      code, text = call("join", data)
+      assert code is grpc.StatusCode.FAILED_PRECONDITION and "not a message of kind Join" in text
     assert not service.asked
     assert call("join", messages.encode(EACH[messages.Join]))[0] is grpc.StatusCode.OK
-  logged = [record.getMessage() for record in caplog.records if record.name == grpc_server.__name__]
-  assert [line.split()[1] for line in logged] == ["step", "join"]
 
 
-@pytest.mark.parametrize("worker", ["", "actor", "actor 1 2 3", "actor x 0"])
-def test_calls_of_no_worker_are_refused(worker, service, server):
-  with raw(server, worker=worker) as call:
+@pytest.mark.parametrize("helper", ["", "actor", "actor 1 2 3", "actor x 0"])
+def test_calls_of_no_helper_are_refused(helper, service, server):
+  with raw(server, helper=helper) as call:
     code, text = call("join", messages.encode(EACH[messages.Join]))
-  assert code is grpc.StatusCode.INVALID_ARGUMENT and "no worker" in text and not service.asked
+  assert code is grpc.StatusCode.FAILED_PRECONDITION and "no helper" in text and not service.asked
 
 
 def test_unknown_calls_are_refused(service, server):
@@ -221,7 +207,7 @@ def test_a_service_s_refusal_reaches_the_caller(service, server):
 
   service.answers["step"] = refuse
   with (
-    Client(server, TOKEN, WORKER, max_bytes=MAX_BYTES) as client,
+    Client(server, TOKEN, HELPER, max_bytes=MAX_BYTES) as client,
     pytest.raises(Refused, match=r"FAILED.*not the newest: ä, 日本 xxx"),
   ):
     client.call(EACH[messages.Step])
@@ -230,9 +216,9 @@ def test_a_service_s_refusal_reaches_the_caller(service, server):
 
 def test_a_service_s_failure_is_logged_with_its_traceback(service, server, caplog):
   service.answers["work"] = lambda _: 1 / 0
-  with Client(server, TOKEN, WORKER, max_bytes=MAX_BYTES) as client:
+  with Client(server, TOKEN, HELPER, max_bytes=MAX_BYTES) as client:
     with pytest.raises(Refused, match=r"INTERNAL.*ZeroDivisionError"):
-      client.call(EACH[messages.Work])
+      client.call(EACH[messages.Results])
     client.call(EACH[messages.Join])
   assert "Traceback" in caplog.text and "lambda" in caplog.text
   assert len(service.asked) == 2
@@ -241,7 +227,7 @@ def test_a_service_s_failure_is_logged_with_its_traceback(service, server, caplo
 def test_an_answer_of_another_kind_is_an_error(service, server):
   service.answers["step"] = EACH[messages.Block]
   with (
-    Client(server, TOKEN, WORKER, max_bytes=MAX_BYTES) as client,
+    Client(server, TOKEN, HELPER, max_bytes=MAX_BYTES) as client,
     pytest.raises(messages.WireError, match="not a message of kind Grant"),
   ):
     client.call(EACH[messages.Step])
@@ -254,14 +240,14 @@ def test_the_end_of_the_run_reaches_every_caller(name, service, server):
 
   service.answers[name] = over
   with (
-    Client(server, TOKEN, WORKER, max_bytes=MAX_BYTES) as client,
+    Client(server, TOKEN, HELPER, max_bytes=MAX_BYTES) as client,
     pytest.raises(RunOver, match="every learner step is taken"),
   ):
     client.call(EACH[CALLS[name].request])
 
 
 def test_messages_that_are_too_long_are_not_sent(service, server):
-  with Client(server, TOKEN, WORKER, max_bytes=MAX_BYTES) as client:
+  with Client(server, TOKEN, HELPER, max_bytes=MAX_BYTES) as client:
     with pytest.raises(Refused, match=r"RESOURCE_EXHAUSTED.*larger than max"):
       client.call(EACH[messages.Step]._replace(episodes=np.zeros(MAX_BYTES)))
     assert not service.asked
@@ -274,7 +260,7 @@ def test_as_many_polls_wait_as_clients_may_have(service, server):
   """All of them wait at the same time, each in a thread: the pool is large enough."""
   together = threading.Barrier(2 * grpc_server._THREADS)
   service.answers["step"] = lambda _: together.wait(timeout=10) >= 0 and EACH[messages.Grant]
-  clients = [Client(server, TOKEN, WORKER, max_bytes=MAX_BYTES) for _ in range(2)]
+  clients = [Client(server, TOKEN, HELPER, max_bytes=MAX_BYTES) for _ in range(2)]
   threads = [
     threading.Thread(target=client.call, args=(EACH[messages.Step],))
     for client in clients
@@ -301,7 +287,7 @@ def test_answers_on_their_way_arrive_while_the_server_stops(service):
   with contextlib.ExitStack() as stack:
     pool = stack.enter_context(ThreadPoolExecutor())
     with serve(service, "127.0.0.1:0", TOKEN, max_bytes=MAX_BYTES, clients=2) as server:
-      client = stack.enter_context(Client(server, TOKEN, WORKER, max_bytes=MAX_BYTES))
+      client = stack.enter_context(Client(server, TOKEN, HELPER, max_bytes=MAX_BYTES))
       answer = pool.submit(client.call, ASK)
       for _ in waiting():
         if service.running:
@@ -316,7 +302,7 @@ def test_after_the_end_no_call_is_being_answered(service):
   service.answers["weights"] = slow
   with (
     serve(service, "127.0.0.1:0", TOKEN, max_bytes=MAX_BYTES, clients=2) as server,
-    Client(server, TOKEN, WORKER, max_bytes=MAX_BYTES, patience=0.1) as client,
+    Client(server, TOKEN, HELPER, max_bytes=MAX_BYTES, patience=0.1) as client,
   ):
     failed = []
     thread = threading.Thread(target=lambda: failed.append(error_of(client.call, ASK)))
@@ -340,7 +326,7 @@ def free_port() -> int:
 def test_a_missing_server_is_unreachable_after_a_while():
   begin = time.monotonic()
   with (
-    Client(f"127.0.0.1:{free_port()}", TOKEN, WORKER, max_bytes=MAX_BYTES, patience=1.0) as client,
+    Client(f"127.0.0.1:{free_port()}", TOKEN, HELPER, max_bytes=MAX_BYTES, patience=1.0) as client,
     pytest.raises(Unreachable, match=r"127.0.0.1:\d+ has not answered for 1 seconds"),
   ):
     client.call(EACH[messages.Join])
@@ -350,7 +336,7 @@ def test_a_missing_server_is_unreachable_after_a_while():
 def test_a_wrong_token_is_not_retried(server):
   begin = time.monotonic()
   with (
-    Client(server, bytes(32), WORKER, max_bytes=MAX_BYTES) as client,
+    Client(server, bytes(32), HELPER, max_bytes=MAX_BYTES) as client,
     pytest.raises(Refused, match="UNAUTHENTICATED"),
   ):
     client.call(EACH[messages.Step])
@@ -376,10 +362,10 @@ def test_a_client_outlives_its_server():
   first = start_server(port, "mute")
   second = None
   try:
-    with Client(f"127.0.0.1:{port}", TOKEN, WORKER, max_bytes=MAX_BYTES) as client:
+    with Client(f"127.0.0.1:{port}", TOKEN, HELPER, max_bytes=MAX_BYTES) as client:
       assert client.call(EACH[messages.Step]).weights == first.pid
       answers: list[messages.Block] = []
-      thread = threading.Thread(target=lambda: answers.append(client.call(EACH[messages.Work])))
+      thread = threading.Thread(target=lambda: answers.append(client.call(EACH[messages.Results])))
       thread.start()
       assert first.stdout.readline() == "asked\n"
       first.kill()
@@ -405,10 +391,10 @@ def test_a_busy_server_is_waited_for_and_one_that_hangs_is_noticed(monkeypatch):
   monkeypatch.setattr(grpc_server, "KEEPALIVE_SECONDS", 0.4)
   process = start_server(port := free_port(), "busy")
   try:
-    with Client(f"127.0.0.1:{port}", TOKEN, WORKER, max_bytes=MAX_BYTES, patience=0.1) as client:
+    with Client(f"127.0.0.1:{port}", TOKEN, HELPER, max_bytes=MAX_BYTES, patience=0.1) as client:
       client.call(EACH[messages.Join])
       begin = time.monotonic()
-      client.call(EACH[messages.Work])
+      client.call(EACH[messages.Results])
       assert time.monotonic() - begin > 1.5
       process.send_signal(signal.SIGSTOP)
       begin = time.monotonic()
@@ -443,7 +429,6 @@ def test_damaged_requests_never_reach_the_service_or_harm_the_server(service, se
   names = st.sampled_from(tuple(CALLS))
   own = names.flatmap(lambda name: st.tuples(st.just(name), samples.damaged((valid[name],))))
   other = st.tuples(names, samples.damaged(tuple(valid.values())) | st.binary(max_size=100))
-  logging.getLogger(grpc_server.__name__).addHandler(logging.NullHandler())
 
   with raw(server) as call:
 
@@ -452,7 +437,7 @@ def test_damaged_requests_never_reach_the_service_or_harm_the_server(service, se
     def fuzz(sent):
       name, data = sent
       code, _ = call(name, data)
-      assert code in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT)
+      assert code in (grpc.StatusCode.OK, grpc.StatusCode.FAILED_PRECONDITION)
       for asked, request in service.asked:
         assert asked == name and type(request) is CALLS[name].request
       assert bool(service.asked) == (code is grpc.StatusCode.OK)

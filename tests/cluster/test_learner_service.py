@@ -12,7 +12,7 @@ from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER
 from speedyzero_jax.agents.refresh import REFRESHER
 from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.grpc_server import RunOver
-from speedyzero_jax.cluster.messages import Worker
+from speedyzero_jax.cluster.messages import Helper
 
 
 def test_unknown_numbers_are_refused_and_not_waited_for(make_unit):
@@ -22,7 +22,7 @@ def test_unknown_numbers_are_refused_and_not_waited_for(make_unit):
     lambda: unit.step(actor=2),
     lambda: unit.work(2),
     lambda: unit.frames(refresher=2),
-    lambda: unit.ask_weights(worker=Worker("actor", 2)),
+    lambda: unit.ask_weights(helper=Helper("actor", 2)),
   ):
     unit.refuses(call, "there are 2 .*, got number 2")
   begin = time.monotonic()
@@ -54,7 +54,7 @@ def test_half_precision_rounds_floats_only(make_unit):
   np.testing.assert_array_equal(half, np.full((2, 3), jnp.bfloat16(1 / 3)))
 
 
-def test_all_workers_hear_the_end_and_are_waited_for(make_unit):
+def test_all_helpers_hear_the_end_and_are_waited_for(make_unit):
   unit = make_unit("actor.lanes=2", actors=2, refreshers=1)
   unit.fill(4)
   unit.join(0), unit.join(1)
@@ -63,8 +63,6 @@ def test_all_workers_hear_the_end_and_are_waited_for(make_unit):
   ended = threading.Thread(target=unit.service.finish, args=(30,), daemon=True)
   ended.start()
   ended.join(0.05)
-  # What a worker may need to finish what it is doing is still sent.
-  assert len(unit.frames().lane) == 8 and unit.ask_weights().step == 0
   slots, _ = unit.play(unit.player(), granted)
   for call in (lambda: unit.step(slots, 1), lambda: unit.step(actor=1), unit.work):
     assert ended.is_alive()
@@ -72,12 +70,12 @@ def test_all_workers_hear_the_end_and_are_waited_for(make_unit):
       call()
   ended.join(10)
   assert not ended.is_alive() and unit.limiter.env_steps == before
-  for call in (lambda: unit.join(0, 1), lambda: unit.work(0, 1)):
+  for call in (unit.frames, unit.ask_weights, lambda: unit.join(0, 1), lambda: unit.work(0, 1)):
     with pytest.raises(RunOver):
       call()
 
 
-def test_absent_workers_are_not_waited_for_forever(make_unit):
+def test_absent_helpers_are_not_waited_for_forever(make_unit):
   unit = make_unit()
   unit.join()
   begin = time.monotonic()

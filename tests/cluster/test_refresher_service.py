@@ -159,7 +159,7 @@ def test_a_result_of_impossible_weights_changes_nothing(make_unit):
   unit.executing()
   held = unit.work(seconds=5)
   for step in (4, 2**31, 2**62, -1):
-    unit.refuses(lambda step=step: unit.result(held, step=step), r"work\.step must be in 0\.\.3")
+    unit.refuses(lambda step=step: unit.result(held, step=step), r"results\.step must be in 0\.\.3")
   unit.result(held)
   assert newest(unit) == 3
 

@@ -18,7 +18,7 @@ from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER
 from speedyzero_jax.cluster import grpc_server, messages, remote
 from speedyzero_jax.cluster.grpc_client import Client, Refused
 from speedyzero_jax.cluster.learner_process import max_message
-from speedyzero_jax.cluster.messages import Worker
+from speedyzero_jax.cluster.messages import Helper
 from speedyzero_jax.cluster.remote import FrameCopy, RemoteWeights
 from speedyzero_jax.config import loader
 from speedyzero_jax.metrics.aggregation import EpisodeStats
@@ -68,9 +68,9 @@ class Cluster:
         assert time.monotonic() - begin < 8  # all have heard it
 
   def client(self, kind="actor", number=0, incarnation=0):
-    worker = Worker(kind, number, incarnation)
+    helper = Helper(kind, number, incarnation)
     return self._stack.enter_context(
-      Client(self._address, TOKEN, worker, max_bytes=MAX_BYTES, patience=5.0)
+      Client(self._address, TOKEN, helper, max_bytes=MAX_BYTES, patience=5.0)
     )
 
   def _start(self, role, *arguments):
@@ -88,18 +88,15 @@ class Cluster:
   def act(self, incarnation=0):
     unit = self.unit
     client = self.client(incarnation=incarnation)
-    return self._start(remote.act, unit.config, unit.agent, client, ROLE, incarnation)
+    return self._start(remote.act, unit.config, unit.agent, client)
 
   def step_environments(self, number=0, incarnation=0):
-    unit, role = self.unit, Role("actor", 0, number)
     client = self.client("actor", number, incarnation)
-    arguments = unit.config, unit.agent, client, role, incarnation
-    return self._start(remote.step_environments, *arguments)
+    return self._start(remote.step_environments, self.unit.config, client)
 
   def refresh(self, number=0, config=None):
-    unit, role = self.unit, Role("refresher", 0, number)
-    arguments = config or unit.config, unit.agent, self.client("refresher", number), role, 0
-    return self._start(remote.refresh, *arguments)
+    unit, client = self.unit, self.client("refresher", number)
+    return self._start(remote.refresh, config or unit.config, unit.agent, client, number)
 
 
 @pytest.fixture
@@ -269,7 +266,7 @@ def test_a_refresher_keeps_a_growing_replay_fresh(make_unit, cluster, task, stam
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_weights_arrive_exact_or_rounded_and_stay_until_the_end(make_unit, cluster, half):
+def test_weights_arrive_exact_or_rounded_until_the_end(make_unit, cluster, half):
   unit = make_unit(*["topology.weights_dtype=bfloat16"] * half)
   unit.weights.publish(2, unit.agent.init(number=1 / 3))
   here, like = jax.local_devices()[-1], jax.eval_shape(unit.agent.init)
@@ -284,7 +281,8 @@ def test_weights_arrive_exact_or_rounded_and_stay_until_the_end(make_unit, clust
     assert weights.latest(ACTOR, at_least=2).step == 2  # nothing newer is wanted
     assert weights.latest(REANALYSER, at_least=3).step == 6
     unit.service.finish(0)
-    assert weights.latest(ACTOR, at_least=6).step == 6  # to finish what was begun
+    with pytest.raises(grpc_server.RunOver):
+      weights.latest(ACTOR, at_least=6)
 
 
 def test_wrong_requests_are_refused(make_unit, cluster):
@@ -297,14 +295,15 @@ def test_wrong_requests_are_refused(make_unit, cluster):
     other = like._replace(params={"w": jax.ShapeDtypeStruct((3, 2), np.float32)})
     with pytest.raises(ValueError, match="an array is"):
       RemoteWeights(client, other, here).latest(ACTOR, 0)
-    served.client(incarnation=7).call(messages.WeightsRequest(ACTOR))
+    unit.roster.enter(newer := Helper("actor", 0, 7))
     with pytest.raises(Refused, match="has incarnation 7"):
       FrameCopy(client, unit.replay.store.frame, 3).gather(
         np.zeros(1, int), np.zeros((1, 2), int), np.ones(3)
       )
+    unit.roster.dismiss(newer)
 
 
-def test_workers_that_come_when_the_run_is_over_leave(make_unit, cluster):
+def test_helpers_that_come_when_the_run_is_over_leave(make_unit, cluster):
   unit = make_unit()
   unit.service.finish(0)
   with cluster(unit) as served:

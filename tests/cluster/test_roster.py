@@ -4,10 +4,10 @@ import time
 
 import pytest
 
-from speedyzero_jax.cluster.messages import Worker
+from speedyzero_jax.cluster.messages import Helper
 from speedyzero_jax.cluster.roster import TIMEOUT, Roster
 
-ACTOR, OTHER, REFRESHER = Worker("actor", 0), Worker("actor", 1), Worker("refresher", 0)
+ACTOR, OTHER, REFRESHER = Helper("actor", 0), Helper("actor", 1), Helper("refresher", 0)
 
 
 class Unit:
@@ -50,8 +50,8 @@ def test_every_start_ends_the_former(unit):
 
 def test_the_end_of_a_former_process_does_not_dismiss_its_successor(unit):
   former = ACTOR._replace(incarnation=1)
-  for worker in (former, ACTOR._replace(incarnation=2)):
-    unit.roster.enter(worker)
+  for helper in (former, ACTOR._replace(incarnation=2)):
+    unit.roster.enter(helper)
   unit.roster.dismiss(former)
   begin = time.monotonic()
   unit.roster.wait_for_dismissal(0.05)
@@ -86,4 +86,4 @@ def test_only_processes_of_the_unit_count():
   with pytest.raises(ValueError, match="there are 0 actors"):
     unit.roster.enter(ACTOR)
   with pytest.raises(ValueError, match="there are 2 refreshers"):
-    unit.roster.enter(Worker("refresher", 2))
+    unit.roster.enter(Helper("refresher", 2))

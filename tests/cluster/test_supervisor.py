@@ -62,21 +62,15 @@ def test_restarts_a_killed_process_alone(run):
   assert one.log("actor-1").count("--- ") == 3
 
 
-@pytest.mark.parametrize(
-  ("end", "words"),
-  [
-    ("os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV"),
-    ("os._exit(134)", "exited with code 134 (SIGABRT)"),
-  ],
-)
-def test_gives_up_on_a_process_that_keeps_failing(run, end, words):
+def test_gives_up_on_a_process_that_keeps_failing(run):
   lines = "[print(f'line {i}.') for i in range(30)]; sys.stdout.flush()"
+  end = "os.kill(os.getpid(), signal.SIGSEGV)"
   code = f"until('ready-learner-0'); {lines}; {end}"
   one = run(
     ("learner-0", SAVE, True), ("actor-0", code, False), ("actor-1", SLEEP, False), max_failures=3
   )
   output = one.end(1)
-  assert output.count(f"actor-0 {words} after") == 3
+  assert output.count("actor-0 was killed by SIGSEGV after") == 3
   shown = re.findall(r"^  (line .*)$", output, re.M)
   assert shown == [f"line {i}." for i in range(10, 30)]
   assert (one.folder / "saved-learner-0").exists()
@@ -154,7 +148,6 @@ def test_restarts_all_when_a_vital_one_is_killed(run):
   ("first", "second", "cause"),
   [
     ("os.abort()", KILLED, "learner-0 was killed by SIGKILL"),
-    ("os._exit(134)", KILLED, "learner-0 was killed by SIGKILL"),
     ("sys.exit(1)", KILLED, "learner-0 was killed by SIGKILL"),  # as it lost its peer
     ("os.abort()", "sys.exit(1)", None),  # a failure, and the abort that it led to
     ("os.abort()", "time.sleep(100)", "learner-1 was killed by SIGABRT"),

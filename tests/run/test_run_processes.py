@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from speedyzero_jax.run import processes
-from speedyzero_jax.run.processes import Interrupted, Place, RunProcesses
+from speedyzero_jax.run.processes import Interrupted, MachineShare, RunProcesses
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def made(tmp_path, monkeypatch):
   launcher = tmp_path / "launcher.py"
   launcher.write_text("import os; print(*os.sched_getaffinity(0))")
   monkeypatch.setattr(processes, "_LAUNCHER", launcher)
-  return RunProcesses([Place({}, [max(os.sched_getaffinity(0))])])
+  return RunProcesses([MachineShare({}, [max(os.sched_getaffinity(0))])])
 
 
 def test_a_run_of_another_process_is_waited_for_and_may_have_finished(tmp_path, made):

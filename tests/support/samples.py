@@ -35,7 +35,7 @@ def one_of_each() -> dict[type, Any]:
   weights = {"['b']": np.array([1.5, -2], jnp.bfloat16), "['n']": np.array(3, np.int32)}
   all_kinds = [
     messages.Join(),
-    messages.Welcome(1, np.array([5, 6], np.int64)),
+    messages.Welcome(1, np.array([5, 6], np.int64), 2**32 - 1),
     messages.Step(3, played, np.array([[np.nan, 7]])),
     messages.Grant(4, True, 11, 0.25, False),
     messages.Gradient(
@@ -44,7 +44,7 @@ def one_of_each() -> dict[type, Any]:
     messages.WeightsRequest("actor"),
     messages.Weights(12, weights),
     messages.Block(6, "search", lane, np.array([[0, 1, 2], [3, 4, 4]], np.int32), 10, heads, {}),
-    messages.Work(6, 10, {"policy": np.ones((2, 3, 2), np.float32)}),
+    messages.Results(6, 10, {"policy": np.ones((2, 3, 2), np.float32)}),
     messages.FramesRequest(heads),
     messages.FramesChunk(heads, lane, cell, frames),
   ]

@@ -1,4 +1,4 @@
-"""Minimal learner process with its service, and its workers' calls.
+"""Minimal learner process with its service, and its helpers' calls.
 
 Journal, replay, rate limiter and weights are real, created by `run.build.build`. There is no
 training: the agent is `tiny.ChecksumAgent`, and learner steps are only counted.
@@ -20,7 +20,7 @@ from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER
 from speedyzero_jax.agents.refresh import REFRESHER
 from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.learner_service import LearnerService
-from speedyzero_jax.cluster.messages import Worker
+from speedyzero_jax.cluster.messages import Helper
 from speedyzero_jax.cluster.roster import Roster
 from speedyzero_jax.metrics.aggregation import EpisodeStats
 from speedyzero_jax.run import build, factories
@@ -30,7 +30,7 @@ from speedyzero_jax.workers.actor import Actor
 from speedyzero_jax.workers.weights import ACTOR
 
 SECONDS = 0.02  # timeout of a poll
-A_WORKER, NO_RESULT = Worker("actor", 0), messages.Work(0, 0, {})
+A_HELPER, NO_RESULT = Helper("actor", 0), messages.Results(0, 0, {})
 SUBSCRIPTIONS = ACTOR, REANALYSER, REFRESHER
 NAMES = {call.request: (name, call.poll) for name, call in messages.CALLS.items()}
 BATCH = ("reanalyse.schedule=batch", "refresh.enabled=false")
@@ -66,25 +66,25 @@ class Unit:
   # --- calls
 
   def join(self, actor=0, incarnation=0):
-    return self.service.call("join", Worker("actor", actor, incarnation), messages.Join())
+    return self.service.call("join", Helper("actor", actor, incarnation), messages.Join())
 
   def step(self, slots=None, sequence=0, actor=0, incarnation=0, *, episodes=(), seconds=SECONDS):
     """Sends slots and requests agent steps."""
     ended = np.array(episodes, np.float64).reshape(-1, 2)
     request = messages.Step(sequence, {} if slots is None else vars(slots), ended)
-    return self.service.call("step", Worker("actor", actor, incarnation), request, seconds)
+    return self.service.call("step", Helper("actor", actor, incarnation), request, seconds)
 
-  def ask_weights(self, subscriber=ACTOR, worker=A_WORKER):
-    return self.service.call("weights", worker, messages.WeightsRequest(subscriber))
+  def ask_weights(self, subscriber=ACTOR, helper=A_HELPER):
+    return self.service.call("weights", helper, messages.WeightsRequest(subscriber))
 
   def work(self, refresher=0, incarnation=0, seconds=SECONDS, request=NO_RESULT):
-    worker = Worker("refresher", refresher, incarnation)
-    return self.service.call("work", worker, request, seconds)
+    helper = Helper("refresher", refresher, incarnation)
+    return self.service.call("work", helper, request, seconds)
 
   def frames(self, heads=None, refresher=0, incarnation=0):
     heads = np.zeros_like(self.replay.heads) if heads is None else heads
-    worker = Worker("refresher", refresher, incarnation)
-    return self.service.call("frames", worker, messages.FramesRequest(heads))
+    helper = Helper("refresher", refresher, incarnation)
+    return self.service.call("frames", helper, messages.FramesRequest(heads))
 
   def result(self, block, refresher=0, incarnation=0, *, step=None, arrays=None, seconds=SECONDS):
     """Sends a block's result, by default computed by its task; returns the next block."""
@@ -94,7 +94,7 @@ class Unit:
       inputs = {"frames": self.replay.store.frame[lane, block.cell], **block.columns}
       arrays = self.inference.compute(version, block.task, inputs, jax.random.key(9))
     step = version.step if step is None else step
-    request = messages.Work(block.block, step, arrays)
+    request = messages.Results(block.block, step, arrays)
     return self.work(refresher, incarnation, seconds, request)
 
   # --- the work of actors and the learner
@@ -224,14 +224,14 @@ def _parts(
 class Direct:
   """Client that calls the service within this process."""
 
-  def __init__(self, service: LearnerService, worker: Worker):
-    self._service, self._worker = service, worker
+  def __init__(self, service: LearnerService, helper: Helper):
+    self._service, self._helper = service, helper
 
   def call(self, request):
     name, poll = NAMES[type(request)]
     answer = None
     while answer is None:
-      answer = self._service.call(name, self._worker, request, *[SECONDS] * poll)
+      answer = self._service.call(name, self._helper, request, *[SECONDS] * poll)
     return answer
 
 

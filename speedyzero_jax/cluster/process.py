@@ -12,7 +12,7 @@ from speedyzero_jax.cluster.gradient_actor import send_gradients
 from speedyzero_jax.cluster.grpc_client import Client, Refused, Unreachable
 from speedyzero_jax.cluster.grpc_server import RunOver
 from speedyzero_jax.cluster.learner_process import max_message, membership_of, serving
-from speedyzero_jax.cluster.messages import Worker
+from speedyzero_jax.cluster.messages import Helper
 from speedyzero_jax.cluster.remote import act, refresh, step_environments
 from speedyzero_jax.cluster.rendezvous import Place, Rendezvous, RendezvousError
 from speedyzero_jax.config import loader
@@ -23,7 +23,7 @@ from speedyzero_jax.run import topology
 from speedyzero_jax.run.factories import enable_compilation_cache, make_agent
 from speedyzero_jax.run.run_dir import RunDir
 from speedyzero_jax.run.signals import Signals
-from speedyzero_jax.run.topology import Role, Topology
+from speedyzero_jax.run.topology import Role, Topology, derived_seed
 from speedyzero_jax.run.train import train
 from speedyzero_jax.system.exit_codes import FAILED
 from speedyzero_jax.workers.weights import DivergedError
@@ -33,10 +33,9 @@ _START_TIMEOUT = 600.0  # seconds for which processes wait for each other to sta
 
 
 class Run(NamedTuple):
-  """Description of the run that process 0 publishes to all processes."""
+  """What process 0 publishes once it has opened the run folder, besides the configuration."""
 
   folder: str
-  config: str  # YAML
   resume: bool
   token: str  # hexadecimal; if empty, each process reads topology.token_file
 
@@ -51,37 +50,34 @@ def main(
 ) -> int:
   """Runs this process' role. Returns the exit code.
 
-  Args:
-    place: position of this process in the run.
-    configure: returns the configuration.
-    open_folder: opens the run's folder, once devices can be used. Both functions are called in
-      process 0 only and may raise ConfigError or RunFolderError.
-    resume: whether the run is continued; the value in process 0 counts.
-    devices: ids of the accelerators to use; None for all.
+  `configure` and then, once devices can be used, `open_folder` are called in process 0 only; they
+  may raise ConfigError or RunFolderError. The value of `resume` in process 0 counts. `devices` are
+  the ids of the accelerators to use; None: all.
   """
   signals = Signals()
   try:
     with Signals.at_once():
       rendezvous = Rendezvous(place, devices=devices)
       if place.process_id:
-        *counts, central = json.loads(rendezvous.lookup("topology", _START_TIMEOUT))
-        shape = Topology(*counts)
-        only_steps = central and shape.role(place.process_id).kind == "actor"
+        config = loader.from_yaml(rendezvous.lookup("config", _START_TIMEOUT))
+        shape = topology.resolve(config, place.num_processes)
+        acts = shape.role(place.process_id).kind == "actor"
+        only_steps = acts and config.topology.inference == "central"
         rendezvous.share_devices(shape.learners, cpu=only_steps)
-        published = rendezvous.lookup("run", _START_TIMEOUT)
+        run = Run(*json.loads(rendezvous.lookup("run", _START_TIMEOUT)))
     with signals:
       if place.process_id:
-        return _run(Run(**json.loads(published)), rendezvous, signals)
+        return _run(config, shape, run, rendezvous, signals)
       config = configure()
-      shape, central = topology.resolve(config, place.num_processes), config.topology.inference
-      rendezvous.publish("topology", json.dumps([*shape, central == "central"]))
+      shape = topology.resolve(config, place.num_processes)
+      rendezvous.publish("config", loader.to_yaml(config))
       with Signals.at_once():
         rendezvous.share_devices(shape.learners)
       with open_folder(config) as folder:
         token = "" if config.topology.token_file else secrets.token_hex(_TOKEN)
-        run = Run(str(folder.path.resolve()), loader.to_yaml(config), resume, token)
-        rendezvous.publish("run", json.dumps(run._asdict()))
-        return _run(run, rendezvous, signals)
+        run = Run(str(folder.path.resolve()), resume, token)
+        rendezvous.publish("run", json.dumps(run))
+        return _run(config, shape, run, rendezvous, signals)
   except (RendezvousError, JournalError, Refused, Unreachable, DivergedError) as error:
     if signals.received:  # other processes got it too, so losing contact with them is expected
       return signals.exit_code
@@ -103,9 +99,9 @@ def _token(config: Config) -> bytes:
   return token
 
 
-def _run(run: Run, rendezvous: Rendezvous, signals: Signals) -> int:
-  config = loader.from_yaml(run.config)
-  shape = topology.resolve(config, rendezvous.place.num_processes)
+def _run(
+  config: Config, shape: Topology, run: Run, rendezvous: Rendezvous, signals: Signals
+) -> int:
   role = shape.role(rendezvous.place.process_id)
   token = bytes.fromhex(run.token) or _token(config)
   try:
@@ -136,12 +132,14 @@ def _serve(
   max_bytes = max_message(local_config, agent)
   incarnation = rendezvous.count(f"incarnation/{role}")
   address = rendezvous.lookup(f"address/{role.unit}", _START_TIMEOUT)
-  worker = Worker(role.kind, role.number, incarnation)
-  central = config.topology.inference == "central"
-  acting = step_environments if central else act
-  if config.topology.gradients == "actors":
-    acting = send_gradients
-  work = acting if role.kind == "actor" else refresh
-  with contextlib.suppress(RunOver), Client(address, token, worker, max_bytes=max_bytes) as client:
-    work(local_config, agent, client, role, incarnation)
+  helper = Helper(role.kind, role.number, incarnation)
+  with contextlib.suppress(RunOver), Client(address, token, helper, max_bytes=max_bytes) as client:
+    if role.kind == "refresher":
+      refresh(local_config, agent, client, derived_seed(config.run.seed, str(role), incarnation))
+    elif config.topology.gradients == "actors":
+      send_gradients(local_config, agent, client)
+    elif config.topology.inference == "central":
+      step_environments(local_config, client)
+    else:
+      act(local_config, agent, client)
   return 0

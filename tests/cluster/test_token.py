@@ -6,10 +6,10 @@ import json
 import pytest
 
 import tiny
-from speedyzero_jax.cluster import worker
+from speedyzero_jax.cluster import process
 from speedyzero_jax.cluster.rendezvous import Place
-from speedyzero_jax.config import loader
 from speedyzero_jax.config.loader import ConfigError
+from speedyzero_jax.run import topology
 from speedyzero_jax.run.run_dir import RunDir
 from speedyzero_jax.run.signals import Signals
 
@@ -41,12 +41,12 @@ def tokens(config, folder, monkeypatch):
     serving(None)
     return 0
 
-  monkeypatch.setattr(worker, "Rendezvous", lambda place, **_: FakeRendezvous(place, published))
-  monkeypatch.setattr(worker, "train", train)
-  monkeypatch.setattr(worker, "membership_of", lambda *_: None)
-  monkeypatch.setattr(worker, "serving", lambda *arguments: used.append(arguments[-1]))
+  monkeypatch.setattr(process, "Rendezvous", lambda place, **_: FakeRendezvous(place, published))
+  monkeypatch.setattr(process, "train", train)
+  monkeypatch.setattr(process, "membership_of", lambda *_: None)
+  monkeypatch.setattr(process, "serving", lambda *arguments: used.append(arguments[-1]))
   opened = contextlib.nullcontext(RunDir(folder, config, -1))
-  code = worker.main(PLACE, lambda: config, lambda _: opened, resume=False, devices=None)
+  code = process.main(PLACE, lambda: config, lambda _: opened, resume=False, devices=None)
   assert code == 0
   return published, *used
 
@@ -54,7 +54,7 @@ def tokens(config, folder, monkeypatch):
 def test_a_new_token_is_published_for_every_run(tmp_path, monkeypatch):
   config = tiny.config(*SETTINGS)
   (first, used), (second, _) = (tokens(config, tmp_path, monkeypatch) for _ in range(2))
-  first, second = (json.loads(published["run"])["token"] for published in (first, second))
+  first, second = (process.Run(*json.loads(each["run"])).token for each in (first, second))
   assert bytes.fromhex(first) == used and len(used) == 32 and first != second
 
 
@@ -77,6 +77,7 @@ def test_an_unusable_token_file_is_wrong_use_in_every_process(tmp_path, process_
   if content is not None:
     secret.write_bytes(content)
   config = tiny.config(*SETTINGS, f"topology.token_file={secret}")
-  run = worker.Run(str(tmp_path), loader.to_yaml(config), False, "")
+  shape, run = topology.resolve(config), process.Run(str(tmp_path), False, "")
+  rendezvous = FakeRendezvous(PLACE._replace(process_id=process_id), {})
   with pytest.raises(ConfigError, match=f"topology.token_file: .*{why}"):
-    worker._run(run, FakeRendezvous(PLACE._replace(process_id=process_id), {}), Signals())
+    process._run(config, shape, run, rendezvous, Signals())
