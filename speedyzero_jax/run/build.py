@@ -80,8 +80,9 @@ def build(
     collector = Collector(replay, limiter, weights, logger, episodes, recovery.append)
     sweepers = make_sweepers(agent, config.actor.weights_interval)
     experiment = Experiment(
-      config, local_config, membership, agent, logger, learner, inference, replay, weights,
-      limiter, collector, sweepers, recovery, state,
+      config=config, local_config=local_config, membership=membership, agent=agent, logger=logger,
+      learner=learner, inference=inference, replay=replay, weights=weights, limiter=limiter,
+      collector=collector, sweepers=sweepers, recovery=recovery, state=state,
     )  # fmt: skip
     if restored is not None:
       snapshot.restore(experiment, restored)
