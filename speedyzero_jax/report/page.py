@@ -287,10 +287,9 @@ def _runs(runs: Sequence[Run]) -> ET.Element:
   rows = []
   for run in runs:
     minutes = [None if x is None else x / 60 for x in (run.wall_seconds, run.device_seconds)]
-    numbers = [run.seed, run.steps, run.env_steps, *minutes, run.training_return,
-               run.evaluation_mean, run.evaluation_episodes, run.evaluation_step,
-               run.human_normalized]  # fmt: skip
-    rows.append([run.path, run.game or "-", *map(format_number, numbers)])
+    numbers = run.seed, run.steps, run.env_steps, *minutes, run.training_return, run.evaluation_mean
+    last = map(format_number, (run.evaluation_step, run.human_normalized))
+    rows.append([run.path, run.game or "-", *map(format_number, numbers), run.episodes, *last])
   return _section("Runs", "", table(heads, rows, words=2))
 
 

@@ -11,6 +11,7 @@ import yaml
 
 from speedyzero_jax.envs.scores import human_normalized
 from speedyzero_jax.metrics import jsonl, names
+from speedyzero_jax.metrics.progress import format_number
 
 GAME = "env.game"
 CURVE = (names.STEP, names.ENV_STEPS, names.TIME, names.EPISODE_RETURN)
@@ -35,11 +36,18 @@ class Run:
   evaluation_mean: float | None = None
   evaluation_std: float | None = None
   evaluation_episodes: int | None = None
+  evaluation_explore: bool | None = None
   human_normalized: float | None = None
   problems: list[str] = dataclasses.field(default_factory=list)
   settings: dict[str, Any] | None = None  # by dotted key
   rows: list[dict[str, float]] = dataclasses.field(default_factory=list)  # of metrics.jsonl
   starts: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # of starts.jsonl
+
+  @property
+  def episodes(self) -> str:
+    """Number and kind of the evaluated episodes."""
+    explored = ", explored" if self.evaluation_explore else ""
+    return f"{format_number(self.evaluation_episodes)}{explored}"
 
   def summary(self) -> dict[str, Any]:
     """Summary for JSON, with a curve of at most `_POINTS` points and the last start's hardware."""
@@ -187,6 +195,7 @@ def _read_evaluation(run: Run, path: pathlib.Path) -> None:
   run.evaluation_mean, run.evaluation_std = mean, std
   run.human_normalized = human_normalized(run.game, mean)
   run.evaluation_step, run.evaluation_episodes = int(step), int(episodes)
+  run.evaluation_explore = bool(evaluation.get("explore"))
   newest = max((row.get(names.CHECKPOINT_STEP, 0) for row in run.rows), default=0)
   if newest > step:
     run.problems.append(

@@ -26,8 +26,8 @@ def by_game(methods: Sequence[Method]) -> Table:
   pairs = [(*item, method.name) for method in methods for item in method.games().items()]
   for game, runs, name in sorted(pairs, key=lambda pair: (pair[0], pair[2])):
     means = [run.evaluation_mean for run in runs if run.evaluation_mean is not None]
-    counts = {run.evaluation_episodes for run in runs if run.evaluation_mean is not None}
-    episodes = ", ".join(sorted(map(str, counts)))
+    kinds = {run.episodes for run in runs if run.evaluation_mean is not None}
+    episodes = "; ".join(sorted(kinds))
     numbers = [
       *((_mean(means), min(means), max(means)) if means else (None, None, None)),
       _mean([run.training_return for run in runs]),

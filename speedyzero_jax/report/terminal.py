@@ -43,6 +43,7 @@ def show(runs: Sequence[Run], groups: Sequence[Group], console: Console) -> None
 
 def _run_cells(run: Run) -> dict[str, str]:
   deviation = "" if run.evaluation_std is None else f" ± {format_number(run.evaluation_std)}"
+  explored = " explored" if run.evaluation_explore else ""
   return {
     "run": run.path,
     "game": run.game or "-",
@@ -51,7 +52,7 @@ def _run_cells(run: Run) -> dict[str, str]:
     "env steps": format_number(run.env_steps),
     "return": format_number(run.training_return),
     "curve": sparkline(run.curve) or "-",
-    "evaluation": format_number(run.evaluation_mean) + deviation,
+    "evaluation": format_number(run.evaluation_mean) + deviation + explored,
     "human": format_number(run.human_normalized),
     "min": "-" if run.wall_seconds is None else f"{run.wall_seconds / 60:.1f}",
     "notes": "; ".join(run.problems),

@@ -227,6 +227,16 @@ def test_runs_that_ended_early_or_repeat_another_say_so(tmp_path):
   ]
 
 
+def test_scores_with_exploration_are_marked(tmp_path, capsys):
+  for name, explore in (("greedy", False), ("sampled", True)):
+    file = recorded.run(tmp_path / name, mean=1.0) / "evaluation.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"explore": explore}))
+  assert report.main([str(tmp_path), "--out", str(tmp_path / "page.html")]) == 0
+  rows, *_ = table(capsys.readouterr().out)
+  assert ["explored" in row["evaluation"] for row in rows] == [False, True]
+  assert "32, explored" in (tmp_path / "page.html").read_text()
+
+
 @pytest.mark.parametrize(
   ("starts", "minutes"),  # rows have steps 10, 20 and 30, and a minute each
   [
