@@ -37,7 +37,10 @@ from peers import HERE, NAN, Missing, peer_python, table
 THRESHOLD = 475
 START = 600  # seconds in which a run must begin to learn
 OURS = {
-  "CartPole": ["run.env_steps=480000", "learner.steps=7400", "run.log_interval=10"],
+  "CartPole": [
+    "run.env_steps=480000", "actor.lanes=32", "learner.batch_size=32", "learner.steps=1850",
+    "run.log_interval=5",
+  ],
   "Pong": [
     "env.frame_size=84", "network.torso=nature", "network.channels=32", "network.hidden=512",
     "run.log_interval=1",
