@@ -2,9 +2,10 @@
 
 Plays full episodes with raw rewards, capped at 27,000 agent steps, with the best action or, with
 `--explore`, as in training. Prints mean, median, standard deviation and human-normalized score, and
-writes evaluation.json into the run folder, unless that has more episodes of the same kind and
-checkpoint; the run may still be training. `--video` also writes the first episode as a GIF, with
-the agent's values, policy or search results beside each frame.
+writes evaluation.json into the run folder, unless that has more episodes of the same checkpoint and
+step limit, or the run's own `evaluation.explore` is another one; the run may still be training.
+`--video` also writes the first episode as a GIF, with the agent's values, policy or, without
+exploration, search results beside each frame.
 
 Exit codes: 0 done; 1 no readable checkpoint, out of memory, or the result can't be written; 2 usage
 error; 130 stopped by Ctrl-C, without changing evaluation.json.
@@ -45,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument(
     "--explore",
     action=argparse.BooleanOptionalAction,
-    help="act as in training, with noise or by sampling (default: the run's evaluation.explore)",
+    help="act as in training, with noise, by sampling, or with each lane's epsilon (default: the "
+    "run's evaluation.explore)",
   )
   parser.add_argument(
     "--seed", type=int, help="seed of the environments (default: that of the run's evaluations)"
@@ -63,8 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
   logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
   try:
-    config = loader.override(run_dir.read_config(arguments.run_dir), changes)
-    return evaluate(config, arguments.run_dir, arguments.seed, arguments.video)
+    stored = run_dir.read_config(arguments.run_dir)
+    config = loader.override(stored, changes)
+    own_kind = config.evaluation.explore == stored.evaluation.explore
+    return evaluate(config, arguments.run_dir, arguments.seed, arguments.video, write=own_kind)
   except (ConfigError, RunFolderError) as error:
     _report(f"error: {error}")
     return USAGE_ERROR
@@ -73,8 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 128 + signal.SIGINT
 
 
-def evaluate(config: Config, folder: Path, seed: int | None, video_path: Path | None) -> int:
-  """Plays the episodes; prints and writes the result. Returns the exit code."""
+def evaluate(
+  config: Config, folder: Path, seed: int | None, video_path: Path | None, *, write: bool
+) -> int:
+  """Plays the episodes; prints the result and, with `write`, stores it. Returns the exit code."""
   import jax
 
   from speedyzero_jax.run import factories
@@ -102,7 +108,9 @@ def evaluate(config: Config, folder: Path, seed: int | None, video_path: Path | 
     )
     assert result is not None  # without `should_stop`
     print(result)
-    if (kept := result.write(folder / "evaluation.json")) > result.episodes:
+    if not write:
+      _report("not written: the run's evaluation.explore is another one")
+    elif (kept := result.write(folder / "evaluation.json")) > result.episodes:
       _report(f"not written: evaluation.json has {kept} episodes of the same checkpoint")
     if video and video_path:
       video.save(video_path)

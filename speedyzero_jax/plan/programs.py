@@ -84,7 +84,7 @@ def programs(
   copies = sum(any(step % n == 0 for n in intervals) for step in range(1, steps + 1))
   yield Planned("publish", 1, copies, 0, copy_tree, (variables,), {})
   together = min(config.evaluation.episodes, MAX_LANES)
-  yield act("evaluate", together, evaluation_steps(config), False)
+  yield act("evaluate", together, evaluation_steps(config), config.evaluation.explore)
   if "actor" in roles:
     lanes = local_config.actor.lanes
     calls = max(local_config.run.env_steps - local_config.actor.random_steps, 0) / lanes

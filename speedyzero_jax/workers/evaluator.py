@@ -150,10 +150,11 @@ def _episodes_like(path: Path, evaluation: Evaluation) -> int:
   """Number of episodes in a written evaluation of the same kind; 0 if there is none."""
   try:
     written = json.loads(path.read_text())
-    kind = ("step", "max_episode_steps", "explore")
-    same = all(written[key] == getattr(evaluation, key) for key in kind)
+    same = written.get("explore", False) == evaluation.explore and all(
+      written[key] == getattr(evaluation, key) for key in ("step", "max_episode_steps")
+    )
     return int(written["episodes"]) if same else 0
-  except (OSError, ValueError, TypeError, KeyError):
+  except (OSError, ValueError, TypeError, KeyError, AttributeError):
     return 0
 
 

@@ -165,6 +165,8 @@ def test_evaluating_it_only_adds_the_evaluation(copied, capsys):
   assert evaluate.main([str(copied), "--episodes", "1"]) == 0
   assert multihost.main(["--resume", str(copied), "evaluation.episodes=1", CACHE]) == 0
   assert "not written: evaluation.json has 5 episodes" in capsys.readouterr().out
+  assert evaluate.main([str(copied), "--episodes", "6", "--explore"]) == 0  # of another kind
+  assert "6 episodes with exploration" in capsys.readouterr().out
   assert json.loads((copied / "evaluation.json").read_text()) == written
 
 

@@ -234,6 +234,7 @@ def test_scores_with_exploration_are_marked(tmp_path, capsys):
   assert report.main([str(tmp_path), "--out", str(tmp_path / "page.html")]) == 0
   rows, *_ = table(capsys.readouterr().out)
   assert ["explored" in row["evaluation"] for row in rows] == [False, True]
+  assert len(group_runs(report.read_runs([tmp_path]))) == 0  # seeds are not comparable
   assert "32, explored" in (tmp_path / "page.html").read_text()
 
 
