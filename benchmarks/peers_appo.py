@@ -5,10 +5,10 @@
 
 Runs are new processes, in turns, with the same cores (`--cores`) and otherwise as their users start
 them. Sample Factory has the settings of its examples: on CartPole-v1 those of the command in
-train_gym_env.py, on Pong the defaults of envpool/atari (84x84, 4 frames, 64 lanes in each of 4
-processes, DQN's network, 4 epochs). Ours has those of the preset `appo`, on CartPole extended to
-480,000 agent steps at the same pace, on Pong with the frames and layers of Sample Factory; it uses
-every trajectory twice (2 epochs), and in a further run four times.
+train_gym_env.py (40 lanes), on Pong the defaults of envpool/atari (84x84, 4 frames, 64 lanes in
+each of 4 processes, DQN's network, 4 epochs). Ours has those of the preset `appo`, on CartPole with
+32 lanes, batches of 640 agent steps and 480,000 agent steps, on Pong with the frames and layers of
+Sample Factory; it uses every trajectory twice (2 epochs), and in a further run on Pong four times.
 
 A run's curve has a point per line of its metrics: [seconds, agent steps, mean return of the last
 100 training episodes]. Seconds are since the start of the process, so they include imports and

@@ -54,10 +54,10 @@ class Evaluation:
   seed: int
 
   def write(self, path: Path) -> int:
-    """Writes JSON atomically, unless the file has more episodes of the same checkpoint, with the
-    same cap and exploration.
+    """Writes JSON atomically, unless the file has more episodes of the same kind.
 
-    Returns the number of episodes in the file.
+    Evaluations are of the same kind if checkpoint, step limit and exploration are the same. Returns
+    the number of episodes in the file.
     """
     if (existing := _episodes_like(path, self)) > self.episodes:
       return existing
