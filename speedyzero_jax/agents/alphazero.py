@@ -86,6 +86,11 @@ class LossConfig:
   """The loss (z - v)^2 - pi log p; weight decay is `optim.weight_decay`."""
 
   value_coefficient: float = opt(1.0, "weight of the squared error (AlphaZero: 1)", "[0, 1e6]")
+  search_value: float = opt(
+    0.0,
+    "share of the root's search value in the value target; the rest is the outcome (AlphaZero: 0)",
+    "[0, 1]",
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,8 +145,8 @@ class AlphaZero(Agent):
     self._search, self._loss = agent_config.search, agent_config.loss
     self._rules = RULES[config.env.game]
     self._network = pure(lambda rngs: BoardNetwork(agent_config.network, self._rules, rngs))
-    policies = Column("search_policy", "float32", (actions,))
-    self.schema = make_schema(frame_shape, frame_dtype, actions, (policies,))
+    columns = Column("search_policy", "float32", (actions,)), Column("search_value", "float32")
+    self.schema = make_schema(frame_shape, frame_dtype, actions, columns)
     self.window = Window(after=0, within_episode=True)
     self.lookahead = self._rules.max_moves  # targets are outcomes of whole games
 
@@ -155,9 +160,8 @@ class AlphaZero(Agent):
   ) -> ActOutput:
     output = self.search(variables.params, inputs.frames[:, 0], key, explore=explore)
     summary = output.search_tree.summary()
-    shown = {"value": output.search_tree.raw_values[:, 0], "search_value": summary.value,
-             "visits": summary.visit_probs}  # fmt: skip
-    columns = {"search_policy": output.action_weights}
+    shown = {"value": output.search_tree.raw_values[:, 0], "visits": summary.visit_probs}
+    columns = {"search_policy": output.action_weights, "search_value": summary.value}
     return ActOutput(output.action.astype(jnp.int32), columns, (), {} if explore else shown)
 
   def search(
@@ -220,10 +224,13 @@ class AlphaZero(Agent):
   def loss(
     self, params: Params, batch_stats: Params, target: Params, batch: Arrays, keys: jax.Array
   ) -> tuple[jax.Array, LossOutput]:
-    policy, mask = batch["search_policy"], batch["loss_mask"]
-    logits, value = self._evaluate(params, batch["frames"][:, 0])
+    policy, mask, board = batch["search_policy"], batch["loss_mask"], batch["frames"][:, 0]
+    reflected = jax.vmap(jax.random.bernoulli)(keys)  # half of the samples
+    board = jnp.where(reflected[:, None, None, None], board[:, :, ::-1], board)
+    policy = jnp.where(reflected[:, None], policy[:, self._rules.reflection], policy)
+    logits, value = self._evaluate(params, board)
     cross_entropy = jnp.mean(mask * -jnp.sum(policy * jax.nn.log_softmax(logits), axis=-1))
-    error = jnp.mean(batch["outcome_mask"] * (batch["outcome"] - value) ** 2)
+    error = jnp.mean(batch["value_mask"] * (batch["value"] - value) ** 2)
     entropy = jnp.mean(mask * jnp.sum(jax.scipy.special.entr(policy), axis=-1))
     metrics = {LOSS_POLICY: cross_entropy, LOSS_VALUE: error, TARGET_ENTROPY: entropy}
     loss = cross_entropy + self._loss.value_coefficient * error
@@ -242,10 +249,11 @@ class AlphaZero(Agent):
     present, time = replay.clamp(lane, selection.time)
     returns = td.n_step(store, lane, time, self.lookahead, discount=-1.0)
     known = returns.discount == 0  # truncated games have no outcome
+    flat, share = store.flat(lane, time), np.float32(self._loss.search_value)
     batch = {
-      "search_policy": take(store["search_policy"], store.flat(lane, time)),
-      "outcome": returns.reward,
-      "outcome_mask": (present & known).astype(np.float32),
+      "search_policy": take(store["search_policy"], flat),
+      "value": (1 - share) * returns.reward + share * take(store["search_value"], flat),
+      "value_mask": (present & known).astype(np.float32),
       "loss_mask": present.astype(np.float32),
     }
     return batch, {}

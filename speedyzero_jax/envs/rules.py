@@ -38,6 +38,12 @@ class Rules(abc.ABC):
     return self.height * self.width
 
   @property
+  def reflection(self) -> np.ndarray:
+    """Action [A] that has the effect of each action after a reflection of columns."""
+    cells = np.arange(self.height * self.width).reshape(self.height, self.width)[:, ::-1].ravel()
+    return np.append(cells, cells.size) if self.passes else cells
+
+  @property
   def max_moves(self) -> int:
     """Maximum length of a game."""
     return self.height * self.width
@@ -93,6 +99,10 @@ class InARow(Rules):
   @property
   def num_actions(self) -> int:
     return self.width if self.gravity else self.height * self.width
+
+  @property
+  def reflection(self) -> np.ndarray:
+    return np.arange(self.width)[::-1] if self.gravity else super().reflection
 
   @property
   def longest_opening(self) -> int:

@@ -29,8 +29,8 @@ LANES = 32
 
 
 @functools.cache
-def agent_of(algorithm="gumbel"):
-  config = loader.load([], [*TINY, f"search.algorithm={algorithm}"])
+def agent_of(algorithm="gumbel", share=0.0):
+  config = loader.load([], [*TINY, f"search.algorithm={algorithm}", f"loss.search_value={share}"])
   return AlphaZero(config, RULES_3.shape, np.uint8, 9)
 
 
@@ -152,17 +152,19 @@ def recorded():
   return replay, slots, outcomes
 
 
-def test_outcomes_are_those_of_the_player_to_move():
+@pytest.mark.parametrize("share", [0.0, 0.25])
+def test_value_targets_are_outcomes_for_the_player_to_move_mixed_with_search_values(share):
   replay, slots, expected = recorded()
-  agent = agent_of()
+  agent = agent_of(share=share)
   selection = replay.select(2000)
   assert set(selection.time.tolist()) == expected.keys()  # finished games, every move of them
   arrays, _ = agent.assemble(replay, selection, 0)
   known = np.array([expected[t] is not None for t in selection.time])
-  np.testing.assert_array_equal(arrays["outcome_mask"], known)
-  wanted = [expected[t] for t in selection.time[known]]
-  np.testing.assert_array_equal(arrays["outcome"][known], wanted)
-  assert set(wanted) == {-1.0, 0.0, 1.0}
+  np.testing.assert_array_equal(arrays["value_mask"], known)
+  outcomes = np.array([expected[t] for t in selection.time[known]])
+  wanted = (1 - share) * outcomes + share * slots["search_value"][selection.time[known]]
+  np.testing.assert_allclose(arrays["value"][known], wanted, rtol=1e-6)
+  assert set(outcomes) == {-1.0, 0.0, 1.0}
   assert arrays["loss_mask"].all()
   policies = slots["search_policy"][selection.time]
   np.testing.assert_array_equal(arrays["search_policy"], policies)
@@ -183,7 +185,7 @@ def test_evicted_samples_are_masked():
   arrays, _ = agent.assemble(replay, selection, 0)
   tail = replay.tails[0]
   np.testing.assert_array_equal(arrays["loss_mask"], selection.time >= tail)
-  np.testing.assert_array_equal(arrays["outcome_mask"], selection.time >= tail)
+  np.testing.assert_array_equal(arrays["value_mask"], selection.time >= tail)
   assert 0 < arrays["loss_mask"].sum() < 64
 
 
@@ -220,11 +222,14 @@ def network(params, board):
 
 
 def reference(params, batch):
-  """The loss and its terms, in float64."""
-  board = batch["frames"][:, 0]
+  """The loss and its terms, in float64; half of the boards are reflected."""
+  board, policy, terms = batch["frames"][:, 0].copy(), batch["search_policy"].copy(), []
+  for i, key in enumerate(jax.random.split(trained.KEY, len(board))):
+    if jax.random.bernoulli(key):
+      board[i], policy[i] = board[i, :, ::-1], policy[i].reshape(3, 3)[:, ::-1].ravel()
   logits, value = network(params, board)
   value = np.where(RULES_3.over(board), 0, value)
-  legal, policy, terms = RULES_3.legal(board), batch["search_policy"], []
+  legal = RULES_3.legal(board)
   for row, allowed, target in zip(logits, legal, policy, strict=True):
     if not allowed.any():  # random boards: a game that was over before; all moves are alike
       terms.append(np.log(9))
@@ -233,7 +238,7 @@ def reference(params, batch):
     log_p = kept - kept.max() - np.log(np.exp(kept - kept.max()).sum())
     terms.append(-(target[allowed] * log_p).sum())
   cross_entropy = (batch["loss_mask"] * np.array(terms)).mean()
-  error = (batch["outcome_mask"] * (batch["outcome"] - value) ** 2).mean()
+  error = (batch["value_mask"] * (batch["value"] - value) ** 2).mean()
   return cross_entropy + 0.7 * error, cross_entropy, error
 
 
@@ -264,11 +269,11 @@ def test_masked_samples_have_no_gradient():
   batch, masked = batch_of(), np.arange(32) % 3 == 0
   masks = {
     name: np.where(masked, 0, batch[name]).astype(np.float32)
-    for name in ("loss_mask", "outcome_mask")
+    for name in ("loss_mask", "value_mask")
   }
   other = {
     "frames": np.where(masked[:, None, None, None, None], 1, batch["frames"]).astype(np.uint8),
-    "outcome": np.where(masked, 5, batch["outcome"]).astype(np.float32),
+    "value": np.where(masked, 5, batch["value"]).astype(np.float32),
     "search_policy": np.where(masked[:, None], 0.5, batch["search_policy"]).astype(np.float32),
   }
   one, same, none = (

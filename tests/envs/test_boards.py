@@ -56,6 +56,12 @@ def test_rules_are_those_of_envpool(game, steps):
     *zip(rules.step(board, action), step(board, action), strict=True),
   ):
     np.testing.assert_array_equal(by_numpy, by_jax)
+  reflected, reflection = board[:, :, ::-1], rules.reflection
+  np.testing.assert_array_equal(legal(reflected), legal(board)[:, reflection])
+  action = np.argmax(legal(board) * rng.random(legal(board).shape), axis=-1)
+  (after, reward), (other, same) = step(board, action), step(reflected, reflection[action])
+  np.testing.assert_array_equal(other, after[:, :, ::-1])
+  np.testing.assert_array_equal(same, reward)
   assert len(outcomes) > LANES and 1.0 in outcomes
   # Random play rarely fills Connect Four's board. The last move in Go can lose; nothing draws.
   assert {"TicTacToe": 0.0, "ConnectFour": 1.0, "Go9": -1.0}[game] in outcomes
