@@ -18,6 +18,9 @@ EPISODE_RETURN = "charts/episode_return"  # mean over the last 100
 EPISODE_RETURN_LAST = "charts/episode_return_last"
 EPISODE_RETURN_BEST = "charts/episode_return_best"
 EPISODE_LENGTH = "charts/episode_length"  # agent steps, mean over the last 100
+# Means over the states of ended episodes, which end with a life if `env.episodic_life`:
+VALUE = "charts/value"  # predicted while acting
+DISCOUNTED_RETURN = "charts/discounted_return"  # of training rewards, to compare with the value
 AGENT_STEPS_PER_SECOND = "charts/agent_steps_per_second"
 LEARNER_STEPS_PER_SECOND = "charts/learner_steps_per_second"
 SAMPLES_PER_SECOND = "charts/samples_per_second"  # trained on, over all devices

@@ -10,6 +10,7 @@ from speedyzero_jax.config.schema import Config
 from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.aggregation import EpisodeStats
 from speedyzero_jax.metrics.logger import MetricsLogger
+from speedyzero_jax.metrics.values import ValueStats
 from speedyzero_jax.replay.journal import Journal
 from speedyzero_jax.run import factories, snapshot
 from speedyzero_jax.run.checkpoint import Checkpoints
@@ -77,7 +78,8 @@ def build(
     weights = WeightsStore(intervals, NamedSharding(local, PartitionSpec()), state.variables)
     limiter = RateLimiter(local_config, synchronous=agent.synchronous)
     episodes = EpisodeStats(local_config.actor.lanes)
-    collector = Collector(replay, limiter, weights, logger, episodes, recovery.append)
+    values = ValueStats(local_config.actor.lanes, config.env.discount)
+    collector = Collector(replay, limiter, weights, logger, episodes, values, recovery.append)
     sweepers = make_sweepers(agent, config.actor.weights_interval)
     experiment = Experiment(
       config=config, local_config=local_config, membership=membership, agent=agent, logger=logger,

@@ -8,6 +8,7 @@ import numpy as np
 from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.aggregation import Episode, EpisodeStats
 from speedyzero_jax.metrics.logger import MetricsLogger
+from speedyzero_jax.metrics.values import ValueStats
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.run.rate_limiter import RateLimiter
 from speedyzero_jax.types import Slots
@@ -28,10 +29,11 @@ class Collector:
     weights: WeightsStore,
     logger: MetricsLogger,
     episodes: EpisodeStats,
+    values: ValueStats,
     record: Callable[[Slots], None],
   ):
     self._replay, self._limiter, self._weights, self._logger = replay, limiter, weights, logger
-    self._record = record
+    self._values, self._record = values, record
     self.episodes = episodes
     self.local: Actor | None = None
     self.failure: BaseException | None = None
@@ -108,6 +110,7 @@ class Collector:
   def _store(self, slots: Slots) -> None:
     self._record(slots)
     self._replay.append(slots)
+    self._logger.log_mean(self._values.add(slots))
 
   def _log_lag(self, acted_with: int) -> None:
     lag = self._limiter.learner_steps - acted_with
