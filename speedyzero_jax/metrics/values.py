@@ -16,9 +16,9 @@ class ValueStats:
 
   def __init__(self, lanes: int, discount: float):
     self._discount = discount
-    # Sums over the states t of a lane's open episode, at the newest state T:
-    self._weight = np.zeros(lanes)  # of discount^(T-t)
-    self._states, self._value, self._return = np.zeros((3, lanes))
+    # Sums over the states t of each lane's open episode, at its newest state T: of
+    # discount^(T-t), 1, values and returns.
+    self._sums = np.zeros((4, lanes))
 
   def add(self, slots: Slots) -> dict[str, float]:
     """Adds one step of some lanes and returns the metrics of episodes that it ends; {}: none.
@@ -28,22 +28,21 @@ class ValueStats:
     """
     if "value" not in slots.columns:
       return {}
-    self._clear(slots.lane[slots["first"]])  # an environment may have been lost
+    self._sums[:, slots.lane[slots["first"]]] = 0  # an environment may have been lost
     acted, ended = slots["action"] >= 0, slots["terminated"] | slots["truncated"]
     lane = slots.lane[acted]
-    self._weight[lane] = 1 + self._discount * self._weight[lane]
-    self._states[lane] += 1
-    self._value[lane] += slots["value"][acted]
-    self._return[lane] += slots["reward"][acted] * self._weight[lane]
-    lane = slots.lane[ended]
-    last = np.where(slots["terminated"], 0, slots["value"])[ended]
-    returns = self._return[lane] + last * self._discount * self._weight[lane]
-    states, values = self._states[lane].sum(), self._value[lane].sum()
-    self._clear(lane)
-    if not states:
+    powers, states, values, returns = self._sums[:, lane]
+    powers = 1 + self._discount * powers
+    returns = returns + slots["reward"][acted] * powers
+    self._sums[:, lane] = powers, states + 1, values + slots["value"][acted], returns
+    if not ended.any():
       return {}
-    return {names.VALUE: values / states, names.DISCOUNTED_RETURN: returns.sum() / states}
-
-  def _clear(self, lane: np.ndarray) -> None:
-    for sums in (self._weight, self._states, self._value, self._return):
-      sums[lane] = 0
+    lane = slots.lane[ended]
+    powers, states, values, returns = self._sums[:, lane]
+    last = np.where(slots["terminated"], 0, slots["value"])[ended]
+    returns = returns + last * self._discount * powers
+    self._sums[:, lane] = 0
+    count = states.sum()
+    if not count:
+      return {}
+    return {names.VALUE: values.sum() / count, names.DISCOUNTED_RETURN: returns.sum() / count}
