@@ -129,6 +129,8 @@ class Agent(abc.ABC):
   lookahead: int  # slots after a sample's first that its targets may use, at least window.after
   subscriptions: Mapping[str, int] = {}  # weights for tasks: learner steps between updates
   tasks: Mapping[str, Task] = {}
+  # The column `value` estimates the discounted return, multiplied by this; 0: no such column.
+  value_scale: float = 0.0
   target_interval: int = 0  # learner steps between target-network updates; 0: no target network
   # A resumed run discards experience collected after its checkpoint: its behavior policy is lost.
   on_policy: bool = False

@@ -99,6 +99,7 @@ class PPO(Impala):
 
   def __init__(self, config: Config, frame_shape: tuple[int, ...], frame_dtype: Any, actions: int):
     super().__init__(config, frame_shape, frame_dtype, actions, Column("value", "float32"))
+    self.value_scale = self._loss.reward_scale
 
   def _objective(
     self, batch: Arrays, values: jax.Array, terms: PolicyTerms, mean: Callable

@@ -144,7 +144,7 @@ class QAgent(TorsoAgent):
   ):
     agent_config: QAgentConfig = config.agent
     self._stores_q = agent_config.priority.initial == "actor" or agent_config.refresh.enabled
-    names = ("q", "max_q") if self._stores_q else ()
+    names = ("value", "best") if self._stores_q else ()
     super().__init__(
       config, frame_shape, frame_dtype, actions, QNetwork,
       [Column(name, "float32", fill=float(_UNKNOWN)) for name in names],
@@ -173,7 +173,7 @@ class QAgent(TorsoAgent):
     else:
       action = jnp.argmax(q, axis=-1).astype(jnp.int32)
     if self._stores_q:
-      columns |= {"q": td.chosen(q, action), "max_q": jnp.max(q, axis=-1)}
+      columns |= {"value": td.chosen(q, action), "best": jnp.max(q, axis=-1)}
     return ActOutput(action, columns, core, {} if explore else {"q": q})
 
   def _expected(self, outputs: jax.Array) -> jax.Array:
@@ -197,7 +197,7 @@ class QAgent(TorsoAgent):
     store, q = replay.store, results["q"]
     _, stored = replay.clamp(lane, time)
     action = np.maximum(take(store.action, store.flat(lane, stored)), 0)  # -1 at an end
-    values = {"q": q[np.arange(len(q)), action], "max_q": q.max(-1)}
+    values = {"value": q[np.arange(len(q)), action], "best": q.max(-1)}
     replay.rewrite("value_step", lane, time, step, values)
     reach = int(self._trained[-1]) + self._agent_config.loss.td_steps
     rescore(replay, lane, time, reach, lambda lane, time: self._stored_errors(store, lane, time))
@@ -224,7 +224,7 @@ class QAgent(TorsoAgent):
     returns = self._returns(store, lane, time)
     now, end = store.flat(lane, time), store.flat(lane, time + returns.steps)
     acted = take(store.action, now) >= 0
-    value, best = take(store["q"], now), take(store["max_q"], end)
+    value, best = take(store["value"], now), take(store["best"], end)
     unknown = acted & ((value == _UNKNOWN) | ((best == _UNKNOWN) & (returns.discount > 0)))
     goal = td.bootstrapped(returns.reward, returns.discount, best, rescaled=self._rescaled)
     error = td.mixed_priority(goal - value, acted, self._eta)

@@ -18,7 +18,8 @@ EPISODE_RETURN = "charts/episode_return"  # mean over the last 100
 EPISODE_RETURN_LAST = "charts/episode_return_last"
 EPISODE_RETURN_BEST = "charts/episode_return_best"
 EPISODE_LENGTH = "charts/episode_length"  # agent steps, mean over the last 100
-# Means over the states of ended episodes, which end with a life if `env.episodic_life`:
+# Means over the states of the episodes that end in one step, averaged over steps. An episode ends
+# with a life if `env.episodic_life`.
 VALUE = "charts/value"  # predicted while acting
 DISCOUNTED_RETURN = "charts/discounted_return"  # of training rewards, to compare with the value
 AGENT_STEPS_PER_SECOND = "charts/agent_steps_per_second"

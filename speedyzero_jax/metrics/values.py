@@ -7,15 +7,17 @@ from speedyzero_jax.types import Slots
 
 
 class ValueStats:
-  """Means of values and returns over the states of ended episodes, for agents that store `value`.
+  """Means of values and returns over the states of ended episodes.
 
   The return from t is sum_k discount^k reward[t+k], of training rewards, up to the episode's end. A
   truncated episode's return bootstraps from the value of its last frame. States that were stored
-  before this object was created do not count.
+  before this object was created, or acted on with untrained weights, do not count.
+
+  `scale` is `Agent.value_scale`.
   """
 
-  def __init__(self, lanes: int, discount: float):
-    self._discount = discount
+  def __init__(self, lanes: int, discount: float, scale: float):
+    self._discount, self._scale = discount, scale
     # Sums over the states t of each lane's open episode, at its newest state T: of
     # discount^(T-t), 1, values and returns.
     self._sums = np.zeros((4, lanes))
@@ -26,20 +28,21 @@ class ValueStats:
     Each lane has at most two slots, a state with an action and an episode's last frame, in this
     order.
     """
-    if "value" not in slots.columns:
+    if not self._scale:
       return {}
+    value = slots["value"] / self._scale
     self._sums[:, slots.lane[slots["first"]]] = 0  # an environment may have been lost
     acted, ended = slots["action"] >= 0, slots["terminated"] | slots["truncated"]
-    lane = slots.lane[acted]
+    lane, trained = slots.lane[acted], slots["step"][acted] > 0
     powers, states, values, returns = self._sums[:, lane]
-    powers = 1 + self._discount * powers
+    powers = trained + self._discount * powers
     returns = returns + slots["reward"][acted] * powers
-    self._sums[:, lane] = powers, states + 1, values + slots["value"][acted], returns
+    self._sums[:, lane] = powers, states + trained, values + trained * value[acted], returns
     if not ended.any():
       return {}
     lane = slots.lane[ended]
     powers, states, values, returns = self._sums[:, lane]
-    last = np.where(slots["terminated"], 0, slots["value"])[ended]
+    last = np.where(slots["terminated"], 0, value)[ended]
     returns = returns + last * self._discount * powers
     self._sums[:, lane] = 0
     count = states.sum()

@@ -78,7 +78,7 @@ def build(
     weights = WeightsStore(intervals, NamedSharding(local, PartitionSpec()), state.variables)
     limiter = RateLimiter(local_config, synchronous=agent.synchronous)
     episodes = EpisodeStats(local_config.actor.lanes)
-    values = ValueStats(local_config.actor.lanes, config.env.discount)
+    values = ValueStats(local_config.actor.lanes, config.env.discount, agent.value_scale)
     collector = Collector(replay, limiter, weights, logger, episodes, values, recovery.append)
     sweepers = make_sweepers(agent, config.actor.weights_interval)
     experiment = Experiment(

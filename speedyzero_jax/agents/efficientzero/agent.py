@@ -83,6 +83,7 @@ class EfficientZero(Agent):
         "value_step": ("value",),
       },
     )
+    self.value_scale = 1.0
     unroll = agent_config.loss.unroll_steps
     self.window = Window(after=unroll, within_episode=True)
     self.lookahead = unroll + agent_config.loss.td_steps
