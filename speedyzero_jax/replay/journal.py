@@ -232,7 +232,7 @@ class Journal:
     stored = None if new else self._db.execute("SELECT json FROM form").fetchone()
     if not new and stored != (json.dumps(form),):
       raise JournalError(
-        f"journal {self.path} holds a different format: {stored}, expected {json.dumps(form)}"
+        f"{self.path} was written by another version or for other lanes or columns; start a new run"
       )
     self._db.execute("PRAGMA journal_mode=WAL")
     self._db.execute("PRAGMA synchronous=FULL")
