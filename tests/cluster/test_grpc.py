@@ -397,6 +397,7 @@ def test_a_busy_server_is_waited_for_and_one_that_hangs_is_noticed(monkeypatch):
       client.call(EACH[messages.Results])
       assert time.monotonic() - begin > 1.5
       process.send_signal(signal.SIGSTOP)
+      os.waitid(os.P_PID, process.pid, os.WSTOPPED)  # until all its threads have stopped
       begin = time.monotonic()
       with pytest.raises(Unreachable):
         client.call(EACH[messages.Step])

@@ -19,7 +19,7 @@ class Stream:
 
   def __init__(self, rng):
     self.rng, self.new, self.episode = rng, True, []
-    self.closed = None  # mean value, mean return and number of states of the episode just ended
+    self.closed = None  # sums of values, returns and states of the episode that just ended
 
   def next(self):
     lost = self.rng.random() < 0.05
