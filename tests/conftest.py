@@ -5,6 +5,7 @@ start. Existing values take precedence, so `JAX_PLATFORMS=cuda make test` runs t
 Compilation dominates the suite's time; disabling most optimizations halves it.
 """
 
+import importlib.metadata
 import os
 import signal
 import sys
@@ -15,11 +16,13 @@ from hypothesis import settings
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # makes the package importable without installation
 
+jax_version = tuple(map(int, importlib.metadata.version("jax").split(".")[:2]))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "xla"))
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")  # slow to compile
+if jax_version < (0, 12):  # fusion emitters are slow to compile; later versions lack the flag
+  os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 # Child processes inherit ignored signals. SIGHUP is ignored under nohup, and SIGINT in background
