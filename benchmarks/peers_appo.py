@@ -1,6 +1,7 @@
 """APPO compared with Sample Factory's: agent steps per second, and minutes to a score.
 
     python benchmarks/peers_appo.py --out benchmarks/results/peers-appo.json   # half an hour
+    python benchmarks/peers_appo.py --games Pong42                             # hours
     python benchmarks/peers_appo.py --quick                                    # a test, two minutes
 
 Runs are new processes, in turns, with the same cores (`--cores`) and otherwise as their users start
@@ -9,13 +10,15 @@ train_gym_env.py (40 lanes), on Pong the defaults of envpool/atari (84x84, 4 fra
 each of 4 processes, DQN's network, 4 epochs). Ours has those of the preset `appo`, on CartPole with
 32 lanes, batches of 640 agent steps and 480,000 agent steps, on Pong with the frames and layers of
 Sample Factory; it uses every trajectory twice (2 epochs), and in a further run on Pong four times.
+`Pong42` is Pong with frames of 42x42 for both sides, for which ours has the preset's own layers.
 
 A run's curve has a point per line of its metrics: [seconds, agent steps, mean return of the last
 100 training episodes]. Seconds are since the start of the process, so they include imports and
-compilation (with an empty cache). A run on CartPole ends when that mean is 475, a run on Pong
-`--minutes` after its first point. Agent steps of Sample Factory have been trained on; ours have
-been collected, at most two learner steps' worth ahead of the pace. `steps/s` is their rate in the
-last two thirds of a run, from the first point on; `with start` is that of all seconds.
+compilation (with an empty cache). A run ends when that mean is 475 on CartPole or 18 on Pong42, or
+a time after its first point: by default 8, 3 and 60 minutes on CartPole, Pong and Pong42. Agent
+steps of Sample Factory have been trained on; ours have been collected, at most two learner steps'
+worth ahead of the pace. `steps/s` is their rate in the last two thirds of a run, from the first
+point on; `with start` is that of all seconds.
 """
 
 import argparse
@@ -34,17 +37,28 @@ from typing import Any, NamedTuple
 from common import ROOT, parser_of, positive, write
 from peers import HERE, NAN, Missing, peer_python, table
 
-THRESHOLD = 475
 START = 600  # seconds in which a run must begin to learn
-OURS = {
-  "CartPole": [
+
+
+class Task(NamedTuple):
+  """A game as both sides train on it."""
+
+  game: str
+  threshold: float  # mean return at which a run ends
+  minutes: float  # after which it ends in any case
+  ours: list[str]  # settings beside those of the preset
+
+
+TASKS = {
+  "CartPole": Task("CartPole", 475, 8, [
     "run.env_steps=480000", "actor.lanes=32", "learner.batch_size=32", "learner.steps=1850",
     "run.log_interval=5",
-  ],
-  "Pong": [
+  ]),
+  "Pong": Task("Pong", math.inf, 3, [
     "env.frame_size=84", "network.torso=nature", "network.channels=32", "network.hidden=512",
     "run.log_interval=1",
-  ],
+  ]),
+  "Pong42": Task("Pong", 18, 60, ["run.log_interval=10"]),
 }  # fmt: skip
 VERSIONS = """
 import importlib.metadata, json, sys
@@ -54,10 +68,10 @@ PACKAGES = ["sample-factory", "torch", "envpool", "gymnasium", "numpy"]
 
 
 class Run(NamedTuple):
-  """A program on a game."""
+  """A program on a task."""
 
   side: str
-  game: str
+  task: str
   seed: int
   changes: tuple[str, ...] = ()  # to the configuration of ours
 
@@ -67,9 +81,10 @@ def command(
 ) -> list[str]:
   if run.side != "ours":
     side = str(HERE / "sides/appo.py")
-    return [str(python), side, run.game, str(folder), str(run.seed), str(arguments.cores)]
+    return [str(python), side, run.task, str(folder), str(run.seed), str(arguments.cores)]
+  task = TASKS[run.task]
   settings = [
-    f"env.game={run.game}", *OURS[run.game], *run.changes, f"run.seed={run.seed}",
+    f"env.game={task.game}", *task.ours, *run.changes, f"run.seed={run.seed}",
     f"run.dir={folder}/run", f"run.compile_cache={folder}/cache",
     "evaluation.at_end=false", *arguments.set,
   ]  # fmt: skip
@@ -126,41 +141,40 @@ def plan(arguments: argparse.Namespace) -> list[Run]:
   for seed in range(arguments.rounds):
     runs += [Run("ours", "Pong", seed), Run("Sample Factory", "Pong", seed)]
     runs.append(Run("ours", "Pong", seed, ("loss.epochs=4", "learner.steps=15400")))
-  return [run for run in runs if run.game in arguments.games]
+    runs += [Run("ours", "Pong42", seed), Run("Sample Factory", "Pong42", seed)]
+  return [run for run in runs if run.task in arguments.games]
 
 
 def parse() -> argparse.Namespace:
   parser = parser_of(__doc__)
   add = parser.add_argument
-  add("--games", nargs="+", choices=OURS, default=list(OURS))
+  add("--games", nargs="+", choices=TASKS, default=["CartPole", "Pong"])
   add("--seeds", type=positive, default=3, help="runs of each side on CartPole")
   add("--rounds", type=positive, default=1, help="runs of each side on Pong")
-  add("--limit", type=float, default=8, help="maximum minutes of a run on CartPole")
-  add("--minutes", type=float, default=3, help="minutes of a run on Pong")
+  add("--minutes", type=float, help="maximum minutes of a run")
   add("--cores", type=positive, default=2, help="cores for each run")
   add("--quick", action="store_true", help="one seed, 15 seconds of each run")
   add("--venv", type=Path, default=ROOT / ".venv-sample-factory", help="Sample Factory's")
   add("--set", nargs="*", default=[], metavar="key=value", help="overrides for our side")
   arguments = parser.parse_args()
   if arguments.quick:
-    arguments.seeds, arguments.limit, arguments.minutes = 1, 0.25, 0.25
+    arguments.seeds, arguments.minutes = 1, 0.25
   return arguments
 
 
 def measure(run: Run, python: Path | None, arguments: argparse.Namespace) -> dict[str, Any]:
   """Returns a summary and every hundredth of a curve, or the reason under `missing`."""
-  cartpole = run.game == "CartPole"
-  threshold = THRESHOLD if cartpole else math.inf
-  minutes = arguments.limit if cartpole else arguments.minutes
+  task = TASKS[run.task]
+  seconds = 60 * (arguments.minutes or task.minutes)
   try:
     if python is None and run.side != "ours":
       raise Missing("not installed")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
       words = command(run, python, Path(folder), arguments)
-      curve = watch(words, Path(folder), 60 * minutes, threshold)
+      curve = watch(words, Path(folder), seconds, task.threshold)
   except Missing as why:
     return {"missing": str(why)}
-  return {"summary": summary(curve, threshold), "curve": curve[:: len(curve) // 100 + 1]}
+  return {"summary": summary(curve, task.threshold), "curve": curve[:: len(curve) // 100 + 1]}
 
 
 def main() -> None:
@@ -174,18 +188,18 @@ def main() -> None:
   except Missing as why:
     print(why)
   measured = []
-  tables: dict[str, dict[str, dict[str, float]]] = {game: {} for game in arguments.games}
+  tables: dict[str, dict[str, dict[str, float]]] = {task: {} for task in arguments.games}
   for run in plan(arguments):
     row = run._asdict() | measure(run, python, arguments)
     measured.append(row)
     name = f"{', '.join([run.side, *run.changes[:1]])}, seed {run.seed}"
-    print(f"{run.game}, {name}: {row.get('missing', row.get('summary'))}", flush=True)
+    print(f"{run.task}, {name}: {row.get('missing', row.get('summary'))}", flush=True)
     if "summary" in row:
-      tables[run.game][name] = row["summary"]
-    write(arguments.out, {"threshold": THRESHOLD, "peer": peer, "measured": measured})
-  for game, rows in tables.items():
+      tables[run.task][name] = row["summary"]
+    write(arguments.out, {"peer": peer, "measured": measured})
+  for task, rows in tables.items():
     columns = list(next(iter(rows.values()), {}))
-    table(game, columns, {name: list(values.values()) for name, values in rows.items()})
+    table(task, columns, {name: list(values.values()) for name, values in rows.items()})
 
 
 if __name__ == "__main__":

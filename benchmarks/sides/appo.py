@@ -1,16 +1,18 @@
 """Sample Factory's side of peers_appo.py: trains until it is stopped.
 
-    python appo.py GAME FOLDER SEED CORES
+    python appo.py TASK FOLDER SEED CORES
 
 After every training iteration a line is added to FOLDER/run/metrics.jsonl: the agent steps trained
 on and the mean return of the last 100 training episodes.
 """
 
+import functools
 import json
 import statistics
 import sys
 from pathlib import Path
 
+import envpool
 import gymnasium
 from sample_factory.algo.runners.runner import AlgoObserver, Runner
 from sample_factory.train import make_runner
@@ -20,6 +22,8 @@ from sf_examples.envpool.atari import train_envpool_atari
 # It reads attributes that EnvPool 1.2.5 does not set. Replaced on import, since all processes of
 # Sample Factory import this file.
 gymnasium.vector.VectorEnv.close = lambda self: None
+if "Pong42" in sys.argv:
+  envpool.make = functools.partial(envpool.make, img_height=42, img_width=42)
 
 # The command in the docstring of sf_examples/train_gym_env.py.
 CARTPOLE = [
@@ -44,9 +48,9 @@ class Lines(AlgoObserver):
     self._file.write(json.dumps(row) + "\n")
 
 
-def main(game: str, folder: str, seed: str, cores: str) -> None:
+def main(task: str, folder: str, seed: str, cores: str) -> None:
   settings = ["--device=cpu", f"--seed={seed}", f"--train_dir={folder}", "--experiment=run"]
-  if game == "CartPole":
+  if task == "CartPole":
     train_gym_env.register_custom_components()
     # By default there is a worker per core of the machine, whichever cores the process has.
     settings = [*CARTPOLE, f"--num_workers={cores}", *settings]
