@@ -197,7 +197,7 @@ def supervise(arguments: argparse.Namespace) -> int:
     return Supervisor(children, path / "logs", lambda text: print(text, flush=True)).run()
 
 
-def be_one(arguments: argparse.Namespace) -> int:
+def run_process(arguments: argparse.Namespace) -> int:
   """Runs this process' part of the run. Returns the exit code."""
   from speedyzero_jax.cluster import process, rendezvous
   from speedyzero_jax.run.signals import Signals
@@ -248,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
   arguments = parse(sys.argv[1:] if argv is None else argv)
   try:
-    return supervise(arguments) if arguments.processes else be_one(arguments)
+    return supervise(arguments) if arguments.processes else run_process(arguments)
   except (ConfigError, RunFolderError, JournalError) as error:
     print(f"error: {error}", file=sys.stderr)
     return FAILED if isinstance(error, JournalError) else USAGE_ERROR

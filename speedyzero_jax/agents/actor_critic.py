@@ -49,11 +49,11 @@ class TrajectoryConfig:
   )
 
   @property
-  def supply(self) -> "Supply":
-    return Supply(self.unroll_length, synchronous=self.synchronous)
+  def supply(self) -> "TrajectorySchedule":
+    return TrajectorySchedule(self.unroll_length, synchronous=self.synchronous)
 
 
-class Supply(NamedTuple):
+class TrajectorySchedule(NamedTuple):
   """How trajectories are queued and reused.
 
   The learner trains on one block at a time for `epochs` epochs. A block has `minibatches` times

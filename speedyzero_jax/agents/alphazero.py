@@ -28,7 +28,7 @@ from speedyzero_jax.config.fields import opt
 from speedyzero_jax.config.schema import AgentConfig, Config, PriorityConfig
 from speedyzero_jax.envs.rules import RULES, Rules
 from speedyzero_jax.ops import td
-from speedyzero_jax.ops.torsos import ResidualBlock, pure
+from speedyzero_jax.ops.torsos import ResidualBlock, functional
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.sampler import PrioritizedSampler
 from speedyzero_jax.replay.schema import Column, make_schema
@@ -144,7 +144,7 @@ class AlphaZero(Agent):
     agent_config: AlphaZeroConfig = config.agent
     self._search, self._loss = agent_config.search, agent_config.loss
     self._rules = RULES[config.env.game]
-    self._network = pure(lambda rngs: BoardNetwork(agent_config.network, self._rules, rngs))
+    self._network = functional(lambda rngs: BoardNetwork(agent_config.network, self._rules, rngs))
     columns = Column("search_policy", "float32", (actions,)), Column("search_value", "float32")
     self.schema = make_schema(frame_shape, frame_dtype, actions, columns)
     self.window = Window(after=0, within_episode=True)

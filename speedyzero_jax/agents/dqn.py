@@ -121,11 +121,11 @@ class DQN(QAgent):
     metrics = {TD_ERROR: jnp.mean(jnp.abs(error)), Q_VALUE: jnp.mean(td.chosen(q, action))}
     if len(self._atoms):
       sample, best = jnp.arange(len(action)), jnp.argmax(selector, axis=-1)
-      goal = td.project(later[sample, best], *returns, self._atoms)
-      goal, logits = jax.lax.stop_gradient(goal), now[sample, action]
-      loss = mask * optax.losses.softmax_cross_entropy(logits, goal)
+      target_probs = td.project(later[sample, best], *returns, self._atoms)
+      target_probs, logits = jax.lax.stop_gradient(target_probs), now[sample, action]
+      loss = mask * optax.losses.softmax_cross_entropy(logits, target_probs)
       # The cross-entropy minus the entropy of the target, which training cannot reduce.
-      priority = mask * optax.losses.kl_divergence(jax.nn.log_softmax(logits), goal)
+      priority = mask * optax.losses.kl_divergence(jax.nn.log_softmax(logits), target_probs)
       metrics[DIVERGENCE] = jnp.mean(priority)
     else:
       loss = optax.losses.huber_loss(error, delta=self._agent_config.loss.huber_delta)
@@ -141,7 +141,7 @@ class DQN(QAgent):
       self._agent_config.priority,
       stack=self._stack,
       lookahead=self.lookahead,
-      first_score=self._first_score(store),
+      initial_error=self._initial_error(store),
     )
 
   def assemble(

@@ -16,7 +16,7 @@ agent steps, and the replay evicts trajectories that have waited for longer than
 import dataclasses
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,6 @@ from speedyzero_jax.agents.actor_critic import (
   policy_terms,
 )
 from speedyzero_jax.agents.base import (
-  AXIS,
   ActInputs,
   ActOutput,
   Arrays,
@@ -71,10 +70,6 @@ class LossConfig(TrajectoryConfig):
   c_bar: float = opt(1.0, "clips the importance ratios of traces (IMPALA: 1)", "(0, 1e9]")
   rho_bar_pg: float = opt(
     1.0, "clips the importance ratios of the policy gradient (IMPALA: 1)", "(0, 1e9]"
-  )
-  reduction: Literal["mean", "sum"] = opt(
-    "mean",
-    "over the actions of a batch: mean (as in SEED RL and acme) or sum (IMPALA's code, cleanba)",
   )
 
 
@@ -123,9 +118,9 @@ class ActorCritic(CoreNetwork):
   def __call__(
     self, x: jax.Array, first: Any = None, state: Any = ()
   ) -> tuple[tuple[jax.Array, jax.Array, Any], Any]:
-    seen = self.seen(x)
-    features, state = self.remember(seen, first, state)
-    decoded = () if self.decoder is None else self.decoder(seen).reshape(x.shape)
+    encoded = self.encode(x)
+    features, state = self.apply_core(encoded, first, state)
+    decoded = () if self.decoder is None else self.decoder(encoded).reshape(x.shape)
     return (self.policy(features), self.value(features)[..., 0], decoded), state
 
 
@@ -181,11 +176,9 @@ class Impala(TorsoAgent):
     metrics |= {name: mean(x) for name, x in measured.items()}
     if config.reconstruction_coefficient:
       seen = observe(stacked(batch["frames"], batch["stack"]))
-      wrong = mean(0.5 * jnp.sum((decoded - seen)[:, :-1] ** 2, axis=(-3, -2, -1)))
-      loss += config.reconstruction_coefficient * wrong
-      metrics[RECONSTRUCTION] = wrong
-    if config.reduction == "sum":
-      loss *= count * jax.lax.axis_size(AXIS)
+      reconstruction = mean(0.5 * jnp.sum((decoded - seen)[:, :-1] ** 2, axis=(-3, -2, -1)))
+      loss += config.reconstruction_coefficient * reconstruction
+      metrics[RECONSTRUCTION] = reconstruction
     return loss, LossOutput(batch_stats, metrics, jnp.zeros(len(acted)))
 
   def _objective(

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
-from speedyzero_jax.agents.actor_critic import PolicyTerms, Supply, TrajectoryConfig
+from speedyzero_jax.agents.actor_critic import PolicyTerms, TrajectoryConfig, TrajectorySchedule
 from speedyzero_jax.agents.base import AXIS, Arrays
 from speedyzero_jax.agents.impala import Impala
 from speedyzero_jax.config.fields import opt
@@ -62,11 +62,10 @@ class LossConfig(TrajectoryConfig):
   clip_value: bool = opt(
     False, "also clip the change of the value since acting by loss.clip (PPO's code: yes)"
   )
-  reduction: ClassVar[str] = "mean"
 
   @property
-  def supply(self) -> Supply:
-    return Supply(
+  def supply(self) -> TrajectorySchedule:
+    return TrajectorySchedule(
       self.unroll_length, self.minibatches, self.epochs, self.replay_proportion, self.synchronous
     )
 

@@ -202,8 +202,8 @@ class QAgent(TorsoAgent):
     reach = int(self._trained[-1]) + self._agent_config.loss.td_steps
     rescore(replay, lane, time, reach, lambda lane, time: self._stored_errors(store, lane, time))
 
-  def _first_score(self, store: LaneStore) -> Any:
-    """The argument `first_score` of the sampler."""
+  def _initial_error(self, store: LaneStore) -> Any:
+    """The argument `initial_error` of the sampler."""
     if not self._stores_q:
       return None
 
@@ -226,8 +226,8 @@ class QAgent(TorsoAgent):
     acted = take(store.action, now) >= 0
     value, best = take(store["value"], now), take(store["best"], end)
     unknown = acted & ((value == _UNKNOWN) | ((best == _UNKNOWN) & (returns.discount > 0)))
-    goal = td.bootstrapped(returns.reward, returns.discount, best, rescaled=self._rescaled)
-    error = td.mixed_priority(goal - value, acted, self._eta)
+    target = td.bootstrapped(returns.reward, returns.discount, best, rescaled=self._rescaled)
+    error = td.mixed_priority(target - value, acted, self._eta)
     step = np.minimum(take(store["value_step"], now), take(store["value_step"], end))
     return np.where(unknown.any(1), np.nan, error), step.min(1)
 

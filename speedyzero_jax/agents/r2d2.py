@@ -134,7 +134,7 @@ class R2D2(QAgent):
       stride=self._agent_config.loss.stride,
       stack=self._stack,
       lookahead=self.window.after,
-      first_score=self._first_score(store),
+      initial_error=self._initial_error(store),
     )
 
   def assemble(

@@ -15,7 +15,7 @@ import numpy as np
 from speedyzero_jax.agents.base import ActInputs, Agent, Arrays, Variables
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.ops.recurrent import CoreNetwork
-from speedyzero_jax.ops.torsos import observe, pure, stacked
+from speedyzero_jax.ops.torsos import functional, observe, stacked
 from speedyzero_jax.replay.schema import Column, make_schema
 from speedyzero_jax.replay.storage import LaneStore, take
 from speedyzero_jax.types import Params
@@ -50,7 +50,7 @@ class TorsoAgent(Agent):
     self._config, self._agent_config, self._stack = config, agent_config, config.env.frame_stack
     height, width, channels = frame_shape
     shape = height, width, channels * self._stack
-    self._network = pure(lambda rngs: network(agent_config.network, shape, actions, rngs))
+    self._network = functional(lambda rngs: network(agent_config.network, shape, actions, rngs))
     self._state_size = (
       2 * agent_config.network.lstm_hidden if agent_config.network.core == "lstm" else 0
     )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from speedyzero_jax.cluster import messages
-from speedyzero_jax.cluster.grpc_server import RunOver
+from speedyzero_jax.cluster.grpc_server import RunFinished
 from speedyzero_jax.cluster.messages import Helper
 from speedyzero_jax.cluster.roster import Roster
 from speedyzero_jax.metrics.aggregation import Episode
@@ -46,7 +46,7 @@ class ActorService:
     """Starts a session.
 
     A new incarnation replaces a lost actor: its grant is released and its episodes are truncated.
-    Raises RunOver if collection is complete.
+    Raises RunFinished if collection is complete.
     """
     session = self._sessions[helper.number]
     with session.lock:
@@ -56,7 +56,7 @@ class ActorService:
         self._collector.truncate(session.lanes)
       if self._limiter.collected:  # otherwise each lane would begin an episode of one slot
         self._roster.dismiss(helper)
-        raise RunOver("all agent steps are collected")
+        raise RunFinished("all agent steps are collected")
       first, stop = session.lanes.start, session.lanes.stop
       seed = self._seed(helper, session)
       return messages.Welcome(first, self._replay.heads[first:stop], seed)
@@ -151,7 +151,7 @@ class ActorService:
     except ValueError:
       raise
     except Exception as error:
-      raise RunOver(f"the learner has failed: {error}") from error
+      raise RunFinished(f"the learner has failed: {error}") from error
     session.closed = grant.closing and taken == grant.steps
     session.grant = None
     self._limiter.end_acting(session)

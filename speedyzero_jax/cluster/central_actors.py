@@ -14,7 +14,7 @@ import numpy as np
 from speedyzero_jax.agents.base import Agent
 from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.actor_service import ActorService
-from speedyzero_jax.cluster.grpc_server import POLL_SECONDS, RunOver
+from speedyzero_jax.cluster.grpc_server import POLL_SECONDS, RunFinished
 from speedyzero_jax.cluster.messages import Helper
 from speedyzero_jax.cluster.remote import play
 from speedyzero_jax.cluster.roster import Roster
@@ -87,11 +87,11 @@ class CentralActors:
         self._play(env, helper, welcome)
       except StreamLost:
         pass
-      except (RunOver, ValueError) as error:
+      except (RunFinished, ValueError) as error:
         errors.append(error)  # re-raised in the stream's thread
       except BaseException as error:  # such as divergence
         self._experiment.collector.fail(error)
-        errors.append(RunOver(f"the learner has failed: {error}"))
+        errors.append(RunFinished(f"the learner has failed: {error}"))
       finally:
         self._roster.dismiss(helper)
         env.close()
@@ -112,7 +112,7 @@ class CentralActors:
         self._roster.enter(helper)
         if (grant := self._service.step(helper, step, POLL_SECONDS)) is not None:
           return grant
-      raise RunOver("the run is stopping")
+      raise RunFinished("the run is stopping")
 
     inference = self._inference
     play(config, agent, env, inference, welcome, request, lambda name, at_least: latest(name))

@@ -14,7 +14,7 @@ import numpy as np
 from speedyzero_jax.agents.base import Variables
 from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.actor_service import ActorService, Session, finished_episodes
-from speedyzero_jax.cluster.grpc_server import RunOver
+from speedyzero_jax.cluster.grpc_server import RunFinished
 from speedyzero_jax.cluster.messages import Helper
 from speedyzero_jax.cluster.roster import Roster
 from speedyzero_jax.replay.selector import Selection
@@ -92,5 +92,5 @@ class GradientService(ActorService):
     if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((variables, request.metrics))):
       diverged = DivergedError(request.version)
       self._collector.fail(diverged)
-      raise RunOver(f"the learner has failed: {diverged}")
+      raise RunFinished(f"the learner has failed: {diverged}")
     return variables

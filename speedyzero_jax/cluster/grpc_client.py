@@ -18,7 +18,7 @@ from speedyzero_jax.cluster.grpc_server import (
   POLL_SECONDS,
   SERVICE,
   TOKEN,
-  RunOver,
+  RunFinished,
   channel_options,
 )
 
@@ -40,8 +40,8 @@ class Refused(Exception):
 class Client(contextlib.AbstractContextManager):
   """A helper's client of its learner service. Thread-safe.
 
-  Calls raise Refused (with the server's text), Unreachable, RunOver, or WireError for an answer of
-  another type. Polls are repeated without limit. Unanswered calls are retried for `patience`
+  Calls raise Refused (with the server's text), Unreachable, RunFinished, or WireError for an answer
+  of another type. Polls are repeated without limit. Unanswered calls are retried for `patience`
   seconds, plus at most CALL_SECONDS. The other arguments are those of `serve`.
   """
 
@@ -101,7 +101,7 @@ class Client(contextlib.AbstractContextManager):
   def _final(self, name: str, error: grpc.RpcError) -> Exception | None:
     """Returns the exception for an error that a retry would not fix, else None."""
     if error.code() is grpc.StatusCode.ABORTED:
-      return RunOver(error.details())
+      return RunFinished(error.details())
     if error.code() not in _NO_ANSWER:
       return Refused(f"{name}: {error.code().name}: {error.details()}")
     return None

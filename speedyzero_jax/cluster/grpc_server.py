@@ -28,7 +28,7 @@ _MAX_TEXT = 1000  # characters of an error: gRPC limits metadata
 _log = logging.getLogger(__name__)
 
 
-class RunOver(Exception):
+class RunFinished(Exception):
   """The run has ended. The service can raise it in any call; the client then raises it too."""
 
 
@@ -58,8 +58,8 @@ def serve(
     service: called from many threads. Its method `call` takes the name of a call, the helper, the
       request and, for polls, the seconds to wait, after which it returns None. Its method
       `environments` (see `messages.STREAM`) takes the helper and an iterator of requests and
-      returns an iterator of answers. A ValueError refuses the call, with its text; RunOver ends the
-      caller's work.
+      returns an iterator of answers. A ValueError refuses the call, with its text; RunFinished ends
+      the caller's work.
     address: host:port to listen on; port 0 picks a free one. Raises OSError if it can't be used.
     token: secret of the run that callers must send. It is not encrypted on the network.
     max_bytes: maximum size of a message.
@@ -137,7 +137,7 @@ def _refusing(name: str, context: grpc.ServicerContext) -> Iterator[None]:
   try:
     yield
     return
-  except RunOver as error:
+  except RunFinished as error:
     code, text = grpc.StatusCode.ABORTED, str(error)
   except ValueError as error:
     code, text = grpc.StatusCode.FAILED_PRECONDITION, str(error)

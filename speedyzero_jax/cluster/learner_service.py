@@ -45,14 +45,14 @@ class LearnerService:
   def call(self, name: str, helper: Helper, request: Any, *seconds: float) -> Any:
     """Dispatches one call; polls block for up to `seconds` and return None on a timeout.
 
-    Raises ValueError for an unknown helper, an older incarnation or an invalid request, and RunOver
-    if the run has ended.
+    Raises ValueError for an unknown helper, an older incarnation or an invalid request, and
+    RunFinished if the run has ended.
     """
     self._roster.enter(helper)
     return self._methods[name](helper, request, *seconds)
 
   def finish(self, patience: float) -> None:
-    """Ends the run: all calls raise RunOver. Waits up to `patience` seconds for the helpers."""
+    """Ends the run: all calls raise RunFinished. Waits up to `patience` seconds for the helpers."""
     self._roster.over = True
     self._limiter.notify()
     self._roster.wait_for_dismissal(patience)

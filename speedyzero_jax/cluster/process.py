@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from speedyzero_jax.cluster.gradient_actor import send_gradients
 from speedyzero_jax.cluster.grpc_client import Client, Refused, Unreachable
-from speedyzero_jax.cluster.grpc_server import RunOver
+from speedyzero_jax.cluster.grpc_server import RunFinished
 from speedyzero_jax.cluster.learner_process import max_message, membership_of, serving
 from speedyzero_jax.cluster.messages import Helper
 from speedyzero_jax.cluster.remote import act, refresh, step_environments
@@ -133,7 +133,10 @@ def _serve(
   incarnation = rendezvous.count(f"incarnation/{role}")
   address = rendezvous.lookup(f"address/{role.unit}", _START_TIMEOUT)
   helper = Helper(role.kind, role.number, incarnation)
-  with contextlib.suppress(RunOver), Client(address, token, helper, max_bytes=max_bytes) as client:
+  with (
+    contextlib.suppress(RunFinished),
+    Client(address, token, helper, max_bytes=max_bytes) as client,
+  ):
     if role.kind == "refresher":
       refresh(local_config, agent, client, derived_seed(config.run.seed, str(role), incarnation))
     elif config.topology.gradients == "actors":

@@ -71,7 +71,7 @@ def joined(config: Config, client: Client) -> Iterator[tuple[messages.Welcome, E
 
 
 def act(config: Config, agent: Agent, client: Client) -> None:
-  """Acts until collection is complete; raises RunOver if the run ends first."""
+  """Acts until collection is complete; raises RunFinished if the run ends first."""
   like = jax.eval_shape(agent.init, jax.random.key(0))
   weights = RemoteWeights(client, like, jax.local_devices()[0])
   inference = Inference(agent, report=_report)
@@ -151,7 +151,7 @@ class FrameCopy:
 
 
 def refresh(config: Config, agent: Agent, client: Client, seed: int) -> None:
-  """Computes blocks of states until RunOver is raised."""
+  """Computes blocks of states until RunFinished is raised."""
   mesh = make_mesh(jax.local_devices())
   lanes, frame = config.actor.lanes, agent.schema.frame
   storage = frames_on_devices(config, agent, mesh, _report) or memory.zeros(

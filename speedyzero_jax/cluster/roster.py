@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from speedyzero_jax.cluster.grpc_server import RunOver
+from speedyzero_jax.cluster.grpc_server import RunFinished
 from speedyzero_jax.cluster.messages import Helper
 from speedyzero_jax.metrics import names
 from speedyzero_jax.run.topology import Kind
@@ -47,7 +47,7 @@ class Roster:
     self._changed = threading.Condition()
 
   def enter(self, helper: Helper) -> None:
-    """Records a call. Raises RunOver if the run has ended.
+    """Records a call. Raises RunFinished if the run has ended.
 
     Raises ValueError if a newer incarnation of the helper has called.
     """
@@ -64,7 +64,7 @@ class Roster:
       state.last_call = self._clock()
     if self.over:
       self.dismiss(helper)
-      raise RunOver("the run has ended")
+      raise RunFinished("the run has ended")
 
   def waits(self, helper: Helper) -> None:
     """Records that a helper waits for an answer; a repeated request continues the same wait."""

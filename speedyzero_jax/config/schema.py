@@ -99,7 +99,12 @@ class OptimConfig:
   )
   learning_rate: float = opt(0.2, "base learning rate (EZ: 0.2 at batch 256)", "(0, 1e9]")
   momentum: float = opt(0.9, "momentum; Adam's b1 (EZ: 0.9)", "[0, 1)")
-  weight_decay: float = opt(1e-4, "decay of parameters of rank 2 and more (EZ: 1e-4)", "[0, 1e9]")
+  weight_decay: float = opt(
+    1e-4,
+    "decay of parameters of rank 2 and more (EZ: 1e-4); with Adam decoupled, multiplied by the "
+    "learning rate only (AdamW: 1e-2)",
+    "[0, 1e9]",
+  )
   trust_coefficient: float = opt(
     0.001, "(Clipped) LARS: eta (You et al. 2017: 0.001; SZ's is not published)", "(0, 1e9]"
   )

@@ -43,9 +43,9 @@ class Lstm(nnx.Module):
       from_input, reset = slot
       output, cell = jnp.split(jnp.where(reset[:, None], 0, state), 2, axis=-1)
       gates = jnp.split(from_input + self.recurrent(output), 4, axis=-1)
-      enter, forget, leave = (jax.nn.sigmoid(gate) for gate in gates[:3])
-      cell = forget * cell + enter * jnp.tanh(gates[3])
-      output = leave * jnp.tanh(cell)
+      input_gate, forget_gate, output_gate = (jax.nn.sigmoid(gate) for gate in gates[:3])
+      cell = forget_gate * cell + input_gate * jnp.tanh(gates[3])
+      output = output_gate * jnp.tanh(cell)
       return jnp.concatenate([output, cell], axis=-1), output
 
     gates = self.inputs(x)  # one product for all slots
@@ -76,12 +76,12 @@ class CoreNetwork(nnx.Module):
       first: [B, T] bool, an episode starts in the slot; unused without a core.
       state: recurrent state before the first slot; unused without a core.
     """
-    return self.remember(self.seen(x), first, state)
+    return self.apply_core(self.encode(x), first, state)
 
-  def seen(self, x: jax.Array) -> jax.Array:
+  def encode(self, x: jax.Array) -> jax.Array:
     """Applies the torso: observations [B, T, H, W, C] -> features [B, T, D]."""
     return self.torso(x.reshape(-1, *x.shape[2:])).reshape(*x.shape[:2], -1)
 
-  def remember(self, seen: jax.Array, first: Any, state: Any) -> tuple[jax.Array, Any]:
+  def apply_core(self, encoded: jax.Array, first: Any, state: Any) -> tuple[jax.Array, Any]:
     """Applies the core, if any, to the torso's features; returns as `features`."""
-    return (seen, state) if self.core is None else self.core(seen, first, state)
+    return (encoded, state) if self.core is None else self.core(encoded, first, state)

@@ -62,10 +62,10 @@ def bootstrapped(reward: Array, discount: Array, value: Array, *, rescaled: bool
   return transform(reward + discount * inverse_transform(value))
 
 
-def mixed_priority(error: Array, counted: Array, eta: float) -> Array:
-  """eta * max + (1 - eta) * mean of |error| [B, T], over entries where `counted` is 1; [B]."""
-  size = abs(error) * counted
-  return eta * size.max(axis=1) + (1 - eta) * size.sum(axis=1) / counted.sum(axis=1).clip(min=1)
+def mixed_priority(error: Array, mask: Array, eta: float) -> Array:
+  """eta * max + (1 - eta) * mean of |error| [B, T], over entries where `mask` is 1; [B]."""
+  size = abs(error) * mask
+  return eta * size.max(axis=1) + (1 - eta) * size.sum(axis=1) / mask.sum(axis=1).clip(min=1)
 
 
 def chosen(values: jax.Array, action: jax.Array) -> jax.Array:

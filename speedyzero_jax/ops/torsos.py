@@ -239,14 +239,14 @@ def stacked(frames: jax.Array, index: jax.Array) -> jax.Array:
   return jax.vmap(lambda frames, at: frames.at[at].get(mode="clip"))(frames, index)
 
 
-class PureNetwork(NamedTuple):
+class FunctionalNetwork(NamedTuple):
   """A network as functions of its parameters."""
 
   init: Callable[[jax.Array], Params]  # from a random key
   apply: Callable[..., Any]  # (params, *arguments) -> outputs
 
 
-def pure(make: Callable[[nnx.Rngs], nnx.Module]) -> PureNetwork:
+def functional(make: Callable[[nnx.Rngs], nnx.Module]) -> FunctionalNetwork:
   """Turns a network that `make` constructs, with no state but parameters, into pure functions."""
   graph = nnx.graphdef(nnx.eval_shape(lambda: make(param_rngs(jax.random.key(0)))))
 
@@ -256,4 +256,4 @@ def pure(make: Callable[[nnx.Rngs], nnx.Module]) -> PureNetwork:
   def apply(params: Params, *arguments: Any) -> Any:
     return nnx.merge(graph, params)(*arguments)
 
-  return PureNetwork(init, apply)
+  return FunctionalNetwork(init, apply)

@@ -17,12 +17,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from speedyzero_jax.replay.schema import Column
 from speedyzero_jax.system import memory
-from speedyzero_jax.system.dispatch_lock import in_order
+from speedyzero_jax.system.dispatch_lock import dispatch_lock
 
 _UPLOAD = 256  # frames per call of a large upload, as in restoring
 
 
-def reason_to_stay(where: Literal["auto", "device", "host"], mesh: Mesh, size: int) -> str | None:
+def reason_for_host_frames(
+  where: Literal["auto", "device", "host"], mesh: Mesh, size: int
+) -> str | None:
   """Returns why frames must stay in host memory; None if they go to the mesh's devices.
 
   They take `size` bytes on each device. `where` is `replay.frames`; auto selects accelerators with
@@ -103,7 +105,7 @@ class DeviceFrames:
     spread = len(lane) % self._mesh.size == 0
     with self._lock:
       row = self._row(lane[:, None], cell)
-      with in_order(self._mesh):
+      with dispatch_lock(self._mesh):
         frames = self._gather[spread](self._frames, row)
     return frames if spread else frames.addressable_data(0)
 

@@ -25,8 +25,8 @@ class PrioritizedSampler:
     config: exponents and minima.
     stack: frames of a state.
     lookahead: slots after a transition's first that its targets may use.
-    first_score: maps newly eligible transitions (lane [m], time [m]) to errors [m] and the learner
-      steps [m] of the weights that they depend on. With None or NaN in place of an error, a
+    initial_error: maps newly eligible transitions (lane [m], time [m]) to errors [m] and the
+      learner steps [m] of the weights that they depend on. With None or NaN in place of an error, a
       transition gets the current maximum priority. By default errors are None, with the steps of
       the weights that acted.
   """
@@ -38,12 +38,12 @@ class PrioritizedSampler:
     *,
     stack: int,
     lookahead: int,
-    first_score: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray | None, np.ndarray]]
+    initial_error: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray | None, np.ndarray]]
     | None = None,
   ):
     self._store, self._stack, self._lookahead = store, stack, lookahead
     self._alpha, self._min_priority = config.alpha, config.min_priority
-    self._first_score = first_score or (
+    self._initial_error = initial_error or (
       lambda lane, time: (None, take(store["step"], store.flat(lane, time)))
     )
     self._tree = SumTree(store.lanes * store.capacity)  # priority ** alpha, 0 if ineligible
@@ -74,7 +74,7 @@ class PrioritizedSampler:
     was = self._tree.get(leaf) > 0  # for new slots: eligibility of the evicted slot in the cell
     now = self._eligible(lane, time)
     enters, leaves = now & (is_new | ~was), was & ~now
-    error, step = self._first_score(lane[enters], time[enters])
+    error, step = self._initial_error(lane[enters], time[enters])
     changed, priority = enters | leaves, np.zeros(len(leaf))
     priority[enters] = self._tree.max or 1.0
     if error is not None:

@@ -11,7 +11,7 @@ from speedyzero_jax.agents.base import Agent
 from speedyzero_jax.config.loader import agent_module
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.envs.batched_env import make_env
-from speedyzero_jax.replay.device_frames import DeviceFrames, reason_to_stay
+from speedyzero_jax.replay.device_frames import DeviceFrames, reason_for_host_frames
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.run.checkpoint import Checkpoints
 from speedyzero_jax.system import memory
@@ -89,7 +89,7 @@ def frames_on_devices(
   """Returns the copy of the frames on devices; None if frames stay in host memory only."""
   capacity, frame, lanes = replay_capacity(config, agent), agent.schema.frame, config.actor.lanes
   size = DeviceFrames.size(frame, lanes, capacity, mesh.size)
-  reason = reason_to_stay(config.replay.frames, mesh, size)
+  reason = reason_for_host_frames(config.replay.frames, mesh, size)
   if reason is not None:
     report(f"frames stay in host memory: {reason}")
     return None

@@ -23,7 +23,7 @@ def run(experiment: Experiment) -> bool:
   if experiment.config.run.mode == "lockstep":
     _lockstep(experiment)
   else:
-    _Overlapped(experiment).run()
+    _AsyncLoops(experiment).run()
   return experiment.limiter.finished
 
 
@@ -55,7 +55,7 @@ def _check_supply(experiment: Experiment, step: int) -> None:
     )
 
 
-class _Overlapped:
+class _AsyncLoops:
   """Runs each role in a thread of its own; all threads wait on the rate limiter's condition."""
 
   def __init__(self, experiment: Experiment):

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 _LOCK = threading.Lock()
 
 
-def in_order(mesh: Mesh) -> contextlib.AbstractContextManager:
+def dispatch_lock(mesh: Mesh) -> contextlib.AbstractContextManager:
   """Context manager to hold while dispatching a program with collectives on this mesh.
 
   Such programs must start in the same order on every device, whichever threads dispatch them;

@@ -19,7 +19,7 @@ from speedyzero_jax.config.schema import Config
 from speedyzero_jax.metrics import names
 from speedyzero_jax.ops import optimizers
 from speedyzero_jax.system.compilation import Program, Report
-from speedyzero_jax.system.dispatch_lock import in_order
+from speedyzero_jax.system.dispatch_lock import dispatch_lock
 from speedyzero_jax.types import Params
 
 
@@ -92,7 +92,7 @@ class Learner:
       check_vma=False,
     )
     self._differentiate = Program(jax.jit(gradient), "gradient", report)
-    self._apply = jax.jit(self._applied, donate_argnums=0, out_shardings=self._replicated)
+    self._apply = jax.jit(self._apply_gradient, donate_argnums=0, out_shardings=self._replicated)
 
   @functools.cached_property
   def _flags(self) -> dict[bool, jax.Array]:
@@ -104,11 +104,11 @@ class Learner:
 
   def init(self, key: jax.Array) -> LearnerState:
     """Returns an initial state on the mesh."""
-    return jax.jit(self._fresh, out_shardings=self._replicated)(key)
+    return jax.jit(self._init_state, out_shardings=self._replicated)(key)
 
   def abstract(self) -> LearnerState:
     """Returns shapes and dtypes of the state."""
-    return jax.eval_shape(self._fresh, jax.random.key(0))
+    return jax.eval_shape(self._init_state, jax.random.key(0))
 
   def restore(
     self, variables: Variables, target: Params, opt_state: optax.OptState, step: int
@@ -151,25 +151,25 @@ class Learner:
       key: of the run; the step number is folded in.
       stop: request a stop of all processes, see `StepResult.stopping`.
     """
-    with in_order(self.mesh):
+    with dispatch_lock(self.mesh):
       return self.update(state, batch, key, self._flags[stop])
 
   def gradient(self, state: LearnerState, batch: Arrays, key: jax.Array) -> Gradient:
     """Returns the gradient that `step` would apply. The state's `opt_state` is not used."""
-    with in_order(self.mesh):
+    with dispatch_lock(self.mesh):
       found: Gradient = self._differentiate(state, batch, key)
       return found
 
   def apply(self, state: LearnerState, gradient: Gradient) -> tuple[LearnerState, StepResult]:
     """Takes a training step with a gradient of these or of earlier weights; donates the state."""
-    with in_order(self.mesh):
+    with dispatch_lock(self.mesh):
       return self._apply(state, gradient)
 
   def arguments(self, state: LearnerState, batch: Arrays, key: jax.Array) -> tuple:
     """Returns the arguments of `update`."""
     return state, batch, key, self._flags[False]
 
-  def _fresh(self, key: jax.Array) -> LearnerState:
+  def _init_state(self, key: jax.Array) -> LearnerState:
     variables = self._agent.init(key)
     target = variables.params if self._agent.target_interval else ()
     opt_state = self._optimizer.init(variables.params)
@@ -179,12 +179,14 @@ class Learner:
     self, state: LearnerState, batch: Arrays, key: jax.Array, stop: jax.Array
   ) -> tuple[LearnerState, StepResult]:
     gradient = self._local_gradient(state, batch, key)
-    new, metrics = self._updated(state, gradient)
+    new, metrics = self._update_state(state, gradient)
     stopping = jax.lax.pmax(jnp.any(stop).astype(jnp.int32), AXIS) > 0
     return new, StepResult(metrics, gradient.priority, stopping)
 
-  def _applied(self, state: LearnerState, gradient: Gradient) -> tuple[LearnerState, StepResult]:
-    new, metrics = self._updated(state, gradient)
+  def _apply_gradient(
+    self, state: LearnerState, gradient: Gradient
+  ) -> tuple[LearnerState, StepResult]:
+    new, metrics = self._update_state(state, gradient)
     staleness = (state.step - gradient.step).astype(jnp.float32)
     metrics |= {names.STALENESS: staleness, names.STALENESS_MAX: staleness}
     return new, StepResult(metrics, gradient.priority, jnp.zeros((), bool))
@@ -202,7 +204,7 @@ class Learner:
     metrics = mean_over_devices({names.LOSS_TOTAL: loss, **out.metrics})
     return Gradient(grads, out.batch_stats, metrics, out.priority, state.step)
 
-  def _updated(
+  def _update_state(
     self, state: LearnerState, gradient: Gradient
   ) -> tuple[LearnerState, dict[str, jax.Array]]:
     """Device: the state after the update, and metrics."""

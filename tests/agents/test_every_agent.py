@@ -107,7 +107,6 @@ def test_catch_is_learned(tmp_path, agent):
     ("impala", "network.torso=nature", "network.torso: must be mlp for Catch"),
     ("impala", "network.core=gru", "network.core: expected one of none, lstm"),
     ("impala", "network.lstm_hidden=0", "network.lstm_hidden: must lie in"),
-    ("impala", "loss.reduction=max", "loss.reduction: expected one of mean, sum"),
     ("impala", "actor.random_steps=9", "actor.random_steps: must be 0"),
     ("impala", "learner.tail_steps=9", "learner.tail_steps: must be 0"),
     ("impala", "learner.steps=375", "learner.steps: must be at most 374, .* 2992 trajectories"),

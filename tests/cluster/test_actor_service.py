@@ -9,7 +9,7 @@ import pytest
 import tiny
 from small_unit import Direct, assert_same
 from speedyzero_jax.cluster import messages, remote
-from speedyzero_jax.cluster.grpc_server import RunOver
+from speedyzero_jax.cluster.grpc_server import RunFinished
 from speedyzero_jax.cluster.messages import Helper
 from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.aggregation import Episode
@@ -225,7 +225,7 @@ def test_actors_leave_a_unit_that_can_store_nothing(make_unit, monkeypatch):
     raise JournalError("the disk is full")
 
   monkeypatch.setattr(unit.journal, "append", full)
-  with pytest.raises(RunOver, match="the disk is full"):
+  with pytest.raises(RunFinished, match="the disk is full"):
     unit.step(slots, 1)
   assert unit.limiter.stopping and isinstance(unit.collector.failure, JournalError)
 
@@ -275,7 +275,7 @@ def test_an_actor_that_joins_when_all_is_collected_is_dismissed(make_unit):
   unit.join()
   unit.step(unit.play(unit.player(), unit.step())[0], 1)
   heads = unit.replay.heads
-  with pytest.raises(RunOver, match="all agent steps are collected"):
+  with pytest.raises(RunFinished, match="all agent steps are collected"):
     unit.join(incarnation=1)
   begin = time.monotonic()
   unit.service.finish(10)
@@ -362,7 +362,7 @@ def test_actors_that_die_at_any_moment_collect_exactly_what_was_asked(
         return remote.act(unit.config, unit.agent, client)
       except Killed:
         pass
-      except RunOver:
+      except RunFinished:
         return None
       except BaseException as error:
         errors.append(error)

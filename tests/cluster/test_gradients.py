@@ -13,7 +13,7 @@ import pytest
 from small_unit import Direct
 from speedyzero_jax.cluster import gradient_actor, messages
 from speedyzero_jax.cluster.gradient_actor import GradientActor
-from speedyzero_jax.cluster.grpc_server import RunOver
+from speedyzero_jax.cluster.grpc_server import RunFinished
 from speedyzero_jax.cluster.learner_service import LearnerService
 from speedyzero_jax.cluster.messages import Helper
 from speedyzero_jax.cluster.roster import Roster
@@ -260,7 +260,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run(make_unit):
   unit = make_unit()
   unit.join(0)
   unit.send(0)
-  with pytest.raises(RunOver, match="training has diverged"):
+  with pytest.raises(RunFinished, match="training has diverged"):
     unit.send(0, 10, 0, unit.arrays(np.nan))
   unit.thread.join(10)
   assert isinstance(unit.error, DivergedError) and unit.limiter.learner_steps == 0
@@ -275,7 +275,7 @@ def act(unit, number, incarnation=0):
   config, agent = unit.experiment.local_config, parts()[0]
 
   def body():
-    with contextlib.suppress(RunOver):
+    with contextlib.suppress(RunFinished):
       gradient_actor.send_gradients(config, agent, client)
 
   thread = threading.Thread(target=body, daemon=True)

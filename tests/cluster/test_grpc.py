@@ -23,7 +23,7 @@ import samples
 from speedyzero_jax.cluster import grpc_client as client_module
 from speedyzero_jax.cluster import grpc_server, messages
 from speedyzero_jax.cluster.grpc_client import Client, Refused, Unreachable
-from speedyzero_jax.cluster.grpc_server import RunOver, serve
+from speedyzero_jax.cluster.grpc_server import RunFinished, serve
 from speedyzero_jax.cluster.messages import CALLS
 
 EXAMPLES = int(os.environ.get("SPEEDYZERO_FUZZ_EXAMPLES", "60"))
@@ -45,7 +45,7 @@ class FakeService:
     assert helper == HELPER
     for observation in observations:
       if (number := int(observation.arrays["reward"])) > 2:
-        raise [ValueError("no"), RunOver("over")][number - 3]
+        raise [ValueError("no"), RunFinished("over")][number - 3]
       yield messages.Actions(np.full(2, number, np.int32))
 
   def call(self, name, helper, request, *seconds):
@@ -135,7 +135,7 @@ def test_a_stream_is_answered_request_by_request_until_it_ends(service):
     assert [answer.action.tolist() for answer in answers] == [[0, 0], [1, 1], [2, 2]]
     with pytest.raises(Refused, match="no"):
       list(client.stream(numbered(0, 3)))
-    with pytest.raises(RunOver, match="over"):
+    with pytest.raises(RunFinished, match="over"):
       list(client.stream(numbered(4)))
     silent = client.stream(iter(queue.SimpleQueue().get, None))
     threading.Timer(0.2, stack.close).start()
@@ -236,12 +236,12 @@ def test_an_answer_of_another_kind_is_an_error(service, server):
 @pytest.mark.parametrize("name", ["join", "work"])
 def test_the_end_of_the_run_reaches_every_caller(name, service, server):
   def over(_):
-    raise RunOver("every learner step is taken")
+    raise RunFinished("every learner step is taken")
 
   service.answers[name] = over
   with (
     Client(server, TOKEN, HELPER, max_bytes=MAX_BYTES) as client,
-    pytest.raises(RunOver, match="every learner step is taken"),
+    pytest.raises(RunFinished, match="every learner step is taken"),
   ):
     client.call(EACH[CALLS[name].request])
 

@@ -11,7 +11,7 @@ from small_unit import BATCH
 from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER
 from speedyzero_jax.agents.refresh import REFRESHER
 from speedyzero_jax.cluster import messages
-from speedyzero_jax.cluster.grpc_server import RunOver
+from speedyzero_jax.cluster.grpc_server import RunFinished
 from speedyzero_jax.cluster.messages import Helper
 
 
@@ -66,12 +66,12 @@ def test_all_helpers_hear_the_end_and_are_waited_for(make_unit):
   slots, _ = unit.play(unit.player(), granted)
   for call in (lambda: unit.step(slots, 1), lambda: unit.step(actor=1), unit.work):
     assert ended.is_alive()
-    with pytest.raises(RunOver):
+    with pytest.raises(RunFinished):
       call()
   ended.join(10)
   assert not ended.is_alive() and unit.limiter.env_steps == before
   for call in (unit.frames, unit.ask_weights, lambda: unit.join(0, 1), lambda: unit.work(0, 1)):
-    with pytest.raises(RunOver):
+    with pytest.raises(RunFinished):
       call()
 
 
@@ -88,7 +88,7 @@ def test_a_waiting_refresher_hears_the_end_at_once(make_unit):
   heard = []
 
   def wait():
-    with pytest.raises(RunOver):
+    with pytest.raises(RunFinished):
       unit.work(seconds=60)
     heard.append(True)
 

@@ -76,7 +76,7 @@ class Cluster:
   def _start(self, role, *arguments):
     def body():
       try:
-        with contextlib.suppress(grpc_server.RunOver):
+        with contextlib.suppress(grpc_server.RunFinished):
           role(*arguments)
       except BaseException as error:
         self._errors.append(error)
@@ -281,7 +281,7 @@ def test_weights_arrive_exact_or_rounded_until_the_end(make_unit, cluster, half)
     assert weights.latest(ACTOR, at_least=2).step == 2  # nothing newer is wanted
     assert weights.latest(REANALYSER, at_least=3).step == 6
     unit.service.finish(0)
-    with pytest.raises(grpc_server.RunOver):
+    with pytest.raises(grpc_server.RunFinished):
       weights.latest(ACTOR, at_least=6)
 
 

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from speedyzero_jax.ops.param_rngs import param_rngs
-from speedyzero_jax.ops.torsos import pure
+from speedyzero_jax.ops.torsos import functional
 
 
 class _Mixed(nnx.Module):
@@ -33,4 +33,4 @@ def test_keys_are_those_of_flax():
     jax.jit(lambda key: _params(_Mixed(param_rngs(key))))(key),
     expected,
   )
-  jax.tree.map(np.testing.assert_array_equal, pure(_Mixed).init(key), expected)
+  jax.tree.map(np.testing.assert_array_equal, functional(_Mixed).init(key), expected)

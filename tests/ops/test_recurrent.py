@@ -9,10 +9,10 @@ import pytest
 
 import trained
 from speedyzero_jax.ops import recurrent
-from speedyzero_jax.ops.torsos import pure
+from speedyzero_jax.ops.torsos import functional
 
 _B, _T, _D, _H = 3, 6, 4, 5
-_NETWORK = pure(lambda rngs: recurrent.Lstm(_D, _H, rngs))
+_NETWORK = functional(lambda rngs: recurrent.Lstm(_D, _H, rngs))
 
 
 @functools.cache

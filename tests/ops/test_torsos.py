@@ -12,7 +12,7 @@ from speedyzero_jax.ops.torsos import TorsoConfig
 
 def _torso(shape, **sizes):
   config = TorsoConfig(**{"hidden": 8, "channels": 4, **sizes})
-  return torsos.pure(lambda rngs: torsos.make_torso(config, shape, rngs))
+  return torsos.functional(lambda rngs: torsos.make_torso(config, shape, rngs))
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_features_and_parameters(torso, shape, parameters):
 @pytest.mark.parametrize("shape", [(42, 45, 3), (1, 1, 5)])
 def test_a_decoder_learns_to_give_back_what_the_torso_sees(shape):
   config = TorsoConfig(hidden=16, channels=4)
-  network = torsos.pure(lambda rngs: torsos.Decoder(config, shape, rngs))
+  network = torsos.functional(lambda rngs: torsos.Decoder(config, shape, rngs))
   params, rng = network.init(jax.random.key(0)), np.random.default_rng(0)
   features, x = rng.random((2, 3, 16), np.float32), rng.random((6, *shape), np.float32)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import reference
-from speedyzero_jax.replay.device_frames import DeviceFrames, reason_to_stay
+from speedyzero_jax.replay.device_frames import DeviceFrames, reason_for_host_frames
 from speedyzero_jax.replay.schema import Column
 from speedyzero_jax.workers.learner import make_mesh
 from tiny_replay import LANES, UNROLL, copy_frames, make_replay, play
@@ -86,10 +86,10 @@ def test_frames_are_placed_as_configured_and_where_there_is_room(monkeypatch):
     return mock.Mock(devices=np.array(devices))
 
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-  assert reason_to_stay("device", mesh(0), 10) is None
-  assert reason_to_stay("host", mesh(1000), 10) == "as configured"
-  assert reason_to_stay("auto", mesh(1000, 20), 10) is None
-  assert "free per device" in reason_to_stay("auto", mesh(1000, 19), 10)
-  assert "do not report" in reason_to_stay("auto", mesh(1000, None), 10)
+  assert reason_for_host_frames("device", mesh(0), 10) is None
+  assert reason_for_host_frames("host", mesh(1000), 10) == "as configured"
+  assert reason_for_host_frames("auto", mesh(1000, 20), 10) is None
+  assert "free per device" in reason_for_host_frames("auto", mesh(1000, 19), 10)
+  assert "do not report" in reason_for_host_frames("auto", mesh(1000, None), 10)
   monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-  assert "CPUs" in reason_to_stay("auto", mesh(1000), 10)
+  assert "CPUs" in reason_for_host_frames("auto", mesh(1000), 10)

@@ -9,7 +9,7 @@ import pytest
 
 from speedyzero_jax.replay.device_frames import DeviceFrames
 from speedyzero_jax.replay.schema import Column
-from speedyzero_jax.system.dispatch_lock import in_order
+from speedyzero_jax.system.dispatch_lock import dispatch_lock
 from speedyzero_jax.workers.learner import Learner, make_mesh
 
 
@@ -32,7 +32,7 @@ def test_a_launch_on_several_devices_waits_for_another(program, devices):
   mesh = make_mesh(jax.devices()[:devices])
   launch, launched = program(mesh), threading.Event()
   launch()  # compiles it
-  with in_order(mesh):
+  with dispatch_lock(mesh):
     thread = threading.Thread(target=lambda: (launch(), launched.set()))
     thread.start()
     assert launched.wait(0.5 if devices > 1 else 60) == (devices == 1)

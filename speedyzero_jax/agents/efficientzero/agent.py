@@ -189,7 +189,10 @@ class EfficientZero(Agent):
       self._agent_config.priority,
       stack=self._stack,
       lookahead=self.lookahead,
-      first_score=lambda lane, time: (None, targets.oldest_stamp(store, lane, time, self._config)),
+      initial_error=lambda lane, time: (
+        None,
+        targets.oldest_stamp(store, lane, time, self._config),
+      ),
     )
 
   def batch_work(self, replay: Replay, selection: Selection) -> list[Work]:

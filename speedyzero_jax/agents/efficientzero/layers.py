@@ -111,9 +111,11 @@ class _FoldedLstm(nnx.Module):
 
   def __call__(self, carry: Carry, x: jax.Array) -> tuple[Carry, jax.Array]:
     c, h = carry
-    enter, forget, new, leave = jnp.split(self.linear(jnp.concatenate([x, h], -1)), 4, axis=-1)
-    c = nnx.sigmoid(forget) * c + nnx.sigmoid(enter) * jnp.tanh(new)
-    h = nnx.sigmoid(leave) * jnp.tanh(c)
+    input_gate, forget_gate, candidate, output_gate = jnp.split(
+      self.linear(jnp.concatenate([x, h], -1)), 4, axis=-1
+    )
+    c = nnx.sigmoid(forget_gate) * c + nnx.sigmoid(input_gate) * jnp.tanh(candidate)
+    h = nnx.sigmoid(output_gate) * jnp.tanh(c)
     return (c, h), h
 
 
