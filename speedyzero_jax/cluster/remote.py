@@ -94,7 +94,10 @@ def play(
   learner step `at_least` or later.
   """
   key, stats, offset = jax.random.key(welcome.seed), EpisodeStats(env.num_lanes), welcome.first
-  actor = Actor(config, agent, env, inference, key, stats, lane_offset=offset, start=welcome.heads)
+  actor = Actor(
+    config, agent, env, inference, key, stats,
+    lane_offset=offset, start=welcome.heads, resumable=False,
+  )  # fmt: skip
   slots: Slots | None = None
   closed = False
   for sequence in itertools.count():

@@ -3,6 +3,7 @@
 Streams that are closed are dropped silently.
 """
 
+import errno
 import math
 import os
 import sys
@@ -29,6 +30,8 @@ _SHOWN = (
   ("replay {}", names.REPLAY_BYTES),
   ("evaluation {}", names.EVALUATION_MEAN),
 )
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}  # errors of a full disk, which may get space again
 
 
 class Display:
@@ -80,8 +83,9 @@ class Display:
         encoding = getattr(stream, "encoding", None) or "utf-8"
         try:
           print(text.encode(encoding, "replace").decode(encoding), file=stream, flush=True)
-        except (OSError, ValueError):  # ValueError: closed
-          self._streams.remove(stream)
+        except (OSError, ValueError) as error:  # ValueError: closed
+          if getattr(error, "errno", None) not in _FULL:
+            self._streams.remove(stream)
 
   def _line(self) -> str:
     step, rate, elapsed = (

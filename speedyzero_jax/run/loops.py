@@ -62,6 +62,8 @@ class _AsyncLoops:
     self._experiment, self._limiter = experiment, experiment.limiter
     self._ready = experiment.waiting
     self._drawn = experiment.limiter.learner_steps  # number of batches drawn
+    # The latest batch, to stop together if this unit's actors can't complete another one.
+    self._spare: PreparedBatch | None = None
     # The previous step. Priorities are read back one step late, so the host does not block on it.
     self._pending: tuple[PreparedBatch, StepResult, int] | None = None
     self._errors: list[BaseException] = []
@@ -131,14 +133,22 @@ class _AsyncLoops:
       if len(self._ready) >= experiment.config.learner.prefetch:
         return False
       due = limiter.may_draw(self._drawn)
-      return due and (limiter.collected or experiment.ready())
+      return due and (limiter.collected or experiment.ready() or self._may_repeat())
 
+    keep = experiment.agent.on_policy and experiment.membership.units > 1
     while self._drawn < experiment.config.learner.steps:
       limiter.wait_until(may_draw)
-      _check_supply(experiment, self._drawn)
-      self._ready.append(steps.draw(experiment, self._drawn))
+      if experiment.ready() or not self._may_repeat():
+        _check_supply(experiment, self._drawn)
+        prepared = steps.draw(experiment, self._drawn)
+        self._spare = prepared if keep else None
+      self._ready.append(prepared)
       self._drawn += 1
       limiter.notify()
+
+  def _may_repeat(self) -> bool:
+    """Whether the latest batch may be used again, for the learner step that ends in a stop."""
+    return self._limiter.draining and self._spare is not None
 
   def _may_learn(self) -> bool:
     experiment, limiter = self._experiment, self._limiter

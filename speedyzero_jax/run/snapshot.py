@@ -13,6 +13,7 @@ import numpy as np
 from speedyzero_jax.agents.base import Agent
 from speedyzero_jax.envs.batched_env import make_env
 from speedyzero_jax.metrics import names
+from speedyzero_jax.replay.journal import JournalDamage
 from speedyzero_jax.run.checkpoint import Snapshot
 from speedyzero_jax.run.experiment import ACT, Experiment, TrainingError
 from speedyzero_jax.types import Params, Slots
@@ -102,11 +103,21 @@ def _check_same_network(experiment: Experiment, step: int) -> None:
 
 
 def replay_journal(experiment: Experiment) -> bool:
-  """Appends the slots that the journal has after the checkpoint. Returns whether it had any."""
-  limiter, replay = experiment.limiter, experiment.replay
+  """Appends the slots that the journal has after the checkpoint. Returns whether it had any.
+
+  If one is damaged, those before it are used, and the others are deleted from the journal.
+  """
+  limiter, replay, journal = experiment.limiter, experiment.replay, experiment.recovery.journal
   before, heads = limiter.env_steps, replay.heads
-  for slots in joined(experiment.recovery.journal.read(heads)):
-    experiment.collector.replay_recorded(slots)
+  try:
+    for slots in joined(journal.read(heads)):
+      experiment.collector.replay_recorded(slots)
+  except JournalDamage as damage:
+    lost = journal.continue_from(replay.heads, drop=True)
+    experiment.logger.message(
+      f"warning: {damage}; {lost.sum()} frames after this checkpoint are lost and will be "
+      "collected again"
+    )
   if limiter.env_steps > before:
     experiment.logger.message(f"replayed {limiter.env_steps - before} agent steps of the journal")
   return bool((replay.heads > heads).any())  # a reset adds a slot, but no agent step

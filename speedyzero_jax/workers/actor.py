@@ -42,6 +42,7 @@ class Actor:
     stats: receives the returns of finished games.
     lane_offset: index in the replay of the first of the actor's consecutive lanes.
     start: [L], slots of the environments' first frames; None: 0.
+    resumable: keep all actions, which `state_dict` needs.
   """
 
   def __init__(
@@ -55,11 +56,13 @@ class Actor:
     *,
     lane_offset: int = 0,
     start: np.ndarray | None = None,
+    resumable: bool = True,
   ):
     self._config, self._agent, self._env, self._inference = config, agent, env, inference
     self._key, self.stats = key, stats
     self._lanes = lane_offset + np.arange(env.num_lanes)
-    self._actions: list[np.ndarray] = []
+    self._actions: list[np.ndarray] = []  # all, or only the latest
+    self._resumable = resumable
     self._stacker = FrameStacker(config.env.frame_stack)
     self._start = np.zeros(env.num_lanes, np.int64) if start is None else start
     self._slot = self._start.copy()  # absolute time of the current frames
@@ -91,6 +94,8 @@ class Actor:
     count = int(acting.sum())
     decision = self._decide(version, progress, random)
     self._core = decision.core
+    if not self._resumable:
+      self._actions.clear()
     self._actions.append(decision.action.astype(np.int16))
     next_step = self._env.step(np.where(ended, 0, decision.action))
     reward = training_reward(self._config.env, next_step.reward)

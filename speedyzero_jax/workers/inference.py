@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from speedyzero_jax.agents.base import ActInputs, ActOutput, Agent, Arrays
 from speedyzero_jax.system.compilation import Program, Report
+from speedyzero_jax.system.dispatch_lock import dispatch_lock
 from speedyzero_jax.workers.weights import Version, device_get_finite
 
 
@@ -65,7 +66,7 @@ class _Divided:
   """Jitted `function(variables, inputs, key, *rest)` with inputs sharded over a mesh."""
 
   def __init__(self, function: Callable, mesh: Mesh, static: Sequence[str]):
-    self._devices, (axis,) = mesh.size, mesh.axis_names
+    self._mesh, (axis,) = mesh, mesh.axis_names
     parts, whole = PartitionSpec(axis), PartitionSpec()
     self._parts, self._whole = NamedSharding(mesh, parts), NamedSharding(mesh, whole)
 
@@ -88,7 +89,8 @@ class _Divided:
 
   def __call__(self, variables: Any, inputs: Any, *rest: Any, **static: Any) -> Any:
     inputs = jax.device_put(inputs, self._where(inputs))
-    return self._program(variables, inputs, *rest, **static)
+    with dispatch_lock(self._mesh):  # results of padded batches are gathered by collectives
+      return self._program(variables, inputs, *rest, **static)
 
   def lower(self, variables: Any, inputs: Any, *rest: Any, **static: Any) -> jax.stages.Lowered:
     """Like the method `lower` of a jitted function."""
@@ -97,5 +99,5 @@ class _Divided:
     return self._program.lower(variables, inputs, *rest, **static)
 
   def _where(self, inputs: Any) -> NamedSharding:
-    divisible = len(jax.tree.leaves(inputs)[0]) % self._devices == 0
+    divisible = len(jax.tree.leaves(inputs)[0]) % self._mesh.size == 0
     return self._parts if divisible else self._whole

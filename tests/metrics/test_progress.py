@@ -1,5 +1,6 @@
 """Tests of the display: its layout, and its behavior on terminals, pipes and broken streams."""
 
+import errno
 import io
 import os
 import types
@@ -129,6 +130,21 @@ def test_where_stdout_is_a_log_the_inherited_terminal_shows_it_too(tmp_path, mon
   log = capsys.readouterr().out
   assert "event" in log and "8.82" in log
   assert (tmp_path / "terminal").read_text() == log + "still open\n"
+
+
+def test_a_full_disk_does_not_silence_it():
+  class Full(io.StringIO):
+    full = True
+
+    def flush(self):
+      if self.full:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+  with Display(CONFIG, FOLDER, [stream := Full()]) as shown:
+    shown.message("lost or late")
+    stream.full = False
+    shown.message("event")
+  assert "event" in stream.getvalue()
 
 
 def test_a_closed_pipe_silences_it():

@@ -128,6 +128,24 @@ def test_experience_that_the_journal_has_evicted_is_collected_again(tmp_path, ca
     np.testing.assert_array_equal(experiment.recovery.journal.heads, [1, 1, 1])
 
 
+def test_experience_after_a_damaged_row_of_the_journal_is_collected_again(tmp_path, capsys):
+  with durable(tmp_path) as experiment:
+    snapshot.save(experiment, required=True)
+    for _ in range(5):
+      experiment.collector.collect()
+    heads = experiment.replay.heads
+  with contextlib.closing(sqlite3.connect(tmp_path / "journal.sqlite")) as journal, journal:
+    journal.execute("UPDATE segment SET crc = crc + 1 WHERE lane = 1 AND start = 3")
+  with durable(tmp_path, 0) as experiment:
+    assert "lane 1, slot 3 is missing or damaged" in capsys.readouterr().out
+    kept = experiment.replay.heads
+    assert kept[1] == 3 and (kept <= heads).all()
+    np.testing.assert_array_equal(experiment.recovery.journal.heads, kept)
+    assert finish(experiment) is True
+  with durable(tmp_path, 8) as experiment:
+    assert experiment.limiter.env_steps == 100
+
+
 def test_learners_with_different_networks_do_not_continue(tmp_path):
   with durable(tmp_path) as experiment:
     experiment.collector.collect()

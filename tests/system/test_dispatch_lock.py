@@ -10,6 +10,7 @@ import pytest
 from speedyzero_jax.replay.device_frames import DeviceFrames
 from speedyzero_jax.replay.schema import Column
 from speedyzero_jax.system.dispatch_lock import dispatch_lock
+from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.learner import Learner, make_mesh
 
 
@@ -26,7 +27,13 @@ def gather(mesh):
   return lambda: frames.gather(index[:, 0], index)
 
 
-@pytest.mark.parametrize("program", [learner_step, gather])
+def act(mesh):
+  function = lambda variables, inputs, key, explore: inputs + variables  # noqa: E731
+  inference = Inference(SimpleNamespace(act=function, tasks={}), mesh)
+  return lambda: inference.act(np.ones(()), np.zeros(3), jax.random.key(0), explore=True)
+
+
+@pytest.mark.parametrize("program", [learner_step, gather, act])
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_launch_on_several_devices_waits_for_another(program, devices):
   mesh = make_mesh(jax.devices()[:devices])
