@@ -2,14 +2,18 @@
 
 import threading
 import time
+from collections import deque
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
+import tiny
 from speedyzero_jax.metrics import names
-from speedyzero_jax.run import snapshot, steps
+from speedyzero_jax.run import loops, snapshot, steps
 from speedyzero_jax.run.checkpoint import Checkpoints
+from speedyzero_jax.run.rate_limiter import RateLimiter
 from speedyzero_jax.workers.weights import DivergedError
 from whole_runs import assert_same, everything, finish, interrupt_at, quick, rows_of, stopped
 
@@ -190,3 +194,28 @@ def test_divergence_is_raised_and_never_saved(tmp_path, monkeypatch, mode, step,
     with quick(tmp_path, *overrides, resume_step=expected[-1]) as experiment:
       leaves = jax.tree.leaves(jax.device_get(experiment.state.variables))
       assert all(np.isfinite(leaf).all() for leaf in leaves)
+
+
+def test_a_unit_without_data_repeats_its_last_batch_to_stop_together(monkeypatch):
+  config, ready = tiny.config("learner.prefetch=2", "learner.steps=9"), [True]
+  limiter = RateLimiter(config, synchronous=True)
+  experiment = SimpleNamespace(
+    config=config, agent=SimpleNamespace(on_policy=True), membership=SimpleNamespace(units=2),
+    limiter=limiter, ready=lambda: ready[0], waiting=deque(),
+  )  # fmt: skip
+
+  def draw(*_):
+    ready[0] = False
+    return "batch"
+
+  monkeypatch.setattr(steps, "draw", draw)
+  roles = loops._AsyncLoops(experiment)
+  thread = threading.Thread(target=roles._guard, args=(roles._draw,))
+  thread.start()
+  time.sleep(0.2)
+  assert list(experiment.waiting) == ["batch"]
+  limiter.finish_together()
+  limiter.wait_for(lambda: len(experiment.waiting) == 2, 10)
+  limiter.stop()
+  thread.join(10)
+  assert list(experiment.waiting) == ["batch"] * 2 and not roles._errors
