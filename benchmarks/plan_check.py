@@ -32,7 +32,7 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
   parser.add_argument("--config", nargs="+", default=["atari300k", "sweep", "gpu"])
   parser.add_argument("--set", nargs="*", default=["env.game=Pong"], metavar="key=value")
   parser.add_argument("--only", nargs="+", metavar="PROGRAM", help="default: all")
-  parser.add_argument("--target", default="h200", help="GPU specifications for predictions")
+  parser.add_argument("--target", help="GPU specifications for predictions (default: the GPU's)")
   parser.add_argument("--plan", type=Path, default=PLAN, help="a result of launch/plan.py")
   parser.add_argument("--reference", type=Path, metavar="FILE", help="a result to compare with")
   parser.add_argument("--calls", type=positive, default=20, help="measured calls per program")
@@ -99,9 +99,9 @@ def with_no_zeros(state: Any) -> Any:
   return state._replace(variables=state.variables._replace(params=params))
 
 
-def differing(rows: list[dict[str, Any]], reference: Path) -> list[str]:
+def differing(rows: list[dict[str, Any]], reference: dict[str, Any]) -> list[str]:
   """Names of programs whose outputs differ from those of an earlier result."""
-  earlier = {row["program"]: row["outputs"] for row in json.loads(reference.read_text())["rows"]}
+  earlier = {row["program"]: row["outputs"] for row in reference["rows"]}
   return [
     row["program"]
     for row in rows
@@ -124,7 +124,11 @@ def main() -> int:
 
   config = pieces.load(parser, arguments.config, arguments.set)
   pieces.enable_compilation_cache(config)
-  mesh, device = make_mesh(jax.local_devices()), target.load(arguments.target)
+  reference = json.loads(arguments.reference.read_text()) if arguments.reference else None
+  mesh = make_mesh(jax.local_devices())
+  kind = mesh.devices.flat[0].device_kind.lower()
+  known = next((name for name in target.names() if name in kind), "h200")
+  device = target.load(arguments.target or known)
   agent = pieces.factories.make_agent(config)
   learner = Learner(config, agent, mesh)
   state = with_no_zeros(learner.init(jax.random.key(0)))
@@ -158,7 +162,7 @@ def main() -> int:
     "device": mesh.devices.flat[0].device_kind, "xla_flags": os.environ.get("XLA_FLAGS", ""),
     "peak_bytes": stats.get("peak_bytes_in_use"), "rows": rows,
   }  # fmt: skip
-  wrong = differing(rows, arguments.reference) if arguments.reference else []
+  wrong = differing(rows, reference) if reference else []
   for name in wrong:
     print(f"{name}: outputs differ from {arguments.reference}")
   if not wrong:

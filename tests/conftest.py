@@ -21,7 +21,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "xla"))
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-if jax_version < (0, 12):  # fusion emitters are slow to compile; later versions lack the flag
+if jax_version < (0, 11):  # fusion emitters are slow to compile; later versions lack the flag
   os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 

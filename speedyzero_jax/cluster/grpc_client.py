@@ -76,6 +76,7 @@ class Client(contextlib.AbstractContextManager):
     data = messages.encode(request)
     while not (answer := self._deliver(name, data)) and call.poll:
       time.sleep(_FIRST_PAUSE)  # a learner that is stopping answers at once, until it has saved
+      data = messages.encode(call.poll(request))
     return messages.decode(call.answer, answer)
 
   def stream(self, requests: Iterator[Any]) -> Iterator[Any]:

@@ -4,7 +4,7 @@ A message is a NamedTuple, sent as a msgpack map `{kind: fields}` with arrays in
 Letters in shapes: n slots or states, k states per window, w frames per window, l lanes, e episodes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -141,15 +141,24 @@ class Call(NamedTuple):
 
   request: type
   answer: type
-  poll: bool = False  # the service answers None for "nothing yet" and the client asks again
+  # For polls: the service takes the payload, answers None for "nothing yet", and the client asks
+  # again, with the request that this function returns, without payload.
+  poll: Callable[[Any], Any] | None = None
+
+
+def _empty(request: Step | Gradient) -> Step | Gradient:
+  episodes = request.episodes[:0]
+  if isinstance(request, Step):
+    return request._replace(slots={}, episodes=episodes)
+  return request._replace(steps=0, episodes=episodes, arrays={}, metrics={})
 
 
 CALLS: Mapping[str, Call] = {
   "join": Call(Join, Welcome),
-  "step": Call(Step, Grant, poll=True),
-  "gradient": Call(Gradient, Grant, poll=True),
+  "step": Call(Step, Grant, _empty),
+  "gradient": Call(Gradient, Grant, _empty),
   "weights": Call(WeightsRequest, Weights),
-  "work": Call(Results, Block, poll=True),
+  "work": Call(Results, Block, lambda _: Results(0, 0, {})),
   "frames": Call(FramesRequest, FramesChunk),
 }
 STREAM = "environments", Call(Observation, Actions)  # a call with many requests and answers

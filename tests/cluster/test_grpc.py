@@ -151,6 +151,8 @@ def test_a_poll_is_asked_again_until_there_is_news(name, service, server):
   with Client(server, TOKEN, HELPER, max_bytes=MAX_BYTES) as client:
     client.call(EACH[CALLS[name].request])
   assert len(service.asked) == 3 and time.monotonic() - begin > 0.15  # it is not flooded
+  first, *later = (len(messages.encode(request)) for _, request in service.asked)
+  assert max(later) < first  # the payload is not sent again
 
 
 @pytest.mark.parametrize("token", [None, b"", TOKEN[:-1], TOKEN[:-1] + b"x", TOKEN + b"x"])

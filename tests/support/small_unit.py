@@ -32,7 +32,7 @@ from speedyzero_jax.workers.weights import ACTOR
 SECONDS = 0.02  # timeout of a poll
 A_HELPER, NO_RESULT = Helper("actor", 0), messages.Results(0, 0, {})
 SUBSCRIPTIONS = ACTOR, REANALYSER, REFRESHER
-NAMES = {call.request: (name, call.poll) for name, call in messages.CALLS.items()}
+NAMES = {call.request: (name, bool(call.poll)) for name, call in messages.CALLS.items()}
 BATCH = ("reanalyse.schedule=batch", "refresh.enabled=false")
 SWEEP = {"reanalyse": "refresh.enabled=false", "refresh": "reanalyse.schedule=off"}
 
