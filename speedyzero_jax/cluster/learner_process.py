@@ -75,7 +75,7 @@ def membership_of(
 def serving(
   experiment: Experiment, topology: Topology, role: Role, rendezvous: Rendezvous, token: bytes
 ) -> Iterator[None]:
-  """Serves this unit's actors and refreshers, and publishes the address."""
+  """Serves this unit's actors and refreshers, and publishes the address: "" once this is over."""
   local_config = experiment.local_config
   host = local_config.topology.host or rendezvous.address
   actors, refreshers = (topology.serving(kind, role.unit) for kind in ("actor", "refresher"))
@@ -104,3 +104,5 @@ def serving(
       yield
     finally:
       service.finish(_DISMISSAL_SECONDS)
+      with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 may be lost; save first
+        rendezvous.publish(f"address/{role.unit}", "")  # before the service closes

@@ -30,6 +30,7 @@ from speedyzero_jax.workers.weights import DivergedError
 
 _TOKEN, _MIN_TOKEN = 32, 16  # bytes of a generated token; minimum of one read from a file
 _START_TIMEOUT = 600.0  # seconds for which processes wait for each other to start
+_LOOKUP_TIMEOUT = 10.0  # seconds for which a helper waits for a value that has been published
 
 
 class Run(NamedTuple):
@@ -131,18 +132,27 @@ def _serve(
   agent = make_agent(local_config)
   max_bytes = max_message(local_config, agent)
   incarnation = rendezvous.count(f"incarnation/{role}")
-  address = rendezvous.lookup(f"address/{role.unit}", _START_TIMEOUT)
+  name = f"address/{role.unit}"
+  address = rendezvous.lookup(name, _START_TIMEOUT)
+  if not address:
+    return 0  # the run is over
   helper = Helper(role.kind, role.number, incarnation)
-  with (
-    contextlib.suppress(RunFinished),
-    Client(address, token, helper, max_bytes=max_bytes) as client,
-  ):
-    if role.kind == "refresher":
-      refresh(local_config, agent, client, derived_seed(config.run.seed, str(role), incarnation))
-    elif config.topology.gradients == "actors":
-      send_gradients(local_config, agent, client)
-    elif config.topology.inference == "central":
-      step_environments(local_config, client)
-    else:
-      act(local_config, agent, client)
+  try:
+    with (
+      contextlib.suppress(RunFinished),
+      Client(address, token, helper, max_bytes=max_bytes) as client,
+    ):
+      if role.kind == "refresher":
+        refresh(local_config, agent, client, derived_seed(config.run.seed, str(role), incarnation))
+      elif config.topology.gradients == "actors":
+        send_gradients(local_config, agent, client)
+      elif config.topology.inference == "central":
+        step_environments(local_config, client)
+      else:
+        act(local_config, agent, client)
+  except Unreachable:
+    with contextlib.suppress(RendezvousError):
+      if not rendezvous.lookup(name, _LOOKUP_TIMEOUT):
+        return 0  # it ended while this process compiled or hung
+    raise
   return 0
