@@ -22,6 +22,7 @@ Exit codes: 0 all done, 1 a step failed, 75 (EX_TEMPFAIL) steps remain. Steps th
 fail.
 """
 
+import contextlib
 import itertools
 import json
 import os
@@ -135,8 +136,10 @@ def visit(command: list[str], flags: str, log: Path, seconds: float) -> int | No
       process.wait(timeout=ENDING)
     except subprocess.TimeoutExpired:
       # Training runs are in sessions of their own.
-      for each in (*psutil.Process(process.pid).children(recursive=True), process):
-        each.kill()
+      for each in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+          each.kill()
+      process.kill()
       process.wait()
     return None
 

@@ -42,6 +42,24 @@ def test_a_step_that_takes_a_whole_visit_is_given_up_unless_it_resumes(gpu, tmp_
   assert take(gpu, tmp_path, long=gpu.Step(["-c", WRITE])) == ["long"]
 
 
+def test_a_step_that_ignores_interrupts_is_killed_with_other_sessions_it_started(
+  gpu, tmp_path, monkeypatch
+):
+  """As training runs are, in sessions of their own; they would keep the device in use."""
+  monkeypatch.setattr(gpu, "ENDING", 0.5)
+  pid = tmp_path / "pid"
+  child = f"import os, pathlib, time; pathlib.Path({str(pid)!r}).write_text(str(os.getpid()))"
+  parent = (
+    "import signal, subprocess, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    f"subprocess.run([sys.executable, '-c', {child!r} + '; {SLEEP}'], start_new_session=True)"
+  )
+  assert take(gpu, tmp_path, 3.0, tree=gpu.Step(["-c", parent])) is None
+  with pytest.raises(ProcessLookupError):
+    for _ in range(100):  # until init has reaped it
+      os.kill(int(pid.read_text()), 0)
+      time.sleep(0.05)
+
+
 def test_an_interrupted_step_takes_its_children_along(gpu, tmp_path):
   """A child that ignores its parent's death, as in training, would keep the device in use."""
   pid = tmp_path / "pid"
