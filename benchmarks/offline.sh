@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Collects in .gpu/ (24 MB) what the GPU benchmarks need beside jax, flax, optax, chex, orbax and
+# Collects in .gpu/ (44 MB) what the GPU benchmarks need beside jax, flax, optax, chex, orbax and
 # grpcio, cut down to Atari, for a machine with Python 3.12 and without network:
 #
 #     bash benchmarks/offline.sh                      # here; then copy the repository with .gpu/
@@ -14,13 +14,14 @@ platforms=$(printf -- '--platform manylinux_%s_x86_64 ' 2_28 2_27 2_17; echo --p
 python3 -m pip download --quiet --no-deps --only-binary :all: --python-version 3.12 \
   --implementation cp $platforms --dest "$wheels" mctx==0.0.71 envpool==1.2.5 \
   envpool-assets==0.3.0 gymnasium==1.4.0 farama-notifications==0.0.6 dm-env==1.6 dm-tree==0.1.10 \
-  optree==0.20.0 tensorboardX==2.6.5
+  optree==0.20.0 tensorboardX==2.6.5 pillow==$(sed -n 's/^pillow==\([^ ]*\).*/\1/p' requirements.lock)
 for wheel in "$wheels"/*.whl; do python3 -m zipfile -e "$wheel" "$wheels/site"; done
 rm -rf .gpu
 mkdir -p .gpu/envpool .gpu/envpool_assets
 (
   cd "$wheels/site"
-  cp -r dm_env farama_notifications gymnasium mctx tensorboardX optree tree ./*.dist-info "$OLDPWD/.gpu"
+  cp -r PIL pillow.libs dm_env farama_notifications gymnasium mctx tensorboardX optree tree \
+    ./*.dist-info "$OLDPWD/.gpu"
   cp -r envpool/*.py envpool/python envpool/atari "$OLDPWD/.gpu/envpool"
   cp -r envpool_assets/__init__.py envpool_assets/atari "$OLDPWD/.gpu/envpool_assets"
 )

@@ -150,7 +150,7 @@ def parse() -> argparse.Namespace:
   add = parser.add_argument
   add("--games", nargs="+", choices=TASKS, default=["CartPole", "Pong"])
   add("--seeds", type=positive, default=3, help="runs of each side on CartPole")
-  add("--rounds", type=positive, default=1, help="runs of each side on Pong")
+  add("--rounds", type=positive, default=1, help="runs of each side on Pong and Pong42")
   add("--minutes", type=float, help="maximum minutes of a run")
   add("--cores", type=positive, default=2, help="cores for each run")
   add("--quick", action="store_true", help="one seed, 15 seconds of each run")

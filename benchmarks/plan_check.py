@@ -32,7 +32,9 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
   parser.add_argument("--config", nargs="+", default=["atari300k", "sweep", "gpu"])
   parser.add_argument("--set", nargs="*", default=["env.game=Pong"], metavar="key=value")
   parser.add_argument("--only", nargs="+", metavar="PROGRAM", help="default: all")
-  parser.add_argument("--target", help="GPU specifications for predictions (default: the GPU's)")
+  parser.add_argument(
+    "--target", help="GPU specifications for predictions (default: the GPU's, or h200)"
+  )
   parser.add_argument("--plan", type=Path, default=PLAN, help="a result of launch/plan.py")
   parser.add_argument("--reference", type=Path, metavar="FILE", help="a result to compare with")
   parser.add_argument("--calls", type=positive, default=20, help="measured calls per program")

@@ -147,7 +147,7 @@ class _AsyncLoops:
       limiter.notify()
 
   def _may_repeat(self) -> bool:
-    """Whether the latest batch may be used again, for the learner step that ends in a stop."""
+    """Whether the latest batch may be used again, for the last learner steps before a stop."""
     return self._limiter.draining and self._spare is not None
 
   def _may_learn(self) -> bool:

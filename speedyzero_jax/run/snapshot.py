@@ -105,7 +105,7 @@ def _check_same_network(experiment: Experiment, step: int) -> None:
 def replay_journal(experiment: Experiment) -> bool:
   """Appends the slots that the journal has after the checkpoint. Returns whether it had any.
 
-  If one is damaged, those before it are used, and the others are deleted from the journal.
+  If some are damaged or missing, those after them in their lanes are deleted from the journal.
   """
   limiter, replay, journal = experiment.limiter, experiment.replay, experiment.recovery.journal
   before, heads = limiter.env_steps, replay.heads
@@ -126,13 +126,19 @@ def replay_journal(experiment: Experiment) -> bool:
 def joined(rows: Iterable[Slots]) -> Iterator[Slots]:
   """Joins single slots of ascending lanes, such as those of a step, as their import is slow."""
   group: list[Slots] = []
-  for row in rows:
-    if group and (len(row) > 1 or len(group[-1]) > 1 or row.lane[0] <= group[-1].lane[0]):
-      yield Slots.concatenate(group)
-      group = []
-    group.append(row)
+  damage: JournalDamage | None = None
+  try:
+    for row in rows:
+      if group and (len(row) > 1 or len(group[-1]) > 1 or row.lane[0] <= group[-1].lane[0]):
+        yield Slots.concatenate(group)
+        group = []
+      group.append(row)
+  except JournalDamage as error:  # after the intact slots
+    damage = error
   if group:
     yield Slots.concatenate(group)
+  if damage:
+    raise damage
 
 
 def start_actor(experiment: Experiment, restored: Snapshot | None, *, later: bool) -> None:
