@@ -49,16 +49,14 @@ def test_a_sweep_returns_to_the_states_of_a_lost_block(make_unit):
 
 def test_no_sweep_starves_another_if_refreshers_are_too_slow(make_unit):
   unit = make_unit("refresh.max_age=8", "reanalyse.max_age=9")
-  unit.fill(20)
-  unit.publish(8)
-  done = []
-  for _ in range(20):
-    unit.learn()
-    block = unit.work()
-    if block:
-      done.append(block.task)
-      unit.result(block, seconds=0)
-  assert min(done.count("refresh"), done.count("reanalyse")) >= len(done) // 3 > 2, done
+  unit.fill(40)
+  done, block = [], None
+  for step in range(3, 123, 3):
+    unit.learn(3)
+    unit.publish(step)
+    block = unit.result(block) if block else unit.work()
+    done += [block.task] if block else []
+  assert min(done.count("refresh"), done.count("reanalyse")) > len(done) // 4, done
 
 
 def batch_unit(make_unit, *overrides, refreshers=1, durable=False):
