@@ -28,8 +28,10 @@ def gather(mesh):
 
 
 def act(mesh):
-  function = lambda variables, inputs, key, explore: inputs + variables  # noqa: E731
-  inference = Inference(SimpleNamespace(act=function, tasks={}), mesh)
+  def add(variables, inputs, key, explore):
+    return inputs + variables
+
+  inference = Inference(SimpleNamespace(act=add, tasks={}), mesh)
   return lambda: inference.act(np.ones(()), np.zeros(3), jax.random.key(0), explore=True)
 
 
