@@ -15,7 +15,7 @@ from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.messages import Helper
 from speedyzero_jax.cluster.roster import Roster
 from speedyzero_jax.run.experiment import Experiment
-from speedyzero_jax.workers.sweeper import Sweeper, write_results
+from speedyzero_jax.workers.sweeper import write_results
 
 _CHUNK = 32 << 20  # approximate bytes of frames in one answer
 _POLL = 1.0  # seconds between checks whether a refresher is alive
@@ -109,14 +109,11 @@ class RefresherService:
   def _due_work(self) -> Work | None:
     if not self._experiment.sweeping():
       return None
-    step = self._limiter.learner_steps
-    due = [sweeper for sweeper in self._sweepers if sweeper.due(self._replay, step)]
-
-    def urgency(sweeper: Sweeper) -> tuple[float, float]:
-      return sweeper.relative_age(self._replay, step), sweeper.credit / sweeper.block
-
-    # If refreshers are too slow for all sweeps, none may wait forever.
-    return max(due, key=urgency).next(self._replay) if due else None
+    # In the order of the agent's tasks: an earlier sweep may also renew what a later one does.
+    for sweeper in self._sweepers:
+      if sweeper.due(self._replay, self._limiter.learner_steps):
+        return sweeper.next(self._replay)
+    return None
 
   def _write(self, helper: Helper, request: messages.Results) -> None:
     """Writes results, unless the block has since been assigned to another refresher."""

@@ -96,11 +96,7 @@ class Sweeper:
 
   def overdue(self, replay: Replay, learner_step: int) -> bool:
     """Whether any stamp would exceed the maximum age after one more learner step."""
-    return self.relative_age(replay, learner_step) > 1
-
-  def relative_age(self, replay: Replay, learner_step: int) -> float:
-    """Age of the oldest stamp after one more learner step, as a fraction of the maximum."""
-    return (learner_step + 1 - replay.oldest_step(self.task.stamp)) / self.max_age
+    return learner_step + 1 - replay.oldest_step(self.task.stamp) > self.max_age
 
   def behind(self, replay: Replay, learner_step: int) -> bool:
     """Whether the sweep is more than a block and `_SLACK` learner steps behind its schedule.

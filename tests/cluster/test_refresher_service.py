@@ -47,18 +47,6 @@ def test_a_sweep_returns_to_the_states_of_a_lost_block(make_unit):
     unit.result(unit.work(1), 1)
 
 
-def test_no_sweep_starves_another_if_refreshers_are_too_slow(make_unit):
-  unit = make_unit("refresh.max_age=8", "reanalyse.max_age=9")
-  unit.fill(40)
-  done, block = [], None
-  for step in range(3, 123, 3):
-    unit.learn(3)
-    unit.publish(step)
-    block = unit.result(block) if block else unit.work()
-    done += [block.task] if block else []
-  assert min(done.count("refresh"), done.count("reanalyse")) > len(done) // 4, done
-
-
 def batch_unit(make_unit, *overrides, refreshers=1, durable=False):
   """A unit for sampled batches, with refreshers that have made their first call."""
   unit = make_unit(*BATCH, *overrides, refreshers=refreshers, durable=durable)
