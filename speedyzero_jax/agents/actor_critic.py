@@ -33,7 +33,7 @@ class TrajectoryConfig:
     False, "alternate collection and learning (A2C, PPO); off: they overlap (IMPALA, APPO)"
   )
   value_coefficient: float = opt(
-    0.5, "weight of half the squared error of the value (IMPALA: 0.5, PPO: 1)", "[0, 1e6]"
+    0.5, "weight of half the squared error of the value (IMPALA: 0.5, PPO: 2)", "[0, 1e6]"
   )
   entropy_coefficient: float = opt(
     0.01, "weight of the policy's entropy (IMPALA on Atari, PPO: 0.01)", "[0, 1e6]"
@@ -185,8 +185,8 @@ def policy_terms(logits: jax.Array, batch: Arrays) -> PolicyTerms:
 
 
 def mean_count(mask: jax.Array) -> jax.Array:
-  """Mean over devices of the sum of a 0/1 mask, at least 1.
+  """Mean over devices of the sum of a 0/1 mask; not 0.
 
   Local sums divided by it have a mean over devices that is the mean over all entries with mask 1.
   """
-  return jnp.maximum(jax.lax.pmean(jnp.sum(mask), AXIS), 1)
+  return jnp.maximum(jax.lax.psum(jnp.sum(mask), AXIS), 1) / jax.lax.axis_size(AXIS)

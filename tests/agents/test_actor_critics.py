@@ -18,11 +18,13 @@ from trained import KEY, largest
 
 _T, _STACK, _DISCOUNT, _LAMBDA, _BATCH, _ACTIONS = 7, 2, 0.9, 0.8, 8, 3
 _RHO, _C, _RHO_PG, _CLIP, _VALUE, _ENTROPY, _DECODED = 1.3, 0.9, 1.1, 0.3, 0.6, 0.2, 0.4
+_REWARD = 0.5
 _TINY = (
   "env.game=CartPole", f"env.frame_stack={_STACK}", f"env.discount={_DISCOUNT}", "actor.lanes=2",
   "network.hidden=4", "network.layers=1", f"loss.unroll_length={_T}", "network.lstm_hidden=3",
   f"loss.value_coefficient={_VALUE}", f"loss.entropy_coefficient={_ENTROPY}",
-  "actor.random_steps=0", "actor.weights_interval=1", f"learner.batch_size={_BATCH}",
+  f"loss.reward_scale={_REWARD}", "actor.random_steps=0", "actor.weights_interval=1",
+  f"learner.batch_size={_BATCH}",
 )  # fmt: skip
 _IMPALA = (
   "agent=impala", f"loss.vtrace_lambda={_LAMBDA}", f"loss.rho_bar={_RHO}", f"loss.c_bar={_C}",
@@ -128,7 +130,7 @@ def _vtrace(slots, time, acted, ratio, value, clips):
       target[i] = later = value[i]
       continue
     discount = 0 if slots["terminated"][time[i + 1]] else _DISCOUNT
-    reward = slots["reward"][time[i]]
+    reward = _REWARD * slots["reward"][time[i]]
     delta = min(rho, ratio[i]) * (reward + discount * value[i + 1] - value[i])
     trace = discount * _LAMBDA * min(c, ratio[i]) * (later - value[i + 1])
     mixed = _LAMBDA * later + (1 - _LAMBDA) * value[i + 1]
@@ -145,7 +147,7 @@ def _gae(slots, time, acted, value):
       if not acted[k]:
         break
       alive = 0.0 if slots["terminated"][time[k + 1]] else _DISCOUNT
-      delta = slots["reward"][time[k]] + alive * value[k + 1] - value[k]
+      delta = _REWARD * slots["reward"][time[k]] + alive * value[k + 1] - value[k]
       total[i] += (_DISCOUNT * _LAMBDA) ** (k - i) * delta
   return value[:-1] + total, total
 
@@ -257,17 +259,20 @@ def test_trajectories_evicted_before_they_are_gathered_count_for_nothing():
 # --- acting
 
 
-def test_actions_follow_the_stored_logits():
-  agent, params, lanes = _agent("impala"), _params("impala"), 3000
+@pytest.mark.parametrize("variant", ["impala", "ppo"])
+def test_actions_follow_the_stored_logits(variant):
+  agent, params, lanes = _agent(variant), _params(variant), 3000
   stack = np.random.default_rng(0).normal(size=(1, _STACK, 1, 1, 2)).astype(np.float32)
   inputs = ActInputs(stack.repeat(lanes, 0), np.zeros(lanes, bool), np.arange(lanes), ())
   act = jax.jit(agent.act, static_argnames="explore")
   explored, greedy = (
     jax.device_get(act(Variables(params, ()), inputs, KEY, 0.0, explore=e)) for e in (True, False)
   )
-  logits, *_ = _network(params, stack.reshape(1, -1), None, None)
+  logits, value, _ = _network(params, stack.reshape(1, -1), None, None)
   for out in (explored, greedy):
     np.testing.assert_allclose(out.columns["logits"], logits.repeat(lanes, 0), rtol=1e-4)
+    if variant == "ppo":
+      np.testing.assert_allclose(out.columns["value"], value.repeat(lanes), rtol=1e-4)
   frequency = np.bincount(explored.action, minlength=_ACTIONS) / lanes
   np.testing.assert_allclose(frequency, np.exp(_log_softmax(logits))[0], atol=0.04)
   np.testing.assert_array_equal(greedy.action, logits.argmax())

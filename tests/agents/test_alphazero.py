@@ -9,6 +9,7 @@ import pytest
 import episodes
 import trained
 from speedyzero_jax.agents.alphazero import LOSS_POLICY, LOSS_VALUE, AlphaZero
+from speedyzero_jax.agents.base import ActInputs, Variables
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.schema import EnvConfig
 from speedyzero_jax.envs.batched_env import make_env
@@ -96,6 +97,50 @@ def test_puct_samples_at_first_and_then_plays_the_most_visited():
   action, policy = searched("puct", nothing(), boards)
   most = policy[np.arange(LANES), action] == policy.max(-1)
   assert not most[: LANES // 2].all() and most[LANES // 2 :].all()
+
+
+def two_moves_left():
+  """O is to move; 5 wins at once, and 8 leads to a draw, so Q is exactly 1 and 0."""
+  return board_after(0, 3, 2, 1, 6, 4, 7)
+
+
+def played(settings, boards, explore):
+  """`act` with a uniform prior and values of 0 from the network."""
+  agent = AlphaZero(loader.load([], [*TINY, *settings]), RULES_3.shape, np.uint8, 9)
+  lanes = len(boards)
+  inputs = ActInputs(boards[:, None], np.zeros(lanes, bool), np.arange(lanes), ())
+  act = jax.jit(functools.partial(agent.act, explore=explore))
+  return jax.device_get(act(Variables(nothing(), ()), inputs, KEY, 0.0))
+
+
+def test_self_play_stores_the_search_and_differs_between_games():
+  settings = "search.c_visit=10", "search.c_scale=0.2"
+  boards = np.concatenate([two_moves_left(), *[board_after()] * (LANES - 1)])
+  found = played(settings, boards, explore=True)
+  policy, value = found.columns["search_policy"][0], found.columns["search_value"][0]
+  assert not np.delete(policy, [5, 8]).any()
+  # Danihelka et al. 2022, section 3.4, for Q in [0, 1]: both moves have half of the visits.
+  np.testing.assert_allclose(np.log(policy[5] / policy[8]), (10 + 32) * 0.2 * (1 - 0.5), rtol=1e-4)
+  np.testing.assert_allclose(value, (0 + 32 * 1 + 32 * 0) / 65, rtol=1e-4)
+  assert len(set(found.action[1:].tolist())) > 4  # by Gumbel noise
+
+
+def test_puct_visits_by_its_constants_and_noise():
+  settings = [
+    "search.algorithm=puct", "search.c1=2", "search.c2=20", "search.dirichlet_alpha=0.1",
+    "search.dirichlet_fraction=1",
+  ]  # fmt: skip
+  boards = np.repeat(two_moves_left(), LANES, axis=0)
+  visits = played(settings, boards, explore=False).diagnostics["visits"] * 64
+  n, q = np.zeros(2), np.zeros(2)  # Q in [0, 1], 0 if unvisited
+  for total in range(1, 65):
+    bonus = 0.5 * np.sqrt(total) / (1 + n) * (2 + np.log((total + 20 + 1) / 20))
+    best = np.argmax(q + bonus)
+    n[best], q[best] = n[best] + 1, (1, 0.5)[best]
+  assert 10 < n[1] < 30
+  np.testing.assert_allclose(visits[:, [5, 8]], n[None].repeat(LANES, 0), atol=1.01)
+  noisy = 64 * played(settings, boards, explore=True).columns["search_policy"][:, 8]
+  assert noisy.min() < n[1] - 5 and noisy.max() > n[1] + 5  # the noise favors one of both
 
 
 def test_passes_end_go_only_if_they_win():

@@ -280,3 +280,24 @@ def test_acting_is_epsilon_greedy(changes):
   np.testing.assert_array_equal(greedy.action, q.argmax(-1))
   other = explored.action != greedy.action
   assert abs(other.mean() - 0.6 * (1 - 1 / _ACTIONS)) < 0.08
+
+
+@pytest.mark.parametrize("schedule", ["lanes", "annealed"])
+def test_exploration_depends_on_the_given_lanes_and_progress(schedule):
+  """Lane 0 at the start acts at random; lane 1, or any lane at the end, greedily."""
+  count = 400
+  settings = {
+    "lanes": ("explore.epsilon=0.9", "explore.spread=1000", "actor.lanes=2"),
+    "annealed": ("explore.schedule=annealed", "explore.epsilon_end=0", "actor.lanes=2"),
+  }
+  agent, (params, _) = _agent(*settings[schedule]), _start()
+  frames = np.zeros((count, _STACK, 1, 1, 2), np.float32)
+  act = jax.jit(functools.partial(agent.act, explore=True))
+
+  def kinds(lane, progress):
+    lanes = np.full(count, lane, np.int32)
+    inputs = ActInputs(frames, np.zeros(count, bool), lanes, ())
+    return len(set(act(Variables(params, ()), inputs, KEY, progress).action.tolist()))
+
+  assert kinds(0, 0.0) == _ACTIONS
+  assert (kinds(1, 0.0), kinds(0, 1.0)) == ((1, 3) if schedule == "lanes" else (3, 1))

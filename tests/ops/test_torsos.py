@@ -79,6 +79,37 @@ def test_nature_is_three_strided_convolutions_and_a_linear_layer():
   np.testing.assert_allclose(ours, y, rtol=1e-4, atol=1e-5)
 
 
+def _windows(x, size, stride, fill):
+  """Padded windows [B, h, w, size, size, C] of images, as XLA's padding SAME."""
+  widths = []
+  for side in x.shape[1:3]:
+    missing = max((-(-side // stride) - 1) * stride + size - side, 0)
+    widths.append((missing // 2, missing - missing // 2))
+  padded = np.pad(x, ((0, 0), *widths, (0, 0)), constant_values=fill)
+  found = np.lib.stride_tricks.sliding_window_view(padded, (size, size), (1, 2))
+  return np.moveaxis(found[:, ::stride, ::stride], 3, -1)
+
+
+def test_resnet_is_convolutions_max_pools_and_residual_blocks():
+  network = _torso((9, 6, 2), torso="resnet", channels=2)
+  params, rng = jax.eval_shape(network.init, jax.random.key(1)), np.random.default_rng(1)
+  params = jax.tree.map(lambda x: 0.4 * rng.normal(size=x.shape).astype(np.float32), params)
+  x = rng.normal(size=(3, 9, 6, 2)).astype(np.float32)
+  ours = jax.jit(network.apply)(params, x)
+
+  def conv(layer, y):
+    return np.tensordot(_windows(y, 3, 1, 0), layer["kernel"], 3) + layer["bias"]
+
+  p, y = jax.tree.map(np.float64, params), x.astype(np.float64)
+  for i in range(3):
+    y = _windows(conv(p["convs"][i], y), 3, 2, -np.inf).max((3, 4))
+    for block in (p["blocks"][2 * i], p["blocks"][2 * i + 1]):
+      y = y + conv(block["conv2"], np.maximum(conv(block["conv1"], np.maximum(y, 0)), 0))
+  assert y.min() < 0
+  y = np.maximum(y, 0).reshape(3, -1) @ p["linear"]["kernel"] + p["linear"]["bias"]
+  np.testing.assert_allclose(ours, np.maximum(y, 0), rtol=1e-4, atol=1e-5)
+
+
 def test_standardized_observations_do_not_depend_on_brightness_and_contrast():
   rng = np.random.default_rng(2)
   x = rng.random((3, 21, 22, 2), np.float32)

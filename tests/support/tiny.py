@@ -178,7 +178,7 @@ class ChecksumAgent(efficientzero.EfficientZero):
   """EfficientZero with a single number as network, added to values computed by hashing frames.
 
   Storage, tasks, targets and selection are real. Actions depend on the frames and, when exploring,
-  on the key and the progress.
+  on the key, the lane and the progress.
   """
 
   def __init__(
@@ -193,6 +193,7 @@ class ChecksumAgent(efficientzero.EfficientZero):
   def act(self, variables, inputs, key, progress, *, explore):
     policy, search_value, value = of_stacks(inputs.frames, jnp)
     salt = jax.random.key_data(key).sum() % 1000 + (1000 * progress).astype(jnp.uint32)
+    salt += inputs.lane.astype(jnp.uint32)
     action = (checksums(inputs.frames, jnp) + explore * salt) % policy.shape[1]
     number = variables.params["w"][0, 0]
     columns = {"policy": policy, "search_value": search_value + number, "value": value + number}

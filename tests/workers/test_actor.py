@@ -221,13 +221,14 @@ def test_a_log_that_leads_elsewhere_is_refused(tamper):
     make(2, seed)[0].load_state_dict(state)
 
 
-def test_actions_depend_on_the_progress_that_is_given():
-  def played(progress):
+def test_actions_depend_on_the_progress_and_the_lanes_that_are_given():
+  def played(progress, lane_offset=0):
     arguments = PLAY | {"progress": progress}
-    actor, _ = make(4)
+    actor, _ = make(4, lane_offset=lane_offset)
     return [actor.step(version(), **arguments)[0]["action"].tolist() for _ in range(9)]
 
   assert played(0.0) == played(0.0) != played(0.5)
+  assert played(0.0) != played(0.0, lane_offset=1)
 
 
 @settings(max_examples=25)

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 import tiny
+from speedyzero_jax.agents.base import ActOutput
 from speedyzero_jax.workers import evaluator
 from speedyzero_jax.workers.evaluator import evaluate
+from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.weights import Version
 
 AGENT, INFERENCE = tiny.checksum_parts()
@@ -78,6 +80,27 @@ def test_actions_are_those_of_the_agent_without_exploration(envs):
     stack = new
     step = again.step((tiny.checksums(stack) % 3).astype(np.int32))
     np.testing.assert_array_equal(step.frame, shown.frame)
+
+
+class CountingAgent(tiny.ChecksumAgent):
+  """Its recurrent state counts steps and decides the action."""
+
+  def initial_core(self, n):
+    return np.zeros(n, np.int32)
+
+  def act(self, variables, inputs, key, progress, *, explore):
+    return ActOutput(inputs.core % self.schema.num_actions, {}, inputs.core + 1, {})
+
+
+def test_the_recurrent_state_continues_from_step_to_step(envs):
+  agent = CountingAgent(tiny.config())
+  version = Version(0, agent.init())
+  evaluate(tiny.config(), agent, Inference(agent), version, episodes=3, seed=5)
+  (env,) = envs
+  again = tiny.FakeEnv(3, env.seed)
+  again.reset()
+  for count, shown in enumerate(env.shown[1:]):
+    np.testing.assert_array_equal(again.step(np.full(3, count % 3)).frame, shown.frame)
 
 
 @pytest.mark.parametrize(
