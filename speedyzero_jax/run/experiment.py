@@ -134,7 +134,7 @@ class Experiment:
     return self.learner.update.bytes + self.inference.program_bytes
 
   def interrupt(self) -> None:
-    """Stops the run soon; safe to call from a signal handler.
+    """Stops the run soon. Thread-safe.
 
     A single process stops at once. Several learner processes in training continue until all know of
     the interruption, so that none is left waiting for another.

@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import queue
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +18,8 @@ _DUPLICATE_SECONDS = 1.0
 class Signals(contextlib.ExitStack):
   """Context manager in which the first signal calls `on_stop` and the second ends the process.
 
-  If SIGHUP is ignored (nohup), it stays ignored.
+  `on_stop` runs in a thread of its own, as the interrupted code may hold a lock that it, or a thread
+  for which it waits, needs. If SIGHUP is ignored (nohup), it stays ignored.
   """
 
   def __init__(self) -> None:
@@ -24,15 +27,22 @@ class Signals(contextlib.ExitStack):
     self.received: int | None = None
     self.on_stop: Callable[[], None] = lambda: None
     self._when = 0.0
+    self._stops: queue.SimpleQueue[bool] = queue.SimpleQueue()  # its `put` is reentrant
 
   def __enter__(self) -> "Signals":
+    threading.Thread(target=self._wait, name="signals", daemon=True).start()
+    self.callback(self._stops.put, False)
     self.enter_context(handling(self._stop))
     return self
+
+  def _wait(self) -> None:
+    if self._stops.get():
+      self.on_stop()
 
   def _stop(self, number: int, _frame: object) -> None:
     if self.received is None:
       self.received, self._when = number, time.monotonic()
-      self.on_stop()
+      self._stops.put(True)
     elif time.monotonic() - self._when > _DUPLICATE_SECONDS:
       signal.signal(number, signal.SIG_DFL)
       os.kill(os.getpid(), number)

@@ -60,6 +60,27 @@ def test_a_second_signal_ends_the_process_at_once(second):
   assert process.returncode == -second
 
 
+LOCKED = """
+import os, signal, threading
+from speedyzero_jax.run.signals import Signals
+lock, stopped = threading.Lock(), threading.Event()
+def stop():
+  with lock:
+    stopped.set()
+with Signals() as signals:
+  signals.on_stop = stop
+  with lock:
+    os.kill(os.getpid(), signal.SIGTERM)
+  assert stopped.wait(30)
+"""
+
+
+def test_a_signal_while_a_lock_is_held_stops_all_the_same():
+  process = python("-c", LOCKED)
+  process.communicate(timeout=60)
+  assert process.returncode == 0
+
+
 ON_A_TERMINAL = """
 import os, runpy, sys
 os.close(os.open(os.ttyname(0), os.O_RDWR))  # makes it this session's
