@@ -121,7 +121,8 @@ class Chaos:
       victims = [c for c in self.children() if c["pid"] and (_kind(c) == "learner") == learner]
       if victims and self._process.poll() is None:
         victim = rng.choice(victims)
-        os.kill(victim["pid"], signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+          os.kill(victim["pid"], signal.SIGKILL)
         self.kills[_kind(victim)] += 1
         self.compare()
     self._process.wait()

@@ -83,7 +83,7 @@ def steps(arguments: Any, folder: Path, env_steps: int) -> dict[str, Step]:
   result["replay"] = Step(["benchmarks/replay.py", *replay])
   for share in SHARES:
     fill = ["--fill", str(int(share * env_steps)), "profile.steps=20", game, *arguments.set]
-    result[f"profile-{share:g}"] = Step(["launch/profile.py", *both, *fill])
+    result[f"profile-{share:g}"] = Step(["launch/profile_run.py", *both, *fill])
   return result | {"peers": Step(["benchmarks/peers.py", *parts, *effort])}
 
 

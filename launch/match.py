@@ -10,10 +10,12 @@ Exit codes: 0 done; 1 no readable checkpoint, or the result can't be written; 2 
 
 import argparse
 import functools
+import itertools
 import json
 import logging
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,9 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
   arguments = parser.parse_args(argv)
   logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
   try:
-    results = [match(run, name, arguments) for run in arguments.runs for name in arguments.against]
-    out = arguments.out or Path(arguments.runs[0].partition("@")[0]) / "matches.json"
-    out.write_text(json.dumps(results, indent=1) + "\n")
+    out = arguments.out or _player(arguments.runs[0])[0] / "matches.json"
+    results = []
+    for run, name in itertools.product(arguments.runs, arguments.against):
+      results.append(match(run, name, arguments))
+      out.write_text(json.dumps(results, indent=1) + "\n")
   except (CheckpointError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     return FAILED
@@ -116,22 +120,26 @@ def _counts(returns: np.ndarray) -> dict[str, int]:
   return {name: int(which.sum()) for name, which in kinds.items()}
 
 
+def _player(text: str) -> tuple[Path, int | None]:
+  """Parses RUN_DIR[@STEP]."""
+  step = re.search(r"@(\d+)$", text)
+  return (Path(text[: step.start()]), int(step[1])) if step else (Path(text), None)
+
+
 @functools.cache
 def _restore(run: str) -> tuple:
   """Restores the configuration, agent, inference and weights of RUN_DIR[@STEP]."""
-  folder, _, step = run.partition("@")
-  if step and not step.isdecimal():
-    raise ValueError(f"expected RUN_DIR or RUN_DIR@STEP, got {run!r}")
-  config = run_dir.read_config(Path(folder))
+  folder, step = _player(run)
+  config = run_dir.read_config(folder)
   factories.enable_compilation_cache(config)
   agent, inference, version = factories.restore_for_evaluation(
     config,
-    Path(folder),
-    newest=int(step) if step else None,
+    folder,
+    newest=step,
     warn=lambda line: print(f"warning: {line}", file=sys.stderr),
     report=lambda _: None,
   )
-  if step and version.step != int(step):
+  if step is not None and version.step != step:
     raise ValueError(f"{folder} has no checkpoint of step {step}; the one before is {version.step}")
   return config, agent, inference, version
 
@@ -148,7 +156,7 @@ def _opponent(name: str, game: str) -> tuple[str, Opponent]:
     return kind, play_minimax(rules)
   if kind == "mcts" and rollouts.isdecimal() and int(rollouts):
     return kind, play_mcts(rules, int(rollouts))
-  if not Path(name.partition("@")[0]).is_dir():
+  if not _player(name)[0].is_dir():
     raise ValueError(f"--against: expected random, minimax, mcts:N or a run folder, got {name!r}")
   config, _, inference, version = _restore(name)
   if config.env.game != game:

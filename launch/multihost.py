@@ -49,7 +49,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   devices = "ids of the accelerators to use, if there are several processes (default: all)"
   add("--devices", metavar="I,...", type=device_ids, help=devices)
   add("overrides", nargs="*", metavar="key=value", help="settings, listed below")
-  arguments = parser.parse_args(argv)
+  arguments = parser.parse_intermixed_args(argv)
   separate_overrides(arguments, argv)
   if arguments.resume is None and not arguments.config:
     parser.error("--config PRESET or --resume RUN_DIR is required")

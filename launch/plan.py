@@ -46,7 +46,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   add("--only", metavar="NAME,...", help="programs to plan: train, act, evaluate, publish, tasks")
   add("--out", type=Path, metavar="FILE", help="JSON file to write")
   add("overrides", nargs="*", metavar="key=value", help="settings (see launch/multihost.py --help)")
-  arguments = parser.parse_args(argv)
+  arguments = parser.parse_intermixed_args(argv)
   multihost.separate_overrides(arguments, argv)
   arguments.overrides += arguments.processes or []
   return arguments

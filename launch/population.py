@@ -55,7 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _claimed(folder: Path, description: str) -> contextlib.AbstractContextManager:
   """Locks the folder and stores the population's description in it."""
-  folder.mkdir(parents=True, exist_ok=True)
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    raise RunFolderError(f"can't create {folder}: {error.strerror}") from error
   lock, kept = run_dir.supervised(folder), folder / "population.yaml"
   if kept.exists() and kept.read_text() != description:
     lock.close()

@@ -9,6 +9,7 @@ trained the runs. Exit codes: 0 done; 1 a file can't be written; 2 there is no r
 """
 
 import argparse
+import io
 import signal
 import sys
 from collections.abc import Sequence
@@ -55,4 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
   signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `report.py ... | head` ends as other programs do
+  if isinstance(sys.stdout, io.TextIOWrapper):
+    sys.stdout.reconfigure(errors="replace")  # for encodings without "±"
   sys.exit(main())

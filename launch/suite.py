@@ -46,10 +46,11 @@ _SECONDS = 2.0  # between updates of the table
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command line. Returns the exit code."""
+  argv = sys.argv[1:] if argv is None else argv
   arguments = _parser().parse_intermixed_args(argv)
   try:
     processes = RunProcesses(devices.machine_shares(arguments.together))
-    study = _study(arguments)
+    study = _study(arguments, argv)
     folder = arguments.dir or Path("runs") / _name(arguments)
     runs = studies.runs_of(study, folder)
     part, parts = _part(arguments.part)
@@ -90,10 +91,11 @@ def _parser() -> argparse.ArgumentParser:
   return parser
 
 
-def _study(arguments: argparse.Namespace) -> Study:
-  # key=value may appear anywhere, even right after presets and games.
+def _study(arguments: argparse.Namespace, argv: Sequence[str]) -> Study:
+  # key=value may appear anywhere, even right after presets and games; the last of a key applies.
   lists = (arguments.study, arguments.config, arguments.games)
-  settings = tuple(text for texts in lists for text in texts if "=" in text)
+  given = {text for texts in lists for text in texts if "=" in text}
+  settings = tuple(text for text in argv if text in given)
   paths, config, games = (tuple(text for text in texts if "=" not in text) for texts in lists)
   if len(paths) > 1:
     raise ConfigError(f"expected one study, got {', '.join(paths)}")
@@ -173,7 +175,7 @@ def _report(runs: list[StudyRun], folder: Path, out: Path | None) -> bool:
   except OSError as error:
     print(f"error: can't write the comparison: {error}", file=sys.stderr)
     return False
-  with contextlib.suppress(OSError):  # a closed output
+  with contextlib.suppress(OSError, UnicodeEncodeError):  # a closed output, or one without "±"
     terminal.show(results, groups, Console())
   _say(f"{folder / 'report.html'} has curves, scores, ages and times")
   return True

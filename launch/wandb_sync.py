@@ -25,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(
     prog="launch/wandb_sync.py", description="Sends metrics of runs to Weights & Biases."
   )
-  parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="run folders")
+  parser.add_argument(
+    "runs", nargs="+", type=Path, metavar="RUN_DIR", help="run folders, or folders of runs"
+  )
   parser.add_argument("--project", required=True, metavar="NAME", help="Weights & Biases project")
   arguments = parser.parse_args(argv)
   try:
@@ -33,10 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
   except ImportError:
     print("error: wandb is not installed: make wandb", file=sys.stderr)
     return USAGE_ERROR
-  for folder, read in zip(arguments.runs, read_runs(arguments.runs), strict=True):
+  for read in read_runs(arguments.runs):
+    folder = Path(read.path)
     state = folder / "wandb.json"
     sent = json.loads(state.read_text()) if state.exists() else {"id": None, "time": -1.0}
-    rows = [row for row in read.rows if row.get(names.TIME, 0) > sent["time"]]  # time increases
+    rows = [row for row in read.rows if row.get(names.TIME, -1) > sent["time"]]  # time increases
     print(f"{folder}: {len(rows)} new lines of {len(read.rows)} {'; '.join(read.problems)}")
     if rows:
       options = {"name": folder.resolve().name, "config": read.settings, "dir": folder}
@@ -44,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run.define_metric("*", step_metric=names.STEP)
         for row in rows:
           run.log(row)
-      state.write_text(json.dumps({"id": run.id, "time": rows[-1][names.TIME]}))
+      state.write_text(json.dumps({"id": run.id, "time": max(row[names.TIME] for row in rows)}))
   return 0
 
 

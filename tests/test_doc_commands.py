@@ -21,7 +21,7 @@ import yaml
 
 import pages
 import tiny
-from launch import multihost, plan, profile, suite
+from launch import multihost, plan, profile_run, suite
 from pages import PAGES, ROOT
 from speedyzero_jax.config import loader
 from speedyzero_jax.run.checkpoint import Checkpoints
@@ -82,14 +82,14 @@ def _plan(arguments):
 
 
 def _profile(arguments):
-  parsed = profile.parse(arguments)
+  parsed = profile_run.parse(arguments)
   return [arguments + short_for(parsed.config, parsed.overrides)]
 
 
 def _suite(arguments):
   """One seed of a study's first game and variant."""
   parsed = suite._parser().parse_intermixed_args(arguments)
-  runs = studies.runs_of(suite._study(parsed), parsed.dir or Path())
+  runs = studies.runs_of(suite._study(parsed, arguments), parsed.dir or Path())
   settings = short(*{run.config.agent.name for run in runs})
   if not parsed.study:
     return [[*arguments, "--seeds", "1", *settings]]
@@ -113,7 +113,7 @@ def _population(arguments):
 
 
 LAUNCHERS = {
-  "launch/multihost.py": _train, "launch/plan.py": _plan, "launch/profile.py": _profile,
+  "launch/multihost.py": _train, "launch/plan.py": _plan, "launch/profile_run.py": _profile,
   "launch/suite.py": _suite, "launch/population.py": _population,
 }  # fmt: skip
 

@@ -10,7 +10,17 @@ import pytest
 
 import pages
 from benchmarks import picture
-from launch import evaluate, match, multihost, plan, population, profile, report, suite, wandb_sync
+from launch import (
+  evaluate,
+  match,
+  multihost,
+  plan,
+  population,
+  profile_run,
+  report,
+  suite,
+  wandb_sync,
+)
 from pages import PAGES, ROOT
 from speedyzero_jax.config import loader
 from speedyzero_jax.metrics import names
@@ -83,7 +93,7 @@ def _train(arguments):
 
 
 def _profile(arguments):
-  parsed = profile.parse(arguments)
+  parsed = profile_run.parse(arguments)
   _load(parsed.config, parsed.overrides)
 
 
@@ -97,7 +107,7 @@ def _suite(arguments):
   parsed = suite._parser().parse_intermixed_args(arguments)
   if "$" not in parsed.part:
     suite._part(parsed.part)
-  studies.runs_of(suite._study(parsed), parsed.dir or Path())
+  studies.runs_of(suite._study(parsed, arguments), parsed.dir or Path())
 
 
 def _population(arguments):
@@ -125,7 +135,7 @@ def _sbatch(arguments):
 
 LAUNCHERS = {
   "launch/multihost.py": _train,
-  "launch/profile.py": _profile,
+  "launch/profile_run.py": _profile,
   "launch/plan.py": _plan,
   "launch/suite.py": _suite,
   "launch/population.py": _population,

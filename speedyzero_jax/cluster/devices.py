@@ -12,7 +12,8 @@ from speedyzero_jax.run.processes import MachineShare
 from speedyzero_jax.run.topology import Topology
 
 _GPU = re.compile(r"\s*(\d+|(GPU|MIG)-\S+)\s*")  # a number or an id
-_MEMORY = 0.9  # fraction of a device's memory for all its processes together
+_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # environment variable
+_MEMORY = 0.9  # fraction of a device's memory for all its processes together, if that is not set
 
 
 class Devices(NamedTuple):
@@ -50,7 +51,7 @@ def machine_shares(together: int | None) -> list[MachineShare]:
   visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
   memory = f"{0.75 / -(-together // gpus):.2f}"  # jax's default, divided
   devices = [visible[i % gpus] for i in range(together)]
-  names = ("CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+  names = "CUDA_VISIBLE_DEVICES", _FRACTION
   return [
     MachineShare(dict(zip(names, (device, memory), strict=True)), cores) for device in devices
   ]
@@ -82,8 +83,9 @@ def deal_devices(
   dealt = [list(range(i * each, (i + 1) * each)) for i in range(learners)]
   dealt += [[count - 1 - i % (helpers if separate else count)] for i in range(helpers)]
   users = [max(sum(device in other for other in dealt) for device in ids) for ids in dealt]
+  memory = float(os.environ.get(_FRACTION, _MEMORY))  # of several runs, each gets a share
   shares: list[Devices | None] = [
-    Devices(ids, _MEMORY / n) for ids, n in zip(dealt, users, strict=True)
+    Devices(ids, memory / n) for ids, n in zip(dealt, users, strict=True)
   ]
   return [*shares[:learners], *[None] * without, *shares[learners:]]
 

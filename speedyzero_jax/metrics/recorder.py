@@ -90,13 +90,15 @@ class Recorder:
 
   def _append(self, what: str, file: io.FileIO, record: bytes) -> None:
     """Appends and flushes a complete record; on failure removes any partial write."""
-    end = os.fstat(file.fileno()).st_size
+    end = None
     try:
+      end = os.fstat(file.fileno()).st_size
       if file.write(record) < len(record):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
       with contextlib.suppress(OSError):
-        file.truncate(end)
+        if end is not None:
+          file.truncate(end)
       self._warn(what, "cannot write %s (%s): lines are lost until writing succeeds", what, error)
 
   def _warn(self, what: str, text: str, *args: object) -> None:

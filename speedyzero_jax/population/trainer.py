@@ -87,8 +87,8 @@ class RunTrainer:
 
 
 def _copied(path: Path) -> int | None:
-  """The round after which a member's folder was copied; None if it was not."""
-  with contextlib.suppress(FileNotFoundError):
+  """The round after which a member's folder was copied; None if it was not, or incompletely."""
+  with contextlib.suppress(FileNotFoundError, ValueError):
     round_: int = json.loads((path / _COPIED).read_text())
     return round_
   return None

@@ -18,7 +18,8 @@ Curve = tuple[np.ndarray, np.ndarray]
 def curve(run: Run, name: str, axis: str) -> Curve | None:
   """Returns a run's metric over an axis, averaged to at most `POINTS`; None if it has none.
 
-  Evaluation metrics repeat in every row until the next evaluation; only the first row counts.
+  Evaluation metrics repeat in every row until the next evaluation; only the first row counts. It is
+  drawn where the evaluated learner step was taken.
   """
   if axis == "device-minutes" and not run.starts:
     return None
@@ -27,16 +28,19 @@ def curve(run: Run, name: str, axis: str) -> Curve | None:
   elif axis == "minutes":
     across = [row[names.TIME] / 60 if names.TIME in row else None for row in run.rows]
   else:
-    across = [seconds / 60 for seconds in run.device_seconds_by_row()]
+    across = [seconds / 60 for seconds in run.device_seconds_by_row]
   seen, points = set(), []
+  located = [(row[names.STEP], x) for row, x in zip(run.rows, across, strict=True) if x is not None]
+  by_step = dict(reversed(located))  # the first of a repeated step
   for row, x in zip(run.rows, across, strict=True):
     if name not in row or x is None or x < 0:
       continue
     if name.startswith(names.EVALUATION_PREFIX):
-      evaluated = row.get(names.EVALUATION_PREFIX + "step")
+      evaluated = row.get(names.EVALUATION_PREFIX + "step", -1)
       if evaluated in seen:
         continue
       seen.add(evaluated)
+      x = by_step.get(evaluated, x)
     points.append((x, row[name]))
   if not points:
     return None

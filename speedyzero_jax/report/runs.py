@@ -42,6 +42,7 @@ class Run:
   settings: dict[str, Any] | None = None  # by dotted key
   rows: list[dict[str, float]] = dataclasses.field(default_factory=list)  # of metrics.jsonl
   starts: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # of starts.jsonl
+  device_seconds_by_row: list[float] = dataclasses.field(default_factory=list)  # up to each row
 
   @property
   def episodes(self) -> str:
@@ -51,7 +52,8 @@ class Run:
 
   def summary(self) -> dict[str, Any]:
     """Summary for JSON, with a curve of at most `_POINTS` points and the last start's hardware."""
-    kept = {k: v for k, v in vars(self).items() if k not in ("settings", "rows", "starts", "curve")}
+    omitted = {"settings", "rows", "starts", "curve", "device_seconds_by_row"}
+    kept = {k: v for k, v in vars(self).items() if k not in omitted}
     points = [[row.get(name) for name in CURVE] for row in self.rows if CURVE[-1] in row]
     kept["curve"] = [*points[: -1 : len(points) // (_POINTS - 1) + 1], *points[-1:]]
     return kept | {"start": self.starts[-1] if self.starts else None}
@@ -62,21 +64,6 @@ class Run:
       return None
     left = {k: v for k, v in self.settings.items() if k not in (*REPETITION_KEYS, *keys)}
     return json.dumps(left, sort_keys=True, default=str)
-
-  def device_seconds_by_row(self) -> list[float]:
-    """Cumulative wall-clock seconds times devices at each row.
-
-    Each row counts with the devices of the start that wrote it.
-    """
-    total, before, each = 0.0, 0.0, []
-    for row in self.rows:
-      # Resuming removes lines of later steps, so a row was written by the last start before it.
-      starts = [start for start in self.starts if start[names.STEP] < row[names.STEP]]
-      now = row.get(names.TIME, before)
-      total += (starts or self.starts)[-1 if starts else 0]["devices"] * (now - before)
-      before = now
-      each.append(total)
-    return each
 
 
 def read_runs(paths: Iterable[pathlib.Path]) -> list[Run]:
@@ -160,7 +147,9 @@ def _read_metrics(run: Run, path: pathlib.Path) -> None:
     return
   run.steps, last = max(int(row[names.STEP]) for row in run.rows), run.rows[-1]
   run.env_steps, run.wall_seconds = last.get(names.ENV_STEPS), last.get(names.TIME)
-  run.device_seconds = run.device_seconds_by_row()[-1] if run.starts else None
+  if run.starts:
+    run.device_seconds_by_row = _device_seconds(run)
+    run.device_seconds = run.device_seconds_by_row[-1]
   run.curve = [row[names.EPISODE_RETURN] for row in run.rows if names.EPISODE_RETURN in row]
   run.training_return = run.curve[-1] if run.curve else None
   settings = run.settings or {}
@@ -170,6 +159,22 @@ def _read_metrics(run: Run, path: pathlib.Path) -> None:
   )
   if total and run.steps + interval <= total and not early:
     run.problems.append(f"unfinished: learner step {run.steps:,} of {total:,}")
+
+
+def _device_seconds(run: Run) -> list[float]:
+  """Cumulative wall-clock seconds times devices at each row.
+
+  Each row counts with the devices of the start that wrote it.
+  """
+  total, before, each = 0.0, 0.0, []
+  for row in run.rows:
+    # Resuming removes lines of later steps, so a row was written by the last start before it.
+    starts = [start for start in run.starts if start[names.STEP] < row[names.STEP]]
+    now = row.get(names.TIME, before)
+    total += (starts or run.starts)[-1 if starts else 0]["devices"] * (now - before)
+    before = now
+    each.append(total)
+  return each
 
 
 def _is_finite(value: object) -> bool:

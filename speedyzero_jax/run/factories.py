@@ -118,7 +118,12 @@ def restore_for_evaluation(
 
 
 def enable_compilation_cache(config: Config) -> None:
-  folder = config.run.compile_cache or str(Path.home() / ".cache" / "speedyzero_jax" / "xla")
+  folder: str | None = config.run.compile_cache
+  if not folder:
+    try:
+      folder = str(Path.home() / ".cache" / "speedyzero_jax" / "xla")
+    except RuntimeError:  # the user has no home folder
+      folder = None
   jax.config.update("jax_compilation_cache_dir", folder)
 
 

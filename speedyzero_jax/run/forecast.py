@@ -18,8 +18,7 @@ def report(experiment: Experiment, timings: Sequence[Timing]) -> None:
   """Logs the estimate; warns if the machine has less memory."""
   message, membership = experiment.logger.message, experiment.membership
   host, device = host_bytes(experiment), device_bytes(experiment)
-  free, limit = memory.available(), memory.of_devices()
-  have = None if free is None else free + (memory.resident() or 0)  # in use or available
+  have, limit = memory.usable(), memory.of_devices()
   needs = f"this run needs about {_of(host, have)} of host memory"
   if jax.default_backend() != "cpu":
     needs += f", {_of(device, limit)} on each device"

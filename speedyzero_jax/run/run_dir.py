@@ -57,19 +57,27 @@ def create(config: Config, name: str) -> RunDir:
       path, number = Path("runs") / f"{name}-{number}", number + 1
   try:
     path.mkdir(parents=True, exist_ok=True)
-    if (path / "config.yaml").exists():
-      raise RunFolderError(
-        f"{path} already holds a run; continue it with --resume {path}, or choose another run.dir"
-      )
-    if any(entry.name not in ("run.lock", "config.yaml.tmp") for entry in path.iterdir()):
-      raise RunFolderError(f"{path} is not empty and holds no run; choose another run.dir")
-    lock = _lock(path, "run.lock")
-    temporary = path / "config.yaml.tmp"
-    temporary.write_text(loader.to_yaml(config))
-    os.replace(temporary, path / "config.yaml")
+    _check_unused(path)
+    with contextlib.ExitStack() as stack:
+      lock = stack.enter_context(_lock(path, "run.lock"))
+      _check_unused(path)  # another process may have been faster
+      temporary = path / "config.yaml.tmp"
+      temporary.write_text(loader.to_yaml(config))
+      os.replace(temporary, path / "config.yaml")
+      stack.pop_all()
   except OSError as error:
     raise RunFolderError(f"can't create a run in {path}: {error.strerror or error}") from error
   return RunDir(path, config, lock)
+
+
+def _check_unused(path: Path) -> None:
+  """Raises RunFolderError if a folder holds a run or anything else."""
+  if (path / "config.yaml").exists():
+    raise RunFolderError(
+      f"{path} already holds a run; continue it with --resume {path}, or choose another run.dir"
+    )
+  if any(entry.name not in ("run.lock", "config.yaml.tmp") for entry in path.iterdir()):
+    raise RunFolderError(f"{path} is not empty and holds no run; choose another run.dir")
 
 
 def safe_name(text: str) -> str:

@@ -18,7 +18,7 @@ _DUPLICATE_SECONDS = 1.0
 class Signals(contextlib.ExitStack):
   """Context manager in which the first signal calls `on_stop` and the second ends the process.
 
-  `on_stop` runs in a thread of its own, as the interrupted code may hold a lock that it, or a thread
+  `on_stop` runs in a thread of its own, as the interrupted code may hold locks that it, or a thread
   for which it waits, needs. If SIGHUP is ignored (nohup), it stays ignored.
   """
 

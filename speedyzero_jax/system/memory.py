@@ -30,13 +30,13 @@ def keep_freed() -> None:
       mallopt(option, value)
 
 
-def available(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
-  """Bytes that this process can use: the lesser of the available memory and the cgroups' limits.
+def usable(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
+  """Bytes that this process uses or can still use, as far as the machine and its cgroups allow.
 
   Supports Linux with cgroup versions 1 and 2; None if neither figure is known.
   """
-  free = _field(proc / "meminfo", "MemAvailable")
-  known = [] if free is None else [free]
+  free, used = _field(proc / "meminfo", "MemAvailable"), _field(proc / "self/status", "VmRSS")
+  known = [] if free is None else [free + (used or 0)]
   for line in _lines(proc / "self" / "cgroup"):
     _, controllers, group = line.split(":", 2)
     if controllers and "memory" not in controllers.split(","):

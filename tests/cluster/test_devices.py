@@ -50,9 +50,12 @@ def test_usual_machines(shape, count, batch_size, ids):
   assert [d.ids for d in deal_devices(Topology(*shape), count, batch_size)] == ids
 
 
-def test_processes_share_a_single_device_and_its_memory():
+def test_processes_share_a_single_device_and_its_memory(monkeypatch):
   dealt = deal_devices(Topology(1, 1, 1), 1, 64)
   assert [(d.ids, round(d.memory, 3)) for d in dealt] == [([0], 0.3)] * 3
+  monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.38")  # of one of several runs
+  assert all(d.memory == pytest.approx(0.38 / 3) for d in deal_devices(Topology(1, 1, 1), 1, 64))
+  monkeypatch.undo()
   assert deal_devices(Topology(2, 1, 1), 0, 64) == [None] * 4
 
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from launch import multihost, profile
+from launch import multihost, profile_run
 from launched import NEW
 from speedyzero_jax.cluster import supervisor
 from speedyzero_jax.metrics import progress
@@ -76,7 +76,7 @@ def test_presets_and_overrides_may_alternate():
     ["--config", "a", "x.y=1", "--config", "b", "x.y=2"],
     ["x.y=1", "--config", "a", "b", "x.y=2"],
   ):
-    for parsed in (multihost.parse(arguments), profile.parse(arguments)):
+    for parsed in (multihost.parse(arguments), profile_run.parse(arguments)):
       assert parsed.config == ["a", "b"] and parsed.overrides == ["x.y=1", "x.y=2"]
 
 

@@ -17,7 +17,7 @@ TINY = (
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-  folder = tmp_path_factory.mktemp("run")
+  folder = tmp_path_factory.mktemp("user@host")
   config = loader.load(["alphazero"], TINY)
   (folder / "config.yaml").write_text(loader.to_yaml(config))
   trained.run(config, folder)
@@ -56,7 +56,7 @@ def test_a_player_against_itself_is_even(run, tmp_path):
   [
     ("mcts:0", "--against: expected random, minimax, mcts:N or a run folder, got 'mcts:0'"),
     ("nobody", "got 'nobody'"),
-    ("{run}@last", "expected RUN_DIR or RUN_DIR@STEP"),
+    ("{run}@last", "expected random, minimax, mcts:N or a run folder"),
     ("{run}@17", "has no checkpoint of step 17; the one before is 10"),
   ],
 )

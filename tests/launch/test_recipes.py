@@ -124,10 +124,13 @@ def test_sbatch_restarts_a_helper_alone_and_forgets_deaths_after_a_long_life(clu
   assert set(cluster.noted("slept")) == {"5"} and len(cluster.noted("steps")) == 2
 
 
-def test_sbatch_restarts_all_when_a_step_of_helpers_is_lost(cluster):
-  lost = {"WAIT": str(cluster.waiting), "LOST_actors": "137"}
-  assert cluster.sbatch(ACTORS="1", MAX_RESTARTS="1", **lost) == 137
+@pytest.mark.parametrize("code", [1, 137])  # 1: a failure of srun itself
+def test_sbatch_restarts_all_when_a_step_is_lost(cluster, code):
+  lost = {"WAIT": str(cluster.waiting), "LOST_actors": str(code)}
+  assert cluster.sbatch(ACTORS="1", MAX_RESTARTS="1", **lost) == code
   assert len(cluster.noted("steps")) == 4
+  assert cluster.sbatch(MAX_RESTARTS="1", LOST_learners=str(code)) == code
+  assert len(cluster.noted("steps")) == 6
 
 
 @pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, True), (signal.SIGUSR2, False)])

@@ -1,10 +1,12 @@
 """Tests of metrics sent to Weights & Biases, with the real package in offline mode if installed."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +20,28 @@ def test_a_missing_package_is_wrong_use(tmp_path, monkeypatch, capsys):
   monkeypatch.setitem(sys.modules, "wandb", None)
   assert wandb_sync.main([str(tmp_path), "--project", "p"]) == 2
   assert "wandb is not installed: make wandb" in capsys.readouterr().err
+
+
+def test_a_folder_of_runs_sends_each_under_its_own_name(tmp_path, monkeypatch):
+  """Beside runs, a study's folder has their logs."""
+  for name, value in (("a", 1.0), ("b", 2.0)):
+    recorded.run(tmp_path / name, returns=(value, value))
+    (tmp_path / f"{name}.log").touch()
+  sent = {}
+
+  @contextlib.contextmanager
+  def init(name, **_):
+    rows = sent[name] = []
+    yield SimpleNamespace(id=name, define_metric=lambda *_, **__: None, log=rows.append)
+
+  monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+  for given in (sorted(tmp_path.iterdir()), [tmp_path]):
+    for run in "ab":
+      (tmp_path / run / "wandb.json").unlink(missing_ok=True)
+    sent.clear()
+    assert wandb_sync.main([*map(str, given), "--project", "p"]) == 0
+    returns = {name: {row["charts/episode_return"] for row in rows} for name, rows in sent.items()}
+    assert returns == {"a": {1.0}, "b": {2.0}}
 
 
 def test_every_row_is_sent_once(tmp_path):

@@ -1,5 +1,6 @@
 """Tests of metrics.jsonl and TensorBoard files: content, and state after kills and full disks."""
 
+import errno
 import json
 import os
 import pathlib
@@ -7,6 +8,7 @@ import struct
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -110,9 +112,12 @@ def test_a_torn_file_is_repaired_wherever_it_is_torn(tmp_path_factory, cut, resu
   whole = [jsonl.line({"step": i, "time": i / 2, "x": i}) for i in range(5)]
   path.write_bytes(b"".join(whole)[:cut])
   survivors = [line for i, line in enumerate(whole) if sum(map(len, whole[: i + 1])) <= cut]
-  elapsed = jsonl.drop_after(path, resume_step)
-  assert path.read_bytes() == b"".join(survivors[: resume_step + 1])
+  elapsed, kept = jsonl.drop_after(path, resume_step), survivors[: resume_step + 1]
   assert elapsed == max([0.0] + [json.loads(line)["time"] for line in survivors])
+  if len(kept) < len(survivors):
+    kept.append(jsonl.line({"step": resume_step, "time": elapsed}))
+  assert path.read_bytes() == b"".join(kept)
+  assert jsonl.drop_after(path, 0) == elapsed
   assert [entry.name for entry in path.parent.iterdir()] == ["metrics.jsonl"]
 
 
@@ -120,6 +125,15 @@ def test_damaged_lines_are_counted_and_an_unfinished_last_one_is_not(tmp_path):
   path = tmp_path / "metrics.jsonl"
   path.write_bytes(b'{"step":1}\n\xff\xfe\n[1]\n{"step":"2"}\n{"no":1}\n\n{"step":3}\n{"step":4')
   assert jsonl.read_rows(path) == ([{"step": 1}, {"step": 3}], 5)
+
+
+def test_a_stale_file_handle_costs_lines_only(tmp_path, monkeypatch):
+  recorder = Recorder(tmp_path, None)
+  with monkeypatch.context() as patch:
+    patch.setattr(os, "fstat", mock.Mock(side_effect=OSError(errno.ESTALE, "stale")))
+    recorder.write(1, {"x": 1.0})
+  recorder.write(2, {"x": 2.0})
+  assert [row["step"] for row in lines(tmp_path)] == [2]
 
 
 def python(script, *args):

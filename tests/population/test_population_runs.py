@@ -10,6 +10,7 @@ import yaml
 
 import tiny
 from launched import ROOT, newest, wait_until
+from speedyzero_jax.population import trainer
 from speedyzero_jax.run import run_dir
 
 SETTINGS = (
@@ -75,3 +76,12 @@ def test_a_population_that_is_interrupted_and_killed_continues(tmp_path):
 def test_wrong_use_writes_nothing(tmp_path):
   code, output = finish(start(tmp_path / "none.yaml", "--dir", tmp_path / "x"))
   assert code == 2 and output.startswith("error: ") and not (tmp_path / "x").exists()
+  code, output = finish(start(ROOT / "configs/populations/cartpole.yaml", "--dir", "/proc/x"))
+  assert code == 2 and output.startswith("error: can't create /proc/x")
+
+
+def test_an_unfinished_copy_is_none(tmp_path):
+  assert trainer._copied(tmp_path) is None
+  for text, copied in (("", None), ("3", 3)):
+    (tmp_path / "copied.json").write_text(text)
+    assert trainer._copied(tmp_path) == copied

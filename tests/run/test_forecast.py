@@ -52,7 +52,7 @@ def test_the_forecast_covers_what_is_held_and_done(tmp_path, capsys, schedule, f
 def test_there_is_a_warning_for_too_little_memory_and_no_other(tmp_path, monkeypatch, capsys):
   with quick(tmp_path) as experiment:
     for name, figure, advice in (
-      ("available", -(10**12), "replay.capacity"), ("of_devices", 10**4, "replay.frames=host"),
+      ("usable", 0, "replay.capacity"), ("of_devices", 10**4, "replay.frames=host"),
       ("size", "", None),
     ):  # fmt: skip
       with monkeypatch.context() as patch:

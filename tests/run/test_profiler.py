@@ -6,7 +6,7 @@ import math
 import pytest
 
 import tiny
-from launch import profile as launcher
+from launch import profile_run as launcher
 from speedyzero_jax.config import loader
 from speedyzero_jax.run import loops, profiler, run_dir, snapshot, warmup
 from whole_runs import quick

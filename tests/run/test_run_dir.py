@@ -87,6 +87,22 @@ def test_a_folder_of_the_same_run_says_how_to_go_on(tmp_path):
     run_dir.create(config(tmp_path), "x")
 
 
+def test_the_slower_of_two_creators_is_refused(tmp_path, monkeypatch):
+  lock = run_dir._lock
+
+  def late(path, name):
+    monkeypatch.undo()
+    run_dir.create(config(path, "run.seed=1"), "x").close()
+    return lock(path, name)
+
+  monkeypatch.setattr(run_dir, "_lock", late)
+  with pytest.raises(RunFolderError, match="already holds a run"):
+    run_dir.create(config(tmp_path, "run.seed=2"), "x")
+  run = run_dir.open_existing(tmp_path, [])  # it is not locked
+  assert run.config.run.seed == 1
+  run.close()
+
+
 def test_a_strangers_folder_is_left_alone(tmp_path):
   (tmp_path / "thesis.tex").write_text("x")
   with pytest.raises(RunFolderError, match="not empty and holds no run"):

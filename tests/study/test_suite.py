@@ -8,6 +8,7 @@ from pathlib import Path
 import yaml
 
 import tiny
+from launch import suite
 from launched import CACHE, newest, start, wait_until
 
 SETTINGS = [
@@ -68,6 +69,12 @@ def test_an_interrupted_study_saves(tmp_path):
   assert code == 128 + signal.SIGHUP and "repeat the command to continue" in output
   assert "stopped and saved" in (tmp_path / "quickstart-Catch-s0.log").read_text()
   assert not (tmp_path / "quickstart-Catch-s1").exists()
+
+
+def test_the_last_of_a_repeated_setting_applies():
+  argv = ["--config", "quickstart", "learner.steps=10", "--seeds", "1", "learner.steps=20"]
+  settings = suite._study(suite._parser().parse_intermixed_args(argv), argv).settings
+  assert settings == ("learner.steps=10", "learner.steps=20")
 
 
 def test_wrong_use_starts_nothing(tmp_path):

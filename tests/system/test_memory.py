@@ -30,20 +30,23 @@ V2, V1 = "0::/user/job\n", "9:cpu,cpuacct:/x\n4:memory:/user/job\n0::/\n"
     (V1, {"cpu/user/job/memory.limit_in_bytes": "5\n"}, 2_048_000_000),
   ],
 )
-def test_the_tightest_limit_counts(tmp_path, cgroup, limits, expected):
-  files = {"proc/meminfo": MEMINFO, "proc/self/cgroup": cgroup}
+@pytest.mark.parametrize("used", [0, 1000])  # kB; a limit includes it, what is available does not
+def test_the_tightest_limit_counts(tmp_path, cgroup, limits, expected, used):
+  expected += 1024 * used * (expected == 2_048_000_000)
+  status = f"VmRSS:\t{used} kB\n"
+  files = {"proc/meminfo": MEMINFO, "proc/self/cgroup": cgroup, "proc/self/status": status}
   for name, content in (files | {f"cgroup/{name}": x for name, x in limits.items()}).items():
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text(content)
-  assert memory.available(tmp_path / "proc", tmp_path / "cgroup") == expected
+  assert memory.usable(tmp_path / "proc", tmp_path / "cgroup") == expected
 
 
 def test_nothing_is_known_without_proc(tmp_path):
-  assert memory.available(tmp_path / "proc", tmp_path / "cgroup") is None
+  assert memory.usable(tmp_path / "proc", tmp_path / "cgroup") is None
 
 
 def test_use_follows_what_is_written():
-  assert memory.available() > 2**20
+  assert memory.usable() > 2**20
   before = memory.resident()
   written = np.ones(2**25)
   assert memory.resident() - before > 0.5 * written.nbytes  # the kernel may reclaim some meanwhile

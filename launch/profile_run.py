@@ -1,4 +1,4 @@
-"""Profiles a few learner steps: launch/profile.py --config PRESET [PRESET ...] [key=value ...]
+"""Profiles a few learner steps: launch/profile_run.py --config PRESET [PRESET ...] [key=value ...]
 
 Starts a short run in one process, with a replay filled by random play. After a few learner steps,
 profile.steps of them are timed and as many more are traced. The new folder (--out, or one under
@@ -32,7 +32,7 @@ STEPS = 5  # learner steps profiled, unless profile.steps is set
 def parse(argv: Sequence[str]) -> argparse.Namespace:
   """Parses the command line. Overrides may appear anywhere, even right after the presets."""
   parser = argparse.ArgumentParser(
-    prog="launch/profile.py", description="Profiles a few learner steps of a new run."
+    prog="launch/profile_run.py", description="Profiles a few learner steps of a new run."
   )
   parser.add_argument(
     "--config",
@@ -55,7 +55,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   parser.add_argument(
     "overrides", nargs="*", metavar="key=value", help="settings (see launch/multihost.py --help)"
   )
-  arguments = parser.parse_args(argv)
+  arguments = parser.parse_intermixed_args(argv)
   multihost.separate_overrides(arguments, argv)
   return arguments
 
