@@ -14,7 +14,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make train     train CONFIG (quickstart); ARGS=\"env.game=Pong ...\" is passed to the launcher"
+	@echo "make train     train CONFIG (quickstart); ARGS=\"env.game=CartPole ...\" is passed to the launcher"
 	@echo "make test      the whole test suite; ARGS=\"tests/config -k yaml\" narrows it, -n0 uses one process"
 	@echo "make gpu-plan  estimate memory and time of a full-size run on one H200 and on eight, without a GPU"
 	@echo "make commands  run the commands in the README and docs/, shortened (installations as dry runs); 10 minutes"

@@ -43,7 +43,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   add("--resume", type=Path, metavar="RUN_DIR", help="continue this run")
   started = "start and supervise processes on this machine, e.g. learner=1,actor=1,refresher=2"
   add("--processes", type=process_counts, metavar="KIND=N,...", help=started)
-  add("--coordinator", metavar="HOST:PORT", help="address of process 0, if there are several")
+  coordinator = "address of process 0, if there are several"
+  add("--coordinator", type=_address, metavar="HOST:PORT", help=coordinator)
   add("--num-processes", type=int, metavar="N", help="total number of processes")
   add("--process-id", type=int, metavar="I", help="index of this process, from 0")
   devices = "ids of the accelerators to use, if there are several processes (default: all)"
@@ -58,10 +59,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   place = [arguments.coordinator, arguments.num_processes, arguments.process_id]
   if any(x is not None for x in place) and None in place:
     parser.error("--coordinator, --num-processes and --process-id must be given together")
+  if arguments.coordinator and not 0 <= arguments.process_id < arguments.num_processes:
+    parser.error("--process-id: must be at least 0 and less than --num-processes")
   if arguments.processes and (arguments.coordinator or arguments.devices):
     parser.error("--processes assigns coordinator and devices; omit --coordinator and --devices")
   arguments.overrides += arguments.processes or []
   return arguments
+
+
+def _address(text: str) -> str:
+  host, _, port = text.rpartition(":")
+  if not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
+    raise argparse.ArgumentTypeError(f"expected HOST:PORT, got {text!r}")
+  return text
 
 
 def device_ids(text: str) -> list[int]:
@@ -84,7 +94,8 @@ def process_counts(text: str) -> list[str]:
 
 def chosen_agent(argv: Sequence[str]) -> str:
   """The agent whose settings `--help` lists, chosen by the presets and overrides in `argv`."""
-  presets = [text for text in argv if text in loader.preset_names()]
+  known = loader.preset_names()
+  presets = [text for text in argv if text in known or text.endswith((".yaml", ".yml"))]
   try:
     named = [text for text in argv if text.startswith("agent=")]
     return loader.load(presets, named).agent.name
@@ -122,12 +133,14 @@ def open_folder(arguments: argparse.Namespace, config: Config) -> RunDir:
 
 def check_possible(config: Config) -> None:
   """Raises ConfigError for settings that can't be used on this machine; writes nothing."""
-  import jax
-
   from speedyzero_jax.envs.batched_env import check_game, make_env
   from speedyzero_jax.run.factories import make_agent
+  from speedyzero_jax.system.platform import device_count
 
-  local = len(jax.local_devices())
+  try:
+    local = device_count()
+  except RuntimeError as error:
+    raise ConfigError(str(error)) from error
   if config.learner.devices > local:
     raise ConfigError(
       f"learner.devices: must be at most the {local} devices of this process, "
@@ -231,7 +244,8 @@ def run_process(arguments: argparse.Namespace) -> int:
     shape = topology.resolve(config)
     if shape.num_processes > 1:
       raise ConfigError(
-        "topology: several processes are configured; start them with --processes or on a cluster"
+        "topology: several processes are configured; start them on a cluster, or on this machine "
+        f"with --processes {shape.counts}"
       )
     with open_checked(config) as folder:
       print(f"topology: {shape}", flush=True)

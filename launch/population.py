@@ -59,7 +59,11 @@ def _claimed(folder: Path, description: str) -> contextlib.AbstractContextManage
     folder.mkdir(parents=True, exist_ok=True)
   except OSError as error:
     raise RunFolderError(f"can't create {folder}: {error.strerror}") from error
-  lock, kept = run_dir.supervised(folder), folder / "population.yaml"
+  kept = folder / "population.yaml"
+  own = {"supervisor.lock", "population.yaml.tmp"}  # of a controller that was killed
+  if not kept.exists() and any(entry.name not in own for entry in folder.iterdir()):
+    raise RunFolderError(f"{folder} is not empty and holds no population; choose another --dir")
+  lock = run_dir.supervised(folder)
   if kept.exists() and kept.read_text() != description:
     lock.close()
     raise RunFolderError(f"{folder} holds another population; choose another --dir")

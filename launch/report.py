@@ -27,7 +27,9 @@ from speedyzero_jax.system.exit_codes import FAILED, USAGE_ERROR
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command line. Returns the exit code."""
-  parser = argparse.ArgumentParser(prog="report.py", description=(__doc__ or "").split("\n\n")[0])
+  parser = argparse.ArgumentParser(
+    prog="launch/report.py", description=(__doc__ or "").split("\n\n")[0]
+  )
   parser.add_argument(
     "runs", nargs="+", type=Path, metavar="RUN_DIR", help="run folders, or folders of runs"
   )

@@ -1,8 +1,8 @@
 """Trains a study: launch/suite.py configs/studies/optimizers.yaml
 
   python launch/suite.py --config atari100k --games all --seeds 3
-  sbatch --array=0-77 --gpus=1 --wrap "python launch/suite.py --config atari100k --games all \\
-    --seeds 3 --part \\$SLURM_ARRAY_TASK_ID/78"
+  sbatch --array=0-77 --gpus=1 --wrap ".venv/bin/python launch/suite.py --config atari100k \\
+    --games all --seeds 3 --part \\$SLURM_ARRAY_TASK_ID/78"
 
 A study varies settings, games and seeds (speedyzero_jax/study/study.py). Its runs are folders in
 DIR, with a log beside each. The same command resumes unfinished runs from their last checkpoints.

@@ -29,6 +29,7 @@ from speedyzero_jax.system.exit_codes import FAILED
 from speedyzero_jax.workers.weights import DivergedError
 
 _TOKEN, _MIN_TOKEN = 32, 16  # bytes of a generated token; minimum of one read from a file
+_JOIN_TIMEOUT = 300  # seconds for which a process waits for the coordinator
 _START_TIMEOUT = 600.0  # seconds for which processes wait for each other to start
 _LOOKUP_TIMEOUT = 10.0  # seconds for which a helper waits for a value that has been published
 
@@ -58,7 +59,12 @@ def main(
   signals = Signals()
   try:
     with Signals.at_once():
-      rendezvous = Rendezvous(place, devices=devices)
+      print(
+        f"process {place.process_id} of {place.num_processes} joins {place.coordinator}, "
+        f"for which it waits up to {_JOIN_TIMEOUT} seconds",
+        flush=True,
+      )
+      rendezvous = Rendezvous(place, devices=devices, timeout=_JOIN_TIMEOUT)
       if place.process_id:
         config = loader.from_yaml(rendezvous.lookup("config", _START_TIMEOUT))
         shape = topology.resolve(config, place.num_processes)

@@ -36,13 +36,24 @@ Leaves = dict[str, Any]  # dotted key -> string or list of strings, not yet pars
 def agent_module(name: str) -> Any:
   """Imports the module of an agent: a built-in one, or any other by its dotted name.
 
-  Raises ConfigError if there is no such module, or it defines no `AGENT_CONFIG`.
+  Raises ConfigError if there is no such module, it can't be imported, or it defines no
+  `AGENT_CONFIG` of its name.
   """
   for module in filter(_exists, (f"{_BUILT_IN}.{name}", name)):
-    agent = importlib.import_module(module)
+    try:
+      agent = importlib.import_module(module)
+    except Exception as error:
+      reason = f"{type(error).__name__}: {error}"
+      raise ConfigError(f"agent: {module} can't be imported: {reason}") from error
     if hasattr(agent, "AGENT_CONFIG"):
+      named = getattr(agent.AGENT_CONFIG, "name", None)
+      if named != name:  # as in a copy of another agent, whose configuration would build that one
+        raise ConfigError(
+          f"agent: the name in {module}.AGENT_CONFIG must be {name!r}, got {named!r}"
+        )
       return agent
-  raise ConfigError(f"agent: unknown agent {name!r}; available: {', '.join(agent_names())}")
+  available = f"{', '.join(agent_names())}, or a module of your own on PYTHONPATH"
+  raise ConfigError(f"agent: unknown agent {name!r}; available: {available}")
 
 
 def _exists(module: str) -> bool:
@@ -264,6 +275,7 @@ def load(presets: Sequence[str] = (), overrides: Sequence[str] = ()) -> Config:
   for leaves in (*(settings.leaves for settings in read if settings.game is None), last):
     merged |= leaves
   agent = parse(_AGENT, merged.get(_AGENT, DEFAULT_AGENT), str)
+  agent_module(agent)  # its errors do not concern a preset
   values: dict[str, Any] = {}
   chosen = merged.get("env.game")
   for path, game, leaves in read:
@@ -278,13 +290,17 @@ def load(presets: Sequence[str] = (), overrides: Sequence[str] = ()) -> Config:
   return config
 
 
-def override(config: Config, overrides: Sequence[str]) -> Config:
-  """Applies `key=value` overrides to `config`. Raises ConfigError as `load` does."""
+def override(config: Config, overrides: Sequence[str], *, check: bool = True) -> Config:
+  """Applies `key=value` overrides to `config`. Raises ConfigError as `load` does.
+
+  Without `check`, only unknown keys and wrong types are errors.
+  """
   leaves, agent = _overridden(overrides), config.agent.name
   if leaves.get(_AGENT, agent) != agent:
     raise ConfigError(f"agent: cannot be changed from {agent} to {leaves[_AGENT]}")
   config = build(agent, flat(config) | _parsed(leaves, agent))
-  validate(config)
+  if check:
+    validate(config)
   return config
 
 
@@ -354,13 +370,16 @@ def fixed_changes(a: Config, b: Config) -> list[str]:
 def help_text(agent: str = DEFAULT_AGENT) -> str:
   """Text of `--help`: this agent's settings with defaults, types and meanings, and the presets."""
   lines = [
-    "Settings (key=value) with their defaults, for",
-    f"agent={agent} (one of {', '.join(agent_names())}):",
+    "Settings (key=value) with their defaults before presets, for",
+    f"agent={agent} (one of {', '.join(agent_names())});",
+    "*: may change in a resumed run",
   ]
   for section, cls in _sections(agent).items():
     lines += ["", f"{section}: {(cls.__doc__ or '').strip()}"]
     for field in dataclasses.fields(cls):
-      lines.append(f"  {section}.{field.name}={show(field.default)}  ({describe(field.type)})")
+      mark = " *" if field.metadata["mutable"] else ""
+      default = f"{section}.{field.name}={show(field.default)}"
+      lines.append(f"  {default}  ({describe(field.type)}){mark}")
       lines.append(textwrap.indent(textwrap.fill(field.metadata["help"], 94), " " * 6))
   lines += ["", "Presets (--config NAME ...; later ones take precedence):"]
   for name in preset_names():

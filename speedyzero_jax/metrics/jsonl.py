@@ -48,7 +48,7 @@ def last_row(path: pathlib.Path) -> dict[str, Any]:
 def drop_after(path: pathlib.Path, step: int) -> float:
   """Atomically removes damaged lines and lines of learner steps after `step`.
 
-  If that shortens the run's elapsed time, a line with the full time and the remaining steps follows.
+  If that shortens the elapsed time, a line with the full time and the remaining steps is added.
 
   Returns:
     The run's elapsed seconds at its last line, even if that is removed; 0 if the file is missing.

@@ -92,14 +92,15 @@ def resumed(path: Path, changes: list[str]) -> Config:
   """
   stored = read_config(path)
   try:
-    config = loader.override(stored, changes)
+    config = loader.override(stored, changes, check=False)
+    if different := loader.fixed_changes(stored, config):
+      raise RunFolderError(
+        f"{path} was started with another configuration ({'; '.join(different)}); "
+        "start a new run instead"
+      )
+    loader.validate(config)
   except ConfigError as error:
     raise RunFolderError(str(error)) from error
-  if different := loader.fixed_changes(stored, config):
-    raise RunFolderError(
-      f"{path} was started with another configuration ({'; '.join(different)}); "
-      "start a new run instead"
-    )
   return config
 
 

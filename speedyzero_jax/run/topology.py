@@ -56,6 +56,12 @@ class Topology(NamedTuple):
       for index in range(count)
     ]
 
+  @property
+  def counts(self) -> str:
+    """The numbers as in `--processes`."""
+    counts = zip(get_args(Kind), self, strict=True)
+    return ",".join(f"{kind}={count}" for kind, count in counts if count)
+
   def __str__(self) -> str:
     counts = zip(get_args(Kind), self, strict=True)
     return ", ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts if count)

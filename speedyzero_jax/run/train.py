@@ -96,9 +96,11 @@ def _run(
     return _nothing_saved(logger, folder, signals)
   if not limiter.finished:
     paused = _paused(experiment) and not signals.received
+    shape = experiment.config.topology
+    several = shape.learners + shape.actors + shape.refreshers > 1
     logger.message(
       f"stopped and saved at learner step {limiter.learner_steps}; continue with --resume {folder}"
-      f"{' run.pause_at=0' if paused else ''}"
+      f"{' and the same processes' if several else ''}{' run.pause_at=0' if paused else ''}"
     )
     if paused:
       experiment.interrupted = False  # or the evaluation would end at once

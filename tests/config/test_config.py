@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 import typing
 
 import pytest
@@ -432,6 +433,22 @@ def test_an_agent_brings_its_sections():
   with pytest.raises(ConfigError, match="agent"):
     loader.override(DEFAULT, ["agent=another"])
   assert loader.load([], ["agent=efficientzero"]) == DEFAULT
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("import no_such_package", "can't be imported: ModuleNotFoundError: .*no_such_package"),
+    ("from speedyzero_jax.agents.impala import AGENT_CONFIG", "must be 'broken', got 'impala'"),
+  ],
+)
+def test_a_broken_agent_is_named(tmp_path, monkeypatch, text, message):
+  """The second has the configuration of another agent, which would be trained instead."""
+  (tmp_path / "broken.py").write_text(text)
+  monkeypatch.syspath_prepend(tmp_path)
+  monkeypatch.delitem(sys.modules, "broken", raising=False)
+  with pytest.raises(ConfigError, match=f"^agent: .*broken.* {message}"):
+    loader.load(["impala"], ["agent=broken"])
 
 
 def test_settings_of_a_game_apply_to_that_game_right_after_their_preset(tmp_path):

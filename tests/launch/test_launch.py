@@ -1,6 +1,9 @@
 """Tests of the launcher's command line, its errors, and the processes that it would supervise."""
 
+import os
 import socket
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -78,6 +81,23 @@ def test_presets_and_overrides_may_alternate():
   ):
     for parsed in (multihost.parse(arguments), profile_run.parse(arguments)):
       assert parsed.config == ["a", "b"] and parsed.overrides == ["x.y=1", "x.y=2"]
+  parsed = multihost.parse(["--resume", "x", "a.b=1", "--devices", "0", "a.b=2"])
+  assert parsed.overrides == ["a.b=1", "a.b=2"]
+
+
+def test_help_is_for_the_agent_of_a_preset_file(tmp_path):
+  (tmp_path / "my.yaml").write_text("base: [dqn]\n")
+  assert multihost.chosen_agent(["--config", str(tmp_path / "my.yaml"), "--help"]) == "dqn"
+
+
+def test_a_platform_without_devices_is_wrong_use(tmp_path):
+  for name in ("cuda", "unheard"):
+    command = [sys.executable, multihost.__file__, "--config", "quickstart"]
+    command.append(f"run.dir={tmp_path / 'run'}")
+    environment = os.environ | {"JAX_PLATFORMS": name}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 2 and f"error: JAX_PLATFORMS={name} can't be used" in result.stderr
+  assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -87,7 +107,8 @@ def test_presets_and_overrides_may_alternate():
     [*NEW, "--processes", "learner=many"], [*NEW, "--processes", "actor=1"],
     [*NEW, "--processes", "learner=1,learner=2"], [*NEW, "--processes", "learner=1", *PLACE],
     [*NEW, "--processes", "learner=1", "--devices", "0"], [*NEW, *PLACE[:2]],
-    [*NEW, *PLACE, "--devices", "a"],
+    [*NEW, *PLACE, "--devices", "a"], [*NEW, *PLACE, "--coordinator", "localhost"],
+    [*NEW, *PLACE, "--coordinator", "localhost:99999"], [*NEW, *PLACE, "--process-id", "7"],
   ],
 )  # fmt: skip
 def test_an_impossible_command_line_shows_the_usage(arguments, capsys):

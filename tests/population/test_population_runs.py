@@ -78,6 +78,8 @@ def test_wrong_use_writes_nothing(tmp_path):
   assert code == 2 and output.startswith("error: ") and not (tmp_path / "x").exists()
   code, output = finish(start(ROOT / "configs/populations/cartpole.yaml", "--dir", "/proc/x"))
   assert code == 2 and output.startswith("error: can't create /proc/x")
+  code, output = finish(start(ROOT / "configs/populations/cartpole.yaml", "--dir", ROOT / "docs"))
+  assert code == 2 and "is not empty and holds no population" in output
 
 
 def test_an_unfinished_copy_is_none(tmp_path):

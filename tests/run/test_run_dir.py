@@ -147,6 +147,7 @@ def test_what_may_change_when_a_run_goes_on(tmp_path, changes):
   ("change", "named"),
   [("run.seed=1", "run.seed: 0 != 1"), ("learner.steps=99", "learner.steps: 12 != 99"),
    ("run.mode=async", "run.mode"), ("env.game=CartPole", "env.game"),
+   ("env.game=Pong", "env.game: Catch != Pong"),
    ("run.env_steps=151", "run.env_steps"), ("evaluation.episods=1", "evaluation.episodes"),
    ("run.keep_checkpoints=0", "run.keep_checkpoints"),
    ("nonsense", "key=value")],
