@@ -74,8 +74,7 @@ def test_events_are_counted_per_learner_step(tmp_path):
     metrics.rewind(8)
     metrics.count(name, 3)
     write(metrics, 9)
-    assert [row["step"] for row in rows(tmp_path)] == [6, 8, 8, 8, 9]  # the fourth: only the time
-    assert rows(tmp_path)[-1][name] == 3
+    assert [row.get(name) for row in rows(tmp_path) if row["step"] != 8] == [50, 3]
 
 
 def test_changes_between_lines_are_shared_and_shown_but_not_written(tmp_path, monkeypatch, capsys):
