@@ -2,14 +2,15 @@
 
     python benchmarks/actors.py --lanes 8 64 512 --out benchmarks/results/actors-2cores.json
 
-Each row is a run of launch/multihost.py: DQN with a small network on Catch, and so few learner
-steps that collection is the bottleneck. The rate is taken from the run's metrics, between one fifth
-of its agent steps and the end. `lanes` are those of all actors together; `actors` 0 is an actor in
-a thread of the learner. A frame is a step of one environment, including resets, which are no agent
-steps. A message has a frame of each of its actor's lanes, and a round trip lasts from one message
-of an actor to the next. For central inference, the mean latency of a request, the mean number of
-lanes per batch, and their share of all lanes (`batch_fill`) are recorded, too. The configurations
-take turns: once to find the number of agent steps for `--seconds`, then `--repeat` times.
+Each row is a run of launch/multihost.py: DQN with a small network on Catch (or `--game CartPole`),
+and so few learner steps that collection is the bottleneck. The rate is taken from the run's
+metrics, between one fifth of its agent steps and the end. `lanes` are those of all actors together;
+`actors` 0 is an actor in a thread of the learner. A frame is a step of one environment, including
+resets, which are no agent steps. A message has a frame of each of its actor's lanes, and a round
+trip lasts from one message of an actor to the next. For central inference, the mean latency of a
+request, the mean number of lanes per batch, and their share of all lanes (`batch_fill`) are
+recorded, too. The configurations take turns: once to find the number of agent steps for
+`--seconds`, then `--repeat` times.
 """
 
 import argparse
@@ -38,6 +39,7 @@ class Case(NamedTuple):
 
 def parse() -> argparse.Namespace:
   parser = parser_of(__doc__)
+  parser.add_argument("--game", default="Catch")
   parser.add_argument("--lanes", type=positive, nargs="+", default=[8, 64, 512])
   parser.add_argument("--actors", type=positive, nargs="+", default=[1, 2])
   parser.add_argument("--seconds", type=positive, default=10, help="approximate length of a run")
@@ -50,10 +52,11 @@ def cases(lanes: list[int], actors: list[int]) -> list[Case]:
   return [Case(l, *how) for l in lanes for how in [(0, "actors"), *processes] if how[0] <= l]
 
 
-def run(case: Case, agent_steps: int, folder: Path) -> dict[str, float]:
+def run(game: str, case: Case, agent_steps: int, folder: Path) -> dict[str, float]:
   """Trains and returns the measurements."""
   settings = (
-    f"run.env_steps={agent_steps}", f"actor.lanes={case.lanes}", f"run.dir={folder}",
+    f"env.game={game}", f"run.env_steps={agent_steps}", f"actor.lanes={case.lanes}",
+    f"run.dir={folder}",
     f"learner.steps={LEARNER_STEPS}", "learner.batch_size=8", "actor.random_steps=0",
     "run.log_interval=1", "evaluation.at_end=false", f"topology.inference={case.inference}",
   )  # fmt: skip
@@ -90,7 +93,8 @@ def main() -> None:
   for repetition in range(-1, arguments.repeat):
     for case, results in measured.items():
       with tempfile.TemporaryDirectory() as folder:
-        result = run(case, int(rate[case] * arguments.seconds), Path(folder) / "run")
+        steps = int(rate[case] * arguments.seconds)
+        result = run(arguments.game, case, steps, Path(folder) / "run")
       print(*case, result, flush=True)
       rate[case] = result["agent_steps_per_second"]
       if repetition >= 0:
@@ -101,7 +105,7 @@ def main() -> None:
     each = case.lanes / max(case.actors, 1)
     rows.append({**case._asdict(), "lanes_per_message": each, **medians, "runs": results})
     print(*case, *(f"{key} {value:.4g}" for key, value in medians.items()))
-  write(arguments.out, {"seconds": arguments.seconds, "rows": rows})
+  write(arguments.out, {"game": arguments.game, "seconds": arguments.seconds, "rows": rows})
 
 
 if __name__ == "__main__":
