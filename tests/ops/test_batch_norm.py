@@ -51,3 +51,10 @@ def test_activations_of_few_bits_are_normalized_with_statistics_of_float32():
   np.testing.assert_allclose(statistics[0], mean, rtol=1e-6)
   np.testing.assert_allclose(statistics[1], var, rtol=0.02)
   assert y.dtype == pull((y, zero, zero))[0].dtype == jnp.bfloat16
+
+
+def test_equal_activations_have_no_negative_variance():
+  """For many large numbers, the mean square rounds to less than the squared mean."""
+  x = jnp.broadcast_to(jnp.linspace(100, 1000, 64), (48, 64))
+  y, _, var = batch_norm.normalize(x, jnp.ones(64), jnp.zeros(64), EPSILON, None)
+  assert (var >= 0).all() and jnp.isfinite(y).all()

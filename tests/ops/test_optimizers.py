@@ -275,8 +275,9 @@ def test_a_last_layer_that_starts_at_zero_grows_as_under_sgd():
 def test_an_exempt_kernel_decays_and_follows_momentum():
   """Against the recursion in float64: ratio 1, weight decay inside, momentum after."""
   config = _config(
-    "clipped_lars", learning_rate=0.5, trust_max=0.25, weight_decay=0.1, momentum=0.9
-  )
+    "clipped_lars", learning_rate=0.5, trust_coefficient=1e6, trust_max=0.25, weight_decay=0.1,
+    momentum=0.9,
+  )  # fmt: skip
   params = {"kernel": np.zeros((2, 3), f32)}
   trained, state = _run(optimizers.make_optimizer(config), 5, params)
   w, buffer = np.zeros((2, 3)), np.zeros((2, 3))

@@ -78,6 +78,19 @@ def test_a_replay_shows_the_same_windows_from_devices_and_from_the_host():
   np.testing.assert_array_equal(other.windows(lane, time), host.windows(lane, time))
 
 
+def test_a_restore_copies_all_of_a_large_replay():
+  capacity = 5000
+  host, ours = (
+    make_replay(capacity, lanes=1, device_frames=frames)
+    for frames in (None, make(1, 1, capacity, shape=reference.FRAME_SHAPE))
+  )
+  host.append(reference.Stream(1, 0).play(0, capacity))
+  copy_frames(host, ours)
+  ours.load_state_dict(host.state_dict())
+  lane, time = np.zeros(capacity, int), np.arange(capacity)
+  np.testing.assert_array_equal(ours.windows(lane, time), host.windows(lane, time))
+
+
 def test_frames_are_placed_as_configured_and_where_there_is_room(monkeypatch):
   def mesh(*free):
     """A mesh of devices with these numbers of free bytes; None: unknown."""

@@ -124,6 +124,15 @@ def test_appends_between_flushes_share_a_row(tmp_path):
   assert rows(tmp_path / "j") == [(lane, 0, 20) for lane in range(LANES)]
 
 
+def test_a_full_buffer_is_written_without_a_flush(tmp_path):
+  """All but about as many bytes as the buffer may hold."""
+  with opened(tmp_path / "j", LARGE, buffer_bytes=50_000) as journal:
+    for t in range(20):
+      journal.append(play_all(t, schema=LARGE))
+  with opened(tmp_path / "j", LARGE) as journal:
+    assert ((20 - journal.heads) * LANES * LARGE.slot_bytes <= 50_000).all()
+
+
 @pytest.mark.parametrize("how", ["flushed one by one", "one flush", "one append"])
 def test_an_episode_cut_by_a_lost_environment_ends_an_item(tmp_path, how):
   """A frame that begins an episode while the one before is open comes first among what is read."""

@@ -99,6 +99,7 @@ def test_a_restored_replay_behaves_alike_bit_for_bit(capacity, seed):
   assert all(isinstance(x, np.ndarray) for x in state.values())
   other.load_state_dict(state)
   assert_same(other.state_dict(), state)
+  assert other.stats(20) == replay.stats(20)
   for step in range(15, 20):
     assert_same(*work(step, replay, other))
   assert_same(other.state_dict(), replay.state_dict())
@@ -255,6 +256,46 @@ def test_threads_may_append_sample_and_refresh_at_once():
     thread.join()
   assert not failures
   np.testing.assert_array_equal(replay.state_dict()["priority"] > 0, eligible(stream, 30))
+
+
+@pytest.mark.parametrize(
+  "call",
+  [
+    lambda r, *at: r.append(reference.Stream(LANES, 0, 0.0).play(1, 2)),
+    lambda r, *at: r.truncate(0),
+    lambda r, *at: r.select(2),
+    lambda r, *at: set_priorities(r, *at, np.ones(2), 5),
+    lambda r, *at: r.rewrite("value_step", *at, 5, {"value": np.ones(2)}),
+    lambda r, *at: r.next_block("refresh", 16),
+    lambda r, *at: r.values(r.schema.extra, *at),
+    lambda r, *at: r.windows(*at),
+    lambda r, *at: r.trajectories(*at, 1),
+    lambda r, *at: r.frames_since(ALL.astype(int), 5),
+    lambda r, *at: r.intact(*at, ALL),
+    lambda r, *at: r.stats(5),
+    lambda r, *at: r.state_dict(),
+  ],
+)
+def test_a_call_waits_while_the_lock_is_held(call):
+  replay = make_replay(20)
+  replay.append(reference.Stream(LANES, 0, end_probability=0.0).play(0, 12))
+  done, at = threading.Event(), (np.array([0, 0]), np.array([1, 3]))
+  thread = threading.Thread(target=lambda: (call(replay, *at), done.set()))
+  with replay.lock:
+    thread.start()
+    assert not done.wait(0.02)
+  thread.join(10)
+  assert done.is_set()
+
+
+def test_the_seed_decides_what_is_drawn():
+  played = reference.Stream(LANES, 0, end_probability=0.0).play(0, 18)
+  drawn = []
+  for seed in (1, 1, 2):
+    replay = make_replay(20, seed=seed)
+    replay.append(played)
+    drawn.append(replay.select(50).time.tolist())
+  assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_the_generator_survives_in_full():

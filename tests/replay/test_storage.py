@@ -134,6 +134,7 @@ REFUSED = {
   "first missing after an end": lambda s: bad(s, first=(2, False)),
   "first though an episode is open": lambda s: bad(s, first=(0, True)),
   "step negative": lambda s: bad(s, step=(0, -1)),
+  "step of an empty cell": lambda s: bad(s, step=(0, NEVER)),
   "step type": lambda s: bad(s, step=s["step"].astype(np.int64)),
 }
 

@@ -45,20 +45,24 @@ def test_sampling_frequencies_match_priorities(size):
 
 
 class _Edge:
-  """A generator stub that always draws the largest number below 1."""
+  """A generator stub that always draws one number, by default the largest one below 1."""
+
+  def __init__(self, number=1.0 - 2.0**-53):
+    self._number = number
 
   def random(self, n):
-    return np.full(n, np.nextafter(1.0, 0.0))
+    return np.full(n, self._number)
 
 
-def test_a_draw_at_the_very_edge_never_lands_on_a_zero():
+@pytest.mark.parametrize("edge", [_Edge(), _Edge(0.0)])
+def test_a_draw_at_the_very_edge_never_lands_on_a_zero(edge):
   rng = np.random.default_rng(0)
   for size in (3, 5, 9, 100):
-    tree = SumTree(size)
-    priority = np.where(np.arange(size) < size // 2, 10.0 ** rng.uniform(-8, 8, size), 0.0)
-    tree.set(np.arange(size), priority)
-    leaf, _ = tree.sample(4, _Edge())
-    assert (priority[leaf] > 0).all()
+    for half in (np.arange(size) < size // 2, np.arange(size) >= size // 2):
+      tree, priority = SumTree(size), np.where(half, 10.0 ** rng.uniform(-8, 8, size), 0.0)
+      tree.set(np.arange(size), priority)
+      leaf, _ = tree.sample(4, edge)
+      assert (priority[leaf] > 0).all()
 
 
 @pytest.mark.parametrize(

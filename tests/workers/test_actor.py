@@ -1,5 +1,7 @@
 """Tests of the actor with a scripted environment, and an agent of checksums of frames."""
 
+from unittest import mock
+
 import jax
 import numpy as np
 import pytest
@@ -199,6 +201,23 @@ def test_an_actor_may_start_behind_the_slots_of_another():
   restored.load_state_dict(actor.state_dict())
   assert_same_slots(*(a.step(version(3), **PLAY)[0] for a in (actor, restored)))
   np.testing.assert_array_equal(restored.state_dict()["start"], start)
+
+
+def test_the_agent_is_told_the_lanes_of_the_replay_and_where_episodes_begin():
+  actor, _ = make(2, seed=1, lane_offset=5)
+  with mock.patch.object(INFERENCE, "decide", wraps=INFERENCE.decide) as decide:
+    for _ in range(20):
+      slots, _ = actor.step(version(), **PLAY)
+      inputs = decide.call_args.args[1]
+      assert inputs.lane.tolist() == [5, 6]
+      np.testing.assert_array_equal(inputs.first, slots["first"])
+
+
+def test_an_actor_that_is_never_resumed_keeps_only_its_latest_actions():
+  actor, _ = make(2, resumable=False)
+  for i in range(20):
+    actor.step(version(), **(RANDOM if i % 2 else PLAY))
+  assert len(actor.state_dict()["actions"]) == 1
 
 
 @pytest.mark.parametrize("tamper", ["action", "missing", "crc", "other seed"])

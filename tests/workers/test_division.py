@@ -5,10 +5,12 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from speedyzero_jax.agents.base import ActInputs, ActOutput
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.learner import make_mesh
+from speedyzero_jax.workers.weights import DivergedError, Version
 
 _KEY, _WEIGHT = jax.random.key(0), np.float32(3)
 
@@ -47,6 +49,18 @@ def test_devices_explore_apart_and_keys_decide():
   ]
   assert (noise[0][:2] != noise[0][2:]).any() and (noise[0] != noise[2]).any()
   np.testing.assert_array_equal(noise[0], noise[1])
+
+
+def test_outputs_that_are_not_finite_mean_divergence():
+  inference, frames = _inference(1), np.ones((2, 1, 1), np.float32)
+  inputs = ActInputs(frames, np.zeros(2, bool), np.arange(2, dtype=np.int32), ())
+  diverged = Version(7, np.float32(np.nan))
+  for call in (
+    lambda: inference.decide(diverged, inputs, _KEY, 0.5, explore=False),
+    lambda: inference.compute(diverged, "task", frames, _KEY),
+  ):
+    with pytest.raises(DivergedError, match="learner step 7"):
+      call()
 
 
 def test_each_device_computes_its_share():

@@ -330,6 +330,12 @@ def test_masks_hide_their_targets_entirely():
   assert _loss(weights, none)[0] == 0
 
 
+def test_the_cosine_of_bfloat16_vectors_is_as_exact_as_of_float32_ones():
+  x, y = jax.random.normal(jax.random.key(0), (2, 50, 64), jnp.bfloat16)
+  exact = losses._negative_cosine(x.astype(jnp.float32), y.astype(jnp.float32))
+  np.testing.assert_allclose(losses._negative_cosine(x, y), exact, rtol=1e-6)
+
+
 def test_without_its_coefficient_consistency_is_never_computed():
   weights, config = _weights(), dataclasses.replace(_CONFIG, consistency_coefficient=0.0)
   loss, terms, _ = _loss(

@@ -16,6 +16,7 @@ from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER
 from speedyzero_jax.agents.refresh import REFRESHER
 from speedyzero_jax.metrics.aggregation import EpisodeStats
 from speedyzero_jax.replay.replay import Replay
+from speedyzero_jax.replay.selector import Selection
 from speedyzero_jax.run import loops
 from speedyzero_jax.workers.actor import Actor
 from speedyzero_jax.workers.sweeper import make_sweepers, run_task
@@ -72,6 +73,16 @@ def test_batch_work_is_exactly_the_states_that_the_targets_are_made_from(seed, r
   works = {work.task: states_of(work) for work in agent.batch_work(replay, drawn)}
   assert works == ({"reanalyse": searched} if ratio else {}) | {"bootstrap": ends}
   assert not make_agent("reanalyse.schedule=sweep").batch_work(replay, drawn)
+
+
+def test_batch_work_is_of_stored_states_if_samples_are_evicted_meanwhile():
+  agent = make_agent()
+  replay, stream = make_replay(12), reference.Stream(LANES, 0, end_probability=0.0)
+  replay.append(stream.play(0, 12))
+  drawn = Selection(np.zeros(2, int), np.array([1, 4]), np.ones(2))
+  replay.append(stream.play(0, 3))
+  searched, _ = agent.batch_work(replay, drawn)
+  assert states_of(searched) == {(0, time) for time in range(3, 4 + UNROLL + 1)}
 
 
 def test_which_sweeps_a_configuration_needs():
@@ -179,6 +190,18 @@ def test_a_sweep_recomputes_the_whole_replay_with_its_own_weights(name):
   assert stats["priority_age_max"] == stats["priority_age_mean"] == 9 - step
 
 
+def test_a_sweep_without_refresh_leaves_values_and_priorities_alone():
+  played = Played("refresh.enabled=false")
+  (sweeper,) = make_sweepers(played.agent, 2)
+  before = played.replay.state_dict()
+  for _ in range(12 // 2):
+    played.run(sweeper.next(played.replay))
+  after = played.replay.state_dict()
+  assert (after["slot_policy_step"] == 3).all()
+  for name in ("slot_value", "slot_value_step", "priority", "priority_step"):
+    np.testing.assert_array_equal(after[name], before[name], err_msg=name)
+
+
 # --- priorities
 
 
@@ -257,19 +280,33 @@ def test_a_refresh_without_a_sweep_that_searches(schedule, target):
   assert held.sum() > 50 and (state["priority_step"][held] == 30).all()
 
 
+@pytest.mark.parametrize("schedule", ["batch", "off"])
+def test_without_reanalysis_a_priority_is_as_old_as_the_value_of_its_state(schedule):
+  """With it, as the older one of this value and the value from which the return bootstraps."""
+  overrides = (f"reanalyse.schedule={schedule}", FIXED)
+  replay, stream = make_replay(20, *overrides), reference.Stream(LANES, 0, end_probability=0.0)
+  replay.append(stream.play(0, 12, step=3))
+  write(replay, "refresh", np.array([0]), np.array([4]), 8, *overrides, value=np.ones(1))
+  step = replay.state_dict()["priority_step"]
+  assert step[[3, 4, 5]].tolist() == [3, 8 if schedule == "off" else 3, 3]
+
+
 # --- the schedule of sweeps, and its bound
 
 
-def test_credit_is_earned_by_learner_steps_and_survives_a_restart():
+@pytest.mark.parametrize(("actor_interval", "delay"), [(2, 3), (4, 4)])
+def test_credit_is_earned_by_learner_steps_and_survives_a_restart(actor_interval, delay):
   played = Played()
-  sweeper, other = make_sweepers(played.agent, 2)
+  sweeper, other = make_sweepers(played.agent, actor_interval)  # of weights every 3 and 2 steps
   replay, blocks = played.replay, 0
-  quota = replay.quota(sweeper.name, 32, sweeper.max_age, 3)
+  quota = replay.quota(sweeper.name, 32, sweeper.max_age, delay)
   for step in range(1, 5):
     while sweeper.due(replay, step):
       played.run(sweeper.next(replay))
       blocks += 1
   assert sweeper.credited == 4 and blocks == 4 * quota // 32
+  late = make_sweepers(played.agent, actor_interval)[0]
+  assert late.due(replay, 4) and late.credit == 4 * quota
   owed = [sweeper.credit + steps * quota > 32 + 2 * quota for steps in range(6)]
   assert [sweeper.behind(replay, 4 + steps) for steps in range(6)] == owed
   assert owed == sorted(owed) and {*owed} == {False, True}
