@@ -56,6 +56,24 @@ def test_overlapping_roles_take_exactly_the_configured_steps(tmp_path, monkeypat
     assert_same(ended, everything(experiment))
 
 
+def test_a_checkpoint_has_the_priorities_of_every_step_before_it(tmp_path, monkeypatch):
+  update, save, updated, saved = steps.update_priorities, snapshot.save, [], {}
+
+  def updating(experiment, prepared, result, step):
+    update(experiment, prepared, result, step)
+    updated.append(step)
+
+  def saving(experiment):
+    saved[experiment.limiter.learner_steps] = list(updated)
+    save(experiment)
+
+  monkeypatch.setattr(steps, "update_priorities", updating)
+  monkeypatch.setattr(snapshot, "save", saving)
+  with quick(tmp_path, ASYNC) as experiment:
+    assert finish(experiment) is True
+  assert saved == {4: list(range(4)), 8: list(range(8))} and updated == list(range(12))
+
+
 def test_sweeps_go_on_when_no_batch_is_ready_any_more_and_have_keys_of_their_own(tmp_path):
   """At the end of a run, a queue is empty while the learner may still wait for a sweep."""
   with quick(tmp_path) as experiment:
@@ -84,14 +102,22 @@ def test_the_bound_on_policy_lag_holds_with_a_slow_actor(tmp_path):
   assert lag(tmp_path / "free") > 3 >= lag(tmp_path / "bound", "actor.max_lag=3")
 
 
-def test_an_interrupted_run_is_saved_and_continues(tmp_path):
+def test_an_interrupted_run_is_saved_and_continues(tmp_path, monkeypatch):
+  draw, drawn = steps.draw, []
+
+  def drawing(experiment, learner_step):
+    drawn.append(learner_step)
+    return draw(experiment, learner_step)
+
   step, before = None, None
   for stop in ({"collects": 5}, {"learner_step": 3}):
     step, before = stopped(tmp_path, ASYNC, resume_step=step, before=before, **stop)
+  monkeypatch.setattr(steps, "draw", drawing)
   with quick(tmp_path, ASYNC, resume_step=step) as experiment:
     assert_same(before, everything(experiment))
     assert finish(experiment) is True
     assert counts(experiment) == (150, 12, 12) and experiment.replay.num_transitions == 150
+  assert drawn == list(range(step, 12))
 
 
 def test_a_run_continues_where_environments_play_differently(tmp_path, monkeypatch, capsys):

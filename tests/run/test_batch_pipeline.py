@@ -1,6 +1,8 @@
 """Tests of batches from replay to learner: recomputation, exact weights, concurrent evictions."""
 
 import contextlib
+import threading
+from unittest import mock
 
 import hypothesis.strategies as st
 import numpy as np
@@ -125,6 +127,26 @@ def test_what_the_agent_wants_recomputed_is_recomputed_before_the_batch_is_assem
   policy, acted = drawn.arrays["policy"], drawn.arrays["policy_mask"] > 0
   assert (policy[acted] == [0, 0, 1]).all() and drawn.info["replay/target_age_max"] == 0
   assert np.abs(drawn.arrays["value"]).max() > 30  # bootstrapped from 50
+
+
+@pytest.mark.parametrize("name", ["batch_work", "assemble"])
+def test_nothing_is_appended_while_an_agent_reads_the_store(name):
+  replay, stream = make_replay(20), reference.Stream(LANES, 0)
+  while not replay.ready(BATCH):
+    play(replay, stream, np.random.default_rng(0), 0)
+  function, more = getattr(make_agent(), name), stream.play(0, 3)
+  thread = threading.Thread(target=replay.append, args=(more,))
+
+  def reading(*args):
+    thread.start()
+    thread.join(0.02)
+    assert thread.is_alive()
+    return function(*args)
+
+  with mock.patch.object(make_agent(), name, reading):
+    draw(replay, 0)
+  thread.join(10)
+  assert replay.heads.tolist() == list(stream.heads)
 
 
 def test_nothing_to_draw_is_an_error():

@@ -91,6 +91,17 @@ def test_every_byte_of_the_json_counts(copied):
   assert len(reported) == 1
 
 
+@pytest.mark.parametrize("item", ["network", "weights"])
+def test_an_intact_item_of_another_checkpoint_is_damage(copied, item):
+  folder, snapshots = copied
+  older, newer = (folder / "checkpoints" / name / item for name in ("4-12", "8-24"))
+  shutil.rmtree(newer)
+  shutil.copytree(older, newer)
+  restored, (line,) = read(folder)
+  assert_same_tree(restored, snapshots[0])
+  assert f"checksum of '{item}' differs" in line
+
+
 def test_nothing_is_moved_while_there_is_nothing_better(copied):
   folder, reported = copied[0], []
   for step in (4, 8):
@@ -230,7 +241,8 @@ def limit_files(size):
 
 
 def nearly_full_disk(monkeypatch):
-  monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=100))
+  usage = types.SimpleNamespace(free=2**20 + 100)  # the margin, and too little for the arrays
+  monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage)
   return monkeypatch.undo
 
 

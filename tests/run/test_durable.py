@@ -39,6 +39,66 @@ def test_experience_is_on_disk_unless_a_resumed_run_discards_it(tmp_path, monkey
   assert (rows == 0) == on_policy
 
 
+@pytest.mark.parametrize("call", ["collect", "take", "truncate"])
+def test_a_call_waits_while_the_collector_is_locked(tmp_path, call):
+  """As it is while a checkpoint reads actor, journal and replay, which must agree."""
+  with durable(tmp_path) as experiment:
+    collector, version = experiment.collector, experiment.weights.latest(ACTOR)
+    collector.collect()
+    steps, heads = experiment.limiter.env_steps, experiment.replay.heads
+    if call == "take":
+      slots, _ = collector.local.step(version, budget=99, progress=0.0, random=True)
+      arguments, options = (slots, []), {"granted": 0}
+    else:
+      arguments, options = {"collect": (), "truncate": ([0],)}[call], {}
+    thread = threading.Thread(target=getattr(collector, call), args=arguments, kwargs=options)
+    with collector.lock:
+      thread.start()
+      thread.join(0.05)
+      assert thread.is_alive() and experiment.limiter.env_steps == steps
+      for part in (experiment.replay, experiment.recovery.journal):
+        np.testing.assert_array_equal(part.heads, heads)
+    thread.join(10)
+    assert (experiment.limiter.env_steps > steps) == (call != "truncate")
+
+
+def test_a_local_actor_counts_its_steps_before_a_checkpoint_and_uses_the_newest_weights(
+  tmp_path, monkeypatch
+):
+  """A bound on the lag assumes weights as new as those published when a step begins."""
+  with durable(tmp_path) as experiment:
+    limiter, collector, variables = experiment.limiter, experiment.collector, experiment.state[0]
+    begin, add, locked = limiter.begin_acting, limiter.add_env_steps, []
+
+    def beginning(actor):
+      begin(actor)
+      experiment.weights.publish(8, variables)
+
+    def adding(count):
+      locked.append(collector.lock.locked())
+      add(count)
+
+    monkeypatch.setattr(limiter, "begin_acting", beginning)
+    monkeypatch.setattr(limiter, "add_env_steps", adding)
+    collector.collect()
+    assert (experiment.replay.state_dict()["slot_step"] == 8).all() and locked == [True]
+
+
+def test_recorded_steps_of_weights_that_are_lost_count_as_of_the_checkpoint(tmp_path):
+  with durable(tmp_path) as experiment:
+    snapshot.save(experiment, required=True)
+    for _ in range(2):
+      experiment.limiter.add_learner_step()
+    experiment.weights.publish(2, experiment.state.variables)
+    experiment.collector.collect()
+    assert (experiment.replay.state_dict()["slot_step"] == 2).all()
+  with durable(tmp_path, 0) as experiment:
+    state = experiment.replay.state_dict()
+    assert experiment.limiter.learner_steps == 0 and len(state["slot_step"]) == 3
+    for name in ("step", "policy_step", "value_step"):
+      assert not state[f"slot_{name}"].any()
+
+
 def test_new_games_begin_also_when_only_resets_followed_the_checkpoint(tmp_path):
   """In Catch all lanes end together: the next step adds a slot to each, but no agent steps."""
   with durable(tmp_path) as experiment:

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from speedyzero_jax.metrics import names
+from speedyzero_jax.replay.storage import NEVER
 from speedyzero_jax.run import loops, snapshot, steps
 from speedyzero_jax.run.checkpoint import CheckpointError, Checkpoints
 from speedyzero_jax.run.experiment import Membership, TrainingError
@@ -77,6 +78,8 @@ def test_a_run_takes_exactly_the_configured_steps(uninterrupted):
   row = rows_of(folder)[-1]
   assert (row["step"], row["env_steps"], row["replay/transitions"]) == (12, 150, 150)
   assert Checkpoints(folder).steps() == [4, 8, 12]
+  scored = state["replay"]["priority_step"]
+  assert scored[scored != NEVER].max() == 11  # by the last step, counted from 0
 
 
 # In the random play (twice: there is a checkpoint of learner step 0 then), after a step, twice more

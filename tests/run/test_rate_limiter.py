@@ -169,6 +169,17 @@ def test_every_change_wakes_the_waiting(event):
   assert ended == ["done"]
 
 
+def test_the_end_of_an_actors_step_wakes_a_learner_that_waits_for_it():
+  lag = {"max_lag": 2, "weights_interval": 1}
+  limiter = RateLimiter(make(env_steps=50, random_steps=10, steps=8, **lag))
+  limiter.begin_acting("actor")
+  limiter.add_learner_step()
+  thread, ended = waiting(limiter, lambda: not limiter.lag_exceeded)
+  limiter.end_acting("actor")
+  thread.join(10)
+  assert ended == ["done"]
+
+
 def test_stop_wakes_all_with_stopped_for_good():
   limiter = RateLimiter(make(env_steps=50, random_steps=10, steps=8))
   waiters = [waiting(limiter, lambda: False) for _ in range(3)]
@@ -269,6 +280,7 @@ def test_batches_are_due_with_their_steps():
     st.sampled_from(["learn", "publish", "begin 0", "begin 1", "end 0", "end 1"]), max_size=60
   ),
 )
+@example(interval=1, leeway=1, moves=["begin 0", *["learn", "begin 1"] * 3])
 def test_weights_acted_with_are_never_too_old(interval, leeway, moves):
   """Weights are published after their learner step, some time before the next one."""
   lag = {"max_lag": interval + leeway, "weights_interval": interval}
