@@ -167,6 +167,26 @@ def test_grants_wait_for_the_learner_but_not_for_a_dead_actor(make_unit):
   assert unit.limiter.env_steps == collected  # what it had sent before counts once
 
 
+def test_a_step_that_is_repeated_while_it_waits_is_granted_once(make_unit):
+  unit = make_unit("actor.random_steps=10", refreshers=0)
+  unit.fill(3)
+  unit.join()
+  last, found = play_to_the_limit(unit, unit.player()), []
+  threads = [
+    threading.Thread(target=lambda: found.append(unit.step(*last, seconds=20)), daemon=True)
+    for _ in range(2)
+  ]
+  for thread in threads:
+    thread.start()
+    thread.join(0.05)
+  pool = unit.limiter.pool
+  unit.learn(3)
+  for thread in threads:
+    thread.join(10)
+  assert len(found) == 2 and found[0] == found[1]
+  assert unit.limiter.pool == pool - found[0].steps
+
+
 def test_an_acting_actor_bounds_the_learner_until_its_steps_arrive_or_are_lost(make_unit):
   unit = make_unit(
     "actor.lanes=4", "actor.random_steps=10", "actor.weights_interval=2", "actor.max_lag=5",

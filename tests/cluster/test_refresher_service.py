@@ -1,5 +1,7 @@
 """Tests of the refreshers' blocks, results and frames when refreshers die, repeat or are late."""
 
+import threading
+import time
 from types import SimpleNamespace
 
 import jax
@@ -7,7 +9,9 @@ import numpy as np
 import pytest
 
 from small_unit import BATCH, SWEEP, assert_same
+from speedyzero_jax.agents.refresh import REFRESHED_STATES
 from speedyzero_jax.cluster import messages, refresher_service
+from speedyzero_jax.cluster.grpc_server import RunFinished
 from speedyzero_jax.cluster.roster import TIMEOUT
 from speedyzero_jax.metrics import names
 from speedyzero_jax.run import steps
@@ -45,6 +49,31 @@ def test_a_sweep_returns_to_the_states_of_a_lost_block(make_unit):
   assert unit.work(0)
   while unit.replay.oldest_step("value_step") < 8:
     unit.result(unit.work(1), 1)
+
+
+def test_results_of_a_sweep_wake_a_learner_that_waits_for_them_and_are_counted(
+  make_unit, monkeypatch
+):
+  unit, counted = make_unit(SWEEP["refresh"]), {}
+  unit.fill(20)
+  unit.publish(8)
+  unit.learn(8)
+  block = unit.work()
+
+  def recomputed():
+    return (unit.replay.store["value_step"] == 8).any()
+
+  waiting = threading.Thread(target=unit.limiter.wait_for, args=(recomputed, 20.0), daemon=True)
+  waiting.start()
+  waiting.join(0.05)
+  assert waiting.is_alive()
+  monkeypatch.setattr(unit.experiment.logger, "count", counted.__setitem__)
+  unit.result(block)
+  waiting.join(5)
+  assert not waiting.is_alive()
+  assert counted == {
+    REFRESHED_STATES + suffix: 32 for suffix in (names.RATE_SUFFIX, names.PER_STEP_SUFFIX)
+  }
 
 
 def batch_unit(make_unit, *overrides, refreshers=1, durable=False):
@@ -95,6 +124,17 @@ def test_a_batch_is_split_and_waited_for_and_computed_as_by_one_process(make_uni
     for work in works:
       local.run_task(work, jax.random.key(5))
     assert_same(unit.replay, local.replay, besides={"rng"})
+
+
+def test_a_batch_wakes_a_refresher_that_waits_for_work(make_unit):
+  unit, found = batch_unit(make_unit), []
+  waiting = threading.Thread(target=lambda: found.append(unit.work(seconds=20)), daemon=True)
+  waiting.start()
+  waiting.join(0.05)
+  assert not found
+  unit.executing()
+  waiting.join(5)
+  assert found[0].task == "reanalyse"
 
 
 def test_the_learner_waits_for_a_batch_only_so_long(make_unit, clock):
@@ -230,6 +270,24 @@ def test_waits_and_presence_are_reported(make_unit):
   unit.executing()
   assert unit.work(seconds=5) and unit.waits == [{names.wait("refresher"): 3}]
   assert unit.roster.summary()["present/refreshers"] == 1
+
+
+def test_a_refresher_that_waits_hears_of_the_end_at_once(make_unit):
+  unit, ended = batch_unit(make_unit), []
+
+  def wait():
+    with pytest.raises(RunFinished):
+      unit.work(seconds=20)
+    ended.append(True)
+
+  waiting = threading.Thread(target=wait, daemon=True)
+  waiting.start()
+  waiting.join(0.05)
+  assert not ended
+  begin = time.monotonic()
+  unit.service.finish(10)
+  waiting.join(5)
+  assert ended and time.monotonic() - begin < 5
 
 
 # --- frames

@@ -83,12 +83,19 @@ def test_gives_up_on_a_process_that_keeps_failing(run):
     ("1/0", {"settled": 0.2, "max_failures": 1}),
     (KILLED, {"settled": 0.2, "max_deaths": 1}),
     (KILLED, {"max_failures": 1}),  # deaths that others cause are no failures
+    (f"os.abort() if n % 2 else {KILLED}", {"max_failures": 2}),  # and end a series of failures
   ],
 )
 def test_keeps_restarting_after_a_long_life_and_after_deaths_that_others_cause(run, end, limits):
   output = run(FINISH, ("actor-0", f"{COUNTED}time.sleep(0.3); {end}", False), **limits).end(0)
   doubling = ["0.05", "0.1", "0.2", "0.2"]
   assert pauses(output)[:4] == (4 * ["0.05"] if "settled" in limits else doubling)
+
+
+def test_a_long_life_begins_the_pauses_anew(run):
+  code = f"{COUNTED}time.sleep(1.1 if n == 2 else 0); {KILLED}"
+  output = run(FINISH, ("actor-0", code, False), settled=1.0).end(0)
+  assert pauses(output)[:4] == ["0.05", "0.1", "0.05", "0.05"]
 
 
 def test_gives_up_on_a_process_that_is_killed_too_often(run):
@@ -142,6 +149,28 @@ def test_restarts_all_when_a_vital_one_is_killed(run):
   output = one.end(0)
   assert pauses(output) == ["0.05"]
   assert one.restarts() == {"learner-0": 1, "actor-0": 1, "actor-1": 1}
+
+
+def test_a_restart_of_all_begins_the_counts_of_the_others_anew(run):
+  one = run(
+    ("learner-0", f"if resumed: until('finish')\nelse: until('was-1'); {KILLED}", True),
+    ("actor-0", f"{COUNTED}if n in (0, 2): os.abort()\nif n == 3: touch('finish')\n{SLEEP}", False),
+    max_failures=2,
+  )
+  one.end(0)
+  assert one.restarts() == {"learner-0": 1, "actor-0": 3}
+
+
+def test_a_restart_of_all_replaces_a_pending_restart(run):
+  die_later = f"ready(); until('was-0'); time.sleep(0.2); {KILLED}"
+  one = run(
+    ("learner-0", f"if resumed: until('finish')\nelse: {die_later}", True),
+    ("actor-0", f"{COUNTED}if n: touch('finish')\nelse: until('ready-learner-0'); {KILLED}", False),
+    pause=1.5,
+    longest_pause=1.5,
+  )
+  one.end(0)
+  assert one.restarts() == {"learner-0": 1, "actor-0": 1}
 
 
 @pytest.mark.parametrize(

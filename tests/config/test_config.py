@@ -86,6 +86,9 @@ def test_a_share_of_a_run_adds_up_to_the_run():
     else:
       assert values == [get(run, key)] * 3
   assert [get(share, "actor.lanes") for share in shares] == [3, 2, 2]
+  for interval, expected in ((0, 0), (2, 1)):  # 0 disables it
+    share = loader.divide(loader.load([], [f"loss.age_interval={interval}"]), 2, 3)
+    assert get(share, "loss.age_interval") == expected
 
 
 # --- Overrides ---
@@ -472,6 +475,7 @@ def test_settings_of_a_game_apply_to_that_game_right_after_their_preset(tmp_path
   [
     ("games: {Pong: {env.game: Breakout}}", "env.game and agent can't be set"),
     ("games: {pong: {run.seed: 1}}", "differs from env.game=Pong only in case"),
+    ("games: {Breakout: {learner.stepz: 1}}", "p.yaml: unknown key 'learner.stepz'"),
     ("agent: [dqn]", "agent: expected a string"),
   ],
 )

@@ -20,6 +20,16 @@ def learner_step(mesh):
   return lambda: Learner.step(learner, None, None, None)
 
 
+def gradient(mesh):
+  learner = SimpleNamespace(mesh=mesh, _differentiate=lambda *_: None)
+  return lambda: Learner.gradient(learner, None, None, None)
+
+
+def apply(mesh):
+  learner = SimpleNamespace(mesh=mesh, _apply=lambda *_: None)
+  return lambda: Learner.apply(learner, None, None)
+
+
 def gather(mesh):
   sizes = {"lanes": 2, "capacity": 4}
   frames = DeviceFrames(mesh, Column("frame", "uint8", (1, 1, 1)), **sizes)
@@ -35,7 +45,7 @@ def act(mesh):
   return lambda: inference.act(np.ones(()), np.zeros(3), jax.random.key(0), explore=True)
 
 
-@pytest.mark.parametrize("program", [learner_step, gather, act])
+@pytest.mark.parametrize("program", [learner_step, gradient, apply, gather, act])
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_launch_on_several_devices_waits_for_another(program, devices):
   mesh = make_mesh(jax.devices()[:devices])
