@@ -19,6 +19,8 @@ _ON_CPU, _ON_ACCELERATOR = 256, 4096  # states per call, enough to saturate two 
 def write_results(replay: Replay, task: Task, work: Work, results: Arrays, step: int) -> None:
   """Writes a task's results [B, n, ...] into the replay, unless newer ones are stored.
 
+  Results of windows whose first state is evicted are dropped, as they may be those of later states.
+
   Raises ValueError if names, dtypes or shapes are not the task's, or if a value is not finite.
   """
   real, names = work.real, {column.name for column in task.results}
@@ -31,9 +33,11 @@ def write_results(replay: Replay, task: Task, work: Work, results: Arrays, step:
         f"{work.task}: result {column.name} must be finite {form[0]}{list(form[1])}, got "
         f"{array.dtype}{list(array.shape)}"
       )
-  time = (work.time[:, None] + np.arange(real.shape[1]))[real]
-  lane = np.broadcast_to(work.lane[:, None], real.shape)[real]
   with replay.lock:
+    stored, _ = replay.clamp(work.lane, work.time)
+    real = real & stored[:, None]
+    time = (work.time[:, None] + np.arange(real.shape[1]))[real]
+    lane = np.broadcast_to(work.lane[:, None], real.shape)[real]
     task.write(replay, lane, time, {name: x[real] for name, x in results.items()}, step)
 
 

@@ -113,16 +113,19 @@ class Played:
     names = {ACTOR: 1, REFRESHER: 2, REANALYSER: 3}
     self.weights = WeightsStore(names, jax.devices()[0], agent.init())
     env, stats = tiny.FakeEnv(3), EpisodeStats(3)
-    player = Actor(tiny.config(*overrides), agent, env, inference, jax.random.key(0), stats)
-    for _ in range(70):  # the first slots are evicted
-      version = self.weights.latest(ACTOR)
-      played, _ = player.step(version, budget=999, progress=0.0, random=False)
-      self.replay.append(played)
+    self._player = Actor(tiny.config(*overrides), agent, env, inference, jax.random.key(0), stats)
+    self.play(70)  # the first slots are evicted
     for step in (2, 3):
       self.weights.publish(step, agent.init(number=100 * step))
     self._inference = inference
     self.slots = [(l, t) for l in range(3) for t in range(self.replay.tails[l], 70)]
     self.before = self.column_state()
+
+  def play(self, steps):
+    for _ in range(steps):
+      version = self.weights.latest(ACTOR)
+      played, _ = self._player.step(version, budget=999, progress=0.0, random=False)
+      self.replay.append(played)
 
   def run(self, work, seed=0):
     task, key = self.agent.tasks[work.task], jax.random.key(seed)
@@ -169,6 +172,29 @@ def test_batch_reanalysis_writes_exactly_the_states_of_the_batch():
     count = played.run(work, 1)
     assert count == work.real.sum()
     played.check(work.task, states_of(work), 300)
+
+
+def test_results_of_samples_that_are_evicted_meanwhile_are_of_the_states_they_are_written_to():
+  """Windows of evicted states begin with the oldest stored one."""
+  played = Played("reanalyse.schedule=batch", "refresh.enabled=false")
+  replay, lane = played.replay, np.repeat(np.arange(3), 3)
+  time = replay.tails[lane] + np.tile([0, 1, 20], 3)
+  works = played.agent.batch_work(replay, Selection(lane, time, np.ones(9)))
+  played.play(2)
+  for work in works:
+    played.run(work)
+  store, written = replay.store, 0
+  for l, t in played.slots:
+    if t >= replay.tails[l]:
+      _, search_value, value = played.said(l, t)
+      for stamp, name, x in (
+        ("policy_step", "search_value", search_value),
+        ("bootstrap_step", "bootstrap", value),
+      ):
+        if store[stamp][l, t % 60] == 3:
+          assert store[name][l, t % 60] == pytest.approx(x + 300)
+          written += 1
+  assert written > 6
 
 
 @pytest.mark.parametrize("name", ["refresh", "reanalyse"])
