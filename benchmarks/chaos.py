@@ -123,7 +123,7 @@ class Chaos:
         victim = rng.choice(victims)
         with contextlib.suppress(ProcessLookupError):  # it has just ended
           os.kill(victim["pid"], signal.SIGKILL)
-        self.kills[_kind(victim)] += 1
+          self.kills[_kind(victim)] += 1
         self.compare()
     self._process.wait()
     self.compare()

@@ -34,6 +34,7 @@ from speedyzero_jax.run import factories, run_dir
 from speedyzero_jax.run.checkpoint import CheckpointError
 from speedyzero_jax.run.run_dir import RunFolderError
 from speedyzero_jax.system.exit_codes import FAILED, USAGE_ERROR
+from speedyzero_jax.system.platform import device_count
 from speedyzero_jax.workers import evaluator
 
 
@@ -55,14 +56,17 @@ def main(argv: Sequence[str] | None = None) -> int:
   logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
   try:
     out = arguments.out or _player(arguments.runs[0])[0] / "matches.json"
-    results = []
-    for run, name in itertools.product(arguments.runs, arguments.against):
+    device_count()
+    results, pairs = [], list(itertools.product(arguments.runs, arguments.against))
+    for run, name in pairs:  # before a result is written
+      _opponent(name, _restore(run)[0].env.game)
+    for run, name in pairs:
       results.append(match(run, name, arguments))
       out.write_text(json.dumps(results, indent=1) + "\n")
   except (CheckpointError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     return FAILED
-  except (RunFolderError, ValueError) as error:
+  except (RunFolderError, ValueError, RuntimeError) as error:
     print(f"error: {error}", file=sys.stderr)
     return USAGE_ERROR
   return 0
@@ -71,8 +75,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def match(run: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
   """Plays a run against an opponent; returns the results for each side and the Elo difference."""
   config, agent, inference, version = _restore(run)
-  if config.env.game not in RULES:
-    raise ValueError(f"{run}: {config.env.game} is not a board game")
   kind, opponent = _opponent(name, config.env.game)
   opening = arguments.opening
   if opening is None:
@@ -122,6 +124,8 @@ def _counts(returns: np.ndarray) -> dict[str, int]:
 
 def _player(text: str) -> tuple[Path, int | None]:
   """Parses RUN_DIR[@STEP]."""
+  if Path(text).is_dir():
+    return Path(text), None
   step = re.search(r"@(\d+)$", text)
   return (Path(text[: step.start()]), int(step[1])) if step else (Path(text), None)
 
@@ -146,6 +150,8 @@ def _restore(run: str) -> tuple:
 
 def _opponent(name: str, game: str) -> tuple[str, Opponent]:
   """Returns an opponent's kind and policy. Raises ValueError if it can't play the game."""
+  if game not in RULES:
+    raise ValueError(f"{game} is not a board game")
   rules = RULES[game]
   kind, _, rollouts = name.partition(":")
   if name == "random":

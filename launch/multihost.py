@@ -107,6 +107,7 @@ def separate_overrides(arguments: argparse.Namespace, argv: Sequence[str]) -> No
   """Moves overrides that argparse parsed as presets to `overrides`, in the order of `argv`."""
   overrides = {*arguments.overrides, *(text for text in arguments.config if "=" in text)}
   arguments.overrides = [text for text in argv if text in overrides]  # the last of a key applies
+  arguments.overrides += overrides - {*arguments.overrides}  # of --config=key=value
   arguments.config = [text for text in arguments.config if "=" not in text]
 
 

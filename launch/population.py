@@ -57,11 +57,12 @@ def _claimed(folder: Path, description: str) -> contextlib.AbstractContextManage
   """Locks the folder and stores the population's description in it."""
   try:
     folder.mkdir(parents=True, exist_ok=True)
+    entries = {entry.name for entry in folder.iterdir()}
   except OSError as error:
-    raise RunFolderError(f"can't create {folder}: {error.strerror}") from error
+    raise RunFolderError(f"can't use {folder}: {error.strerror}") from error
   kept = folder / "population.yaml"
   own = {"supervisor.lock", "population.yaml.tmp"}  # of a controller that was killed
-  if not kept.exists() and any(entry.name not in own for entry in folder.iterdir()):
+  if kept.name not in entries and entries - own:
     raise RunFolderError(f"{folder} is not empty and holds no population; choose another --dir")
   lock = run_dir.supervised(folder)
   if kept.exists() and kept.read_text() != description:

@@ -1,8 +1,8 @@
 """Trains a study: launch/suite.py configs/studies/optimizers.yaml
 
   python launch/suite.py --config atari100k --games all --seeds 3
-  sbatch --array=0-77 --gpus=1 --wrap ".venv/bin/python launch/suite.py --config atari100k \\
-    --games all --seeds 3 --part \\$SLURM_ARRAY_TASK_ID/78"
+  sbatch --array=0-77 --gpus=1 --cpus-per-task=16 --mem=32G --requeue --wrap ".venv/bin/python \\
+    launch/suite.py --config atari100k --games all --seeds 3 --part \\$SLURM_ARRAY_TASK_ID/78"
 
 A study varies settings, games and seeds (speedyzero_jax/study/study.py). Its runs are folders in
 DIR, with a log beside each. The same command resumes unfinished runs from their last checkpoints.
@@ -96,6 +96,7 @@ def _study(arguments: argparse.Namespace, argv: Sequence[str]) -> Study:
   lists = (arguments.study, arguments.config, arguments.games)
   given = {text for texts in lists for text in texts if "=" in text}
   settings = tuple(text for text in argv if text in given)
+  settings += tuple(given - {*settings})  # of --config=key=value
   paths, config, games = (tuple(text for text in texts if "=" not in text) for texts in lists)
   if len(paths) > 1:
     raise ConfigError(f"expected one study, got {', '.join(paths)}")

@@ -49,12 +49,10 @@ def machine_shares(together: int | None) -> list[MachineShare]:
     parts = [cores[i::together] for i in range(together)] if together <= len(cores) else [cores]
     return [MachineShare({}, parts[i % len(parts)]) for i in range(together)]
   visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
-  memory = f"{0.75 / -(-together // gpus):.2f}"  # jax's default, divided
+  sharing = -(-together // gpus)
+  memory = {_FRACTION: f"{0.75 / sharing:.2f}"} if sharing > 1 else {}  # jax's default, divided
   devices = [visible[i % gpus] for i in range(together)]
-  names = "CUDA_VISIBLE_DEVICES", _FRACTION
-  return [
-    MachineShare(dict(zip(names, (device, memory), strict=True)), cores) for device in devices
-  ]
+  return [MachineShare({"CUDA_VISIBLE_DEVICES": device} | memory, cores) for device in devices]
 
 
 def deal_devices(
@@ -83,7 +81,7 @@ def deal_devices(
   dealt = [list(range(i * each, (i + 1) * each)) for i in range(learners)]
   dealt += [[count - 1 - i % (helpers if separate else count)] for i in range(helpers)]
   users = [max(sum(device in other for other in dealt) for device in ids) for ids in dealt]
-  memory = float(os.environ.get(_FRACTION, _MEMORY))  # of several runs, each gets a share
+  memory = float(os.environ.get(_FRACTION) or _MEMORY)  # of several runs, each gets a share
   shares: list[Devices | None] = [
     Devices(ids, memory / n) for ids, n in zip(dealt, users, strict=True)
   ]

@@ -60,8 +60,8 @@ def main(
   try:
     with Signals.at_once():
       print(
-        f"process {place.process_id} of {place.num_processes} joins {place.coordinator}, "
-        f"for which it waits up to {_JOIN_TIMEOUT} seconds",
+        f"process {place.process_id} of {place.num_processes} waits up to {_JOIN_TIMEOUT} seconds "
+        f"for the others at {place.coordinator}",
         flush=True,
       )
       rendezvous = Rendezvous(place, devices=devices, timeout=_JOIN_TIMEOUT)

@@ -19,6 +19,8 @@ from jax._src import compiler, distributed
 from jax._src.clusters import cluster
 from jax._src.lib import _jax
 
+from speedyzero_jax.system.platform import device_count
+
 _HEARTBEAT_TIMEOUT = 20  # seconds of silence after which a process counts as dead
 _LEAVE_TIMEOUT = 5.0  # seconds for which process 0 waits for the others to leave
 _EXIT_SECONDS = 0.5  # for the last process that has left to exit
@@ -93,7 +95,7 @@ class Rendezvous:
 
     Every process must call it before any other use of jax; the sharing processes wait for each
     other. The others may have devices of another kind and may restart at any time. With `cpu`, this
-    process uses no accelerator.
+    process uses no accelerator. Raises RendezvousError if there is no device.
     """
     if cpu:
       jax.config.update("jax_platforms", "cpu")
@@ -110,7 +112,10 @@ class Rendezvous:
     # cache keys. Without this, all learners but the first would recompile everything at each start.
     first: Any = SimpleNamespace(global_state=SimpleNamespace(client=state.client, process_id=0))
     compiler.distributed = first
-    jax.local_devices()
+    try:
+      device_count()
+    except RuntimeError as error:
+      raise RendezvousError(str(error)) from error
 
   def publish(self, name: str, value: str) -> None:
     """Publishes a small value to all processes; replaces an earlier one of this name."""

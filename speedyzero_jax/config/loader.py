@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import pkgutil
 import textwrap
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,8 +44,7 @@ def agent_module(name: str) -> Any:
     try:
       agent = importlib.import_module(module)
     except Exception as error:
-      reason = f"{type(error).__name__}: {error}"
-      raise ConfigError(f"agent: {module} can't be imported: {reason}") from error
+      raise _not_importable(module, error) from error
     if hasattr(agent, "AGENT_CONFIG"):
       named = getattr(agent.AGENT_CONFIG, "name", None)
       if named != name:  # as in a copy of another agent, whose configuration would build that one
@@ -57,10 +57,20 @@ def agent_module(name: str) -> Any:
 
 
 def _exists(module: str) -> bool:
+  if "" in module.split("."):
+    return False  # a relative name
   try:
     return importlib.util.find_spec(module) is not None
-  except (ImportError, ValueError):
+  except (ModuleNotFoundError, ValueError):
     return False
+  except Exception as error:  # from its package
+    raise _not_importable(module, error) from error
+
+
+def _not_importable(module: str, error: Exception) -> ConfigError:
+  at = traceback.extract_tb(error.__traceback__)[-1]
+  reason = f"{type(error).__name__}: {error} ({at.filename}:{at.lineno})"
+  return ConfigError(f"agent: {module} can't be imported: {reason}")
 
 
 @functools.cache

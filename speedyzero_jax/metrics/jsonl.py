@@ -59,7 +59,7 @@ def drop_after(path: pathlib.Path, step: int) -> float:
   kept = [row for row in rows if row[names.STEP] <= step]
   elapsed, left = (max((row.get(names.TIME, 0.0) for row in x), default=0.0) for x in (rows, kept))
   if left < elapsed:
-    last = kept[-1] if kept else {names.STEP: step}
+    last = kept[-1] if kept else {names.STEP: step, names.ENV_STEPS: 0}
     steps = {name: last[name] for name in (names.STEP, names.ENV_STEPS) if name in last}
     kept.append(steps | {names.TIME: elapsed})
   temporary = path.with_name(path.name + ".tmp")

@@ -19,7 +19,7 @@ def curve(run: Run, name: str, axis: str) -> Curve | None:
   """Returns a run's metric over an axis, averaged to at most `POINTS`; None if it has none.
 
   Evaluation metrics repeat in every row until the next evaluation; only the first row counts. It is
-  drawn where the evaluated learner step was taken.
+  drawn at the row of the evaluated learner step, if there is one.
   """
   if axis == "device-minutes" and not run.starts:
     return None

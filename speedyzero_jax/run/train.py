@@ -100,7 +100,7 @@ def _run(
     several = shape.learners + shape.actors + shape.refreshers > 1
     logger.message(
       f"stopped and saved at learner step {limiter.learner_steps}; continue with --resume {folder}"
-      f"{' and the same processes' if several else ''}{' run.pause_at=0' if paused else ''}"
+      f"{' run.pause_at=0' if paused else ''}{' and the same processes' if several else ''}"
     )
     if paused:
       experiment.interrupted = False  # or the evaluation would end at once

@@ -18,11 +18,12 @@ def platform() -> str:
 def device_count() -> int:
   """Number of this process' devices. Raises RuntimeError if the platform in JAX_PLATFORMS fails."""
   try:
-    return jax.local_device_count()
+    return len(jax.local_devices())
   except (RuntimeError, AssertionError) as error:  # jax asserts that a GPU is there
-    wanted = os.environ.get("JAX_PLATFORMS", "")
+    wanted = os.environ.get("JAX_PLATFORMS")
+    what = f"JAX_PLATFORMS={wanted}" if wanted else "jax's default platform"
     reason = str(error).strip().partition("\n")[0] or "no device"
-    raise RuntimeError(f"JAX_PLATFORMS={wanted} can't be used: {reason}") from error
+    raise RuntimeError(f"{what} can't be used: {reason}") from error
 
 
 @contextlib.contextmanager

@@ -55,8 +55,12 @@ def test_processes_share_a_single_device_and_its_memory(monkeypatch):
   assert [(d.ids, round(d.memory, 3)) for d in dealt] == [([0], 0.3)] * 3
   monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.38")  # of one of several runs
   assert all(d.memory == pytest.approx(0.38 / 3) for d in deal_devices(Topology(1, 1, 1), 1, 64))
-  monkeypatch.undo()
   assert deal_devices(Topology(2, 1, 1), 0, 64) == [None] * 4
+
+
+@pytest.fixture(autouse=True)
+def no_fraction(monkeypatch):
+  monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
 
 
 @pytest.mark.parametrize("count", [3, 8])
@@ -95,7 +99,8 @@ def test_runs_side_by_side_get_their_own_devices_or_cores(monkeypatch):
   assert [share.cores for share in machine_shares(6)] == [[0, 1, 4, 5]] * 6
   monkeypatch.setenv("JAX_PLATFORMS", "cuda")
   monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,7")
-  assert [share.variables["CUDA_VISIBLE_DEVICES"] for share in machine_shares(None)] == ["3", "7"]
+  each = [share.variables for share in machine_shares(None)]
+  assert each == [{"CUDA_VISIBLE_DEVICES": "3"}, {"CUDA_VISIBLE_DEVICES": "7"}]
   of_three = [tuple(share.variables.values()) for share in machine_shares(3)]
   assert of_three == [("3", "0.38"), ("7", "0.38"), ("3", "0.38")]
   with pytest.raises(ConfigError, match="--together"):

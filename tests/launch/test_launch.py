@@ -94,8 +94,10 @@ def test_a_platform_without_devices_is_wrong_use(tmp_path):
   for name in ("cuda", "unheard"):
     command = [sys.executable, multihost.__file__, "--config", "quickstart"]
     command.append(f"run.dir={tmp_path / 'run'}")
-    environment = os.environ | {"JAX_PLATFORMS": name}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+      command, env=os.environ | {"JAX_PLATFORMS": name, "CUDA_VISIBLE_DEVICES": ""},
+      capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
     assert result.returncode == 2 and f"error: JAX_PLATFORMS={name} can't be used" in result.stderr
   assert not list(tmp_path.iterdir())
 

@@ -77,7 +77,7 @@ def test_wrong_use_writes_nothing(tmp_path):
   code, output = finish(start(tmp_path / "none.yaml", "--dir", tmp_path / "x"))
   assert code == 2 and output.startswith("error: ") and not (tmp_path / "x").exists()
   code, output = finish(start(ROOT / "configs/populations/cartpole.yaml", "--dir", "/proc/x"))
-  assert code == 2 and output.startswith("error: can't create /proc/x")
+  assert code == 2 and output.startswith("error: can't use /proc/x")
   code, output = finish(start(ROOT / "configs/populations/cartpole.yaml", "--dir", ROOT / "docs"))
   assert code == 2 and "is not empty and holds no population" in output
 
