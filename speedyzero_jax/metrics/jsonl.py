@@ -48,21 +48,13 @@ def last_row(path: pathlib.Path) -> dict[str, Any]:
 def drop_after(path: pathlib.Path, step: int) -> float:
   """Atomically removes damaged lines and lines of learner steps after `step`.
 
-  If that shortens the elapsed time, a line with the full time and the remaining steps is added.
-
   Returns:
     The run's elapsed seconds at its last line, even if that is removed; 0 if the file is missing.
   """
   if not path.exists():
     return 0.0
   rows, _ = read_rows(path)
-  kept = [row for row in rows if row[names.STEP] <= step]
-  elapsed, left = (max((row.get(names.TIME, 0.0) for row in x), default=0.0) for x in (rows, kept))
-  if left < elapsed:
-    last = kept[-1] if kept else {names.STEP: step, names.ENV_STEPS: 0}
-    steps = {name: last[name] for name in (names.STEP, names.ENV_STEPS) if name in last}
-    kept.append(steps | {names.TIME: elapsed})
   temporary = path.with_name(path.name + ".tmp")
-  temporary.write_bytes(b"".join(map(line, kept)))
+  temporary.write_bytes(b"".join(line(row) for row in rows if row[names.STEP] <= step))
   os.replace(temporary, path)
-  return elapsed
+  return max((row.get(names.TIME, 0.0) for row in rows), default=0.0)

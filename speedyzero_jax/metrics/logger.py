@@ -67,7 +67,7 @@ class MetricsLogger:
     """Changes the learner step to resume from; lines of later steps are removed."""
     if step != self._resume_step:
       self._recorder.close()
-      self._recorder = Recorder(self._folder, step)
+      self._recorder = Recorder(self._folder, step, elapsed=self._recorder.elapsed())
       self._resume_step = step
       self._counters.restart(step)
 

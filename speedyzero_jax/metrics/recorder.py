@@ -31,8 +31,9 @@ class Recorder:
   """Appends metrics to `run_dir/metrics.jsonl` and `run_dir/tensorboard/`. Not thread-safe.
 
   `resume_step` is None for a new run, else the learner step from which the run resumes (0 without a
-  checkpoint). Lines of later steps are removed, so that steps never decrease. Raises OSError if the
-  files cannot be opened.
+  checkpoint). Lines of later steps are removed, so that steps never decrease. `elapsed` is the time
+  of the run in seconds, if that is more than at its last line. Raises OSError if the files cannot
+  be opened.
   """
 
   def __init__(
@@ -40,11 +41,13 @@ class Recorder:
     run_dir: str | os.PathLike[str],
     resume_step: int | None,
     clock: Callable[[], float] = time.monotonic,
+    elapsed: float = 0.0,
   ):
     path = pathlib.Path(run_dir) / "metrics.jsonl"
     folder = path.with_name("tensorboard")
     folder.mkdir(parents=True, exist_ok=True)
-    elapsed = 0.0 if resume_step is None else jsonl.drop_after(path, resume_step)
+    if resume_step is not None:
+      elapsed = max(elapsed, jsonl.drop_after(path, resume_step))
     self._warned: set[str] = set()
     self._lines = io.FileIO(path, "a")
     # TensorBoard reads files in the order of their names, so these begin with the time.

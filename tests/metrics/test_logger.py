@@ -1,15 +1,18 @@
 """Tests of the metrics logger: lines of one or more learners, and updates between lines."""
 
+import functools
 import json
 import time
 import types
 
 import pytest
 
+from clock import Clock
 from speedyzero_jax.config import schema
 from speedyzero_jax.metrics import logger, names
 from speedyzero_jax.metrics.aggregation import Episode, EpisodeStats
 from speedyzero_jax.metrics.logger import MetricsLogger
+from speedyzero_jax.metrics.recorder import Recorder
 
 CONFIG = schema.Config(
   agent=types.SimpleNamespace(name="dqn"),
@@ -71,10 +74,26 @@ def test_events_are_counted_per_learner_step(tmp_path):
       metrics.count(name, events)
       write(metrics, step)
     assert [row.get(name) for row in rows(tmp_path)] == [50, 15, None, 5]
-    metrics.rewind(8)
+    for step in (8, 6):
+      metrics.rewind(step)
     metrics.count(name, 3)
     write(metrics, 9)
-    assert [row.get(name) for row in rows(tmp_path) if row["step"] != 8] == [50, 3]
+    assert [row["step"] for row in rows(tmp_path)] == [6, 9]
+    assert rows(tmp_path)[-1][name] == 1
+
+
+def test_time_goes_on_when_a_run_is_rewound(tmp_path, monkeypatch):
+  clock = Clock()
+  monkeypatch.setattr(logger, "Recorder", functools.partial(Recorder, clock=clock))
+  with MetricsLogger(CONFIG, tmp_path, None) as metrics:
+    for step in (1, 2, 3):
+      clock.now += 10
+      write(metrics, step)
+    for step in (2, 1):
+      metrics.rewind(step)
+    clock.now += 10
+    write(metrics, 2)
+  assert [(row["step"], row["time"]) for row in rows(tmp_path)] == [(1, 10.0), (2, 40.0)]
 
 
 def test_changes_between_lines_are_shared_and_shown_but_not_written(tmp_path, monkeypatch, capsys):
