@@ -55,8 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
   arguments = parser.parse_args(argv)
   logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
   try:
-    out = arguments.out or _player(arguments.runs[0])[0] / "matches.json"
     device_count()
+  except RuntimeError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return USAGE_ERROR
+  try:
+    out = arguments.out or _player(arguments.runs[0])[0] / "matches.json"
     results, pairs = [], list(itertools.product(arguments.runs, arguments.against))
     for run, name in pairs:  # before a result is written
       _opponent(name, _restore(run)[0].env.game)
@@ -66,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   except (CheckpointError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     return FAILED
-  except (RunFolderError, ValueError, RuntimeError) as error:
+  except (RunFolderError, ValueError) as error:
     print(f"error: {error}", file=sys.stderr)
     return USAGE_ERROR
   return 0

@@ -1,7 +1,6 @@
 """Tests of the refreshers' blocks, results and frames when refreshers die, repeat or are late."""
 
 import threading
-import time
 from types import SimpleNamespace
 
 import jax
@@ -11,7 +10,6 @@ import pytest
 from small_unit import BATCH, SWEEP, assert_same
 from speedyzero_jax.agents.refresh import REFRESHED_STATES
 from speedyzero_jax.cluster import messages, refresher_service
-from speedyzero_jax.cluster.grpc_server import RunFinished
 from speedyzero_jax.cluster.roster import TIMEOUT
 from speedyzero_jax.metrics import names
 from speedyzero_jax.run import steps
@@ -270,24 +268,6 @@ def test_waits_and_presence_are_reported(make_unit):
   unit.executing()
   assert unit.work(seconds=5) and unit.waits == [{names.wait("refresher"): 3}]
   assert unit.roster.summary()["present/refreshers"] == 1
-
-
-def test_a_refresher_that_waits_hears_of_the_end_at_once(make_unit):
-  unit, ended = batch_unit(make_unit), []
-
-  def wait():
-    with pytest.raises(RunFinished):
-      unit.work(seconds=20)
-    ended.append(True)
-
-  waiting = threading.Thread(target=wait, daemon=True)
-  waiting.start()
-  waiting.join(0.05)
-  assert not ended
-  begin = time.monotonic()
-  unit.service.finish(10)
-  waiting.join(5)
-  assert ended and time.monotonic() - begin < 5
 
 
 # --- frames

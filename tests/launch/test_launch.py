@@ -83,6 +83,8 @@ def test_presets_and_overrides_may_alternate():
       assert parsed.config == ["a", "b"] and parsed.overrides == ["x.y=1", "x.y=2"]
   parsed = multihost.parse(["--resume", "x", "a.b=1", "--devices", "0", "a.b=2"])
   assert parsed.overrides == ["a.b=1", "a.b=2"]
+  parsed = multihost.parse(["--config=a", "--config=x.y=1"])
+  assert parsed.config == ["a"] and parsed.overrides == ["x.y=1"]
 
 
 def test_help_is_for_the_agent_of_a_preset_file(tmp_path):
