@@ -9,7 +9,8 @@ Episodes (checked in tests/envs, for Atari also against a plain ALE):
   continues the game, again after no-ops. When the last life is lost, the episode ends with the
   game.
 - With `fire_reset` and `episodic_life` evaluation continues after a lost life as training does:
-  after no-ops and FIRE, in a step that ignores its action and does not count for the cap.
+  after no-ops and FIRE, in a step that ignores its action, does not count for the cap, and has
+  `first` set.
 - A cap counts the agent steps of the *game*, over all its lives, as in EfficientZero, which applies
   its time limit inside its episodic-life wrapper. Steps that only restart an episode do not count.
   When the cap is reached, the game is truncated and a new one begins.
@@ -94,7 +95,7 @@ class BatchedEnv:
     self._family, self._hides_ball = task.family, task.hides_ball
     self._event_rewards, self._whole_games = task.event_rewards, task.whole_games
     self._episodic_life = task.options.get("episodic_life", False) and not task.whole_games
-    self._ended = np.zeros(lanes, bool)  # whether the last step ended the episode
+    self._ended = np.zeros(lanes, bool)  # whether the next step ignores its action
     self._lives = np.zeros(lanes, np.int32)
     arrays = self._pool.spec.state_array_spec
     shape = arrays["obs:grid" if task.family == "jumanji" else "obs"].shape
@@ -147,7 +148,6 @@ class BatchedEnv:
       over, lives = info["terminated"].astype(bool), info["lives"]
       real = capped & (over | (self._episodic_life & (lives > 0) & (lives < self._lives)))
       self._lives = lives
-      ended = ended & over if self._whole_games else ended
       frame = np.ascontiguousarray(obs.transpose(0, 2, 3, 1))
     else:
       if self._hides_ball:
@@ -161,16 +161,15 @@ class BatchedEnv:
       over, real = ended, capped
       if self._family == "classic_control":  # other families ignore the cap
         real = capped & (np.abs(frame[:, 0, 0, [0, 2]]) > _CARTPOLE_LIMITS).any(axis=1)
-    step = EnvStep(
+    self._ended = ended | capped
+    return EnvStep(
       frame=frame,
       reward=reward.astype(np.float32),
       first=first,
-      terminated=ended | real,
+      terminated=(ended & over if self._whole_games else ended) | real,
       truncated=capped & ~real,
       game_over=over | real,
     )
-    self._ended = step.terminated | step.truncated
-    return step
 
 
 class BoardEnv(BatchedEnv):

@@ -198,7 +198,7 @@ def _play(
       video.add(step.frame[0], int(out.action[0]), score[0], numbers)
     step = env.step(np.asarray(out.action))
     score += np.where(playing, step.reward, 0)
-    length += playing
+    length += playing & ~step.first
     capped |= playing & step.truncated
     if video and playing[0] and (step.terminated | step.truncated)[0]:
       video.add(step.frame[0], None, score[0], {})

@@ -68,6 +68,18 @@ def test_plays_whole_episodes_with_raw_rewards(envs, episodes, lanes):
     assert max(map(abs, returns)) > 1 and 0 < result.capped < 11  # the cases did occur
 
 
+def test_a_step_that_only_begins_the_next_life_does_not_count(envs, monkeypatch):
+  step = tiny.FakeEnv.step
+
+  def second_life(env, action):
+    env.shown[-1] = step(env, action)._replace(first=np.full(env.num_lanes, len(env.shown) == 3))
+    return env.shown[-1]
+
+  monkeypatch.setattr(tiny.FakeEnv, "step", second_life)
+  lengths = play(4).lengths
+  assert lengths == [end - (end >= 2) for _, end, _ in expected(envs, 4)] and max(lengths) > 2
+
+
 def test_actions_are_those_of_the_agent_without_exploration(envs):
   play(3)
   (env,) = envs
