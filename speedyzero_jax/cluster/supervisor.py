@@ -75,7 +75,7 @@ class Supervisor:
     """Starts the processes and returns when all have ended. Call it once, from the main thread.
 
     SIGINT, SIGTERM and SIGHUP (unless ignored, as under nohup) are passed to the vital processes,
-    which may save; a second signal kills everything.
+    which may save; a later SIGINT kills everything.
 
     Returns 0 if all vital processes ended with 0; 128 + n if signal n stopped them; the exit code
     of a vital process that failed; USAGE_ERROR if another process exited with it; FAILED if
@@ -149,7 +149,7 @@ class Supervisor:
     """Stops all processes, vital ones first so that they can save. Returns the exit code."""
     vital = self._vital()
     names = ", ".join(process.child.name for process in vital)
-    waiting = f": waiting for {names} to save; a second signal kills them" if names else ""
+    waiting = f": waiting for {names} to save; another SIGINT kills them" if names else ""
     self._report(f"stopping ({number.name}){waiting}")
     self._end(vital, number, self._limits.save_patience)
     self._end(self._running.values(), signal.SIGTERM, self._limits.kill_after)
@@ -172,11 +172,14 @@ class Supervisor:
       self._wait(None)
 
   def _await(self, processes: Iterable[Process], patience: float) -> None:
-    """Waits up to `patience` seconds for processes to end; on a signal, kills everything."""
+    """Waits up to `patience` seconds for processes to end.
+
+    Kills everything on SIGINT, or on any signal if no vital process is running.
+    """
     processes, until = list(processes), time.monotonic() + patience
     while any(process.running for process in processes) and time.monotonic() < until:
       self._wait(until)
-      if self._signals:
+      if signal.SIGINT in self._signals or (self._signals and not self._vital()):
         self._kill_all()
 
   def _kill_all(self) -> None:

@@ -11,12 +11,14 @@ from typing import Any
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-# Seconds within which a repeated signal is the same signal, sent to the process and to its group.
+# Seconds within which a SIGINT is the first signal, sent to the process and to its group.
 _DUPLICATE_SECONDS = 1.0
 
 
 class Signals(contextlib.ExitStack):
-  """Context manager in which the first signal calls `on_stop` and the second ends the process.
+  """Context manager in which the first signal calls `on_stop` and a later SIGINT ends the process.
+
+  Other signals may be repeated, as schedulers do while a process saves.
 
   `on_stop` runs in a thread of its own, as the interrupted code may hold locks that it, or a thread
   for which it waits, needs. If SIGHUP is ignored (nohup), it stays ignored.
@@ -43,7 +45,7 @@ class Signals(contextlib.ExitStack):
     if self.received is None:
       self.received, self._when = number, time.monotonic()
       self._stops.put(True)
-    elif time.monotonic() - self._when > _DUPLICATE_SECONDS:
+    elif number == signal.SIGINT and time.monotonic() - self._when > _DUPLICATE_SECONDS:
       signal.signal(number, signal.SIG_DFL)
       os.kill(os.getpid(), number)
 

@@ -1,9 +1,10 @@
-"""Tests of runs stopped by signals: at once, after saving, or by the second signal."""
+"""Tests of runs stopped by signals: at once, after saving, or by a later Ctrl-C."""
 
 import contextlib
 import os
 import pty
 import signal
+import subprocess
 
 import pytest
 
@@ -40,24 +41,26 @@ def test_a_stop_while_a_run_starts(tmp_path, monkeypatch, capsys, moment, number
   assert Checkpoints(folder).steps() == ([0] if moment == "collecting" else [])
 
 
-SECOND = """
-import os, signal, sys, time
+REPEATED = """
+import os, signal, time
 from speedyzero_jax.run.signals import Signals
 with Signals() as signals:
   os.kill(os.getpid(), signal.SIGTERM)
-  os.kill(os.getpid(), signal.SIGTERM)  # an echo, as of timeout(1)
+  os.kill(os.getpid(), signal.SIGINT)  # soon after, as of timeout(1)
   assert signals.exit_code == 143
   time.sleep(1.1)
-  os.kill(os.getpid(), int(sys.argv[1]))
+  os.kill(os.getpid(), signal.SIGTERM)
+  os.kill(os.getpid(), signal.SIGHUP)
+  print("alive", flush=True)
+  os.kill(os.getpid(), signal.SIGINT)
   time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_ends_the_process_at_once(second):
-  process = python("-c", SECOND, int(second))
-  process.communicate(timeout=60)
-  assert process.returncode == -second
+def test_a_later_sigint_ends_the_process_at_once_and_repeated_others_do_not():
+  process = python("-c", REPEATED, stdout=subprocess.PIPE)
+  assert process.communicate(timeout=60)[0] == "alive\n"
+  assert process.returncode == -signal.SIGINT
 
 
 LOCKED = """
