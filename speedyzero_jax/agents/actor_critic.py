@@ -24,7 +24,11 @@ RECONSTRUCTION = "losses/reconstruction"  # half the squared error, summed over 
 
 @dataclasses.dataclass(frozen=True)
 class TrajectoryConfig:
-  """Settings common to all losses on trajectories."""
+  """Settings common to all losses on trajectories, and how these are queued and reused.
+
+  The learner trains on one block at a time for `epochs` epochs. A block has `minibatches` times
+  `learner.batch_size` new trajectories, plus replayed ones.
+  """
 
   unroll_length: int = opt(
     20, "T, slots per trajectory (IMPALA: 20 on Atari, 100; A2C: 5)", "[1, 10000]"
@@ -47,54 +51,38 @@ class TrajectoryConfig:
   reward_scale: float = opt(
     1.0, "factor on rewards; the other coefficients suit returns of about 1", "(0, 1e6]"
   )
-
-  @property
-  def supply(self) -> "TrajectorySchedule":
-    return TrajectorySchedule(self.unroll_length, synchronous=self.synchronous)
-
-
-class TrajectorySchedule(NamedTuple):
-  """How trajectories are queued and reused.
-
-  The learner trains on one block at a time for `epochs` epochs. A block has `minibatches` times
-  `learner.batch_size` new trajectories, plus replayed ones.
-  """
-
-  length: int  # T, slots per trajectory
-  minibatches: int = 1
-  epochs: int = 1
-  replayed: float = 0.0  # replayed trajectories per new one
-  synchronous: bool = False  # see `Agent.synchronous`
+  # Settings of PPO only.
+  minibatches, epochs, replay_proportion = 1, 1, 0.0
 
   def _block(self, config: Config) -> int:
     """New trajectories per block. If each is used only once, a block is a single trajectory."""
-    once = self.minibatches == self.epochs == 1 and not self.replayed
+    once = self.minibatches == self.epochs == 1 and not self.replay_proportion
     return 1 if once else self.minibatches * config.learner.batch_size
 
   def _used(self, config: Config, blocks: int) -> int:
     """Samples that a number of blocks provides."""
     new = blocks * self._block(config)
-    return self.epochs * (new + math.floor(new * self.replayed))
+    return self.epochs * (new + math.floor(new * self.replay_proportion))
 
   def queue(self, store: LaneStore, config: Config) -> TrajectoryQueue:
     """Makes the selector."""
     block, required = self._block(config), config.learner.steps * config.learner.batch_size
-    blocks = math.floor(required / (self.epochs * block * (1 + self.replayed)))
+    blocks = math.floor(required / (self.epochs * block * (1 + self.replay_proportion)))
     while self._used(config, blocks) < required:
       blocks += 1
     return TrajectoryQueue(
       store,
-      self.length,
+      self.unroll_length,
       stack=config.env.frame_stack,
       pace=math.inf if self.synchronous else blocks * block / config.run.env_steps,
       block=block,
       epochs=self.epochs,
-      replayed=self.replayed,
+      replayed=self.replay_proportion,
     )
 
   def problems(self, config: Config) -> Iterable[str]:
     """Yields `key: problem` for settings that exhaust, evict or delay trajectories."""
-    actor, learner, length = config.actor, config.learner, self.length
+    actor, learner, length = config.actor, config.learner, self.unroll_length
     delays = {"learner.tail_steps": learner.tail_steps, "actor.random_steps": actor.random_steps}
     for key, steps in delays.items():
       if steps:
@@ -119,7 +107,8 @@ class TrajectorySchedule(NamedTuple):
 
   @property
   def _reuse(self) -> str:
-    replayed = f" and {self.replayed} replayed trajectories per new one" if self.replayed else ""
+    share = self.replay_proportion
+    replayed = f" and {share} replayed trajectories per new one" if share else ""
     return f"in blocks of {self.minibatches} minibatches with {self.epochs} epochs each{replayed}"
 
   def _synchronous_problems(self, config: Config) -> Iterable[str]:
@@ -146,8 +135,10 @@ class TrajectorySchedule(NamedTuple):
         "actor.weights_interval: must divide the learner steps between collections "
         f"({self.minibatches * self.epochs}) with loss.synchronous, got {actor.weights_interval}"
       )
-    if self.replayed:
-      yield (f"loss.replay_proportion: must be 0 with loss.synchronous, got {self.replayed}")
+    if self.replay_proportion:
+      yield (
+        f"loss.replay_proportion: must be 0 with loss.synchronous, got {self.replay_proportion}"
+      )
 
   def least_capacity(self, config: Config) -> int:
     """Minimum capacity with which no trajectory is evicted before the learner has used it.
@@ -157,7 +148,7 @@ class TrajectorySchedule(NamedTuple):
     by which it may be ahead of other lanes, an incomplete one, and one partly evicted. A block that
     is used several times stays stored meanwhile.
     """
-    lanes, length, block = config.actor.lanes, self.length, self._block(config)
+    lanes, length, block = config.actor.lanes, self.unroll_length, self._block(config)
     slack = max(2 * lanes, 2 * -(-config.run.env_steps // config.learner.steps))
     ahead = max(slack, (lanes + max(block, config.learner.batch_size)) * length)
     in_use = block * length if block > 1 else 0

@@ -87,7 +87,7 @@ class ImpalaConfig(AgentConfig):
 
   def problems(self, config: Config) -> Iterable[str]:
     yield from torso_problems(self.network, config.env)
-    yield from self.loss.supply.problems(config)
+    yield from self.loss.problems(config)
 
 
 AGENT_CONFIG = ImpalaConfig
@@ -208,7 +208,7 @@ class Impala(TorsoAgent):
   # --- host
 
   def make_selector(self, store: LaneStore) -> TrajectoryQueue:
-    return self._loss.supply.queue(store, self._config)
+    return self._loss.queue(store, self._config)
 
   def assemble(
     self, replay: Replay, selection: Selection, learner_step: int

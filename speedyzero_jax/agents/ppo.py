@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
-from speedyzero_jax.agents.actor_critic import PolicyTerms, TrajectoryConfig, TrajectorySchedule
+from speedyzero_jax.agents.actor_critic import PolicyTerms, TrajectoryConfig
 from speedyzero_jax.agents.base import AXIS, Arrays
 from speedyzero_jax.agents.impala import Impala
 from speedyzero_jax.config.fields import opt
@@ -63,12 +63,6 @@ class LossConfig(TrajectoryConfig):
     False, "also clip the change of the value since acting by loss.clip (PPO's code: yes)"
   )
 
-  @property
-  def supply(self) -> TrajectorySchedule:
-    return TrajectorySchedule(
-      self.unroll_length, self.minibatches, self.epochs, self.replay_proportion, self.synchronous
-    )
-
 
 @dataclasses.dataclass(frozen=True)
 class PpoConfig(AgentConfig):
@@ -80,7 +74,7 @@ class PpoConfig(AgentConfig):
 
   def problems(self, config: Config) -> Iterable[str]:
     yield from torso_problems(self.network, config.env)
-    yield from self.loss.supply.problems(config)
+    yield from self.loss.problems(config)
     if self.loss.clip_value and self.loss.advantages == "vtrace":
       yield "loss.clip_value: must be off with loss.advantages=vtrace, which uses current values"
 

@@ -38,7 +38,7 @@ def _supplies(draw):
     f"learner.prefetch={draw(st.integers(1, 3))}",
   ]  # fmt: skip
   config = loader.load([], ["agent=impala", "env.game=Catch", *overrides])
-  capacity = config.agent.loss.supply.least_capacity(config)
+  capacity = config.agent.loss.least_capacity(config)
   return loader.override(config, [f"replay.capacity={capacity}"])
 
 
