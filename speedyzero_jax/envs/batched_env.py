@@ -235,11 +235,14 @@ def episode_cap(game: str, cap: int) -> int:
 
 
 def frame_sides(config: EnvConfig) -> tuple[int, int]:
-  """Height and width of frames; (1, 1) for vectors. Raises ValueError as `GymnasiumEnv` does."""
+  """Height and width of a one-player game's frames; (1, 1) for vectors.
+
+  Raises ValueError for a board game, and as `GymnasiumEnv` does.
+  """
   if config.game.startswith(gymnasium_env.PREFIX):
     return gymnasium_env.probe(config.game)[0][:2]
   if config.game in BOARD_GAMES:
-    return RULES[config.game].shape[:2]
+    raise ValueError(f"{config.game} is for two players; agent=alphazero plays it")
   side = 1 if config.game in VECTOR_GAMES else _GRIDS.get(config.game, config.frame_size)
   return side, side
 

@@ -16,7 +16,7 @@ from flax import nnx
 
 from speedyzero_jax.config.fields import opt
 from speedyzero_jax.config.schema import EnvConfig
-from speedyzero_jax.envs.batched_env import BOARD_GAMES, frame_sides
+from speedyzero_jax.envs.batched_env import frame_sides
 from speedyzero_jax.ops.param_rngs import param_rngs
 from speedyzero_jax.types import Params
 
@@ -205,9 +205,6 @@ def make_torso(config: TorsoConfig, shape: tuple[int, int, int], rngs: nnx.Rngs)
 
 def torso_problems(config: TorsoConfig, env: EnvConfig) -> Iterable[str]:
   """Yields `key: problem` if the torso does not fit the environment's observations."""
-  if env.game in BOARD_GAMES:
-    yield f"env.game: {env.game} is for two players; agent=alphazero plays it"
-    return
   try:
     side = min(frame_sides(env))
   except ValueError as error:

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from speedyzero_jax.agents import refresh
 from speedyzero_jax.config.fields import opt
 from speedyzero_jax.config.schema import AgentConfig, Config, PriorityConfig
-from speedyzero_jax.envs.batched_env import BOARD_GAMES, check_game, frame_sides
+from speedyzero_jax.envs.batched_env import check_game, frame_sides
 
 _SMALL = 16  # pixels, maximum side of images for which downsample=1 is allowed
 
@@ -239,9 +239,6 @@ class EfficientZeroConfig(AgentConfig):
 
   def _network_problems(self, config: Config) -> Iterable[str]:
     env, network = config.env, self.network
-    if env.game in BOARD_GAMES:
-      yield f"env.game: {env.game} is for two players; agent=alphazero plays it"
-      return
     try:
       sides = frame_sides(env)
       if max(sides) > 1 and network.downsample == 1:
