@@ -216,7 +216,8 @@ def make_env(
   Raises:
     ValueError: the game is unknown, or reports another number of events than `event_rewards`.
   """
-  cap, weights = max_episode_steps or config.max_episode_steps, config.event_rewards
+  cap = episode_cap(config.game, max_episode_steps or config.max_episode_steps)
+  weights = config.event_rewards
   if config.game.startswith(gymnasium_env.PREFIX):
     return GymnasiumEnv(config.game, lanes, seed, cap, weights if training else ())
   names = _EVENTS.get(config.game, ())
@@ -230,7 +231,7 @@ def make_env(
 def episode_cap(game: str, cap: int) -> int:
   """The effective cap, in agent steps, given the environment's own time limit."""
   if game.startswith(gymnasium_env.PREFIX):
-    return min(cap, gymnasium_env.time_limit(game))
+    return min(cap, gymnasium_env.probe(game)[3])
   return min(cap, _CARTPOLE_STEPS) if game == "CartPole" else cap
 
 
@@ -282,7 +283,7 @@ def _task(config: EnvConfig, training: bool, cap: int) -> _Task:
     weights = config.event_rewards if training else ()
     return _Task("toy_text", "Catch-v0", {}, config.game == "MemoryCatch", weights)
   if config.game == "CartPole":
-    return _Task("classic_control", "CartPole-v1", {"max_episode_steps": min(cap, _CARTPOLE_STEPS)})
+    return _Task("classic_control", "CartPole-v1", {"max_episode_steps": cap})
   if config.game in _GRIDS:
     return _Task("jumanji", f"{config.game}-v1", {})
   if config.game in BOARD_GAMES:

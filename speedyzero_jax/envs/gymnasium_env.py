@@ -17,9 +17,9 @@ PREFIX = "gymnasium:"
 class GymnasiumEnv:
   """L environments with the interface and conventions of `BatchedEnv`.
 
-  The environment's own time limit applies if it is below the cap. `event_rewards` [E], if given,
-  are multiplied by `info["events"]` [E] of each step to replace the reward. Raises ValueError if
-  the environment cannot be created, or its spaces or events are not supported.
+  `cap` replaces the environment's own time limit. `event_rewards` [E], if given, are multiplied by
+  `info["events"]` [E] of each step to replace the reward. Raises ValueError if the environment
+  cannot be created, or its spaces or events are not supported.
   """
 
   def __init__(
@@ -27,7 +27,7 @@ class GymnasiumEnv:
   ):
     from gymnasium import vector
 
-    one = functools.partial(_make, game, min(cap, time_limit(game)))
+    one = functools.partial(_make, game, cap)
     self._envs = vector.SyncVectorEnv([one] * lanes, autoreset_mode=vector.AutoresetMode.NEXT_STEP)
     self._seeds = np.random.SeedSequence(seed).generate_state(lanes).tolist()
     self._ended = np.zeros(lanes, bool)
@@ -84,7 +84,8 @@ def check_actions(env: Env, action: np.ndarray) -> None:
 def probe(game: str) -> tuple[tuple[int, int, int], np.dtype, int, int]:
   """Returns an environment's frame shape [H, W, C] and dtype, number of actions and time limit.
 
-  Vectors of size D have frame shape [1, 1, D]. Raises ValueError as `GymnasiumEnv` does.
+  Vectors of size D have frame shape [1, 1, D]. Without a time limit it is 2^30. Raises
+  ValueError as `GymnasiumEnv` does.
   """
   from gymnasium import spaces
 
@@ -102,11 +103,6 @@ def probe(game: str) -> tuple[tuple[int, int, int], np.dtype, int, int]:
     return shape, np.dtype(np.uint8 if image else np.float32), int(actions.n), int(limit or 2**30)
   finally:
     env.close()
-
-
-def time_limit(game: str) -> int:
-  """The environment's own time limit, in agent steps; 2^30 if it has none."""
-  return probe(game)[3]
 
 
 def _make(game: str, cap: int | None = None) -> Any:
