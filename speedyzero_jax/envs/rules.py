@@ -35,12 +35,12 @@ class Rules(abc.ABC):
   @property
   def num_actions(self) -> int:
     """Number of actions, A."""
-    return self.height * self.width
+    return self.height * self.width + self.passes
 
   @property
   def reflection(self) -> np.ndarray:
     """Action [A] that has the effect of each action after a reflection of columns."""
-    cells = np.arange(self.height * self.width).reshape(self.height, self.width)[:, ::-1].ravel()
+    cells = self._cells[:, ::-1].ravel()
     return np.append(cells, cells.size) if self.passes else cells
 
   @property
@@ -83,6 +83,12 @@ class Rules(abc.ABC):
   def _play(self, board: Array, action: Array) -> Array:
     """The board from the opponent's perspective after a legal action [...] of an open game."""
 
+  @functools.cached_property
+  def _cells(self) -> np.ndarray:
+    """Indices of the cells [H, W]."""
+    cells = np.arange(self.height * self.width, dtype=np.int32)
+    return cells.reshape(self.height, self.width)
+
 
 def flip(board: Array) -> Array:
   """Boards from the perspective of the other player."""
@@ -124,8 +130,7 @@ class InARow(Rules):
     if self.gravity:
       column = xp.take_along_axis(_taken(board), action[..., None, None], axis=-1)
       action = (self.height - 1 - column.sum((-2, -1))) * self.width + action
-    cells = np.arange(self.height * self.width).reshape(self.height, self.width)
-    own = (board[..., 0] > 0) | (cells == action[..., None, None])
+    own = (board[..., 0] > 0) | (self._cells == action[..., None, None])
     return xp.stack([board[..., 1], own.astype(board.dtype)], axis=-1)
 
   def _row(self, stones: Array) -> Array:
@@ -169,10 +174,6 @@ class Go(Rules):
   @property
   def shape(self) -> tuple[int, int, int]:
     return self.height, self.width, 18
-
-  @property
-  def num_actions(self) -> int:
-    return self.height * self.width + 1
 
   @property
   def max_moves(self) -> int:
@@ -251,12 +252,6 @@ class Go(Rules):
       return xp.maximum(numbers, xp.where(same[:, None], _around(numbers), _NONE).max(0))
 
     return own, other, _repeat(spread, numbers)
-
-  @functools.cached_property
-  def _cells(self) -> np.ndarray:
-    """Indices of the cells [H, W]."""
-    cells = np.arange(self.height * self.width, dtype=np.int32)
-    return cells.reshape(self.height, self.width)
 
 
 def _around(cells: Array) -> Array:
