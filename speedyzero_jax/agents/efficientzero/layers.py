@@ -74,14 +74,11 @@ class Layers:
       rngs=self._rngs,
     )
 
-  def linear(
-    self, inputs: int, outputs: int, *, zero: bool = False, bias: bool = True
-  ) -> nnx.Linear:
+  def linear(self, inputs: int, outputs: int, *, zero: bool = False) -> nnx.Linear:
     init = _uniform(inputs) if self._pytorch else _LECUN
     return nnx.Linear(
       inputs,
       outputs,
-      use_bias=bias,
       dtype=self.dtype,
       kernel_init=_ZEROS if zero else init,
       bias_init=init if self._pytorch and not zero else _ZEROS,
