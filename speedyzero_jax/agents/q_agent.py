@@ -220,7 +220,7 @@ class QAgent(TorsoAgent):
 
     Also returns the learner steps [B] of the oldest weights that each error depends on.
     """
-    lane, time = np.broadcast_arrays(lane[:, None], time[:, None] + self._trained)
+    lane, time = lane[:, None], time[:, None] + self._trained
     returns = self._returns(store, lane, time)
     now, end = store.flat(lane, time), store.flat(lane, time + returns.steps)
     acted = take(store.action, now) >= 0
@@ -232,10 +232,9 @@ class QAgent(TorsoAgent):
     return np.where(unknown.any(1), np.nan, error), step.min(1)
 
   def _returns(self, store: LaneStore, lane: np.ndarray, time: np.ndarray) -> td.NStep:
-    """n-step returns of slots (lane [B, T], time [B, T]), [B, T] each."""
+    """n-step returns [...] of slots (lane, time [...])."""
     n, discount = self._agent_config.loss.td_steps, self._config.env.discount
-    returns = td.n_step(store, lane.ravel(), time.ravel(), n, discount)
-    return td.NStep(*(x.reshape(time.shape) for x in returns))
+    return td.n_step(store, lane, time, n, discount)
 
   def _weights(self, selection: Selection, learner_step: int) -> np.ndarray:
     """Importance-sampling weights [B]."""

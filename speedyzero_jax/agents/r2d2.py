@@ -145,7 +145,7 @@ class R2D2(QAgent):
     # An evicted sequence is replaced by the lane's oldest slots and masked; there are enough.
     lane, times = selection.lane[:, None], time[:, None] + np.arange(self.window.after + 1)
     trained = times[:, self._trained]
-    returns = self._returns(store, np.broadcast_to(lane, trained.shape), trained)
+    returns = self._returns(store, lane, trained)
     action = take(store.action, store.flat(lane, trained))
     batch = {
       "action": np.maximum(action, 0),

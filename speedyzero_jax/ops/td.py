@@ -15,21 +15,21 @@ _EPSILON = 0.001  # of `transform`
 class NStep(NamedTuple):
   """n-step returns reward + discount * V, where V is the value of the bootstrap state."""
 
-  reward: np.ndarray  # [B] float32, sum of discount^i reward[t+i] for i < steps
-  discount: np.ndarray  # [B] float32, discount^steps; 0 if the bootstrap state is terminal
-  steps: np.ndarray  # [B] int32, steps to the bootstrap state: n, or less at an episode's end
+  reward: np.ndarray  # [...] float32, sum of discount^i reward[t+i] for i < steps
+  discount: np.ndarray  # [...] float32, discount^steps; 0 if the bootstrap state is terminal
+  steps: np.ndarray  # [...] int32, steps to the bootstrap state: n, or less at an episode's end
 
 
 def n_step(store: LaneStore, lane: np.ndarray, time: np.ndarray, n: int, discount: float) -> NStep:
-  """Computes n-step returns of live slots (lane [B], time [B]) in which an action was taken.
+  """Computes n-step returns [...] of live slots (lane, time [...]) in which an action was taken.
 
   The last frame of a truncated episode has its own slot, from which returns bootstrap.
   """
   last = store.last(lane, time)
   steps = np.minimum(n, last - time)
-  flat = store.flat(lane[:, None], np.minimum(time[:, None] + np.arange(n), last[:, None]))
+  flat = store.flat(lane[..., None], np.minimum(time[..., None] + np.arange(n), last[..., None]))
   powers = discount ** np.arange(n + 1)
-  counted = np.arange(n) < steps[:, None]
+  counted = np.arange(n) < steps[..., None]
   reward = np.where(counted, powers[:n] * take(store.reward, flat), 0.0).sum(-1)
   terminated = take(store.terminated, store.flat(lane, time + steps))
   return NStep(
