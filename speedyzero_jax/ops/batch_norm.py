@@ -26,8 +26,7 @@ class BatchNorm(nnx.BatchNorm):
     self, x: jax.Array, use_running_average: bool
   ) -> jax.Array:
     if use_running_average:
-      result: jax.Array = super().__call__(x, use_running_average)
-      return result
+      return super().__call__(x, use_running_average)
     y, mean, var = normalize(x, self.scale[...], self.bias[...], self.epsilon, self.axis_name)
     for running, new in ((self.mean, mean), (self.var, var)):
       running[...] = self.momentum * running[...] + (1 - self.momentum) * new
@@ -82,10 +81,7 @@ def _sums(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
   if platform() == "cpu":
     return jnp.sum(x, axes), jnp.sum(y, axes)
   zero = jnp.zeros((), x.dtype)
-  both: tuple[jax.Array, jax.Array] = jax.lax.reduce(
-    (x, y), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), axes
-  )
-  return both
+  return jax.lax.reduce((x, y), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), axes)
 
 
 def _over_devices(

@@ -1,6 +1,6 @@
 """Random keys for the initial parameters of a module."""
 
-from typing import Any, cast
+from typing import Any
 
 import jax
 from flax import nnx
@@ -26,4 +26,4 @@ def param_rngs(key: jax.Array) -> nnx.Rngs:
   """Returns `nnx.Rngs(key)`, with the same keys, that is faster to trace."""
   rngs: Any = nnx.Rngs(key)
   rngs.default = _Stream(key, tag="default")
-  return cast(nnx.Rngs, rngs)
+  return rngs

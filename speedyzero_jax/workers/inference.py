@@ -50,16 +50,14 @@ class Inference:
     Raises DivergedError if any value is not finite.
     """
     out = self.act(version.variables, inputs, key, np.float32(progress), explore=explore)
-    result: ActOutput = device_get_finite(version, out)
-    return result
+    return device_get_finite(version, out)
 
   def compute(self, version: Version, task: str, inputs: Arrays, key: jax.Array) -> Arrays:
     """Returns the results of a task's program, [B, n, ...] each, on the host.
 
     Raises DivergedError if any value is not finite.
     """
-    results: Arrays = device_get_finite(version, self.tasks[task](version.variables, inputs, key))
-    return results
+    return device_get_finite(version, self.tasks[task](version.variables, inputs, key))
 
 
 class _Divided:

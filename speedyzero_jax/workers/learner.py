@@ -157,8 +157,7 @@ class Learner:
   def gradient(self, state: LearnerState, batch: Arrays, key: jax.Array) -> Gradient:
     """Returns the gradient that `step` would apply. The state's `opt_state` is not used."""
     with dispatch_lock(self.mesh):
-      found: Gradient = self._differentiate(state, batch, key)
-      return found
+      return self._differentiate(state, batch, key)
 
   def apply(self, state: LearnerState, gradient: Gradient) -> tuple[LearnerState, StepResult]:
     """Takes a training step with a gradient of these or of earlier weights; donates the state."""
