@@ -113,7 +113,8 @@ def evaluate(
   lanes = min(episodes, MAX_LANES)
   played: list[tuple[float, int, bool]] = []
   while len(played) < episodes:
-    seeded = _seed(seed, len(played) // lanes)
+    seeds = np.random.SeedSequence([seed, len(played) // lanes, 0xE7A1])
+    seeded = int(seeds.generate_state(1)[0] >> 1)
     env: Env
     if rules := RULES.get(config.env.game):
       env = VersusEnv(rules, lanes, seeded, opponent or play_at_random(rules), opening)
@@ -156,10 +157,6 @@ def _episodes_like(path: Path, evaluation: Evaluation) -> int:
     return int(written["episodes"]) if same else 0
   except (OSError, ValueError, TypeError, KeyError, AttributeError):
     return 0
-
-
-def _seed(seed: int, turn: int) -> int:
-  return int(np.random.SeedSequence([seed, turn, 0xE7A1]).generate_state(1)[0] >> 1)
 
 
 def _play(
