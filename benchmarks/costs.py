@@ -3,9 +3,7 @@
 import math
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -13,36 +11,30 @@ import numpy as np
 from jax.interpreters import partial_eval
 
 
-def matmul_flops(function: Callable, *args: Any, **kwargs: Any) -> Counter[str]:
+def matmul_flops(function: Callable, *args: Any) -> int:
   """Counts FLOPs of matrix products and convolutions of a call, per device if it is sharded.
 
   Loop bodies count once per iteration if the length is known when tracing, else once. For
   conditionals only the most expensive branch counts.
-
-  Returns:
-    FLOPs by dtype of the operands.
   """
-  jaxpr = jax.make_jaxpr(partial(function, **kwargs))(*args).jaxpr
+  jaxpr = jax.make_jaxpr(function)(*args).jaxpr
   used, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
   return _flops(used)
 
 
-def _flops(jaxpr: Any) -> Counter[str]:
-  total: Counter[str] = Counter()
+def _flops(jaxpr: Any) -> int:
+  total = 0
   for equation in jaxpr.eqns:
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
       left, out = equation.invars[0].aval, equation.outvars[0].aval
       terms = math.prod(left.shape[axis] for axis in params["dimension_numbers"][0][0])
-      total[left.dtype.name] += 2 * out.size * terms
+      total += 2 * out.size * terms
     elif name == "conv_general_dilated":
-      total[equation.invars[0].aval.dtype.name] += _convolution_flops(equation)
+      total += _convolution_flops(equation)
     inner = [_flops(body) for body in _bodies(params)]
-    if name == "cond":
-      inner = [max(inner, key=Counter.total)]
-    for counts in inner:
-      for dtype, flops in counts.items():
-        total[dtype] += flops * (params["length"] if name == "scan" else 1)
+    times = params["length"] if name == "scan" else 1
+    total += times * (max(inner) if name == "cond" else sum(inner))
   return total
 
 

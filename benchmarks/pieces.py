@@ -131,7 +131,7 @@ def cost(program: Program, *args: Any) -> Cost:
   begin = time.perf_counter()
   program.prepare(*args)
   seconds = time.perf_counter() - begin
-  return Cost(seconds, matmul_flops(program.function, *args).total())
+  return Cost(seconds, matmul_flops(program.function, *args))
 
 
 class Model:
