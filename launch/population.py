@@ -10,12 +10,12 @@ closed terminal, Ctrl-C or SIGTERM, after saving.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for uninstalled clones
 
@@ -45,15 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
   try:
     processes = RunProcesses(devices.machine_shares(arguments.together))
     population = populations.load(arguments.population)
-    with contextlib.ExitStack() as stack:
-      stack.enter_context(_claimed(arguments.dir, arguments.population.read_text()))
+    with _claimed(arguments.dir, arguments.population.read_text()):
       return _run(population, arguments.dir, processes)
   except (ConfigError, RunFolderError) as error:
     print(f"error: {error}", file=sys.stderr)
     return USAGE_ERROR
 
 
-def _claimed(folder: Path, description: str) -> contextlib.AbstractContextManager:
+def _claimed(folder: Path, description: str) -> IO:
   """Locks the folder and stores the population's description in it."""
   try:
     folder.mkdir(parents=True, exist_ok=True)
