@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from speedyzero_jax.envs.scores import human_normalized
 from speedyzero_jax.report import aggregates
 from speedyzero_jax.report.runs import CURVE, GAME, REPETITION_KEYS, Run
 from speedyzero_jax.run.run_dir import safe_name
@@ -51,13 +50,11 @@ class Method:
 
   def scores(self) -> dict[str, list[float]]:
     """Human-normalized scores of the evaluated runs, by game of Atari-100k."""
-    result: dict[str, list[float]] = collections.defaultdict(list)
-    for game, runs in self.games().items():
-      for run in runs:
-        if run.evaluation_mean is not None:
-          score = human_normalized(game, run.evaluation_mean)
-          result[game] += [] if score is None else [score]
-    return {game: scores for game, scores in result.items() if scores}
+    each = {
+      game: [run.human_normalized for run in runs if run.human_normalized is not None]
+      for game, runs in self.games().items()
+    }
+    return {game: scores for game, scores in each.items() if scores}
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
