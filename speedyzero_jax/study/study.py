@@ -61,10 +61,7 @@ class StudyRun(NamedTuple):
   def processes(self) -> list[str]:
     """The launcher's `--processes` option, for new and resumed runs; empty for one process."""
     shape = topology.resolve(self.config)
-    if shape.num_processes == 1:
-      return []
-    return ["--processes", f"learner={shape.learners},actor={shape.actors},"
-            f"refresher={shape.refreshers}"]  # fmt: skip
+    return ["--processes", shape.counts] if shape.num_processes > 1 else []
 
   def step(self) -> int:
     """The last learner step in the run's metrics."""
