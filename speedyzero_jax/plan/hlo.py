@@ -279,13 +279,8 @@ def _flops(computation: Computation, x: Instruction) -> float:
     output = operands[0]
   elif "BackwardFilter" in x.rest:
     kernel, output = x.shapes[0], operands[1]
-  features = _output_features(labels, kernel)
-  return 2.0 * kernel.size * output.size / features
-
-
-def _output_features(labels: str, kernel: Shape) -> int:
-  """Output channels of the forward convolution, from its `input_kernel->output` labels."""
-  return kernel.dims[labels.partition("_")[2].partition("->")[0].index("o")]
+  axes_of_kernel = labels.partition("_")[2]  # labels are input_kernel->output
+  return 2.0 * kernel.size * output.size / kernel.dims[axes_of_kernel.index("o")]
 
 
 def _instruction(name: str, text: str, root: bool) -> Instruction:
