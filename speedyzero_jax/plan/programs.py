@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from speedyzero_jax.agents.base import AXIS, ActInputs, Agent
 from speedyzero_jax.config.schema import Config
@@ -15,12 +15,13 @@ from speedyzero_jax.run.warmup import example_batch
 from speedyzero_jax.system.memory import bytes_of
 from speedyzero_jax.workers.evaluator import MAX_LANES
 from speedyzero_jax.workers.inference import Inference
-from speedyzero_jax.workers.learner import Learner, LearnerState
+from speedyzero_jax.workers.learner import Learner
 from speedyzero_jax.workers.sweeper import make_sweepers
 from speedyzero_jax.workers.weights import copy_tree
 
 ROLES = frozenset({"actor", "refresher"})  # possible roles of a learner process besides learning
 EPISODE = 2000  # assumed agent steps of an evaluation episode
+_WHOLE = PartitionSpec()
 
 
 class Planned(NamedTuple):
@@ -40,12 +41,6 @@ class Planned(NamedTuple):
     return compiled
 
 
-def abstract_state(learner: Learner) -> LearnerState:
-  """The learner's abstract state, replicated over its mesh."""
-  state: LearnerState = _on(NamedSharding(learner.mesh, PartitionSpec()), learner.abstract())
-  return state
-
-
 def programs(
   config: Config,
   local_config: Config,
@@ -59,26 +54,32 @@ def programs(
   `local_config` is its share of the configuration and `local` the mesh of its devices; the
   learner's mesh spans all learner processes.
   """
-  state, (arrays, works) = abstract_state(learner), example_batch(local_config, agent)
+  arrays, works = example_batch(local_config, agent)
   inference, steps = Inference(agent, local), config.learner.steps
-  variables = _on(NamedSharding(local, PartitionSpec()), state.variables)
+  abstract, key = learner.abstract(), jax.eval_shape(functools.partial(jax.random.key, 0))
+  state, variables = _on(learner.mesh, _WHOLE, abstract), _on(local, _WHOLE, abstract.variables)
 
   def task(name: str, count: int, states: int, calls: float) -> Planned:
-    sharding = NamedSharding(local, _divided(local, count))
     inputs = {
-      x.name: jax.ShapeDtypeStruct((count, states, *x.shape), x.dtype, sharding=sharding)
+      x.name: jax.ShapeDtypeStruct((count, states, *x.shape), x.dtype)
       for x in agent.tasks[name].reads
     }
-    inputs |= {"frames": _frames(local_config, agent, local, count, states - 1)}
-    args = variables, inputs, _key(local)
+    inputs |= {"frames": _frames(local_config, agent, count, states - 1)}
+    args = variables, _on(local, _divided(local, count), inputs), _on(local, _WHOLE, key)
     return Planned(name, count * states, calls, 0, inference.tasks[name].function, args, {})
 
   def act(name: str, count: int, calls: float, explore: bool) -> Planned:
-    args = variables, _inputs(local_config, agent, local, count), _key(local), _progress(local)
+    inputs, progress = _inputs(local_config, agent, count), jax.ShapeDtypeStruct((), np.float32)
+    inputs = _on(local, _divided(local, count), inputs)
+    args = variables, inputs, *_on(local, _WHOLE, (key, progress))
     return Planned(name, count, calls, 0, inference.act.function, args, {"explore": explore})
 
-  args = state, _batch(config, agent, learner, arrays), _key(learner.mesh), _flags(learner)
   update, size = learner.update.function, config.learner.batch_size
+  batch = {name: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for name, x in arrays.items()}
+  batch |= {"frames": _frames(config, agent, size, agent.window.after)}
+  flags = jax.ShapeDtypeStruct((learner.mesh.size,), bool)
+  batch, flags = _on(learner.mesh, PartitionSpec(AXIS), (batch, flags))
+  args = state, batch, _on(learner.mesh, _WHOLE, key), flags
   yield Planned("train", size, steps, bytes_of(state), update, args, {})
   intervals = {config.actor.weights_interval, *agent.subscriptions.values()}
   copies = sum(any(step % n == 0 for n in intervals) for step in range(1, steps + 1))
@@ -106,59 +107,24 @@ def evaluation_steps(config: Config) -> float:
   return times * EPISODE * -(-config.evaluation.episodes // MAX_LANES)
 
 
-def _batch(
-  config: Config, agent: Agent, learner: Learner, arrays: dict[str, np.ndarray]
-) -> dict[str, jax.ShapeDtypeStruct]:
-  size, divided = config.learner.batch_size, NamedSharding(learner.mesh, PartitionSpec(AXIS))
-  frame = agent.schema.frame
-  shape = (size, config.env.frame_stack + agent.window.after, *frame.shape)
-  return {
-    "frames": jax.ShapeDtypeStruct(shape, frame.dtype, sharding=divided),
-    **{
-      name: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype, sharding=divided)
-      for name, x in arrays.items()
-    },
-  }
-
-
-def _flags(learner: Learner) -> jax.ShapeDtypeStruct:
-  divided = NamedSharding(learner.mesh, PartitionSpec(AXIS))
-  return jax.ShapeDtypeStruct((learner.mesh.size,), bool, sharding=divided)
-
-
-def _inputs(local_config: Config, agent: Agent, mesh: Mesh, count: int) -> ActInputs:
-  inputs = ActInputs(
-    _frames(local_config, agent, mesh, count, 0),
+def _inputs(local_config: Config, agent: Agent, count: int) -> ActInputs:
+  return ActInputs(
+    _frames(local_config, agent, count, 0),
     jax.ShapeDtypeStruct((count,), bool),
     jax.ShapeDtypeStruct((count,), np.int32),
     jax.eval_shape(lambda: agent.initial_core(count)),
   )
-  placed: ActInputs = _on(NamedSharding(mesh, _divided(mesh, count)), inputs)
-  return placed
 
 
-def _frames(
-  local_config: Config, agent: Agent, mesh: Mesh, count: int, after: int
-) -> jax.ShapeDtypeStruct:
+def _frames(config: Config, agent: Agent, count: int, after: int) -> jax.ShapeDtypeStruct:
   frame = agent.schema.frame
-  shape = (count, local_config.env.frame_stack + after, *frame.shape)
-  sharding = NamedSharding(mesh, _divided(mesh, count))
-  return jax.ShapeDtypeStruct(shape, frame.dtype, sharding=sharding)
-
-
-def _progress(mesh: Mesh) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct((), np.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+  return jax.ShapeDtypeStruct((count, config.env.frame_stack + after, *frame.shape), frame.dtype)
 
 
 def _divided(mesh: Mesh, count: int) -> PartitionSpec:
   return PartitionSpec(AXIS) if count % mesh.size == 0 else PartitionSpec()
 
 
-def _key(mesh: Mesh) -> Any:
-  return _on(
-    NamedSharding(mesh, PartitionSpec()), jax.eval_shape(functools.partial(jax.random.key, 0))
-  )
-
-
-def _on(sharding: Sharding, tree: Any) -> Any:
+def _on(mesh: Mesh, spec: PartitionSpec, tree: Any) -> Any:
+  sharding = NamedSharding(mesh, spec)
   return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
