@@ -51,7 +51,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   add("--devices", metavar="I,...", type=device_ids, help=devices)
   add("overrides", nargs="*", metavar="key=value", help="settings, listed below")
   arguments = parser.parse_intermixed_args(argv)
-  separate_overrides(arguments, argv)
+  arguments.overrides += separate_overrides(argv, arguments.overrides, arguments.config)
   if arguments.resume is None and not arguments.config:
     parser.error("--config PRESET or --resume RUN_DIR is required")
   if arguments.resume is not None and arguments.config:
@@ -103,12 +103,16 @@ def chosen_agent(argv: Sequence[str]) -> str:
     return loader.DEFAULT_AGENT
 
 
-def separate_overrides(arguments: argparse.Namespace, argv: Sequence[str]) -> None:
-  """Moves overrides that argparse parsed as presets to `overrides`, in the order of `argv`."""
-  overrides = {*arguments.overrides, *(text for text in arguments.config if "=" in text)}
-  arguments.overrides = [text for text in argv if text in overrides]  # the last of a key applies
-  arguments.overrides += overrides - {*arguments.overrides}  # of --config=key=value
-  arguments.config = [text for text in arguments.config if "=" not in text]
+def separate_overrides(argv: Sequence[str], *lists: list[str]) -> list[str]:
+  """Removes overrides from lists of arguments, and returns them in the order of `argv`.
+
+  Argparse adds those that follow an option with several arguments, such as presets, to these.
+  """
+  overrides = {text for texts in lists for text in texts if "=" in text}
+  for texts in lists:
+    texts[:] = [text for text in texts if "=" not in text]
+  ordered = [text for text in argv if text in overrides]  # the last of a key applies
+  return ordered + [*overrides - {*ordered}]  # of --config=key=value
 
 
 def configuration(arguments: argparse.Namespace, num_processes: int | None) -> Config:

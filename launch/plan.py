@@ -47,7 +47,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   add("--out", type=Path, metavar="FILE", help="JSON file to write")
   add("overrides", nargs="*", metavar="key=value", help="settings (see launch/multihost.py --help)")
   arguments = parser.parse_intermixed_args(argv)
-  multihost.separate_overrides(arguments, argv)
+  arguments.overrides += multihost.separate_overrides(argv, arguments.overrides, arguments.config)
   arguments.overrides += arguments.processes or []
   return arguments
 

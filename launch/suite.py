@@ -28,6 +28,7 @@ from rich.live import Live
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for uninstalled clones
 
+from launch import multihost
 from speedyzero_jax.cluster import devices
 from speedyzero_jax.config.loader import ConfigError
 from speedyzero_jax.report import page, terminal
@@ -51,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   try:
     processes = RunProcesses(devices.machine_shares(arguments.together))
     study = _study(arguments, argv)
-    folder = arguments.dir or Path("runs") / _name(arguments)
+    names = [Path(text).stem for text in arguments.study or arguments.config]
+    folder = arguments.dir or Path("runs") / "+".join(names)
     runs = studies.runs_of(study, folder)
     part, parts = _part(arguments.part)
     if parts > 1 and arguments.out:
@@ -92,31 +94,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _study(arguments: argparse.Namespace, argv: Sequence[str]) -> Study:
-  # key=value may appear anywhere, even right after presets and games; the last of a key applies.
-  lists = (arguments.study, arguments.config, arguments.games)
-  given = {text for texts in lists for text in texts if "=" in text}
-  settings = tuple(text for text in argv if text in given)
-  settings += tuple(given - {*settings})  # of --config=key=value
-  paths, config, games = (tuple(text for text in texts if "=" not in text) for texts in lists)
+  paths, config, games = arguments.study, arguments.config, arguments.games
+  settings = multihost.separate_overrides(argv, paths, config, games)
   if len(paths) > 1:
     raise ConfigError(f"expected one study, got {', '.join(paths)}")
   study = studies.load(Path(paths[0])) if paths else Study()
   return dataclasses.replace(
     study,
-    config=config or study.config,
+    config=tuple(config) or study.config,
     settings=(*study.settings, *settings),
-    games=games or study.games,
+    games=tuple(games) or study.games,
     seeds=study.seeds if arguments.seeds is None else arguments.seeds,
   )
-
-
-def _name(arguments: argparse.Namespace) -> str:
-  """Name of the study's file, or the names of the presets."""
-  files, presets = (
-    [Path(text).stem for text in texts if "=" not in text]
-    for texts in (arguments.study, arguments.config)
-  )
-  return "+".join(files or presets)
 
 
 def _part(text: str) -> tuple[int, int]:
