@@ -225,29 +225,24 @@ def parse_sides(parser: argparse.ArgumentParser) -> argparse.Namespace:
   return arguments
 
 
-def find_sides(venv: Path) -> tuple[dict[str, tuple[Path, str]], dict[str, str]]:
-  """Returns Python and script of each available side, and the reasons for missing ones."""
-  sides, missing = {"ours": (Path(sys.executable), "ours.py")}, {}
-  try:
-    sides["lightzero"] = peer_python(venv, "LightZero", *LIGHTZERO), "lightzero.py"
-  except Missing as why:
-    missing["lightzero"] = str(why)
-    print(f"LightZero's columns stay empty: {why}")
-  return sides, missing
-
-
 class Bench:
-  """Measures tasks of the sides in turn.
+  """Measures tasks of the sides in turn, after LightZero's versions.
 
   Every comparison starts new processes, since allocators keep freed memory and two full replays
   must fit into memory.
   """
 
-  def __init__(
-    self, sides: dict[str, tuple[Path, str]], missing: dict[str, str], repeat: int, limit: float
-  ):
-    self._sides, self._missing, self._repeat, self._limit = sides, missing, repeat, limit
+  def __init__(self, venv: Path, repeat: int, limit: float):
+    self._repeat, self._limit = repeat, limit
+    self._sides = {"ours": (Path(sys.executable), "ours.py")}
+    self.missing: dict[str, str] = {}  # reasons by side
+    try:
+      self._sides["lightzero"] = peer_python(venv, "LightZero", *LIGHTZERO), "lightzero.py"
+    except Missing as why:
+      self.missing["lightzero"] = str(why)
+      print(f"LightZero's columns stay empty: {why}")
     self.rows: list[dict[str, Any]] = []
+    self.measure(lightzero("versions"))
 
   def measure(self, *tasks: Task) -> list[dict[str, Any]]:
     """Returns `median_s` and reported values for each task, or the reason under `missing`."""
@@ -255,8 +250,8 @@ class Bench:
     with contextlib.ExitStack() as stack:
       sides: dict[str, Side] = {}
       for name, (row, task) in enumerate(zip(rows, tasks, strict=True)):
-        if task.side in self._missing:
-          row["missing"] = self._missing[task.side]
+        if task.side in self.missing:
+          row["missing"] = self.missing[task.side]
           continue
         if task.side not in sides:
           sides[task.side] = stack.enter_context(contextlib.closing(Side(*self._sides[task.side])))
@@ -422,13 +417,12 @@ def main() -> None:
   )
   arguments = parse_sides(parser)
   sizes = QUICK if arguments.quick else Sizes()
-  sides, missing = find_sides(arguments.venv)
-  bench = Bench(sides, missing, 2 if arguments.quick else arguments.repeat, arguments.limit)
-  bench.measure(lightzero("versions"))
+  repeat = 2 if arguments.quick else arguments.repeat
+  bench = Bench(arguments.venv, repeat, arguments.limit)
   for part in arguments.only:
     PARTS[part](bench, sizes)
   for row in bench.rows:
-    if "missing" in row and row["task"]["side"] not in missing:
+    if "missing" in row and row["task"]["side"] not in bench.missing:
       print(f"{row['task']}: {row['missing']}")
   result = {"sizes": sizes._asdict(), "environment": ALLOCATOR, "set": arguments.set}
   write(arguments.out, result | {"measured": bench.rows})

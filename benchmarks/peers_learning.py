@@ -21,7 +21,7 @@ read its configuration; ours include compilation, as its cache is empty at first
 import os
 
 from common import parser_of, positive, write
-from peers import ALLOCATOR, NAN, Bench, find_sides, lightzero, ours, parse_sides, table
+from peers import ALLOCATOR, NAN, Bench, lightzero, ours, parse_sides, table
 
 THRESHOLD = 195
 METHODS = {
@@ -57,9 +57,7 @@ def main() -> None:
     arguments.seeds, length = 1, {"agent_steps": 600, "interval": 200, "episodes": 4}
   if length["interval"] % 4 or length["agent_steps"] % length["interval"]:
     parser.error("--interval must be a multiple of 4 and divide --agent-steps")
-  sides, missing = find_sides(arguments.venv)
-  bench = Bench(sides, missing, repeat=1, limit=0)
-  bench.measure(lightzero("versions"))
+  bench = Bench(arguments.venv, repeat=1, limit=0)
   rows: dict[str, list[float]] = {}
   for seed in range(arguments.seeds):
     for name in arguments.methods:
