@@ -90,16 +90,12 @@ def _population(document: dict[str, Any]) -> Population:
 def _knobs(explore: Mapping[str, Any], agent: str) -> tuple[Knob, ...]:
   known, knobs = loader.fields_of(agent), []
   for key, value in explore.items():
-    single = key in known and known[key].type is float
-    if (
-      key not in known
-      or not (single or known[key].type == tuple[float, ...])
-      or key.startswith(_FIXED)
-    ):
+    kind: Any = known[key].type if key in known else None
+    if kind not in (float, tuple[float, ...]) or key.startswith(_FIXED):
       raise ConfigError(
         f"explore: {key!r} is not a float setting of {agent} that can change during training"
       )
-    ranges = {key: value} if single else {f"{key}.{i}": each for i, each in enumerate(value)}
+    ranges = {key: value} if kind is float else {f"{key}.{i}": each for i, each in enumerate(value)}
     knobs += [_knob(name, each) for name, each in ranges.items()]
   return tuple(knobs)
 
