@@ -5,7 +5,6 @@ and `JAX_PLATFORMS=cpu` was set before jax was imported. The descriptions are in
 """
 
 import dataclasses
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -66,19 +65,16 @@ class Target:
     if devices % processes:
       raise ValueError(f"{devices} devices can't be divided over {processes} processes")
     shape = f"{processes}x1x{devices // processes}"
-    topology = _topology(shape, self.describe())
+    try:
+      topology = topologies.get_topology_desc(
+        platform="cuda", topology=shape, target_config=self.describe()
+      )
+    except Exception as error:
+      raise RuntimeError(
+        f"jax {jax.__version__} can't compile for GPUs on this machine: {error}; `make gpu-plan` "
+        "installs the CUDA plugin"
+      ) from error
     return Mesh(np.asarray(topology.devices), (axis,))
-
-
-@functools.cache
-def _topology(shape: str, description: str) -> Any:
-  try:
-    return topologies.get_topology_desc(platform="cuda", topology=shape, target_config=description)
-  except Exception as error:
-    raise RuntimeError(
-      f"jax {jax.__version__} can't compile for GPUs on this machine: {error}; `make gpu-plan` "
-      "installs the CUDA plugin"
-    ) from error
 
 
 def names() -> list[str]:
