@@ -11,9 +11,10 @@ more memory than a device has.
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for uninstalled clones
@@ -24,6 +25,7 @@ from speedyzero_jax.config.loader import ConfigError
 from speedyzero_jax.system.exit_codes import FAILED, USAGE_ERROR
 
 ROOT = Path(__file__).resolve().parent.parent
+_COMPILER = re.compile(r"jax|jaxlib|jax-cuda\d+-pjrt")  # packages
 TOO_LARGE = 3  # exit code besides those of `system.exit_codes`
 
 
@@ -100,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       "command": " ".join(["python", "launch/plan.py", *given]),
       "target": device.name,
       "processes": shape.learners,
-      "versions": {name: version(name) for name in ("jax", "jaxlib", "jax-cuda12-pjrt")},
+      "versions": {x.name: x.version for x in distributions() if _COMPILER.fullmatch(x.name)},
       "assumptions": plan.ASSUMPTIONS,
       "plans": [{"devices": devices} | each.as_dict() for devices, each in plans.items()],
     }

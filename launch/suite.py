@@ -83,8 +83,8 @@ def _parser() -> argparse.ArgumentParser:
   described = "YAML file (see configs/studies/), and settings of all runs"
   add("study", nargs="*", metavar="STUDY | key=value", help=described)
   presets, games = "replaces the study's presets", "games; all: the 26 games of Atari-100k"
-  add("--config", nargs="+", metavar="PRESET", default=[], help=presets)
-  add("--games", nargs="+", metavar="GAME", default=[], help=games)
+  add("--config", nargs="+", action="extend", metavar="PRESET", default=[], help=presets)
+  add("--games", nargs="+", action="extend", metavar="GAME", default=[], help=games)
   add("--seeds", type=int, metavar="N", help="run.seed=0 to N-1 (default: 3)")
   add("--out", type=Path, metavar="FILE", help="JSON file of the comparison")
   add("--dir", type=Path, help="folder of the runs (default: runs/, named after study or presets)")

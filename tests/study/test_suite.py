@@ -71,10 +71,11 @@ def test_an_interrupted_study_saves(tmp_path):
   assert not (tmp_path / "quickstart-Catch-s1").exists()
 
 
-def test_the_last_of_a_repeated_setting_applies():
-  argv = ["--config", "quickstart", "learner.steps=10", "--seeds", "1", "learner.steps=20"]
-  settings = suite._study(suite._parser().parse_intermixed_args(argv), argv).settings
-  assert settings == ("learner.steps=10", "learner.steps=20")
+def test_presets_and_settings_apply_in_their_order():
+  argv = ["--config", "quickstart", "learner.steps=10", "--config", "sweep", "learner.steps=20"]
+  study = suite._study(suite._parser().parse_intermixed_args(argv), argv)
+  assert study.config == ("quickstart", "sweep")
+  assert study.settings == ("learner.steps=10", "learner.steps=20")
 
 
 def test_wrong_use_starts_nothing(tmp_path):
