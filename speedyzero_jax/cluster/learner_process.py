@@ -52,17 +52,12 @@ def membership_of(
         return [json.loads(text) for text in rendezvous.published("numbers").values()]
     return [numbers]
 
-  devices = rendezvous.devices(range(units))
-  per_process = config.learner.devices or len(jax.local_devices())
-  chosen = [
-    device
-    for other in range(units)
-    for device in [x for x in devices if x.process_index == other][:per_process]
-  ]
+  each = config.learner.devices or None
+  devices = [device for other in range(units) for device in jax.local_devices(other)[:each]]
   return Membership(
     unit=unit,
     units=units,
-    mesh=make_mesh(chosen),
+    mesh=make_mesh(devices),
     runs_actor=not topology.serving("actor", unit),
     runs_sweeps=not topology.serving("refresher", unit),
     durable=True,

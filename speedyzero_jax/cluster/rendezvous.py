@@ -136,11 +136,6 @@ class Rendezvous:
     """Returns the number of earlier calls with this name, by any process."""
     return int(self._client.key_value_increment(_PREFIX + name, 1)) - 1
 
-  def devices(self, processes: Sequence[int]) -> list[jax.Device]:
-    """Returns the devices of these processes, ordered by process and id, for a mesh."""
-    devices = (device for device in jax.devices() if device.process_index in set(processes))
-    return sorted(devices, key=lambda device: (device.process_index, device.id))
-
   def leave(self) -> None:
     """Leaves the run.
 

@@ -57,8 +57,7 @@ def build(
       all_gather=membership.all_gather,
       units=membership.units,
     )
-    devices = jax.local_devices()
-    local = make_mesh(devices[: config.learner.devices or len(devices)])
+    local = make_mesh(jax.local_devices()[: config.learner.devices or None])
     try:
       learner = Learner(config, agent, membership.mesh or local, report=logger.message)
     except ValueError as error:
