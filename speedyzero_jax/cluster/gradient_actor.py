@@ -82,8 +82,7 @@ def no_work(works: list, step: int) -> None:
 
 def send_gradients(config: Config, agent: Agent, client: Client) -> None:
   """As `remote.act`, but sends gradients."""
-  like = jax.eval_shape(agent.init, jax.random.key(0))
-  weights = RemoteWeights(client, like, jax.local_devices()[0])
+  weights = RemoteWeights(client, agent, jax.local_devices()[0])
   with joined(config, client) as (welcome, env):
     actor = GradientActor(config, agent, env, welcome.seed, welcome.first)
     message = messages.Gradient(0, 0, np.zeros((0, 2)), 0, {}, {})

@@ -34,12 +34,12 @@ _report = functools.partial(print, flush=True)
 class RemoteWeights:
   """A cache of the newest weights fetched for each subscriber.
 
-  `like` has their shapes and dtypes; `where` is the device that holds them, or the sharding, with a
-  copy on each device.
+  `where` is the device that holds them, or the sharding, with a copy on each device.
   """
 
-  def __init__(self, client: Client, like: Variables, where: jax.Device | jax.sharding.Sharding):
-    self._client, self._like, self._where = client, like, where
+  def __init__(self, client: Client, agent: Agent, where: jax.Device | jax.sharding.Sharding):
+    self._client, self._where = client, where
+    self._like = jax.eval_shape(agent.init, jax.random.key(0))
     self._versions: dict[str, Version] = {}
 
   def latest(self, subscriber: str, at_least: int) -> Version:
@@ -72,8 +72,7 @@ def joined(config: Config, client: Client) -> Iterator[tuple[messages.Welcome, E
 
 def act(config: Config, agent: Agent, client: Client) -> None:
   """Acts until collection is complete; raises RunFinished if the run ends first."""
-  like = jax.eval_shape(agent.init, jax.random.key(0))
-  weights = RemoteWeights(client, like, jax.local_devices()[0])
+  weights = RemoteWeights(client, agent, jax.local_devices()[0])
   inference = Inference(agent, report=_report)
   with joined(config, client) as (welcome, env):
     play(config, agent, env, inference, welcome, client.call, weights.latest)
@@ -161,9 +160,7 @@ def refresh(config: Config, agent: Agent, client: Client, seed: int) -> None:
     (lanes, replay_capacity(config, agent), *frame.shape), np.dtype(frame.dtype)
   )
   frames = FrameCopy(client, storage, lanes)
-  like = jax.eval_shape(agent.init, jax.random.key(0))
-  everywhere = NamedSharding(mesh, PartitionSpec())
-  weights = RemoteWeights(client, like, everywhere)
+  weights = RemoteWeights(client, agent, NamedSharding(mesh, PartitionSpec()))
   inference = Inference(agent, mesh, report=_report)
   key = jax.random.key(seed)
   request = messages.Results(0, 0, {})

@@ -269,9 +269,9 @@ def test_a_refresher_keeps_a_growing_replay_fresh(make_unit, cluster, task, stam
 def test_weights_arrive_exact_or_rounded_until_the_end(make_unit, cluster, half):
   unit = make_unit(*["topology.weights_dtype=bfloat16"] * half)
   unit.weights.publish(2, unit.agent.init(number=1 / 3))
-  here, like = jax.local_devices()[-1], jax.eval_shape(unit.agent.init)
+  here = jax.local_devices()[-1]
   with cluster(unit) as served:
-    weights = RemoteWeights(served.client(), like, here)
+    weights = RemoteWeights(served.client(), unit.agent, here)
     got = weights.latest(ACTOR, at_least=2).variables
     number = np.float32(jnp.bfloat16(1 / 3) if half else 1 / 3)
     np.testing.assert_array_equal(got.params["w"], np.full((2, 3), number), strict=True)
@@ -287,12 +287,13 @@ def test_weights_arrive_exact_or_rounded_until_the_end(make_unit, cluster, half)
 
 def test_wrong_requests_are_refused(make_unit, cluster):
   unit = make_unit()
-  here, like = jax.local_devices()[0], jax.eval_shape(unit.agent.init)
+  here = jax.local_devices()[0]
   with cluster(unit) as served:
     client = served.client()
     with pytest.raises(Refused, match="'evaluator'"):
-      RemoteWeights(client, like, here).latest("evaluator", 0)
-    other = like._replace(params={"w": jax.ShapeDtypeStruct((3, 2), np.float32)})
+      RemoteWeights(client, unit.agent, here).latest("evaluator", 0)
+    variables = unit.agent.init()._replace(params={"w": jnp.zeros((3, 2))})
+    other = mock.Mock(init=lambda key: variables)
     with pytest.raises(ValueError, match="an array is"):
       RemoteWeights(client, other, here).latest(ACTOR, 0)
     unit.roster.enter(newer := Helper("actor", 0, 7))
