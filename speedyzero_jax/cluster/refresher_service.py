@@ -67,20 +67,13 @@ class RefresherService:
     Returns None if there is no block within `seconds`.
     """
     self._write(helper, request)
-    blocks: list[messages.Block] = []
-
-    def find_block() -> bool:
-      if block := self._next(helper):
-        blocks.append(block)
-      return bool(blocks) or self._roster.over
-
     self._roster.waits(helper)
-    self._limiter.wait_for(find_block, seconds)
-    if not blocks:
+    found = self._limiter.wait_for(lambda: self._next(helper) or self._roster.over, seconds)
+    if not isinstance(found, messages.Block):
       self._roster.enter(helper)
       return None
     self._roster.served(helper)
-    return blocks[0]
+    return found
 
   def _next(self, helper: Helper) -> messages.Block | None:
     with self._lock:

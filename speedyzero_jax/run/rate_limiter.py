@@ -166,10 +166,13 @@ class RateLimiter:
     with self._change():
       self.stopping = True
 
-  def wait_for(self, predicate: Callable[[], Any], seconds: float | None = None) -> None:
-    """Blocks until `predicate()` holds, the run stops, or `seconds` have passed."""
+  def wait_for(self, predicate: Callable[[], Any], seconds: float | None = None) -> Any:
+    """Blocks until `predicate()` holds, the run stops, or `seconds` have passed.
+
+    Returns the predicate's last value, or True if the run stops.
+    """
     with self._changed:
-      self._changed.wait_for(lambda: self.stopping or predicate(), seconds)
+      return self._changed.wait_for(lambda: self.stopping or predicate(), seconds)
 
   def wait_until(self, predicate: Callable[[], Any]) -> None:
     """Blocks until `predicate()` holds; raises Stopped if the run stops first."""
