@@ -65,8 +65,9 @@ class GradientActor:
     """Returns the arrays and metrics of `messages.Gradient`; {} and {} without a complete batch."""
     if not self._replay.ready(self._size):
       return {}, {}
+    # Agents that train once on each trajectory request no work for a batch.
     batch = batch_pipeline.draw(
-      self._agent, self._replay, self._size, version.step, no_work, contextlib.nullcontext
+      self._agent, self._replay, self._size, version.step, lambda *_: None, contextlib.nullcontext
     )
     state = LearnerState(version.variables, (), (), jnp.asarray(version.step, jnp.int32))
     key = jax.random.fold_in(self._key, LEARN)
@@ -74,10 +75,6 @@ class GradientActor:
     self._replay.update(batch.selection, found.priority, version.step)
     metrics = {name: float(value) for name, value in found.metrics.items()}
     return messages.named(Variables(found.params, found.batch_stats)), metrics | batch.info
-
-
-def no_work(works: list, step: int) -> None:
-  """Agents that train once on each trajectory request no work for a batch."""
 
 
 def send_gradients(config: Config, agent: Agent, client: Client) -> None:
