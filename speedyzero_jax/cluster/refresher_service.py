@@ -165,8 +165,6 @@ class RefresherService:
 
 def _split(work: Work, parts: int) -> list[Work]:
   """Splits work into about equal parts."""
-  bounds = np.linspace(0, len(work.lane), min(parts, len(work.lane)) + 1).astype(int)
-  return [
-    work._replace(lane=work.lane[a:b], time=work.time[a:b], real=work.real[a:b])
-    for a, b in itertools.pairwise(bounds.tolist())
-  ]
+  count = min(parts, len(work.lane))
+  arrays = (np.array_split(x, count) for x in (work.lane, work.time, work.real))
+  return [Work(work.task, *part) for part in zip(*arrays, strict=True)]
