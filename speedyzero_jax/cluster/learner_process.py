@@ -15,6 +15,7 @@ from speedyzero_jax.cluster.roster import Roster
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.run.experiment import Experiment, Membership
 from speedyzero_jax.run.topology import Role, Topology, lanes_of_actors
+from speedyzero_jax.system.memory import bytes_of
 from speedyzero_jax.workers.learner import make_mesh
 
 # Seconds for which units wait for each other: another unit may be reading a long journal, waiting
@@ -28,8 +29,7 @@ def max_message(local_config: Config, agent: Agent) -> int:
 
   `local_config` is the unit's share of the configuration.
   """
-  weights = jax.tree.leaves(jax.eval_shape(agent.init, jax.random.key(0)))
-  size = sum(leaf.size * leaf.dtype.itemsize for leaf in weights)
+  size = bytes_of(jax.eval_shape(agent.init, jax.random.key(0)))
   slots = 2 * local_config.actor.lanes * (agent.schema.slot_bytes + 16)  # 16: lane and time
   return max(64 << 20, max(size, slots) + (1 << 20))
 

@@ -7,7 +7,6 @@ import jax
 
 from speedyzero_jax.agents.base import Agent
 from speedyzero_jax.config.schema import Config
-from speedyzero_jax.replay.storage import LaneStore
 from speedyzero_jax.run.experiment import Experiment
 from speedyzero_jax.run.warmup import Timing, example_batch
 from speedyzero_jax.system import memory
@@ -56,7 +55,7 @@ def host_bytes(experiment: Experiment) -> float:
   slots = experiment.replay.store.capacity * config.actor.lanes
   kept = min(slots, config.run.env_steps)
   held = experiment.replay.stats(experiment.limiter.learner_steps)["bytes"]
-  growth = kept * LaneStore(experiment.agent.schema, 1, 1).slot_bytes - held
+  growth = kept * experiment.replay.store.slot_bytes - held
   taken = (memory.resident(peak=True) or 0) + max(growth, 0)
   batches = jax.default_backend() == "cpu" and _batches_bytes(config, experiment.agent)
   return taken + batches
