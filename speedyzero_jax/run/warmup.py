@@ -134,8 +134,8 @@ def _zeros(agent: Agent, stack: int, slots: int, batch: int) -> Replay:
   """Returns a replay of zeros with enough lanes to select a batch."""
   columns = {x.name: np.zeros((slots, *x.shape), x.dtype) for x in agent.schema.columns}
   columns["first"][0] = True
-
-  def filled(lanes: int) -> Replay:
+  lanes = 1
+  while True:
     replay = Replay(
       agent.schema,
       agent.make_selector,
@@ -145,9 +145,6 @@ def _zeros(agent: Agent, stack: int, slots: int, batch: int) -> Replay:
       rng_seed=0,
     )
     replay.append(Slots.concatenate([Slots.of_lane(i, 0, columns) for i in range(lanes)]))
-    return replay
-
-  lanes = 1
-  while not (replay := filled(lanes)).ready(batch):
+    if replay.ready(batch):
+      return replay
     lanes *= 2
-  return replay
