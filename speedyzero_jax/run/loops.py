@@ -89,9 +89,9 @@ class _AsyncLoops:
       for thread in threads:
         thread.join()
     self._finish_step()  # first: it detects divergence, of which a role's error may be a result
-    failure = self._experiment.collector.failure
-    if self._errors or failure:
-      raise self._errors[0] if self._errors else failure or AssertionError
+    error = self._errors[0] if self._errors else self._experiment.collector.failure
+    if error is not None:
+      raise error
 
   def _guard(self, role: Callable[[], None]) -> None:
     try:
@@ -167,8 +167,7 @@ class _AsyncLoops:
     experiment, limiter = self._experiment, self._limiter
     total = experiment.config.learner.steps
     if limiter.learner_steps < total:
-      with contextlib.suppress(Stopped):
-        limiter.wait_until(self._may_go_on)
+      limiter.wait_for(self._may_go_on)
       failed = limiter.stopping and not experiment.interrupted
       if failed or not steps.begin_learning(experiment):
         return
