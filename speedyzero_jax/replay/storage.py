@@ -251,6 +251,4 @@ class LaneStore:
 
 def _leads(lane: np.ndarray) -> np.ndarray:
   """Whether slots, sorted by lane, are the first ones of their lanes, bool [n]."""
-  leads = np.ones(len(lane), bool)
-  leads[1:] = lane[1:] != lane[:-1]
-  return leads
+  return np.diff(lane, prepend=-1) != 0
