@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from speedyzero_jax.agents.base import Agent
+from speedyzero_jax.agents.base import Agent, Variables
 from speedyzero_jax.envs.batched_env import make_env
 from speedyzero_jax.metrics import names
 from speedyzero_jax.replay.journal import JournalDamage
@@ -18,14 +18,17 @@ from speedyzero_jax.run.checkpoint import Snapshot
 from speedyzero_jax.run.experiment import ACT, Experiment, TrainingError
 from speedyzero_jax.types import Params, Slots
 from speedyzero_jax.workers.actor import Actor
-from speedyzero_jax.workers.learner import Learner
+from speedyzero_jax.workers.learner import Learner, LearnerState
 from speedyzero_jax.workers.weights import ACTOR, DivergedError, Version
 
 
 def templates(learner: Learner, agent: Agent) -> dict[str, Params]:
   """Structure and shapes of the items restored as pytrees; others are dicts of arrays."""
   state = learner.abstract()
-  weights = dict.fromkeys((ACTOR, *agent.subscriptions), state.variables)
+  return _trees(state, dict.fromkeys((ACTOR, *agent.subscriptions), state.variables))
+
+
+def _trees(state: LearnerState, weights: dict[str, Variables]) -> dict[str, Params]:
   optimizer = {"state": state.opt_state, "target": state.target}
   return {"network": state.variables, "optimizer": optimizer, "weights": weights}
 
@@ -44,14 +47,9 @@ def save(experiment: Experiment, *, required: bool = False) -> None:
     heads, tails = replay.heads, replay.tails
     stored, env_steps = replay.state_dict(), experiment.limiter.env_steps
     acted = local.state_dict() if local is not None else {}
-  versions, state = experiment.weights.snapshot(), experiment.state
-  items = jax.device_get(
-    {
-      "network": state.variables,
-      "optimizer": {"state": state.opt_state, "target": state.target},
-      "weights": {name: version.variables for name, version in versions.items()},
-    }
-  )
+  versions = experiment.weights.snapshot()
+  weights = {name: version.variables for name, version in versions.items()}
+  items = jax.device_get(_trees(experiment.state, weights))
   if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(items["network"])):
     raise DivergedError(step)
   meta = {
