@@ -151,14 +151,14 @@ class Checkpoints:
 
   # --- Reading ---
 
-  def restore_item(
-    self, name: str, template: Params, report: Callable[[str], None], *, newest: int | None = None
+  def restore_network(
+    self, template: Params, report: Callable[[str], None], *, newest: int | None = None
   ) -> tuple[int, Params]:
-    """Returns the newest readable step and its item `name`; moves nothing. See `restore`."""
+    """Returns the newest readable step and its network; moves nothing. See `restore`."""
 
     def read(folder: Path) -> tuple[int, Params]:
       meta = _read_meta(folder)
-      return meta["step"], _read_items(folder, meta, [name], {name: template})[name]
+      return meta["step"], _read_items(folder, meta, [NETWORK], {NETWORK: template})[NETWORK]
 
     return self._first_readable(read, report, newest)
 
@@ -195,7 +195,7 @@ class Checkpoints:
     return restored
 
   def _first_readable(
-    self, read: Callable[[Path], T], report: Callable[[str], None], newest: int | None = None
+    self, read: Callable[[Path], T], report: Callable[[str], None], newest: int | None
   ) -> T:
     folders = [f for (step, _), f in self._folders().items() if newest is None or step <= newest]
     if not folders:
@@ -242,9 +242,8 @@ def _read_items(
     if layouts[name] != _layout(templates[name]):
       raise ValueError(f"arrays of '{name}' differ from the run's in names, dtypes or shapes")
   args: dict[str, Any] = {name: ocp.args.ArrayRestore() for name in names}
-  if NETWORK in names:
-    blank = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), templates[NETWORK])
-    args[NETWORK] = ocp.args.StandardRestore(blank)
+  blank = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), templates[NETWORK])
+  args[NETWORK] = ocp.args.StandardRestore(blank)
   with orbax_compat.checkpointer() as reader:
     restored = reader.restore(folder, args=ocp.args.Composite(**args))
   items: dict[str, Any] = {}

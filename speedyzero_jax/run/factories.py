@@ -112,7 +112,7 @@ def restore_for_evaluation(
   """
   agent = make_agent(config)
   template: Any = jax.eval_shape(agent.init, jax.random.key(0))
-  step, variables = Checkpoints(run_dir).restore_item("network", template, warn, newest=newest)
+  step, variables = Checkpoints(run_dir).restore_network(template, warn, newest=newest)
   inference = Inference(agent, report=report)
   return agent, inference, Version(step, jax.device_put(variables, jax.local_devices()[0]))
 

@@ -47,10 +47,10 @@ def test_round_trip(two):
   assert isinstance(restored.items["optimizer"][1][0], optax.ScaleByAdamState)
 
 
-def test_one_item_alone_is_read_without_the_rest(copied):
+def test_the_network_alone_is_read_without_the_rest(copied):
   folder, snapshots = copied
   shutil.rmtree(folder / "checkpoints" / "8-24" / "replay")
-  step, network = Checkpoints(folder).restore_item("network", abstract()["network"], pytest.fail)
+  step, network = Checkpoints(folder).restore_network(abstract()["network"], pytest.fail)
   assert step == 8
   assert_same_tree(network, snapshots[-1].items["network"])
 

@@ -172,13 +172,11 @@ def test_without_a_checkpoint(tmp_path):
   assert not list(tmp_path.iterdir())
 
 
-def test_a_reader_of_one_item_falls_back_too_and_moves_nothing(copied):
+def test_a_reader_of_the_network_falls_back_too_and_moves_nothing(copied):
   folder, snapshots = copied
   flip(content_of(folder, "network"))
   reported = []
-  step, network = Checkpoints(folder).restore_item(
-    "network", abstract()["network"], reported.append
-  )
+  step, network = Checkpoints(folder).restore_network(abstract()["network"], reported.append)
   assert step == 4 and len(reported) == 1
   assert_same_tree(network, snapshots[0].items["network"])
   assert Checkpoints(folder).steps() == [4, 8]
