@@ -103,7 +103,6 @@ def _run(
       f"{' run.pause_at=0' if paused else ''}{' and the same processes' if several else ''}"
     )
     if paused:
-      experiment.interrupted = False  # or the evaluation would end at once
       return _final_evaluation(experiment, folder, signals)
     # Without a signal here, another learner process received one.
     return signals.exit_code if signals.received else 128 + signal.SIGTERM
@@ -122,6 +121,8 @@ def _paused(experiment: Experiment) -> bool:
 def _final_evaluation(experiment: Experiment, folder: Path, signals: Signals) -> int:
   if not experiment.config.evaluation.at_end or experiment.membership.unit:
     return 0
+  # After a pause, which interrupts the run as a signal does, the evaluation would end at once.
+  experiment.interrupted = signals.received is not None
   evaluation = steps.evaluate_now(experiment)
   if evaluation is None:
     experiment.logger.message(f"evaluation stopped; repeat it with launch/evaluate.py {folder}")

@@ -265,6 +265,13 @@ def test_a_full_journal_ends_the_run_with_one_line(tmp_path, monkeypatch, capsys
   assert errors.strip() in out.splitlines() and len(raised) == (not acts)
 
 
+def test_a_run_that_pauses_at_its_last_step_is_evaluated(tmp_path):
+  config = tiny.config("agent=quick_agent", "run.pause_at=12", "evaluation.at_end=true")
+  with Signals() as signals:
+    assert train.train(config, tmp_path, resume=False, signals=signals) == 0
+  assert (tmp_path / "evaluation.json").exists()
+
+
 def test_more_experience_than_the_replay_holds_is_replayed(tmp_path):
   """A journal's row may be longer than a lane of the replay."""
   small = "run.mode=async", "replay.capacity=60"
