@@ -110,16 +110,14 @@ class RateLimiter:
 
     Returns the number granted: 0 if collection is complete, None on a timeout or if the run stops.
     """
-
-    def available() -> bool:
-      return bool(self.pool and (self.may_collect() or urgent()))
-
     with self._changed:
-      self.wait_for(lambda: self.collected or available(), seconds)
-      if self.stopping or self.collected:
-        return None if self.stopping else 0
-      if not available():
+      found = self.wait_for(
+        lambda: self.collected or (self.pool and (self.may_collect() or urgent())), seconds
+      )
+      if self.stopping or not found:
         return None
+      if self.collected:
+        return 0
       count = min(steps, self.pool)
       self._reserved += count
       return count
