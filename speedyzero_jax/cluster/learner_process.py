@@ -10,7 +10,7 @@ import jax
 from speedyzero_jax.agents.base import Agent
 from speedyzero_jax.cluster.grpc_server import serve
 from speedyzero_jax.cluster.learner_service import LearnerService
-from speedyzero_jax.cluster.rendezvous import Rendezvous
+from speedyzero_jax.cluster.rendezvous import Rendezvous, RendezvousError
 from speedyzero_jax.cluster.roster import Roster
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.run.experiment import Experiment, Membership
@@ -46,13 +46,13 @@ def membership_of(
     return [int(rendezvous.lookup(f"{name}/{other}", _UNIT_TIMEOUT)) for other in range(units)]
 
   def share(numbers: Mapping[str, float]) -> list[Mapping[str, float]]:
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # the learner reports a lost process
+    with contextlib.suppress(RendezvousError):  # the learner reports a lost process
       rendezvous.publish(f"numbers/{unit}", json.dumps(dict(numbers)))
       if not unit:
         return [json.loads(text) for text in rendezvous.published("numbers").values()]
     return [numbers]
 
-  each = config.learner.devices or None
+  each = config.learner.devices or min(len(jax.local_devices(other)) for other in range(units))
   devices = [device for other in range(units) for device in jax.local_devices(other)[:each]]
   return Membership(
     unit=unit,
@@ -99,5 +99,5 @@ def serving(
       yield
     finally:
       service.finish(_DISMISSAL_SECONDS)
-      with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 may be lost; save first
+      with contextlib.suppress(RendezvousError):  # process 0 may be lost; save first
         rendezvous.publish(f"address/{role.unit}", "")  # before the service closes

@@ -10,7 +10,7 @@ import ipaddress
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ _PREFIX = "speedyzero/"
 
 
 class RendezvousError(Exception):
-  """The process could not join the run, or another did not publish in time."""
+  """The process could not join the run, lost it, or waited in vain for another."""
 
 
 class Place(NamedTuple):
@@ -63,6 +63,8 @@ def detect() -> Place | None:
 
 class Rendezvous:
   """Membership of this process in the run. Create it before any other use of jax.
+
+  Methods raise RendezvousError if the coordinator can't be reached.
 
   `devices` has the ids of the accelerators to use; None means all, even in clusters that jax
   detects. Other processes reach this machine at the attribute `address`. Raises RendezvousError if
@@ -119,22 +121,23 @@ class Rendezvous:
 
   def publish(self, name: str, value: str) -> None:
     """Publishes a small value to all processes; replaces an earlier one of this name."""
-    self._client.key_value_set(_PREFIX + name, value, allow_overwrite=True)
+    with _calling(f"can't publish '{name}'"):
+      self._client.key_value_set(_PREFIX + name, value, allow_overwrite=True)
 
   def lookup(self, name: str, timeout: float) -> str:
     """Waits for a published value. Raises RendezvousError after `timeout` seconds without it."""
-    try:
+    with _calling(f"'{name}' was not published within {timeout:.0f} s"):
       return self._client.blocking_key_value_get(_PREFIX + name, int(timeout * 1000))
-    except jax.errors.JaxRuntimeError as error:
-      raise RendezvousError(f"'{name}' was not published within {timeout:.0f} s") from error
 
   def published(self, folder: str) -> dict[str, str]:
     """Returns the values published so far under names `folder/...`."""
-    return dict(self._client.key_value_dir_get(_PREFIX + folder + "/"))
+    with _calling(f"can't read '{folder}'"):
+      return dict(self._client.key_value_dir_get(_PREFIX + folder + "/"))
 
   def count(self, name: str) -> int:
     """Returns the number of earlier calls with this name, by any process."""
-    return int(self._client.key_value_increment(_PREFIX + name, 1)) - 1
+    with _calling(f"can't count '{name}'"):
+      return int(self._client.key_value_increment(_PREFIX + name, 1)) - 1
 
   def leave(self) -> None:
     """Leaves the run.
@@ -144,7 +147,7 @@ class Rendezvous:
     end would abort.
     """
     if self.place.process_id:
-      with contextlib.suppress(jax.errors.JaxRuntimeError):
+      with contextlib.suppress(RendezvousError):
         self.publish(f"left/{self.place.process_id}", "")
       return
     until = time.monotonic() + _LEAVE_TIMEOUT
@@ -152,6 +155,16 @@ class Rendezvous:
       with contextlib.suppress(RendezvousError):
         self.lookup(f"left/{other}", max(until - time.monotonic(), 0.01))
     time.sleep(_EXIT_SECONDS)  # processes that have left may still be exiting
+
+
+@contextlib.contextmanager
+def _calling(problem: str) -> Iterator[None]:
+  """Raises RendezvousError if a call to the coordinator fails."""
+  try:
+    yield
+  except jax.errors.JaxRuntimeError as error:
+    reason = str(error).partition("\n")[0]
+    raise RendezvousError(f"{problem} ({reason})") from error
 
 
 def own_address(coordinator: str) -> str:

@@ -6,6 +6,12 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
+
+import pytest
+from jax.errors import JaxRuntimeError
+
+from speedyzero_jax.cluster.rendezvous import Rendezvous, RendezvousError
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMBER = """
@@ -86,3 +92,16 @@ def test_learners_share_devices_and_another_dies_and_comes_back(tmp_path):
     for process in members:
       process.kill()
       process.wait()
+
+
+@pytest.mark.parametrize(
+  ("method", "function"),
+  [("publish", "key_value_set"), ("lookup", "blocking_key_value_get"),
+   ("published", "key_value_dir_get"), ("count", "key_value_increment")],
+)  # fmt: skip
+def test_a_lost_coordinator_is_reported(method, function):
+  alone, gone = Rendezvous.__new__(Rendezvous), JaxRuntimeError("UNAVAILABLE: gone\nmore")
+  alone._client = mock.Mock(**{f"{function}.side_effect": gone})
+  arguments = {"publish": ["value"], "lookup": [1.0]}.get(method, [])
+  with pytest.raises(RendezvousError, match=r"'name'.*\(UNAVAILABLE: gone\)$"):
+    getattr(alone, method)("name", *arguments)
