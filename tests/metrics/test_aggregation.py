@@ -1,6 +1,7 @@
 """Tests of counters, means and episode statistics, and of combining learners' values."""
 
 import threading
+import time
 import weakref
 from typing import NamedTuple
 
@@ -107,19 +108,24 @@ def test_values_that_are_not_taken_do_not_pile_up():
   assert means.take()["losses/x"] == pytest.approx(np.mean(range(4000, 5000)))
 
 
+class Slow(dict):
+  """Lets other threads run between a read and the write that follows it."""
+
+  def get(self, *args):
+    value = super().get(*args)
+    time.sleep(0.001)
+    return value
+
+
 def test_counts_of_many_threads_add_up():
-  counters = aggregation.Counters()
-
-  def work():
-    for _ in range(2000):
-      counters.add("a_per_learner_step", 1)
-
-  threads = [threading.Thread(target=work) for _ in range(4)]
+  counters, name = aggregation.Counters(), "a_per_learner_step"
+  counters._totals = Slow()
+  threads = [threading.Thread(target=counters.add, args=(name, 1)) for _ in range(8)]
   for thread in threads:
     thread.start()
   for thread in threads:
     thread.join()
-  assert counters.take(1) == {"a_per_learner_step": 8000}
+  assert counters.take(1) == {name: 8}
 
 
 def test_values_of_learners_combine_as_their_names_say():
