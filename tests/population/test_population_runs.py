@@ -3,13 +3,12 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 
 import yaml
 
 import tiny
-from launched import ROOT, newest, wait_until
+from launch import population
+from launched import ROOT, finish, newest, start, wait_until
 from speedyzero_jax.population import trainer
 from speedyzero_jax.run import run_dir
 
@@ -20,21 +19,7 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def start(*arguments):
-  paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])
-  return subprocess.Popen(
-    [sys.executable, ROOT / "launch/population.py", *arguments], text=True,
-    env=os.environ | {"JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": paths},
-    stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-  )  # fmt: skip
-
-
-def finish(process):
-  out, error = process.communicate(timeout=300)
-  return process.returncode, out + error
-
-
-def test_a_population_that_is_interrupted_and_killed_continues(tmp_path):
+def test_a_population_that_is_interrupted_and_killed_continues(tmp_path, capsys):
   folder, description = tmp_path / "all", tmp_path / "population.yaml"
   description.write_text(yaml.safe_dump({
     "config": ["quickstart"], "settings": [*SETTINGS], "members": 2, "rounds": 2, "share": 0.5,
@@ -42,18 +27,18 @@ def test_a_population_that_is_interrupted_and_killed_continues(tmp_path):
   }))  # fmt: skip
   arguments, events = (description, "--dir", folder), folder / "events.jsonl"
 
-  process = start(*arguments)
+  process = start(*arguments, script="population.py")
   assert wait_until(lambda: newest(folder / "m0") > 0, process)
   process.send_signal(signal.SIGINT)
   code, output = finish(process)
   assert code == 128 + signal.SIGINT and "repeat the command to continue" in output
 
-  process = start(*arguments)
+  process = start(*arguments, script="population.py")
   assert wait_until((folder / "m1/config.yaml").exists, process)  # it is in its first round
   os.kill(process.pid, signal.SIGKILL)
   process.communicate()
   assert "copied" not in events.read_text()
-  code, output = finish(start(*arguments))
+  code, output = finish(start(*arguments, script="population.py"))
   assert code == 0, output
   found = [json.loads(line) for line in events.read_text().splitlines()]
   trained = [(e["round"], e["member"]) for e in found if e["event"] == "trained"]
@@ -69,17 +54,19 @@ def test_a_population_that_is_interrupted_and_killed_continues(tmp_path):
   assert len(result["scores"]) == 2 and result["best"] in (0, 1)
 
   description.write_text(description.read_text() + "seed: 1\n")
-  code, output = finish(start(*arguments))
-  assert code == 2 and "holds another population" in output
+  assert population.main([*map(str, arguments)]) == 2
+  assert "holds another population" in capsys.readouterr().err
 
 
-def test_wrong_use_writes_nothing(tmp_path):
-  code, output = finish(start(tmp_path / "none.yaml", "--dir", tmp_path / "x"))
-  assert code == 2 and output.startswith("error: ") and not (tmp_path / "x").exists()
-  code, output = finish(start(ROOT / "configs/populations/cartpole.yaml", "--dir", "/proc/x"))
-  assert code == 2 and output.startswith("error: can't use /proc/x")
-  code, output = finish(start(ROOT / "configs/populations/cartpole.yaml", "--dir", ROOT / "docs"))
-  assert code == 2 and "is not empty and holds no population" in output
+def test_wrong_use_writes_nothing(tmp_path, capsys):
+  missing, known = tmp_path / "none.yaml", ROOT / "configs/populations/cartpole.yaml"
+  for description, folder, message in (
+    (missing, tmp_path / "x", ""), (known, "/proc/x", "can't use /proc/x"),
+    (known, ROOT / "docs", f"{ROOT / 'docs'} is not empty and holds no population"),
+  ):  # fmt: skip
+    assert population.main([str(description), "--dir", str(folder)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+  assert not (tmp_path / "x").exists()
 
 
 def test_an_unfinished_copy_is_none(tmp_path):

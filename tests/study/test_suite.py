@@ -9,7 +9,7 @@ import yaml
 
 import tiny
 from launch import suite
-from launched import CACHE, newest, start, wait_until
+from launched import CACHE, finish, newest, start, wait_until
 
 SETTINGS = [
   "agent=quick_agent", *tiny.OVERRIDES, CACHE, "learner.tail_steps=0", "run.checkpoint_interval=2",
@@ -17,12 +17,7 @@ SETTINGS = [
 ]  # fmt: skip
 
 
-def finish(process):
-  out, error = process.communicate(timeout=300)
-  return process.returncode, out + error
-
-
-def test_a_study_continues_where_it_was_killed_and_reports(tmp_path):
+def test_a_study_continues_where_it_was_killed_and_reports(tmp_path, capsys):
   folder, description = tmp_path / "runs", tmp_path / "study.yaml"
   steps = {"short": ["learner.steps=5"], "long": ["learner.steps=9"], "other": ["learner.steps=4"]}
   document = {"config": ["quickstart"], "settings": SETTINGS, "vary": {"steps": steps}, "seeds": 1}
@@ -55,8 +50,8 @@ def test_a_study_continues_where_it_was_killed_and_reports(tmp_path):
   code, output = finish(start(*arguments, "--part", "2/3", script="suite.py"))
   assert code == 0 and output.count("finished") == 1 and newest(stray) == 4
 
-  code, output = finish(start(*arguments, "optim.learning_rate=1e-4", script="suite.py"))
-  assert code == 2 and "another configuration (optim.learning_rate)" in output
+  assert suite.main([*map(str, arguments), "optim.learning_rate=1e-4"]) == 2
+  assert "another configuration (optim.learning_rate)" in capsys.readouterr().err
 
 
 def test_an_interrupted_study_saves(tmp_path):
@@ -78,8 +73,8 @@ def test_presets_and_settings_apply_in_their_order():
   assert study.settings == ("learner.steps=10", "learner.steps=20")
 
 
-def test_wrong_use_starts_nothing(tmp_path):
+def test_wrong_use_starts_nothing(tmp_path, capsys):
   preset = ["--config", "quickstart"]
   for wrong in (["--part", "3/3", *preset], ["--config", "none"], [], [*preset, "a", "b"]):
-    code, output = finish(start(*wrong, "--dir", tmp_path / "x", script="suite.py"))
-    assert code == 2 and output.startswith("error: ") and not (tmp_path / "x").exists()
+    assert suite.main([*wrong, "--dir", str(tmp_path / "x")]) == 2
+    assert capsys.readouterr().err.startswith("error: ") and not (tmp_path / "x").exists()

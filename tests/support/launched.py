@@ -33,6 +33,12 @@ def python(*arguments, **options):
   return subprocess.Popen([sys.executable, *map(str, arguments)], env=environment, **options)
 
 
+def finish(process):
+  """Waits for the end of a launcher; returns its exit code, and its output with its errors."""
+  out, errors = process.communicate(timeout=300)
+  return process.returncode, out + errors
+
+
 def newest(folder):
   """Learner step of the newest checkpoint; -1 without one."""
   return max(Checkpoints(folder).steps(), default=-1)
