@@ -25,6 +25,7 @@ from speedyzero_jax.cluster import grpc_server, messages
 from speedyzero_jax.cluster.grpc_client import Client, Refused, Unreachable
 from speedyzero_jax.cluster.grpc_server import RunFinished, serve
 from speedyzero_jax.cluster.messages import CALLS
+from supervised import wait_for
 
 EXAMPLES = int(os.environ.get("SPEEDYZERO_FUZZ_EXAMPLES", "60"))
 TOKEN, HELPER = bytes(range(32)), messages.Helper("actor", 3, 4)
@@ -70,10 +71,24 @@ def service():
   return FakeService()
 
 
+def serving(service, address="127.0.0.1:0"):
+  return serve(service, address, TOKEN, max_bytes=MAX_BYTES, clients=2)
+
+
 @pytest.fixture
 def server(service) -> Iterator[str]:
-  with serve(service, "127.0.0.1:0", TOKEN, max_bytes=MAX_BYTES, clients=2) as running:
+  with serving(service) as running:
     yield running
+
+
+def connect(address, token=TOKEN, **options):
+  return Client(address, token, HELPER, max_bytes=MAX_BYTES, **options)
+
+
+@pytest.fixture
+def client(server) -> Iterator[Client]:
+  with connect(server) as connected:
+    yield connected
 
 
 @contextlib.contextmanager
@@ -103,20 +118,10 @@ def error_of(call, *arguments) -> type[Exception] | None:
   return None
 
 
-def waiting(seconds=10.0):
-  """Iterates until the caller breaks; fails after `seconds`."""
-  end = time.monotonic() + seconds
-  while time.monotonic() < end:
-    yield
-    time.sleep(0.01)
-  raise AssertionError(f"nothing happened in {seconds} seconds")
-
-
 @pytest.mark.parametrize("name", CALLS)
-def test_every_call_carries_its_request_and_its_answer(name, service, server):
-  with Client(server, TOKEN, HELPER, max_bytes=MAX_BYTES) as client:
-    request = EACH[CALLS[name].request]
-    answer = client.call(request)
+def test_every_call_carries_its_request_and_its_answer(name, service, client):
+  request = EACH[CALLS[name].request]
+  answer = client.call(request)
   assert samples.leaves(answer) == samples.leaves(EACH[CALLS[name].answer])
   ((asked, got),) = service.asked
   assert asked == name and samples.leaves(got) == samples.leaves(request)
@@ -127,10 +132,7 @@ def test_a_stream_is_answered_request_by_request_until_it_ends(service):
     return (messages.Observation({"reward": np.array(number)}) for number in numbers)
 
   with contextlib.ExitStack() as stack:
-    server = stack.enter_context(
-      serve(service, "127.0.0.1:0", TOKEN, max_bytes=MAX_BYTES, clients=2)
-    )
-    client = Client(server, TOKEN, HELPER, max_bytes=MAX_BYTES)
+    client = connect(stack.enter_context(serving(service)))
     answers = client.stream(numbered(0, 1, 2))
     assert [answer.action.tolist() for answer in answers] == [[0, 0], [1, 1], [2, 2]]
     with pytest.raises(Refused, match="no"):
@@ -145,11 +147,10 @@ def test_a_stream_is_answered_request_by_request_until_it_ends(service):
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if CALLS[name].poll])
-def test_a_poll_is_asked_again_until_there_is_news(name, service, server):
+def test_a_poll_is_asked_again_until_there_is_news(name, service, client):
   service.answers[name] = lambda _: EACH[CALLS[name].answer] if len(service.asked) == 3 else None
   begin = time.monotonic()
-  with Client(server, TOKEN, HELPER, max_bytes=MAX_BYTES) as client:
-    client.call(EACH[CALLS[name].request])
+  client.call(EACH[CALLS[name].request])
   assert len(service.asked) == 3 and time.monotonic() - begin > 0.15  # it is not flooded
   first, *later = (len(messages.encode(request)) for _, request in service.asked)
   assert max(later) < first  # the payload is not sent again
@@ -203,66 +204,55 @@ def test_oversized_messages_are_refused_by_their_size(service, server):
   assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and str(MAX_BYTES) in text and not service.asked
 
 
-def test_a_service_s_refusal_reaches_the_caller(service, server):
+def test_a_service_s_refusal_reaches_the_caller(service, client):
   def refuse(_):
     raise ValueError("incarnation 2 is not the newest: ä, 日本 " + 5000 * "x")
 
   service.answers["step"] = refuse
-  with (
-    Client(server, TOKEN, HELPER, max_bytes=MAX_BYTES) as client,
-    pytest.raises(Refused, match=r"FAILED.*not the newest: ä, 日本 xxx"),
-  ):
+  with pytest.raises(Refused, match=r"FAILED.*not the newest: ä, 日本 xxx"):
     client.call(EACH[messages.Step])
   assert len(service.asked) == 1  # and is not tried again
 
 
-def test_a_service_s_failure_is_logged_with_its_traceback(service, server, caplog):
+def test_a_service_s_failure_is_logged_with_its_traceback(service, client, caplog):
   service.answers["work"] = lambda _: 1 / 0
-  with Client(server, TOKEN, HELPER, max_bytes=MAX_BYTES) as client:
-    with pytest.raises(Refused, match=r"INTERNAL.*ZeroDivisionError"):
-      client.call(EACH[messages.Results])
-    client.call(EACH[messages.Join])
+  with pytest.raises(Refused, match=r"INTERNAL.*ZeroDivisionError"):
+    client.call(EACH[messages.Results])
+  client.call(EACH[messages.Join])
   assert "Traceback" in caplog.text and "lambda" in caplog.text
   assert len(service.asked) == 2
 
 
-def test_an_answer_of_another_kind_is_an_error(service, server):
+def test_an_answer_of_another_kind_is_an_error(service, client):
   service.answers["step"] = EACH[messages.Block]
-  with (
-    Client(server, TOKEN, HELPER, max_bytes=MAX_BYTES) as client,
-    pytest.raises(messages.WireError, match="not a message of kind Grant"),
-  ):
+  with pytest.raises(messages.WireError, match="not a message of kind Grant"):
     client.call(EACH[messages.Step])
 
 
 @pytest.mark.parametrize("name", ["join", "work"])
-def test_the_end_of_the_run_reaches_every_caller(name, service, server):
+def test_the_end_of_the_run_reaches_every_caller(name, service, client):
   def over(_):
     raise RunFinished("every learner step is taken")
 
   service.answers[name] = over
-  with (
-    Client(server, TOKEN, HELPER, max_bytes=MAX_BYTES) as client,
-    pytest.raises(RunFinished, match="every learner step is taken"),
-  ):
+  with pytest.raises(RunFinished, match="every learner step is taken"):
     client.call(EACH[CALLS[name].request])
 
 
-def test_messages_that_are_too_long_are_not_sent(service, server):
-  with Client(server, TOKEN, HELPER, max_bytes=MAX_BYTES) as client:
-    with pytest.raises(Refused, match=r"RESOURCE_EXHAUSTED.*larger than max"):
-      client.call(EACH[messages.Step]._replace(episodes=np.zeros(MAX_BYTES)))
-    assert not service.asked
-    service.answers["frames"] = EACH[messages.FramesChunk]._replace(lane=np.zeros(MAX_BYTES))
-    with pytest.raises(Refused, match="RESOURCE_EXHAUSTED"):
-      client.call(EACH[messages.FramesRequest])
+def test_messages_that_are_too_long_are_not_sent(service, client):
+  with pytest.raises(Refused, match=r"RESOURCE_EXHAUSTED.*larger than max"):
+    client.call(EACH[messages.Step]._replace(episodes=np.zeros(MAX_BYTES)))
+  assert not service.asked
+  service.answers["frames"] = EACH[messages.FramesChunk]._replace(lane=np.zeros(MAX_BYTES))
+  with pytest.raises(Refused, match="RESOURCE_EXHAUSTED"):
+    client.call(EACH[messages.FramesRequest])
 
 
 def test_as_many_polls_wait_as_clients_may_have(service, server):
   """All of them wait at the same time, each in a thread: the pool is large enough."""
   together = threading.Barrier(2 * grpc_server._THREADS)
   service.answers["step"] = lambda _: together.wait(timeout=10) >= 0 and EACH[messages.Grant]
-  clients = [Client(server, TOKEN, HELPER, max_bytes=MAX_BYTES) for _ in range(2)]
+  clients = [connect(server) for _ in range(2)]
   threads = [
     threading.Thread(target=client.call, args=(EACH[messages.Step],))
     for client in clients
@@ -281,19 +271,17 @@ def test_as_many_polls_wait_as_clients_may_have(service, server):
 def test_an_address_that_cannot_be_used_is_a_clear_error(address, service, server):
   address = address or server  # which is in use
   with pytest.raises(OSError, match=f"can't listen on {address}: it is not available$"):
-    serve(service, address, TOKEN, max_bytes=MAX_BYTES, clients=1).__enter__()
+    serving(service, address).__enter__()
 
 
 def test_answers_on_their_way_arrive_while_the_server_stops(service):
   service.answers["weights"] = lambda _: time.sleep(0.3) or EACH[messages.Weights]
   with contextlib.ExitStack() as stack:
     pool = stack.enter_context(ThreadPoolExecutor())
-    with serve(service, "127.0.0.1:0", TOKEN, max_bytes=MAX_BYTES, clients=2) as server:
-      client = stack.enter_context(Client(server, TOKEN, HELPER, max_bytes=MAX_BYTES))
+    with serving(service) as server:
+      client = stack.enter_context(connect(server))
       answer = pool.submit(client.call, ASK)
-      for _ in waiting():
-        if service.running:
-          break
+      wait_for(lambda: service.running)
     assert answer.result(15).step == EACH[messages.Weights].step
 
 
@@ -302,16 +290,11 @@ def test_after_the_end_no_call_is_being_answered(service):
     time.sleep(0.5)
 
   service.answers["weights"] = slow
-  with (
-    serve(service, "127.0.0.1:0", TOKEN, max_bytes=MAX_BYTES, clients=2) as server,
-    Client(server, TOKEN, HELPER, max_bytes=MAX_BYTES, patience=0.1) as client,
-  ):
+  with serving(service) as server, connect(server, patience=0.1) as client:
     failed = []
     thread = threading.Thread(target=lambda: failed.append(error_of(client.call, ASK)))
     thread.start()
-    for _ in waiting():
-      if service.running:
-        break
+    wait_for(lambda: service.running)
   assert not service.running
   thread.join(15)
   assert failed
@@ -328,7 +311,7 @@ def free_port() -> int:
 def test_a_missing_server_is_unreachable_after_a_while():
   begin = time.monotonic()
   with (
-    Client(f"127.0.0.1:{free_port()}", TOKEN, HELPER, max_bytes=MAX_BYTES, patience=1.0) as client,
+    connect(f"127.0.0.1:{free_port()}", patience=1.0) as client,
     pytest.raises(Unreachable, match=r"127.0.0.1:\d+ has not answered for 1 seconds"),
   ):
     client.call(EACH[messages.Join])
@@ -338,7 +321,7 @@ def test_a_missing_server_is_unreachable_after_a_while():
 def test_a_wrong_token_is_not_retried(server):
   begin = time.monotonic()
   with (
-    Client(server, bytes(32), HELPER, max_bytes=MAX_BYTES) as client,
+    connect(server, bytes(32)) as client,
     pytest.raises(Refused, match="UNAUTHENTICATED"),
   ):
     client.call(EACH[messages.Step])
@@ -364,7 +347,7 @@ def test_a_client_outlives_its_server():
   first = start_server(port, "mute")
   second = None
   try:
-    with Client(f"127.0.0.1:{port}", TOKEN, HELPER, max_bytes=MAX_BYTES) as client:
+    with connect(f"127.0.0.1:{port}") as client:
       assert client.call(EACH[messages.Step]).weights == first.pid
       answers: list[messages.Block] = []
       thread = threading.Thread(target=lambda: answers.append(client.call(EACH[messages.Results])))
@@ -393,7 +376,7 @@ def test_a_busy_server_is_waited_for_and_one_that_hangs_is_noticed(monkeypatch):
   monkeypatch.setattr(grpc_server, "KEEPALIVE_SECONDS", 0.4)
   process = start_server(port := free_port(), "busy")
   try:
-    with Client(f"127.0.0.1:{port}", TOKEN, HELPER, max_bytes=MAX_BYTES, patience=0.1) as client:
+    with connect(f"127.0.0.1:{port}", patience=0.1) as client:
       client.call(EACH[messages.Join])
       begin = time.monotonic()
       client.call(EACH[messages.Results])
@@ -419,7 +402,7 @@ def main(role: str, port: str) -> None:
   if role == "busy":
     hold_the_lock = ctypes.PyDLL(None).sleep
     service.answers["work"] = lambda _: hold_the_lock(2) or EACH[messages.Block]
-  with serve(service, f"127.0.0.1:{port}", TOKEN, max_bytes=MAX_BYTES, clients=1):
+  with serving(service, f"127.0.0.1:{port}"):
     print("serving", flush=True)
     threading.Event().wait()
 

@@ -10,30 +10,27 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import tiny
+from launched import CACHE, ROOT, newest, python
 from speedyzero_jax.agents import impala
 from speedyzero_jax.config import loader
 from speedyzero_jax.metrics import jsonl, names
 from speedyzero_jax.metrics.logger import MetricsLogger
 from speedyzero_jax.replay.journal import Journal
 from speedyzero_jax.run import build, factories, run_dir
-from speedyzero_jax.run.checkpoint import Checkpoints
 from speedyzero_jax.run.experiment import Membership
+from supervised import pids, wait_for
 
-ROOT = Path(__file__).resolve().parents[2]
 ENV_STEPS, STEPS = 300, 100  # enough for some seconds in the middle
 SETTINGS = [
-  f"run.compile_cache={os.environ['JAX_COMPILATION_CACHE_DIR']}", "run.mode=async",
-  "actor.lanes=4", f"run.env_steps={ENV_STEPS}", f"learner.steps={STEPS}",
-  "run.checkpoint_interval=20", "run.log_interval=1", "run.keep_checkpoints=2",
+  CACHE, "run.mode=async", "actor.lanes=4", f"run.env_steps={ENV_STEPS}",
+  f"learner.steps={STEPS}", "run.checkpoint_interval=20", "run.log_interval=1",
+  "run.keep_checkpoints=2",
 ]  # fmt: skip
 QUICK = [
   "--config", "quickstart", "agent=quick_agent", *tiny.OVERRIDES, "refresh.enabled=false",
@@ -56,15 +53,10 @@ class Run:
 
   def __init__(self, folder, *arguments):
     self.folder, self.log = folder, folder.with_suffix(".log")
-    command = [sys.executable, ROOT / "launch/multihost.py", *map(str, arguments)]
     self._before = self.log.stat().st_size if self.log.exists() else 0
-    environment = os.environ | {
-      "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT / "tests/support")
-    }  # fmt: skip
+    launcher = ROOT / "launch/multihost.py"
     with self.log.open("a") as out:
-      self.process = subprocess.Popen(
-        command, env=environment, stdout=out, stderr=out, process_group=0
-      )
+      self.process = python(launcher, *arguments, stdout=out, stderr=out, process_group=0)
 
   def __enter__(self):
     return self
@@ -73,14 +65,14 @@ class Run:
     if self.process.poll() is None:
       os.killpg(self.process.pid, signal.SIGKILL)
       self.process.wait()
-    wait_for(lambda: not running(self.folder), "processes are left")
+    wait_for(lambda: not pids(str(self.folder)), 60, "processes are left")
 
   @property
   def output(self):
     return self.log.read_text()[self._before :]
 
   def _wait(self, condition, what):
-    wait_for(lambda: condition() or self.process.poll() is not None, what, 240)
+    wait_for(lambda: condition() or self.process.poll() is not None, 240, what)
     assert condition(), self.output
 
   def until(self, pattern):
@@ -102,34 +94,18 @@ class Run:
 
   def kill(self, name):
     """Kills a child, and waits for its restart."""
-    wait_for(lambda: self.children()[name]["pid"], f"{name} does not run")
+    wait_for(lambda: self.children()[name]["pid"], 60, f"{name} does not run")
     child = self.children()[name]
     os.kill(child["pid"], signal.SIGKILL)
-    wait_for(lambda: self.children()[name]["restarts"] > child["restarts"], f"{name} stays dead")
+    wait_for(
+      lambda: self.children()[name]["restarts"] > child["restarts"], 60, f"{name} stays dead"
+    )
 
   def end(self, code):
     """Waits for the end; returns the output."""
     self.process.wait(timeout=400)
     assert self.process.returncode == code, self.output
     return self.output
-
-
-def wait_for(condition, what, seconds=60):
-  deadline = time.monotonic() + seconds
-  while not condition():
-    assert time.monotonic() < deadline, what
-    time.sleep(0.05)
-
-
-def running(folder):
-  """Command lines of processes on this machine that contain the folder's name."""
-  found = []
-  for path in Path("/proc").glob("[0-9]*/cmdline"):
-    with contextlib.suppress(OSError):
-      line = path.read_text()
-      if str(folder) in line and str(os.getpid()) != path.parent.name:
-        found.append(line)
-  return found
 
 
 def rows_of(folder):
@@ -157,7 +133,7 @@ def audit(folder, units):
   config, total = run_dir.read_config(folder), 0
   for number in range(units):
     place = folder / f"units/{number}" if number else folder
-    own, step = loader.divide(config, number, units), max(Checkpoints(place).steps())
+    own, step = loader.divide(config, number, units), newest(place)
     membership = Membership(number, units, runs_actor=False)
     with (
       MetricsLogger(own, place, step) as logger,
@@ -270,12 +246,12 @@ def test_a_refresher_that_dies_or_hangs_and_a_killed_launcher_lose_nothing(tmp_p
     time.sleep(1.5)
     assert learned(folder) == waits < steps
     os.kill(pid, signal.SIGCONT)
-    wait_for(lambda: learned(folder) > waits, "no learner steps")
+    wait_for(lambda: learned(folder) > waits, 60, "no learner steps")
     run.kill("refresher-0.0")
     before = learned(folder)
-    wait_for(lambda: learned(folder) > before + 10, "no learner steps", 120)  # reanalyse.max_age 8
+    wait_for(lambda: learned(folder) > before + 10, 120, "no learner steps")  # reanalyse.max_age 8
     run.process.kill()
-    wait_for(lambda: not running(folder), "processes outlive the launcher")
+    wait_for(lambda: not pids(str(folder)), 60, "processes outlive the launcher")
   before = acknowledged(folder)
   with Run(folder, "--resume", folder, "topology.refreshers=0") as run:
     output = run.end(0)

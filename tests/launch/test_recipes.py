@@ -2,11 +2,11 @@
 
 import re
 import signal
-import time
 
 import pytest
 
 from fake_cluster import ROOT, SBATCH, Cluster, jobs, named, pod_variables
+from launched import wait_until
 from speedyzero_jax.run import topology
 
 MANIFESTS = [ROOT / "launch/k8s/indexed-job.yaml", ROOT / "launch/k8s/jobset.yaml"]
@@ -15,12 +15,6 @@ MANIFESTS = [ROOT / "launch/k8s/indexed-job.yaml", ROOT / "launch/k8s/jobset.yam
 @pytest.fixture
 def cluster(tmp_path):
   return Cluster(tmp_path)
-
-
-def wait_for(condition, process):
-  while not condition():
-    assert process.poll() is None
-    time.sleep(0.02)
 
 
 def test_sbatch_options_are_where_slurm_reads_them():
@@ -136,7 +130,7 @@ def test_sbatch_restarts_all_when_a_step_is_lost(cluster, code):
 @pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, True), (signal.SIGUSR2, False)])
 def test_sbatch_saves_and_is_requeued_before_its_time_limit(cluster, number, requeued):
   process = cluster.start_sbatch(WAIT=str(cluster.waiting))
-  wait_for(lambda: cluster.waiting.exists() and cluster.waiting.read_text(), process)
+  assert wait_until(lambda: cluster.waiting.exists() and cluster.waiting.read_text(), process)
   process.send_signal(number)
   process.communicate(timeout=20)
   assert process.returncode == 143
@@ -203,7 +197,7 @@ def test_a_pod_gives_up_a_helper_that_cannot_start(manifest, role, index, code, 
 @each_helper
 def test_a_pod_forgets_deaths_after_a_long_life(manifest, role, index, cluster):
   pod = cluster.pod(manifest, role, index, minimum_life=0, HELPER_CODE="134")
-  wait_for(lambda: len(cluster.noted("slept")) >= 6, pod)
+  assert wait_until(lambda: len(cluster.noted("slept")) >= 6, pod)
   pod.terminate()
   assert pod.wait(10) == -signal.SIGTERM
   assert set(cluster.noted("slept")) == {"5"}
@@ -214,7 +208,7 @@ def test_a_pod_waits_for_the_coordinator_and_ends_at_once_by_sigterm(
   manifest, role, index, cluster
 ):
   pod = cluster.pod(manifest, role, index, UNKNOWN="7", WAIT=str(cluster.waiting))
-  wait_for(cluster.calls, pod)
+  assert wait_until(cluster.calls, pod)
   assert cluster.noted("slept") == ["5"] * 7
   pod.terminate()
   assert pod.wait(10) == -signal.SIGTERM

@@ -119,10 +119,10 @@ class Run:
     return json.loads(self.output.splitlines()[-1].removeprefix("restarts "))
 
 
-def wait_for(condition, seconds=20.0):
+def wait_for(condition, seconds=20.0, what="timeout"):
   until = time.monotonic() + seconds
   while not (result := condition()):
-    assert time.monotonic() < until, "timeout"
+    assert time.monotonic() < until, what
     time.sleep(0.01)
   return result
 
