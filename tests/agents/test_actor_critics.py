@@ -11,10 +11,9 @@ import episodes
 import trained
 from speedyzero_jax.agents import ppo
 from speedyzero_jax.agents.base import ActInputs, Variables
-from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.selector import Selection
 from speedyzero_jax.types import Slots
-from trained import KEY, largest
+from trained import KEY, gathered, largest, linear, log_softmax
 
 _T, _STACK, _DISCOUNT, _LAMBDA, _BATCH, _ACTIONS = 7, 2, 0.9, 0.8, 8, 3
 _RHO, _C, _RHO_PG, _CLIP, _VALUE, _ENTROPY, _DECODED = 1.3, 0.9, 1.1, 0.3, 0.6, 0.2, 0.4
@@ -68,12 +67,6 @@ def _gradient(variant, devices=2):
   return trained.gradient(_agent(variant), devices)
 
 
-def _gathered(agent, replay, selection):
-  arrays, _ = agent.assemble(replay, selection, 50)
-  frames, stack = replay.trajectories(selection.lane, selection.time, agent.window.after)
-  return {"frames": frames, "stack": stack, **arrays}
-
-
 @functools.cache
 def _batch(variant):
   """Trajectories of two lanes with episode ends at all positions, under a random policy.
@@ -81,13 +74,12 @@ def _batch(variant):
   The first device's share has fewer actions than the second one's.
   """
   agent, rng, stored = _agent(variant), np.random.default_rng(7), []
-  sizes = {"lanes": 2, "capacity": 400, "frame_stack": _STACK, "rng_seed": 0}
-  replay = Replay(agent.schema, agent.make_selector, **sizes)
+  replay = trained.make_replay(agent, 2, 400, _STACK)
   for lane in range(2):
     stored.append(episodes.recorded(agent.schema, lane, episodes.every_end(8, rng), rng))
     replay.append(stored[-1])
   selection = replay.select(_BATCH)
-  batch = _gathered(agent, replay, selection)
+  batch = gathered(agent, replay, selection)
   ends, mask = batch["acted_mask"] == 0, batch["acted_mask"].copy()
   mask[:3, 2:] = 0
   found = []
@@ -103,10 +95,6 @@ def _batch(variant):
 def _network(params, x, first, state):
   """Logits and values of consecutive slots, and decoded observations, in float64."""
   p = jax.tree.map(np.float64, params)
-
-  def linear(layer, x):
-    return x @ layer["kernel"] + layer["bias"]
-
   features = np.maximum(linear(p["torso"]["layers"][0], x), 0)
   decoded = x
   if "decoder" in p:
@@ -115,10 +103,6 @@ def _network(params, x, first, state):
   if "core" in p:
     features, _ = trained.lstm(p["core"], features, first, state)
   return linear(p["policy"], features), linear(p["value"], features)[..., 0], decoded
-
-
-def _log_softmax(x):
-  return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
 def _vtrace(slots, time, acted, ratio, value, clips):
@@ -159,9 +143,9 @@ def _reference(variant):
     x = np.stack([episodes.observation(slots, t, _STACK) for t in time])
     x = x, slots["first"][time], slots["core"][time[0]] if "lstm" in variant else None
     chosen = np.arange(_T), np.maximum(slots["action"][time[:-1]], 0)
-    log_mu = _log_softmax(np.float64(slots["logits"][time[:-1]]))[chosen]
+    log_mu = log_softmax(np.float64(slots["logits"][time[:-1]]))[chosen]
     logits, value, _ = _network(_params(variant), *x)
-    ratio = np.exp(_log_softmax(logits[:-1])[chosen] - log_mu)
+    ratio = np.exp(log_softmax(logits[:-1])[chosen] - log_mu)
     old = np.float64(slots["value"][time]) if not is_impala else value
     if is_impala or variant == "appo":
       clips = (_RHO, _C, _RHO_PG) if is_impala else (1, 1, 1)
@@ -177,7 +161,7 @@ def _reference(variant):
     terms = []
     for x, acted, chosen, log_mu, old, target, advantage in parts:
       logits, value, decoded = (y[:-1] for y in _network(params, *x))
-      log_pi = _log_softmax(logits)
+      log_pi = log_softmax(logits)
       ratio, a = np.exp(log_pi[chosen] - log_mu), (advantage - shift) / scale
       gain = np.minimum(ratio * a, ratio.clip(1 - _CLIP, 1 + _CLIP) * a)
       gain = log_pi[chosen] * advantage if is_impala else gain
@@ -241,14 +225,13 @@ def test_the_clipped_gain_of_a_fixed_vector():
 def test_trajectories_evicted_before_they_are_gathered_count_for_nothing():
   agent = _agent("impala")
   shortest = _STACK + agent.lookahead
-  sizes = {"lanes": 2, "capacity": shortest, "frame_stack": _STACK, "rng_seed": 0}
-  replay = Replay(agent.schema, agent.make_selector, **sizes)
+  replay = trained.make_replay(agent, 2, shortest, _STACK)
   columns = {c.name: np.zeros((shortest, *c.shape), c.dtype) for c in agent.schema.columns}
   opening = columns | {"first": np.arange(shortest) == 0}
   replay.append(Slots.concatenate([Slots.of_lane(lane, 0, opening) for lane in range(2)]))
   selection = replay.select(4)
   replay.append(Slots.of_lane(1, shortest, columns))
-  batch = _gathered(agent, replay, selection)
+  batch = gathered(agent, replay, selection)
   np.testing.assert_array_equal(batch["acted_mask"].all(1), selection.lane == 0)
   assert not batch["acted_mask"][selection.lane == 1].any()
   gone = Selection(np.ones(2, np.int32), np.zeros(2, np.int64), np.ones(2))
@@ -274,5 +257,5 @@ def test_actions_follow_the_stored_logits(variant):
     if variant == "ppo":
       np.testing.assert_allclose(out.columns["value"], value.repeat(lanes), rtol=1e-4)
   frequency = np.bincount(explored.action, minlength=_ACTIONS) / lanes
-  np.testing.assert_allclose(frequency, np.exp(_log_softmax(logits))[0], atol=0.04)
+  np.testing.assert_allclose(frequency, np.exp(log_softmax(logits))[0], atol=0.04)
   np.testing.assert_array_equal(greedy.action, logits.argmax())

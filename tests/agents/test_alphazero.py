@@ -14,11 +14,10 @@ from speedyzero_jax.config import loader
 from speedyzero_jax.config.schema import EnvConfig
 from speedyzero_jax.envs.batched_env import make_env
 from speedyzero_jax.envs.rules import RULES
-from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.selector import Selection
 from speedyzero_jax.run import batch_pipeline
 from speedyzero_jax.types import Slots
-from trained import KEY, largest
+from trained import KEY, largest, linear
 
 RULES_3 = RULES["TicTacToe"]
 TINY = (
@@ -174,9 +173,7 @@ def recorded():
   """A replay of `games()`, and each move's outcome for its player; None if it is unknown."""
   agent = agent_of()
   rng, played = np.random.default_rng(2), games()
-  replay = Replay(
-    agent.schema, agent.make_selector, lanes=1, capacity=200, frame_stack=1, rng_seed=0
-  )
+  replay = trained.make_replay(agent, 1, 200, 1)
   slots = episodes.recorded(agent.schema, 0, played, rng)
   board = slots["frame"]
   board[:] = rng.random(board.shape) < 0.25
@@ -219,9 +216,7 @@ def test_value_targets_are_outcomes_for_the_player_to_move_mixed_with_search_val
 
 def test_evicted_samples_are_masked():
   agent = agent_of()
-  replay = Replay(
-    agent.schema, agent.make_selector, lanes=1, capacity=20, frame_stack=1, rng_seed=0
-  )
+  replay = trained.make_replay(agent, 1, 20, 1)
   slots = episodes.recorded(agent.schema, 0, games()[:2], np.random.default_rng(0))
   replay.append(slots)
   selection = replay.select(64)
@@ -254,9 +249,6 @@ def network(params, board):
     padded = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
     patches = [padded[:, i : i + 3, j : j + 3] for i in range(3) for j in range(3)]
     return np.concatenate(patches, -1) @ layer["kernel"].reshape(-1, 3) + layer["bias"]
-
-  def linear(layer, x):
-    return x @ layer["kernel"] + layer["bias"]
 
   x = conv(p["conv"], board.astype(float))
   block = p["blocks"][0]

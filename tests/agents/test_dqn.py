@@ -12,10 +12,9 @@ import trained
 from speedyzero_jax.agents import q_agent
 from speedyzero_jax.agents.base import ActInputs, LossOutput, Variables
 from speedyzero_jax.config import loader
-from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.selector import Selection
 from speedyzero_jax.workers.learner import Learner, make_mesh
-from trained import KEY, largest
+from trained import KEY, largest, linear, log_softmax
 
 _N, _STACK, _DISCOUNT, _DELTA, _BATCH, _ACTIONS = 3, 2, 0.9, 0.7, 96, 3
 _ATOMS = np.linspace(-2, 3, 7)
@@ -49,9 +48,7 @@ def _recorded():
   """A replay, and stacks, action and n-step return of each transition that can be sampled."""
   agent = _agent()
   rng = np.random.default_rng(7)
-  replay = Replay(
-    agent.schema, agent.make_selector, lanes=2, capacity=200, frame_stack=_STACK, rng_seed=0
-  )
+  replay = trained.make_replay(agent, 2, 200, _STACK)
   found = []
   for lane in range(2):
     played = episodes.every_end(_N + 2, rng)
@@ -85,9 +82,6 @@ def _outputs(params, x, dueling=True):
   """The network in float64: Q [B, A], or logits [B, A, K]."""
   p = jax.tree.map(np.float64, params)
 
-  def linear(layer, x):
-    return x @ layer["kernel"] + layer["bias"]
-
   def per_action(layer, x):
     found = linear(layer, x)
     return found.reshape(len(x), _ACTIONS, *[-1] * (found.shape[1] > _ACTIONS))
@@ -104,11 +98,7 @@ def _outputs(params, x, dueling=True):
 
 def _q(params, x, dueling=True):
   outputs = _outputs(params, x, dueling)
-  return outputs if outputs.ndim == 2 else np.exp(_log_softmax(outputs)) @ _ATOMS
-
-
-def _log_softmax(x):
-  return x - np.log(np.exp(x).sum(-1, keepdims=True))
+  return outputs if outputs.ndim == 2 else np.exp(log_softmax(outputs)) @ _ATOMS
 
 
 def _weight():
@@ -142,7 +132,7 @@ def _distributional_reference():
   _, _, now, end, action, reward, discount, _ = (x[place] for x in _recorded()[1])
   params, target = _start(*_C51)
   best = _q(params, end).argmax(-1)
-  later = np.exp(_log_softmax(_outputs(target, end)))[np.arange(_BATCH), best]
+  later = np.exp(log_softmax(_outputs(target, end)))[np.arange(_BATCH), best]
   goal, gap = np.zeros((_BATCH, len(_ATOMS))), _ATOMS[1] - _ATOMS[0]
   for b, k in np.ndindex(goal.shape):  # Bellemare et al. 2017, algorithm 1
     place = (np.clip(reward[b] + discount[b] * _ATOMS[k], -2, 3) - _ATOMS[0]) / gap
@@ -151,7 +141,7 @@ def _distributional_reference():
     goal[b, low + 1] += later[b, k] * (place - low)
 
   def cross_entropy(params):
-    log_mass = _log_softmax(_outputs(params, now))[np.arange(_BATCH), action]
+    log_mass = log_softmax(_outputs(params, now))[np.arange(_BATCH), action]
     return -(goal * log_mass).sum(-1)
 
   entropy = -(goal * np.log(goal, where=goal > 0, out=np.zeros_like(goal))).sum(-1)
@@ -215,9 +205,7 @@ def test_masked_samples_have_no_gradient(changes):
 
 def test_evicted_samples_are_masked():
   agent = _agent()
-  replay = Replay(
-    agent.schema, agent.make_selector, lanes=1, capacity=9, frame_stack=_STACK, rng_seed=0
-  )
+  replay = trained.make_replay(agent, 1, 9, _STACK)
   rng = np.random.default_rng(0)
   whole = episodes.recorded(agent.schema, 0, episodes.every_end(3, rng), rng)
   replay.append(whole.select(slice(9)))

@@ -10,9 +10,8 @@ import episodes
 import trained
 from speedyzero_jax.agents.base import Variables
 from speedyzero_jax.config import loader
-from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.selector import Selection
-from trained import experiment, largest
+from trained import experiment, gathered, largest
 
 _BURN_IN, _LENGTH, _STRIDE, _N, _STACK, _DISCOUNT = 3, 5, 2, 3, 2, 0.9
 _BATCH, _ACTIONS, _ETA = 48, 3, 0.9
@@ -46,8 +45,7 @@ def _batch(core="lstm"):
   """All sequences of two lanes with episode ends at all positions, the selection and the slots."""
   agent = _agent(f"network.core={core}")
   rng, stored, played = np.random.default_rng(7), [], []
-  sizes = {"lanes": 2, "capacity": 200, "frame_stack": _STACK, "rng_seed": 0}
-  replay = Replay(agent.schema, agent.make_selector, **sizes)
+  replay = trained.make_replay(agent, 2, 200, _STACK)
   for lane in range(2):
     played.append(episodes.every_end(_N + 2, rng))
     stored.append(episodes.recorded(agent.schema, lane, played[-1], rng))
@@ -57,13 +55,7 @@ def _batch(core="lstm"):
   assert replay.selector.count == len(found) < _BATCH
   lane, time = np.array(found)[np.arange(_BATCH) % len(found)].T
   selection = Selection(lane.astype(np.int32), time, np.linspace(0.001, 0.1, _BATCH))
-  return _gathered(agent, replay, selection), selection, stored, played
-
-
-def _gathered(agent, replay, selection):
-  arrays, _ = agent.assemble(replay, selection, learner_step=50)
-  frames, stack = replay.trajectories(selection.lane, selection.time, agent.window.after)
-  return {"frames": frames, "stack": stack, **arrays}
+  return gathered(agent, replay, selection), selection, stored, played
 
 
 def _found(batch, core="lstm", devices=2):
@@ -201,8 +193,7 @@ def test_stored_states_are_those_of_unrolling_from_the_start_of_the_episode(tmp_
 def test_evicted_sequences_are_masked():
   agent = _agent()
   least = _STACK + agent.lookahead  # slots, with which there is always a sequence
-  sizes = {"lanes": 1, "capacity": least, "frame_stack": _STACK, "rng_seed": 0}
-  replay = Replay(agent.schema, agent.make_selector, **sizes)
+  replay = trained.make_replay(agent, 1, least, _STACK)
   rng = np.random.default_rng(0)
   whole = episodes.recorded(agent.schema, 0, episodes.every_end(5, rng), rng)
   replay.append(whole.select(slice(least)))
@@ -210,6 +201,6 @@ def test_evicted_sequences_are_masked():
   for t in range(least, len(whole)):
     replay.append(whole.select(slice(t, t + 1)))
     assert replay.selector.count == len(set(replay.select(32).time)) >= 1
-    batch = _gathered(agent, replay, selection)
+    batch = gathered(agent, replay, selection)
     assert batch["loss_mask"].any() == (selection.time >= replay.tails[0]).any()
   assert not batch["loss_mask"].any()

@@ -9,6 +9,7 @@ import episodes
 from speedyzero_jax.ops import td
 from speedyzero_jax.replay.schema import make_schema
 from speedyzero_jax.replay.storage import LaneStore
+from trained import h
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
@@ -58,9 +59,6 @@ def test_the_q_learning_error():
 
 
 def test_the_q_learning_error_of_rescaled_values():
-  def h(x):
-    return np.sign(x) * (np.sqrt(np.abs(x) + 1) - 1) + 0.001 * x
-
   q, action = jnp.array([[1.0, 2.0], [0.5, -3.0]]), jnp.array([1, 0])
   next_q, online = jnp.array(h(np.array([[10.0, -20.0], [7.0, 9.0]]))), jnp.array([[0, 1], [1, 0]])
   found = td.q_learning_error(

@@ -91,8 +91,8 @@ def _shared_programs(made: Config) -> dict[str, Any]:
   steps = dataclasses.replace(made.learner, steps=1, tail_steps=0, prefetch=1)
   learning = Config(agent=every, env=made.env, optim=made.optim, learner=steps)
   return {
-    "Learner": lambda config, agent, mesh, **_: _learner(learning, mesh),
-    "Inference": lambda agent, mesh, **_: _inference(acting, mesh),
+    "Learner": lambda config, agent, mesh, **_: shared_learner(learning, mesh),
+    "Inference": lambda agent, mesh, **_: shared_inference(acting, mesh),
   }
 
 
@@ -109,12 +109,12 @@ class SharedLearner(Learner):
 
 
 @functools.cache
-def _learner(config: Config, mesh: Mesh) -> Learner:
+def shared_learner(config: Config, mesh: Mesh) -> Learner:
   return SharedLearner(config, factories.make_agent(config), mesh)
 
 
 @functools.cache
-def _inference(config: Config, mesh: Mesh) -> Inference:
+def shared_inference(config: Config, mesh: Mesh) -> Inference:
   return Inference(factories.make_agent(config), mesh)
 
 

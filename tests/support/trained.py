@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -15,11 +14,11 @@ from speedyzero_jax.config import loader
 from speedyzero_jax.config.loader import agent_module
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.metrics.logger import MetricsLogger
-from speedyzero_jax.run import build, factories, snapshot
+from speedyzero_jax.replay.replay import Replay
+from speedyzero_jax.run import build, snapshot
 from speedyzero_jax.run.checkpoint import Checkpoints
-from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.learner import make_mesh
-from tiny import SharedLearner
+from tiny import shared_inference, shared_learner
 from whole_runs import finish
 
 KEY = jax.random.key(0)
@@ -70,6 +69,26 @@ def random_params(agent, seed):
   return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), shapes)
 
 
+def make_replay(agent, lanes, capacity, stack):
+  sizes = {"lanes": lanes, "capacity": capacity, "frame_stack": stack, "rng_seed": 0}
+  return Replay(agent.schema, agent.make_selector, **sizes)
+
+
+def gathered(agent, replay, selection):
+  """A batch of trajectories, of which none is masked after it is assembled."""
+  arrays, _ = agent.assemble(replay, selection, 50)
+  frames, stack = replay.trajectories(selection.lane, selection.time, agent.window.after)
+  return {"frames": frames, "stack": stack, **arrays}
+
+
+def linear(layer, x):
+  return x @ layer["kernel"] + layer["bias"]
+
+
+def log_softmax(x):
+  return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
 def lstm(params, x, first, state):
   """An LSTM over slots [T, D] in float64: outputs [T, H], and the states [T+1, 2H] before each."""
   p, states, outputs = jax.tree.map(np.float64, params), [np.float64(state)], []
@@ -89,10 +108,6 @@ def q_values(params, x, first, state):
   Also returns the states [T+1, 2H] before each slot; in float64.
   """
   p, states = jax.tree.map(np.float64, params), None
-
-  def linear(layer, x):
-    return x @ layer["kernel"] + layer["bias"]
-
   features = np.maximum(linear(p["torso"]["layers"][0], x), 0)
   if "core" in p:
     features, states = lstm(p["core"], features, first, state)
@@ -131,16 +146,6 @@ def largest(tree):
   return max(np.abs(x).max() for x in jax.tree.leaves(tree))
 
 
-@functools.cache
-def _learner(config, mesh):
-  return SharedLearner(config, factories.make_agent(config), mesh)
-
-
-@functools.cache
-def _inference(config, mesh):
-  return Inference(factories.make_agent(config), mesh)
-
-
 def _sharing(config):
   """Makes `build` reuse programs compiled earlier for an equal agent and batch size."""
   steps = dataclasses.replace(config.learner, steps=1, tail_steps=0, prefetch=1)
@@ -148,8 +153,8 @@ def _sharing(config):
   key = Config(config.agent, config.env, actor, optim=config.optim, learner=steps)
   return mock.patch.multiple(
     build,
-    Learner=lambda config, agent, mesh, **_: _learner(key, mesh),
-    Inference=lambda agent, mesh, **_: _inference(key, mesh),
+    Learner=lambda config, agent, mesh, **_: shared_learner(key, mesh),
+    Inference=lambda agent, mesh, **_: shared_inference(key, mesh),
   )
 
 

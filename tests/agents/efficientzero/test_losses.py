@@ -15,6 +15,7 @@ import pytest
 
 from speedyzero_jax.agents.efficientzero import losses, metric_names
 from speedyzero_jax.agents.efficientzero.config import LossConfig
+from trained import log_softmax
 
 # --- value coding
 
@@ -242,10 +243,6 @@ def _two_hot(x):
   return p
 
 
-def _log_softmax(logits):
-  return logits - np.log(np.exp(logits).sum())
-
-
 def _reference(batch, w, config):
   """The loss computed sample by sample and step by step, in float64."""
   w = {name: x.astype(np.float64) for name, x in w.items()}
@@ -258,7 +255,7 @@ def _reference(batch, w, config):
       return stack.reshape(-1) / 255 @ w["root"]
 
     def heads(state, k, b=b):
-      log_value, log_policy = _log_softmax(state @ w["value"]), _log_softmax(state @ w["policy"])
+      log_value, log_policy = log_softmax(state @ w["value"]), log_softmax(state @ w["policy"])
       value = -_two_hot(batch.value[b, k]) @ log_value * batch.value_mask[b, k]
       policy = -batch.policy[b, k] @ log_policy * batch.policy_mask[b, k]
       terms["value"].append(value)
@@ -281,7 +278,7 @@ def _reference(batch, w, config):
       carry = carry + state
       prefix = (
         -_two_hot(batch.value_prefix[b, k - 1])
-        @ _log_softmax(carry @ w["prefix"])
+        @ log_softmax(carry @ w["prefix"])
         * batch.prefix_mask[b, k - 1]
       )
       predicted, real = state @ w["project"] @ w["predict"], observed(k) @ w["project"]
@@ -359,7 +356,7 @@ def _gradients(batch, w, config):
 
   def cross_entropy(name, x, target, factor):
     """Adds the gradient of a head's kernel; returns that of its input."""
-    logits = (np.exp(_log_softmax(x @ w[name])) - target) * factor
+    logits = (np.exp(log_softmax(x @ w[name])) - target) * factor
     grads[name] += np.outer(x, logits)
     return w[name] @ logits
 
