@@ -9,70 +9,58 @@ from pathlib import Path
 
 import pytest
 
+import gpu
+
 ROOT = Path(__file__).resolve().parents[2]
 WRITE = "import os, pathlib, sys; pathlib.Path(sys.argv[2]).write_text(os.environ['XLA_FLAGS'])"
 SLEEP = "import time; time.sleep(60)"
+IGNORE = "signal.signal(signal.SIGINT, signal.SIG_IGN); "
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-  monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+@pytest.fixture(autouse=True)
+def no_flags(monkeypatch):
   monkeypatch.delenv("XLA_FLAGS", raising=False)
-  import gpu
-
-  return gpu
 
 
-def take(gpu, folder, seconds=30.0, **steps):
+def take(folder, seconds=30.0, **steps):
   return gpu.take(steps, folder, seconds / 60, time.monotonic() + seconds)
 
 
-def test_results_are_not_made_again_and_failures_are(gpu, tmp_path):
+def test_results_are_not_made_again_and_failures_are(tmp_path):
   (tmp_path / "old.json").write_text("kept")
   steps = {"old": ["-c", WRITE], "new": ["-c", WRITE], "bad": ["-c", "raise SystemExit(3)"]}
-  failed = take(gpu, tmp_path, **{name: gpu.Step(command, "") for name, command in steps.items()})
+  failed = take(tmp_path, **{name: gpu.Step(command, "") for name, command in steps.items()})
   assert failed == ["bad"] and not (tmp_path / "bad.gave-up").exists()
   assert (tmp_path / "old.json").read_text() == "kept" and (tmp_path / "new.json").exists()
 
 
-def test_a_step_that_takes_a_whole_visit_is_given_up_unless_it_resumes(gpu, tmp_path):
-  assert take(gpu, tmp_path, 1.5, train=gpu.Step(["-c", SLEEP], resumes=True)) is None
-  assert take(gpu, tmp_path, 1.5, long=gpu.Step(["-c", SLEEP])) is None
+def test_a_step_that_takes_a_whole_visit_is_given_up_unless_it_resumes(tmp_path):
+  assert take(tmp_path, 1.5, train=gpu.Step(["-c", SLEEP], resumes=True)) is None
+  assert take(tmp_path, 1.5, long=gpu.Step(["-c", SLEEP])) is None
   assert [path.name for path in tmp_path.glob("*.gave-up")] == ["long.gave-up"]
-  assert take(gpu, tmp_path, long=gpu.Step(["-c", WRITE])) == ["long"]
+  assert take(tmp_path, long=gpu.Step(["-c", WRITE])) == ["long"]
 
 
-def test_a_step_that_ignores_interrupts_is_killed_with_other_sessions_it_started(
-  gpu, tmp_path, monkeypatch
-):
-  """As training runs are, in sessions of their own; they would keep the device in use."""
-  monkeypatch.setattr(gpu, "ENDING", 0.5)
+@pytest.mark.parametrize("ignores", [False, True])
+def test_a_step_takes_all_that_it_started_along(tmp_path, monkeypatch, ignores):
+  """It is killed if it ignores interrupts, and with other sessions it started, as training runs do.
+  A child that ignores its parent's death would keep the device in use."""
+  if ignores:
+    monkeypatch.setattr(gpu, "ENDING", 0.5)
   pid = tmp_path / "pid"
   child = f"import os, pathlib, time; pathlib.Path({str(pid)!r}).write_text(str(os.getpid()))"
   parent = (
-    "import signal, subprocess, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
-    f"subprocess.run([sys.executable, '-c', {child!r} + '; {SLEEP}'], start_new_session=True)"
+    f"import signal, subprocess, sys; {IGNORE if ignores else ''}"
+    f"subprocess.run([sys.executable, '-c', {child!r} + '; {SLEEP}'], start_new_session={ignores})"
   )
-  assert take(gpu, tmp_path, 3.0, tree=gpu.Step(["-c", parent])) is None
+  assert take(tmp_path, 3.0, tree=gpu.Step(["-c", parent])) is None
   with pytest.raises(ProcessLookupError):
     for _ in range(100):  # until init has reaped it
       os.kill(int(pid.read_text()), 0)
       time.sleep(0.05)
 
 
-def test_an_interrupted_step_takes_its_children_along(gpu, tmp_path):
-  """A child that ignores its parent's death, as in training, would keep the device in use."""
-  pid = tmp_path / "pid"
-  child = f"import os, pathlib, time; pathlib.Path({str(pid)!r}).write_text(str(os.getpid()))"
-  parent = (
-    f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r} + '; {SLEEP}'])"
-  )
-  assert take(gpu, tmp_path, 3.0, tree=gpu.Step(["-c", parent])) is None
-  with pytest.raises(ProcessLookupError):
-    os.kill(int(pid.read_text()), 0)
-
-
-def test_the_fastest_flags_are_used_if_they_gain_enough(gpu, tmp_path):
+def test_the_fastest_flags_are_used_if_they_gain_enough(tmp_path):
   def write(name, seconds):
     (tmp_path / f"{name}.json").write_text(
       json.dumps({"rows": [{"calls": 10, "seconds": seconds}, {"calls": 1, "seconds": 1.0}]})
@@ -84,7 +72,7 @@ def test_the_fastest_flags_are_used_if_they_gain_enough(gpu, tmp_path):
   assert gpu.fastest(tmp_path) == ""
   write("flags-graph-all", 0.5)
   write("flags-latency-hiding", 0.7)
-  assert take(gpu, tmp_path, last=gpu.Step(["-c", WRITE])) == []
+  assert take(tmp_path, last=gpu.Step(["-c", WRITE])) == []
   assert (tmp_path / "last.json").read_text() == gpu.FLAGS["graph-all"]
 
 

@@ -1,24 +1,15 @@
 """Tests of the points and the summary of learning curves in benchmarks/peers_learning.py."""
 
 import math
-from pathlib import Path
 
 import numpy as np
-import pytest
+
+import peers
+import peers_learning
 
 
-@pytest.fixture
-def peers_learning(monkeypatch):
-  monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-  import peers_learning
-
-  return peers_learning
-
-
-def test_time_of_evaluations_is_left_out(peers_learning, monkeypatch):
+def test_time_of_evaluations_is_left_out(monkeypatch):
   clocks = iter(np.array([[10, 1], [12, 2], [50, 22], [53, 23], [99, 99]]))
-  import peers
-
   monkeypatch.setattr(peers.Curve, "_clocks", staticmethod(lambda: next(clocks)))
   curve = peers.Curve()
   for samples, score in ((64, 9.0), (128, 200.0)):
@@ -27,7 +18,7 @@ def test_time_of_evaluations_is_left_out(peers_learning, monkeypatch):
   assert curve.points == [[64, 1, 2, 1, 9.0], [128, 2, 5, 2, 200.0]]
 
 
-def test_a_summary_is_of_the_first_point_at_the_threshold(peers_learning):
+def test_a_summary_is_of_the_first_point_at_the_threshold():
   curve = [
     [64, 1, 6, 3, 9.0],
     [128, 2, 60, 30, 195.0],
