@@ -22,19 +22,6 @@ from speedyzero_jax.replay.journal import JournalDamage, JournalError
 from speedyzero_jax.run.checkpoint import CheckpointError, Checkpoints
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-  """A folder with checkpoints 4 and 8, and their snapshots."""
-  folder = tmp_path_factory.mktemp("two")
-  return folder, write(folder, 4, 8)
-
-
-@pytest.fixture
-def copied(two, tmp_path):
-  shutil.copytree(two[0], tmp_path / "run")
-  return tmp_path / "run", two[1]
-
-
 def names(folder):
   return sorted(path.name for path in folder.iterdir())
 

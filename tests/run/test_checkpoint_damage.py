@@ -11,29 +11,13 @@ import jax
 import numpy as np
 import pytest
 
+from launched import listing
 from snapshots import abstract, assert_same_tree, flip, read, snapshot, write
 from speedyzero_jax.run import checkpoint
 from speedyzero_jax.run.checkpoint import CheckpointError, Checkpoints
 
 # A damaged checkpoint leaves Orbax with futures that nothing waits for.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-  """A folder with checkpoints 4 and 8, and their snapshots."""
-  folder = tmp_path_factory.mktemp("two")
-  return folder, write(folder, 4, 8)
-
-
-@pytest.fixture
-def copied(two, tmp_path):
-  shutil.copytree(two[0], tmp_path / "run")
-  return tmp_path / "run", two[1]
-
-
-def listing(folder):
-  return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def files_of(folder, step):
