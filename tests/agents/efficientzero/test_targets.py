@@ -153,48 +153,30 @@ def hand_made(ending):
   return store
 
 
-def two_steps(horizon, **options):
-  return configured(
-    unroll_steps=5, value_prefix_horizon=horizon, td_steps=2, age_interval=0, discount=0.5,
-    **options,
-  )  # fmt: skip
-
-
 MASKS = ("value_mask", "prefix_mask", "policy_mask", "consistency_mask")
 
 
 @pytest.mark.parametrize(
-  ("ending", "value", "prefix", "masks"),
+  ("ending", "horizon", "absorbing", "value", "prefix", "masks"),
   [
     # 1 + 2/2 + 30/4, then 2 + 4/2 + 40/4 (0 if terminal), then 4 + 40/2 (0 if terminal)
-    ("terminated", [9.5, 4, 4, 0, 0, 0], [1, 3, 7, 7, 7], "111111 11111 111000 11100"),
-    ("truncated", [9.5, 14, 24, 40, 0, 0], [1, 3, 7, 0, 0], "111100 11100 111000 11100"),
-    ("open", [9.5, 14, 24, 40, 0, 0], [1, 3, 7, 15, 0], "111100 11110 111100 11100"),
+    ("terminated", 5, True, [9.5, 4, 4, 0, 0, 0], [1, 3, 7, 7, 7], "111111 11111 111000 11100"),
+    ("truncated", 5, True, [9.5, 14, 24, 40, 0, 0], [1, 3, 7, 0, 0], "111100 11100 111000 11100"),
+    ("open", 5, True, [9.5, 14, 24, 40, 0, 0], [1, 3, 7, 15, 0], "111100 11110 111100 11100"),
+    # The prefix restarts even in absorbing states.
+    ("terminated", 2, True, [9.5, 4, 4, 0, 0, 0], [1, 3, 4, 4, 0], "111111 11111 111000 11100"),
+    # As in EfficientZero: the terminal frame itself, of value 0, is trained on.
+    ("terminated", 5, False, [9.5, 4, 4, 0, 0, 0], [1, 3, 7, 0, 0], "111100 11100 111000 11100"),
   ],
 )
-def test_worked_example(ending, value, prefix, masks):
+def test_worked_example(ending, horizon, absorbing, value, prefix, masks):
   """Two-step returns with discount 1/2."""
-  got = compute_targets(hand_made(ending), np.array([0]), np.array([0]), two_steps(5), 0)
+  spec = configured(5, horizon, td_steps=2, age_interval=0, discount=0.5, absorbing=absorbing)
+  got = compute_targets(hand_made(ending), np.array([0]), np.array([0]), spec, 0)
   np.testing.assert_array_equal(got.value[0], value)
   np.testing.assert_array_equal(got.value_prefix[0], prefix)
   for name, mask in zip(MASKS, masks.split(), strict=True):
     np.testing.assert_array_equal(getattr(got, name)[0], [*map(int, mask)], err_msg=name)
-
-
-def test_absorbing_states_can_be_masked():
-  """As in EfficientZero: the terminal frame itself, of value 0, is trained on."""
-  spec = two_steps(5, absorbing=False)
-  got = compute_targets(hand_made("terminated"), np.array([0]), np.array([0]), spec, 0)
-  np.testing.assert_array_equal(got.value[0, :4], [9.5, 4, 4, 0])
-  np.testing.assert_array_equal(got.value_prefix[0], [1, 3, 7, 0, 0])
-  for name, mask in zip(MASKS, ["111100", "11100", "111000", "11100"], strict=True):
-    np.testing.assert_array_equal(getattr(got, name)[0], [*map(int, mask)], err_msg=name)
-
-
-def test_the_prefix_restarts_every_horizon_steps_even_when_absorbing():
-  got = compute_targets(hand_made("terminated"), np.array([0]), np.array([0]), two_steps(2), 0)
-  np.testing.assert_array_equal(got.value_prefix[0], [1, 3, 4, 4, 0])
-  np.testing.assert_array_equal(got.prefix_mask[0], np.ones(5))
 
 
 def test_old_data_gets_shorter_returns():
