@@ -94,6 +94,11 @@ def test_catch_is_learned(tmp_path, agent):
       "topology.refreshers=1",
       "topology.refreshers: must be 0, as dqn .* nothing",
     ),
+    (
+      "efficientzero",
+      "topology.refreshers=1 reanalyse.schedule=off refresh.enabled=false",
+      "topology.refreshers: must be 0, as efficientzero",
+    ),
     ("apex", "refresh.enabled=true refresh.max_age=11", "refresh.max_age: .* = 12, got 11"),
     ("r2d2", "refresh.enabled=true refresh.block=9", "refresh.block: must be 0 or at least 16"),
     ("dqn", "network.value_max=-10", r"network.value_max: must be greater than .*min \(-10.0\)"),

@@ -304,15 +304,6 @@ def test_wrong_requests_are_refused(make_unit, cluster):
     unit.roster.dismiss(newer)
 
 
-def test_helpers_that_come_when_the_run_is_over_leave(make_unit, cluster):
-  unit = make_unit()
-  unit.service.finish(0)
-  with cluster(unit) as served:
-    for thread in (served.act(), served.refresh()):
-      thread.join(10)
-      assert not thread.is_alive()
-
-
 @pytest.mark.parametrize(("side", "channels", "lanes"), [(320, 3, 256), (20, 1, 100_000)])
 def test_the_largest_step_fits_a_message(side, channels, lanes):
   """Two slots in every lane, as at the end of collection: of large frames, or in many lanes."""

@@ -410,11 +410,3 @@ def test_a_preset_that_cannot_be_meant_is_refused(tmp_path, text, message):
   (tmp_path / "p.yaml").write_text(text)
   with pytest.raises(ConfigError, match=message):
     loader.load([str(tmp_path / "p.yaml")], ["env.game=Pong"])
-
-
-def test_an_agent_without_background_work_has_no_refreshers():
-  with pytest.raises(ConfigError, match=r"topology.refreshers: must be 0, as dqn"):
-    loader.load(["dqn"], ["topology.refreshers=1"])
-  with pytest.raises(ConfigError, match=r"topology.refreshers: must be 0, as efficientzero"):
-    off = ["reanalyse.schedule=off", "refresh.enabled=false"]
-    loader.load([], ["topology.refreshers=1", *off])

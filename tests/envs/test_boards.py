@@ -99,13 +99,6 @@ def test_a_game_that_is_over_stays_so():
   assert reward[0] == 0 and TTT.over(board)[0] and not TTT.legal(board).any()
 
 
-def test_stones_fall_and_full_columns_are_closed():
-  board, _ = played(RULES["ConnectFour"], *[3] * 6)
-  column = board[0, :, 3]  # the top row first; the opponent moved last
-  assert column.tolist() == [[0, 1], [1, 0]] * 3
-  assert RULES["ConnectFour"].legal(board)[0].tolist() == [True] * 3 + [False] + [True] * 3
-
-
 def at(row, column):
   return 9 * row + column
 

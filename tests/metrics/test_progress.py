@@ -2,7 +2,6 @@
 
 import errno
 import io
-import os
 import types
 
 import pytest
@@ -145,18 +144,6 @@ def test_a_full_disk_does_not_silence_it():
     stream.full = False
     shown.message("event")
   assert "event" in stream.getvalue()
-
-
-def test_a_closed_pipe_silences_it():
-  reader, writer = os.pipe()
-  os.close(reader)
-  with open(writer, "wb", buffering=0) as pipe:
-    stream = io.TextIOWrapper(pipe, write_through=True)
-    with Display(CONFIG, FOLDER, [stream]) as shown:
-      for _ in range(3):
-        shown.update(VALUES)
-        shown.message("event")
-    stream.detach()
 
 
 def test_an_ascii_stream_gets_ascii():

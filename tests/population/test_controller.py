@@ -1,7 +1,5 @@
 """Tests of the controller on the toy problem of the PBT paper, also when killed at any point."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -165,10 +163,3 @@ def test_a_wrong_description_is_refused_in_one_line(tmp_path, change, message):
     config.load(path)
   text = str(caught.value)
   assert str(path) in text and message in text
-
-
-def test_events_survive_as_lines(tmp_path):
-  log = EventLog(tmp_path / "e")
-  log.append({"event": "selected", "round": 0, "copies": []})
-  log.close()
-  assert [json.loads(line) for line in (tmp_path / "e").read_text().splitlines()] == log.events

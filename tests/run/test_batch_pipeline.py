@@ -147,8 +147,3 @@ def test_nothing_is_appended_while_an_agent_reads_the_store(name):
     draw(replay, 0)
   thread.join(10)
   assert replay.heads.tolist() == list(stream.heads)
-
-
-def test_nothing_to_draw_is_an_error():
-  with pytest.raises(ValueError, match="nothing to sample"):
-    draw(make_replay(20), 0)

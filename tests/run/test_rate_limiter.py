@@ -108,22 +108,6 @@ def test_samples_per_insert_do_not_depend_on_who_is_faster(c):
     )  # a waiting learner learns as soon as it may
 
 
-def test_tail_steps_wait_for_everything():
-  c = make(env_steps=30, random_steps=10, steps=8, tail_steps=3, lanes=1)
-  limiter = RateLimiter(c)
-  for _ in range(5):
-    limiter.add_env_steps(limiter.required(limiter.learner_steps) - limiter.env_steps)
-    limiter.add_learner_step()
-  limiter.add_env_steps(29 - limiter.env_steps)
-  assert not limiter.may_learn() and limiter.may_collect() and not limiter.collected
-  limiter.add_env_steps(1)
-  assert limiter.collected and not limiter.finished
-  for _ in range(3):
-    assert limiter.may_learn()
-    limiter.add_learner_step()
-  assert limiter.finished
-
-
 def test_a_restored_limiter_continues():
   c = make(env_steps=50, random_steps=10, steps=8)
   limiter = RateLimiter(c)

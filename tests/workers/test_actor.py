@@ -120,17 +120,6 @@ def test_collects_exactly_its_budget_and_what_the_environment_showed(lanes, budg
   assert acted == budget
 
 
-def test_a_step_of_lanes_that_all_restart_counts_nothing():
-  actor, env = make(1, seed=3)
-  counts = {True: set(), False: set()}
-  for _ in range(60):
-    was = bool(env.shown[-1].terminated[0] | env.shown[-1].truncated[0])
-    slots, count = actor.step(version(), **PLAY)
-    counts[was].add(count)
-    assert (slots["action"] == -1).tolist() == [was]
-  assert counts == {True: {0}, False: {1}}
-
-
 @pytest.mark.parametrize("stack", [1, 2, 4])
 def test_frame_stacks_begin_again_with_each_episode(stack):
   rng, env, stacker = np.random.default_rng(stack), tiny.FakeEnv(3, seed=stack), FrameStacker(stack)

@@ -209,15 +209,6 @@ def test_a_fresh_networks_loss_is_known(devices):
   )
 
 
-def test_every_weight_counts_on_whatever_device():
-  learner, weight = _learner(2), _batch()["weight"]
-  plain, _ = _run(learner, [_batch()])
-  for sample in (0, len(weight) - 1):
-    other = np.where(np.arange(len(weight)) == sample, np.float32(3), weight)
-    changed, _ = _run(learner, [_batch(weight=other)])
-    assert _largest_difference(plain.variables.params, changed.variables.params) > 1e-5
-
-
 def test_heads_move_down_their_gradient():
   """The update is -rate times the slope of the reported loss, where no gradient is halved or
   stopped on its way."""
