@@ -18,7 +18,6 @@ from tiny_replay import (
   UNROLL,
   assert_same,
   copy_frames,
-  eligible,
   frames,
   make_agent,
   make_replay,
@@ -222,40 +221,6 @@ def test_truncate_makes_an_abandoned_episode_usable():
   assert replay.selector.count == 3
   fresh = reference.Stream(1, 1, 0.0).play(0, 2)
   replay.append(bad(fresh, time=fresh.time + 4))
-
-
-def test_threads_may_append_sample_and_refresh_at_once():
-  replay, stream = make_replay(30), reference.Stream(LANES, 0)
-  rng = np.random.default_rng(0)
-  for step in range(10):
-    play(replay, stream, rng, step)
-  failures: list[Exception] = []
-  done = threading.Event()
-
-  def consume():
-    try:
-      while not done.is_set():
-        drawn = replay.select(8)
-        with replay.lock:
-          make_agent().assemble(replay, drawn, 0)
-        replay.update(drawn, np.full(8, 2.0), 50)
-        lane, time = replay.next_block("refresh", 16)
-        assert replay.windows(lane, time).shape[1] == STACK
-        with replay.lock:
-          write(replay, "refresh", lane, time, 40, value=np.ones(16))
-    except Exception as error:
-      failures.append(error)
-
-  threads = [threading.Thread(target=consume) for _ in range(3)]
-  for thread in threads:
-    thread.start()
-  for step in range(10, 150):
-    play(replay, stream, rng, step)
-  done.set()
-  for thread in threads:
-    thread.join()
-  assert not failures
-  np.testing.assert_array_equal(replay.state_dict()["priority"] > 0, eligible(stream, 30))
 
 
 @pytest.mark.parametrize(
