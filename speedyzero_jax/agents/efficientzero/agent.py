@@ -204,6 +204,9 @@ class EfficientZero(Agent):
     store, lane = replay.store, selection.lane
     present, time = replay.clamp(lane, selection.time)
     arrays = targets.compute_targets(store, lane, time, self._config, learner_step)._asdict()
+    for name in arrays:  # evicted samples have no weight
+      if name.endswith("_mask") and not present.all():
+        arrays[name] = arrays[name] * present.reshape(-1, 1).astype(np.float32)
     states = targets.unrolled_times(store, lane, time, self._agent_config.loss.unroll_steps)
     real = time[:, None] + np.arange(states.shape[1]) == states
     flat = store.flat(lane[:, None], states)
@@ -212,7 +215,7 @@ class EfficientZero(Agent):
     random = replay.rng.integers(0, store.num_actions, action.shape, np.int32)
     action = np.where(real[:, :-1] & (action >= 0), action, random)
     age = np.where(real, learner_step - take(store["policy_step"], flat), 0)
-    ages = age[present[:, None] & (arrays["policy_mask"] > 0)]
+    ages = age[arrays["policy_mask"] > 0]
     progress = min(learner_step / self._config.learner.steps, 1.0)
     weight = importance_weights(selection.probability, self._agent_config.priority, progress)
     info = {
