@@ -51,7 +51,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   add("--devices", metavar="I,...", type=device_ids, help=devices)
   add("overrides", nargs="*", metavar="key=value", help="settings, listed below")
   arguments = parser.parse_intermixed_args(argv)
-  arguments.overrides += separate_overrides(argv, arguments.overrides, arguments.config)
+  arguments.overrides = separate_overrides(argv, arguments.overrides, arguments.config)
   if arguments.resume is None and not arguments.config:
     parser.error("--config PRESET or --resume RUN_DIR is required")
   if arguments.resume is not None and arguments.config:

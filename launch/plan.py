@@ -49,7 +49,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   add("--out", type=Path, metavar="FILE", help="JSON file to write")
   add("overrides", nargs="*", metavar="key=value", help="settings (see launch/multihost.py --help)")
   arguments = parser.parse_intermixed_args(argv)
-  arguments.overrides += multihost.separate_overrides(argv, arguments.overrides, arguments.config)
+  arguments.overrides = multihost.separate_overrides(argv, arguments.overrides, arguments.config)
   arguments.overrides += arguments.processes or []
   return arguments
 
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       "command": " ".join(["python", "launch/plan.py", *given]),
       "target": device.name,
       "processes": shape.learners,
-      "versions": {x.name: x.version for x in distributions() if _COMPILER.fullmatch(x.name)},
+      "versions": {x.name: x.version for x in distributions() if _COMPILER.fullmatch(x.name or "")},
       "assumptions": plan.ASSUMPTIONS,
       "plans": [{"devices": devices} | each.as_dict() for devices, each in plans.items()],
     }

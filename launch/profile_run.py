@@ -56,7 +56,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     "overrides", nargs="*", metavar="key=value", help="settings (see launch/multihost.py --help)"
   )
   arguments = parser.parse_intermixed_args(argv)
-  arguments.overrides += multihost.separate_overrides(argv, arguments.overrides, arguments.config)
+  arguments.overrides = multihost.separate_overrides(argv, arguments.overrides, arguments.config)
   return arguments
 
 

@@ -94,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _study(arguments: argparse.Namespace, argv: Sequence[str]) -> Study:
+  """Returns the study of the arguments, and removes settings from their lists."""
   paths, config, games = arguments.study, arguments.config, arguments.games
   settings = multihost.separate_overrides(argv, paths, config, games)
   if len(paths) > 1:

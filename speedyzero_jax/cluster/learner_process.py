@@ -42,8 +42,11 @@ def membership_of(
 
   def all_gather(number: int) -> list[int]:
     name = f"all_gather/{next(rounds)}"
-    rendezvous.publish(f"{name}/{unit}", str(number))
-    return [int(rendezvous.lookup(f"{name}/{other}", _UNIT_TIMEOUT)) for other in range(units)]
+    try:
+      rendezvous.publish(f"{name}/{unit}", str(number))
+      return [int(rendezvous.lookup(f"{name}/{other}", _UNIT_TIMEOUT)) for other in range(units)]
+    except RendezvousError as error:  # a learner is lost, as if in a collective of jax
+      raise jax.errors.JaxRuntimeError(str(error)) from error
 
   def share(numbers: Mapping[str, float]) -> list[Mapping[str, float]]:
     with contextlib.suppress(RendezvousError):  # the learner reports a lost process

@@ -126,7 +126,7 @@ class Rendezvous:
 
   def lookup(self, name: str, timeout: float) -> str:
     """Waits for a published value. Raises RendezvousError after `timeout` seconds without it."""
-    with _calling(f"'{name}' was not published within {timeout:.0f} s"):
+    with _calling(f"waiting up to {timeout:.0f} s for '{name}' failed"):
       return self._client.blocking_key_value_get(_PREFIX + name, int(timeout * 1000))
 
   def published(self, folder: str) -> dict[str, str]:

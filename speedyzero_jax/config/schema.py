@@ -139,7 +139,9 @@ class LearnerConfig:
   batch_size: int = opt(256, "samples per step (EZ: 256, SZ: 2,048)", "[1, 1e6]", divided="exactly")
   steps: int = opt(100_000, "learner steps (EZ: 100k + 20k, SZ: 15k)", "[1, 1e9]")
   tail_steps: int = opt(0, "learner.steps that follow the last agent step (EZ: 20k)", "[0, 1e9]")
-  devices: int = opt(0, "devices in the learner's mesh; 0: all local devices", "[0, 1e9]")
+  devices: int = opt(
+    0, "devices of each process in the learner's mesh; 0: as many as all have", "[0, 1e9]"
+  )
   prefetch: int = opt(2, "async: batches prepared ahead of the learner", "[1, 1000]")
 
 

@@ -57,9 +57,10 @@ def build(
       all_gather=membership.all_gather,
       units=membership.units,
     )
-    local = make_mesh(jax.local_devices()[: config.learner.devices or None])
+    mesh = membership.mesh or make_mesh(jax.local_devices()[: config.learner.devices or None])
+    local = make_mesh(mesh.local_devices)
     try:
-      learner = Learner(config, agent, membership.mesh or local, report=logger.message)
+      learner = Learner(config, agent, mesh, report=logger.message)
     except ValueError as error:
       raise TrainingError(str(error)) from error
     inference = Inference(agent, local, report=logger.message)

@@ -50,10 +50,11 @@ class RunProcesses:
     return 128 + self.received
 
   def stop(self, number: int, _frame: object) -> None:
-    """Signal handler: all runs save and stop; a repeated signal stops them without saving."""
+    """Signal handler: all runs save and stop; a later SIGINT stops them without saving."""
+    sent = signal.SIGTERM if self.received is None else number
     self.received = self.received or number
     for process in tuple(self._processes.values()):
-      process.send_signal(signal.SIGTERM)
+      process.send_signal(sent)
 
   def train(
     self,

@@ -36,6 +36,29 @@ def test_a_run_of_another_process_is_waited_for_and_may_have_finished(tmp_path, 
       assert future.result(60) == 0 and log.read_text() == expected
 
 
+SAVES = """
+import signal, time
+signal.signal(signal.SIGTERM, lambda *_: print("saves", flush=True))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_only_a_later_sigint_ends_a_run_that_saves(tmp_path, made):
+  processes._LAUNCHER.write_text(SAVES)
+  log = processes.log_of(tmp_path / "run")
+  with ThreadPoolExecutor(1) as pool:
+    future = pool.submit(made.train, tmp_path / "run", [])
+    for lines, number in enumerate((signal.SIGINT, signal.SIGTERM, signal.SIGINT), start=1):
+      while not log.exists() or log.read_text().count("\n") < lines:
+        time.sleep(0.05)
+      assert not future.done()
+      made.stop(number, None)
+    with pytest.raises(Interrupted):
+      future.result(60)
+  assert made.exit_code == 130 and log.read_text().startswith("ready\nsaves\nsaves\nTraceback")
+
+
 def test_a_signal_ends_the_wait(tmp_path, made):
   run = tmp_path / "run"
   with ThreadPoolExecutor(1) as pool, processes.log_of(run).open("a") as other:

@@ -52,8 +52,9 @@ def on_stop(handler):
   for number in STOPS:
     signal.signal(number, handler)
 
-def save(number, _frame):  # as launch/multihost.py: a second signal has its usual effect
-  on_stop(signal.SIG_DFL)
+def save(number, _frame):  # as launch/multihost.py: a later SIGINT has its usual effect
+  on_stop(signal.SIG_IGN)
+  signal.signal(signal.SIGINT, signal.SIG_DFL)
   time.sleep(0.2)
   touch(f"saved-{name}")
   sys.exit(128 + number)
