@@ -226,7 +226,7 @@ def parse_sides(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 class Bench:
-  """Measures tasks of the sides in turn, after LightZero's versions.
+  """Measures tasks of the sides in turn.
 
   Every comparison starts new processes, since allocators keep freed memory and two full replays
   must fit into memory.
@@ -242,7 +242,6 @@ class Bench:
       self.missing["lightzero"] = str(why)
       print(f"LightZero's columns stay empty: {why}")
     self.rows: list[dict[str, Any]] = []
-    self.measure(lightzero("versions"))
 
   def measure(self, *tasks: Task) -> list[dict[str, Any]]:
     """Returns `median_s` and reported values for each task, or the reason under `missing`."""
@@ -419,6 +418,7 @@ def main() -> None:
   sizes = QUICK if arguments.quick else Sizes()
   repeat = 2 if arguments.quick else arguments.repeat
   bench = Bench(arguments.venv, repeat, arguments.limit)
+  bench.measure(lightzero("versions"))
   for part in arguments.only:
     PARTS[part](bench, sizes)
   for row in bench.rows:

@@ -58,6 +58,7 @@ def main() -> None:
   if length["interval"] % 4 or length["agent_steps"] % length["interval"]:
     parser.error("--interval must be a multiple of 4 and divide --agent-steps")
   bench = Bench(arguments.venv, repeat=1, limit=0)
+  bench.measure(lightzero("versions"))
   rows: dict[str, list[float]] = {}
   for seed in range(arguments.seeds):
     for name in arguments.methods:
