@@ -108,11 +108,11 @@ def separate_overrides(argv: Sequence[str], *lists: list[str]) -> list[str]:
 
   Argparse adds those that follow an option with several arguments, such as presets, to these.
   """
-  overrides = {text for texts in lists for text in texts if "=" in text}
+  overrides = dict.fromkeys(text for texts in lists for text in texts if "=" in text)
   for texts in lists:
     texts[:] = [text for text in texts if "=" not in text]
   ordered = [text for text in argv if text in overrides]  # the last of a key applies
-  return ordered + [*overrides - {*ordered}]  # of --config=key=value
+  return ordered + [text for text in overrides if text not in ordered]  # of --config=key=value
 
 
 def configuration(arguments: argparse.Namespace, num_processes: int | None) -> Config:
