@@ -249,3 +249,9 @@ def slots(replay) -> dict[str, np.ndarray]:
     str(lane): replay.store.frame[lane, replay.store.cell(np.arange(tail, head))]
     for lane, (tail, head) in enumerate(zip(replay.tails, replay.heads, strict=True))
   }
+
+
+def last_actions(unit: Unit) -> np.ndarray:
+  """[L], the action of each lane's newest slot; -1 in the last slot of an episode."""
+  store = unit.replay.store
+  return store.action.reshape(-1)[store.flat(np.arange(store.lanes), unit.replay.heads - 1)]

@@ -1,13 +1,8 @@
-"""Tests of the gRPC server and client over real sockets, some of them with several processes."""
+"""Tests of the gRPC server and its clients over real sockets."""
 
 import contextlib
-import ctypes
 import os
 import queue
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,45 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import samples
-from speedyzero_jax.cluster import grpc_client as client_module
+from fake_service import ASK, EACH, MAX_BYTES, TOKEN, FakeService, connect, serving
 from speedyzero_jax.cluster import grpc_server, messages
 from speedyzero_jax.cluster.grpc_client import Client, Refused, Unreachable
-from speedyzero_jax.cluster.grpc_server import RunFinished, serve
+from speedyzero_jax.cluster.grpc_server import RunFinished
 from speedyzero_jax.cluster.messages import CALLS
 from supervised import wait_for
 
 EXAMPLES = int(os.environ.get("SPEEDYZERO_FUZZ_EXAMPLES", "60"))
-TOKEN, HELPER = bytes(range(32)), messages.Helper("actor", 3, 4)
-EACH = samples.one_of_each()
-ASK = EACH[messages.WeightsRequest]
-MAX_BYTES = 1 << 16
-
-
-class FakeService:
-  """Answers every call with the sample of its kind, or as a test sets, and records the requests."""
-
-  def __init__(self):
-    self.asked = []
-    self.answers = {}  # by call: what to answer, or a function of the request
-    self.running = 0
-
-  def environments(self, helper, observations):
-    assert helper == HELPER
-    for observation in observations:
-      if (number := int(observation.arrays["reward"])) > 2:
-        raise [ValueError("no"), RunFinished("over")][number - 3]
-      yield messages.Actions(np.full(2, number, np.int32))
-
-  def call(self, name, helper, request, *seconds):
-    assert helper == HELPER and type(request) is CALLS[name].request
-    assert seconds == ((grpc_server.POLL_SECONDS,) if CALLS[name].poll else ())
-    self.asked.append((name, request))
-    self.running += 1
-    try:
-      answer = self.answers.get(name, EACH[CALLS[name].answer])
-      return answer(request) if callable(answer) else answer
-    finally:
-      self.running -= 1
 
 
 @pytest.fixture(autouse=True)
@@ -71,18 +35,10 @@ def service():
   return FakeService()
 
 
-def serving(service, address="127.0.0.1:0"):
-  return serve(service, address, TOKEN, max_bytes=MAX_BYTES, clients=2)
-
-
 @pytest.fixture
 def server(service) -> Iterator[str]:
   with serving(service) as running:
     yield running
-
-
-def connect(address, token=TOKEN, **options):
-  return Client(address, token, HELPER, max_bytes=MAX_BYTES, **options)
 
 
 @pytest.fixture
@@ -300,113 +256,6 @@ def test_after_the_end_no_call_is_being_answered(service):
   assert failed
 
 
-# --- the client alone
-
-
-def free_port() -> int:
-  with socket.create_server(("127.0.0.1", 0)) as probe:
-    return probe.getsockname()[1]
-
-
-def test_a_missing_server_is_unreachable_after_a_while():
-  begin = time.monotonic()
-  with (
-    connect(f"127.0.0.1:{free_port()}", patience=1.0) as client,
-    pytest.raises(Unreachable, match=r"127.0.0.1:\d+ has not answered for 1 seconds"),
-  ):
-    client.call(EACH[messages.Join])
-  assert 1 <= time.monotonic() - begin < 5
-
-
-def test_a_wrong_token_is_not_retried(server):
-  begin = time.monotonic()
-  with (
-    connect(server, bytes(32)) as client,
-    pytest.raises(Refused, match="UNAUTHENTICATED"),
-  ):
-    client.call(EACH[messages.Step])
-  assert time.monotonic() - begin < 5
-
-
-# --- real processes
-
-
-def start_server(port: int, role: str = "serve") -> subprocess.Popen:
-  """A process with a fake service, whose grants hold its process id as the learner step."""
-  process = subprocess.Popen(
-    [sys.executable, __file__, role, str(port)], stdout=subprocess.PIPE, text=True,
-    env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-  )  # fmt: skip
-  assert process.stdout is not None and process.stdout.readline() == "serving\n"
-  return process
-
-
-def test_a_client_outlives_its_server():
-  """The server is killed before it answers; another one on its port answers the same call."""
-  port = free_port()
-  first = start_server(port, "mute")
-  second = None
-  try:
-    with connect(f"127.0.0.1:{port}") as client:
-      assert client.call(EACH[messages.Step]).weights == first.pid
-      answers: list[messages.Block] = []
-      thread = threading.Thread(target=lambda: answers.append(client.call(EACH[messages.Results])))
-      thread.start()
-      assert first.stdout.readline() == "asked\n"
-      first.kill()
-      first.wait()
-      second = start_server(port)
-      thread.join(20)
-      assert samples.leaves(*answers) == samples.leaves(EACH[messages.Block])
-      assert client.call(EACH[messages.Step]).weights == second.pid
-  finally:
-    for process in (first, second):
-      if process is not None:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
-def test_a_busy_server_is_waited_for_and_one_that_hangs_is_noticed(monkeypatch):
-  """Pings are answered while Python cannot run, as when jax compiles with the lock held.
-
-  A process that is stopped, not killed, keeps its connection open: only missing answers to pings
-  reveal it.
-  """
-  monkeypatch.setattr(grpc_server, "KEEPALIVE_SECONDS", 0.4)
-  process = start_server(port := free_port(), "busy")
-  try:
-    with connect(f"127.0.0.1:{port}", patience=0.1) as client:
-      client.call(EACH[messages.Join])
-      begin = time.monotonic()
-      client.call(EACH[messages.Results])
-      assert time.monotonic() - begin > 1.5
-      process.send_signal(signal.SIGSTOP)
-      os.waitid(os.P_PID, process.pid, os.WSTOPPED)  # until all its threads have stopped
-      begin = time.monotonic()
-      with pytest.raises(Unreachable):
-        client.call(EACH[messages.Step])
-      assert time.monotonic() - begin < client_module.CALL_SECONDS / 2
-  finally:
-    process.kill()
-    process.wait()
-    process.stdout.close()
-
-
-def main(role: str, port: str) -> None:
-  """Entry point of the other processes of these tests."""
-  service = FakeService()
-  service.answers["step"] = EACH[messages.Grant]._replace(weights=os.getpid())
-  if role == "mute":
-    service.answers["work"] = lambda _: print("asked", flush=True) or threading.Event().wait()
-  if role == "busy":
-    hold_the_lock = ctypes.PyDLL(None).sleep
-    service.answers["work"] = lambda _: hold_the_lock(2) or EACH[messages.Block]
-  with serving(service, f"127.0.0.1:{port}"):
-    print("serving", flush=True)
-    threading.Event().wait()
-
-
 # --- fuzz
 
 
@@ -431,7 +280,3 @@ def test_damaged_requests_never_reach_the_service_or_harm_the_server(service, se
       service.asked.clear()
 
     fuzz()
-
-
-if __name__ == "__main__":
-  main(*sys.argv[1:])
