@@ -1,4 +1,4 @@
-"""Temporal-difference targets: n-step returns, rescaled values, TD errors, distributions."""
+"""Temporal-difference targets: n-step returns, TD errors, projected distributions."""
 
 from typing import Any, NamedTuple
 
@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from speedyzero_jax.ops.value_encoding import inverse_transform, transform
 from speedyzero_jax.replay.storage import LaneStore, take
 
 Array = Any  # numpy or jax
-_EPSILON = 0.001  # of `transform`
 
 
 class NStep(NamedTuple):
@@ -37,22 +37,6 @@ def n_step(store: LaneStore, lane: np.ndarray, time: np.ndarray, n: int, discoun
     np.where(terminated, 0.0, powers[steps]).astype(np.float32),
     steps.astype(np.int32),
   )
-
-
-def transform(x: Array) -> Array:
-  """h(x) = sign(x)(sqrt(|x|+1)-1) + 0.001x (Pohlen et al. 2018), as in MuZero and R2D2."""
-  xp = x.__array_namespace__()
-  return xp.sign(x) * (xp.sqrt(xp.abs(x) + 1) - 1) + _EPSILON * x
-
-
-def inverse_transform(y: Array) -> Array:
-  """Inverse of h, in a form that is accurate near zero in float32."""
-  xp = y.__array_namespace__()
-  y_abs = xp.abs(y)
-  # u = sqrt(|x|+1)-1 is a root of eps*u^2 + (1+2*eps)*u - |y| = 0; then |x| = u*(u+2).
-  b = 1 + 2 * _EPSILON
-  u = 2 * y_abs / (b + xp.sqrt(b * b + 4 * _EPSILON * y_abs))
-  return xp.sign(y) * u * (u + 2)
 
 
 def bootstrapped(reward: Array, discount: Array, value: Array, *, rescaled: bool = False) -> Array:

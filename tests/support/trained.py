@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from speedyzero_jax.agents.base import AXIS, mean_over_devices
 from speedyzero_jax.config import loader
-from speedyzero_jax.config.loader import agent_module
+from speedyzero_jax.config.agents import agent_module
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.metrics.logger import MetricsLogger
 from speedyzero_jax.replay.replay import Replay
@@ -117,8 +117,8 @@ def q_values(params, x, first, state):
 
 
 def h(x):
-  """Value rescaling."""
-  return np.sign(x) * (np.sqrt(np.abs(x) + 1) - 1) + 0.001 * x
+  """MuZero's appendix F with epsilon 0.001: x / (sqrt(|x|+1)+1) is sign(x) (sqrt(|x|+1)-1)."""
+  return x / (np.sqrt(np.abs(x) + 1) + 1) + 0.001 * x
 
 
 def inverse_h(y):

@@ -24,6 +24,7 @@ from speedyzero_jax.agents.efficientzero import losses, metric_names, reanalyse,
 from speedyzero_jax.agents.efficientzero.config import EfficientZeroConfig, SearchConfig
 from speedyzero_jax.agents.efficientzero.network_def import NetworkDef, variables_of
 from speedyzero_jax.agents.efficientzero.networks import Network, initial_carry
+from speedyzero_jax.agents.efficientzero.observations import normalize, stack_frames
 from speedyzero_jax.agents.efficientzero.search import (
   KnownEdge,
   ModelStep,
@@ -32,6 +33,7 @@ from speedyzero_jax.agents.efficientzero.search import (
   make_search,
 )
 from speedyzero_jax.config.schema import Config
+from speedyzero_jax.ops import value_encoding
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.sampler import PrioritizedSampler, importance_weights
 from speedyzero_jax.replay.schema import Column, make_schema
@@ -140,9 +142,9 @@ class EfficientZero(Agent):
     state, carry, prefix_logits = network.step(state, carry, action)
     value_logits, policy_logits = network.predict(state, False)
     return ModelStep(
-      value_prefix=losses.decode(prefix_logits),
+      value_prefix=value_encoding.decode(prefix_logits),
       policy_logits=policy_logits,
-      value=losses.decode(value_logits),
+      value=value_encoding.decode(value_logits),
       state=state,
       carry=carry,
     )
@@ -150,11 +152,11 @@ class EfficientZero(Agent):
   def _roots(self, variables: Variables, frames: jax.Array) -> Root:
     """Applies h and f, with folded variables: frames [B, S-1+n, H, W, C] -> Root, leaves [B*n]."""
     network = self.network_def.bind_folded(variables)
-    observations = losses.stack_frames(frames, self._stack)
-    observations = losses.normalize(observations.reshape(-1, *observations.shape[2:]))
+    observations = stack_frames(frames, self._stack)
+    observations = normalize(observations.reshape(-1, *observations.shape[2:]))
     state = network.represent(observations, False)
     value_logits, policy_logits = network.predict(state, False)
-    return Root(policy_logits=policy_logits, value=losses.decode(value_logits), state=state)
+    return Root(policy_logits=policy_logits, value=value_encoding.decode(value_logits), state=state)
 
   def _search_windows(
     self, config: SearchConfig, variables: Variables, frames: Any, key: jax.Array, **options: Any

@@ -1,8 +1,4 @@
-"""Value encoding, augmentation and the unrolled loss of EfficientZero, as pure functions.
-
-Sources: MuZero (Schrittwieser et al. 2020), appendix F, for the value encoding; EfficientZero (Ye
-et al. 2021) for the loss.
-"""
+"""The unrolled loss of EfficientZero (Ye et al. 2021), as a pure function."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,75 +11,8 @@ import optax
 from speedyzero_jax.agents.efficientzero import metric_names
 from speedyzero_jax.agents.efficientzero.config import LossConfig
 from speedyzero_jax.agents.efficientzero.networks import Network
-from speedyzero_jax.ops.td import inverse_transform, transform
-
-# --- value encoding
-
-
-def two_hot(x: jax.Array, support: int) -> jax.Array:
-  """Scalars [...] -> probabilities [..., 2*support+1] on the two atoms next to h(x), clipped."""
-  y = jnp.clip(transform(x), -support, support)
-  low = jnp.floor(y)
-  share = (y - low)[..., None]
-  index = (low + support).astype(jnp.int32)
-  atoms = 2 * support + 1
-  high = jnp.minimum(index + 1, atoms - 1)
-  return jax.nn.one_hot(index, atoms) * (1 - share) + jax.nn.one_hot(high, atoms) * share
-
-
-def decode(logits: jax.Array) -> jax.Array:
-  """Logits [..., 2*support+1] -> scalars [...], h^-1 of the expectation over atoms."""
-  support = logits.shape[-1] // 2
-  atoms = jnp.arange(-support, support + 1, dtype=jnp.float32)
-  return inverse_transform(jnp.sum(jax.nn.softmax(logits) * atoms, axis=-1))
-
-
-# --- observations
-
-
-def stack_frames(frames: jax.Array, stack: int) -> jax.Array:
-  """Frames [B, S+K, H, W, C], oldest first -> observations [B, K+1, H, W, S*C].
-
-  Observation k ends with frame S-1+k.
-  """
-  states = frames.shape[1] - stack + 1
-  return jnp.concatenate([frames[:, i : i + states] for i in range(stack)], axis=-1)
-
-
-def normalize(observation: jax.Array) -> jax.Array:
-  """Converts uint8 images to float32 in [0, 1], and vectors to float32."""
-  if observation.dtype == jnp.uint8:
-    return observation.astype(jnp.float32) / 255
-  return observation.astype(jnp.float32)
-
-
-def augment(keys: jax.Array, observation: jax.Array, shift: int, intensity: float) -> jax.Array:
-  """Applies a random shift (edge-padded) and random brightness.
-
-  Args:
-    keys: [N], one per observation, so that augmentation does not depend on sharding.
-    observation: [N, H, W, C], uint8 or float.
-    shift: maximum shift, pixels; ignored for vectors.
-    intensity: scale s of the factor 1 + s*clip(normal, -2, 2) (DrQ; Yarats et al. 2020).
-
-  Returns:
-    float32 [N, H, W, C], normalized.
-  """
-  height, width = observation.shape[1:3]
-
-  def one(key: jax.Array, image: jax.Array) -> jax.Array:
-    shift_key, intensity_key = jax.random.split(key)
-    if shift and height > 1:
-      y, x = jax.random.randint(shift_key, (2,), -shift, shift + 1)
-      rows = jnp.clip(jnp.arange(height) + y, 0, height - 1)
-      columns = jnp.clip(jnp.arange(width) + x, 0, width - 1)
-      image = image[rows[:, None], columns]
-    image = normalize(image)
-    if intensity:
-      image = image * (1 + intensity * jnp.clip(jax.random.normal(intensity_key), -2, 2))
-    return image
-
-  return jax.vmap(one)(keys, observation)
+from speedyzero_jax.agents.efficientzero.observations import augment, stack_frames
+from speedyzero_jax.ops.value_encoding import decode, two_hot
 
 
 class LearnerBatch(NamedTuple):
@@ -99,9 +28,6 @@ class LearnerBatch(NamedTuple):
   prefix_mask: chex.Array
   policy_mask: chex.Array
   consistency_mask: chex.Array
-
-
-# --- loss
 
 
 def _negative_cosine(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ from speedyzero_jax.agents.base import AXIS, ActInputs, Variables
 from speedyzero_jax.agents.efficientzero import losses
 from speedyzero_jax.agents.efficientzero.agent import EfficientZero
 from speedyzero_jax.agents.efficientzero.networks import initial_carry
+from speedyzero_jax.ops import value_encoding
 from speedyzero_jax.workers.inference import Inference
 
 _B, _N, _S, _A = 2, 3, 3, 4
@@ -167,13 +168,13 @@ def test_the_recurrent_function_steps_state_carry_and_prefix():
       steps.append(agent._recurrent(folded, last, carry, action))
       state = network.dynamics(last, action, False)
       value, policy = network.predict(state, False)
-      expected.append((state, losses.decode(value), policy))
+      expected.append((state, value_encoding.decode(value), policy))
       last, carry = steps[-1].state, steps[-1].carry
     # Two steps one by one are one unroll of two, as the loss does it.
     states = jnp.stack([state for state, *_ in expected])
     unrolled, logits = network.value_prefix(states, initial_carry(own, 3), False, 2)
-    root = losses.decode(network.predict(network.represent(newest, False), False)[0])
-    return steps, expected, unrolled, losses.decode(logits), root
+    root = value_encoding.decode(network.predict(network.represent(newest, False), False)[0])
+    return steps, expected, unrolled, value_encoding.decode(logits), root
 
   steps, expected, carry, prefixes, root = both(_variables())
   for step, of_network in zip(steps, expected, strict=True):

@@ -1,4 +1,4 @@
-"""Tests of value coding, augmentation and the unrolled loss against definitions and plain loops."""
+"""Tests of the unrolled loss and its gradients against plain loops."""
 
 import dataclasses
 import functools
@@ -6,8 +6,6 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,128 +13,7 @@ import pytest
 
 from speedyzero_jax.agents.efficientzero import losses, metric_names
 from speedyzero_jax.agents.efficientzero.config import LossConfig
-from trained import log_softmax
-
-# --- value coding
-
-
-def _h(x):
-  """MuZero's appendix F with epsilon 0.001: x / (sqrt(|x|+1)+1) is sign(x) (sqrt(|x|+1)-1)."""
-  return x / (math.sqrt(abs(x) + 1) + 1) + 0.001 * x
-
-
-_scalars = st.floats(-1e6, 1e6, width=32, allow_subnormal=False)
-
-
-_transform, _inverse = jax.jit(losses.transform), jax.jit(losses.inverse_transform)
-_two_hot_of = jax.jit(losses.two_hot, static_argnums=1)
-_decode = jax.jit(losses.decode)
-
-
-@hypothesis.given(_scalars)
-def test_transform_is_its_formula_and_inverse_transform_undoes_it(x):
-  y = float(_transform(np.float32(x)))
-  np.testing.assert_allclose(y, _h(x), rtol=1e-5, atol=2e-7)
-  np.testing.assert_allclose(_inverse(np.float32(_h(x))), x, rtol=1e-5, atol=1e-37)
-  np.testing.assert_allclose(_inverse(np.float32(y)), x, rtol=1e-5, atol=1e-6)
-
-
-@hypothesis.given(_scalars, st.sampled_from([1, 300]))
-@hypothesis.example(0.0, 300)
-@hypothesis.example(1e6, 300)
-@hypothesis.example(-1e6, 1)
-def test_two_hot_is_two_neighbors_whose_mean_is_the_value(x, support):
-  p = np.asarray(_two_hot_of(np.float32(x), support), np.float64)
-  atoms = np.arange(-support, support + 1)
-  mean = np.clip(_h(x), -support, support)
-  assert p.shape == (2 * support + 1,) and p.min() >= 0
-  np.testing.assert_allclose(p.sum(), 1, rtol=1e-6)
-  np.testing.assert_allclose(p @ atoms, mean, rtol=1e-5, atol=1e-5)
-  assert np.all(np.abs(atoms[p > 0] - mean) < 1 + 1e-4)  # nothing further away than a neighbor
-  if abs(_h(x)) > support:
-    assert p[0 if x < 0 else -1] == 1
-
-  inside = math.copysign(min(abs(x), float(_inverse(np.float32(support)))), x)
-  with np.errstate(divide="ignore"):
-    decoded = _decode(np.float32(np.log(p)))
-  np.testing.assert_allclose(decoded, inside, rtol=1e-3, atol=1e-4)
-
-
-# --- observations
-
-
-@pytest.mark.parametrize(("stack", "unroll", "channels"), [(1, 2, 3), (4, 0, 1), (3, 2, 2)])
-def test_stacks_are_the_newest_frames_oldest_first(stack, unroll, channels):
-  shape = (2, stack + unroll, 3, 2, channels)
-  frames = np.random.default_rng(stack).integers(0, 256, shape, np.uint8)
-  stacked = jax.jit(losses.stack_frames, static_argnums=1)(frames, stack)
-  assert stacked.dtype == np.uint8 and stacked.shape == (2, unroll + 1, 3, 2, stack * channels)
-  for k in range(unroll + 1):
-    for i in range(stack):
-      part = stacked[:, k, :, :, i * channels : (i + 1) * channels]
-      np.testing.assert_array_equal(part, frames[:, k + i])
-
-
-def _images(count, height=5, width=6, channels=2):
-  return (
-    np.random.default_rng(3).integers(0, 256, (count, height, width, channels)).astype(np.uint8)
-  )
-
-
-_augment = jax.jit(losses.augment, static_argnums=(2, 3))
-
-
-def _keys(count):
-  return jax.random.split(jax.random.key(5), count)
-
-
-def test_a_shifted_image_is_a_crop_of_the_edge_padded_one_and_every_crop_occurs():
-  shift, count = 2, 200
-  images = _images(count)
-  shifted = np.rint(np.asarray(_augment(_keys(count), images, shift, 0.0)) * 255)
-  seen = set()
-  for image, ours in zip(images, shifted, strict=True):
-    padded = np.pad(image, ((shift, shift), (shift, shift), (0, 0)), mode="edge")
-    offsets = [
-      (y, x)
-      for y in range(5)
-      for x in range(5)
-      if np.array_equal(padded[y : y + 5, x : x + 6], ours)
-    ]
-    assert len(offsets) == 1
-    seen.update(offsets)
-  assert len(seen) == 25
-
-
-def test_brightness_is_one_factor_per_image_within_two_scales():
-  scale, count = 0.05, 200
-  images = _images(count) // 2 + 100
-  factors = np.asarray(_augment(_keys(count), images, 0, scale)) / (images / 255)
-  np.testing.assert_allclose(
-    factors, np.broadcast_to(factors[:, :1, :1, :1], factors.shape), rtol=1e-5
-  )
-  noise = (factors[:, 0, 0, 0] - 1) / scale
-  assert np.abs(noise).max() == pytest.approx(
-    2, abs=1e-4
-  )  # of 200 normals some are beyond 2, and clipped
-  assert abs(noise.mean()) < 0.25 and 0.75 < noise.std() < 1.05  # a normal clipped at 2 has 0.96
-
-
-def test_augmentation_belongs_to_the_key_whatever_the_batch():
-  images, keys = _images(6), _keys(6)
-  whole = _augment(keys, images, 2, 0.1)
-  parts = [_augment(keys[i : i + 2], images[i : i + 2], 2, 0.1) for i in (0, 2, 4)]
-  np.testing.assert_array_equal(whole, np.concatenate(parts))
-  other = _augment(keys[::-1], images, 2, 0.1)
-  assert all((a != b).any() for a, b in zip(whole, other, strict=True))
-
-
-def test_vectors_are_neither_divided_nor_shifted():
-  vectors = np.random.default_rng(0).normal(size=(8, 1, 1, 4)).astype(np.float32) * 100
-  np.testing.assert_array_equal(_augment(_keys(8), vectors, 3, 0.0), vectors)
-
-
-# --- the unrolled loss
+from trained import h, log_softmax
 
 _B, _K, _S, _A, _SUPPORT, _HORIZON, _D = 3, 5, 2, 4, 2, 2, 6
 _FRAME = (2, 1, 3)
@@ -236,7 +113,7 @@ def _loss(weights, batch, config=_CONFIG):
 
 
 def _two_hot(x):
-  y = min(max(_h(x), -_SUPPORT), _SUPPORT)
+  y = min(max(h(x), -_SUPPORT), _SUPPORT)
   p = np.zeros(2 * _SUPPORT + 1)
   low = min(math.floor(y), _SUPPORT - 1)
   p[low + _SUPPORT], p[low + 1 + _SUPPORT] = low + 1 - y, y - low
@@ -309,7 +186,7 @@ def test_the_loss_is_the_weighted_sum_taken_step_by_step():
   np.testing.assert_allclose(ours[metric_names.POLICY_ENTROPY], entropy, rtol=1e-5)
   for error, (mean_atom, target) in zip(np.asarray(td_error), errors, strict=True):
     # |v - z| = error for v on one side of z; h of that v is the mean atom.
-    assert min(abs(_h(target + error) - mean_atom), abs(_h(target - error) - mean_atom)) < 1e-5
+    assert min(abs(h(target + error) - mean_atom), abs(h(target - error) - mean_atom)) < 1e-5
 
 
 def test_masks_hide_their_targets_entirely():
