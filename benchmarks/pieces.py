@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from speedyzero_jax.agents.base import Agent, Task, Work
 from speedyzero_jax.config import loader
+from speedyzero_jax.config.agents import agent_module
 from speedyzero_jax.config.schema import Config, ReplayConfig
 from speedyzero_jax.envs.batched_env import VECTOR_GAMES, make_env
 from speedyzero_jax.replay.replay import Replay, Selection
@@ -67,7 +68,7 @@ def atari_frame(parser: argparse.ArgumentParser, config: Config) -> Frame:
 
 def make_agent(config: Config, frame: Frame, actions: int) -> Agent:
   """Creates the configured agent for a game with this frame shape and number of actions."""
-  return loader.agent_module(config.agent.name).make_agent(config, frame, np.uint8, actions)
+  return agent_module(config.agent.name).make_agent(config, frame, np.uint8, actions)
 
 
 def empty_replay(config: Config, agent: Agent) -> Replay:

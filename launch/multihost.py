@@ -21,7 +21,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for uninstalled clones
 
 from speedyzero_jax.config import loader
-from speedyzero_jax.config.loader import ConfigError
+from speedyzero_jax.config.fields import ConfigError
+from speedyzero_jax.config.presets import preset_names
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.replay.journal import JournalError
 from speedyzero_jax.run import run_dir, topology
@@ -94,7 +95,7 @@ def process_counts(text: str) -> list[str]:
 
 def chosen_agent(argv: Sequence[str]) -> str:
   """The agent whose settings `--help` lists, chosen by the presets and overrides in `argv`."""
-  known = loader.preset_names()
+  known = preset_names()
   presets = [text for text in argv if text in known or text.endswith((".yaml", ".yml"))]
   try:
     named = [text for text in argv if text.startswith("agent=")]

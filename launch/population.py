@@ -20,7 +20,7 @@ from typing import IO
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for uninstalled clones
 
 from speedyzero_jax.cluster import devices
-from speedyzero_jax.config.loader import ConfigError
+from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.population import config as populations
 from speedyzero_jax.population import controller
 from speedyzero_jax.population.trainer import RunTrainer

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for uninstall
 
 from launch import multihost
 from speedyzero_jax.config import loader
-from speedyzero_jax.config.loader import ConfigError
+from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.run import run_dir, topology
 from speedyzero_jax.run.run_dir import RunFolderError

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for uninstall
 
 from launch import multihost
 from speedyzero_jax.cluster import devices
-from speedyzero_jax.config.loader import ConfigError
+from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.report import page, terminal
 from speedyzero_jax.report.groups import group_runs, to_json
 from speedyzero_jax.report.runs import read_runs

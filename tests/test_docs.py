@@ -23,6 +23,7 @@ from launch import (
 )
 from pages import PAGES, ROOT
 from speedyzero_jax.config import loader
+from speedyzero_jax.config.agents import agent_names
 from speedyzero_jax.metrics import names
 from speedyzero_jax.plan import target
 from speedyzero_jax.population import config as populations
@@ -34,7 +35,7 @@ SOURCES = "".join(path.read_text() for path in (ROOT / "speedyzero_jax").rglob("
 METRICS = {names.present(kind) for kind in ("actor", "refresher")} | {
   names.wait(kind) for kind in ("actor", "learner", "refresher")
 }
-KEYS = {key for name in loader.agent_names() for key in loader.fields_of(name)}
+KEYS = {key for name in agent_names() for key in loader.fields_of(name)}
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from speedyzero_jax.config.loader import ConfigError
+from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.run.processes import MachineShare
 from speedyzero_jax.run.topology import Topology
 

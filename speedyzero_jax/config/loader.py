@@ -1,91 +1,39 @@
 """Loading and saving of configurations: presets, `key=value` overrides, `--help`, `config.yaml`.
 
-All keys are derived from the dataclass fields in `schema.py` and in the agent's configuration. YAML
-is read without implicit types (which make `off` a bool and `1e5` a string): scalars stay strings
-until they are parsed as the field's type, so presets and overrides have the same syntax.
+All keys are derived from the dataclass fields in `schema.py` and in the agent's configuration.
 """
 
-import contextlib
 import dataclasses
 import difflib
 import functools
-import importlib
-import importlib.util
-import pkgutil
 import textwrap
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
+from speedyzero_jax.config.agents import agent_module, agent_names
 from speedyzero_jax.config.fields import ConfigError, describe, interval_problem, parse, show
+from speedyzero_jax.config.presets import (
+  AGENT_KEY,
+  Leaves,
+  leaves_of,
+  preset_path,
+  preset_titles,
+  read_preset,
+)
 from speedyzero_jax.config.schema import AgentConfig, Config
+from speedyzero_jax.config.yaml_files import named_in_errors, read_yaml
 
-_CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-_AGENT = "agent"  # the one key without a section
-_BUILT_IN = "speedyzero_jax.agents"
 DEFAULT_AGENT = "efficientzero"
-
-Leaves = dict[str, Any]  # dotted key -> string or list of strings, not yet parsed
-
-
-# --- Sections and fields ---
-
-
-def agent_module(name: str) -> Any:
-  """Imports the module of an agent: a built-in one, or any other by its dotted name.
-
-  Raises ConfigError if there is no such module, it can't be imported, or it defines no
-  `AGENT_CONFIG` of its name.
-  """
-  for module in filter(_exists, (f"{_BUILT_IN}.{name}", name)):
-    try:
-      agent = importlib.import_module(module)
-    except Exception as error:
-      raise _not_importable(module, error) from error
-    if hasattr(agent, "AGENT_CONFIG"):
-      named = getattr(agent.AGENT_CONFIG, "name", None)
-      if named != name:  # as in a copy of another agent, whose configuration would build that one
-        raise ConfigError(
-          f"agent: the name in {module}.AGENT_CONFIG must be {name!r}, got {named!r}"
-        )
-      return agent
-  available = f"{', '.join(agent_names())}, or a module of your own on PYTHONPATH"
-  raise ConfigError(f"agent: unknown agent {name!r}; available: {available}")
-
-
-def _exists(module: str) -> bool:
-  if "" in module.split("."):
-    return False  # a relative name
-  try:
-    return importlib.util.find_spec(module) is not None
-  except (ModuleNotFoundError, ValueError):
-    return False
-  except Exception as error:  # from its package
-    raise _not_importable(module, error) from error
-
-
-def _not_importable(module: str, error: Exception) -> ConfigError:
-  at = traceback.extract_tb(error.__traceback__)[-1]
-  reason = f"{type(error).__name__}: {error} ({at.filename}:{at.lineno})"
-  return ConfigError(f"agent: {module} can't be imported: {reason}")
-
-
-@functools.cache
-def agent_names() -> list[str]:
-  """Names of the built-in agents."""
-  folder = Path(__file__).resolve().parents[1] / "agents"
-  names = [module.name for module in pkgutil.iter_modules([str(folder)])]
-  return [n for n in names if hasattr(importlib.import_module(f"{_BUILT_IN}.{n}"), "AGENT_CONFIG")]
 
 
 @functools.cache
 def _sections(agent: str) -> dict[str, type]:
   """Section name -> its dataclass; `env` first, then the agent's sections, then the others."""
   own = {field.name: field.type for field in dataclasses.fields(agent_module(agent).AGENT_CONFIG)}
-  common = {f.name: f.type for f in dataclasses.fields(Config) if f.name != _AGENT}
+  common = {f.name: f.type for f in dataclasses.fields(Config) if f.name != AGENT_KEY}
   return {"env": common.pop("env")} | own | common  # type: ignore[return-value]
 
 
@@ -122,69 +70,12 @@ def build(agent: str, values: Mapping[str, Any]) -> Config:
   return Config(agent=agent_config, **built)
 
 
-# --- YAML ---
-
-
-class _Loader(yaml.BaseLoader):
-  """Constructs mappings, lists and strings only; duplicate keys are errors."""
-
-  def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-    seen = set()
-    for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-      if key.value in seen:
-        problem = f"duplicate key {key.value!r}"
-        raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-      seen.add(key.value)
-    return super().construct_mapping(node, deep)
-
-
-def read_yaml(text: str) -> dict[str, Any]:
-  """Parses `text` as a YAML mapping. Raises ConfigError if it is not one."""
-  try:
-    document = yaml.load(text, Loader=_Loader)  # safe: BaseLoader constructs no objects
-  except yaml.YAMLError as error:
-    raise ConfigError(f"not readable as YAML: {error}") from None
-  return _mapping(document, "keys to values")
-
-
-def _mapping(value: Any, of: str) -> dict[str, Any]:
-  if isinstance(value, dict):
-    return value
-  if value in (None, ""):  # empty, or everything is commented out
-    return {}
-  raise ConfigError(f"expected a mapping of {of}, got {value!r}")
-
-
-def texts(value: Any, key: str) -> tuple[str, ...]:
-  """The strings of a list, or of a single string. Raises ConfigError, naming `key`, for others."""
-  if isinstance(value, str):
-    return (value,) if value else ()
-  if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-    raise ConfigError(f"{key}: expected a list of strings, got {value!r}")
-  return tuple(value)
-
-
-def _leaves(document: Mapping[str, Any]) -> Leaves:
-  """Flattens nested sections and dotted keys into dotted key -> unparsed value."""
-  result: Leaves = {}
-  for key, value in document.items():
-    if key == _AGENT or "." in key:
-      leaves = {key: value}
-    else:
-      section = _mapping(value, f"settings for {key!r}")
-      leaves = {f"{key}.{name}": leaf for name, leaf in section.items()}
-    if duplicates := result.keys() & leaves.keys():
-      raise ConfigError(f"duplicate key {min(duplicates)!r}")
-    result |= leaves
-  return result
-
-
 def _parsed(leaves: Leaves, agent: str) -> dict[str, Any]:
   """Parses all values. Raises ConfigError for keys that runs of this agent do not have."""
   known = fields_of(agent)
   values = {}
   for key, leaf in leaves.items():
-    if key == _AGENT:
+    if key == AGENT_KEY:
       continue
     if key not in known:
       others = [name for name in agent_names() if name != agent and key in fields_of(name)]
@@ -204,66 +95,6 @@ def _nearest(key: str, candidates: Sequence[str]) -> str:
   return " or ".join(same or difflib.get_close_matches(key, candidates, 1, cutoff=0.0))
 
 
-# --- Presets ---
-
-
-def preset_names() -> list[str]:
-  """Names of the presets in `configs/`."""
-  return sorted(path.stem for path in _CONFIGS.glob("*.yaml"))
-
-
-def _preset_path(preset: str, folder: Path) -> Path:
-  """Path of a preset, given its name or its path relative to `folder`."""
-  if preset.endswith((".yaml", ".yml")):
-    return folder / preset
-  if preset not in preset_names():
-    near = difflib.get_close_matches(preset, preset_names(), n=3, cutoff=0.5)
-    raise ConfigError(
-      f"unknown preset {preset!r}; the nearest: {', '.join(near or preset_names()) or 'none'}"
-    )
-  return _CONFIGS / f"{preset}.yaml"
-
-
-class _Settings(NamedTuple):
-  """Settings of a preset for all games, or for one game (`games: {NAME: ...}`)."""
-
-  path: Path
-  game: str | None
-  leaves: Leaves
-
-
-def _read_preset(path: Path, parents: tuple[Path, ...] = ()) -> list[_Settings]:
-  """Reads the settings of the file's `base` presets in order, then the file's own."""
-  path = path.resolve()
-  with named_in_errors(path):
-    if path in parents:
-      raise ConfigError("base: a preset must not be based on itself, directly or indirectly")
-    document = read_yaml(path.read_text(encoding="utf-8"))
-    bases = texts(document.pop("base", []), "base")
-    games = _mapping(document.pop("games", None), "games to settings")
-    own = [_Settings(path, None, _leaves(document))]
-    for game, settings in games.items():
-      leaves = _leaves(_mapping(settings, f"settings for {game}"))
-      if leaves.keys() & {"env.game", _AGENT}:
-        raise ConfigError("games: env.game and agent can't be set for a single game")
-      own.append(_Settings(path, game, leaves))
-    paths = [_preset_path(base, path.parent) for base in bases]
-  return [part for base in paths for part in _read_preset(base, (*parents, path))] + own
-
-
-@contextlib.contextmanager
-def named_in_errors(path: Path) -> Iterator[None]:
-  """Reraises errors as ConfigError with the file's path in the message."""
-  try:
-    yield
-  except (OSError, UnicodeDecodeError, ConfigError) as error:
-    reason = error.strerror if isinstance(error, OSError) else error
-    raise ConfigError(f"{path}: {reason}") from None
-
-
-# --- Entry points ---
-
-
 def load(presets: Sequence[str] = (), overrides: Sequence[str] = ()) -> Config:
   """Loads a configuration: defaults, then presets in order, then overrides.
 
@@ -279,12 +110,12 @@ def load(presets: Sequence[str] = (), overrides: Sequence[str] = ()) -> Config:
     ConfigError: a preset, agent or key is unknown (the message suggests the closest match), a value
       has the wrong type or is out of range, or a file is unreadable.
   """
-  read = [part for preset in presets for part in _read_preset(_preset_path(preset, Path.cwd()))]
+  read = [part for preset in presets for part in read_preset(preset_path(preset, Path.cwd()))]
   last = _overridden(overrides)
   merged: Leaves = {}
   for leaves in (*(settings.leaves for settings in read if settings.game is None), last):
     merged |= leaves
-  agent = parse(_AGENT, merged.get(_AGENT, DEFAULT_AGENT), str)
+  agent = parse(AGENT_KEY, merged.get(AGENT_KEY, DEFAULT_AGENT), str)
   agent_module(agent)  # its errors do not concern a preset
   values: dict[str, Any] = {}
   chosen = merged.get("env.game")
@@ -306,8 +137,8 @@ def override(config: Config, overrides: Sequence[str], *, check: bool = True) ->
   Without `check`, only unknown keys and wrong types are errors.
   """
   leaves, agent = _overridden(overrides), config.agent.name
-  if leaves.get(_AGENT, agent) != agent:
-    raise ConfigError(f"agent: cannot be changed from {agent} to {leaves[_AGENT]}")
+  if leaves.get(AGENT_KEY, agent) != agent:
+    raise ConfigError(f"agent: cannot be changed from {agent} to {leaves[AGENT_KEY]}")
   config = build(agent, flat(config) | _parsed(leaves, agent))
   if check:
     validate(config)
@@ -338,7 +169,7 @@ def validate(config: Config) -> None:
 
 def to_yaml(config: Config) -> str:
   """Serializes all settings as YAML; `from_yaml` and `load` restore an equal configuration."""
-  nested: dict[str, Any] = {_AGENT: config.agent.name}
+  nested: dict[str, Any] = {AGENT_KEY: config.agent.name}
   for key, value in flat(config).items():
     section, name = key.split(".")
     nested.setdefault(section, {})[name] = list(value) if isinstance(value, tuple) else value
@@ -351,8 +182,8 @@ def from_yaml(text: str) -> Config:
   Values are not validated again: they were when the configuration was saved. Raises ConfigError if
   the text is unreadable, a key is unknown, or a value has the wrong type.
   """
-  leaves = _leaves(read_yaml(text))
-  agent = str(leaves.get(_AGENT, DEFAULT_AGENT))
+  leaves = leaves_of(read_yaml(text))
+  agent = str(leaves.get(AGENT_KEY, DEFAULT_AGENT))
   return build(agent, _parsed(leaves, agent))
 
 
@@ -392,7 +223,5 @@ def help_text(agent: str = DEFAULT_AGENT) -> str:
       lines.append(f"  {default}  ({describe(field.type)}){mark}")
       lines.append(textwrap.indent(textwrap.fill(field.metadata["help"], 94), " " * 6))
   lines += ["", "Presets (--config NAME ...; later ones take precedence):"]
-  for name in preset_names():
-    first_line = (_CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0]
-    lines.append(f"  {name:14} {first_line.lstrip('# ')}")
+  lines += [f"  {name:14} {title}" for name, title in preset_titles().items()]
   return "\n".join(lines) + "\n"

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.fields import ConfigError, interval_problem, opt, parse
+from speedyzero_jax.config.yaml_files import named_in_errors, read_yaml, strings
 from speedyzero_jax.population.selection import Knob
 
 _FIXED = ("run.", "topology.", "network.")
@@ -49,12 +50,12 @@ def load(path: Path) -> Population:
     ConfigError: the file is unreadable, a key is unknown, a value is out of range, or the members'
       settings are invalid.
   """
-  with loader.named_in_errors(path):
-    return _population(loader.read_yaml(path.read_text(encoding="utf-8")))
+  with named_in_errors(path):
+    return _population(read_yaml(path.read_text(encoding="utf-8")))
 
 
 def _population(document: dict[str, Any]) -> Population:
-  presets, settings = (loader.texts(document.pop(key, []), key) for key in ("config", "settings"))
+  presets, settings = (strings(document.pop(key, []), key) for key in ("config", "settings"))
   for text in settings:
     if text.partition("=")[0].strip() in _OWN:
       raise ConfigError(f"settings: {text} can't be set, as every member has its own")

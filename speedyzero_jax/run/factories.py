@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from speedyzero_jax.agents.base import Agent
-from speedyzero_jax.config.loader import agent_module
+from speedyzero_jax.config.agents import agent_module
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.envs.batched_env import make_env
 from speedyzero_jax.replay.device_frames import DeviceFrames, reason_for_host_frames

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from speedyzero_jax.config import loader
-from speedyzero_jax.config.loader import ConfigError
+from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.metrics import jsonl, names
 

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from speedyzero_jax.config import loader
-from speedyzero_jax.config.fields import parse
-from speedyzero_jax.config.loader import ConfigError
+from speedyzero_jax.config.fields import ConfigError, parse
 from speedyzero_jax.config.schema import Config
+from speedyzero_jax.config.yaml_files import mapping, named_in_errors, read_yaml, strings
 from speedyzero_jax.envs.batched_env import check_game
 from speedyzero_jax.envs.scores import atari100k_games
 from speedyzero_jax.metrics import jsonl, names
@@ -84,20 +84,20 @@ class StudyRun(NamedTuple):
 
 def load(path: Path) -> Study:
   """Reads a study's description. Raises ConfigError; the message names the file."""
-  with loader.named_in_errors(path):
-    document = loader.read_yaml(path.read_text(encoding="utf-8"))
+  with named_in_errors(path):
+    document = read_yaml(path.read_text(encoding="utf-8"))
     known = [field.name for field in dataclasses.fields(Study)]
     for key in document:
       if key not in known:
         raise ConfigError(f"unknown key {key!r}; known keys: {', '.join(known)}")
     values: dict[str, Any] = {
-      key: loader.texts(document.get(key, []), key) for key in ("config", "settings", "games")
+      key: strings(document.get(key, []), key) for key in ("config", "settings", "games")
     }
     values["seeds"] = parse("seeds", document.get("seeds", str(Study.seeds)), int)
     values["vary"] = {
-      factor: {name: loader.texts(texts, f"vary.{factor}.{name}") for name, texts in of.items()}
-      for factor, of in _mapping(document.get("vary", {}), "vary").items()
-      if _mapping(of, f"vary.{factor}")
+      factor: {name: strings(texts, f"vary.{factor}.{name}") for name, texts in of.items()}
+      for factor, of in mapping(document.get("vary"), "vary").items()
+      if mapping(of, f"vary.{factor}")
     }
     return Study(**values)
 
@@ -177,9 +177,3 @@ def _check(run: StudyRun) -> None:
       f"{run.path} contains a run of another configuration ({', '.join(sorted(keys))}); "
       "choose another --dir"
     )
-
-
-def _mapping(value: Any, key: str) -> Mapping[str, Any]:
-  if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
-    raise ConfigError(f"{key}: expected a mapping, got {value!r}")
-  return value

@@ -4,7 +4,7 @@ import pytest
 
 import trained
 from speedyzero_jax.config import loader
-from speedyzero_jax.config.loader import ConfigError
+from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.run import steps
 from whole_runs import assert_same, everything
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speedyzero_jax.cluster.devices import deal_devices, dealt_text, local_gpus, machine_shares
-from speedyzero_jax.config.loader import ConfigError
+from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.run.topology import Topology
 
 

@@ -8,7 +8,7 @@ import pytest
 import tiny
 from speedyzero_jax.cluster import process
 from speedyzero_jax.cluster.rendezvous import Place
-from speedyzero_jax.config.loader import ConfigError
+from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.run import topology
 from speedyzero_jax.run.run_dir import RunDir
 from speedyzero_jax.run.signals import Signals

@@ -5,13 +5,14 @@ import math
 import pytest
 
 from speedyzero_jax.config import loader
+from speedyzero_jax.config.presets import preset_names
 
 
 def get(config, key):
   return loader.flat(config)[key]
 
 
-@pytest.mark.parametrize("preset", loader.preset_names())
+@pytest.mark.parametrize("preset", preset_names())
 def test_every_preset_is_valid_and_says_what_it_is_for(preset):
   loader.validate(loader.load([preset]))
   assert any(preset in line and len(line.split()) > 4 for line in loader.help_text().splitlines())

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from speedyzero_jax.config import loader
-from speedyzero_jax.config.loader import ConfigError
+from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.envs.scores import atari100k_games
 from speedyzero_jax.report.runs import read_run
 from speedyzero_jax.study import study as studies
@@ -90,7 +90,7 @@ def test_the_descriptions_that_come_along_can_run(path, tmp_path):
     ("vary: {optimizer: sgd}", "vary.optimizer: expected a mapping"),
     ("settings: {a: b}", "settings: expected a list of strings"),
     ("seeds: many", "seeds"),
-    ("- a", "keys to values"),
+    ("- a", "top level: expected a mapping"),
   ],
 )
 def test_mistakes_in_a_description_name_the_file(tmp_path, text, message):
