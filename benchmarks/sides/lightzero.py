@@ -19,7 +19,7 @@ from lzero.mcts.buffer.game_buffer_efficientzero import EfficientZeroGameBuffer
 from lzero.mcts.buffer.game_segment import GameSegment
 from lzero.policy.efficientzero import EfficientZeroPolicy
 
-from peers import (
+from peer_side import (
   ACTIONS,
   EPISODE,
   PROGRAMS,

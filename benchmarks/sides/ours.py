@@ -14,7 +14,7 @@ import numpy as np
 
 import pieces
 from common import ROOT
-from peers import (
+from peer_side import (
   ACTIONS,
   CARTPOLE_STEPS,
   EPISODE,

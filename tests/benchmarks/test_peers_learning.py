@@ -4,14 +4,14 @@ import math
 
 import numpy as np
 
-import peers
+import peer_side
 import peers_learning
 
 
 def test_time_of_evaluations_is_left_out(monkeypatch):
   clocks = iter(np.array([[10, 1], [12, 2], [50, 22], [53, 23], [99, 99]]))
-  monkeypatch.setattr(peers.Curve, "_clocks", staticmethod(lambda: next(clocks)))
-  curve = peers.Curve()
+  monkeypatch.setattr(peer_side.Curve, "_clocks", staticmethod(lambda: next(clocks)))
+  curve = peer_side.Curve()
   for samples, score in ((64, 9.0), (128, 200.0)):
     with curve.evaluation(samples, samples // 64) as point:
       point.append(score)
