@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from speedyzero_jax.agents.base import Agent, Task, Work
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.agents import agent_module
+from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.config.schema import Config, ReplayConfig
 from speedyzero_jax.envs.batched_env import VECTOR_GAMES, make_env
 from speedyzero_jax.replay.replay import Replay, Selection
@@ -54,7 +55,7 @@ def load(
   """Loads a configuration from command-line arguments; exits the program if it is invalid."""
   try:
     return loader.load(presets, settings)
-  except loader.ConfigError as error:
+  except ConfigError as error:
     parser.error(str(error))
 
 

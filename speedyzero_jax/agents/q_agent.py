@@ -128,7 +128,7 @@ class QAgent(TorsoAgent):
     config, frame_shape, frame_dtype, actions: see `TorsoAgent`.
     trained: [T], slots of a sample that are trained on, relative to its first slot.
     eta: weight of the maximum error in a sample's priority, see `td.mixed_priority`.
-    rescaled: the network outputs h(Q), see `td.transform`.
+    rescaled: the network outputs h(Q), see `value_encoding.transform`.
   """
 
   def __init__(

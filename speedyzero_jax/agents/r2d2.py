@@ -28,7 +28,7 @@ from speedyzero_jax.replay.selector import Selection
 from speedyzero_jax.replay.storage import LaneStore, take
 from speedyzero_jax.types import Params
 
-# Means over the actions trained on, in units of h(Q), see `td.transform`.
+# Means over the actions trained on, in units of h(Q), see `value_encoding.transform`.
 TD_ERROR = "losses/td_error"  # |target - Q(s, a)|
 Q_VALUE = "losses/q_value"  # Q(s, a)
 

@@ -95,11 +95,17 @@ def load(path: Path) -> Study:
     }
     values["seeds"] = parse("seeds", document.get("seeds", str(Study.seeds)), int)
     values["vary"] = {
-      factor: {name: strings(texts, f"vary.{factor}.{name}") for name, texts in of.items()}
+      factor: _variants(f"vary.{factor}", of)
       for factor, of in mapping(document.get("vary"), "vary").items()
-      if mapping(of, f"vary.{factor}")
     }
     return Study(**values)
+
+
+def _variants(key: str, document: Any) -> dict[str, tuple[str, ...]]:
+  variants = mapping(document, key)
+  if not variants:
+    raise ConfigError(f"{key}: needs at least one variant")
+  return {name: strings(texts, f"{key}.{name}") for name, texts in variants.items()}
 
 
 def runs_of(study: Study, folder: Path) -> list[StudyRun]:

@@ -1,4 +1,4 @@
-"""Tests of the gRPC client with missing servers, and with servers in processes that die or hang."""
+"""Tests of the gRPC client with servers that are missing, refuse it, die or hang."""
 
 import ctypes
 import os

@@ -88,6 +88,8 @@ def test_the_descriptions_that_come_along_can_run(path, tmp_path):
     ("config: [quickstart]\ngame: [Catch]", "unknown key 'game'"),
     ("vary: [sgd]", "vary: expected a mapping"),
     ("vary: {optimizer: sgd}", "vary.optimizer: expected a mapping"),
+    ("vary: {optimizer: }", "vary.optimizer: needs at least one variant"),
+    ("vary: {optimizer: {}}", "vary.optimizer: needs at least one variant"),
     ("settings: {a: b}", "settings: expected a list of strings"),
     ("seeds: many", "seeds"),
     ("- a", "top level: expected a mapping"),
