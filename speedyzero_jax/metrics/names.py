@@ -47,7 +47,8 @@ INFERENCE_SECONDS = "inference/seconds_mean"  # central inference: latency of a 
 
 CHECKPOINT_STEP = "checkpoint/step"  # learner step of the newest complete checkpoint
 EVALUATION_PREFIX = "evaluation/"  # results of the last evaluation
-EVALUATION_MEAN = "evaluation/mean"
+EVALUATION_STEP = "evaluation/step"  # learner step of the evaluated weights
+EVALUATION_MEAN, EVALUATION_STD = "evaluation/mean", "evaluation/std"
 TIME_PREFIX = "time/"  # seconds per learner step, by part of the work (`MetricsLogger.part`)
 
 RATE_SUFFIX = "_per_second"

@@ -36,7 +36,7 @@ def curve(run: Run, name: str, axis: str) -> Curve | None:
     if name not in row or x is None or x < 0:
       continue
     if name.startswith(names.EVALUATION_PREFIX):
-      evaluated = row.get(names.EVALUATION_PREFIX + "step", -1)
+      evaluated = row.get(names.EVALUATION_STEP, -1)
       if evaluated in seen:
         continue
       seen.add(evaluated)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from speedyzero_jax.report import aggregates
-from speedyzero_jax.report.runs import CURVE, GAME, REPETITION_KEYS, Run
+from speedyzero_jax.report.runs import CURVE, EVALUATIONS, GAME, REPETITION_KEYS, Run
 from speedyzero_jax.run.run_dir import safe_name
 
 SCORES = ("evaluation_mean", "training_return")  # a group uses the first that all its runs have
@@ -87,6 +87,7 @@ def to_json(runs: Sequence[Run], groups: Sequence[Group], **more: Any) -> str:
   content = {
     **more,
     "curve_columns": CURVE,
+    "evaluation_columns": EVALUATIONS,
     "runs": [run.summary() for run in runs],
     "groups": [vars(group) for group in groups],
   }

@@ -15,6 +15,7 @@ from speedyzero_jax.metrics.progress import format_number
 
 GAME = "env.game"
 CURVE = (names.STEP, names.ENV_STEPS, names.TIME, names.EPISODE_RETURN)
+EVALUATIONS = (names.EVALUATION_STEP, names.EVALUATION_MEAN, names.EVALUATION_STD)
 _POINTS = 50  # maximum points of a curve in JSON
 REPETITION_KEYS = ("run.seed", "run.dir", "run.compile_cache")  # repetitions may differ in these
 
@@ -51,11 +52,16 @@ class Run:
     return f"{format_number(self.evaluation_episodes)}{explored}"
 
   def summary(self) -> dict[str, Any]:
-    """Summary for JSON, with a curve of at most `_POINTS` points and the last start's hardware."""
+    """Summary for JSON.
+
+    Has a curve of at most `_POINTS` points, all evaluations, and the last start's hardware.
+    """
     omitted = {"settings", "rows", "starts", "curve", "device_seconds_by_row"}
     kept = {k: v for k, v in vars(self).items() if k not in omitted}
     points = [[row.get(name) for name in CURVE] for row in self.rows if CURVE[-1] in row]
     kept["curve"] = [*points[: -1 : len(points) // (_POINTS - 1) + 1], *points[-1:]]
+    rows = ([row.get(name) for name in EVALUATIONS] for row in self.rows if EVALUATIONS[1] in row)
+    kept["evaluations"] = list({row[0]: row for row in rows}.values())  # repeated in many rows
     return kept | {"start": self.starts[-1] if self.starts else None}
 
   def settings_but(self, *keys: str) -> str | None:

@@ -298,4 +298,5 @@ def test_a_band_ends_where_the_first_seed_ends(tmp_path):
   assert at_end == {"x": [1, 2], "y": [1, 5], "low": [0, 2], "high": [2, 8]}
   x, y = curves.curve(runs[0], "evaluation/mean", "agent steps")
   assert (x.tolist(), y.tolist()) == ([40, 80], [0, 2])
+  assert runs[0].summary()["evaluations"] == [[0, 0.0, None], [20, 2.0, None]]
   assert curves.curve(runs[0], "no/metric", "minutes") is None
