@@ -1,26 +1,34 @@
-"""Convolution with a faster weight gradient on CPUs."""
+"""Convolution with a faster weight gradient on CPUs, and aligned channels on GPUs."""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from speedyzero_jax.system.platform import platform
 
+_ALIGNMENT = 8  # channels of a 16-bit input; cuDNN pads others in a slow pass of its own
 _CHUNK = 32  # images per chunk of a weight gradient on a CPU
 
 
 def convolve(
   x: jax.Array, kernel: jax.Array, strides: tuple[int, ...], padding: Any, **options: Any
 ) -> jax.Array:
-  """Like `jax.lax.conv_general_dilated`, with a faster weight gradient for large batches on a CPU.
+  """Like `jax.lax.conv_general_dilated` with channels last, but faster on CPUs and GPUs.
 
-  XLA's CPU backend contracts that gradient over the whole batch. Summing it over chunks of 32
+  XLA's CPU backend contracts the weight gradient over the whole batch. Summing it over chunks of 32
   images is twice as fast for 256 images of at least 24x24.
+
+  On GPUs, zeros pad the input channels of 16-bit inputs to a multiple of 8: XLA fuses this with the
+  computation of the input.
   """
 
   def whole(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return jax.lax.conv_general_dilated(x, kernel, strides, padding, **options)
 
+  if platform() != "cpu" and x.dtype.itemsize == 2 and (missing := -x.shape[-1] % _ALIGNMENT):
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
+    kernel = jnp.pad(kernel, [(0, 0)] * (kernel.ndim - 2) + [(0, missing), (0, 0)])
   if platform() != "cpu" or len(x) <= _CHUNK or x.shape[1] * x.shape[2] < 24 * 24:
     return whole(x, kernel)
 

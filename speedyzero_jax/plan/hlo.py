@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+_TILE = 64  # output channels that a convolution's kernel computes together; fewer take as long
 _BITS = {"pred": 8, "token": 0, "opaque": 0}  # other dtypes have their bits in their name
 _NO_KERNEL = {
   "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
@@ -87,6 +88,7 @@ class Kernel:
   kind: str  # opcode, or the target of a custom call
   count: float
   flops: float
+  computed: float  # FLOPs including padding: convolutions compute multiples of 64 channels
   bytes: float
   dtype: str  # dtype of the first operand
 
@@ -198,11 +200,13 @@ class _Walk:
     fused = self._computations.get(x.attribute("calls") or "") if kind == "fusion" else None
     if fused is not None:
       flops, moved = sum(_flops(fused, y) for y in fused.values()), _traffic(fused)
+      computed = flops
     else:
       flops = _flops(computation, x)
+      computed = flops * _padding(computation, x)
       moved = _touched(computation, x) + sum(_read(computation, y, [x]) for y in operands)
     dtype = operands[0].shapes[0].dtype if operands and operands[0].shapes else ""
-    return Kernel(x.name, kind, count, flops, moved, dtype)
+    return Kernel(x.name, kind, count, flops, computed, moved, dtype)
 
 
 def _traffic(fused: Computation) -> float:
@@ -270,17 +274,32 @@ def _flops(computation: Computation, x: Instruction) -> float:
     dims = _CONTRACTED.search(x.rest)
     axes = [int(axis) for axis in re.findall(r"\d+", dims[1])] if dims else []
     return 2.0 * x.shapes[0].size * math.prod(operands[0].dims[axis] for axis in axes)
-  labels = x.attribute("dim_labels")
-  if not labels:
+  channels = _channels(computation, x)
+  if not channels:
     return 0.0
-  # Kernel and output of the forward convolution; gradients permute operands and result.
-  kernel, output = operands[1], x.shapes[0]
-  if "BackwardInput" in x.rest:
-    output = operands[0]
-  elif "BackwardFilter" in x.rest:
-    kernel, output = x.shapes[0], operands[1]
-  axes_of_kernel = labels.partition("_")[2]  # labels are input_kernel->output
-  return 2.0 * kernel.size * output.size / kernel.dims[axes_of_kernel.index("o")]
+  # The output of the forward convolution; gradients permute operands and result.
+  output = operands[0] if "BackwardInput" in x.rest else x.shapes[0]
+  if "BackwardFilter" in x.rest:
+    output = operands[1]
+  return 2.0 * math.prod(channels.values()) * output.size / channels["o"]
+
+
+def _channels(computation: Computation, x: Instruction) -> dict[str, int]:
+  """Sizes of a convolution kernel's axes: `i` and `o` are channels; {} for other instructions."""
+  labels = x.attribute("dim_labels")  # input_kernel->output
+  if not labels:
+    return {}
+  gradient = "BackwardFilter" in x.rest
+  kernel = x.shapes[0] if gradient else computation[x.operands[1]].shapes[0]
+  return dict(zip(labels.partition("_")[2].partition("->")[0], kernel.dims, strict=True))
+
+
+def _padding(computation: Computation, x: Instruction) -> float:
+  """FLOPs of an instruction, including padded channels, as a multiple of those without."""
+  channels = _channels(computation, x)
+  padded = "i" if "BackwardInput" in x.rest else "io" if "BackwardFilter" in x.rest else "o"
+  sizes = [channels[axis] for axis in padded if channels]
+  return math.prod(-(-size // _TILE) * _TILE / size for size in sizes)
 
 
 def _instruction(name: str, text: str, root: bool) -> Instruction:

@@ -23,15 +23,18 @@ from speedyzero_jax.system.platform import planned
 from speedyzero_jax.workers.evaluator import MAX_LANES
 from speedyzero_jax.workers.learner import Learner
 
-REACHED = 0.8  # fraction of peak FLOP/s reached by convolutions and matrix products
+REACHED = 0.8  # fraction of peak FLOP/s reached by matrix products, measured on an H200
+CONVOLUTIONS = 0.5  # the same by cuDNN's convolutions, with channels padded to multiples of 64
+BANDWIDTH = 0.6  # fraction of the memory bandwidth reached, measured on an H200
 USABLE = 0.75  # fraction of memory that jax uses by default (XLA_CLIENT_MEM_FRACTION)
 LAUNCH = 2.5e-6  # seconds between kernels
 COLLECTIVE = 15e-6  # seconds of a small collective operation
 ROUND_TRIP = 20e-6  # seconds of a host synchronization for a loop's condition
 LOOP_STEPS = 3.0  # mean iterations of loops of unknown length: descents and backups of the search
 ASSUMPTIONS = (
-  f"A kernel takes the longer of its FLOPs at {REACHED:.0%} of the peak and its bytes at the "
-  f"memory bandwidth, plus {LAUNCH * 1e6:g} us to launch. A collective takes "
+  f"A kernel takes the longer of its FLOPs at {REACHED:.0%} of the peak and its bytes at "
+  f"{BANDWIDTH:.0%} of the memory bandwidth, plus {LAUNCH * 1e6:g} us to launch. Convolutions "
+  f"reach {CONVOLUTIONS:.0%} of the peak, and compute multiples of 64 channels. A collective takes "
   f"{COLLECTIVE * 1e6:g} us, and a loop condition that the host reads {ROUND_TRIP * 1e6:g} us.",
   f"Loops of unknown length (descents and backups in the tree) run {LOOP_STEPS:g} times.",
   "Parts do not overlap. Environments, replay and host transfers keep up and take no device time.",
@@ -145,8 +148,8 @@ def cost_of(
   roofline = math.fsum(
     kernel.count
     * max(
-      kernel.flops / (REACHED * target.peak(kernel.dtype)),
-      kernel.bytes / target.bandwidth,
+      kernel.computed / (_reached(kernel) * target.peak(kernel.dtype)),
+      kernel.bytes / (BANDWIDTH * target.bandwidth),
     )
     for kernel in cost.kernels
   )
@@ -159,6 +162,10 @@ def cost_of(
     cost.collectives, cost.round_trips, cost.unknown_loops, cost.transfers,
     slow_convolutions(cost, dtype), cost.flops, cost.bytes, roofline, roofline + overhead,
   )  # fmt: skip
+
+
+def _reached(kernel: hlo.Kernel) -> float:
+  return CONVOLUTIONS if "conv" in kernel.kind else REACHED
 
 
 def slow_convolutions(cost: hlo.Cost, dtype: str) -> float:

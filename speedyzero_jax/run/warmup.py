@@ -1,7 +1,8 @@
 """Compilation and timing, before a run begins, of every program that it will call repeatedly.
 
-Programs are compiled in parallel, with placeholder arguments that have the shapes and placement of
-real ones. Then each is timed in isolation.
+Programs are compiled with placeholder arguments that have the shapes and placement of real ones:
+for CPUs in parallel, for accelerators one after another, as the compiler chooses kernels by their
+time on the device. Then each is timed in isolation.
 """
 
 import time
@@ -19,6 +20,7 @@ from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.run.experiment import Experiment
 from speedyzero_jax.run.factories import mean_stored, shortest_lane
 from speedyzero_jax.system.compilation import Program
+from speedyzero_jax.system.platform import platform
 from speedyzero_jax.types import Slots
 from speedyzero_jax.workers.batched_inference import padded
 from speedyzero_jax.workers.weights import ACTOR, copy_tree
@@ -52,7 +54,7 @@ def prepare(experiment: Experiment) -> list[Timing]:
       call.compile()
 
   calls = list(_calls(experiment))
-  with ThreadPoolExecutor() as pool:
+  with ThreadPoolExecutor(None if platform() == "cpu" else 1) as pool:
     list(pool.map(compile_now, calls))
   timings = []
   for call in calls if experiment.membership.units == 1 else ():

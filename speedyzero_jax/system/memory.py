@@ -14,15 +14,19 @@ import numpy as np
 
 _NORESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python names from 3.13 on
 _ARENA_MAX, _MMAP_MAX, _TRIM_THRESHOLD = -8, -4, -1  # malloc.h
+_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")  # device files of NVIDIA's and AMD's
 
 
 def keep_freed() -> None:
   """Makes glibc keep freed memory for later allocations. Call it before jax starts threads.
 
   On CPUs, XLA repeatedly allocates large results, whose page faults can take longer than a
-  convolution. Does nothing without glibc, or if the environment configures malloc.
+  convolution. Does nothing without glibc, if the environment configures malloc, or if jax may use a
+  GPU: the threads that compile for it would compete for malloc's single arena.
   """
   if any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ):
+    return
+  if os.environ.get("JAX_PLATFORMS") != "cpu" and any(map(os.path.exists, _GPU_DRIVERS)):
     return
   with contextlib.suppress(OSError, AttributeError):
     mallopt = ctypes.CDLL(None).mallopt

@@ -109,6 +109,15 @@ def test_matrix_products_and_convolutions_have_their_flops(known):
   assert [kernels[name].flops for name in ("conv", "dk", "dx")] == [forward] * 3
 
 
+def test_convolutions_compute_padded_channels(known):
+  kernels = by_name(known)
+  padded = {name: kernels[name].computed / kernels[name].flops for name in ("conv", "dk", "dx")}
+  assert padded == {
+    "conv": 64 / 8, "dk": 64 / 8 * 64 / 3, "dx": 64 / 3,
+  }  # fmt: skip
+  assert kernels["gemm"].computed == kernels["gemm"].flops
+
+
 def test_kernels_move_their_operands_and_results(known):
   kernels = by_name(known)
   assert kernels["gemm"].bytes == 2 * (4 * 16 + 16 * 32 + 4 * 32)

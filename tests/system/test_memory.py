@@ -101,13 +101,25 @@ def test_zeros_are_those_of_numpy():
     memory.zeros((2**55,), np.uint8)
 
 
-@pytest.mark.parametrize(("environment", "kept"), [({}, True), ({"MALLOC_ARENA_MAX": "8"}, False)])
-def test_freed_memory_is_kept_unless_the_environment_configures_malloc(environment, kept):
+@pytest.mark.parametrize(
+  ("environment", "gpu", "kept"),
+  [
+    ({}, False, True),
+    ({"MALLOC_ARENA_MAX": "8"}, False, False),
+    ({}, True, False),
+    ({"JAX_PLATFORMS": "cpu"}, True, True),
+  ],
+)
+def test_freed_memory_is_kept_on_cpus_unless_the_environment_configures_malloc(
+  environment, gpu, kept
+):
   script = (
-    "from speedyzero_jax.system import memory\nimport numpy as np\nmemory.keep_freed()\n"
+    "from speedyzero_jax.system import memory\nimport numpy as np\n"
+    f"memory._GPU_DRIVERS = {(os.devnull,) if gpu else ()}\nmemory.keep_freed()\n"
     "before = memory.resident()\nnp.ones(25_000_000)\nprint(memory.resident() - before)"
   )
-  clean = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}
+  configured = ("MALLOC_", "GLIBC_", "JAX_PLATFORMS")
+  clean = {k: v for k, v in os.environ.items() if not k.startswith(configured)}
   command = [sys.executable, "-c", script]
   found = subprocess.run(
     command, env=clean | environment, cwd=ROOT, capture_output=True, text=True, check=True
