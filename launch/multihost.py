@@ -180,8 +180,9 @@ def supervise(arguments: argparse.Namespace) -> int:
   from speedyzero_jax.cluster.child import Child
   from speedyzero_jax.cluster.supervisor import Supervisor
   from speedyzero_jax.metrics.progress import TERMINAL
+  from speedyzero_jax.system.gpus import local_gpus
 
-  count, config = devices.local_gpus(), configuration(arguments, None)
+  count, config = local_gpus(), configuration(arguments, None)
   shape = topology.resolve(config)
   central = config.topology.inference == "central"
   gpus = devices.deal_devices(shape, count, config.learner.batch_size, central=central)

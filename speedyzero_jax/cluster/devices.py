@@ -1,17 +1,14 @@
 """Assignment of one machine's accelerators to the processes of a run."""
 
-import itertools
 import os
-import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.run.processes import MachineShare
 from speedyzero_jax.run.topology import Topology
+from speedyzero_jax.system.gpus import local_gpus
 
-_GPU = re.compile(r"\s*(\d+|(GPU|MIG)-\S+)\s*")  # a number or an id
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # environment variable
 _MEMORY = 0.9  # fraction of a device's memory for all its processes together, if that is not set
 
@@ -21,18 +18,6 @@ class Devices(NamedTuple):
 
   ids: list[int]
   memory: float  # fraction of each device's
-
-
-def local_gpus() -> int:
-  """Number of NVIDIA devices of this machine that this process may use."""
-  platforms = os.environ.get("JAX_PLATFORMS")
-  if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
-    return 0
-  visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-  if visible is not None:  # CUDA ignores entries from the first invalid one on (-1, "", ...)
-    return len(list(itertools.takewhile(_GPU.fullmatch, visible.split(","))))
-  driver = Path("/proc/driver/nvidia/gpus")
-  return len(list(driver.iterdir())) if driver.is_dir() else 0
 
 
 def machine_shares(together: int | None) -> list[MachineShare]:

@@ -199,12 +199,12 @@ class _Walk:
       kind = (x.attribute("custom_call_target") or kind).strip('"')
     fused = self._computations.get(x.attribute("calls") or "") if kind == "fusion" else None
     if fused is not None:
-      flops, moved = sum(_flops(fused, y) for y in fused.values()), _traffic(fused)
-      computed = flops
+      inside, moved = [(fused, y) for y in fused.values()], _traffic(fused)
     else:
-      flops = _flops(computation, x)
-      computed = flops * _padding(computation, x)
+      inside = [(computation, x)]
       moved = _touched(computation, x) + sum(_read(computation, y, [x]) for y in operands)
+    flops = sum(_flops(*pair) for pair in inside)
+    computed = sum(_flops(*pair) * _padding(*pair) for pair in inside)
     dtype = operands[0].shapes[0].dtype if operands and operands[0].shapes else ""
     return Kernel(x.name, kind, count, flops, computed, moved, dtype)
 

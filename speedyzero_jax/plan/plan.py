@@ -23,9 +23,10 @@ from speedyzero_jax.system.platform import planned
 from speedyzero_jax.workers.evaluator import MAX_LANES
 from speedyzero_jax.workers.learner import Learner
 
-REACHED = 0.8  # fraction of peak FLOP/s reached by matrix products, measured on an H200
-CONVOLUTIONS = 0.5  # the same by cuDNN's convolutions, with channels padded to multiples of 64
-BANDWIDTH = 0.6  # fraction of the memory bandwidth reached, measured on an H200
+# Measured on an H200 (docs/gpu.md), and assumed of other GPUs.
+REACHED = 0.8  # fraction of peak FLOP/s reached by matrix products
+CONVOLUTIONS = 0.4  # the same by cuDNN's convolutions, with channels padded to multiples of 64
+BANDWIDTH = 0.6  # fraction of the memory bandwidth reached
 USABLE = 0.75  # fraction of memory that jax uses by default (XLA_CLIENT_MEM_FRACTION)
 LAUNCH = 2.5e-6  # seconds between kernels
 COLLECTIVE = 15e-6  # seconds of a small collective operation
@@ -145,14 +146,7 @@ def cost_of(
   """Computes the costs of a compiled program; `dtype` is that of activations."""
   text = compiled.as_text()
   cost = hlo.cost(text or "", LOOP_STEPS)
-  roofline = math.fsum(
-    kernel.count
-    * max(
-      kernel.computed / (_reached(kernel) * target.peak(kernel.dtype)),
-      kernel.bytes / (BANDWIDTH * target.bandwidth),
-    )
-    for kernel in cost.kernels
-  )
+  roofline = roofline_seconds(cost, target)
   memory = compiled.memory_analysis()
   aliased = memory.alias_size_in_bytes if memory else 0
   overhead = cost.launches * LAUNCH + cost.collectives * COLLECTIVE + cost.round_trips * ROUND_TRIP
@@ -164,8 +158,19 @@ def cost_of(
   )  # fmt: skip
 
 
-def _reached(kernel: hlo.Kernel) -> float:
-  return CONVOLUTIONS if "conv" in kernel.kind else REACHED
+def roofline_seconds(cost: hlo.Cost, target: Target) -> float:
+  """Seconds of a call's kernels, each limited by its FLOPs or by its bytes."""
+
+  def of_kernel(kernel: hlo.Kernel) -> float:
+    reached = CONVOLUTIONS if _is_convolution(kernel) else REACHED
+    computing = kernel.computed / (reached * target.peak(kernel.dtype))
+    return max(computing, kernel.bytes / (BANDWIDTH * target.bandwidth))
+
+  return math.fsum(kernel.count * of_kernel(kernel) for kernel in cost.kernels)
+
+
+def _is_convolution(kernel: hlo.Kernel) -> bool:
+  return kernel.kind == "convolution" or kernel.kind.startswith("__cudnn$conv")
 
 
 def slow_convolutions(cost: hlo.Cost, dtype: str) -> float:
@@ -174,8 +179,7 @@ def slow_convolutions(cost: hlo.Cost, dtype: str) -> float:
   return sum(
     kernel.count
     for kernel in cost.kernels
-    if kernel.kind == "convolution"
-    or (kernel.kind.startswith("__cudnn$conv") and kernel.dtype != fast_dtype)
+    if kernel.kind == "convolution" or (_is_convolution(kernel) and kernel.dtype != fast_dtype)
   )
 
 

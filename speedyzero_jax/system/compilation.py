@@ -36,7 +36,7 @@ class Program:
       if form not in self._bytes:
         label = f"{self._label}, batch {len(leaves[0])}"
         begin = time.monotonic()
-        self._report(f"compiling {label}: usually takes less than two minutes, seconds if cached")
+        self._report(f"compiling {label}: may take minutes, seconds if cached")
         compiled = self.function.lower(*args, **kwargs).compile()  # later calls reuse it
         self._report(f"compiled {label} in {time.monotonic() - begin:.0f} s")
         self._bytes[form] = memory_of(compiled)

@@ -12,9 +12,10 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from speedyzero_jax.system.gpus import local_gpus
+
 _NORESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python names from 3.13 on
 _ARENA_MAX, _MMAP_MAX, _TRIM_THRESHOLD = -8, -4, -1  # malloc.h
-_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")  # device files of NVIDIA's and AMD's
 
 
 def keep_freed() -> None:
@@ -22,11 +23,11 @@ def keep_freed() -> None:
 
   On CPUs, XLA repeatedly allocates large results, whose page faults can take longer than a
   convolution. Does nothing without glibc, if the environment configures malloc, or if jax may use a
-  GPU: the threads that compile for it would compete for malloc's single arena.
+  GPU: the threads that compile for it may compete for malloc's single arena.
   """
   if any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ):
     return
-  if os.environ.get("JAX_PLATFORMS") != "cpu" and any(map(os.path.exists, _GPU_DRIVERS)):
+  if local_gpus():
     return
   with contextlib.suppress(OSError, AttributeError):
     mallopt = ctypes.CDLL(None).mallopt

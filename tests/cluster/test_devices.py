@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speedyzero_jax.cluster.devices import deal_devices, dealt_text, local_gpus, machine_shares
+from speedyzero_jax.cluster.devices import deal_devices, dealt_text, machine_shares
 from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.run.topology import Topology
+from speedyzero_jax.system.gpus import local_gpus
 
 
 @given(

@@ -1,12 +1,14 @@
 """Tests of the compilation of a run's programs before the run, and of the time of its parts."""
 
 import contextlib
+import threading
 
 import jax
 import pytest
 
 from speedyzero_jax.run import loops, warmup
 from speedyzero_jax.run.factories import mean_stored
+from speedyzero_jax.system import compilation
 from whole_runs import quick
 
 GATHERING = {"_local_gather", "of_part"}
@@ -58,6 +60,26 @@ def test_a_run_compiles_nothing_that_was_not_compiled_before_it(tmp_path, overri
     assert loops.run(experiment)
     assert not programs(experiment) & set(names[before:])
     assert names[compiled[8] :] == []  # nor what is small, once every sweep has begun
+
+
+@pytest.mark.parametrize(("backend", "most"), [("cpu", 2), ("gpu", 1)])
+def test_programs_are_compiled_one_at_a_time_except_on_cpus(tmp_path, monkeypatch, backend, most):
+  running, largest, together = 0, 0, threading.Barrier(2)
+
+  def prepare(program, *_args, **_options):
+    nonlocal running, largest
+    running += 1
+    largest = max(largest, running)
+    with contextlib.suppress(threading.BrokenBarrierError):
+      together.wait(0.2)
+    running -= 1
+
+  monkeypatch.setattr(compilation.Program, "prepare", prepare)
+  monkeypatch.setattr(warmup, "platform", lambda: backend)
+  monkeypatch.setattr(warmup, "_seconds", lambda run: 0.0)
+  with quick(tmp_path) as experiment:
+    warmup.prepare(experiment)
+  assert min(largest, 2) == most
 
 
 def per_step(folder, *overrides):
