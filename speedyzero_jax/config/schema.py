@@ -114,6 +114,12 @@ class OptimConfig:
     "Clipped LARS: maximum trust ratio; 1: no layer faster than SGD (our interpretation)",
     "(0, 1e9]",
   )
+  trust_floor: float = opt(
+    0.0,
+    "(Clipped) LARS: minimum weight norm, times sqrt(outputs), of biases, norm parameters and "
+    "kernels that start at zero; 0: their ratio is 1 (ours)",
+    "[0, 1e9]",
+  )
   trust_eps: float = opt(
     0.0, "(Clipped) LARS: added to the trust ratio's denominator (ours, as optax: 0)", "[0, 1e9]"
   )

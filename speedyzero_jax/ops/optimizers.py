@@ -97,7 +97,7 @@ class ClippedTrustRatioState(NamedTuple):
 
   ratio: jax.Array  # float32, after clipping; 1 before the first update
   clipped: jax.Array  # bool, whether clipping changed the ratio
-  exempt: jax.Array  # bool, the leaf was zero at initialization, so its ratio is always 1
+  exempt: jax.Array  # bool, the leaf was zero at initialization
 
 
 def clipped_trust_ratio(
@@ -107,6 +107,7 @@ def clipped_trust_ratio(
   trust_max: Any = 1.0,
   weight_decay: Any = 0.0,
   eps: Any = 0.0,
+  floor: float = 0.0,
 ) -> optax.GradientTransformation:
   """Adds weight decay to gradients of kernels and scales them by clipped trust ratios.
 
@@ -116,32 +117,33 @@ def clipped_trust_ratio(
     ratio = clip(trust_coefficient * |w| / (|g| + weight_decay * |w| + eps), trust_min, trust_max)
 
   and `|.|` is the Euclidean norm over the whole leaf. If either norm is zero, the ratio is 1 before
-  clipping. Kernels that are zero at initialization are exempt, with a ratio of 1: the ratio is
-  proportional to the weight norm, so a layer near zero would stay near zero. Gradients of other
-  leaves are unchanged. `optax.lars` differs: it adds the decay to the gradient before taking its
-  norm, and applies momentum last.
+  clipping. The ratio is proportional to the weight norm, so a leaf near zero would stay near zero.
+  Therefore kernels that are zero at initialization, and leaves of rank below 2, are treated
+  differently: without `floor` their ratio is 1; with `floor`, `|w|` is at least
+  `floor * sqrt(size of the last axis)`, which for a floor of 1 is about the norm of a kernel at
+  initialization. Leaves of rank below 2 are never decayed. `optax.lars` differs: it adds the decay
+  to the gradient before taking its norm, and applies momentum last.
   """
   kernels = np.flatnonzero(layout.adapted)
-  place = np.cumsum(layout.adapted) - 1  # index of a leaf among kernels
+  least = np.array([floor * math.sqrt(x.shape[-1] if x.shape else 1) for x in layout.leaves], "f4")
 
   def init(w):
     exempt = layout.sums((w != 0).astype(jnp.float32))[kernels] == 0
     return ClippedTrustRatioState(jnp.ones(len(kernels)), jnp.zeros(len(kernels), bool), exempt)
 
   def update(g, state, w):
-    if not len(kernels):
-      return g, state
-    g_norm, w_norm = (jnp.sqrt(layout.sums(jnp.square(x)))[kernels] for x in (g, w))
+    g_norm, w_norm = (jnp.sqrt(layout.sums(jnp.square(x))) for x in (g, w))
+    small = jnp.ones(len(layout.leaves), bool).at[kernels].set(state.exempt)
+    w_norm = jnp.where(small, jnp.maximum(w_norm, least), w_norm)
+    decay = jnp.where(layout.adapted, weight_decay, 0.0)
     zero = (g_norm == 0) | (w_norm == 0)
-    denominator = jnp.where(zero, 1.0, g_norm + weight_decay * w_norm + eps)
+    denominator = jnp.where(zero, 1.0, g_norm + decay * w_norm + eps)
     unclipped = jnp.where(zero, 1.0, trust_coefficient * w_norm / denominator)
-    ratio = jnp.where(state.exempt, 1.0, jnp.clip(unclipped, trust_min, trust_max)).astype(
-      jnp.float32
-    )
-    clipped = ((unclipped < trust_min) | (unclipped > trust_max)) & ~state.exempt
-    of_row = ratio[place[layout.owner]][:, None]
-    scaled = jnp.where(layout.adapted[layout.owner][:, None], of_row * (g + weight_decay * w), g)
-    return scaled, ClippedTrustRatioState(ratio, clipped, state.exempt)
+    adapted = jnp.ones_like(small) if floor else ~small
+    ratio = jnp.where(adapted, jnp.clip(unclipped, trust_min, trust_max), 1.0).astype(jnp.float32)
+    clipped = ((unclipped < trust_min) | (unclipped > trust_max)) & adapted
+    scaled = ratio[layout.owner][:, None] * (g + decay[layout.owner][:, None] * w)
+    return scaled, ClippedTrustRatioState(ratio[kernels], clipped[kernels], state.exempt)
 
   return optax.GradientTransformation(init, update)
 
@@ -201,7 +203,9 @@ def _on_layout(config: OptimConfig, layout: Layout) -> optax.GradientTransformat
   else:
     clipped = config.name == "clipped_lars"
     bounds = (config.trust_min, config.trust_max) if clipped else (0.0, math.inf)
-    ratio = clipped_trust_ratio(layout, config.trust_coefficient, *bounds, decay, config.trust_eps)
+    ratio = clipped_trust_ratio(
+      layout, config.trust_coefficient, *bounds, decay, config.trust_eps, config.trust_floor
+    )
     steps = [ratio, optax.trace(config.momentum), rate]
   clip = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []
   return optax.chain(*clip, *steps)

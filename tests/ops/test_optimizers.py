@@ -288,6 +288,28 @@ def test_an_exempt_kernel_decays_and_follows_momentum():
   assert optimizers.trust_ratio_summary(state)["fraction_clipped"] == 0
 
 
+def test_norms_of_leaves_that_start_small_have_a_floor():
+  # Norms: 5 of the bias, which is above its floor of 0.5 * sqrt(2); at least 0.5 * sqrt(4) of the
+  # kernel, 0.5 of the scalar; 1 of the other kernel, which has no floor. Gradients' norms are 2.
+  params = {
+    "bias": f32([3, 4]), "kernel": np.zeros((1, 4), f32), "other": f32([[0.6, 0.8]]),
+    "scalar": f32(0),
+  }  # fmt: skip
+  grads = {
+    "bias": f32([2, 0]), "kernel": np.ones((1, 4), f32), "other": f32([[0, 2]]), "scalar": f32(2),
+  }  # fmt: skip
+  tx = scale_by_clipped_trust_ratio(0.1, trust_max=0.2, weight_decay=0.5, floor=0.5)
+  updates, state = _step(tx, grads, params)
+  other = 0.1 * 1 / (2 + 0.5)
+  expected = {
+    "bias": [0.4, 0], "kernel": 0.1 * 1 / (2 + 0.5) * grads["kernel"],
+    "other": other * (grads["other"] + 0.5 * params["other"]), "scalar": 0.1 * 0.5,
+  }  # fmt: skip
+  _allclose(updates, expected)
+  _allclose(optimizers.trust_ratios(state, params), {"kernel": 0.04, "other": other})
+  assert optimizers.trust_ratio_summary(state)["fraction_clipped"] == 0
+
+
 def test_many_leaves_are_updated_as_one_by_one():
   """Leaves of sizes around that of a row, against the same arithmetic leaf by leaf."""
   rng = np.random.default_rng(3)
