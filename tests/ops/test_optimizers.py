@@ -178,15 +178,21 @@ def test_clipped_lars_is_sgd_where_all_ratios_are_clipped_at_one():
   _allclose(ours, _run(sgd, 10, _params())[0])
 
 
+@pytest.mark.parametrize("floor", [0.0, 2.0])
 @pytest.mark.parametrize("name", ["clipped_lars", "lars"])
-def test_lars_with_and_without_bounds_against_numpy(name):
+def test_lars_with_and_without_bounds_and_floor_against_numpy(name, floor):
   """In float64: buffer <- momentum * buffer + ratio * (g + wd * w), w <- w - rate * buffer."""
   kernel, bias = np.array([[3.0, 1.0], [-2.0, 4.0]]), np.array([1.0, -2.0])
   eta, wd, momentum, eps, low, high = 0.4, 0.1, 0.8, 0.3, 0.2, 0.7
   config = _config(
     name, learning_rate=0.5, momentum=momentum, weight_decay=wd, trust_coefficient=eta,
-    trust_min=low, trust_max=high, trust_eps=eps, warmup_steps=2, decay_steps=3, decay_rate=0.5,
+    trust_min=low, trust_max=high, trust_eps=eps, trust_floor=floor,
+    warmup_steps=2, decay_steps=3, decay_rate=0.5,
   )  # fmt: skip
+
+  def bounded(ratio):
+    return np.clip(ratio, low, high) if name == "clipped_lars" else ratio
+
   trained, state = _run(
     optimizers.make_optimizer(config), 7, {"bias": f32(bias), "kernel": f32(kernel)}
   )
@@ -195,9 +201,12 @@ def test_lars_with_and_without_bounds_against_numpy(name):
     grads = _random_grads({"bias": bias, "kernel": kernel}, i)
     g, w_norm = np.float64(grads["kernel"]), np.linalg.norm(kernel)
     ratio = eta * w_norm / (np.linalg.norm(g) + wd * w_norm + eps)
-    ratios.append(np.clip(ratio, low, high) if name == "clipped_lars" else ratio)
+    ratios.append(bounded(ratio))
     kernel_buffer = momentum * kernel_buffer + ratios[-1] * (g + wd * kernel)
-    bias_buffer = momentum * bias_buffer + np.float64(grads["bias"])
+    g = np.float64(grads["bias"])
+    least = max(np.linalg.norm(bias), floor * math.sqrt(2))
+    ratio = bounded(eta * least / (np.linalg.norm(g) + eps)) if floor else 1
+    bias_buffer = momentum * bias_buffer + ratio * g
     kernel, bias = kernel - rate * kernel_buffer, bias - rate * bias_buffer
   _allclose(trained, {"bias": bias, "kernel": kernel}, rtol=1e-5)
   _allclose(optimizers.trust_ratios(state, trained), {"kernel": ratios[-1]}, rtol=1e-5)
