@@ -23,8 +23,8 @@ from speedyzero_jax.system.platform import planned
 from speedyzero_jax.workers.evaluator import MAX_LANES
 from speedyzero_jax.workers.learner import Learner
 
-# Measured on an H200 (docs/gpu.md), and assumed of other GPUs.
 REACHED = 0.8  # fraction of peak FLOP/s reached by matrix products
+# Measured on an H200 (docs/gpu.md), and assumed of other GPUs.
 CONVOLUTIONS = 0.4  # the same by cuDNN's convolutions, with channels padded to multiples of 64
 BANDWIDTH = 0.6  # fraction of the memory bandwidth reached
 USABLE = 0.75  # fraction of memory that jax uses by default (XLA_CLIENT_MEM_FRACTION)

@@ -16,7 +16,8 @@ TINY = (
   "learner.batch_size=64", "loss.unroll_steps=1", "loss.td_steps=2", "reanalyse.block=256",
 )  # fmt: skip
 # The most that a call may take: kernels, collectives, loops of unknown length, bytes of traffic. To
-# be lowered with every improvement.
+# be lowered with every improvement. Channels are multiples of 8, as at full size: only frames'
+# channels are padded.
 LIMITS = {
   "train": (478, 44, 0, 24.3e6), "act": (145, 0, 0, 4.1e6), "reanalyse": (142, 0, 0, 11.3e6),
 }  # fmt: skip

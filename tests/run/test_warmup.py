@@ -71,7 +71,7 @@ def test_programs_are_compiled_one_at_a_time_except_on_cpus(tmp_path, monkeypatc
     running += 1
     largest = max(largest, running)
     with contextlib.suppress(threading.BrokenBarrierError):
-      together.wait(0.2)
+      together.wait(1)
     running -= 1
 
   monkeypatch.setattr(compilation.Program, "prepare", prepare)

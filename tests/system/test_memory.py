@@ -104,8 +104,8 @@ def test_zeros_are_those_of_numpy():
 @pytest.mark.parametrize(
   ("environment", "kept"),
   [
-    ({}, True),
-    ({"MALLOC_ARENA_MAX": "8"}, False),
+    ({"CUDA_VISIBLE_DEVICES": ""}, True),
+    ({"CUDA_VISIBLE_DEVICES": "", "MALLOC_ARENA_MAX": "8"}, False),
     ({"CUDA_VISIBLE_DEVICES": "0"}, False),
     ({"CUDA_VISIBLE_DEVICES": "0", "JAX_PLATFORMS": "cpu"}, True),
   ],
