@@ -83,7 +83,8 @@ def _plan(arguments):
 
 def _profile(arguments):
   parsed = profile_run.parse(arguments)
-  return [arguments + short_for(parsed.config, parsed.overrides)]
+  fill = [] if parsed.fill is None else ["--fill", "60"]  # below the short run's agent steps
+  return [arguments + fill + short_for(parsed.config, parsed.overrides)]
 
 
 def _suite(arguments):
