@@ -83,7 +83,7 @@ def _plan(arguments):
 
 def _profile(arguments):
   parsed = profile_run.parse(arguments)
-  fill = [] if parsed.fill is None else ["--fill", "60"]  # below the short run's agent steps
+  fill = [] if parsed.fill is None else ["--fill", "60"]
   return [arguments + fill + short_for(parsed.config, parsed.overrides)]
 
 
