@@ -1,9 +1,9 @@
 """Profiles a few learner steps: launch/profile_run.py --config PRESET [PRESET ...] [key=value ...]
 
-Starts a short run in one process, with a replay filled by random play. After a few learner steps,
-profile.steps of them are timed and as many more are traced. The new folder (--out, or one under
-runs/) has profile.json and the trace (plugins/profile/, for xprof or ui.perfetto.dev); the tables
-are also printed.
+Starts a run in one process, with a replay filled by random play if the agent begins with it. After
+a few learner steps, profile.steps of them are timed and as many more are traced. The new folder
+(--out, or one under runs/) has profile.json and the trace (plugins/profile/, for xprof or
+ui.perfetto.dev); the tables are also printed.
 
 Exit codes are those of launch/multihost.py.
 """
@@ -49,8 +49,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     "--fill",
     type=int,
     metavar="N",
-    help="agent steps of random play before the profile (default: half of the run's); sweeps "
-    "take longer in a fuller replay",
+    help="agent steps of random play before the profile (default: half of the run's, or none for "
+    "agents that begin without); sweeps take longer in a fuller replay",
   )
   parser.add_argument(
     "overrides", nargs="*", metavar="key=value", help="settings (see launch/multihost.py --help)"
@@ -61,20 +61,23 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def shortened(config: Config, fill: int | None) -> Config:
-  """Returns the configuration of a run that ends after the profile, at the same replay ratio.
+  """Returns the configuration of a run that pauses after the profile, at the same replay ratio.
 
   Args:
     config: configuration of the whole run.
-    fill: agent steps of random play before the first learner step; None for half of the run.
+    fill: agent steps of random play before the first learner step; None for half of the run, or
+      for none if the run begins without random play.
 
   Raises:
-    ConfigError: `fill` is below actor.random_steps, or not below run.env_steps.
+    ConfigError: `fill` is below actor.random_steps or not below run.env_steps, or the agent does
+      not begin with random play.
   """
   from speedyzero_jax.run.factories import make_agent
   from speedyzero_jax.workers.sweeper import make_sweepers
 
   total, begin, learner = config.run.env_steps, config.actor.random_steps, config.learner
-  fill = max(total // 2, begin) if fill is None else fill
+  if fill is None:
+    fill = max(total // 2, begin) if begin else 0
   if not begin <= fill < total:
     raise ConfigError(
       f"--fill: must be at least actor.random_steps ({begin}) and below run.env_steps ({total}), "
@@ -86,11 +89,13 @@ def shortened(config: Config, fill: int | None) -> Config:
   stored = min(fill, config.replay.capacity or fill)
   first = max((1 / sweeper.calls_per_step(stored) for sweeper in sweepers), default=0)
   steps = 10 + math.ceil(first) + 2 * profiled  # `first`: until all sweeps have begun
+  total = max(total, fill + math.ceil(steps * pace))
   changes = [
     f"actor.random_steps={fill}",
-    f"run.env_steps={fill + math.ceil(steps * pace)}",
+    f"run.env_steps={total}",
+    f"run.pause_at={steps}",
     f"run.checkpoint_interval={steps}",
-    f"learner.steps={steps}",
+    f"learner.steps={round((total - fill) / pace)}",
     "learner.tail_steps=0",
     "evaluation.interval=0",
     "evaluation.at_end=false",

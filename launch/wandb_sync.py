@@ -35,7 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
   except ImportError:
     print("error: wandb is not installed: make wandb", file=sys.stderr)
     return USAGE_ERROR
-  for read in read_runs(arguments.runs):
+  runs = read_runs(arguments.runs)
+  if missing := [run.path for run in runs if run.problems == ["no run here"]]:
+    print(f"error: no run in {', '.join(missing)}", file=sys.stderr)
+    return USAGE_ERROR
+  for read in runs:
     folder = Path(read.path)
     state = folder / "wandb.json"
     sent = json.loads(state.read_text()) if state.exists() else {"id": None, "time": -1.0}

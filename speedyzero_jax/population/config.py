@@ -96,8 +96,11 @@ def _knobs(explore: Mapping[str, Any], agent: str) -> tuple[Knob, ...]:
       raise ConfigError(
         f"explore: {key!r} is not a float setting of {agent} that can change during training"
       )
-    ranges = {key: value} if kind is float else {f"{key}.{i}": each for i, each in enumerate(value)}
-    knobs += [_knob(name, each) for name, each in ranges.items()]
+    each = [value] if kind is float else value
+    if not isinstance(each, list) or not each:
+      raise ConfigError(f"explore: {key}: a list of ranges is needed, got {value!r}")
+    names = [key] if kind is float else [f"{key}.{i}" for i in range(len(each))]
+    knobs += map(_knob, names, each)
   return tuple(knobs)
 
 

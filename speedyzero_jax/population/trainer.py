@@ -16,7 +16,7 @@ from speedyzero_jax.run.processes import RunProcesses, log_of
 from speedyzero_jax.system.exit_codes import USAGE_ERROR
 
 _COPIED = "copied.json"  # file in a member's folder with the round after which it was copied
-_OWN = ("*.lock", "evaluation.json", _COPIED)  # files that are not copied
+_OWN = ("*.lock", "evaluation.json", "wandb", "wandb.json", _COPIED)  # not copied
 
 
 class RunTrainer:

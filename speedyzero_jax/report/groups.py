@@ -149,10 +149,10 @@ def _agent(runs: Sequence[Run]) -> str:
 def _alike(runs: Sequence[Run], *keys: str) -> list[list[Run]]:
   """Groups runs with equal settings except `keys` and those of repetitions, evaluated alike.
 
-  Runs without settings are omitted.
+  Runs without settings, and those that repeat another's seed, are omitted.
   """
   alike = collections.defaultdict(list)
   for run in runs:
-    if (settings := run.settings_but(*keys)) is not None:
+    if not run.repeats and (settings := run.settings_but(*keys)) is not None:
       alike[settings, run.evaluation_explore or False].append(run)
   return list(alike.values())

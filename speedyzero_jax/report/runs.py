@@ -39,6 +39,7 @@ class Run:
   evaluation_episodes: int | None = None
   evaluation_explore: bool | None = None
   human_normalized: float | None = None
+  repeats: str | None = None  # path of a run with the same settings and seed, which counts instead
   problems: list[str] = dataclasses.field(default_factory=list)
   settings: dict[str, Any] | None = None  # by dotted key
   rows: list[dict[str, float]] = dataclasses.field(default_factory=list)  # of metrics.jsonl
@@ -73,20 +74,23 @@ class Run:
 
 
 def read_runs(paths: Iterable[pathlib.Path]) -> list[Run]:
-  """Reads run folders, each once, and marks runs that repeat another's seed.
+  """Reads run folders, each once, and marks those that repeat another's seed.
 
-  A folder of runs, such as a study's, stands for all of them. Beside folders, files are ignored.
+  Of several runs with the same settings and seed, the one with most learner steps counts. A folder
+  of runs, such as a study's, stands for all of them. Beside folders, files are ignored.
   """
   given = list(paths)
   folders = [path for path in given if not path.is_file()] or given
   unique = {path.resolve(): path for folder in folders for path in _runs_in(folder)}
   runs = [read_run(path) for path in unique.values()]
-  first: dict[tuple, str] = {}
-  for run in runs:
+  counted: dict[tuple, str] = {}
+  for run in sorted(runs, key=lambda run: run.steps or 0, reverse=True):
     if run.settings is not None:
-      same = first.setdefault((run.settings_but(), run.seed), run.path)
+      key = run.settings_but(), run.evaluation_explore, run.seed
+      same = counted.setdefault(key, run.path)
       if same != run.path:
-        run.problems.append(f"repeats the seed of {same}: not an independent run")
+        run.repeats = same
+        run.problems.append(f"repeats the seed of {same}: not an independent run, not counted")
   return runs
 
 

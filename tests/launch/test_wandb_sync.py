@@ -22,6 +22,13 @@ def test_a_missing_package_is_wrong_use(tmp_path, monkeypatch, capsys):
   assert "wandb is not installed: make wandb" in capsys.readouterr().err
 
 
+def test_a_mistyped_folder_is_wrong_use(tmp_path, monkeypatch, capsys):
+  monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace())
+  runs = [str(recorded.run(tmp_path / "run")), str(tmp_path / "rum")]
+  assert wandb_sync.main([*runs, "--project", "p"]) == 2
+  assert capsys.readouterr().err == f"error: no run in {tmp_path / 'rum'}\n"
+
+
 def test_a_folder_of_runs_sends_each_under_its_own_name(tmp_path, monkeypatch):
   """Beside runs, a study's folder has their logs."""
   for name, value in (("a", 1.0), ("b", 2.0)):

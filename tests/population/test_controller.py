@@ -153,6 +153,7 @@ def test_elements_of_a_list_are_explored_one_by_one(tmp_path):
     (("CartPole]", "CartPole, evaluation.at_end=off]"), "evaluation.at_end must be true"),
     (("CartPole]", "CartPole, run.seed=1]"), "run.seed=1 can't be set"),
     (("members: 4", "members: 4\nmembers: 5"), "duplicate key 'members'"),
+    (("explore:", "explore:\n  env.event_rewards:"), "event_rewards: a list of ranges is"),
     (("explore:", "factor:"), "explore: settings with their ranges are needed"),
   ],
 )

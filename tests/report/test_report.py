@@ -225,9 +225,13 @@ def test_runs_that_ended_early_or_repeat_another_say_so(tmp_path):
     [
       "unfinished: learner step 20 of 30",
       "evaluated at learner step 10, not at the last checkpoint (20)",
-      f"repeats the seed of {whole}: not an independent run",
+      f"repeats the seed of {whole}: not an independent run, not counted",
     ],
   ]
+  other = recorded.run(tmp_path / "other", seed=1, mean=3.0)
+  torn_first = report.read_runs([torn, whole, other])
+  for group in group_runs(torn_first), methods(torn_first):
+    assert [str(getattr(run, "path", run)) for run in group[0].runs] == [str(whole), str(other)]
 
 
 def test_scores_with_exploration_are_marked(tmp_path, capsys):

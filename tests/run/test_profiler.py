@@ -8,6 +8,7 @@ import pytest
 import tiny
 from launch import profile_run as launcher
 from speedyzero_jax.config import loader
+from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.run import loops, profiler, run_dir, snapshot, warmup
 from whole_runs import quick
 
@@ -78,9 +79,23 @@ def test_a_shortened_run_keeps_its_pace_and_is_long_enough_for_its_sweeps():
   changes = ["run.env_steps=10500", "learner.steps=5200", "learner.tail_steps=200"]
   config = loader.load(["quickstart"], [*changes, "profile.steps=20", "reanalyse.max_age=100"])
   short = launcher.shortened(config, 5500)
-  steps = short.learner.steps
-  assert 50 + 2 <= steps < 50 + 100 and short.learner.tail_steps == 0  # 43 blocks in 100 steps
-  assert (short.actor.random_steps, short.run.env_steps) == (5500, 5500 + 2 * steps)
+  assert 50 + 2 <= short.run.pause_at < 50 + 100  # 43 blocks in 100 learner steps
+  assert short.learner.tail_steps == 0
+  found = short.actor.random_steps, short.run.env_steps, short.learner.steps
+  assert found == (5500, 10500, 2500)
+  nearly_full = launcher.shortened(config, 10490)
+  assert nearly_full.learner.steps >= nearly_full.run.pause_at
+
+
+@pytest.mark.parametrize("preset", ["impala", "ppo", "ppo_atari", "alphazero"])
+def test_a_run_without_random_play_is_only_paused(preset):
+  config = loader.load([preset], [])
+  short = launcher.shortened(config, None)
+  for whole, part in ((config.learner, short.learner), (config.actor, short.actor)):
+    assert whole == part
+  assert short.run.env_steps == config.run.env_steps and 0 < short.run.pause_at < 30
+  with pytest.raises(ConfigError, match="random_steps"):
+    launcher.shortened(config, 1000)
 
 
 @pytest.mark.parametrize("fill", ["100", "28000"])
