@@ -31,7 +31,7 @@ from speedyzero_jax.system.exit_codes import FAILED, USAGE_ERROR
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-  """Parses the command line. Overrides may appear anywhere, even right after the presets."""
+  """Parses the command line."""
   parser = argparse.ArgumentParser(
     prog="launch/multihost.py",
     description="Trains and evaluates an agent.",
@@ -50,9 +50,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   add("--process-id", type=int, metavar="I", help="index of this process, from 0")
   devices = "ids of the accelerators to use, if there are several processes (default: all)"
   add("--devices", metavar="I,...", type=device_ids, help=devices)
-  add("overrides", nargs="*", metavar="key=value", help="settings, listed below")
-  arguments = parser.parse_intermixed_args(argv)
-  arguments.overrides = separate_overrides(argv, arguments.overrides, arguments.config)
+  arguments = parse_with_overrides(parser, argv, "settings, listed below")
   if arguments.resume is None and not arguments.config:
     parser.error("--config PRESET or --resume RUN_DIR is required")
   if arguments.resume is not None and arguments.config:
@@ -104,6 +102,24 @@ def chosen_agent(argv: Sequence[str]) -> str:
     return loader.DEFAULT_AGENT
 
 
+def parse_with_overrides(
+  parser: argparse.ArgumentParser,
+  argv: Sequence[str],
+  help_: str = "settings (see launch/multihost.py --help)",
+) -> argparse.Namespace:
+  """Parses a command line with `--config` and `key=value` overrides, in any order.
+
+  An argument that is neither an option's nor an override is an error.
+  """
+  parser.add_argument("overrides", nargs="*", metavar="key=value", help=help_)
+  arguments = parser.parse_intermixed_args(argv)
+  stray = arguments.overrides
+  arguments.overrides = separate_overrides(argv, stray, arguments.config)
+  if stray:
+    parser.error(f"presets follow --config and settings are key=value; got {' '.join(stray)}")
+  return arguments
+
+
 def separate_overrides(argv: Sequence[str], *lists: list[str]) -> list[str]:
   """Removes overrides from lists of arguments, and returns them in the order of `argv`.
 
@@ -132,14 +148,25 @@ def configuration(arguments: argparse.Namespace, num_processes: int | None) -> C
 def open_folder(arguments: argparse.Namespace, config: Config) -> RunDir:
   """Creates or opens the run folder. Raises RunFolderError if it can't be used."""
   if arguments.resume is not None:
-    return run_dir.open_existing(arguments.resume, arguments.overrides)
+    return run_dir.open_existing(arguments.resume)
   preset = "+".join(Path(name).stem for name in arguments.config)
   return run_dir.create(config, f"{preset}-{config.env.game}-s{config.run.seed}")
 
 
+def check_env(config: Config) -> None:
+  """Raises ConfigError for environments that can't be created; writes nothing."""
+  from speedyzero_jax.envs.batched_env import check_game, make_env
+
+  try:
+    check_game(config.env.game)
+    cap = config.evaluation.max_episode_steps
+    make_env(config.env, 1, config.run.seed, training=False, max_episode_steps=cap).close()
+  except (ValueError, TypeError) as error:  # TypeError: from envpool, for invalid numbers
+    raise ConfigError(f"env: {_first_line(error)}") from error
+
+
 def check_possible(config: Config) -> None:
   """Raises ConfigError for settings that can't be used on this machine; writes nothing."""
-  from speedyzero_jax.envs.batched_env import check_game, make_env
   from speedyzero_jax.run.factories import make_agent
   from speedyzero_jax.system.platform import device_count
 
@@ -158,12 +185,7 @@ def check_possible(config: Config) -> None:
       f"learner.batch_size: must be a multiple of the {devices} devices used, "
       f"got {config.learner.batch_size}"
     )
-  try:
-    check_game(config.env.game)
-    cap = config.evaluation.max_episode_steps
-    make_env(config.env, 1, config.run.seed, training=False, max_episode_steps=cap).close()
-  except (ValueError, TypeError) as error:  # TypeError: from envpool, for invalid numbers
-    raise ConfigError(f"env: {_first_line(error)}") from error
+  check_env(config)
   try:
     make_agent(config)
   except (ValueError, TypeError, ArithmeticError) as error:
@@ -186,6 +208,7 @@ def supervise(arguments: argparse.Namespace) -> int:
   shape = topology.resolve(config)
   central = config.topology.inference == "central"
   gpus = devices.deal_devices(shape, count, config.learner.batch_size, central=central)
+  check_env(config)  # the agent and the devices are checked by process 0
   with open_folder(arguments, config) as folder:  # process 0 opens it again
     path = folder.path
   print(f"topology: {shape}", flush=True)

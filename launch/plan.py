@@ -47,9 +47,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   )  # fmt: skip
   add("--only", metavar="NAME,...", help="programs to plan: train, act, evaluate, publish, tasks")
   add("--out", type=Path, metavar="FILE", help="JSON file to write")
-  add("overrides", nargs="*", metavar="key=value", help="settings (see launch/multihost.py --help)")
-  arguments = parser.parse_intermixed_args(argv)
-  arguments.overrides = multihost.separate_overrides(argv, arguments.overrides, arguments.config)
+  arguments = multihost.parse_with_overrides(parser, argv)
   arguments.overrides += arguments.processes or []
   return arguments
 

@@ -30,7 +30,7 @@ STEPS = 5  # learner steps profiled, unless profile.steps is set
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-  """Parses the command line. Overrides may appear anywhere, even right after the presets."""
+  """Parses the command line."""
   parser = argparse.ArgumentParser(
     prog="launch/profile_run.py", description="Profiles a few learner steps of a new run."
   )
@@ -52,12 +52,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     help="agent steps of random play before the profile (default: half of the run's, or none for "
     "agents that begin without); sweeps take longer in a fuller replay",
   )
-  parser.add_argument(
-    "overrides", nargs="*", metavar="key=value", help="settings (see launch/multihost.py --help)"
-  )
-  arguments = parser.parse_intermixed_args(argv)
-  arguments.overrides = multihost.separate_overrides(argv, arguments.overrides, arguments.config)
-  return arguments
+  return multihost.parse_with_overrides(parser, argv)
 
 
 def shortened(config: Config, fill: int | None) -> Config:

@@ -35,7 +35,8 @@ def machine_shares(together: int | None) -> list[MachineShare]:
     return [MachineShare({}, parts[i % len(parts)]) for i in range(together)]
   visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
   sharing = -(-together // gpus)
-  memory = {_FRACTION: f"{0.75 / sharing:.2f}"} if sharing > 1 else {}  # jax's default, divided
+  whole = float(os.environ.get(_FRACTION) or _MEMORY)
+  memory = {_FRACTION: f"{whole / sharing:.2f}"} if sharing > 1 else {}
   devices = [visible[i % gpus] for i in range(together)]
   return [MachineShare({"CUDA_VISIBLE_DEVICES": device} | memory, cores) for device in devices]
 

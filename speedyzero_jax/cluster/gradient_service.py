@@ -78,7 +78,7 @@ class GradientService(ActorService):
     with self._lock:
       self._due += 1
       session.due = self._due
-      self._experiment.waiting.append(PreparedBatch({}, _NONE, request.metrics, gradient))
+      self._experiment.batches.append(PreparedBatch({}, _NONE, request.metrics, gradient))
 
   def _checked(self, helper: Helper, request: messages.Gradient) -> Variables:
     """Returns the derivatives and running statistics. Raises ValueError if they are malformed."""

@@ -75,7 +75,7 @@ class Client(contextlib.AbstractContextManager):
     name, call = self._names[type(request)]
     data = messages.encode(request)
     while not (answer := self._deliver(name, data)) and call.poll:
-      time.sleep(_FIRST_PAUSE)  # a learner that is stopping answers at once, until it has saved
+      time.sleep(_FIRST_PAUSE)  # a stopping learner answers at once, until its threads end
       data = messages.encode(call.poll(request))
     return messages.decode(call.answer, answer)
 

@@ -20,7 +20,7 @@ from speedyzero_jax.workers.learner import make_mesh
 
 # Seconds for which units wait for each other: another unit may be reading a long journal, waiting
 # for its actors, or evaluating. If it dies, the supervisor ends the others.
-_UNIT_TIMEOUT = 24 * 3600.0
+UNIT_TIMEOUT = 24 * 3600.0
 _DISMISSAL_SECONDS = 10.0  # for helpers to finish a step and learn that the run is over
 
 
@@ -44,16 +44,16 @@ def membership_of(
     name = f"all_gather/{next(rounds)}"
     try:
       rendezvous.publish(f"{name}/{unit}", str(number))
-      return [int(rendezvous.lookup(f"{name}/{other}", _UNIT_TIMEOUT)) for other in range(units)]
+      return [int(rendezvous.lookup(f"{name}/{other}", UNIT_TIMEOUT)) for other in range(units)]
     except RendezvousError as error:  # a learner is lost, as if in a collective of jax
       raise jax.errors.JaxRuntimeError(str(error)) from error
 
-  def share(numbers: Mapping[str, float]) -> list[Mapping[str, float]]:
+  def exchange_metrics(values: Mapping[str, float]) -> list[Mapping[str, float]]:
     with contextlib.suppress(RendezvousError):  # the learner reports a lost process
-      rendezvous.publish(f"numbers/{unit}", json.dumps(dict(numbers)))
+      rendezvous.publish(f"metrics/{unit}", json.dumps(dict(values)))
       if not unit:
-        return [json.loads(text) for text in rendezvous.published("numbers").values()]
-    return [numbers]
+        return [json.loads(text) for text in rendezvous.published("metrics").values()]
+    return [values]
 
   each = config.learner.devices or min(len(jax.local_devices(other)) for other in range(units))
   devices = [device for other in range(units) for device in jax.local_devices(other)[:each]]
@@ -65,7 +65,7 @@ def membership_of(
     runs_sweeps=not topology.serving("refresher", unit),
     durable=True,
     all_gather=all_gather,
-    share=share,
+    exchange_metrics=exchange_metrics,
   )
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from speedyzero_jax.cluster.gradient_actor import send_gradients
 from speedyzero_jax.cluster.grpc_client import Client, Refused, Unreachable
 from speedyzero_jax.cluster.grpc_server import RunFinished
-from speedyzero_jax.cluster.learner_process import max_message, membership_of, serving
+from speedyzero_jax.cluster.learner_process import UNIT_TIMEOUT, max_message, membership_of, serving
 from speedyzero_jax.cluster.messages import Helper
 from speedyzero_jax.cluster.remote import act, refresh, step_environments
 from speedyzero_jax.cluster.rendezvous import Place, Rendezvous, RendezvousError
@@ -113,7 +113,8 @@ def _run(
   token = bytes.fromhex(run.token) or _token(config)
   try:
     if role.kind != "learner":
-      return _serve(config, token, shape, role, rendezvous)
+      with Signals.at_once():
+        return _serve(config, token, shape, role, rendezvous)
     folder = Path(run.folder) / f"units/{role.unit}" if role.unit else Path(run.folder)
     folder.mkdir(parents=True, exist_ok=True)
     if not role.unit:
@@ -139,7 +140,7 @@ def _serve(
   max_bytes = max_message(local_config, agent)
   incarnation = rendezvous.count(f"incarnation/{role}")
   name = f"address/{role.unit}"
-  address = rendezvous.lookup(name, _START_TIMEOUT)
+  address = rendezvous.lookup(name, UNIT_TIMEOUT)  # the learner may read a long journal before
   if not address:
     return 0  # the run is over
   helper = Helper(role.kind, role.number, incarnation)

@@ -46,7 +46,7 @@ class RefresherService:
     self._experiment, self._tasks = experiment, experiment.agent.tasks
     self._replay, self._limiter = experiment.replay, experiment.limiter
     self._sweepers = experiment.sweepers if refreshers else []
-    self._block_timeout, self._patient = topology.block_timeout, topology.bound_age
+    self._block_timeout, self._bound_age = topology.block_timeout, topology.bound_age
     self._roster, self._refreshers = roster, refreshers
     self._lock = threading.Lock()  # guards the following attributes
     self._numbers = itertools.count(1)
@@ -137,13 +137,13 @@ class RefresherService:
       self._waiting.extend((part, batch) for part in parts)
     self._limiter.notify()
     # Twice the timeout, so that a lost block can be assigned once more.
-    until = math.inf if self._patient else time.monotonic() + 2 * self._block_timeout
+    until = math.inf if self._bound_age else time.monotonic() + 2 * self._block_timeout
 
     def done() -> bool:
-      return not batch.left or self._limiter.draining or self._limiter.stopping
+      return not batch.left or self._limiter.unpaced or self._limiter.stopping
 
     while not done() and time.monotonic() < until:
-      if not self._patient and not self._roster.alive("refresher"):
+      if not self._bound_age and not self._roster.alive("refresher"):
         break
       self._limiter.wait_for(done, min(_POLL, until - time.monotonic()))
     with self._lock:  # late results are still written, but blocks are not assigned again

@@ -122,7 +122,7 @@ class EpisodeStats:
       self._score = np.zeros(self._lanes, np.float64)
       self._length = np.zeros(self._lanes, np.int64)
       self._recent: collections.deque[Episode] = collections.deque(maxlen=self._window)
-      self._best, self._count = -np.inf, 0
+      self._best, self._count = -math.inf, 0
 
   def update(self, step: "EnvStep") -> list[Episode]:
     """Adds one step of all lanes and returns the games that ended with it, in lane order.
@@ -147,6 +147,18 @@ class EpisodeStats:
       self._recent.append(episode)
       self._best = max(self._best, episode.score)
       self._count += 1
+
+  def state_dict(self) -> dict[str, Any]:
+    """Finished games, for JSON."""
+    with self._lock:
+      return {"recent": list(self._recent), "best": self._best, "count": self._count}
+
+  def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    """Replaces the finished games; unfinished ones stay."""
+    with self._lock:
+      self._recent.clear()
+      self._recent.extend(Episode(*episode) for episode in state["recent"])
+      self._best, self._count = state["best"], state["count"]
 
   def summary(self) -> dict[str, float]:
     """The `charts/episode*` metrics; before the first finished game only their number, 0."""

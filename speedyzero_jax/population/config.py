@@ -89,7 +89,8 @@ def _population(document: dict[str, Any]) -> Population:
 
 
 def _knobs(explore: Mapping[str, Any], agent: str) -> tuple[Knob, ...]:
-  known, knobs = loader.fields_of(agent), []
+  known = loader.fields_of(agent)
+  knobs: list[Knob] = []
   for key, value in explore.items():
     kind: Any = known[key].type if key in known else None
     if kind not in (float, tuple[float, ...]) or key.startswith(_FIXED):

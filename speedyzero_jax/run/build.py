@@ -91,7 +91,12 @@ def build(
     later = snapshot.replay_journal(experiment)
     if membership.runs_actor:
       snapshot.start_actor(experiment, restored, later=later)
+    if restored is not None and (finished := restored.meta.get("episodes")):
+      episodes.load_state_dict(finished)  # instead of those that the actor's replay finished again
     logger.add_source(lambda: {names.ENV_STEPS: limiter.env_steps})
+    logger.add_source(
+      lambda: {} if recovery.newest is None else {names.CHECKPOINT_STEP: recovery.newest}
+    )
     return experiment
   except BaseException:
     journal.close()

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 from jax.sharding import Mesh
@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from speedyzero_jax.agents.base import Agent, Task, Work
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.metrics import names
-from speedyzero_jax.metrics.logger import MetricsLogger
+from speedyzero_jax.metrics.logger import Exchange, MetricsLogger
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.run.batch_pipeline import PreparedBatch
 from speedyzero_jax.run.collector import Collector
@@ -42,7 +42,7 @@ class Membership:
   # All-gathers one integer over the learner processes.
   all_gather: Callable[[int], Sequence[int]] = lambda step: [step]
   # Publishes metrics and returns those to report: in unit 0 the latest of all units.
-  share: Callable[[Mapping[str, float]], Sequence[Mapping[str, float]]] = lambda numbers: [numbers]
+  exchange_metrics: Exchange = lambda values: [values]
 
 
 ALONE = Membership()
@@ -68,10 +68,10 @@ class Experiment:
   state: LearnerState
   execute: Callable[[list[Work], int], None] = dataclasses.field(init=False)
   after_step: list[Callable[[], object]] = dataclasses.field(default_factory=list)
-  drawn: int = 0  # batches whose sampling has begun
-  learned: int = 0  # batches trained on, with the new weights published
+  drawn: int = 0  # batches whose sampling has begun, since this process started
+  learned: int = 0  # those trained on, with the new weights published
   # Batches drawn, or gradients received from actors, that are not trained on yet.
-  waiting: deque[PreparedBatch] = dataclasses.field(default_factory=deque)
+  batches: deque[PreparedBatch] = dataclasses.field(default_factory=deque)
   interrupted: bool = False
   stop_agreed: bool = False  # all learner processes know of an interruption
   learning: bool = False  # training has begun: learner steps now propagate interruptions
@@ -80,7 +80,7 @@ class Experiment:
     self.execute = self._execute_here
     self._sweeping = False
 
-  def ready(self) -> bool:
+  def can_draw(self) -> bool:
     """Whether a batch can be drawn."""
     return self.replay.ready(self.local_config.learner.batch_size)
 
@@ -98,12 +98,12 @@ class Experiment:
 
   def needs_data(self) -> bool:
     """Whether the learner lacks data for a batch, whatever the rate limiter allows."""
-    # `ready` comes first, so that a batch drawn between the two checks counts as in training.
-    return not self.ready() and not (self.agent.synchronous and self.drawn > self.learned)
+    # `can_draw` comes first, so that a batch drawn between the two checks counts as in training.
+    return not self.can_draw() and not (self.agent.synchronous and self.drawn > self.learned)
 
   def sweeping(self) -> bool:
     """Whether sweeps have begun, which they do once the first batch can be drawn."""
-    self._sweeping = self._sweeping or self.ready()
+    self._sweeping = self._sweeping or self.can_draw()
     return self._sweeping
 
   def sweep_key(self, sweeper: Sweeper) -> jax.Array:
@@ -142,7 +142,7 @@ class Experiment:
     self.interrupted = True
     unfinished = self.limiter.learner_steps < self.config.learner.steps
     if self.membership.units > 1 and self.learning and unfinished:
-      self.limiter.finish_together()
+      self.limiter.stop_pacing()
     else:
       self.limiter.stop()
 

@@ -31,7 +31,7 @@ def _lockstep(experiment: Experiment) -> None:
   """Runs all roles in a fixed order in one thread: equal seeds give bit-identical runs."""
   limiter = experiment.limiter
   while not limiter.finished and not limiter.stopping:
-    if not (limiter.may_learn() and experiment.ready()):
+    if not (limiter.may_learn() and experiment.can_draw()):
       _check_supply(experiment, limiter.learner_steps)
       experiment.collector.collect()
       continue
@@ -46,7 +46,7 @@ def _lockstep(experiment: Experiment) -> None:
 
 def _check_supply(experiment: Experiment, step: int) -> None:
   """Raises TrainingError if there will never be a batch for learner step `step` (from 0)."""
-  if experiment.limiter.collected and not experiment.ready():
+  if experiment.limiter.collected and not experiment.can_draw():
     config, count = experiment.local_config, experiment.replay.selector.count
     raise TrainingError(
       f"collection is complete ({config.run.env_steps} agent steps), but learner step {step + 1} "
@@ -60,8 +60,8 @@ class _AsyncLoops:
 
   def __init__(self, experiment: Experiment):
     self._experiment, self._limiter = experiment, experiment.limiter
-    self._ready = experiment.waiting
-    self._drawn = experiment.limiter.learner_steps  # number of batches drawn
+    self._batches = experiment.batches
+    self._next = experiment.limiter.learner_steps  # learner step of the next batch to draw
     # The latest batch, to stop together if this unit's actors can't complete another one.
     self._spare: PreparedBatch | None = None
     # The previous step. Priorities are read back one step late, so the host does not block on it.
@@ -130,30 +130,30 @@ class _AsyncLoops:
     experiment, limiter = self._experiment, self._limiter
 
     def may_draw() -> bool:
-      if len(self._ready) >= experiment.config.learner.prefetch:
+      if len(self._batches) >= experiment.config.learner.prefetch:
         return False
-      due = limiter.may_draw(self._drawn)
-      return due and (limiter.collected or experiment.ready() or self._may_repeat())
+      due = limiter.may_draw(self._next)
+      return due and (limiter.collected or experiment.can_draw() or self._may_repeat())
 
     keep = experiment.agent.on_policy and experiment.membership.units > 1
-    while self._drawn < experiment.config.learner.steps:
+    while self._next < experiment.config.learner.steps:
       limiter.wait_until(may_draw)
-      if experiment.ready() or not self._may_repeat():
-        _check_supply(experiment, self._drawn)
-        prepared = steps.draw(experiment, self._drawn)
+      if experiment.can_draw() or not self._may_repeat():
+        _check_supply(experiment, self._next)
+        prepared = steps.draw(experiment, self._next)
         self._spare = prepared if keep else None
-      self._ready.append(prepared)
-      self._drawn += 1
+      self._batches.append(prepared)
+      self._next += 1
       limiter.notify()
 
   def _may_repeat(self) -> bool:
     """Whether the latest batch may be used again, for the last learner steps before a stop."""
-    return self._limiter.draining and self._spare is not None
+    return self._limiter.unpaced and self._spare is not None
 
   def _may_learn(self) -> bool:
     experiment, limiter = self._experiment, self._limiter
-    if not self._ready or experiment.interrupted:
-      return bool(self._ready)
+    if not self._batches or experiment.interrupted:
+      return bool(self._batches)
     if limiter.lag_exceeded:
       return False
     bounded = experiment.membership.runs_sweeps or experiment.config.topology.bound_age
@@ -174,10 +174,10 @@ class _AsyncLoops:
     while limiter.learner_steps < total:
       with experiment.logger.part("wait"):
         self._wait("learner", self._may_go_on)
-      if not self._ready:  # all agent steps are used up, and the actors computed the gradients
+      if not self._batches:  # all agent steps are used up, and the actors computed the gradients
         steps.log(experiment)
         return
-      step, prepared = limiter.learner_steps, self._ready.popleft()
+      step, prepared = limiter.learner_steps, self._batches.popleft()
       result = steps.learn(experiment, prepared)
       self._finish_step()
       self._pending = prepared, result, step

@@ -24,7 +24,7 @@ class MachineShare(NamedTuple):
 
 
 class Interrupted(Exception):
-  """A signal stopped the runs, which have saved checkpoints."""
+  """A signal stopped the runs; they saved checkpoints, unless a second SIGINT killed them."""
 
 
 class RunProcesses:

@@ -27,7 +27,7 @@ class Stopped(Exception):
 class RateLimiter:
   """Counts a run's agent and learner steps and keeps the ratio between them. Thread-safe.
 
-  Callers may read `env_steps`, `learner_steps`, `synchronous`, `draining` and `stopping`.
+  Callers may read `env_steps`, `learner_steps`, `synchronous`, `unpaced` and `stopping`.
   """
 
   def __init__(self, config: Config, *, synchronous: bool = False):
@@ -44,7 +44,7 @@ class RateLimiter:
     self._acting: dict[Hashable, int] = {}  # actor -> learner step at which its step began
     self.env_steps = self.learner_steps = 0
     self._reserved = 0  # agent steps granted to actors and not yet collected
-    self.stopping = self.draining = False
+    self.stopping = self.unpaced = False
     self._changed = threading.Condition()
 
   @contextlib.contextmanager
@@ -97,7 +97,7 @@ class RateLimiter:
 
   def may_draw(self, step: int) -> bool:
     """Whether the batch of learner step `step` is due."""
-    return self.draining or self.synchronous or self.env_steps >= self.required(step)
+    return self.unpaced or self.synchronous or self.env_steps >= self.required(step)
 
   def may_collect(self) -> bool:
     if self.synchronous and self.learner_steps < self._total_learner:
@@ -154,10 +154,10 @@ class RateLimiter:
     with self._change():
       pass
 
-  def finish_together(self) -> None:
+  def stop_pacing(self) -> None:
     """Lets learner steps proceed without waiting for agent steps, as other learners need them."""
     with self._change():
-      self.draining = True
+      self.unpaced = True
 
   def stop(self) -> None:
     """Stops the run: wakes all waiting threads, and `wait_until` raises Stopped in them."""

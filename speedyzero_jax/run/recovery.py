@@ -38,6 +38,7 @@ class RecoveryManager:
     self.checkpoints, self.journal = checkpoints, journal
     self._report, self._durable, self._exact = report, durable, exact
     self._all_gather, self._units = all_gather, units
+    self.newest: int | None = None  # learner step of the newest complete checkpoint
     self._common = -1  # newest step of which all units are known to have a checkpoint; -1: none
     self._writer = ThreadPoolExecutor(1, "checkpoint")
     self._saving: Future[None] | None = None
@@ -63,6 +64,7 @@ class RecoveryManager:
         break
       newest = min(steps)
     self._common = steps[0]
+    self.newest = None if snapshot is None else snapshot.step
     if snapshot is None and self.checkpoints.steps():
       self._report(
         "warning: another learner has no checkpoint; all learners start again from learner step 0"
@@ -116,6 +118,7 @@ class RecoveryManager:
   def _save(self, snapshot: Snapshot, needed: int) -> None:
     self.journal.flush()  # a checkpoint must only reference slots on disk
     self.checkpoints.save(snapshot, needed=needed)
+    self.newest = snapshot.step
     tails = self.checkpoints.tails()
     if tails is not None:
       self.journal.evict(tails)

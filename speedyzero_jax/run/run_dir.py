@@ -31,7 +31,6 @@ class RunDir(contextlib.AbstractContextManager):
   """A run folder locked by this process. Use it as a context manager, or `close` it."""
 
   path: Path
-  config: Config
   _lock: IO
 
   def __exit__(self, *_: object) -> None:
@@ -67,7 +66,7 @@ def create(config: Config, name: str) -> RunDir:
       stack.pop_all()
   except OSError as error:
     raise RunFolderError(f"can't create a run in {path}: {error.strerror or error}") from error
-  return RunDir(path, config, lock)
+  return RunDir(path, lock)
 
 
 def _check_unused(path: Path) -> None:
@@ -104,9 +103,9 @@ def resumed(path: Path, changes: list[str]) -> Config:
   return config
 
 
-def open_existing(path: Path, changes: list[str]) -> RunDir:
-  """Opens a run folder to resume. Raises RunFolderError as `resumed`, or if it is in use."""
-  return RunDir(path, resumed(path, changes), _lock(path, "run.lock"))
+def open_existing(path: Path) -> RunDir:
+  """Opens a run folder to resume. Raises RunFolderError if it is in use."""
+  return RunDir(path, _lock(path, "run.lock"))
 
 
 def read_config(path: Path) -> Config:

@@ -12,7 +12,6 @@ import numpy as np
 
 from speedyzero_jax.agents.base import Agent, Variables
 from speedyzero_jax.envs.batched_env import make_env
-from speedyzero_jax.metrics import names
 from speedyzero_jax.replay.journal import JournalDamage
 from speedyzero_jax.run.checkpoint import Snapshot
 from speedyzero_jax.run.experiment import ACT, Experiment, TrainingError
@@ -47,6 +46,7 @@ def save(experiment: Experiment, *, required: bool = False) -> None:
     heads, tails = replay.heads, replay.tails
     stored, env_steps = replay.state_dict(), experiment.limiter.env_steps
     acted = local.state_dict() if local is not None else {}
+    episodes = experiment.collector.episodes.state_dict()
   versions = experiment.weights.snapshot()
   weights = {name: version.variables for name, version in versions.items()}
   items = jax.device_get(_trees(experiment.state, weights))
@@ -55,9 +55,8 @@ def save(experiment: Experiment, *, required: bool = False) -> None:
   meta = {
     "weights": {name: version.step for name, version in versions.items()},
     "sweepers": {sweeper.name: sweeper.state_dict() for sweeper in experiment.sweepers},
-    "units": experiment.membership.units,
+    "episodes": episodes,
   }
-  experiment.logger.log_latest({names.CHECKPOINT_STEP: step})
   items |= {"replay": stored, "actor": acted}
   experiment.recovery.save(Snapshot(step, env_steps, items, meta, heads, tails), required=required)
 
@@ -65,16 +64,10 @@ def save(experiment: Experiment, *, required: bool = False) -> None:
 def restore(experiment: Experiment, restored: Snapshot) -> None:
   """Restores a checkpoint into newly built parts, except the actor.
 
-  Raises TrainingError if it was saved with another number of learner processes, or if their
-  networks differ.
+  Raises TrainingError if the networks of several learner processes differ.
   """
   meta = restored.meta
   _check_same_network(experiment, restored.step)
-  if meta["units"] != experiment.membership.units:
-    raise TrainingError(
-      f"the run's experience is divided among {meta['units']} learner processes; it can't be "
-      f"resumed with {experiment.membership.units}"
-    )
   experiment.logger.rewind(restored.step)
   for slots in joined(experiment.recovery.journal.read(restored.tails, restored.heads)):
     experiment.replay.import_frames(slots)

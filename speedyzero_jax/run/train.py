@@ -44,7 +44,7 @@ def train(
   reported = loader.divide(config, unit, units) if unit else config
   try:
     resume_step = max(Checkpoints(folder).steps(), default=0) if resume else None
-    opened = MetricsLogger(reported, folder, resume_step, membership.share)
+    opened = MetricsLogger(reported, folder, resume_step, membership.exchange_metrics)
   except (CheckpointError, OSError) as error:
     print(f"error: can't use {folder}: {error}", file=sys.stderr)
     return FAILED
@@ -60,7 +60,7 @@ def train(
       with contextlib.closing(experiment):
         return _run(experiment, folder, signals, serving)
     except (TrainingError, DivergedError, CheckpointError, JournalError, OSError) as error:
-      return _fail(logger, str(error))
+      return _fail(str(error))
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
       return _device_or_memory_error(error, logger, units)
 
@@ -149,7 +149,6 @@ def _device_or_memory_error(error: BaseException, logger: MetricsLogger, units: 
   where = memory.ran_out(error)
   if where is not None:
     return _fail(
-      logger,
       f"{memory.out_of(where, error)}. Reduce learner.batch_size, env.frame_size, "
       "replay.capacity or the block sizes of the agent's tasks"
       f"{'' if where == 'host' else ', or set replay.frames=host'}, or resume on a machine with "
@@ -162,7 +161,6 @@ def _device_or_memory_error(error: BaseException, logger: MetricsLogger, units: 
   os.abort()  # as jax does in surviving processes; the supervisor restarts all processes
 
 
-def _fail(logger: MetricsLogger, reason: str) -> int:
-  logger.message(f"error: {reason}")
+def _fail(reason: str) -> int:
   print(f"error: {reason}", file=sys.stderr)
   return FAILED

@@ -102,7 +102,9 @@ def test_runs_side_by_side_get_their_own_devices_or_cores(monkeypatch):
   monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,7")
   each = [share.variables for share in machine_shares(None)]
   assert each == [{"CUDA_VISIBLE_DEVICES": "3"}, {"CUDA_VISIBLE_DEVICES": "7"}]
-  of_three = [tuple(share.variables.values()) for share in machine_shares(3)]
-  assert of_three == [("3", "0.38"), ("7", "0.38"), ("3", "0.38")]
+  for fraction, half in (("", "0.45"), ("0.5", "0.25")):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", fraction)
+    of_three = [tuple(share.variables.values()) for share in machine_shares(3)]
+    assert of_three == [("3", half), ("7", half), ("3", half)]
   with pytest.raises(ConfigError, match="--together"):
     machine_shares(0)

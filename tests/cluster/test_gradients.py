@@ -103,7 +103,7 @@ class Unit:
 
   def state(self):
     limiter = self.limiter
-    return limiter.pool, limiter.env_steps, limiter.learner_steps, len(self.experiment.waiting)
+    return limiter.pool, limiter.env_steps, limiter.learner_steps, len(self.experiment.batches)
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def test_a_gradient_repeated_while_it_waits_is_queued_once(make_unit):
   unit.send(0)
   for _ in range(2):
     assert unit.send(0, 10, 0, unit.arrays(), seconds=0.01) is None
-  assert len(unit.experiment.waiting) == 1 and unit.limiter.env_steps == 10
+  assert len(unit.experiment.batches) == 1 and unit.limiter.env_steps == 10
   unit.thread.start()
   assert unit.send(0, 10, 0, unit.arrays()).weights == 1
   assert unit.limiter.env_steps == 10
@@ -251,7 +251,7 @@ def test_impossible_gradients_are_refused(make_unit):
   refused("gradient of another network", 10, 0, {**others, name: array.astype(np.float64)})
   refused("episodes must be finite", 10, 0, good, episodes=np.array([[np.nan, 1]]))
   refused("sent step 2 after step 0", 10, 0, good, sequence=2)
-  assert unit.send(0, 10, 0, good, seconds=0.01) is None and len(unit.experiment.waiting) == 1
+  assert unit.send(0, 10, 0, good, seconds=0.01) is None and len(unit.experiment.batches) == 1
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run(make_unit):

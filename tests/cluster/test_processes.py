@@ -92,11 +92,11 @@ class Run:
       return {child["name"]: child for child in state["children"]}
     return {}
 
-  def kill(self, name):
-    """Kills a child, and waits for its restart."""
+  def kill(self, name, number=signal.SIGKILL):
+    """Sends a child a signal that ends it at once, and waits for its restart."""
     wait_for(lambda: self.children()[name]["pid"], 60, f"{name} does not run")
     child = self.children()[name]
-    os.kill(child["pid"], signal.SIGKILL)
+    os.kill(child["pid"], number)
     wait_for(
       lambda: self.children()[name]["restarts"] > child["restarts"], 60, f"{name} stays dead"
     )
@@ -196,7 +196,7 @@ def test_a_synchronous_agent_survives_a_killed_actor(tmp_path):
   folder = tmp_path / "run"
   with Run(folder, *PPO, f"run.dir={folder}", "--processes", "learner=1,actor=1") as run:
     assert run.learn(30)
-    run.kill("actor-0.0")
+    run.kill("actor-0.0", signal.SIGTERM)
     assert f"{STEPS} learner steps" in run.end(0)
     assert run.children()["actor-0.0"]["restarts"] == 1
   lags = [row[impala.TRAINED_LAG_MAX] for row in rows_of(folder) if impala.TRAINED_LAG_MAX in row]
@@ -210,7 +210,7 @@ def test_an_actor_that_computes_gradients_may_be_killed(tmp_path):
   folder = tmp_path / "run"
   with Run(folder, *A3C, f"run.dir={folder}", "--processes", "learner=1,actor=2") as run:
     assert run.learn(30)
-    run.kill("actor-0.1")
+    run.kill("actor-0.1", signal.SIGTERM)
     assert f"{STEPS} learner steps" in run.end(0)
   rows = rows_of(folder)
   assert {row[names.STALENESS_MAX] for row in rows if names.STALENESS_MAX in row} & {1, 2, 3}

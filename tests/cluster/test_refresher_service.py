@@ -187,7 +187,7 @@ def test_with_bound_age_the_learner_waits_until_the_end_of_the_run(make_unit):
   thread.join(10)
   assert done
   _, thread, done = unit.executing()
-  unit.limiter.finish_together()
+  unit.limiter.stop_pacing()
   thread.join(10)
   assert done
 

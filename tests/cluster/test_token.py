@@ -45,7 +45,7 @@ def tokens(config, folder, monkeypatch):
   monkeypatch.setattr(process, "train", train)
   monkeypatch.setattr(process, "membership_of", lambda *_: None)
   monkeypatch.setattr(process, "serving", lambda *arguments: used.append(arguments[-1]))
-  opened = contextlib.nullcontext(RunDir(folder, config, -1))
+  opened = contextlib.nullcontext(RunDir(folder, -1))
   code = process.main(PLACE, lambda: config, lambda _: opened, resume=False, devices=None)
   assert code == 0
   return published, *used

@@ -81,7 +81,7 @@ def test_sweeps_go_on_when_no_batch_is_ready_any_more_and_have_keys_of_their_own
     keys = {str(jax.random.key_data(experiment.sweep_key(s))) for s in experiment.sweepers}
     assert len(keys) == 2
     ready = iter([False, True, False])
-    experiment.ready = lambda: next(ready)
+    experiment.can_draw = lambda: next(ready)
     assert [experiment.sweeping() for _ in range(3)] == [False, True, True]
 
 
@@ -138,6 +138,7 @@ def test_a_run_continues_where_environments_play_differently(tmp_path, monkeypat
         newest = np.cumsum(heads - experiment.replay.tails) - 1
         ends = found["replay"]["slot_episode_end"][newest]
         np.testing.assert_array_equal(ends, heads - 1)  # no episode continues over the gap
+        assert_same(left["episodes"], found["episodes"])
       elif left is not None:
         assert_same(left["actor"], found["actor"])
         assert_same(left["frames"], found["frames"])
@@ -227,7 +228,7 @@ def test_a_unit_without_data_repeats_its_last_batch_to_stop_together(monkeypatch
   limiter = RateLimiter(config, synchronous=True)
   experiment = SimpleNamespace(
     config=config, agent=SimpleNamespace(on_policy=True), membership=SimpleNamespace(units=2),
-    limiter=limiter, ready=lambda: ready[0], waiting=deque(),
+    limiter=limiter, can_draw=lambda: ready[0], batches=deque(),
   )  # fmt: skip
 
   def draw(*_):
@@ -239,9 +240,9 @@ def test_a_unit_without_data_repeats_its_last_batch_to_stop_together(monkeypatch
   thread = threading.Thread(target=roles._guard, args=(roles._draw,))
   thread.start()
   time.sleep(0.2)
-  assert list(experiment.waiting) == ["batch"]
-  limiter.finish_together()
-  limiter.wait_for(lambda: len(experiment.waiting) == 2, 10)
+  assert list(experiment.batches) == ["batch"]
+  limiter.stop_pacing()
+  limiter.wait_for(lambda: len(experiment.batches) == 2, 10)
   limiter.stop()
   thread.join(10)
-  assert list(experiment.waiting) == ["batch"] * 2 and not roles._errors
+  assert list(experiment.batches) == ["batch"] * 2 and not roles._errors

@@ -262,7 +262,7 @@ def test_a_full_journal_ends_the_run_with_one_line(tmp_path, monkeypatch, capsys
   out, errors = capsys.readouterr()
   assert code == 1 and errors.startswith("error: ") and errors.count("\n") == 1
   assert str(tmp_path / "journal.sqlite") in errors and "disk is full" in errors
-  assert errors.strip() in out.splitlines() and len(raised) == (not acts)
+  assert "error" not in out and len(raised) == (not acts)
 
 
 def test_a_run_that_pauses_at_its_last_step_is_evaluated(tmp_path):

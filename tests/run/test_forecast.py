@@ -35,7 +35,7 @@ def test_the_forecast_covers_what_is_held_and_done(tmp_path, capsys, schedule, f
     expected["frames"] = experiment.replay.blanks(
       experiment.local_config.learner.batch_size, window
     )
-    while not experiment.ready():
+    while not experiment.can_draw():
       experiment.collector.collect()
     drawn = steps.draw(experiment, 0).arrays
     for name, x in drawn.items():

@@ -244,7 +244,7 @@ def test_to_finish_together_learner_steps_are_due_at_once_and_nothing_else_chang
   limiter = RateLimiter(make(env_steps=50, random_steps=10, steps=8))
   assert not limiter.may_draw(0)
   thread, ended = waiting(limiter, lambda: limiter.may_draw(3))
-  limiter.finish_together()
+  limiter.stop_pacing()
   thread.join(10)
   assert ended == ["done"] and limiter.may_draw(7) and limiter.may_learn()
   assert not (limiter.stopping or limiter.collected)

@@ -23,16 +23,16 @@ def test_a_new_run_writes_its_configuration_and_holds_the_folder(tmp_path):
   folder = tmp_path / "deep" / "run"
   with run_dir.create(config(folder), "ignored") as opened:
     assert opened.path == folder
-    assert run_dir.read_config(folder) == opened.config == config(folder)
+    assert run_dir.read_config(folder) == config(folder)
     assert sorted(listing(folder)) == ["config.yaml", "run.lock"]
     before = listing(folder)
     with pytest.raises(RunFolderError, match=f"{folder} is in use by another process"):
-      run_dir.open_existing(folder, [])
+      run_dir.open_existing(folder)
     with pytest.raises(RunFolderError, match=rf"already holds a run.*--resume {folder}"):
       run_dir.create(config(folder), "x")
     assert listing(folder) == before
   opened.close()  # again
-  run_dir.open_existing(folder, []).close()
+  run_dir.open_existing(folder).close()
 
 
 def test_without_a_folder_the_runs_are_numbered(tmp_path, monkeypatch):
@@ -51,7 +51,7 @@ def hold(folder):
   """Starts a process that holds a folder until it is killed."""
   code = (
     "import sys, time\nfrom pathlib import Path\nfrom speedyzero_jax.run import run_dir\n"
-    "run = run_dir.open_existing(Path(sys.argv[1]), [])\n"
+    "run = run_dir.open_existing(Path(sys.argv[1]))\n"
     "print('held', flush=True)\ntime.sleep(600)\n"
   )
   holder = subprocess.Popen(
@@ -67,11 +67,11 @@ def test_another_process_is_kept_out_until_it_ends_however_it_ends(tmp_path):
   holder = hold(folder)
   try:
     with pytest.raises(RunFolderError, match="in use by another process"):
-      run_dir.open_existing(folder, [])
+      run_dir.open_existing(folder)
   finally:
     holder.send_signal(signal.SIGKILL)
     holder.wait()
-  run_dir.open_existing(folder, []).close()
+  run_dir.open_existing(folder).close()
 
 
 def test_the_slower_of_two_creators_is_refused(tmp_path, monkeypatch):
@@ -85,9 +85,8 @@ def test_the_slower_of_two_creators_is_refused(tmp_path, monkeypatch):
   monkeypatch.setattr(run_dir, "_lock", late)
   with pytest.raises(RunFolderError, match="already holds a run"):
     run_dir.create(config(tmp_path, "run.seed=2"), "x")
-  run = run_dir.open_existing(tmp_path, [])  # it is not locked
-  assert run.config.run.seed == 1
-  run.close()
+  run_dir.open_existing(tmp_path).close()  # it is not locked
+  assert run_dir.read_config(tmp_path).run.seed == 1
 
 
 def test_a_strangers_folder_is_left_alone(tmp_path):
@@ -125,8 +124,7 @@ def test_where_writing_is_not_allowed(tmp_path):
 )  # fmt: skip
 def test_what_may_change_when_a_run_goes_on(tmp_path, changes):
   run_dir.create(config(tmp_path), "x").close()
-  with run_dir.open_existing(tmp_path, changes) as opened:
-    assert opened.config == loader.override(config(tmp_path), changes)
+  assert run_dir.resumed(tmp_path, changes) == loader.override(config(tmp_path), changes)
   assert run_dir.read_config(tmp_path) == config(tmp_path)
 
 
@@ -143,9 +141,8 @@ def test_what_may_not_change_is_named(tmp_path, change, named):
   run_dir.create(config(tmp_path), "x").close()
   before = listing(tmp_path)
   with pytest.raises(RunFolderError, match=named):
-    run_dir.open_existing(tmp_path, [change])
+    run_dir.resumed(tmp_path, [change])
   assert listing(tmp_path) == before
-  run_dir.open_existing(tmp_path, []).close()  # a refusal holds nothing
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe", b"env: [", b"run: {seed: many}", b"- 1"])
@@ -153,7 +150,7 @@ def test_a_folder_without_a_readable_configuration(tmp_path, content):
   if content is not None:
     (tmp_path / "config.yaml").write_bytes(content)
   expected = "holds no run" if content is None else "config.yaml can't be read"
-  for read in (run_dir.read_config, lambda path: run_dir.open_existing(path, [])):
+  for read in (run_dir.read_config, lambda path: run_dir.resumed(path, [])):
     with pytest.raises(RunFolderError, match=expected):
       read(tmp_path)
   assert listing(tmp_path) == ({} if content is None else {"config.yaml": content})
@@ -163,15 +160,11 @@ def test_a_folder_of_an_earlier_version_says_so(tmp_path):
   run_dir.create(config(tmp_path), "x").close()
   path = tmp_path / "config.yaml"
   path.write_text(path.read_text().replace("\nrun:\n", "\nrun:\n  forgotten: 3\n"))
-  for use in (
-    run_dir.read_config,
-    lambda folder: run_dir.open_existing(folder, []),
-  ):
-    with pytest.raises(RunFolderError, match=r"this version of the program: .*run\.forgotten"):
-      use(tmp_path)
+  with pytest.raises(RunFolderError, match=r"this version of the program: .*run\.forgotten"):
+    run_dir.resumed(tmp_path, [])
 
 
 def test_a_folder_that_is_not_there_is_not_made(tmp_path):
   with pytest.raises(RunFolderError, match="holds no run"):
-    run_dir.open_existing(tmp_path / "run", [])
+    run_dir.resumed(tmp_path / "run", [])
   assert not (tmp_path / "run").exists()

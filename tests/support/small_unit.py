@@ -135,7 +135,7 @@ class Unit:
 
   def learn_in_thread(self) -> threading.Thread:
     """Counts learner steps in a thread as they become due, until the last one."""
-    limiter, ready = self.limiter, self.experiment.ready
+    limiter, ready = self.limiter, self.experiment.can_draw
 
     def body():
       while not limiter.stopping and limiter.learner_steps < self.config.learner.steps:

@@ -74,7 +74,9 @@ def experiment(
       programs = mock.patch.multiple(build, **_shared_programs(made))
     else:
       programs = contextlib.nullcontext()
-    logger = stack.enter_context(MetricsLogger(made, folder, resume_step, membership.share))
+    logger = stack.enter_context(
+      MetricsLogger(made, folder, resume_step, membership.exchange_metrics)
+    )
     with programs:
       resume = resume_step is not None
       opened = build.build(made, folder, logger, resume=resume, membership=membership)
