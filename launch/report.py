@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   )
   parser.add_argument("--out", type=Path, metavar="PATH", help="HTML page to write")
   parser.add_argument(
-    "--json", type=Path, metavar="PATH", help="JSON file of the printed tables to write"
+    "--json", type=Path, metavar="PATH", help="JSON file to write: scores, curves, hardware"
   )
   options = parser.parse_args(arguments)
   runs = read_runs(options.runs)

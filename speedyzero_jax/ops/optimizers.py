@@ -55,8 +55,8 @@ class Layout:
     return jnp.sum(jnp.where(of_leaf, jnp.sum(matrix, axis=1), 0.0), axis=1)
 
   @property
-  def adapted(self) -> np.ndarray:
-    """[leaves] bool, true for kernels: biases and norm parameters are not adapted or decayed."""
+  def is_kernel(self) -> np.ndarray:
+    """[leaves] bool, true for leaves of rank 2 or more; others, such as biases, are not decayed."""
     return np.array([leaf.ndim >= 2 for leaf in self.leaves], bool)
 
 
@@ -124,7 +124,7 @@ def clipped_trust_ratio(
   initialization. Leaves of rank below 2 are never decayed. `optax.lars` differs: it adds the decay
   to the gradient before taking its norm, and applies momentum last.
   """
-  kernels = np.flatnonzero(layout.adapted)
+  kernels = np.flatnonzero(layout.is_kernel)
   least = np.array([floor * math.sqrt(x.shape[-1] if x.shape else 1) for x in layout.leaves], "f4")
 
   def init(w):
@@ -135,7 +135,7 @@ def clipped_trust_ratio(
     g_norm, w_norm = (jnp.sqrt(layout.sums(jnp.square(x))) for x in (g, w))
     small = jnp.ones(len(layout.leaves), bool).at[kernels].set(state.exempt)
     w_norm = jnp.where(small, jnp.maximum(w_norm, least), w_norm)
-    decay = jnp.where(layout.adapted, weight_decay, 0.0)
+    decay = jnp.where(layout.is_kernel, weight_decay, 0.0)
     zero = (g_norm == 0) | (w_norm == 0)
     denominator = jnp.where(zero, 1.0, g_norm + decay * w_norm + eps)
     unclipped = jnp.where(zero, 1.0, trust_coefficient * w_norm / denominator)
@@ -150,7 +150,7 @@ def clipped_trust_ratio(
 
 def _decay_kernels(layout: Layout, decay: float) -> optax.GradientTransformation:
   """`optax.add_decayed_weights` on matrices, for kernels only."""
-  rate = np.where(layout.adapted, decay, 0.0).astype(np.float32)[layout.owner][:, None]
+  rate = np.where(layout.is_kernel, decay, 0.0).astype(np.float32)[layout.owner][:, None]
   return optax.stateless(lambda g, w: g + rate * w)
 
 

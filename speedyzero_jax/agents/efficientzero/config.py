@@ -185,7 +185,7 @@ class LossConfig:
   gradient_scaling: Literal["muzero", "efficientzero"] = opt(
     "muzero",
     "muzero: recurrent terms have weight 1/K, and state_gradient scales gradients at g's input "
-    "(MuZero's pseudocode); efficientzero: all terms have weight 1/K, and it scales gradients at "
+    "(MuZero, appendix G); efficientzero: all terms have weight 1/K, and it scales gradients at "
     "g's output, before all heads (EZ)",
   )
   state_gradient: float = opt(

@@ -184,6 +184,9 @@ def test_the_loss_is_the_weighted_sum_taken_step_by_step():
   for name, expected in terms.items():
     np.testing.assert_allclose(ours[f"losses/{name}"], expected, rtol=1e-5, err_msg=name)
   np.testing.assert_allclose(ours[metric_names.POLICY_ENTROPY], entropy, rtol=1e-5)
+  policy = np.asarray(batch.policy)
+  of_targets = -(policy * np.log(policy)).sum(-1) * batch.policy_mask
+  np.testing.assert_allclose(ours[metric_names.TARGET_ENTROPY], of_targets.mean(), rtol=1e-5)
   for error, (mean_atom, target) in zip(np.asarray(td_error), errors, strict=True):
     # |v - z| = error for v on one side of z; h of that v is the mean atom.
     assert min(abs(h(target + error) - mean_atom), abs(h(target - error) - mean_atom)) < 1e-5
