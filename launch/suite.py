@@ -1,8 +1,9 @@
 """Trains a study: launch/suite.py configs/studies/optimizers.yaml
 
-  python launch/suite.py --config atari100k --games all --seeds 3
-  sbatch --array=0-77 --gpus=1 --cpus-per-task=16 --mem=32G --requeue --wrap ".venv/bin/python \\
-    launch/suite.py --config atari100k --games all --seeds 3 --part \\$SLURM_ARRAY_TASK_ID/78"
+  python launch/suite.py --config atari100k sweep gpu --games all --seeds 3
+  sbatch --array=0-77 --gpus=1 --cpus-per-task=16 --mem=32G --requeue --wrap \\
+    ".venv/bin/python launch/suite.py --config atari100k sweep gpu --games all --seeds 3 \\
+    --part \\$SLURM_ARRAY_TASK_ID/78"
 
 A study varies settings, games and seeds (speedyzero_jax/study/study.py). Its runs are folders in
 DIR, with a log beside each. The same command resumes unfinished runs from their last checkpoints.
