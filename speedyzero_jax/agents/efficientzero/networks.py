@@ -1,8 +1,8 @@
 """EfficientZero's networks: representation h, dynamics g, value-prefix LSTM, prediction f, SimSiam.
 
 Images are [B, H, W, S*C]. Vectors are images of one pixel, [B, 1, 1, S*D], with 1x1 kernels.
-Parameters are float32, activations `config.dtype`; logits are cast to float32. For inference (search, values)
-variables are folded, see `network_def`.
+Parameters are float32, activations `config.dtype`; logits are cast to float32. For inference
+(search, values) variables are folded, see `network_def`.
 
 Source: EfficientZero (Ye et al. 2021), appendix A and released code.
 """
@@ -11,6 +11,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from speedyzero_jax.agents.efficientzero.config import NetworkConfig
@@ -139,12 +140,14 @@ def split_kernel(kernel: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, 
     The kernel for the state, and the convolution's output for each plane of ones,
     [planes, h, w, C]; it varies near the edges because of zero padding.
   """
-  height, width, channels = shape
-  of_planes = kernel[:, :, channels:]
-  count = of_planes.shape[2]
-  ones = jnp.eye(count, dtype=kernel.dtype)[:, None, None, :]
-  ones = jnp.broadcast_to(ones, (count, height, width, count))
-  return kernel[:, :, :channels], padded(ones, of_planes)
+  *size, channels = shape
+  inside = []  # [h, k] and [w, k]: whether an output's tap is inside of the image
+  for length, taps in zip(size, kernel.shape[:2], strict=True):
+    position = np.arange(length)[:, None] + np.arange(taps) - taps // 2
+    inside.append((position >= 0) & (position < length))
+  mask = jnp.asarray(np.einsum("hi,wj->hwij", *inside), kernel.dtype)
+  response = jnp.einsum("hwij,ijpc->phwc", mask, kernel[:, :, channels:])
+  return kernel[:, :, :channels], response
 
 
 class ValuePrefix(nnx.Module):
