@@ -114,19 +114,24 @@ class Dynamics(nnx.Module):
     self.blocks = blocks_of(layers, channels, config.blocks)
 
   def __call__(self, state: jax.Array, action: jax.Array, train: bool) -> jax.Array:
-    if self.one_hot:
-      planes = jax.nn.one_hot(action, self.num_actions, dtype=state.dtype)
-    else:
-      planes = (action[:, None] / self.num_actions).astype(state.dtype)
     if self.response is None:
       of_state, response = split_kernel(self.conv.kernel[...].astype(self.dtype), state.shape[1:])
-      x = padded(state, of_state) + jnp.tensordot(planes, response, 1)
+      x = padded(state, of_state) + self._respond(action, response)
       x = relu(self.norm(x, use_running_average=not train) + state)
     else:  # one addition to the convolution's result, which cuDNN does itself
-      x = nnx.relu(self.conv(state) + (jnp.tensordot(planes, self.response[...], 1) + state))
+      x = nnx.relu(self.conv(state) + (self._respond(action, self.response[...]) + state))
     for block in self.blocks:
       x = block(x, train)
     return x
+
+  def _respond(self, action: jax.Array, response: jax.Array) -> jax.Array:
+    """Outputs of the first convolution for the planes of the actions [B] -> [B, h, w, C]."""
+    if not self.one_hot:
+      return (action[:, None, None, None] / self.num_actions).astype(response.dtype) * response
+    if self.response is not None:
+      return response[action]
+    one_hot = jax.nn.one_hot(action, self.num_actions, dtype=response.dtype)
+    return jnp.tensordot(one_hot, response, 1)  # the gradient of an index would be a scatter
 
 
 def split_kernel(kernel: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
@@ -145,8 +150,9 @@ def split_kernel(kernel: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, 
   for length, taps in zip(size, kernel.shape[:2], strict=True):
     position = np.arange(length)[:, None] + np.arange(taps) - taps // 2
     inside.append((position >= 0) & (position < length))
-  mask = jnp.asarray(np.einsum("hi,wj->hwij", *inside), kernel.dtype)
-  response = jnp.einsum("hwij,ijpc->phwc", mask, kernel[:, :, channels:])
+  mask = np.einsum("hi,wj->hwij", *inside)
+  of_planes = jnp.moveaxis(kernel[:, :, channels:], 2, 0)[:, None, None]  # [planes, 1, 1, k, k, C]
+  response = jnp.sum(jnp.where(mask[..., None], of_planes, 0), axis=(3, 4))
   return kernel[:, :, :channels], response
 
 
