@@ -315,6 +315,22 @@ def test_training_moves_running_statistics_by_a_tenth():
     assert used == bool((x != now[name]).any()), name
 
 
+def test_evaluation_with_the_statistics_of_a_batch_is_a_training_pass():
+  config = dataclasses.replace(TINY, downsample=8, bn_momentum=0.0)
+  network_def = NetworkDef(config, (16, 8, 2), _ACTIONS)
+  frames = np.random.default_rng(2).uniform(size=(4, 16, 8, 2)).astype(np.float32)
+
+  @jax.jit
+  def both(variables):
+    network = network_def.bind(variables)
+    return network.represent(frames, True), network.represent(frames, False)
+
+  with jax.default_matmul_precision("float32"):
+    trained, evaluated = both(_random(network_def))
+  assert trained.std() > 0.01
+  np.testing.assert_allclose(trained, evaluated, rtol=1e-4, atol=1e-4)
+
+
 def test_bfloat16_is_for_activations_only():
   config = dataclasses.replace(TINY, dtype="bfloat16")
   network_def, variables = _abstract(config, _OBSERVATION, _ACTIONS)
