@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.fields import ConfigError
+from speedyzero_jax.run.experiment import Membership, unit_seed
 from speedyzero_jax.run.topology import (
   Role,
   Topology,
@@ -137,3 +138,11 @@ def test_seeds_differ_with_the_name_the_seed_and_every_start():
   assert len(set(seeds)) == len(seeds)
   assert all(type(seed) is int and 0 <= seed < 2**32 for seed in seeds)
   assert derived_seed(3, "actor-0.1", 2) == derived_seed(3, "actor-0.1", 2)
+
+
+def test_learners_have_seeds_of_their_own_for_each_purpose():
+  config, units = configured("run.seed=5"), [Membership(unit, 3) for unit in range(3)]
+  names = "environments", "replay", "search"
+  seeds = {unit_seed(config, *of) for of in itertools.product(names, units[1:])}
+  assert len(seeds | {5}) == 7
+  assert unit_seed(config, "replay", units[0]) == 5
