@@ -16,8 +16,6 @@ import numpy as np
 import pytest
 
 import tiny
-from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER
-from speedyzero_jax.agents.refresh import REFRESHER
 from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.learner_service import LearnerService
 from speedyzero_jax.cluster.messages import Helper
@@ -31,7 +29,6 @@ from speedyzero_jax.workers.weights import ACTOR
 
 SECONDS = 0.02  # timeout of a poll
 A_HELPER, NO_RESULT = Helper("actor", 0), messages.Results(0, 0, {})
-SUBSCRIPTIONS = ACTOR, REANALYSER, REFRESHER
 NAMES = {call.request: (name, bool(call.poll)) for name, call in messages.CALLS.items()}
 BATCH = ("reanalyse.schedule=batch", "refresh.enabled=false")
 SWEEP = {"reanalyse": "refresh.enabled=false", "refresh": "reanalyse.schedule=off"}
