@@ -42,7 +42,7 @@ def test_sampled_unrolls_never_cross_an_episode_unmasked(capacity, seed, end):
     return
   drawn = replay.select(32)
   batch, _ = make_agent().assemble(replay, drawn, 8)
-  frames = replay.windows(drawn.lane, drawn.time, after=UNROLL)
+  frames, beyond = replay.windows(drawn.lane, drawn.time, after=UNROLL), []
   for i, (l, t) in enumerate(zip(drawn.lane, drawn.time, strict=True)):
     for k in range(UNROLL):
       following = stream.slot(l, t + k + 1) if t + k + 1 < stream.heads[l] else None
@@ -53,8 +53,11 @@ def test_sampled_unrolls_never_cross_an_episode_unmasked(capacity, seed, end):
       if batch["policy_mask"][i, k]:
         assert batch["action"][i, k] == stream.slot(l, t + k).action
       assert 0 <= batch["action"][i, k] < reference.NUM_ACTIONS
+      if crossed:
+        beyond.append(batch["action"][i, k])
       if crossed and stream.find(l, t)[0].ending != "terminated":
         assert batch["value_mask"][i, k + 1] == batch["policy_mask"][i, k + 1] == 0
+  assert len(beyond) < 25 or len(set(beyond)) > 1
 
 
 class Worked:
