@@ -232,6 +232,12 @@ def test_evicted_samples_are_masked():
 # --- the loss
 
 
+def test_the_first_policy_is_uniform_and_the_first_value_0():
+  agent, boards = agent_of(), np.concatenate([board_after(), board_after(0, 4)])
+  logits, value = agent._network.apply(agent.init(KEY).params, boards)
+  assert not logits.any() and not value.any()
+
+
 def batch_of():
   replay, _, expected = recorded()
   agent = agent_of()
