@@ -10,6 +10,7 @@ import pytest
 import episodes
 import trained
 from speedyzero_jax.agents import ppo
+from speedyzero_jax.agents.actor_critic import ENTROPY, LOSS_POLICY, LOSS_VALUE, RECONSTRUCTION
 from speedyzero_jax.agents.base import ActInputs, Variables
 from speedyzero_jax.replay.selector import Selection
 from speedyzero_jax.types import Slots
@@ -137,7 +138,7 @@ def _gae(slots, time, acted, value):
 
 
 def _reference(variant):
-  """The loss as a function of parameters, with fixed targets and advantages."""
+  """The loss of parameters, with fixed targets and advantages, and its terms by metric."""
   parts, is_impala = [], variant in ("impala", "lstm, decoder")
   for slots, time, acted in _batch(variant)[1]:
     x = np.stack([episodes.observation(slots, t, _STACK) for t in time])
@@ -157,8 +158,8 @@ def _reference(variant):
   normalized = variant in ("ppo", "appo")
   shift, scale = (advantages.mean(), advantages.std()) if normalized else (0, 1)
 
-  def loss(params):
-    terms = []
+  def terms(params):
+    found = []
     for x, acted, chosen, log_mu, old, target, advantage in parts:
       logits, value, decoded = (y[:-1] for y in _network(params, *x))
       log_pi = log_softmax(logits)
@@ -170,18 +171,25 @@ def _reference(variant):
         error = np.maximum(error, (target - old - (value - old).clip(-_CLIP, _CLIP)) ** 2)
       entropy = -(np.exp(log_pi) * log_pi).sum(-1)
       wrong = ((decoded - x[0][:-1]) ** 2).sum(-1)  # 0 without a decoder
-      terms.append((-gain + _VALUE / 2 * error - _ENTROPY * entropy + _DECODED / 2 * wrong)[acted])
-    return np.concatenate(terms).mean()
+      divergence, outside = ratio - 1 - np.log(ratio), np.abs(ratio - 1) > _CLIP
+      each = -gain, error / 2, entropy, wrong / 2, divergence, outside
+      found.append(np.stack(each, axis=-1)[acted])
+    return np.concatenate(found).mean(0)
 
-  return loss
+  names = LOSS_POLICY, LOSS_VALUE, ENTROPY, RECONSTRUCTION, ppo.DIVERGENCE, ppo.CLIPPED
+  metrics = dict(zip(names, terms(_params(variant)), strict=True))
+  return lambda params: terms(params) @ (1, _VALUE, -_ENTROPY, _DECODED, 0, 0), metrics
 
 
 @pytest.mark.parametrize("variant", _VARIANTS)
 def test_loss_and_gradient_on_two_devices(variant):
-  found, loss = _gradient(variant)(_params(variant), _batch(variant)[0]), _reference(variant)
+  found = _gradient(variant)(_params(variant), _batch(variant)[0])
+  loss, metrics = _reference(variant)
   np.testing.assert_allclose(found.loss, loss(_params(variant)), rtol=1e-4)
   scale = 1e-3 * max(1.0, largest(found.of_params) / 10)
   trained.assert_gradient(_params(variant), found.of_params, loss, rtol=2e-3, atol=scale)
+  for name in found.metrics.keys() & metrics:
+    np.testing.assert_allclose(found.metrics[name], metrics[name], rtol=1e-3, err_msg=name)
   if ppo.CLIPPED in found.metrics:
     assert 0.1 < found.metrics[ppo.CLIPPED] < 1
 

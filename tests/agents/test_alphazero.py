@@ -5,10 +5,11 @@ import functools
 import jax
 import numpy as np
 import pytest
+from scipy.special import entr
 
 import episodes
 import trained
-from speedyzero_jax.agents.alphazero import LOSS_POLICY, LOSS_VALUE, AlphaZero
+from speedyzero_jax.agents.alphazero import LOSS_POLICY, LOSS_VALUE, TARGET_ENTROPY, AlphaZero
 from speedyzero_jax.agents.base import ActInputs, Variables
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.schema import EnvConfig
@@ -300,6 +301,8 @@ def test_loss_and_gradient_on_two_devices():
   _, cross_entropy, error = reference(start(), batch)
   np.testing.assert_allclose(found.metrics[LOSS_POLICY], cross_entropy, rtol=1e-4)
   np.testing.assert_allclose(found.metrics[LOSS_VALUE], error, rtol=1e-4)
+  entropy = (batch["loss_mask"] * entr(batch["search_policy"]).sum(-1)).mean()
+  np.testing.assert_allclose(found.metrics[TARGET_ENTROPY], entropy, rtol=1e-4)
   trained.assert_gradient(start(), found.of_params, lambda params: reference(params, batch)[0])
 
 

@@ -8,6 +8,7 @@ import pytest
 
 import episodes
 import trained
+from speedyzero_jax.agents import r2d2
 from speedyzero_jax.agents.base import Variables
 from speedyzero_jax.config import loader
 from speedyzero_jax.replay.selector import Selection
@@ -80,48 +81,55 @@ def _n_step(played, slot):
 
 @functools.cache
 def _reference(core="lstm"):
-  """Errors [B, T], 0 without an action, and the loss of parameters with fixed targets."""
+  """Errors and Q(s, a) [B, T], 0 without an action, and the loss for fixed targets."""
   _, selection, stored, played = _batch(core)
   params, target = _start(core)
-  samples = []
-  for lane, time in zip(selection.lane, selection.time, strict=True):
+  samples, goals = [], np.zeros((_BATCH, _LENGTH))
+  for b, (lane, time) in enumerate(zip(selection.lane, selection.time, strict=True)):
     slots, times = stored[lane], np.arange(time, time + _BURN_IN + _LENGTH + _N)
     x = np.stack([episodes.observation(slots, t, _STACK) for t in times])
     first, state = slots["first"][times], None if core == "none" else slots["core"][time]
     (q, states), (next_q, _) = (trained.q_values(p, x, first, state) for p in (params, target))
     warm = None if core == "none" else states[_BURN_IN]
-    goals = []
+    chosen = []
     for i in range(_BURN_IN, _BURN_IN + _LENGTH):
       if (returns := _n_step(played[lane], time + i)) is not None:
         reward, discount, steps = returns
         value = trained.inverse_h(next_q[i + steps, q[i + steps].argmax()])
         action = slots["action"][time + i]
-        goals.append((i - _BURN_IN, action, trained.h(reward + discount * value)))
-    samples.append((x[_BURN_IN:], first[_BURN_IN:], warm, goals))
+        chosen.append((i - _BURN_IN, action))
+        goals[b, i - _BURN_IN] = trained.h(reward + discount * value)
+    samples.append((x[_BURN_IN:], first[_BURN_IN:], warm, chosen))
   weight = np.linspace(0.001, 0.1, _BATCH) ** -(0.5 + 0.5 * 0.5)
   weight = np.maximum(weight / weight.max(), 0.3)
 
-  def errors(params):
+  def values(params):
     found = np.zeros((_BATCH, _LENGTH))
-    for b, (x, first, warm, goals) in enumerate(samples):
+    for b, (x, first, warm, chosen) in enumerate(samples):
       q, _ = trained.q_values(params, x, first, warm)
-      for i, action, goal in goals:
-        found[b, i] = goal - q[i, action]
+      for i, action in chosen:
+        found[b, i] = q[i, action]
     return found
 
-  return errors(params), lambda params: (weight * (0.5 * errors(params) ** 2).sum(1)).mean()
+  def loss(params):
+    return (weight * (0.5 * (goals - values(params)) ** 2).sum(1)).mean()
+
+  return goals - values(params), values(params), loss
 
 
 @pytest.mark.parametrize("core", ["lstm", "none"])
 def test_errors_loss_and_gradient_on_two_devices(core):
   """The burn-in has no gradient: the reference's state after it does not depend on parameters."""
-  found, (errors, loss) = _found(_batch(core)[0], core), _reference(core)
+  found, (errors, values, loss) = _found(_batch(core)[0], core), _reference(core)
   acted = errors != 0
   assert 0 < acted.mean() < 1
   np.testing.assert_array_equal(_batch(core)[0]["loss_mask"], acted)
-  size = np.abs(errors)
-  expected = _ETA * size.max(1) + (1 - _ETA) * size.sum(1) / acted.sum(1)
+  size, value = np.abs(errors), (values.sum(1) / acted.sum(1)).mean()
+  mean = size.sum(1) / acted.sum(1)
+  expected = _ETA * size.max(1) + (1 - _ETA) * mean
   np.testing.assert_allclose(found.priority, expected, rtol=1e-3, atol=1e-3)
+  np.testing.assert_allclose(found.metrics[r2d2.TD_ERROR], mean.mean(), rtol=1e-3)
+  np.testing.assert_allclose(found.metrics[r2d2.Q_VALUE], value, rtol=1e-3)
   np.testing.assert_allclose(found.loss, loss(_start(core)[0]), rtol=1e-3)
   trained.assert_gradient(_start(core)[0], found.of_params, loss, rtol=5e-3, atol=5e-3)
 
