@@ -73,6 +73,19 @@ def _reference(run, params):
   return np.array(found)
 
 
+def _stamps(run):
+  """The learner step of the oldest value that each slot's priority depends on, if it has one."""
+  store, found = run.replay.store, []
+  window = slice(_BURN_IN, _BURN_IN + _LENGTH) if "core" in store.fields else slice(1)
+  for lane, head in enumerate(store.head):
+    step, slots = store["value_step"][lane, :head], np.arange(head)
+    ends = np.append(np.flatnonzero(store.action[lane, :head] < 0), head - 1)
+    bootstrap = np.minimum(slots + _N, ends[np.searchsorted(ends, slots)])
+    oldest = np.minimum(step, step[bootstrap])
+    found += [oldest[t:][window].min(initial=20) for t in slots]
+  return np.array(found)
+
+
 def _play(run, seed):
   """Collects all experience with random parameters; returns these parameters."""
   params = trained.random_params(run.agent, seed)
@@ -134,8 +147,10 @@ def test_priorities_are_those_of_the_weights_that_acted_and_then_of_the_refreshe
     refresh = _refresh_in_a_host(run) if host else _refresh_here
     for _ in range(400):
       refresh(run)
+      live = run.replay.state_dict()
+      held = live["priority"] > 0
+      np.testing.assert_array_equal(live["priority_step"][held], _stamps(run)[held])
       if run.replay.oldest_step("value_step") == 20:
         break
     np.testing.assert_allclose(_priorities(run), _reference(run, newer), rtol=2e-3, atol=1e-4)
-    live = run.replay.state_dict()
-    assert (live["priority_step"][live["priority"] > 0] == 20).all()
+    assert (live["priority_step"][held] == 20).all()
