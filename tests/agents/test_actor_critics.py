@@ -224,12 +224,6 @@ def test_one_device_does_as_two():
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), one, two)
 
 
-def test_the_clipped_gain_of_a_fixed_vector():
-  ratio, advantage = np.array([0.5, 1.5, 1.5, 0.5]), np.array([1.0, 1, -1, -1])
-  found = ppo.clipped_gain(ratio, advantage, 0.2)
-  np.testing.assert_allclose(found, [0.5, 1.2, -1.5, -0.8], rtol=1e-6)
-
-
 def test_trajectories_evicted_before_they_are_gathered_count_for_nothing():
   agent = _agent("impala")
   shortest = _STACK + agent.lookahead

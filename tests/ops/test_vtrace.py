@@ -101,26 +101,6 @@ def test_every_episode_of_a_trajectory_by_itself(x, rho_bar, c_bar, rho_bar_pg):
   np.testing.assert_allclose(got.advantages, advantages, rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("end", ["t", "x"])
-@pytest.mark.parametrize("position", [0, 1, 3, 6])
-def test_nothing_passes_back_over_an_end(end, position):
-  """Slots after an end, and the value of a terminal slot, affect nothing before it."""
-  rng = np.random.default_rng(position)
-  acted = np.arange(7) != position
-  discount = np.full(6, 0.9)
-  if end == "t" and position:
-    discount[position - 1] = 0
-  x = {
-    "reward": rng.normal(size=6) * acted[:-1], "discount": discount, "value": rng.normal(size=7),
-    "ratio": np.where(acted[:-1], 1.5, 0),
-  }  # fmt: skip
-  other = {name: values.copy() for name, values in x.items()}
-  other["value"][position + (end == "x") :] += 10
-  other["reward"][position + 1 :] -= 3
-  for a, b in zip(found(x, 0.9), found(other, 0.9), strict=True):
-    np.testing.assert_array_equal(a[:position], b[:position])
-
-
 @given(trajectories(), st.floats(0, 1))
 def test_with_ratios_of_one_it_is_generalized_advantage_estimation(x, lambda_):
   x = x | {"ratio": x["acted"][:-1].astype(float)}
