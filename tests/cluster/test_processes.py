@@ -101,9 +101,9 @@ class Run:
       lambda: self.children()[name]["restarts"] > child["restarts"], 60, f"{name} stays dead"
     )
 
-  def end(self, code):
+  def end(self, code, seconds=400):
     """Waits for the end; returns the output."""
-    self.process.wait(timeout=400)
+    self.process.wait(timeout=seconds)
     assert self.process.returncode == code, self.output
     return self.output
 
@@ -177,6 +177,18 @@ def test_a_killed_learner_and_actor_lose_and_repeat_nothing(tmp_path):
   assert evaluated in output and evaluated not in log  # learner 1 waited for it
   check_metrics(folder)
   assert audit(folder, 2) == ENV_STEPS
+
+
+def test_a_learner_that_is_stopped_stops_all_at_the_same_step(tmp_path):
+  folder = tmp_path / "run"
+  new = [*QUICK, "learner.steps=2000", "run.env_steps=6000", f"run.dir={folder}"]
+  with Run(folder, *new, "--processes", "learner=2,actor=1") as run:
+    run.learn(5)
+    os.kill(run.children()["learner-1"]["pid"], signal.SIGTERM)
+    output = run.end(143, 120)
+  step = newest(folder)
+  assert step == newest(folder / "units/1") and 5 <= step < 2000
+  assert set(re.findall(r"stopped and saved at learner step (\d+)", output)) == {str(step)}
 
 
 def test_central_inference_survives_killed_environments(tmp_path):
