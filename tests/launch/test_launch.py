@@ -138,7 +138,7 @@ def test_learners_that_would_share_a_gpu_are_refused(tmp_path, monkeypatch, caps
 def supervised(tmp_path, monkeypatch):
   """Returns the children that `--processes` would start, after passing them to `look`."""
 
-  def supervise(look):
+  def supervise(look, processes="learner=1,actor=1", gpus=""):
     children = []
 
     class Stub:
@@ -150,8 +150,10 @@ def supervised(tmp_path, monkeypatch):
         return 0
 
     monkeypatch.setattr(supervisor, "Supervisor", Stub)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    arguments = [*MANY, f"run.dir={tmp_path / 'run'}", "--processes", "learner=1,actor=1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda" if gpus else "cpu")
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    arguments = [*MANY, f"run.dir={tmp_path / 'run'}", "--processes", processes]
     assert multihost.main(arguments) == 0
     return children
 
@@ -176,6 +178,21 @@ def test_the_coordinators_port_stays_reserved_between_restarts(supervised):
 def test_only_the_first_process_inherits_the_terminal(supervised):
   learner, actor = supervised(lambda _: None)
   assert learner.files == (int(learner.env[progress.TERMINAL]),) and not actor.files
+
+
+def test_processes_that_share_gpus_share_their_memory(supervised, tmp_path):
+  children = supervised(lambda _: None, "learner=1,actor=2", gpus="0,1")
+  address = children[0].env["JAX_COORDINATOR_BIND_ADDRESS"]
+  for process_id, (child, devices) in enumerate(zip(children, ("0,1", "1", "0"), strict=True)):
+    assert child.command == [
+      sys.executable, multihost.__file__, "--resume", str(tmp_path / "run"),
+      "--coordinator", address, "--num-processes", "3", "--process-id", str(process_id),
+      "--devices", devices,
+    ]  # fmt: skip
+    environment = {name: value for name, value in child.env.items() if name != progress.TERMINAL}
+    assert environment == {
+      "JAX_COORDINATOR_BIND_ADDRESS": address, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.45",
+    }  # fmt: skip
 
 
 # --- memory
