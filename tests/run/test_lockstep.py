@@ -82,6 +82,15 @@ def test_a_run_takes_exactly_the_configured_steps(uninterrupted):
   assert scored[scored != NEVER].max() == 11  # by the last step, counted from 0
 
 
+def test_rates_agree_with_the_steps_and_samples_between_two_lines(uninterrupted):
+  _, _, folder = uninterrupted("sweep")
+  for before, row in itertools.pairwise([{"step": 0, "env_steps": 0}, *rows_of(folder)]):
+    learned, acted = (row[name] - before[name] for name in ("step", "env_steps"))
+    seconds = learned / row[names.LEARNER_STEPS_PER_SECOND]
+    assert row[names.SAMPLES_PER_SECOND] * seconds == pytest.approx(learned * 8)
+    assert row[names.AGENT_STEPS_PER_SECOND] * seconds == pytest.approx(acted)
+
+
 # In the random play (twice: there is a checkpoint of learner step 0 then), after a step, twice more
 # before the next one, on a checkpoint, and one step before the end.
 STOPS = {
