@@ -62,6 +62,35 @@ def test_a_call_waits_while_the_collector_is_locked(tmp_path, call):
     assert (experiment.limiter.env_steps > steps) == (call != "truncate")
 
 
+def test_a_checkpoint_waits_for_a_step_that_is_in_the_journal_but_not_in_the_replay(
+  tmp_path, monkeypatch
+):
+  with durable(tmp_path) as experiment:
+    replay, recorded, go_on, saved = experiment.replay, threading.Event(), threading.Event(), []
+    append = replay.append
+
+    def appending(slots):
+      recorded.set()
+      assert go_on.wait(10)
+      append(slots)
+
+    monkeypatch.setattr(replay, "append", appending)
+    monkeypatch.setattr(experiment.recovery, "save", lambda made, **_: saved.append(made))
+    collecting = threading.Thread(target=experiment.collector.collect)
+    saving = threading.Thread(target=snapshot.save, args=(experiment,))
+    collecting.start()
+    assert recorded.wait(10)
+    saving.start()
+    saving.join(0.2)
+    assert not saved
+    go_on.set()
+    for thread in (collecting, saving):
+      thread.join(10)
+    (made,) = saved
+    assert made.env_steps == experiment.limiter.env_steps > 0
+    np.testing.assert_array_equal(made.heads, experiment.recovery.journal.heads)
+
+
 def test_a_local_actor_counts_its_steps_before_a_checkpoint_and_uses_the_newest_weights(
   tmp_path, monkeypatch
 ):
