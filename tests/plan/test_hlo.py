@@ -185,3 +185,48 @@ def test_calls_of_cublas_have_the_flops_of_their_product():
 def test_text_that_is_no_module_is_refused():
   with pytest.raises(ValueError, match="HLO"):
     hlo.cost("HloModule x\n", steps=1)
+
+
+def test_calls_asynchronous_ones_branches_and_loops_in_loops_are_walked():
+  text = """
+%scaled (c.0: f32[4]) -> f32[4] {
+  %c.0 = f32[4]{0} parameter(0)
+  ROOT %half = f32[4]{0} multiply(%c.0, %c.0)
+}
+
+%few (d.0: f32[4]) -> f32[4] {
+  %d.0 = f32[4]{0} parameter(0)
+  ROOT %less = f32[4]{0} negate(%d.0)
+}
+
+%many (e.0: f32[4]) -> f32[4] {
+  %e.0 = f32[4]{0} parameter(0)
+  %more = f32[4]{0} negate(%e.0)
+  ROOT %most = f32[4]{0} add(%more, %e.0)
+}
+
+%inner (f.0: f32[4]) -> f32[4] {
+  %f.0 = f32[4]{0} parameter(0)
+  ROOT %sine = f32[4]{0} sine(%f.0)
+}
+
+%outer (g.0: f32[4]) -> f32[4] {
+  %g.0 = f32[4]{0} parameter(0)
+  ROOT %again = f32[4]{0} while(%g.0), condition=%more_than, body=%inner, backend_config={"known_trip_count":{"n":"3"}}
+}
+
+ENTRY %main (h: f32[4], which: pred[]) -> f32[4] {
+  %h = f32[4]{0} parameter(0)
+  %which = pred[] parameter(1)
+  %called = f32[4]{0} call(%h), to_apply=%scaled
+  %started = ((f32[4]{0}), f32[4]{0}) async-start(%called), calls=%scaled
+  %done = f32[4]{0} async-done(%started)
+  %chosen = f32[4]{0} conditional(%which, %done, %done), true_computation=%FIRST, false_computation=%SECOND
+  ROOT %looped = f32[4]{0} while(%chosen), condition=%more_than, body=%outer, backend_config={"known_trip_count":{"n":"5"}}
+}
+"""  # noqa: E501
+  for first, second in (("few", "many"), ("many", "few")):
+    found = hlo.cost(text.replace("FIRST", first).replace("SECOND", second), steps=7)
+    launched = [(kernel.name, kernel.count) for kernel in found.kernels]
+    assert launched == [("half", 1), ("half", 1), ("more", 1), ("most", 1), ("sine", 5 * 3)]
+    assert (found.round_trips, found.unknown_loops) == (1, 0)
