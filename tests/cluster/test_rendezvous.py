@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import jax
 import pytest
 from jax.errors import JaxRuntimeError
 
-from speedyzero_jax.cluster.rendezvous import Rendezvous, RendezvousError
+from speedyzero_jax.cluster.rendezvous import Place, Rendezvous, RendezvousError, detect
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMBER = """
@@ -105,3 +106,21 @@ def test_a_lost_coordinator_is_reported(method, function):
   arguments = {"publish": ["value"], "lookup": [1.0]}.get(method, [])
   with pytest.raises(RendezvousError, match=r"'name'.*\(UNAVAILABLE: gone\)$"):
     getattr(alone, method)("name", *arguments)
+
+
+def test_a_process_finds_its_place_in_a_cluster_of_slurm(monkeypatch):
+  slurm = {"JOB_ID": "5000", "STEP_NODELIST": "g1,g2", "NTASKS": "4", "PROCID": "2", "LOCALID": "0"}
+  for name, value in slurm.items():
+    monkeypatch.setenv(f"SLURM_{name}", value)
+  monkeypatch.setenv("JAX_COORDINATOR_PORT", "1234")
+  assert detect() == Place("g1:1234", 4, 2)
+
+
+def test_a_process_uses_the_devices_given_to_it():
+  with (
+    mock.patch.object(jax.config, "update"),
+    mock.patch.object(jax.distributed, "initialize") as joined,
+  ):
+    Rendezvous(Place("localhost:1", 3, 1), devices=[2, 3])
+  given = joined.call_args.kwargs
+  assert (given["process_id"], given["local_device_ids"]) == (1, [2, 3])
