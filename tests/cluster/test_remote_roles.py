@@ -304,14 +304,20 @@ def test_wrong_requests_are_refused(make_unit, cluster):
     unit.roster.dismiss(newer)
 
 
-@pytest.mark.parametrize(("side", "channels", "lanes"), [(320, 3, 256), (20, 1, 100_000)])
-def test_the_largest_step_fits_a_message(side, channels, lanes):
+@pytest.mark.parametrize(
+  ("side", "channels", "lanes", "hidden"), [(320, 3, 256, 8), (20, 1, 100_000, 8), (20, 1, 1, 3000)]
+)
+def test_the_largest_step_and_the_weights_fit_a_message(side, channels, lanes, hidden):
   """Two slots in every lane, as at the end of collection: of large frames, or in many lanes."""
-  config = loader.load(["dqn"], [f"actor.lanes={lanes}"])
+  config = loader.load(["dqn"], [f"actor.lanes={lanes}", f"network.hidden={hidden}"])
   agent = dqn.make_agent(config, (side, side, channels), np.uint8, 6)
   columns = {c.name: np.zeros((1, *c.shape), c.dtype) for c in agent.schema.columns}
   columns["first"][:] = True
   one = Slots.of_lane(0, 0, columns)
   slots = one.select(np.zeros(2 * lanes, int))
   step = messages.Step(0, vars(slots), np.zeros((0, 2)))
-  assert 64 << 20 < len(messages.encode(step)) < max_message(config, agent)
+  shapes = jax.eval_shape(agent.init, jax.random.key(0))
+  variables = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+  weights = messages.Weights(0, messages.named(variables))
+  largest = max(len(messages.encode(message)) for message in (step, weights))
+  assert 64 << 20 < largest < max_message(config, agent)
