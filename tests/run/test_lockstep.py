@@ -220,6 +220,14 @@ def test_frames_on_the_devices_change_nothing(uninterrupted, tmp_path):
   assert run(tmp_path, override, resume_step=5)[1] == digest
 
 
+@pytest.mark.skipif(len(jax.local_devices()) < 2, reason="one device has nothing to share")
+def test_acting_and_tasks_use_all_devices_of_the_learner(tmp_path):
+  with quick(tmp_path, "learner.devices=2") as experiment:
+    mesh = experiment.inference._mesh
+    assert list(mesh.devices.flat) == list(experiment.learner.mesh.devices.flat)
+    assert mesh.size == 2
+
+
 @pytest.mark.skipif(len(jax.local_devices()) < 2, reason="one device shares any batch")
 def test_a_batch_that_the_devices_cannot_share_is_an_error(tmp_path):
   with (
