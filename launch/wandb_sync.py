@@ -36,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("error: wandb is not installed: make wandb", file=sys.stderr)
     return USAGE_ERROR
   runs = read_runs(arguments.runs)
-  if missing := [run.path for run in runs if run.problems == ["no run here"]]:
-    print(f"error: no run in {', '.join(missing)}", file=sys.stderr)
+  if all(run.problems == ["no run here"] for run in runs):
+    print(f"error: no run in {', '.join(run.path for run in runs)}", file=sys.stderr)
     return USAGE_ERROR
   for read in runs:
     folder = Path(read.path)

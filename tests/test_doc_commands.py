@@ -29,7 +29,7 @@ from speedyzero_jax.study import study as studies
 
 pytestmark = [pytest.mark.commands, pytest.mark.timeout(1800)]
 
-TRAINED = "runs/atari100k-Pong-s0"  # pages refer to this run
+TRAINED = "runs/quickstart-Catch-s0"  # pages refer to this run
 SHORT = (
   "learner.steps=2", "run.env_steps=2100", "run.checkpoint_interval=1", "run.log_interval=1",
   "learner.devices=1", "replay.capacity=0", "search.simulations=2",
@@ -64,8 +64,7 @@ def _train(arguments):
     return [[*arguments, "run.pause_at=0"]]
   parsed = multihost.parse(arguments)
   if parsed.coordinator is None:
-    paused = ["run.pause_at=4"] if "env.game=Pong" in arguments else []  # the run to resume
-    return [[*arguments, *short_for(parsed.config, parsed.overrides), *paused]]
+    return [[*arguments, *short_for(parsed.config, parsed.overrides)]]
   with socket.socket() as reserved:
     reserved.bind(("localhost", 0))
     place = ["--coordinator", f"localhost:{reserved.getsockname()[1]}", "--num-processes", "2"]
@@ -155,7 +154,8 @@ def _filled(words):
   """The words with paths for placeholders and patterns; trains a run if there is none yet."""
   needs = any("RUN_DIR" in word or "*" in word for word in words) and not os.path.exists("runs")
   if needs or (TRAINED in words and not os.path.exists(TRAINED)):
-    _run(_lines(["python", "launch/multihost.py", "--config", "atari100k", "env.game=Pong"]), {})
+    new = ["--config", "quickstart", "run.pause_at=4"]  # to be resumed
+    _run(_lines(["python", "launch/multihost.py", *new]), {})
   if any("RUN_DIR" in word for word in words):
     written = sorted(Path("runs").rglob("config.yaml"), key=lambda path: path.stat().st_mtime)
     run = [path.parent for path in written if Checkpoints(path.parent).steps()][-1]

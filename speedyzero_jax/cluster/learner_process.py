@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import jax
 
 from speedyzero_jax.agents.base import Agent
-from speedyzero_jax.cluster.grpc_server import serve
+from speedyzero_jax.cluster.grpc_server import POLL_SECONDS, serve
 from speedyzero_jax.cluster.learner_service import LearnerService
 from speedyzero_jax.cluster.rendezvous import Rendezvous, RendezvousError
 from speedyzero_jax.cluster.roster import Roster
@@ -101,6 +101,8 @@ def serving(
     try:
       yield
     finally:
-      service.finish(_DISMISSAL_SECONDS)
+      # A signal that stops the learner may have ended its helpers already.
+      ended = experiment.limiter.finished
+      service.finish(_DISMISSAL_SECONDS if ended else 2 * POLL_SECONDS)
       with contextlib.suppress(RendezvousError):  # process 0 may be lost; save first
         rendezvous.publish(f"address/{role.unit}", "")  # before the service closes

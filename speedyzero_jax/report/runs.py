@@ -76,17 +76,19 @@ class Run:
 def read_runs(paths: Iterable[pathlib.Path]) -> list[Run]:
   """Reads run folders, each once, and marks those that repeat another's seed.
 
-  Of several runs with the same settings and seed, the one with most learner steps counts. A folder
-  of runs, such as a study's, stands for all of them. Beside folders, files are ignored.
+  Of several runs with the same settings and seed, the one with most learner steps counts, of equal
+  ones one that is evaluated. A folder of runs, such as a study's, stands for all of them. Beside
+  folders, files are ignored.
   """
   given = list(paths)
   folders = [path for path in given if not path.is_file()] or given
   unique = {path.resolve(): path for folder in folders for path in _runs_in(folder)}
   runs = [read_run(path) for path in unique.values()]
   counted: dict[tuple, str] = {}
-  for run in sorted(runs, key=lambda run: run.steps or 0, reverse=True):
+  done = [(run.steps or 0, run.evaluation_mean is not None) for run in runs]
+  for _, run in sorted(zip(done, runs, strict=True), key=lambda pair: pair[0], reverse=True):
     if run.settings is not None:
-      key = run.settings_but(), run.evaluation_explore, run.seed
+      key = run.settings_but(), run.evaluation_explore or False, run.seed
       same = counted.setdefault(key, run.path)
       if same != run.path:
         run.repeats = same

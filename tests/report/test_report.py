@@ -229,7 +229,8 @@ def test_runs_that_ended_early_or_repeat_another_say_so(tmp_path):
     ],
   ]
   other = recorded.run(tmp_path / "other", seed=1, mean=3.0)
-  torn_first = report.read_runs([torn, whole, other])
+  begun = recorded.run(tmp_path / "begun", seed=1)
+  torn_first = report.read_runs([torn, begun, whole, other])
   for group in group_runs(torn_first), methods(torn_first):
     assert [str(getattr(run, "path", run)) for run in group[0].runs] == [str(whole), str(other)]
 
