@@ -13,7 +13,7 @@ from speedyzero_jax.metrics.logger import MetricsLogger
 from speedyzero_jax.metrics.values import ValueStats
 from speedyzero_jax.replay.journal import Journal
 from speedyzero_jax.run import factories, snapshot
-from speedyzero_jax.run.checkpoint import Checkpoints
+from speedyzero_jax.run.checkpoint import Checkpoints, Snapshot
 from speedyzero_jax.run.collector import Collector
 from speedyzero_jax.run.experiment import (
   ALONE,
@@ -29,6 +29,18 @@ from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.learner import Learner, make_mesh
 from speedyzero_jax.workers.sweeper import make_sweepers
 from speedyzero_jax.workers.weights import ACTOR, WeightsStore
+
+
+def _continue(experiment: Experiment, restored: Snapshot | None) -> None:
+  """Restores the experience and begins to act: a new run, or one that continues a checkpoint."""
+  if restored is not None:
+    snapshot.restore(experiment, restored)
+  later = snapshot.replay_journal(experiment)
+  if experiment.membership.runs_actor:
+    snapshot.start_actor(experiment, restored, later=later)
+  if restored is not None and (finished := restored.meta.get("episodes")):
+    # Replaces those that the actor's replay finished again.
+    experiment.collector.episodes.load_state_dict(finished)
 
 
 def build(
@@ -86,13 +98,7 @@ def build(
       learner=learner, inference=inference, replay=replay, weights=weights, limiter=limiter,
       collector=collector, sweepers=sweepers, recovery=recovery, state=state,
     )  # fmt: skip
-    if restored is not None:
-      snapshot.restore(experiment, restored)
-    later = snapshot.replay_journal(experiment)
-    if membership.runs_actor:
-      snapshot.start_actor(experiment, restored, later=later)
-    if restored is not None and (finished := restored.meta.get("episodes")):
-      episodes.load_state_dict(finished)  # instead of those that the actor's replay finished again
+    _continue(experiment, restored)
     logger.add_source(lambda: {names.ENV_STEPS: limiter.env_steps})
     logger.add_source(
       lambda: {} if recovery.newest is None else {names.CHECKPOINT_STEP: recovery.newest}

@@ -36,6 +36,10 @@ def _negative_cosine(x: jax.Array, y: jax.Array) -> jax.Array:
   return -jnp.sum(x * y, -1) / norms
 
 
+def _entropy(policy: jax.Array) -> jax.Array:
+  return -jnp.sum(jax.scipy.special.xlogy(policy, policy), axis=-1)
+
+
 def unrolled_loss(
   network: Network,
   batch: LearnerBatch,
@@ -116,16 +120,14 @@ def unrolled_loss(
     + config.consistency_coefficient * consistency_loss
   )  # fmt: skip
   per_sample = heads_loss[0] / (steps if scale_output else 1) + jnp.mean(recurrent_loss, axis=0)
-  log_policy = jax.nn.log_softmax(policy_logits[0])
-  target_entropy = -jnp.sum(jax.scipy.special.xlogy(policy, policy), axis=-1)
   td_error = jnp.abs(decode(value_logits[0]) - batch.value[:, 0])
   metrics = {
     metric_names.LOSS_VALUE: jnp.mean(value_loss),
     metric_names.LOSS_VALUE_PREFIX: jnp.mean(prefix_loss),
     metric_names.LOSS_POLICY: jnp.mean(policy_loss),
     metric_names.LOSS_CONSISTENCY: jnp.mean(consistency_loss),
-    metric_names.TARGET_ENTROPY: jnp.mean(target_entropy * batch.policy_mask.T),
-    metric_names.POLICY_ENTROPY: -jnp.mean(jnp.sum(jnp.exp(log_policy) * log_policy, axis=-1)),
+    metric_names.TARGET_ENTROPY: jnp.mean(_entropy(policy) * batch.policy_mask.T),
+    metric_names.POLICY_ENTROPY: jnp.mean(_entropy(jax.nn.softmax(policy_logits[0]))),
     metric_names.TD_ERROR: jnp.mean(td_error),
   }
   return jnp.mean(batch.weight * per_sample), metrics, td_error
