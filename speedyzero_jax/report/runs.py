@@ -85,8 +85,7 @@ def read_runs(paths: Iterable[pathlib.Path]) -> list[Run]:
   unique = {path.resolve(): path for folder in folders for path in _runs_in(folder)}
   runs = [read_run(path) for path in unique.values()]
   counted: dict[tuple, str] = {}
-  done = [(run.steps or 0, run.evaluation_mean is not None) for run in runs]
-  for _, run in sorted(zip(done, runs, strict=True), key=lambda pair: pair[0], reverse=True):
+  for run in sorted(runs, key=_progress, reverse=True):
     if run.settings is not None:
       key = run.settings_but(), run.evaluation_explore or False, run.seed
       same = counted.setdefault(key, run.path)
@@ -94,6 +93,10 @@ def read_runs(paths: Iterable[pathlib.Path]) -> list[Run]:
         run.repeats = same
         run.problems.append(f"repeats the seed of {same}: not an independent run, not counted")
   return runs
+
+
+def _progress(run: Run) -> tuple[int, bool]:
+  return run.steps or 0, run.evaluation_mean is not None
 
 
 def _runs_in(folder: pathlib.Path) -> list[pathlib.Path]:
