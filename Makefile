@@ -17,7 +17,7 @@ help:
 	@echo "make train     train CONFIG (quickstart); ARGS=\"env.game=CartPole ...\" is passed to the launcher"
 	@echo "make test      the whole test suite; ARGS=\"tests/config -k yaml\" narrows it, -n0 uses one process"
 	@echo "make gpu-plan  estimate memory and time of a full-size run on one H200 and on eight, without a GPU"
-	@echo "make commands  run the commands in the README and docs/, shortened (installations as dry runs); 10 minutes"
+	@echo "make commands  make train, and the other commands in the README and docs/, shortened (installations as dry runs); 15 minutes"
 	@echo "make lint      ruff and mypy"
 	@echo "make docs      build/docs/index.html from docs/, with Sphinx; broken links are errors"
 	@echo "make setup     install into $(VENV) (train, test, lint and docs do this when needed)"
