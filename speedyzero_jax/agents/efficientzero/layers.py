@@ -74,16 +74,20 @@ class Layers:
       rngs=self._rngs,
     )
 
-  def linear(self, inputs: int, outputs: int, *, zero: bool = False) -> nnx.Linear:
+  def linear(self, inputs: int, outputs: int) -> nnx.Linear:
     init = _uniform(inputs) if self._pytorch else _LECUN
     return nnx.Linear(
       inputs,
       outputs,
       dtype=self.dtype,
-      kernel_init=_ZEROS if zero else init,
-      bias_init=init if self._pytorch and not zero else _ZEROS,
+      kernel_init=init,
+      bias_init=init if self._pytorch else _ZEROS,
       rngs=self._rngs,
     )
+
+  def logits(self, inputs: int, outputs: int) -> nnx.Linear:
+    """A linear layer that starts at zero. It is in float32: bfloat16 has steps of 1/16 above 8."""
+    return nnx.Linear(inputs, outputs, dtype=jnp.float32, kernel_init=_ZEROS, rngs=self._rngs)
 
   def lstm(self, inputs: int, hidden: int) -> Any:
     if self.folded:

@@ -50,8 +50,8 @@ class NetworkDef:
     Batch norm with running statistics is folded into the preceding kernel and a bias. The output of
     the dynamics' first convolution for the action planes is precomputed, see `split_kernel`. The
     heads of value and policy become one with block-diagonal kernels, and the LSTM's two kernels
-    become one. Everything except the norm of the LSTM's output is cast to the dtype of activations.
-    The consistency heads are left out.
+    become one. Everything except the norm of the LSTM's output and the layers of logits is cast to
+    the dtype of activations. The consistency heads are left out.
     """
     params, stats = variables
     params = _fold({k: x for k, x in params.items() if k != "consistency"}, stats)
@@ -60,14 +60,16 @@ class NetworkDef:
     inputs, hidden = prefix["lstm"]["dense_i"], prefix["lstm"]["dense_h"]
     kernel = jnp.concatenate([inputs["kernel"], hidden["kernel"]])
     prefix["lstm"] = {"linear": {"kernel": kernel, "bias": hidden["bias"]}}
-    norm = prefix["lstm_norm"]
-    params = jax.tree.map(lambda x: x.astype(self._dtype), params)
-    params["value_prefix"]["lstm_norm"] = norm
+    params = jax.tree_util.tree_map_with_path(self._cast, params)
     dynamics = params["dynamics"]
     kernel, dynamics["response"] = split_kernel(dynamics["conv"]["kernel"], self._state_shape)
     dynamics["conv"]["kernel"] = kernel
     kept = {"value_prefix": {"lstm_norm": stats["value_prefix"]["lstm_norm"]}}
     return Variables(params, kept)
+
+  def _cast(self, path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+    exact = any(key.key in ("lstm_norm", "linear2") for key in path)
+    return x if exact else x.astype(self._dtype)
 
   def bind_folded(self, variables: Variables) -> Network:
     """Returns the network with variables from `fold`, for `train=False` only."""

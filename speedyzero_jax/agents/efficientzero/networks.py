@@ -85,11 +85,11 @@ class Mlp(nnx.Module):
 
   def __init__(self, layers: Layers, inputs: int, hidden: int, outputs: int):
     self.linear1, self.norm1 = layers.linear(inputs, hidden), layers.norm(hidden)
-    self.linear2 = layers.linear(hidden, outputs, zero=True)
+    self.linear2 = layers.logits(hidden, outputs)
 
   def __call__(self, x: jax.Array, train: bool) -> jax.Array:
     x = nnx.relu(self.norm1(before_norm(self.linear1, x), use_running_average=not train))
-    return self.linear2(x).astype(jnp.float32)
+    return self.linear2(x)
 
 
 class Dynamics(nnx.Module):

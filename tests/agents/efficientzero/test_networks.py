@@ -348,6 +348,29 @@ def test_bfloat16_is_for_activations_only():
   assert {x.dtype for x in jax.tree.leaves((variables, others))} == {np.dtype(np.float32)}
 
 
+def test_logits_are_not_rounded_to_the_dtype_of_activations():
+  network_def, variables = _abstract(dataclasses.replace(TINY, dtype="bfloat16"), _OBSERVATION)
+  variables = jax.tree.map(jnp.zeros_like, variables)
+  names = "value", "policy", "value_prefix"
+  last = [variables.params[name]["mlp"]["linear2"] for name in names]
+  for low, layer in enumerate(last):
+    layer["bias"] = jnp.linspace(10 + low, 11 + low, layer["bias"].size)
+
+  @jax.jit
+  def logits(variables):
+    folded = network_def.bind_folded(network_def.fold(variables))
+    results = []
+    for network in (network_def.bind(variables), folded):
+      state = network.represent(jnp.zeros((1, *_OBSERVATION)), False)
+      prefix = network.step(state, network.initial_carry(1), jnp.zeros(1, int))[2]
+      results.append([*network.predict(state, False), prefix])
+    return results
+
+  for result in logits(variables):
+    for found, layer in zip(result, last, strict=True):
+      np.testing.assert_array_equal(found[0], layer["bias"])
+
+
 # --- initial values
 
 
