@@ -69,4 +69,5 @@ class LearnerService:
     return packed
 
   def _sent(self, leaf: np.ndarray) -> np.ndarray:
-    return leaf.astype(jnp.bfloat16) if self._half and leaf.dtype == jnp.float32 else leaf
+    rounded = self._half and leaf.ndim > 1 and leaf.dtype == jnp.float32
+    return leaf.astype(jnp.bfloat16) if rounded else leaf

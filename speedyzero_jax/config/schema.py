@@ -203,7 +203,7 @@ class TopologyConfig:
   )
   weights_dtype: Literal["float32", "bfloat16"] = opt(
     "float32",
-    "dtype of weights sent to actors and refreshers; bfloat16 halves the traffic, with rounding",
+    "dtype of kernels sent to actors and refreshers; bfloat16 halves the traffic, with rounding",
     mutable=True,
   )
   block_timeout: float = opt(

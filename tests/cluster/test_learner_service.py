@@ -46,12 +46,12 @@ def test_the_latest_version_of_each_subscription_is_sent(make_unit):
     unit.ask_weights("evaluator")
 
 
-def test_half_precision_rounds_floats_only(make_unit):
+def test_half_precision_rounds_kernels_only(make_unit):
   unit = make_unit("topology.weights_dtype=bfloat16")
   unit.weights.publish(2, unit.agent.init(number=1 / 3))
-  half, whole = unit.ask_weights().arrays.values()
-  assert (half.dtype, whole.dtype) == (jnp.bfloat16, np.int32)
-  np.testing.assert_array_equal(half, np.full((2, 3), jnp.bfloat16(1 / 3)))
+  bias, kernel, count = unit.ask_weights().arrays.values()
+  assert (bias.dtype, count.dtype) == (np.float32, np.int32)
+  np.testing.assert_array_equal(kernel, np.full((2, 3), jnp.bfloat16(1 / 3)), strict=True)
 
 
 def test_all_helpers_hear_the_end_and_are_waited_for(make_unit):

@@ -190,7 +190,8 @@ class ChecksumAgent(efficientzero.EfficientZero):
       super().__init__(config, shape, dtype, actions)
 
   def init(self, key=None, number: float = 0.0) -> Variables:
-    return Variables({"w": jnp.full((2, 3), number, jnp.float32)}, {"n": jnp.zeros((), jnp.int32)})
+    params = {"b": jnp.full(2, number, jnp.float32), "w": jnp.full((2, 3), number, jnp.float32)}
+    return Variables(params, {"n": jnp.zeros((), jnp.int32)})
 
   def act(self, variables, inputs, key, progress, *, explore):
     policy, search_value, value = of_stacks(inputs.frames, jnp)
