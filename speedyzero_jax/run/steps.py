@@ -13,7 +13,7 @@ from speedyzero_jax.run.experiment import Experiment
 from speedyzero_jax.workers.evaluator import Evaluation, evaluate
 from speedyzero_jax.workers.learner import StepResult
 from speedyzero_jax.workers.sweeper import Sweeper
-from speedyzero_jax.workers.weights import DivergedError, Version
+from speedyzero_jax.workers.weights import ACTOR, DivergedError, Version
 
 
 def sweep(experiment: Experiment, sweeper: Sweeper) -> None:
@@ -51,7 +51,11 @@ def learn(experiment: Experiment, prepared: PreparedBatch) -> StepResult:
       )
   experiment.limiter.add_learner_step()
   with experiment.logger.part("publish"):
-    experiment.weights.publish(experiment.limiter.learner_steps, experiment.state.variables)
+    step, variables = experiment.limiter.learner_steps, experiment.state.variables
+    # With several learners the last steps before a stop may repeat a batch, which moves the
+    # collections of synchronous agents away from multiples of `actor.weights_interval`.
+    collecting = experiment.agent.synchronous and not experiment.can_draw()
+    experiment.weights.publish(step, variables, [ACTOR] if collecting else [])
   experiment.learned += 1
   experiment.limiter.notify()
   experiment.logger.log_mean({**result.metrics, **prepared.info})

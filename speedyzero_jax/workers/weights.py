@@ -5,7 +5,7 @@ step at which it was published.
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -74,9 +74,9 @@ class WeightsStore:
     )
     return copy_tree(jax.device_put(local, self._where))
 
-  def publish(self, step: int, variables: Variables) -> None:
-    """Publishes the weights of learner step `step` to the subscribers due for an update."""
-    due = [name for name, interval in self._intervals.items() if step % interval == 0]
+  def publish(self, step: int, variables: Variables, to: Collection[str] = ()) -> None:
+    """Publishes the weights of learner step `step` to the subscribers in `to` and those due."""
+    due = [name for name, every in self._intervals.items() if step % every == 0 or name in to]
     if not due:
       return
     version = Version(step, self.to_device(variables))

@@ -206,22 +206,25 @@ _BLOCKS = ("loss.minibatches=2", "loss.epochs=3", "actor.weights_interval=6")
 
 
 @pytest.mark.parametrize(
-  ("preset", "overrides", "taken"),
+  ("preset", "overrides", "taken", "odd"),
   [
-    ("a2c", (), 1),
-    ("ppo", ("run.mode=lockstep", "learner.batch_size=2", *_BLOCKS), 6),
-    ("ppo", ("run.mode=async", "learner.batch_size=2", *_BLOCKS), 6),
+    ("a2c", (), 1, 0),
+    ("ppo", ("run.mode=lockstep", "learner.batch_size=2", *_BLOCKS), 6, 0),
+    ("ppo", ("run.mode=async", "learner.batch_size=2", *_BLOCKS), 6, 0),
+    ("ppo", ("run.mode=async", "learner.batch_size=2", *_BLOCKS), 6, 1),
   ],
 )
-def test_actors_and_a_synchronous_learner_take_turns(tmp_path, preset, overrides, taken):
+def test_actors_and_a_synchronous_learner_take_turns(tmp_path, preset, overrides, taken, odd):
   """All lanes step together, so the weights behind each slot are known beforehand: `taken` learner
-  steps after those of the block before."""
+  steps after those of the block before, even if that is not when weights are due (`odd`)."""
 
   def acted_with(run):
     store = run.replay.store
     return [store["step"][lane, : store.head[lane]] for lane in range(store.lanes)]
 
   config = _config("run.env_steps=300", f"learner.steps={10 * taken}", *overrides, preset=preset)
+  actor = dataclasses.replace(config.actor, weights_interval=config.actor.weights_interval + odd)
+  config = dataclasses.replace(config, actor=actor)
   for lane in trained.run(config, tmp_path, after=acted_with):
     used = np.arange(10 * 5)  # later ones may come while the last weights are published
     block = np.maximum(used - 1, 0) // 5  # that the slot's frame completes
