@@ -41,7 +41,7 @@ class GradientActor:
     self._replay = make_replay(own, agent, mesh, _report, seed=seed)
     self._learner, self._key = Learner(own, agent, mesh, report=_report), key
     inference, stats = Inference(agent, report=_report), EpisodeStats(lanes)
-    self._actor = Actor(own, agent, env, inference, key, stats, lane_offset=first, resumable=False)
+    self._actor = Actor(own, agent, env, inference, key, stats, lane_offset=first, resumable_for=0)
 
   def unroll(self, version: Version, grant: messages.Grant) -> tuple[int, list[Episode]]:
     """Plays until a batch is complete or the grant is used.

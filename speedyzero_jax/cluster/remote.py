@@ -95,7 +95,7 @@ def play(
   key, stats, offset = jax.random.key(welcome.seed), EpisodeStats(env.num_lanes), welcome.first
   actor = Actor(
     config, agent, env, inference, key, stats,
-    lane_offset=offset, start=welcome.heads, resumable=False,
+    lane_offset=offset, start=welcome.heads, resumable_for=0,
   )  # fmt: skip
   slots: Slots | None = None
   closed = False

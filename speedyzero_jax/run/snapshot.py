@@ -20,6 +20,9 @@ from speedyzero_jax.workers.actor import Actor
 from speedyzero_jax.workers.learner import Learner, LearnerState
 from speedyzero_jax.workers.weights import ACTOR, DivergedError, Version
 
+# Most agent steps that an asynchronous run repeats to continue its games; takes about 3 minutes.
+_REPEATED = 500_000
+
 
 def templates(learner: Learner, agent: Agent) -> dict[str, Params]:
   """Structure and shapes of the items restored as pytrees; others are dicts of arrays."""
@@ -142,7 +145,9 @@ def start_actor(experiment: Experiment, restored: Snapshot | None, *, later: boo
   if restored is not None and not later:
     try:
       if not (saved := restored.items.get("actor")):
-        raise RuntimeError("the games were played in other processes")
+        raise RuntimeError("the checkpoint does not have the games")
+      count = saved["actions"].size
+      experiment.logger.message(f"repeating {count} agent steps to continue the games")
       collector.local = _new_actor(experiment, saved["start"])
       collector.local.load_state_dict(saved)
       return
@@ -171,8 +176,11 @@ def _new_actor(experiment: Experiment, start: np.ndarray) -> Actor:
   seed = experiment.seed("environments") + (int(start.sum()) << 32)
   env = make_env(local_config.env, local_config.actor.lanes, seed, training=True)
   episodes.clear()  # it may hold episodes of a failed attempt to restore the games
-  agent, key = experiment.agent, experiment.key(ACT)
-  return Actor(local_config, agent, env, experiment.inference, key, episodes, start=start)
+  exact = experiment.config.run.mode == "lockstep"
+  return Actor(
+    local_config, experiment.agent, env, experiment.inference, experiment.key(ACT), episodes,
+    start=start, resumable_for=None if exact else _REPEATED // local_config.actor.lanes,
+  )  # fmt: skip
 
 
 def parameters_hash(experiment: Experiment) -> str:

@@ -42,7 +42,8 @@ class Actor:
     stats: receives the returns of finished games.
     lane_offset: index in the replay of the first of the actor's consecutive lanes.
     start: [L], slots of the environments' first frames; None: 0.
-    resumable: keep all actions, which `state_dict` needs.
+    resumable_for: number of steps, in each lane, for which `state_dict` can be restored; it needs
+      all actions. None: all steps.
   """
 
   def __init__(
@@ -56,13 +57,13 @@ class Actor:
     *,
     lane_offset: int = 0,
     start: np.ndarray | None = None,
-    resumable: bool = True,
+    resumable_for: int | None = None,
   ):
     self._config, self._agent, self._env, self._inference = config, agent, env, inference
     self._key, self.stats = key, stats
     self._lanes = lane_offset + np.arange(env.num_lanes)
-    self._actions: list[np.ndarray] = []  # all, or only the latest
-    self._resumable = resumable
+    self._actions: list[np.ndarray] = []  # all, or only the latest after `resumable_for` steps
+    self._resumable_for = resumable_for
     self._stacker = FrameStacker(config.env.frame_stack)
     self._start = np.zeros(env.num_lanes, np.int64) if start is None else start
     self._slot = self._start.copy()  # absolute time of the current frames
@@ -94,7 +95,7 @@ class Actor:
     count = int(acting.sum())
     decision = self._decide(version, progress, random)
     self._core = decision.core
-    if not self._resumable:
+    if self._resumable_for is not None and self._steps >= self._resumable_for:
       self._actions.clear()
     self._actions.append(decision.action.astype(np.int16))
     next_step = self._env.step(np.where(ended, 0, decision.action))
@@ -164,8 +165,18 @@ class Actor:
   def close(self) -> None:
     self._env.close()
 
+  @property
+  def _steps(self) -> int:
+    """Number of steps taken in each lane."""
+    return int((self._slot - self._start).max())
+
   def state_dict(self) -> dict[str, np.ndarray]:
-    """Returns the state for a checkpoint, including all actions, to replay the environments."""
+    """Returns the state for a checkpoint, including all actions, to replay the environments.
+
+    Empty after more than `resumable_for` steps.
+    """
+    if len(self._actions) < self._steps:
+      return {}
     crc = zlib.crc32(self._current.frame.tobytes())  # detects a replay that differs
     core = {f"core_{i}": np.asarray(x) for i, x in enumerate(jax.tree.leaves(self._core))}
     return {

@@ -202,11 +202,13 @@ def test_the_agent_is_told_the_lanes_of_the_replay_and_where_episodes_begin():
       np.testing.assert_array_equal(inputs.first, slots["first"])
 
 
-def test_an_actor_that_is_never_resumed_keeps_only_its_latest_actions():
-  actor, _ = make(2, resumable=False)
-  for i in range(20):
+@pytest.mark.parametrize("resumable_for", [0, 7])
+def test_an_actor_has_a_state_and_keeps_actions_for_some_steps_only(resumable_for):
+  actor, _ = make(2, resumable_for=resumable_for)
+  for i in range(1, 20):
     actor.step(version(), **(RANDOM if i % 2 else PLAY))
-  assert len(actor.state_dict()["actions"]) == 1
+    assert bool(actor.state_dict()) == (i <= max(resumable_for, 1))
+  assert len(actor._actions) == 1
 
 
 @pytest.mark.parametrize("tamper", ["action", "missing", "crc", "other seed"])
