@@ -28,6 +28,7 @@ import jax
 import numpy as np
 
 from speedyzero_jax.agents.base import ActInputs
+from speedyzero_jax.config import loader
 from speedyzero_jax.envs.opponents import Opponent, play_at_random, play_mcts, play_minimax
 from speedyzero_jax.envs.rules import RULES
 from speedyzero_jax.run import factories, run_dir
@@ -79,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def match(run: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
   """Plays a run against an opponent; returns the results for each side and the Elo difference."""
   config, agent, inference, version = _restore(run)
+  config = loader.override(config, ["evaluation.explore=false"], check=False)
   kind, opponent = _opponent(name, config.env.game)
   opening = arguments.opening
   if opening is None:

@@ -1,12 +1,15 @@
 """Tests of matches of a tiny AlphaZero against every kind of opponent."""
 
 import json
+import shutil
+from unittest import mock
 
 import pytest
 
 import trained
 from launch import match
 from speedyzero_jax.config import loader
+from speedyzero_jax.workers import evaluator
 
 TINY = (
   "network.channels=4", "network.blocks=1", "search.simulations=4", "learner.batch_size=8",
@@ -49,6 +52,16 @@ def test_a_player_against_itself_is_even(run, tmp_path):
   first, second = row["moving_first"], row["moving_second"]
   assert (first["wins"], first["losses"]) == (second["losses"], second["wins"])
   assert code == 0 and row["score"] == 0.5 and row["elo_difference"] == 0
+
+
+def test_no_player_explores(tmp_path, run):
+  noisy = tmp_path / "noisy"
+  shutil.copytree(run, noisy)
+  config = loader.override(loader.load(["alphazero"], TINY), ["evaluation.explore=true"])
+  (noisy / "config.yaml").write_text(loader.to_yaml(config))
+  with mock.patch.object(evaluator, "evaluate", wraps=evaluator.evaluate) as evaluate:
+    assert played(noisy, "--against", run, out=tmp_path / "out.json")[0] == 0
+  assert not evaluate.call_args.args[0].evaluation.explore
 
 
 @pytest.mark.parametrize(
