@@ -202,7 +202,9 @@ class Replay:
     """
     with self.lock:
       new_heads = np.maximum(heads, self.store.tail)
-      lane, time = (x[:n] for x in slots_between(new_heads, self.store.head))
+      count = self.store.head - new_heads
+      room = np.maximum(n - (np.cumsum(count) - count), 0)
+      lane, time = slots_between(new_heads, new_heads + np.minimum(count, room))
     new_heads[lane] = time + 1  # repeated lanes: the last time is used
     cell = self.store.cell(time)
     # Copied without the lock, as in `windows`. If a slot is evicted meanwhile, a later call returns
