@@ -151,12 +151,12 @@ class Decoder(nnx.Module):
 
   def __init__(self, config: TorsoConfig, shape: tuple[int, int, int], rngs: nnx.Rngs):
     height, width, outputs = self._shape = shape
-    first = 2 * config.channels
-    self._start = (1, 1, config.hidden) if height == 1 else (-(-height // 8), -(-width // 8), first)
+    self._flat, first = min(height, width) == 1, 2 * config.channels
+    self._start = (config.hidden,) if self._flat else (-(-height // 8), -(-width // 8), first)
     self.linear = _linear(config.hidden, math.prod(self._start), rngs)
     channels = first, first, config.channels, outputs
     self.layers = nnx.List(
-      [_linear(config.hidden, outputs, rngs)] if height == 1 else
+      [_linear(config.hidden, math.prod(shape), rngs)] if self._flat else
       [
         nnx.ConvTranspose(i, o, (4, 4), (2, 2), kernel_init=_INIT, rngs=rngs)
         for i, o in itertools.pairwise(channels)
@@ -167,7 +167,7 @@ class Decoder(nnx.Module):
     x = self.linear(x).reshape(-1, *self._start)
     for layer in self.layers:
       x = layer(nnx.relu(x))
-    return x[:, : self._shape[0], : self._shape[1]]
+    return x.reshape(-1, *self._shape) if self._flat else x[:, : self._shape[0], : self._shape[1]]
 
 
 def _linear(inputs: int, outputs: int, rngs: nnx.Rngs) -> nnx.Linear:

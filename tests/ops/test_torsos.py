@@ -40,7 +40,7 @@ def test_features_and_parameters(torso, shape, parameters):
   assert sum(x.size for x in jax.tree.leaves(params)) == parameters
 
 
-@pytest.mark.parametrize("shape", [(42, 45, 3), (1, 1, 5)])
+@pytest.mark.parametrize("shape", [(42, 45, 3), (1, 1, 5), (4, 1, 2)])
 def test_a_decoder_learns_to_give_back_what_the_torso_sees(shape):
   config = TorsoConfig(hidden=16, channels=4)
   network = torsos.functional(lambda rngs: torsos.Decoder(config, shape, rngs))
