@@ -91,23 +91,27 @@ def _run(
   empty = signals.received and not limiter.env_steps
   if not empty:
     snapshot.save(experiment, required=True)
-  experiment.membership.all_gather(0)  # a learner that ends would abort others that are saving
+  logger.update_display()  # the final values, for the last line of the first learner process
+  # Also a barrier: a learner that ends would abort others that are saving.
+  env_steps = sum(experiment.membership.all_gather(limiter.env_steps))
   if empty:
     return _nothing_saved(logger, folder, signals)
   if not limiter.finished:
     paused = _paused(experiment) and not signals.received
     shape = experiment.config.topology
     several = shape.learners + shape.actors + shape.refreshers > 1
+    how = f"; continue with --resume {folder}{' run.pause_at=0' if paused else ''}"
+    how += " and the same processes" if several else ""
     logger.message(
-      f"stopped and saved at learner step {limiter.learner_steps}; continue with --resume {folder}"
-      f"{' run.pause_at=0' if paused else ''}{' and the same processes' if several else ''}"
+      f"stopped and saved at learner step {limiter.learner_steps}"
+      f"{'' if experiment.membership.unit else how}"
     )
     if paused:
       return _final_evaluation(experiment, folder, signals)
     # Without a signal here, another learner process received one.
     return signals.exit_code if signals.received else 128 + signal.SIGTERM
   logger.message(
-    f"trained: {limiter.env_steps} agent steps, {limiter.learner_steps} learner steps; "
+    f"trained: {env_steps} agent steps, {limiter.learner_steps} learner steps; "
     f"parameters {snapshot.parameters_hash(experiment)[:16]}"
   )
   return _final_evaluation(experiment, folder, signals)
