@@ -159,12 +159,9 @@ def parse() -> argparse.Namespace:
 
 
 def trained(folder: Path) -> int:
-  """Agent steps of all learners, from the final lines of their logs."""
-  matches = [
-    re.findall(r"trained: (\d+) agent steps", log.read_text())
-    for log in folder.glob("logs/learner-*.log")
-  ]
-  return sum(int(steps[-1]) for steps in matches if steps)
+  """Agent steps of the finished run, from the log of its first learner; 0 if it has not ended."""
+  log = (folder / "logs/learner-0.log").read_text()
+  return int([0, *re.findall(r"trained: (\d+) agent steps", log)][-1])
 
 
 def main() -> int:

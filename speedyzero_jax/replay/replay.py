@@ -202,7 +202,7 @@ class Replay:
     """
     with self.lock:
       new_heads = np.maximum(heads, self.store.tail)
-      count = self.store.head - new_heads
+      count = np.maximum(self.store.head - new_heads, 0)
       room = np.maximum(n - (np.cumsum(count) - count), 0)
       lane, time = slots_between(new_heads, new_heads + np.minimum(count, room))
     new_heads[lane] = time + 1  # repeated lanes: the last time is used

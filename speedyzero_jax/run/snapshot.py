@@ -145,7 +145,8 @@ def start_actor(experiment: Experiment, restored: Snapshot | None, *, later: boo
   if restored is not None and not later:
     try:
       if not (saved := restored.items.get("actor")):
-        raise RuntimeError("the checkpoint does not have the games")
+        reason = f"other processes played them, or they took over {_REPEATED} agent steps"
+        raise RuntimeError(f"the games can't be continued ({reason})")
       count = saved["actions"].size
       experiment.logger.message(f"repeating {count} agent steps to continue the games")
       collector.local = _new_actor(experiment, saved["start"])

@@ -91,7 +91,7 @@ def _run(
   empty = signals.received and not limiter.env_steps
   if not empty:
     snapshot.save(experiment, required=True)
-  logger.update_display()  # the final values, for the last line of the first learner process
+  logger.update_display()  # with the final values, which the line of the evaluation combines
   # Also a barrier: a learner that ends would abort others that are saving.
   env_steps = sum(experiment.membership.all_gather(limiter.env_steps))
   if empty:

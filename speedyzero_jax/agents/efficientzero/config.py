@@ -52,7 +52,7 @@ class NetworkConfig:
     0.9, "decay of the running statistics per update (EZ: 0.9, momentum 0.1 in PyTorch)", "[0, 1]"
   )
   dtype: Literal["float32", "bfloat16"] = opt(
-    "float32", "dtype of activations; parameters are always float32"
+    "float32", "dtype of activations; parameters and logits are always float32"
   )
   batch_norm: Literal["sync", "local"] = opt(
     "sync", "batch statistics of the whole batch, or of each device's shard (EZ: one device)"

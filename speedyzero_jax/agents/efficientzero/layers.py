@@ -86,7 +86,10 @@ class Layers:
     )
 
   def logits(self, inputs: int, outputs: int) -> nnx.Linear:
-    """A linear layer that starts at zero. It is in float32: bfloat16 has steps of 1/16 above 8."""
+    """A linear layer that starts at zero, in float32, as bfloat16 has steps of 1/16 above 8.
+
+    `NetworkDef.fold` recognizes it by the name `linear2`.
+    """
     return nnx.Linear(inputs, outputs, dtype=jnp.float32, kernel_init=_ZEROS, rngs=self._rngs)
 
   def lstm(self, inputs: int, hidden: int) -> Any:

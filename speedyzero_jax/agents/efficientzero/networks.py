@@ -1,8 +1,8 @@
 """EfficientZero's networks: representation h, dynamics g, value-prefix LSTM, prediction f, SimSiam.
 
 Images are [B, H, W, S*C]. Vectors are images of one pixel, [B, 1, 1, S*D], with 1x1 kernels.
-Parameters are float32, activations `config.dtype`; logits are cast to float32. For inference
-(search, values) variables are folded, see `network_def`.
+Parameters and logits are float32, activations `config.dtype`. For inference (search, values)
+variables are folded, see `network_def`.
 
 Source: EfficientZero (Ye et al. 2021), appendix A and released code.
 """
