@@ -22,6 +22,7 @@ from speedyzero_jax.workers.weights import ACTOR, DivergedError, Version
 
 # Most agent steps that an asynchronous run repeats to continue its games; takes about 3 minutes.
 _REPEATED = 500_000
+_NO_GAMES = f"other processes played them, or the actor took more than {_REPEATED:,} agent steps"
 
 
 def templates(learner: Learner, agent: Agent) -> dict[str, Params]:
@@ -145,8 +146,7 @@ def start_actor(experiment: Experiment, restored: Snapshot | None, *, later: boo
   if restored is not None and not later:
     try:
       if not (saved := restored.items.get("actor")):
-        reason = f"other processes played them, or they took over {_REPEATED} agent steps"
-        raise RuntimeError(f"the games can't be continued ({reason})")
+        raise RuntimeError(f"the games can't be continued: {_NO_GAMES}")
       count = saved["actions"].size
       experiment.logger.message(f"repeating {count} agent steps to continue the games")
       collector.local = _new_actor(experiment, saved["start"])
