@@ -56,6 +56,23 @@ def test_overlapping_roles_take_exactly_the_configured_steps(tmp_path, monkeypat
     assert_same(ended, everything(experiment))
 
 
+@pytest.mark.parametrize(("most", "continued"), [(500, True), (20, False)])
+def test_games_are_continued_unless_that_takes_too_many_steps(
+  tmp_path, monkeypatch, most, continued
+):
+  monkeypatch.setattr(snapshot, "_REPEATED", most)
+  with quick(tmp_path, ASYNC) as experiment:
+    interrupt_at(experiment, learner_step=6)
+    finish(experiment)
+    snapshot.save(experiment, required=True)
+    step, heads = experiment.limiter.learner_steps, experiment.replay.heads
+  with quick(tmp_path, ASYNC, resume_step=step) as experiment:
+    # New games begin in slots after those that truncate the open ones.
+    assert (experiment.collector.local._start == 0).all() == continued
+    assert continued or (experiment.collector.local._start >= heads).all()
+    assert finish(experiment) is True
+
+
 def test_a_checkpoint_has_the_priorities_of_every_step_before_it(tmp_path, monkeypatch):
   update, save, updated, saved = steps.update_priorities, snapshot.save, [], {}
 
