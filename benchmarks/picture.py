@@ -53,7 +53,9 @@ Curve = tuple[np.ndarray, np.ndarray]  # agent steps and training return of a ru
 def of_presets(names: Mapping[str, str], game: str) -> dict[str, list[Curve]]:
   """Curves of all seeds by name, from a result file for each preset; `names` is by preset."""
   results = {name: _read(f"{preset}-{game}") for preset, name in names.items()}
-  return {name: [_curve(result, run) for run in result["runs"]] for name, result in results.items()}
+  return {
+    name: [curve_of(result, run) for run in result["runs"]] for name, result in results.items()
+  }
 
 
 def of_study(result: str, names: Mapping[str, str], limit: float) -> dict[str, list[Curve]]:
@@ -63,9 +65,8 @@ def of_study(result: str, names: Mapping[str, str], limit: float) -> dict[str, l
   """
   content, curves = _read(result), collections.defaultdict(list)
   for run in content["runs"]:
-    variant = re.sub(r"-\w+-s\d+$", "", Path(run["path"]).name)
-    x, y = _curve(content, run)
-    curves[names[variant]].append((x[x <= limit], y[x <= limit]))
+    x, y = curve_of(content, run)
+    curves[names[variant_of(run)]].append((x[x <= limit], y[x <= limit]))
   return {name: curves[name] for name in names.values()}
 
 
@@ -73,8 +74,13 @@ def _read(result: str) -> dict[str, Any]:
   return json.loads((RESULTS / f"{result}.json").read_text())
 
 
-def _curve(result: dict[str, Any], run: dict[str, Any]) -> Curve:
-  # Written by launch/suite.py or, in older results, by its predecessor.
+def variant_of(run: dict[str, Any]) -> str:
+  """The variant of a study's run, from its folder's name VARIANT-GAME-sSEED."""
+  return re.sub(r"-\w+-s\d+$", "", Path(run["path"]).name)
+
+
+def curve_of(result: dict[str, Any], run: dict[str, Any]) -> Curve:
+  """The learning curve of a result's run, written by launch/suite.py or its predecessor."""
   columns = result.get("curve_columns") or run["training"]["columns"]
   rows = np.array(run["curve"] if "curve_columns" in result else run["training"]["rows"])
   return rows[:, columns.index("env_steps")], rows[:, -1]

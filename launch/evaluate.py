@@ -1,7 +1,7 @@
 """Evaluates a run's newest checkpoint: python launch/evaluate.py RUN_DIR [--video FILE.gif]
 
-Plays full episodes with raw rewards, capped at 27,000 agent steps, with the best action or, with
-`--explore`, as in training. Prints mean, median, standard deviation and human-normalized score, and
+Plays full episodes with raw rewards, of at most the run's `evaluation.max_episode_steps`, with the
+best action or, with `--explore`, as in training. Prints mean, median, standard deviation and human-normalized score, and
 writes evaluation.json into the run folder, unless that has more episodes of the same checkpoint and
 step limit, or the run's own `evaluation.explore` is another one; the run may still be training.
 `--video` also writes the first episode as a GIF, with the agent's values, policy or, without

@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import runpy
 
 import jax
 import numpy as np
@@ -17,6 +18,10 @@ from speedyzero_jax.config import loader
 from speedyzero_jax.run import steps
 
 RUN = ("run.mode=lockstep", "learner.devices=1", "evaluation.episodes=32")
+SMALL = (
+  "network.hidden=8", "learner.batch_size=4", "run.env_steps=400", "actor.lanes=4",
+  "loss.unroll_length=5", "learner.steps=10", "replay.capacity=0",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -36,11 +41,7 @@ def test_every_block_of_code_is_an_example():
 
 
 def test_an_own_network_is_trained(tmp_path):
-  small = (
-    "network.hidden=8", "learner.batch_size=4", "run.env_steps=400", "actor.lanes=4",
-    "loss.unroll_length=5", "learner.steps=10", "replay.capacity=0",
-  )  # fmt: skip
-  config = loader.load(["impala"], ["agent=normed", *RUN, *small])
+  config = loader.load(["impala"], ["agent=normed", *RUN, *SMALL])
   params = trained.run(config, tmp_path, after=lambda made: made.state.variables.params)
   assert np.abs(jax.device_get(params["norm"]["bias"])).max() > 0  # it began at 0
 
@@ -80,6 +81,16 @@ def test_an_own_target_mixes_what_it_says():
     assert mixed["value"][i, k] == pytest.approx(expected, abs=1e-6)
   np.testing.assert_array_equal(mixed["value"][~searched], plain["value"][~searched])
   assert mixed["value"].dtype == np.float32
+
+
+def test_weights_in_a_notebook(tmp_path):
+  folder = tmp_path / "runs" / "quickstart-Catch-s0"
+  config = loader.load(["impala"], [*RUN, *SMALL])
+  trained_params = trained.run(config, folder, after=lambda made: made.state.variables.params)
+  (folder / "config.yaml").write_text(loader.to_yaml(config))
+  read = runpy.run_path("values.py")
+  assert read["weights"].step == config.learner.steps
+  jax.tree.map(np.testing.assert_array_equal, read["params"], trained_params)
 
 
 def test_an_own_agent_learns_catch(tmp_path):

@@ -49,7 +49,7 @@ class QHeadConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ExploreConfig:
-  """Epsilon-greedy exploration in training; evaluation is greedy."""
+  """Epsilon-greedy exploration, in training and with `evaluation.explore`."""
 
   schedule: Literal["lanes", "annealed"] = opt(
     "lanes",

@@ -36,7 +36,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-  """Runs that differ only in game and seed."""
+  """Runs that differ only in game and seed, and in the settings of a preset for single games."""
 
   name: str
   runs: list[Run]
@@ -101,13 +101,28 @@ def methods(runs: Sequence[Run]) -> list[Method]:
   They are named as their folders are, without game and seed, or where this does not tell them
   apart, by agent and the first settings in which methods of it differ.
   """
-  groups = _alike(runs, GAME)
+  groups = _across_games(_alike(runs, GAME))
   folders = [_folder_name(members) for members in groups]
   names = folders if len({*folders} - {""}) == len(groups) else _setting_names(groups)
   letters = [chr(ord("A") + i) if i < 26 else str(i) for i in range(len(groups))]
   if len(groups) > 1:
     names = [f"{letter}: {name}" for letter, name in zip(letters, names, strict=True)]
   return [Method(name, members) for name, members in zip(names, groups, strict=True)]
+
+
+def _across_games(groups: Sequence[list[Run]]) -> list[list[Run]]:
+  """Joins groups without a common game if folder names and agent are equal, as in a study.
+
+  Their settings differ because presets have settings for single games.
+  """
+  joined: dict[Any, list[Run]] = {}
+  for i, runs in enumerate(groups):
+    folder = _folder_name(runs)
+    name = (Path(runs[0].path).parent, folder, _agent(runs)) if folder else i
+    games = {run.game for run in joined.get(name, [])}
+    free = games.isdisjoint(run.game for run in runs)
+    joined.setdefault(name if free else i, []).extend(runs)
+  return list(joined.values())
 
 
 def _folder_name(runs: Sequence[Run]) -> str:
@@ -133,13 +148,21 @@ def _setting_names(groups: Sequence[Sequence[Run]]) -> list[str]:
 
 
 def differences(groups: Sequence[Sequence[Run]]) -> dict[str, list[Any]]:
-  """Settings in which groups of runs differ -> each group's value, or None if not set."""
-  settings = [runs[0].settings or {} for runs in groups]
-  keys = dict.fromkeys(key for each in settings for key in each)
-  values = {key: [each.get(key) for each in settings] for key in keys}
+  """Settings in which groups of runs differ -> each group's value, or None if not set.
+
+  Of a group whose runs differ, all values are joined in a string.
+  """
+  keys = dict.fromkeys(key for runs in groups for run in runs for key in run.settings or {})
+  values = {key: [_value(runs, key) for runs in groups] for key in keys}
   compared = {key: {str(value) for value in each} for key, each in values.items()}
   repeated = (*REPETITION_KEYS, GAME)
   return {k: each for k, each in values.items() if len(compared[k]) > 1 and k not in repeated}
+
+
+def _value(runs: Sequence[Run], key: str) -> Any:
+  """The runs' value of a setting, or their different values joined in a string."""
+  values = {str(value): value for run in runs for value in [(run.settings or {}).get(key)]}
+  return next(iter(values.values())) if len(values) == 1 else ", ".join(sorted(values))
 
 
 def _agent(runs: Sequence[Run]) -> str:

@@ -34,7 +34,7 @@ EFFICIENTZERO = {  # the paper and the released code, as in its Atari configurat
   "priority.alpha": 0.6, "priority.beta_start": 0.4,
   "priority.beta_end": 1,
   "loss.td_steps": 5, "loss.age_interval": 30_000, "reanalyse.schedule": "batch",
-  "reanalyse.ratio": 0.99,
+  "reanalyse.ratio": 0.99, "reanalyse.simulations": 0, "reanalyse.reuse": False,
   "reanalyse.weights_interval": 200, "refresh.enabled": False, "optim.name": "sgd",
   "optim.learning_rate": 0.2,
   "optim.momentum": 0.9, "optim.weight_decay": 1e-4, "optim.clip_norm": 5,
@@ -64,7 +64,8 @@ def test_published_settings(preset, published):
 
 
 def test_efficientzero_undoes_what_was_stacked_before_it():
-  config = loader.load(["quickstart", "atari300k", "efficientzero"], ["env.game=Breakout"])
+  before = ["quickstart", "atari_small", "atari300k"]
+  config = loader.load([*before, "efficientzero"], ["env.game=Breakout"])
   assert {key: get(config, key) for key in EFFICIENTZERO} == EFFICIENTZERO
 
 

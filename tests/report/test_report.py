@@ -18,7 +18,7 @@ from rich.console import Console
 import recorded
 from launch import report
 from speedyzero_jax.report import curves, terminal
-from speedyzero_jax.report.groups import group_runs, methods
+from speedyzero_jax.report.groups import differences, group_runs, methods
 from speedyzero_jax.report.runs import read_run
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -284,6 +284,25 @@ def test_methods_are_named_as_their_folders(tmp_path):
     for seed in (0, 1)
   ]  # fmt: skip
   assert [method.name for method in methods(report.read_runs(paths))] == ["A: slow", "B: fast-2"]
+
+
+def test_settings_of_single_games_do_not_divide_a_method(tmp_path):
+  """In one folder runs of a name are one method, unless they differ within a game."""
+  paths = [
+    recorded.run(tmp_path / folder / f"{name}-{game}-s{seed}", game=game, seed=seed,
+                 settings={"learning_rate": rate, "size": size})
+    for folder, name, game, seed, rate, size in [
+      ("a", "x", "Pong", 0, 1, 0), ("a", "x", "Pong", 1, 1, 0), ("a", "x", "Qbert", 0, 2, 0),
+      ("a", "y", "Pong", 0, 1, 5), ("a", "y", "Qbert", 0, 2, 5), ("a", "y", "Qbert", 1, 3, 5),
+      ("b", "x", "Krull", 0, 4, 0),
+    ]
+  ]  # fmt: skip
+  found = methods(report.read_runs(paths))
+  assert [[len(runs) for runs in method.games().values()] for method in found] == [
+    [2, 1], [1, 1], [1], [1],
+  ]  # fmt: skip
+  assert differences([method.runs for method in found[:2]]) == {"optim.size": [0, 5]}
+  assert differences([method.runs for method in found[1:3]])["optim.learning_rate"] == ["1, 2", 3]
 
 
 def test_a_band_ends_where_the_first_seed_ends(tmp_path):

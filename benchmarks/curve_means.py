@@ -1,0 +1,104 @@
+"""Means of learning curves by variant and game, from a study's JSON file.
+
+    python benchmarks/curve_means.py benchmarks/results/large_batch.json --begin 1000
+
+The file is that of `launch/suite.py --out` or `launch/report.py --json`. The number of a run is the
+mean of its training return, linear between the points of the file, over the agent steps from
+`--begin` to `--end` or its last point; with `--reach RETURN` the agent steps of the first point of
+at least RETURN. Prints the mean over seeds and its standard error, and with `--difference A B` the
+mean of A - B over common seeds and its 95% interval (Student's t).
+"""
+
+import argparse
+import collections
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.stats
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.picture import Curve, curve_of, variant_of
+
+
+def mean_between(curve: Curve, begin: float, end: float | None) -> float:
+  """The mean over [begin, end] of a piecewise linear curve; an end of None is the curve's.
+
+  Raises:
+    ValueError: the interval is empty or not within the curve's range.
+  """
+  x, y = curve
+  end = x[-1] if end is None else end
+  if not x[0] <= begin < end <= x[-1]:
+    raise ValueError(f"agent steps must be within {x[0]:g} to {x[-1]:g}, got {begin:g} to {end:g}")
+  grid = np.array([begin, *x[(x > begin) & (x < end)], end])
+  return float(np.trapezoid(np.interp(grid, x, y), grid) / (end - begin))
+
+
+def reached(curve: Curve, level: float) -> float:
+  """The x of the first point of at least `level`; nan if there is none."""
+  x, y = curve
+  return float(x[np.argmax(y >= level)]) if (y >= level).any() else np.nan
+
+
+def estimate(values: list[float]) -> tuple[float, float, float]:
+  """Mean, standard error and half the 95% interval; nan for the last two of a single value."""
+  if len(values) < 2:
+    return float(np.mean(values)), np.nan, np.nan
+  error = float(np.std(values, ddof=1) / np.sqrt(len(values)))
+  return float(np.mean(values)), error, error * float(scipy.stats.t.ppf(0.975, len(values) - 1))
+
+
+def report(content: dict[str, Any], options: argparse.Namespace) -> list[str]:
+  """Lines of text on every variant and game of a study's JSON."""
+  numbers: dict[tuple[str, str], dict[int, float]] = collections.defaultdict(dict)
+  for run in content["runs"]:
+    curve, key = curve_of(content, run), (variant_of(run), run["game"])
+    reach, begin, end = options.reach, options.begin, options.end
+    number = mean_between(curve, begin, end) if reach is None else reached(curve, reach)
+    numbers[key][run["seed"]] = number
+  lines = []
+  for (variant, game), seeds in numbers.items():
+    mean, error, _ = estimate(list(seeds.values()))
+    values = ", ".join(f"{_text(value)}" for _, value in sorted(seeds.items()))
+    lines.append(f"{variant}, {game}: {_text(mean)} ± {_text(error)} ({values})")
+  first, second = options.difference
+  unknown = {first, second} - {"", *(variant for variant, _ in numbers)}
+  if unknown:
+    raise ValueError(f"no variant {', '.join(sorted(unknown))}")
+  for game in [game for variant, game in numbers if variant == first]:
+    a, b = numbers[first, game], numbers[second, game]
+    mean, error, half = estimate([a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())])
+    interval = f"95% interval {_text(mean - half)} to {_text(mean + half)}"
+    lines.append(f"{first} - {second}, {game}: {_text(mean)} ± {_text(error)}, {interval}")
+  return lines
+
+
+def _text(number: float) -> str:
+  return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.3g}"
+
+
+def main() -> None:
+  """Prints the numbers of the command line's file."""
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("file", type=Path, help="JSON file of a study")
+  parser.add_argument("--begin", type=float, default=0, help="first agent step of the mean")
+  parser.add_argument("--end", type=float, help="last agent step of the mean")
+  parser.add_argument("--reach", type=float, metavar="RETURN", help="print agent steps to RETURN")
+  parser.add_argument(
+    "--difference", nargs=2, default=("", ""), metavar=("A", "B"), help="variants to compare"
+  )
+  options = parser.parse_args()
+  try:
+    print("\n".join(report(json.loads(options.file.read_text()), options)))
+  except (OSError, ValueError) as error:
+    parser.error(str(error))
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,51 @@
+"""Tests of means of learning curves, and that those in docs/studies.md follow from the results."""
+
+import argparse
+import json
+import math
+
+import numpy as np
+import pytest
+
+from benchmarks import curve_means
+from benchmarks.picture import RESULTS
+
+CURVE = np.array([100.0, 200.0, 400.0]), np.array([-1.0, 1.0, 0.0])
+
+
+@pytest.mark.parametrize(
+  ("begin", "end", "mean"),
+  [(100, 400, 1 / 3), (150, 300, (25 + 75) / 150), (200, None, 0.5), (250, 350, 0.5)],
+)
+def test_a_mean_is_that_of_the_line_through_the_points(begin, end, mean):
+  assert curve_means.mean_between(CURVE, begin, end) == pytest.approx(mean)
+
+
+@pytest.mark.parametrize(("begin", "end"), [(99, 200), (200, 401), (300, 300), (400, None)])
+def test_nothing_is_extrapolated(begin, end):
+  with pytest.raises(ValueError, match="within 100 to 400"):
+    curve_means.mean_between(CURVE, begin, end)
+
+
+def test_a_return_is_reached_at_the_first_point():
+  assert [curve_means.reached(CURVE, level) for level in (-1, 0, 1)] == [100, 200, 200]
+  assert math.isnan(curve_means.reached(CURVE, 1.1))
+
+
+@pytest.mark.parametrize(
+  ("name", "begin", "reach", "difference", "lines"),
+  [
+    ("large_batch", 1000, None, ["clipped_lars512", "sgd512_lower"], [
+      "adam512, Catch: 0.782 ± 0.0195", "sgd512_lower, Catch: 0.577 ± 0.033",
+      "clipped_lars512 - sgd512_lower, Catch: 0.0856 ± 0.0346, 95% interval -0.0105 to 0.182",
+    ]),
+    ("backward", 600, None, ["", ""], ["sims8, CartPole: 44.5 ± 3.4"]),
+    ("actors", 0, 0.8, ["", ""], ["threads, Catch: 30,38"]),
+  ],
+)  # fmt: skip
+def test_numbers_of_the_documentation_follow_from_the_results(
+  name, begin, reach, difference, lines
+):
+  options = argparse.Namespace(begin=begin, end=None, reach=reach, difference=difference)
+  found = curve_means.report(json.loads((RESULTS / f"{name}.json").read_text()), options)
+  assert all(any(line.startswith(start) for line in found) for start in lines)
