@@ -1,11 +1,11 @@
 """Evaluates a run's newest checkpoint: python launch/evaluate.py RUN_DIR [--video FILE.gif]
 
 Plays full episodes with raw rewards, of at most the run's `evaluation.max_episode_steps`, with the
-best action or, with `--explore`, as in training. Prints mean, median, standard deviation and human-normalized score, and
-writes evaluation.json into the run folder, unless that has more episodes of the same checkpoint and
-step limit, or the run's own `evaluation.explore` is another one; the run may still be training.
-`--video` also writes the first episode as a GIF, with the agent's values, policy or, without
-exploration, search results beside each frame.
+best action or, with `--explore`, as in training. Prints mean, median, standard deviation and
+human-normalized score, and writes evaluation.json into the run folder, unless that has more
+episodes of the same checkpoint and step limit, or the run's own `evaluation.explore` is another
+one; the run may still be training. `--video` also writes the first episode as a GIF, with the
+agent's values, policy or, without exploration, search results beside each frame.
 
 Exit codes: 0 done; 1 no readable checkpoint, out of memory, or the result can't be written; 2 usage
 error; 130 stopped by Ctrl-C, without changing evaluation.json.

@@ -23,7 +23,7 @@ from speedyzero_jax.config.presets import (
   preset_titles,
   read_preset,
 )
-from speedyzero_jax.config.schema import AgentConfig, Config
+from speedyzero_jax.config.schema import AgentConfig, Config, EnvConfig
 from speedyzero_jax.config.yaml_files import named_in_errors, read_yaml
 
 DEFAULT_AGENT = "efficientzero"
@@ -118,7 +118,7 @@ def load(presets: Sequence[str] = (), overrides: Sequence[str] = ()) -> Config:
   agent = parse(AGENT_KEY, merged.get(AGENT_KEY, DEFAULT_AGENT), str)
   agent_module(agent)  # its errors do not concern a preset
   values: dict[str, Any] = {}
-  chosen = merged.get("env.game")
+  chosen = merged.get("env.game", EnvConfig.game)
   for path, game, leaves in read:
     with named_in_errors(path):
       parsed = _parsed(leaves, agent)  # also for other games, to report their errors

@@ -78,8 +78,8 @@ class ReplayConfig:
 
   capacity: int = opt(
     0,
-    "number of newest frames kept; 0: all, if episodes last four steps or more on average (EZ: "
-    "all)",
+    "number of newest frames kept; 0: all, if episodes last four steps or more on average and no "
+    "lane is far ahead of others, as when one of two actors is down (EZ: all)",
     "[0, 1e9]",
     divided="exactly",
   )
@@ -119,9 +119,6 @@ class OptimConfig:
     "(Clipped) LARS: minimum weight norm, times sqrt(outputs), of biases, norm parameters and "
     "kernels that start at zero; 0: their ratio is 1 (ours)",
     "[0, 1e9]",
-  )
-  trust_eps: float = opt(
-    0.0, "(Clipped) LARS: added to the trust ratio's denominator (ours, as optax: 0)", "[0, 1e9]"
   )
   clip_norm: float = opt(5.0, "maximum global gradient norm; 0: no clipping (EZ: 5)", "[0, 1e9]")
   warmup_steps: int = opt(1000, "learner steps of linear warm-up from 0 (EZ: 1,000)", "[0, 1e9]")

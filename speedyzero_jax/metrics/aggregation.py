@@ -70,7 +70,9 @@ class Counters:
 
 
 class RunningMeans:
-  """Means of each metric's newest 1,000 values, or `names.over_time`'s statistic. Thread-safe.
+  """Means of each metric's newest 1,000 values, or `names.over_time`'s statistic of all values.
+
+  Thread-safe.
 
   Values may be device arrays of one element; adding one starts its copy to the host.
   """
@@ -86,7 +88,10 @@ class RunningMeans:
         value.copy_to_host_async()
     with self._lock:
       for name, value in values.items():
-        self._values.setdefault(name, collections.deque(maxlen=_NEWEST)).append(value)
+        newest = self._values.setdefault(name, collections.deque(maxlen=_NEWEST))
+        if len(newest) == _NEWEST and (how := names.over_time(name)) in ("min", "max"):
+          newest[0] = _combine(how, [float(newest.popleft()), float(newest[0])])
+        newest.append(value)
 
   def take(self) -> dict[str, float]:
     """Returns one value per metric, from the values added since the last call.

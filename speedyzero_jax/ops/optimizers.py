@@ -106,7 +106,6 @@ def clipped_trust_ratio(
   trust_min: Any = 0.0,
   trust_max: Any = 1.0,
   weight_decay: Any = 0.0,
-  eps: Any = 0.0,
   floor: float = 0.0,
 ) -> optax.GradientTransformation:
   """Adds weight decay to gradients of kernels and scales them by clipped trust ratios.
@@ -114,7 +113,7 @@ def clipped_trust_ratio(
   Operates on packed matrices. The gradient `g` of a kernel, a leaf of rank 2 or more with weights
   `w`, becomes `ratio * (g + weight_decay * w)`, where
 
-    ratio = clip(trust_coefficient * |w| / (|g| + weight_decay * |w| + eps), trust_min, trust_max)
+    ratio = clip(trust_coefficient * |w| / (|g| + weight_decay * |w|), trust_min, trust_max)
 
   and `|.|` is the Euclidean norm over the whole leaf. If either norm is zero, the ratio is 1 before
   clipping. The ratio is proportional to the weight norm, so a leaf near zero would stay near zero.
@@ -137,7 +136,7 @@ def clipped_trust_ratio(
     w_norm = jnp.where(small, jnp.maximum(w_norm, least), w_norm)
     decay = jnp.where(layout.is_kernel, weight_decay, 0.0)
     zero = (g_norm == 0) | (w_norm == 0)
-    denominator = jnp.where(zero, 1.0, g_norm + decay * w_norm + eps)
+    denominator = jnp.where(zero, 1.0, g_norm + decay * w_norm)
     unclipped = jnp.where(zero, 1.0, trust_coefficient * w_norm / denominator)
     adapted = jnp.ones_like(small) if floor else ~small
     ratio = jnp.where(adapted, jnp.clip(unclipped, trust_min, trust_max), 1.0).astype(jnp.float32)
@@ -204,7 +203,7 @@ def _on_layout(config: OptimConfig, layout: Layout) -> optax.GradientTransformat
     clipped = config.name == "clipped_lars"
     bounds = (config.trust_min, config.trust_max) if clipped else (0.0, math.inf)
     ratio = clipped_trust_ratio(
-      layout, config.trust_coefficient, *bounds, decay, config.trust_eps, config.trust_floor
+      layout, config.trust_coefficient, *bounds, decay, config.trust_floor
     )
     steps = [ratio, optax.trace(config.momentum), rate]
   clip = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []

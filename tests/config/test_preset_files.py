@@ -93,6 +93,8 @@ def test_settings_of_a_game_apply_to_that_game_right_after_their_preset(tmp_path
   assert seen([p]) == (5, 0) and seen([p], "env.game=Pong") == (6, 3)
   assert seen([p, q], "env.game=Pong") == (6, 4)
   assert seen([p], "env.game=Pong", "learner.steps=9") == (9, 3)
+  (tmp_path / "p.yaml").write_text("games: {Breakout: {learner.steps: 8}}\n")
+  assert seen([p]) == (8, 0)  # of the default game
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,13 @@ def test_values_that_are_not_taken_do_not_pile_up():
   assert means.take()["losses/x"] == pytest.approx(np.mean(range(4000, 5000)))
 
 
+def test_extremes_are_over_all_values():
+  means = aggregation.RunningMeans()
+  for value in [5.0, -3.0, *([1.0] * 3000)]:
+    means.add({"a_max": Device(value), "a_min": value, "a_mean": value})
+  assert means.take() == {"a_max": 5.0, "a_min": -3.0, "a_mean": 1.0}
+
+
 class Slow(dict):
   """Lets other threads run between a read and the write that follows it."""
 

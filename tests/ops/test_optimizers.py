@@ -71,8 +71,8 @@ def _allclose(actual, expected, rtol=1e-6):
 
 
 def test_ratio_between_the_bounds():
-  # 0.5 * 5 / (10 + 0.2 * 5 + 1.5) = 0.2; decayed gradient [[0.6, 6], [8, 0.8]].
-  tx = scale_by_clipped_trust_ratio(trust_coefficient=0.5, weight_decay=0.2, eps=1.5)
+  # 0.44 * 5 / (10 + 0.2 * 5) = 0.2; decayed gradient [[0.6, 6], [8, 0.8]].
+  tx = scale_by_clipped_trust_ratio(trust_coefficient=0.44, weight_decay=0.2)
   updates, state = _step(tx, _grads(), _params())
   _allclose(updates, _grads() | {"kernel": [[0.12, 1.2], [1.6, 0.16]]})
   _allclose(optimizers.trust_ratios(state, _params()), {"kernel": 0.2})
@@ -183,10 +183,10 @@ def test_clipped_lars_is_sgd_where_all_ratios_are_clipped_at_one():
 def test_lars_with_and_without_bounds_and_floor_against_numpy(name, floor):
   """In float64: buffer <- momentum * buffer + ratio * (g + wd * w), w <- w - rate * buffer."""
   kernel, bias = np.array([[3.0, 1.0], [-2.0, 4.0]]), np.array([1.0, -2.0])
-  eta, wd, momentum, eps, low, high = 0.4, 0.1, 0.8, 0.3, 0.2, 0.7
+  eta, wd, momentum, low, high = 0.4, 0.1, 0.7, 0.2, 0.7
   config = _config(
     name, learning_rate=0.5, momentum=momentum, weight_decay=wd, trust_coefficient=eta,
-    trust_min=low, trust_max=high, trust_eps=eps, trust_floor=floor,
+    trust_min=low, trust_max=high, trust_floor=floor,
     warmup_steps=2, decay_steps=3, decay_rate=0.5,
   )  # fmt: skip
 
@@ -200,12 +200,12 @@ def test_lars_with_and_without_bounds_and_floor_against_numpy(name, floor):
   for i, rate in enumerate([0.0, 0.25, 0.5, 0.5, 0.5, 0.25, 0.25]):
     grads = _random_grads({"bias": bias, "kernel": kernel}, i)
     g, w_norm = np.float64(grads["kernel"]), np.linalg.norm(kernel)
-    ratio = eta * w_norm / (np.linalg.norm(g) + wd * w_norm + eps)
+    ratio = eta * w_norm / (np.linalg.norm(g) + wd * w_norm)
     ratios.append(bounded(ratio))
     kernel_buffer = momentum * kernel_buffer + ratios[-1] * (g + wd * kernel)
     g = np.float64(grads["bias"])
     least = max(np.linalg.norm(bias), floor * math.sqrt(2))
-    ratio = bounded(eta * least / (np.linalg.norm(g) + eps)) if floor else 1
+    ratio = bounded(eta * least / np.linalg.norm(g)) if floor else 1
     bias_buffer = momentum * bias_buffer + ratio * g
     kernel, bias = kernel - rate * kernel_buffer, bias - rate * bias_buffer
   _allclose(trained, {"bias": bias, "kernel": kernel}, rtol=1e-5)
