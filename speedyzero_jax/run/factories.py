@@ -33,8 +33,8 @@ def replay_capacity(config: Config, agent: Agent) -> int:
   """Slots per lane.
 
   If `replay.capacity` is 0, they suffice for the whole run if its episodes last at least four agent
-  steps (one slot per agent step and one more per episode), and all lanes are equally fast. Actors that compute gradients keep one
-  batch each, and their learner nothing.
+  steps (one slot per agent step and one more per episode), and all lanes are equally fast. Actors
+  that compute gradients keep one batch each, and their learner nothing.
   """
   if config.topology.gradients == "actors":
     windows = max(config.learner.batch_size // config.actor.lanes, 1)
