@@ -5,7 +5,7 @@ from speedyzero_jax.agents.efficientzero.config import EfficientZeroConfig as AG
 
 def make_agent(config, frame_shape, frame_dtype, actions):
   """See `agents.base.Agent`."""
-  from speedyzero_jax.agents.efficientzero.agent import EfficientZero  # imports jax
+  from speedyzero_jax.agents.efficientzero.agent import EfficientZero  # imports mctx
 
   return EfficientZero(config, frame_shape, frame_dtype, actions)
 
