@@ -246,15 +246,15 @@ class AlphaZero(Agent):
     self, replay: Replay, selection: Selection, learner_step: int
   ) -> tuple[Arrays, dict[str, float]]:
     store, lane = replay.store, selection.lane
-    present, time = replay.clamp(lane, selection.time)
+    _, time = replay.clamp(lane, selection.time)
     returns = td.n_step(store, lane, time, self.lookahead, discount=-1.0)
     known = returns.discount == 0  # truncated games have no outcome
     flat, share = store.flat(lane, time), np.float32(self._loss.search_value)
     batch = {
       "search_policy": take(store["search_policy"], flat),
       "value": (1 - share) * returns.reward + share * take(store["search_value"], flat),
-      "value_mask": (present & known).astype(np.float32),
-      "loss_mask": present.astype(np.float32),
+      "value_mask": known.astype(np.float32),
+      "loss_mask": np.ones(len(time), np.float32),
     }
     return batch, {}
 

@@ -148,13 +148,13 @@ class DQN(QAgent):
     self, replay: Replay, selection: Selection, learner_step: int
   ) -> tuple[Arrays, dict[str, float]]:
     store, lane = replay.store, selection.lane
-    present, time = replay.clamp(lane, selection.time)
+    _, time = replay.clamp(lane, selection.time)
     returns = self._returns(store, lane, time)
     batch = {
       # The slot that stands in for an evicted one may have no action.
       "action": np.maximum(take(store.action, store.flat(lane, time)), 0),
       "weight": self._weights(selection, learner_step),
-      "loss_mask": present[:, None].astype(np.float32),
+      "loss_mask": np.ones((len(time), 1), np.float32),
       **returns._asdict(),
     }
     return batch, {}

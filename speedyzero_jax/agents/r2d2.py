@@ -141,8 +141,8 @@ class R2D2(QAgent):
     self, replay: Replay, selection: Selection, learner_step: int
   ) -> tuple[Arrays, dict[str, float]]:
     store = replay.store
-    present, time = replay.clamp(selection.lane, selection.time)
-    # An evicted sequence is replaced by the lane's oldest slots and masked; there are enough.
+    # An evicted sequence is replaced by the lane's oldest slots; there are enough.
+    _, time = replay.clamp(selection.lane, selection.time)
     lane, times = selection.lane[:, None], time[:, None] + np.arange(self.window.after + 1)
     trained = times[:, self._trained]
     returns = self._returns(store, lane, trained)
@@ -150,7 +150,7 @@ class R2D2(QAgent):
     batch = {
       "action": np.maximum(action, 0),
       "weight": self._weights(selection, learner_step),
-      "loss_mask": ((action >= 0) & present[:, None]).astype(np.float32),
+      "loss_mask": (action >= 0).astype(np.float32),
       **returns._asdict(),
       **self._states(store, store.flat(lane, times)),
     }

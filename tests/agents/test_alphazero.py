@@ -17,7 +17,6 @@ from speedyzero_jax.envs.batched_env import make_env
 from speedyzero_jax.envs.rules import RULES
 from speedyzero_jax.replay.selector import Selection
 from speedyzero_jax.run import batch_pipeline
-from speedyzero_jax.types import Slots
 from trained import KEY, largest, linear
 
 RULES_3 = RULES["TicTacToe"]
@@ -213,21 +212,6 @@ def test_value_targets_are_outcomes_for_the_player_to_move_mixed_with_search_val
   np.testing.assert_array_equal(arrays["search_policy"], policies)
   counts = np.bincount(selection.time)[sorted(expected)]
   assert counts.min() > 0.4 * counts.mean() and counts.max() < 1.8 * counts.mean()  # uniform
-
-
-def test_evicted_samples_are_masked():
-  agent = agent_of()
-  replay = trained.make_replay(agent, 1, 20, 1)
-  slots = episodes.recorded(agent.schema, 0, games()[:2], np.random.default_rng(0))
-  replay.append(slots)
-  selection = replay.select(64)
-  more = episodes.recorded(agent.schema, 0, games()[:1], np.random.default_rng(0))
-  replay.append(Slots.of_lane(0, len(slots), more.columns))
-  arrays, _ = agent.assemble(replay, selection, 0)
-  tail = replay.tails[0]
-  np.testing.assert_array_equal(arrays["loss_mask"], selection.time >= tail)
-  np.testing.assert_array_equal(arrays["value_mask"], selection.time >= tail)
-  assert 0 < arrays["loss_mask"].sum() < 64
 
 
 # --- the loss

@@ -203,19 +203,6 @@ def test_masked_samples_have_no_gradient(changes):
   assert nothing.loss == 0 == largest(nothing.of_params)
 
 
-def test_evicted_samples_are_masked():
-  agent = _agent()
-  replay = trained.make_replay(agent, 1, 9, _STACK)
-  rng = np.random.default_rng(0)
-  whole = episodes.recorded(agent.schema, 0, episodes.every_end(3, rng), rng)
-  replay.append(whole.select(slice(9)))
-  selection = replay.select(32)
-  replay.append(whole.select(slice(9, 13)))
-  arrays, _ = agent.assemble(replay, selection, 0)
-  np.testing.assert_array_equal(arrays["loss_mask"][:, 0], selection.time >= 4)
-  assert 0 < arrays["loss_mask"].sum() < 32
-
-
 def test_the_target_network_is_copied_every_interval():
   """Uses an agent of one parameter, which every learner step changes by 1."""
 

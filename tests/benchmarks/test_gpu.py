@@ -23,7 +23,7 @@ def no_flags(monkeypatch):
 
 
 def take(folder, seconds=30.0, **steps):
-  return gpu.take(steps, folder, seconds / 60, time.monotonic() + seconds)
+  return gpu.take(steps, folder, seconds / 120, time.monotonic() + seconds)
 
 
 def test_results_are_not_made_again_and_failures_are(tmp_path):

@@ -3,7 +3,6 @@
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -13,20 +12,17 @@ import pytest
 
 import samples
 from fake_service import EACH, FakeService, connect, serving
+from ports import reserved_address
 from speedyzero_jax.cluster import grpc_client as client_module
 from speedyzero_jax.cluster import grpc_server, messages
 from speedyzero_jax.cluster.grpc_client import Refused, Unreachable
 
 
-def free_port() -> int:
-  with socket.create_server(("127.0.0.1", 0)) as probe:
-    return probe.getsockname()[1]
-
-
 def test_a_missing_server_is_unreachable_after_a_while():
   begin = time.monotonic()
   with (
-    connect(f"127.0.0.1:{free_port()}", patience=1.0) as client,
+    reserved_address() as address,
+    connect(address, patience=1.0) as client,
     pytest.raises(Unreachable, match=r"127.0.0.1:\d+ has not answered for 1 seconds"),
   ):
     client.call(EACH[messages.Join])
@@ -44,23 +40,22 @@ def test_a_wrong_token_is_not_retried():
   assert time.monotonic() - begin < 5
 
 
-def start_server(port: int, role: str = "serve") -> subprocess.Popen:
+def start_server(role: str, address: str = "127.0.0.1:0") -> tuple[subprocess.Popen, str]:
   """A process with a fake service, whose grants hold its process id as the learner step."""
   process = subprocess.Popen(
-    [sys.executable, __file__, role, str(port)], stdout=subprocess.PIPE, text=True,
+    [sys.executable, __file__, role, address], stdout=subprocess.PIPE, text=True,
     env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
   )  # fmt: skip
-  assert process.stdout is not None and process.stdout.readline() == "serving\n"
-  return process
+  assert process.stdout is not None
+  return process, process.stdout.readline().strip()
 
 
 def test_a_client_outlives_its_server():
   """The server is killed before it answers; another one on its port answers the same call."""
-  port = free_port()
-  first = start_server(port, "mute")
+  first, address = start_server("mute")
   second = None
   try:
-    with connect(f"127.0.0.1:{port}") as client:
+    with connect(address) as client:
       assert client.call(EACH[messages.Step]).weights == first.pid
       answers: list[messages.Block] = []
       thread = threading.Thread(target=lambda: answers.append(client.call(EACH[messages.Results])))
@@ -68,7 +63,7 @@ def test_a_client_outlives_its_server():
       assert first.stdout.readline() == "asked\n"
       first.kill()
       first.wait()
-      second = start_server(port)
+      second, _ = start_server("serve", address)
       thread.join(20)
       assert samples.leaves(*answers) == samples.leaves(EACH[messages.Block])
       assert client.call(EACH[messages.Step]).weights == second.pid
@@ -86,14 +81,14 @@ def test_a_busy_server_is_waited_for_and_one_that_hangs_is_noticed(monkeypatch):
   A process that is stopped, not killed, keeps its connection open: only missing answers to pings
   reveal it.
   """
-  monkeypatch.setattr(grpc_server, "KEEPALIVE_SECONDS", 0.4)
-  process = start_server(port := free_port(), "busy")
+  monkeypatch.setattr(grpc_server, "KEEPALIVE_SECONDS", 1.0)
+  process, address = start_server("busy")
   try:
-    with connect(f"127.0.0.1:{port}", patience=0.1) as client:
+    with connect(address, patience=0.1) as client:
       client.call(EACH[messages.Join])
       begin = time.monotonic()
       client.call(EACH[messages.Results])
-      assert time.monotonic() - begin > 1.5
+      assert time.monotonic() - begin > 2.5
       process.send_signal(signal.SIGSTOP)
       os.waitid(os.P_PID, process.pid, os.WSTOPPED)  # until all its threads have stopped
       begin = time.monotonic()
@@ -106,7 +101,7 @@ def test_a_busy_server_is_waited_for_and_one_that_hangs_is_noticed(monkeypatch):
     process.stdout.close()
 
 
-def main(role: str, port: str) -> None:
+def main(role: str, address: str) -> None:
   """Entry point of the other processes of these tests."""
   service = FakeService()
   service.answers["step"] = EACH[messages.Grant]._replace(weights=os.getpid())
@@ -114,9 +109,9 @@ def main(role: str, port: str) -> None:
     service.answers["work"] = lambda _: print("asked", flush=True) or threading.Event().wait()
   if role == "busy":
     hold_the_lock = ctypes.PyDLL(None).sleep
-    service.answers["work"] = lambda _: hold_the_lock(2) or EACH[messages.Block]
-  with serving(service, f"127.0.0.1:{port}"):
-    print("serving", flush=True)
+    service.answers["work"] = lambda _: hold_the_lock(3) or EACH[messages.Block]
+  with serving(service, address) as served:
+    print(served, flush=True)
     threading.Event().wait()
 
 

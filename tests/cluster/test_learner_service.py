@@ -13,6 +13,7 @@ from speedyzero_jax.agents.refresh import REFRESHER
 from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.grpc_server import RunFinished
 from speedyzero_jax.cluster.messages import Helper
+from supervised import wait_for
 
 
 def test_unknown_numbers_are_refused_and_not_waited_for(make_unit):
@@ -62,7 +63,7 @@ def test_all_helpers_hear_the_end_and_are_waited_for(make_unit):
   granted, before = unit.step(), unit.limiter.env_steps
   ended = threading.Thread(target=unit.service.finish, args=(30,), daemon=True)
   ended.start()
-  ended.join(0.05)
+  wait_for(lambda: unit.roster.over)
   slots, _ = unit.play(unit.player(), granted)
   for call in (lambda: unit.step(slots, 1), lambda: unit.step(actor=1), unit.work):
     assert ended.is_alive()

@@ -93,13 +93,21 @@ class Run:
     return {}
 
   def kill(self, name, number=signal.SIGKILL):
-    """Sends a child a signal that ends it at once, and waits for its restart."""
+    """Sends a child a signal that ends it at once, and waits for its restart.
+
+    Meanwhile learner 0 is stopped, lest the run end before.
+    """
     wait_for(lambda: self.children()[name]["pid"], 60, f"{name} does not run")
-    child = self.children()[name]
+    child, learner = self.children()[name], self.children()["learner-0"]["pid"]
+    stop = not name.startswith("learner")
+    if stop:
+      os.kill(learner, signal.SIGSTOP)
     os.kill(child["pid"], number)
     wait_for(
       lambda: self.children()[name]["restarts"] > child["restarts"], 60, f"{name} stays dead"
     )
+    if stop:
+      os.kill(learner, signal.SIGCONT)
 
   def end(self, code, seconds=400):
     """Waits for the end; returns the output."""
@@ -180,13 +188,16 @@ def test_a_killed_learner_and_actor_lose_and_repeat_nothing(tmp_path):
   assert audit(folder, 2) == ENV_STEPS
 
 
-def test_a_learner_that_is_stopped_stops_all_at_the_same_step(tmp_path):
+@pytest.mark.parametrize(
+  ("child", "number", "code"), [("learner-1", signal.SIGTERM, 143), (None, signal.SIGINT, 130)]
+)
+def test_a_stopped_learner_or_launcher_stops_all_at_the_same_step(tmp_path, child, number, code):
   folder = tmp_path / "run"
   new = [*QUICK, "learner.steps=2000", "run.env_steps=6000", f"run.dir={folder}"]
   with Run(folder, *new, "--processes", "learner=2,actor=1") as run:
     run.learn(5)
-    os.kill(run.children()["learner-1"]["pid"], signal.SIGTERM)
-    output = run.end(143, 120)
+    os.kill(run.children()[child]["pid"] if child else run.process.pid, number)
+    output = run.end(code, 120)
   step = newest(folder)
   assert step == newest(folder / "units/1") and 5 <= step < 2000
   assert set(re.findall(r"stopped and saved at learner step (\d+)", output)) == {str(step)}

@@ -1,8 +1,8 @@
 """Tests of the rendezvous with real processes: shared devices, death and return of a process."""
 
+import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +12,7 @@ import jax
 import pytest
 from jax.errors import JaxRuntimeError
 
+from ports import reserved_address
 from speedyzero_jax.cluster.rendezvous import Place, Rendezvous, RendezvousError, detect
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +42,7 @@ if number < 2:
 else:
   print("alone", float(jax.numpy.ones(2).sum()), rendezvous.count("came"), flush=True)
   rendezvous.publish(f"turn/{rendezvous.count('turn')}", "")
-  sys.stdin.read()
+sys.stdin.read()
 rendezvous.leave()
 os._exit(0)
 """
@@ -52,6 +53,7 @@ def start(address, number, cache):
     "JAX_COMPILATION_CACHE_DIR": str(cache),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_NUM_CPU_DEVICES": "2",
+    "JAX_COORDINATOR_BIND_ADDRESS": address,
     "JAX_PLATFORMS": "cpu",
     "TF_CPP_MIN_LOG_LEVEL": "3",
   }
@@ -69,11 +71,10 @@ def value(process, word):
 
 
 def test_learners_share_devices_and_another_dies_and_comes_back(tmp_path):
-  with socket.socket() as probe:
-    probe.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{probe.getsockname()[1]}"
-  members = [start(address, number, tmp_path) for number in range(3)]
-  try:
+  with contextlib.ExitStack() as stack:
+    address, members = stack.enter_context(reserved_address()), []
+    stack.callback(lambda: [process.kill() or process.wait() for process in members])
+    members += [start(address, number, tmp_path) for number in range(3)]
     helper = members[2]
     assert value(helper, "devices") == [2, 2]
     assert value(helper, "alone") == [2, 0]
@@ -87,12 +88,10 @@ def test_learners_share_devices_and_another_dies_and_comes_back(tmp_path):
     for learner in members[:2]:
       assert value(learner, "sum") == [10]
       assert value(learner, "cached") == [1]  # each learner's programs, not only the first one's
-    members[3].stdin.close()
-    assert [process.wait(60) for process in (members[0], members[1], members[3])] == [0, 0, 0]
-  finally:
-    for process in members:
-      process.kill()
-      process.wait()
+    rest = members[0], members[1], members[3]
+    for process in rest:
+      process.stdin.close()
+    assert [process.wait(60) for process in rest] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -114,6 +113,13 @@ def test_a_process_finds_its_place_in_a_cluster_of_slurm(monkeypatch):
     monkeypatch.setenv(f"SLURM_{name}", value)
   monkeypatch.setenv("JAX_COORDINATOR_PORT", "1234")
   assert detect() == Place("g1:1234", 4, 2)
+  monkeypatch.setenv("SLURM_PROCID", "two")
+  with pytest.raises(
+    RendezvousError, match=r"SlurmCluster was detected but can't be used: Val.*two"
+  ):
+    detect()
+  monkeypatch.setenv("SLURM_NTASKS", "1")
+  assert detect() is None
 
 
 def test_a_process_uses_the_devices_given_to_it():

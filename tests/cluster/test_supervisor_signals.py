@@ -87,7 +87,7 @@ def test_a_signal_while_waiting_for_others_kills(run, learner, code):
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
       assert one.process.poll() is None
       one.process.send_signal(number)
-      time.sleep(0.5)
+      time.sleep(0.8)
   else:
     wait_for(lambda: one.child("learner-0")["pid"] is None)
     one.process.send_signal(signal.SIGTERM)

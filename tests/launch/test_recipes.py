@@ -132,7 +132,7 @@ def test_sbatch_saves_and_is_requeued_before_its_time_limit(cluster, number, req
   process = cluster.start_sbatch(WAIT=str(cluster.waiting))
   assert wait_until(lambda: cluster.waiting.exists() and cluster.waiting.read_text(), process)
   process.send_signal(number)
-  process.communicate(timeout=20)
+  process.communicate(timeout=60)
   assert process.returncode == 143
   assert cluster.noted("cancelled") == ["--signal=TERM 5000"]  # the steps, not this script
   assert cluster.noted("scontrolled") == (["requeue 5000"] if requeued else [])
@@ -169,7 +169,7 @@ def test_a_manifest_starts_the_roles_that_it_promises(manifest, cluster):
   for name, job in jobs(manifest).items():
     assert job["completionMode"] == "Indexed" and job["completions"] == job["parallelism"]
     for index in range(job["completions"]):
-      assert cluster.pod(manifest, name, index, HELPER_CODE="2").wait(10) in (0, 2)
+      assert cluster.pod(manifest, name, index, HELPER_CODE="2").wait(60) in (0, 2)
     roles = [name] * job["completions"]
     if name == "sz":
       counts = pod_variables(manifest, name)
@@ -189,7 +189,7 @@ each_helper = pytest.mark.parametrize(("manifest", "role", "index"), HELPERS, id
 @each_helper
 @pytest.mark.parametrize("code", [1, 2])
 def test_a_pod_gives_up_a_helper_that_cannot_start(manifest, role, index, code, cluster):
-  assert cluster.pod(manifest, role, index, HELPER_CODE=str(code)).wait(20) == 2
+  assert cluster.pod(manifest, role, index, HELPER_CODE=str(code)).wait(60) == 2
   assert cluster.noted("slept") == (["5", "10", "20", "40"] if code == 1 else [])
   assert len(cluster.calls()) == 1 + len(cluster.noted("slept"))
 
@@ -199,7 +199,7 @@ def test_a_pod_forgets_deaths_after_a_long_life(manifest, role, index, cluster):
   pod = cluster.pod(manifest, role, index, minimum_life=0, HELPER_CODE="134")
   assert wait_until(lambda: len(cluster.noted("slept")) >= 6, pod)
   pod.terminate()
-  assert pod.wait(10) == -signal.SIGTERM
+  assert pod.wait(60) == -signal.SIGTERM
   assert set(cluster.noted("slept")) == {"5"}
 
 
@@ -211,7 +211,7 @@ def test_a_pod_waits_for_the_coordinator_and_ends_at_once_by_sigterm(
   assert wait_until(cluster.calls, pod)
   assert cluster.noted("slept") == ["5"] * 7
   pod.terminate()
-  assert pod.wait(10) == -signal.SIGTERM
+  assert pod.wait(60) == -signal.SIGTERM
   cluster.waiting.touch()  # a container's other processes end with it
 
 

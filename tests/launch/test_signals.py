@@ -10,7 +10,7 @@ import pytest
 
 from launch import multihost
 from launched import NEW, ROOT, newest, python, wait_until
-from speedyzero_jax.run import factories
+from speedyzero_jax.run import factories, steps
 from speedyzero_jax.run.checkpoint import Checkpoints
 from speedyzero_jax.run.collector import Collector
 
@@ -18,6 +18,19 @@ MOMENTS = {
   "folder": (multihost, "check_possible"), "building": (factories, "make_replay"),
   "collecting": (Collector, "collect"),
 }  # fmt: skip
+
+
+def test_a_stop_during_the_last_evaluation(tmp_path, monkeypatch, capsys):
+  folder, evaluate = tmp_path / "run", steps.evaluate_now
+
+  def stopped(experiment):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return evaluate(experiment)
+
+  monkeypatch.setattr(steps, "evaluate_now", stopped)
+  assert multihost.main([*NEW, "learner.steps=4", f"run.dir={folder}"]) == 143
+  assert f"repeat it with launch/evaluate.py {folder}" in capsys.readouterr().out
+  assert newest(folder) == 4 and not (folder / "evaluation.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,22 @@
 """Tests of a population of real runs whose controller is interrupted and killed."""
 
+import contextlib
 import json
 import os
+import shutil
 import signal
+from pathlib import Path
 
+import pytest
 import yaml
 
 import tiny
 from launch import population
 from launched import ROOT, finish, newest, start, wait_until
+from speedyzero_jax.config import loader
 from speedyzero_jax.population import trainer
+from speedyzero_jax.population.config import Population
+from speedyzero_jax.population.selection import Knob
 from speedyzero_jax.run import run_dir
 
 SETTINGS = (
@@ -69,8 +76,53 @@ def test_wrong_use_writes_nothing(tmp_path, capsys):
   assert not (tmp_path / "x").exists()
 
 
-def test_an_unfinished_copy_is_none(tmp_path):
-  assert trainer._copied(tmp_path) is None
-  for text, copied in (("", None), ("3", 3)):
-    (tmp_path / "copied.json").write_text(text)
-    assert trainer._copied(tmp_path) == copied
+class Killed(BaseException):
+  pass
+
+
+@pytest.mark.parametrize("lives", range(10))
+def test_a_copy_that_is_cut_short_anywhere_is_completed(tmp_path, monkeypatch, lives):
+  """The controller is killed before or in the middle of one of its nine changes of files."""
+  config, left = loader.load(["quickstart"], SETTINGS), [lives]
+  for name in ("m0", "m1"):
+    checkpoint = tmp_path / name / "checkpoints" / "9"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.write_text(name)
+    own = loader.override(config, [f"run.dir={tmp_path / name}"])
+    (tmp_path / name / "config.yaml").write_text(loader.to_yaml(own))
+  knob = Knob("optim.learning_rate", 1e-3, 1e-1, True)
+  description = Population(("quickstart",), SETTINGS, (knob,))
+  members = trainer.RunTrainer(description, tmp_path, None, print)
+
+  def mortal(owner, name, killed=lambda *args: None):
+    call = getattr(owner, name)
+
+    def limited(*args, **kwargs):
+      left[0] -= 1
+      if left[0] < 0:
+        killed(*args)
+        raise Killed
+      return call(*args, **kwargs)
+
+    patches.setattr(owner, name, limited)
+
+  def copy():
+    members.copy(1, 0, {"optim.learning_rate": 0.02}, 3)
+
+  write = Path.write_text
+  with monkeypatch.context() as patches:
+    mortal(shutil, "rmtree")
+    mortal(shutil, "copytree")  # called for every folder
+    mortal(Path, "rename")
+    mortal(Path, "write_text", lambda path, text: write(path, text[: len(text) // 2]))
+    with contextlib.nullcontext() if lives == 9 else pytest.raises(Killed):
+      copy()
+  copy()
+  copied = run_dir.read_config(tmp_path / "m1")
+  assert (copied.optim.learning_rate, copied.run.dir) == (0.02, str(tmp_path / "m1"))
+  assert (tmp_path / "m1/checkpoints/9").read_text() == "m0"
+  assert (tmp_path / "m0/checkpoints/9").read_text() == "m0"
+  assert {path.name for path in tmp_path.iterdir()} == {"m0", "m1"}
+  (tmp_path / "m1/checkpoints/10").touch()  # it is trained, and the decision repeated
+  copy()
+  assert (tmp_path / "m1/checkpoints/10").exists()

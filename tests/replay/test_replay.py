@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from test_storage import SEEDS, bad
 
 import reference
-from speedyzero_jax.replay.selector import Selection
 from speedyzero_jax.replay.storage import NEVER
 from speedyzero_jax.types import Slots
 from tiny_replay import (
@@ -198,18 +197,6 @@ def test_an_empty_replay_is_not_ready():
   assert replay.oldest_step("value_step") == NEVER
   with pytest.raises(ValueError, match="empty"):
     replay.next_block("refresh", 32)
-
-
-def test_samples_evicted_before_their_batch_is_made_are_masked():
-  replay, stream = make_replay(12), reference.Stream(LANES, 0, end_probability=0.0)
-  replay.append(stream.play(0, 12))
-  drawn = Selection(np.zeros(2, np.int32), np.array([1, 5]), np.full(2, 0.1))
-  replay.append(stream.play(0, 3))
-  batch, _ = make_agent().assemble(replay, drawn, 0)
-  masks = [x for name, x in batch.items() if name.endswith("_mask")]
-  assert len(masks) == 4
-  for mask in masks:
-    assert not mask[0].any() and mask[1].all()
 
 
 def test_truncate_makes_an_abandoned_episode_usable():

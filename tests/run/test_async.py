@@ -14,7 +14,7 @@ from speedyzero_jax.metrics import names
 from speedyzero_jax.run import loops, snapshot, steps
 from speedyzero_jax.run.checkpoint import Checkpoints
 from speedyzero_jax.run.rate_limiter import RateLimiter
-from speedyzero_jax.workers.weights import DivergedError
+from speedyzero_jax.workers.weights import ACTOR, DivergedError
 from whole_runs import assert_same, everything, finish, interrupt_at, quick, rows_of, stopped
 
 ASYNC = "run.mode=async"
@@ -106,16 +106,20 @@ def test_sweeps_go_on_when_no_batch_is_ready_any_more_and_have_keys_of_their_own
 
 
 def test_the_bound_on_policy_lag_holds_with_a_slow_actor(tmp_path):
+  """The actor takes its weights, and acts when the learner has to wait."""
+
   def lag(folder, *overrides):
     many = ASYNC, "learner.steps=80", "actor.weights_interval=2", *overrides
     with quick(folder, *many) as experiment:
-      local, step = experiment.collector.local, experiment.collector.local.step
+      limiter, latest = experiment.limiter, experiment.weights.latest
 
-      def slow(*args, **kwargs):
-        time.sleep(0.1 if experiment.limiter.learner_steps else 0)
-        return step(*args, **kwargs)
+      def slow(subscriber):
+        version = latest(subscriber)
+        if subscriber == ACTOR:
+          limiter.wait_for(lambda: limiter.lag_exceeded or not limiter.may_learn(), 5)
+        return version
 
-      local.step = slow
+      experiment.weights.latest = slow
       assert finish(experiment) is True
     return max(row.get(names.POLICY_LAG_MAX, 0) for row in rows_of(folder))
 
@@ -259,7 +263,8 @@ def test_a_unit_without_data_repeats_its_last_batch_to_stop_together(monkeypatch
   roles = loops._AsyncLoops(experiment)
   thread = threading.Thread(target=roles._guard, args=(roles._draw,))
   thread.start()
-  time.sleep(0.2)
+  limiter.wait_for(lambda: experiment.batches, 10)
+  time.sleep(0.1)
   assert list(experiment.batches) == ["batch"]
   limiter.stop_pacing()
   limiter.wait_for(lambda: len(experiment.batches) == 2, 10)

@@ -226,7 +226,7 @@ def test_why_nothing_is_granted():
 def test_a_grant_or_its_end_wakes_the_waiting(event):
   limiter = RateLimiter(make(env_steps=20, random_steps=2, steps=9, lanes=2))
   assert limiter.reserve(20 if event in ("release", "collected") else 7, 0.0, never)
-  seconds = 0.05 if event == "time" else 20.0
+  seconds = 0.5 if event == "time" else 20.0
   thread, got = start(lambda: limiter.reserve(3, seconds, never))
   expected, change = {
     "release": (3, lambda: limiter.add_env_steps(0, reserved=18)),

@@ -15,7 +15,7 @@ from speedyzero_jax.run import topology
 ROOT = Path(__file__).resolve().parents[2]
 SBATCH = ROOT / "launch/slurm/train.sbatch"
 
-# A process of the run: records its arguments and exits with CODE_id, LEARNER_CODE or HELPER_CODE.
+# A process of the run: records its arguments and exits with CODE_id, or a helper with HELPER_CODE.
 # WAIT: the learner waits for SIGTERM, and helpers wait for the file that it creates. TOGETHER: the
 # learner waits until that number of processes has started. AFTER_id: waits until that process ends.
 PYTHON = f"""#!{sys.executable} -IS
@@ -37,7 +37,7 @@ if learner and "WAIT" in env:
     sys.exit(143)
   signal.signal(signal.SIGTERM, end)
   open(env["WAIT"], "w").write(str(os.getpid()))
-  time.sleep(30)
+  time.sleep(120)
 if learner and "TOGETHER" in env:
   wanted = env["TOGETHER"] or argv[argv.index("--num-processes") + 1]
   until(lambda: len(lines("CALLS")) >= int(wanted))
@@ -47,7 +47,7 @@ if "AFTER_" + me in env:
   until(lambda: env["AFTER_" + me] in lines("ENDED"))
 with open(env["ENDED"], "a") as file:
   file.write(me + chr(10))
-code = int(env.get("CODE_" + me, env.get("LEARNER_CODE" if learner else "HELPER_CODE", "0")))
+code = int(env.get("CODE_" + me, "0" if learner else env.get("HELPER_CODE", "0")))
 if code < 0:
   os.kill(os.getpid(), -code)
 sys.exit(code)
@@ -157,7 +157,7 @@ class Cluster:
   def sbatch(self, *arguments, **options):
     """Runs the batch script and returns its exit code."""
     process = self.start_sbatch(*arguments, **options)
-    process.communicate(timeout=20)
+    process.communicate(timeout=60)
     return process.returncode
 
 

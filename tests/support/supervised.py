@@ -65,7 +65,9 @@ def ready():
 SLEEP = "ready(); time.sleep(100)"
 SAVE = f"on_stop(save); {SLEEP}"
 STUBBORN = f"on_stop(signal.SIG_IGN); {SLEEP}"
-STOP = f"signal.signal(signal.SIGTERM, lambda *_: (print('got it'), sys.exit())); {SLEEP}"
+STOP = (
+  f"signal.signal(signal.SIGTERM, lambda *_: (print('got it', flush=True), sys.exit())); {SLEEP}"
+)
 COUNTED = """
 n = len(list(Path().glob("was-*")))
 touch(f"was-{n}")

@@ -1,6 +1,7 @@
 """Tests of Orbax: concurrent, separate checkpoints of processes in one jax.distributed cluster."""
 
-import socket
+import contextlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 from orbax.checkpoint._src.multihost import multihost
 
+from ports import reserved_address
 from speedyzero_jax.system import orbax_compat
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,22 +38,19 @@ sys.stdin.readline()  # leave together: neither may end while the other works
 
 
 def test_processes_write_at_the_same_time(tmp_path):
-  with socket.socket() as free:
-    free.bind(("localhost", 0))
-    address = f"localhost:{free.getsockname()[1]}"
-  command = [sys.executable, "-W", "ignore", "-c", _PROCESS, ROOT, tmp_path, address]
-  pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-  processes = [subprocess.Popen([*command, str(number)], **pipes) for number in range(2)]
-  try:
+  processes = []
+  with contextlib.ExitStack() as stack:
+    address = stack.enter_context(reserved_address())
+    stack.callback(lambda: [process.kill() or process.communicate() for process in processes])
+    command = [sys.executable, "-W", "ignore", "-c", _PROCESS, ROOT, tmp_path, address]
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    options["env"] = os.environ | {"JAX_COORDINATOR_BIND_ADDRESS": address}
+    processes += [subprocess.Popen([*command, str(number)], **options) for number in range(2)]
     assert [process.stdout.readline() for process in processes] == ["done\n"] * 2
     for process in processes:
       process.stdin.write("\n")
       process.stdin.flush()
     assert [process.wait(60) for process in processes] == [0, 0]
-  finally:
-    for process in processes:
-      process.kill()
-      process.communicate()
 
 
 def test_orbax_is_as_before_afterwards(tmp_path):

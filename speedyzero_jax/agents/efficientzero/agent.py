@@ -204,11 +204,8 @@ class EfficientZero(Agent):
     self, replay: Replay, selection: Selection, learner_step: int
   ) -> tuple[Arrays, dict[str, float]]:
     store, lane = replay.store, selection.lane
-    present, time = replay.clamp(lane, selection.time)
+    _, time = replay.clamp(lane, selection.time)
     arrays = targets.compute_targets(store, lane, time, self._config, learner_step)._asdict()
-    for name in arrays:  # evicted samples have no weight
-      if name.endswith("_mask") and not present.all():
-        arrays[name] = arrays[name] * present.reshape(-1, 1).astype(np.float32)
     states = targets.unrolled_times(store, lane, time, self._agent_config.loss.unroll_steps)
     real = time[:, None] + np.arange(states.shape[1]) == states
     flat = store.flat(lane[:, None], states)

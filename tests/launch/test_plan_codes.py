@@ -1,0 +1,28 @@
+"""Tests of the exit codes of launch/plan.py, with plans that are made up."""
+
+import pytest
+
+from launch import plan as launcher
+from speedyzero_jax.plan import plan
+
+
+@pytest.mark.parametrize(
+  ("available", "only", "code"), [(7, (), 0), (6, (), 3), (6, ("--only", "act"), 0)]
+)
+def test_a_plan_that_does_not_fit_has_a_code_of_its_own(monkeypatch, capsys, available, only, code):
+  acting = {"interval": 2.0, "wait": 1.0}
+  made = plan.Plan([], {"weights": 4, "replay": 3}, available, {"total": 1.0}, acting)
+  monkeypatch.setattr(plan, "make_plan", lambda *_, **__: made)
+  monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+  assert launcher.main(["--config", "quickstart", *only]) == code
+  assert "weights" in capsys.readouterr().out
+
+
+def test_a_machine_that_cannot_plan_is_a_failure(monkeypatch, capsys):
+  def without_compiler(*_, **__):
+    raise RuntimeError("run make gpu-plan first")
+
+  monkeypatch.setattr(plan, "make_plan", without_compiler)
+  monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+  assert launcher.main(["--config", "quickstart"]) == 1
+  assert capsys.readouterr().err == "error: run make gpu-plan first\n"
