@@ -1,4 +1,4 @@
-"""Tests of means of learning curves, and that those in docs/studies.md follow from the results."""
+"""Tests of means of learning curves, by hand and of the results that docs/studies.md cites."""
 
 import argparse
 import json
@@ -43,9 +43,7 @@ def test_a_return_is_reached_at_the_first_point():
     ("actors", 0, 0.8, ["", ""], ["threads, Catch: 30,38"]),
   ],
 )  # fmt: skip
-def test_numbers_of_the_documentation_follow_from_the_results(
-  name, begin, reach, difference, lines
-):
+def test_numbers_of_committed_results(name, begin, reach, difference, lines):
   options = argparse.Namespace(begin=begin, end=None, reach=reach, difference=difference)
   found = curve_means.report(json.loads((RESULTS / f"{name}.json").read_text()), options)
   assert all(any(line.startswith(start) for line in found) for start in lines)

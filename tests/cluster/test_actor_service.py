@@ -34,15 +34,6 @@ def test_a_new_incarnation_continues_after_what_was_acknowledged(make_unit):
   assert unit.replay.heads.tolist() == [0, 0, 2, 2, 2]
 
 
-def test_calls_of_older_incarnations_are_refused(make_unit):
-  unit = make_unit("actor.lanes=2")
-  unit.join(0, 0)
-  slots, _ = unit.play(unit.player(), unit.step())
-  unit.join(0, 1)
-  for call in (lambda: unit.join(0, 0), lambda: unit.step(slots, 1)):
-    unit.refuses(call, "actor 0 has incarnation 1 now, this is 0")
-
-
 def test_experience_of_other_lanes_or_without_a_grant_is_refused(make_unit):
   unit = make_unit("actor.lanes=4", actors=2)
   unit.join(0), unit.join(1)

@@ -50,14 +50,6 @@ def test_wrong_use_is_reported_in_one_line(tmp_path, monkeypatch, capsys, argume
   assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.skipif(len(jax.local_devices()) == 1, reason="one device shares any batch")
-def test_a_batch_that_the_devices_cannot_share_is_wrong_use(tmp_path, monkeypatch, capsys):
-  monkeypatch.chdir(tmp_path)
-  assert multihost.main([*NEW, "learner.devices=0", "learner.batch_size=7"]) == 2
-  assert "learner.batch_size: must be a multiple of the" in capsys.readouterr().err
-  assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
   ("where", "error", "message"),
   [

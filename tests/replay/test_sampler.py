@@ -216,16 +216,3 @@ def test_the_mean_importance_weight_does_not_depend_on_the_batch_size(beta):
   }
   np.testing.assert_allclose(means[2048], means[256], rtol=0.1)
   assert weights_of(tree.sample(600, rng)[1], beta).max() == 1  # the last group is smaller
-
-
-def test_importance_weights_undo_the_sampling_bias():
-  rng = np.random.default_rng(0)
-  priority, x = rng.random(60) ** 2 + 0.01, rng.normal(size=60)
-  tree = SumTree(60)
-  tree.set(np.arange(60), priority)
-  weighted = [
-    (x[leaf], weights_of(probability, 1.0))
-    for leaf, probability in (tree.sample(256, rng) for _ in range(2000))
-  ]
-  total = sum((w * v).sum() for v, w in weighted)
-  np.testing.assert_allclose(total / sum(w.sum() for _, w in weighted), x.mean(), atol=0.01)

@@ -371,8 +371,3 @@ def test_the_state_is_laid_out_as_promised():
     assert [shard.data.shape[0] for shard in ours.addressable_shards] == [_B // 2] * 2
     np.testing.assert_array_equal(ours, batch[name])
   assert learner.mesh.axis_names == (AXIS,)
-
-
-def test_a_batch_that_cannot_be_shared_equally_is_refused():
-  with pytest.raises(ValueError, match=r"learner.batch_size=8 .*3 devices"):
-    _learner(3)

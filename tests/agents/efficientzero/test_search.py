@@ -288,19 +288,6 @@ def test_equals_are_ordered_at_random_when_exploring_and_by_index_when_not():
   assert (quiet.action == 0).all()
 
 
-@pytest.mark.parametrize("case", [GUMBEL, PUCT], ids=_name)
-def test_a_root_is_searched_the_same_in_any_company(case: Case):
-  tables, codes, key = Tables.random(11, case.actions), _codes(11), jax.random.key(0)
-  search = _searcher(case)
-  found = search(tables, _root(tables, codes), key, explore=False)
-  for place in range(_ROOTS):
-    others = _codes(100 + place)
-    others[place] = codes[0]
-    moved = search(tables, _root(tables, others), key, explore=False)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(moved), strict=True):
-      np.testing.assert_allclose(a[0], b[place], rtol=1e-5)
-
-
 def test_chain_recovers_its_rewards_across_resets():
   # One action, so the tree is a chain, and simulation k reaches depth k. The model sums rewards in
   # its carry and has no resets; values are zero.
