@@ -4,9 +4,10 @@
 
 The file is that of `launch/suite.py --out` or `launch/report.py --json`. The number of a run is the
 mean of its training return, linear between the points of the file, over the agent steps from
-`--begin` to `--end` or its last point; with `--reach RETURN` the agent steps of the first point of
-at least RETURN. Prints the mean over seeds and its standard error, and with `--difference A B` the
-mean of A - B over common seeds and its 95% interval (Student's t).
+`--begin` (default: the first that all runs have) to `--end` or its last point; with
+`--reach RETURN` it is the agent steps of the first point of at least RETURN. Prints the mean over
+seeds and its standard error, and with `--difference A B` the mean of A - B over common seeds and
+its 95% interval (Student's t).
 """
 
 import argparse
@@ -55,11 +56,20 @@ def estimate(values: list[float]) -> tuple[float, float, float]:
 def report(content: dict[str, Any], options: argparse.Namespace) -> list[str]:
   """Lines of text on every variant and game of a study's JSON."""
   numbers: dict[tuple[str, str], dict[int, float]] = collections.defaultdict(dict)
-  for run in content["runs"]:
-    curve, key = curve_of(content, run), (variant_of(run), run["game"])
-    reach, begin, end = options.reach, options.begin, options.end
-    number = mean_between(curve, begin, end) if reach is None else reached(curve, reach)
-    numbers[key][run["seed"]] = number
+  curves = [(run, curve_of(content, run)) for run in content["runs"] if len(run["curve"])]
+  begin = options.begin
+  if begin is None:
+    begin = max(float(x[0]) for _, (x, _) in curves)
+  for run, curve in curves:
+    try:
+      number = (
+        mean_between(curve, begin, options.end)
+        if options.reach is None
+        else reached(curve, options.reach)
+      )
+    except ValueError as error:
+      raise ValueError(f"{run['path']}: {error}") from None
+    numbers[variant_of(run), run["game"]][run["seed"]] = number
   lines = []
   for (variant, game), seeds in numbers.items():
     mean, error, _ = estimate(list(seeds.values()))
@@ -71,7 +81,9 @@ def report(content: dict[str, Any], options: argparse.Namespace) -> list[str]:
     raise ValueError(f"no variant {', '.join(sorted(unknown))}")
   for game in [game for variant, game in numbers if variant == first]:
     a, b = numbers[first, game], numbers[second, game]
-    mean, error, half = estimate([a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())])
+    if not (seeds := sorted(a.keys() & b.keys())):
+      raise ValueError(f"{first} and {second} have no common seed of {game}")
+    mean, error, half = estimate([a[seed] - b[seed] for seed in seeds])
     interval = f"95% interval {_text(mean - half)} to {_text(mean + half)}"
     lines.append(f"{first} - {second}, {game}: {_text(mean)} ± {_text(error)}, {interval}")
   return lines
@@ -87,7 +99,7 @@ def main() -> None:
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   parser.add_argument("file", type=Path, help="JSON file of a study")
-  parser.add_argument("--begin", type=float, default=0, help="first agent step of the mean")
+  parser.add_argument("--begin", type=float, help="first agent step of the mean")
   parser.add_argument("--end", type=float, help="last agent step of the mean")
   parser.add_argument("--reach", type=float, metavar="RETURN", help="print agent steps to RETURN")
   parser.add_argument(
@@ -98,6 +110,8 @@ def main() -> None:
     print("\n".join(report(json.loads(options.file.read_text()), options)))
   except (OSError, ValueError) as error:
     parser.error(str(error))
+  except KeyError as error:
+    parser.error(f"{options.file} is not the JSON of a study: it has no {error}")
 
 
 if __name__ == "__main__":

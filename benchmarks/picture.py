@@ -5,7 +5,6 @@ Plots training returns from `results/`: the mean over seeds, and a band from low
 
 import collections
 import json
-import re
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from speedyzero_jax.report.charts import HEIGHT, WIDTH, Line, line_chart
 from speedyzero_jax.report.curves import common_grid
 from speedyzero_jax.report.elements import element
+from speedyzero_jax.run.run_dir import safe_name
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, IMAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "images"
@@ -76,7 +76,7 @@ def _read(result: str) -> dict[str, Any]:
 
 def variant_of(run: dict[str, Any]) -> str:
   """The variant of a study's run, from its folder's name VARIANT-GAME-sSEED."""
-  return re.sub(r"-\w+-s\d+$", "", Path(run["path"]).name)
+  return Path(run["path"]).name.removesuffix(safe_name(f"-{run['game']}-s{run['seed']}"))
 
 
 def curve_of(result: dict[str, Any], run: dict[str, Any]) -> Curve:

@@ -83,7 +83,7 @@ class SearchConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
-  """The loss (z - v)^2 - pi log p; weight decay is `optim.weight_decay`."""
+  """The loss (z - v)^2 - p log pi; weight decay is `optim.weight_decay`."""
 
   value_coefficient: float = opt(1.0, "weight of the squared error (AlphaZero: 1)", "[0, 1e6]")
   search_value: float = opt(

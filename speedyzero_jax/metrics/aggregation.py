@@ -70,9 +70,9 @@ class Counters:
 
 
 class RunningMeans:
-  """Means of each metric's newest 1,000 values, or `names.over_time`'s statistic of all values.
+  """Means of each metric's newest 1,000 values, or `names.over_time`'s statistic. Thread-safe.
 
-  Thread-safe.
+  Minima and maxima are those of all values; adding one reads that of 1,000 additions before.
 
   Values may be device arrays of one element; adding one starts its copy to the host.
   """

@@ -17,6 +17,7 @@ from speedyzero_jax.report.runs import CURVE, EVALUATIONS, GAME, REPETITION_KEYS
 from speedyzero_jax.run.run_dir import safe_name
 
 SCORES = ("evaluation_mean", "training_return")  # a group uses the first that all its runs have
+_REPEATED = (*REPETITION_KEYS, GAME)  # settings in which runs of a method always differ
 _NAMED = 2  # maximum settings in a method's name
 
 
@@ -111,17 +112,18 @@ def methods(runs: Sequence[Run]) -> list[Method]:
 
 
 def _across_games(groups: Sequence[list[Run]]) -> list[list[Run]]:
-  """Joins groups without a common game if folder names and agent are equal, as in a study.
+  """Joins groups without a common game in folders PARENT/NAME-GAME-sSEED, as those of a study.
 
-  Their settings differ because presets have settings for single games.
+  Agent and kind of evaluation are equal, too. Presets may have settings for single games.
   """
   joined: dict[Any, list[Run]] = {}
   for i, runs in enumerate(groups):
+    first = Path(runs[0].path)
     folder = _folder_name(runs)
-    name = (Path(runs[0].path).parent, folder, _agent(runs)) if folder else i
-    games = {run.game for run in joined.get(name, [])}
-    free = games.isdisjoint(run.game for run in runs)
-    joined.setdefault(name if free else i, []).extend(runs)
+    key = first.parent, folder, _agent(runs), runs[0].evaluation_explore or False
+    games = {run.game for run in joined.get(key, [])}
+    fits = folder not in ("", first.name) and games.isdisjoint(run.game for run in runs)
+    joined.setdefault(key if fits else i, []).extend(runs)
   return list(joined.values())
 
 
@@ -150,13 +152,15 @@ def _setting_names(groups: Sequence[Sequence[Run]]) -> list[str]:
 def differences(groups: Sequence[Sequence[Run]]) -> dict[str, list[Any]]:
   """Settings in which groups of runs differ -> each group's value, or None if not set.
 
-  Of a group whose runs differ, all values are joined in a string.
+  If there are games that all groups have, these are compared. Different values of a group's runs
+  are joined in a string.
   """
-  keys = dict.fromkeys(key for runs in groups for run in runs for key in run.settings or {})
-  values = {key: [_value(runs, key) for runs in groups] for key in keys}
-  compared = {key: {str(value) for value in each} for key, each in values.items()}
-  repeated = (*REPETITION_KEYS, GAME)
-  return {k: each for k, each in values.items() if len(compared[k]) > 1 and k not in repeated}
+  games = [{run.game for run in runs} for runs in groups]
+  common = set.intersection(*games) if games else set()
+  compared = [[run for run in runs if run.game in common or not common] for runs in groups]
+  keys = dict.fromkeys(key for runs in compared for run in runs for key in run.settings or {})
+  values = {k: [_value(runs, k) for runs in compared] for k in keys if k not in _REPEATED}
+  return {key: each for key, each in values.items() if len({*map(str, each)}) > 1}
 
 
 def _value(runs: Sequence[Run], key: str) -> Any:

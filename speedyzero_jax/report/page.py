@@ -244,12 +244,15 @@ def _bar(share: float | None) -> ET.Element | str:
 
 def _settings(compared: Sequence[Method]) -> ET.Element:
   different = differences([method.runs for method in compared])
+  within = dict.fromkeys(key for each in compared for key in differences([[x] for x in each.runs]))
+  by_game = f"Settings that differ between games: {', '.join(within)}. " if within else ""
   if not different:
-    note = "All runs have the same settings, except game and seed: see a run's config.yaml."
-    return _section("Settings", note)
+    equal = "All runs have the same settings, except game and seed: see a run's config.yaml."
+    return _section("Settings", by_game or equal)
   rows = [[key, *map(_setting, values)] for key, values in different.items()]
   drawn = table(["setting", *_names(compared)], rows, words=len(compared) + 1)
-  return _section("Settings", "Settings that differ between methods; all others are equal.", drawn)
+  note = f"{by_game}The table has those that differ between methods; all others are equal."
+  return _section("Settings", note, drawn)
 
 
 def _setting(value: Any) -> str:

@@ -47,7 +47,9 @@ def start_server(role: str, address: str = "127.0.0.1:0") -> tuple[subprocess.Po
     env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
   )  # fmt: skip
   assert process.stdout is not None
-  return process, process.stdout.readline().strip()
+  served = process.stdout.readline().strip()
+  assert served, f"ended with {process.wait()}"
+  return process, served
 
 
 def test_a_client_outlives_its_server():

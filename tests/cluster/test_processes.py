@@ -93,21 +93,13 @@ class Run:
     return {}
 
   def kill(self, name, number=signal.SIGKILL):
-    """Sends a child a signal that ends it at once, and waits for its restart.
-
-    Meanwhile learner 0 is stopped, lest the run end before.
-    """
+    """Sends a child a signal that ends it at once, and waits for its restart."""
     wait_for(lambda: self.children()[name]["pid"], 60, f"{name} does not run")
-    child, learner = self.children()[name], self.children()["learner-0"]["pid"]
-    stop = not name.startswith("learner")
-    if stop:
-      os.kill(learner, signal.SIGSTOP)
+    child = self.children()[name]
     os.kill(child["pid"], number)
     wait_for(
       lambda: self.children()[name]["restarts"] > child["restarts"], 60, f"{name} stays dead"
     )
-    if stop:
-      os.kill(learner, signal.SIGCONT)
 
   def end(self, code, seconds=400):
     """Waits for the end; returns the output."""

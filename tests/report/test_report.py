@@ -17,7 +17,7 @@ from rich.console import Console
 
 import recorded
 from launch import report
-from speedyzero_jax.report import curves, terminal
+from speedyzero_jax.report import curves, page, terminal
 from speedyzero_jax.report.groups import differences, group_runs, methods
 from speedyzero_jax.report.runs import read_run
 
@@ -302,7 +302,9 @@ def test_settings_of_single_games_do_not_divide_a_method(tmp_path):
     [2, 1], [1, 1], [1], [1],
   ]  # fmt: skip
   assert differences([method.runs for method in found[:2]]) == {"optim.size": [0, 5]}
-  assert differences([method.runs for method in found[1:3]])["optim.learning_rate"] == ["1, 2", 3]
+  assert differences([method.runs for method in found[1:3]])["optim.learning_rate"] == [2, 3]
+  note = "Settings that differ between games: optim.learning_rate. "
+  assert note in page.render([run for method in found[:2] for run in method.runs]).decode()
 
 
 def test_a_band_ends_where_the_first_seed_ends(tmp_path):

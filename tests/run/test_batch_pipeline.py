@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+import episodes
 import reference
+import trained
 from speedyzero_jax.run import batch_pipeline
 from tiny_replay import LANES, STACK, UNROLL, make_agent, make_replay, play, write
 
@@ -76,6 +78,22 @@ def test_a_sample_evicted_before_its_frames_are_copied_is_masked(seed, when, end
     assert not any(mask[i].any() for mask in masks)
   if not replay.tails.any():  # nothing was evicted, and nothing is masked without need
     assert all(mask[:, 0].any() for mask in masks)
+
+
+@pytest.mark.parametrize(("name", "case"), [("dqn", "windows"), ("r2d2", "trajectories")])
+def test_samples_of_every_kind_are_masked_once_evicted(name, case):
+  """The lane's oldest slots are evicted between the selection and the copying of frames."""
+  short = ("loss.burn_in=1", "loss.sequence_length=3", "loss.stride=1") if name == "r2d2" else ()
+  agent = trained.make(3, f"agent={name}", "env.frame_stack=2", "loss.td_steps=1", *short)
+  assert agent.window.within_episode == (case == "windows")
+  replay, rng = trained.make_replay(agent, 1, 30, 2), np.random.default_rng(0)
+  slots = episodes.recorded(agent.schema, 0, episodes.every_end(3, rng)[:-1] * 3, rng)
+  replay.append(slots.select(slice(30)))
+  part = interrupted("gather", lambda: replay.append(slots.select(slice(30, 42))))
+  drawn = batch_pipeline.draw(agent, replay, BATCH, 1, lambda works, step: None, part)
+  live = drawn.selection.time >= replay.tails[0]
+  mask = drawn.arrays["loss_mask"].reshape(BATCH, -1)
+  assert not mask[~live].any() and mask[live].any(axis=1).all() and 0 < live.sum() < BATCH
 
 
 def test_a_drawn_batch_has_the_weights_frames_and_ages_of_its_samples():

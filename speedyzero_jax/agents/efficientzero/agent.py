@@ -204,7 +204,7 @@ class EfficientZero(Agent):
     self, replay: Replay, selection: Selection, learner_step: int
   ) -> tuple[Arrays, dict[str, float]]:
     store, lane = replay.store, selection.lane
-    _, time = replay.clamp(lane, selection.time)
+    present, time = replay.clamp(lane, selection.time)
     arrays = targets.compute_targets(store, lane, time, self._config, learner_step)._asdict()
     states = targets.unrolled_times(store, lane, time, self._agent_config.loss.unroll_steps)
     real = time[:, None] + np.arange(states.shape[1]) == states
@@ -214,7 +214,7 @@ class EfficientZero(Agent):
     random = replay.rng.integers(0, store.num_actions, action.shape, np.int32)
     action = np.where(real[:, :-1] & (action >= 0), action, random)
     age = np.where(real, learner_step - take(store["policy_step"], flat), 0)
-    ages = age[arrays["policy_mask"] > 0]
+    ages = age[(arrays["policy_mask"] > 0) & present[:, None]]
     progress = min(learner_step / self._config.learner.steps, 1.0)
     weight = importance_weights(selection.probability, self._agent_config.priority, progress)
     info = {
