@@ -59,7 +59,7 @@ def report(content: dict[str, Any], options: argparse.Namespace) -> list[str]:
   curves = [(run, curve_of(content, run)) for run in content["runs"] if len(run["curve"])]
   begin = options.begin
   if begin is None:
-    begin = max(float(x[0]) for _, (x, _) in curves)
+    begin = max((float(x[0]) for _, (x, _) in curves), default=0.0)
   for run, curve in curves:
     try:
       number = (
@@ -73,7 +73,7 @@ def report(content: dict[str, Any], options: argparse.Namespace) -> list[str]:
   lines = []
   for (variant, game), seeds in numbers.items():
     mean, error, _ = estimate(list(seeds.values()))
-    values = ", ".join(f"{_text(value)}" for _, value in sorted(seeds.items()))
+    values = ", ".join(_text(value) for _, value in sorted(seeds.items()))
     lines.append(f"{variant}, {game}: {_text(mean)} ± {_text(error)} ({values})")
   first, second = options.difference
   unknown = {first, second} - {"", *(variant for variant, _ in numbers)}
