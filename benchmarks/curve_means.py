@@ -56,7 +56,8 @@ def estimate(values: list[float]) -> tuple[float, float, float]:
 def report(content: dict[str, Any], options: argparse.Namespace) -> list[str]:
   """Lines of text on every variant and game of a study's JSON."""
   numbers: dict[tuple[str, str], dict[int, float]] = collections.defaultdict(dict)
-  curves = [(run, curve_of(content, run)) for run in content["runs"] if len(run["curve"])]
+  runs = [run for run in content["runs"] if len(run["curve"]) and not run.get("repeats")]
+  curves = [(run, curve_of(content, run)) for run in runs]
   begin = options.begin
   if begin is None:
     begin = max((float(x[0]) for _, (x, _) in curves), default=0.0)
@@ -69,7 +70,10 @@ def report(content: dict[str, Any], options: argparse.Namespace) -> list[str]:
       )
     except ValueError as error:
       raise ValueError(f"{run['path']}: {error}") from None
-    numbers[variant_of(run), run["game"]][run["seed"]] = number
+    seeds = numbers[variant_of(run), run["game"]]
+    if run["seed"] in seeds:
+      raise ValueError(f"{run['path']}: another run has the same variant, game and seed")
+    seeds[run["seed"]] = number
   lines = []
   for (variant, game), seeds in numbers.items():
     mean, error, _ = estimate(list(seeds.values()))

@@ -38,7 +38,7 @@ from speedyzero_jax.workers.learner import Learner, make_mesh
 from speedyzero_jax.workers.sweeper import make_sweepers, run_task, write_results
 from speedyzero_jax.workers.weights import WeightsStore
 
-memory.keep_freed()  # as a run does
+memory.retain_freed()  # as a run does
 
 __all__ = [
   "Selection", "Slots", "Work", "enable_compilation_cache", "make_sweepers", "median_seconds",

@@ -2,9 +2,9 @@
 
 Plays full episodes with raw rewards, of at most the run's `evaluation.max_episode_steps`, with the
 best action or, with `--explore`, as in training. Prints mean, median, standard deviation and
-human-normalized score, and writes evaluation.json into the run folder, unless that has more
-episodes of the same checkpoint and step limit, or the run's own `evaluation.explore` is another
-one; the run may still be training. `--video` also writes the first episode as a GIF, with the
+human-normalized score, and writes evaluation.json into the run folder, unless that has a
+later checkpoint or more episodes of the same one, or step limit or `--explore` are not the run's
+own; the run may still be training. `--video` also writes the first episode as a GIF, with the
 agent's values, policy or, without exploration, search results beside each frame.
 
 Exit codes: 0 done; 1 no readable checkpoint, out of memory, or the result can't be written; 2 usage
@@ -67,8 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   try:
     stored = run_dir.read_config(arguments.run_dir)
     config = loader.override(stored, changes)
-    own_kind = config.evaluation.explore == stored.evaluation.explore
-    return evaluate(config, arguments.run_dir, arguments.seed, arguments.video, write=own_kind)
+    return evaluate(config, stored, arguments.run_dir, arguments.seed, arguments.video)
   except (ConfigError, RunFolderError) as error:
     _report(f"error: {error}")
     return USAGE_ERROR
@@ -78,9 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def evaluate(
-  config: Config, folder: Path, seed: int | None, video_path: Path | None, *, write: bool
+  config: Config, stored: Config, folder: Path, seed: int | None, video_path: Path | None
 ) -> int:
-  """Plays the episodes; prints the result and, with `write`, stores it. Returns the exit code."""
+  """Plays the episodes; prints and stores the result. Returns the exit code.
+
+  It is stored only if step limit and exploration are those of the run's configuration, `stored`.
+  """
   import jax
 
   from speedyzero_jax.run import factories
@@ -90,7 +92,7 @@ def evaluate(
   from speedyzero_jax.workers import evaluator
   from speedyzero_jax.workers.video import Video
 
-  memory.keep_freed()
+  memory.retain_freed()
   factories.enable_compilation_cache(config)
   try:
     device_count()
@@ -114,10 +116,11 @@ def evaluate(
     )
     assert result is not None  # without `should_stop`
     print(result)
-    if not write:
-      _report("not written: the run's evaluation.explore is another one")
-    elif (kept := result.write(folder / "evaluation.json")) > result.episodes:
-      _report(f"not written: evaluation.json has {kept} episodes of the same checkpoint")
+    own, played = stored.evaluation, config.evaluation
+    if (own.explore, own.max_episode_steps) != (played.explore, played.max_episode_steps):
+      _report("not written: exploration or step limit is not the run's own")
+    elif better := result.write(folder / "evaluation.json"):
+      _report(f"not written: evaluation.json has {better}")
     if video and video_path:
       video.save(video_path)
       _report(f"wrote {video_path}")
@@ -125,10 +128,10 @@ def evaluate(
     _report(f"error: {error}")
     return FAILED
   except (MemoryError, jax.errors.JaxRuntimeError) as error:
-    where = memory.ran_out(error)
+    where = memory.exhausted(error)
     if where is None:
       raise
-    _report(f"error: {memory.out_of(where, error)}")
+    _report(f"error: {memory.exhausted_message(where, error)}")
     return FAILED
   return 0
 

@@ -2,8 +2,8 @@
 
 Opponents are random, minimax (tic-tac-toe only), mcts:N (UCT with N rollouts per move), and runs,
 given by their folders. RUN_DIR plays with its newest checkpoint, RUN_DIR@STEP with that of learner
-step STEP. Agents play without noise and alternate sides. Prints wins, draws and losses and writes
-matches.json into the first run's folder.
+step STEP. Agents play without noise and alternate sides. Prints wins, draws and losses and adds
+them to matches.json in the first run's folder.
 
 Exit codes: 0 done; 1 no readable checkpoint, or the result can't be written; 2 usage error.
 """
@@ -62,12 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return USAGE_ERROR
   try:
     out = arguments.out or _player(arguments.runs[0])[0] / "matches.json"
-    results, pairs = [], list(itertools.product(arguments.runs, arguments.against))
+    if not out.parent.is_dir():
+      raise ValueError(f"--out: folder {out.parent} does not exist")
+    pairs = list(itertools.product(arguments.runs, arguments.against))
     for run, name in pairs:  # before a result is written
-      _opponent(name, _restore(run)[0].env.game)
+      game = _restore(run)[0].env.game
+      _opening(arguments.opening, _opponent(name, game)[0], game)
     for run, name in pairs:
-      results.append(match(run, name, arguments))
-      out.write_text(json.dumps(results, indent=1) + "\n")
+      _store(match(run, name, arguments), out)
   except (CheckpointError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     return FAILED
@@ -82,13 +84,7 @@ def match(run: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
   config, agent, inference, version = _restore(run)
   config = loader.override(config, ["evaluation.explore=false"], check=False)
   kind, opponent = _opponent(name, config.env.game)
-  opening = arguments.opening
-  if opening is None:
-    opening = 2 if kind == "run" else 0  # two agents without noise would repeat one game
-  # After a longer opening, a game could be over before the second side's first turn.
-  longest = RULES[config.env.game].longest_opening
-  if not 0 <= opening <= longest:
-    raise ValueError(f"--opening: must lie in [0, {longest}] in {config.env.game}, got {opening}")
+  opening = _opening(arguments.opening, kind, config.env.game)
   played = evaluator.evaluate(
     config, agent, inference, version,
     episodes=arguments.games, seed=arguments.seed, opponent=opponent, opening=opening,
@@ -115,6 +111,27 @@ def match(run: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     f"moving first {result['moving_first']}, second {result['moving_second']}"
   )
   return result
+
+
+def _opening(requested: int | None, kind: str, game: str) -> int:
+  """Number of random moves that open a game. Raises ValueError if `requested` is out of range."""
+  if requested is None:
+    return 2 if kind == "run" else 0  # two agents without noise would repeat one game
+  # After a longer opening, a game could be over before the second side's first turn.
+  longest = RULES[game].longest_opening
+  if not 0 <= requested <= longest:
+    raise ValueError(f"--opening: must lie in [0, {longest}] in {game}, got {requested}")
+  return requested
+
+
+def _store(result: dict[str, Any], path: Path) -> None:
+  """Adds a result to a file, in place of an earlier one of the same players and opening."""
+  same = ("run", "step", "against", "opening")
+  results = json.loads(path.read_text()) if path.exists() else []
+  results = [x for x in results if any(x[key] != result[key] for key in same)] + [result]
+  temporary = path.with_name(path.name + ".tmp")
+  temporary.write_text(json.dumps(results, indent=1) + "\n")
+  os.replace(temporary, path)
 
 
 def _positive(text: str) -> int:

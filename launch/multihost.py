@@ -207,26 +207,26 @@ def supervise(arguments: argparse.Namespace) -> int:
   count, config = local_gpus(), configuration(arguments, None)
   shape = topology.resolve(config)
   central = config.topology.inference == "central"
-  gpus = devices.deal_devices(shape, count, config.learner.batch_size, central=central)
+  gpus = devices.assign_devices(shape, count, config.learner.batch_size, central=central)
   check_env(config)  # the agent and the devices are checked by process 0
   with open_folder(arguments, config) as folder:  # process 0 opens it again
     path = folder.path
   print(f"topology: {shape}", flush=True)
   if count:
-    print(f"GPUs: {devices.dealt_text(shape, gpus, count)}", flush=True)
+    print(f"GPUs: {devices.describe_devices(shape, gpus, count)}", flush=True)
   changes = arguments.overrides if arguments.resume is not None else []
 
   terminal = os.dup(sys.stdout.fileno())
 
   def child(process_id: int) -> Child:
-    role, dealt = shape.role(process_id), gpus[process_id]
+    role, assigned = shape.role(process_id), gpus[process_id]
     command = [sys.executable, __file__, "--resume", str(path), "--coordinator", address]
     command += ["--num-processes", str(shape.num_processes), "--process-id", str(process_id)]
     command += changes
     environment, files = {"JAX_COORDINATOR_BIND_ADDRESS": address}, ()
-    if dealt is not None:
-      command += ["--devices", ",".join(map(str, dealt.ids))]
-      environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{dealt.memory:.2f}"
+    if assigned is not None:
+      command += ["--devices", ",".join(map(str, assigned.ids))]
+      environment |= devices.memory_variables(assigned.memory)
     if process_id == 0:  # shows the run's progress on this terminal; its output goes to a log
       environment[TERMINAL], files = str(terminal), (terminal,)
     return Child(str(role), command, environment, role.kind == "learner", files)
@@ -247,7 +247,7 @@ def run_process(arguments: argparse.Namespace) -> int:
   from speedyzero_jax.run.train import train
   from speedyzero_jax.system import memory
 
-  memory.keep_freed()
+  memory.retain_freed()
   try:
     place = (
       rendezvous.detect()

@@ -71,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for devices in arguments.devices:
       if devices < 1 or devices % shape.learners:
         raise ValueError(f"--devices: {devices} can't be divided among {shape.learners} learners")
-    if arguments.out and not arguments.out.parent.is_dir():
-      raise ValueError(f"--out: folder {arguments.out.parent} does not exist")
+    if arguments.out:
+      _check_writable(arguments.out)
     roles = frozenset(kind for kind in ROLES if not shape.serving(kind, 0))
     plans = {
       devices: plan.make_plan(
@@ -106,6 +106,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
   return 0 if arguments.only or all(each.fits for each in plans.values()) else TOO_LARGE
+
+
+def _check_writable(path: Path) -> None:
+  try:
+    path.open("a").close()
+  except OSError as error:
+    raise ValueError(f"--out: can't write {path}: {error.strerror}") from None
 
 
 def _report(line: str) -> None:

@@ -5,8 +5,8 @@ best ones, including checkpoint and replay, and change their settings. DIR/event
 every decision; DIR/population.json is written at the end. The same command continues an interrupted
 population.
 
-Exit codes: 0 done; 1 no member finished the last round; 2 usage error; 129, 130 or 143 stopped by a
-closed terminal, Ctrl-C or SIGTERM, after saving.
+Exit codes: 0 done; 1 no member finished a round, or a file error; 2 usage error; 129, 130 or 143
+stopped by a closed terminal, Ctrl-C or SIGTERM, after saving.
 """
 
 import argparse
@@ -50,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   except (ConfigError, RunFolderError) as error:
     print(f"error: {error}", file=sys.stderr)
     return USAGE_ERROR
+  except (controller.NoMemberFinished, OSError) as error:
+    print(f"error: {error}; repeat the command to continue", file=sys.stderr)
+    return FAILED
 
 
 def _claimed(folder: Path, description: str) -> IO:
@@ -89,9 +92,6 @@ def _run(population: populations.Population, folder: Path, processes: RunProcess
   finally:
     log.close()
   (folder / "population.json").write_text(json.dumps(result, indent=1) + "\n")
-  if result["scores"][-1][result["best"]] is None:
-    print("error: no member finished the last round", file=sys.stderr)
-    return FAILED
   settings = ", ".join(f"{key}={value:.4g}" for key, value in result["settings"].items())
   print(f"best: {trainer.path(result['best'])}, {result['scores'][-1][result['best']]}; {settings}")
   return 0

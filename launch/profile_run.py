@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command line. Returns the exit code."""
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
   arguments = parse(sys.argv[1:] if argv is None else argv)
-  memory.keep_freed()
+  memory.retain_freed()
   try:
     config = configured(arguments)
     presets = "-".join(Path(preset).stem for preset in arguments.config)

@@ -1,7 +1,8 @@
 """Sends metrics of runs to Weights & Biases: python launch/wandb_sync.py RUN_DIR ... --project NAME
 
 Metrics have the same names as in metrics.jsonl and TensorBoard, over learner steps. Repeating the
-command sends only new lines; RUN_DIR/wandb.json records what was sent. Training needs neither the
+command sends only new lines; RUN_DIR/wandb.json records what was sent;
+another project gets all lines again. Training needs neither the
 package nor a network. WANDB_MODE=offline keeps everything in RUN_DIR/wandb.
 
 Exit codes: 0 done; 2 usage error.
@@ -9,9 +10,11 @@ Exit codes: 0 done; 2 usage error.
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for uninstalled clones
 
@@ -42,17 +45,28 @@ def main(argv: Sequence[str] | None = None) -> int:
   for read in runs:
     folder = Path(read.path)
     state = folder / "wandb.json"
-    sent = json.loads(state.read_text()) if state.exists() else {"id": None, "time": -1.0}
+    sent = json.loads(state.read_text()) if state.exists() else {}
+    if sent.get("project", arguments.project) != arguments.project:
+      sent = {}
+    sent = {"id": None, "time": -1.0} | sent | {"project": arguments.project}
     rows = [row for row in read.rows if row.get(names.TIME, -1) > sent["time"]]  # time increases
     print(f"{folder}: {len(rows)} new lines of {len(read.rows)} {'; '.join(read.problems)}")
     if rows:
       options = {"name": folder.resolve().name, "config": read.settings, "dir": folder}
       with wandb.init(project=arguments.project, id=sent["id"], resume="allow", **options) as run:
+        sent["id"] = run.id
+        _write(state, sent)  # if this is cut short, the next call continues the same W&B run
         run.define_metric("*", step_metric=names.STEP)
         for row in rows:
           run.log(row)
-      state.write_text(json.dumps({"id": run.id, "time": max(row[names.TIME] for row in rows)}))
+      _write(state, sent | {"time": max(row[names.TIME] for row in rows)})
   return 0
+
+
+def _write(path: Path, state: dict[str, Any]) -> None:
+  temporary = path.with_name(path.name + ".tmp")
+  temporary.write_text(json.dumps(state))
+  os.replace(temporary, path)
 
 
 if __name__ == "__main__":

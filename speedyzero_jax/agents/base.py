@@ -100,7 +100,7 @@ class Task(NamedTuple):
 
 
 class Work(NamedTuple):
-  """States to recompute: n consecutive states from each of B slots on."""
+  """States to recompute in one call of a task: n consecutive states from each of B slots."""
 
   task: str
   lane: np.ndarray  # [B]

@@ -18,8 +18,8 @@ from speedyzero_jax.agents.base import ActInputs, ActOutput, Arrays, Variables
 from speedyzero_jax.agents.refresh import (
   REFRESHER,
   RefreshConfig,
+  recompute_priorities,
   refresh_task,
-  rescore,
   sweep_problems,
 )
 from speedyzero_jax.agents.torso_agent import TorsoAgent
@@ -200,7 +200,9 @@ class QAgent(TorsoAgent):
     values = {"value": q[np.arange(len(q)), action], "best": q.max(-1)}
     replay.rewrite("value_step", lane, time, step, values)
     reach = int(self._trained[-1]) + self._agent_config.loss.td_steps
-    rescore(replay, lane, time, reach, lambda lane, time: self._stored_errors(store, lane, time))
+    recompute_priorities(
+      replay, lane, time, reach, lambda lane, time: self._stored_errors(store, lane, time)
+    )
 
   def _initial_error(self, store: LaneStore) -> Any:
     """The argument `initial_error` of the sampler."""

@@ -19,7 +19,7 @@ from speedyzero_jax.config.schema import Config
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.sampler import PrioritizedSampler
 from speedyzero_jax.replay.schema import Column
-from speedyzero_jax.replay.sweep import STRETCH
+from speedyzero_jax.replay.sweep import CHUNK
 
 REFRESHER = "refresher"  # subscription to weights
 REFRESHED_STATES = "refresh/states"  # metric: states evaluated, per second and per learner step
@@ -51,8 +51,8 @@ def sweep_problems(name: str, section: Any, config: Config) -> Iterable[str]:
   }
   slowest = max(intervals, key=intervals.__getitem__)
   delay = intervals[slowest]  # maximum age of weights when they are used
-  if 0 < section.block < STRETCH:
-    yield f"{name}.block: must be 0 or at least {STRETCH}, got {section.block}"
+  if 0 < section.block < CHUNK:
+    yield f"{name}.block: must be 0 or at least {CHUNK}, got {section.block}"
   if section.max_age < delay + 2:
     yield (f"{name}.max_age: must be at least {slowest} + 2 = {delay + 2}, got {section.max_age}")
 
@@ -64,7 +64,10 @@ def refresh_task(
   write: Write,
   reads: tuple[Column, ...] = (),
 ) -> Task:
-  """Makes the task. `write` stores the values and calls `rescore`; see `Task` for the others."""
+  """Makes the task.
+
+  `write` stores the values and calls `recompute_priorities`; see `Task` for the others.
+  """
   return Task(
     program=program,
     reads=reads,
@@ -79,7 +82,7 @@ def refresh_task(
   )
 
 
-def rescore(
+def recompute_priorities(
   replay: Replay,
   lane: np.ndarray,
   time: np.ndarray,
@@ -109,4 +112,4 @@ def rescore(
   time = store.time_of(lane, cell)
   error, step = errors(lane, time)
   known = ~np.isnan(error)
-  sampler.score(lane[known], time[known], error[known], step[known])
+  sampler.set_priorities(lane[known], time[known], error[known], step[known])

@@ -92,7 +92,7 @@ class Process:
     self.end_signal = max(-self.code, 0)
 
   @property
-  def self_inflicted(self) -> bool:
+  def failed_by_itself(self) -> bool:
     """Whether it failed by itself, not by SIGKILL or a stop signal (caught or not)."""
     number = self.end_signal or self.code - 128  # the code of a run that a signal has stopped
     return number not in (signal.SIGKILL, *STOP_SIGNALS)

@@ -9,7 +9,8 @@ from speedyzero_jax.run.processes import MachineShare
 from speedyzero_jax.run.topology import Topology
 from speedyzero_jax.system.gpus import local_gpus
 
-_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # environment variable
+_FRACTION = "XLA_CLIENT_MEM_FRACTION"  # environment variable
+_FORMER = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # its former name; jax refuses both together
 _MEMORY = 0.9  # fraction of a device's memory for all its processes together, if that is not set
 
 
@@ -18,6 +19,16 @@ class Devices(NamedTuple):
 
   ids: list[int]
   memory: float  # fraction of each device's
+
+
+def memory_variables(fraction: float) -> dict[str, str]:
+  """Environment variables of a process that uses this fraction of its devices' memory."""
+  return {_FRACTION: f"{fraction:.2f}", _FORMER: ""}
+
+
+def _usable() -> float:
+  """Fraction of the devices' memory for all processes of a run together."""
+  return float(os.environ.get(_FRACTION) or os.environ.get(_FORMER) or _MEMORY)
 
 
 def machine_shares(together: int | None) -> list[MachineShare]:
@@ -35,13 +46,12 @@ def machine_shares(together: int | None) -> list[MachineShare]:
     return [MachineShare({}, parts[i % len(parts)]) for i in range(together)]
   visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
   sharing = -(-together // gpus)
-  whole = float(os.environ.get(_FRACTION) or _MEMORY)
-  memory = {_FRACTION: f"{whole / sharing:.2f}"} if sharing > 1 else {}
+  memory = memory_variables(_usable() / sharing) if sharing > 1 else {}
   devices = [visible[i % gpus] for i in range(together)]
   return [MachineShare({"CUDA_VISIBLE_DEVICES": device} | memory, cores) for device in devices]
 
 
-def deal_devices(
+def assign_devices(
   topology: Topology, count: int, batch_size: int, *, central: bool = False
 ) -> list[Devices | None]:
   """Assigns a machine's `count` devices to its processes, by process id; None: no device.
@@ -64,19 +74,19 @@ def deal_devices(
   separate = count >= learners + helpers
   free = count - helpers if separate else count
   each = next(n for n in range(free // learners, 0, -1) if batch_size % (n * learners) == 0)
-  dealt = [list(range(i * each, (i + 1) * each)) for i in range(learners)]
-  dealt += [[count - 1 - i % (helpers if separate else count)] for i in range(helpers)]
-  users = [max(sum(device in other for other in dealt) for device in ids) for ids in dealt]
-  memory = float(os.environ.get(_FRACTION) or _MEMORY)  # of several runs, each gets a share
+  assigned = [list(range(i * each, (i + 1) * each)) for i in range(learners)]
+  assigned += [[count - 1 - i % (helpers if separate else count)] for i in range(helpers)]
+  users = [max(sum(device in other for other in assigned) for device in ids) for ids in assigned]
+  memory = _usable()
   shares: list[Devices | None] = [
-    Devices(ids, memory / n) for ids, n in zip(dealt, users, strict=True)
+    Devices(ids, memory / n) for ids, n in zip(assigned, users, strict=True)
   ]
   return [*shares[:learners], *[None] * without, *shares[learners:]]
 
 
-def dealt_text(topology: Topology, dealt: Sequence[Devices | None], count: int) -> str:
+def describe_devices(topology: Topology, assigned: Sequence[Devices | None], count: int) -> str:
   """Describes the devices of each process, and the unused ones, in one line."""
-  given = {str(topology.role(i)): devices.ids for i, devices in enumerate(dealt) if devices}
+  given = {str(topology.role(i)): devices.ids for i, devices in enumerate(assigned) if devices}
   parts = [f"{','.join(map(str, ids))} for {role}" for role, ids in given.items()]
   if unused := sorted(set(range(count)).difference(*given.values())):
     parts.append(f"{','.join(map(str, unused))} unused (the batch can't be shared equally)")

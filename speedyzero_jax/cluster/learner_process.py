@@ -73,7 +73,7 @@ def membership_of(
 def serving(
   experiment: Experiment, topology: Topology, role: Role, rendezvous: Rendezvous, token: bytes
 ) -> Iterator[None]:
-  """Serves this unit's actors and refreshers, and publishes the address: "" once this is over."""
+  """Serves this unit's actors and refreshers; publishes the address on entry, and "" on exit."""
   local_config = experiment.local_config
   host = local_config.topology.host or rendezvous.address
   actors, refreshers = (topology.serving(kind, role.unit) for kind in ("actor", "refresher"))

@@ -55,7 +55,7 @@ class Step(NamedTuple):
 class Grant(NamedTuple):
   """Permission for an actor's next step; the experience in the request is stored durably."""
 
-  steps: int  # agent steps allowed; 0: none are left, close every lane and leave
+  steps: int  # agent steps allowed; 0: none are left, truncate all episodes and exit
   closing: bool  # the last grant: close every lane after this step, if all of it is used
   weights: int  # minimum learner step of the weights to act with
   progress: float  # fraction of training done

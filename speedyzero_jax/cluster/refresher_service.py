@@ -79,8 +79,9 @@ class RefresherService:
     with self._lock:
       now = time.monotonic()
       for block, assignment in list(self._assigned.items()):
-        # Overdue, or lost with its answer or with an older incarnation.
-        if assignment.deadline < now or assignment.holder.number == helper.number:
+        # Overdue for a batch, or lost with its answer or with an older incarnation.
+        overdue = assignment.batch is not None and assignment.deadline < now
+        if overdue or assignment.holder.number == helper.number:
           self._return(block)
       work, batch = self._waiting.popleft() if self._waiting else (self._due_work(), None)
       if work is None:

@@ -81,7 +81,7 @@ class Roster:
       self._mean({names.wait(helper.kind): self._clock() - since})
 
   def dismiss(self, helper: Helper) -> None:
-    """Marks a helper as dismissed: it knows that no work is left."""
+    """Marks a helper as dismissed: it was answered that no work is left."""
     with self._changed:
       state = self._states[helper[:2]]
       state.present &= state.incarnation != helper.incarnation  # a newer one may have called

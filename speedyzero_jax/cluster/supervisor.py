@@ -30,14 +30,14 @@ _ALL = ""  # stands for all children, in place of a child's name
 class Limits:
   """Restart limits, and timeouts in seconds.
 
-  A death counts as a failure if the process is at fault: a nonzero exit code, SIGABRT, SIGSEGV and
-  the like, but not SIGKILL (as from the out-of-memory killer) or a stop signal.
+  A death counts as a failure if it is not caused from outside: a nonzero exit code, SIGABRT,
+  SIGSEGV and the like, but not SIGKILL (as from the out-of-memory killer) or a stop signal.
   """
 
   # Consecutive failures or deaths that end the run, of a non-vital process or of all vital ones:
   max_failures: int = 5
   max_deaths: int = 60
-  settled: float = 600.0  # uptime that resets counts and pause; longer than compilation takes
+  reset_after: float = 600.0  # uptime that resets counts and pause; longer than compilation takes
   pause: float = 1.0  # before a restart; doubles with every consecutive death
   longest_pause: float = 30.0
   grace: float = 20.0  # for the other processes to end once all vital ones have finished
@@ -247,15 +247,15 @@ class _Streak:
   def add(self, process: Process) -> tuple[float, str]:
     """Counts a death. Returns the pause in seconds and, if a limit is reached, a line about it."""
     limits, verdict = self._limits, ""
-    if process.uptime >= limits.settled:
+    if process.uptime >= limits.reset_after:
       self._deaths = self._failures = 0
     else:
       self._deaths += 1
-      self._failures = self._failures + 1 if process.self_inflicted else 0
+      self._failures = self._failures + 1 if process.failed_by_itself else 0
     if self._failures >= limits.max_failures:
       verdict = f"\nGiving up after {self._failures} consecutive failures."
     elif self._deaths >= limits.max_deaths:
-      each = f"each after less than {limits.settled:g} s"
+      each = f"each after less than {limits.reset_after:g} s"
       verdict = f"\nGiving up after {self._deaths} consecutive deaths, {each}."
     doublings = max(self._deaths - 1, 0)
     return min(limits.pause * 2**doublings, limits.longest_pause), verdict

@@ -183,7 +183,9 @@ def from_yaml(text: str) -> Config:
   the text is unreadable, a key is unknown, or a value has the wrong type.
   """
   leaves = leaves_of(read_yaml(text))
-  agent = str(leaves.get(AGENT_KEY, DEFAULT_AGENT))
+  if AGENT_KEY not in leaves:  # as in a file that a power failure has emptied
+    raise ConfigError(f"{AGENT_KEY} is missing")
+  agent = str(leaves[AGENT_KEY])
   return build(agent, _parsed(leaves, agent))
 
 

@@ -39,7 +39,7 @@ class EnvConfig:
   event_rewards: tuple[float, ...] = opt(
     (),
     "train on the sum of these rewards, one for each event that the game reports, unclipped; "
-    "evaluation uses the game's own; none: train on these, too",
+    "evaluation uses the game's own rewards; empty: so does training",
     "[-1e6, 1e6]",
   )
   sticky_actions: float = opt(0.0, "probability of repeating the last action (EZ: 0)", "[0, 1]")
@@ -141,9 +141,11 @@ class LearnerConfig:
 
   batch_size: int = opt(256, "samples per step (EZ: 256, SZ: 2,048)", "[1, 1e6]", divided="exactly")
   steps: int = opt(100_000, "learner steps (EZ: 100k + 20k, SZ: 15k)", "[1, 1e9]")
-  tail_steps: int = opt(0, "learner.steps that follow the last agent step (EZ: 20k)", "[0, 1e9]")
+  tail_steps: int = opt(
+    0, "number of the last learner steps, taken after all agent steps (EZ: 20k)", "[0, 1e9]"
+  )
   devices: int = opt(
-    0, "devices of each process in the learner's mesh; 0: as many as all have", "[0, 1e9]"
+    0, "devices of each learner process in the mesh; 0: as many as each of them has", "[0, 1e9]"
   )
   prefetch: int = opt(2, "async: batches prepared ahead of the learner", "[1, 1000]")
 
@@ -228,8 +230,8 @@ class EvaluationConfig:
   )
   explore: bool = opt(
     False,
-    "act as in training, with noise, or sampling from the policy as in evaluations of IMPALA and "
-    "PPO; otherwise greedily",
+    "act as in training: with search noise, epsilon-greedily, or sampling from the policy; "
+    "otherwise greedily",
     mutable=True,
   )
   interval: int = opt(0, "learner steps between evaluations; 0: none", "[0, 1e9]", mutable=True)

@@ -163,8 +163,8 @@ class Go(Rules):
   position loses the game. After two moves per cell the game is scored.
 
   The planes of a board are the last eight positions, newest first, and the number of moves so far,
-  in the plane of Black. Earlier positions are forgotten here, so a stone can restore them
-  unnoticed; envpool remembers them.
+  in the plane of Black. Older positions are not part of the board, so their repetition is not
+  detected here; envpool detects it.
   """
 
   passes: ClassVar[bool] = True

@@ -72,7 +72,8 @@ class Counters:
 class RunningMeans:
   """Means of each metric's newest 1,000 values, or `names.over_time`'s statistic. Thread-safe.
 
-  Minima and maxima are those of all values; adding one reads that of 1,000 additions before.
+  Minima and maxima are those of all values: once 1,000 are held, adding one merges the two oldest,
+  which waits until they are on the host.
 
   Values may be device arrays of one element; adding one starts its copy to the host.
   """

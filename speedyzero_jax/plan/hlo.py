@@ -222,9 +222,10 @@ def _traffic(fused: Computation) -> float:
 
 
 def _through(x: Instruction, users: Mapping[str, list[Instruction]]) -> list[Instruction]:
-  """Users of a value; elementwise ones, and gathers of which slices are used, by their own users.
+  """Users of a value within a fusion.
 
-  Inside a fusion, only the elements that are accessed are computed.
+  Elementwise users, and gathers of which only slices are used, are replaced by their own users, as
+  only the accessed elements are computed.
   """
   result: list[Instruction] = []
   for user in users.get(x.name, []):

@@ -18,7 +18,7 @@ from speedyzero_jax.plan.target import Target
 from speedyzero_jax.replay.device_frames import DeviceFrames
 from speedyzero_jax.run import factories, forecast
 from speedyzero_jax.system.compilation import memory_of
-from speedyzero_jax.system.memory import size
+from speedyzero_jax.system.memory import format_bytes
 from speedyzero_jax.system.platform import planned
 from speedyzero_jax.workers.evaluator import MAX_LANES
 from speedyzero_jax.workers.learner import Learner
@@ -237,16 +237,16 @@ def tables(plan: Plan, target: Target, devices: int) -> str:
   )  # fmt: skip
   for row in plan.programs:
     each.add_row(
-      row.name, f"{row.batch:,}", f"{row.calls:,.0f}", size(row.temporary_bytes),
+      row.name, f"{row.batch:,}", f"{row.calls:,.0f}", format_bytes(row.temporary_bytes),
       f"{row.launches:,.0f}", f"{row.collectives:.0f}", f"{row.round_trips:.0f}",
       f"{row.flops / 1e9:,.1f}", f"{row.bytes / 1e9:,.2f}", f"{row.roofline_seconds * 1e3:.2f}",
       f"{row.seconds * 1e3:.2f}", f"{row.minutes:.2f}",
     )  # fmt: skip
   memory = Table("memory of a device", "", box=None)
   for name, count in plan.memory.items():
-    memory.add_row(name, size(count))
+    memory.add_row(name, format_bytes(count))
   total = sum(plan.memory.values())
-  memory.add_row("total", f"{size(total)} of {size(plan.available)}")
+  memory.add_row("total", f"{format_bytes(total)} of {format_bytes(plan.available)}")
   with console.capture() as text:
     console.print(f"{devices} x {target.name}; costs per device and call", "", each, "")
     console.print(memory, "")

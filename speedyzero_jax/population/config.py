@@ -1,7 +1,6 @@
 """Description of a population, read from YAML."""
 
 import dataclasses
-import itertools
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -77,10 +76,12 @@ def _population(document: dict[str, Any]) -> Population:
     raise ConfigError("factors: at least one is needed")
   members = loader.load(presets, settings)
   knobs = _knobs(explore, members.agent.name)
-  for ends in itertools.product(*((knob.low, knob.high) for knob in knobs)):
-    own = {knob.key: end for knob, end in zip(knobs, ends, strict=True)}
-    loader.load(presets, [*settings, *texts(own)])
+  low, high = {knob.key: knob.low for knob in knobs}, {knob.key: knob.high for knob in knobs}
+  for ends in (low, high, *(low | {key: end} for key, end in high.items())):
+    loader.load(presets, [*settings, *texts(ends)])
   population = Population(presets, settings, knobs, **values)
+  if population.selection == "t_test" and members.evaluation.episodes < 2:
+    raise ConfigError("settings: evaluation.episodes must be at least 2 with selection: t_test")
   if not members.evaluation.at_end:
     raise ConfigError("settings: evaluation.at_end must be true, as selection is by evaluations")
   if population.rounds > members.learner.steps:

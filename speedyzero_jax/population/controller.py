@@ -27,6 +27,10 @@ class Outcome(NamedTuple):
   returns: list[float]  # returns of the evaluation after the round
 
 
+class NoMemberFinished(Exception):
+  """Raised if all members fail in a round; the next call trains them again."""
+
+
 class Trainer(Protocol):
   """Trains and copies members. Both methods are idempotent."""
 
@@ -75,12 +79,17 @@ def run(
   Returns:
     `best`, the member with the highest score after the last round; its `settings`; and `scores`
     [rounds][members], None where a member failed.
+
+  Raises:
+    NoMemberFinished: all members failed in a round.
   """
   settings = initial(population)
   table = []
   for round_ in range(population.rounds):
     outcomes = _train(population, trainer, log, settings, round_, report)
     scores = [_mean(outcomes[member]) for member in range(population.members)]
+    if max(scores) == -math.inf:
+      raise NoMemberFinished(f"no member finished round {round_ + 1}; see the logs of the members")
     table.append([score if math.isfinite(score) else None for score in scores])
     report(f"round {round_ + 1} of {population.rounds}: best {max(scores):.4g}, "
            f"median {np.median(scores):.4g}")  # fmt: skip
@@ -117,8 +126,16 @@ def _train(
   round_: int,
   report: Callable[[str], None],
 ) -> dict[int, list[float]]:
-  """Trains the members that have not finished the round. Returns evaluation returns by member."""
-  outcomes = {event["member"]: event["returns"] for event in log.of("trained", round_)}
+  """Trains the members that have not finished the round. Returns evaluation returns by member.
+
+  Failed members are trained again, until the round's selection has been made.
+  """
+  selected = any(log.of("selected", round_))
+  outcomes = {
+    event["member"]: event["returns"]
+    for event in log.of("trained", round_)
+    if event["returns"] or selected
+  }
   missing = {m: settings[m] for m in range(population.members) if m not in outcomes}
   for member, returns in trainer.train(missing, round_):
     log.append({"event": "trained", "round": round_, "member": member,
@@ -161,4 +178,5 @@ def _text(copy: Event, scores: list[float]) -> str:
 
 
 def _mean(returns: list[float]) -> float:
-  return float(np.mean(returns)) if returns else -math.inf
+  mean = float(np.mean(returns)) if returns else -math.inf
+  return mean if math.isfinite(mean) else -math.inf

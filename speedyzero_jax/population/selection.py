@@ -44,9 +44,8 @@ def truncation(scores: Sequence[float], share: float, rng: np.random.Generator) 
   """
   count = min(max(round(share * len(scores)), 1), len(scores) // 2)
   order = np.argsort(scores, kind="stable")
-  best = order[len(order) - count :]
-  drawn = [Copy(int(member), int(rng.choice(best))) for member in order[:count]]
-  return [copy for copy in drawn if scores[copy.source] > -math.inf]
+  best = [int(i) for i in order[len(order) - count :] if scores[i] > -math.inf]
+  return [Copy(int(member), int(rng.choice(best))) for member in order[:count]] if best else []
 
 
 def t_test(
@@ -72,9 +71,9 @@ def _lower(a: Sequence[float], b: Sequence[float], level: float) -> bool:
   """Whether `a` is significantly lower than `b`, given that its sample mean is lower."""
   if not len(a):
     return True
-  if np.ptp(a) == np.ptp(b) == 0:  # different constants
-    return True
   if min(len(a), len(b)) < 2:
     return False
+  if np.ptp(a) == np.ptp(b) == 0:  # different constants
+    return True
   test = stats.ttest_ind(a, b, equal_var=False, alternative="less")
   return bool(test.pvalue < level)

@@ -11,7 +11,7 @@ from speedyzero_jax.config import loader
 from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.population.config import Population, texts
 from speedyzero_jax.population.controller import Outcome, Settings
-from speedyzero_jax.run import run_dir
+from speedyzero_jax.run import run_dir, topology
 from speedyzero_jax.run.processes import RunProcesses, log_of
 from speedyzero_jax.system.exit_codes import USAGE_ERROR
 
@@ -37,7 +37,8 @@ class RunTrainer:
     report: Callable[[str], None],
   ):
     self._population, self._folder, self._report = population, folder, report
-    self._steps = loader.load(population.config, population.settings).learner.steps
+    config = topology.with_learners(loader.load(population.config, population.settings), None)
+    self._steps, self._options = config.learner.steps, topology.process_options(config)
     self._processes = processes
 
   def path(self, member: int) -> Path:
@@ -76,7 +77,8 @@ class RunTrainer:
     pause = 0 if round_ == rounds - 1 else self._steps * (round_ + 1) // rounds
     seed = f"run.seed={1000 * population.seed + member}"
     new = ["--config", *population.config, *population.settings, *texts(settings), seed]
-    code = self._processes.train(path, new, [f"run.pause_at={pause}"])
+    changes = [*self._options, f"run.pause_at={pause}"]
+    code = self._processes.train(path, new, changes)
     if code == 0:
       return Outcome(member, json.loads((path / "evaluation.json").read_text())["returns"])
     log = log_of(path)

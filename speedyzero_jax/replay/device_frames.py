@@ -36,10 +36,10 @@ def reason_for_host_frames(
     return "the devices are CPUs"
   devices = [device.memory_stats() or {} for device in mesh.devices.flat]
   if not all(devices):
-    return f"they take {memory.size(size)}, and these devices do not report free memory"
+    return f"they take {memory.format_bytes(size)}, and these devices do not report free memory"
   free = min(stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0) for stats in devices)
   if 2 * size > free:
-    return f"they take {memory.size(size)} with {memory.size(free)} free per device"
+    return f"they take {memory.format_bytes(size)} with {memory.format_bytes(free)} free per device"
   return None
 
 

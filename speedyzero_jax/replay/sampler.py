@@ -92,7 +92,7 @@ class PrioritizedSampler:
     oldest = np.maximum(time - self._stack + 1, store.episode_start[lane, cell])
     return (store.action[lane, cell] >= 0) & complete & (oldest >= store.tail[lane])
 
-  def score(
+  def set_priorities(
     self, lane: np.ndarray, time: np.ndarray, td_error: np.ndarray, step: np.ndarray
   ) -> None:
     """Sets priorities |td_error| + min_priority, computed with weights of learner steps `step` [m].
@@ -111,7 +111,7 @@ class PrioritizedSampler:
   def update(self, selection: Selection, priority: np.ndarray, step: int) -> None:
     """Sets the priorities of the transitions trained on from the errors [B] of a learner step."""
     steps = np.full(len(priority), step, np.int32)
-    self.score(selection.lane, selection.time, priority, steps)
+    self.set_priorities(selection.lane, selection.time, priority, steps)
 
   def select(self, n: int, rng: np.random.Generator) -> Selection:
     """Samples n transitions independently. Raises ValueError if none is eligible."""

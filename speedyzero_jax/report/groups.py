@@ -99,8 +99,8 @@ def to_json(runs: Sequence[Run], groups: Sequence[Group], **more: Any) -> str:
 def methods(runs: Sequence[Run]) -> list[Method]:
   """Groups runs into methods.
 
-  They are named as their folders are, without game and seed, or where this does not tell them
-  apart, by agent and the first settings in which methods of it differ.
+  Names are those of the folders, without game and seed, or if these are missing or not unique,
+  agent and the first settings in which the agent's methods differ.
   """
   groups = _across_games(_alike(runs, GAME))
   folders = [_folder_name(members) for members in groups]
@@ -120,7 +120,7 @@ def _across_games(groups: Sequence[list[Run]]) -> list[list[Run]]:
   for i, runs in enumerate(groups):
     first = Path(runs[0].path)
     folder = _folder_name(runs)
-    key = first.parent, folder, _agent(runs), runs[0].evaluation_explore or False
+    key = first.parent, folder, _agent(runs), runs[0].evaluation_explore
     games = {run.game for run in joined.get(key, [])}
     fits = folder not in ("", first.name) and games.isdisjoint(run.game for run in runs)
     joined.setdefault(key if fits else i, []).extend(runs)
@@ -181,5 +181,5 @@ def _alike(runs: Sequence[Run], *keys: str) -> list[list[Run]]:
   alike = collections.defaultdict(list)
   for run in runs:
     if not run.repeats and (settings := run.settings_but(*keys)) is not None:
-      alike[settings, run.evaluation_explore or False].append(run)
+      alike[settings, run.evaluation_explore].append(run)
   return list(alike.values())

@@ -17,7 +17,10 @@ from speedyzero_jax.report.runs import Run
 _FEW = 10  # most runs of a method that are also drawn as single lines
 
 _RATES = ("_per_second",)
-_AGES = ("_age_mean", "_age_max", "_lag", "_lag_mean", "_lag_max", "_wait_seconds")
+_AGES = (
+  "_age_mean", "_age_max", "_lag", "_lag_mean", "_lag_max", "_staleness", "_staleness_max",
+  "_wait_seconds",
+)  # fmt: skip
 
 Lines = Callable[[str], list[Line]]  # axis -> lines
 

@@ -37,7 +37,7 @@ class Run:
   evaluation_mean: float | None = None
   evaluation_std: float | None = None
   evaluation_episodes: int | None = None
-  evaluation_explore: bool | None = None
+  evaluation_explore: bool = False
   human_normalized: float | None = None
   repeats: str | None = None  # path of a run with the same settings and seed, which counts instead
   problems: list[str] = dataclasses.field(default_factory=list)
@@ -87,7 +87,7 @@ def read_runs(paths: Iterable[pathlib.Path]) -> list[Run]:
   counted: dict[tuple, str] = {}
   for run in sorted(runs, key=_progress, reverse=True):
     if run.settings is not None:
-      key = run.settings_but(), run.evaluation_explore or False, run.seed
+      key = run.settings_but(), run.evaluation_explore, run.seed
       same = counted.setdefault(key, run.path)
       if same != run.path:
         run.repeats = same
@@ -133,6 +133,7 @@ def _read_config(run: Run, path: pathlib.Path) -> None:
   settings = _flat(yaml.safe_load(path.read_text()))
   run.game, run.seed = str(settings[GAME]), int(_finite(settings["run.seed"]))
   run.settings = settings
+  run.evaluation_explore = bool(settings.get("evaluation.explore"))  # until there is an evaluation
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

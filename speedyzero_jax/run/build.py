@@ -32,14 +32,14 @@ from speedyzero_jax.workers.weights import ACTOR, WeightsStore
 
 
 def _continue(experiment: Experiment, restored: Snapshot | None) -> None:
-  """Restores the experience and begins to act: a new run, or one that continues a checkpoint."""
+  """Restores the checkpoint, if there is one, and the journal, and starts this process's actor."""
   if restored is not None:
     snapshot.restore(experiment, restored)
   later = snapshot.replay_journal(experiment)
   if experiment.membership.runs_actor:
     snapshot.start_actor(experiment, restored, later=later)
   if restored is not None and (finished := restored.meta.get("episodes")):
-    # Replaces those that the actor's replay finished again.
+    # Replaces the statistics of episodes that ended again while the actor repeated its actions.
     experiment.collector.episodes.load_state_dict(finished)
 
 

@@ -18,6 +18,7 @@ import functools
 import json
 import logging
 import math
+import os
 import re
 import shutil
 import zlib
@@ -111,6 +112,7 @@ class Checkpoints:
       return  # stopped twice at the same step, or resumed after the run finished
     try:
       self._write(folder, snapshot)
+      _sync(folder)
     except Exception as error:
       raise CheckpointError(f"saving to {self._directory} failed: {_reason(error)}") from error
     for (step, _), old in list(self._folders().items())[: -self._keep]:
@@ -223,6 +225,19 @@ class Checkpoints:
         aside.mkdir(exist_ok=True)
         shutil.rmtree(aside / folder.name, ignore_errors=True)
         folder.rename(aside / folder.name)
+
+
+def _sync(folder: Path) -> None:
+  """Syncs the files of a folder to disk, as Orbax does not; older checkpoints are deleted then."""
+  for path in (*folder.rglob("*"), folder, folder.parent):
+    file = os.open(path, os.O_RDONLY)
+    try:
+      os.fsync(file)
+    except OSError as error:
+      if error.errno != errno.EINVAL:  # folders of some network file systems
+        raise
+    finally:
+      os.close(file)
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:

@@ -49,6 +49,7 @@ class Collector:
       slots, count = local.step(
         version, budget=limiter.pool, progress=limiter.progress, random=limiter.playing_randomly
       )
+      self._replay.check(slots)  # before they are in the journal, which could not be resumed from
       self._store(slots)
       limiter.add_env_steps(count)
     self._logger.count(names.AGENT_STEPS_PER_SECOND, count)
@@ -92,9 +93,10 @@ class Collector:
         self._replay.truncate(lane)
 
   def replay_recorded(self, recorded: Slots) -> None:
-    """Appends recorded slots that are newer than the checkpoint: some of one lane, or one of each.
+    """Appends recorded slots that are newer than the checkpoint.
 
-    Lanes are in ascending order.
+    They are consecutive slots of one lane, or one slot for each of several lanes, in ascending
+    order.
     """
     begins = np.diff(recorded.lane, prepend=-1) > 0
     for lane in recorded.lane[begins & recorded["first"]].tolist():

@@ -73,7 +73,7 @@ class Experiment:
   # Batches drawn, or gradients received from actors, that are not trained on yet.
   batches: deque[PreparedBatch] = dataclasses.field(default_factory=deque)
   interrupted: bool = False
-  stop_agreed: bool = False  # all learner processes know of an interruption
+  stop_agreed: bool = False  # an interruption has reached all learner processes
   learning: bool = False  # training has begun: learner steps now propagate interruptions
 
   def __post_init__(self) -> None:
@@ -136,8 +136,8 @@ class Experiment:
   def interrupt(self) -> None:
     """Stops the run soon. Thread-safe.
 
-    A single process stops at once. Several learner processes in training continue until all know of
-    the interruption, so that none is left waiting for another.
+    A single process stops at once. Several learner processes in training continue until the
+    interruption has reached all, so that none waits in a collective operation.
     """
     self.interrupted = True
     unfinished = self.limiter.learner_steps < self.config.learner.steps

@@ -93,7 +93,7 @@ def frames_on_devices(
   if reason is not None:
     report(f"frames stay in host memory: {reason}")
     return None
-  report(f"frames on {mesh.size} device(s), {memory.size(size)} each")
+  report(f"frames on {mesh.size} device(s), {memory.format_bytes(size)} each")
   return DeviceFrames(mesh, frame, lanes=lanes, capacity=capacity)
 
 

@@ -17,11 +17,11 @@ def report(experiment: Experiment, timings: Sequence[Timing]) -> None:
   """Logs the estimate; warns if the machine has less memory."""
   message, membership = experiment.logger.message, experiment.membership
   host, device = host_bytes(experiment), device_bytes(experiment)
-  have, limit = memory.usable(), memory.of_devices()
+  have, limit = memory.usable(), memory.device_limit()
   needs = f"this run needs about {_of(host, have)} of host memory"
   if jax.default_backend() != "cpu":
     needs += f", {_of(device, limit)} on each device"
-  needs += f"; programs {memory.size(experiment.program_bytes)}"
+  needs += f"; programs {memory.format_bytes(experiment.program_bytes)}"
   if timings and membership.runs_actor and membership.runs_sweeps:  # this process does all work
     each = seconds_per_step(timings)
     left = each * (experiment.config.learner.steps - experiment.limiter.learner_steps)
@@ -92,4 +92,4 @@ def _batches_bytes(local_config: Config, agent: Agent) -> int:
 
 
 def _of(size: float, limit: int | None) -> str:
-  return memory.size(size) + ("" if limit is None else f" of {memory.size(limit)}")
+  return memory.format_bytes(size) + ("" if limit is None else f" of {memory.format_bytes(limit)}")

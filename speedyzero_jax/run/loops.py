@@ -62,7 +62,8 @@ class _AsyncLoops:
     self._experiment, self._limiter = experiment, experiment.limiter
     self._batches = experiment.batches
     self._next = experiment.limiter.learner_steps  # learner step of the next batch to draw
-    # The latest batch, to stop together if this unit's actors can't complete another one.
+    # On-policy, several learners: the last batch, reused before a joint stop if no other is
+    # complete.
     self._spare: PreparedBatch | None = None
     # The previous step. Priorities are read back one step late, so the host does not block on it.
     self._pending: tuple[PreparedBatch, StepResult, int] | None = None

@@ -8,8 +8,9 @@ make too old.
 
 Synchronous agents (A2C, PPO) have no such schedule: the learner trains whenever a batch is
 complete, and until all learner steps are taken, actors collect only what the next batch still needs
-(`urgent` in `reserve`). If actors compute the gradients (A3C), the learner is always short of data,
-so each actor alternates for itself, and the run ends with either the agent or the learner steps.
+(`urgent` in `reserve`). If actors compute the gradients (A3C), no batch is ever complete in the
+learner's replay: each actor alternates between collecting and computing a gradient, and the run
+ends when the agent steps or the learner steps are used up.
 """
 
 import contextlib

@@ -61,7 +61,10 @@ def create(config: Config, name: str) -> RunDir:
       lock = stack.enter_context(_lock(path, "run.lock"))
       _check_unused(path)  # another process may have been faster
       temporary = path / "config.yaml.tmp"
-      temporary.write_text(loader.to_yaml(config))
+      with temporary.open("w") as file:
+        file.write(loader.to_yaml(config))
+        file.flush()
+        os.fsync(file.fileno())
       os.replace(temporary, path / "config.yaml")
       stack.pop_all()
   except OSError as error:

@@ -152,7 +152,7 @@ def start_actor(experiment: Experiment, restored: Snapshot | None, *, later: boo
       collector.local = _new_actor(experiment, saved["start"])
       collector.local.load_state_dict(saved)
       return
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # ValueError: an action illegal in another game
       if experiment.config.run.mode == "lockstep":
         raise TrainingError(
           f"can't continue from step {restored.step}: {error}. A lockstep run must resume bit for "

@@ -125,6 +125,12 @@ def with_learners(config: Config, num_processes: int | None = None) -> Config:
   )
 
 
+def process_options(config: Config) -> list[str]:
+  """The launcher's `--processes` option for a run, new or resumed; empty for one process."""
+  shape = resolve(config)
+  return ["--processes", shape.counts] if shape.num_processes > 1 else []
+
+
 def lanes_of_actors(lanes: int, actors: int) -> list[range]:
   """Divides a unit's lanes among its actors as evenly as possible."""
   bounds = np.linspace(0, lanes, actors + 1).round().astype(int).tolist()

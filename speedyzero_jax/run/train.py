@@ -131,10 +131,8 @@ def _final_evaluation(experiment: Experiment, folder: Path, signals: Signals) ->
   if evaluation is None:
     experiment.logger.message(f"evaluation stopped; repeat it with launch/evaluate.py {folder}")
     return signals.exit_code
-  if (kept := evaluation.write(folder / "evaluation.json")) > evaluation.episodes:
-    experiment.logger.message(
-      f"not written: evaluation.json has {kept} episodes of the same checkpoint"
-    )
+  if better := evaluation.write(folder / "evaluation.json"):
+    experiment.logger.message(f"not written: evaluation.json has {better}")
   steps.log(experiment)
   python = sys.orig_argv[0]  # as typed: a `python` on the path may lack the packages
   experiment.logger.message(
@@ -150,10 +148,10 @@ def _nothing_saved(logger: MetricsLogger, folder: Path, signals: Signals) -> int
 
 
 def _device_or_memory_error(error: BaseException, logger: MetricsLogger, units: int) -> int:
-  where = memory.ran_out(error)
+  where = memory.exhausted(error)
   if where is not None:
     return _fail(
-      f"{memory.out_of(where, error)}. Reduce learner.batch_size, env.frame_size, "
+      f"{memory.exhausted_message(where, error)}. Reduce learner.batch_size, env.frame_size, "
       "replay.capacity or the block sizes of the agent's tasks"
       f"{'' if where == 'host' else ', or set replay.frames=host'}, or resume on a machine with "
       "more memory; checkpoints are intact",

@@ -60,8 +60,7 @@ class StudyRun(NamedTuple):
   @property
   def processes(self) -> list[str]:
     """The launcher's `--processes` option, for new and resumed runs; empty for one process."""
-    shape = topology.resolve(self.config)
-    return ["--processes", shape.counts] if shape.num_processes > 1 else []
+    return topology.process_options(self.config)
 
   def step(self) -> int:
     """The last learner step in the run's metrics."""

@@ -18,7 +18,7 @@ _NORESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python names from 3.13 on
 _ARENA_MAX, _MMAP_MAX, _TRIM_THRESHOLD = -8, -4, -1  # malloc.h
 
 
-def keep_freed() -> None:
+def retain_freed() -> None:
   """Makes glibc keep freed memory for later allocations. Call it before jax starts threads.
 
   On CPUs, XLA repeatedly allocates large results, whose page faults can take longer than a
@@ -73,7 +73,7 @@ def _lines(path: Path) -> list[str]:
     return []
 
 
-def of_devices() -> int | None:
+def device_limit() -> int | None:
   """The smallest memory limit of the local devices in bytes; None if a device reports none."""
   limits = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
   known = [x for x in limits if x is not None]
@@ -101,12 +101,12 @@ def bytes_of(tree: Any) -> int:
   return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
   """Formats a number of bytes in MB or GB."""
   return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
-def ran_out(error: BaseException) -> Literal["host", "device"] | None:
+def exhausted(error: BaseException) -> Literal["host", "device"] | None:
   """Which memory an error reports as exhausted; None for other errors."""
   if isinstance(error, MemoryError):
     return "host"
@@ -115,7 +115,7 @@ def ran_out(error: BaseException) -> Literal["host", "device"] | None:
   return None
 
 
-def out_of(where: str, error: BaseException) -> str:
-  """Formats a message for an error that `ran_out` recognizes."""
+def exhausted_message(where: str, error: BaseException) -> str:
+  """Formats a message for an error that `exhausted` recognizes."""
   lines = str(error).strip().splitlines() or [type(error).__name__]
   return f"out of {where} memory: {lines[0][:200]}"

@@ -53,18 +53,18 @@ class Evaluation:
   explore: bool  # acted as in training
   seed: int
 
-  def write(self, path: Path) -> int:
-    """Writes JSON atomically, unless the file has more episodes of the same kind.
+  def write(self, path: Path) -> str | None:
+    """Writes JSON atomically, unless the file has a better evaluation.
 
-    Evaluations are of the same kind if checkpoint, step limit and exploration are the same. Returns
-    the number of episodes in the file.
+    That is one of a later checkpoint, or one with more episodes of the same checkpoint, step limit
+    and exploration. Returns a description of the better one; None if this one is written.
     """
-    if (existing := _episodes_like(path, self)) > self.episodes:
-      return existing
+    if better := _better(path, self):
+      return better
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
     os.replace(temporary, path)
-    return self.episodes
+    return None
 
   def metrics(self) -> dict[str, float]:
     """Returns the metrics to log, without unknown ones."""
@@ -147,16 +147,19 @@ def evaluate(
   )
 
 
-def _episodes_like(path: Path, evaluation: Evaluation) -> int:
-  """Number of episodes in a written evaluation of the same kind; 0 if there is none."""
+def _better(path: Path, evaluation: Evaluation) -> str | None:
+  """Describes a better evaluation in the file, see `Evaluation.write`; None if there is none."""
   try:
     written = json.loads(path.read_text())
+    if written["step"] > evaluation.step:
+      return f"a later checkpoint, of learner step {written['step']}"
     same = written.get("explore", False) == evaluation.explore and all(
       written[key] == getattr(evaluation, key) for key in ("step", "max_episode_steps")
     )
-    return int(written["episodes"]) if same else 0
+    more = same and written["episodes"] > evaluation.episodes
+    return f"{written['episodes']} episodes of the same checkpoint" if more else None
   except (OSError, ValueError, TypeError, KeyError, AttributeError):
-    return 0
+    return None
 
 
 def _play(

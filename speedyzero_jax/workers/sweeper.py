@@ -87,9 +87,15 @@ class Sweeper:
     self.calls, self.credit, self.credited = state["calls"], state["credit"], state["credited"]
 
   def due(self, replay: Replay, learner_step: int) -> bool:
-    """Adds the credit up to `learner_step`; returns whether a block is covered by it or overdue."""
+    """Adds the credit up to `learner_step`; returns whether a block is covered by it or overdue.
+
+    The credit is at most a whole pass: after it, every age is within its bound again, however long
+    the sweep was behind.
+    """
+    steps_per_pass = max(self.max_age - self._delay - 1, _SLACK + 1)
     while self.credited < learner_step:
-      self.credit += replay.quota(self.name, self.block, self.max_age, self._delay)
+      quota = replay.quota(self.name, self.block, self.max_age, self._delay)
+      self.credit = min(self.credit + quota, quota * steps_per_pass + self.block)
       self.credited += 1
     return self.credit >= self.block or self.overdue(replay, learner_step)
 

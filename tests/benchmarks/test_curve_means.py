@@ -47,3 +47,13 @@ def test_numbers_of_committed_results(name, begin, reach, difference, lines):
   options = argparse.Namespace(begin=begin, end=None, reach=reach, difference=difference)
   found = curve_means.report(json.loads((RESULTS / f"{name}.json").read_text()), options)
   assert all(any(line.startswith(start) for line in found) for start in lines)
+
+
+def test_each_seed_counts_once():
+  content = json.loads((RESULTS / "large_batch.json").read_text())
+  options = argparse.Namespace(begin=1000, end=None, reach=None, difference=["", ""])
+  expected = curve_means.report(content, options)
+  again = content["runs"][0] | {"repeats": "another"}
+  assert curve_means.report(content | {"runs": [again, *content["runs"]]}, options) == expected
+  with pytest.raises(ValueError, match="another run has the same variant, game and seed"):
+    curve_means.report(content | {"runs": content["runs"] * 2}, options)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speedyzero_jax.cluster.devices import deal_devices, dealt_text, machine_shares
+from speedyzero_jax.cluster.devices import assign_devices, describe_devices, machine_shares
 from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.run.topology import Topology
 from speedyzero_jax.system.gpus import local_gpus
@@ -22,20 +22,20 @@ def test_every_process_has_devices_and_none_is_overcommitted(shape, count):
   batch_size = shape.learners * math.lcm(*range(1, 25))
   if count < shape.learners:
     with pytest.raises(ConfigError, match=f"{shape.learners} learners need a GPU each"):
-      deal_devices(shape, count, batch_size)
+      assign_devices(shape, count, batch_size)
     return
-  dealt = deal_devices(shape, count, batch_size)
-  assert len(dealt) == shape.num_processes
+  assigned = assign_devices(shape, count, batch_size)
+  assert len(assigned) == shape.num_processes
   memory = collections.Counter()
-  for devices in dealt:
+  for devices in assigned:
     assert devices.ids and set(devices.ids) <= set(range(count)) and devices.memory > 0
     memory.update(dict.fromkeys(devices.ids, devices.memory))
   assert max(memory.values()) <= 0.9 + 1e-9
-  learners = [devices.ids for devices in dealt[: shape.learners]]
+  learners = [devices.ids for devices in assigned[: shape.learners]]
   assert len({len(ids) for ids in learners}) == 1  # a mesh of equal parts
   assert len(set(itertools.chain(*learners))) == sum(map(len, learners))
   if count >= shape.num_processes:
-    assert {devices.memory for devices in dealt} == {0.9}  # none is shared
+    assert {devices.memory for devices in assigned} == {0.9}  # none is shared
   assert count - len(memory) < shape.learners  # no more are unused than can't be shared equally
 
 
@@ -48,31 +48,34 @@ def test_every_process_has_devices_and_none_is_overcommitted(shape, count):
   ],
 )
 def test_usual_machines(shape, count, batch_size, ids):
-  assert [d.ids for d in deal_devices(Topology(*shape), count, batch_size)] == ids
+  assert [d.ids for d in assign_devices(Topology(*shape), count, batch_size)] == ids
 
 
 def test_processes_share_a_single_device_and_its_memory(monkeypatch):
-  dealt = deal_devices(Topology(1, 1, 1), 1, 64)
-  assert [(d.ids, round(d.memory, 3)) for d in dealt] == [([0], 0.3)] * 3
-  monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.38")  # of one of several runs
-  assert all(d.memory == pytest.approx(0.38 / 3) for d in deal_devices(Topology(1, 1, 1), 1, 64))
-  assert deal_devices(Topology(2, 1, 1), 0, 64) == [None] * 4
+  assigned = assign_devices(Topology(1, 1, 1), 1, 64)
+  assert [(d.ids, round(d.memory, 3)) for d in assigned] == [([0], 0.3)] * 3
+  monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.4")  # the former name
+  assert all(d.memory == pytest.approx(0.4 / 3) for d in assign_devices(Topology(1, 1, 1), 1, 64))
+  monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.38")  # of one of several runs
+  assert all(d.memory == pytest.approx(0.38 / 3) for d in assign_devices(Topology(1, 1, 1), 1, 64))
+  assert assign_devices(Topology(2, 1, 1), 0, 64) == [None] * 4
 
 
 @pytest.fixture(autouse=True)
 def no_fraction(monkeypatch):
-  monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+  for former in ("", "PYTHON_"):
+    monkeypatch.delenv(f"XLA_{former}CLIENT_MEM_FRACTION", raising=False)
 
 
 @pytest.mark.parametrize("count", [3, 8])
 def test_actors_need_no_devices_with_central_inference(count):
-  dealt = deal_devices(Topology(1, 4, 1), count, 840, central=True)
-  assert dealt == [*(d := deal_devices(Topology(1, 0, 1), count, 840))[:1], *[None] * 4, d[1]]
+  assigned = assign_devices(Topology(1, 4, 1), count, 840, central=True)
+  assert assigned == [*(d := assign_devices(Topology(1, 0, 1), count, 840))[:1], *[None] * 4, d[1]]
 
 
 def test_the_line_on_devices_names_the_unused_ones():
   def text(shape, count):
-    return dealt_text(shape, deal_devices(shape, count, 64), count)
+    return describe_devices(shape, assign_devices(shape, count, 64), count)
 
   assert text(Topology(1, 1, 1), 4) == "0,1 for learner-0; 3 for actor-0.0; 2 for refresher-0.0"
   assert "; 2 unused" in text(Topology(2, 1, 0), 4)
@@ -103,8 +106,9 @@ def test_runs_side_by_side_get_their_own_devices_or_cores(monkeypatch):
   each = [share.variables for share in machine_shares(None)]
   assert each == [{"CUDA_VISIBLE_DEVICES": "3"}, {"CUDA_VISIBLE_DEVICES": "7"}]
   for fraction, half in (("", "0.45"), ("0.5", "0.25")):
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", fraction)
-    of_three = [tuple(share.variables.values()) for share in machine_shares(3)]
-    assert of_three == [("3", half), ("7", half), ("3", half)]
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", fraction)
+    of_three = [share.variables for share in machine_shares(3)]
+    memory = {"XLA_CLIENT_MEM_FRACTION": half, "XLA_PYTHON_CLIENT_MEM_FRACTION": ""}
+    assert of_three == [{"CUDA_VISIBLE_DEVICES": device} | memory for device in "373"]
   with pytest.raises(ConfigError, match="--together"):
     machine_shares(0)

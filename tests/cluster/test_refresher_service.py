@@ -49,6 +49,34 @@ def test_a_sweep_returns_to_the_states_of_a_lost_block(make_unit):
     unit.result(unit.work(1), 1)
 
 
+def test_a_late_block_of_a_sweep_is_used(make_unit, clock):
+  unit = make_unit(SWEEP["refresh"], "topology.block_timeout=60", refreshers=2)
+  unit.fill(20)
+  unit.publish(8)
+  unit.learn(8)
+  late = unit.work(0)
+  clock[0] += 61
+  assert unit.work(1).block != late.block
+  unit.result(late, 0)
+  assert (unit.replay.store["value_step"][late.lane[:, None], late.cell] == 8).all()
+
+
+def test_a_sweep_far_behind_owes_one_pass(make_unit):
+  unit = make_unit(SWEEP["refresh"], "refresh.max_age=20")
+  unit.fill(20)
+  unit.publish(400)
+  unit.learn(400)  # without refreshers
+  (sweeper,) = unit.experiment.sweepers
+  assert sweeper.due(unit.replay, 400) and sweeper.behind(unit.replay, 400)
+  blocks = 0
+  while sweeper.behind(unit.replay, 400):
+    steps.sweep(unit.experiment, sweeper)
+    blocks += 1
+  states = (unit.replay.heads - unit.replay.tails).sum()
+  assert blocks <= states // sweeper.block + 3
+  assert unit.replay.oldest_step("value_step") == 400
+
+
 def test_results_of_a_sweep_wake_a_learner_that_waits_for_them_and_are_counted(
   make_unit, monkeypatch
 ):

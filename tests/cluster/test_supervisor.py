@@ -80,8 +80,8 @@ def test_gives_up_on_a_process_that_keeps_failing(run):
 @pytest.mark.parametrize(
   ("end", "limits"),
   [
-    ("1/0", {"settled": 0.2, "max_failures": 1}),
-    (KILLED, {"settled": 0.2, "max_deaths": 1}),
+    ("1/0", {"reset_after": 0.2, "max_failures": 1}),
+    (KILLED, {"reset_after": 0.2, "max_deaths": 1}),
     (KILLED, {"max_failures": 1}),  # deaths that others cause are no failures
     (f"os.abort() if n % 2 else {KILLED}", {"max_failures": 2}),  # and end a series of failures
   ],
@@ -89,12 +89,12 @@ def test_gives_up_on_a_process_that_keeps_failing(run):
 def test_keeps_restarting_after_a_long_life_and_after_deaths_that_others_cause(run, end, limits):
   output = run(FINISH, ("actor-0", f"{COUNTED}time.sleep(0.3); {end}", False), **limits).end(0)
   doubling = ["0.05", "0.1", "0.2", "0.2"]
-  assert pauses(output)[:4] == (4 * ["0.05"] if "settled" in limits else doubling)
+  assert pauses(output)[:4] == (4 * ["0.05"] if "reset_after" in limits else doubling)
 
 
 def test_a_long_life_begins_the_pauses_anew(run):
   code = f"{COUNTED}time.sleep(1.1 if n == 2 else 0); {KILLED}"
-  output = run(FINISH, ("actor-0", code, False), settled=1.0).end(0)
+  output = run(FINISH, ("actor-0", code, False), reset_after=1.0).end(0)
   assert pauses(output)[:4] == ["0.05", "0.1", "0.05", "0.05"]
 
 

@@ -64,8 +64,8 @@ def test_text_that_yaml_could_misread_survives(game):
 
 
 def test_yaml_lacking_keys_takes_defaults():
-  assert loader.from_yaml("env: {game: Pong}") == replaced(DEFAULT, {"env.game": "Pong"})
-  assert loader.from_yaml("") == DEFAULT
+  text = f"agent: {DEFAULT.agent.name}\nenv: {{game: Pong}}"
+  assert loader.from_yaml(text) == replaced(DEFAULT, {"env.game": "Pong"})
 
 
 def test_saved_config_is_a_preset(tmp_path):
@@ -132,7 +132,7 @@ def test_override_is_parsed_by_its_type_and_changes_nothing_else(override, value
   ],
 )
 def test_yaml_spells_integers_as_overrides_do(override, value):
-  text = f"learner: {{steps: {override}}}"
+  text = f"agent: {DEFAULT.agent.name}\nlearner: {{steps: {override}}}"
   if value is None:
     with pytest.raises(ConfigError, match=r"learner\.steps: expected an integer"):
       loader.from_yaml(text)

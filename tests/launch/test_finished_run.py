@@ -165,15 +165,18 @@ def test_evaluating_it_only_adds_the_evaluation(copied, capsys):
   assert evaluate.main([str(copied), "--episodes", "1"]) == 0
   assert multihost.main(["--resume", str(copied), "evaluation.episodes=1", CACHE]) == 0
   assert "not written: evaluation.json has 5 episodes" in capsys.readouterr().out
-  assert evaluate.main([str(copied), "--episodes", "6", "--explore"]) == 0  # of another kind
+  # Nor do evaluations of another kind.
+  assert evaluate.main([str(copied), "--episodes", "6", "--explore"]) == 0
   assert "6 episodes with exploration" in capsys.readouterr().out
+  assert evaluate.main([str(copied), "--episodes", "6", "--max-episode-steps", "5"]) == 0
+  assert "not written: exploration or step limit" in capsys.readouterr().err
   assert json.loads((copied / "evaluation.json").read_text()) == written
 
 
 def test_evaluating_it_as_the_run_did_gives_the_same(finished, copied):
   assert evaluate.main([str(copied)]) == 0
   assert listing(copied)["evaluation.json"] == listing(finished[0])["evaluation.json"]
-  arguments = ["--seed", "4", "--max-episode-steps", "5", "--video", str(copied / "first.gif")]
+  arguments = ["--seed", "4", "--video", str(copied / "first.gif")]
   assert evaluate.main([str(copied), *arguments]) == 0
   with Image.open(copied / "first.gif") as video:
     length = json.loads((copied / "evaluation.json").read_text())["lengths"][0]

@@ -46,6 +46,13 @@ def test_every_kind_of_opponent_is_played_from_both_sides(run, tmp_path):
     assert row["against"] != "minimax" or wins == 0  # it never loses
 
 
+def test_results_are_added_to_earlier_ones(run, tmp_path):
+  out = tmp_path / "out.json"
+  for name, count in (("random", 1), ("minimax", 2), ("random", 2)):
+    code, rows = played(run, "--against", name, out=out)
+    assert code == 0 and len(rows) == count and rows[-1]["against"] == name
+
+
 def test_a_player_against_itself_is_even(run, tmp_path):
   """Each opening is played from both sides, without noise: wins and losses are equal."""
   code, (row,) = played(run, "--against", run, out=tmp_path / "out.json")

@@ -18,6 +18,13 @@ def test_a_plan_that_does_not_fit_has_a_code_of_its_own(monkeypatch, capsys, ava
   assert "weights" in capsys.readouterr().out
 
 
+def test_a_file_that_cannot_be_written_is_found_first(monkeypatch, capsys, tmp_path):
+  monkeypatch.setattr(plan, "make_plan", pytest.fail)
+  for path in (tmp_path, tmp_path / "none" / "plan.json"):
+    assert launcher.main(["--config", "quickstart", "--out", str(path)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: --out: can't write {path}: ")
+
+
 def test_a_machine_that_cannot_plan_is_a_failure(monkeypatch, capsys):
   def without_compiler(*_, **__):
     raise RuntimeError("run make gpu-plan first")

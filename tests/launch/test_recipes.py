@@ -30,7 +30,7 @@ def test_sbatch_gives_every_node_a_learner(cluster):
   assert (config.env.game, config.run.dir) == ("Pong", str(cluster.run_dir))
   call, environment = cluster.calls()[0]
   assert call.coordinator == f"n1:{61440 + 5000 % 4096}"
-  assert call.devices is None and "XLA_PYTHON_CLIENT_MEM_FRACTION" not in environment
+  assert call.devices is None and "XLA_CLIENT_MEM_FRACTION" not in environment
   (step,) = cluster.noted("steps")
   assert "--nodes=4 --ntasks=4" in step and "--overlap" in step and "--kill-on-bad-exit=1" in step
 
@@ -44,7 +44,7 @@ def test_sbatch_places_helpers_beside_the_learner_that_they_serve(cluster):
     assert int(environment["NODE"]) == shape.role(call.process_id).unit
   # Each node: a learner on both GPUs; an actor and a refresher on GPU 0, a refresher on GPU 1.
   assert [call.devices for call, _ in calls] == [None, None, [0], [0], [1], [1], [0], [0]]
-  assert {environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] for _, environment in calls} == {"0.30"}
+  assert {environment["XLA_CLIENT_MEM_FRACTION"] for _, environment in calls} == {"0.30"}
 
 
 def test_sbatch_separates_gpus(cluster):
@@ -52,7 +52,7 @@ def test_sbatch_separates_gpus(cluster):
   assert cluster.sbatch(ACTORS="1", REFRESHERS="4", **gpus) == 0
   calls = cluster.calls()
   assert [call.devices for call, _ in calls] == [[0, 1, 2, 3], [4], [5], [6], [7], [4]]
-  assert [e["XLA_PYTHON_CLIENT_MEM_FRACTION"] for _, e in calls] == ["0.90"] + ["0.45"] * 5
+  assert [e["XLA_CLIENT_MEM_FRACTION"] for _, e in calls] == ["0.90"] + ["0.45"] * 5
   assert cluster.sbatch(LEARNER_GPUS="0") == 2  # without HELPER_GPUS
 
 

@@ -4,6 +4,9 @@ import contextlib
 import json
 import sys
 from types import SimpleNamespace
+from unittest import mock
+
+import pytest
 
 import recorded
 from launch import wandb_sync
@@ -61,3 +64,21 @@ def test_every_row_is_sent_once(tmp_path, monkeypatch):
   assert [row["charts/episode_return"] for row in rows] == [1.0, 2.0, 4.0]
   assert [call["id"] for call in calls] == [None, "a1"]
   assert calls[0]["config"]["optim.learning_rate"] == 0.2
+  assert wandb_sync.main([str(folder), "--project", "other"]) == 0
+  assert calls[-1]["id"] is None and len(rows) == 6
+
+
+def test_an_upload_that_is_cut_short_continues_the_same_run(tmp_path, monkeypatch):
+  folder, ids = recorded.run(tmp_path / "run", returns=(1.0, 2.0)), []
+
+  @contextlib.contextmanager
+  def init(**options):
+    ids.append(options["id"])
+    log = mock.Mock(side_effect=ConnectionError if len(ids) == 1 else None)
+    yield SimpleNamespace(id="a1", define_metric=lambda *_, **__: None, log=log)
+
+  monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+  with pytest.raises(ConnectionError):
+    wandb_sync.main([str(folder), "--project", "p"])
+  assert wandb_sync.main([str(folder), "--project", "p"]) == 0
+  assert ids == [None, "a1"]

@@ -99,6 +99,42 @@ def test_members_that_fail_are_replaced(monkeypatch, tmp_path):
   log.close()
 
 
+class Repaired(Toy):
+  """The machine fails while `down`: all members, or some, end with an error."""
+
+  down = ()
+
+  def train(self, members, round_):
+    for outcome in super().train(members, round_):
+      yield outcome._replace(returns=[]) if outcome.member in self.down else outcome
+
+
+def test_members_that_failed_are_trained_again_by_the_next_call(monkeypatch, tmp_path):
+  population = toy_population(monkeypatch, rounds=3)
+  whole = play(population, tmp_path / "whole", start())
+  for down in ((0, 1), (0,)):
+    path = tmp_path / f"down{len(down)}"
+    trainer = Repaired(start(), kill_after=10**9 if len(down) == 2 else 3)
+    trainer.down = down
+    log = EventLog(path)
+    with pytest.raises((controller.NoMemberFinished, Killed)):  # killed before the selection
+      controller.run(population, trainer, log)
+    log.close()
+    assert play(population, path, trainer.state) == whole
+
+
+def test_a_return_that_is_not_a_number_is_no_score(monkeypatch, tmp_path):
+  class Broken(Toy):
+    def train(self, members, round_):
+      for outcome in super().train(members, round_):
+        yield outcome._replace(returns=[float("nan")]) if outcome.member == 0 else outcome
+
+  log = EventLog(tmp_path / "events")
+  result = controller.run(toy_population(monkeypatch, rounds=2), Broken(start()), log)
+  assert result["best"] == 1 and [row[0] for row in result["scores"]] == [None, None]
+  log.close()
+
+
 GOOD = """
 config: [impala]
 settings: [env.game=CartPole]

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
@@ -16,6 +17,7 @@ from launched import ROOT, finish, newest, start, wait_until
 from speedyzero_jax.config import loader
 from speedyzero_jax.population import trainer
 from speedyzero_jax.population.config import Population
+from speedyzero_jax.population.controller import Outcome
 from speedyzero_jax.population.selection import Knob
 from speedyzero_jax.run import run_dir
 
@@ -74,6 +76,16 @@ def test_wrong_use_writes_nothing(tmp_path, capsys):
     assert population.main([str(description), "--dir", str(folder)]) == 2
     assert capsys.readouterr().err.startswith(f"error: {message}")
   assert not (tmp_path / "x").exists()
+
+
+def test_members_of_several_processes_are_started_as_such(tmp_path):
+  """With `--processes`, for a new run and for a resumed one."""
+  processes = mock.Mock(count=1, train=mock.Mock(return_value=1))
+  description = Population(("a3c",), ("topology.actors=2",), ())
+  members = trainer.RunTrainer(description, tmp_path, processes, print)
+  assert list(members.train({0: {}}, 1)) == [Outcome(0, [])]
+  (_, _, changes), _ = processes.train.call_args
+  assert changes == ["--processes", "learner=1,actor=2", "run.pause_at=296"]
 
 
 class Killed(BaseException):

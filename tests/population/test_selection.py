@@ -30,6 +30,9 @@ def test_truncation_draws_among_the_best():
     copy for seed in range(40) for copy in truncation(scores, 0.2, np.random.default_rng(seed))
   }
   assert found == {Copy(member, source) for member in (0, 1) for source in (8, 9)}
+  # Members without a score are no sources, so every replaced one gets the only other.
+  failed = [0.0, -math.inf, -math.inf, -math.inf]
+  assert truncation(failed, 0.5, np.random.default_rng(0)) == [Copy(1, 0), Copy(2, 0)]
 
 
 def test_t_test_copies_only_what_is_significantly_better():
@@ -40,6 +43,7 @@ def test_t_test_copies_only_what_is_significantly_better():
   assert t_test([base, base + 1], 0.05, rng) == [Copy(0, 1)]
   assert t_test([3 * base, 3 * base + 1], 0.05, rng) == []
   assert t_test([[], [1.0]], 0.05, rng) == [Copy(0, 1)]
+  assert t_test([[3.0], [5.0]], 0.05, rng) == []
   assert t_test([[9.0] * 10, [500.0] * 10], 0.05, rng) == [Copy(0, 1)]
 
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from speedyzero_jax.replay.sweep import Sweep
 
 
-def test_a_pass_visits_every_cell_once_in_neighboring_stretches():
-  sweep = Sweep(lanes=3, capacity=10, stretch=4)
+def test_a_pass_visits_every_cell_once_in_neighboring_chunks():
+  sweep = Sweep(lanes=3, capacity=10, chunk=4)
   sweep.grow(np.array([10, 2, 0]))
   sweep.grow(np.array([10, 5, 0]))
   assert len(sweep.state()) == 5  # 4 + 4 + 2 cells, and 4 + 1
@@ -26,7 +26,7 @@ def test_a_pass_visits_every_cell_once_in_neighboring_stretches():
 
 
 def test_blocks_are_filled_by_repetition():
-  sweep = Sweep(lanes=2, capacity=10, stretch=4)
+  sweep = Sweep(lanes=2, capacity=10, chunk=4)
   sweep.grow(np.array([0, 3]))
   lane, cell = sweep.next_block(11)
   assert lane.tolist() == [1] * 11
@@ -35,13 +35,13 @@ def test_blocks_are_filled_by_repetition():
 
 def test_an_empty_sweep_has_no_block():
   with pytest.raises(ValueError, match="empty"):
-    Sweep(lanes=1, capacity=10, stretch=4).next_block(4)
+    Sweep(lanes=1, capacity=10, chunk=4).next_block(4)
 
 
 def test_a_backward_pass_visits_most_cells_in_the_block_after_their_successors():
-  sweep, block_of = Sweep(lanes=2, capacity=32, stretch=8, phases=4), np.full((2, 32), -1)
+  sweep, block_of = Sweep(lanes=2, capacity=32, chunk=8, phases=4), np.full((2, 32), -1)
   sweep.grow(np.array([32, 32]))
-  for block in range(8):  # 4 per half of the stretches
+  for block in range(8):  # 4 per half of the chunks
     lane, cell = sweep.next_block(8)
     assert (block_of[lane, cell] == -1).all()  # each cell once
     block_of[lane, cell] = block
@@ -51,7 +51,7 @@ def test_a_backward_pass_visits_most_cells_in_the_block_after_their_successors()
 
 @pytest.mark.parametrize("phases", [1, 2, 4])
 def test_state_roundtrip(phases):
-  sweep, other = (Sweep(lanes=2, capacity=20, stretch=4, phases=phases) for _ in range(2))
+  sweep, other = (Sweep(lanes=2, capacity=20, chunk=4, phases=phases) for _ in range(2))
   other.load(sweep.state(), np.zeros(2, np.int64))  # of an empty replay
   used = np.array([20, 9])
   sweep.grow(used)
@@ -81,9 +81,9 @@ def test_no_stamp_gets_older_than_the_bound(
   rng = np.random.default_rng(seed)
   delay = staleness + flight
   max_age = delay + slack
-  stretch = cells * phases
-  n = stretch + n_extra
-  sweep = Sweep(lanes, capacity, stretch, phases)
+  chunk = cells * phases
+  n = chunk + n_extra
+  sweep = Sweep(lanes, capacity, chunk, phases)
   stamps = np.full((lanes, capacity), np.iinfo(np.int32).max)
   heads = np.zeros(lanes, int)
   in_flight: list[tuple[int, int, np.ndarray, np.ndarray]] = []
@@ -118,6 +118,6 @@ def test_no_stamp_gets_older_than_the_bound(
 
 def test_the_quota_is_close_to_the_least_that_could_do():
   """Each of N slots once per max_age steps, plus the documented losses: one block, one step."""
-  sweep = Sweep(lanes=16, capacity=1600, stretch=16)
+  sweep = Sweep(lanes=16, capacity=1600, chunk=16)
   sweep.grow(np.full(16, 1600))
   assert sweep.quota(256, max_age=101) == -(-(25_600 + 256) // 100)

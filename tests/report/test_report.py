@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -244,6 +245,18 @@ def test_scores_with_exploration_are_marked(tmp_path, capsys):
   assert ["explored" in row["evaluation"] for row in rows] == [False, True]
   assert len(group_runs(report.read_runs([tmp_path]))) == 0  # seeds are not comparable
   assert "32, explored" in (tmp_path / "page.html").read_text()
+
+
+def test_seeds_without_an_evaluation_belong_to_the_evaluated_ones(tmp_path):
+  for seed, mean in ((0, 1.0), (1, None)):
+    folder = recorded.run(tmp_path / f"a-Catch-s{seed}", seed=seed, mean=mean)
+    settings = yaml.safe_load((folder / "config.yaml").read_text())
+    settings["evaluation"] = {"explore": True}
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    if mean is not None:
+      file = folder / "evaluation.json"
+      file.write_text(json.dumps(json.loads(file.read_text()) | {"explore": True}))
+  assert [len(method.runs) for method in methods(report.read_runs([tmp_path]))] == [2]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
 """Tests of checkpoints: exact restoration of saved state."""
 
+import os
+import re
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -68,6 +71,25 @@ def test_the_newest_few_are_kept_and_those_that_are_needed(tmp_path):
   assert checkpoints.steps() == [8, 10]
   checkpoints.save(snapshot(12), needed=8)
   assert checkpoints.steps() == [8, 10, 12]
+
+
+def test_a_checkpoint_is_on_disk_before_older_ones_are_deleted(tmp_path, monkeypatch):
+  synced, fsync, rmtree = set(), os.fsync, shutil.rmtree
+
+  def recorded(file):
+    synced.add(os.readlink(f"/proc/self/fd/{file}"))
+    fsync(file)
+
+  def remove(path, **options):
+    if re.fullmatch(r"\d+-\d+", Path(path).name):
+      (newest,) = (folder for folder in tmp_path.glob("checkpoints/6-*"))
+      assert {str(file) for file in (newest, newest.parent, *newest.rglob("*"))} <= synced
+    rmtree(path, **options)
+
+  monkeypatch.setattr(os, "fsync", recorded)
+  monkeypatch.setattr(shutil, "rmtree", remove)
+  write(tmp_path, 2, 4, 6, keep=2)
+  assert Checkpoints(tmp_path, 2).steps() == [4, 6]
 
 
 def test_one_moment_is_saved_once(tmp_path):

@@ -39,6 +39,25 @@ def test_experience_is_on_disk_unless_a_resumed_run_discards_it(tmp_path, monkey
   assert (rows == 0) == on_policy
 
 
+def test_invalid_experience_of_the_local_actor_does_not_reach_the_journal(tmp_path, monkeypatch):
+  """Otherwise no later start could append it to the replay."""
+  with durable(tmp_path) as experiment:
+    collector = experiment.collector
+    collector.collect()
+    heads, step = experiment.replay.heads, collector.local.step
+
+    def broken(*args, **kwargs):
+      slots, count = step(*args, **kwargs)
+      slots["reward"][:] = np.nan
+      return slots, count
+
+    monkeypatch.setattr(collector.local, "step", broken)
+    with pytest.raises(ValueError, match="reward"):
+      collector.collect()
+    for part in (experiment.replay, experiment.recovery.journal):
+      np.testing.assert_array_equal(part.heads, heads)
+
+
 @pytest.mark.parametrize("call", ["collect", "take", "truncate"])
 def test_a_call_waits_while_the_collector_is_locked(tmp_path, call):
   """As it is while a checkpoint reads actor, journal and replay, which must agree."""

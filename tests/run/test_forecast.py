@@ -46,13 +46,13 @@ def test_the_forecast_covers_what_is_held_and_done(tmp_path, capsys, schedule, f
     needed += experiment.replay.bytes_on_devices
     assert needed <= device <= 2 * needed
   line = next(line for line in capsys.readouterr().out.splitlines() if "needs about" in line)
-  assert f"{memory.size(host)} of " in line and "s a learner step (" in line
+  assert f"{memory.format_bytes(host)} of " in line and "s a learner step (" in line
 
 
 def test_there_is_a_warning_for_too_little_memory_and_no_other(tmp_path, monkeypatch, capsys):
   with quick(tmp_path) as experiment:
     for name, figure, advice in (
-      ("usable", 0, "replay.capacity"), ("of_devices", 10**4, "replay.frames=host"),
+      ("usable", 0, "replay.capacity"), ("device_limit", 10**4, "replay.frames=host"),
       ("size", "", None),
     ):  # fmt: skip
       with monkeypatch.context() as patch:

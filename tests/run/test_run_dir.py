@@ -145,7 +145,9 @@ def test_what_may_not_change_is_named(tmp_path, change, named):
   assert listing(tmp_path) == before
 
 
-@pytest.mark.parametrize("content", [None, b"\xff\xfe", b"env: [", b"run: {seed: many}", b"- 1"])
+@pytest.mark.parametrize(
+  "content", [None, b"", b"\xff\xfe", b"env: [", b"run: {seed: many}", b"- 1"]
+)
 def test_a_folder_without_a_readable_configuration(tmp_path, content):
   if content is not None:
     (tmp_path / "config.yaml").write_bytes(content)

@@ -61,21 +61,23 @@ class Device:
 def test_of_several_devices_the_smallest_counts(monkeypatch):
   devices = [Device({"bytes_limit": n}) for n in (7, 9, 5)]
   monkeypatch.setattr(jax, "local_devices", lambda: devices)
-  assert memory.of_devices() == 5
+  assert memory.device_limit() == 5
   devices.append(Device({}))
-  assert memory.of_devices() is None
+  assert memory.device_limit() is None
   devices[:] = [Device(None)]  # a CPU
-  assert memory.of_devices() is None
+  assert memory.device_limit() is None
 
 
 @pytest.mark.parametrize(("backend", "where"), [("gpu", "device"), ("cpu", "host")])
 def test_errors_name_the_memory_that_ran_out(monkeypatch, backend, where):
   monkeypatch.setattr(jax, "default_backend", lambda: backend)
   full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore")
-  assert memory.ran_out(full) == where and memory.ran_out(MemoryError()) == "host"
-  assert memory.ran_out(jax.errors.JaxRuntimeError("INTERNAL: a bug")) is None
-  assert memory.ran_out(ValueError("RESOURCE_EXHAUSTED")) is None
-  assert "9 bytes" in memory.out_of(where, full) and "more" not in memory.out_of(where, full)
+  assert memory.exhausted(full) == where and memory.exhausted(MemoryError()) == "host"
+  assert memory.exhausted(jax.errors.JaxRuntimeError("INTERNAL: a bug")) is None
+  assert memory.exhausted(ValueError("RESOURCE_EXHAUSTED")) is None
+  assert "9 bytes" in memory.exhausted_message(
+    where, full
+  ) and "more" not in memory.exhausted_message(where, full)
 
 
 def strict():
@@ -113,7 +115,7 @@ def test_zeros_are_those_of_numpy():
 def test_freed_memory_is_kept_on_cpus_unless_the_environment_configures_malloc(environment, kept):
   script = (
     "from speedyzero_jax.system import memory\nimport numpy as np\n"
-    "memory.keep_freed()\n"
+    "memory.retain_freed()\n"
     "before = memory.resident()\nnp.ones(25_000_000)\nprint(memory.resident() - before)"
   )
   configured = ("MALLOC_", "GLIBC_", "JAX_PLATFORMS", "CUDA_")

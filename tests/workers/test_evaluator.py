@@ -153,7 +153,7 @@ def test_exploration_has_a_new_key_in_every_step_and_is_reproducible(envs, monke
 def test_the_file_holds_the_result_and_replaces_an_older_one(envs, tmp_path):
   result, path = play(2), tmp_path / "evaluation.json"
   path.write_text("an older one")
-  assert result.write(path) == 2
+  assert result.write(path) is None
   assert json.loads(path.read_text()) == dataclasses.asdict(result)
   assert list(tmp_path.iterdir()) == [path]
 
@@ -162,14 +162,24 @@ def test_the_file_keeps_more_episodes_of_the_same_checkpoint(envs, tmp_path):
   result, path = play(2), tmp_path / "evaluation.json"
   larger = dataclasses.replace(result, episodes=3)
   larger.write(path)
-  assert result.write(path) == 3
+  assert result.write(path) == "3 episodes of the same checkpoint"
   assert json.loads(path.read_text()) == dataclasses.asdict(larger)
   steps = result.max_episode_steps
   for change in ({"step": result.step + 1}, {"max_episode_steps": steps + 1}, {"explore": True}):
     larger.write(path)
     other = dataclasses.replace(result, **change)
-    assert other.write(path) == 2
+    assert other.write(path) is None
     assert json.loads(path.read_text()) == dataclasses.asdict(other)
+    path.unlink()
+
+
+def test_the_file_keeps_an_evaluation_of_a_later_checkpoint(envs, tmp_path):
+  """The run may end while launch/evaluate.py plays with an earlier checkpoint."""
+  result, path = play(2), tmp_path / "evaluation.json"
+  later = dataclasses.replace(result, step=result.step + 5, episodes=1)
+  later.write(path)
+  assert result.write(path) == f"a later checkpoint, of learner step {later.step}"
+  assert json.loads(path.read_text()) == dataclasses.asdict(later)
 
 
 def test_a_file_of_before_exploration_counts_as_greedy(envs, tmp_path):
@@ -177,7 +187,7 @@ def test_a_file_of_before_exploration_counts_as_greedy(envs, tmp_path):
   written = dataclasses.asdict(dataclasses.replace(result, episodes=3))
   del written["explore"]
   path.write_text(json.dumps(written))
-  assert result.write(path) == 3 and json.loads(path.read_text()) == written
+  assert result.write(path) and json.loads(path.read_text()) == written
 
 
 def test_atari_is_normalized_by_human_and_random_play(envs):

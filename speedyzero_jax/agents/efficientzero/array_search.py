@@ -2,9 +2,9 @@
 
 `mctx.search` descends and backs up in loops as long as the deepest path of the batch. On a GPU the
 host synchronizes after every iteration to evaluate the loop condition. Here every node selects an
-action, the path consists of the nodes that all actions on their route agree to, and all values on
-it are backed up at once, so a simulation is a fixed sequence of operations. The cost is quadratic
-in the number of nodes, which is acceptable for tens of simulations.
+action, a node is on the path if at each of its ancestors the selected action leads to it, and all
+values on the path are backed up at once, so a simulation is a fixed sequence of operations. The
+cost is quadratic in the number of nodes, which is acceptable for tens of simulations.
 
 A simulation's many small operations take the time of their launches, so the trees are kept in few
 arrays, which XLA updates by few kernels.
@@ -21,7 +21,7 @@ from speedyzero_jax.types import Params
 
 
 class _Node(NamedTuple):
-  """What is known of a node when it is added."""
+  """Network outputs and embedding of a new node."""
 
   value: chex.Array  # [B] float32, from the network
   prior_logits: chex.Array  # [B, A] float32

@@ -14,7 +14,7 @@ _SMALL = 16  # pixels, maximum side of images for which downsample=1 is allowed
 
 @dataclasses.dataclass(frozen=True)
 class NetworkConfig:
-  """Sizes of h, g, f and the consistency heads (defaults: EZ)."""
+  """Sizes of h, g, f and the consistency heads (defaults: EZ, except `init`)."""
 
   channels: int = opt(
     64, "channels of the hidden state; the first stages of h have half as many (EZ: 64)", "[1, 1e5]"

@@ -102,7 +102,7 @@ class Layers:
 
 
 def before_norm(linear: Any, x: jax.Array) -> jax.Array:
-  """Applies a layer before batch norm, which cancels the bias: its gradient is 0, not computed."""
+  """Applies a layer followed by batch norm. That cancels the bias, whose gradient is set to 0."""
   y = x @ linear.kernel[...].astype(x.dtype)
   return y + jax.lax.stop_gradient(linear.bias[...]).astype(x.dtype)
 

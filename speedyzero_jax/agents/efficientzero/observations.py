@@ -23,20 +23,24 @@ def normalize(observation: jax.Array) -> jax.Array:
 def augment(keys: jax.Array, observation: jax.Array, shift: int, intensity: float) -> jax.Array:
   """Applies a random shift (edge-padded) and random brightness.
 
+  Vectors (H = 1) are only normalized.
+
   Args:
     keys: [N], one per observation, so that augmentation does not depend on sharding.
     observation: [N, H, W, C], uint8 or float.
-    shift: maximum shift, pixels; ignored for vectors.
+    shift: maximum shift, pixels.
     intensity: scale s of the factor 1 + s*clip(normal, -2, 2) (DrQ; Yarats et al. 2020).
 
   Returns:
     float32 [N, H, W, C], normalized.
   """
   height, width = observation.shape[1:3]
+  if height == 1:
+    return normalize(observation)
 
   def one(key: jax.Array, image: jax.Array) -> jax.Array:
     shift_key, intensity_key = jax.random.split(key)
-    if shift and height > 1:
+    if shift:
       y, x = jax.random.randint(shift_key, (2,), -shift, shift + 1)
       rows = jnp.clip(jnp.arange(height) + y, 0, height - 1)
       columns = jnp.clip(jnp.arange(width) + x, 0, width - 1)

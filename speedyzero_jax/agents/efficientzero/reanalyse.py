@@ -23,7 +23,7 @@ import numpy as np
 from speedyzero_jax.agents.base import Arrays, Task, Work
 from speedyzero_jax.agents.efficientzero import metric_names, targets
 from speedyzero_jax.agents.efficientzero.config import EfficientZeroConfig
-from speedyzero_jax.agents.refresh import REFRESHER, refresh_task, rescore
+from speedyzero_jax.agents.refresh import REFRESHER, recompute_priorities, refresh_task
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.schema import Column
@@ -64,7 +64,7 @@ def make_tasks(
     replay: Replay, lane: np.ndarray, time: np.ndarray, results: Arrays, step: int
   ) -> None:
     replay.rewrite("value_step", lane, time, step, {"value": results["value"]})
-    rescore(
+    recompute_priorities(
       replay, lane, time, agent_config.loss.td_steps,
       lambda lane, time: targets.refreshed_errors(replay.store, lane, time, config, step),
     )  # fmt: skip

@@ -198,7 +198,7 @@ def test_a_sweep_recomputes_the_whole_replay_with_its_own_weights(name):
   played = Played()
   sweepers = {sweeper.name: sweeper for sweeper in make_sweepers(played.agent, 2)}
   sweeper, step = sweepers[name], {"refresh": 2, "reanalyse": 3}[name]
-  for _ in range(12 // 2 + 1):  # 3 lanes of 4 stretches, 2 in a block of 32
+  for _ in range(12 // 2 + 1):  # 3 lanes of 4 chunks, 2 in a block of 32
     played.run(sweeper.next(played.replay), 1)
   store = played.replay.store
   assert (store["value_step"] == step).all()
@@ -356,7 +356,7 @@ def test_a_sweep_searches_with_the_edges_known_before_each_block():
   played = Played(*overrides)
   sweeper = next(s for s in make_sweepers(played.agent, 2) if s.name == "reanalyse")
   store, known = played.replay.store, 0
-  for _ in range(12 // 2 + 2):  # 3 lanes of 4 stretches: 8 of them in 4 phases, and again the first
+  for _ in range(12 // 2 + 2):  # 3 lanes of 4 chunks: 8 of them in 4 phases, and again the first
     work = sweeper.next(played.replay)
     lane, time = work.lane, work.time
     edges = targets.known_edges(store, lane, time, 0, tiny.config(*overrides))
@@ -365,4 +365,4 @@ def test_a_sweep_searches_with_the_edges_known_before_each_block():
       value = (played.said(l, t)[1] + 300 + action[0] + qvalue[0]) % 1000
       np.testing.assert_allclose(store["search_value"][l, t % 60], value, rtol=1e-4)
       known += action[0] >= 0
-  assert known > 160  # of 256; 88 if a stretch were searched in one block
+  assert known > 160  # of 256; 88 if a chunk were searched in one block
