@@ -119,7 +119,7 @@ def evaluate(
     own, played = stored.evaluation, config.evaluation
     if (own.explore, own.max_episode_steps) != (played.explore, played.max_episode_steps):
       _report("not written: exploration or step limit is not the run's own")
-    elif better := result.write(folder / "evaluation.json"):
+    elif better := result.write(folder / "evaluation.json", keep_later=True):
       _report(f"not written: evaluation.json has {better}")
     if video and video_path:
       video.save(video_path)

@@ -68,8 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for run, name in pairs:  # before a result is written
       game = _restore(run)[0].env.game
       _opening(arguments.opening, _opponent(name, game)[0], game)
+    earlier, results = _stored(out), []
     for run, name in pairs:
-      _store(match(run, name, arguments), out)
+      results.append(match(run, name, arguments))
+      _store(results, earlier, out)
   except (CheckpointError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     return FAILED
@@ -124,13 +126,29 @@ def _opening(requested: int | None, kind: str, game: str) -> int:
   return requested
 
 
-def _store(result: dict[str, Any], path: Path) -> None:
-  """Adds a result to a file, in place of an earlier one of the same players and opening."""
-  same = ("run", "step", "against", "opening")
-  results = json.loads(path.read_text()) if path.exists() else []
-  results = [x for x in results if any(x[key] != result[key] for key in same)] + [result]
+def _stored(path: Path) -> list[dict[str, Any]]:
+  """Reads earlier results. Raises ValueError for other files."""
+  if not path.exists():
+    return []
+  try:
+    results: list[dict[str, Any]] = json.loads(path.read_text())
+    for each in results:
+      _key(each)
+    return list(results)
+  except (ValueError, TypeError, KeyError):
+    raise ValueError(f"{path} does not hold results of matches; choose another --out") from None
+
+
+def _key(result: dict[str, Any]) -> tuple:
+  return tuple(result[name] for name in ("game", "run", "seed", "step", "against", "opening"))
+
+
+def _store(results: list[dict[str, Any]], earlier: list[dict[str, Any]], path: Path) -> None:
+  """Writes results, and the earlier ones that they do not repeat."""
+  repeated = {_key(each) for each in results}
+  kept = [each for each in earlier if _key(each) not in repeated]
   temporary = path.with_name(path.name + ".tmp")
-  temporary.write_text(json.dumps(results, indent=1) + "\n")
+  temporary.write_text(json.dumps(kept + results, indent=1) + "\n")
   os.replace(temporary, path)
 
 

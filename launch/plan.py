@@ -109,10 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_writable(path: Path) -> None:
-  try:
-    path.open("a").close()
-  except OSError as error:
-    raise ValueError(f"--out: can't write {path}: {error.strerror}") from None
+  if path.is_dir() or not os.access(path.parent, os.W_OK):
+    raise ValueError(f"--out: can't write {path}")
 
 
 def _report(line: str) -> None:

@@ -55,11 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
       options = {"name": folder.resolve().name, "config": read.settings, "dir": folder}
       with wandb.init(project=arguments.project, id=sent["id"], resume="allow", **options) as run:
         sent["id"] = run.id
-        _write(state, sent)  # if this is cut short, the next call continues the same W&B run
         run.define_metric("*", step_metric=names.STEP)
-        for row in rows:
-          run.log(row)
-      _write(state, sent | {"time": max(row[names.TIME] for row in rows)})
+        try:
+          for row in rows:
+            run.log(row)
+            sent["time"] = row[names.TIME]
+        finally:  # the next call continues an upload that was cut short
+          _write(state, sent)
   return 0
 
 

@@ -88,12 +88,14 @@ def run(
   for round_ in range(population.rounds):
     outcomes = _train(population, trainer, log, settings, round_, report)
     scores = [_mean(outcomes[member]) for member in range(population.members)]
-    if max(scores) == -math.inf:
+    if max(scores) == -math.inf and not _complete(log, round_):
       raise NoMemberFinished(f"no member finished round {round_ + 1}; see the logs of the members")
     table.append([score if math.isfinite(score) else None for score in scores])
     report(f"round {round_ + 1} of {population.rounds}: best {max(scores):.4g}, "
            f"median {np.median(scores):.4g}")  # fmt: skip
     if round_ == population.rounds - 1:
+      if not _complete(log, round_):
+        log.append({"event": "finished", "round": round_})
       break
     if not any(log.of("selected", round_)):
       log.append({"event": "selected", "round": round_,
@@ -118,6 +120,11 @@ def initial(population: Population) -> dict[int, Settings]:
   }
 
 
+def _complete(log: EventLog, round_: int) -> bool:
+  """Whether the results of a round are final."""
+  return any(log.of("selected", round_)) or any(log.of("finished", round_))
+
+
 def _train(
   population: Population,
   trainer: Trainer,
@@ -128,13 +135,13 @@ def _train(
 ) -> dict[int, list[float]]:
   """Trains the members that have not finished the round. Returns evaluation returns by member.
 
-  Failed members are trained again, until the round's selection has been made.
+  Members without a score are trained again, until the round is complete.
   """
-  selected = any(log.of("selected", round_))
+  complete = _complete(log, round_)
   outcomes = {
     event["member"]: event["returns"]
     for event in log.of("trained", round_)
-    if event["returns"] or selected
+    if complete or _mean(event["returns"]) > -math.inf
   }
   missing = {m: settings[m] for m in range(population.members) if m not in outcomes}
   for member, returns in trainer.train(missing, round_):
@@ -157,7 +164,7 @@ def _select(
   if population.selection == "truncation":
     copies = selection.truncation(scores, population.share, rng)
   elif population.selection == "t_test":
-    each = [outcomes[member] for member in range(population.members)]
+    each = [outcomes[m] if scores[m] > -math.inf else [] for m in range(population.members)]
     copies = selection.t_test(each, population.level, rng)
 
   def explored(source: int) -> Settings:

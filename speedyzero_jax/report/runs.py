@@ -49,7 +49,7 @@ class Run:
   @property
   def episodes(self) -> str:
     """Number and kind of the evaluated episodes."""
-    explored = ", explored" if self.evaluation_explore else ""
+    explored = ", explored" if self.evaluation_explore and self.evaluation_episodes else ""
     return f"{format_number(self.evaluation_episodes)}{explored}"
 
   def summary(self) -> dict[str, Any]:

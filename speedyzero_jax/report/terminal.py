@@ -43,7 +43,7 @@ def show(runs: Sequence[Run], groups: Sequence[Group], console: Console) -> None
 
 def _run_cells(run: Run) -> dict[str, str]:
   deviation = "" if run.evaluation_std is None else f" ± {format_number(run.evaluation_std)}"
-  explored = " explored" if run.evaluation_explore else ""
+  explored = " explored" if run.evaluation_explore and run.evaluation_episodes else ""
   return {
     "run": run.path,
     "game": run.game or "-",

@@ -233,8 +233,8 @@ def _sync(folder: Path) -> None:
     file = os.open(path, os.O_RDONLY)
     try:
       os.fsync(file)
-    except OSError as error:
-      if error.errno != errno.EINVAL:  # folders of some network file systems
+    except OSError:
+      if path.is_file():  # some network file systems can't sync folders
         raise
     finally:
       os.close(file)

@@ -53,13 +53,14 @@ class Evaluation:
   explore: bool  # acted as in training
   seed: int
 
-  def write(self, path: Path) -> str | None:
+  def write(self, path: Path, *, keep_later: bool = False) -> str | None:
     """Writes JSON atomically, unless the file has a better evaluation.
 
-    That is one of a later checkpoint, or one with more episodes of the same checkpoint, step limit
-    and exploration. Returns a description of the better one; None if this one is written.
+    That is one with more episodes of the same checkpoint, step limit and exploration, or with
+    `keep_later` one of a later checkpoint, which the run may have written in the meantime. Returns
+    a description of the better one; None if this one is written.
     """
-    if better := _better(path, self):
+    if better := _better(path, self, keep_later):
       return better
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
@@ -147,11 +148,11 @@ def evaluate(
   )
 
 
-def _better(path: Path, evaluation: Evaluation) -> str | None:
+def _better(path: Path, evaluation: Evaluation, keep_later: bool) -> str | None:
   """Describes a better evaluation in the file, see `Evaluation.write`; None if there is none."""
   try:
     written = json.loads(path.read_text())
-    if written["step"] > evaluation.step:
+    if keep_later and written["step"] > evaluation.step:
       return f"a later checkpoint, of learner step {written['step']}"
     same = written.get("explore", False) == evaluation.explore and all(
       written[key] == getattr(evaluation, key) for key in ("step", "max_episode_steps")

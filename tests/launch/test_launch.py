@@ -144,7 +144,8 @@ def supervised(tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "Supervisor", Stub)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda" if gpus else "cpu")
-    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
+    for former in ("", "PYTHON_"):
+      monkeypatch.delenv(f"XLA_{former}CLIENT_MEM_FRACTION", raising=False)
     arguments = [*MANY, f"run.dir={tmp_path / 'run'}", "--processes", processes]
     assert multihost.main(arguments) == 0
     return children
@@ -184,6 +185,7 @@ def test_processes_that_share_gpus_share_their_memory(supervised, tmp_path):
     environment = {name: value for name, value in child.env.items() if name != progress.TERMINAL}
     assert environment == {
       "JAX_COORDINATOR_BIND_ADDRESS": address, "XLA_CLIENT_MEM_FRACTION": "0.45",
+      "XLA_PYTHON_CLIENT_MEM_FRACTION": "",
     }  # fmt: skip
 
 

@@ -53,6 +53,16 @@ def test_results_are_added_to_earlier_ones(run, tmp_path):
     assert code == 0 and len(rows) == count and rows[-1]["against"] == name
 
 
+@pytest.mark.parametrize("content", ["", "{}x", '{"a": 1}', "[1]", '[{"run": "a"}]'])
+def test_another_file_is_refused_before_a_match(run, tmp_path, capsys, monkeypatch, content):
+  out = tmp_path / "out.json"
+  out.write_text(content)
+  monkeypatch.setattr(evaluator, "evaluate", pytest.fail)
+  assert played(run, "--against", "random", out=out)[0] == 2
+  assert f"{out} does not hold results of matches" in capsys.readouterr().err
+  assert out.read_text() == content
+
+
 def test_a_player_against_itself_is_even(run, tmp_path):
   """Each opening is played from both sides, without noise: wins and losses are equal."""
   code, (row,) = played(run, "--against", run, out=tmp_path / "out.json")

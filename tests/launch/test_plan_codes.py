@@ -22,7 +22,7 @@ def test_a_file_that_cannot_be_written_is_found_first(monkeypatch, capsys, tmp_p
   monkeypatch.setattr(plan, "make_plan", pytest.fail)
   for path in (tmp_path, tmp_path / "none" / "plan.json"):
     assert launcher.main(["--config", "quickstart", "--out", str(path)]) == 2
-    assert capsys.readouterr().err.startswith(f"error: --out: can't write {path}: ")
+    assert capsys.readouterr().err.startswith(f"error: --out: can't write {path}")
 
 
 def test_a_machine_that_cannot_plan_is_a_failure(monkeypatch, capsys):

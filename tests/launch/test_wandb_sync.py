@@ -4,7 +4,6 @@ import contextlib
 import json
 import sys
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 
@@ -68,17 +67,21 @@ def test_every_row_is_sent_once(tmp_path, monkeypatch):
   assert calls[-1]["id"] is None and len(rows) == 6
 
 
-def test_an_upload_that_is_cut_short_continues_the_same_run(tmp_path, monkeypatch):
-  folder, ids = recorded.run(tmp_path / "run", returns=(1.0, 2.0)), []
+def test_an_upload_that_is_cut_short_is_continued(tmp_path, monkeypatch):
+  folder, ids, rows = recorded.run(tmp_path / "run", returns=(1.0, 2.0, 3.0)), [], []
+
+  def log(row):
+    if len(rows) == len(ids) == 1:
+      raise ConnectionError
+    rows.append(row["charts/episode_return"])
 
   @contextlib.contextmanager
   def init(**options):
     ids.append(options["id"])
-    log = mock.Mock(side_effect=ConnectionError if len(ids) == 1 else None)
     yield SimpleNamespace(id="a1", define_metric=lambda *_, **__: None, log=log)
 
   monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
   with pytest.raises(ConnectionError):
     wandb_sync.main([str(folder), "--project", "p"])
   assert wandb_sync.main([str(folder), "--project", "p"]) == 0
-  assert ids == [None, "a1"]
+  assert ids == [None, "a1"] and rows == [1.0, 2.0, 3.0]

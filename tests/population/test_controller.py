@@ -132,6 +132,8 @@ def test_a_return_that_is_not_a_number_is_no_score(monkeypatch, tmp_path):
   log = EventLog(tmp_path / "events")
   result = controller.run(toy_population(monkeypatch, rounds=2), Broken(start()), log)
   assert result["best"] == 1 and [row[0] for row in result["scores"]] == [None, None]
+  # It is complete: nothing is trained again.
+  assert controller.run(toy_population(monkeypatch, rounds=2), Toy({}, kill_after=0), log) == result
   log.close()
 
 

@@ -53,7 +53,7 @@ def test_there_is_a_warning_for_too_little_memory_and_no_other(tmp_path, monkeyp
   with quick(tmp_path) as experiment:
     for name, figure, advice in (
       ("usable", 0, "replay.capacity"), ("device_limit", 10**4, "replay.frames=host"),
-      ("size", "", None),
+      ("format_bytes", "", None),
     ):  # fmt: skip
       with monkeypatch.context() as patch:
         patch.setattr(memory, name, lambda *_, figure=figure: figure)

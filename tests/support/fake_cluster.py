@@ -26,7 +26,7 @@ def until(condition):
     time.sleep(0.02)
 def lines(name):
   return open(env[name]).read().splitlines() if os.path.exists(env[name]) else []
-kept = {{k: env[k] for k in ("XLA_CLIENT_MEM_FRACTION", "NODE") if k in env}}
+kept = {{k: env[k] for k in env if k.endswith("MEM_FRACTION") or k == "NODE"}}
 with open(env["CALLS"], "a") as file:
   file.write(json.dumps([argv[1:], kept]) + chr(10))
 me = argv[argv.index("--process-id") + 1]

@@ -178,8 +178,11 @@ def test_the_file_keeps_an_evaluation_of_a_later_checkpoint(envs, tmp_path):
   result, path = play(2), tmp_path / "evaluation.json"
   later = dataclasses.replace(result, step=result.step + 5, episodes=1)
   later.write(path)
-  assert result.write(path) == f"a later checkpoint, of learner step {later.step}"
+  better = result.write(path, keep_later=True)
+  assert better == f"a later checkpoint, of learner step {later.step}"
   assert json.loads(path.read_text()) == dataclasses.asdict(later)
+  assert result.write(path) is None  # the run itself, after a restart from an earlier checkpoint
+  assert json.loads(path.read_text()) == dataclasses.asdict(result)
 
 
 def test_a_file_of_before_exploration_counts_as_greedy(envs, tmp_path):
