@@ -145,7 +145,7 @@ class LearnerConfig:
     0, "number of the last learner steps, taken after all agent steps (EZ: 20k)", "[0, 1e9]"
   )
   devices: int = opt(
-    0, "devices of each learner process in the mesh; 0: as many as each of them has", "[0, 1e9]"
+    0, "devices of each learner process in the mesh; 0: the fewest that any of them has", "[0, 1e9]"
   )
   prefetch: int = opt(2, "async: batches prepared ahead of the learner", "[1, 1000]")
 
