@@ -55,7 +55,9 @@ class LossConfig:
     "learner steps between copies to the target network (DQN: 10,000, Ape-X: 2,500)",
     "[1, 1e9]",
   )
-  huber_delta: float = opt(1.0, "error above which the loss is linear (DQN: 1)", "(0, 1e9]")
+  huber_delta: float = opt(
+    1.0, "without atoms: error above which the loss is linear (DQN: 1)", "(0, 1e9]"
+  )
 
 
 @dataclasses.dataclass(frozen=True)

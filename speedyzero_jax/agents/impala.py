@@ -7,10 +7,11 @@ the frame that completed the previous trajectory, one learner step earlier.
 V-trace corrects for the policy lag, which is bounded. With R agent steps per learner step in one
 process, the weights that acted in a slot are at most
 
-    actor.weights_interval + (slack + replay.capacity + actor.lanes + 1) / R
+    actor.weights_interval + (slack + capacity + actor.lanes + 1) / R
 
 learner steps old when the slot is trained on: the rate limiter lets collection run ahead by `slack`
-agent steps, and the replay evicts trajectories that have waited for longer than its capacity.
+agent steps, and the replay evicts trajectories that have waited for longer than its capacity, in
+slots.
 """
 
 import dataclasses

@@ -49,7 +49,7 @@ class LossConfig:
   """Sequences, targets and priorities."""
 
   burn_in: int = opt(
-    40, "slots that warm up the recurrent state and are not trained on (R2D2: 40)", "[0, 1e4]"
+    40, "slots that only warm up the recurrent state, if any (R2D2: 40)", "[0, 1e4]"
   )
   sequence_length: int = opt(80, "slots of a sequence that are trained on (R2D2: 80)", "[1, 1e4]")
   stride: int = opt(40, "slots between the starts of consecutive sequences (R2D2: 40)", "[1, 1e4]")

@@ -66,8 +66,8 @@ class ActorConfig:
   )
   max_lag: int = opt(
     0,
-    "async: largest policy lag, in learner steps; the learner waits rather than exceed it; 0: no "
-    "bound (ours)",
+    "async: largest policy lag when an action is stored, in learner steps; the learner waits "
+    "rather than exceed it; 0: no bound (ours)",
     "[0, 1e9]",
   )
 

@@ -15,17 +15,17 @@ Episodes (checked in tests/envs, for Atari also against a plain ALE):
   its time limit inside its episodic-life wrapper. Steps that only restart an episode do not count.
   When the cap is reached, the game is truncated and a new one begins.
 - CartPole terminates, or is truncated after 500 steps. Catch always lasts nine steps and ignores
-  the cap.
+  the cap, as do the games below.
 - MemoryCatch is Catch with the ball visible only in the first frame of an episode and once it has
   landed. From single frames a policy without memory sees only the paddle, in one of three columns
   after the first step: it catches at most three of five balls, a mean return of 0.2.
 - DecoyCatch is Catch, which reports three events: a catch, a miss, and the decoy, which is a miss
   with the ball right beside the paddle. The decoy is easier, as the ball has two sides.
 - Snake is Jumanji's, on 12 x 12 cells with five channels: an episode ends when the snake runs into
-  a wall or itself, or after 4,000 steps. It ignores the cap.
+  a wall or itself, or after 4,000 steps, which counts as termination, as in Jumanji.
 - In a board game one lane plays both sides: each frame shows the board from the perspective of the
-  player to move (see `rules.py`), and each reward is for the player who just moved. The cap is
-  ignored. For evaluation against an opponent see `versus.py`.
+  player to move (see `rules.py`), and each reward is for the player who just moved. For evaluation
+  against an opponent see `versus.py`.
 """
 
 import difflib
@@ -47,10 +47,17 @@ from speedyzero_jax.envs.rules import RULES
 from speedyzero_jax.envs.scores import atari100k_games
 from speedyzero_jax.types import Env, EnvStep
 
-VECTOR_GAMES = ("Catch", "MemoryCatch", "DecoyCatch", "CartPole")
+_CATCHES = ("Catch", "MemoryCatch", "DecoyCatch")
+VECTOR_GAMES = (*_CATCHES, "CartPole")
 _EVENTS = {"DecoyCatch": ("catch", "miss", "decoy")}
 _GRIDS = {"Snake": 12}  # game -> height and width of its float image
 BOARD_GAMES = tuple(RULES)  # two-player games
+# Longest episodes of games that ignore the cap, in agent steps.
+_STEPS = {
+  **dict.fromkeys(_CATCHES, 9),
+  "Snake": 4000,
+  **{game: rules.max_moves for game, rules in RULES.items()},
+}
 _CARTPOLE_STEPS = 500  # time limit of CartPole-v1
 # CartPole terminates beyond these |x| [m] and |angle| [rad].
 _CARTPOLE_LIMITS = np.array([2.4, math.radians(12)])
@@ -232,7 +239,7 @@ def episode_cap(game: str, cap: int) -> int:
   """The effective cap, in agent steps, given the environment's own time limit."""
   if game.startswith(gymnasium_env.PREFIX):
     return min(cap, gymnasium_env.probe(game)[3])
-  return min(cap, _CARTPOLE_STEPS) if game == "CartPole" else cap
+  return _STEPS.get(game) or (min(cap, _CARTPOLE_STEPS) if game == "CartPole" else cap)
 
 
 def frame_sides(config: EnvConfig) -> tuple[int, int]:

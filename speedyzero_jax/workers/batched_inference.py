@@ -46,7 +46,8 @@ class BatchedInference:
   ) -> ActOutput:
     """Like `Inference.decide`, with this version or a newer one.
 
-    One caller's `key` is used for the whole batch.
+    Slots are stamped with the version asked for, so their ages may be overstated. One caller's
+    `key` is used for the whole batch.
     """
     begin = time.monotonic()
     request = _Request(version, inputs)

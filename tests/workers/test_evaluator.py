@@ -116,7 +116,13 @@ def test_the_recurrent_state_continues_from_step_to_step(envs):
 
 
 @pytest.mark.parametrize(
-  ("game", "given", "cap"), [("Catch", 7, 7), ("CartPole", 27000, 500), ("CartPole", 7, 7)]
+  ("game", "given", "cap"),
+  [
+    ("Catch", 7, 9),
+    ("Snake", 27000, 4000),
+    ("CartPole", 27000, 500),
+    ("CartPole", 7, 7),
+  ],
 )
 def test_the_cap_reported_is_that_of_the_game_or_the_one_given(envs, game, given, cap):
   result = play(1, f"evaluation.max_episode_steps={given}", game=game)
