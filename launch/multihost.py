@@ -166,7 +166,7 @@ def check_env(config: Config) -> None:
 
 
 def check_possible(config: Config) -> None:
-  """Raises ConfigError for settings that can't be used on this machine; writes nothing."""
+  """Raises ConfigError for settings that can't be used on machines like this; writes nothing."""
   from speedyzero_jax.run.factories import make_agent
   from speedyzero_jax.system.platform import device_count
 
@@ -179,7 +179,7 @@ def check_possible(config: Config) -> None:
       f"learner.devices: must be at most the {local} devices of this process, "
       f"got {config.learner.devices}"
     )
-  devices = config.learner.devices or local
+  devices = (config.learner.devices or local) * max(config.topology.learners, 1)
   if config.learner.batch_size % devices:
     raise ConfigError(
       f"learner.batch_size: must be a multiple of the {devices} devices used, "

@@ -29,7 +29,7 @@ from speedyzero_jax.system.exit_codes import FAILED
 from speedyzero_jax.workers.weights import DivergedError
 
 _TOKEN, _MIN_TOKEN = 32, 16  # bytes of a generated token; minimum of one read from a file
-_JOIN_TIMEOUT = 300  # seconds for which a process waits for the coordinator
+_JOIN_TIMEOUT = 3600  # seconds for which a process waits for all others, as a cluster may be full
 _START_TIMEOUT = 600.0  # seconds for which processes wait for each other to start
 _LOOKUP_TIMEOUT = 10.0  # seconds for which a helper waits for a value that has been published
 
@@ -150,7 +150,8 @@ def _serve(
       Client(address, token, helper, max_bytes=max_bytes) as client,
     ):
       if role.kind == "refresher":
-        refresh(local_config, agent, client, derived_seed(config.run.seed, str(role), incarnation))
+        seed = derived_seed(config.run.seed, str(role), incarnation)
+        refresh(local_config, agent, client, seed, shape.serving("refresher", role.unit))
       elif config.topology.gradients == "actors":
         send_gradients(local_config, agent, client)
       elif config.topology.inference == "central":

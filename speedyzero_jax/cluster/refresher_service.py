@@ -15,10 +15,11 @@ from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.messages import Helper
 from speedyzero_jax.cluster.roster import Roster
 from speedyzero_jax.run.experiment import Experiment
-from speedyzero_jax.workers.sweeper import write_results
+from speedyzero_jax.workers.sweeper import split, write_results
 
 _CHUNK = 32 << 20  # approximate bytes of frames in one answer
 _POLL = 1.0  # seconds between checks whether a refresher is alive
+_START_TIMEOUT = 600.0  # seconds for which the first batch waits for refreshers that compile
 
 
 @dataclasses.dataclass
@@ -52,6 +53,8 @@ class RefresherService:
     self._numbers = itertools.count(1)
     self._waiting: deque[tuple[Work, _Batch]] = deque()
     self._assigned: dict[int, _Assignment] = {}
+    self._ready: set[int] = set()  # refreshers that have requested work
+    self._waited = False  # whether the first batch has waited for all refreshers
 
   def _return(self, block: int) -> None:
     """Makes a block of a batch available again. Sweeps return to their states by themselves."""
@@ -67,6 +70,7 @@ class RefresherService:
     Returns None if there is no block within `seconds`.
     """
     self._write(helper, request)
+    self._ready.add(helper.number)
     self._roster.waits(helper)
     found = self._limiter.wait_for(lambda: self._next(helper) or self._roster.over, seconds)
     if not isinstance(found, messages.Block):
@@ -130,13 +134,14 @@ class RefresherService:
     """Queues a sampled batch's work for the refreshers and waits until it is done.
 
     Without `topology.bound_age`, the wait has a timeout, and ends if no refresher is alive. It also
-    ends with the run.
+    ends with the run. The first batch is not given up while refreshers compile their programs.
     """
-    parts = [part for work in works for part in _split(work, self._refreshers)]
+    parts = [part for work in works for part in split(work, self._refreshers)]
     batch = _Batch(len(parts))
     with self._lock:
       self._waiting.extend((part, batch) for part in parts)
     self._limiter.notify()
+    self._wait_for_refreshers(batch)
     # Twice the timeout, so that a lost block can be assigned once more.
     until = math.inf if self._bound_age else time.monotonic() + 2 * self._block_timeout
 
@@ -153,6 +158,20 @@ class RefresherService:
         if assignment.batch is batch:
           assignment.batch = None
 
+  def _wait_for_refreshers(self, batch: _Batch) -> None:
+    """Waits, in the first call only, until the batch is done or every refresher requested work."""
+    until = time.monotonic() + _START_TIMEOUT
+
+    def done() -> bool:
+      ready = len(self._ready) == self._refreshers
+      return not batch.left or ready or self._limiter.unpaced or self._limiter.stopping
+
+    if not self._waited and not done():
+      self._experiment.logger.message("waiting for refreshers to compile their programs")
+    while not self._waited and not done() and time.monotonic() < until:
+      self._limiter.wait_for(done, _POLL)
+    self._waited = True
+
   def frames(self, helper: Helper, request: messages.FramesRequest) -> messages.FramesChunk:
     """Returns frames of slots that a refresher does not have yet."""
     replay = self._replay
@@ -162,10 +181,3 @@ class RefresherService:
       request.heads, max(1, min(256, _CHUNK // replay.schema.slot_bytes))
     )
     return messages.FramesChunk(heads, lane.astype(np.int32), cell.astype(np.int32), frame)
-
-
-def _split(work: Work, parts: int) -> list[Work]:
-  """Splits work into about equal parts."""
-  count = min(parts, len(work.lane))
-  arrays = (np.array_split(x, count) for x in (work.lane, work.time, work.real))
-  return [Work(work.task, *part) for part in zip(*arrays, strict=True)]

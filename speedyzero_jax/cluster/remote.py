@@ -20,6 +20,7 @@ from speedyzero_jax.metrics.aggregation import EpisodeStats
 from speedyzero_jax.replay.device_frames import DeviceFrames
 from speedyzero_jax.replay.replay import Array
 from speedyzero_jax.run.factories import frames_on_devices, replay_capacity
+from speedyzero_jax.run.warmup import placeholders, task_shapes
 from speedyzero_jax.system import memory
 from speedyzero_jax.types import Env, EnvStep, Slots
 from speedyzero_jax.workers.actor import Actor
@@ -138,22 +139,29 @@ class FrameCopy:
     self._client, self._frames = client, frames
     self._heads = np.zeros(lanes, np.int64)  # next slots to copy
 
+  def copy(self) -> int:
+    """Copies frames that are not copied yet, as many as one message holds; returns their number."""
+    chunk: messages.FramesChunk = self._client.call(messages.FramesRequest(self._heads))
+    if not len(chunk.lane):
+      return 0
+    if isinstance(self._frames, DeviceFrames):
+      self._frames.write(chunk.lane, chunk.cell, chunk.frame)
+    else:
+      self._frames[chunk.lane, chunk.cell] = chunk.frame
+    self._heads = chunk.heads
+    return len(chunk.lane)
+
   def gather(self, lane: np.ndarray, cell: np.ndarray, heads: np.ndarray) -> Array:
     """Returns the frames [n, w, ...] of cells, once all slots before `heads` are copied."""
     while (self._heads < heads).any():
-      chunk: messages.FramesChunk = self._client.call(messages.FramesRequest(self._heads))
-      if isinstance(self._frames, DeviceFrames):
-        self._frames.write(chunk.lane, chunk.cell, chunk.frame)
-      else:
-        self._frames[chunk.lane, chunk.cell] = chunk.frame
-      self._heads = chunk.heads
+      self.copy()
     if isinstance(self._frames, DeviceFrames):
       return self._frames.gather(lane, cell)
     return self._frames[lane[:, None], cell]
 
 
-def refresh(config: Config, agent: Agent, client: Client, seed: int) -> None:
-  """Computes blocks of states until RunFinished is raised."""
+def refresh(config: Config, agent: Agent, client: Client, seed: int, refreshers: int) -> None:
+  """Computes blocks of states until RunFinished is raised; `refreshers` share each batch's."""
   mesh = make_mesh(jax.local_devices())
   lanes, frame = config.actor.lanes, agent.schema.frame
   storage = frames_on_devices(config, agent, mesh, _report) or memory.zeros(
@@ -163,6 +171,14 @@ def refresh(config: Config, agent: Agent, client: Client, seed: int) -> None:
   weights = RemoteWeights(client, agent, NamedSharding(mesh, PartitionSpec()))
   inference = Inference(agent, mesh, report=_report)
   key = jax.random.key(seed)
+  while frames.copy():
+    pass
+  for name, count, after in task_shapes(config, agent, refreshers):
+    variables = weights.latest(agent.tasks[name].subscription, at_least=0).variables
+    cell = np.zeros((count, config.env.frame_stack + after), np.int32)
+    windows = frames.gather(cell[:, 0], cell, np.zeros(lanes, np.int64))
+    inputs = {"frames": windows, **placeholders(agent.tasks[name], count, after)}
+    inference.tasks[name].prepare(variables, inputs, key)
   request = messages.Results(0, 0, {})
   while True:
     block: messages.Block = client.call(request)

@@ -1,27 +1,31 @@
 """Rendezvous of a run's processes: membership and a key-value store, from jax.distributed.
 
 This is the only module that uses private parts of jax: its distributed client, its cluster
-detection, and the writer of its compilation cache.
+detection, and its compilation cache.
 """
 
 import contextlib
 import functools
 import ipaddress
 import os
+import secrets
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
-from jax._src import compiler, distributed
+from jax._src import compiler, distributed, lru_cache
 from jax._src.clusters import cluster
 from jax._src.lib import _jax
 
 from speedyzero_jax.system.platform import device_count
 
-_HEARTBEAT_TIMEOUT = 20  # seconds of silence after which a process counts as dead
+# Seconds of silence after which a process counts as dead, on one machine and on several.
+_HEARTBEAT_TIMEOUT, _NETWORK_HEARTBEAT_TIMEOUT = 20, 60
+_CACHE_TIMEOUT = 24 * 3600.0  # seconds for which learners wait for each other's cache lookup
 _LEAVE_TIMEOUT = 5.0  # seconds for which process 0 waits for the others to leave
 _EXIT_SECONDS = 0.5  # for the last process that has left to exit
 _PREFIX = "speedyzero/"
@@ -73,6 +77,7 @@ class Rendezvous:
 
   def __init__(self, place: Place, *, devices: Sequence[int] | None = None, timeout: int = 300):
     self.place = place
+    local = _is_loopback(place.coordinator.rpartition(":")[0].strip("[]"))
     jax.config.update("jax_enable_recoverability", True)  # others survive the death of an actor
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM itself
     try:
@@ -83,7 +88,7 @@ class Rendezvous:
         local_device_ids=devices,
         cluster_detection_method="deactivate",  # Slurm's and Open MPI's expose one device only
         initialization_timeout=timeout,
-        heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT,
+        heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT if local else _NETWORK_HEARTBEAT_TIMEOUT,
       )
       self.address = own_address(place.coordinator)
     except (RuntimeError, ValueError, OSError) as error:
@@ -110,14 +115,39 @@ class Rendezvous:
       )
     else:
       state.client, state.num_processes, state.process_id = None, 1, 0
-    # Only process 0 writes to jax's compilation cache, but programs of other processes have other
-    # cache keys. Without this, all learners but the first would recompile everything at each start.
-    first: Any = SimpleNamespace(global_state=SimpleNamespace(client=state.client, process_id=0))
-    compiler.distributed = first
+    self._set_up_compilation_cache(state.client)
     try:
       device_count()
     except RuntimeError as error:
       raise RendezvousError(str(error)) from error
+
+  def _set_up_compilation_cache(self, client: Any) -> None:
+    # Only process 0 writes to jax's compilation cache, but programs of other processes have other
+    # cache keys. Without this, all learners but the first would recompile everything at each start.
+    first: Any = SimpleNamespace(global_state=SimpleNamespace(client=client, process_id=0))
+    compiler.distributed = first
+    compiler._cache_read = functools.partial(self._read_cache, compiler._cache_read, Counter())
+    lru_cache.LRUCache.put = _replace_entry  # type: ignore[method-assign, assignment]
+
+  def _read_cache(self, read: Callable, counts: Counter, module: str, *arguments: Any) -> tuple:
+    """Reads a program from the compilation cache, if all of its processes can read theirs.
+
+    They divide the timing of kernels among themselves when they compile, so a process that compiles
+    a program which another one reads from its cache would wait for it in vain.
+    """
+    found = read(module, *arguments)
+    _, _, _, devices, *_ = arguments
+    processes = {device.process_index for device in devices}
+    if len(processes) == 1:
+      return found
+    name = f"cache/{module}/{counts[module]}"
+    counts[module] += 1
+    try:
+      self.publish(f"{name}/{self.place.process_id}", "" if found[0] is None else "found")
+      all_found = [self.lookup(f"{name}/{each}", _CACHE_TIMEOUT) for each in processes]
+    except RendezvousError as error:  # a learner is lost, as if in a collective of jax
+      raise jax.errors.JaxRuntimeError(str(error)) from error
+    return found if all(all_found) else (None, None)
 
   def publish(self, name: str, value: str) -> None:
     """Publishes a small value to all processes; replaces an earlier one of this name."""
@@ -165,6 +195,14 @@ def _calling(problem: str) -> Iterator[None]:
   except jax.errors.JaxRuntimeError as error:
     reason = str(error).partition("\n")[0]
     raise RendezvousError(f"{problem} ({reason})") from error
+
+
+def _replace_entry(cache: Any, key: str, value: bytes) -> None:
+  """Writes an entry of the compilation cache atomically, also over an unreadable or older one."""
+  path = cache.path / f"{key}{lru_cache._CACHE_SUFFIX}"
+  new = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+  new.write_bytes(value)
+  new.replace(path)
 
 
 def own_address(coordinator: str) -> str:

@@ -50,7 +50,7 @@ def train(
     return FAILED
   with opened as logger:
     try:
-      if signals.received:
+      if signals.received and units == 1:  # several learner processes stop together
         return _nothing_saved(logger, folder, signals)
       devices = jax.local_devices()
       logger.message(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from speedyzero_jax.agents.base import ActInputs, Agent, Arrays, Work
+from speedyzero_jax.agents.base import ActInputs, Agent, Arrays, Task, Work
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.run.experiment import Experiment
@@ -23,6 +23,7 @@ from speedyzero_jax.system.compilation import Program
 from speedyzero_jax.system.platform import platform
 from speedyzero_jax.types import Slots
 from speedyzero_jax.workers.batched_inference import padded
+from speedyzero_jax.workers.sweeper import make_sweepers, split
 from speedyzero_jax.workers.weights import ACTOR, copy_tree
 
 _MAX_TIMING = 5.0  # seconds of calls after which a program is not called again
@@ -50,7 +51,10 @@ def prepare(experiment: Experiment) -> list[Timing]:
   """
 
   def compile_now(call: _Call) -> None:
-    if not experiment.interrupted:
+    interrupted = experiment.interrupted
+    if call.name == "train":  # the learner processes compile it together
+      interrupted = any(experiment.membership.all_gather(int(interrupted)))
+    if not interrupted:
       call.compile()
 
   calls = list(_calls(experiment))
@@ -86,8 +90,8 @@ def _calls(experiment: Experiment) -> Iterator[_Call]:
     return _Call(name, per_step, compiles, run)
 
   def task(name: str, per_step: float, count: int, after: int) -> _Call:
-    reads, variables = agent.tasks[name].reads, weights[agent.tasks[name].subscription]
-    inputs: Arrays = {x.name: np.zeros((count, after + 1, *x.shape), x.dtype) for x in reads}
+    variables = weights[agent.tasks[name].subscription]
+    inputs = placeholders(agent.tasks[name], count, after)
     inputs |= {"frames": experiment.replay.blanks(count, after)}
     return call(name, inference.tasks[name], per_step, variables, inputs, key)
 
@@ -114,6 +118,22 @@ def _calls(experiment: Experiment) -> Iterator[_Call]:
   train = call("train", learner.update, 1, *learner.arguments(experiment.state, arrays, key))
   # A step donates its state.
   yield train._replace(run=lambda: learner.step(copy_tree(experiment.state), arrays, key))
+
+
+def placeholders(task: Task, count: int, after: int) -> Arrays:
+  """Returns inputs, without frames, of `count` states and the `after` slots that follow each."""
+  return {x.name: np.zeros((count, after + 1, *x.shape), x.dtype) for x in task.reads}
+
+
+def task_shapes(config: Config, agent: Agent, refreshers: int) -> set[tuple[str, int, int]]:
+  """Returns the name, states and slots after them of each call that a refresher will get.
+
+  `refreshers` share the work of each batch.
+  """
+  sweepers = make_sweepers(agent, config.actor.weights_interval)
+  parts = [part for work in example_batch(config, agent)[1] for part in split(work, refreshers)]
+  shapes = {(part.task, len(part.lane), part.real.shape[1] - 1) for part in parts}
+  return shapes | {(sweeper.name, sweeper.block, 0) for sweeper in sweepers}
 
 
 def example_batch(config: Config, agent: Agent) -> tuple[Arrays, list[Work]]:

@@ -41,6 +41,13 @@ def write_results(replay: Replay, task: Task, work: Work, results: Arrays, step:
     task.write(replay, lane, time, {name: x[real] for name, x in results.items()}, step)
 
 
+def split(work: Work, parts: int) -> list[Work]:
+  """Splits work into about equal parts."""
+  count = min(parts, len(work.lane))
+  arrays = (np.array_split(x, count) for x in (work.lane, work.time, work.real))
+  return [Work(work.task, *part) for part in zip(*arrays, strict=True)]
+
+
 def run_task(
   task: Task,
   inference: Inference,

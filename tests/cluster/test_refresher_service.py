@@ -187,10 +187,30 @@ def test_the_learner_waits_for_a_batch_only_so_long(make_unit, clock):
   assert done
 
 
-def test_the_learner_waits_for_live_refreshers_only(make_unit):
+def test_the_first_batch_waits_for_refreshers_that_compile(make_unit, clock):
+  unit = make_unit(*BATCH, refreshers=2)
+  unit.fill(20)
+  unit.publish(3)
+  _, thread, done = unit.executing()
+  thread.join(0.1)
+  clock[0] += 599
+  assert not done
+  block = unit.work(0, seconds=5)
+  unit.now += TIMEOUT + 1
+  thread.join(1.3)
+  assert not done
+  while block:
+    block = unit.result(block, 0)
+  thread.join(10)
+  assert done and newest(unit) == 3
+
+
+def test_the_learner_waits_for_live_refreshers_only(make_unit, clock):
   unit = make_unit(*BATCH)
   unit.fill(20)
   _, thread, done = unit.executing()
+  thread.join(0.1)
+  clock[0] += 601
   thread.join(10)
   assert done  # none has called
   assert unit.work() is None

@@ -96,7 +96,8 @@ class Cluster:
 
   def refresh(self, number=0, config=None):
     unit, client = self.unit, self.client("refresher", number)
-    return self._start(remote.refresh, config or unit.config, unit.agent, client, number)
+    arguments = config or unit.config, unit.agent, client, number, unit.refreshers
+    return self._start(remote.refresh, *arguments)
 
 
 @pytest.fixture
@@ -220,10 +221,11 @@ def test_an_actor_waits_for_the_weights_of_its_grant(make_unit, cluster, monkeyp
 def test_refreshers_compute_what_a_local_one_would(make_unit, cluster, monkeypatch, on_devices):
   unit = make_unit(*BATCH, "topology.bound_age=true", refreshers=2, durable=True)
   unit.fill(30)
-  gathered, gather = [], FrameCopy.gather
+  gathered, prepared, worked, gather = [], set(), set(), FrameCopy.gather
 
-  def spied(*args):
-    gathered.append(isinstance(windows := gather(*args), jax.Array))
+  def spied(copy, lane, cell, heads):
+    (worked if heads.any() else prepared).add(cell.shape)
+    gathered.append(isinstance(windows := gather(copy, lane, cell, heads), jax.Array))
     return windows
 
   monkeypatch.setattr(FrameCopy, "gather", spied)
@@ -240,6 +242,7 @@ def test_refreshers_compute_what_a_local_one_would(make_unit, cluster, monkeypat
       for work in works:
         local.run_task(work, jax.random.key(0))
     assert set(gathered) == {on_devices}
+    assert worked and worked <= prepared  # every program was compiled before the first block
     assert unit.replay.state_dict()["slot_policy_step"].max() == 9
     assert_same(unit.replay, local.replay, besides={"rng"})
 

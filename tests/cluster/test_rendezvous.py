@@ -27,21 +27,25 @@ rendezvous.share_devices(2)
 print("devices", len(jax.devices()), len(jax.local_devices()), flush=True)
 if number < 2:
   mesh = Mesh(jax.local_devices(0) + jax.local_devices(1), "d")
-  psum = lambda x: jax.lax.psum(x, "d")
-  add = jax.jit(jax.shard_map(psum, mesh=mesh, in_specs=P("d"), out_specs=P()))
+  def total(x):
+    return jax.lax.psum(x, "d")
+  add = jax.jit(jax.shard_map(total, mesh=mesh, in_specs=P("d"), out_specs=P()))
   mine = np.array([1.0, 2.0]) + 2 * number
   mine = jax.make_array_from_process_local_data(NamedSharding(mesh, P("d")), mine)
   for turn in range(2):
     rendezvous.lookup(f"turn/{turn}", 60)
     print("sum", float(np.asarray(add(mine).addressable_shards[0].data)[0]), flush=True)
-  jax.clear_caches()
   events = []
   jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
-  add(mine).block_until_ready()
-  print("cached", events.count("/jax/compilation_cache/cache_hits"), flush=True)
+  for turn in range(2, 5):
+    rendezvous.lookup(f"turn/{turn}", 60)
+    jax.clear_caches()
+    add(mine).block_until_ready()
+    print("cached", events.count("/jax/compilation_cache/cache_hits"), flush=True)
 else:
   print("alone", float(jax.numpy.ones(2).sum()), rendezvous.count("came"), flush=True)
-  rendezvous.publish(f"turn/{rendezvous.count('turn')}", "")
+  for line in sys.stdin:
+    rendezvous.publish(f"turn/{line.strip()}", "")
 sys.stdin.read()
 rendezvous.leave()
 os._exit(0)
@@ -70,7 +74,13 @@ def value(process, word):
   raise AssertionError(f"ended with {process.wait()} before printing '{word}'")
 
 
-def test_learners_share_devices_and_another_dies_and_comes_back(tmp_path):
+def turn(helper, number):
+  """Lets the learners go on."""
+  helper.stdin.write(f"{number}\n")
+  helper.stdin.flush()
+
+
+def test_learners_share_devices_and_programs_and_another_dies_and_comes_back(tmp_path):
   with contextlib.ExitStack() as stack:
     address, members = stack.enter_context(reserved_address()), []
     stack.callback(lambda: [process.kill() or process.wait() for process in members])
@@ -78,6 +88,7 @@ def test_learners_share_devices_and_another_dies_and_comes_back(tmp_path):
     helper = members[2]
     assert value(helper, "devices") == [2, 2]
     assert value(helper, "alone") == [2, 0]
+    turn(helper, 0)
     for learner in members[:2]:
       assert value(learner, "devices") == [4, 2]
       assert value(learner, "sum") == [10]
@@ -85,9 +96,22 @@ def test_learners_share_devices_and_another_dies_and_comes_back(tmp_path):
     helper.wait()
     members.append(start(address, 2, tmp_path))
     assert value(members[3], "alone") == [2, 1]
+    turn(members[3], 1)
     for learner in members[:2]:
       assert value(learner, "sum") == [10]
+    turn(members[3], 2)
+    for learner in members[:2]:
       assert value(learner, "cached") == [1]  # each learner's programs, not only the first one's
+    entries = sorted(tmp_path.glob("jit_total-*-cache"))
+    assert len(entries) == 2
+    entries[1].write_bytes(entries[1].read_bytes()[:100])  # as after a kill
+    turn(members[3], 3)
+    for learner in members[:2]:
+      assert value(learner, "cached") == [1]  # both compile it
+    turn(members[3], 4)
+    for learner in members[:2]:
+      assert value(learner, "cached") == [2]  # both entries are replaced
+    assert sorted(tmp_path.glob("jit_total-*")) == entries
     rest = members[0], members[1], members[3]
     for process in rest:
       process.stdin.close()

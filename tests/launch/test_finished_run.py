@@ -19,6 +19,7 @@ from PIL import Image
 import tiny
 from launch import evaluate, multihost
 from launched import CACHE, NEW, STEPS, hash_in, listing, newest, start, wait_until
+from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.metrics import jsonl
 from speedyzero_jax.run import run_dir, train
 from speedyzero_jax.run.checkpoint import Checkpoints
@@ -135,6 +136,9 @@ def test_a_run_does_not_continue_where_devices_cannot_share_its_batch(
     assert multihost.main(["--resume", str(tmp_path)]) == 2
     assert "learner.batch_size: must be a multiple of the 3" in capsys.readouterr().err
   assert listing(tmp_path) == before
+  learners = tiny.config("learner.devices=2", "topology.learners=4", "learner.batch_size=12")
+  with pytest.raises(ConfigError, match="must be a multiple of the 8 devices"):
+    multihost.check_possible(learners)
 
 
 @pytest.mark.parametrize("part", ["checkpoints", "journal.sqlite"])

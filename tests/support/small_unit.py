@@ -44,7 +44,7 @@ class Unit:
 
   def __init__(self, folder, experiment: Experiment, overrides, actors: int, refreshers: int):
     self.folder, self.experiment, self.config = folder, experiment, experiment.config
-    self._overrides = overrides
+    self._overrides, self.refreshers = overrides, refreshers
     self.agent, self.inference = experiment.agent, experiment.inference
     self.replay, self.weights = experiment.replay, experiment.weights
     self.limiter, self.collector = experiment.limiter, experiment.collector

@@ -61,7 +61,7 @@ def test_plays_whole_episodes_with_raw_rewards(envs, episodes, lanes):
   assert (result.episodes, result.step, result.game, result.seed) == (episodes, 77, "Catch", 5)
   statistics = np.mean(returns), np.median(returns), np.std(returns)
   assert (result.mean, result.median, result.std) == pytest.approx(statistics)
-  settings = {"training": False, "max_episode_steps": 27_000}
+  settings = {"training": False, "max_episode_steps": 9}
   assert all(env.closed and env.settings == settings for env in envs)
   assert len({env.seed for env in envs}) == len(envs)  # no episode is played twice
   if episodes == 11:
