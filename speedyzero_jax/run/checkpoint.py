@@ -91,10 +91,6 @@ class Checkpoints:
     """Folders by learner and agent steps, oldest first."""
     folders = {}
     for path in self._directory.glob("*"):
-      if path.name.isdigit():  # otherwise a resumed run would start over
-        raise CheckpointError(
-          f"{path} was written by an earlier version of this program and cannot be resumed"
-        )
       if match := re.fullmatch(r"(\d+)-(\d+)", path.name):
         folders[int(match[1]), int(match[2])] = path
     return dict(sorted(folders.items()))

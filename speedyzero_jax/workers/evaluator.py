@@ -154,8 +154,8 @@ def _better(path: Path, evaluation: Evaluation, keep_later: bool) -> str | None:
     written = json.loads(path.read_text())
     if keep_later and written["step"] > evaluation.step:
       return f"a later checkpoint, of learner step {written['step']}"
-    same = written.get("explore", False) == evaluation.explore and all(
-      written[key] == getattr(evaluation, key) for key in ("step", "max_episode_steps")
+    same = all(
+      written[key] == getattr(evaluation, key) for key in ("step", "max_episode_steps", "explore")
     )
     more = same and written["episodes"] > evaluation.episodes
     return f"{written['episodes']} episodes of the same checkpoint" if more else None

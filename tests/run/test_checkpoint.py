@@ -124,13 +124,6 @@ def test_another_network_is_refused_by_name(two):
   assert len(reported) == 2 and "'network'" in reported[0]
 
 
-def test_checkpoints_of_an_earlier_version_are_named_and_left_alone(tmp_path):
-  (tmp_path / "checkpoints/8").mkdir(parents=True)
-  for use in (lambda c: c.restore(abstract(), pytest.fail), Checkpoints.steps):
-    with pytest.raises(CheckpointError, match="checkpoints/8 was written by an earlier version"):
-      use(Checkpoints(tmp_path))
-
-
 def test_the_oldest_slots_that_any_checkpoint_refers_to(tmp_path):
   write(tmp_path, *(snapshot(step, tail=step // 2) for step in (4, 6, 8)), keep=2)
   checkpoints = Checkpoints(tmp_path)

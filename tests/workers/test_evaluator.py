@@ -191,14 +191,6 @@ def test_the_file_keeps_an_evaluation_of_a_later_checkpoint(envs, tmp_path):
   assert json.loads(path.read_text()) == dataclasses.asdict(result)
 
 
-def test_a_file_of_before_exploration_counts_as_greedy(envs, tmp_path):
-  result, path = play(2), tmp_path / "evaluation.json"
-  written = dataclasses.asdict(dataclasses.replace(result, episodes=3))
-  del written["explore"]
-  path.write_text(json.dumps(written))
-  assert result.write(path) and json.loads(path.read_text()) == written
-
-
 def test_atari_is_normalized_by_human_and_random_play(envs):
   result = play(3, game="Breakout")
   assert result.human_normalized == pytest.approx((result.mean - 1.7) / (30.5 - 1.7))
