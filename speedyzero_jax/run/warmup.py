@@ -95,15 +95,14 @@ def _calls(experiment: Experiment) -> Iterator[_Call]:
     inputs |= {"frames": experiment.replay.blanks(count, after)}
     return call(name, inference.tasks[name], per_step, variables, inputs, key)
 
-  central = config.topology.inference == "central"  # timed at its largest batch
-  if experiment.membership.runs_actor or central:
-    per_step = max(config.run.env_steps - begin, 0) / config.actor.lanes / steps
-    lanes = padded(config.actor.lanes) if central else config.actor.lanes
+  per_step = max(config.run.env_steps - begin, 0) / config.actor.lanes / steps
+  for lanes in _acting_lanes(config, experiment.membership.runs_actor):
     frame, core = agent.schema.frame, jax.tree.map(np.asarray, agent.initial_core(lanes))
     frames = np.zeros((lanes, config.env.frame_stack, *frame.shape), frame.dtype)
     inputs = ActInputs(frames, np.ones(lanes, bool), np.zeros(lanes, np.int32), core)
     args = weights[ACTOR], inputs, key, np.float32(0)
     yield call("act", inference.act, per_step, *args, explore=True)
+    per_step = 0.0  # forecast as if all batches had the largest size
   if config.topology.gradients == "actors":  # which then train
     return
   batch, works = example_batch(config, agent)
@@ -118,6 +117,16 @@ def _calls(experiment: Experiment) -> Iterator[_Call]:
   train = call("train", learner.update, 1, *learner.arguments(experiment.state, arrays, key))
   # A step donates its state.
   yield train._replace(run=lambda: learner.step(copy_tree(experiment.state), arrays, key))
+
+
+def _acting_lanes(config: Config, runs_actor: bool) -> list[int]:
+  """Returns the numbers of lanes for which a learner process computes actions, largest first."""
+  lanes, topology = config.actor.lanes, config.topology
+  if topology.inference != "central":
+    return [lanes] if runs_actor else []
+  actors = -(-topology.actors // max(topology.learners, 1))
+  largest, smallest = padded(lanes), padded(lanes // actors)
+  return [largest >> i for i in range((largest // smallest).bit_length())]
 
 
 def placeholders(task: Task, count: int, after: int) -> Arrays:

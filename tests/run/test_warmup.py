@@ -62,6 +62,21 @@ def test_a_run_compiles_nothing_that_was_not_compiled_before_it(tmp_path, overri
     assert names[compiled[8] :] == []  # nor what is small, once every sweep has begun
 
 
+def test_every_size_of_batch_is_compiled_for_actors_without_a_network(tmp_path, monkeypatch):
+  sizes = []
+
+  def prepare(program, _variables, inputs, *_args, **_options):
+    if program.__name__ == "act":
+      sizes.append(len(inputs.lane))
+
+  monkeypatch.setattr(compilation.Program, "prepare", prepare)
+  monkeypatch.setattr(warmup, "_seconds", lambda run: 0.0)
+  overrides = "topology.inference=central", "topology.actors=3", "actor.lanes=20"
+  with quick(tmp_path, *overrides) as experiment:
+    warmup.prepare(experiment)
+  assert sorted(sizes) == [8, 16, 32]  # 6 or 7 lanes of one actor to 20 of all
+
+
 @pytest.mark.parametrize(("backend", "most"), [("cpu", 2), ("gpu", 1)])
 def test_programs_are_compiled_one_at_a_time_except_on_cpus(tmp_path, monkeypatch, backend, most):
   running, largest, together = 0, 0, threading.Barrier(2)
