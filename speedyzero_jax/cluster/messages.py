@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from flax import serialization
 
+from speedyzero_jax.replay.schema import Schema
 from speedyzero_jax.run.topology import Kind
 from speedyzero_jax.types import Params
 
@@ -125,6 +126,11 @@ class FramesRequest(NamedTuple):
   """Request for the frames from these slots on."""
 
   heads: np.ndarray  # [lanes] int64
+
+
+def frames_per_chunk(schema: Schema) -> int:
+  """Largest number of frames in one answer, so that they have about 32 MB."""
+  return max(1, min(256, (32 << 20) // schema.slot_bytes))
 
 
 class FramesChunk(NamedTuple):

@@ -29,7 +29,8 @@ from speedyzero_jax.system.exit_codes import FAILED
 from speedyzero_jax.workers.weights import DivergedError
 
 _TOKEN, _MIN_TOKEN = 32, 16  # bytes of a generated token; minimum of one read from a file
-_JOIN_TIMEOUT = 3600  # seconds for which a process waits for all others, as a cluster may be full
+# Seconds for which a process waits for all others: on one machine, on a cluster that may be full.
+_JOIN_TIMEOUT, _CLUSTER_JOIN_TIMEOUT = 300, 3600
 _START_TIMEOUT = 600.0  # seconds for which processes wait for each other to start
 _LOOKUP_TIMEOUT = 10.0  # seconds for which a helper waits for a value that has been published
 
@@ -56,15 +57,15 @@ def main(
   may raise ConfigError or RunFolderError. The value of `resume` in process 0 counts. `devices` are
   the ids of the accelerators to use; None: all.
   """
-  signals = Signals()
+  signals, timeout = Signals(), _JOIN_TIMEOUT if place.on_one_machine else _CLUSTER_JOIN_TIMEOUT
   try:
     with Signals.at_once():
       print(
-        f"process {place.process_id} of {place.num_processes} waits up to {_JOIN_TIMEOUT} seconds "
+        f"process {place.process_id} of {place.num_processes} waits up to {timeout} seconds "
         f"for the others at {place.coordinator}",
         flush=True,
       )
-      rendezvous = Rendezvous(place, devices=devices, timeout=_JOIN_TIMEOUT)
+      rendezvous = Rendezvous(place, devices=devices, timeout=timeout)
       if place.process_id:
         config = loader.from_yaml(rendezvous.lookup("config", _START_TIMEOUT))
         shape = topology.resolve(config, place.num_processes)

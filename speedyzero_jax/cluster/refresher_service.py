@@ -17,7 +17,6 @@ from speedyzero_jax.cluster.roster import Roster
 from speedyzero_jax.run.experiment import Experiment
 from speedyzero_jax.workers.sweeper import split, write_results
 
-_CHUNK = 32 << 20  # approximate bytes of frames in one answer
 _POLL = 1.0  # seconds between checks whether a refresher is alive
 _START_TIMEOUT = 600.0  # seconds for which the first batch waits for refreshers that compile
 
@@ -177,7 +176,6 @@ class RefresherService:
     replay = self._replay
     if (request.heads.shape, request.heads.dtype) != (replay.heads.shape, np.int64):
       raise ValueError(f"heads must be int64 [{replay.store.lanes}]")
-    heads, lane, cell, frame = replay.frames_since(
-      request.heads, max(1, min(256, _CHUNK // replay.schema.slot_bytes))
-    )
+    most = messages.frames_per_chunk(replay.schema)
+    heads, lane, cell, frame = replay.frames_since(request.heads, most)
     return messages.FramesChunk(heads, lane.astype(np.int32), cell.astype(np.int32), frame)

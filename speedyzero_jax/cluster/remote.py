@@ -171,7 +171,7 @@ def refresh(config: Config, agent: Agent, client: Client, seed: int, refreshers:
   weights = RemoteWeights(client, agent, NamedSharding(mesh, PartitionSpec()))
   inference = Inference(agent, mesh, report=_report)
   key = jax.random.key(seed)
-  while frames.copy():
+  while frames.copy() == messages.frames_per_chunk(agent.schema):
     pass
   for name, count, after in task_shapes(config, agent, refreshers):
     variables = weights.latest(agent.tasks[name].subscription, at_least=0).variables

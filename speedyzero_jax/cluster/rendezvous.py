@@ -42,6 +42,11 @@ class Place(NamedTuple):
   num_processes: int
   process_id: int
 
+  @property
+  def on_one_machine(self) -> bool:
+    """Whether the coordinator's address is a loopback address."""
+    return _is_loopback(self.coordinator.rpartition(":")[0].strip("[]"))
+
 
 def detect() -> Place | None:
   """Returns this process' place in a cluster that jax detects (Slurm, Open MPI, ...), or None.
@@ -77,7 +82,7 @@ class Rendezvous:
 
   def __init__(self, place: Place, *, devices: Sequence[int] | None = None, timeout: int = 300):
     self.place = place
-    local = _is_loopback(place.coordinator.rpartition(":")[0].strip("[]"))
+    local = place.on_one_machine
     jax.config.update("jax_enable_recoverability", True)  # others survive the death of an actor
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM itself
     try:
@@ -122,12 +127,13 @@ class Rendezvous:
       raise RendezvousError(str(error)) from error
 
   def _set_up_compilation_cache(self, client: Any) -> None:
-    # Only process 0 writes to jax's compilation cache, but programs of other processes have other
-    # cache keys. Without this, all learners but the first would recompile everything at each start.
+    # Only process 0 writes to jax's compilation cache, but other processes may have other keys or
+    # another disk. Without this, they would recompile everything at each start.
     first: Any = SimpleNamespace(global_state=SimpleNamespace(client=client, process_id=0))
     compiler.distributed = first
     compiler._cache_read = functools.partial(self._read_cache, compiler._cache_read, Counter())
-    lru_cache.LRUCache.put = _replace_entry  # type: ignore[method-assign, assignment]
+    put = functools.partialmethod(_replace_entry, lru_cache.LRUCache.put)
+    lru_cache.LRUCache.put = put  # type: ignore[method-assign, assignment]
 
   def _read_cache(self, read: Callable, counts: Counter, module: str, *arguments: Any) -> tuple:
     """Reads a program from the compilation cache, if all of its processes can read theirs.
@@ -197,12 +203,19 @@ def _calling(problem: str) -> Iterator[None]:
     raise RendezvousError(f"{problem} ({reason})") from error
 
 
-def _replace_entry(cache: Any, key: str, value: bytes) -> None:
+def _replace_entry(cache: Any, put: Callable, key: str, value: bytes) -> None:
   """Writes an entry of the compilation cache atomically, also over an unreadable or older one."""
   path = cache.path / f"{key}{lru_cache._CACHE_SUFFIX}"
+  if cache.eviction_enabled:
+    path.unlink(missing_ok=True)
+    put(cache, key, value)
+    return
   new = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-  new.write_bytes(value)
-  new.replace(path)
+  try:
+    new.write_bytes(value)
+    new.replace(path)
+  finally:
+    new.unlink(missing_ok=True)
 
 
 def own_address(coordinator: str) -> str:

@@ -121,6 +121,16 @@ def test_sbatch_restarts_a_helper_alone_and_forgets_deaths_after_a_long_life(clu
   assert set(cluster.noted("slept")) == {"5"} and len(cluster.noted("steps")) == 2
 
 
+def test_sbatch_counts_restarts_again_after_a_long_attempt(cluster):
+  script = cluster.folder / "train.sbatch"
+  script.write_text(SBATCH.read_text().replace("SECONDS - begun >= 600", "SECONDS - begun >= 0"))
+  process = cluster.start_sbatch(script=script, MAX_RESTARTS="1", CODE_0="134")
+  assert wait_until(lambda: len(cluster.noted("steps")) >= 4, process)
+  process.send_signal(signal.SIGUSR2)
+  process.communicate(timeout=60)
+  assert process.returncode in (134, 143)
+
+
 @pytest.mark.parametrize("code", [1, 137])  # 1: a failure of srun itself
 def test_sbatch_restarts_all_when_a_step_is_lost(cluster, code):
   lost = {"WAIT": str(cluster.waiting), "LOST_actors": str(code)}

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from speedyzero_jax.run import loops, warmup
+from speedyzero_jax.run.experiment import Membership
 from speedyzero_jax.run.factories import mean_stored
 from speedyzero_jax.system import compilation
 from whole_runs import quick
@@ -60,6 +61,28 @@ def test_a_run_compiles_nothing_that_was_not_compiled_before_it(tmp_path, overri
     assert loops.run(experiment)
     assert not programs(experiment) & set(names[before:])
     assert names[compiled[8] :] == []  # nor what is small, once every sweep has begun
+
+
+@pytest.mark.parametrize(("others", "learned"), [(0, 0), (1, 0), (0, 12)])
+def test_learners_compile_training_together_or_not_at_all(tmp_path, monkeypatch, others, learned):
+  compiled, gathered = set(), []
+
+  def all_gather(number):  # one of two learners may be interrupted
+    gathered.append(number)
+    return [number, others]
+
+  monkeypatch.setattr(
+    compilation.Program, "prepare", lambda program, *_, **__: compiled.add(program.__name__)
+  )
+  with quick(tmp_path, shared=False) as experiment:
+    experiment.membership = Membership(units=2, all_gather=all_gather)
+    experiment.limiter.restore(0, learned)
+    warmup.prepare(experiment)
+    train = experiment.learner.update.__name__
+    assert learned in (0, experiment.config.learner.steps)
+  # A learner with all its steps and experience does not prepare, so this may not gather then.
+  assert gathered == ([] if learned else [0])
+  assert "act" in compiled and (train in compiled) == (not others and not learned)
 
 
 def test_every_size_of_batch_is_compiled_for_actors_without_a_network(tmp_path, monkeypatch):
