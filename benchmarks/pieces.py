@@ -33,7 +33,7 @@ from speedyzero_jax.run.factories import enable_compilation_cache
 from speedyzero_jax.system import memory
 from speedyzero_jax.system.compilation import Program
 from speedyzero_jax.types import Slots
-from speedyzero_jax.workers.inference import Inference
+from speedyzero_jax.workers.inference import Inference, steps_of
 from speedyzero_jax.workers.learner import Learner, make_mesh
 from speedyzero_jax.workers.sweeper import make_sweepers, run_task, write_results
 from speedyzero_jax.workers.weights import WeightsStore
@@ -153,9 +153,8 @@ class Model:
   def cost(self, task: str, frames: np.ndarray) -> Cost:
     """Compiles a task for such windows and returns its cost."""
     version = self.weights.latest(self.agent.tasks[task].subscription)
-    return cost(
-      self.inference.tasks[task], version.variables, {"frames": frames}, jax.random.key(0)
-    )
+    inputs = {"frames": frames, **steps_of(0, len(frames))}
+    return cost(self.inference.tasks[task], version.variables, inputs, jax.random.key(0))
 
 
 def batch_drawing(

@@ -76,7 +76,8 @@ class Task(NamedTuple):
 
   program: Callable[[Variables, Arrays, jax.Array], Arrays]
   """Device: (variables, inputs, key) -> arrays [B, n, ...] by result name. The inputs are `frames`
-  [B, S-1+n, H, W, C] and those in `reads`, [B, n, ...] by name."""
+  [B, S-1+n, H, W, C], the learner step of the variables, `step` [B] int32, all equal, and those in
+  `reads`, [B, n, ...] by name."""
   results: tuple[Column, ...]  # names, dtypes and shapes of the program's results
   write: Callable[[Replay, np.ndarray, np.ndarray, dict[str, np.ndarray], int], None]
   """Host: (replay, lane [m], time [m], results [m, ...], learner step of the weights)."""

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from speedyzero_jax.agents.base import AXIS, ActInputs, Agent
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.run.factories import mean_stored
-from speedyzero_jax.run.warmup import example_batch
+from speedyzero_jax.run.warmup import example_batch, placeholders
 from speedyzero_jax.system.memory import bytes_of
 from speedyzero_jax.workers.evaluator import MAX_LANES
 from speedyzero_jax.workers.inference import Inference
@@ -60,10 +60,7 @@ def programs(
   state, variables = _on(learner.mesh, _WHOLE, abstract), _on(local, _WHOLE, abstract.variables)
 
   def task(name: str, count: int, states: int, calls: float) -> Planned:
-    inputs = {
-      x.name: jax.ShapeDtypeStruct((count, states, *x.shape), x.dtype)
-      for x in agent.tasks[name].reads
-    }
+    inputs = jax.eval_shape(lambda: placeholders(agent.tasks[name], count, states - 1))
     inputs |= {"frames": _frames(local_config, agent, count, states - 1)}
     args = variables, _on(local, _divided(local, count), inputs), _on(local, _WHOLE, key)
     return Planned(name, count * states, calls, 0, inference.tasks[name].function, args, {})

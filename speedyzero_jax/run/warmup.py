@@ -23,6 +23,7 @@ from speedyzero_jax.system.compilation import Program
 from speedyzero_jax.system.platform import platform
 from speedyzero_jax.types import Slots
 from speedyzero_jax.workers.batched_inference import padded
+from speedyzero_jax.workers.inference import steps_of
 from speedyzero_jax.workers.sweeper import make_sweepers, split
 from speedyzero_jax.workers.weights import ACTOR, copy_tree
 
@@ -133,7 +134,8 @@ def _acting_lanes(config: Config, runs_actor: bool) -> list[int]:
 
 def placeholders(task: Task, count: int, after: int) -> Arrays:
   """Returns inputs, without frames, of `count` states and the `after` slots that follow each."""
-  return {x.name: np.zeros((count, after + 1, *x.shape), x.dtype) for x in task.reads}
+  inputs = {x.name: np.zeros((count, after + 1, *x.shape), x.dtype) for x in task.reads}
+  return inputs | steps_of(0, count)
 
 
 def task_shapes(config: Config, agent: Agent, refreshers: int) -> set[tuple[str, int, int]]:

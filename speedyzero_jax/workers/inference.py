@@ -57,7 +57,13 @@ class Inference:
 
     Raises DivergedError if any value is not finite.
     """
+    inputs = inputs | steps_of(version.step, len(inputs["frames"]))
     return device_get_finite(version, self.tasks[task](version.variables, inputs, key))
+
+
+def steps_of(step: int, batch: int) -> Arrays:
+  """Returns the input `step` of a task's program."""
+  return {"step": np.full(batch, step, np.int32)}
 
 
 class _Divided:

@@ -20,8 +20,8 @@ def _act(weight, inputs, key, progress, *, explore):
   return ActOutput(inputs.lane + noise, {"sum": weight * inputs.frames.sum((1, 2))}, (), {})
 
 
-def _task(weight, frames, key):
-  return {"value": weight * frames.sum(-1)}
+def _task(weight, inputs, key):
+  return {"value": weight * inputs["frames"].sum(-1)}
 
 
 def _inference(devices):
@@ -34,7 +34,7 @@ def test_devices_that_share_the_work_find_the_same():
   frames = np.random.default_rng(0).normal(size=(4, 5, 6)).astype(np.float32)
   for n in (4, 3):  # shares of equal size, and one that is short
     inputs = ActInputs(frames[:n], np.zeros(n, bool), np.arange(n, dtype=np.int32), ())
-    task = two.tasks["task"](_WEIGHT, frames[:n], _KEY)["value"]
+    task = two.tasks["task"](_WEIGHT, {"frames": frames[:n]}, _KEY)["value"]
     np.testing.assert_allclose(task, 3 * frames[:n].sum(-1), rtol=1e-4, atol=1e-5)
     assert n == 3 or len(task.sharding.device_set) == 2
     acted, alone = (x.act(_WEIGHT, inputs, _KEY, 0.5, explore=False) for x in (two, one))
@@ -57,7 +57,7 @@ def test_outputs_that_are_not_finite_mean_divergence():
   diverged = Version(7, np.float32(np.nan))
   for call in (
     lambda: inference.decide(diverged, inputs, _KEY, 0.5, explore=False),
-    lambda: inference.compute(diverged, "task", frames, _KEY),
+    lambda: inference.compute(diverged, "task", {"frames": frames}, _KEY),
   ):
     with pytest.raises(DivergedError, match="learner step 7"):
       call()
@@ -68,6 +68,6 @@ def test_each_device_computes_its_share():
 
   def flops(devices):
     program = _inference(devices).tasks["task"].function
-    return program.lower(_WEIGHT, frames, _KEY).compile().cost_analysis()["flops"]
+    return program.lower(_WEIGHT, {"frames": frames}, _KEY).compile().cost_analysis()["flops"]
 
   assert 0.4 < flops(2) / flops(1) < 0.7

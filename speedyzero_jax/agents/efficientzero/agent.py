@@ -102,10 +102,8 @@ class EfficientZero(Agent):
     self, variables: Variables, inputs: ActInputs, key: jax.Array, progress: Any, *, explore: bool
   ) -> ActOutput:
     search = self._agent_config.search
-    stage = jnp.searchsorted(jnp.array(search.temperature_stages), progress, side="right")
-    temperature = jnp.array(search.temperatures)[stage]
     result = self._search_windows(
-      search, variables, inputs.frames, key, explore=explore, temperature=temperature
+      search, variables, inputs.frames, key, explore=explore, stage=self._stage(progress)
     )
     result = jax.tree.map(lambda x: x[:, 0], result)
     columns = {"policy": result.policy, "search_value": result.search_value, "value": result.value}
@@ -133,6 +131,11 @@ class EfficientZero(Agent):
     if self._agent_config.network.batch_norm == "local":
       statistics = mean_over_devices(statistics)
     return loss, LossOutput(statistics, metrics, td_error)
+
+  def _stage(self, progress: Any) -> jax.Array:
+    """Index of the stage of training after a share `progress`."""
+    stages = jnp.array(self._agent_config.search.temperature_stages)
+    return jnp.searchsorted(stages, progress, side="right")
 
   def _recurrent(
     self, variables: Variables, state: jax.Array, carry: Any, action: jax.Array
@@ -173,8 +176,9 @@ class EfficientZero(Agent):
     own, search = self._agent_config.reanalyse, self._agent_config.search
     search = dataclasses.replace(search, simulations=own.simulations or search.simulations)
     known = KnownEdge(*(inputs[x.name].reshape(-1) for x in reanalyse.EDGES)) if own.reuse else None
+    stage = self._stage(inputs["step"][0] / self._config.learner.steps)
     result = self._search_windows(
-      search, variables, inputs["frames"], key, explore=own.explore, known=known
+      search, variables, inputs["frames"], key, explore=own.explore, stage=stage, known=known
     )
     return {"policy": result.policy, "search_value": result.search_value, "value": result.value}
 

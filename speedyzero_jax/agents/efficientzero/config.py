@@ -76,11 +76,11 @@ class SearchConfig:
     50.0, "Gumbel: visit offset in the value transformation (EZ-V2: 50)", "[0, 1e6]"
   )
   c_scale: float = opt(0.1, "Gumbel: scale of the value transformation (EZ-V2: 0.1)", "[0, 1e6]")
-  uniform_fraction: float = opt(
-    0.0,
+  uniform_fraction: tuple[float, ...] = opt(
+    (0.0,),
     "Gumbel: share of the uniform policy in the root's prior in searches with noise (acting, and "
-    "reanalyse.explore); keeps all actions explored while their values are indistinguishable "
-    "(ours; EZ-V2: 0)",
+    "reanalyse.explore), constant or in each stage; keeps all actions explored while their values "
+    "are indistinguishable (ours; EZ-V2: 0)",
     "[0, 1]",
   )
   c1: float = opt(1.25, "PUCT: exploration constant c1 (EZ: 1.25)", "[0, 1e6]")
@@ -96,7 +96,10 @@ class SearchConfig:
     (1.0, 0.5, 0.25), "PUCT: temperature of action sampling in each stage (EZ)", "[1e-6, 1e6]"
   )
   temperature_stages: tuple[float, ...] = opt(
-    (0.5, 0.75), "shares of training at which the second and later stages begin (EZ)", "[0, 1]"
+    (0.5, 0.75),
+    "shares of training at which the second and later stages of temperatures and "
+    "uniform_fraction begin (EZ)",
+    "[0, 1]",
   )
 
 
@@ -269,6 +272,11 @@ class EfficientZeroConfig(AgentConfig):
       yield (
         f"search.temperatures: must have {len(stages) + 1} values, one more than "
         f"search.temperature_stages, got {list(temperatures)}"
+      )
+    if len(uniform := self.search.uniform_fraction) not in (1, len(temperatures)):
+      yield (
+        f"search.uniform_fraction: must have one value or {len(temperatures)}, as "
+        f"search.temperatures, got {list(uniform)}"
       )
     if list(stages) != sorted(stages):
       yield f"search.temperature_stages: must not decrease, got {list(stages)}"

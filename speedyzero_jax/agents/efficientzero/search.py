@@ -5,7 +5,7 @@ independently; only random numbers depend on the rest of the batch.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import chex
@@ -97,13 +97,13 @@ def make_search(
       of all simulations is lower, since most of them try other actions.
 
   Returns:
-    A pure function (params, root, key, *, explore, temperature=1.0, known=None) -> SearchResult.
-    With `explore`, Gumbel or Dirichlet noise is added at the root, Gumbel search mixes the uniform
-    policy into the prior, and PUCT samples the action in proportion to visits^(1 / temperature).
-    Without `explore`, the result does not depend on the key, and the action is greedy: for Gumbel
-    the highest score among the most visited actions, for PUCT the most visited action. The
-    temperature affects only the action of PUCT. A `known` edge is not simulated; this requires
-    `improved_values`.
+    A pure function (params, root, key, *, explore, stage=0, known=None) -> SearchResult. With
+    `explore`, Gumbel or Dirichlet noise is added at the root, Gumbel search mixes the uniform
+    policy into the prior, and PUCT samples the action in proportion to visits^(1 / temperature);
+    `stage` is the index of the share of the uniform policy and of the temperature. Without
+    `explore`, the result does not depend on the key, and the action is greedy: for Gumbel the
+    highest score among the most visited actions, for PUCT the most visited action. A `known` edge
+    is not simulated; this requires `improved_values`.
   """
   if config.algorithm == "gumbel":
     run = _gumbel_policy(config, discount, num_actions, improved_values)
@@ -134,7 +134,7 @@ def make_search(
     key: chex.PRNGKey,
     *,
     explore: bool,
-    temperature: chex.Numeric = 1.0,
+    stage: chex.Numeric = 0,
     known: KnownEdge | None = None,
   ) -> SearchResult:
     value = root.value.astype(jnp.float32)
@@ -143,7 +143,7 @@ def make_search(
     mctx_root = mctx.RootFnOutput(
       prior_logits=root.policy_logits.astype(jnp.float32), value=value, embedding=node
     )
-    output = run(params, key, mctx_root, step, explore, temperature, known)
+    output = run(params, key, mctx_root, step, explore, stage, known)
     summary = output.search_tree.summary()
     return SearchResult(
       action=output.action.astype(jnp.int32),
@@ -189,14 +189,14 @@ def _gumbel_policy(
   )
   select = functools.partial(mctx.gumbel_muzero_interior_action_selection, qtransform=qtransform)
 
-  def run(params, key, root, step, explore, temperature, known):
-    del temperature
+  def run(params, key, root, step, explore, stage, known):
     key, gumbel_key = jax.random.split(key)
     shape = root.prior_logits.shape
     gumbel = jnp.zeros(shape)
     if explore:
       gumbel = jax.random.gumbel(gumbel_key, shape)
-      root = _with_prior(root, 1 / num_actions, config.uniform_fraction)
+      if any(config.uniform_fraction):
+        root = _with_prior(root, 1 / num_actions, _in_stage(config.uniform_fraction, stage))
     noise = mctx.GumbelMuZeroExtraData(root_gumbel=gumbel)
     invalid = None if known is None else jax.nn.one_hot(known.action, num_actions)
     tree = _grow(config, discount, params, key, root, step, select_at_root, select, noise, invalid)
@@ -239,7 +239,7 @@ def _puct_policy(
       score += tree.extra_data[node_index]
     return jnp.argmax(score).astype(jnp.int32)
 
-  def run(params, key, root, step, explore, temperature, known):
+  def run(params, key, root, step, explore, stage, known):
     assert known is None, "PUCT does not support known edges"
     noise_key, tie_key, action_key = jax.random.split(key, 3)
     shape = root.prior_logits.shape
@@ -247,14 +247,15 @@ def _puct_policy(
     if explore:
       alpha = jnp.full(num_actions, config.dirichlet_alpha)
       noise = jax.random.dirichlet(noise_key, alpha, shape[:1])
-      root = _with_prior(root, noise, config.dirichlet_fraction)
+      if config.dirichlet_fraction:
+        root = _with_prior(root, noise, config.dirichlet_fraction)
       nodes = config.simulations + 1
       tie_break = _TIE_BREAK * jax.random.uniform(tie_key, (shape[0], nodes, num_actions))
     tree = _grow(config, discount, params, key, root, step, select, select, tie_break)
     visits = tree.summary().visit_probs
     if explore:
       logits = jnp.log(visits / jnp.max(visits, axis=-1, keepdims=True))
-      logits /= jnp.maximum(temperature, jnp.finfo(logits.dtype).tiny)
+      logits /= _in_stage(config.temperatures, stage)
       action = jax.random.categorical(action_key, logits)
     else:
       action = jnp.argmax(visits, axis=-1)
@@ -278,10 +279,15 @@ def _with_edge(tree: mctx.Tree, known: KnownEdge) -> mctx.Tree:
   )
 
 
-def _with_prior(root: mctx.RootFnOutput, other: chex.Numeric, share: float) -> mctx.RootFnOutput:
+def _in_stage(values: Sequence[float], stage: chex.Numeric) -> chex.Numeric:
+  """Returns the value in a stage; a single value is that of all stages."""
+  return values[0] if len(values) == 1 else jnp.array(values)[stage]
+
+
+def _with_prior(
+  root: mctx.RootFnOutput, other: chex.Numeric, share: chex.Numeric
+) -> mctx.RootFnOutput:
   """Mixes a share of another distribution [B, A] into the root's prior."""
-  if share == 0:
-    return root
   prior = jax.nn.softmax(root.prior_logits)
   prior += share * (other - prior)
   return root.replace(prior_logits=jnp.log(jnp.maximum(prior, jnp.finfo(prior.dtype).tiny)))

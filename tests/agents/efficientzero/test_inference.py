@@ -14,7 +14,7 @@ from speedyzero_jax.agents.efficientzero import losses
 from speedyzero_jax.agents.efficientzero.agent import EfficientZero
 from speedyzero_jax.agents.efficientzero.networks import initial_carry
 from speedyzero_jax.ops import value_encoding
-from speedyzero_jax.workers.inference import Inference
+from speedyzero_jax.workers.inference import Inference, steps_of
 
 _B, _N, _S, _A = 2, 3, 3, 4
 _OVERRIDES = (
@@ -62,14 +62,14 @@ def _stacks():
 
 
 def _values(frames, variables=None):
-  return _inference().tasks["bootstrap"](variables or _variables(), {"frames": frames}, _KEY)[
-    "value"
-  ]
+  inputs = {"frames": frames, **steps_of(0, len(frames))}
+  return _inference().tasks["bootstrap"](variables or _variables(), inputs, _KEY)["value"]
 
 
-def _search(explore=False, key=_KEY):
-  program = _inference(f"reanalyse.explore={explore}").tasks["reanalyse"]
-  return jax.device_get(program(_variables(), {"frames": _windows()}, key))
+def _search(explore=False, key=_KEY, step=0, *overrides):
+  program = _inference(f"reanalyse.explore={explore}", *overrides).tasks["reanalyse"]
+  inputs = {"frames": _windows(), **steps_of(step, _B)}
+  return jax.device_get(program(_variables(), inputs, key))
 
 
 def _act(frames, explore, key=_KEY, progress=_PROGRESS, *overrides):
@@ -110,7 +110,8 @@ def test_reanalysis_has_its_own_simulations_and_uses_known_edges_state_by_state(
   def searched(qvalue, *overrides):
     program = _inference(*own, *overrides).tasks["reanalyse"]
     edges = {"known_action": known_action, "known_qvalue": np.full((_B, _N), qvalue, np.float32)}
-    return jax.device_get(program(_variables(), {"frames": _windows(), **edges}, _KEY))
+    inputs = {"frames": _windows(), **steps_of(0, _B), **edges}
+    return jax.device_get(program(_variables(), inputs, _KEY))
 
   low, high = searched(-50.0), searched(50.0)
   known = known_action >= 0
@@ -120,6 +121,17 @@ def test_reanalysis_has_its_own_simulations_and_uses_known_edges_state_by_state(
   assert (low["search_value"] != high["search_value"])[known].all()
   fewer = searched(50.0, "reanalyse.simulations=1")
   assert (fewer["policy"] != high["policy"]).any()
+
+
+def test_the_share_of_the_uniform_policy_follows_acting_and_reanalysis_by_stages():
+  stages = "search.temperatures=1,1", "search.temperature_stages=0.5", "learner.steps=100"
+  shares = "search.uniform_fraction=0.1,0.9", "search.uniform_fraction=0.1,0.1"
+  stacks = _windows()[:, :_S]
+  for progress, same in ((0.49, True), (0.5, False)):
+    acted = [_act(stacks, True, _KEY, np.float32(progress), *stages, u).columns for u in shares]
+    searched = [_search(True, _KEY, round(100 * progress), *stages, u) for u in shares]
+    for few, many in (acted, searched):
+      assert np.allclose(few["policy"], many["policy"], atol=1e-5) == same
 
 
 def test_the_temperature_follows_the_progress_by_stages():

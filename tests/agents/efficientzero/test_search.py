@@ -74,7 +74,8 @@ class Case:
   considered: int = 8
   min_range: float = 0.01
   dirichlet_fraction: float = 0.25
-  uniform_fraction: float = 0.2
+  uniform_fraction: tuple[float, ...] = (0.2,)
+  temperatures: tuple[float, ...] = (1.0,)
 
   @property
   def config(self) -> SearchConfig:
@@ -86,6 +87,7 @@ class Case:
       dirichlet_fraction=self.dirichlet_fraction,
       dirichlet_alpha=0.4,
       uniform_fraction=self.uniform_fraction,
+      temperatures=self.temperatures,
       **_CONSTANTS,
     )
 
@@ -261,10 +263,12 @@ _MANY = 2000
 
 
 def test_puct_samples_by_visits_at_the_temperature_and_leaves_the_policy_alone():
-  tables = Tables.random(1, 3)
-  search, root = _searcher(_QUIET), _root(tables, np.full(_MANY, 0, np.int32))
+  tables, temperatures = Tables.random(1, 3), (1.0, 0.5, 1e-6)
+  search = _searcher(dataclasses.replace(_QUIET, temperatures=temperatures))
+  root = _root(tables, np.full(_MANY, 0, np.int32))
   results = {
-    t: search(tables, root, jax.random.key(0), explore=True, temperature=t) for t in (1.0, 0.5, 0.0)
+    t: search(tables, root, jax.random.key(0), explore=True, stage=stage)
+    for stage, t in enumerate(temperatures)
   }
   visits = np.asarray(results[1.0].policy[0])
   assert len(set(visits)) == 3 and (visits > 0.1).all()  # so that the temperature shows
@@ -272,7 +276,7 @@ def test_puct_samples_by_visits_at_the_temperature_and_leaves_the_policy_alone()
     np.testing.assert_array_equal(result.policy, np.broadcast_to(visits, (_MANY, 3)))
     np.testing.assert_array_equal(result.search_value, results[1.0].search_value)
     frequency = np.bincount(result.action, minlength=3) / _MANY
-    expected = visits ** (1 / temperature) if temperature else np.float64(visits == visits.max())
+    expected = (visits / visits.max()).astype(np.float64) ** (1 / temperature)
     np.testing.assert_allclose(frequency, expected / expected.sum(), atol=0.04)
 
 
