@@ -204,12 +204,14 @@ def _calling(problem: str) -> Iterator[None]:
 
 
 def _replace_entry(cache: Any, put: Callable, key: str, value: bytes) -> None:
-  """Writes an entry of the compilation cache atomically, also over an unreadable or older one."""
-  path = cache.path / f"{key}{lru_cache._CACHE_SUFFIX}"
+  """Writes an entry of the compilation cache atomically, also over an unreadable or older one.
+
+  A cache of limited size, which jax locks, keeps existing entries.
+  """
   if cache.eviction_enabled:
-    path.unlink(missing_ok=True)
     put(cache, key, value)
     return
+  path = cache.path / f"{key}{lru_cache._CACHE_SUFFIX}"
   new = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
   try:
     new.write_bytes(value)

@@ -230,8 +230,8 @@ class EvaluationConfig:
   )
   explore: bool = opt(
     False,
-    "act as in training: with search noise, epsilon-greedily, or sampling from the policy; "
-    "otherwise greedily",
+    "act as at the end of training: with search noise, epsilon-greedily, or sampling from the "
+    "policy; otherwise greedily",
     mutable=True,
   )
   interval: int = opt(0, "learner steps between evaluations; 0: none", "[0, 1e9]", mutable=True)

@@ -112,10 +112,11 @@ def _calls(experiment: Experiment) -> Iterator[_Call]:
     stored = mean_stored(config, agent, begin)
     for sweeper in experiment.sweepers:
       yield task(sweeper.name, sweeper.calls_per_step(stored), sweeper.block, 0)
-    for work in works:
-      yield task(work.task, 1, len(work.lane), work.real.shape[1] - 1)
   if limiter.learner_steps == config.learner.steps:  # only experience is still to be collected
     return
+  if experiment.membership.runs_sweeps:
+    for work in works:
+      yield task(work.task, 1, len(work.lane), work.real.shape[1] - 1)
   learner, arrays = experiment.learner, experiment.learner.put(batch)
   train = call("train", learner.update, 1, *learner.arguments(experiment.state, arrays, key))
   # A step donates its state.
