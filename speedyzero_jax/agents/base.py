@@ -88,9 +88,8 @@ class Task(NamedTuple):
   max_age: int = 0  # learner steps; 0: no sweep
   block: int = 0  # states per call of a sweep; 0: chosen by device type
   phases: int = 1  # of a sweep; more than 1: most states come after their successors, see `Sweep`
-  reads: tuple[
-    Column, ...
-  ] = ()  # further inputs, not `frames` or `step`; columns unless `read` is set
+  reads: tuple[Column, ...] = ()
+  """Further inputs, not `frames` or `step`; columns of the schema unless `read` is set."""
   read: Callable[[Replay, np.ndarray, np.ndarray, int], Arrays] | None = None
   """Host: (replay, lane [B], time [B], after) -> `reads`, arrays [B, after+1, ...] by name."""
 

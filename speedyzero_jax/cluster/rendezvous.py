@@ -132,8 +132,8 @@ class Rendezvous:
     first: Any = SimpleNamespace(global_state=SimpleNamespace(client=client, process_id=0))
     compiler.distributed = first
     compiler._cache_read = functools.partial(self._read_cache, compiler._cache_read, Counter())
-    put = functools.partialmethod(_replace_entry, lru_cache.LRUCache.put)
-    lru_cache.LRUCache.put = put  # type: ignore[method-assign, assignment]
+    cache: Any = lru_cache.LRUCache
+    cache.put = functools.partialmethod(_replace_entry, cache.put)
 
   def _read_cache(self, read: Callable, counts: Counter, module: str, *arguments: Any) -> tuple:
     """Reads a program from the compilation cache, if all of its processes can read theirs.
