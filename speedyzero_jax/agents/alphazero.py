@@ -86,7 +86,7 @@ class LossConfig:
   """The loss (z - v)^2 - p log pi; weight decay is `optim.weight_decay`."""
 
   value_coefficient: float = opt(1.0, "weight of the squared error (AlphaZero: 1)", "[0, 1e6]")
-  search_value: float = opt(
+  search_value_weight: float = opt(
     0.0,
     "share of the root's search value in the value target; the rest is the outcome (AlphaZero: 0)",
     "[0, 1]",
@@ -249,7 +249,7 @@ class AlphaZero(Agent):
     _, time = replay.clamp(lane, selection.time)
     returns = td.n_step(store, lane, time, self.lookahead, discount=-1.0)
     known = returns.discount == 0  # truncated games have no outcome
-    flat, share = store.flat(lane, time), np.float32(self._loss.search_value)
+    flat, share = store.flat(lane, time), np.float32(self._loss.search_value_weight)
     batch = {
       "search_policy": take(store["search_policy"], flat),
       "value": (1 - share) * returns.reward + share * take(store["search_value"], flat),

@@ -34,9 +34,7 @@ class RefreshConfig:
   enabled: bool = opt(
     False, "recompute all priorities continuously (SZ); off: only those of sampled transitions"
   )
-  max_age: int = opt(
-    100, "maximum age of a priority, learner steps (ours: SZ publishes no bound)", "[1, 1e9]"
-  )
+  max_age: int = opt(100, "maximum age of a priority, learner steps (ours)", "[1, 1e9]")
   weights_interval: int = opt(
     10, "learner steps between updates of the refresher's weights (SZ: 10)", "[1, 1e9]"
   )

@@ -106,7 +106,7 @@ class OptimConfig:
     "[0, 1e9]",
   )
   trust_coefficient: float = opt(
-    0.001, "(Clipped) LARS: eta (You et al. 2017: 0.001; SZ's is not published)", "(0, 1e9]"
+    0.001, "(Clipped) LARS: eta (You et al. 2017: 0.001; SZ's is unknown to us)", "(0, 1e9]"
   )
   trust_min: float = opt(0.0, "Clipped LARS: minimum trust ratio (our interpretation)", "[0, 1e9]")
   trust_max: float = opt(
@@ -114,7 +114,7 @@ class OptimConfig:
     "Clipped LARS: maximum trust ratio; 1: no layer faster than SGD (our interpretation)",
     "(0, 1e9]",
   )
-  trust_floor: float = opt(
+  min_weight_norm: float = opt(
     0.0,
     "(Clipped) LARS: minimum weight norm, times sqrt(outputs), of biases, norm parameters and "
     "kernels that start at zero; 0: their ratio is 1 (ours)",

@@ -1,7 +1,7 @@
 """Optimizers and the learning-rate schedule: Clipped LARS, LARS, SGD and Adam.
 
-SpeedyZero (Mei et al. 2023) uses Clipped LARS without publishing its formula. The formula, bounds
-and defaults here are this project's interpretation: LARS (You et al. 2017) with the trust ratio of
+SpeedyZero (Mei et al. 2023) uses Clipped LARS. We do not know its formula; the formula, bounds
+and defaults here are our interpretation: LARS (You et al. 2017) with the trust ratio of
 each layer clipped, see `clipped_trust_ratio` and docs/clipped_lars.md.
 """
 
@@ -203,7 +203,7 @@ def _on_layout(config: OptimConfig, layout: Layout) -> optax.GradientTransformat
     clipped = config.name == "clipped_lars"
     bounds = (config.trust_min, config.trust_max) if clipped else (0.0, math.inf)
     ratio = clipped_trust_ratio(
-      layout, config.trust_coefficient, *bounds, decay, config.trust_floor
+      layout, config.trust_coefficient, *bounds, decay, config.min_weight_norm
     )
     steps = [ratio, optax.trace(config.momentum), rate]
   clip = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []

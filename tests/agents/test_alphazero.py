@@ -30,7 +30,9 @@ LANES = 32
 
 @functools.cache
 def agent_of(algorithm="gumbel", share=0.0):
-  config = loader.load([], [*TINY, f"search.algorithm={algorithm}", f"loss.search_value={share}"])
+  config = loader.load(
+    [], [*TINY, f"search.algorithm={algorithm}", f"loss.search_value_weight={share}"]
+  )
   return AlphaZero(config, RULES_3.shape, np.uint8, 9)
 
 

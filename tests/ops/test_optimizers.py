@@ -186,7 +186,7 @@ def test_lars_with_and_without_bounds_and_floor_against_numpy(name, floor):
   eta, wd, momentum, low, high = 0.4, 0.1, 0.7, 0.2, 0.7
   config = _config(
     name, learning_rate=0.5, momentum=momentum, weight_decay=wd, trust_coefficient=eta,
-    trust_min=low, trust_max=high, trust_floor=floor,
+    trust_min=low, trust_max=high, min_weight_norm=floor,
     warmup_steps=2, decay_steps=3, decay_rate=0.5,
   )  # fmt: skip
 

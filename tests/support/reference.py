@@ -157,7 +157,7 @@ def targets(
   td_steps: int,
   age_interval: int,
   discount: float,
-  value_target: str = "bootstrap",
+  value_target: str = "n_step",
   mixed_start: int = 0,
   mixed_newest: int = 0,
   learner_step: int = 0,

@@ -128,8 +128,8 @@ class ReanalyseConfig:
   )
   reuse: bool = opt(
     False,
-    "sweep, Gumbel: the search value of the next state is the value of the action taken, which "
-    "then needs no simulations (ReZero)",
+    "sweep, Gumbel: Q of the action taken is reward + discount * the search value of the next "
+    "state, so it needs no simulations (ReZero)",
   )
   max_age: int = opt(
     100,
@@ -140,8 +140,8 @@ class ReanalyseConfig:
   block: int = opt(
     0, "sweep: states searched per call; 0: 256 on CPUs, else 4,096 (ours)", "[0, 1e6]"
   )
-  value_target: Literal["bootstrap", "search", "mixed"] = opt(
-    "bootstrap", "n-step return (EZ), search value, or search value for old data only (EZ-V2)"
+  value_target: Literal["n_step", "search", "mixed"] = opt(
+    "n_step", "n-step return (EZ), search value, or search value for old data only (EZ-V2)"
   )
   mixed_start: int = opt(
     30_000, "mixed: first learner step that uses search values (EZ-V2: 30k)", "[0, 1e9]"

@@ -102,7 +102,7 @@ class Layers:
 
 
 def before_norm(linear: Any, x: jax.Array) -> jax.Array:
-  """Applies a layer followed by batch norm. That cancels the bias, whose gradient is set to 0."""
+  """Linear layer before a batch norm, which cancels the bias; the bias gets no gradient."""
   y = x @ linear.kernel[...].astype(x.dtype)
   return y + jax.lax.stop_gradient(linear.bias[...]).astype(x.dtype)
 

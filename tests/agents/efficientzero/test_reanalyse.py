@@ -238,7 +238,7 @@ def refreshed(stream, lane, time, target):
   return error, slot.value_step if terminal else min(slot.value_step, episode.slots[end].value_step)
 
 
-@given(capacity=st.integers(7, 30), seed=SEEDS, target=st.sampled_from(["bootstrap", "search"]))
+@given(capacity=st.integers(7, 30), seed=SEEDS, target=st.sampled_from(["n_step", "search"]))
 def test_refreshed_priorities_equal_brute_force(capacity, seed, target):
   """After any values change, priorities computed from them match the stored values."""
   rng = np.random.default_rng(seed)
@@ -273,7 +273,7 @@ def test_refreshed_priorities_equal_brute_force(capacity, seed, target):
 
 
 @pytest.mark.parametrize("schedule", ["batch", "off"])
-@pytest.mark.parametrize("target", ["bootstrap", "search"])
+@pytest.mark.parametrize("target", ["n_step", "search"])
 def test_a_refresh_without_a_sweep_that_searches(schedule, target):
   """It uses no search older than its values; without reanalysis, it uses training targets."""
   overrides = (f"reanalyse.schedule={schedule}", f"reanalyse.value_target={target}", FIXED)
@@ -295,7 +295,7 @@ def test_a_refresh_without_a_sweep_that_searches(schedule, target):
     elif schedule == "off":  # ends in what was stored when it was collected
       expected.append(abs(slot.value - reference.n_step(episode, place, TD, DISCOUNT)))
     else:
-      expected.append(refreshed(stream, l, t, "bootstrap")[0])
+      expected.append(refreshed(stream, l, t, "n_step")[0])
   state = replay.state_dict()
   priority = (np.array(expected) + MIN_PRIORITY) ** ALPHA
   np.testing.assert_allclose(state["priority"][held], priority, rtol=1e-4)

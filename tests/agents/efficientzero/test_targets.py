@@ -42,7 +42,7 @@ SPECS = st.builds(
   td_steps=st.integers(1, 6),
   age_interval=st.sampled_from([0, 1, 3, 10]),
   discount=st.sampled_from([0.5, 0.9, 1.0]),
-  value_target=st.sampled_from(["bootstrap", "search", "mixed"]),
+  value_target=st.sampled_from(["n_step", "search", "mixed"]),
   mixed_start=st.just(5),
   mixed_newest=st.sampled_from([0, 4, 15]),
 )
