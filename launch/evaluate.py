@@ -116,14 +116,14 @@ def evaluate(
     )
     assert result is not None  # without `should_stop`
     print(result)
-    own, played = stored.evaluation, config.evaluation
-    if (own.explore, own.max_episode_steps) != (played.explore, played.max_episode_steps):
-      _report("not written: exploration or step limit is not the run's own")
-    elif better := result.write(folder / "evaluation.json", keep_later=True):
-      _report(f"not written: evaluation.json has {better}")
     if video and video_path:
       video.save(video_path)
       _report(f"wrote {video_path}")
+    own, played = stored.evaluation, config.evaluation
+    if (own.explore, own.max_episode_steps) != (played.explore, played.max_episode_steps):
+      _report("not written: exploration or step limit is not the run's own")
+    elif better := result.write(folder / "evaluation.json", keep_own=True):
+      _report(f"not written: evaluation.json has {better}")
   except (CheckpointError, OSError) as error:
     _report(f"error: {error}")
     return FAILED

@@ -54,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   add("--seed", type=int, default=0, help="seed of openings and opponents (default: 0)")
   add("--out", type=Path, metavar="FILE", help="file to write (default: RUN_DIR/matches.json)")
   arguments = parser.parse_args(argv)
+  if arguments.seed < 0:
+    parser.error("--seed: must be at least 0")
   logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
   try:
     device_count()
@@ -96,10 +98,11 @@ def match(run: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
   score = float((returns.mean() + 1) / 2)
   result = {
     "game": config.env.game,
-    "run": Path(run).name,
+    "run": str(_player(run)[0]),
     "seed": config.run.seed,
     "step": version.step,
-    "against": Path(name).name if kind == "run" else name,
+    "against": str(_player(name)[0]) if kind == "run" else name,
+    "against_step": _restore(name)[3].step if kind == "run" else None,
     "games": len(returns),
     "opening": opening,
     "moving_first": _counts(returns[::2]),
@@ -140,7 +143,8 @@ def _stored(path: Path) -> list[dict[str, Any]]:
 
 
 def _key(result: dict[str, Any]) -> tuple:
-  return tuple(result[name] for name in ("game", "run", "seed", "step", "against", "opening"))
+  names = "game", "run", "seed", "step", "against", "against_step", "opening"
+  return tuple(result[name] for name in names)
 
 
 def _store(results: list[dict[str, Any]], earlier: list[dict[str, Any]], path: Path) -> None:
@@ -153,8 +157,8 @@ def _store(results: list[dict[str, Any]], earlier: list[dict[str, Any]], path: P
 
 
 def _positive(text: str) -> int:
-  if int(text) < 1:
-    raise ValueError
+  if not text.isdecimal() or int(text) < 1:
+    raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
   return int(text)
 
 

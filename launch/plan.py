@@ -21,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for uninstall
 
 from launch import multihost
 from speedyzero_jax.config import loader
-from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.system.exit_codes import FAILED, USAGE_ERROR
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -86,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       )
       for devices in arguments.devices
     }
-  except (ConfigError, ValueError) as error:
+  except ValueError as error:
     _report(f"error: {error}")
     return USAGE_ERROR
   except RuntimeError as error:

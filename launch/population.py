@@ -10,6 +10,7 @@ stopped by a closed terminal, Ctrl-C or SIGTERM, after saving.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -45,17 +46,17 @@ def main(argv: Sequence[str] | None = None) -> int:
   try:
     processes = RunProcesses(devices.machine_shares(arguments.together))
     population = populations.load(arguments.population)
-    with _claimed(arguments.dir, arguments.population.read_text()):
+    with _claimed(arguments.dir, arguments.population):
       return _run(population, arguments.dir, processes)
   except (ConfigError, RunFolderError) as error:
-    print(f"error: {error}", file=sys.stderr)
+    _say(f"error: {error}", sys.stderr)
     return USAGE_ERROR
   except (controller.NoMemberFinished, OSError) as error:
-    print(f"error: {error}; repeat the command to continue", file=sys.stderr)
+    _say(f"error: {error}; repeat the command to continue", sys.stderr)
     return FAILED
 
 
-def _claimed(folder: Path, description: str) -> IO:
+def _claimed(folder: Path, description: Path) -> IO:
   """Locks the folder and stores the population's description in it."""
   try:
     folder.mkdir(parents=True, exist_ok=True)
@@ -67,34 +68,35 @@ def _claimed(folder: Path, description: str) -> IO:
   if kept.name not in entries and entries - own:
     raise RunFolderError(f"{folder} is not empty and holds no population; choose another --dir")
   lock = run_dir.supervised(folder)
-  if kept.exists() and kept.read_text() != description:
+  if kept.exists() and populations.load(kept) != populations.load(description):
     lock.close()
     raise RunFolderError(f"{folder} holds another population; choose another --dir")
   temporary = folder / "population.yaml.tmp"
-  temporary.write_text(description)
+  temporary.write_text(description.read_text())
   os.replace(temporary, kept)
   return lock
 
 
 def _run(population: populations.Population, folder: Path, processes: RunProcesses) -> int:
-
-  def report(line: str) -> None:
-    print(line, flush=True)
-
-  trainer = RunTrainer(population, folder.resolve(), processes, report)
+  trainer = RunTrainer(population, folder.resolve(), processes, _say)
   log = controller.EventLog(folder / "events.jsonl")
   try:
     with handling(processes.stop):
-      result = controller.run(population, trainer, log, report)
+      result = controller.run(population, trainer, log, _say)
   except Interrupted:
-    print("stopped; repeat the command to continue")
+    _say("stopped; repeat the command to continue")
     return processes.exit_code
   finally:
     log.close()
   (folder / "population.json").write_text(json.dumps(result, indent=1) + "\n")
   settings = ", ".join(f"{key}={value:.4g}" for key, value in result["settings"].items())
-  print(f"best: {trainer.path(result['best'])}, {result['scores'][-1][result['best']]}; {settings}")
+  _say(f"best: {trainer.path(result['best'])}, {result['scores'][-1][result['best']]}; {settings}")
   return 0
+
+
+def _say(line: str, file: IO | None = None) -> None:
+  with contextlib.suppress(OSError):  # a closed output
+    print(line, file=file, flush=True)
 
 
 if __name__ == "__main__":

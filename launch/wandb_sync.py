@@ -1,11 +1,11 @@
 """Sends metrics of runs to Weights & Biases: python launch/wandb_sync.py RUN_DIR ... --project NAME
 
 Metrics have the same names as in metrics.jsonl and TensorBoard, over learner steps. Repeating the
-command sends only new lines; RUN_DIR/wandb.json records what was sent;
-another project gets all lines again. Training needs neither the
-package nor a network. WANDB_MODE=offline keeps everything in RUN_DIR/wandb.
+command sends only new lines; RUN_DIR/wandb.json records what was sent; another project gets all
+lines again. Training needs neither the package nor a network. WANDB_MODE=offline keeps everything
+in RUN_DIR/wandb.
 
-Exit codes: 0 done; 2 usage error.
+Exit codes: 0 done; 1 an upload failed; 2 usage error.
 """
 
 import argparse
@@ -45,7 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
   for read in runs:
     folder = Path(read.path)
     state = folder / "wandb.json"
-    sent = json.loads(state.read_text()) if state.exists() else {}
+    try:
+      sent = json.loads(state.read_text()) if state.exists() else {}
+    except ValueError:
+      print(f"error: {state} is damaged; without it all lines are sent again", file=sys.stderr)
+      return USAGE_ERROR
     if sent.get("project", arguments.project) != arguments.project:
       sent = {}
     sent = {"id": None, "time": -1.0} | sent | {"project": arguments.project}

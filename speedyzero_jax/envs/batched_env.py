@@ -4,7 +4,7 @@ Episodes (checked in tests/envs, for Atari also against a plain ALE):
 
 - Atari follows NoFrameskip-v4: by default no sticky actions and no automatic FIRE, `frame_skip` raw
   frames per agent step with max-pooling over the last two, and 1 to `noop_max` raw no-op frames
-  before the first frame.
+  before the first frame (with `fire_reset`, where a game needs FIRE, one fewer and FIRE).
 - In training with `episodic_life` a lost life ends the episode, but not the game: the next episode
   continues the game, again after no-ops. When the last life is lost, the episode ends with the
   game.
@@ -286,7 +286,7 @@ def _plain(game: str) -> str:
 
 def _task(config: EnvConfig, training: bool, cap: int) -> _Task:
   """Translates settings to envpool's arguments. Raises ValueError for an unknown game."""
-  if config.game in ("Catch", "MemoryCatch", "DecoyCatch"):
+  if config.game in _CATCHES:
     weights = config.event_rewards if training else ()
     return _Task("toy_text", "Catch-v0", {}, config.game == "MemoryCatch", weights)
   if config.game == "CartPole":

@@ -7,8 +7,8 @@ import numpy as np
 
 from speedyzero_jax.envs.rules import Rules
 
-# (boards [L, H, W, 2] from the opponent's perspective, generator) -> actions [L]. Actions are legal
-# unless the game is over.
+# (boards [L, H, W, planes] from the opponent's perspective, generator) -> actions [L]. Actions are
+# legal unless the game is over.
 Opponent = Callable[[np.ndarray, np.random.Generator], np.ndarray]
 
 

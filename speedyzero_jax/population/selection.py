@@ -53,9 +53,9 @@ def t_test(
 ) -> list[Copy]:
   """Compares each member with a random other one, and copies that if its returns are higher.
 
-  The test is Welch's one-sided t-test at significance `level`. Members without returns copy any
-  member that has some. Copies are ordered by the replaced member's mean, ascending, so that no
-  member is replaced before it is copied.
+  The test is Welch's one-sided t-test at significance `level`. Members without returns copy the
+  other member if it has some. Copies are ordered by the replaced member's mean, ascending, so that
+  no member is replaced before it is copied.
   """
   means = [float(np.mean(each)) if len(each) else -math.inf for each in returns]
   copies = []

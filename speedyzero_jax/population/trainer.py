@@ -49,8 +49,12 @@ class RunTrainer:
     """See `Trainer.train`. Raises Interrupted if the processes are stopped."""
     with ThreadPoolExecutor(self._processes.count) as pool:
       futures = [pool.submit(self._train, *member, round_) for member in members.items()]
-      for future in as_completed(futures):
-        yield future.result()
+      try:
+        for future in as_completed(futures):
+          yield future.result()
+      except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
 
   def copy(self, member: int, source: int, settings: Settings, round_: int) -> None:
     """See `Trainer.copy`."""

@@ -18,8 +18,8 @@ Curve = tuple[np.ndarray, np.ndarray]
 def curve(run: Run, name: str, axis: str) -> Curve | None:
   """Returns a run's metric over an axis, averaged to at most `POINTS`; None if it has none.
 
-  Evaluation metrics repeat in every row until the next evaluation; only the first row counts. It is
-  drawn at the row of the evaluated learner step, if there is one.
+  Evaluation metrics repeat in every row until the next evaluation: the last value of a learner step
+  counts. It is drawn at that step's row, if there is one, or else at the first with the value.
   """
   if axis == "device-minutes" and not run.starts:
     return None
@@ -29,22 +29,20 @@ def curve(run: Run, name: str, axis: str) -> Curve | None:
     across = [row[names.TIME] / 60 if names.TIME in row else None for row in run.rows]
   else:
     across = [seconds / 60 for seconds in run.device_seconds_by_row]
-  seen, points = set(), []
+  points: dict[float, tuple[float, float]] = {}
   located = [(row[names.STEP], x) for row, x in zip(run.rows, across, strict=True) if x is not None]
   by_step = dict(reversed(located))  # the first of a repeated step
-  for row, x in zip(run.rows, across, strict=True):
+  for i, (row, x) in enumerate(zip(run.rows, across, strict=True)):
     if name not in row or x is None or x < 0:
       continue
+    key: float = i
     if name.startswith(names.EVALUATION_PREFIX):
-      evaluated = row.get(names.EVALUATION_STEP, -1)
-      if evaluated in seen:
-        continue
-      seen.add(evaluated)
-      x = by_step.get(evaluated, x)
-    points.append((x, row[name]))
+      key = row.get(names.EVALUATION_STEP, -1)
+      x = points[key][0] if key in points else by_step.get(key, x)
+    points[key] = x, row[name]
   if not points:
     return None
-  ordered = np.array(sorted(points, key=lambda point: point[0]), np.float64)
+  ordered = np.array(sorted(points.values(), key=lambda point: point[0]), np.float64)
   edges = np.linspace(0, len(points), min(POINTS, len(points)) + 1).astype(int)
   x, y = (np.add.reduceat(ordered, edges[:-1]) / np.diff(edges)[:, None]).T
   return x, y

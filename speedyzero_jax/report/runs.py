@@ -17,7 +17,10 @@ GAME = "env.game"
 CURVE = (names.STEP, names.ENV_STEPS, names.TIME, names.EPISODE_RETURN)
 EVALUATIONS = (names.EVALUATION_STEP, names.EVALUATION_MEAN, names.EVALUATION_STD)
 _POINTS = 50  # maximum points of a curve in JSON
-REPETITION_KEYS = ("run.seed", "run.dir", "run.compile_cache")  # repetitions may differ in these
+REPETITION_KEYS = (  # repetitions may differ in these
+  "run.seed", "run.dir", "run.compile_cache", "run.pause_at", "run.keep_checkpoints",
+  "topology.host", "topology.token_file", "profile.steps",
+)  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -169,11 +172,11 @@ def _read_metrics(run: Run, path: pathlib.Path) -> None:
   run.curve = [row[names.EPISODE_RETURN] for row in run.rows if names.EPISODE_RETURN in row]
   run.training_return = run.curve[-1] if run.curve else None
   settings = run.settings or {}
-  total, interval = settings.get("learner.steps"), settings.get("run.log_interval", 1)
+  total = settings.get("learner.steps")
   early = settings.get("topology.gradients") == "actors" and (
     (run.env_steps or 0) >= settings.get("run.env_steps", math.inf)
   )
-  if total and run.steps + interval <= total and not early:
+  if total and run.steps < total and not early:
     run.problems.append(f"unfinished: learner step {run.steps:,} of {total:,}")
 
 

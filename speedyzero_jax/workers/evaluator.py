@@ -53,14 +53,15 @@ class Evaluation:
   explore: bool  # acted as in training
   seed: int
 
-  def write(self, path: Path, *, keep_later: bool = False) -> str | None:
+  def write(self, path: Path, *, keep_own: bool = False) -> str | None:
     """Writes JSON atomically, unless the file has a better evaluation.
 
     That is one with more episodes of the same checkpoint, step limit and exploration, or with
-    `keep_later` one of a later checkpoint, which the run may have written in the meantime. Returns
-    a description of the better one; None if this one is written.
+    `keep_own`, which protects what the run itself writes, one of a later checkpoint, or of the same
+    one with another step limit or exploration. Returns a description of the better one; None if
+    this one is written.
     """
-    if better := _better(path, self, keep_later):
+    if better := _better(path, self, keep_own):
       return better
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
@@ -148,16 +149,18 @@ def evaluate(
   )
 
 
-def _better(path: Path, evaluation: Evaluation, keep_later: bool) -> str | None:
+def _better(path: Path, evaluation: Evaluation, keep_own: bool) -> str | None:
   """Describes a better evaluation in the file, see `Evaluation.write`; None if there is none."""
   try:
     written = json.loads(path.read_text())
-    if keep_later and written["step"] > evaluation.step:
+    if keep_own and written["step"] > evaluation.step:
       return f"a later checkpoint, of learner step {written['step']}"
-    same = all(
-      written[key] == getattr(evaluation, key) for key in ("step", "max_episode_steps", "explore")
-    )
-    more = same and written["episodes"] > evaluation.episodes
+    if written["step"] != evaluation.step:
+      return None
+    for key in ("max_episode_steps", "explore"):
+      if written[key] != getattr(evaluation, key):
+        return f"the same checkpoint with {key}={written[key]}" if keep_own else None
+    more = written["episodes"] > evaluation.episodes
     return f"{written['episodes']} episodes of the same checkpoint" if more else None
   except (OSError, ValueError, TypeError, KeyError, AttributeError):
     return None

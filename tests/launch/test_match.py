@@ -35,8 +35,10 @@ def played(*arguments, out):
 def test_every_kind_of_opponent_is_played_from_both_sides(run, tmp_path):
   against = "random", "minimax", "mcts:20", str(run), f"{run}@10"
   code, rows = played(run, f"{run}@10", "--against", *against, out=tmp_path / "out.json")
-  assert code == 0 and [(row["step"], row["against"]) for row in rows] == [
-    (step, name) for step in (20, 10) for name in (*against[:3], run.name, f"{run.name}@10")
+  assert code == 0 and [(row["step"], row["against"], row["against_step"]) for row in rows] == [
+    (step, *opponent)
+    for step in (20, 10)
+    for opponent in (*((name, None) for name in against[:3]), (str(run), 20), (str(run), 10))
   ]
   for row in rows:
     sides = row["moving_first"], row["moving_second"]
@@ -48,9 +50,11 @@ def test_every_kind_of_opponent_is_played_from_both_sides(run, tmp_path):
 
 def test_results_are_added_to_earlier_ones(run, tmp_path):
   out = tmp_path / "out.json"
-  for name, count in (("random", 1), ("minimax", 2), ("random", 2)):
+  namesake = tmp_path / run.name
+  shutil.copytree(run, namesake)
+  for name, count in (("random", 1), ("minimax", 2), ("random", 2), (run, 3), (namesake, 4)):
     code, rows = played(run, "--against", name, out=out)
-    assert code == 0 and len(rows) == count and rows[-1]["against"] == name
+    assert code == 0 and len(rows) == count and rows[-1]["against"] == str(name)
 
 
 @pytest.mark.parametrize("content", ["", "{}x", '{"a": 1}', "[1]", '[{"run": "a"}]'])

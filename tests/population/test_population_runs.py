@@ -47,6 +47,7 @@ def test_a_population_that_is_interrupted_and_killed_continues(tmp_path, capsys)
   os.kill(process.pid, signal.SIGKILL)
   process.communicate()
   assert "copied" not in events.read_text()
+  description.write_text("# A comment is no difference.\n" + description.read_text())
   code, output = finish(start(*arguments, script="population.py"))
   assert code == 0, output
   found = [json.loads(line) for line in events.read_text().splitlines()]

@@ -338,4 +338,16 @@ def test_a_band_ends_where_the_first_seed_ends(tmp_path):
   x, y = curves.curve(runs[0], "evaluation/mean", "agent steps")
   assert (x.tolist(), y.tolist()) == ([40, 80], [0, 2])
   assert runs[0].summary()["evaluations"] == [[0, 0.0, None], [20, 2.0, None]]
+  again = {**runs[0].rows[-1], "evaluation/mean": 9.0}  # the run was resumed at its end
+  runs[0].rows.append(again)
+  assert curves.curve(runs[0], "evaluation/mean", "agent steps")[1].tolist() == [0, 9]
   assert curves.curve(runs[0], "no/metric", "minutes") is None
+
+
+def test_settings_that_affect_no_result_do_not_separate_seeds(tmp_path):
+  runs = [recorded.run(tmp_path / str(seed), seed=seed, mean=1.0) for seed in range(2)]
+  config = yaml.safe_load((runs[0] / "config.yaml").read_text())
+  config["run"] |= {"pause_at": 10, "keep_checkpoints": 3}
+  (runs[0] / "config.yaml").write_text(yaml.safe_dump(config))
+  (method,) = methods(report.read_runs(runs))
+  assert [len(group) for group in method.games().values()] == [2]

@@ -30,7 +30,7 @@ def run(
     "env": {"game": game},
     "optim": {"learning_rate": 0.2} | dict(settings),
     "learner": {"steps": 10 * len(returns)},
-    "run": {"seed": seed, "dir": str(path), "log_interval": 10},
+    "run": {"seed": seed, "dir": str(path), "log_interval": 20},
   }
   (path / "config.yaml").write_text(yaml.safe_dump(config))
   rows = [

@@ -179,12 +179,23 @@ def test_the_file_keeps_more_episodes_of_the_same_checkpoint(envs, tmp_path):
     path.unlink()
 
 
+def test_the_file_keeps_what_a_resumed_run_wrote_with_another_exploration(envs, tmp_path):
+  result, path = play(2), tmp_path / "evaluation.json"
+  sampled = dataclasses.replace(result, explore=True)
+  sampled.write(path)
+  assert result.write(path, keep_own=True) == "the same checkpoint with explore=True"
+  assert json.loads(path.read_text()) == dataclasses.asdict(sampled)
+  older = dataclasses.replace(sampled, step=result.step - 1)
+  path.write_text(json.dumps(dataclasses.asdict(older)))
+  assert result.write(path, keep_own=True) is None
+
+
 def test_the_file_keeps_an_evaluation_of_a_later_checkpoint(envs, tmp_path):
   """The run may end while launch/evaluate.py plays with an earlier checkpoint."""
   result, path = play(2), tmp_path / "evaluation.json"
   later = dataclasses.replace(result, step=result.step + 5, episodes=1)
   later.write(path)
-  better = result.write(path, keep_later=True)
+  better = result.write(path, keep_own=True)
   assert better == f"a later checkpoint, of learner step {later.step}"
   assert json.loads(path.read_text()) == dataclasses.asdict(later)
   assert result.write(path) is None  # the run itself, after a restart from an earlier checkpoint

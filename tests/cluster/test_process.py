@@ -1,0 +1,100 @@
+"""Tests of a process' errors, and of the run's token: made by process 0, or read from a file."""
+
+import contextlib
+import json
+import signal
+
+import pytest
+
+import tiny
+from fake_rendezvous import FakeRendezvous
+from speedyzero_jax.cluster import process
+from speedyzero_jax.cluster.grpc_client import Refused, Unreachable
+from speedyzero_jax.cluster.rendezvous import Place, RendezvousError
+from speedyzero_jax.config.fields import ConfigError
+from speedyzero_jax.replay.journal import JournalError
+from speedyzero_jax.run import topology
+from speedyzero_jax.run.run_dir import RunDir
+from speedyzero_jax.run.signals import Signals
+from speedyzero_jax.workers.weights import DivergedError
+
+PLACE = Place("127.0.0.1:1", 2, 0)
+SETTINGS = "topology.learners=1", "topology.actors=1", "run.mode=async"
+
+
+def started(config, folder, monkeypatch, train):
+  """Runs process 0 with this function as its training; returns the exit code and the rendezvous."""
+  rendezvous = FakeRendezvous(PLACE)
+  monkeypatch.setattr(process, "Rendezvous", lambda place, **_: rendezvous)
+  monkeypatch.setattr(process, "train", train)
+  monkeypatch.setattr(process, "membership_of", lambda *_: None)
+  opened = contextlib.nullcontext(RunDir(folder, -1))
+  code = process.main(PLACE, lambda: config, lambda _: opened, resume=False, devices=None)
+  return code, rendezvous
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize(
+  "error",
+  [
+    RendezvousError("lost"), JournalError("full"), Refused("unknown"), Unreachable("silent"),
+    DivergedError(3),
+  ],
+)  # fmt: skip
+def test_an_error_is_one_line_unless_a_signal_came_first(
+  tmp_path, monkeypatch, capsys, error, stopped
+):
+  def train(*_, **__):
+    if stopped:
+      signal.raise_signal(signal.SIGTERM)
+    raise error
+
+  code, _ = started(tiny.config(*SETTINGS), tmp_path, monkeypatch, train)
+  assert code == (128 + signal.SIGTERM if stopped else 1)
+  assert capsys.readouterr().err == ("" if stopped else f"error: {error}\n")
+
+
+def tokens(config, folder, monkeypatch):
+  """Values published by process 0, and the token that it uses itself."""
+  used = []
+
+  def train(config, folder, *, serving, **_):
+    serving(None)
+    return 0
+
+  monkeypatch.setattr(process, "serving", lambda *arguments: used.append(arguments[-1]))
+  code, rendezvous = started(config, folder, monkeypatch, train)
+  assert code == 0
+  return rendezvous.values, *used
+
+
+def test_a_new_token_is_published_for_every_run(tmp_path, monkeypatch):
+  config = tiny.config(*SETTINGS)
+  (first, used), (second, _) = (tokens(config, tmp_path, monkeypatch) for _ in range(2))
+  first, second = (process.Run(*json.loads(each["run"])).token for each in (first, second))
+  assert bytes.fromhex(first) == used and len(used) == 32 and first != second
+
+
+def test_a_token_of_a_file_is_not_published(tmp_path, monkeypatch):
+  secret = tmp_path / "secret"
+  secret.write_bytes(b"  sixteen bytes ok\n")
+  config = tiny.config(*SETTINGS, f"topology.token_file={secret}")
+  published, used = tokens(config, tmp_path, monkeypatch)
+  assert used == b"sixteen bytes ok"
+  text = " ".join(published.values())
+  assert "sixteen" not in text and b"sixteen".hex() not in text
+
+
+@pytest.mark.parametrize("process_id", [0, 1])
+@pytest.mark.parametrize(
+  ("content", "why"), [(b"fifteen bytes..\n", "16 bytes or more, got 15"), (None, "No such file")]
+)
+def test_an_unusable_token_file_is_wrong_use_in_every_process(tmp_path, process_id, content, why):
+  secret = tmp_path / "secret"
+  if content is not None:
+    secret.write_bytes(content)
+  config = tiny.config(*SETTINGS, f"topology.token_file={secret}")
+  shape, run = topology.resolve(config), process.Run(str(tmp_path), False, "")
+  rendezvous = FakeRendezvous(PLACE._replace(process_id=process_id))
+  with pytest.raises(ConfigError, match=f"topology.token_file: .*{why}"):
+    process._run(config, shape, run, rendezvous, Signals())
