@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 
+from fake_rendezvous import FakeRendezvous
 from speedyzero_jax.cluster import process
 from speedyzero_jax.cluster.grpc_client import Client, Unreachable
 from speedyzero_jax.cluster.learner_process import serving
@@ -11,24 +12,6 @@ from speedyzero_jax.run.topology import Role, Topology
 
 TOKEN, SHAPE = bytes(range(32)), Topology(learners=1, actors=1, refreshers=1)
 LEARNER = Role("learner", 0, 0)
-
-
-class FakeRendezvous:
-  """A key-value store in this process."""
-
-  address = "127.0.0.1"
-
-  def __init__(self):
-    self._values = {}
-
-  def publish(self, name, value):
-    self._values[name] = value
-
-  def lookup(self, name, _):
-    return self._values[name]
-
-  def count(self, _):
-    return 0
 
 
 @pytest.fixture
