@@ -36,6 +36,7 @@ def test_a_new_incarnation_continues_after_what_was_acknowledged(make_unit):
 
 def test_experience_of_other_lanes_or_without_a_grant_is_refused(make_unit):
   unit = make_unit("actor.lanes=4", actors=2)
+  unit.refuses(lambda: unit.step(), "has no session")
   unit.join(0), unit.join(1)
   without = unit.play(unit.player(), messages.Grant(2, False, 0, 0.0, False))[0]
   unit.refuses(lambda: unit.step(without), "no grant")

@@ -14,6 +14,8 @@ from launched import NEW
 from speedyzero_jax.cluster import supervisor
 from speedyzero_jax.metrics import progress
 from speedyzero_jax.run import factories, train
+from speedyzero_jax.run.experiment import TrainingError
+from speedyzero_jax.workers.weights import DivergedError
 
 MANY = [*NEW, "run.mode=async", "actor.lanes=4"]
 PLACE = ["--coordinator", "localhost:1", "--num-processes", "1", "--process-id", "0"]
@@ -189,7 +191,17 @@ def test_processes_that_share_gpus_share_their_memory(supervised, tmp_path):
     }  # fmt: skip
 
 
-# --- memory
+# --- failures
+
+
+@pytest.mark.parametrize("error", [DivergedError(3), TrainingError("no data")])
+def test_why_a_run_cannot_go_on_is_reported_in_one_line(tmp_path, monkeypatch, capsys, error):
+  def fail(*args, **kwargs):
+    raise error
+
+  monkeypatch.setattr(factories, "make_replay", fail)
+  assert multihost.main([*NEW, f"run.dir={tmp_path / 'run'}"]) == 1
+  assert capsys.readouterr().err == f"error: {error}\n"
 
 
 def too_much(*args, **kwargs):
