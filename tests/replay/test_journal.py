@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -194,7 +195,32 @@ def test_evicted_space_is_used_again(tmp_path):
   assert (tmp_path / "j").stat().st_size < 200 * LARGE.slot_bytes
 
 
-# --- Processes ---
+# --- Threads and processes ---
+
+
+@pytest.mark.parametrize(
+  "call",
+  [
+    lambda journal: journal.append(play(0, 2)),
+    Journal.flush,
+    lambda journal: journal.continue_from(NONE, drop=True),
+    lambda journal: journal.evict(np.array([1, 0, 0])),
+    lambda journal: journal.heads,
+    lambda journal: journal.tails,
+  ],
+)
+def test_a_call_waits_while_the_lock_is_held(tmp_path, call):
+  with opened(tmp_path / "j") as journal:
+    journal.append(play(0, 0, 2))
+    journal.flush = lambda: None  # it would wait in place of those that call it
+    done = threading.Event()
+    thread = threading.Thread(target=lambda: (call(journal), done.set()))
+    with journal._lock:
+      thread.start()
+      assert not done.wait(0.02)
+    thread.join(10)
+    assert done.is_set()
+
 
 _WRITER = """
 import os, sys
