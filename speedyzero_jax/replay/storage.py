@@ -40,9 +40,9 @@ def slots_between(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.nd
 class LaneStore:
   """Rings of slots, arrays [L, C, ...] with C = `capacity`; slot t is in cell t % C of its lane.
 
-  The live slots of a lane are tail[lane] <= t < head[lane]. Memory is committed only when it is
-  written. `store[name]` is the array of a column or copy of the schema, of a stamp (int32, `NEVER`
-  in empty cells), or one of these derived columns, [L, C] int64:
+  The live slots of a lane are tail[lane] <= t < head[lane]. Memory of frames is committed only
+  when it is written. `store[name]` is the array of a column or copy of the schema, of a stamp
+  (int32, `NEVER` in empty cells), or one of these derived columns, [L, C] int64:
 
     inserted: number of transitions collected in all lanes before the slot.
     episode_start: absolute time of the first frame of the slot's episode.

@@ -84,15 +84,19 @@ class Checkpoints:
     """The oldest slots [L] that any checkpoint references; None if they cannot be read."""
     try:
       return np.array(_read_meta(next(iter(self._folders().values())))["tails"])
-    except (OSError, *_DAMAGE):
+    except (OSError, CheckpointError, *_DAMAGE):
       return None
 
   def _folders(self) -> dict[tuple[int, int], Path]:
-    """Folders by learner and agent steps, oldest first."""
-    folders = {}
-    for path in self._directory.glob("*"):
-      if match := re.fullmatch(r"(\d+)-(\d+)", path.name):
-        folders[int(match[1]), int(match[2])] = path
+    """Folders by learner and agent steps, oldest first. Raises CheckpointError."""
+    try:
+      names = os.listdir(self._directory)
+    except OSError as error:
+      if isinstance(error, FileNotFoundError) and not self._directory.is_symlink():
+        return {}
+      raise CheckpointError(f"can't read {self._directory}: {_reason(error)}") from error
+    matches = filter(None, (re.fullmatch(r"(\d+)-(\d+)", name) for name in names))
+    folders = {(int(match[1]), int(match[2])): self._directory / match[0] for match in matches}
     return dict(sorted(folders.items()))
 
   # --- Writing ---

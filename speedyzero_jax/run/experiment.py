@@ -1,6 +1,7 @@
 """The experiment: all parts of a run in one learner process, and its membership in the run."""
 
 import dataclasses
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -91,7 +92,7 @@ class Experiment:
   def seed(self, name: str) -> int:
     return unit_seed(self.config, name, self.membership)
 
-  @property
+  @functools.cached_property
   def learn_key(self) -> jax.Array:
     """The random key of all learner steps, the same in all processes."""
     return jax.random.fold_in(jax.random.key(self.config.run.seed), LEARN)

@@ -134,7 +134,7 @@ class RateLimiter:
       self.learner_steps += 1
 
   def begin_acting(self, actor: Hashable) -> None:
-    """Records that an actor begins a step, with weights at least as new as the newest now."""
+    """Records that an actor begins a step. Its weights are at most a publication behind."""
     with self._changed:
       self._acting[actor] = self.learner_steps
 

@@ -47,15 +47,11 @@ def create(config: Config, name: str) -> RunDir:
   The folder is `run.dir`; if that is empty, `runs/NAME`, with a number appended if it exists.
   Raises RunFolderError if the folder already holds a run, is in use, or cannot be written.
   """
-  if config.run.dir:
-    path = Path(config.run.dir)
-  else:
-    name, number = safe_name(name), 2
-    path = Path("runs") / name
-    while path.exists():
-      path, number = Path("runs") / f"{name}-{number}", number + 1
+  path = Path(config.run.dir or "runs")
   try:
     path.mkdir(parents=True, exist_ok=True)
+    if not config.run.dir:
+      path = _numbered(path, safe_name(name))
     _check_unused(path)
     with contextlib.ExitStack() as stack:
       lock = stack.enter_context(_lock(path, "run.lock"))
@@ -70,6 +66,17 @@ def create(config: Config, name: str) -> RunDir:
   except OSError as error:
     raise RunFolderError(f"can't create a run in {path}: {error.strerror or error}") from error
   return RunDir(path, lock)
+
+
+def _numbered(parent: Path, name: str) -> Path:
+  """Creates the folder `name` in `parent`, with a number appended if it exists."""
+  path, number = parent / name, 2
+  while True:
+    try:
+      path.mkdir()
+      return path
+    except FileExistsError:
+      path, number = parent / f"{name}-{number}", number + 1
 
 
 def _check_unused(path: Path) -> None:

@@ -99,19 +99,21 @@ def saving_due(experiment: Experiment) -> bool:
 
 
 def bookkeeping(experiment: Experiment) -> None:
-  """Writes the metrics and checkpoint due after a learner step, evaluates and calls hooks."""
+  """Evaluates and writes the metrics and checkpoint due after a learner step; calls hooks."""
   step, config = experiment.limiter.learner_steps, experiment.config
   last = step >= config.learner.steps
-  if step % config.run.log_interval == 0 or last:
-    log(experiment)
-  if saving_due(experiment):
-    with experiment.logger.part("save"):
-      snapshot.save(experiment)
-  if config.evaluation.interval and step % config.evaluation.interval == 0 and not last:
+  interval = config.evaluation.interval
+  evaluating = interval and step % interval == 0 and not last
+  if evaluating:
     with experiment.logger.part("evaluate"):
       if experiment.membership.unit == 0:
         evaluate_now(experiment)
       experiment.membership.all_gather(0)  # a barrier
+  if step % config.run.log_interval == 0 or evaluating or last:
+    log(experiment)
+  if saving_due(experiment):  # last, so that a run that resumes here has what was logged
+    with experiment.logger.part("save"):
+      snapshot.save(experiment)
   for call in experiment.after_step:
     call()
 

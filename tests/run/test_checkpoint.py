@@ -132,6 +132,17 @@ def test_the_oldest_slots_that_any_checkpoint_refers_to(tmp_path):
   assert checkpoints.tails() is None
 
 
+@pytest.mark.parametrize("kind", ["dangling link", "file"])
+def test_a_folder_that_cannot_be_read_is_not_an_empty_one(tmp_path, kind):
+  path = tmp_path / "checkpoints"
+  if kind == "file":
+    path.write_text("")
+  else:
+    path.symlink_to("unmounted")
+  with pytest.raises(CheckpointError, match=f"can't read {path}"):
+    Checkpoints(tmp_path).steps()
+
+
 def test_a_journal_that_cannot_be_read_is_no_reason_for_an_older_checkpoint(copied):
   def verify(tails, heads):
     raise JournalError("disk I/O error")
