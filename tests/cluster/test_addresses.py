@@ -11,6 +11,8 @@ def test_the_address_towards_a_loopback_is_a_loopback(host):
   try:
     assert own_address(f"[{host}]:9" if ":" in host else f"{host}:9") == host
   except OSError as error:
+    if host == "127.0.0.1":
+      raise
     pytest.skip(f"{host}: {error}")
 
 

@@ -14,8 +14,9 @@ def get(config, key):
 
 @pytest.mark.parametrize("preset", preset_names())
 def test_every_preset_is_valid_and_says_what_it_is_for(preset):
-  loader.validate(loader.load([preset]))
-  assert any(preset in line and len(line.split()) > 4 for line in loader.help_text().splitlines())
+  loader.load([preset])
+  lines = [line.split() for line in loader.help_text().splitlines()]
+  assert any(line[:1] == [preset] and len(line) > 4 for line in lines)
 
 
 EFFICIENTZERO = {  # the paper and the released code, as in its Atari configuration

@@ -40,9 +40,13 @@ def test_every_action_has_a_bar_for_every_output(tmp_path, actions):
 
 
 def test_numbers_that_are_not_finite_are_drawn_as_none(tmp_path):
-  made = Video("Breakout", 3)
-  made.add(np.zeros((8, 8, 3), np.uint8), 0, 0.0, {"q": np.array([1.0, -np.inf, np.nan])})
-  made.save(tmp_path / "episode.gif")
+  pictures = []
+  for values in ([1, -np.inf, np.nan], [1, np.inf, 0], [1, 0, 0]):
+    made = Video("Breakout", 3)
+    made.add(np.zeros((8, 8, 3), np.uint8), 0, 0.0, {"q": np.array(values)})
+    made.save(tmp_path / "episode.gif")
+    pictures.append((tmp_path / "episode.gif").read_bytes())
+  assert pictures[0] == pictures[1] == pictures[2]
 
 
 @pytest.mark.parametrize(
