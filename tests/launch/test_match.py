@@ -99,6 +99,11 @@ def test_wrong_opponents_are_named(run, tmp_path, capsys, name, message):
   assert message in capsys.readouterr().err and not (tmp_path / "out.json").exists()
 
 
+def test_minimax_plays_no_large_game():
+  with pytest.raises(ValueError, match="minimax can't search the whole game tree of ConnectFour"):
+    match._opponent("minimax", "ConnectFour")
+
+
 def test_openings_that_could_end_a_game_are_refused(run, tmp_path, capsys):
   out = tmp_path / "out.json"
   assert played(run, "--against", "random", "--opening", 4, out=out)[0] == 2
