@@ -28,13 +28,18 @@ from speedyzero_jax.metrics import names
 from speedyzero_jax.plan import target
 from speedyzero_jax.population import config as populations
 from speedyzero_jax.study import study as studies
+from tiny_replay import make_replay
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 PLACEHOLDER = re.compile(r"[A-Z_]{3,}|\.\.\.")  # such as RUN_DIR
 SOURCES = "".join(path.read_text() for path in (ROOT / "speedyzero_jax").rglob("*.py"))
-METRICS = {names.present(kind) for kind in ("actor", "refresher")} | {
-  names.wait(kind) for kind in ("actor", "learner", "refresher")
+METRICS = {
+  *re.findall(r'"([a-z]+/\w+)"', SOURCES),
+  *(names.TIME_PREFIX + part for part in re.findall(r'\.part\("(\w+)"', SOURCES)),
+  *(names.present(kind) for kind in ("actor", "refresher")),
+  *(names.wait(kind) for kind in ("actor", "learner", "refresher")),
 }
+GROUPS = "charts", "inference", "learner", "losses", "present", "queue", "replay", "stats", "time"
 KEYS = {key for name in agent_names() for key in loader.fields_of(name)}
 
 
@@ -188,6 +193,7 @@ def test_messages_of_the_troubleshooting_page_are_the_programs():
 @each_page
 def test_settings_metrics_and_files_exist(page):
   sections = {key.partition(".")[0] for key in KEYS}
+  metrics = METRICS | {names.REPLAY_PREFIX + name for name in make_replay(20).stats(0)}
   wrong, written = [], pages.examples()
   for span in pages.spans(page):
     name = span.partition("=")[0]
@@ -199,8 +205,8 @@ def test_settings_metrics_and_files_exist(page):
     ):
       folders = [ROOT, ROOT / "speedyzero_jax", ROOT / "benchmarks"]
       found = span in written or "NAME" in span or any((f / span).exists() for f in folders)
-    elif re.fullmatch(r"(charts|losses|replay|stats|queue|learner|present|time)/[a-z_]+", span):
-      found = span in METRICS or span.rpartition("/")[2] in SOURCES
+    elif re.fullmatch(rf"({'|'.join(GROUPS)})/[a-z_]+", span):
+      found = span in metrics
     else:
       continue
     if not found:

@@ -37,13 +37,21 @@ def environment(monkeypatch):
   monkeypatch.delenv(progress.TERMINAL, raising=False)
 
 
-@pytest.mark.parametrize("extreme", [{}, 1e300, -1e-300, None])
-def test_nothing_and_extremes_are_shown(extreme):
+@pytest.mark.parametrize(
+  ("values", "shown"),
+  [
+    ({}, "-"),
+    (dict.fromkeys(VALUES, 1e300), "1.00e+300"),
+    (dict.fromkeys(VALUES, -1e-300), "-1e-300"),
+    (dict.fromkeys(VALUES), "nan"),
+  ],
+  ids=["nothing", "large", "small", "not finite"],
+)
+def test_nothing_and_extremes_are_shown(values, shown):
   stream = io.StringIO()
-  with Display(CONFIG, FOLDER, [stream]) as shown:
-    values = {} if extreme == {} else dict.fromkeys(VALUES, extreme)
-    shown.update(values | {names.ENV_STEPS: 1})  # lines come with progress only
-  assert "return" in stream.getvalue()
+  with Display(CONFIG, FOLDER, [stream]) as display:
+    display.update(values | {names.ENV_STEPS: 1})  # lines come with progress only
+  assert f"return {shown}  " in stream.getvalue()
 
 
 @pytest.mark.parametrize(
