@@ -179,19 +179,6 @@ def test_worked_example(ending, horizon, absorbing, value, prefix, masks):
     np.testing.assert_array_equal(getattr(got, name)[0], [*map(int, mask)], err_msg=name)
 
 
-def test_old_data_gets_shorter_returns():
-  """After four more transitions were collected, n = 3 - 4 // 2 = 1."""
-  spec = configured(
-    unroll_steps=1, value_prefix_horizon=5, td_steps=3, age_interval=2, discount=0.5
-  )
-  store = hand_made("open")
-  got = compute_targets(store, np.array([0, 0]), np.array([0, 2]), spec, 0)
-  np.testing.assert_array_equal(got.value[0], [1 + 20 / 2, 2 + 30 / 2])
-  # One transition further back of the two newest: age 2, n = 2, and the lane's head is nearer than
-  # that.
-  np.testing.assert_array_equal(got.value[1], [4 + 40 / 2, 40])
-
-
 def test_mixed_value_targets():
   spec = configured(
     unroll_steps=3,
