@@ -30,8 +30,8 @@ def _agent(*overrides):
 
 
 @functools.cache
-def _gradient(core="lstm", devices=2):
-  return trained.gradient(_agent(f"network.core={core}"), devices)
+def _gradient(core="lstm"):
+  return trained.gradient(_agent(f"network.core={core}"), 2)
 
 
 @functools.cache
@@ -59,9 +59,9 @@ def _batch(core="lstm"):
   return gathered(agent, replay, selection), selection, stored, played
 
 
-def _found(batch, core="lstm", devices=2):
+def _found(batch, core="lstm"):
   params, target = _start(core)
-  return _gradient(core, devices)(params, batch, target)
+  return _gradient(core)(params, batch, target)
 
 
 # --- the loss, from the slots as they were stored

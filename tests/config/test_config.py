@@ -74,23 +74,6 @@ def test_saved_config_is_a_preset(tmp_path):
   assert loader.load([str(tmp_path / "config.yaml")]) == config
 
 
-def test_a_share_of_a_run_adds_up_to_the_run():
-  run = loader.load([], ["actor.lanes=7", "run.env_steps=1001", "actor.random_steps=9"])
-  shares = [loader.divide(run, unit, 3) for unit in range(3)]
-  for key, field in FIELDS.items():
-    values = [get(share, key) for share in shares]
-    if field.metadata["divided"] == "exactly":
-      assert sum(values) == get(run, key) and max(values) - min(values) <= 1
-    elif field.metadata["divided"]:
-      assert min(values) >= 1
-    else:
-      assert values == [get(run, key)] * 3
-  assert [get(share, "actor.lanes") for share in shares] == [3, 2, 2]
-  for interval, expected in ((0, 0), (2, 1)):  # 0 disables it
-    share = loader.divide(loader.load([], [f"loss.age_interval={interval}"]), 2, 3)
-    assert get(share, "loss.age_interval") == expected
-
-
 # --- Overrides ---
 
 

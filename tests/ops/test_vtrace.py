@@ -85,35 +85,14 @@ def trajectories(draw):
   }  # fmt: skip
 
 
-def found(x, lambda_, **clips):
-  arrays = (np.float32(x[name]) for name in ("reward", "discount", "value", "ratio"))
-  lambda_ = np.float32(np.broadcast_to(lambda_, len(x["reward"])))
-  clips = {"rho_bar": 1.0, "c_bar": 1.0, "rho_bar_pg": 1.0} | clips
-  return _compiled(*arrays, lambda_=lambda_, **clips)
-
-
 @given(trajectories(), *[st.sampled_from([0.5, 1.0, 2.0, np.inf])] * 3)
 def test_every_episode_of_a_trajectory_by_itself(x, rho_bar, c_bar, rho_bar_pg):
   clips = {"rho_bar": rho_bar, "c_bar": c_bar, "rho_bar_pg": rho_bar_pg}
   targets, advantages = reference(x, x["lambda_"], **clips)
-  got = found(x, x["lambda_"], **clips)
+  arrays = (np.float32(x[name]) for name in ("reward", "discount", "value", "ratio"))
+  got = _compiled(*arrays, lambda_=np.float32(x["lambda_"]), **clips)
   np.testing.assert_allclose(got.targets, targets, rtol=2e-4, atol=2e-4)
   np.testing.assert_allclose(got.advantages, advantages, rtol=2e-4, atol=2e-4)
-
-
-@given(trajectories(), st.floats(0, 1))
-def test_with_ratios_of_one_it_is_generalized_advantage_estimation(x, lambda_):
-  x = x | {"ratio": x["acted"][:-1].astype(float)}
-  got = found(x, lambda_)
-  gae, advantage = np.zeros(len(x["reward"])), 0.0
-  for t in reversed(range(len(x["reward"]))):
-    delta = x["reward"][t] + x["discount"][t] * x["value"][t + 1] - x["value"][t]
-    cut = t + 1 >= len(x["reward"]) or not x["acted"][t + 1]
-    advantage = delta + (0 if cut else x["discount"][t] * lambda_ * advantage)
-    gae[t] = advantage if x["acted"][t] else 0
-    advantage = gae[t]
-  np.testing.assert_allclose(got.advantages, gae, rtol=2e-4, atol=2e-4)
-  np.testing.assert_allclose(got.targets - x["value"][:-1], gae, rtol=2e-4, atol=2e-4)
 
 
 def test_no_gradient_passes():

@@ -48,25 +48,35 @@ def test_roles_and_topologies_have_names():
   units=st.integers(1, 9),
   each=st.integers(1, 5),
   sizes=st.tuples(*[st.integers(1, 9) | st.integers(1, 10**6)] * 3),
+  small=st.tuples(*[st.integers(0, 20)] * 4),
 )
-def test_the_shares_of_units_add_up_to_the_run(units, each, sizes):
+def test_the_shares_of_units_add_up_to_the_run(units, each, sizes, small):
   capacity, random_steps, more = sizes
+  actors, refreshers, newest, age_interval = small
   whole = {
     "actor.lanes": units * each,
     "learner.batch_size": units * each,
     "replay.capacity": capacity,
     "actor.random_steps": random_steps,
     "run.env_steps": random_steps + more,
+    "reanalyse.mixed_newest": newest,
+    "topology.learners": units,
+    "topology.actors": actors,
+    "topology.refreshers": refreshers,
   }
-  run = loader.flat(configured())
-  config = loader.build(loader.load(["quickstart"]).agent.name, run | whole)
+  run = loader.flat(configured()) | whole | {"loss.age_interval": age_interval}
+  config = loader.build(loader.load(["quickstart"]).agent.name, run)
   parts = [loader.flat(loader.divide(config, unit, units)) for unit in range(units)]
-  for key, value in whole.items():
+  for key, value in run.items():
     shares = [part[key] for part in parts]
-    assert sum(shares) == value and max(shares) - min(shares) <= 1, key
+    if key in whole:
+      assert sum(shares) == value and max(shares) - min(shares) <= 1, key
+    elif key == "loss.age_interval":  # 0 disables it
+      assert min(shares) >= min(value, 1) and (sum(shares) == value or max(shares) == 1)
+    else:
+      assert shares == [value] * units, key
   for part in parts:
     assert part["actor.random_steps"] <= part["run.env_steps"]
-    assert all(part[key] == run[key] for key in ("learner.steps", "env.discount", "run.seed"))
   assert loader.divide(config, 0, 1) == config
 
 
