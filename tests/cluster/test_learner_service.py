@@ -3,7 +3,6 @@
 import threading
 import time
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -45,14 +44,6 @@ def test_the_latest_version_of_each_subscription_is_sent(make_unit):
   assert unit.ask_weights(REANALYSER).step == 0 and unit.ask_weights(REFRESHER).step == 4
   with pytest.raises(ValueError, match="'evaluator'"):
     unit.ask_weights("evaluator")
-
-
-def test_half_precision_rounds_kernels_only(make_unit):
-  unit = make_unit("topology.weights_dtype=bfloat16")
-  unit.weights.publish(2, unit.agent.init(number=1 / 3))
-  bias, kernel, count = unit.ask_weights().arrays.values()
-  assert (bias.dtype, count.dtype) == (np.float32, np.int32)
-  np.testing.assert_array_equal(kernel, np.full((2, 3), jnp.bfloat16(1 / 3)), strict=True)
 
 
 def test_all_helpers_hear_the_end_and_are_waited_for(make_unit):
