@@ -170,9 +170,3 @@ def test_a_folder_of_an_earlier_version_says_so(tmp_path):
   path.write_text(path.read_text().replace("\nrun:\n", "\nrun:\n  forgotten: 3\n"))
   with pytest.raises(RunFolderError, match=r"this version of the program: .*run\.forgotten"):
     run_dir.resumed(tmp_path, [])
-
-
-def test_a_folder_that_is_not_there_is_not_made(tmp_path):
-  with pytest.raises(RunFolderError, match="holds no run"):
-    run_dir.resumed(tmp_path / "run", [])
-  assert not (tmp_path / "run").exists()
