@@ -3,10 +3,11 @@
 import pytest
 
 import trained
+from same import assert_same
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.run import steps
-from whole_runs import assert_same, everything
+from whole_runs import everything
 
 RUN = ("run.mode=lockstep", "learner.devices=1", "evaluation.episodes=32")
 _ON_POLICY = (

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import tiny
-from small_unit import Direct, assert_same, last_actions
+from same import assert_same_replays
+from small_unit import Direct, last_actions
 from speedyzero_jax.cluster import messages, remote
 from speedyzero_jax.cluster.grpc_server import RunFinished
 from speedyzero_jax.cluster.messages import Helper
@@ -108,5 +109,5 @@ def test_actors_that_die_at_any_moment_collect_exactly_what_was_asked(
     # The journal does not say where the last games were cut, nor the order of the lanes' steps.
     for lane in range(lanes):
       again.replay.truncate(lane), unit.replay.truncate(lane)
-    assert_same(unit.replay, again.replay, besides={"sweep_reanalyse", "sweep_refresh"})
+    assert_same_replays(unit.replay, again.replay, besides={"sweep_reanalyse", "sweep_refresh"})
     assert again.limiter.env_steps == total

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from small_unit import BATCH, SWEEP, assert_same
+from same import assert_same_replays
+from small_unit import BATCH, SWEEP
 from speedyzero_jax.agents.refresh import REFRESHED_STATES
 from speedyzero_jax.cluster import messages, refresher_service
 from speedyzero_jax.cluster.roster import TIMEOUT
@@ -36,7 +37,7 @@ def test_a_sweep_by_refreshers_is_the_local_one(make_unit, task, reuse):
       assert sweeper.due(local.replay, 8)
       steps.sweep(local, sweeper)
     assert blocks > 1 and not sweeper.due(local.replay, 8)
-    assert_same(unit.replay, local.replay, besides={"rng"})
+    assert_same_replays(unit.replay, local.replay, besides={"rng"})
 
 
 def test_a_sweep_returns_to_the_states_of_a_lost_block(make_unit):
@@ -149,7 +150,7 @@ def test_a_batch_is_split_and_waited_for_and_computed_as_by_one_process(make_uni
     assert done and unit.work() is None
     for work in works:
       local.run_task(work, jax.random.key(5))
-    assert_same(unit.replay, local.replay, besides={"rng"})
+    assert_same_replays(unit.replay, local.replay, besides={"rng"})
 
 
 def test_a_batch_wakes_a_refresher_that_waits_for_work(make_unit):

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import tiny
-from small_unit import BATCH, SWEEP, assert_same
+from same import assert_same_replays
+from small_unit import BATCH, SWEEP
 from speedyzero_jax.agents import dqn
 from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER
 from speedyzero_jax.cluster import grpc_server, messages, remote
@@ -128,7 +129,7 @@ def test_an_actor_collects_what_a_local_one_would(make_unit, cluster, seed, cent
     episodes += actor.finished
     taken += count
   assert len(episodes) > 3 and unit.episodes == episodes
-  assert_same(unit.replay, local.replay)
+  assert_same_replays(unit.replay, local.replay)
 
 
 def test_central_actors_share_inference_and_outlive_their_environments(make_unit, cluster):
@@ -244,7 +245,7 @@ def test_refreshers_compute_what_a_local_one_would(make_unit, cluster, monkeypat
     assert set(gathered) == {on_devices}
     assert worked and worked <= prepared  # every program was compiled before the first block
     assert unit.replay.state_dict()["slot_policy_step"].max() == 9
-    assert_same(unit.replay, local.replay, besides={"rng"})
+    assert_same_replays(unit.replay, local.replay, besides={"rng"})
 
 
 @pytest.mark.parametrize(("task", "stamp"), [("refresh", "value"), ("reanalyse", "bootstrap")])

@@ -12,7 +12,8 @@ import sys
 import numpy as np
 import pytest
 
-from env_steps import assert_same, play, stacked
+from env_steps import play, stacked
+from same import assert_same
 from speedyzero_jax.config.schema import EnvConfig
 from speedyzero_jax.envs import batched_env, scores
 

@@ -9,15 +9,14 @@ from hypothesis import strategies as st
 from test_storage import SEEDS, bad
 
 import reference
+from same import assert_same, frames_of
 from speedyzero_jax.replay.storage import NEVER
 from speedyzero_jax.types import Slots
 from tiny_replay import (
   LANES,
   STACK,
   UNROLL,
-  assert_same,
   copy_frames,
-  frames,
   make_agent,
   make_replay,
   play,
@@ -104,7 +103,7 @@ def test_a_restored_replay_behaves_alike_bit_for_bit(capacity, seed):
   for step in range(15, 20):
     assert_same(*work(step, replay, other))
   assert_same(other.state_dict(), replay.state_dict())
-  assert_same(frames(other), frames(replay))
+  assert_same(frames_of(other), frames_of(replay))
 
 
 @settings(max_examples=15)
@@ -158,11 +157,11 @@ def from_the_start():
 def test_refused_calls_change_nothing(call):
   replay, stream = make_replay(20), reference.Stream(LANES, 0, end_probability=0.0)
   replay.append(stream.play(0, 12))
-  before, held = replay.state_dict(), frames(replay)
+  before, held = replay.state_dict(), frames_of(replay)
   with pytest.raises(ValueError):
     call(replay, np.array([0, 0]), np.array([1, 3]))
   assert_same(replay.state_dict(), before)
-  assert_same(frames(replay), held)
+  assert_same(frames_of(replay), held)
 
 
 def test_rewriting_keeps_newer_values_and_drops_those_of_evicted_slots():

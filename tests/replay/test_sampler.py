@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from test_storage import SEEDS
 
 import reference
+from same import assert_same
 from speedyzero_jax.config.schema import PriorityConfig
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.sampler import SequenceSampler, importance_weights
@@ -17,7 +18,6 @@ from tiny_replay import (
   LANES,
   MIN_PRIORITY,
   STACK,
-  assert_same,
   eligible,
   make_agent,
   make_replay,

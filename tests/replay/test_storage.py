@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reference
+from same import assert_same
 from speedyzero_jax.replay.storage import NEVER, OPEN
 from speedyzero_jax.types import Slots
-from tiny_replay import assert_same, fill, make_store
+from tiny_replay import fill, make_store, slots
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -16,10 +17,6 @@ SEEDS = st.integers(0, 2**32 - 1)
 def contents(store):
   arrays = {**store.fields, "frame": store.frame, "head": store.head, "tail": store.tail}
   return {name: array.copy() for name, array in arrays.items()} | {"n": store.num_transitions}
-
-
-def arrays_of(stream, capacity):
-  return (np.array(x) for x in zip(*stream.live(capacity), strict=True))
 
 
 @given(
@@ -32,7 +29,7 @@ def test_store_holds_exactly_the_newest_slots(lanes, capacity, seed, end):
   stream, store = reference.Stream(lanes, seed, end), make_store(lanes, capacity)
   fill(store, stream, seed)
   live = stream.live(capacity)
-  lane, time = arrays_of(stream, capacity)
+  lane, time = slots(stream, capacity)
   cell = time % capacity
   assert store.num_transitions == stream.transitions
   assert (store.head - store.tail).sum() == len(live)
@@ -66,7 +63,7 @@ def test_store_holds_exactly_the_newest_slots(lanes, capacity, seed, end):
 def test_windows_repeat_the_episodes_edges(capacity, seed, before, after):
   stream, store = reference.Stream(2, seed), make_store(2, capacity)
   fill(store, stream, seed)
-  lane, time = arrays_of(stream, capacity)
+  lane, time = slots(stream, capacity)
   cells = store.window_cells(lane, time, before, after)
   frames = store.gather(np.broadcast_to(lane[:, None], cells.shape), cells)
   assert frames.shape == (len(lane), before + 1 + after, *reference.FRAME_SHAPE)
@@ -156,9 +153,7 @@ def test_refused_slots_change_nothing(name):
     with pytest.raises(ValueError):
       call(REFUSED[name](both))
   store.check(both)
-  after = contents(store)
-  for key, value in before.items():
-    np.testing.assert_array_equal(after[key], value, err_msg=key)
+  assert_same(contents(store), before)
   store.append(both)  # what was refused was really the change
   np.testing.assert_array_equal(store.head, [5, 10])
 
@@ -173,10 +168,8 @@ def test_slots_of_several_lanes_may_be_interleaved_in_any_way(seed):
     order = np.empty(len(by_lane), int)  # the places of lanes are random
     order[np.argsort(rng.permutation(by_lane.lane), kind="stable")] = np.arange(len(by_lane))
     interleaved = by_lane.select(order)
-    for slots in (store.check(interleaved), store.append(interleaved)):
-      np.testing.assert_array_equal(slots.lane, by_lane.lane)
-      np.testing.assert_array_equal(slots.time, by_lane.time)
-      assert_same(slots.columns, by_lane.columns)
+    for returned in (store.check(interleaved), store.append(interleaved)):
+      assert_same(vars(returned), vars(by_lane))
     sorted_store.append(by_lane)
     assert_same(contents(store), contents(sorted_store))
 

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 import tiny
+from same import assert_same
 from speedyzero_jax.metrics import names
 from speedyzero_jax.run import loops, snapshot, steps
 from speedyzero_jax.run.checkpoint import Checkpoints
 from speedyzero_jax.run.rate_limiter import RateLimiter
 from speedyzero_jax.workers.weights import ACTOR, DivergedError
-from whole_runs import assert_same, everything, finish, interrupt_at, quick, rows_of, stopped
+from whole_runs import everything, finish, interrupt_at, quick, rows_of, stopped
 
 ASYNC = "run.mode=async"
 

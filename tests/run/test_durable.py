@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tiny
-from small_unit import assert_same, slots
+from same import assert_same_replays, frames_of
 from speedyzero_jax.replay.journal import JournalError
 from speedyzero_jax.run import build, snapshot, train
 from speedyzero_jax.run.checkpoint import Checkpoints
@@ -179,7 +179,7 @@ def test_the_replay_is_restored_exactly(tmp_path, saved):
     collector.truncate(range(3))
   with durable(tmp_path, 0) as again:
     again.collector.truncate(range(3))
-    assert_same(experiment.replay, again.replay)
+    assert_same_replays(experiment.replay, again.replay)
 
 
 def test_new_games_differ_each_time(tmp_path, monkeypatch):
@@ -329,11 +329,11 @@ def test_more_experience_than_the_replay_holds_is_replayed(tmp_path):
     experiment.recovery.journal.flush()
     heads, steps = experiment.replay.heads, experiment.limiter.env_steps
     assert (heads > experiment.replay.store.capacity).all()
-    stored = slots(experiment.replay)
+    stored = frames_of(experiment.replay)
   with quick(tmp_path, *small, resume_step=0) as experiment:
     assert experiment.limiter.env_steps == steps
     np.testing.assert_array_equal(experiment.replay.heads, heads)
-    again = slots(experiment.replay)
+    again = frames_of(experiment.replay)
     for lane, frames in stored.items():
       np.testing.assert_array_equal(again[lane], frames, err_msg=lane)
 

@@ -6,12 +6,13 @@ import shutil
 import jax
 import pytest
 
+from same import assert_same
 from speedyzero_jax.metrics import names
 from speedyzero_jax.replay.storage import NEVER
 from speedyzero_jax.run import loops, snapshot, steps
 from speedyzero_jax.run.checkpoint import CheckpointError, Checkpoints
 from speedyzero_jax.run.experiment import Membership, TrainingError
-from whole_runs import assert_same, everything, interrupt_at, quick, rows_of, run, stopped
+from whole_runs import everything, interrupt_at, quick, rows_of, run, stopped
 
 # Metrics that depend on the machine; checkpoints are written in the background.
 MEASURED = ("time", "_per_second", "queue/", "time/", "checkpoint/")

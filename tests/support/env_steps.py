@@ -1,11 +1,6 @@
-"""Steps of environments: played at random, stacked and compared."""
+"""Steps of environments: played at random, and stacked."""
 
 import numpy as np
-
-
-def assert_same(a, b):
-  for name, x, y in zip(a._fields, a, b, strict=True):
-    np.testing.assert_array_equal(x, y, err_msg=name)
 
 
 def play(env, steps, action=None, seed=0):

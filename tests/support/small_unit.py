@@ -232,22 +232,6 @@ class Direct:
     return answer
 
 
-def assert_same(ours, theirs, *, besides=()):
-  """Asserts that two replays have equal contents and state."""
-  for a, b in ((ours.state_dict(), theirs.state_dict()), (slots(ours), slots(theirs))):
-    assert a.keys() == b.keys()
-    for name in a.keys() - set(besides):
-      np.testing.assert_array_equal(a[name], b[name], err_msg=name)
-
-
-def slots(replay) -> dict[str, np.ndarray]:
-  """Frames of all stored slots by lane."""
-  return {
-    str(lane): replay.store.frame[lane, replay.store.cell(np.arange(tail, head))]
-    for lane, (tail, head) in enumerate(zip(replay.tails, replay.heads, strict=True))
-  }
-
-
 def last_actions(unit: Unit) -> np.ndarray:
   """[L], the action of each lane's newest slot; -1 in the last slot of an episode."""
   store = unit.replay.store

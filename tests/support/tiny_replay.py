@@ -80,12 +80,6 @@ def eligible(stream, capacity):
   return np.array([stream.eligible(l, t, capacity, STACK, UNROLL, TD) for l, t in live])
 
 
-def assert_same(a, b):
-  assert a.keys() == b.keys()
-  for key in a:
-    np.testing.assert_array_equal(a[key], b[key], err_msg=key)
-
-
 def stored(replay):
   """The live slots, one item per lane, as read from a journal."""
   store, lanes = replay.store, []
@@ -102,8 +96,3 @@ def copy_frames(replay, other):
   """Imports a replay's frames into another one."""
   for slots in stored(replay):
     other.import_frames(slots)
-
-
-def frames(replay):
-  """Stored frames by lane."""
-  return {str(slots.lane[0]): slots["frame"] for slots in stored(replay)}

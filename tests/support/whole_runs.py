@@ -3,11 +3,10 @@
 import threading
 
 import jax
-import numpy as np
 import pytest
 
 import tiny
-from small_unit import slots
+from same import assert_same, frames_of
 from speedyzero_jax.metrics import jsonl
 from speedyzero_jax.run import loops, snapshot
 
@@ -27,26 +26,12 @@ def everything(experiment):
       for name, version in sorted(experiment.weights.snapshot().items())
     ],
     "replay": experiment.replay.state_dict(),
-    "frames": slots(experiment.replay),
+    "frames": frames_of(experiment.replay),
     "actor": experiment.collector.local.state_dict(),
     "sweepers": {sweeper.name: sweeper.state_dict() for sweeper in experiment.sweepers},
     "counters": [limiter.env_steps, limiter.learner_steps],
     "episodes": experiment.collector.episodes.summary(),
   }
-
-
-def assert_same(a, b, where=""):
-  """Asserts that nested dicts and sequences of arrays are equal."""
-  if isinstance(a, dict):
-    assert a.keys() == b.keys(), where
-    for key in a:
-      assert_same(a[key], b[key], f"{where}/{key}")
-  elif isinstance(a, list | tuple):
-    assert len(a) == len(b), where
-    for i, (x, y) in enumerate(zip(a, b, strict=True)):
-      assert_same(x, y, f"{where}/{i}")
-  else:
-    np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=where, strict=True)
 
 
 def rows_of(folder):

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiny
+from same import assert_same
 from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.aggregation import EpisodeStats
 from speedyzero_jax.replay.replay import Replay
@@ -147,13 +148,6 @@ def test_random_play_is_uniform_and_holds_actions(hold):
   assert len({tuple(row) for row in actions.tolist()}) > 300  # lanes do not repeat one another
 
 
-def assert_same_slots(a, b):
-  assert places(a) == places(b)
-  assert a.columns.keys() == b.columns.keys()
-  for name, column in a.columns.items():
-    np.testing.assert_array_equal(column, b[name], err_msg=name)
-
-
 @settings(max_examples=25)
 @given(lanes=st.sampled_from([1, 4]), steps=st.integers(0, 25), seed=st.integers(0, 99))
 def test_a_restored_actor_continues_as_if_it_had_never_stopped(lanes, steps, seed):
@@ -169,7 +163,7 @@ def test_a_restored_actor_continues_as_if_it_had_never_stopped(lanes, steps, see
   for i in range(8):
     arguments = RANDOM if i == 0 else PLAY
     (ours, count), (theirs, other) = (a.step(version(3), **arguments) for a in (actor, restored))
-    assert_same_slots(ours, theirs)
+    assert_same(vars(ours), vars(theirs))
     assert count == other
   for name, array in kept.items():
     np.testing.assert_array_equal(again[name], array)
@@ -188,7 +182,7 @@ def test_an_actor_may_start_behind_the_slots_of_another():
   assert ours != others
   restored, _ = make(2, seed=1, start=start, lane_offset=5)
   restored.load_state_dict(actor.state_dict())
-  assert_same_slots(*(a.step(version(3), **PLAY)[0] for a in (actor, restored)))
+  assert_same(*(vars(a.step(version(3), **PLAY)[0]) for a in (actor, restored)))
   np.testing.assert_array_equal(restored.state_dict()["start"], start)
 
 
@@ -251,7 +245,7 @@ def test_a_budget_that_is_not_the_last_closes_nothing(lanes, seed, calls):
     moving = int((~(env.shown[-1].terminated | env.shown[-1].truncated)).sum())
     slots, count = actor.step(version(4), **PLAY | {"budget": max(moving, 1)}, last=False)
     assert count == moving and slots.lane.tolist() == list(range(lanes))
-    assert_same_slots(slots, other.step(version(4), **PLAY)[0])
+    assert_same(vars(slots), vars(other.step(version(4), **PLAY)[0]))
     replay.append(slots)
   closing = actor.close_lanes(version(4), progress=0.0, random=False)
   assert not actor.finished  # those games were reported already

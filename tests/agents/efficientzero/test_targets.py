@@ -20,7 +20,7 @@ from speedyzero_jax.agents.efficientzero.targets import (
 )
 from speedyzero_jax.config.schema import Config, EnvConfig
 from speedyzero_jax.types import Slots
-from tiny_replay import fill, make_store
+from tiny_replay import fill, make_store, slots
 
 
 def configured(
@@ -61,13 +61,11 @@ def filled(capacity, seed, end=0.15):
   """A store and its stream, with random bootstrap values."""
   stream, store = reference.Stream(2, seed, end), make_store(2, capacity)
   fill(store, stream, seed)
-  live = stream.live(capacity)
-  for l, t in live:
+  for l, t in stream.live(capacity):
     slot = stream.slot(l, t)
     slot.bootstrap = float(np.float32(stream.rng.normal()))
     store["bootstrap"][l, t % capacity] = slot.bootstrap
-  lane, time = (np.array(x) for x in zip(*live, strict=True))
-  return stream, store, lane, time
+  return stream, store, *slots(stream, capacity)
 
 
 @given(
