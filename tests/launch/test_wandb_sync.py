@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import sys
 from types import SimpleNamespace
 
@@ -23,65 +24,64 @@ def test_a_mistyped_folder_is_wrong_use(tmp_path, monkeypatch, capsys):
   assert capsys.readouterr().err == f"error: no run in {tmp_path / 'rum'}\n"
 
 
-def test_a_folder_of_runs_sends_each_under_its_own_name(tmp_path, monkeypatch):
+class Uploads(list):
+  """Options and sent returns of each upload. One with `room` rows loses its connection."""
+
+  room = math.inf
+
+  @contextlib.contextmanager
+  def init(self, **options):
+    returns = []
+    self.append((options, returns))
+
+    def log(row):
+      if len(returns) == self.room:
+        raise ConnectionError
+      returns.append(row["charts/episode_return"])
+
+    yield SimpleNamespace(id="a1", define_metric=lambda *_, **__: None, log=log)
+
+  def sent(self, option):
+    return [(options[option], returns) for options, returns in self]
+
+
+@pytest.fixture
+def uploads(monkeypatch):
+  made = Uploads()
+  monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=made.init))
+  return made
+
+
+def test_a_folder_of_runs_sends_each_under_its_own_name(tmp_path, uploads):
   """Beside runs, a study's folder has their logs."""
   for name, value in (("a", 1.0), ("b", 2.0)):
     recorded.run(tmp_path / name, returns=(value, value))
     (tmp_path / f"{name}.log").touch()
-  sent = {}
-
-  @contextlib.contextmanager
-  def init(name, **_):
-    rows = sent[name] = []
-    yield SimpleNamespace(id=name, define_metric=lambda *_, **__: None, log=rows.append)
-
-  monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
   for given in (sorted(tmp_path.iterdir()), [tmp_path]):
     for run in "ab":
       (tmp_path / run / "wandb.json").unlink(missing_ok=True)
-    sent.clear()
+    uploads.clear()
     assert wandb_sync.main([*map(str, given), "--project", "p"]) == 0
-    returns = {name: {row["charts/episode_return"] for row in rows} for name, rows in sent.items()}
-    assert returns == {"a": {1.0}, "b": {2.0}}
+    assert uploads.sent("name") == [("a", [1.0, 1.0]), ("b", [2.0, 2.0])]
 
 
-def test_every_row_is_sent_once(tmp_path, monkeypatch):
-  folder, calls, rows = recorded.run(tmp_path / "run", returns=(1.0, 2.0)), [], []
-
-  @contextlib.contextmanager
-  def init(**options):
-    calls.append(options)
-    yield SimpleNamespace(id="a1", define_metric=lambda *_, **__: None, log=rows.append)
-
-  monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+def test_every_row_is_sent_once(tmp_path, uploads):
+  folder = recorded.run(tmp_path / "run", returns=(1.0, 2.0))
   arguments = [str(folder), "--project", "p"]
   for _ in range(2):  # the second time there is nothing new
     assert wandb_sync.main(arguments) == 0
   with (folder / "metrics.jsonl").open("a") as lines:
     lines.write(json.dumps({"step": 40, "time": 240.0, "charts/episode_return": 4.0}) + "\n")
   assert wandb_sync.main(arguments) == 0
-  assert [row["charts/episode_return"] for row in rows] == [1.0, 2.0, 4.0]
-  assert [call["id"] for call in calls] == [None, "a1"]
-  assert calls[0]["config"]["optim.learning_rate"] == 0.2
   assert wandb_sync.main([str(folder), "--project", "other"]) == 0
-  assert calls[-1]["id"] is None and len(rows) == 6
+  assert uploads.sent("id") == [(None, [1.0, 2.0]), ("a1", [4.0]), (None, [1.0, 2.0, 4.0])]
+  assert uploads[0][0]["config"]["optim.learning_rate"] == 0.2
 
 
-def test_an_upload_that_is_cut_short_is_continued(tmp_path, monkeypatch):
-  folder, ids, rows = recorded.run(tmp_path / "run", returns=(1.0, 2.0, 3.0)), [], []
-
-  def log(row):
-    if len(rows) == len(ids) == 1:
-      raise ConnectionError
-    rows.append(row["charts/episode_return"])
-
-  @contextlib.contextmanager
-  def init(**options):
-    ids.append(options["id"])
-    yield SimpleNamespace(id="a1", define_metric=lambda *_, **__: None, log=log)
-
-  monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+def test_an_upload_that_is_cut_short_is_continued(tmp_path, uploads):
+  folder, uploads.room = recorded.run(tmp_path / "run", returns=(1.0, 2.0, 3.0)), 1
   with pytest.raises(ConnectionError):
     wandb_sync.main([str(folder), "--project", "p"])
+  uploads.room = math.inf
   assert wandb_sync.main([str(folder), "--project", "p"]) == 0
-  assert ids == [None, "a1"] and rows == [1.0, 2.0, 3.0]
+  assert uploads.sent("id") == [(None, [1.0]), ("a1", [2.0, 3.0])]
