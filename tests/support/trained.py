@@ -146,6 +146,19 @@ def largest(tree):
   return max(np.abs(x).max() for x in jax.tree.leaves(tree))
 
 
+def assert_masked(gradient, batch, masks, other):
+  """Asserts that what masks leave out, which `other` replaces, affects neither loss nor gradient.
+
+  Returns the `Gradient` of the batch with these masks.
+  """
+  none = {name: 0 * mask for name, mask in masks.items()}
+  one, same, nothing = (gradient(batch | x) for x in (masks, masks | other, none))
+  assert largest(one.of_params) > 1e-3
+  jax.tree.map(np.testing.assert_array_equal, one[:2], same[:2])
+  assert nothing.loss == 0 == largest(nothing.of_params)
+  return one
+
+
 def _sharing(config):
   """Makes `build` reuse programs compiled earlier for an equal agent and batch size."""
   steps = dataclasses.replace(config.learner, steps=1, tail_steps=0, prefetch=1)
