@@ -211,13 +211,13 @@ class EfficientZero(Agent):
     present, time = replay.clamp(lane, selection.time)
     arrays = targets.compute_targets(store, lane, time, self._config, learner_step)._asdict()
     states = targets.unrolled_times(store, lane, time, self._agent_config.loss.unroll_steps)
-    real = time[:, None] + np.arange(states.shape[1]) == states
+    stored = time[:, None] + np.arange(states.shape[1]) == states
     flat = store.flat(lane[:, None], states)
     action = take(store.action, flat[:, :-1])
     # Beyond the end of an episode the model is unrolled with random actions.
     random = replay.rng.integers(0, store.num_actions, action.shape, np.int32)
-    action = np.where(real[:, :-1] & (action >= 0), action, random)
-    age = np.where(real, learner_step - take(store["policy_step"], flat), 0)
+    action = np.where(stored[:, :-1] & (action >= 0), action, random)
+    age = np.where(stored, learner_step - take(store["policy_step"], flat), 0)
     ages = age[(arrays["policy_mask"] > 0) & present[:, None]]
     progress = min(learner_step / self._config.learner.steps, 1.0)
     weight = importance_weights(selection.probability, self._agent_config.priority, progress)

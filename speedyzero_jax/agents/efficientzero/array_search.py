@@ -131,15 +131,15 @@ def _expanded(
 
 
 def _returns(
-  nodes: Any, path: chex.Array, last: chex.Array, step: mctx.RecurrentFnOutput, discount: float
+  nodes: Any, path: chex.Array, end: chex.Array, step: mctx.RecurrentFnOutput, discount: float
 ) -> chex.Array:
-  """Discounted returns [B, N] from nodes on the path to depth `last` [B], and on with `step`."""
+  """Discounted returns [B, N] from nodes on the path to depth `end` [B], and on with `step`."""
   depth = nodes.depth
   edges = depth[:, None, :] - depth[:, :, None] - 1  # [b, n, m]: edges from n to m's parent
   weights = jnp.where(path[:, None] & (edges >= 0), discount ** jnp.maximum(edges, 0), 0.0)
   rewards = jnp.sum(weights * nodes.reward[:, None], axis=2)
   tail = step.reward + discount * step.value
-  return rewards + discount ** jnp.maximum(last[:, None] - depth, 0) * tail[:, None]
+  return rewards + discount ** jnp.maximum(end[:, None] - depth, 0) * tail[:, None]
 
 
 def _tree(trees: _Trees, nodes: _Node, invalid_actions: chex.Array, extra_data: Any) -> mctx.Tree:

@@ -107,11 +107,11 @@ def unrolled_loss(
   if config.consistency_coefficient:
     later = observations[:, 1:].reshape(size * steps, *observations.shape[2:])
     later = augment(view_keys[:, 1:].reshape(-1), later, config.shift, config.intensity)
-    real = jax.lax.stop_gradient(network.consistency.project(observe(later), True))
-    real = jnp.swapaxes(real.reshape(size, steps, -1), 0, 1)
+    target = jax.lax.stop_gradient(network.consistency.project(observe(later), True))
+    target = jnp.swapaxes(target.reshape(size, steps, -1), 0, 1)
     projected = network.consistency.project(imagined.reshape(-1, *imagined.shape[2:]), True)
     predicted = network.consistency.predict(projected, True).reshape(steps, size, -1)
-    consistency_loss = _negative_cosine(predicted, real) * batch.consistency_mask.T
+    consistency_loss = _negative_cosine(predicted, target) * batch.consistency_mask.T
 
   heads_loss = config.value_coefficient * value_loss + config.policy_coefficient * policy_loss
   recurrent_loss = (

@@ -62,7 +62,7 @@ class NetworkDef:
     prefix["lstm"] = {"linear": {"kernel": kernel, "bias": hidden["bias"]}}
     params = jax.tree_util.tree_map_with_path(self._cast, params)
     dynamics = params["dynamics"]
-    kernel, dynamics["response"] = split_kernel(dynamics["conv"]["kernel"], self._state_shape)
+    kernel, dynamics["action_terms"] = split_kernel(dynamics["conv"]["kernel"], self._state_shape)
     dynamics["conv"]["kernel"] = kernel
     kept = {"value_prefix": {"lstm_norm": stats["value_prefix"]["lstm_norm"]}}
     return Variables(params, kept)

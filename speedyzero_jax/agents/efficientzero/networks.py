@@ -107,31 +107,31 @@ class Dynamics(nnx.Module):
     channels, planes = config.channels, num_actions if self.one_hot else 1
     self.dtype = layers.dtype
     self.conv = layers.conv(channels if layers.folded else channels + planes, channels)
-    self.response = (
+    self.action_terms = (
       nnx.Param(jnp.zeros((planes, *shape, channels), self.dtype)) if layers.folded else None
     )
     self.norm = layers.norm(channels)
     self.blocks = blocks_of(layers, channels, config.blocks)
 
   def __call__(self, state: jax.Array, action: jax.Array, train: bool) -> jax.Array:
-    if self.response is None:
-      of_state, response = split_kernel(self.conv.kernel[...].astype(self.dtype), state.shape[1:])
-      x = padded(state, of_state) + self._respond(action, response)
+    if self.action_terms is None:
+      of_state, terms = split_kernel(self.conv.kernel[...].astype(self.dtype), state.shape[1:])
+      x = padded(state, of_state) + self._action_term(action, terms)
       x = relu(self.norm(x, use_running_average=not train) + state)
     else:  # one addition to the convolution's result, which cuDNN does itself
-      x = nnx.relu(self.conv(state) + (self._respond(action, self.response[...]) + state))
+      x = nnx.relu(self.conv(state) + (self._action_term(action, self.action_terms[...]) + state))
     for block in self.blocks:
       x = block(x, train)
     return x
 
-  def _respond(self, action: jax.Array, response: jax.Array) -> jax.Array:
+  def _action_term(self, action: jax.Array, terms: jax.Array) -> jax.Array:
     """Outputs of the first convolution for the planes of the actions [B] -> [B, h, w, C]."""
     if not self.one_hot:
-      return (action[:, None, None, None] / self.num_actions).astype(response.dtype) * response
-    if self.response is not None:
-      return response[action]
-    one_hot = jax.nn.one_hot(action, self.num_actions, dtype=response.dtype)
-    return jnp.tensordot(one_hot, response, 1)  # the gradient of an index would be a scatter
+      return (action[:, None, None, None] / self.num_actions).astype(terms.dtype) * terms
+    if self.action_terms is not None:
+      return terms[action]
+    one_hot = jax.nn.one_hot(action, self.num_actions, dtype=terms.dtype)
+    return jnp.tensordot(one_hot, terms, 1)  # the gradient of an index would be a scatter
 
 
 def split_kernel(kernel: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
@@ -152,8 +152,8 @@ def split_kernel(kernel: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, 
     inside.append((position >= 0) & (position < length))
   mask = np.einsum("hi,wj->hwij", *inside)
   of_planes = jnp.moveaxis(kernel[:, :, channels:], 2, 0)[:, None, None]  # [planes, 1, 1, k, k, C]
-  response = jnp.sum(jnp.where(mask[..., None], of_planes, 0), axis=(3, 4))
-  return kernel[:, :, :channels], response
+  terms = jnp.sum(jnp.where(mask[..., None], of_planes, 0), axis=(3, 4))
+  return kernel[:, :, :channels], terms
 
 
 class ValuePrefix(nnx.Module):

@@ -19,7 +19,9 @@ class Targets(NamedTuple):
   value: np.ndarray  # [B, K+1] float32, an untransformed return
   value_prefix: np.ndarray  # [B, K] float32, sum of rewards since the prefix was last reset
   policy: np.ndarray  # [B, K+1, A] float32
-  value_mask: np.ndarray  # [B, K+1] float32, 1 in real states, and in absorbing ones if trained on
+  value_mask: (
+    np.ndarray
+  )  # [B, K+1] float32, 1 in stored states, and in absorbing ones if trained on
   prefix_mask: np.ndarray  # [B, K] float32, the same for value_prefix
   policy_mask: np.ndarray  # [B, K+1] float32, 1 in states in which an action was taken
   consistency_mask: np.ndarray  # [B, K] float32, 1 where state k+1 is a stored frame of the episode
@@ -72,18 +74,18 @@ def n_step_values(
   """
   td_steps, discount = config.agent.loss.td_steps, config.env.discount
   last = store.last(lane, time)[:, None]
-  horizon = td_horizon(store, lane, time, config)[:, None]
+  n = td_horizon(store, lane, time, config)[:, None]
   window = time[:, None] + np.arange(unroll + td_steps)
   flat = store.flat(lane[:, None], window)
   reward = np.where(window < last, take(store.reward, flat), 0.0)
   states = window[:, : unroll + 1]
-  end = np.minimum(states + horizon, last)  # `bootstrap_times`
+  end = np.minimum(states + n, last)  # `bootstrap_times`
   flat = store.flat(lane[:, None], end)
   end_value = np.where(take(store.terminated, flat), 0.0, take(values, flat))
   powers = discount ** np.arange(td_steps + 1)
   z = np.where(states <= last, powers[np.maximum(end - states, 0)] * end_value, 0.0)
   for i in range(td_steps):
-    z += np.where(i < horizon, discount**i * reward[:, i : i + unroll + 1], 0.0)
+    z += np.where(i < n, discount**i * reward[:, i : i + unroll + 1], 0.0)
   return z
 
 
@@ -96,26 +98,28 @@ def compute_targets(
   if `loss.absorbing_states`. After a truncated episode's last frame, or beyond a lane's head, masks
   and targets are 0.
   """
-  loss, horizon = config.agent.loss, config.agent.network.value_prefix_horizon
+  loss, period = config.agent.loss, config.agent.network.value_prefix_horizon
   unroll, at = loss.unroll_steps, lane[:, None]
   states = time[:, None] + np.arange(unroll + 1)  # [B, K+1]
   last = store.last(lane, time)[:, None]
   flat = store.flat(at, np.minimum(states, last))
-  real = states <= last
+  stored = states <= last
   terminal = take(store.terminated, store.flat(at, last))  # [B, 1], false in an open episode
   absorbing = terminal & loss.absorbing_states
-  acted = real & (take(store.action, flat) >= 0)
+  acted = stored & (take(store.action, flat) >= 0)
   # Whether the transition out of the state is known.
   known = acted[:, :unroll] | (absorbing & (states[:, :unroll] >= last))
 
   reward = np.where(acted, take(store.reward, flat), 0.0)
   prefix = np.zeros((len(time), unroll))
   for k in range(unroll):
-    before = prefix[:, k - 1] if k % horizon else 0.0
+    before = prefix[:, k - 1] if k % period else 0.0
     prefix[:, k] = before + reward[:, k]
 
   z = n_step_values(store, store["bootstrap"], lane, time, config, unroll)
-  searched = np.where(real & ~(terminal & (states == last)), take(store["search_value"], flat), 0.0)
+  searched = np.where(
+    stored & ~(terminal & (states == last)), take(store["search_value"], flat), 0.0
+  )
   value = np.where(use_search(store, lane, time, config, learner_step)[:, None], searched, z)
   policy = take(store["policy"], flat)
   policy[~acted] = 0
@@ -123,10 +127,10 @@ def compute_targets(
     value=value.astype(np.float32),
     value_prefix=np.where(known, prefix, 0.0).astype(np.float32),
     policy=policy,
-    value_mask=(real | absorbing).astype(np.float32),
+    value_mask=(stored | absorbing).astype(np.float32),
     prefix_mask=known.astype(np.float32),
     policy_mask=acted.astype(np.float32),
-    consistency_mask=real[:, 1:].astype(np.float32),
+    consistency_mask=stored[:, 1:].astype(np.float32),
   )
 
 
