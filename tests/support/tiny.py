@@ -50,15 +50,14 @@ def config(*overrides: str) -> Config:
   return loader.load(["quickstart"], [*OVERRIDES, *overrides])
 
 
-@contextlib.contextmanager
 def experiment(
   folder: Path,
   *overrides: str,
   resume_step: int | None = None,
   membership: Membership = ALONE,
   shared: bool = True,
-) -> Iterator[Experiment]:
-  """Builds a tiny run in this folder with `run.build.build`; closes it on exit.
+) -> contextlib.AbstractContextManager[Experiment]:
+  """Builds a tiny run in this folder.
 
   Args:
     folder: the run folder.
@@ -69,33 +68,45 @@ def experiment(
       losses, since tracing takes longer than a tiny run. Compilation is not reported then.
   """
   made = config(*overrides)
-  with contextlib.ExitStack() as stack:
-    if shared:
-      programs = mock.patch.multiple(build, **_shared_programs(made))
-    else:
-      programs = contextlib.nullcontext()
-    logger = stack.enter_context(
-      MetricsLogger(made, folder, resume_step, membership.exchange_metrics)
-    )
+  programs = sharing(*_keys(made)) if shared else contextlib.nullcontext()
+  return built(made, folder, programs, resume_step, membership)
+
+
+@contextlib.contextmanager
+def built(
+  made: Config,
+  folder: Path,
+  programs: contextlib.AbstractContextManager[Any],
+  resume_step: int | None,
+  membership: Membership = ALONE,
+) -> Iterator[Experiment]:
+  """Builds a run with `run.build.build` while `programs` is entered; closes it on exit."""
+  with MetricsLogger(made, folder, resume_step, membership.exchange_metrics) as logger:
     with programs:
       resume = resume_step is not None
       opened = build.build(made, folder, logger, resume=resume, membership=membership)
-    yield stack.enter_context(contextlib.closing(opened))
+    with contextlib.closing(opened):
+      yield opened
 
 
-def _shared_programs(made: Config) -> dict[str, Any]:
-  """`Learner` and `Inference` for `build`, shared by configurations with equal programs."""
+def sharing(learning: Config, acting: Config) -> contextlib.AbstractContextManager[Any]:
+  """Makes `build` reuse the `Learner` and the `Inference` made earlier for equal keys."""
+  return mock.patch.multiple(
+    build,
+    Learner=lambda config, agent, mesh, **_: shared_learner(learning, mesh),
+    Inference=lambda agent, mesh, **_: shared_inference(acting, mesh),
+  )
+
+
+def _keys(made: Config) -> tuple[Config, Config]:
+  """Keys for `sharing`: configurations with equal programs have equal keys."""
   own, defaults = made.agent, type(made.agent)()
   # This schedule has all tasks; programs do not depend on when they run.
   tasks = dataclasses.replace(defaults.reanalyse, schedule="batch", explore=own.reanalyse.explore)
   every = dataclasses.replace(own, reanalyse=tasks, refresh=defaults.refresh)
-  acting = Config(agent=every, env=made.env)
   steps = dataclasses.replace(made.learner, steps=1, tail_steps=0, prefetch=1)
   learning = Config(agent=every, env=made.env, optim=made.optim, learner=steps)
-  return {
-    "Learner": lambda config, agent, mesh, **_: shared_learner(learning, mesh),
-    "Inference": lambda agent, mesh, **_: shared_inference(acting, mesh),
-  }
+  return learning, Config(agent=every, env=made.env)
 
 
 class SharedLearner(Learner):

@@ -1,9 +1,7 @@
 """Helpers for tests of agents: checks of gradients against float64 NumPy, and whole runs."""
 
-import contextlib
 import dataclasses
 from typing import Any, NamedTuple
-from unittest import mock
 
 import jax
 import numpy as np
@@ -13,12 +11,11 @@ from speedyzero_jax.agents.base import AXIS, mean_over_devices
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.agents import agent_module
 from speedyzero_jax.config.schema import Config
-from speedyzero_jax.metrics.logger import MetricsLogger
 from speedyzero_jax.replay.replay import Replay
-from speedyzero_jax.run import build, snapshot
+from speedyzero_jax.run import snapshot
 from speedyzero_jax.run.checkpoint import Checkpoints
 from speedyzero_jax.workers.learner import make_mesh
-from tiny import shared_inference, shared_learner
+from tiny import built, sharing
 from whole_runs import finish
 
 KEY = jax.random.key(0)
@@ -159,27 +156,13 @@ def assert_masked(gradient, batch, masks, other):
   return one
 
 
-def _sharing(config):
-  """Makes `build` reuse programs compiled earlier for an equal agent and batch size."""
+def experiment(config, folder, *, resume=False):
+  """Builds a run in this folder, with programs of earlier ones of an equal agent and batch size."""
+  resume_step = max(Checkpoints(folder).steps()) if resume else None
   steps = dataclasses.replace(config.learner, steps=1, tail_steps=0, prefetch=1)
   actor = dataclasses.replace(config.actor, random_steps=0, weights_interval=1)
   key = Config(config.agent, config.env, actor, optim=config.optim, learner=steps)
-  return mock.patch.multiple(
-    build,
-    Learner=lambda config, agent, mesh, **_: shared_learner(key, mesh),
-    Inference=lambda agent, mesh, **_: shared_inference(key, mesh),
-  )
-
-
-@contextlib.contextmanager
-def experiment(config, folder, *, resume=False):
-  """Builds a run in this folder; closes it on exit."""
-  resume_step = max(Checkpoints(folder).steps()) if resume else None
-  with MetricsLogger(config, folder, resume_step) as logger:
-    with _sharing(config):
-      made = build.build(config, folder, logger, resume=resume)
-    with contextlib.closing(made):
-      yield made
+  return built(config, folder, sharing(key, key), resume_step)
 
 
 def run(config, folder, *, stop=0, resume=False, after=lambda experiment: None):
