@@ -1,13 +1,10 @@
 """Tests of the experience journal: content, durability and crash recovery."""
 
-import os
 import resource
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forked import ROOT, killing
 from journals import (
   LANES,
   LARGE,
@@ -30,8 +28,6 @@ from journals import (
 )
 from speedyzero_jax.replay.journal import Journal, JournalDamage, JournalError
 from speedyzero_jax.types import Slots
-
-ROOT = Path(__file__).resolve().parents[2]
 
 # --- Content ---
 
@@ -223,58 +219,36 @@ def test_a_call_waits_while_the_lock_is_held(tmp_path, call):
 
 
 _WRITER = """
-import os, sys
-sys.path[:0] = [sys.argv[2], os.path.join(sys.argv[2], "tests", "support")]
+import os
 import numpy as np
 from journals import LANES, LARGE, opened, play_all
 
-def collect():
-  with opened(sys.argv[1], LARGE, buffer_bytes=30_000) as journal:
+def work(path):
+  with opened(path, LARGE, buffer_bytes=30_000) as journal:
     while True:
       for _ in range(3):
         heads = journal.heads
         journal.append(play_all(heads, 1 + (np.arange(LANES) + heads) % 3, schema=LARGE))
       journal.flush()
       os.write(1, b"%d %d %d\\n" % tuple(journal.heads))
-
-for _ in sys.stdin:
-  child = os.fork()
-  if not child:
-    collect()
-  os.write(1, b"pid %d\\n" % child)
-  os.waitpid(child, 0)
-  os.write(1, b"dead\\n")
 """
 
 
 def test_killed_in_the_middle_of_appends_and_flushes(tmp_path):
   """After kill -9 at any moment, all flushed slots are there, in order and without repetition."""
-  path, kills, rng = tmp_path / "journal", 8, np.random.default_rng(0)
-  # One process imports, and forks those that are killed: an interpreter takes a second to start.
-  command = [sys.executable, "-W", "ignore", "-c", _WRITER, str(path), str(ROOT)]
+  path, rng = tmp_path / "journal", np.random.default_rng(0)
   heads, flushes = NONE, 0
-  with subprocess.Popen(
-    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-  ) as parent:
-    for _ in range(kills):
-      parent.stdin.write("next\n")
-      parent.stdin.flush()
-      child = int(parent.stdout.readline().removeprefix("pid"))
-      acknowledged, wanted = heads, int(rng.integers(0, 20))
-      for _ in range(wanted):
-        acknowledged = np.array(parent.stdout.readline().split(), int)
-      time.sleep(rng.random() * 0.01)  # anywhere in the next appends
-      os.kill(child, signal.SIGKILL)
-      for line in iter(parent.stdout.readline, "dead\n"):
-        acknowledged = np.array(line.split(), int)
+  with killing(_WRITER, path) as run:
+    for _ in range(8):
+      # Killed anywhere in the appends after these flushes.
+      lines = run(int(rng.integers(0, 20)), rng.random() * 0.01)
+      acknowledged = np.array(lines[-1].split(), int) if lines else heads
       with opened(path, LARGE) as journal:
         heads = journal.heads
         assert read(journal) == expected(NONE, heads, schema=LARGE)
       assert (heads >= acknowledged).all() and (heads - acknowledged <= 9).all()
-      flushes += wanted
-    parent.stdin.close()
-    assert parent.wait() == 0
-  assert flushes > 5 * kills
+      flushes += len(lines)
+  assert flushes > 40
 
 
 def test_a_second_opener_is_refused(tmp_path):

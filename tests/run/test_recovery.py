@@ -1,16 +1,11 @@
 """Tests of recovery from checkpoint and journal together, also after kill -9."""
 
-import os
-import signal
-import subprocess
-import sys
 import threading
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from forked import killing
 from snapshots import LANES, abstract, assert_same_tree, flip, snapshot
 from speedyzero_jax.replay.journal import Journal, JournalError
 from speedyzero_jax.replay.schema import make_schema
@@ -18,7 +13,6 @@ from speedyzero_jax.run.checkpoint import CheckpointError, Checkpoints
 from speedyzero_jax.run.recovery import RecoveryManager
 from speedyzero_jax.types import Slots
 
-ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = make_schema((1, 1, 2), "uint8", 3)
 CAPACITY = 12  # of the imagined replay, slots per lane
 
@@ -183,59 +177,33 @@ def test_a_journal_that_fails_fails_the_checkpoint(tmp_path, monkeypatch):
 
 
 _WRITER = """
-import os, sys
-sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests/support", sys.argv[1] + "/tests/run"]
+import os
 from pathlib import Path
 from test_recovery import Unit
-durable = sys.argv[3] == "durable"
-os.write(1, b"ready\\n")
-for _ in sys.stdin:
-  child = os.fork()
-  if not child:  # which starts jax, its parent must not
-    with Unit(Path(sys.argv[2]), durable=durable) as unit:
-      restored = unit.restore()
-      step = restored.step if restored else 0
-      while True:
-        step += 1
-        for _ in range(3):
-          unit.collect(int(unit.journal.heads[0]) + 2)
-          os.write(1, b"head %d\\n" % unit.journal.heads[0])
-        unit.save(step, required=True)
-        os.write(1, b"step %d\\n" % step)
-  os.write(1, b"pid %d\\n" % child)
-  os.waitpid(child, 0)
-  os.write(1, b"dead -1\\n")
+
+def work(folder, kind):  # starts jax, which the process that forks must not
+  with Unit(Path(folder), durable=kind == "durable") as unit:
+    restored = unit.restore()
+    step = restored.step if restored else 0
+    while True:
+      step += 1
+      for _ in range(3):
+        unit.collect(int(unit.journal.heads[0]) + 2)
+        os.write(1, b"head %d\\n" % unit.journal.heads[0])
+      unit.save(step, required=True)
+      os.write(1, b"step %d\\n" % step)
 """
 
 
 @pytest.mark.parametrize("durable", [False, True])
 def test_killed_at_any_moment(tmp_path, durable):
   """No acknowledged checkpoint is lost, and no durable experience."""
-  kind = "durable" if durable else "exact"
-  command = [sys.executable, "-W", "ignore", "-c", _WRITER, ROOT, tmp_path, kind]
   rng, newest = np.random.default_rng(durable), {"head": 0, "step": 0}
-  with subprocess.Popen(
-    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-  ) as parent:
-
-    def line():
-      name, number = parent.stdout.readline().split()
-      newest[name] = int(number)
-      return name
-
-    assert parent.stdout.readline() == "ready\n"
+  with killing(_WRITER, tmp_path, "durable" if durable else "exact") as run:
     for _ in range(6):
-      parent.stdin.write("next\n")
-      parent.stdin.flush()
-      newest.pop("pid", None)
-      for _ in range(int(rng.integers(2, 12))):
-        line()
-      while "pid" not in newest:
-        line()
-      time.sleep(rng.random() * 0.06)  # anywhere in what follows
-      os.kill(newest["pid"], signal.SIGKILL)
-      while line() != "dead":
-        pass
+      for line in run(int(rng.integers(2, 12)), rng.random() * 0.06):
+        name, number = line.split()
+        newest[name] = int(number)
       with Unit(tmp_path, durable=durable) as unit:
         restored, step = unit.restore(), newest["step"]
         if restored is None:
@@ -248,8 +216,6 @@ def test_killed_at_any_moment(tmp_path, durable):
         assert times(unit.journal.read(restored.heads)) == everything(head, last)
         assert last in (newest["head"], newest["head"] + 2) if durable else last == head
         newest["head"], newest["step"] = last, restored.step
-    parent.stdin.close()
-    assert parent.wait() == 0
   assert newest["step"] > 2
 
 
