@@ -44,9 +44,6 @@ def _abstract(config, observation=(96, 96, 12), actions=6):
   return network_def, jax.eval_shape(network_def.init, jax.random.key(0))
 
 
-# --- sizes
-
-
 def _linear(inputs, outputs):
   return inputs * outputs + outputs
 
@@ -95,9 +92,6 @@ def test_parameters_of_the_full_network_are_those_of_the_paper_by_hand():
     part: sum(x.size for x in jax.tree.leaves(tree)) for part, tree in variables.params.items()
   }
   assert found == expected
-
-
-# --- the forward pass, once more in numpy
 
 
 class Reference:
@@ -288,9 +282,6 @@ def test_forward_is_that_of_a_plain_numpy_network(changes, observation):
   )  # nothing has died out
 
 
-# --- running statistics and types
-
-
 def test_training_moves_running_statistics_by_a_tenth():
   network_def = NetworkDef(TINY, (1, 1, 2), _ACTIONS)
   variables = _random(network_def)
@@ -369,9 +360,6 @@ def test_logits_are_not_rounded_to_the_dtype_of_activations():
   for result in logits(variables):
     for found, layer in zip(result, last, strict=True):
       np.testing.assert_array_equal(found[0], layer["bias"])
-
-
-# --- initial values
 
 
 def test_pytorchs_initial_scale():
