@@ -131,17 +131,24 @@ def visit(command: list[str], flags: str, log: Path, seconds: float) -> int | No
     try:
       return process.wait(timeout=seconds)
     except subprocess.TimeoutExpired:
-      os.killpg(process.pid, signal.SIGINT)  # including its child processes
-    try:
-      process.wait(timeout=ENDING)
-    except subprocess.TimeoutExpired:
-      # Training runs are in sessions of their own.
-      for each in psutil.Process(process.pid).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-          each.kill()
-      process.kill()
-      process.wait()
-    return None
+      return None
+    finally:  # also if this script is interrupted
+      if process.poll() is None:
+        end(process)
+
+
+def end(process: subprocess.Popen) -> None:
+  """Interrupts a process and its children, and kills them after `ENDING` seconds."""
+  os.killpg(process.pid, signal.SIGINT)
+  try:
+    process.wait(timeout=ENDING)
+  except subprocess.TimeoutExpired:
+    # Training runs are in sessions of their own.
+    for each in psutil.Process(process.pid).children(recursive=True):
+      with contextlib.suppress(psutil.NoSuchProcess):
+        each.kill()
+    process.kill()
+    process.wait()
 
 
 def take(steps: dict[str, Step], folder: Path, minutes: float, until: float) -> list[str] | None:
@@ -188,6 +195,7 @@ def main() -> int:
   )
   parser.add_argument("--only", nargs="+", metavar="STEP", help="steps to take, in this order")
   arguments = parser.parse_args()
+  signal.signal(signal.SIGTERM, signal.default_int_handler)  # also ends the current step
   import pieces  # imports jax and the package: not needed for --help
 
   settings = [f"env.game={arguments.games[0]}", *arguments.set]

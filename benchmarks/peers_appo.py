@@ -163,7 +163,7 @@ def parse() -> argparse.Namespace:
 
 
 def measure(run: Run, python: Path | None, arguments: argparse.Namespace) -> dict[str, Any]:
-  """Returns a summary and every hundredth of a curve, or the reason under `missing`."""
+  """Returns a summary and up to 101 points of a curve, or the reason under `missing`."""
   task = TASKS[run.task]
   seconds = 60 * (arguments.minutes or task.minutes)
   try:
@@ -174,7 +174,8 @@ def measure(run: Run, python: Path | None, arguments: argparse.Namespace) -> dic
       curve = watch(words, Path(folder), seconds, task.threshold)
   except Missing as why:
     return {"missing": str(why)}
-  return {"summary": summary(curve, task.threshold), "curve": curve[:: len(curve) // 100 + 1]}
+  points = [*curve[: -1 : len(curve) // 100 + 1], *curve[-1:]]
+  return {"summary": summary(curve, task.threshold), "curve": points}
 
 
 def main() -> None:

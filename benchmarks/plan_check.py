@@ -137,7 +137,8 @@ def main() -> int:
   dtype = getattr(config.agent.network, "dtype", "float32")
   before = {}
   if arguments.plan.exists():
-    plans = json.loads(arguments.plan.read_text())["plans"]
+    planned = json.loads(arguments.plan.read_text())
+    plans = planned["plans"] if planned["target"] == device.name else []
     tables = [each["programs"] for each in plans if each["devices"] == mesh.size]
     before = {(row["name"], row["batch"]): row for table in tables for row in table}
   rows = []

@@ -77,7 +77,7 @@ def main() -> None:
   rng, table = np.random.default_rng(0), Table(arguments.repeat, pieces.median_seconds, peak)
 
   def configured(setting: str) -> tuple[Any, Any]:
-    settings = [*arguments.set, "reanalyse.schedule=batch", setting]
+    settings = [*arguments.set, "reanalyse.schedule=batch", "reanalyse.simulations=0", setting]
     config = pieces.load(parser, arguments.config, settings)
     return config, pieces.make_agent(config, frame, arguments.actions)
 

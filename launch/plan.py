@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   os.environ["JAX_PLATFORMS"] = "cpu"  # otherwise jax looks for the target's driver
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
   from speedyzero_jax.plan import plan, target
-  from speedyzero_jax.plan.programs import ROLES
+  from speedyzero_jax.plan.programs import learner_roles
   from speedyzero_jax.run import topology
 
   try:
@@ -72,14 +72,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ValueError(f"--devices: {devices} can't be divided among {shape.learners} learners")
     if arguments.out:
       _check_writable(arguments.out)
-    roles = frozenset(kind for kind in ROLES if not shape.serving(kind, 0))
     plans = {
       devices: plan.make_plan(
         config,
         device,
         devices,
         processes=shape.learners,
-        roles=roles,
+        roles=learner_roles(config),
         only=arguments.only.split(",") if arguments.only else None,
         report=_report,
       )

@@ -136,8 +136,9 @@ def whole(size: str, steps: int, simulations: int) -> tuple[Work, dict[str, Any]
     f"env.grayscale={str(program.grey).lower()}", f"actor.lanes={program.lanes}",
     f"actor.random_steps={program.stored}", f"run.env_steps={env_steps}",
     f"learner.batch_size={program.batch}", f"learner.steps={steps}",
-    f"search.simulations={simulations}", f"replay.capacity={program.stored}",
-    f"run.log_interval={min(10, steps // 4)}", "evaluation.at_end=false", *SET,
+    f"search.simulations={simulations}", "reanalyse.simulations=0", "reanalyse.max_age=100",
+    f"replay.capacity={program.stored}", f"run.log_interval={min(10, steps // 4)}",
+    "evaluation.at_end=false", *SET,
   ]  # fmt: skip
 
   def work() -> dict[str, Any]:

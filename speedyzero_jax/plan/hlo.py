@@ -265,7 +265,15 @@ def _touched(computation: Computation, x: Instruction) -> float:
     return computation[x.operands[1]].bytes
   if x.opcode == "scatter":
     return 2 * computation[x.operands[-1]].bytes
-  return x.bytes
+  return sum(shape.bytes for shape in _written(x))
+
+
+def _written(x: Instruction) -> tuple[Shape, ...]:
+  """Shapes that are written: no workspaces of libraries, no operands in asynchronous results."""
+  if x.opcode == "custom-call" and ("__cublas$" in x.rest or "__cudnn$" in x.rest):
+    return x.shapes[:1]
+  repeated = x.opcode.endswith("-start") and len(x.shapes) > len(x.operands)
+  return x.shapes[len(x.operands) :] if repeated else x.shapes
 
 
 def _flops(computation: Computation, x: Instruction) -> float:

@@ -41,7 +41,7 @@ ASSUMPTIONS = (
   "Parts do not overlap. Environments, replay and host transfers keep up and take no device time.",
   "A device runs programs in the order of their dispatch: of each role one at a time, and of the "
   "learner another one ahead.",
-  f"An evaluation plays up to {MAX_LANES} episodes in parallel, of {EPISODE} agent steps each.",
+  f"An evaluation plays up to {MAX_LANES} episodes in parallel, of at most {EPISODE} agent steps.",
   "Communication between devices costs latency and memory bandwidth, but not link bandwidth.",
   f"A run may use {USABLE:.0%} of a device's memory, jax's default. Programs are not autotuned, so "
   "their memory is a lower bound; it is summed over all programs, as if they ran concurrently.",

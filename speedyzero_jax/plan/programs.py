@@ -10,6 +10,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from speedyzero_jax.agents.base import AXIS, ActInputs, Agent
 from speedyzero_jax.config.schema import Config
+from speedyzero_jax.envs.batched_env import episode_cap
+from speedyzero_jax.run import topology
 from speedyzero_jax.run.factories import mean_stored
 from speedyzero_jax.run.warmup import example_batch, placeholders
 from speedyzero_jax.system.memory import bytes_of
@@ -19,8 +21,9 @@ from speedyzero_jax.workers.learner import Learner
 from speedyzero_jax.workers.sweeper import make_sweepers
 from speedyzero_jax.workers.weights import copy_tree
 
-ROLES = frozenset({"actor", "refresher"})  # possible roles of a learner process besides learning
-EPISODE = 2000  # assumed agent steps of an evaluation episode
+# Possible roles of a learner process besides learning.
+ROLES: frozenset[topology.Kind] = frozenset({"actor", "refresher"})
+EPISODE = 2000  # assumed agent steps of an evaluation episode, if the game may last so long
 _WHOLE = PartitionSpec()
 
 
@@ -39,6 +42,15 @@ class Planned(NamedTuple):
     """Compiles the program."""
     compiled: jax.stages.Compiled = self.function.lower(*self.args, **self.options).compile()
     return compiled
+
+
+def learner_roles(config: Config) -> frozenset[str]:
+  """Roles, besides learning, of the learner process that has the most of them."""
+  shape = topology.resolve(config)
+  last = shape.learners - 1  # with the fewest actors and refreshers
+  roles = {kind for kind in ROLES if not shape.serving(kind, last)}
+  central = config.topology.inference == "central"  # the learner's devices act
+  return frozenset(roles | {"actor"} if central else roles)
 
 
 def programs(
@@ -101,7 +113,8 @@ def evaluation_steps(config: Config) -> float:
   """Vectorized steps of all evaluations of a run, with up to `MAX_LANES` parallel episodes."""
   interval = config.evaluation.interval
   times = int(config.evaluation.at_end) + (config.learner.steps // interval if interval else 0)
-  return times * EPISODE * -(-config.evaluation.episodes // MAX_LANES)
+  length = min(EPISODE, episode_cap(config.env.game, config.evaluation.max_episode_steps))
+  return times * length * -(-config.evaluation.episodes // MAX_LANES)
 
 
 def _inputs(local_config: Config, agent: Agent, count: int) -> ActInputs:

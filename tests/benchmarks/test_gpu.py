@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import gpu
+from launched import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 WRITE = "import os, pathlib, sys; pathlib.Path(sys.argv[2]).write_text(os.environ['XLA_FLAGS'])"
@@ -58,6 +60,20 @@ def test_a_step_takes_all_that_it_started_along(tmp_path, monkeypatch, ignores):
     for _ in range(100):  # until init has reaped it
       os.kill(int(pid.read_text()), 0)
       time.sleep(0.05)
+
+
+def test_an_interrupted_visit_ends_its_step(tmp_path):
+  pid = tmp_path / "pid"
+  step = f"import os, pathlib; pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); {SLEEP}"
+  log = f"pathlib.Path({str(tmp_path / 'log')!r})"
+  code = f"import gpu, pathlib; gpu.visit(['-c', {step!r}], '', {log}, 60)"
+  path = os.pathsep.join([str(ROOT / "benchmarks"), str(ROOT)])
+  process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path})
+  assert wait_until(pid.exists, process)
+  process.send_signal(signal.SIGINT)
+  assert process.wait(30) != 0
+  with pytest.raises(ProcessLookupError):
+    os.kill(int(pid.read_text()), 0)
 
 
 def test_the_fastest_flags_are_used_if_they_gain_enough(tmp_path):

@@ -74,12 +74,13 @@ ENTRY %main (a: bf16[4,16], b: bf16[16,32], x: bf16[2,6,6,3], k: bf16[8,3,3,3], 
   %s = (f32[10,8]{1,0}, s32[]) parameter(4)
   %j = s32[2,1]{1,0} parameter(5)
   %gemm = bf16[4,32]{1,0} fusion(%a, %b), kind=kCustom, calls=%matmul
-  %conv = (bf16[2,6,6,8]{3,2,1,0}, u8[0]{0}) custom-call(%x, %k), window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convForward"
+  %conv = (bf16[2,6,6,8]{3,2,1,0}, u8[4096]{0}) custom-call(%x, %k), window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convForward"
   %y = bf16[2,6,6,8]{3,2,1,0} get-tuple-element(%conv), index=0
   %dk = (bf16[8,3,3,3]{3,2,1,0}, u8[0]{0}) custom-call(%x, %y), window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convBackwardFilter"
   %dx = (bf16[2,6,6,3]{3,2,1,0}, u8[0]{0}) custom-call(%y, %k), window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convBackwardInput"
   %sum = bf16[4,32]{1,0} all-reduce-start(%gemm), to_apply=%add
   %summed = bf16[4,32]{1,0} all-reduce-done(%sum)
+  %rows = (bf16[4,32]{1,0}, bf16[8,32]{1,0}) all-gather-start(%gemm), dimensions={0}
   %told = f32[] custom-call(%gemm), custom_call_target="xla_ffi_python_gpu_callback"
   %LOOP
   %sliced = (f32[1,8]{1,0}, f32[2,8]{1,0}) fusion(%result, %result), kind=kLoop, calls=%fused_parts
@@ -141,7 +142,8 @@ def test_a_kernel_takes_the_longer_of_its_computation_and_its_traffic():
 def test_kernels_move_their_operands_and_results(known):
   kernels = by_name(known)
   assert kernels["gemm"].bytes == 2 * (4 * 16 + 16 * 32 + 4 * 32)
-  assert kernels["conv"].bytes == 2 * (2 * 6 * 6 * 3 + 8 * 27 + 2 * 6 * 6 * 8)
+  assert kernels["conv"].bytes == 2 * (2 * 6 * 6 * 3 + 8 * 27 + 2 * 6 * 6 * 8)  # no workspace
+  assert kernels["rows"].bytes == 2 * (4 * 32 + 8 * 32)
 
 
 def test_slices_and_updates_in_place_move_what_they_touch(known):
@@ -161,25 +163,27 @@ def test_loops_multiply_their_kernels(known):
   kernels = by_name(known)
   assert kernels["row"].count == kernels["new"].count == 5
   assert (known.round_trips, known.unknown_loops) == (0, 0)
-  # gemm, three convolutions, the collective, the callback, three fusions, and five times two.
-  assert (known.launches, known.collectives, known.transfers) == (19, 1, 1)
+  # gemm, three convolutions, two collectives, the callback, three fusions, and five times two.
+  assert (known.launches, known.collectives, known.transfers) == (20, 2, 1)
 
 
 def test_loops_of_unknown_length_ask_the_host():
   found = hlo.cost(MODULE.replace("LOOP", UNKNOWN), steps=3)
   assert (found.round_trips, found.unknown_loops) == (4, 1)
-  assert found.launches == 9 + 3 * 2 + 4  # the condition runs once more than the body
+  assert found.launches == 10 + 3 * 2 + 4  # the condition runs once more than the body
 
 
-def test_calls_of_cublas_have_the_flops_of_their_product():
+def test_calls_of_cublas_have_the_costs_of_their_product():
   call = (
-    '(bf16[4,32]{1,0}, s8[0]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", '
+    '(bf16[4,32]{1,0}, s8[4194304]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", '
     'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{'
     '"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}'
   )
   fusion = "bf16[4,32]{1,0} fusion(%a, %b), kind=kCustom, calls=%matmul"
   text = MODULE.replace("LOOP", KNOWN).replace(fusion, call)
-  assert by_name(hlo.cost(text, steps=3))["gemm"].flops == 2 * 4 * 16 * 32
+  gemm = by_name(hlo.cost(text, steps=3))["gemm"]
+  assert gemm.flops == 2 * 4 * 16 * 32
+  assert gemm.bytes == 2 * (4 * 16 + 16 * 32 + 4 * 32)
 
 
 def test_text_that_is_no_module_is_refused():

@@ -5,7 +5,7 @@ import pytest
 
 import tiny
 from speedyzero_jax.plan import plan, target
-from speedyzero_jax.plan.programs import EPISODE, ROLES, programs
+from speedyzero_jax.plan.programs import ROLES, learner_roles, programs
 from speedyzero_jax.run import factories
 from speedyzero_jax.workers.learner import Learner, make_mesh
 
@@ -25,12 +25,28 @@ def test_a_runs_calls_of_its_programs():
     {
       "train": 12,
       "publish": 8,  # learner steps that are multiples of 2 or 3
-      "evaluate": 3 * 2 * EPISODE,  # after steps 5, 10 and 12, of 64 episodes and of one
+      "evaluate": 3 * 2 * 9,  # after steps 5, 10 and 12, of 64 episodes and of one
       "act": 110 / 3,  # all but 40 random agent steps, in 3 lanes
       "reanalyse": 12 * blocks / 4,  # every state once in max_age - weights_interval - 1 steps
       "refresh": 12 * blocks / 3,
     }
   )
+
+
+@pytest.mark.parametrize(
+  ("counts", "inference", "expected"),
+  [
+    ("1,0,0", "actors", {"actor", "refresher"}), ("1,4,1", "actors", set()),
+    ("1,4,1", "central", {"actor"}), ("2,1,2", "actors", {"actor"}),
+  ],
+)  # fmt: skip
+def test_the_roles_of_the_busiest_learner_are_planned(counts, inference, expected):
+  shape = zip(("learners", "actors", "refreshers"), counts.split(","), strict=True)
+  overrides = [f"topology.{kind}={count}" for kind, count in shape]
+  config = tiny.config(
+    f"topology.inference={inference}", "actor.lanes=4", "run.mode=async", *overrides
+  )
+  assert learner_roles(config) == expected
 
 
 def test_the_memory_includes_frames_on_the_devices_and_all_programs():
