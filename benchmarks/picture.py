@@ -31,7 +31,10 @@ ACTORS = {
   "threads": "thread", "actors1": "1 process", "actors2": "2 processes",
   "central2": "central, 2", "central4": "central, 4",
 }  # fmt: skip
-KRULL = {"speedyzero": "SpeedyZero", "dqn": "DQN", "ppo": "PPO", "ppo_300k": "PPO, 300,000"}
+KRULL = {
+  "speedyzero": "SpeedyZero", "dqn": "DQN", "ppo": "PPO", "ppo_300k": "PPO, 300,000",
+  "appo_300k": "APPO, 300,000",
+}  # fmt: skip
 _COLORS = (
   "#0072b2", "#d55e00", "#009e73", "#b8558f", "#c98b00", "#56b4e9", "#555555", "#8a3b12", "#6a51a3",
   "#7fa51d",
