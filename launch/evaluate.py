@@ -2,9 +2,9 @@
 
 Plays full episodes with raw rewards, of at most the run's `evaluation.max_episode_steps`, with the
 best action or, with `--explore`, as in training. Prints mean, median, standard deviation and
-human-normalized score, and writes evaluation.json into the run folder, unless that has a
-later checkpoint or more episodes of the same one, or step limit or `--explore` are not the run's
-own; the run may still be training. `--video` also writes the first episode as a GIF, with the
+human-normalized score, and writes evaluation.json into the run folder, unless that has a later
+checkpoint or more episodes of the same one, or step limit or `--explore` are neither its own nor
+the run's; the run may still be training. `--video` also writes the first episode as a GIF, with the
 agent's values, policy or, without exploration, search results beside each frame.
 
 Exit codes: 0 done; 1 no readable checkpoint, out of memory, or the result can't be written; 2 usage
@@ -18,6 +18,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for uninstalled clones
 
@@ -27,6 +28,9 @@ from speedyzero_jax.config.schema import Config
 from speedyzero_jax.run import run_dir
 from speedyzero_jax.run.run_dir import RunFolderError
 from speedyzero_jax.system.exit_codes import FAILED, USAGE_ERROR
+
+if TYPE_CHECKING:
+  from speedyzero_jax.workers.evaluator import Evaluation
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,7 +85,7 @@ def evaluate(
 ) -> int:
   """Plays the episodes; prints and stores the result. Returns the exit code.
 
-  It is stored only if step limit and exploration are those of the run's configuration, `stored`.
+  See `_write` for what is stored; `stored` is the run's configuration.
   """
   import jax
 
@@ -116,14 +120,12 @@ def evaluate(
     )
     assert result is not None  # without `should_stop`
     print(result)
-    if video and video_path:
-      video.save(video_path)
-      _report(f"wrote {video_path}")
-    own, played = stored.evaluation, config.evaluation
-    if (own.explore, own.max_episode_steps) != (played.explore, played.max_episode_steps):
-      _report("not written: exploration or step limit is not the run's own")
-    elif better := result.write(folder / "evaluation.json", keep_own=True):
-      _report(f"not written: evaluation.json has {better}")
+    try:
+      _write(result, folder / "evaluation.json", stored, config)
+    finally:  # even if the folder is read-only
+      if video and video_path:
+        video.save(video_path)
+        _report(f"wrote {video_path}")
   except (CheckpointError, OSError) as error:
     _report(f"error: {error}")
     return FAILED
@@ -134,6 +136,20 @@ def evaluate(
     _report(f"error: {memory.exhausted_message(where, error)}")
     return FAILED
   return 0
+
+
+def _write(result: "Evaluation", path: Path, stored: Config, config: Config) -> None:
+  """Writes the result, unless the file has a better one, or its kind is not that of the run.
+
+  The kind, step limit and exploration, is that of an evaluation of the same checkpoint in the file,
+  or else that of the run's configuration.
+  """
+  own, played = stored.evaluation, config.evaluation
+  differs = (own.explore, own.max_episode_steps) != (played.explore, played.max_episode_steps)
+  if differs and not result.same_kind(path):
+    _report("not written: exploration or step limit is not the run's own")
+  elif better := result.write(path, keep_own=True):
+    _report(f"not written: evaluation.json has {better}")
 
 
 def _report(line: str) -> None:

@@ -143,8 +143,10 @@ def _stored(path: Path) -> list[dict[str, Any]]:
 
 
 def _key(result: dict[str, Any]) -> tuple:
-  names = "game", "run", "seed", "step", "against", "against_step", "opening"
-  return tuple(result[name] for name in names)
+  """What identifies a result; the opponent's step is missing in older files."""
+  folders = (str(Path(result[name]).resolve()) for name in ("run", "against"))
+  others = (result[name] for name in ("game", "seed", "step", "opening"))
+  return *folders, *others, result.get("against_step")
 
 
 def _store(results: list[dict[str, Any]], earlier: list[dict[str, Any]], path: Path) -> None:

@@ -46,9 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = Path(read.path)
     state = folder / "wandb.json"
     try:
-      sent = json.loads(state.read_text()) if state.exists() else {}
-    except ValueError:
-      print(f"error: {state} is damaged; without it all lines are sent again", file=sys.stderr)
+      sent = {} | json.loads(state.read_text()) if state.exists() else {}
+    except (ValueError, TypeError):
+      print(f"error: {state} is damaged; remove it to send all lines again", file=sys.stderr)
       return USAGE_ERROR
     if sent.get("project", arguments.project) != arguments.project:
       sent = {}

@@ -16,15 +16,18 @@ _BUILT_IN = "speedyzero_jax.agents"
 def agent_module(name: str) -> Any:
   """Imports the module of an agent: a built-in one, or any other by its dotted name.
 
-  Raises ConfigError if there is no such module, it can't be imported, or it defines no
-  `AGENT_CONFIG` of its name.
+  Raises ConfigError if there is no such module, it can't be imported, or it does not define
+  `make_agent` and an `AGENT_CONFIG` of its name.
   """
   for module in filter(_exists, (f"{_BUILT_IN}.{name}", name)):
     try:
       agent = importlib.import_module(module)
     except Exception as error:
       raise _not_importable(module, error) from error
-    if hasattr(agent, "AGENT_CONFIG"):
+    missing = [x for x in ("AGENT_CONFIG", "make_agent") if not hasattr(agent, x)]
+    if missing and module == name:
+      raise ConfigError(f"agent: module {name} has no {' and no '.join(missing)}")
+    if not missing:
       named = getattr(agent.AGENT_CONFIG, "name", None)
       if named != name:  # as in a copy of another agent, whose configuration would build that one
         raise ConfigError(

@@ -31,7 +31,7 @@ class GymnasiumEnv:
     self._envs = vector.SyncVectorEnv([one] * lanes, autoreset_mode=vector.AutoresetMode.NEXT_STEP)
     self._seeds = np.random.SeedSequence(seed).generate_state(lanes).tolist()
     self._ended = np.zeros(lanes, bool)
-    self._event_rewards = np.array(event_rewards)
+    self._game, self._event_rewards = game, np.array(event_rewards)
     self.num_lanes = lanes
     self.frame_shape, self.frame_dtype, self.num_actions = probe(game)[:3]
 
@@ -67,6 +67,8 @@ class GymnasiumEnv:
     terminated: np.ndarray,
     truncated: np.ndarray,
   ) -> EnvStep:
+    if not np.isfinite(reward).all():
+      raise ValueError(f"{self._game}: rewards must be finite, got {reward}")
     frame = obs.reshape(self.num_lanes, *self.frame_shape).astype(self.frame_dtype)
     self._ended = terminated | truncated
     over, capped = terminated.copy(), truncated & ~terminated
@@ -92,7 +94,7 @@ def probe(game: str) -> tuple[tuple[int, int, int], np.dtype, int, int]:
   env = _make(game)
   try:
     space, actions = env.observation_space, env.action_space
-    if not isinstance(space, spaces.Box) or len(space.shape) not in (1, 2, 3):
+    if not isinstance(space, spaces.Box) or len(space.shape) not in (1, 2, 3) or 0 in space.shape:
       raise ValueError(f"{game}: observation space must be a Box of rank 1 to 3, got {space}")
     if not isinstance(actions, spaces.Discrete) or actions.start != 0:
       raise ValueError(f"{game}: action space must be Discrete and start at 0, got {actions}")

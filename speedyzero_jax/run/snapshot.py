@@ -156,7 +156,8 @@ def start_actor(experiment: Experiment, restored: Snapshot | None, *, later: boo
       if experiment.config.run.mode == "lockstep":
         raise TrainingError(
           f"can't continue from step {restored.step}: {error}. A lockstep run must resume bit for "
-          "bit: use the same envpool version and machine type, or start a new run."
+          "bit: use the same versions and machine type, and environments that take all random "
+          "numbers from their seed, or start a new run."
         ) from error
       experiment.logger.message(
         f"warning: {error}; unfinished episodes are truncated and new games begin"

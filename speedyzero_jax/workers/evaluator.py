@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,6 +30,7 @@ from speedyzero_jax.workers.video import Video
 from speedyzero_jax.workers.weights import Version
 
 _REPORT_SECONDS = 10
+_KIND = "max_episode_steps", "explore"
 MAX_LANES = 64  # environments stepped together, an even number; further episodes run afterwards
 
 
@@ -68,6 +70,10 @@ class Evaluation:
     os.replace(temporary, path)
     return None
 
+  def same_kind(self, path: Path) -> bool:
+    """Whether the file has an evaluation of this checkpoint, step limit and exploration."""
+    return all(_read(path).get(key) == getattr(self, key) for key in ("step", *_KIND))
+
   def metrics(self) -> dict[str, float]:
     """Returns the metrics to log, without unknown ones."""
     values = {
@@ -79,7 +85,9 @@ class Evaluation:
     normalized = (
       "" if self.human_normalized is None else f", human-normalized {self.human_normalized:.3f}"
     )
-    capped = f", {self.capped} truncated at {self.max_episode_steps} steps" if self.capped else ""
+    limit = self.max_episode_steps
+    at = f" at {limit} steps" if limit in self.lengths else ""  # else by the environment
+    capped = f", {self.capped} truncated{at}" if self.capped else ""
     explored = " with exploration" if self.explore else ""
     return (
       f"{self.game} after {self.step} learner steps, "
@@ -151,19 +159,28 @@ def evaluate(
 
 def _better(path: Path, evaluation: Evaluation, keep_own: bool) -> str | None:
   """Describes a better evaluation in the file, see `Evaluation.write`; None if there is none."""
+  written = _read(path)
   try:
-    written = json.loads(path.read_text())
     if keep_own and written["step"] > evaluation.step:
       return f"a later checkpoint, of learner step {written['step']}"
     if written["step"] != evaluation.step:
       return None
-    for key in ("max_episode_steps", "explore"):
+    for key in _KIND:
       if written[key] != getattr(evaluation, key):
         return f"the same checkpoint with {key}={written[key]}" if keep_own else None
     more = written["episodes"] > evaluation.episodes
     return f"{written['episodes']} episodes of the same checkpoint" if more else None
-  except (OSError, ValueError, TypeError, KeyError, AttributeError):
+  except (TypeError, KeyError):
     return None
+
+
+def _read(path: Path) -> dict[str, Any]:
+  """Reads an evaluation; {} if there is none."""
+  try:
+    written = json.loads(path.read_text())
+  except (OSError, ValueError):
+    return {}
+  return written if isinstance(written, dict) else {}
 
 
 def _play(

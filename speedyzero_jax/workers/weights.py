@@ -32,7 +32,7 @@ class DivergedError(Exception):
   def __init__(self, step: int):
     super().__init__(
       f"learner step {step} produced values that are not finite: training has diverged. "
-      "Checkpoints are intact; resume from one, or start a new run with a lower "
+      "Earlier checkpoints, if any, are intact; resume from one, or start a new run with a lower "
       "optim.learning_rate or optim.clip_norm"
     )
 

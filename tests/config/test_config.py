@@ -263,7 +263,7 @@ def test_help_has_every_key():
 
 
 def test_an_agent_brings_its_sections():
-  for name in ("another", "json", "..dqn", ""):
+  for name in ("another", "..dqn", ""):
     message = rf"unknown agent '{re.escape(name)}'.* dqn, efficientzero, "
     with pytest.raises(ConfigError, match=message):
       loader.load([], [f"agent={name}"])
@@ -276,11 +276,13 @@ def test_an_agent_brings_its_sections():
   ("text", "message"),
   [
     ("import no_such_package", "can't be imported: ModuleNotFoundError: .*no_such_package"),
-    ("from speedyzero_jax.agents.impala import AGENT_CONFIG", "must be 'broken', got 'impala'"),
+    ("AGENT_CONFIG = 1", "has no make_agent"),
+    ("", "has no AGENT_CONFIG and no make_agent"),
+    ("from speedyzero_jax.agents.impala import *", "must be 'broken', got 'impala'"),
   ],
 )
 def test_a_broken_agent_is_named(tmp_path, monkeypatch, text, message):
-  """The second has the configuration of another agent, which would be trained instead."""
+  """The last has the configuration of another agent, which would be trained instead."""
   (tmp_path / "broken.py").write_text(text)
   monkeypatch.syspath_prepend(tmp_path)
   monkeypatch.delitem(sys.modules, "broken", raising=False)

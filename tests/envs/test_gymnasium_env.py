@@ -36,7 +36,12 @@ for name, limit in (("Counter-v0", None), ("Limited-v0", 3), ("Short-v0", 2)):
   gymnasium.register(name, Counter, max_episode_steps=limit)
 
 
+class Empty(Counter):
+  observation_space = gymnasium.spaces.Box(0, 1, (0,))
+
+
 gymnasium.register("Broken-v0", lambda *, last: Counter(last))
+gymnasium.register("Empty-v0", Empty)
 
 
 def make(name, lanes=2, cap=100, seed=0, events=(), training=True):
@@ -97,6 +102,15 @@ def test_vectors_are_one_pixel_and_wrong_actions_are_refused():
       env.step(wrong)
 
 
+def test_a_reward_that_is_no_number_is_refused(monkeypatch):
+  env = make("Counter-v0")
+  env.reset()
+  obs, _, *others = env._envs.step(np.array([1, 2]))
+  monkeypatch.setattr(env._envs, "step", lambda _: (obs, np.array([np.nan, 0]), *others))
+  with pytest.raises(ValueError, match="gymnasium:Counter-v0: rewards must be finite"):
+    env.step(np.array([1, 2]))
+
+
 @pytest.mark.parametrize(
   ("game", "message"),
   [
@@ -105,6 +119,7 @@ def test_vectors_are_one_pixel_and_wrong_actions_are_refused():
     ("gymnasium:Broken-v0", "env.game: can't make .*TypeError: .*last"),
     ("gymnasium:a:b:c", "env.game: can't make"),
     ("gymnasium:Pendulum-v1", "env.game: .*action space must be Discrete.* got Box"),
+    ("gymnasium:Empty-v0", r"env.game: .*observation space must be a Box.* got Box\(.*\(0,\)"),
     ("gymnasium:Taxi-v4", "env.game: .*observation space must be a Box.* got Discrete"),
   ],
 )

@@ -209,11 +209,11 @@ def test_a_call_waits_while_the_lock_is_held(tmp_path, call):
   with opened(tmp_path / "j") as journal:
     journal.append(play(0, 0, 2))
     journal.flush = lambda: None  # it would wait in place of those that call it
-    done = threading.Event()
-    thread = threading.Thread(target=lambda: (call(journal), done.set()))
+    begun, done = threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: (begun.set(), call(journal), done.set()))
     with journal._lock:
       thread.start()
-      assert not done.wait(0.02)
+      assert begun.wait(10) and not done.wait(0.05)
     thread.join(10)
     assert done.is_set()
 

@@ -185,6 +185,9 @@ def test_the_file_keeps_what_a_resumed_run_wrote_with_another_exploration(envs, 
   sampled.write(path)
   assert result.write(path, keep_own=True) == "the same checkpoint with explore=True"
   assert json.loads(path.read_text()) == dataclasses.asdict(sampled)
+  assert sampled.same_kind(path) and not result.same_kind(path)
+  larger = dataclasses.replace(sampled, episodes=3)
+  assert larger.write(path, keep_own=True) is None
   older = dataclasses.replace(sampled, step=result.step - 1)
   path.write_text(json.dumps(dataclasses.asdict(older)))
   assert result.write(path, keep_own=True) is None
