@@ -3,9 +3,10 @@
 Plays full episodes with raw rewards, of at most the run's `evaluation.max_episode_steps`, with the
 best action or, with `--explore`, as in training. Prints mean, median, standard deviation and
 human-normalized score, and writes evaluation.json into the run folder, unless that has a later
-checkpoint or more episodes of the same one, or step limit or `--explore` are neither its own nor
-the run's; the run may still be training. `--video` also writes the first episode as a GIF, with the
-agent's values, policy or, without exploration, search results beside each frame.
+checkpoint, or the same one with more episodes or another step limit or exploration; without the
+same one these must be the run's own. The run may still be training. `--video` also writes the first
+episode as a GIF, with the agent's values, policy or, without exploration, search results beside
+each frame.
 
 Exit codes: 0 done; 1 no readable checkpoint, out of memory, or the result can't be written; 2 usage
 error; 130 stopped by Ctrl-C, without changing evaluation.json.

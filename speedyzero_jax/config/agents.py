@@ -25,8 +25,8 @@ def agent_module(name: str) -> Any:
     except Exception as error:
       raise _not_importable(module, error) from error
     missing = [x for x in ("AGENT_CONFIG", "make_agent") if not hasattr(agent, x)]
-    if missing and module == name:
-      raise ConfigError(f"agent: module {name} has no {' and no '.join(missing)}")
+    if missing and (module == name or len(missing) == 1):
+      raise ConfigError(f"agent: module {module} has no {' and no '.join(missing)}")
     if not missing:
       named = getattr(agent.AGENT_CONFIG, "name", None)
       if named != name:  # as in a copy of another agent, whose configuration would build that one

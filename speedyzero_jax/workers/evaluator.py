@@ -50,7 +50,7 @@ class Evaluation:
   human_normalized: float | None
   returns: list[float]
   lengths: list[int]  # agent steps
-  capped: int  # episodes truncated at `max_episode_steps`
+  capped: int  # truncated episodes, at `max_episode_steps` or by the environment
   max_episode_steps: int
   explore: bool  # acted as in training
   seed: int
@@ -85,9 +85,7 @@ class Evaluation:
     normalized = (
       "" if self.human_normalized is None else f", human-normalized {self.human_normalized:.3f}"
     )
-    limit = self.max_episode_steps
-    at = f" at {limit} steps" if limit in self.lengths else ""  # else by the environment
-    capped = f", {self.capped} truncated{at}" if self.capped else ""
+    capped = f", {self.capped} truncated" if self.capped else ""
     explored = " with exploration" if self.explore else ""
     return (
       f"{self.game} after {self.step} learner steps, "

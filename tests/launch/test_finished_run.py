@@ -175,6 +175,11 @@ def test_evaluating_it_only_adds_the_evaluation(copied, capsys):
   assert "6 episodes with exploration" in captured.out
   assert "not written: exploration or step limit" in captured.err
   assert json.loads((copied / "evaluation.json").read_text()) == written
+  # But one of the kind that the file already has.
+  path = copied / "evaluation.json"
+  path.write_text(json.dumps(json.loads(path.read_text()) | {"explore": True}))
+  assert evaluate.main([str(copied), "--episodes", "6", "--explore"]) == 0
+  assert json.loads(path.read_text())["episodes"] == 6
 
 
 def test_evaluating_it_as_the_run_did_gives_the_same(finished, copied):
