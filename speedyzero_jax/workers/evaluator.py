@@ -72,7 +72,8 @@ class Evaluation:
 
   def same_kind(self, path: Path) -> bool:
     """Whether the file has an evaluation of this checkpoint, step limit and exploration."""
-    return all(_read(path).get(key) == getattr(self, key) for key in ("step", *_KIND))
+    written = _read(path)
+    return all(written.get(key) == getattr(self, key) for key in ("step", *_KIND))
 
   def metrics(self) -> dict[str, float]:
     """Returns the metrics to log, without unknown ones."""

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -15,6 +16,7 @@ import tiny
 from launch import population
 from launched import ROOT, finish, newest, start, wait_until
 from speedyzero_jax.config import loader
+from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.population import trainer
 from speedyzero_jax.population.config import Population
 from speedyzero_jax.population.controller import Outcome
@@ -78,6 +80,23 @@ def test_wrong_use_writes_nothing(tmp_path, capsys):
     assert population.main([str(description), "--dir", str(folder)]) == 2
     assert capsys.readouterr().err.startswith(f"error: {message}")
   assert not (tmp_path / "x").exists()
+
+
+def test_after_an_error_no_further_member_is_trained(tmp_path, monkeypatch):
+  description = Population(("quickstart",), (), ())
+  members = trainer.RunTrainer(description, tmp_path, mock.Mock(count=1), print)
+  trained = []
+
+  def train(member, *_):
+    trained.append(member)
+    if not member:
+      raise ConfigError("in use")
+    time.sleep(0.2)
+
+  monkeypatch.setattr(members, "_train", train)
+  with pytest.raises(ConfigError, match="in use"):
+    list(members.train({member: {} for member in range(5)}, 0))
+  assert trained in ([0], [0, 1])  # the second may have begun
 
 
 def test_members_of_several_processes_are_started_as_such(tmp_path):

@@ -40,9 +40,13 @@ def test_a_new_run_writes_its_configuration_and_holds_the_folder(tmp_path):
 def test_without_a_folder_the_runs_are_numbered(tmp_path, monkeypatch):
   """They may be started at the same time."""
   monkeypatch.chdir(tmp_path)
+  start = threading.Barrier(3)
+
+  def create(_):
+    start.wait()
+    return run_dir.create(config(""), "tiny-Catch-s0")
+
   with ThreadPoolExecutor(3) as pool:
-    start = threading.Barrier(3)
-    create = lambda _: (start.wait(), run_dir.create(config(""), "tiny-Catch-s0"))[1]  # noqa: E731
     runs = list(pool.map(create, range(3)))
   assert sorted(str(run.path) for run in runs) == [
     "runs/tiny-Catch-s0",
