@@ -1,6 +1,7 @@
 """Figures of learning curves in README.md and docs/: python benchmarks/picture.py
 
-Plots training returns from `results/`: the mean over seeds, and a band from lowest to highest.
+Plots training returns from `results/`: the mean over seeds, and a band from lowest to highest. For
+Breakout it plots the evaluations of each seed.
 """
 
 import collections
@@ -15,6 +16,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from speedyzero_jax.envs.scores import table
 from speedyzero_jax.report.charts import HEIGHT, WIDTH, Line, line_chart
 from speedyzero_jax.report.curves import common_grid
 from speedyzero_jax.report.elements import element
@@ -35,6 +37,7 @@ KRULL = {
   "speedyzero": "SpeedyZero", "dqn": "DQN", "ppo": "PPO", "ppo_300k": "PPO, 300,000",
   "appo_300k": "APPO, 300,000",
 }  # fmt: skip
+_RETURNS = "mean return of the last 100 training games"
 _COLORS = (
   "#0072b2", "#d55e00", "#009e73", "#b8558f", "#c98b00", "#56b4e9", "#555555", "#8a3b12", "#6a51a3",
   "#7fa51d",
@@ -70,6 +73,18 @@ def of_study(result: str, names: Mapping[str, str], limit: float) -> dict[str, l
   return {name: curves[name] for name in names.values()}
 
 
+def of_evaluations(result: str) -> dict[str, list[Curve]]:
+  """Mean returns of evaluations by seed, and the human's score, from a result file of one game."""
+  curves = {}
+  for run in _read(result)["runs"]:
+    scores = {step: mean for step, mean, _ in run["evaluations"]}
+    scores[run["evaluation_step"]] = run["evaluation_mean"]
+    steps = np.array(list(scores))  # an agent step per learner step
+    curves[f"seed {run['seed']}"] = [(steps, np.array(list(scores.values())))]
+  human = table()["human"][run["game"]]
+  return curves | {"human": [(steps[[0, -1]], np.array([human, human]))]}
+
+
 def _read(result: str) -> dict[str, Any]:
   return json.loads((RESULTS / f"{result}.json").read_text())
 
@@ -86,8 +101,8 @@ def curve_of(result: dict[str, Any], run: dict[str, Any]) -> Curve:
   return rows[:, columns.index("env_steps")], rows[:, -1]
 
 
-def draw(curves: Mapping[str, list[Curve]], game: str) -> str:
-  """Draws the curves of several seeds by name as SVG."""
+def draw(curves: Mapping[str, list[Curve]], game: str, values: str = _RETURNS) -> str:
+  """Draws the curves of several seeds by name as SVG; `values` describes the vertical axis."""
   style, keys, x = _STYLE, [], 34
   for number, name in enumerate(curves):
     color = _COLORS[number]
@@ -96,7 +111,7 @@ def draw(curves: Mapping[str, list[Curve]], game: str) -> str:
     keys.append(element("text", name, class_="key", x=x + 24, y=24))
     x += 42 + 7 * len(name)
   lines = [_line(number, name, seeds) for number, (name, seeds) in enumerate(curves.items())]
-  chart = line_chart(lines, f"agent steps; {game}, mean return of the last 100 training games")
+  chart = line_chart(lines, f"agent steps; {game}, {values}")
   width = max(WIDTH, x - 20)
   height = HEIGHT * width // WIDTH
   chart.attrib |= {"x": "15", "y": "34", "width": str(width), "height": str(height)}
@@ -119,6 +134,7 @@ def figures() -> dict[Path, str]:
   """All figures by the file that they belong in."""
   drawn = {
     "catch": draw(of_presets(CATCH, "Catch"), "Catch"),
+    "breakout": draw(of_evaluations("atari_small-Breakout"), "Breakout", "mean of 32 games"),
     "agents": draw(of_study("agents", AGENTS, 60_000), "CartPole"),
     "krull": draw(of_study("krull", KRULL, 60_000), "Krull"),
     "actors": draw(of_study("actors", ACTORS, 60_000), "Catch"),
