@@ -69,10 +69,13 @@ class WeightsStore:
 
   def to_device(self, variables: Variables) -> Variables:
     """Copies variables from any mesh for subscribers, since the learner donates its buffers."""
-    local = jax.tree.map(
-      lambda x: x.addressable_data(0) if isinstance(x, jax.Array) else x, variables
-    )
-    return copy_tree(jax.device_put(local, self._where))
+    leaves = jax.tree.leaves(variables)
+    if not all(isinstance(x, jax.Array) and x.sharding == self._where for x in leaves):
+      local = jax.tree.map(
+        lambda x: x.addressable_data(0) if isinstance(x, jax.Array) else x, variables
+      )
+      variables = jax.device_put(local, self._where)  # slow for many leaves, even if all are there
+    return copy_tree(variables)
 
   def publish(self, step: int, variables: Variables, to: Collection[str] = ()) -> None:
     """Publishes the weights of learner step `step` to the subscribers in `to` and those due."""

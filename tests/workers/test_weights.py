@@ -61,11 +61,12 @@ def test_a_version_once_taken_does_not_change_and_subscribers_share_it():
 
 
 @pytest.mark.parametrize("devices", [1, 4])
-@pytest.mark.parametrize("target", [0, 7])
-def test_copies_outlive_the_learners_buffers_and_live_on_one_device(devices, target):
-  device, initial = jax.devices()[target], _on_mesh(_variables(1), devices)
+@pytest.mark.parametrize("target", [0, 7, None])
+def test_copies_outlive_the_learners_buffers_and_live_where_they_should(devices, target):
+  initial = _on_mesh(_variables(1), devices)
+  where = jax.tree.leaves(initial)[0].sharding if target is None else jax.devices()[target]
   published, restored = (_on_mesh(_variables(number), devices) for number in (5, 9))
-  store = WeightsStore({"actor": 5, "slow": 10}, device, initial)
+  store = WeightsStore({"actor": 5, "slow": 10}, where, initial)
   _donate(initial)
   store.publish(5, published)
   _donate(published)
@@ -73,7 +74,9 @@ def test_copies_outlive_the_learners_buffers_and_live_on_one_device(devices, tar
   _is(store.latest("slow"), 0, 1)
   for name in ("actor", "slow"):
     leaves = jax.tree.leaves(store.latest(name).variables)
-    assert {d for x in leaves for d in x.devices()} == {device}
+    assert {d for x in leaves for d in x.devices()} == (
+      where.device_set if target is None else {where}
+    )
   store.restore({name: Version(9, restored) for name in ("actor", "slow")})
   _donate(restored)
   _is(store.latest("slow"), 9, 9)
