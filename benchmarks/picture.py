@@ -75,8 +75,8 @@ def of_study(result: str, names: Mapping[str, str], limit: float) -> dict[str, l
 
 def of_evaluations(result: str) -> dict[str, list[Curve]]:
   """Mean returns of evaluations by seed, and the human's score, from a result file of one game."""
-  curves = {}
-  for run in _read(result)["runs"]:
+  curves, runs = {}, _read(result)["runs"]
+  for run in runs:
     scores = {step: mean for step, mean, _ in run["evaluations"]}
     scores[run["evaluation_step"]] = run["evaluation_mean"]
     steps = np.array(list(scores))  # an agent step per learner step

@@ -53,14 +53,14 @@ class WeightsStore:
 
   Args:
     intervals: learner steps between updates, by subscriber.
-    where: device or sharding of the versions.
+    where: sharding of the versions.
     initial: variables before the first learner step.
   """
 
   def __init__(
     self,
     intervals: Mapping[str, int],
-    where: jax.Device | jax.sharding.Sharding,
+    where: jax.sharding.Sharding,
     initial: Variables,
   ):
     self._intervals, self._where = dict(intervals), where

@@ -160,7 +160,7 @@ def audit(folder, units):
 def test_a_killed_learner_and_actor_lose_and_repeat_nothing(tmp_path):
   """A killed learner, which also acts, restarts all processes; a killed actor, only itself."""
   folder = tmp_path / "run"
-  new = [*QUICK, "evaluation.interval=60", f"run.dir={folder}"]
+  new = [*QUICK, "evaluation.interval=60", "replay.frames=device", f"run.dir={folder}"]
   with Run(folder, *new, "--processes", "learner=2,actor=1") as run:
     run.learn(45)
     run.kill("learner-1")

@@ -5,7 +5,7 @@ import hypothesis.strategies as st
 import jax
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from speedyzero_jax.agents.base import Variables
 from speedyzero_jax.workers.learner import make_mesh
@@ -17,13 +17,17 @@ def _variables(number):
   return Variables(params={"w": params}, batch_stats={"m": stats})
 
 
+def _replicated(devices):
+  return NamedSharding(make_mesh(jax.devices()[:devices]), PartitionSpec())
+
+
 def _on_mesh(variables, devices):
-  sharding = NamedSharding(make_mesh(jax.devices()[:devices]), PartitionSpec())
-  return jax.device_put(jax.tree.map(np.copy, variables), sharding)
+  return jax.device_put(jax.tree.map(np.copy, variables), _replicated(devices))
 
 
 def _store(device=0, number=0, **intervals):
-  return WeightsStore(intervals, jax.devices()[device], _variables(number))
+  where = SingleDeviceSharding(jax.devices()[device])
+  return WeightsStore(intervals, where, _variables(number))
 
 
 def _is(version, step, number):
@@ -61,10 +65,11 @@ def test_a_version_once_taken_does_not_change_and_subscribers_share_it():
 
 
 @pytest.mark.parametrize("devices", [1, 4])
-@pytest.mark.parametrize("target", [0, 7, None])
-def test_copies_outlive_the_learners_buffers_and_live_where_they_should(devices, target):
+@pytest.mark.parametrize(
+  "where", [SingleDeviceSharding(jax.devices()[7]), _replicated(1), _replicated(2), _replicated(4)]
+)
+def test_copies_outlive_the_learners_buffers_and_have_the_stores_sharding(devices, where):
   initial = _on_mesh(_variables(1), devices)
-  where = jax.tree.leaves(initial)[0].sharding if target is None else jax.devices()[target]
   published, restored = (_on_mesh(_variables(number), devices) for number in (5, 9))
   store = WeightsStore({"actor": 5, "slow": 10}, where, initial)
   _donate(initial)
@@ -74,9 +79,7 @@ def test_copies_outlive_the_learners_buffers_and_live_where_they_should(devices,
   _is(store.latest("slow"), 0, 1)
   for name in ("actor", "slow"):
     leaves = jax.tree.leaves(store.latest(name).variables)
-    assert {d for x in leaves for d in x.devices()} == (
-      where.device_set if target is None else {where}
-    )
+    assert all(x.sharding == where for x in leaves)
   store.restore({name: Version(9, restored) for name in ("actor", "slow")})
   _donate(restored)
   _is(store.latest("slow"), 9, 9)
@@ -84,7 +87,7 @@ def test_copies_outlive_the_learners_buffers_and_live_where_they_should(devices,
 
 def test_a_host_array_changed_later_changes_no_version():
   variables = _variables(3)
-  store = WeightsStore({"actor": 1}, jax.devices()[0], variables)
+  store = WeightsStore({"actor": 1}, _replicated(1), variables)
   variables.params["w"] += 1
   _is(store.latest("actor"), 0, 3)
 

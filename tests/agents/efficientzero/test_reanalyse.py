@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import SingleDeviceSharding
 
 import reference
 import tiny
@@ -107,7 +108,7 @@ class Played:
     sizes = {"lanes": 3, "capacity": 60, "frame_stack": 2, "rng_seed": 0}
     self.replay = Replay(agent.schema, agent.make_selector, **sizes, sweeps=sweeps)
     names = {ACTOR: 1, REFRESHER: 2, REANALYSER: 3}
-    self.weights = WeightsStore(names, jax.devices()[0], agent.init())
+    self.weights = WeightsStore(names, SingleDeviceSharding(jax.devices()[0]), agent.init())
     env, stats = tiny.FakeEnv(3), EpisodeStats(3)
     self._player = Actor(tiny.config(*overrides), agent, env, inference, jax.random.key(0), stats)
     self.play(70)  # the first slots are evicted
