@@ -65,10 +65,9 @@ def test_a_version_once_taken_does_not_change_and_subscribers_share_it():
 
 
 @pytest.mark.parametrize("devices", [1, 4])
-@pytest.mark.parametrize(
-  "where", [SingleDeviceSharding(jax.devices()[7]), _replicated(1), _replicated(2), _replicated(4)]
-)
-def test_copies_outlive_the_learners_buffers_and_have_the_stores_sharding(devices, where):
+@pytest.mark.parametrize("replicas", [0, 1, 2, 4])
+def test_copies_outlive_the_learners_buffers_and_have_the_stores_sharding(devices, replicas):
+  where = _replicated(replicas) if replicas else SingleDeviceSharding(jax.devices()[7])
   initial = _on_mesh(_variables(1), devices)
   published, restored = (_on_mesh(_variables(number), devices) for number in (5, 9))
   store = WeightsStore({"actor": 5, "slow": 10}, where, initial)
