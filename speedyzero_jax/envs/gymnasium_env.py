@@ -5,6 +5,7 @@ stepped sequentially in this process. Gymnasium is imported lazily.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ class GymnasiumEnv:
 
   `cap` replaces the environment's own time limit. `event_rewards` [E], if given, are multiplied by
   `info["events"]` [E] of each step to replace the reward. Raises ValueError if the environment
-  cannot be created, or its spaces or events are not supported.
+  cannot be created, or its spaces or events are not supported, and RuntimeError if it fails.
   """
 
   def __init__(
@@ -38,13 +39,13 @@ class GymnasiumEnv:
   def reset(self) -> EnvStep:
     """Returns the first frame of every lane. Must be called once, before any step."""
     no = np.zeros(self.num_lanes, bool)
-    obs, _ = self._envs.reset(seed=self._seeds)
+    obs, _ = self._call(self._envs.reset, seed=self._seeds)
     return self._show(obs, np.zeros(self.num_lanes), ~no, no, no)
 
   def step(self, action: np.ndarray) -> EnvStep:
     """Takes one agent step in every lane; see `BatchedEnv.step`."""
     check_actions(self, action)
-    obs, reward, terminated, truncated, info = self._envs.step(action)
+    obs, reward, terminated, truncated, info = self._call(self._envs.step, action)
     if len(self._event_rewards) and not self._ended.all():
       events = np.asarray(info.get("events", 0.0))
       if events.shape != (self.num_lanes, len(self._event_rewards)):
@@ -58,6 +59,12 @@ class GymnasiumEnv:
   def close(self) -> None:
     """Closes the environments. May be called twice."""
     self._envs.close()
+
+  def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+      return method(*args, **kwargs)
+    except (Exception, SystemExit) as error:  # the latter would end this process as if finished
+      raise RuntimeError(f"{self._game} failed: {_reason(error)}") from error
 
   def _show(
     self,
@@ -112,6 +119,9 @@ def _make(game: str, cap: int | None = None) -> Any:
 
   try:
     return gymnasium.make(game.removeprefix(PREFIX), max_episode_steps=cap)
-  except Exception as error:  # the environment's code may raise anything
-    reason = " ".join(f"{type(error).__name__}: {error}".split())
-    raise ValueError(f"can't make {game}: {reason}") from error
+  except (Exception, SystemExit) as error:  # the environment's code may raise anything
+    raise ValueError(f"can't make {game}: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+  return " ".join(f"{type(error).__name__}: {error}".split())

@@ -111,6 +111,23 @@ def test_a_reward_that_is_no_number_is_refused(monkeypatch):
     env.step(np.array([1, 2]))
 
 
+def _exit(self, action):
+  raise SystemExit  # ends a process as if it had finished
+
+
+def _wrong_shape(self, action):
+  return np.zeros((5, 4), np.uint8), 0.0, False, False, {}
+
+
+@pytest.mark.parametrize(("step", "reason"), [(_exit, "SystemExit"), (_wrong_shape, "ValueError")])
+def test_an_environment_that_fails_is_named(monkeypatch, step, reason):
+  env = make("Counter-v0")
+  env.reset()
+  monkeypatch.setattr(Counter, "step", step)
+  with pytest.raises(RuntimeError, match=f"gymnasium:Counter-v0 failed: {reason}"):
+    env.step(np.array([1, 2]))
+
+
 @pytest.mark.parametrize(
   ("game", "message"),
   [
