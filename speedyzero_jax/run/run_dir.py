@@ -129,7 +129,7 @@ def read_config(path: Path) -> Config:
     raise RunFolderError(f"{path} holds no run: {error.strerror or error}") from error
   except (ConfigError, UnicodeDecodeError) as error:
     raise RunFolderError(
-      f"{path / 'config.yaml'} can't be read by this version of the program: {error}"
+      f"can't read {path / 'config.yaml'} with this version and this PYTHONPATH: {error}"
     ) from error
 
 
