@@ -185,7 +185,8 @@ def test_messages_of_the_troubleshooting_page_are_the_programs():
   text = (ROOT / "docs" / "troubleshooting.md").read_text()
   quoted = re.findall(r"^\| `([^`]+)`", text, re.MULTILINE)
   program = SOURCES + "".join(path.read_text() for path in (ROOT / "launch").glob("*.py"))
-  program = re.sub(r'"\s*\n\s*f?"', "", program) + (ROOT / "Makefile").read_text()
+  program = re.sub(r'"\s*\n\s*f?"', "", program)
+  program += (ROOT / "Makefile").read_text() + (ROOT / "launch/slurm/train.sbatch").read_text()
   parts = [part for message in quoted for part in re.split(r"\.\.\.|RUN_DIR|\d+|python3", message)]
   assert [part for part in parts if len(part) > 5 and part.strip() not in program] == []
 

@@ -58,7 +58,8 @@ def detect() -> Place | None:
       continue
     try:
       count = kind.get_process_count()
-      if count < 2:
+      # In a shell of salloc, SLURM_NTASKS is the allocation's, but its step has one task.
+      if count < 2 or os.environ.get("SLURM_STEP_NUM_TASKS") == "1":
         return None
       port = os.environ.get("JAX_COORDINATOR_PORT")
       address = kind.get_coordinator_address(timeout_secs=300, override_coordinator_port=port)

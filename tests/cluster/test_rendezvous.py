@@ -137,6 +137,9 @@ def test_a_process_finds_its_place_in_a_cluster_of_slurm(monkeypatch):
     monkeypatch.setenv(f"SLURM_{name}", value)
   monkeypatch.setenv("JAX_COORDINATOR_PORT", "1234")
   assert detect() == Place("g1:1234", 4, 2)
+  monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")  # in a shell of `salloc --ntasks=4`
+  assert detect() is None
+  monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
   monkeypatch.setenv("SLURM_PROCID", "two")
   with pytest.raises(
     RendezvousError, match=r"SlurmCluster was detected but can't be used: Val.*two"

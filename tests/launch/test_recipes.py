@@ -10,6 +10,7 @@ from launched import wait_until
 from speedyzero_jax.run import topology
 
 MANIFESTS = [ROOT / "launch/k8s/indexed-job.yaml", ROOT / "launch/k8s/jobset.yaml"]
+STORAGE = ROOT / "launch/k8s/storage.yaml"
 
 
 @pytest.fixture
@@ -167,7 +168,8 @@ def test_a_manifest_holds_all_that_it_refers_to(manifest):
         ("configMap", "ConfigMap", "name"),
         ("persistentVolumeClaim", "PersistentVolumeClaim", "claimName"),
       ):
-        assert key not in volume or volume[key][name] in named(manifest, kind)
+        held = named(STORAGE if kind == "PersistentVolumeClaim" else manifest, kind)
+        assert key not in volume or volume[key][name] in held
     (container,) = pod["containers"]
     mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
     assert "/start" in mounts and len(mounts) == len(volumes)
