@@ -8,8 +8,8 @@ There are three background tasks:
   takes the value of the action taken from the next state's search.
 - `bootstrap` evaluates the states from which the n-step returns of a sampled batch bootstrap.
 - `refresh` is SpeedyZero's Priority Refresh: it sweeps the whole replay, evaluates states and
-  recomputes priorities. A reanalysis sweep with `reanalyse.max_age` <= `refresh.max_age` replaces
-  it.
+  recomputes priorities, with reanalysis sweeps also the values from which returns bootstrap. A
+  reanalysis sweep with `reanalyse.max_age` <= `refresh.max_age` replaces it.
 
 See also `agents/refresh.py` for Priority Refresh in general, `targets.py` for the errors, and
 `workers/sweeper.py` for the schedule.
@@ -51,9 +51,8 @@ def make_tasks(
   ) -> None:
     searched = {name: results[name] for name in ("policy", "search_value")}
     replay.rewrite("policy_step", lane, time, step, searched)
-    write_bootstrap(replay, lane, time, results, step)
-    if sweeping and refresh.enabled:
-      write_values(replay, lane, time, results, step)
+    write = write_values if sweeping and refresh.enabled else write_bootstrap
+    write(replay, lane, time, results, step)
 
   def write_bootstrap(
     replay: Replay, lane: np.ndarray, time: np.ndarray, results: Arrays, step: int
@@ -64,6 +63,8 @@ def make_tasks(
     replay: Replay, lane: np.ndarray, time: np.ndarray, results: Arrays, step: int
   ) -> None:
     replay.rewrite("value_step", lane, time, step, {"value": results["value"]})
+    if sweeping:
+      write_bootstrap(replay, lane, time, results, step)
     recompute_priorities(
       replay, lane, time, agent_config.loss.td_steps,
       lambda lane, time: targets.refreshed_errors(replay.store, lane, time, config, step),
