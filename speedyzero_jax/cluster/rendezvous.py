@@ -171,6 +171,10 @@ class Rendezvous:
     with _calling(f"can't read '{folder}'"):
       return dict(self._client.key_value_dir_get(_PREFIX + folder + "/"))
 
+  def has_left(self, process_id: int) -> bool:
+    """Whether a process has called `leave`."""
+    return str(process_id) in {name.rpartition("/")[2] for name in self.published("left")}
+
   def count(self, name: str) -> int:
     """Returns the number of earlier calls with this name, by any process."""
     with _calling(f"can't count '{name}'"):

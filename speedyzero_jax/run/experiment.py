@@ -147,6 +147,11 @@ class Experiment:
     else:
       self.limiter.stop()
 
+  def pause(self) -> None:
+    """Stops the run at this learner step, which all learner processes reach."""
+    self.stop_agreed = True
+    self.limiter.stop()
+
   def close(self) -> None:
     self.collector.close()
     self.recovery.close()

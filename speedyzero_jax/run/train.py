@@ -75,7 +75,7 @@ def _run(
   signals.on_stop = experiment.interrupt
   if signals.received:  # while the experiment was built
     experiment.interrupt()
-  experiment.after_step.append(lambda: experiment.interrupt() if _paused(experiment) else None)
+  experiment.after_step.append(lambda: experiment.pause() if _paused(experiment) else None)
   with serving(experiment):
     if not limiter.finished and not _paused(experiment):
       if not experiment.membership.unit:
@@ -125,8 +125,6 @@ def _paused(experiment: Experiment) -> bool:
 def _final_evaluation(experiment: Experiment, folder: Path, signals: Signals) -> int:
   if not experiment.config.evaluation.at_end or experiment.membership.unit:
     return 0
-  # After a pause, which interrupts the run as a signal does, the evaluation would end at once.
-  experiment.interrupted = signals.received is not None
   evaluation = steps.evaluate_now(experiment)
   if evaluation is None:
     experiment.logger.message(f"evaluation stopped; repeat it with launch/evaluate.py {folder}")

@@ -17,7 +17,7 @@ from speedyzero_jax.cluster.rendezvous import Place, Rendezvous, RendezvousError
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMBER = """
-import os, sys
+import os, sys, time
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from speedyzero_jax.cluster.rendezvous import Place, Rendezvous
@@ -47,6 +47,8 @@ else:
   for line in sys.stdin:
     rendezvous.publish(f"turn/{line.strip()}", "")
 sys.stdin.read()
+while number < 2 and not rendezvous.has_left(2):
+  time.sleep(0.05)
 rendezvous.leave()
 os._exit(0)
 """

@@ -320,6 +320,14 @@ def test_a_run_that_pauses_at_its_last_step_is_evaluated(tmp_path):
   assert (tmp_path / "evaluation.json").exists()
 
 
+def test_several_learners_pause_at_the_same_step_without_agreeing_on_it(tmp_path):
+  config = tiny.config("agent=quick_agent", "run.mode=async", "run.pause_at=5", "actor.lanes=4")
+  membership = Membership(0, 2, all_gather=lambda number: [number, number])
+  with Signals() as signals:
+    assert train.train(config, tmp_path, resume=False, signals=signals, membership=membership) == 0
+  assert max(Checkpoints(tmp_path).steps()) == 5
+
+
 def test_more_experience_than_the_replay_holds_is_replayed(tmp_path):
   """A journal's row may be longer than a lane of the replay."""
   small = "run.mode=async", "replay.capacity=60"
