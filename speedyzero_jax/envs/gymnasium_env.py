@@ -63,6 +63,8 @@ class GymnasiumEnv:
   def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
       return method(*args, **kwargs)
+    except MemoryError:  # has a message of its own
+      raise
     except (Exception, SystemExit) as error:  # the latter would end this process as if finished
       raise RuntimeError(f"{self._game} failed: {_reason(error)}") from error
 

@@ -115,16 +115,27 @@ def _exit(self, action):
   raise SystemExit  # ends a process as if it had finished
 
 
+def _exhaust(self, action):
+  raise MemoryError
+
+
 def _wrong_shape(self, action):
   return np.zeros((5, 4), np.uint8), 0.0, False, False, {}
 
 
-@pytest.mark.parametrize(("step", "reason"), [(_exit, "SystemExit"), (_wrong_shape, "ValueError")])
-def test_an_environment_that_fails_is_named(monkeypatch, step, reason):
+@pytest.mark.parametrize(
+  ("step", "error", "message"),
+  [
+    (_exit, RuntimeError, "gymnasium:Counter-v0 failed: SystemExit"),
+    (_wrong_shape, RuntimeError, "gymnasium:Counter-v0 failed: ValueError"),
+    (_exhaust, MemoryError, "^$"),
+  ],
+)
+def test_an_environment_that_fails_is_named(monkeypatch, step, error, message):
   env = make("Counter-v0")
   env.reset()
   monkeypatch.setattr(Counter, "step", step)
-  with pytest.raises(RuntimeError, match=f"gymnasium:Counter-v0 failed: {reason}"):
+  with pytest.raises(error, match=message):
     env.step(np.array([1, 2]))
 
 
