@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import json
-import time
 from collections.abc import Iterator, Mapping
 
 import jax
@@ -22,7 +21,6 @@ from speedyzero_jax.workers.learner import make_mesh
 # Seconds for which units wait for each other: another unit may be reading a long journal, waiting
 # for its actors, or evaluating.
 UNIT_TIMEOUT = 24 * 3600.0
-_LOOKUP_SECONDS = 2.0  # in which neither signals nor the end of another learner are noticed
 _DISMISSAL_SECONDS = 10.0  # for helpers to finish a step and learn that the run is over
 
 
@@ -46,7 +44,8 @@ def membership_of(
     name = f"all_gather/{next(rounds)}"
     try:
       rendezvous.publish(f"{name}/{unit}", str(number))
-      return [int(_lookup(rendezvous, f"{name}/{other}", other)) for other in range(units)]
+      values = [rendezvous.lookup_of(i, f"{name}/{i}", UNIT_TIMEOUT) for i in range(units)]
+      return [int(value) for value in values]
     except RendezvousError as error:  # a learner is lost, as if in a collective of jax
       raise jax.errors.JaxRuntimeError(str(error)) from error
 
@@ -69,23 +68,6 @@ def membership_of(
     all_gather=all_gather,
     exchange_metrics=exchange_metrics,
   )
-
-
-def _lookup(rendezvous: Rendezvous, name: str, process_id: int) -> str:
-  """Waits for a value of another process.
-
-  Raises RendezvousError if that process leaves the run without it, or after `UNIT_TIMEOUT`.
-  """
-  deadline = time.monotonic() + UNIT_TIMEOUT
-  while True:
-    left = rendezvous.has_left(process_id)  # before the lookup, as it may leave after publishing
-    try:
-      return rendezvous.lookup(name, _LOOKUP_SECONDS)
-    except RendezvousError as error:
-      if left:
-        raise RendezvousError(f"process {process_id} has left the run") from error
-      if time.monotonic() > deadline:
-        raise
 
 
 @contextlib.contextmanager

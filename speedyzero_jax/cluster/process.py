@@ -111,8 +111,8 @@ def _run(
   config: Config, shape: Topology, run: Run, rendezvous: Rendezvous, signals: Signals
 ) -> int:
   role = shape.role(rendezvous.place.process_id)
-  token = bytes.fromhex(run.token) or _token(config)
   try:
+    token = bytes.fromhex(run.token) or _token(config)
     if role.kind != "learner":
       with Signals.at_once():
         return _serve(config, token, shape, role, rendezvous)

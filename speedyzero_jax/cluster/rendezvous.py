@@ -26,6 +26,7 @@ from speedyzero_jax.system.platform import device_count
 # Seconds of silence after which a process counts as dead, on one machine and on several.
 _HEARTBEAT_TIMEOUT, _NETWORK_HEARTBEAT_TIMEOUT = 20, 60
 _CACHE_TIMEOUT = 24 * 3600.0  # seconds for which learners wait for each other's cache lookup
+_LOOKUP_SECONDS = 2.0  # of a single call, during which Python handles no signal
 _LEAVE_TIMEOUT = 5.0  # seconds for which process 0 waits for the others to leave
 _EXIT_SECONDS = 0.5  # for the last process that has left to exit
 _PREFIX = "speedyzero/"
@@ -58,9 +59,8 @@ def detect() -> Place | None:
       continue
     try:
       count = kind.get_process_count()
-      # In a shell of salloc, SLURM_NTASKS is the allocation's, but its step has one task.
-      if count < 2 or os.environ.get("SLURM_STEP_NUM_TASKS") == "1":
-        return None
+      if count < 2 or (kind.name == "slurm" and os.environ.get("SLURM_STEP_NUM_TASKS") == "1"):
+        return None  # in a shell of salloc, jax's count is the allocation's, but its step has one
       port = os.environ.get("JAX_COORDINATOR_PORT")
       address = kind.get_coordinator_address(timeout_secs=300, override_coordinator_port=port)
       return Place(address, count, kind.get_process_id())
@@ -151,7 +151,7 @@ class Rendezvous:
     counts[module] += 1
     try:
       self.publish(f"{name}/{self.place.process_id}", "" if found[0] is None else "found")
-      all_found = [self.lookup(f"{name}/{each}", _CACHE_TIMEOUT) for each in processes]
+      all_found = [self.lookup_of(each, f"{name}/{each}", _CACHE_TIMEOUT) for each in processes]
     except RendezvousError as error:  # a learner is lost, as if in a collective of jax
       raise jax.errors.JaxRuntimeError(str(error)) from error
     return found if all(all_found) else (None, None)
@@ -171,9 +171,21 @@ class Rendezvous:
     with _calling(f"can't read '{folder}'"):
       return dict(self._client.key_value_dir_get(_PREFIX + folder + "/"))
 
-  def has_left(self, process_id: int) -> bool:
-    """Whether a process has called `leave`."""
-    return str(process_id) in {name.rpartition("/")[2] for name in self.published("left")}
+  def lookup_of(self, process_id: int, name: str, timeout: float) -> str:
+    """Waits for a value that another process publishes; signals are handled meanwhile.
+
+    Raises RendezvousError if that process leaves without it, or after `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+      left = f"{_PREFIX}left/{process_id}" in self.published("left")  # first: it may do both
+      try:
+        return self.lookup(name, _LOOKUP_SECONDS)
+      except RendezvousError as error:
+        if left:
+          raise RendezvousError(f"process {process_id} has left the run") from error
+        if time.monotonic() > deadline:
+          raise
 
   def count(self, name: str) -> int:
     """Returns the number of earlier calls with this name, by any process."""
@@ -187,9 +199,9 @@ class Rendezvous:
     leave later. Process 0 hosts the coordinator and first waits briefly for the others, which its
     end would abort.
     """
+    with contextlib.suppress(RendezvousError):
+      self.publish(f"left/{self.place.process_id}", "")
     if self.place.process_id:
-      with contextlib.suppress(RendezvousError):
-        self.publish(f"left/{self.place.process_id}", "")
       return
     until = time.monotonic() + _LEAVE_TIMEOUT
     for other in range(1, self.place.num_processes):

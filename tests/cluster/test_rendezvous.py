@@ -17,10 +17,10 @@ from speedyzero_jax.cluster.rendezvous import Place, Rendezvous, RendezvousError
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMBER = """
-import os, sys, time
+import os, sys
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from speedyzero_jax.cluster.rendezvous import Place, Rendezvous
+from speedyzero_jax.cluster.rendezvous import Place, Rendezvous, RendezvousError
 address, number = sys.argv[1], int(sys.argv[2])
 rendezvous = Rendezvous(Place(address, 3, number))
 rendezvous.share_devices(2)
@@ -47,8 +47,11 @@ else:
   for line in sys.stdin:
     rendezvous.publish(f"turn/{line.strip()}", "")
 sys.stdin.read()
-while number < 2 and not rendezvous.has_left(2):
-  time.sleep(0.05)
+if number < 2:  # process 2 leaves without a value
+  try:
+    rendezvous.lookup_of(2, "x", 60)
+  except RendezvousError as error:
+    assert "process 2 has left the run" in str(error)
 rendezvous.leave()
 os._exit(0)
 """
@@ -133,6 +136,18 @@ def test_a_lost_coordinator_is_reported(method, function):
     getattr(alone, method)("name", *arguments)
 
 
+def test_a_slow_process_is_waited_for_until_it_leaves():
+  rendezvous, late = Rendezvous.__new__(Rendezvous), RendezvousError("timed out")
+  rendezvous.lookup = mock.Mock(side_effect=[late, late, "5", late, late, late])
+  left = {"speedyzero/left/2": "", "speedyzero/left/1": ""}
+  rendezvous.published = mock.Mock(side_effect=[{}, {}, left, {"speedyzero/left/2": ""}, left, {}])
+  assert rendezvous.lookup_of(1, "x", 60) == "5"  # published before it left
+  with pytest.raises(RendezvousError, match="process 1 has left the run"):
+    rendezvous.lookup_of(1, "x", 60)
+  with pytest.raises(RendezvousError, match="timed out"):
+    rendezvous.lookup_of(1, "x", -1)
+
+
 def test_a_process_finds_its_place_in_a_cluster_of_slurm(monkeypatch):
   slurm = {"JOB_ID": "5000", "STEP_NODELIST": "g1,g2", "NTASKS": "4", "PROCID": "2", "LOCALID": "0"}
   for name, value in slurm.items():
@@ -141,6 +156,11 @@ def test_a_process_finds_its_place_in_a_cluster_of_slurm(monkeypatch):
   assert detect() == Place("g1:1234", 4, 2)
   monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")  # in a shell of `salloc --ntasks=4`
   assert detect() is None
+  with monkeypatch.context() as mpi:  # started there by Open MPI
+    mpi.setenv("OMPI_MCA_orte_hnp_uri", "1.0;tcp://10.0.0.1:1")
+    for name, value in {"SIZE": "4", "RANK": "2", "LOCAL_RANK": "0"}.items():
+      mpi.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    assert detect() == Place("10.0.0.1:1234", 4, 2)
   monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
   monkeypatch.setenv("SLURM_PROCID", "two")
   with pytest.raises(

@@ -18,6 +18,9 @@ class FakeRendezvous:
   def lookup(self, name, timeout):
     return self.values[name]
 
+  def lookup_of(self, process_id, name, timeout):
+    return self.values[name]
+
   def count(self, name):
     return 0
 
