@@ -274,7 +274,7 @@ class RunConfig:
   pause_at: int = opt(
     0,
     "learner step after which the run saves a checkpoint and exits with code 0; resume it with "
-    "another value (several learners stop up to two steps later); 0: never",
+    "another value; 0: never",
     "[0, 1e9]",
     mutable=True,
   )

@@ -121,7 +121,8 @@ def open_existing(path: Path) -> RunDir:
 def read_config(path: Path) -> Config:
   """Reads the configuration stored in a run folder.
 
-  Raises RunFolderError if it is missing, damaged, or has keys of another version.
+  Raises RunFolderError if it is missing, damaged, or has keys of another version, or if its agent
+  can't be imported.
   """
   try:
     return loader.from_yaml((path / "config.yaml").read_text())
@@ -129,7 +130,7 @@ def read_config(path: Path) -> Config:
     raise RunFolderError(f"{path} holds no run: {error.strerror or error}") from error
   except (ConfigError, UnicodeDecodeError) as error:
     raise RunFolderError(
-      f"can't read {path / 'config.yaml'} with this version and this PYTHONPATH: {error}"
+      f"can't read {path / 'config.yaml'} with this version and PYTHONPATH: {error}"
     ) from error
 
 
