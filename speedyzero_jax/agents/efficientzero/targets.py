@@ -19,9 +19,7 @@ class Targets(NamedTuple):
   value: np.ndarray  # [B, K+1] float32, an untransformed return
   value_prefix: np.ndarray  # [B, K] float32, sum of rewards since the prefix was last reset
   policy: np.ndarray  # [B, K+1, A] float32
-  value_mask: (
-    np.ndarray
-  )  # [B, K+1] float32, 1 in stored states, and in absorbing ones if trained on
+  value_mask: np.ndarray  # [B, K+1] float32, 1 in stored states, and in absorbing ones trained on
   prefix_mask: np.ndarray  # [B, K] float32, the same for value_prefix
   policy_mask: np.ndarray  # [B, K+1] float32, 1 in states in which an action was taken
   consistency_mask: np.ndarray  # [B, K] float32, 1 where state k+1 is a stored frame of the episode
