@@ -174,7 +174,8 @@ class Rendezvous:
   def lookup_of(self, process_id: int, name: str, timeout: float) -> str:
     """Waits for a value that another process publishes; signals are handled meanwhile.
 
-    Raises RendezvousError if that process leaves without it, or after `timeout` seconds.
+    Raises RendezvousError if that process leaves without it or, as all other calls, if process 0
+    ends, and after `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -199,9 +200,9 @@ class Rendezvous:
     leave later. Process 0 hosts the coordinator and first waits briefly for the others, which its
     end would abort.
     """
-    with contextlib.suppress(RendezvousError):
-      self.publish(f"left/{self.place.process_id}", "")
     if self.place.process_id:
+      with contextlib.suppress(RendezvousError):
+        self.publish(f"left/{self.place.process_id}", "")
       return
     until = time.monotonic() + _LEAVE_TIMEOUT
     for other in range(1, self.place.num_processes):

@@ -20,7 +20,8 @@ class GymnasiumEnv:
 
   `cap` replaces the environment's own time limit. `event_rewards` [E], if given, are multiplied by
   `info["events"]` [E] of each step to replace the reward. Raises ValueError if the environment
-  cannot be created, or its spaces or events are not supported, and RuntimeError if it fails.
+  cannot be created, or its spaces or events are not supported, and RuntimeError if it fails
+  otherwise; MemoryError is passed on.
   """
 
   def __init__(
@@ -121,6 +122,8 @@ def _make(game: str, cap: int | None = None) -> Any:
 
   try:
     return gymnasium.make(game.removeprefix(PREFIX), max_episode_steps=cap)
+  except MemoryError:
+    raise
   except (Exception, SystemExit) as error:  # the environment's code may raise anything
     raise ValueError(f"can't make {game}: {_reason(error)}") from error
 

@@ -50,6 +50,7 @@ sys.stdin.read()
 if number < 2:  # process 2 leaves without a value
   try:
     rendezvous.lookup_of(2, "x", 60)
+    sys.exit("it did not leave")
   except RendezvousError as error:
     assert "process 2 has left the run" in str(error)
 rendezvous.leave()
