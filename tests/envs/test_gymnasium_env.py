@@ -115,7 +115,7 @@ def _exit(self, action):
   raise SystemExit  # ends a process as if it had finished
 
 
-def _exhaust(self, action):
+def _exhaust(self, *_):
   raise MemoryError
 
 
@@ -137,6 +137,12 @@ def test_an_environment_that_fails_is_named(monkeypatch, step, error, message):
   monkeypatch.setattr(Counter, "step", step)
   with pytest.raises(error, match=message):
     env.step(np.array([1, 2]))
+
+
+def test_exhausted_memory_is_no_usage_error(monkeypatch):
+  monkeypatch.setattr(Counter, "__init__", _exhaust)
+  with pytest.raises(MemoryError):
+    make("Counter-v0")
 
 
 @pytest.mark.parametrize(
