@@ -172,7 +172,7 @@ def test_a_manifest_holds_all_that_it_refers_to(manifest):
         assert key not in volume or volume[key][name] in held
     (container,) = pod["containers"]
     mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
-    assert "/start" in mounts and len(mounts) == len(volumes)
+    assert len(mounts) == len(volumes)
     for folder, file in re.findall(r"=(/secrets/\w+)/(\S+)", manifest.read_text()):
       secret = named(manifest, "Secret")[mounts[folder]["secret"]["secretName"]]
       assert secret["stringData"][file] == ""  # to be filled in, no well-known one
@@ -207,6 +207,14 @@ def test_a_pod_gives_up_a_helper_that_cannot_start(manifest, role, index, code, 
   assert cluster.pod(manifest, role, index, HELPER_CODE=str(code)).wait(60) == 2
   assert cluster.noted("slept") == (["5", "10", "20", "40"] if code == 1 else [])
   assert len(cluster.calls()) == 1 + len(cluster.noted("slept"))
+
+
+def test_a_helper_that_ends_well_is_started_again_in_a_plain_job_only(cluster):
+  assert cluster.pod(MANIFESTS[1], "refresher", 0).wait(60) == 0
+  pod = cluster.pod(MANIFESTS[0], "sz", 3)
+  assert wait_until(lambda: len(cluster.calls()) > 7, pod)  # more often than failures are
+  pod.kill()
+  assert set(cluster.noted("slept")) == {"5"}
 
 
 @each_helper

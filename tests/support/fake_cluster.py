@@ -144,9 +144,9 @@ class Cluster:
     """Starts the process of the index-th pod of this role."""
     own = {"RUN_DIR": str(self.run_dir), "JOB_COMPLETION_INDEX": str(index)}
     variables = pod_variables(manifest, role) | own | self.environment | environment
-    start = named(manifest, "ConfigMap")["sz-start"]["data"]["start.sh"]
-    start = start.replace("-ge 600", f"-ge {minimum_life}")
-    return subprocess.Popen(["bash", "-c", start], env=variables, cwd=ROOT)
+    bash, script = container(manifest, role)["command"]
+    start = (ROOT / script).read_text().replace("-ge 600", f"-ge {minimum_life}")
+    return subprocess.Popen([bash, "-c", start], env=variables, cwd=ROOT)
 
   def start_sbatch(self, *arguments, nodes="n1", script=SBATCH, **environment):
     slurm = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "5000", "SLURM_JOB_NODELIST": nodes}
@@ -177,9 +177,13 @@ def jobs(manifest):
   return {name: job["spec"] for name, job in named(manifest, "Job").items()}
 
 
+def container(manifest, role):
+  (only,) = jobs(manifest)[role]["template"]["spec"]["containers"]
+  return only
+
+
 def pod_variables(manifest, role):
-  (container,) = jobs(manifest)[role]["template"]["spec"]["containers"]
-  variables = {entry["name"]: entry["value"] for entry in container["env"]}
-  for source in container.get("envFrom", []):
+  variables = {entry["name"]: entry["value"] for entry in container(manifest, role)["env"]}
+  for source in container(manifest, role).get("envFrom", []):
     variables |= named(manifest, "ConfigMap")[source["configMapRef"]["name"]]["data"]
   return variables
