@@ -1,6 +1,6 @@
 """Counters, running means and episode statistics, and their combination over learners.
 
-Any thread may add values. Adding takes a lock but never blocks on a device.
+Any thread may add values.
 """
 
 import collections
@@ -16,8 +16,6 @@ from speedyzero_jax.metrics import names
 
 if TYPE_CHECKING:
   from speedyzero_jax.types import EnvStep
-
-_NEWEST = 1000  # number of newest values in a running mean
 
 
 class Counters:
@@ -70,40 +68,32 @@ class Counters:
 
 
 class RunningMeans:
-  """Means of each metric's newest 1,000 values, or `names.over_time`'s statistic. Thread-safe.
-
-  Minima and maxima are those of all values: once 1,000 are held, adding one merges the two oldest,
-  which waits until they are on the host.
-
-  Values may be device arrays of one element; adding one starts its copy to the host.
-  """
+  """The mean of each metric's values, or `names.over_time`'s statistic. Thread-safe."""
 
   def __init__(self) -> None:
-    self._values: dict[str, collections.deque] = {}
+    self._values: dict[str, tuple[int, float]] = {}  # number of values; their sum or statistic
     self._lock = threading.Lock()
 
-  def add(self, values: Mapping[str, Any]) -> None:
+  def add(self, values: Mapping[str, float]) -> None:
     """Adds one value to each of the given metrics."""
-    for value in values.values():
-      if hasattr(value, "copy_to_host_async"):  # a jax array
-        value.copy_to_host_async()
     with self._lock:
       for name, value in values.items():
-        newest = self._values.setdefault(name, collections.deque(maxlen=_NEWEST))
-        if len(newest) == _NEWEST and (how := names.over_time(name)) in ("min", "max"):
-          newest[0] = _combine(how, [float(newest.popleft()), float(newest[0])])
-        newest.append(value)
+        count, total = self._values.get(name, (0, 0.0))
+        if count:
+          how = names.over_time(name)
+          value = _combine("sum" if how == "mean" else how, (total, value))
+        self._values[name] = count + 1, float(value)
 
   def take(self) -> dict[str, float]:
     """Returns one value per metric, from the values added since the last call.
 
-    Blocks on device values. A metric with a NaN value is NaN.
+    Means, minima and maxima with a NaN value are NaN.
     """
     with self._lock:
       taken, self._values = self._values, {}
     return {
-      name: _combine(names.over_time(name), [float(value) for value in values])
-      for name, values in taken.items()
+      name: total / count if names.over_time(name) == "mean" else total
+      for name, (count, total) in taken.items()
     }
 
 

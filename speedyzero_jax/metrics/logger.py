@@ -74,8 +74,8 @@ class MetricsLogger:
   def message(self, text: str) -> None:
     self._display.message(text)
 
-  def log_mean(self, values: Mapping[str, Any]) -> None:
-    """Adds values to be averaged until the next line. Does not block on device scalars."""
+  def log_mean(self, values: Mapping[str, float]) -> None:
+    """Adds values to be averaged until the next line."""
     self._means.add(values)
 
   def log_latest(self, values: Mapping[str, Any]) -> None:
@@ -119,7 +119,7 @@ class MetricsLogger:
 
   def write_line(self, step: int, replay: Mapping[str, float], episodes: EpisodeStats) -> None:
     """Writes and displays the line of a learner step; `replay` is logged under `replay/`."""
-    means = self._means.take()  # blocks on the device
+    means = self._means.take()
     with self._publishing:
       self._values = {names.REPLAY_PREFIX + name: value for name, value in replay.items()}
       self._values |= means | episodes.summary() | self._current()

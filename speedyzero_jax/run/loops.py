@@ -11,7 +11,7 @@ from speedyzero_jax.run import steps
 from speedyzero_jax.run.batch_pipeline import PreparedBatch
 from speedyzero_jax.run.experiment import Experiment, TrainingError
 from speedyzero_jax.run.rate_limiter import Stopped
-from speedyzero_jax.workers.learner import StepResult
+from speedyzero_jax.workers.learner import DeviceResult
 from speedyzero_jax.workers.sweeper import Sweeper
 
 
@@ -40,7 +40,7 @@ def _lockstep(experiment: Experiment) -> None:
         steps.sweep(experiment, sweeper)
     step = limiter.learner_steps
     prepared = steps.draw(experiment, step)
-    steps.update_priorities(experiment, prepared, steps.learn(experiment, prepared), step)
+    steps.finish_step(experiment, prepared, steps.learn(experiment, prepared), step)
     steps.bookkeeping(experiment)
 
 
@@ -65,8 +65,8 @@ class _AsyncLoops:
     # On-policy, several learners: the last batch, reused before a joint stop if no other is
     # complete.
     self._spare: PreparedBatch | None = None
-    # The previous step. Priorities are read back one step late, so the host does not block on it.
-    self._pending: tuple[PreparedBatch, StepResult, int] | None = None
+    # The previous step. Results are read back one step late, so the host does not block on it.
+    self._pending: tuple[PreparedBatch, DeviceResult, int] | None = None
     self._errors: list[BaseException] = []
 
   def run(self) -> None:
@@ -176,13 +176,14 @@ class _AsyncLoops:
       with experiment.logger.part("wait"):
         self._wait("learner", self._may_go_on)
       if not self._batches:  # all agent steps are used up, and the actors computed the gradients
+        self._finish_step()
         steps.log(experiment)
         return
       step, prepared = limiter.learner_steps, self._batches.popleft()
       result = steps.learn(experiment, prepared)
       self._finish_step()
       self._pending = prepared, result, step
-      if steps.saving_due(experiment):
+      if any(steps.due(experiment)):
         self._finish_step()
       steps.bookkeeping(experiment)
       if experiment.stop_agreed:
@@ -193,4 +194,4 @@ class _AsyncLoops:
   def _finish_step(self) -> None:
     pending, self._pending = self._pending, None
     if pending is not None:
-      steps.update_priorities(self._experiment, *pending)
+      steps.finish_step(self._experiment, *pending)

@@ -3,6 +3,8 @@
 `loops.py` determines their order and threads.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from speedyzero_jax.metrics import names
@@ -11,7 +13,7 @@ from speedyzero_jax.run import batch_pipeline, factories, snapshot
 from speedyzero_jax.run.batch_pipeline import PreparedBatch
 from speedyzero_jax.run.experiment import Experiment
 from speedyzero_jax.workers.evaluator import Evaluation, evaluate
-from speedyzero_jax.workers.learner import StepResult
+from speedyzero_jax.workers.learner import DeviceResult
 from speedyzero_jax.workers.sweeper import Sweeper
 from speedyzero_jax.workers.weights import ACTOR, DivergedError, Version
 
@@ -39,8 +41,8 @@ def draw(experiment: Experiment, learner_step: int) -> PreparedBatch:
     return prepared._replace(arrays=experiment.learner.put(prepared.arrays))
 
 
-def learn(experiment: Experiment, prepared: PreparedBatch) -> StepResult:
-  """Takes one learner step; its results stay on the devices."""
+def learn(experiment: Experiment, prepared: PreparedBatch) -> DeviceResult:
+  """Starts one learner step; `finish_step` waits for it."""
   learner, state, gradient = experiment.learner, experiment.state, prepared.gradient
   with experiment.logger.part("train"):
     if gradient is not None:
@@ -58,26 +60,26 @@ def learn(experiment: Experiment, prepared: PreparedBatch) -> StepResult:
     experiment.weights.publish(step, variables, [ACTOR] if collecting else [])
   experiment.learned += 1
   experiment.limiter.notify()
-  experiment.logger.log_mean({**result.metrics, **prepared.info})
+  experiment.logger.log_mean(prepared.info)
   experiment.logger.count(names.LEARNER_STEPS_PER_SECOND, 1)
   experiment.logger.count(names.SAMPLES_PER_SECOND, experiment.local_config.learner.batch_size)
   return result
 
 
-def update_priorities(
-  experiment: Experiment, prepared: PreparedBatch, result: StepResult, step: int
+def finish_step(
+  experiment: Experiment, prepared: PreparedBatch, result: DeviceResult, step: int
 ) -> None:
-  """Waits for learner step `step` (from 0) and updates the priorities in the replay.
+  """Waits for learner step `step` (from 0), logs its metrics and updates priorities in the replay.
 
   Raises DivergedError if the priorities, or the parameters after the step, are not finite.
   """
   with experiment.logger.part("train"):
-    priority = experiment.learner.local(result.priority)
-    finite = np.isfinite(priority).all() and np.isfinite(result.metrics[names.PARAMETER_NORM])
-  if not finite:
+    metrics, priority, stopping = experiment.learner.fetch(result)
+  if not (np.isfinite(priority).all() and np.isfinite(metrics[names.PARAMETER_NORM])):
     raise DivergedError(step + 1)
+  experiment.logger.log_mean(metrics)
   experiment.replay.update(prepared.selection, priority, step)
-  experiment.stop_agreed = experiment.stop_agreed or bool(result.stopping)
+  experiment.stop_agreed = experiment.stop_agreed or stopping
 
 
 def begin_learning(experiment: Experiment) -> bool:
@@ -92,26 +94,40 @@ def begin_learning(experiment: Experiment) -> bool:
   return not any(experiment.membership.all_gather(int(experiment.interrupted)))
 
 
-def saving_due(experiment: Experiment) -> bool:
-  """Whether `bookkeeping` saves a checkpoint at this learner step."""
-  step, config = experiment.limiter.learner_steps, experiment.config
-  return step % config.run.checkpoint_interval == 0 and step < config.learner.steps
+class Due(NamedTuple):
+  """The parts of `bookkeeping` that are due after a learner step."""
+
+  evaluating: bool
+  logging: bool
+  saving: bool
 
 
-def bookkeeping(experiment: Experiment) -> None:
-  """Evaluates and writes the metrics and checkpoint due after a learner step; calls hooks."""
+def due(experiment: Experiment) -> Due:
   step, config = experiment.limiter.learner_steps, experiment.config
   last = step >= config.learner.steps
   interval = config.evaluation.interval
-  evaluating = interval and step % interval == 0 and not last
+  evaluating = bool(interval) and step % interval == 0 and not last
+  return Due(
+    evaluating,
+    logging=evaluating or step % config.run.log_interval == 0 or last,
+    saving=step % config.run.checkpoint_interval == 0 and not last,
+  )
+
+
+def bookkeeping(experiment: Experiment) -> None:
+  """Evaluates and writes the metrics and checkpoint due after a learner step; calls hooks.
+
+  If any is due, the step must be finished.
+  """
+  evaluating, logging, saving = due(experiment)
   if evaluating:
     with experiment.logger.part("evaluate"):
       if experiment.membership.unit == 0:
         evaluate_now(experiment)
       experiment.membership.all_gather(0)  # a barrier
-  if step % config.run.log_interval == 0 or evaluating or last:
+  if logging:
     log(experiment)
-  if saving_due(experiment):  # last, so that a run that resumes here has what was logged
+  if saving:  # last, so that a run that resumes here has what was logged
     with experiment.logger.part("save"):
       snapshot.save(experiment)
   for call in experiment.after_step:

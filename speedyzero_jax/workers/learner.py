@@ -4,6 +4,7 @@ Parameters are replicated and the batch is sharded. The same global batch gives 
 any number of devices.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -42,12 +43,31 @@ class Gradient(NamedTuple):
   step: jax.Array  # [] int32, number of learner steps behind the weights
 
 
-class StepResult(NamedTuple):
-  """Results of a training step, on the devices."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scalars:
+  """Named scalars, stacked so that a single copy takes them to the host."""
 
-  metrics: dict[str, jax.Array]  # scalars, by metric name
+  values: jax.Array  # [n] float32
+  names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+
+
+class DeviceResult(NamedTuple):
+  """Results of a training step on the devices, on their way to the host."""
+
+  scalars: Scalars  # metrics, and whether any process has requested a stop
   priority: jax.Array  # [B], errors of the samples
-  stopping: jax.Array  # [] bool, any process has requested a stop
+
+
+class StepResult(NamedTuple):
+  """Results of a training step, on the host."""
+
+  metrics: dict[str, float]
+  priority: np.ndarray  # [B / processes], errors of this process's samples
+  stopping: bool  # any process has requested a stop
+
+
+_STOPPING = "stopping"
 
 
 def make_mesh(devices: Sequence[jax.Device]) -> Mesh:
@@ -80,7 +100,7 @@ class Learner:
       self._local_step,
       mesh=mesh,
       in_specs=(replicated, sharded, replicated, sharded),
-      out_specs=(replicated, StepResult._make((replicated, sharded, replicated))),
+      out_specs=(replicated, DeviceResult._make((replicated, sharded))),
       check_vma=False,  # gradients of replicated parameters are averaged explicitly
     )
     self.update = Program(jax.jit(step, donate_argnums=0), "train step", report)
@@ -136,16 +156,10 @@ class Learner:
 
     return jax.tree.map(place, batch)
 
-  @staticmethod
-  def local(x: jax.Array) -> np.ndarray:
-    """Returns this process's shard, [B / processes, ...], of a sharded array, on the host."""
-    shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-    return np.concatenate([np.asarray(shard.data) for shard in shards])
-
   def step(
     self, state: LearnerState, batch: Arrays, key: jax.Array, *, stop: bool = False
-  ) -> tuple[LearnerState, StepResult]:
-    """Takes one training step.
+  ) -> tuple[LearnerState, DeviceResult]:
+    """Takes one training step; does not wait for the devices.
 
     Args:
       state: donated.
@@ -154,17 +168,25 @@ class Learner:
       stop: request a stop of all processes, see `StepResult.stopping`.
     """
     with dispatch_lock(self.mesh):
-      return self.update(state, batch, key, self._flags[stop])
+      return _copying(self.update(state, batch, key, self._flags[stop]))
 
   def gradient(self, state: LearnerState, batch: Arrays, key: jax.Array) -> Gradient:
     """Returns the gradient that `step` would apply. The state's `opt_state` is not used."""
     with dispatch_lock(self.mesh):
       return self._differentiate(state, batch, key)
 
-  def apply(self, state: LearnerState, gradient: Gradient) -> tuple[LearnerState, StepResult]:
+  def apply(self, state: LearnerState, gradient: Gradient) -> tuple[LearnerState, DeviceResult]:
     """Takes a training step with a gradient of these or of earlier weights; donates the state."""
     with dispatch_lock(self.mesh):
-      return self._apply(state, gradient)
+      return _copying(self._apply(state, gradient))
+
+  def fetch(self, result: DeviceResult) -> StepResult:
+    """Waits for a training step and returns its results."""
+    metrics = dict(
+      zip(result.scalars.names, np.asarray(result.scalars.values).tolist(), strict=True)
+    )
+    stopping = metrics.pop(_STOPPING) > 0
+    return StepResult(metrics, _local(result.priority), stopping)
 
   def arguments(self, state: LearnerState, batch: Arrays, key: jax.Array) -> tuple:
     """Returns the arguments of `update`."""
@@ -178,19 +200,20 @@ class Learner:
 
   def _local_step(
     self, state: LearnerState, batch: Arrays, key: jax.Array, stop: jax.Array
-  ) -> tuple[LearnerState, StepResult]:
+  ) -> tuple[LearnerState, DeviceResult]:
     gradient = self._local_gradient(state, batch, key)
     new, metrics = self._update_state(state, gradient)
-    stopping = jax.lax.pmax(jnp.any(stop).astype(jnp.int32), AXIS) > 0
-    return new, StepResult(metrics, gradient.priority, stopping)
+    metrics[_STOPPING] = jax.lax.pmax(jnp.any(stop).astype(jnp.float32), AXIS)
+    return new, DeviceResult(_stack(metrics), gradient.priority)
 
   def _apply_gradient(
     self, state: LearnerState, gradient: Gradient
-  ) -> tuple[LearnerState, StepResult]:
+  ) -> tuple[LearnerState, DeviceResult]:
     new, metrics = self._update_state(state, gradient)
-    staleness = (state.step - gradient.step).astype(jnp.float32)
+    staleness = state.step - gradient.step
     metrics |= {names.STALENESS: staleness, names.STALENESS_MAX: staleness}
-    return new, StepResult(metrics, gradient.priority, jnp.zeros((), bool))
+    metrics[_STOPPING] = jnp.zeros(())
+    return new, DeviceResult(_stack(metrics), gradient.priority)
 
   def _local_gradient(self, state: LearnerState, batch: Arrays, key: jax.Array) -> Gradient:
     local = batch["frames"].shape[0]
@@ -226,3 +249,25 @@ class Learner:
     metrics |= {f"learner/trust_ratio_{name}": value for name, value in ratios.items()}
     variables = Variables(params, gradient.batch_stats)
     return LearnerState(variables, target, opt_state, state.step + 1), metrics
+
+
+def _stack(scalars: dict[str, jax.Array]) -> Scalars:
+  return Scalars(jnp.stack([x.astype(jnp.float32) for x in scalars.values()]), tuple(scalars))
+
+
+def _copying(
+  out: tuple[LearnerState, DeviceResult],
+) -> tuple[LearnerState, DeviceResult]:
+  """Starts to copy a step's results to the host."""
+  _, result = out
+  result.scalars.values.copy_to_host_async()
+  result.priority.copy_to_host_async()
+  return out
+
+
+def _local(x: jax.Array) -> np.ndarray:
+  """Returns this process's shard, [B / processes, ...], of a sharded array, on the host."""
+  if x.is_fully_addressable:
+    return np.asarray(x)
+  shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+  return np.concatenate([np.asarray(shard.data) for shard in shards])

@@ -149,7 +149,7 @@ def test_ratios_are_one_on_policy(tmp_path):
     while run.replay.ready(4):
       prepared = steps.draw(run, 0)
     assert prepared.arrays["acted_mask"].min() == 0
-    metrics = steps.learn(run, prepared).metrics
+    metrics = run.learner.fetch(steps.learn(run, prepared)).metrics
     np.testing.assert_allclose(metrics[impala.RATIO], 1, rtol=1e-6)
 
 

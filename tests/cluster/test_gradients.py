@@ -152,12 +152,14 @@ def test_one_actor_updates_the_weights_as_a2c_would(monkeypatch, devices):
     batch = batch_pipeline.draw(agent, replay, 2, step, lambda *_: None, contextlib.nullcontext)
     theirs, expected = alone.step(theirs, alone.put(batch.arrays), key)
     variables = messages.unnamed(ours.variables, arrays)
-    ours, result = learner.apply(ours, Gradient(*variables, {}, np.zeros(0), np.int32(step)))
+    gradient = Gradient(*variables, {}, np.zeros(0), np.int32(step))
+    ours, result = learner.apply(ours, gradient)
+    applied = learner.fetch(result).metrics
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
       np.testing.assert_allclose(a, b, rtol=0, atol=0 if devices == 1 else 1e-6)
-    assert result.metrics[names.STALENESS] == 0 and ours.step == step + 1
-    measured = {**metrics, **result.metrics}
-    for name, value in {**expected.metrics, **batch.info}.items():
+    assert applied[names.STALENESS] == 0 and ours.step == step + 1
+    measured = {**metrics, **applied}
+    for name, value in {**alone.fetch(expected).metrics, **batch.info}.items():
       np.testing.assert_allclose(measured[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
   env.close()
 
@@ -175,9 +177,10 @@ def test_gradients_are_applied_once_each_and_their_staleness_is_logged(make_unit
   assert unit.send(1, UNROLL, 0, unit.arrays()).weights == 2  # from the same weights
   assert unit.send(0, 10, 1, unit.arrays()).weights == 3
   assert unit.send(0, 10, 3, unit.arrays()).weights == 4
-  wait_for(lambda: len(unit.staleness) == 4)
+  assert unit.send(0, 10, 4, unit.arrays()).weights == 5
+  wait_for(lambda: len(unit.staleness) == 4)  # a step's results are logged after the next one
   assert unit.staleness == [0, 1, 1, 0]
-  assert unit.limiter.env_steps == 11 + UNROLL + 20
+  assert unit.limiter.env_steps == 11 + UNROLL + 30
   assert unit.experiment.collector.episodes.summary()[names.EPISODES] == 1
 
 

@@ -75,17 +75,17 @@ def test_games_are_continued_unless_that_takes_too_many_steps(
 
 
 def test_a_checkpoint_has_the_priorities_of_every_step_before_it(tmp_path, monkeypatch):
-  update, save, updated, saved = steps.update_priorities, snapshot.save, [], {}
+  finish_step, save, updated, saved = steps.finish_step, snapshot.save, [], {}
 
   def updating(experiment, prepared, result, step):
-    update(experiment, prepared, result, step)
+    finish_step(experiment, prepared, result, step)
     updated.append(step)
 
   def saving(experiment):
     saved[experiment.limiter.learner_steps] = list(updated)
     save(experiment)
 
-  monkeypatch.setattr(steps, "update_priorities", updating)
+  monkeypatch.setattr(steps, "finish_step", updating)
   monkeypatch.setattr(snapshot, "save", saving)
   with quick(tmp_path, ASYNC) as experiment:
     assert finish(experiment) is True
@@ -191,7 +191,7 @@ class Broken(Exception):
   ("mode", "part"),
   [
     *(("async", part) for part in ("env", "sweep", "draw", "learn")),
-    ("async", "update_priorities"),
+    ("async", "finish_step"),
     ("async", "bookkeeping"),
     ("lockstep", "env"),
     ("lockstep", "learn"),
