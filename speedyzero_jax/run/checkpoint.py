@@ -224,7 +224,7 @@ class Checkpoints:
       if moment > later_than:
         aside.mkdir(exist_ok=True)
         shutil.rmtree(aside / folder.name, ignore_errors=True)
-        folder.rename(aside / folder.name)
+        shutil.move(folder, aside / folder.name)  # `checkpoints` may be on another disk
 
 
 def _sync(folder: Path) -> None:

@@ -75,6 +75,7 @@ class Experiment:
   batches: deque[PreparedBatch] = dataclasses.field(default_factory=deque)
   interrupted: bool = False
   stop_agreed: bool = False  # an interruption has reached all learner processes
+  evaluated: int = 0  # learner step of the last evaluation during training
   learning: bool = False  # training has begun: learner steps now propagate interruptions
 
   def __post_init__(self) -> None:

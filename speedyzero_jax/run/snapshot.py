@@ -60,6 +60,7 @@ def save(experiment: Experiment, *, required: bool = False) -> None:
     "weights": {name: version.step for name, version in versions.items()},
     "sweepers": {sweeper.name: sweeper.state_dict() for sweeper in experiment.sweepers},
     "episodes": episodes,
+    "evaluated": experiment.evaluated,
   }
   items |= {"replay": stored, "actor": acted}
   experiment.recovery.save(Snapshot(step, env_steps, items, meta, heads, tails), required=required)
@@ -83,6 +84,7 @@ def restore(experiment: Experiment, restored: Snapshot) -> None:
   for sweeper in experiment.sweepers:
     sweeper.load_state_dict(meta["sweepers"][sweeper.name])
   experiment.limiter.restore(restored.env_steps, restored.step)
+  experiment.evaluated = meta.get("evaluated", restored.step)
   experiment.logger.message(
     f"resuming at learner step {restored.step}, agent step {restored.env_steps}"
   )
@@ -147,6 +149,8 @@ def start_actor(experiment: Experiment, restored: Snapshot | None, *, later: boo
     try:
       if not (saved := restored.items.get("actor")):
         raise RuntimeError(f"the games can't be continued: {_NO_GAMES}")
+      if (saved["start"] + len(saved["actions"]) > experiment.replay.heads).any():
+        raise RuntimeError("the games are ahead of the replay, as the run failed while acting")
       count = saved["actions"].size
       experiment.logger.message(f"repeating {count} agent steps to continue the games")
       collector.local = _new_actor(experiment, saved["start"])

@@ -3,6 +3,7 @@
 `loops.py` determines their order and threads.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -121,10 +122,7 @@ def bookkeeping(experiment: Experiment) -> None:
   """
   evaluating, logging, saving = due(experiment)
   if evaluating:
-    with experiment.logger.part("evaluate"):
-      if experiment.membership.unit == 0:
-        evaluate_now(experiment)
-      experiment.membership.all_gather(0)  # a barrier
+    evaluate_once(experiment)
   if logging:
     log(experiment)
   if saving:  # last, so that a run that resumes here has what was logged
@@ -144,7 +142,28 @@ def log(experiment: Experiment) -> None:
   experiment.logger.write_line(step, experiment.replay.stats(step), experiment.collector.episodes)
 
 
-def evaluate_now(experiment: Experiment) -> Evaluation | None:
+def evaluate_once(experiment: Experiment) -> bool:
+  """Evaluates during training, in the first learner process; the others wait.
+
+  Returns False if these weights have been evaluated already, or if the run is stopping or has
+  failed: then a resumed run evaluates them.
+  """
+  step = experiment.limiter.learner_steps
+  if experiment.evaluated == step or experiment.stop_agreed:
+    return False
+  with experiment.logger.part("evaluate"):
+    result = None
+    if experiment.membership.unit == 0:
+      result = evaluate_now(experiment, lambda: experiment.limiter.stopping)
+    done, *_ = experiment.membership.all_gather(int(result is not None))  # also a barrier
+  if done:
+    experiment.evaluated = step
+  return bool(done)
+
+
+def evaluate_now(
+  experiment: Experiment, should_stop: Callable[[], bool] = lambda: False
+) -> Evaluation | None:
   """Evaluates the current weights over full episodes; returns None if the run is stopping."""
   config = experiment.config
   variables = experiment.weights.to_device(experiment.state.variables)
@@ -155,7 +174,7 @@ def evaluate_now(experiment: Experiment) -> Evaluation | None:
     Version(experiment.limiter.learner_steps, variables),
     episodes=config.evaluation.episodes,
     seed=factories.evaluation_seed(config),
-    should_stop=lambda: experiment.interrupted,
+    should_stop=lambda: experiment.interrupted or should_stop(),
     report=experiment.logger.message,
   )
   if result is not None:

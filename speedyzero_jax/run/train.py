@@ -87,6 +87,9 @@ def _run(
       if experiment.config.profile.steps:
         phases = profiler.profile(experiment, folder, timings)
         experiment.after_step.append(lambda: next(phases, None))
+      # An evaluation that a stop prevented is made up for.
+      if steps.due(experiment).evaluating and steps.evaluate_once(experiment):
+        steps.log(experiment)
       loops.run(experiment)
   empty = signals.received and not limiter.env_steps
   if not empty:

@@ -97,8 +97,8 @@ class Actor:
     self._core = decision.core
     if self._resumable_for is not None and self._steps >= self._resumable_for:
       self._actions.clear()
-    self._actions.append(decision.action.astype(np.int16))
     next_step = self._env.step(np.where(ended, 0, decision.action))
+    self._actions.append(decision.action.astype(np.int16))
     reward = training_reward(self._config.env, next_step.reward)
     slots = self._slots(decision, version, acting, reward)
     self._slot += 1

@@ -13,6 +13,7 @@ from launched import NEW, ROOT, newest, python, wait_until
 from speedyzero_jax.run import factories, steps
 from speedyzero_jax.run.checkpoint import Checkpoints
 from speedyzero_jax.run.collector import Collector
+from whole_runs import rows_of
 
 MOMENTS = {
   "folder": (multihost, "check_possible"), "building": (factories, "make_replay"),
@@ -23,14 +24,37 @@ MOMENTS = {
 def test_a_stop_during_the_last_evaluation(tmp_path, monkeypatch, capsys):
   folder, evaluate = tmp_path / "run", steps.evaluate_now
 
-  def stopped(experiment):
+  def stopped(*arguments):
     os.kill(os.getpid(), signal.SIGTERM)
-    return evaluate(experiment)
+    return evaluate(*arguments)
 
   monkeypatch.setattr(steps, "evaluate_now", stopped)
   assert multihost.main([*NEW, "learner.steps=4", f"run.dir={folder}"]) == 143
   assert f"repeat it with launch/evaluate.py {folder}" in capsys.readouterr().out
   assert newest(folder) == 4 and not (folder / "evaluation.json").exists()
+
+
+def test_an_evaluation_that_was_stopped_is_made_by_the_resumed_run(tmp_path, monkeypatch):
+  folder, evaluate = tmp_path / "run", steps.evaluate_now
+
+  def stopped(*arguments):
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert evaluate(*arguments) is None
+
+  settings = (
+    "learner.steps=6",
+    "run.log_interval=9",
+    "evaluation.interval=4",
+    "evaluation.at_end=false",
+  )
+  with monkeypatch.context() as patch:
+    patch.setattr(steps, "evaluate_now", stopped)
+    assert multihost.main([*NEW, *settings, f"run.dir={folder}"]) == 143
+  assert newest(folder) == 4
+  assert not any("evaluation/step" in row for row in rows_of(folder))
+  assert multihost.main(["--resume", str(folder)]) == 0
+  rows = [row for row in rows_of(folder) if "evaluation/step" in row]
+  assert [(row["step"], row["evaluation/step"]) for row in rows] == [(4, 4), (6, 4)]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import threading
 import time
 from collections import deque
 from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import numpy as np
@@ -143,6 +144,26 @@ def test_an_interrupted_run_is_saved_and_continues(tmp_path, monkeypatch):
     assert finish(experiment) is True
     assert counts(experiment) == (150, 12, 12) and experiment.replay.num_transitions == 150
   assert drawn == list(range(step, 12))
+
+
+@pytest.mark.parametrize("failing", ["environment", "journal"])
+def test_a_run_that_failed_while_acting_can_be_resumed(tmp_path, failing):
+  with quick(tmp_path, ASYNC) as experiment:
+    collector = experiment.collector
+    for _ in range(20):
+      collector.collect()
+    if failing == "environment":
+      collector.local._env.step = mock.Mock(side_effect=OSError)
+    else:
+      collector._record = mock.Mock(side_effect=OSError)
+    with pytest.raises(OSError):
+      collector.collect()
+    snapshot.save(experiment, required=True)
+    heads = experiment.replay.heads
+  with quick(tmp_path, ASYNC, resume_step=0) as experiment:
+    np.testing.assert_array_equal(experiment.replay.heads, heads)
+    assert (experiment.collector.local._start == 0).all() == (failing == "environment")
+    assert finish(experiment) is True
 
 
 def test_a_run_continues_where_environments_play_differently(tmp_path, monkeypatch, capsys):

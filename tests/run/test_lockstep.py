@@ -198,7 +198,7 @@ def test_evaluations_do_not_change_the_run(uninterrupted, tmp_path):
 @pytest.mark.parametrize("unit", [0, 1])
 def test_of_several_learners_the_first_evaluates_and_all_wait_for_it(tmp_path, monkeypatch, unit):
   done = []
-  monkeypatch.setattr(steps, "evaluate_now", lambda _: done.append("evaluated"))
+  monkeypatch.setattr(steps, "evaluate_now", lambda *_: done.append("evaluated"))
   membership = Membership(unit, 2, all_gather=lambda number: done.append("met") or [number])
   overrides = "evaluation.interval=5", "run.log_interval=100", "actor.lanes=4", "run.mode=async"
   with quick(tmp_path, *overrides, membership=membership) as experiment:
