@@ -35,6 +35,7 @@ from speedyzero_jax.run import factories, run_dir
 from speedyzero_jax.run.checkpoint import CheckpointError
 from speedyzero_jax.run.run_dir import RunFolderError
 from speedyzero_jax.system.exit_codes import FAILED, USAGE_ERROR
+from speedyzero_jax.system.files import write_atomically
 from speedyzero_jax.system.platform import device_count
 from speedyzero_jax.workers import evaluator
 
@@ -153,9 +154,7 @@ def _store(results: list[dict[str, Any]], earlier: list[dict[str, Any]], path: P
   """Writes results, and the earlier ones that they do not repeat."""
   repeated = {_key(each) for each in results}
   kept = [each for each in earlier if _key(each) not in repeated]
-  temporary = path.with_name(path.name + ".tmp")
-  temporary.write_text(json.dumps(kept + results, indent=1) + "\n")
-  os.replace(temporary, path)
+  write_atomically(path, json.dumps(kept + results, indent=1) + "\n")
 
 
 def _positive(text: str) -> int:

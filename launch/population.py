@@ -12,7 +12,6 @@ stopped by a closed terminal, Ctrl-C or SIGTERM, after saving.
 import argparse
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from speedyzero_jax.run.processes import Interrupted, RunProcesses
 from speedyzero_jax.run.run_dir import RunFolderError
 from speedyzero_jax.run.signals import handling
 from speedyzero_jax.system.exit_codes import FAILED, USAGE_ERROR
+from speedyzero_jax.system.files import write_atomically
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,16 +64,14 @@ def _claimed(folder: Path, description: Path) -> IO:
   except OSError as error:
     raise RunFolderError(f"can't use {folder}: {error.strerror}") from error
   kept = folder / "population.yaml"
-  own = {"supervisor.lock", "population.yaml.tmp"}  # of a controller that was killed
-  if kept.name not in entries and entries - own:
+  own = ("supervisor.lock", "population.yaml.")  # of a controller that was killed
+  if kept.name not in entries and not all(name.startswith(own) for name in entries):
     raise RunFolderError(f"{folder} is not empty and holds no population; choose another --dir")
   lock = run_dir.supervised(folder)
   if kept.exists() and populations.load(kept) != populations.load(description):
     lock.close()
     raise RunFolderError(f"{folder} holds another population; choose another --dir")
-  temporary = folder / "population.yaml.tmp"
-  temporary.write_text(description.read_text())
-  os.replace(temporary, kept)
+  write_atomically(kept, description.read_text())
   return lock
 
 

@@ -10,17 +10,16 @@ Exit codes: 0 done; 1 an upload failed; 2 usage error.
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for uninstalled clones
 
 from speedyzero_jax.metrics import names
 from speedyzero_jax.report.runs import read_runs
 from speedyzero_jax.system.exit_codes import USAGE_ERROR
+from speedyzero_jax.system.files import write_atomically
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,14 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             run.log(row)
             sent["time"] = row[names.TIME]
         finally:  # the next call continues an upload that was cut short
-          _write(state, sent)
+          write_atomically(state, json.dumps(sent))
   return 0
-
-
-def _write(path: Path, state: dict[str, Any]) -> None:
-  temporary = path.with_name(path.name + ".tmp")
-  temporary.write_text(json.dumps(state))
-  os.replace(temporary, path)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from pathlib import Path
 from speedyzero_jax.cluster.child import Child, Process
 from speedyzero_jax.run.signals import STOP_SIGNALS, handling
 from speedyzero_jax.system.exit_codes import FAILED, USAGE_ERROR
+from speedyzero_jax.system.files import write_atomically
 
 # Seconds within which a repeated signal is the same signal: timeout(1) signals both the process and
 # its group.
@@ -230,11 +231,9 @@ class Supervisor:
       process = self._running.get(name)
       pid, started = (process.pid, process.started) if process else (None, None)
       children.append({"name": name, "pid": pid, "started": started, "restarts": restarts})
-    path = self._logs / "supervisor.json"
-    new = path.with_suffix(".new")
+    status = json.dumps({"pid": os.getpid(), "children": children}, indent=2)
     with contextlib.suppress(OSError):  # the children report a full disk
-      new.write_text(json.dumps({"pid": os.getpid(), "children": children}, indent=2) + "\n")
-      new.replace(path)
+      write_atomically(self._logs / "supervisor.json", status + "\n")
 
 
 class _Streak:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from speedyzero_jax.metrics import names
+from speedyzero_jax.system.files import write_atomically
 
 _END_BYTES = 1 << 16  # longer than any row
 
@@ -54,7 +55,6 @@ def drop_after(path: pathlib.Path, step: int) -> float:
   if not path.exists():
     return 0.0
   rows, _ = read_rows(path)
-  temporary = path.with_name(path.name + ".tmp")
-  temporary.write_bytes(b"".join(line(row) for row in rows if row[names.STEP] <= step))
-  os.replace(temporary, path)
+  kept = (line(row).decode() for row in rows if row[names.STEP] <= step)
+  write_atomically(path, "".join(kept))
   return max((row.get(names.TIME, 0.0) for row in rows), default=0.0)

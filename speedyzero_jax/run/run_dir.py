@@ -18,6 +18,7 @@ from speedyzero_jax.config import loader
 from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.metrics import jsonl, names
+from speedyzero_jax.system.files import write_atomically
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "mctx", "numpy", "envpool")
 
@@ -56,12 +57,7 @@ def create(config: Config, name: str) -> RunDir:
     with contextlib.ExitStack() as stack:
       lock = stack.enter_context(_lock(path, "run.lock"))
       _check_unused(path)  # another process may have been faster
-      temporary = path / "config.yaml.tmp"
-      with temporary.open("w") as file:
-        file.write(loader.to_yaml(config))
-        file.flush()
-        os.fsync(file.fileno())
-      os.replace(temporary, path / "config.yaml")
+      write_atomically(path / "config.yaml", loader.to_yaml(config))
       stack.pop_all()
   except OSError as error:
     raise RunFolderError(f"can't create a run in {path}: {error.strerror or error}") from error
@@ -85,7 +81,8 @@ def _check_unused(path: Path) -> None:
     raise RunFolderError(
       f"{path} already holds a run; continue it with --resume {path}, or choose another run.dir"
     )
-  if any(entry.name not in ("run.lock", "config.yaml.tmp") for entry in path.iterdir()):
+  own = ("run.lock", "config.yaml.")  # of a process that was killed
+  if not all(entry.name.startswith(own) for entry in path.iterdir()):
     raise RunFolderError(f"{path} is not empty and holds no run; choose another run.dir")
 
 

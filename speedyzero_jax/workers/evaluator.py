@@ -6,7 +6,6 @@ Board games are played against an opponent. The agent moves first in episodes 0,
 import contextlib
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from speedyzero_jax.envs.rules import RULES
 from speedyzero_jax.envs.scores import human_normalized
 from speedyzero_jax.envs.versus import VersusEnv
 from speedyzero_jax.metrics import names
+from speedyzero_jax.system.files import write_atomically
 from speedyzero_jax.types import Env
 from speedyzero_jax.workers.actor import FrameStacker
 from speedyzero_jax.workers.inference import Inference
@@ -65,9 +65,7 @@ class Evaluation:
     """
     if better := _better(path, self, keep_own):
       return better
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
-    os.replace(temporary, path)
+    write_atomically(path, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
     return None
 
   def same_kind(self, path: Path) -> bool:
