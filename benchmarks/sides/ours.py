@@ -169,10 +169,10 @@ def learn(seed: int, agent_steps: int, interval: int, episodes: int) -> tuple[Wo
   ]  # fmt: skip
   curve, evaluate = Curve(), steps.evaluate_now
 
-  def evaluate_now(experiment: Any) -> Any:
+  def evaluate_now(experiment: Any, *arguments: Any) -> Any:
     limiter = experiment.limiter
     with curve.evaluation(REUSE * limiter.learner_steps, limiter.env_steps) as point:
-      result = evaluate(experiment)
+      result = evaluate(experiment, *arguments)
       point.append(result.mean)
     return result
 

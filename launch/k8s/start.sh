@@ -9,7 +9,8 @@ set -eu
 case ${ROLE-} in
   actor) first=$LEARNERS ;;
   refresher) first=$((LEARNERS + ACTORS)) ;;
-  *) first=0 ;;
+  learner | '') first=0 ;;
+  *) echo "unknown ROLE: $ROLE" >&2; exit 2 ;;
 esac
 id=$((first + JOB_COMPLETION_INDEX))
 if [ -e "$RUN_DIR/config.yaml" ]; then

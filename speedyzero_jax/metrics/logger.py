@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from speedyzero_jax.config.schema import Config
-from speedyzero_jax.metrics import aggregation, names
+from speedyzero_jax.metrics import aggregation, jsonl, names
 from speedyzero_jax.metrics.aggregation import EpisodeStats
 from speedyzero_jax.metrics.progress import Display
 from speedyzero_jax.metrics.recorder import Recorder
@@ -70,6 +70,10 @@ class MetricsLogger:
       self._recorder = Recorder(self._folder, step, elapsed=self._recorder.elapsed())
       self._resume_step = step
       self._counters.restart(step)
+
+  def last_row(self) -> dict[str, Any]:
+    """The last row of metrics; {} if there is none."""
+    return jsonl.last_row(self._folder / "metrics.jsonl")
 
   def message(self, text: str) -> None:
     self._display.message(text)

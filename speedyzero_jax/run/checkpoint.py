@@ -10,7 +10,7 @@ array. A JSON item holds counters and each array's name, dtype and shape. Frames
 the checkpoint records which of its slots it references.
 
 CRC-32 checksums of the items and of the JSON are verified. A damaged checkpoint is reported and
-moved to `damaged/`, and the previous one is used. Nothing is ever unpickled.
+moved to `checkpoints/damaged/`, and the previous one is used. Nothing is ever unpickled.
 """
 
 import errno
@@ -219,12 +219,12 @@ class Checkpoints:
 
   def set_aside(self, *, later_than: tuple[int, int] = (-1, -1)) -> None:
     """Moves checkpoints to `damaged/`: all, or those after these learner and agent steps."""
-    aside = self._directory.parent / "damaged"
+    aside = self._directory / "damaged"  # on the same file system
     for moment, folder in self._folders().items():
       if moment > later_than:
         aside.mkdir(exist_ok=True)
         shutil.rmtree(aside / folder.name, ignore_errors=True)
-        shutil.move(folder, aside / folder.name)  # `checkpoints` may be on another disk
+        folder.rename(aside / folder.name)
 
 
 def _sync(folder: Path) -> None:

@@ -69,7 +69,7 @@ class RecoveryManager:
       self._report(
         "warning: another learner has no checkpoint; all learners start again from learner step 0"
         f"{'' if self._exact else ' with the experience in their journals'}, and existing "
-        "checkpoints move to damaged/"
+        "checkpoints move to checkpoints/damaged/"
       )
       self.checkpoints.set_aside()
     heads = np.zeros_like(self.journal.heads) if snapshot is None else snapshot.heads

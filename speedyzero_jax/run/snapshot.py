@@ -12,6 +12,7 @@ import numpy as np
 
 from speedyzero_jax.agents.base import Agent, Variables
 from speedyzero_jax.envs.batched_env import make_env
+from speedyzero_jax.metrics import names
 from speedyzero_jax.replay.journal import JournalDamage
 from speedyzero_jax.run.checkpoint import Snapshot
 from speedyzero_jax.run.experiment import ACT, Experiment, TrainingError
@@ -60,7 +61,6 @@ def save(experiment: Experiment, *, required: bool = False) -> None:
     "weights": {name: version.step for name, version in versions.items()},
     "sweepers": {sweeper.name: sweeper.state_dict() for sweeper in experiment.sweepers},
     "episodes": episodes,
-    "evaluated": experiment.evaluated,
   }
   items |= {"replay": stored, "actor": acted}
   experiment.recovery.save(Snapshot(step, env_steps, items, meta, heads, tails), required=required)
@@ -84,7 +84,8 @@ def restore(experiment: Experiment, restored: Snapshot) -> None:
   for sweeper in experiment.sweepers:
     sweeper.load_state_dict(meta["sweepers"][sweeper.name])
   experiment.limiter.restore(restored.env_steps, restored.step)
-  experiment.evaluated = meta.get("evaluated", restored.step)
+  evaluated = experiment.logger.last_row().get(names.EVALUATION_STEP, 0)
+  experiment.evaluated, *_ = experiment.membership.all_gather(int(evaluated))
   experiment.logger.message(
     f"resuming at learner step {restored.step}, agent step {restored.env_steps}"
   )

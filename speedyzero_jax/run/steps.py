@@ -146,7 +146,7 @@ def evaluate_once(experiment: Experiment) -> bool:
   """Evaluates during training, in the first learner process; the others wait.
 
   Returns False if these weights have been evaluated already, or if the run is stopping or has
-  failed: then a resumed run evaluates them.
+  failed: then all processes stop at this step, and a resumed run evaluates them.
   """
   step = experiment.limiter.learner_steps
   if experiment.evaluated == step or experiment.stop_agreed:
@@ -158,6 +158,8 @@ def evaluate_once(experiment: Experiment) -> bool:
     done, *_ = experiment.membership.all_gather(int(result is not None))  # also a barrier
   if done:
     experiment.evaluated = step
+  else:
+    experiment.stop_agreed = True
   return bool(done)
 
 

@@ -5,13 +5,16 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, text: str) -> None:
-  """Replaces a file, also if the machine fails meanwhile; a kill may leave `path.PID.tmp`.
+  """Replaces a file. After an error, a kill or a power failure it has its old or new content.
 
-  Raises OSError; the file is then as it was.
+  Raises OSError.
   """
   temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-  with temporary.open("w") as file:
-    file.write(text)
-    file.flush()
-    os.fsync(file.fileno())
-  os.replace(temporary, path)
+  try:
+    with temporary.open("w") as file:
+      file.write(text)
+      file.flush()
+      os.fsync(file.fileno())
+    os.replace(temporary, path)
+  finally:
+    temporary.unlink(missing_ok=True)

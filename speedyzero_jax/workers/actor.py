@@ -94,10 +94,10 @@ class Actor:
       acting &= np.cumsum(acting) <= budget
     count = int(acting.sum())
     decision = self._decide(version, progress, random)
-    self._core = decision.core
     if self._resumable_for is not None and self._steps >= self._resumable_for:
       self._actions.clear()
     next_step = self._env.step(np.where(ended, 0, decision.action))
+    self._core = decision.core
     self._actions.append(decision.action.astype(np.int16))
     reward = training_reward(self._config.env, next_step.reward)
     slots = self._slots(decision, version, acting, reward)

@@ -108,7 +108,7 @@ def test_a_run_stopped_and_killed_at_any_moment_ends_as_the_undisturbed_one(fini
     assert [row["step"] for row in starts][-len(begun) :] == begun and starts[0]["devices"] == 1
     rows, damaged = jsonl.read_rows(of / "metrics.jsonl")
     assert not damaged and [row["step"] for row in rows] == [*range(1, STEPS + 1), STEPS]
-    assert not (of / "damaged").exists()
+    assert not (of / "checkpoints" / "damaged").exists()
     assert Checkpoints(of).steps() == [STEPS - 4, STEPS - 2, STEPS]
 
 

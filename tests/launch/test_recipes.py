@@ -211,6 +211,7 @@ def test_a_pod_gives_up_a_helper_that_cannot_start(manifest, role, index, code, 
 
 def test_a_helper_that_ends_well_is_started_again_in_a_plain_job_only(cluster):
   assert cluster.pod(MANIFESTS[1], "refresher", 0).wait(60) == 0
+  assert cluster.pod(MANIFESTS[1], "refresher", 0, ROLE="refreshers").wait(60) == 2
   pod = cluster.pod(MANIFESTS[0], "sz", 3)
   assert wait_until(lambda: len(cluster.calls()) > 7, pod)  # more often than failures are
   pod.kill()

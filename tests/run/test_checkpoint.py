@@ -1,11 +1,9 @@
 """Tests of checkpoints: exact restoration of saved state."""
 
-import errno
 import os
 import re
 import shutil
 from pathlib import Path
-from unittest import mock
 
 import jax
 import numpy as np
@@ -108,11 +106,9 @@ def test_after_setting_all_aside_the_same_moment_is_saved_again(copied):
   folder, _ = copied
   checkpoints, other = Checkpoints(folder), snapshot(8, network=variables(9))
   checkpoints.restore(abstract(), pytest.fail)
-  error = OSError(errno.EXDEV, "Invalid cross-device link")  # `checkpoints` is on another disk
-  with mock.patch("os.rename", side_effect=error):
-    checkpoints.set_aside()
+  checkpoints.set_aside()
   assert checkpoints.steps() == []
-  assert names(folder / "damaged") == ["4-12", "8-24"]
+  assert names(folder / "checkpoints" / "damaged") == ["4-12", "8-24"]
   checkpoints.save(other)
   restored, reported = read(folder)
   assert not reported

@@ -56,7 +56,7 @@ def test_damage_of_any_file_is_named_or_harmless(copied, tmp_path, damage):
     if restored.step == 4:
       (line,) = reported
       assert str(run / "checkpoints" / "8-24") in line and "\n" not in line
-      assert Checkpoints(run).steps() == [4] and (run / "damaged" / "8-24").is_dir()
+      assert Checkpoints(run).steps() == [4] and (run / "checkpoints" / "damaged" / "8-24").is_dir()
       refused.add(path)
   assert refused >= {content_of(folder, item) for item in snapshots[1].items} | {
     content_of(folder, "meta")

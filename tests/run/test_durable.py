@@ -211,7 +211,7 @@ def test_a_restart_from_the_beginning_keeps_the_experience(tmp_path):
   assert Checkpoints(tmp_path).steps() == [0, 4]
   with durable(tmp_path, 4, all_gather=lambda step: [step, -1]) as experiment:
     assert not Checkpoints(tmp_path).steps() and not rows_of(tmp_path)
-    aside = {path.name.split("-")[0] for path in (tmp_path / "damaged").glob("*-*")}
+    aside = {path.name.split("-")[0] for path in (tmp_path / "checkpoints" / "damaged").glob("*-*")}
     assert aside == {"0", "4"}
     assert (experiment.limiter.learner_steps, experiment.limiter.env_steps) == (0, 100)
     snapshot.save(experiment, required=True)

@@ -205,6 +205,7 @@ def test_of_several_learners_the_first_evaluates_and_all_wait_for_it(tmp_path, m
     experiment.limiter.restore(75, 5)
     steps.bookkeeping(experiment)
     assert done == (["met"] if unit else ["evaluated", "met"])
+    assert experiment.stop_agreed  # as the evaluation was stopped
     experiment.limiter.add_learner_step()
     steps.bookkeeping(experiment)
     assert len(done) == 2 - unit
