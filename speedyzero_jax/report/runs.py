@@ -19,7 +19,7 @@ EVALUATIONS = (names.EVALUATION_STEP, names.EVALUATION_MEAN, names.EVALUATION_ST
 _POINTS = 50  # maximum points of a curve in JSON
 REPETITION_KEYS = (  # repetitions may differ in these
   "run.seed", "run.dir", "run.compile_cache", "run.pause_at", "run.keep_checkpoints",
-  "run.log_interval",  "topology.host", "topology.token_file", "profile.steps",
+  "run.log_interval", "topology.host", "topology.token_file", "profile.steps",
 )  # fmt: skip
 
 

@@ -172,7 +172,7 @@ class Checkpoints:
     newest: int | None = None,
     verify: Callable[[np.ndarray, np.ndarray], None] = lambda tails, heads: None,
   ) -> Snapshot:
-    """Returns the newest usable checkpoint as numpy arrays; moves later ones to `damaged/`.
+    """Returns the newest usable checkpoint as numpy arrays; moves later ones aside.
 
     Args:
       templates: structure, dtypes and shapes of items; others are restored as dicts of arrays.
@@ -218,7 +218,7 @@ class Checkpoints:
     )
 
   def set_aside(self, *, later_than: tuple[int, int] = (-1, -1)) -> None:
-    """Moves checkpoints to `damaged/`: all, or those after these learner and agent steps."""
+    """Moves all checkpoints aside, or those after these learner and agent steps."""
     aside = self._directory / "damaged"  # on the same file system
     for moment, folder in self._folders().items():
       if moment > later_than:

@@ -49,7 +49,7 @@ class RecoveryManager:
     """Returns the newest usable checkpoint that every unit has; see `Checkpoints.restore`.
 
     Returns None if a unit has none: all units then start over, and this unit's checkpoints are
-    moved to `damaged/`. Afterwards the journal continues from the heads of the checkpoint, or from
+    moved aside. Afterwards the journal continues from the heads of the checkpoint, or from
     0. Raises CheckpointError if none is usable, or if all are newer than another unit's newest.
     """
     newest = None

@@ -211,6 +211,23 @@ def test_of_several_learners_the_first_evaluates_and_all_wait_for_it(tmp_path, m
     assert len(done) == 2 - unit
 
 
+def test_a_resumed_run_does_not_repeat_an_evaluation(tmp_path):
+  override = "evaluation.interval=4"
+  stopped(tmp_path, override, learner_step=4)
+  run(tmp_path, override, resume_step=4)
+  rows = [(row["step"], row.get("evaluation/step")) for row in rows_of(tmp_path)]
+  assert rows == [(3, None), (4, 4), (6, None), (8, 8), (9, 8), (12, 8)]
+
+
+def test_all_learners_know_from_the_first_what_was_evaluated(tmp_path):
+  membership = Membership(1, 2, all_gather=lambda number: [number or 4, number])
+  with quick(tmp_path, "actor.lanes=4", membership=membership) as experiment:
+    experiment.limiter.restore(75, 5)
+    snapshot.save(experiment, required=True)
+  with quick(tmp_path, "actor.lanes=4", resume_step=5, membership=membership) as experiment:
+    assert experiment.evaluated == 4
+
+
 def test_frames_on_the_devices_change_nothing(uninterrupted, tmp_path):
   """Includes a resumed run, which copies the frames to the devices again."""
   _, digest, _ = uninterrupted("sweep")
