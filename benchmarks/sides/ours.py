@@ -173,7 +173,8 @@ def learn(seed: int, agent_steps: int, interval: int, episodes: int) -> tuple[Wo
     limiter = experiment.limiter
     with curve.evaluation(REUSE * limiter.learner_steps, limiter.env_steps) as point:
       result = evaluate(experiment, *arguments)
-      point.append(result.mean)
+      if result is not None:  # else training has failed
+        point.append(result.mean)
     return result
 
   def work() -> dict[str, Any]:

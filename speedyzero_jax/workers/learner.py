@@ -182,9 +182,8 @@ class Learner:
 
   def fetch(self, result: DeviceResult) -> StepResult:
     """Waits for a training step and returns its results."""
-    metrics = dict(
-      zip(result.scalars.names, np.asarray(result.scalars.values).tolist(), strict=True)
-    )
+    values = np.asarray(result.scalars.values).tolist()
+    metrics = dict(zip(result.scalars.names, values, strict=True))
     stopping = metrics.pop(_STOPPING) > 0
     return StepResult(metrics, _local(result.priority), stopping)
 
@@ -255,9 +254,7 @@ def _stack(scalars: dict[str, jax.Array]) -> Scalars:
   return Scalars(jnp.stack([x.astype(jnp.float32) for x in scalars.values()]), tuple(scalars))
 
 
-def _copying(
-  out: tuple[LearnerState, DeviceResult],
-) -> tuple[LearnerState, DeviceResult]:
+def _copying(out: tuple[LearnerState, DeviceResult]) -> tuple[LearnerState, DeviceResult]:
   """Starts to copy a step's results to the host."""
   _, result = out
   result.scalars.values.copy_to_host_async()
