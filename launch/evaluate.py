@@ -2,14 +2,12 @@
 
 Plays full episodes with raw rewards, of at most the run's `evaluation.max_episode_steps`, with the
 best action or, with `--explore`, as in training. Prints mean, median, standard deviation and
-human-normalized score, and writes evaluation.json into the run folder, unless that has a later
-checkpoint, or the same one with more episodes or another step limit or exploration; without the
-same one these must be the run's own. The run may still be training. `--video` also writes the first
-episode as a GIF, with the agent's values, policy or, without exploration, search results beside
-each frame.
+human-normalized score; `--out` also writes them, with every episode's return, as JSON. The run may
+still be training; its folder is not changed. `--video` writes the first episode as a GIF, with the
+agent's values, policy or, without exploration, search results beside each frame.
 
-Exit codes: 0 done; 1 no readable checkpoint, out of memory, or the result can't be written; 2 usage
-error; 130 stopped by Ctrl-C, without changing evaluation.json.
+Exit codes: 0 done; 1 no readable checkpoint, out of memory, or a file can't be written; 2 usage
+error; 130 stopped by Ctrl-C, with nothing written.
 """
 
 import argparse
@@ -19,7 +17,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for uninstalled clones
 
@@ -29,9 +26,6 @@ from speedyzero_jax.config.schema import Config
 from speedyzero_jax.run import run_dir
 from speedyzero_jax.run.run_dir import RunFolderError
 from speedyzero_jax.system.exit_codes import FAILED, USAGE_ERROR
-
-if TYPE_CHECKING:
-  from speedyzero_jax.workers.evaluator import Evaluation
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,37 +51,35 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument(
     "--seed", type=int, help="seed of the environments (default: that of the run's evaluations)"
   )
+  parser.add_argument("--out", type=Path, metavar="FILE.json", help="the result as JSON")
   parser.add_argument("--video", type=Path, metavar="FILE.gif", help="GIF of the first episode")
   arguments = parser.parse_args(argv)
   if arguments.seed is not None and arguments.seed < 0:
     parser.error("--seed: must be at least 0")
   if arguments.video and arguments.video.suffix.lower() != ".gif":
     parser.error(f"--video: the name must end in .gif, got {arguments.video.name}")
-  if arguments.video and not arguments.video.parent.is_dir():
-    parser.error(f"--video: folder {arguments.video.parent} does not exist")
+  for option, path in (("--out", arguments.out), ("--video", arguments.video)):
+    if path and not path.parent.is_dir():
+      parser.error(f"{option}: folder {path.parent} does not exist")
   given = {key: getattr(arguments, key) for key in ("episodes", "max_episode_steps", "explore")}
   changes = [f"evaluation.{key}={value}" for key, value in given.items() if value is not None]
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
   logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
   try:
-    stored = run_dir.read_config(arguments.run_dir)
-    config = loader.override(stored, changes)
-    return evaluate(config, stored, arguments.run_dir, arguments.seed, arguments.video)
+    config = loader.override(run_dir.read_config(arguments.run_dir), changes)
+    return evaluate(config, arguments.run_dir, arguments.seed, arguments.out, arguments.video)
   except (ConfigError, RunFolderError) as error:
     _report(f"error: {error}")
     return USAGE_ERROR
   except KeyboardInterrupt:
-    _report("stopped; no evaluation was written")
+    _report("stopped; nothing was written")
     return 128 + signal.SIGINT
 
 
 def evaluate(
-  config: Config, stored: Config, folder: Path, seed: int | None, video_path: Path | None
+  config: Config, folder: Path, seed: int | None, out: Path | None, video_path: Path | None
 ) -> int:
-  """Plays the episodes; prints and stores the result. Returns the exit code.
-
-  See `_write` for what is stored; `stored` is the run's configuration.
-  """
+  """Plays the episodes; prints the result and writes the files. Returns the exit code."""
   import jax
 
   from speedyzero_jax.run import factories
@@ -121,12 +113,12 @@ def evaluate(
     )
     assert result is not None  # without `should_stop`
     print(result)
-    try:
-      _write(result, folder / "evaluation.json", stored, config)
-    finally:  # even if the folder is read-only
-      if video and video_path:
-        video.save(video_path)
-        _report(f"wrote {video_path}")
+    if out:
+      result.write(out)
+      _report(f"wrote {out}")
+    if video and video_path:
+      video.save(video_path)
+      _report(f"wrote {video_path}")
   except (CheckpointError, OSError) as error:
     _report(f"error: {error}")
     return FAILED
@@ -137,20 +129,6 @@ def evaluate(
     _report(f"error: {memory.exhausted_message(where, error)}")
     return FAILED
   return 0
-
-
-def _write(result: "Evaluation", path: Path, stored: Config, config: Config) -> None:
-  """Writes the result, unless the file has a better one, or its kind is not that of the run.
-
-  The kind, step limit and exploration, is that of an evaluation of the same checkpoint in the file,
-  or else that of the run's configuration.
-  """
-  own, played = stored.evaluation, config.evaluation
-  differs = (own.explore, own.max_episode_steps) != (played.explore, played.max_episode_steps)
-  if differs and not result.same_kind(path):
-    _report("not written: exploration or step limit is not the run's own")
-  elif better := result.write(path, keep_own=True):
-    _report(f"not written: evaluation.json has {better}")
 
 
 def _report(line: str) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -130,10 +131,9 @@ def _final_evaluation(experiment: Experiment, folder: Path, signals: Signals) ->
     return 0
   evaluation = steps.evaluate_now(experiment)
   if evaluation is None:
-    experiment.logger.message(f"evaluation stopped; repeat it with launch/evaluate.py {folder}")
+    experiment.logger.message(f"evaluation stopped; repeat it with --resume {folder}")
     return signals.exit_code
-  if better := evaluation.write(folder / "evaluation.json"):
-    experiment.logger.message(f"not written: evaluation.json has {better}")
+  evaluation.write(folder / "evaluation.json")
   steps.log(experiment)
   python = sys.orig_argv[0]  # as typed: a `python` on the path may lack the packages
   experiment.logger.message(
@@ -159,8 +159,8 @@ def _device_or_memory_error(error: BaseException, logger: MetricsLogger, units: 
     )
   if units == 1:
     raise error
-  reason = str(error).strip().splitlines()[0][:200]
-  logger.message(f"lost connection to a learner process: {reason}")
+  traceback.print_exception(error)
+  logger.message("error in a collective operation, probably as another learner process is lost")
   os.abort()  # as jax does in surviving processes; the supervisor restarts all processes
 
 

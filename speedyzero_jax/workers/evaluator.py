@@ -9,7 +9,6 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -30,7 +29,6 @@ from speedyzero_jax.workers.video import Video
 from speedyzero_jax.workers.weights import Version
 
 _REPORT_SECONDS = 10
-_KIND = "max_episode_steps", "explore"
 MAX_LANES = 64  # environments stepped together, an even number; further episodes run afterwards
 
 
@@ -55,23 +53,9 @@ class Evaluation:
   explore: bool  # acted as in training
   seed: int
 
-  def write(self, path: Path, *, keep_own: bool = False) -> str | None:
-    """Writes JSON atomically, unless the file has a better evaluation.
-
-    That is one with more episodes of the same checkpoint, step limit and exploration, or with
-    `keep_own`, which protects what the run itself writes, one of a later checkpoint, or of the same
-    one with another step limit or exploration. Returns a description of the better one; None if
-    this one is written.
-    """
-    if better := _better(path, self, keep_own):
-      return better
+  def write(self, path: Path) -> None:
+    """Writes JSON atomically."""
     write_atomically(path, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
-    return None
-
-  def same_kind(self, path: Path) -> bool:
-    """Whether the file has an evaluation of this checkpoint, step limit and exploration."""
-    written = _read(path)
-    return all(written.get(key) == getattr(self, key) for key in ("step", *_KIND))
 
   def metrics(self) -> dict[str, float]:
     """Returns the metrics to log, without unknown ones."""
@@ -152,32 +136,6 @@ def evaluate(
     explore=config.evaluation.explore,
     seed=seed,
   )
-
-
-def _better(path: Path, evaluation: Evaluation, keep_own: bool) -> str | None:
-  """Describes a better evaluation in the file, see `Evaluation.write`; None if there is none."""
-  written = _read(path)
-  try:
-    if keep_own and written["step"] > evaluation.step:
-      return f"a later checkpoint, of learner step {written['step']}"
-    if written["step"] != evaluation.step:
-      return None
-    for key in _KIND:
-      if written[key] != getattr(evaluation, key):
-        return f"the same checkpoint with {key}={written[key]}" if keep_own else None
-    more = written["episodes"] > evaluation.episodes
-    return f"{written['episodes']} episodes of the same checkpoint" if more else None
-  except (TypeError, KeyError):
-    return None
-
-
-def _read(path: Path) -> dict[str, Any]:
-  """Reads an evaluation; {} if there is none."""
-  try:
-    written = json.loads(path.read_text())
-  except (OSError, ValueError):
-    return {}
-  return written if isinstance(written, dict) else {}
 
 
 def _play(

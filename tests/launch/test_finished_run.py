@@ -64,7 +64,7 @@ def test_resuming_it_evaluates_and_does_not_train(finished, copied, capsys):
   assert multihost.main(["--resume", str(copied), "evaluation.episodes=3", CACHE]) == 0
   captured = capsys.readouterr()
   assert hash_in(captured.out) == hash_in(finished[1])
-  assert "compiling train step" not in captured.out
+  assert "compiling train step" not in captured.out and "repeating" not in captured.out
   before, after = listing(finished[0]), listing(copied)
   changed = {name for name in before | after if before.get(name) != after.get(name)}
   assert {name for name in changed if not re.match("tensorboard|journal", name)} == {
@@ -155,41 +155,28 @@ def test_a_run_that_cannot_continue_fails_in_one_line(copied, capsys, part):
 # --- evaluating
 
 
-def test_evaluating_it_only_adds_the_evaluation(copied, capsys):
-  before = listing(copied)
-  process = start(copied, "--episodes", 5, script="evaluate.py")
+def test_evaluating_it_writes_only_the_given_file(finished, tmp_path):
+  before, path = listing(finished[0]), tmp_path / "result.json"
+  process = start(finished[0], "--episodes", 5, "--out", path, script="evaluate.py")
   out, errors = process.communicate(timeout=120)
   assert process.returncode == 0, errors
-  written = json.loads((copied / "evaluation.json").read_text())
+  written = json.loads(path.read_text())
   assert written["episodes"] == len(written["returns"]) == 5 and written["step"] == STEPS
   assert f"mean {written['mean']:.2f}" in out
-  after = listing(copied)
-  assert after.pop("evaluation.json") and after == before
-  # Fewer episodes replace nothing.
-  assert evaluate.main([str(copied), "--episodes", "1"]) == 0
-  assert multihost.main(["--resume", str(copied), "evaluation.episodes=1", CACHE]) == 0
-  assert "not written: evaluation.json has 5 episodes" in capsys.readouterr().out
-  # Nor does an evaluation of another kind.
-  assert evaluate.main([str(copied), "--episodes", "6", "--explore"]) == 0
-  captured = capsys.readouterr()
-  assert "6 episodes with exploration" in captured.out
-  assert "not written: exploration or step limit" in captured.err
-  assert json.loads((copied / "evaluation.json").read_text()) == written
-  # But one of the kind that the file already has.
-  path = copied / "evaluation.json"
-  path.write_text(json.dumps(json.loads(path.read_text()) | {"explore": True}))
-  assert evaluate.main([str(copied), "--episodes", "6", "--explore"]) == 0
-  assert json.loads(path.read_text())["episodes"] == 6
+  assert errors.endswith(f"wrote {path}\n")
+  assert listing(finished[0]) == before
 
 
-def test_evaluating_it_as_the_run_did_gives_the_same(finished, copied):
-  assert evaluate.main([str(copied)]) == 0
-  assert listing(copied)["evaluation.json"] == listing(finished[0])["evaluation.json"]
-  arguments = ["--seed", "4", "--video", str(copied / "first.gif")]
-  assert evaluate.main([str(copied), *arguments]) == 0
-  with Image.open(copied / "first.gif") as video:
-    length = json.loads((copied / "evaluation.json").read_text())["lengths"][0]
-    assert video.n_frames == length + 1  # with the frame at the end
+def test_evaluating_it_as_the_run_did_gives_the_same(finished, tmp_path):
+  path, video = tmp_path / "result.json", tmp_path / "first.gif"
+  assert evaluate.main([str(finished[0]), "--out", str(path)]) == 0
+  assert path.read_text() == (finished[0] / "evaluation.json").read_text()
+  arguments = ["--seed", "4", "--explore", "--out", str(path), "--video", str(video)]
+  assert evaluate.main([str(finished[0]), *arguments]) == 0
+  written = json.loads(path.read_text())
+  assert written["explore"] and written["seed"] == 4
+  with Image.open(video) as gif:
+    assert gif.n_frames == written["lengths"][0] + 1  # with the frame at the end
 
 
 def test_an_interrupted_evaluation_leaves_the_one_before(finished, monkeypatch, capsys):

@@ -30,7 +30,7 @@ def test_a_stop_during_the_last_evaluation(tmp_path, monkeypatch, capsys):
 
   monkeypatch.setattr(steps, "evaluate_now", stopped)
   assert multihost.main([*NEW, "learner.steps=4", f"run.dir={folder}"]) == 143
-  assert f"repeat it with launch/evaluate.py {folder}" in capsys.readouterr().out
+  assert f"repeat it with --resume {folder}" in capsys.readouterr().out
   assert newest(folder) == 4 and not (folder / "evaluation.json").exists()
 
 

@@ -159,50 +159,9 @@ def test_exploration_has_a_new_key_in_every_step_and_is_reproducible(envs, monke
 def test_the_file_holds_the_result_and_replaces_an_older_one(envs, tmp_path):
   result, path = play(2), tmp_path / "evaluation.json"
   path.write_text("an older one")
-  assert result.write(path) is None
+  result.write(path)
   assert json.loads(path.read_text()) == dataclasses.asdict(result)
   assert list(tmp_path.iterdir()) == [path]
-
-
-def test_the_file_keeps_more_episodes_of_the_same_checkpoint(envs, tmp_path):
-  result, path = play(2), tmp_path / "evaluation.json"
-  larger = dataclasses.replace(result, episodes=3)
-  larger.write(path)
-  assert result.write(path) == "3 episodes of the same checkpoint"
-  assert json.loads(path.read_text()) == dataclasses.asdict(larger)
-  steps = result.max_episode_steps
-  for change in ({"step": result.step + 1}, {"max_episode_steps": steps + 1}, {"explore": True}):
-    larger.write(path)
-    other = dataclasses.replace(result, **change)
-    assert other.write(path) is None
-    assert json.loads(path.read_text()) == dataclasses.asdict(other)
-    path.unlink()
-
-
-def test_the_file_keeps_what_a_resumed_run_wrote_with_another_exploration(envs, tmp_path):
-  result, path = play(2), tmp_path / "evaluation.json"
-  sampled = dataclasses.replace(result, explore=True)
-  sampled.write(path)
-  assert result.write(path, keep_own=True) == "the same checkpoint with explore=True"
-  assert json.loads(path.read_text()) == dataclasses.asdict(sampled)
-  assert sampled.same_kind(path) and not result.same_kind(path)
-  larger = dataclasses.replace(sampled, episodes=3)
-  assert larger.write(path, keep_own=True) is None
-  older = dataclasses.replace(sampled, step=result.step - 1)
-  path.write_text(json.dumps(dataclasses.asdict(older)))
-  assert result.write(path, keep_own=True) is None
-
-
-def test_the_file_keeps_an_evaluation_of_a_later_checkpoint(envs, tmp_path):
-  """The run may end while launch/evaluate.py plays with an earlier checkpoint."""
-  result, path = play(2), tmp_path / "evaluation.json"
-  later = dataclasses.replace(result, step=result.step + 5, episodes=1)
-  later.write(path)
-  better = result.write(path, keep_own=True)
-  assert better == f"a later checkpoint, of learner step {later.step}"
-  assert json.loads(path.read_text()) == dataclasses.asdict(later)
-  assert result.write(path) is None  # the run itself, after a restart from an earlier checkpoint
-  assert json.loads(path.read_text()) == dataclasses.asdict(result)
 
 
 def test_atari_is_normalized_by_human_and_random_play(envs):
