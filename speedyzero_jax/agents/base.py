@@ -128,7 +128,9 @@ class Agent(abc.ABC):
 
   schema: Schema  # of a stored step
   window: Window
-  lookahead: int  # slots after a sample's first that its targets may use, at least window.after
+  # A lane has room for `env.frame_stack + lookahead` slots. At least `window.after`, and the slots
+  # after a sample's first that its targets may use.
+  lookahead: int
   subscriptions: Mapping[str, int] = {}  # weights for tasks: learner steps between updates
   tasks: Mapping[str, Task] = {}
   # The column `value` estimates the discounted return, multiplied by this; 0: no such column.

@@ -4,14 +4,14 @@ With `loss.synchronous` it is A2C (Mnih et al. 2016): the behavior policy is the
 all importance ratios are 1, except for each trajectory's first action. That action was chosen with
 the frame that completed the previous trajectory, one learner step earlier.
 
-V-trace corrects for the policy lag, which is bounded. With R agent steps per learner step in one
-process, the weights that acted in a slot are at most
+V-trace corrects for the policy lag, which is bounded. With N lanes, batches of B trajectories and R
+agent steps per learner step in one process, the weights that acted in a slot are at most
 
-    actor.weights_interval + (slack + capacity + actor.lanes + 1) / R
+    actor.weights_interval + 1 + max((slack + N) / R + (2 N + 1) / B, learner.prefetch + 2 + N / B)
 
-learner steps old when the slot is trained on: the rate limiter lets collection run ahead by `slack`
-agent steps, and the replay evicts trajectories that have waited for longer than its capacity, in
-slots.
+learner steps old when the slot is trained on. The first term is for a learner that waits for agent
+steps, of which the rate limiter grants `slack` in advance; the second for one that waits for
+trajectories.
 """
 
 import dataclasses
@@ -139,7 +139,6 @@ class Impala(TorsoAgent):
     actions: int,
     *columns: Column,
   ):
-    # In slots played at random the logits are 0, for a uniform policy.
     columns = (Column("logits", "float32", (actions,)), *columns)
     network = partial(self.network, decodes=config.agent.loss.reconstruction_coefficient > 0)
     super().__init__(config, frame_shape, frame_dtype, actions, network, columns)

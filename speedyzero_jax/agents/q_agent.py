@@ -1,8 +1,8 @@
 """Base class of agents that learn Q-values: network, exploration and stored priorities.
 
 With `priority.initial=actor` or `refresh.enabled`, each slot stores Q(s, a) and max Q(s, .),
-computed by the weights that acted or by newer ones. Priorities are then n-step Q-learning errors
-computed from these values instead of the target network's.
+computed by the weights that acted or by newer ones. Initial and refreshed priorities are then
+n-step Q-learning errors computed from these values instead of the target network's.
 """
 
 import dataclasses

@@ -28,7 +28,8 @@ from speedyzero_jax.replay.selector import Selection
 from speedyzero_jax.replay.storage import LaneStore, take
 from speedyzero_jax.types import Params
 
-# Means over the actions trained on, in units of h(Q), see `value_encoding.transform`.
+# Means over sequences of the means over their actions, in units of h(Q), see
+# `value_encoding.transform`.
 TD_ERROR = "losses/td_error"  # |target - Q(s, a)|
 Q_VALUE = "losses/q_value"  # Q(s, a)
 
@@ -72,11 +73,16 @@ class R2d2Config(QAgentConfig):
   network: NetworkConfig = NetworkConfig()
   loss: LossConfig = LossConfig()
 
+  @property
+  def burn_in(self) -> int:
+    """Slots of a sequence that only warm up the recurrent state; 0 without one."""
+    return self.loss.burn_in if self.network.core == "lstm" else 0
+
   def problems(self, config: Config) -> Iterable[str]:
     yield from super().problems(config)
     yield from torso_problems(self.network, config.env)
     loss, lanes = self.loss, config.actor.lanes
-    slots = loss.burn_in + loss.sequence_length + loss.td_steps
+    slots = self.burn_in + loss.sequence_length + loss.td_steps
     if config.run.env_steps < lanes * slots:
       yield (
         f"loss.sequence_length: with loss.burn_in and loss.td_steps a sequence has {slots} slots; "
@@ -92,13 +98,13 @@ class R2D2(QAgent):
   """See `agents.base.Agent`."""
 
   def __init__(self, config: Config, frame_shape: tuple[int, ...], frame_dtype: Any, actions: int):
-    loss: LossConfig = config.agent.loss
+    loss, burn_in = config.agent.loss, config.agent.burn_in
     super().__init__(
       config, frame_shape, frame_dtype, actions,
-      trained=loss.burn_in + np.arange(loss.sequence_length), eta=loss.priority_max, rescaled=True,
+      trained=burn_in + np.arange(loss.sequence_length), eta=loss.priority_max, rescaled=True,
     )  # fmt: skip
     # The return of the last slot trained on bootstraps td_steps later.
-    after = loss.burn_in + loss.sequence_length - 1 + loss.td_steps
+    after = burn_in + loss.sequence_length - 1 + loss.td_steps
     self.window = Window(after=after, within_episode=False)
     self.lookahead = after + loss.stride - 1  # contains a whole sequence wherever a lane begins
 
@@ -109,9 +115,7 @@ class R2D2(QAgent):
   ) -> tuple[jax.Array, LossOutput]:
     acted = batch["loss_mask"]
     # Rescaled Q [B, T + n, A] of the slots after the burn-in.
-    q, next_q = (
-      self._unrolled(p, batch, self._agent_config.loss.burn_in) for p in (params, target)
-    )
+    q, next_q = (self._unrolled(p, batch, self._agent_config.burn_in) for p in (params, target))
     end = jnp.arange(acted.shape[1]) + batch["steps"]  # [B, T], slots from which to bootstrap
     selector, later = (jnp.take_along_axis(x, end[..., None], axis=1) for x in (q, next_q))
     q, action = q[:, : acted.shape[1]], batch["action"]

@@ -346,6 +346,13 @@ class Config:
     ):
       if value > limit:
         yield f"{key}: must be at most {bound} ({limit}), got {value}"
+    decayed = optim.warmup_steps + optim.decay_steps
+    if optim.decay == "linear" and optim.decay_steps > 0 and decayed < learner.steps:
+      yield (
+        "optim.decay_steps: with optim.decay=linear must be 0 or at least learner.steps - "
+        f"optim.warmup_steps ({learner.steps - optim.warmup_steps}), as the learning rate is 0 "
+        f"afterwards, got {optim.decay_steps}"
+      )
     if 0 < actor.max_lag <= actor.weights_interval:
       yield (
         "actor.max_lag: must be 0 or more than actor.weights_interval "

@@ -28,6 +28,10 @@ def _agent(*overrides):
   return trained.make(_ACTIONS, *_TINY, *overrides)
 
 
+def _burn_in(core):
+  return _BURN_IN if core == "lstm" else 0
+
+
 @functools.cache
 def _gradient(core="lstm"):
   return trained.gradient(_agent(f"network.core={core}"), 2)
@@ -50,7 +54,7 @@ def _batch(core="lstm"):
     played.append(episodes.every_end(_N + 2, rng))
     stored.append(episodes.recorded(agent.schema, lane, played[-1], rng))
     replay.append(stored[-1])
-  slots = _BURN_IN + _LENGTH + _N
+  slots = _burn_in(core) + _LENGTH + _N
   found = [(lane, t) for lane in range(2) for t in range(0, len(stored[lane]) - slots + 1, _STRIDE)]
   assert replay.selector.count == len(found) < _BATCH
   lane, time = np.array(found)[np.arange(_BATCH) % len(found)].T
@@ -83,22 +87,22 @@ def _reference(core="lstm"):
   """Errors and Q(s, a) [B, T], 0 without an action, and the loss for fixed targets."""
   _, selection, stored, played = _batch(core)
   params, target = _start(core)
-  samples, goals = [], np.zeros((_BATCH, _LENGTH))
+  samples, goals, burn_in = [], np.zeros((_BATCH, _LENGTH)), _burn_in(core)
   for b, (lane, time) in enumerate(zip(selection.lane, selection.time, strict=True)):
-    slots, times = stored[lane], np.arange(time, time + _BURN_IN + _LENGTH + _N)
+    slots, times = stored[lane], np.arange(time, time + burn_in + _LENGTH + _N)
     x = np.stack([episodes.observation(slots, t, _STACK) for t in times])
     first, state = slots["first"][times], None if core == "none" else slots["core"][time]
     (q, states), (next_q, _) = (trained.q_values(p, x, first, state) for p in (params, target))
-    warm = None if core == "none" else states[_BURN_IN]
+    warm = None if core == "none" else states[burn_in]
     chosen = []
-    for i in range(_BURN_IN, _BURN_IN + _LENGTH):
+    for i in range(burn_in, burn_in + _LENGTH):
       if (returns := _n_step(played[lane], time + i)) is not None:
         reward, discount, steps = returns
         value = trained.inverse_h(next_q[i + steps, q[i + steps].argmax()])
         action = slots["action"][time + i]
-        chosen.append((i - _BURN_IN, action))
-        goals[b, i - _BURN_IN] = trained.h(reward + discount * value)
-    samples.append((x[_BURN_IN:], first[_BURN_IN:], warm, chosen))
+        chosen.append((i - burn_in, action))
+        goals[b, i - burn_in] = trained.h(reward + discount * value)
+    samples.append((x[burn_in:], first[burn_in:], warm, chosen))
   weight = np.linspace(0.001, 0.1, _BATCH) ** -(0.5 + 0.5 * 0.5)
   weight = np.maximum(weight / weight.max(), 0.3)
 

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from speedyzero_jax.config import loader
+from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.config.presets import preset_names
 
 
@@ -74,6 +75,23 @@ def test_efficientzero_undoes_what_was_stacked_before_it():
     "search.uniform_fraction", "reanalyse.max_age", "reanalyse.block", "refresh.block",
     "optim.trust_max", "optim.min_weight_norm", "run.log_interval",
   }  # fmt: skip
+
+
+GAMES = ("Catch", "CartPole", "MemoryCatch", "Pong")
+
+
+@pytest.mark.parametrize("preset", ["impala", "a2c", "a3c", "appo", "ppo", "ppo_atari"])
+def test_on_policy_presets_train_on_what_they_collect(preset):
+  for game in ("Pong", "Breakout") if preset == "ppo_atari" else GAMES:
+    config = loader.load([preset], [f"env.game={game}"])
+    with pytest.raises(ConfigError, match=r"learner\.steps: must be at most"):
+      loader.override(config, [f"learner.steps={round(config.learner.steps / 0.9)}"])
+
+
+def test_ez_v2_replaces_the_search_of_what_was_stacked_before_it():
+  game = ["env.game=Breakout"]
+  alone, stacked = loader.load(["ez_v2"], game), loader.load(["atari100k_adam", "ez_v2"], game)
+  assert alone.agent.search == stacked.agent.search
 
 
 def test_atari100k_samples_each_transition_as_often_as_atari300k():

@@ -228,6 +228,13 @@ class EfficientZeroConfig(AgentConfig):
   def refreshes(self) -> bool:
     return self.reanalyse.schedule != "off" or self.refresh.enabled
 
+  @property
+  def refresh_sweeps(self) -> bool:
+    """Whether Priority Refresh has a sweep of its own, which no reanalysis sweep replaces."""
+    reanalyse, refresh = self.reanalyse, self.refresh
+    replaced = reanalyse.schedule == "sweep" and reanalyse.max_age <= refresh.max_age
+    return refresh.enabled and not replaced
+
   def problems(self, config: Config) -> Iterable[str]:
     yield from self._network_problems(config)
     yield from self._search_problems()
@@ -235,7 +242,14 @@ class EfficientZeroConfig(AgentConfig):
       yield f"reanalyse.reuse: needs reanalyse.schedule=sweep, got {self.reanalyse.schedule}"
     if self.reanalyse.reuse and self.search.algorithm != "gumbel":
       yield f"reanalyse.reuse: needs search.algorithm=gumbel, got {self.search.algorithm}"
-    if self.refresh.enabled:
+    searched = self.reanalyse.schedule != "off" or not config.actor.random_steps
+    if self.reanalyse.value_target != "n_step" and not searched:
+      yield (
+        "reanalyse.value_target: must be n_step with reanalyse.schedule=off and "
+        "actor.random_steps > 0, as states played at random have no search value then, got "
+        f"{self.reanalyse.value_target}"
+      )
+    if self.refresh_sweeps:
       yield from refresh.sweep_problems("refresh", self.refresh, config)
     if self.reanalyse.schedule == "sweep":
       yield from refresh.sweep_problems("reanalyse", self.reanalyse, config)

@@ -89,9 +89,9 @@ def make_tasks(
       reads=EDGES if reanalyse.reuse else (),
       read=partial(_known_edges, config) if reanalyse.reuse else None,
     )
-  if reanalyse.schedule == "batch":
+  if reanalyse.schedule == "batch" and reanalyse.value_target != "search":
     tasks["bootstrap"] = Task(values, (value,), write_bootstrap, REANALYSER, part="search")
-  if refresh.enabled and not (sweeping and reanalyse.max_age <= refresh.max_age):
+  if agent_config.refresh_sweeps:
     subscriptions[REFRESHER] = refresh.weights_interval
     tasks["refresh"] = refresh_task(refresh, values, (value,), write_values)
   return subscriptions, tasks
@@ -114,9 +114,11 @@ def batch_work(config: Config, replay: Replay, selection: Selection) -> list[Wor
   _, time = replay.clamp(lane, selection.time)
   # Taking the first samples is unbiased, since samples are independent.
   states = targets.unrolled_times(store, lane, time, unroll)[: round(reanalyse.ratio * len(time))]
-  bootstraps = targets.bootstrap_times(store, lane, time, config, unroll)
+  times_of = {"reanalyse": states}
+  if reanalyse.value_target != "search":
+    times_of["bootstrap"] = targets.bootstrap_times(store, lane, time, config, unroll)
   works = []
-  for task, times in (("reanalyse", states), ("bootstrap", bootstraps)):
+  for task, times in times_of.items():
     if len(times):
       real = times == times[:, :1] + np.arange(unroll + 1)
       works.append(Work(task, lane[: len(times)], times[:, 0], real))

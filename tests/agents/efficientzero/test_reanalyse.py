@@ -70,6 +70,10 @@ def test_batch_work_is_exactly_the_states_that_the_targets_are_made_from(seed, r
   works = {work.task: states_of(work) for work in agent.batch_work(replay, drawn)}
   assert works == ({"reanalyse": searched} if ratio else {}) | {"bootstrap": ends}
   assert not make_agent("reanalyse.schedule=sweep").batch_work(replay, drawn)
+  agent = make_agent(f"reanalyse.ratio={ratio}", "reanalyse.value_target=search")
+  works.pop("bootstrap")  # no target uses it
+  assert {work.task: states_of(work) for work in agent.batch_work(replay, drawn)} == works
+  assert agent.tasks.keys() >= works.keys() and "bootstrap" not in agent.tasks
 
 
 def test_batch_work_is_of_stored_states_if_samples_are_evicted_meanwhile():
@@ -279,6 +283,7 @@ def test_refreshed_priorities_equal_brute_force(capacity, seed, target):
 def test_a_refresh_without_a_sweep_that_searches(schedule, target):
   """It uses no search older than its values; without reanalysis, it uses training targets."""
   overrides = (f"reanalyse.schedule={schedule}", f"reanalyse.value_target={target}", FIXED)
+  overrides += ("actor.random_steps=0",)
   replay, stream = make_replay(60, *overrides), reference.Stream(LANES, 3)
   for l in range(LANES):
     replay.append(stream.play(l, 50, step=0))
