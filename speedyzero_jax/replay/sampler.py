@@ -10,7 +10,7 @@ from speedyzero_jax.replay.selector import Selection
 from speedyzero_jax.replay.storage import NEVER, LaneStore, put, slots_between, take
 from speedyzero_jax.replay.sum_tree import SumTree
 
-_GROUP = 256  # samples whose importance weights are normalized together
+_GROUP = 256  # approximate number of samples whose importance weights are normalized together
 
 
 class PrioritizedSampler:
@@ -167,13 +167,16 @@ def importance_weights(
 ) -> np.ndarray:
   """Returns importance weights p^-beta, float32 [B], at most 1 (Schaul et al. 2016, section 3.4).
 
-  They are normalized by the maximum of each group of 256 consecutive samples, EfficientZero's batch
-  size. A larger batch has a larger maximum, so normalizing by it would reduce all weights, and with
-  them the effective learning rate. Samples are independent, so groups are statistically equivalent.
+  They are normalized by the maximum of each group of about 256 consecutive samples, EfficientZero's
+  batch size. A larger batch has a larger maximum, so normalizing by it would reduce all weights,
+  and with them the effective learning rate. Samples are independent, so groups of (nearly) equal
+  sizes are statistically equivalent.
   `progress` is the completed share of training, in [0, 1].
   """
   beta = config.beta_start + progress * (config.beta_end - config.beta_start)
   weight = probability**-beta
-  largest = np.maximum.reduceat(weight, np.arange(0, len(weight), _GROUP))
-  weight /= np.repeat(largest, _GROUP)[: len(weight)]
+  groups = max(round(len(weight) / _GROUP), 1)
+  begins = np.arange(groups) * len(weight) // groups
+  largest = np.maximum.reduceat(weight, begins)
+  weight /= np.repeat(largest, np.diff(begins, append=len(weight)))
   return np.maximum(weight, config.min_weight).astype(np.float32)

@@ -206,4 +206,13 @@ def test_the_mean_importance_weight_does_not_depend_on_the_batch_size(beta):
     for batch in (256, 2048)
   }
   np.testing.assert_allclose(means[2048], means[256], rtol=0.1)
-  assert weights_of(tree.sample(600, rng)[1], beta).max() == 1  # the last group is smaller
+
+
+@pytest.mark.parametrize(
+  ("batch", "sizes"), [(1, [1]), (300, [300]), (400, [200, 200]), (600, [300, 300])]
+)
+def test_importance_weights_are_normalized_in_groups_of_equal_sizes(batch, sizes):
+  p = np.random.default_rng(1).uniform(0.1, 1, batch)
+  groups = np.split(p**-0.7, np.cumsum(sizes)[:-1])
+  expected = np.concatenate([group / group.max() for group in groups])
+  np.testing.assert_allclose(weights_of(p, 0.7), expected, rtol=1e-6)
