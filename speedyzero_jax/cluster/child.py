@@ -104,7 +104,8 @@ class Process:
 
   def exit_report(self) -> str:
     """Describes how it ended, with the last lines of its log."""
-    with self.log.open("rb") as file:
+    tail = []
+    with contextlib.suppress(OSError), self.log.open("rb") as file:
       file.seek(max(file.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
       tail = file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
     return "\n".join([f"{self}; the end of {self.log}:", *(f"  {line}" for line in tail)])

@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import platform
 import secrets
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +23,7 @@ from speedyzero_jax.config.schema import Config
 from speedyzero_jax.replay.journal import JournalError
 from speedyzero_jax.run import topology
 from speedyzero_jax.run.factories import enable_compilation_cache, make_agent
-from speedyzero_jax.run.run_dir import RunDir
+from speedyzero_jax.run.run_dir import RunDir, RunFolderError
 from speedyzero_jax.run.signals import Signals
 from speedyzero_jax.run.topology import Role, Topology, derived_seed
 from speedyzero_jax.run.train import train
@@ -32,6 +34,7 @@ _TOKEN, _MIN_TOKEN = 32, 16  # bytes of a generated token; minimum of one read f
 # Seconds for which a process waits for all others: on one machine, on a cluster that may be full.
 _JOIN_TIMEOUT, _CLUSTER_JOIN_TIMEOUT = 300, 3600
 _START_TIMEOUT = 600.0  # seconds for which processes wait for each other to start
+_MOUNT_TIMEOUT = 60.0  # seconds for which network file systems may not show a new file
 _LOOKUP_TIMEOUT = 10.0  # seconds for which a helper waits for a value that has been published
 
 
@@ -116,9 +119,12 @@ def _run(
     if role.kind != "learner":
       with Signals.at_once():
         return _serve(config, token, shape, role, rendezvous)
-    folder = Path(run.folder) / f"units/{role.unit}" if role.unit else Path(run.folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    if not role.unit:
+    folder = Path(run.folder)
+    if role.unit:
+      _check_mounted(folder)
+      folder /= f"units/{role.unit}"
+      folder.mkdir(parents=True, exist_ok=True)
+    else:
       print(f"topology: {shape}", flush=True)
     return train(
       config,
@@ -130,6 +136,17 @@ def _run(
     )
   finally:
     rendezvous.leave()
+
+
+def _check_mounted(folder: Path) -> None:
+  """Raises RunFolderError unless this learner process sees what process 0 has stored there."""
+  until = time.monotonic() + _MOUNT_TIMEOUT
+  while not (folder / "config.yaml").exists():
+    if time.monotonic() > until:
+      raise RunFolderError(
+        f"{folder} holds no run on {platform.node()}: all learners must mount the same run folder"
+      )
+    time.sleep(1)
 
 
 def _serve(

@@ -71,14 +71,15 @@ class RefresherService:
     self._write(helper, request)
     self._ready.add(helper.number)
     self._roster.waits(helper)
-    found = self._limiter.wait_for(lambda: self._next(helper) or self._roster.over, seconds)
-    if not isinstance(found, messages.Block):
+    found = self._limiter.wait_for(lambda: self._assign(helper) or self._roster.over, seconds)
+    if not isinstance(found, tuple):
       self._roster.enter(helper)
       return None
     self._roster.served(helper)
-    return found
+    return self._block(*found)
 
-  def _next(self, helper: Helper) -> messages.Block | None:
+  def _assign(self, helper: Helper) -> tuple[int, Work] | None:
+    """Assigns the next block, if there is one."""
     with self._lock:
       now = time.monotonic()
       for block, assignment in list(self._assigned.items()):
@@ -91,10 +92,13 @@ class RefresherService:
         return None
       block = next(self._numbers)
       self._assigned[block] = _Assignment(work, helper, now + self._block_timeout, batch)
+    return block, work
+
+  def _block(self, number: int, work: Work) -> messages.Block:
     task, states = self._tasks[work.task], (work.lane, work.time, work.real.shape[1] - 1)
     cell, heads = self._replay.window_cells(*states)
     return messages.Block(
-      block=block,
+      block=number,
       task=work.task,
       lane=work.lane.astype(np.int32),
       cell=cell.astype(np.int32),
@@ -132,8 +136,9 @@ class RefresherService:
   def execute(self, works: Sequence[Work], learner_step: int) -> None:
     """Queues a sampled batch's work for the refreshers and waits until it is done.
 
-    Without `topology.bound_age`, the wait has a timeout, and ends if no refresher is alive. It also
-    ends with the run. The first batch is not given up while refreshers compile their programs.
+    Without `topology.bound_age`, the wait has a timeout, and ends if no refresher is alive or may
+    still be computing a block of the batch. It also ends with the run. The first batch is not given
+    up while refreshers compile their programs.
     """
     parts = [part for work in works for part in split(work, self._refreshers)]
     batch = _Batch(len(parts))
@@ -148,7 +153,7 @@ class RefresherService:
       return not batch.left or self._limiter.unpaced or self._limiter.stopping
 
     while not done() and time.monotonic() < until:
-      if not self._bound_age and not self._roster.alive("refresher"):
+      if not (self._bound_age or self._roster.alive("refresher") or self._computing(batch)):
         break
       self._limiter.wait_for(done, min(_POLL, until - time.monotonic()))
     with self._lock:  # late results are still written, but blocks are not assigned again
@@ -156,6 +161,12 @@ class RefresherService:
       for assignment in self._assigned.values():
         if assignment.batch is batch:
           assignment.batch = None
+
+  def _computing(self, batch: _Batch) -> bool:
+    """Whether a refresher has a block of the batch; it makes no call while it computes."""
+    now = time.monotonic()
+    with self._lock:
+      return any(a.batch is batch and now < a.deadline for a in self._assigned.values())
 
   def _wait_for_refreshers(self, batch: _Batch) -> None:
     """Waits, in the first call only, until the batch is done or every refresher requested work."""

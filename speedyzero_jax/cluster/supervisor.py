@@ -80,13 +80,18 @@ class Supervisor:
 
     Returns 0 if all vital processes ended with 0; 128 + n if signal n stopped them; the exit code
     of a vital process that failed; USAGE_ERROR if another process exited with it; FAILED if
-    processes died too often. Raises OSError if logs can't be written or processes can't be started.
+    processes died too often, or were killed because they did not save in time. Raises OSError if
+    logs can't be written or processes can't be started.
     """
     self._logs.mkdir(parents=True, exist_ok=True)
     with _signal_pipe() as pipe, selectors.DefaultSelector() as self._selector:
       self._selector.register(pipe, selectors.EVENT_READ)
       try:
         return self._run()
+      except OSError:  # a process can't be restarted; let learners save
+        if self._running:
+          self._stop(signal.SIGTERM)
+        raise
       finally:
         self._kill_all()
 
@@ -157,7 +162,8 @@ class Supervisor:
     unsaved = [process for process in vital if process.code not in (0, 128 + number, -number)]
     for process in unsaved:
       self._report(process.exit_report())
-    return next((process.code for process in unsaved if not process.end_signal), 128 + number)
+    killed = FAILED if unsaved and not self._signals else 128 + number  # not by another SIGINT
+    return next((process.code for process in unsaved if not process.end_signal), killed)
 
   def _end(self, processes: Iterable[Process], number: signal.Signals, patience: float) -> None:
     """Sends processes a signal, waits up to `patience` seconds for their end, kills the rest."""

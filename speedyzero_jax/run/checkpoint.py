@@ -214,7 +214,7 @@ class Checkpoints:
           ) from error
         report(f"checkpoint {folder} cannot be used: {_reason(error)}")
     raise CheckpointError(
-      f"none of the {len(folders)} checkpoints in {self._directory} can be read"
+      f"none of the {len(folders)} checkpoints in {self._directory} can be used"
     )
 
   def set_aside(self, *, later_than: tuple[int, int] = (-1, -1)) -> None:

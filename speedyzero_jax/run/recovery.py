@@ -94,7 +94,7 @@ class RecoveryManager:
     try:
       self._join()
     except (CheckpointError, JournalError) as error:
-      self._report(f"{error}; training continues, earlier checkpoints are intact")
+      self._report(f"{error}; earlier checkpoints are intact")
 
   def save(self, snapshot: Snapshot, *, required: bool) -> None:
     """Starts writing a checkpoint in the background, once the previous one is written.
@@ -108,7 +108,7 @@ class RecoveryManager:
     if self._units == 1:
       self._common = snapshot.step
     elif not required:
-      newest_of_all = set(self._all_gather(max(self.checkpoints.steps(), default=-1)))
+      newest_of_all = set(self._all_gather(-1 if self.newest is None else self.newest))
       if len(newest_of_all) == 1:
         self._common = newest_of_all.pop()
     self._saving = self._writer.submit(self._save, snapshot, self._common)

@@ -14,7 +14,7 @@ from speedyzero_jax.cluster.rendezvous import Place, RendezvousError
 from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.replay.journal import JournalError
 from speedyzero_jax.run import topology
-from speedyzero_jax.run.run_dir import RunDir
+from speedyzero_jax.run.run_dir import RunDir, RunFolderError
 from speedyzero_jax.run.signals import Signals
 from speedyzero_jax.workers.weights import DivergedError
 
@@ -98,3 +98,11 @@ def test_an_unusable_token_file_is_wrong_use_in_every_process(tmp_path, process_
   rendezvous = FakeRendezvous(PLACE._replace(process_id=process_id))
   with pytest.raises(ConfigError, match=f"topology.token_file: .*{why}"):
     process._run(config, shape, run, rendezvous, Signals())
+
+
+def test_a_learner_that_does_not_see_the_run_folder_starts_no_other(tmp_path, monkeypatch):
+  monkeypatch.setattr(process, "_MOUNT_TIMEOUT", 0)
+  with pytest.raises(RunFolderError, match="all learners must mount the same run folder"):
+    process._check_mounted(tmp_path)
+  (tmp_path / "config.yaml").touch()
+  process._check_mounted(tmp_path)

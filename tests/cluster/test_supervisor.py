@@ -104,6 +104,17 @@ def test_gives_up_on_a_process_that_is_killed_too_often(run):
   assert one.restarts() == {"learner-0": 0, "actor-0": 3}
 
 
+def test_a_restart_that_fails_lets_the_learner_save(run):
+  one = run(("learner-0", SAVE, True), ("actor-0", f"until('gone'); {KILLED}", False))
+  one.until("ready-learner-0", "logs/actor-0.log")
+  (one.folder / "logs").rename(one.folder / "elsewhere")
+  (one.folder / "gone").touch()
+  output = one.process.communicate(timeout=30)[0]
+  assert one.process.returncode == 1 and "stopping (SIGTERM)" in output, output
+  assert "FileNotFoundError" in output and not pids(one.mark)
+  assert (one.folder / "saved-learner-0").exists()
+
+
 def test_wrong_use_is_not_tried_again(run):
   wrong = "until('ready-learner-0'); print('no such key'); sys.exit(2)"
   one = run(("learner-0", SAVE, True), ("actor-0", wrong, False))
