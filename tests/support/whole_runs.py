@@ -27,7 +27,8 @@ def everything(experiment):
     ],
     "replay": experiment.replay.state_dict(),
     "frames": frames_of(experiment.replay),
-    "actor": experiment.collector.local.state_dict(),
+    # Not restored once all agent steps are collected.
+    "actor": None if limiter.collected else experiment.collector.local.state_dict(),
     "sweepers": {sweeper.name: sweeper.state_dict() for sweeper in experiment.sweepers},
     "counters": [limiter.env_steps, limiter.learner_steps],
     "episodes": experiment.collector.episodes.summary(),
