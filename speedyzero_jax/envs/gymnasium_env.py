@@ -5,6 +5,7 @@ stepped sequentially in this process. Gymnasium is imported lazily.
 """
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from speedyzero_jax.types import Env, EnvStep
 
 PREFIX = "gymnasium:"
+_log = logging.getLogger(__name__)
 
 
 class GymnasiumEnv:
@@ -58,8 +60,11 @@ class GymnasiumEnv:
     return self._show(obs, reward, self._ended, terminated, truncated)
 
   def close(self) -> None:
-    """Closes the environments. May be called twice."""
-    self._envs.close()
+    """Closes the environments; an error of theirs is only logged. May be called twice."""
+    try:
+      self._envs.close()
+    except Exception:
+      _log.exception("%s failed while it was closed", self._game)
 
   def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:

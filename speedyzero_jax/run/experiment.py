@@ -154,8 +154,10 @@ class Experiment:
     self.limiter.stop()
 
   def close(self) -> None:
-    self.collector.close()
-    self.recovery.close()
+    try:
+      self.collector.close()
+    finally:  # an environment may fail
+      self.recovery.close()
 
 
 def unit_seed(config: Config, name: str, membership: Membership) -> int:

@@ -139,6 +139,14 @@ def test_an_environment_that_fails_is_named(monkeypatch, step, error, message):
     env.step(np.array([1, 2]))
 
 
+def test_an_error_in_close_is_only_logged(monkeypatch, caplog):
+  env = make("Counter-v0")
+  monkeypatch.setattr(Counter, "close", lambda self: 1 / 0)
+  env.close()
+  assert "gymnasium:Counter-v0 failed while it was closed" in caplog.text
+  assert "ZeroDivisionError" in caplog.text
+
+
 def test_exhausted_memory_is_no_usage_error(monkeypatch):
   monkeypatch.setattr(Counter, "__init__", _exhaust)
   with pytest.raises(MemoryError):
