@@ -101,8 +101,8 @@ def main() -> None:
     for roots in arguments.roots:
       add("search", model, ["reanalyse"], roots, 1, simulations=simulations)
     for size in arguments.batch:
-      both = ["reanalyse", "bootstrap"]
-      add("reanalysed batch", model, both, size, states, batch=size, simulations=simulations)
+      tasks = [name for name in ("reanalyse", "bootstrap") if name in agent.tasks]
+      add("reanalysed batch", model, tasks, size, states, batch=size, simulations=simulations)
   for roots in arguments.roots:
     add("value", model, ["bootstrap"], roots, 1)
   lanes = base.actor.lanes

@@ -7,7 +7,7 @@ still be training; its folder is not changed. `--video` writes the first episode
 agent's values, policy or, without exploration, search results beside each frame.
 
 Exit codes: 0 done; 1 no readable checkpoint, out of memory, or a file can't be written; 2 usage
-error; 130 stopped by Ctrl-C, with nothing written.
+error; 130 stopped by Ctrl-C.
 """
 
 import argparse
@@ -61,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   for option, path in (("--out", arguments.out), ("--video", arguments.video)):
     if path and not path.parent.is_dir():
       parser.error(f"{option}: folder {path.parent} does not exist")
+    if path and path.is_dir():
+      parser.error(f"{option}: {path} is a folder")
   given = {key: getattr(arguments, key) for key in ("episodes", "max_episode_steps", "explore")}
   changes = [f"evaluation.{key}={value}" for key, value in given.items() if value is not None]
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -72,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _report(f"error: {error}")
     return USAGE_ERROR
   except KeyboardInterrupt:
-    _report("stopped; nothing was written")
+    _report("stopped")
     return 128 + signal.SIGINT
 
 
@@ -113,12 +115,14 @@ def evaluate(
     )
     assert result is not None  # without `should_stop`
     print(result)
-    if out:
-      result.write(out)
-      _report(f"wrote {out}")
-    if video and video_path:
-      video.save(video_path)
-      _report(f"wrote {video_path}")
+    try:
+      if out:
+        result.write(out)
+        _report(f"wrote {out}")
+    finally:
+      if video and video_path:
+        video.save(video_path)
+        _report(f"wrote {video_path}")
   except (CheckpointError, OSError) as error:
     _report(f"error: {error}")
     return FAILED

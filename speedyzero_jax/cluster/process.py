@@ -34,7 +34,7 @@ _TOKEN, _MIN_TOKEN = 32, 16  # bytes of a generated token; minimum of one read f
 # Seconds for which a process waits for all others: on one machine, on a cluster that may be full.
 _JOIN_TIMEOUT, _CLUSTER_JOIN_TIMEOUT = 300, 3600
 _START_TIMEOUT = 600.0  # seconds for which processes wait for each other to start
-_MOUNT_TIMEOUT = 60.0  # seconds for which network file systems may not show a new file
+_MOUNT_TIMEOUT = 120.0  # seconds for which network file systems may not show a new file
 _LOOKUP_TIMEOUT = 10.0  # seconds for which a helper waits for a value that has been published
 
 
@@ -121,7 +121,8 @@ def _run(
         return _serve(config, token, shape, role, rendezvous)
     folder = Path(run.folder)
     if role.unit:
-      _check_mounted(folder)
+      with Signals.at_once():
+        _check_mounted(folder)
       folder /= f"units/{role.unit}"
       folder.mkdir(parents=True, exist_ok=True)
     else:
@@ -141,11 +142,16 @@ def _run(
 def _check_mounted(folder: Path) -> None:
   """Raises RunFolderError unless this learner process sees what process 0 has stored there."""
   until = time.monotonic() + _MOUNT_TIMEOUT
-  while not (folder / "config.yaml").exists():
-    if time.monotonic() > until:
-      raise RunFolderError(
-        f"{folder} holds no run on {platform.node()}: all learners must mount the same run folder"
-      )
+  while True:
+    try:
+      (folder / "config.yaml").stat()
+      return
+    except OSError as error:
+      if time.monotonic() > until:
+        raise RunFolderError(
+          f"{folder} holds no run on {platform.node()} ({error.strerror}): all learners must mount "
+          "the same run folder"
+        ) from error
     time.sleep(1)
 
 

@@ -88,8 +88,9 @@ class Supervisor:
       self._selector.register(pipe, selectors.EVENT_READ)
       try:
         return self._run()
-      except OSError:  # a process can't be restarted; let learners save
+      except OSError as error:  # a process can't be restarted; let learners save
         if self._running:
+          self._report(f"error: {error}")
           self._stop(signal.SIGTERM)
         raise
       finally:
@@ -146,9 +147,8 @@ class Supervisor:
     """Ends the run after a vital process exited with an error. Returns its code."""
     self._report(cause.exit_report())
     if cause.code - 128 in STOP_SIGNALS:  # only it got the signal: let the others save as well
-      self._stop(signal.Signals(cause.code - 128))
-    else:
-      self._end(self._running.values(), signal.SIGTERM, self._limits.kill_after)
+      return self._stop(signal.Signals(cause.code - 128))
+    self._end(self._running.values(), signal.SIGTERM, self._limits.kill_after)
     return cause.code
 
   def _stop(self, number: signal.Signals) -> int:
@@ -162,8 +162,9 @@ class Supervisor:
     unsaved = [process for process in vital if process.code not in (0, 128 + number, -number)]
     for process in unsaved:
       self._report(process.exit_report())
-    killed = FAILED if unsaved and not self._signals else 128 + number  # not by another SIGINT
-    return next((process.code for process in unsaved if not process.end_signal), killed)
+    by_user = not unsaved or signal.SIGINT in self._signals  # which kills all that still save
+    code = 128 + number if by_user else FAILED
+    return next((process.code for process in unsaved if not process.end_signal), code)
 
   def _end(self, processes: Iterable[Process], number: signal.Signals, patience: float) -> None:
     """Sends processes a signal, waits up to `patience` seconds for their end, kills the rest."""

@@ -134,14 +134,15 @@ def load(presets: Sequence[str] = (), overrides: Sequence[str] = ()) -> Config:
 def override(config: Config, overrides: Sequence[str], *, check: bool = True) -> Config:
   """Applies `key=value` overrides to `config`. Raises ConfigError as `load` does.
 
-  Without `check`, only unknown keys and wrong types are errors.
+  Problems that `config` has already are ignored: an earlier version accepted them. Without `check`,
+  only unknown keys and wrong types are errors.
   """
-  leaves, agent = _overridden(overrides), config.agent.name
+  before, leaves, agent = config, _overridden(overrides), config.agent.name
   if leaves.get(AGENT_KEY, agent) != agent:
     raise ConfigError(f"agent: cannot be changed from {agent} to {leaves[AGENT_KEY]}")
   config = build(agent, flat(config) | _parsed(leaves, agent))
   if check:
-    validate(config)
+    validate(config, before)
   return config
 
 
@@ -155,16 +156,24 @@ def _overridden(overrides: Sequence[str]) -> Leaves:
   return leaves
 
 
-def validate(config: Config) -> None:
-  """Raises ConfigError, with a line per invalid key, if settings are invalid or inconsistent."""
+def validate(config: Config, before: Config | None = None) -> None:
+  """Raises ConfigError, with a line per invalid key, if settings are invalid or inconsistent.
+
+  Problems of the settings `before`, from which these were made, are ignored.
+  """
+  known = [] if before is None else _problems(before)
+  if problems := [problem for problem in _problems(config) if problem not in known]:
+    raise ConfigError("\n".join(problems))
+
+
+def _problems(config: Config) -> list[str]:
   values, problems = flat(config), list[str]()
   for key, field in fields_of(config.agent.name).items():
     if field.metadata["interval"]:
       problems += interval_problem(key, values[key], field.metadata["interval"])
   if not problems:  # these checks assume that all values are within their intervals
     problems = [*config.problems(), *config.agent.problems(config)]
-  if problems:
-    raise ConfigError("\n".join(problems))
+  return problems
 
 
 def to_yaml(config: Config) -> str:

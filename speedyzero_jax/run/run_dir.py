@@ -104,7 +104,7 @@ def resumed(path: Path, changes: list[str]) -> Config:
         f"{path} was started with another configuration ({'; '.join(different)}); "
         "start a new run instead"
       )
-    loader.validate(config)
+    loader.validate(config, stored)
   except ConfigError as error:
     raise RunFolderError(str(error)) from error
   return config

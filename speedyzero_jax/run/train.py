@@ -102,10 +102,7 @@ def _run(
     return _nothing_saved(logger, folder, signals)
   if not limiter.finished:
     paused = _paused(experiment) and not signals.received
-    shape = experiment.config.topology
-    several = shape.learners + shape.actors + shape.refreshers > 1
-    how = f"; continue with --resume {folder}{' run.pause_at=0' if paused else ''}"
-    how += " and the same processes" if several else ""
+    how = f"; continue with {_resuming(experiment, folder, 0 if paused else None)}"
     logger.message(
       f"stopped and saved at learner step {limiter.learner_steps}"
       f"{'' if experiment.membership.unit else how}"
@@ -126,12 +123,22 @@ def _paused(experiment: Experiment) -> bool:
   return 0 < experiment.config.run.pause_at <= experiment.limiter.learner_steps
 
 
+def _resuming(experiment: Experiment, folder: Path, pause_at: int | None) -> str:
+  """Options that resume the run, with another `run.pause_at` if that is not None."""
+  shape = experiment.config.topology
+  several = shape.learners + shape.actors + shape.refreshers > 1
+  change = "" if pause_at is None else f" run.pause_at={pause_at}"
+  return f"--resume {folder}{change}{' and the same processes' if several else ''}"
+
+
 def _final_evaluation(experiment: Experiment, folder: Path, signals: Signals) -> int:
   if not experiment.config.evaluation.at_end or experiment.membership.unit:
     return 0
   evaluation = steps.evaluate_now(experiment)
   if evaluation is None:
-    experiment.logger.message(f"evaluation stopped; repeat it with --resume {folder}")
+    pause_at = None if experiment.limiter.finished else experiment.config.run.pause_at
+    how = _resuming(experiment, folder, pause_at)
+    experiment.logger.message(f"evaluation stopped; repeat it with {how}")
     return signals.exit_code
   evaluation.write(folder / "evaluation.json")
   steps.log(experiment)

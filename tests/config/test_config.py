@@ -171,7 +171,6 @@ def test_override_of_a_config_keeps_the_rest_and_the_original():
     (["actor.random_steps=11", "run.env_steps=10"], "actor.random_steps"),
     (["optim.trust_min=0.5", "optim.trust_max=0.4"], "optim.trust_min"),
     (["optim.decay=linear", "optim.decay_steps=9", "learner.steps=1010"], "optim.decay_steps"),
-    (["reanalyse.schedule=off", "reanalyse.value_target=mixed"], "reanalyse.value_target"),
     (["network.channels=1"], "network.channels"),
     (["network.downsample=5"], "network.downsample"),
     (["network.downsample=1"], "network.downsample"),

@@ -242,13 +242,6 @@ class EfficientZeroConfig(AgentConfig):
       yield f"reanalyse.reuse: needs reanalyse.schedule=sweep, got {self.reanalyse.schedule}"
     if self.reanalyse.reuse and self.search.algorithm != "gumbel":
       yield f"reanalyse.reuse: needs search.algorithm=gumbel, got {self.search.algorithm}"
-    searched = self.reanalyse.schedule != "off" or not config.actor.random_steps
-    if self.reanalyse.value_target != "n_step" and not searched:
-      yield (
-        "reanalyse.value_target: must be n_step with reanalyse.schedule=off and "
-        "actor.random_steps > 0, as states played at random have no search value then, got "
-        f"{self.reanalyse.value_target}"
-      )
     if self.refresh_sweeps:
       yield from refresh.sweep_problems("refresh", self.refresh, config)
     if self.reanalyse.schedule == "sweep":

@@ -6,7 +6,8 @@ There are three background tasks:
   whole replay with a bound on the age of targets (whole-buffer reanalysis, ReZero, Xuan et al.
   2024, arXiv 2404.16364). With `reanalyse.reuse`, the sweep goes backward in time, and a search
   takes the value of the action taken from the next state's search.
-- `bootstrap` evaluates the states from which the n-step returns of a sampled batch bootstrap.
+- `bootstrap` evaluates the states from which the n-step returns of a sampled batch bootstrap, if
+  value targets contain such returns.
 - `refresh` is SpeedyZero's Priority Refresh: it sweeps the whole replay, evaluates states and
   recomputes priorities, with reanalysis sweeps also the values from which returns bootstrap. A
   reanalysis sweep with `reanalyse.max_age` <= `refresh.max_age` replaces it.

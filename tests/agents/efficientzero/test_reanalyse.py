@@ -283,7 +283,6 @@ def test_refreshed_priorities_equal_brute_force(capacity, seed, target):
 def test_a_refresh_without_a_sweep_that_searches(schedule, target):
   """It uses no search older than its values; without reanalysis, it uses training targets."""
   overrides = (f"reanalyse.schedule={schedule}", f"reanalyse.value_target={target}", FIXED)
-  overrides += ("actor.random_steps=0",)
   replay, stream = make_replay(60, *overrides), reference.Stream(LANES, 3)
   for l in range(LANES):
     replay.append(stream.play(l, 50, step=0))
