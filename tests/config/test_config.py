@@ -192,6 +192,17 @@ def test_settings_that_cannot_go_together_are_refused(overrides, key):
     loader.load([], overrides)
 
 
+def test_problems_that_a_stored_configuration_has_already_are_ignored():
+  stored = loader.override(
+    loader.load(), ["optim.trust_min=0.5", "optim.trust_max=0.4"], check=False
+  )
+  assert loader.override(stored, ["evaluation.episodes=3"]).evaluation.episodes == 3
+  with pytest.raises(ConfigError, match=r"^optim.trust_min: [^\n]* got 0.6$"):
+    loader.override(stored, ["optim.trust_min=0.6"])
+  with pytest.raises(ConfigError, match=r"^evaluation.episodes: [^\n]*$"):
+    loader.override(stored, ["evaluation.episodes=0"])
+
+
 @pytest.mark.parametrize(
   "overrides",
   [

@@ -206,6 +206,9 @@ def test_wrong_use_of_evaluation(finished, tmp_path, capsys):
   assert evaluate.main([str(tmp_path)]) == 1
   assert "there is no checkpoint in" in capsys.readouterr().err
   assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+  with pytest.raises(SystemExit):
+    evaluate.main([str(tmp_path), "--out", str(tmp_path)])
+  assert f"--out: {tmp_path} is a folder" in capsys.readouterr().err
   for arguments in (["--episodes", "0"], ["--max-episode-steps", "10000000000"]):
     assert evaluate.main([str(tmp_path), *arguments]) == 2
     assert "error: evaluation." in capsys.readouterr().err
