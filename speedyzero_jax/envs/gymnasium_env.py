@@ -63,7 +63,7 @@ class GymnasiumEnv:
     """Closes the environments; an error of theirs is only logged. May be called twice."""
     try:
       self._envs.close()
-    except Exception:
+    except (Exception, SystemExit):  # what they have played is complete
       _log.exception("%s failed while it was closed", self._game)
 
   def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -36,10 +36,7 @@ def _continue(experiment: Experiment, restored: Snapshot | None) -> None:
   if restored is not None:
     snapshot.restore(experiment, restored)
   later = snapshot.replay_journal(experiment)
-  if experiment.limiter.collected:  # open episodes stay open, unless their actor was lost
-    if later:
-      experiment.collector.truncate(range(experiment.local_config.actor.lanes))
-  elif experiment.membership.runs_actor:
+  if experiment.membership.runs_actor and not experiment.limiter.collected:
     snapshot.start_actor(experiment, restored, later=later)
   if restored is not None and (finished := restored.meta.get("episodes")):
     # Replaces the statistics of episodes that ended again while the actor repeated its actions.

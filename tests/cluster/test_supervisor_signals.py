@@ -94,9 +94,17 @@ def test_a_signal_while_waiting_for_others_kills(run, learner, code):
   one.end(code)
 
 
-def test_patience_with_saving_ends(run):
+@pytest.mark.parametrize("stopped", ["supervisor", "twice", "learner-1"])
+def test_patience_with_saving_ends(run, stopped):
   one = run(("learner-0", STUBBORN, True), ("learner-1", SAVE, True), save_patience=1.0)
-  one.until("ready-learner-0", "ready-learner-1").process.send_signal(signal.SIGTERM)
+  one.until("ready-learner-0", "ready-learner-1")
+  if stopped == "learner-1":
+    os.kill(one.child("learner-1")["pid"], signal.SIGTERM)
+  else:
+    one.process.send_signal(signal.SIGTERM)
+  if stopped == "twice":
+    time.sleep(0.5)
+    one.process.send_signal(signal.SIGTERM)
   assert "learner-0 has not ended in 1 s and is killed" in one.end(1)
   assert (one.folder / "saved-learner-1").exists()
 

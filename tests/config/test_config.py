@@ -215,6 +215,7 @@ def test_problems_that_a_stored_configuration_has_already_are_ignored():
     ["learner.devices=8", "learner.batch_size=256"],
     ["env.game=CartPole", "network.downsample=1"],
     ["env.game=Catch", "network.downsample=1", "network.channels=1"],
+    ["reanalyse.schedule=sweep", "refresh.weights_interval=500"],  # of a sweep that is replaced
     ["env.game=Venture"],  # of Atari, but not of Atari-100k
   ],
 )
