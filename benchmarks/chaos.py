@@ -210,7 +210,9 @@ def main() -> int:
   for key, value in result.items():
     print(f"{key:<28}{value}")
   write(arguments.out, result)
-  complete = result["agent_steps"] == arguments.env_steps and confirmed  # none: hook failed
+  # Without acknowledged slots of actor processes the hook has failed.
+  checked = confirmed or not re.search(r"actor=[1-9]", arguments.processes)
+  complete = result["agent_steps"] == arguments.env_steps and checked
   return int(not (finished and complete) or result["lost"] > 0 or result["repeated"] > 0)
 
 

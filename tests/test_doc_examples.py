@@ -40,12 +40,6 @@ def test_every_block_of_code_is_an_example():
   assert {block.strip() for block in blocks} == known
 
 
-def test_an_own_network_is_trained(tmp_path):
-  config = loader.load(["impala"], ["agent=normed", *RUN, *SMALL])
-  params = trained.run(config, tmp_path, after=lambda made: made.state.variables.params)
-  assert np.abs(jax.device_get(params["norm"]["bias"])).max() > 0  # it began at 0
-
-
 def test_an_own_network_of_speedyzero_is_folded():
   config = loader.load(["quickstart"], ["agent=layered", "network.channels=8"])
   made = importlib.import_module("layered").make_agent(config, (1, 1, 5), np.float32, 2).network_def
@@ -83,10 +77,11 @@ def test_an_own_target_mixes_what_it_says():
   assert mixed["value"].dtype == np.float32
 
 
-def test_weights_in_a_notebook(tmp_path):
+def test_an_own_network_is_trained_and_read_in_a_notebook(tmp_path):
   folder = tmp_path / "runs" / "quickstart-Catch-s0"
-  config = loader.load(["impala"], [*RUN, *SMALL])
+  config = loader.load(["impala"], ["agent=normed", *RUN, *SMALL])
   trained_params = trained.run(config, folder, after=lambda made: made.state.variables.params)
+  assert np.abs(jax.device_get(trained_params["norm"]["bias"])).max() > 0  # it began at 0
   (folder / "config.yaml").write_text(loader.to_yaml(config))
   read = runpy.run_path("values.py")
   assert read["weights"].step == config.learner.steps

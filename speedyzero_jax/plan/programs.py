@@ -111,8 +111,8 @@ def programs(
 
 def evaluation_steps(config: Config) -> float:
   """Vectorized steps of all evaluations of a run, with up to `MAX_LANES` parallel episodes."""
-  interval = config.evaluation.interval
-  times = int(config.evaluation.at_end) + (config.learner.steps // interval if interval else 0)
+  interval, before_last = config.evaluation.interval, config.learner.steps - 1
+  times = int(config.evaluation.at_end) + (before_last // interval if interval else 0)
   length = min(EPISODE, episode_cap(config.env.game, config.evaluation.max_episode_steps))
   return times * length * -(-config.evaluation.episodes // MAX_LANES)
 

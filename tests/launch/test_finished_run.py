@@ -155,28 +155,23 @@ def test_a_run_that_cannot_continue_fails_in_one_line(copied, capsys, part):
 # --- evaluating
 
 
-def test_evaluating_it_writes_only_the_given_file(finished, tmp_path):
-  before, path = listing(finished[0]), tmp_path / "result.json"
-  process = start(finished[0], "--episodes", 5, "--out", path, script="evaluate.py")
-  out, errors = process.communicate(timeout=120)
-  assert process.returncode == 0, errors
-  written = json.loads(path.read_text())
-  assert written["episodes"] == len(written["returns"]) == 5 and written["step"] == STEPS
-  assert f"mean {written['mean']:.2f}" in out
-  assert errors.endswith(f"wrote {path}\n")
-  assert listing(finished[0]) == before
-
-
 def test_evaluating_it_as_the_run_did_gives_the_same(finished, tmp_path):
-  path, video = tmp_path / "result.json", tmp_path / "first.gif"
+  path = tmp_path / "result.json"
   assert evaluate.main([str(finished[0]), "--out", str(path)]) == 0
   assert path.read_text() == (finished[0] / "evaluation.json").read_text()
-  arguments = ["--seed", "4", "--explore", "--out", str(path), "--video", str(video)]
-  assert evaluate.main([str(finished[0]), *arguments]) == 0
-  written = json.loads(path.read_text())
+
+
+def test_evaluating_it_writes_only_the_given_files(finished, tmp_path, capsys):
+  before, path, video = listing(finished[0]), tmp_path / "result.json", tmp_path / "first.gif"
+  arguments = ["--seed", "4", "--explore", "--episodes", "5", "--video", str(video)]
+  assert evaluate.main([str(finished[0]), *arguments, "--out", str(path)]) == 0
+  written, (out, errors) = json.loads(path.read_text()), capsys.readouterr()
+  assert written["episodes"] == len(written["returns"]) == 5 and written["step"] == STEPS
   assert written["explore"] and written["seed"] == 4
+  assert f"mean {written['mean']:.2f}" in out and f"wrote {path}\n" in errors
   with Image.open(video) as gif:
     assert gif.n_frames == written["lengths"][0] + 1  # with the frame at the end
+  assert listing(finished[0]) == before
 
 
 def test_an_interrupted_evaluation_leaves_the_one_before(finished, monkeypatch, capsys):

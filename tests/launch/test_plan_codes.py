@@ -18,6 +18,21 @@ def test_a_plan_that_does_not_fit_has_a_code_of_its_own(monkeypatch, capsys, ava
   assert "weights" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    ("quickstart --target v100", "unknown target 'v100'; available: a100, h100, h200"),
+    ("quickstart --devices 0", "--devices: 0 can't be divided among 1 learners"),
+    ("a3c", "topology.gradients: only programs of a learner that trains can be planned"),
+  ],
+)
+def test_wrong_use_is_reported_in_one_line(monkeypatch, capsys, arguments, message):
+  monkeypatch.setattr(plan, "make_plan", pytest.fail)
+  monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+  assert launcher.main(["--config", *arguments.split()]) == 2
+  assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
 def test_a_file_that_cannot_be_written_is_found_first(monkeypatch, capsys, tmp_path):
   monkeypatch.setattr(plan, "make_plan", pytest.fail)
   for path in (tmp_path, tmp_path / "none" / "plan.json"):

@@ -197,14 +197,12 @@ def test_a_manifest_starts_the_roles_that_it_promises(manifest, cluster):
   assert cluster.calls()[0][0].coordinator.startswith(f"{host}:")
 
 
-HELPERS = [(MANIFESTS[0], "sz", 3), (MANIFESTS[1], "refresher", 0)]
-each_helper = pytest.mark.parametrize(("manifest", "role", "index"), HELPERS, ids=["job", "jobset"])
+HELPER = (MANIFESTS[0], "sz", 3)
 
 
-@each_helper
 @pytest.mark.parametrize("code", [1, 2])
-def test_a_pod_gives_up_a_helper_that_cannot_start(manifest, role, index, code, cluster):
-  assert cluster.pod(manifest, role, index, HELPER_CODE=str(code)).wait(60) == 2
+def test_a_pod_gives_up_a_helper_that_cannot_start(code, cluster):
+  assert cluster.pod(*HELPER, HELPER_CODE=str(code)).wait(60) == 2
   assert cluster.noted("slept") == (["5", "10", "20", "40"] if code == 1 else [])
   assert len(cluster.calls()) == 1 + len(cluster.noted("slept"))
 
@@ -212,26 +210,22 @@ def test_a_pod_gives_up_a_helper_that_cannot_start(manifest, role, index, code, 
 def test_a_helper_that_ends_well_is_started_again_in_a_plain_job_only(cluster):
   assert cluster.pod(MANIFESTS[1], "refresher", 0).wait(60) == 0
   assert cluster.pod(MANIFESTS[1], "refresher", 0, ROLE="refreshers").wait(60) == 2
-  pod = cluster.pod(MANIFESTS[0], "sz", 3)
+  pod = cluster.pod(*HELPER)
   assert wait_until(lambda: len(cluster.calls()) > 7, pod)  # more often than failures are
   pod.kill()
   assert set(cluster.noted("slept")) == {"5"}
 
 
-@each_helper
-def test_a_pod_forgets_deaths_after_a_long_life(manifest, role, index, cluster):
-  pod = cluster.pod(manifest, role, index, minimum_life=0, HELPER_CODE="134")
+def test_a_pod_forgets_deaths_after_a_long_life(cluster):
+  pod = cluster.pod(*HELPER, minimum_life=0, HELPER_CODE="134")
   assert wait_until(lambda: len(cluster.noted("slept")) >= 6, pod)
   pod.terminate()
   assert pod.wait(60) == -signal.SIGTERM
   assert set(cluster.noted("slept")) == {"5"}
 
 
-@each_helper
-def test_a_pod_waits_for_the_coordinator_and_ends_at_once_by_sigterm(
-  manifest, role, index, cluster
-):
-  pod = cluster.pod(manifest, role, index, UNKNOWN="7", WAIT=str(cluster.waiting))
+def test_a_pod_waits_for_the_coordinator_and_ends_at_once_by_sigterm(cluster):
+  pod = cluster.pod(*HELPER, UNKNOWN="7", WAIT=str(cluster.waiting))
   assert wait_until(cluster.calls, pod)
   assert cluster.noted("slept") == ["5"] * 7
   pod.terminate()

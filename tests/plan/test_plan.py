@@ -71,17 +71,9 @@ def test_full_size_evaluation_of_values(tmp_path):
   assert row["bytes"] < 11.95e9 and row["launches"] <= 55 and row["temporary_bytes"] < 2.2e9
 
 
-@pytest.mark.parametrize(
-  "arguments, message",
-  [
-    ("quickstart --target v100", "unknown target 'v100'; available: a100, h100, h200"),
-    ("quickstart --devices 0", "--devices: 0 can't be divided among 1 learners"),
-    ("quickstart --only trian", "unknown program 'trian'; available: train, publish, "),
-    ("a3c", "topology.gradients: only programs of a learner that trains can be planned"),
-  ],
-)
-def test_wrong_use_is_reported_in_one_line(arguments, message):
-  command = [sys.executable, "launch/plan.py", "--config", *arguments.split()]
+def test_an_unknown_program_is_reported_in_one_line():
+  command = [sys.executable, "launch/plan.py", "--config", "quickstart", "--only", "trian"]
   done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
   assert done.returncode == 2
-  assert done.stderr.splitlines()[-1].startswith(f"error: {message}")
+  message = "error: unknown program 'trian'; available: train, publish, "
+  assert done.stderr.splitlines()[-1].startswith(message)

@@ -17,7 +17,7 @@ def planned(*overrides):
 
 
 def test_a_runs_calls_of_its_programs():
-  at = "evaluation.interval=5", "evaluation.at_end=true", "evaluation.episodes=65"
+  at = "evaluation.interval=6", "evaluation.at_end=true", "evaluation.episodes=65"
   config, agent, learner, mesh = planned(*at)
   found = {made.name: made.calls for made in programs(config, config, agent, learner, mesh, ROLES)}
   blocks = 95 / 32 + 1.5  # of the states stored on average, of 40 to 150, with padding
@@ -25,7 +25,7 @@ def test_a_runs_calls_of_its_programs():
     {
       "train": 12,
       "publish": 8,  # learner steps that are multiples of 2 or 3
-      "evaluate": 3 * 2 * 9,  # after steps 5, 10 and 12, of 64 episodes and of one
+      "evaluate": 2 * 2 * 9,  # after steps 6 and 12, of 64 episodes and of one
       "act": 110 / 3,  # all but 40 random agent steps, in 3 lanes
       "reanalyse": 12 * blocks / 4,  # every state once in max_age - weights_interval - 1 steps
       "refresh": 12 * blocks / 3,
