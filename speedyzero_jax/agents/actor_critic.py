@@ -159,7 +159,8 @@ class PolicyTerms(NamedTuple):
   """Terms of the current policy pi for actions taken by the behavior policy mu; [B, T] each."""
 
   log_chosen: jax.Array  # log pi(a|x)
-  ratio: jax.Array  # pi(a|x) / mu(a|x); 0 where no action was taken
+  log_ratio: jax.Array  # log pi(a|x) - log mu(a|x)
+  ratio: jax.Array  # its exponential; 0 where no action was taken
   entropy: jax.Array  # nats
 
 
@@ -167,10 +168,11 @@ def policy_terms(logits: jax.Array, batch: Arrays) -> PolicyTerms:
   """Computes the terms from pi's logits [B, T, A]; mu's logits and the actions are in `batch`."""
   log_policy = jax.nn.log_softmax(logits)
   log_chosen = chosen(log_policy, batch["action"])
-  log_behavior = chosen(jax.nn.log_softmax(batch["logits"]), batch["action"])
+  log_ratio = log_chosen - chosen(jax.nn.log_softmax(batch["logits"]), batch["action"])
   return PolicyTerms(
     log_chosen,
-    jnp.where(batch["acted_mask"] > 0, jnp.exp(log_chosen - log_behavior), 0),
+    log_ratio,
+    jnp.where(batch["acted_mask"] > 0, jnp.exp(log_ratio), 0),
     -jnp.sum(jnp.exp(log_policy) * log_policy, axis=-1),
   )
 

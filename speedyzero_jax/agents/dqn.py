@@ -20,9 +20,7 @@ from speedyzero_jax.config.schema import Config
 from speedyzero_jax.ops import td
 from speedyzero_jax.ops.torsos import TorsoConfig, observe, torso_problems
 from speedyzero_jax.replay.replay import Replay
-from speedyzero_jax.replay.sampler import PrioritizedSampler
 from speedyzero_jax.replay.selector import Selection
-from speedyzero_jax.replay.storage import LaneStore, take
 from speedyzero_jax.types import Params
 
 TD_ERROR = "losses/td_error"  # mean |target - Q(s, a)| of the sampled transitions
@@ -105,7 +103,7 @@ class DQN(QAgent):
   def loss(
     self, params: Params, batch_stats: Params, target: Params, batch: Arrays, keys: jax.Array
   ) -> tuple[jax.Array, LossOutput]:
-    mask, action = batch["loss_mask"][:, 0], batch["action"]
+    mask, action = batch["loss_mask"], batch["action"]
 
     def outputs_of(params: Params, slot: jax.Array) -> jax.Array:
       def stack(frames: jax.Array, slot: jax.Array) -> jax.Array:
@@ -137,29 +135,11 @@ class DQN(QAgent):
 
   # --- host
 
-  def make_selector(self, store: LaneStore) -> PrioritizedSampler:
-    return PrioritizedSampler(
-      store,
-      self._agent_config.priority,
-      stack=self._stack,
-      lookahead=self.lookahead,
-      initial_error=self._initial_error(store),
-    )
-
   def assemble(
     self, replay: Replay, selection: Selection, learner_step: int
   ) -> tuple[Arrays, dict[str, float]]:
-    store, lane = replay.store, selection.lane
-    _, time = replay.clamp(lane, selection.time)
-    returns = self._returns(store, lane, time)
-    batch = {
-      # The slot that stands in for an evicted one may have no action.
-      "action": np.maximum(take(store.action, store.flat(lane, time)), 0),
-      "weight": self._weights(selection, learner_step),
-      "loss_mask": np.ones((len(time), 1), np.float32),
-      **returns._asdict(),
-    }
-    return batch, {}
+    _, time = replay.clamp(selection.lane, selection.time)
+    return self._batch(replay.store, selection, selection.lane, time, learner_step), {}
 
 
 make_agent = DQN

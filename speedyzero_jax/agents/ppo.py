@@ -113,7 +113,7 @@ class PPO(Impala):
       error = jnp.maximum(error, (targets - clipped) ** 2)
     metrics = {
       CLIPPED: jnp.abs(ratio - 1) > config.clip,
-      DIVERGENCE: ratio - 1 - jnp.log(jnp.where(acted > 0, ratio, 1)),
+      DIVERGENCE: ratio - 1 - terms.log_ratio,
     }
     return clipped_gain(ratio, advantage, config.clip), error, metrics
 

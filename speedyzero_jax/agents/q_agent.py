@@ -6,7 +6,7 @@ n-step Q-learning errors computed from these values instead of the target networ
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import jax
@@ -28,7 +28,7 @@ from speedyzero_jax.config.schema import AgentConfig, Config, PriorityConfig
 from speedyzero_jax.ops import td
 from speedyzero_jax.ops.recurrent import CoreNetwork
 from speedyzero_jax.replay.replay import Replay
-from speedyzero_jax.replay.sampler import importance_weights
+from speedyzero_jax.replay.sampler import PrioritizedSampler, importance_weights
 from speedyzero_jax.replay.schema import Column
 from speedyzero_jax.replay.selector import Selection
 from speedyzero_jax.replay.storage import LaneStore, take
@@ -129,6 +129,7 @@ class QAgent(TorsoAgent):
     trained: [T], slots of a sample that are trained on, relative to its first slot.
     eta: weight of the maximum error in a sample's priority, see `td.mixed_priority`.
     rescaled: the network outputs h(Q), see `value_encoding.transform`.
+    sampler: class of the selector.
   """
 
   def __init__(
@@ -141,6 +142,7 @@ class QAgent(TorsoAgent):
     trained: np.ndarray,
     eta: float = 1.0,
     rescaled: bool = False,
+    sampler: Callable[..., PrioritizedSampler] = PrioritizedSampler,
   ):
     agent_config: QAgentConfig = config.agent
     self._stores_q = agent_config.priority.initial == "actor" or agent_config.refresh.enabled
@@ -150,7 +152,7 @@ class QAgent(TorsoAgent):
       [Column(name, "float32", fill=float(_UNKNOWN)) for name in names],
       {"value_step": names} if names else {},
     )  # fmt: skip
-    self._trained, self._eta, self._rescaled = trained, eta, rescaled
+    self._trained, self._eta, self._rescaled, self._sampler = trained, eta, rescaled, sampler
     self.target_interval = config.agent.loss.target_interval
     if agent_config.refresh.enabled:
       self.subscriptions = {REFRESHER: agent_config.refresh.weights_interval}
@@ -165,13 +167,11 @@ class QAgent(TorsoAgent):
   ) -> ActOutput:
     outputs, columns, core = self._now(variables, inputs)
     q = self._expected(outputs)
+    action = jnp.argmax(q, axis=-1)
     if explore:
-      epsilon = epsilons(
-        self._agent_config.explore, inputs.lane, self._config.actor.lanes, progress
-      )
-      action = epsilon_greedy(q, epsilon, key).astype(jnp.int32)
-    else:
-      action = jnp.argmax(q, axis=-1).astype(jnp.int32)
+      own, lanes = self._agent_config.explore, self._config.actor.lanes
+      action = epsilon_greedy(q, epsilons(own, inputs.lane, lanes, progress), key)
+    action = action.astype(jnp.int32)
     if self._stores_q:
       columns |= {"value": td.chosen(q, action), "best": jnp.max(q, axis=-1)}
     return ActOutput(action, columns, core, {} if explore else {"q": q})
@@ -238,10 +238,29 @@ class QAgent(TorsoAgent):
     n, discount = self._agent_config.loss.td_steps, self._config.env.discount
     return td.n_step(store, lane, time, n, discount)
 
-  def _weights(self, selection: Selection, learner_step: int) -> np.ndarray:
-    """Importance-sampling weights [B]."""
-    progress = min(learner_step / self._config.learner.steps, 1.0)
-    return importance_weights(selection.probability, self._agent_config.priority, progress)
+  def make_selector(self, store: LaneStore) -> PrioritizedSampler:
+    return self._sampler(
+      store,
+      self._agent_config.priority,
+      stack=self._stack,
+      lookahead=self.window.after,
+      initial_error=self._initial_error(store),
+    )
+
+  def _batch(
+    self, store: LaneStore, selection: Selection, lane: Any, time: np.ndarray, learner_step: int
+  ) -> Arrays:
+    """Arrays of the slots (lane, time [B, ...]) to train on."""
+    action = take(store.action, store.flat(lane, time))
+    progress = learner_step / self._config.learner.steps
+    weight = importance_weights(selection.probability, self._agent_config.priority, progress)
+    return {
+      "action": np.maximum(action, 0),
+      "weight": weight,
+      # Ends of episodes, and slots that stand in for evicted ones, may have no action.
+      "loss_mask": (action >= 0).astype(np.float32),
+      **self._returns(store, lane, time)._asdict(),
+    }
 
 
 def epsilons(config: ExploreConfig, lane: Any, lanes: int, progress: Any) -> jax.Array:

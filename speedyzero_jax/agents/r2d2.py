@@ -9,6 +9,7 @@ state depends on another episode. (In the paper sequences end with the episode.)
 
 import dataclasses
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -25,7 +26,6 @@ from speedyzero_jax.ops.torsos import torso_problems
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.sampler import SequenceSampler
 from speedyzero_jax.replay.selector import Selection
-from speedyzero_jax.replay.storage import LaneStore, take
 from speedyzero_jax.types import Params
 
 # Means over sequences of the means over their actions, in units of h(Q), see
@@ -102,6 +102,7 @@ class R2D2(QAgent):
     super().__init__(
       config, frame_shape, frame_dtype, actions,
       trained=burn_in + np.arange(loss.sequence_length), eta=loss.priority_max, rescaled=True,
+      sampler=partial(SequenceSampler, stride=loss.stride),
     )  # fmt: skip
     # The return of the last slot trained on bootstraps td_steps later.
     after = burn_in + loss.sequence_length - 1 + loss.td_steps
@@ -131,16 +132,6 @@ class R2D2(QAgent):
 
   # --- host
 
-  def make_selector(self, store: LaneStore) -> SequenceSampler:
-    return SequenceSampler(
-      store,
-      self._agent_config.priority,
-      stride=self._agent_config.loss.stride,
-      stack=self._stack,
-      lookahead=self.window.after,
-      initial_error=self._initial_error(store),
-    )
-
   def assemble(
     self, replay: Replay, selection: Selection, learner_step: int
   ) -> tuple[Arrays, dict[str, float]]:
@@ -148,17 +139,8 @@ class R2D2(QAgent):
     # An evicted sequence is replaced by the lane's oldest slots; there are enough.
     _, time = replay.clamp(selection.lane, selection.time)
     lane, times = selection.lane[:, None], time[:, None] + np.arange(self.window.after + 1)
-    trained = times[:, self._trained]
-    returns = self._returns(store, lane, trained)
-    action = take(store.action, store.flat(lane, trained))
-    batch = {
-      "action": np.maximum(action, 0),
-      "weight": self._weights(selection, learner_step),
-      "loss_mask": (action >= 0).astype(np.float32),
-      **returns._asdict(),
-      **self._states(store, store.flat(lane, times)),
-    }
-    return batch, {}
+    batch = self._batch(store, selection, lane, times[:, self._trained], learner_step)
+    return batch | self._states(store, store.flat(lane, times)), {}
 
 
 make_agent = R2D2

@@ -197,6 +197,13 @@ def test_loss_and_gradient_on_two_devices(variant):
   assert 0.1 < metrics.get(ppo.CLIPPED, 0.5) < 1
 
 
+def test_the_divergence_is_finite_where_an_action_has_become_impossible():
+  params = jax.tree.map(lambda x: x, _params("ppo"))
+  params["policy"]["kernel"] = 1e3 * params["policy"]["kernel"]
+  found = _gradient("ppo")(params, _batch("ppo")[0])
+  assert 110 < found.metrics[ppo.DIVERGENCE] < np.inf  # exp(-110) is 0 in float32
+
+
 @pytest.mark.parametrize("variant", ["lstm, decoder", "ppo"])
 def test_masked_trajectories_and_ends_have_no_gradient(variant):
   batch = _batch(variant)[0]

@@ -187,7 +187,7 @@ def test_one_device_does_as_two(changes):
 def test_masked_samples_have_no_gradient(changes):
   (batch, _), (params, target) = _batch(), _start(*changes)
   masked = np.arange(_BATCH) % 3 == 0
-  mask = (~masked[:, None]).astype(np.float32)
+  mask = (~masked).astype(np.float32)
   other = {
     "frames": np.where(masked[:, None, None, None, None], 9, batch["frames"]).astype(np.float32),
     "reward": np.where(masked, 5, batch["reward"]).astype(np.float32),

@@ -123,8 +123,6 @@ class EfficientZero(Agent):
       losses.LearnerBatch(**batch),
       keys,
       self._agent_config.loss,
-      frame_stack=self._stack,
-      horizon=self._agent_config.network.value_prefix_horizon,
       observe=observe,
     )
     statistics = variables_of(network).batch_stats

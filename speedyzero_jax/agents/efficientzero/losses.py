@@ -7,6 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
+from jax.scipy.special import entr
 
 from speedyzero_jax.agents.efficientzero import metric_names
 from speedyzero_jax.agents.efficientzero.config import LossConfig
@@ -36,18 +37,12 @@ def _negative_cosine(x: jax.Array, y: jax.Array) -> jax.Array:
   return -jnp.sum(x * y, -1) / norms
 
 
-def _entropy(policy: jax.Array) -> jax.Array:
-  return -jnp.sum(jax.scipy.special.xlogy(policy, policy), axis=-1)
-
-
 def unrolled_loss(
   network: Network,
   batch: LearnerBatch,
   keys: jax.Array,
   config: LossConfig,
   *,
-  frame_stack: int,
-  horizon: int,
   observe: Callable[[jax.Array], jax.Array],
 ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
   """Computes the loss of a batch and updates the network's batch-norm statistics.
@@ -71,8 +66,6 @@ def unrolled_loss(
     batch: one device's shard.
     keys: [B], for augmentation.
     config: coefficients, augmentation and gradient scaling.
-    frame_stack: S.
-    horizon: model steps between resets of the value prefix.
     observe: representation of the actual observations, for the consistency loss.
 
   Returns:
@@ -80,7 +73,7 @@ def unrolled_loss(
   """
   size, steps = batch.action.shape
   support = network.config.support
-  observations = stack_frames(batch.frames, frame_stack)
+  observations = stack_frames(batch.frames, batch.frames.shape[1] - steps)
   view_keys = jax.vmap(lambda key: jax.random.split(key, steps + 1))(keys)  # [B, K+1]
 
   root = augment(view_keys[:, 0], observations[:, 0], config.shift, config.intensity)
@@ -92,7 +85,7 @@ def unrolled_loss(
     states.append(optax.scale_gradient(state, config.state_gradient) if scale_output else state)
   imagined = jnp.stack(states[1:])  # [K, B, ...]
   carry = network.initial_carry(size)
-  _, prefix_logits = network.value_prefix(imagined, carry, True, horizon)
+  _, prefix_logits = network.value_prefix(imagined, carry, True)
   value_logits, policy_logits = network.predict(jnp.concatenate(states), True)
   value_logits = value_logits.reshape(steps + 1, size, -1)
   policy_logits = policy_logits.reshape(steps + 1, size, -1)
@@ -126,8 +119,8 @@ def unrolled_loss(
     metric_names.LOSS_VALUE_PREFIX: jnp.mean(prefix_loss),
     metric_names.LOSS_POLICY: jnp.mean(policy_loss),
     metric_names.LOSS_CONSISTENCY: jnp.mean(consistency_loss),
-    metric_names.TARGET_ENTROPY: jnp.mean(_entropy(policy) * batch.policy_mask.T),
-    metric_names.POLICY_ENTROPY: jnp.mean(_entropy(jax.nn.softmax(policy_logits[0]))),
+    metric_names.TARGET_ENTROPY: jnp.mean(jnp.sum(entr(policy), axis=-1) * batch.policy_mask.T),
+    metric_names.POLICY_ENTROPY: jnp.mean(jnp.sum(entr(jax.nn.softmax(policy_logits[0])), axis=-1)),
     metric_names.TD_ERROR: jnp.mean(td_error),
   }
   return jnp.mean(batch.weight * per_sample), metrics, td_error

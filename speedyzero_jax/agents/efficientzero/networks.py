@@ -165,10 +165,9 @@ class ValuePrefix(nnx.Module):
     self.lstm = layers.lstm(pixels * config.reduced_channels, config.lstm_hidden)
     self.lstm_norm = layers.norm(config.lstm_hidden, foldable=False)  # no kernel precedes it
     self.mlp = Mlp(layers, config.lstm_hidden, config.head_hidden, 2 * config.support + 1)
+    self.horizon = config.value_prefix_horizon
 
-  def __call__(
-    self, states: jax.Array, carry: Carry, train: bool, horizon: int
-  ) -> tuple[Carry, jax.Array]:
+  def __call__(self, states: jax.Array, carry: Carry, train: bool) -> tuple[Carry, jax.Array]:
     """Unrolled states [K, B, ...] -> last carry, logits [K, B, atoms].
 
     Within the unroll the carry is reset every `horizon` steps.
@@ -178,7 +177,7 @@ class ValuePrefix(nnx.Module):
     x = nnx.relu(self.norm(self.conv(x), use_running_average=not train)).reshape(steps, batch, -1)
     outputs = []
     for k in range(steps):
-      if k and k % horizon == 0:
+      if k and k % self.horizon == 0:
         carry = jax.tree.map(jnp.zeros_like, carry)
       carry, output = self.lstm(carry, x[k])
       outputs.append(output)
@@ -273,7 +272,7 @@ class Network(nnx.Module):
   ) -> tuple[jax.Array, Carry, jax.Array]:
     """One step in search, action [B] -> next state, next carry, value-prefix logits [B, atoms]."""
     state = self.dynamics(state, action, False)
-    carry, prefix_logits = self.value_prefix(state[None], carry, False, 1)
+    carry, prefix_logits = self.value_prefix(state[None], carry, False)
     return state, carry, prefix_logits[0]
 
   def initial_carry(self, batch: int) -> Carry:

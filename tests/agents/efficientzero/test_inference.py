@@ -184,7 +184,7 @@ def test_the_recurrent_function_steps_state_carry_and_prefix():
       last, carry = steps[-1].state, steps[-1].carry
     # Two steps one by one are one unroll of two, as the loss does it.
     states = jnp.stack([state for state, *_ in expected])
-    unrolled, logits = network.value_prefix(states, initial_carry(own, 3), False, 2)
+    unrolled, logits = network.value_prefix(states, initial_carry(own, 3), False)
     root = value_encoding.decode(network.predict(network.represent(newest, False), False)[0])
     return steps, expected, unrolled, value_encoding.decode(logits), root
 
@@ -222,8 +222,6 @@ def test_consistency_targets_use_the_chosen_statistics(statistics):
       batch,
       keys,
       config,
-      frame_stack=_S,
-      horizon=2,
       observe=functools.partial(other.represent, train=statistics == "batch"),
     )
     _, output = agent.loss(*variables, {}, batch._asdict(), keys)

@@ -46,11 +46,11 @@ class Linear:
   def initial_carry(self, batch):
     return jnp.full((batch, _D), 0.25)
 
-  def value_prefix(self, states, carry, train, horizon):
+  def value_prefix(self, states, carry, train):
     assert train
     sums = []
     for k, state in enumerate(states):
-      carry = (carry if k % horizon else self.initial_carry(len(state))) + state[:, 0, 0]
+      carry = (carry if k % _HORIZON else self.initial_carry(len(state))) + state[:, 0, 0]
       sums.append(carry @ self.weights["prefix"])
     return carry, jnp.stack(sums)
 
@@ -107,9 +107,7 @@ def _loss(weights, batch, config=_CONFIG):
   keys = jax.random.split(jax.random.key(0), _B)
   network: Any = Linear(weights)
   with jax.default_matmul_precision("float32"):
-    return losses.unrolled_loss(
-      network, batch, keys, config, frame_stack=_S, horizon=_HORIZON, observe=network.observe
-    )
+    return losses.unrolled_loss(network, batch, keys, config, observe=network.observe)
 
 
 def _two_hot(x):
@@ -316,9 +314,7 @@ def test_every_view_is_augmented_by_itself_and_by_its_samples_key():
         return super().observe(observation)
 
     network: Any = Watching(_weights())
-    losses.unrolled_loss(
-      network, batch, keys, config, frame_stack=_S, horizon=_HORIZON, observe=network.observe
-    )
+    losses.unrolled_loss(network, batch, keys, config, observe=network.observe)
     return seen[0], seen[1].reshape(-1, _K)
 
   root, following = factors(batch, keys)

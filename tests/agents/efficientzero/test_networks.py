@@ -223,7 +223,6 @@ def test_forward_is_that_of_a_plain_numpy_network(changes, observation):
   frames = rng.uniform(size=(4,) + observation).astype(np.float32)
   actions = rng.integers(0, _ACTIONS, (2, 4)).astype(np.int32)
   carry = tuple(rng.normal(size=(4, 6)).astype(np.float32) for _ in range(2))
-  horizon = config.value_prefix_horizon
 
   @jax.jit
   def forward(variables, frames, actions, carry):
@@ -231,7 +230,7 @@ def test_forward_is_that_of_a_plain_numpy_network(changes, observation):
     states = [network.represent(frames, False)]
     for action in actions:
       states.append(network.dynamics(states[-1], action, False))
-    last, prefix = network.value_prefix(jnp.stack(states[1:]), carry, False, horizon)
+    last, prefix = network.value_prefix(jnp.stack(states[1:]), carry, False)
     stepped = network.step(states[0], carry, actions[0])
     projection = network.consistency.project(states[1], False)
     predicted = network.consistency.predict(projection, False)
