@@ -34,14 +34,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     prog="launch/evaluate.py", description="Evaluates the newest checkpoint of a run."
   )
   parser.add_argument("run_dir", type=Path, help="the run's folder")
-  for key, meaning in (
-    ("episodes", "episodes to play"),
-    ("max_episode_steps", "step limit of an episode, agent steps"),
-  ):
-    option = "--" + key.replace("_", "-")
-    parser.add_argument(
-      option, metavar="N", help=f"{meaning} (default: the run's evaluation.{key})"
-    )
+  parser.add_argument(
+    "--episodes", metavar="N", help="episodes to play (default: the run's evaluation.episodes)"
+  )
+  parser.add_argument(
+    "--max-episode-steps", metavar="N",
+    help="step limit of an episode, agent steps (default: the run's evaluation.max_episode_steps)",
+  )  # fmt: skip
   parser.add_argument(
     "--explore",
     action=argparse.BooleanOptionalAction,

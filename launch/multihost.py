@@ -24,7 +24,6 @@ from speedyzero_jax.config import loader
 from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.config.presets import preset_names
 from speedyzero_jax.config.schema import Config
-from speedyzero_jax.replay.journal import JournalError
 from speedyzero_jax.run import run_dir, topology
 from speedyzero_jax.run.run_dir import RunDir, RunFolderError
 from speedyzero_jax.system.exit_codes import FAILED, USAGE_ERROR
@@ -167,19 +166,24 @@ def check_env(config: Config) -> None:
 
 def check_possible(config: Config) -> None:
   """Raises ConfigError for settings that can't be used on machines like this; writes nothing."""
+  import jax
+
   from speedyzero_jax.run.factories import make_agent
   from speedyzero_jax.system.platform import device_count
 
+  learners = max(config.topology.learners, 1)
   try:
     local = device_count()
   except RuntimeError as error:
     raise ConfigError(str(error)) from error
+  if jax.process_count() > 1:
+    local = min(len(jax.local_devices(unit)) for unit in range(learners))
   if config.learner.devices > local:
     raise ConfigError(
-      f"learner.devices: must be at most the {local} devices of this process, "
+      f"learner.devices: must be at most {local}, the devices of each learner process, "
       f"got {config.learner.devices}"
     )
-  devices = (config.learner.devices or local) * max(config.topology.learners, 1)
+  devices = (config.learner.devices or local) * learners
   if config.learner.batch_size % devices:
     raise ConfigError(
       f"learner.batch_size: must be a multiple of the {devices} devices used, "
@@ -211,7 +215,7 @@ def supervise(arguments: argparse.Namespace) -> int:
   check_env(config)  # the agent and the devices are checked by process 0
   with open_folder(arguments, config) as folder:  # process 0 opens it again
     path = folder.path
-  print(f"topology: {shape}", flush=True)
+  print(f"processes: {shape.counts}", flush=True)
   if count:
     print(f"GPUs: {devices.describe_devices(shape, gpus, count)}", flush=True)
   changes = arguments.overrides if arguments.resume is not None else []
@@ -278,7 +282,7 @@ def run_process(arguments: argparse.Namespace) -> int:
         f"with --processes {shape.counts}"
       )
     with open_checked(config) as folder:
-      print(f"topology: {shape}", flush=True)
+      print(f"processes: {shape.counts}", flush=True)
       return train(config, folder.path, resume=resume, signals=signals)
 
 
@@ -293,9 +297,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   arguments = parse(sys.argv[1:] if argv is None else argv)
   try:
     return supervise(arguments) if arguments.processes else run_process(arguments)
-  except (ConfigError, RunFolderError, JournalError) as error:
+  except (ConfigError, RunFolderError) as error:
     print(f"error: {error}", file=sys.stderr)
-    return FAILED if isinstance(error, JournalError) else USAGE_ERROR
+    return USAGE_ERROR
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from speedyzero_jax.cluster.rendezvous import Place, Rendezvous, RendezvousError
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.config.schema import Config
-from speedyzero_jax.replay.journal import JournalError
 from speedyzero_jax.run import topology
 from speedyzero_jax.run.factories import enable_compilation_cache, make_agent
 from speedyzero_jax.run.run_dir import RunDir, RunFolderError
@@ -89,7 +88,7 @@ def main(
         run = Run(str(folder.path.resolve()), resume, token)
         rendezvous.publish("run", json.dumps(run))
         return _run(config, shape, run, rendezvous, signals)
-  except (RendezvousError, JournalError, Refused, Unreachable, DivergedError) as error:
+  except (RendezvousError, Refused, Unreachable, DivergedError) as error:
     if signals.received:  # other processes got it too, so losing contact with them is expected
       return signals.exit_code
     print(f"error: {error}", file=sys.stderr)
@@ -126,7 +125,7 @@ def _run(
       folder /= f"units/{role.unit}"
       folder.mkdir(parents=True, exist_ok=True)
     else:
-      print(f"topology: {shape}", flush=True)
+      print(f"processes: {shape.counts}", flush=True)
     return train(
       config,
       folder,

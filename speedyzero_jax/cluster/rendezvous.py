@@ -55,18 +55,21 @@ def detect() -> Place | None:
   Raises RendezvousError if a cluster was detected, but its environment is incomplete.
   """
   for kind in cluster.ClusterEnv._cluster_types:
-    if kind.opt_in_only_method or not kind.is_env_present():
+    if kind.opt_in_only_method:
       continue
     try:
+      if not kind.is_env_present():
+        continue
       count = kind.get_process_count()
       if count < 2 or (kind.name == "slurm" and os.environ.get("SLURM_STEP_NUM_TASKS") == "1"):
         return None  # in a shell of salloc, jax's count is the allocation's, but its step has one
       port = os.environ.get("JAX_COORDINATOR_PORT")
       address = kind.get_coordinator_address(timeout_secs=300, override_coordinator_port=port)
       return Place(address, count, kind.get_process_id())
-    except (KeyError, ValueError, RuntimeError, OSError) as error:
+    except Exception as error:  # the `kubernetes` package raises its own
       raise RendezvousError(
-        f"{kind.__name__} was detected but can't be used: {type(error).__name__}: {error}"
+        f"{kind.__name__} was detected but can't be used: {type(error).__name__}: {error}; for a "
+        "single process, add --coordinator localhost:61440 --num-processes 1 --process-id 0"
       ) from error
   return None
 

@@ -224,9 +224,11 @@ class Supervisor:
     return ended
 
   def _report(self, text: str) -> None:
-    with contextlib.suppress(OSError), (self._logs / "supervisor.log").open("a") as log:
+    path = self._logs / "supervisor.log"
+    with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as log:
       log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-    with contextlib.suppress(OSError):  # a closed terminal must not stop the supervisor
+    # A closed terminal, or one of another encoding, must not stop the supervisor.
+    with contextlib.suppress(OSError, UnicodeEncodeError):
       self._show(text)
 
   def _vital(self) -> list[Process]:

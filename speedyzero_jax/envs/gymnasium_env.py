@@ -4,9 +4,10 @@ Observations are uint8 images, or vectors or grids of other dtypes; actions are 
 stepped sequentially in this process. Gymnasium is imported lazily.
 """
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -60,19 +61,15 @@ class GymnasiumEnv:
     return self._show(obs, reward, self._ended, terminated, truncated)
 
   def close(self) -> None:
-    """Closes the environments; an error of theirs is only logged. May be called twice."""
-    try:
-      self._envs.close()
-    except (Exception, SystemExit):  # what they have played is complete
-      _log.exception("%s failed while it was closed", self._game)
+    """Closes the environments; errors of theirs are only logged. May be called twice."""
+    if not self._envs.closed:
+      self._envs.closed = True  # its own method stops at the first error
+      for env in self._envs.envs:
+        _close(env, self._game)
 
   def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    try:
+    with _named(RuntimeError, f"{self._game} failed"):
       return method(*args, **kwargs)
-    except MemoryError:  # has a message of its own
-      raise
-    except (Exception, SystemExit) as error:  # the latter would end this process as if finished
-      raise RuntimeError(f"{self._game} failed: {_reason(error)}") from error
 
   def _show(
     self,
@@ -119,19 +116,30 @@ def probe(game: str) -> tuple[tuple[int, int, int], np.dtype, int, int]:
     limit = env.spec.max_episode_steps if env.spec else None
     return shape, np.dtype(np.uint8 if image else np.float32), int(actions.n), int(limit or 2**30)
   finally:
-    env.close()
+    _close(env, game)
 
 
 def _make(game: str, cap: int | None = None) -> Any:
   import gymnasium
 
-  try:
+  with _named(ValueError, f"can't make {game}"):
     return gymnasium.make(game.removeprefix(PREFIX), max_episode_steps=cap)
-  except MemoryError:
+
+
+def _close(env: Any, game: str) -> None:
+  try:
+    env.close()
+  except (Exception, SystemExit):  # what it has played is complete
+    _log.exception("%s failed while it was closed", game)
+
+
+@contextlib.contextmanager
+def _named(kind: type[Exception], problem: str) -> Iterator[None]:
+  """Raises `kind` with a message in one line if the environment's code raises any other error."""
+  try:
+    yield
+  except MemoryError:  # has a message of its own
     raise
-  except (Exception, SystemExit) as error:  # the environment's code may raise anything
-    raise ValueError(f"can't make {game}: {_reason(error)}") from error
-
-
-def _reason(error: BaseException) -> str:
-  return " ".join(f"{type(error).__name__}: {error}".split())
+  except (Exception, SystemExit) as error:  # the latter would end this process as if finished
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    raise kind(f"{problem}: {reason}") from error

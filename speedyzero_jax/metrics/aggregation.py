@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Counters:
   """Named counters: per second if the name ends in `_per_second`, else per learner step.
 
-  Thread-safe.
+  Thread-safe. The attribute `step` is the learner step at which the current interval began.
   """
 
   def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -32,7 +32,7 @@ class Counters:
   def restart(self, step: int) -> None:
     """Starts a new interval at this learner step."""
     with self._lock:
-      self._before, self._begin, self._step = self.totals(), self._clock(), step
+      self._before, self._begin, self.step = self.totals(), self._clock(), step
 
   def add(self, name: str, amount: float) -> None:
     with self._lock:
@@ -52,10 +52,10 @@ class Counters:
   def take(self, step: int) -> dict[str, float]:
     """Returns all values of this interval and starts a new one; empty without a learner step."""
     with self._lock:
-      if step <= self._step:
+      if step <= self.step:
         return {}
       seconds = (self._clock() - self._begin) or math.inf
-      values = self._per(step - self._step) | self._per(seconds, names.RATE_SUFFIX)
+      values = self._per(step - self.step) | self._per(seconds, names.RATE_SUFFIX)
       self.restart(step)
     return values
 

@@ -137,7 +137,8 @@ class MetricsLogger:
     """Exchanges and displays values that change without learner steps."""
     with self._publishing:
       self._values |= self._current() | self._counters.rates(REFRESH_SECONDS)
-      self._display.update(self._combined() | {names.TIME: self._recorder.elapsed()})
+      counts = {names.STEP: self._counters.step, names.TIME: self._recorder.elapsed()}
+      self._display.update(self._combined() | counts)
 
   def _update_periodically(self) -> None:
     while not self._closing.wait(REFRESH_SECONDS):

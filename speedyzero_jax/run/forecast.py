@@ -16,10 +16,10 @@ from speedyzero_jax.workers.learner import Learner
 def report(experiment: Experiment, timings: Sequence[Timing]) -> None:
   """Logs the estimate; warns if the machine has less memory."""
   message, membership = experiment.logger.message, experiment.membership
-  host, device = host_bytes(experiment), device_bytes(experiment)
   have, limit = memory.usable(), memory.device_limit()
+  host, device = host_bytes(experiment), 0.0 if limit is None else device_bytes(experiment)
   needs = f"this run needs about {_of(host, have)} of host memory"
-  if jax.default_backend() != "cpu":
+  if limit is not None:
     needs += f", {_of(device, limit)} on each device"
   needs += f"; programs {memory.format_bytes(experiment.program_bytes)}"
   if timings and membership.runs_actor and membership.runs_sweeps:  # this process does all work

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 _POLL_SECONDS = 0.5
+# By these variables jax detects tasks of srun and mpirun, which would join one run.
+_CLUSTER = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri")
 _LAUNCHER = Path(__file__).resolve().parents[2] / "launch" / "multihost.py"
 
 
@@ -98,9 +100,10 @@ class RunProcesses:
     exists = (path / "config.yaml").exists()
     first = ["--resume", str(path)] if exists else [*new, f"run.dir={path}"]
     os.sched_setaffinity(0, share.cores)  # of this thread; the process inherits it
+    inherited = {name: x for name, x in os.environ.items() if name not in _CLUSTER}
     process = subprocess.Popen(
       [sys.executable, str(_LAUNCHER), *first, *changes],
-      env=os.environ | share.variables, stdout=log, stderr=log, start_new_session=True,
+      env=inherited | share.variables, stdout=log, stderr=log, start_new_session=True,
     )  # fmt: skip
     self._processes[path] = process
     if self.received is not None:

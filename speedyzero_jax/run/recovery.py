@@ -105,17 +105,16 @@ class RecoveryManager:
     units must call `save`.
     """
     self.wait()
-    if self._units == 1:
-      self._common = snapshot.step
-    elif not required:
+    if self._units > 1 and not required:
       newest_of_all = set(self._all_gather(-1 if self.newest is None else self.newest))
       if len(newest_of_all) == 1:
         self._common = newest_of_all.pop()
-    self._saving = self._writer.submit(self._save, snapshot, self._common)
+    needed = self._common if self._units > 1 else None
+    self._saving = self._writer.submit(self._save, snapshot, needed)
     if required:
       self._join()
 
-  def _save(self, snapshot: Snapshot, needed: int) -> None:
+  def _save(self, snapshot: Snapshot, needed: int | None) -> None:
     self.journal.flush()  # a checkpoint must only reference slots on disk
     self.checkpoints.save(snapshot, needed=needed)
     self.newest = snapshot.step

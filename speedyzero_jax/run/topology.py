@@ -62,10 +62,6 @@ class Topology(NamedTuple):
     counts = zip(get_args(Kind), self, strict=True)
     return ",".join(f"{kind}={count}" for kind, count in counts if count)
 
-  def __str__(self) -> str:
-    counts = zip(get_args(Kind), self, strict=True)
-    return ", ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts if count)
-
 
 def resolve(config: Config, num_processes: int | None = None) -> Topology:
   """Resolves the topology for `num_processes` started processes; None: the number configured.

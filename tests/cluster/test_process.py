@@ -12,7 +12,6 @@ from speedyzero_jax.cluster import process
 from speedyzero_jax.cluster.grpc_client import Refused, Unreachable
 from speedyzero_jax.cluster.rendezvous import Place, RendezvousError
 from speedyzero_jax.config.fields import ConfigError
-from speedyzero_jax.replay.journal import JournalError
 from speedyzero_jax.run import topology
 from speedyzero_jax.run.run_dir import RunDir, RunFolderError
 from speedyzero_jax.run.signals import Signals
@@ -37,7 +36,7 @@ def started(config, folder, monkeypatch, train):
 @pytest.mark.parametrize(
   "error",
   [
-    RendezvousError("lost"), JournalError("full"), Refused("unknown"), Unreachable("silent"),
+    RendezvousError("lost"), Refused("unknown"), Unreachable("silent"),
     DivergedError(3),
   ],
 )  # fmt: skip

@@ -139,6 +139,10 @@ def test_a_run_does_not_continue_where_devices_cannot_share_its_batch(
   learners = tiny.config("learner.devices=2", "topology.learners=4", "learner.batch_size=12")
   with pytest.raises(ConfigError, match="must be a multiple of the 8 devices"):
     multihost.check_possible(learners)
+  monkeypatch.setattr(jax, "process_count", lambda: 4)
+  monkeypatch.setattr(jax, "local_devices", lambda unit=0: [three, three[:1]][unit])
+  with pytest.raises(ConfigError, match=r"learner\.devices: must be at most 1, the"):
+    multihost.check_possible(tiny.config("learner.devices=2", "topology.learners=2"))
 
 
 @pytest.mark.parametrize("part", ["checkpoints", "journal.sqlite"])

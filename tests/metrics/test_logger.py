@@ -104,7 +104,7 @@ def test_changes_between_lines_are_shared_and_shown_but_not_written(tmp_path, mo
     shared.append(dict(values))
     return [values, {names.present("actor"): 1}]
 
-  with MetricsLogger(CONFIG, tmp_path, None, exchange) as metrics:
+  with MetricsLogger(CONFIG, tmp_path, 3, exchange) as metrics:
     metrics.add_source(lambda: now)
     metrics.count(names.AGENT_STEPS_PER_SECOND, 5)
     for actors in (0, 1):
@@ -115,7 +115,7 @@ def test_changes_between_lines_are_shared_and_shown_but_not_written(tmp_path, mo
         time.sleep(0.01)
     assert shared[-1][names.ENV_STEPS] == 10 and shared[-1][names.AGENT_STEPS_PER_SECOND] > 0
   shown = capsys.readouterr().out
-  assert "actors 1/2" in shown
+  assert "actors 1/2" in shown and "learner 3/" in shown
   assert "actors 2/2" in shown  # at the end, as the next line is not due
   assert rows(tmp_path) == []
 

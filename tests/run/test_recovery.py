@@ -324,6 +324,15 @@ def test_a_unit_that_starts_from_the_beginning_keeps_its_experience(tmp_path, ev
   assert Checkpoints(tmp_path).steps() == []
 
 
+def test_checkpoints_of_one_learner_step_are_limited(tmp_path):
+  """A run may be stopped and resumed again and again while it only collects."""
+  with Unit(tmp_path, durable=True, keep=2) as unit:
+    for head in (10, 20, 30, 40):
+      unit.collect(head)
+      unit.save(4, required=True)
+  assert len([*(tmp_path / "checkpoints").glob("4-*")]) == 2
+
+
 @pytest.mark.parametrize(
   ("units", "keep", "theirs", "kept"),
   [  # the newest that the other unit has at each save but the last; what is there in the end

@@ -36,6 +36,13 @@ def test_a_run_of_another_process_is_waited_for_and_may_have_finished(tmp_path, 
       assert future.result(60) == 0 and log.read_text() == expected
 
 
+def test_runs_do_not_join_the_tasks_of_a_cluster(tmp_path, made, monkeypatch):
+  (tmp_path / "launcher.py").write_text("import os; print('SLURM_STEP_NODELIST' in os.environ)")
+  monkeypatch.setenv("SLURM_STEP_NODELIST", "n1")
+  assert made.train(tmp_path / "run", []) == 0
+  assert processes.log_of(tmp_path / "run").read_text() == "False\n"
+
+
 SAVES = """
 import signal, time
 signal.signal(signal.SIGTERM, lambda *_: print("saves", flush=True))

@@ -40,8 +40,7 @@ def test_roles_and_topologies_have_names():
   assert [str(Topology(2, 2, 2).role(i)) for i in range(6)] == [
     "learner-0", "learner-1", "actor-0.0", "actor-1.0", "refresher-0.0", "refresher-1.0",
   ]  # fmt: skip
-  assert str(Topology(1, 3, 0)) == "1 learner, 3 actors"
-  assert str(Topology(2, 1, 2)) == "2 learners, 1 actor, 2 refreshers"
+  assert Topology(1, 3, 0).counts == "learner=1,actor=3"
 
 
 @given(
