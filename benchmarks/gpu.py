@@ -166,14 +166,19 @@ def take(steps: dict[str, Step], folder: Path, minutes: float, until: float) -> 
     if note.exists() or unchecked:  # without outputs to compare with
       failed.append(name)
       continue
+    plain = folder / f"{name}.without-flags"  # exists if it failed with the fastest flags
+    flags = step.flags
+    if flags is None:
+      flags = "" if plain.exists() else fastest(folder)
     command = [*step.command, "--out", str(part)]
-    choices = [fastest(folder), ""] if step.flags is None else [step.flags]
-    for flags in dict.fromkeys(choices):  # without flags if they make it fail
-      shutil.rmtree(part, ignore_errors=True)  # left by an interrupted or failed profile
+    shutil.rmtree(part, ignore_errors=True)  # left by an interrupted profile
+    left = until - time.monotonic()
+    code = visit(command, flags, folder / f"{name}.log", max(left, 1.0))
+    if code and flags and step.flags is None:
+      plain.touch()
+      shutil.rmtree(part, ignore_errors=True)
       left = until - time.monotonic()
-      code = visit(command, flags, folder / f"{name}.log", max(left, 1.0))
-      if not code:
-        break
+      code = visit(command, "", folder / f"{name}.log", max(left, 1.0))
     if code is None:
       if left > 0.9 * 60 * minutes and not step.resumes:
         note.write_text(f"{name} was stopped after {left / 60:.1f} minutes\n")

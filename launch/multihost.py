@@ -180,7 +180,7 @@ def check_possible(config: Config) -> None:
     local = min(len(jax.local_devices(unit)) for unit in range(learners))
   if config.learner.devices > local:
     raise ConfigError(
-      f"learner.devices: must be at most {local}, the devices of each learner process, "
+      f"learner.devices: must be at most {local}, the fewest devices of any learner process, "
       f"got {config.learner.devices}"
     )
   devices = (config.learner.devices or local) * learners

@@ -21,6 +21,7 @@ from jax._src import compiler, distributed, lru_cache
 from jax._src.clusters import cluster
 from jax._src.lib import _jax
 
+from speedyzero_jax.run.processes import ALONE
 from speedyzero_jax.system.platform import device_count
 
 # Seconds of silence after which a process counts as dead, on one machine and on several.
@@ -52,8 +53,11 @@ class Place(NamedTuple):
 def detect() -> Place | None:
   """Returns this process' place in a cluster that jax detects (Slurm, Open MPI, ...), or None.
 
+  Runs of studies and populations are in no cluster, even if their launcher is a task of one.
   Raises RendezvousError if a cluster was detected, but its environment is incomplete.
   """
+  if ALONE in os.environ:
+    return None
   for kind in cluster.ClusterEnv._cluster_types:
     if kind.opt_in_only_method:
       continue
@@ -68,8 +72,8 @@ def detect() -> Place | None:
       return Place(address, count, kind.get_process_id())
     except Exception as error:  # the `kubernetes` package raises its own
       raise RendezvousError(
-        f"{kind.__name__} was detected but can't be used: {type(error).__name__}: {error}; for a "
-        "single process, add --coordinator localhost:61440 --num-processes 1 --process-id 0"
+        f"{kind.__name__} was detected but can't be used: {type(error).__name__}: {error}; to run "
+        "without it, add --coordinator localhost:PORT --num-processes 1 --process-id 0"
       ) from error
   return None
 

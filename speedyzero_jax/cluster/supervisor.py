@@ -224,12 +224,14 @@ class Supervisor:
     return ended
 
   def _report(self, text: str) -> None:
-    path = self._logs / "supervisor.log"
-    with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as log:
-      log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-    # A closed terminal, or one of another encoding, must not stop the supervisor.
-    with contextlib.suppress(OSError, UnicodeEncodeError):
-      self._show(text)
+    line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n"
+    with contextlib.suppress(OSError), (self._logs / "supervisor.log").open("ab") as log:
+      log.write(line.encode("utf-8", "backslashreplace"))
+    with contextlib.suppress(OSError):  # a closed terminal must not stop the supervisor
+      try:
+        self._show(text)
+      except UnicodeEncodeError:  # the terminal's encoding lacks a character
+        self._show(ascii(text))
 
   def _vital(self) -> list[Process]:
     return [process for process in self._running.values() if process.child.vital]

@@ -4,10 +4,9 @@ Observations are uint8 images, or vectors or grids of other dtypes; actions are 
 stepped sequentially in this process. Gymnasium is imported lazily.
 """
 
-import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -68,8 +67,7 @@ class GymnasiumEnv:
         _close(env, self._game)
 
   def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with _named(RuntimeError, f"{self._game} failed"):
-      return method(*args, **kwargs)
+    return _attempt(RuntimeError, f"{self._game} failed", method, *args, **kwargs)
 
   def _show(
     self,
@@ -122,8 +120,8 @@ def probe(game: str) -> tuple[tuple[int, int, int], np.dtype, int, int]:
 def _make(game: str, cap: int | None = None) -> Any:
   import gymnasium
 
-  with _named(ValueError, f"can't make {game}"):
-    return gymnasium.make(game.removeprefix(PREFIX), max_episode_steps=cap)
+  name = game.removeprefix(PREFIX)
+  return _attempt(ValueError, f"can't make {game}", gymnasium.make, name, max_episode_steps=cap)
 
 
 def _close(env: Any, game: str) -> None:
@@ -133,11 +131,12 @@ def _close(env: Any, game: str) -> None:
     _log.exception("%s failed while it was closed", game)
 
 
-@contextlib.contextmanager
-def _named(kind: type[Exception], problem: str) -> Iterator[None]:
-  """Raises `kind` with a message in one line if the environment's code raises any other error."""
+def _attempt(
+  kind: type[Exception], problem: str, method: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+  """Calls an environment's method. If it fails, raises `kind` with a message in one line."""
   try:
-    yield
+    return method(*args, **kwargs)
   except MemoryError:  # has a message of its own
     raise
   except (Exception, SystemExit) as error:  # the latter would end this process as if finished

@@ -137,8 +137,10 @@ class MetricsLogger:
     """Exchanges and displays values that change without learner steps."""
     with self._publishing:
       self._values |= self._current() | self._counters.rates(REFRESH_SECONDS)
-      counts = {names.STEP: self._counters.step, names.TIME: self._recorder.elapsed()}
-      self._display.update(self._combined() | counts)
+      values = self._combined() | {names.TIME: self._recorder.elapsed()}
+      if names.ENV_STEPS in values:  # both counts appear at once when a run resumes
+        values[names.STEP] = self._counters.step
+      self._display.update(values)
 
   def _update_periodically(self) -> None:
     while not self._closing.wait(REFRESH_SECONDS):

@@ -104,8 +104,8 @@ class Checkpoints:
   def save(self, snapshot: Snapshot, *, needed: int | None = None) -> None:
     """Writes a checkpoint, unless one with the same step counts exists.
 
-    Keeps the newest few, and all from learner step `needed` on. Raises CheckpointError if writing
-    fails (as on a full disk); earlier checkpoints are then intact.
+    Keeps the newest few, and the newest few of each learner step from `needed` on. Raises
+    CheckpointError if writing fails (as on a full disk); earlier checkpoints are then intact.
     """
     folder = self._directory / f"{snapshot.step}-{snapshot.env_steps}"
     if folder.is_dir():
@@ -115,8 +115,11 @@ class Checkpoints:
       _sync(folder)
     except Exception as error:
       raise CheckpointError(f"saving to {self._directory} failed: {_reason(error)}") from error
-    for (step, _), old in list(self._folders().items())[: -self._keep]:
-      if needed is None or step < needed:
+    folders = self._folders()
+    steps = [step for step, _ in folders]
+    for i, old in enumerate([*folders.values()][: -self._keep]):
+      superfluous = steps[i + 1 :].count(steps[i]) >= self._keep
+      if needed is None or steps[i] < needed or superfluous:
         shutil.rmtree(old, ignore_errors=True)
 
   def _write(self, folder: Path, snapshot: Snapshot) -> None:

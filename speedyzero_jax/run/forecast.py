@@ -17,9 +17,10 @@ def report(experiment: Experiment, timings: Sequence[Timing]) -> None:
   """Logs the estimate; warns if the machine has less memory."""
   message, membership = experiment.logger.message, experiment.membership
   have, limit = memory.usable(), memory.device_limit()
-  host, device = host_bytes(experiment), 0.0 if limit is None else device_bytes(experiment)
+  separate = limit is not None or jax.default_backend() != "cpu"
+  host, device = host_bytes(experiment), device_bytes(experiment) if separate else 0.0
   needs = f"this run needs about {_of(host, have)} of host memory"
-  if limit is not None:
+  if separate:
     needs += f", {_of(device, limit)} on each device"
   needs += f"; programs {memory.format_bytes(experiment.program_bytes)}"
   if timings and membership.runs_actor and membership.runs_sweeps:  # this process does all work

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 _POLL_SECONDS = 0.5
-# By these variables jax detects tasks of srun and mpirun, which would join one run.
-_CLUSTER = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri")
+ALONE = "SPEEDYZERO_ALONE"  # variable of processes that must not join others of a cluster
 _LAUNCHER = Path(__file__).resolve().parents[2] / "launch" / "multihost.py"
 
 
@@ -100,10 +99,9 @@ class RunProcesses:
     exists = (path / "config.yaml").exists()
     first = ["--resume", str(path)] if exists else [*new, f"run.dir={path}"]
     os.sched_setaffinity(0, share.cores)  # of this thread; the process inherits it
-    inherited = {name: x for name, x in os.environ.items() if name not in _CLUSTER}
     process = subprocess.Popen(
-      [sys.executable, str(_LAUNCHER), *first, *changes],
-      env=inherited | share.variables, stdout=log, stderr=log, start_new_session=True,
+      [sys.executable, str(_LAUNCHER), *first, *changes], stdout=log, stderr=log,
+      env=os.environ | share.variables | {ALONE: "1"}, start_new_session=True,
     )  # fmt: skip
     self._processes[path] = process
     if self.received is not None:

@@ -13,6 +13,7 @@ from speedyzero_jax.agents import dqn, q_agent
 from speedyzero_jax.agents.base import ActInputs, LossOutput, Variables
 from speedyzero_jax.config import loader
 from speedyzero_jax.replay.selector import Selection
+from speedyzero_jax.replay.storage import take
 from speedyzero_jax.workers.learner import Learner, make_mesh
 from trained import KEY, linear, log_softmax
 
@@ -76,6 +77,17 @@ def _batch():
   arrays, _ = agent.assemble(replay, selection, learner_step=50)
   frames = replay.windows(selection.lane, selection.time, after=agent.window.after)
   return {"frames": frames, **arrays}, place
+
+
+def test_slots_without_an_action_are_masked():
+  """They may stand in for evicted ones."""
+  replay, _ = _recorded()
+  lane, time = (x.ravel() for x in np.indices((2, int(replay.store.head.min()))))
+  selection = Selection(lane.astype(np.int32), time, np.full(len(lane), 0.1))
+  arrays, _ = _agent().assemble(replay, selection, learner_step=50)
+  acted = take(replay.store.action, replay.store.flat(lane, time)) >= 0
+  assert 0 < acted.sum() < len(acted)
+  np.testing.assert_array_equal(arrays["loss_mask"], acted)
 
 
 def _outputs(params, x, dueling=True):

@@ -93,6 +93,9 @@ def test_the_fastest_flags_are_used_if_they_gain_enough(tmp_path):
   unless = f"import os, sys; sys.exit(139) if os.environ['XLA_FLAGS'].strip() else None; {WRITE}"
   assert take(tmp_path, crashes=gpu.Step(["-c", unless])) == []
   assert (tmp_path / "crashes.json").read_text() == ""
+  (tmp_path / "crashes.json").unlink()
+  assert take(tmp_path, crashes=gpu.Step(["-c", WRITE])) == []  # the flags are not tried again
+  assert (tmp_path / "crashes.json").read_text() == ""
 
 
 def test_a_plan_is_checked_and_wrong_outputs_are_found(tmp_path):

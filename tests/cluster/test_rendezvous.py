@@ -13,7 +13,13 @@ import pytest
 from jax.errors import JaxRuntimeError
 
 from ports import reserved_address
-from speedyzero_jax.cluster.rendezvous import Place, Rendezvous, RendezvousError, detect
+from speedyzero_jax.cluster.rendezvous import (
+  Place,
+  Rendezvous,
+  RendezvousError,
+  cluster,
+  detect,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMBER = """
@@ -170,6 +176,14 @@ def test_a_process_finds_its_place_in_a_cluster_of_slurm(monkeypatch):
     detect()
   monkeypatch.setenv("SLURM_NTASKS", "1")
   assert detect() is None
+
+
+def test_a_cluster_whose_detection_fails_is_named(monkeypatch):
+  kind = mock.Mock(opt_in_only_method=False, is_env_present=mock.Mock(side_effect=TypeError("no")))
+  kind.__name__ = "Odd"
+  monkeypatch.setattr(cluster.ClusterEnv, "_cluster_types", [kind])
+  with pytest.raises(RendezvousError, match=r"Odd was detected but can't be used: TypeError: no;"):
+    detect()
 
 
 def test_a_process_uses_the_devices_given_to_it():

@@ -134,6 +134,18 @@ def test_fails_with_a_vital_one(run):
   assert set(one.restarts().values()) == {0}
 
 
+def test_reports_on_a_terminal_that_lacks_a_character(tmp_path):
+  shown = []
+
+  def show(text):
+    shown.append(text.encode("ascii").decode())
+
+  children = [Child("learner-0", ["bash", "-c", "printf '\\xb5s'; exit 3"], {}, True, ())]
+  assert Supervisor(children, tmp_path, show).run() == 3
+  assert any("learner-0 exited with code 3" in text for text in shown)
+  assert "\ufffds" in (tmp_path / "supervisor.log").read_text(encoding="utf-8")
+
+
 def test_passes_on_only_the_files_of_a_child(tmp_path):
   with (tmp_path / "shown").open("w") as shown, (tmp_path / "hidden").open("w") as hidden:
     os.set_inheritable(hidden.fileno(), True)

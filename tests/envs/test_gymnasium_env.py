@@ -127,6 +127,7 @@ def _wrong_shape(self, action):
   ("step", "error", "message"),
   [
     (_exit, RuntimeError, "gymnasium:Counter-v0 failed: SystemExit"),
+    (lambda *_: next(iter(())), RuntimeError, "gymnasium:Counter-v0 failed: StopIteration"),
     (_wrong_shape, RuntimeError, "gymnasium:Counter-v0 failed: ValueError"),
     (_exhaust, MemoryError, "^$"),
   ],

@@ -324,12 +324,13 @@ def test_a_unit_that_starts_from_the_beginning_keeps_its_experience(tmp_path, ev
   assert Checkpoints(tmp_path).steps() == []
 
 
-def test_checkpoints_of_one_learner_step_are_limited(tmp_path):
+@pytest.mark.parametrize("units", [1, 2])
+def test_checkpoints_of_one_learner_step_are_limited(tmp_path, units):
   """A run may be stopped and resumed again and again while it only collects."""
-  with Unit(tmp_path, durable=True, keep=2) as unit:
+  with Unit(tmp_path, durable=True, keep=2, all_gather=lambda x: [x] * units, units=units) as unit:
     for head in (10, 20, 30, 40):
       unit.collect(head)
-      unit.save(4, required=True)
+      unit.save(4, required=head > 20)
   assert len([*(tmp_path / "checkpoints").glob("4-*")]) == 2
 
 

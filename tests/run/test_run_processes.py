@@ -5,11 +5,18 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+from speedyzero_jax.cluster import rendezvous
 from speedyzero_jax.run import processes
 from speedyzero_jax.run.processes import Interrupted, MachineShare, RunProcesses
+
+SLURM = {  # of a task of srun
+  "SLURM_JOB_ID": "5000", "SLURM_STEP_NODELIST": "n1,n2", "SLURM_NTASKS": "4", "SLURM_PROCID": "2",
+  "SLURM_LOCALID": "0", "JAX_COORDINATOR_PORT": "1234",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -37,10 +44,15 @@ def test_a_run_of_another_process_is_waited_for_and_may_have_finished(tmp_path, 
 
 
 def test_runs_do_not_join_the_tasks_of_a_cluster(tmp_path, made, monkeypatch):
-  (tmp_path / "launcher.py").write_text("import os; print('SLURM_STEP_NODELIST' in os.environ)")
-  monkeypatch.setenv("SLURM_STEP_NODELIST", "n1")
+  root = Path(__file__).resolve().parents[2]
+  detects = f"import sys; sys.path.insert(0, {str(root)!r})\n"
+  detects += "from speedyzero_jax.cluster import rendezvous; print(rendezvous.detect())"
+  (tmp_path / "launcher.py").write_text(detects)
+  for name, value in SLURM.items():
+    monkeypatch.setenv(name, value)
+  assert rendezvous.detect() == ("n1:1234", 4, 2)
   assert made.train(tmp_path / "run", []) == 0
-  assert processes.log_of(tmp_path / "run").read_text() == "False\n"
+  assert processes.log_of(tmp_path / "run").read_text() == "None\n"
 
 
 SAVES = """

@@ -217,7 +217,7 @@ class EfficientZero(Agent):
     action = np.where(stored[:, :-1] & (action >= 0), action, random)
     age = np.where(stored, learner_step - take(store["policy_step"], flat), 0)
     ages = age[(arrays["policy_mask"] > 0) & present[:, None]]
-    progress = min(learner_step / self._config.learner.steps, 1.0)
+    progress = learner_step / self._config.learner.steps
     weight = importance_weights(selection.probability, self._agent_config.priority, progress)
     info = {
       metric_names.TARGET_AGE_MEAN: float(ages.mean()) if ages.size else 0.0,
