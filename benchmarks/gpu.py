@@ -13,7 +13,8 @@ Each step is a command, printed before it starts, that writes a JSON file (profi
 `--out`. Steps with existing results are skipped. When the visit's time is over, the current command
 is stopped: in the next visit training resumes and other commands start again. A command that was
 stopped after almost a whole visit leaves a file NAME.gave-up and counts as failed; remove the file
-to retry.
+to retry. A command that failed with the fastest flags leaves NAME.without-flags and runs without
+flags from then on.
 
 Steps fail on a machine without a GPU, unless `--small` is set. `--only` selects steps and their
 order.
