@@ -20,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for uninstalled clones
 
+from launch import multihost
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.config.schema import Config
@@ -68,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
   try:
     config = loader.override(run_dir.read_config(arguments.run_dir), changes)
+    multihost.check_env(config)
     return evaluate(config, arguments.run_dir, arguments.seed, arguments.out, arguments.video)
   except (ConfigError, RunFolderError) as error:
     _report(f"error: {error}")

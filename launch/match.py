@@ -5,7 +5,8 @@ given by their folders. RUN_DIR plays with its newest checkpoint, RUN_DIR@STEP w
 step STEP. Agents play without noise and alternate sides. Prints wins, draws and losses and adds
 them to matches.json in the first run's folder.
 
-Exit codes: 0 done; 1 no readable checkpoint, or the result can't be written; 2 usage error.
+Exit codes: 0 done; 1 no readable checkpoint, or the result can't be written; 2 usage error; 130
+stopped by Ctrl-C.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import logging
 import math
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -81,6 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   except (RunFolderError, ValueError) as error:
     print(f"error: {error}", file=sys.stderr)
     return USAGE_ERROR
+  except KeyboardInterrupt:
+    print("stopped", file=sys.stderr)
+    return 128 + signal.SIGINT
   return 0
 
 

@@ -31,10 +31,11 @@ from speedyzero_jax.system.exit_codes import FAILED, USAGE_ERROR
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
   """Parses the command line."""
+  wanted = {"-h", "--help"} & set(argv)  # else an error would come before those of the arguments
   parser = argparse.ArgumentParser(
     prog="launch/multihost.py",
     description="Trains and evaluates an agent.",
-    epilog=loader.help_text(chosen_agent(argv)),
+    epilog=loader.help_text(chosen_agent(argv)) if wanted else None,
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
   add = parser.add_argument
@@ -91,14 +92,18 @@ def process_counts(text: str) -> list[str]:
 
 
 def chosen_agent(argv: Sequence[str]) -> str:
-  """The agent whose settings `--help` lists, chosen by the presets and overrides in `argv`."""
+  """The agent whose settings `--help` lists, chosen by the run, presets and overrides in `argv`.
+
+  Raises ConfigError or RunFolderError if they can't be read.
+  """
+  parser = argparse.ArgumentParser(prog="launch/multihost.py", add_help=False)
+  parser.add_argument("--resume", type=Path)
+  resumed, others = parser.parse_known_args(argv)
+  if resumed.resume is not None:
+    return run_dir.read_config(resumed.resume).agent.name
   known = preset_names()
-  presets = [text for text in argv if text in known or text.endswith((".yaml", ".yml"))]
-  try:
-    named = [text for text in argv if text.startswith("agent=")]
-    return loader.load(presets, named).agent.name
-  except ConfigError:
-    return loader.DEFAULT_AGENT
+  presets = [text for text in others if text in known or text.endswith((".yaml", ".yml"))]
+  return loader.load(presets, [x for x in others if x.startswith("agent=")]).agent.name
 
 
 def parse_with_overrides(
@@ -294,8 +299,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's messages about its cache
   os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC's messages when servers stop
   logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-  arguments = parse(sys.argv[1:] if argv is None else argv)
   try:
+    arguments = parse(sys.argv[1:] if argv is None else argv)
     return supervise(arguments) if arguments.processes else run_process(arguments)
   except (ConfigError, RunFolderError) as error:
     print(f"error: {error}", file=sys.stderr)

@@ -140,11 +140,13 @@ class BoardNetwork(nnx.Module):
 class AlphaZero(Agent):
   """See `agents.base.Agent`."""
 
+  network = BoardNetwork
+
   def __init__(self, config: Config, frame_shape: tuple[int, ...], frame_dtype: Any, actions: int):
     agent_config: AlphaZeroConfig = config.agent
     self._search, self._loss = agent_config.search, agent_config.loss
     self._rules = RULES[config.env.game]
-    self._network = functional(lambda rngs: BoardNetwork(agent_config.network, self._rules, rngs))
+    self._network = functional(lambda rngs: self.network(agent_config.network, self._rules, rngs))
     columns = Column("search_policy", "float32", (actions,)), Column("search_value", "float32")
     self.schema = make_schema(frame_shape, frame_dtype, actions, columns)
     self.window = Window(after=0, within_episode=True)

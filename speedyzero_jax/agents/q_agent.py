@@ -132,6 +132,8 @@ class QAgent(TorsoAgent):
     sampler: class of the selector.
   """
 
+  network = QNetwork
+
   def __init__(
     self,
     config: Config,
@@ -148,7 +150,7 @@ class QAgent(TorsoAgent):
     self._stores_q = agent_config.priority.initial == "actor" or agent_config.refresh.enabled
     names = ("value", "best") if self._stores_q else ()
     super().__init__(
-      config, frame_shape, frame_dtype, actions, QNetwork,
+      config, frame_shape, frame_dtype, actions, self.network,
       [Column(name, "float32", fill=float(_UNKNOWN)) for name in names],
       {"value_step": names} if names else {},
     )  # fmt: skip

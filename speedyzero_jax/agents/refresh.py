@@ -98,7 +98,8 @@ def recompute_priorities(
       to the learner steps [k] of the oldest weights that they depend on.
   """
   store, sampler = replay.store, replay.selector
-  assert isinstance(sampler, PrioritizedSampler)
+  if not isinstance(sampler, PrioritizedSampler):
+    raise TypeError(f"Priority Refresh needs a PrioritizedSampler, got {type(sampler).__name__}")
   present, _ = replay.clamp(lane, time)
   times = time[present][:, None] - np.arange(reach + 1)
   lanes = np.broadcast_to(lane[present][:, None], times.shape)

@@ -98,7 +98,7 @@ def main(
 def _token(config: Config) -> bytes:
   name = config.topology.token_file
   try:
-    token = Path(name).read_bytes().strip()
+    token = Path(name).expanduser().read_bytes().strip()
   except OSError as error:
     reason = error.strerror or error
     raise ConfigError(f"topology.token_file: can't read {name}: {reason}") from error

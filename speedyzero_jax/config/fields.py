@@ -51,6 +51,13 @@ def describe(kind: Any) -> str:
   return names.get(kind, "a list of numbers")
 
 
+def is_supported(kind: Any) -> bool:
+  """Whether `parse` and `show` handle fields of this type."""
+  return kind in (bool, int, float, str, tuple[float, ...]) or (
+    typing.get_origin(kind) is Literal and all(isinstance(x, str) for x in typing.get_args(kind))
+  )
+
+
 def parse(key: str, value: Any, kind: Any) -> Any:
   """Parses `value`, a string or list of strings, as type `kind`. Raises ConfigError on failure."""
   try:

@@ -224,7 +224,8 @@ def help_text(agent: str = DEFAULT_AGENT) -> str:
   lines = [
     "Settings (key=value) with their defaults before presets, for",
     f"agent={agent} (one of {', '.join(agent_names())});",
-    "*: may change in a resumed run",
+    "*: may change in a resumed run. EZ: EfficientZero, EZ-V2: EfficientZero V2, SZ: SpeedyZero,",
+    "ours: chosen by this project",
   ]
   for section, cls in _sections(agent).items():
     lines += ["", f"{section}: {(cls.__doc__ or '').strip()}"]

@@ -279,7 +279,10 @@ class RunConfig:
     mutable=True,
   )
   compile_cache: str = opt(
-    "", "folder of XLA's compilation cache; empty: ~/.cache/speedyzero_jax/xla", mutable=True
+    "",
+    "folder of XLA's compilation cache; empty: that of JAX_COMPILATION_CACHE_DIR, or else "
+    "~/.cache/speedyzero_jax/xla",
+    mutable=True,
   )
 
 

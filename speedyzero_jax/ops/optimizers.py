@@ -199,13 +199,15 @@ def _on_layout(config: OptimConfig, layout: Layout) -> optax.GradientTransformat
     steps = [optax.scale_by_adam(b1=config.momentum), _decay_kernels(layout, decay), rate]
   elif config.name == "sgd":
     steps = [_decay_kernels(layout, decay), optax.trace(config.momentum), rate]
-  else:
+  elif config.name in ("lars", "clipped_lars"):
     clipped = config.name == "clipped_lars"
     bounds = (config.trust_min, config.trust_max) if clipped else (0.0, math.inf)
     ratio = clipped_trust_ratio(
       layout, config.trust_coefficient, *bounds, decay, config.min_weight_norm
     )
     steps = [ratio, optax.trace(config.momentum), rate]
+  else:
+    raise ValueError(f"optim.name: no optimizer {config.name!r}")
   clip = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []
   return optax.chain(*clip, *steps)
 

@@ -1,5 +1,6 @@
 """Factories of agents, replays and inference, shared by training, evaluation and all processes."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,13 +119,12 @@ def restore_for_evaluation(
 
 
 def enable_compilation_cache(config: Config) -> None:
-  folder: str | None = config.run.compile_cache
-  if not folder:
-    try:
-      folder = str(Path.home() / ".cache" / "speedyzero_jax" / "xla")
-    except RuntimeError:  # the user has no home folder
-      folder = None
-  jax.config.update("jax_compilation_cache_dir", folder)
+  folder = config.run.compile_cache or os.environ.get("JAX_COMPILATION_CACHE_DIR")
+  try:
+    path = Path(folder or "~/.cache/speedyzero_jax/xla").expanduser()
+  except RuntimeError:  # the user has no home folder
+    path = None
+  jax.config.update("jax_compilation_cache_dir", path and str(path))
 
 
 def evaluation_seed(config: Config) -> int:

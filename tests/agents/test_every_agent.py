@@ -1,12 +1,16 @@
 """Tests of all agents without a test module of their own: whole runs on Catch, bad settings."""
 
+import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import trained
 from same import assert_same
 from speedyzero_jax.config import loader
+from speedyzero_jax.config.agents import agent_module
 from speedyzero_jax.config.fields import ConfigError
-from speedyzero_jax.run import steps
+from speedyzero_jax.run import factories, steps
 from whole_runs import everything
 
 RUN = ("run.mode=lockstep", "learner.devices=1", "evaluation.episodes=32")
@@ -80,6 +84,23 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(tmp_path, agent):
 def test_catch_is_learned(tmp_path, agent):
   config = loader.load([agent], [*RUN, *LEARNS[agent]])
   assert trained.run(config, tmp_path, after=steps.evaluate_now).mean >= 0.9  # 1 is perfect
+
+
+@pytest.mark.parametrize("agent", ["alphazero", "dqn", "impala", "ppo", "r2d2"])
+def test_a_subclass_has_its_own_network(monkeypatch, agent):
+  module = agent_module(agent)
+
+  class Network(module.make_agent.network):
+    def __init__(self, *arguments, **options):
+      super().__init__(*arguments, **options)
+      self.added = nnx.Param(jnp.zeros(3))
+
+  class Agent(module.make_agent):
+    network = Network
+
+  monkeypatch.setattr(module, "make_agent", Agent)
+  made = factories.make_agent(loader.load([agent]))
+  assert jax.eval_shape(made.init, jax.random.key(0)).params["added"].shape == (3,)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Tests of the benchmarks of speed and of kills, with tiny sizes."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +21,6 @@ TINY = (
   "network.lstm_hidden=4", "network.projection_hidden=8", "network.projection_out=8",
   "network.prediction_hidden=8", "search.max_considered=2", "loss.unroll_steps=1",
   "env.frame_size=24", "actor.lanes=2",
-  f"run.compile_cache={os.environ['JAX_COMPILATION_CACHE_DIR']}",
 )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import tiny
-from launched import CACHE, ROOT, newest, python
+from launched import ROOT, newest, python
 from speedyzero_jax.agents import impala
 from speedyzero_jax.config import loader
 from speedyzero_jax.metrics import jsonl, names
@@ -28,7 +28,7 @@ from supervised import pids, wait_for
 
 ENV_STEPS, STEPS = 300, 100  # enough for some seconds in the middle
 SETTINGS = [
-  CACHE, "run.mode=async", "actor.lanes=4", f"run.env_steps={ENV_STEPS}",
+  "run.mode=async", "actor.lanes=4", f"run.env_steps={ENV_STEPS}",
   f"learner.steps={STEPS}", "run.checkpoint_interval=20", "run.log_interval=1",
   "run.keep_checkpoints=2",
 ]  # fmt: skip

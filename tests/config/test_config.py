@@ -285,6 +285,29 @@ def test_an_agent_brings_its_sections():
   assert loader.load([], ["agent=efficientzero"]) == DEFAULT
 
 
+DECLARATION = """
+from dataclasses import dataclass
+from typing import ClassVar
+from speedyzero_jax.config.fields import opt
+from speedyzero_jax.config.schema import AgentConfig
+make_agent = None
+
+@dataclass(frozen=True)
+class Loss:
+  x: int = opt(1, 'x')
+
+@dataclass(frozen=True)
+class AGENT_CONFIG(AgentConfig):
+  name: ClassVar[str] = "broken"
+  loss: Loss = Loss()
+"""
+
+
+def declared(old, new):
+  assert old in DECLARATION
+  return DECLARATION.replace(old, new)
+
+
 @pytest.mark.parametrize(
   ("text", "message"),
   [
@@ -292,6 +315,17 @@ def test_an_agent_brings_its_sections():
     ("AGENT_CONFIG = 1", "has no make_agent"),
     ("", "has no AGENT_CONFIG and no make_agent"),
     ("from speedyzero_jax.agents.impala import *", "must be 'broken', got 'impala'"),
+    (declared("opt(1, 'x')", "1"), "loss.x must be declared by opt"),
+    (declared("x: int", "x: int | None"), r"loss.x must be .*, got int \| None"),
+    (declared("x: int", "x: tuple[int, ...]"), "loss.x must be .*, got tuple"),
+    (declared("loss: Loss", "optim: Loss"), "'optim' has the name of a section that all"),
+    (declared("loss: Loss", "loss: int"), "'loss' must have a dataclass as its type"),
+    (
+      declared("@dataclass(frozen=True)\nclass Loss:", "class Loss(AgentConfig):"),
+      "'loss' must be",
+    ),
+    (declared("@dataclass(frozen=True)\nclass AGENT", "class AGENT"), "AGENT_CONFIG must be dec"),
+    ("from __future__ import annotations\n" + DECLARATION, "remove `from __future__ import"),
   ],
 )
 def test_a_broken_agent_is_named(tmp_path, monkeypatch, text, message):

@@ -18,7 +18,7 @@ from PIL import Image
 
 import tiny
 from launch import evaluate, multihost
-from launched import CACHE, NEW, STEPS, hash_in, listing, newest, start, wait_until
+from launched import NEW, STEPS, hash_in, listing, newest, start, wait_until
 from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.metrics import jsonl
 from speedyzero_jax.run import run_dir, train
@@ -61,7 +61,7 @@ def test_a_run_leaves_everything(finished):
 
 
 def test_resuming_it_evaluates_and_does_not_train(finished, copied, capsys):
-  assert multihost.main(["--resume", str(copied), "evaluation.episodes=3", CACHE]) == 0
+  assert multihost.main(["--resume", str(copied), "evaluation.episodes=3"]) == 0
   captured = capsys.readouterr()
   assert hash_in(captured.out) == hash_in(finished[1])
   assert "compiling train step" not in captured.out and "repeating" not in captured.out
@@ -150,7 +150,7 @@ def test_a_run_that_cannot_continue_fails_in_one_line(copied, capsys, part):
   for path in [copied / part, *(copied / part).rglob("*")]:
     if path.is_file():
       path.write_bytes(b"")
-  assert multihost.main(["--resume", str(copied), CACHE]) == 1
+  assert multihost.main(["--resume", str(copied)]) == 1
   errors = capsys.readouterr().err
   assert errors.startswith("error: ") and errors.count("\n") == 1
   assert Checkpoints(copied).steps() == [STEPS - 4, STEPS - 2, STEPS]  # left, to be repaired
@@ -211,3 +211,7 @@ def test_wrong_use_of_evaluation(finished, tmp_path, capsys):
   for arguments in (["--episodes", "0"], ["--max-episode-steps", "10000000000"]):
     assert evaluate.main([str(tmp_path), *arguments]) == 2
     assert "error: evaluation." in capsys.readouterr().err
+  config = tmp_path / "config.yaml"
+  config.write_text(config.read_text().replace("game: Catch", "game: gymnasium:missing:No-v0"))
+  assert evaluate.main([str(tmp_path)]) == 2
+  assert "error: env: can't make gymnasium:missing:No-v0" in capsys.readouterr().err

@@ -67,6 +67,12 @@ def test_another_file_is_refused_before_a_match(run, tmp_path, capsys, monkeypat
   assert out.read_text() == content
 
 
+def test_an_interrupted_match_writes_nothing(run, tmp_path, monkeypatch):
+  monkeypatch.setattr(evaluator, "evaluate", mock.Mock(side_effect=KeyboardInterrupt))
+  assert played(run, "--against", "random", out=tmp_path / "out.json")[0] == 130
+  assert not list(tmp_path.iterdir())
+
+
 def test_a_player_against_itself_is_even(run, tmp_path):
   """Each opening is played from both sides, without noise: wins and losses are equal."""
   code, (row,) = played(run, "--against", run, out=tmp_path / "out.json")

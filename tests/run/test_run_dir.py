@@ -57,6 +57,12 @@ def test_without_a_folder_the_runs_are_numbered(tmp_path, monkeypatch):
     run.close()
 
 
+def test_the_home_folder_can_be_abbreviated(tmp_path, monkeypatch):
+  monkeypatch.setenv("HOME", str(tmp_path))
+  with run_dir.create(config("~/mine"), "x") as run:
+    assert run.path == tmp_path / "mine"
+
+
 def hold(folder):
   """Starts a process that holds a folder until it is killed."""
   code = (

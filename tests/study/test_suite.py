@@ -9,10 +9,10 @@ import yaml
 
 import tiny
 from launch import suite
-from launched import CACHE, finish, newest, start, wait_until
+from launched import finish, newest, start, wait_until
 
 SETTINGS = [
-  "agent=quick_agent", *tiny.OVERRIDES, CACHE, "learner.tail_steps=0", "run.checkpoint_interval=2",
+  "agent=quick_agent", *tiny.OVERRIDES, "learner.tail_steps=0", "run.checkpoint_interval=2",
   "run.log_interval=1", "evaluation.at_end=true",
 ]  # fmt: skip
 

@@ -11,11 +11,10 @@ import tiny
 from speedyzero_jax.run.checkpoint import Checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]
-CACHE = f"run.compile_cache={os.environ['JAX_COMPILATION_CACHE_DIR']}"
 STEPS = 30
 # With a checkpoint every other step, a signal at a random time is likely to hit one being written.
 NEW = [
-  "--config", "quickstart", "agent=quick_agent", *tiny.OVERRIDES, CACHE, f"learner.steps={STEPS}",
+  "--config", "quickstart", "agent=quick_agent", *tiny.OVERRIDES, f"learner.steps={STEPS}",
   "run.checkpoint_interval=2", "run.log_interval=1", "evaluation.at_end=true",
 ]  # fmt: skip
 

@@ -52,7 +52,19 @@ class NetworkDef:
     heads of value and policy become one with block-diagonal kernels, and the LSTM's two kernels
     become one. Everything except the norm of the LSTM's output and the layers of logits is cast to
     the dtype of activations. The consistency heads are left out.
+
+    Raises ValueError if the network's parts have other layers than those of `Network`, except in
+    the representation and the blocks.
     """
+    try:
+      return self._folded(variables)
+    except KeyError as error:
+      raise ValueError(
+        f"can't fold the network for search: layer {error} is missing (subclasses of Network may "
+        "replace only the representation and the blocks)"
+      ) from error
+
+  def _folded(self, variables: Variables) -> Variables:
     params, stats = variables
     params = _fold({k: x for k, x in params.items() if k != "consistency"}, stats)
     params["heads"] = _side_by_side(params.pop("value"), params.pop("policy"))

@@ -389,3 +389,14 @@ def test_a_batch_norm_without_a_layer_to_be_folded_into_is_refused():
   network_def = NetworkDef(TINY, (1, 1, 2), _ACTIONS, network=Odd)
   with pytest.raises(ValueError, match=r"batch norm 'norm9' has no 'conv' or 'linear'"):
     network_def.fold(network_def.init(jax.random.key(0)))
+
+
+def test_heads_with_other_layers_are_refused():
+  class Odd(networks.Network):
+    def __init__(self, *args, rngs, folded=False):
+      super().__init__(*args, rngs=rngs, folded=folded)
+      self.value = nnx.Linear(4, 1, rngs=rngs)
+
+  network_def = NetworkDef(TINY, (1, 1, 2), _ACTIONS, network=Odd)
+  with pytest.raises(ValueError, match="can't fold the network for search: layer 'mlp' is missing"):
+    network_def.fold(network_def.init(jax.random.key(0)))
