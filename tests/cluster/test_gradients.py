@@ -93,7 +93,7 @@ class Unit:
     ended = more.get("episodes", np.zeros((0, 2)))
     request = messages.Gradient(number, steps, ended, version, arrays or {}, {})
     helper = Helper("actor", actor, incarnation)
-    grant = self.service.call("gradient", helper, request, more.get("seconds", 10))
+    grant = self.service.call("gradient", helper, request, more.get("seconds", 60))
     self.sequence[actor] = number + (grant is not None)
     return grant
 

@@ -23,7 +23,7 @@ def test_a_missing_server_is_unreachable_after_a_while():
   with (
     reserved_address() as address,
     connect(address, patience=1.0) as client,
-    pytest.raises(Unreachable, match=r"127.0.0.1:\d+ has not answered for 1 seconds"),
+    pytest.raises(Unreachable, match=r"127.0.0.1:\d+ has not answered for \d+ seconds"),
   ):
     client.call(EACH[messages.Join])
   assert 1 <= time.monotonic() - begin < 5

@@ -1,7 +1,7 @@
 """Tests of the refreshers' blocks, results and frames when refreshers die, repeat or are late."""
 
 import threading
-from types import SimpleNamespace
+from collections import Counter
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ from speedyzero_jax.cluster import messages, refresher_service
 from speedyzero_jax.cluster.roster import TIMEOUT
 from speedyzero_jax.metrics import names
 from speedyzero_jax.run import steps
+from supervised import wait_for
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def test_a_late_block_of_a_sweep_is_used(make_unit, clock):
   unit.publish(8)
   unit.learn(8)
   late = unit.work(0)
-  clock[0] += 61
+  clock.now += 61
   assert unit.work(1)
   unit.result(late, 0)
   assert (unit.replay.store["value_step"][late.lane[:, None], late.cell] == 8).all()
@@ -113,12 +114,28 @@ def batch_unit(make_unit, *overrides, refreshers=1, durable=False):
   return unit
 
 
+class Clock:
+  """Replacement of the service's clock, which tests advance."""
+
+  def __init__(self):
+    self.now, self._reads = 0.0, Counter()
+
+  def monotonic(self):
+    now = self.now
+    self._reads[threading.current_thread()] += 1
+    return now
+
+  def advance_once_waiting(self, thread, seconds):
+    """Advances when a thread that executes a batch has computed until when it waits."""
+    wait_for(lambda: self._reads[thread] >= 2)
+    self.now += seconds
+
+
 @pytest.fixture
 def clock(monkeypatch):
-  """The time of the service's clock in seconds, in a list of one item."""
-  now = [0.0]
-  monkeypatch.setattr(refresher_service, "time", SimpleNamespace(monotonic=lambda: now[0]))
-  return now
+  clock = Clock()
+  monkeypatch.setattr(refresher_service, "time", clock)
+  return clock
 
 
 def newest(unit):
@@ -170,7 +187,7 @@ def test_the_learner_waits_for_a_batch_only_so_long(make_unit, clock):
   held = unit.work(seconds=5)
   thread.join(0.1)
   assert not done
-  clock[0] += 121
+  clock.advance_once_waiting(thread, 121)
   thread.join(10)
   assert done and newest(unit) == 0
   unit.result(held)  # late results are written
@@ -178,7 +195,7 @@ def test_the_learner_waits_for_a_batch_only_so_long(make_unit, clock):
   assert unit.work() is None  # but what the learner no longer waits for is not handed out
   _, thread, done = unit.executing()
   unit.work(seconds=5)
-  clock[0] += 121
+  clock.advance_once_waiting(thread, 121)
   thread.join(10)
   assert done and unit.work() is None  # nor handed out again
   _, thread, done = unit.executing()
@@ -193,8 +210,7 @@ def test_the_first_batch_waits_for_refreshers_that_compile(make_unit, clock):
   unit.fill(20)
   unit.publish(3)
   _, thread, done = unit.executing()
-  thread.join(0.1)
-  clock[0] += 599
+  clock.advance_once_waiting(thread, 599)
   assert not done
   block = unit.work(0, seconds=5)
   unit.now += TIMEOUT + 1
@@ -210,8 +226,7 @@ def test_the_learner_waits_for_live_refreshers_only(make_unit, clock):
   unit = make_unit(*BATCH)
   unit.fill(20)
   _, thread, done = unit.executing()
-  thread.join(0.1)
-  clock[0] += 601
+  clock.advance_once_waiting(thread, 601)
   thread.join(10)
   assert done  # none has called
   assert unit.work() is None
@@ -222,7 +237,7 @@ def test_the_learner_waits_for_live_refreshers_only(make_unit, clock):
   unit.now += TIMEOUT + 1  # it computes
   thread.join(1.3)
   assert not done
-  clock[0] += 31  # it hangs: topology.block_timeout is 30
+  clock.now += 31  # it hangs: topology.block_timeout is 30
   thread.join(10)
   assert done
 
@@ -280,9 +295,9 @@ def test_an_overdue_block_is_handed_out_again_and_its_late_result_is_dropped(mak
   _, thread, done = unit.executing(1)
   held = unit.work(0, seconds=5)
   unit.result(unit.work(1, seconds=5), 1)  # of the task bootstrap
-  clock[0] += 59
+  clock.now += 59
   assert unit.work(1) is None
-  clock[0] += 2
+  clock.now += 2
   again = unit.work(1)
   assert same_states(again, held) and again.block != held.block
   before = unit.replay.store["policy"].copy()

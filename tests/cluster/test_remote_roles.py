@@ -237,7 +237,7 @@ def test_refreshers_compute_what_a_local_one_would(make_unit, cluster, monkeypat
     for step in (3, 6, 9):
       unit.publish(step)
       works, thread, done = unit.executing(8)
-      thread.join(20)
+      thread.join(120)
       assert done
       local.weights.publish(step, unit.agent.init(number=step))
       for work in works:
@@ -259,7 +259,7 @@ def test_a_refresher_keeps_a_growing_replay_fresh(make_unit, cluster, task, stam
       unit.fill(15, seed=step)
       unit.learn(6)
       unit.publish(step)
-    unit.limiter.wait_for(lambda: unit.replay.oldest_step(f"{stamp}_step") == 24, 20)
+    unit.limiter.wait_for(lambda: unit.replay.oldest_step(f"{stamp}_step") == 24, 120)
   assert unit.replay.oldest_step(f"{stamp}_step") == 24 and unit.replay.heads.min() > 40
   tails, heads = unit.replay.tails, unit.replay.heads
   lane = np.repeat(np.arange(3), heads - tails)

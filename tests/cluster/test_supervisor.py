@@ -21,17 +21,19 @@ def pauses(output):
 
 def test_ends_when_the_vital_ones_have(run, tmp_path):
   (tmp_path / "typed").write_text("not for children")
-  learner = "print(repr(sys.stdin.read())); until('ready-slow'); until('ready-stubborn')"
+  learner = "print(repr(sys.stdin.read())); "
+  learner += "; ".join(f"until('ready-{name}')" for name in ("willing", "slow", "stubborn"))
   with (tmp_path / "typed").open() as typed:
     one = run(
       ("learner-0", learner, True),
       ("learner-1", "print('in a log'); time.sleep(0.2)", True),
       ("done", "print('broken', file=sys.stderr)", False),
-      ("willing", "until('ready-slow'); time.sleep(0.3); print('by itself')", False),
+      ("willing", "ready(); until('ready-slow'); time.sleep(0.3); print('by itself')", False),
       ("slow", STOP, False),
       ("stubborn", STUBBORN, False),
       stdin=typed,
       grace=1.0,
+      kill_after=2.0,
     )
   one.end(0)
   assert set(one.restarts().values()) == {0} and len(one.restarts()) == 6
@@ -93,8 +95,8 @@ def test_keeps_restarting_after_a_long_life_and_after_deaths_that_others_cause(r
 
 
 def test_a_long_life_begins_the_pauses_anew(run):
-  code = f"{COUNTED}time.sleep(1.1 if n == 2 else 0); {KILLED}"
-  output = run(FINISH, ("actor-0", code, False), reset_after=1.0).end(0)
+  code = f"{COUNTED}time.sleep(3.2 if n == 2 else 0); {KILLED}"
+  output = run(FINISH, ("actor-0", code, False), reset_after=3.0).end(0)
   assert pauses(output)[:4] == ["0.05", "0.1", "0.05", "0.05"]
 
 
@@ -127,7 +129,7 @@ def test_fails_with_a_vital_one(run):
   code = 77
   fail = f"until('ready-actor-0'); print('no space'); sys.exit({code})"
   learners = [("learner-0", SLEEP, True), ("learner-1", fail, True)]
-  one = run(*learners, ("actor-0", STOP, False), ("actor-1", STUBBORN, False))
+  one = run(*learners, ("actor-0", STOP, False), ("actor-1", STUBBORN, False), kill_after=2.0)
   output = one.end(code)
   assert f"learner-1 exited with code {code}" in output and "\n  no space" in output
   assert one.log("actor-0").endswith("got it\n")

@@ -22,7 +22,7 @@ def stop(*_):
 on_stop(stop); ready(); time.sleep(100)
 """
   learners = [("learner-0", SAVE, True), ("learner-1", SAVE, True)]
-  one = run(*learners, ("actor-0", watch, False), ("actor-1", STUBBORN, False))
+  one = run(*learners, ("actor-0", watch, False), ("actor-1", STUBBORN, False), kill_after=2.0)
   one.until("ready-learner-0", "ready-learner-1", "ready-actor-0", "ready-actor-1")
   one.process.send_signal(number)
   time.sleep(0.02)
@@ -87,7 +87,7 @@ def test_a_signal_while_waiting_for_others_kills(run, learner, code):
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
       assert one.process.poll() is None
       one.process.send_signal(number)
-      time.sleep(0.8)
+      time.sleep(1.2)
   else:
     wait_for(lambda: one.child("learner-0")["pid"] is None)
     one.process.send_signal(signal.SIGTERM)
@@ -96,16 +96,16 @@ def test_a_signal_while_waiting_for_others_kills(run, learner, code):
 
 @pytest.mark.parametrize("stopped", ["supervisor", "twice", "learner-1"])
 def test_patience_with_saving_ends(run, stopped):
-  one = run(("learner-0", STUBBORN, True), ("learner-1", SAVE, True), save_patience=1.0)
+  one = run(("learner-0", STUBBORN, True), ("learner-1", SAVE, True), save_patience=2.0)
   one.until("ready-learner-0", "ready-learner-1")
   if stopped == "learner-1":
     os.kill(one.child("learner-1")["pid"], signal.SIGTERM)
   else:
     one.process.send_signal(signal.SIGTERM)
   if stopped == "twice":
-    time.sleep(0.5)
+    time.sleep(1.2)
     one.process.send_signal(signal.SIGTERM)
-  assert "learner-0 has not ended in 1 s and is killed" in one.end(1)
+  assert "learner-0 has not ended in 2 s and is killed" in one.end(1)
   assert (one.folder / "saved-learner-1").exists()
 
 

@@ -205,7 +205,7 @@ def too_much(*args, **kwargs):
 
 
 def too_much_on_the_device(*args, **kwargs):
-  jax.block_until_ready(jax.numpy.zeros(2**42))
+  jax.block_until_ready(jax.numpy.zeros(2**46))
 
 
 @pytest.mark.parametrize("fail", [too_much, too_much_on_the_device])

@@ -133,8 +133,8 @@ def test_a_closed_terminal_stops_and_saves(tmp_path):
   """Other processes cannot use the folder until the run has ended."""
   folder, (ours, theirs) = tmp_path / "run", pty.openpty()
   process = python(
-    "-c", ON_A_TERMINAL, ROOT / "launch/multihost.py", *NEW, f"run.dir={folder}",
-    stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+    "-c", ON_A_TERMINAL, ROOT / "launch/multihost.py", *NEW, "learner.steps=3000",
+    f"run.dir={folder}", stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
   )  # fmt: skip
   os.close(theirs)
   os.set_blocking(ours, False)

@@ -61,6 +61,7 @@ def test_programs_on_eight_devices_keep_their_limits(tmp_path):
   assert act < acting["interval"] and "acting: a call every" in done.stdout
 
 
+@pytest.mark.timeout(600)
 def test_full_size_evaluation_of_values(tmp_path):
   """1.24 TFLOP by arithmetic: 15 convolutions of 4,096 states."""
   plans, done = planned(tmp_path, "refresh.max_age=50", "--only", "refresh")

@@ -91,7 +91,7 @@ def test_after_an_error_no_further_member_is_trained(tmp_path, monkeypatch):
     trained.append(member)
     if not member:
       raise ConfigError("in use")
-    time.sleep(0.2)
+    time.sleep(1)
 
   monkeypatch.setattr(members, "_train", train)
   with pytest.raises(ConfigError, match="in use"):

@@ -19,7 +19,7 @@ SETTINGS = [
 
 def test_a_study_continues_where_it_was_killed_and_reports(tmp_path, capsys):
   folder, description = tmp_path / "runs", tmp_path / "study.yaml"
-  steps = {"short": ["learner.steps=5"], "long": ["learner.steps=9"], "other": ["learner.steps=4"]}
+  steps = {"short": ["learner.steps=5"], "long": ["learner.steps=60"], "other": ["learner.steps=4"]}
   document = {"config": ["quickstart"], "settings": SETTINGS, "vary": {"steps": steps}, "seeds": 1}
   description.write_text(yaml.safe_dump(document, sort_keys=False))
   arguments = (description, "--dir", folder)
@@ -40,11 +40,11 @@ def test_a_study_continues_where_it_was_killed_and_reports(tmp_path, capsys):
   code, output = finish(start(*arguments, "--together", 2, "--out", out, script="suite.py"))
   assert code == 1 and "long-Catch-s0 finished" in output
   assert "other-Catch-s0 failed with exit code 2" in output and "short-Catch-s0 " not in output
-  assert [newest(folder / f"{name}-Catch-s0") for name in ("short", "long")] == [5, 9]
+  assert [newest(folder / f"{name}-Catch-s0") for name in ("short", "long")] == [5, 60]
   assert (folder / "short-Catch-s0/evaluation.json").stat().st_mtime_ns == before
   assert b"long-Catch-s0" in (folder / "report.html").read_bytes()
   last = [run["curve"][-1][0] for run in json.loads(out.read_text())["runs"] if run["curve"]]
-  assert last == [5, 9]  # of the learner steps
+  assert last == [5, 60]  # of the learner steps
 
   (stray / "mine").unlink()
   code, output = finish(start(*arguments, "--part", "2/3", script="suite.py"))

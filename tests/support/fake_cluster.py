@@ -94,7 +94,7 @@ kill -TERM $(< "$TASKS") 2> "$TASKS.gone"
 """,
   "sleep": """#!/bin/bash
 echo "$1" >> "$SLEPT"
-exec /usr/bin/sleep 0.$(($1 < 10 ? 2 : 4))
+exec /usr/bin/sleep $(($1 < 10 ? 0 : 1)).5
 """,
   "getent": """#!/bin/bash
 (($(wc -l < "$SLEPT") >= ${UNKNOWN:-0}))

@@ -42,7 +42,7 @@ def rows_of(folder):
   return rows
 
 
-def finish(experiment, seconds=120):
+def finish(experiment, seconds=240):
   """Returns the result of `loops.run`, or the error it raises; fails the test on timeout."""
   done = []
 

@@ -54,10 +54,10 @@ def test_devices_explore_apart_and_keys_decide():
 def test_outputs_that_are_not_finite_mean_divergence():
   inference, frames = _inference(1), np.ones((2, 1, 1), np.float32)
   inputs = ActInputs(frames, np.zeros(2, bool), np.arange(2, dtype=np.int32), ())
-  diverged = Version(7, np.float32(np.nan))
+  nan, infinite = (Version(7, np.float32(x)) for x in (np.nan, np.inf))
   for call in (
-    lambda: inference.decide(diverged, inputs, _KEY, 0.5, explore=False),
-    lambda: inference.compute(diverged, "task", {"frames": frames}, _KEY),
+    lambda: inference.decide(nan, inputs, _KEY, 0.5, explore=False),
+    lambda: inference.compute(infinite, "task", {"frames": frames}, _KEY),
   ):
     with pytest.raises(DivergedError, match="learner step 7"):
       call()
