@@ -17,6 +17,8 @@ from speedyzero_jax.run.topology import Role, derived_seed
 from speedyzero_jax.types import Slots
 from speedyzero_jax.workers.weights import ACTOR
 
+_HANGS = 600.0  # seconds of silence after which an actor loses its grant; it may compile for long
+
 
 @dataclasses.dataclass(eq=False)
 class Session:
@@ -40,7 +42,7 @@ class ActorService:
     self._needs_data = experiment.needs_data
     self._run_seed, self._unit = experiment.config.run.seed, experiment.membership.unit
     self._sessions = [Session(part) for part in lanes]
-    self._roster = roster
+    self._roster, self._logger = roster, experiment.logger
 
   def join(self, helper: Helper, request: messages.Join) -> messages.Welcome:
     """Starts a session.
@@ -93,6 +95,7 @@ class ActorService:
       steps, requested = self._wait_for_steps(helper, session, seconds), self._wanted(session)
       if steps is None:
         self._roster.enter(helper)
+        self._end_hanging()
         return None
       self._roster.served(helper)
       session.sequence = request.sequence
@@ -108,6 +111,19 @@ class ActorService:
         random=self._limiter.playing_randomly,
       )
       return session.grant
+
+  def _end_hanging(self) -> None:
+    """Ends the sessions of actors that hang with a grant, so that others get its steps."""
+    for number, session in enumerate(self._sessions):
+      if session.lock.acquire(blocking=False):  # else it is making a call
+        try:
+          if session.grant and self._roster.silence("actor", number) > _HANGS:
+            self._logger.message(f"actor {number} hangs; its lanes are truncated until it restarts")
+            session.incarnation = -1  # refuses its calls until it joins again
+            self._release(session)
+            self._collector.truncate(session.lanes)
+        finally:
+          session.lock.release()
 
   def _wait_for_steps(self, helper: Helper, session: Session, seconds: float) -> int | None:
     """Waits for steps to grant; returns 0 if the actor may leave, None after a timeout."""

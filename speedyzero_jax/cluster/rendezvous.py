@@ -45,9 +45,14 @@ class Place(NamedTuple):
   process_id: int
 
   @property
+  def host(self) -> str:
+    """The coordinator's host."""
+    return self.coordinator.rpartition(":")[0].strip("[]")
+
+  @property
   def on_one_machine(self) -> bool:
     """Whether the coordinator's address is a loopback address."""
-    return _is_loopback(self.coordinator.rpartition(":")[0].strip("[]"))
+    return _is_loopback(self.host)
 
 
 def detect() -> Place | None:
@@ -91,11 +96,13 @@ class Rendezvous:
   def __init__(self, place: Place, *, devices: Sequence[int] | None = None, timeout: int = 300):
     self.place = place
     local = place.on_one_machine
+    os.environ.update(no_grpc_proxy=place.host)  # jax's client uses http_proxy, even for loopback
     jax.config.update("jax_enable_recoverability", True)  # others survive the death of an actor
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM itself
     try:
       jax.distributed.initialize(
         coordinator_address=place.coordinator,
+        coordinator_bind_address=place.coordinator if local else None,  # None: all addresses
         num_processes=place.num_processes,
         process_id=place.process_id,
         local_device_ids=devices,

@@ -94,6 +94,10 @@ class Roster:
         lambda: not any(state.present for state in self._states.values()), seconds
       )
 
+  def silence(self, kind: Kind, number: int) -> float:
+    """Seconds since a helper's last call."""
+    return self._clock() - self._states[kind, number].last_call
+
   def alive(self, kind: Kind) -> int:
     """Number of helpers of this kind that have called recently."""
     since = self._clock() - TIMEOUT

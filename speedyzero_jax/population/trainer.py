@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+import signal
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -54,6 +55,7 @@ class RunTrainer:
           yield future.result()
       except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
+        self._processes.stop(signal.SIGTERM, None)  # the others save
         raise
 
   def copy(self, member: int, source: int, settings: Settings, round_: int) -> None:

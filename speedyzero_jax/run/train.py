@@ -14,7 +14,7 @@ from speedyzero_jax.config import loader
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.metrics.logger import MetricsLogger
 from speedyzero_jax.replay.journal import JournalError
-from speedyzero_jax.run import forecast, loops, profiler, run_dir, snapshot, steps, warmup
+from speedyzero_jax.run import forecast, loops, profiler, run_dir, snapshot, steps, topology, warmup
 from speedyzero_jax.run.build import build
 from speedyzero_jax.run.checkpoint import CheckpointError, Checkpoints
 from speedyzero_jax.run.experiment import ALONE, Experiment, Membership, TrainingError
@@ -63,7 +63,8 @@ def train(
     except (TrainingError, DivergedError, CheckpointError, JournalError, OSError) as error:
       return _fail(str(error))
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
-      return _device_or_memory_error(error, logger, units)
+      several = units > 1 or topology.resolve(config).num_processes > 1
+      return _device_or_memory_error(error, logger, several)
 
 
 def _run(
@@ -155,7 +156,7 @@ def _nothing_saved(logger: MetricsLogger, folder: Path, signals: Signals) -> int
   return signals.exit_code
 
 
-def _device_or_memory_error(error: BaseException, logger: MetricsLogger, units: int) -> int:
+def _device_or_memory_error(error: BaseException, logger: MetricsLogger, several: bool) -> int:
   where = memory.exhausted(error)
   if where is not None:
     return _fail(
@@ -164,10 +165,10 @@ def _device_or_memory_error(error: BaseException, logger: MetricsLogger, units: 
       f"{'' if where == 'host' else ', or set replay.frames=host'}, or resume on a machine with "
       "more memory; checkpoints are intact",
     )
-  if units == 1:
+  if not several:
     raise error
   traceback.print_exception(error)
-  logger.message("error in a collective operation, probably as another learner process is lost")
+  logger.message("error of a device, or of a collective operation as another learner is lost")
   os.abort()  # as jax does in surviving processes; the supervisor restarts all processes
 
 

@@ -203,6 +203,23 @@ def test_an_acting_actor_bounds_the_learner_until_its_steps_arrive_or_are_lost(m
   assert unit.step(actor=1, incarnation=1, seconds=1).weights == 4 and learn() == 3
 
 
+def test_an_actor_that_hangs_loses_its_grant_and_must_join_again(make_unit):
+  unit = make_unit("actor.lanes=4", "actor.random_steps=24", "run.env_steps=24", actors=2)
+  unit.fill(6)
+  unit.join(0), unit.join(1)
+  player = unit.player()
+  granted = unit.step(), unit.step(actor=1)
+  assert [grant.steps for grant in granted] == [2, 2] and unit.limiter.pool == 0
+  slots, _ = unit.play(player, granted[0])
+  for now, left in ((300, 0), (599, 0), (601, 2)):
+    unit.now = now
+    assert unit.step(slots, 1) is None and unit.limiter.pool == left
+  assert unit.step(slots, 1).steps == 2
+  late, _ = unit.play(unit.player(1), granted[1])
+  unit.refuses(lambda: unit.step(late, 1, actor=1), "has no session")
+  assert unit.join(1, 1).heads.tolist() == [6, 6]
+
+
 def test_a_grant_names_weights_published_until_the_lag_is_bounded(make_unit, monkeypatch):
   """Weights looked up before `begin_acting` could be an interval older than the bound assumes."""
   unit = make_unit("actor.weights_interval=2", "actor.max_lag=3")

@@ -69,7 +69,8 @@ def start(address, number, cache):
     "JAX_COMPILATION_CACHE_DIR": str(cache),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_NUM_CPU_DEVICES": "2",
-    "JAX_COORDINATOR_BIND_ADDRESS": address,
+    "http_proxy": "http://127.0.0.1:9",
+    "https_proxy": "http://127.0.0.1:9",
     "JAX_PLATFORMS": "cpu",
     "TF_CPP_MIN_LOG_LEVEL": "3",
   }

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from unittest import mock
 
 import jax
 import numpy as np
@@ -12,9 +13,11 @@ import pytest
 from launch import multihost, profile_run
 from launched import NEW
 from speedyzero_jax.cluster import supervisor
+from speedyzero_jax.config import loader
 from speedyzero_jax.metrics import progress
 from speedyzero_jax.run import factories, train
 from speedyzero_jax.run.experiment import TrainingError
+from speedyzero_jax.run.signals import Signals
 from speedyzero_jax.workers.weights import DivergedError
 
 MANY = [*NEW, "run.mode=async", "actor.lanes=4"]
@@ -151,9 +154,13 @@ def supervised(tmp_path, monkeypatch):
   return supervise
 
 
+def coordinator_of(child):
+  return child.command[child.command.index("--coordinator") + 1]
+
+
 def test_the_coordinators_port_stays_reserved_between_restarts(supervised):
   def look(children):
-    port = int(children[0].env["JAX_COORDINATOR_BIND_ADDRESS"].removeprefix("127.0.0.1:"))
+    port = int(coordinator_of(children[0]).removeprefix("127.0.0.1:"))
     for _ in range(2):
       with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
         stranger.bind(("127.0.0.1", port))
@@ -173,7 +180,7 @@ def test_only_the_first_process_inherits_the_terminal(supervised):
 
 def test_processes_that_share_gpus_share_their_memory(supervised, tmp_path):
   children = supervised(lambda _: None, "learner=1,actor=2", gpus="0,1")
-  address = children[0].env["JAX_COORDINATOR_BIND_ADDRESS"]
+  address = coordinator_of(children[0])
   for process_id, (child, devices) in enumerate(zip(children, ("0,1", "1", "0"), strict=True)):
     assert child.command == [
       sys.executable, multihost.__file__, "--resume", str(tmp_path / "run"),
@@ -182,9 +189,9 @@ def test_processes_that_share_gpus_share_their_memory(supervised, tmp_path):
     ]  # fmt: skip
     environment = {name: value for name, value in child.env.items() if name != progress.TERMINAL}
     assert environment == {
-      "JAX_COORDINATOR_BIND_ADDRESS": address, "XLA_CLIENT_MEM_FRACTION": "0.45",
+      "XLA_CLIENT_MEM_FRACTION": "0.45",
       "XLA_PYTHON_CLIENT_MEM_FRACTION": "",
-    }  # fmt: skip
+    }
 
 
 # --- failures
@@ -217,10 +224,14 @@ def test_a_lack_of_memory_is_reported_in_one_line(tmp_path, monkeypatch, capsys,
   assert "replay.capacity" in errors and "learner.batch_size" in errors
 
 
-def test_other_errors_of_a_device_are_raised(tmp_path, monkeypatch):
+def test_other_errors_of_a_device_are_raised_or_abort_one_of_several(tmp_path, monkeypatch):
   def broken(*args, **kwargs):
     raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
 
   monkeypatch.setattr(factories, "make_replay", broken)
   with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
     multihost.main([*NEW, f"run.dir={tmp_path / 'run'}"])
+  config = loader.load(["quickstart"], [*NEW[2:], "run.mode=async", "topology.actors=1"])
+  monkeypatch.setattr("os.abort", mock.Mock(side_effect=SystemExit))
+  with pytest.raises(SystemExit), Signals() as signals:
+    train.train(config, tmp_path / "run", resume=False, signals=signals)

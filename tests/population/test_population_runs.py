@@ -97,6 +97,7 @@ def test_after_an_error_no_further_member_is_trained(tmp_path, monkeypatch):
   with pytest.raises(ConfigError, match="in use"):
     list(members.train({member: {} for member in range(5)}, 0))
   assert trained in ([0], [0, 1])  # the second may have begun
+  members._processes.stop.assert_called_once_with(signal.SIGTERM, None)
 
 
 def test_members_of_several_processes_are_started_as_such(tmp_path):
