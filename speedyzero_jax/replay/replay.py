@@ -16,7 +16,7 @@ import numpy as np
 from speedyzero_jax.replay.device_frames import DeviceFrames
 from speedyzero_jax.replay.schema import Column, Schema
 from speedyzero_jax.replay.selector import Selection, Selector
-from speedyzero_jax.replay.storage import LaneStore, put, slots_between, take
+from speedyzero_jax.replay.storage import NEVER, LaneStore, put, slots_between, take
 from speedyzero_jax.replay.sweep import Sweep
 from speedyzero_jax.types import Slots
 
@@ -50,6 +50,7 @@ class Replay:
     self.lock = threading.RLock()
     self._device_frames = device_frames
     self._sweeps = {name: Sweep(lanes, capacity, phases=phases) for name, phases in sweeps.items()}
+    self._least = dict.fromkeys(schema.stamps, NEVER)  # lower bounds of the stamps
 
   # --- collecting
 
@@ -81,6 +82,8 @@ class Replay:
         sweep.grow(used)
       grown = np.flatnonzero(self.store.head > old_head)
       self.selector.appended(grown, old_head[grown])
+      oldest = int(slots["step"].min(initial=NEVER))
+      self._least = {stamp: min(least, oldest) for stamp, least in self._least.items()}
 
   def _copy_frames(self, lane: np.ndarray, time: np.ndarray) -> None:
     """Copies the frames of newly written slots [n] to the devices."""
@@ -266,6 +269,14 @@ class Replay:
     with self.lock:
       return int(self.store[stamp].min())
 
+  def is_older(self, stamp: str, step: int) -> bool:
+    """Whether the oldest learner step of a stamp is before `step`; rarely looks at all slots."""
+    if self._least[stamp] >= step:  # stamps never decrease, except in new slots
+      return False
+    with self.lock:
+      self._least[stamp] = self.oldest_step(stamp)
+      return self._least[stamp] < step
+
   # --- state
 
   def stats(self, learner_step: int) -> dict[str, float]:
@@ -299,6 +310,7 @@ class Replay:
       store = self.store
       store.load_state_dict(state)
       self._copy_frames(*slots_between(store.tail, store.head))
+      self._least = dict.fromkeys(self._least, 0)
       self.selector.load_state_dict(state)
       self.rng.bit_generator.state = json.loads(state["rng"].tobytes())
       for name, sweep in self._sweeps.items():

@@ -113,7 +113,7 @@ class Sweeper:
 
   def overdue(self, replay: Replay, learner_step: int) -> bool:
     """Whether any stamp would exceed the maximum age after one more learner step."""
-    return learner_step + 1 - replay.oldest_step(self.task.stamp) > self.max_age
+    return replay.is_older(self.task.stamp, learner_step + 1 - self.max_age)
 
   def behind(self, replay: Replay, learner_step: int) -> bool:
     """Whether the sweep is more than a block and `_SLACK` learner steps behind its schedule.

@@ -123,7 +123,10 @@ def test_stats_and_the_oldest_steps_are_those_of_a_look_at_all_slots(capacity, s
     assert stats["priority_age_max"] == ages.max(initial=0)
     assert replay.selector.count == held.sum()
     for stamp in ("value_step", "policy_step", "bootstrap_step"):
-      assert replay.oldest_step(stamp) == state[f"slot_{stamp}"].min()
+      oldest = replay.oldest_step(stamp)
+      assert oldest == state[f"slot_{stamp}"].min()
+      for other in work.rng.integers(0, 18, 3).tolist():  # in no order
+        assert replay.is_older(stamp, other) == (oldest < other)
 
 
 def test_restoring_refuses_what_does_not_fit():
