@@ -251,12 +251,6 @@ def test_to_finish_together_learner_steps_are_due_at_once_and_nothing_else_chang
   assert limiter.may_collect() and limiter.pool == 50
 
 
-def test_batches_are_due_with_their_steps():
-  limiter = RateLimiter(make(env_steps=58, random_steps=0, steps=14))
-  limiter.add_env_steps(30)
-  assert [limiter.may_draw(k) for k in range(14)] == [k <= 7 for k in range(14)]
-
-
 @given(
   interval=st.integers(1, 5),
   leeway=st.integers(1, 5),
