@@ -10,7 +10,7 @@ Episodes (checked in tests/envs, for Atari also against a plain ALE):
   game.
 - With `fire_reset` and `episodic_life` evaluation continues after a lost life as training does:
   after no-ops and FIRE, in a step that ignores its action, does not count for the cap, and has
-  `first` set.
+  `first` set. envpool drops the rewards of these raw frames, also of games that go on.
 - A cap counts the agent steps of the *game*, over all its lives, as in EfficientZero, which applies
   its time limit inside its episodic-life wrapper. Steps that only restart an episode do not count.
   When the cap is reached, the game is truncated and a new one begins.
