@@ -5,7 +5,8 @@ A run is one process, unless --processes, a cluster (Slurm, Open MPI, Kubernetes
 
 Exit codes: 0 finished, or paused (run.pause_at); 1 failed; 2 usage error (such as an unknown key or
 an unusable folder); 129, 130 or 143 stopped by a closed terminal, Ctrl-C or SIGTERM after saving a
-checkpoint; continue with --resume RUN_DIR.
+checkpoint; 134 one of several processes lost another or had an error of a device. Continue with
+--resume RUN_DIR.
 """
 
 import argparse
@@ -31,7 +32,8 @@ from speedyzero_jax.system.exit_codes import FAILED, USAGE_ERROR
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
   """Parses the command line."""
-  wanted = {"-h", "--help"} & set(argv)  # else an error would come before those of the arguments
+  # Otherwise an unknown preset would be reported before any error of the command line.
+  wanted = any(text == "-h" or (len(text) > 2 and "--help".startswith(text)) for text in argv)
   parser = argparse.ArgumentParser(
     prog="launch/multihost.py",
     description="Trains and evaluates an agent.",
@@ -103,7 +105,7 @@ def chosen_agent(argv: Sequence[str]) -> str:
     return run_dir.read_config(resumed.resume).agent.name
   known = preset_names()
   presets = [text for text in others if text in known or text.endswith((".yaml", ".yml"))]
-  return loader.load(presets, [x for x in others if x.startswith("agent=")]).agent.name
+  return loader.agent_of(presets, [x for x in others if x.startswith("agent=")])
 
 
 def parse_with_overrides(

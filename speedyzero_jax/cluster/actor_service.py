@@ -17,7 +17,7 @@ from speedyzero_jax.run.topology import Role, derived_seed
 from speedyzero_jax.types import Slots
 from speedyzero_jax.workers.weights import ACTOR
 
-_HANGS = 600.0  # seconds of silence after which an actor loses its grant; it may compile for long
+_HANG_SECONDS = 600.0  # silence after which an actor with a grant hangs; it may compile for long
 
 
 @dataclasses.dataclass(eq=False)
@@ -92,10 +92,10 @@ class ActorService:
       if request.sequence != session.sequence + 1:
         raise ValueError(f"{helper} sent step {request.sequence} after step {session.sequence}")
       self._take(helper, session, request)
+      self._end_hanging()
       steps, requested = self._wait_for_steps(helper, session, seconds), self._wanted(session)
       if steps is None:
         self._roster.enter(helper)
-        self._end_hanging()
         return None
       self._roster.served(helper)
       session.sequence = request.sequence
@@ -117,8 +117,11 @@ class ActorService:
     for number, session in enumerate(self._sessions):
       if session.lock.acquire(blocking=False):  # else it is making a call
         try:
-          if session.grant and self._roster.silence("actor", number) > _HANGS:
-            self._logger.message(f"actor {number} hangs; its lanes are truncated until it restarts")
+          if session.grant and self._roster.silence("actor", number) > _HANG_SECONDS:
+            role = Role("actor", self._unit, number)
+            self._logger.message(
+              f"{role} has been silent for {_HANG_SECONDS:g} s: its episodes are truncated"
+            )
             session.incarnation = -1  # refuses its calls until it joins again
             self._release(session)
             self._collector.truncate(session.lanes)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import platform
 import secrets
 import sys
@@ -98,7 +99,7 @@ def main(
 def _token(config: Config) -> bytes:
   name = config.topology.token_file
   try:
-    token = Path(name).expanduser().read_bytes().strip()
+    token = Path(os.path.expanduser(name)).read_bytes().strip()
   except OSError as error:
     reason = error.strerror or error
     raise ConfigError(f"topology.token_file: can't read {name}: {reason}") from error

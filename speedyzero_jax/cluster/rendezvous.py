@@ -31,6 +31,7 @@ _LOOKUP_SECONDS = 2.0  # of a single call, during which Python handles no signal
 _LEAVE_TIMEOUT = 5.0  # seconds for which process 0 waits for the others to leave
 _EXIT_SECONDS = 0.5  # for the last process that has left to exit
 _PREFIX = "speedyzero/"
+_EXEMPT, _EXEMPT_OF_ALL = "no_grpc_proxy", "no_proxy"  # hosts that gRPC connects to directly
 
 
 class RendezvousError(Exception):
@@ -96,7 +97,9 @@ class Rendezvous:
   def __init__(self, place: Place, *, devices: Sequence[int] | None = None, timeout: int = 300):
     self.place = place
     local = place.on_one_machine
-    os.environ.update(no_grpc_proxy=place.host)  # jax's client uses http_proxy, even for loopback
+    jax.config.update("jax_check_proxy_envs", False)  # it would warn of the variable set here
+    exempt = os.environ.get(_EXEMPT, os.environ.get(_EXEMPT_OF_ALL, ""))
+    os.environ[_EXEMPT] = ",".join(filter(None, (exempt, place.host)))  # else via http_proxy
     jax.config.update("jax_enable_recoverability", True)  # others survive the death of an actor
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM itself
     try:

@@ -7,15 +7,15 @@ import importlib.util
 import inspect
 import pkgutil
 import traceback
-import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_origin
 
 from speedyzero_jax.config.fields import ConfigError, is_supported
-from speedyzero_jax.config.schema import Config
+from speedyzero_jax.config.schema import AgentConfig, Config
 
 _BUILT_IN = "speedyzero_jax.agents"
+_AS_STRING = "types of fields can't be strings; remove `from __future__ import annotations`"
 
 
 def agent_module(name: str) -> Any:
@@ -45,35 +45,49 @@ def agent_module(name: str) -> Any:
   raise ConfigError(f"agent: unknown agent {name!r}; available: {available}")
 
 
-def _problems(config: type) -> Iterator[str]:
+def _problems(config: Any) -> Iterator[str]:
   """Yields what is wrong with the declaration of an agent's configuration."""
-  yield from _undeclared(config, "AGENT_CONFIG")
+  if not (isinstance(config, type) and issubclass(config, AgentConfig)):
+    yield "must be a subclass of config.schema.AgentConfig"
+    return
+  yield from _undecorated(config)
   common = {field.name for field in dataclasses.fields(Config)}
   for section in dataclasses.fields(config):
     kind: Any = section.type
     if section.name in common:
       yield f"section {section.name!r} has the name of a section that all agents have"
-    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
-      yield f"section {section.name!r} must have a dataclass as its type, got {kind!r}"
-      continue
-    yield from _undeclared(kind, f"the class of section {section.name!r}")
-    for field in dataclasses.fields(kind):
-      key = f"{section.name}.{field.name}"
-      if "interval" not in field.metadata:
-        yield f"{key} must be declared by opt(...)"
-      if not is_supported(field.type):
-        types = "bool, int, float, str, Literal of strings or tuple[float, ...]"
-        yield f"{key} must be a {types}, got {field.type!r}"
-
-
-def _undeclared(config: type, what: str) -> Iterator[str]:
-  """Yields a problem if annotations of a class are not fields of its dataclass."""
-  known = {field.name for field in dataclasses.fields(config)}
-  for name, kind in inspect.get_annotations(config).items():
     if isinstance(kind, str):
-      yield f"{name!r} has a string as its type; remove `from __future__ import annotations`"
-    if name not in known and typing.get_origin(kind) is not ClassVar:
-      yield f"{what} must be decorated with @dataclasses.dataclass(frozen=True)"
+      yield _AS_STRING
+    elif not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+      yield f"section {section.name!r} must have a dataclass as its type, got {kind!r}"
+    else:
+      yield from _undecorated(kind)
+      yield from _undeclared(section.name, kind)
+
+
+def _undecorated(config: type) -> Iterator[str]:
+  """Yields a problem for each class whose fields would be ignored."""
+  for each in config.__mro__:
+    kinds = inspect.get_annotations(each).values()
+    if "__dataclass_fields__" not in vars(each) and not all(map(_is_class_variable, kinds)):
+      yield f"class {each.__name__} must be decorated with @dataclasses.dataclass(frozen=True)"
+
+
+def _is_class_variable(kind: Any) -> bool:
+  return "ClassVar" in kind if isinstance(kind, str) else ClassVar in (kind, get_origin(kind))
+
+
+def _undeclared(section: str, kind: Any) -> Iterator[str]:
+  """Yields problems of the fields of a section."""
+  for field in dataclasses.fields(kind):
+    key = f"{section}.{field.name}"
+    if "interval" not in field.metadata:
+      yield f"{key} must be declared by opt(...)"
+    if isinstance(field.type, str):
+      yield _AS_STRING
+    elif not is_supported(field.type):
+      types = "bool, int, float, str, Literal of strings or tuple[float, ...]"
+      yield f"{key} must be a {types}, got {field.type!r}"
 
 
 def _exists(module: str) -> bool:

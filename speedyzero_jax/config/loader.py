@@ -18,6 +18,7 @@ from speedyzero_jax.config.fields import ConfigError, describe, interval_problem
 from speedyzero_jax.config.presets import (
   AGENT_KEY,
   Leaves,
+  Settings,
   leaves_of,
   preset_path,
   preset_titles,
@@ -112,11 +113,8 @@ def load(presets: Sequence[str] = (), overrides: Sequence[str] = ()) -> Config:
   """
   read = [part for preset in presets for part in read_preset(preset_path(preset, Path.cwd()))]
   last = _overridden(overrides)
-  merged: Leaves = {}
-  for leaves in (*(settings.leaves for settings in read if settings.game is None), last):
-    merged |= leaves
-  agent = parse(AGENT_KEY, merged.get(AGENT_KEY, DEFAULT_AGENT), str)
-  agent_module(agent)  # its errors do not concern a preset
+  merged = _merged(read, last)
+  agent = _agent(merged)
   values: dict[str, Any] = {}
   chosen = merged.get("env.game", EnvConfig.game)
   for path, game, leaves in read:
@@ -129,6 +127,28 @@ def load(presets: Sequence[str] = (), overrides: Sequence[str] = ()) -> Config:
   config = build(agent, values | _parsed(last, agent))
   validate(config)
   return config
+
+
+def agent_of(presets: Sequence[str] = (), overrides: Sequence[str] = ()) -> str:
+  """The agent that presets and overrides choose; other settings may be invalid.
+
+  Raises ConfigError if a preset or the agent is unknown or unreadable.
+  """
+  read = [part for preset in presets for part in read_preset(preset_path(preset, Path.cwd()))]
+  return _agent(_merged(read, _overridden(overrides)))
+
+
+def _merged(read: Sequence[Settings], last: Leaves) -> Leaves:
+  merged: Leaves = {}
+  for leaves in (*(part.leaves for part in read if part.game is None), last):
+    merged |= leaves
+  return merged
+
+
+def _agent(merged: Leaves) -> str:
+  agent: str = parse(AGENT_KEY, merged.get(AGENT_KEY, DEFAULT_AGENT), str)
+  agent_module(agent)  # its errors do not concern a preset
+  return agent
 
 
 def override(config: Config, overrides: Sequence[str], *, check: bool = True) -> Config:

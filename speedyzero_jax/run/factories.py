@@ -120,11 +120,9 @@ def restore_for_evaluation(
 
 def enable_compilation_cache(config: Config) -> None:
   folder = config.run.compile_cache or os.environ.get("JAX_COMPILATION_CACHE_DIR")
-  try:
-    path = Path(folder or "~/.cache/speedyzero_jax/xla").expanduser()
-  except RuntimeError:  # the user has no home folder
-    path = None
-  jax.config.update("jax_compilation_cache_dir", path and str(path))
+  path = os.path.expanduser(folder or "~/.cache/speedyzero_jax/xla")  # may be a URL
+  known = folder or not path.startswith("~")  # the user may have no home folder
+  jax.config.update("jax_compilation_cache_dir", path if known else None)
 
 
 def evaluation_seed(config: Config) -> int:

@@ -48,7 +48,7 @@ def create(config: Config, name: str) -> RunDir:
   The folder is `run.dir`; if that is empty, `runs/NAME`, with a number appended if it exists.
   Raises RunFolderError if the folder already holds a run, is in use, or cannot be written.
   """
-  path = Path(config.run.dir or "runs").expanduser()
+  path = Path(os.path.expanduser(config.run.dir or "runs"))
   try:
     path.mkdir(parents=True, exist_ok=True)
     if not config.run.dir:

@@ -23,7 +23,10 @@ IGNORE = "signal.signal(signal.SIGINT, signal.SIG_IGN); "
 
 def ended(pid):
   """Whether a process has ended; in containers, no parent may wait for an orphan."""
-  return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+  try:
+    return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+  except psutil.NoSuchProcess:
+    return True
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +49,7 @@ def test_results_are_not_made_again_and_failures_are(tmp_path):
 def test_a_step_that_takes_a_whole_visit_is_given_up_unless_it_resumes(tmp_path):
   assert take(tmp_path, 1.5, train=gpu.Step(["-c", SLEEP], resumes=True)) is None
   assert take(tmp_path, 1.5, long=gpu.Step(["-c", SLEEP])) is None
+  assert not any(SLEEP in child.cmdline() for child in psutil.Process().children(recursive=True))
   assert [path.name for path in tmp_path.glob("*.gave-up")] == ["long.gave-up"]
   assert take(tmp_path, long=gpu.Step(["-c", WRITE])) == ["long"]
 

@@ -303,6 +303,16 @@ class AGENT_CONFIG(AgentConfig):
 """
 
 
+OVERRIDDEN = """
+@dataclass(frozen=True)
+class Other(Loss):
+  x: int = opt(2, 'x')
+
+class AGENT_CONFIG(AGENT_CONFIG):
+  loss: Other = Other()
+"""
+
+
 def declared(old, new):
   assert old in DECLARATION
   return DECLARATION.replace(old, new)
@@ -322,14 +332,21 @@ def declared(old, new):
     (declared("loss: Loss", "loss: int"), "'loss' must have a dataclass as its type"),
     (
       declared("@dataclass(frozen=True)\nclass Loss:", "class Loss(AgentConfig):"),
-      "'loss' must be",
+      "class Loss must be",
     ),
-    (declared("@dataclass(frozen=True)\nclass AGENT", "class AGENT"), "AGENT_CONFIG must be dec"),
+    (declared("@dataclass(frozen=True)\nclass AGENT", "class AGENT"), "class AGENT_CONFIG must be"),
+    (DECLARATION + OVERRIDDEN, "class AGENT_CONFIG must be decorated"),
+    (declared("class AGENT_CONFIG(", "class Other("), "has no AGENT_CONFIG"),
+    (
+      declared("make_agent = None", "make_agent = None\nclass Bad: name = 'broken'")
+      + "AGENT_CONFIG = Bad",
+      "must be a subclass",
+    ),
     ("from __future__ import annotations\n" + DECLARATION, "remove `from __future__ import"),
   ],
 )
 def test_a_broken_agent_is_named(tmp_path, monkeypatch, text, message):
-  """The last has the configuration of another agent, which would be trained instead."""
+  """One has the configuration of another agent, which would be trained instead."""
   (tmp_path / "broken.py").write_text(text)
   monkeypatch.syspath_prepend(tmp_path)
   monkeypatch.delitem(sys.modules, "broken", raising=False)

@@ -14,6 +14,7 @@ from launch import multihost, profile_run
 from launched import NEW
 from speedyzero_jax.cluster import supervisor
 from speedyzero_jax.config import loader
+from speedyzero_jax.config.agents import agent_names
 from speedyzero_jax.metrics import progress
 from speedyzero_jax.run import factories, train
 from speedyzero_jax.run.experiment import TrainingError
@@ -84,6 +85,8 @@ def test_presets_and_overrides_may_alternate():
 def test_help_is_for_the_agent_of_a_preset_file(tmp_path):
   (tmp_path / "my.yaml").write_text("base: [dqn]\n")
   assert multihost.chosen_agent(["--config", str(tmp_path / "my.yaml"), "--help"]) == "dqn"
+  for agent in agent_names():  # some are invalid with the default settings
+    assert multihost.chosen_agent([f"agent={agent}", "--help"]) == agent
 
 
 def test_a_platform_without_devices_is_wrong_use(tmp_path):

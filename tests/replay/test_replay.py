@@ -99,6 +99,7 @@ def test_a_restored_replay_behaves_alike_bit_for_bit(capacity, seed):
   assert all(isinstance(x, np.ndarray) for x in state.values())
   other.load_state_dict(state)
   assert_same(other.state_dict(), state)
+  assert all(other.is_older(x, replay.oldest_step(x) + 1) for x in ("value_step", "policy_step"))
   assert other.stats(20) == replay.stats(20)
   for step in range(15, 20):
     assert_same(*work(step, replay, other))

@@ -53,18 +53,8 @@ class NetworkDef:
     become one. Everything except the norm of the LSTM's output and the layers of logits is cast to
     the dtype of activations. The consistency heads are left out.
 
-    Raises ValueError if the network's parts have other layers than those of `Network`, except in
-    the representation and the blocks.
+    Raises ValueError if the heads of value and policy have other layers than those of `Network`.
     """
-    try:
-      return self._folded(variables)
-    except KeyError as error:
-      raise ValueError(
-        f"can't fold the network for search: layer {error} is missing (subclasses of Network may "
-        "replace only the representation and the blocks)"
-      ) from error
-
-  def _folded(self, variables: Variables) -> Variables:
     params, stats = variables
     params = _fold({k: x for k, x in params.items() if k != "consistency"}, stats)
     params["heads"] = _side_by_side(params.pop("value"), params.pop("policy"))
@@ -122,6 +112,13 @@ def _side_by_side(head: Params, other: Params) -> Params:
     kernel = jnp.concatenate([first, second], axis=1).reshape(-1, first.shape[-1])
     return {"kernel": kernel, "bias": jnp.concatenate([x["bias"], y["bias"]])}
 
+  for each in (head, other):
+    names = {*each, *each.get("mlp", {})}
+    if names != {"conv", "mlp", "linear1", "linear2"}:
+      raise ValueError(
+        "can't fold the network for search: the heads of value and policy must consist of conv, "
+        f"mlp.linear1 and mlp.linear2 and their batch norms, got {', '.join(sorted(names))}"
+      )
   x, y = head["mlp"], other["mlp"]
   conv = jax.tree.map(lambda *z: jnp.concatenate(z, axis=-1), head["conv"], other["conv"])
   linear1 = join(x["linear1"], y["linear1"], head["conv"]["bias"].size)
