@@ -36,7 +36,7 @@ from speedyzero_jax.types import Slots
 from speedyzero_jax.workers.inference import Inference, steps_of
 from speedyzero_jax.workers.learner import Learner, make_mesh
 from speedyzero_jax.workers.sweeper import make_sweepers, run_task, write_results
-from speedyzero_jax.workers.weights import WeightsStore
+from speedyzero_jax.workers.weights import WeightsStore, publication
 
 memory.retain_freed()  # as a run does
 
@@ -143,7 +143,9 @@ class Model:
     mesh = make_mesh(devices)
     self.agent, self.inference = agent, Inference(agent, mesh)
     everywhere, key = NamedSharding(mesh, PartitionSpec()), jax.random.key(0)
-    self.weights = WeightsStore(agent.subscriptions, everywhere, jax.jit(agent.init)(key))
+    self.weights = WeightsStore(
+      agent.subscriptions, everywhere, jax.jit(agent.init)(key), publication(agent)
+    )
 
   def run(self, task: str, frames: np.ndarray) -> dict[str, Any]:
     """Computes results, in host memory, for the n states of each window [B, S-1+n, H, W, C]."""

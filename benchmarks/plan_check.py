@@ -63,8 +63,8 @@ def measured(
   return (time.perf_counter() - begin) / calls, digest
 
 
-def arguments_of(program: Any, state: Any) -> tuple:
-  """Creates a program's arguments: copies of the state or its variables, and random numbers."""
+def arguments_of(program: Any, state: Any, published: Any) -> tuple:
+  """Creates a program's arguments: copies of the state or variables, and random numbers."""
   import jax
   import jax.numpy as jnp
   import numpy as np
@@ -82,7 +82,7 @@ def arguments_of(program: Any, state: Any) -> tuple:
       value = np.zeros(x.shape, x.dtype)
     return jax.device_put(value, x.sharding)
 
-  first = state if program.state_bytes else state.variables
+  first = {"train": state, "publish": state.variables}.get(program.name, published)
   return jax.tree.map(jnp.copy, first), *jax.tree.map(leaf, program.args[1:])
 
 
@@ -123,6 +123,7 @@ def main() -> int:
   from speedyzero_jax.plan import plan, target
   from speedyzero_jax.plan.programs import ROLES, programs
   from speedyzero_jax.workers.learner import Learner, make_mesh
+  from speedyzero_jax.workers.weights import publication
 
   config = pieces.load(parser, arguments.config, arguments.set)
   pieces.enable_compilation_cache(config)
@@ -134,6 +135,7 @@ def main() -> int:
   agent = pieces.factories.make_agent(config)
   learner = Learner(config, agent, mesh)
   state = with_no_zeros(learner.init(jax.random.key(0)))
+  published = publication(agent)(state.variables)
   dtype = getattr(config.agent.network, "dtype", "float32")
   before = {}
   if arguments.plan.exists():
@@ -149,7 +151,9 @@ def main() -> int:
     compiled = program.compile()
     compile_seconds = time.perf_counter() - begin
     cost = plan.cost_of(program, compiled, device, dtype)
-    seconds, outputs = measured(program, compiled, arguments_of(program, state), arguments.calls)
+    seconds, outputs = measured(
+      program, compiled, arguments_of(program, state, published), arguments.calls
+    )
     planned = before.get((program.name, program.batch), {})
     rows.append({
       "program": program.name, "batch": program.batch, "calls": program.calls, "seconds": seconds,

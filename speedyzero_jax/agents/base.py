@@ -146,6 +146,13 @@ class Agent(abc.ABC):
   def init(self, key: jax.Array) -> Variables:
     """Device: initial variables."""
 
+  def published(self, variables: Variables) -> Variables:
+    """Device: variables for inference, the argument of `act` and of the tasks' programs.
+
+    Actors and refreshers get only these.
+    """
+    return variables
+
   def initial_core(self, n: int) -> Any:
     """Device: recurrent state at the start of an episode."""
     return ()

@@ -40,7 +40,8 @@ class RemoteWeights:
 
   def __init__(self, client: Client, agent: Agent, where: jax.Device | jax.sharding.Sharding):
     self._client, self._where = client, where
-    self._like = jax.eval_shape(agent.init, jax.random.key(0))
+    variables = jax.eval_shape(agent.init, jax.random.key(0))
+    self._like = jax.eval_shape(agent.published, variables)
     self._versions: dict[str, Version] = {}
 
   def latest(self, subscriber: str, at_least: int) -> Version:

@@ -19,7 +19,7 @@ from speedyzero_jax.workers.evaluator import MAX_LANES
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.learner import Learner
 from speedyzero_jax.workers.sweeper import make_sweepers
-from speedyzero_jax.workers.weights import copy_tree
+from speedyzero_jax.workers.weights import publication
 
 # Possible roles of a learner process besides learning.
 ROLES: frozenset[topology.Kind] = frozenset({"actor", "refresher"})
@@ -70,17 +70,18 @@ def programs(
   inference, steps = Inference(agent, local), config.learner.steps
   abstract, key = learner.abstract(), jax.eval_shape(functools.partial(jax.random.key, 0))
   state, variables = _on(learner.mesh, _WHOLE, abstract), _on(local, _WHOLE, abstract.variables)
+  published = _on(local, _WHOLE, jax.eval_shape(agent.published, abstract.variables))
 
   def task(name: str, count: int, states: int, calls: float) -> Planned:
     inputs = jax.eval_shape(lambda: placeholders(agent.tasks[name], count, states - 1))
     inputs |= {"frames": _frames(local_config, agent, count, states - 1)}
-    args = variables, _on(local, _divided(local, count), inputs), _on(local, _WHOLE, key)
+    args = published, _on(local, _divided(local, count), inputs), _on(local, _WHOLE, key)
     return Planned(name, count * states, calls, 0, inference.tasks[name].function, args, {})
 
   def act(name: str, count: int, calls: float, explore: bool) -> Planned:
     inputs, progress = _inputs(local_config, agent, count), jax.ShapeDtypeStruct((), np.float32)
     inputs = _on(local, _divided(local, count), inputs)
-    args = variables, inputs, *_on(local, _WHOLE, (key, progress))
+    args = published, inputs, *_on(local, _WHOLE, (key, progress))
     return Planned(name, count, calls, 0, inference.act.function, args, {"explore": explore})
 
   update, size = learner.update.function, config.learner.batch_size
@@ -92,7 +93,7 @@ def programs(
   yield Planned("train", size, steps, bytes_of(state), update, args, {})
   intervals = {config.actor.weights_interval, *agent.subscriptions.values()}
   copies = sum(any(step % n == 0 for n in intervals) for step in range(1, steps + 1))
-  yield Planned("publish", 1, copies, 0, copy_tree, (variables,), {})
+  yield Planned("publish", 1, copies, 0, publication(agent), (variables,), {})
   together = min(config.evaluation.episodes, MAX_LANES)
   yield act("evaluate", together, evaluation_steps(config), config.evaluation.explore)
   if "actor" in roles:

@@ -28,7 +28,7 @@ from speedyzero_jax.run.recovery import RecoveryManager
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.learner import Learner, make_mesh
 from speedyzero_jax.workers.sweeper import make_sweepers
-from speedyzero_jax.workers.weights import ACTOR, WeightsStore
+from speedyzero_jax.workers.weights import ACTOR, WeightsStore, publication
 
 
 def _continue(experiment: Experiment, restored: Snapshot | None) -> None:
@@ -87,7 +87,8 @@ def build(
       network, optimizer = restored.items["network"], restored.items["optimizer"]
       state = learner.restore(network, optimizer["target"], optimizer["state"], restored.step)
     intervals = {ACTOR: config.actor.weights_interval, **agent.subscriptions}
-    weights = WeightsStore(intervals, NamedSharding(local, PartitionSpec()), state.variables)
+    everywhere = NamedSharding(local, PartitionSpec())
+    weights = WeightsStore(intervals, everywhere, state.variables, publication(agent))
     limiter = RateLimiter(local_config, synchronous=agent.synchronous)
     episodes = EpisodeStats(local_config.actor.lanes)
     values = ValueStats(local_config.actor.lanes, config.env.discount, agent.value_scale)

@@ -17,7 +17,7 @@ from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.run.checkpoint import Checkpoints
 from speedyzero_jax.system import memory
 from speedyzero_jax.workers.inference import Inference
-from speedyzero_jax.workers.weights import Version
+from speedyzero_jax.workers.weights import Version, publication
 
 
 def make_agent(config: Config) -> Agent:
@@ -115,7 +115,8 @@ def restore_for_evaluation(
   template: Any = jax.eval_shape(agent.init, jax.random.key(0))
   step, variables = Checkpoints(run_dir).restore_network(template, warn, newest=newest)
   inference = Inference(agent, report=report)
-  return agent, inference, Version(step, jax.device_put(variables, jax.local_devices()[0]))
+  variables = jax.device_put(variables, jax.local_devices()[0])
+  return agent, inference, Version(step, publication(agent)(variables))
 
 
 def enable_compilation_cache(config: Config) -> None:

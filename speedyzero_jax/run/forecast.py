@@ -75,9 +75,10 @@ def training_bytes(
 ) -> dict[str, float]:
   """Bytes by use of training on each of a process' devices, which share its batches."""
   state, copies = learner.abstract(), 1 + len(agent.subscriptions)
+  published = jax.eval_shape(agent.published, state.variables)
   return {
     "weights": memory.bytes_of((state.variables, state.target, state.step)),
-    "copies of the weights": copies * memory.bytes_of(state.variables),
+    "copies of the weights": copies * memory.bytes_of(published),
     "optimizer": memory.bytes_of(state.opt_state),
     "batches": _batches_bytes(local_config, agent) / devices,
   }

@@ -29,7 +29,8 @@ _NO_GAMES = f"other processes played them, or the actor took more than {_REPEATE
 def templates(learner: Learner, agent: Agent) -> dict[str, Params]:
   """Structure and shapes of the items restored as pytrees; others are dicts of arrays."""
   state = learner.abstract()
-  return _trees(state, dict.fromkeys((ACTOR, *agent.subscriptions), state.variables))
+  published = jax.eval_shape(agent.published, state.variables)
+  return _trees(state, dict.fromkeys((ACTOR, *agent.subscriptions), published))
 
 
 def _trees(state: LearnerState, weights: dict[str, Variables]) -> dict[str, Params]:

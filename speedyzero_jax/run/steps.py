@@ -168,7 +168,7 @@ def evaluate_now(
 ) -> Evaluation | None:
   """Evaluates the current weights over full episodes; returns None if the run is stopping."""
   config = experiment.config
-  variables = experiment.weights.to_device(experiment.state.variables)
+  variables = experiment.weights.derive(experiment.state.variables)
   result = evaluate(
     config,
     experiment.agent,

@@ -5,7 +5,7 @@ step at which it was published.
 """
 
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,14 +13,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from speedyzero_jax.agents.base import Variables
+from speedyzero_jax.agents.base import Agent, Variables
 
 ACTOR = "actor"  # subscription of all actors; tasks have others
 copy_tree = jax.jit(partial(jax.tree.map, jnp.copy))  # one call rather than one per array
 
 
+def publication(agent: Agent) -> Callable[[Variables], Variables]:
+  """Jitted `Agent.published` that copies, since the learner donates its buffers."""
+  return jax.jit(lambda variables: jax.tree.map(jnp.copy, agent.published(variables)))
+
+
 class Version(NamedTuple):
-  """Weights, and the number of learner steps after which they were published."""
+  """Published weights, and the number of learner steps after which they were published."""
 
   step: int
   variables: Variables
@@ -55,6 +60,7 @@ class WeightsStore:
     intervals: learner steps between updates, by subscriber.
     where: sharding of the versions.
     initial: variables before the first learner step.
+    publish: see `publication`.
   """
 
   def __init__(
@@ -62,27 +68,31 @@ class WeightsStore:
     intervals: Mapping[str, int],
     where: jax.sharding.Sharding,
     initial: Variables,
+    publish: Callable[[Variables], Variables] = copy_tree,
   ):
-    self._intervals, self._where = dict(intervals), where
+    self._intervals, self._where, self._publish = dict(intervals), where, publish
     self._lock = threading.Lock()
-    self._versions = dict.fromkeys(intervals, Version(0, self.to_device(initial)))
+    self._versions = dict.fromkeys(intervals, Version(0, self.derive(initial)))
 
-  def to_device(self, variables: Variables) -> Variables:
-    """Copies variables from any mesh for subscribers, since the learner donates its buffers."""
+  def derive(self, variables: Variables) -> Variables:
+    """Returns what subscribers get for the learner's variables, which may be on any mesh."""
+    return self._publish(self._placed(variables))
+
+  def _placed(self, variables: Variables) -> Variables:
     leaves = jax.tree.leaves(variables)
     if not all(isinstance(x, jax.Array) and x.sharding == self._where for x in leaves):
       local = jax.tree.map(
         lambda x: x.addressable_data(0) if isinstance(x, jax.Array) else x, variables
       )
       variables = jax.device_put(local, self._where)  # slow for many leaves, even if all are there
-    return copy_tree(variables)
+    return variables
 
   def publish(self, step: int, variables: Variables, to: Collection[str] = ()) -> None:
     """Publishes the weights of learner step `step` to the subscribers in `to` and those due."""
     due = [name for name, every in self._intervals.items() if step % every == 0 or name in to]
     if not due:
       return
-    version = Version(step, self.to_device(variables))
+    version = Version(step, self.derive(variables))
     with self._lock:
       self._versions.update(dict.fromkeys(due, version))
 
@@ -103,7 +113,7 @@ class WeightsStore:
   def restore(self, versions: Mapping[str, Version]) -> None:
     """Restores a snapshot. Raises KeyError if a subscriber is missing."""
     placed = {
-      name: Version(versions[name].step, self.to_device(versions[name].variables))
+      name: Version(versions[name].step, copy_tree(self._placed(versions[name].variables)))
       for name in self._intervals
     }
     with self._lock:

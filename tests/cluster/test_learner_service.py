@@ -37,7 +37,7 @@ def test_the_latest_version_of_each_subscription_is_sent(make_unit):
     unit.publish(step)
   sent = unit.ask_weights()
   assert sent.step == 4
-  expected = messages.named(unit.agent.init(number=4))
+  expected = messages.named(unit.agent.published(unit.agent.init(number=4)))
   assert sent.arrays.keys() == expected.keys()
   for name, array in sent.arrays.items():
     np.testing.assert_array_equal(array, expected[name], strict=True)

@@ -293,7 +293,7 @@ def test_weights_arrive_exact_or_rounded_until_the_end(make_unit, cluster, half)
 def test_weights_of_another_network_are_refused(make_unit, cluster):
   unit = make_unit()
   variables = unit.agent.init()._replace(params={"w": jnp.zeros((3, 2))})
-  other = mock.Mock(init=lambda key: variables)
+  other = mock.Mock(init=lambda key: variables, published=lambda x: x)
   with cluster(unit) as served:
     with pytest.raises(ValueError, match="an array is"):
       RemoteWeights(served.client(), other, jax.local_devices()[0]).latest(ACTOR, 0)

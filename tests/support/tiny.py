@@ -201,8 +201,12 @@ class ChecksumAgent(efficientzero.EfficientZero):
       super().__init__(config, shape, dtype, actions)
 
   def init(self, key=None, number: float = 0.0) -> Variables:
-    params = {"b": jnp.full(2, number, jnp.float32), "w": jnp.full((2, 3), number, jnp.float32)}
+    shapes = {"b": (2,), "of_loss": (3,), "w": (2, 3)}
+    params = {name: jnp.full(shape, number, jnp.float32) for name, shape in shapes.items()}
     return Variables(params, {"n": jnp.zeros((), jnp.int32)})
+
+  def published(self, variables):
+    return variables._replace(params={name: variables.params[name] for name in ("b", "w")})
 
   def act(self, variables, inputs, key, progress, *, explore):
     policy, search_value, value = of_stacks(inputs.frames, jnp)

@@ -98,6 +98,9 @@ class EfficientZero(Agent):
   def init(self, key: jax.Array) -> Variables:
     return self.network_def.init(key)
 
+  def published(self, variables: Variables) -> Variables:
+    return self.network_def.fold(variables)
+
   def act(
     self, variables: Variables, inputs: ActInputs, key: jax.Array, progress: Any, *, explore: bool
   ) -> ActOutput:
@@ -164,7 +167,6 @@ class EfficientZero(Agent):
   ) -> SearchResult:
     """Searches from frames [B, S-1+n, H, W, C]; returns a SearchResult with leaves [B, n, ...]."""
     batch, states = frames.shape[0], frames.shape[1] - self._stack + 1
-    variables = self.network_def.fold(variables)
     root = self._roots(variables, frames)
     result = self._make_search(config)(variables, root, key, **options)
     return jax.tree.map(lambda x: x.reshape(batch, states, *x.shape[1:]), result)
@@ -182,7 +184,7 @@ class EfficientZero(Agent):
 
   def _values(self, variables: Variables, inputs: Arrays, key: jax.Array) -> Arrays:
     """Program of the tasks `bootstrap` and `refresh`."""
-    roots = self._roots(self.network_def.fold(variables), inputs["frames"])
+    roots = self._roots(variables, inputs["frames"])
     return {"value": roots.value.reshape(len(inputs["frames"]), -1)}
 
   # --- host

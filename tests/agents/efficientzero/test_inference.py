@@ -15,6 +15,7 @@ from speedyzero_jax.agents.efficientzero.agent import EfficientZero
 from speedyzero_jax.agents.efficientzero.networks import initial_carry
 from speedyzero_jax.ops import value_encoding
 from speedyzero_jax.workers.inference import Inference, steps_of
+from speedyzero_jax.workers.weights import publication
 
 _B, _N, _S, _A = 2, 3, 3, 4
 _OVERRIDES = (
@@ -61,21 +62,28 @@ def _stacks():
   return np.concatenate([_windows()[b : b + 1, n : n + _S] for b in range(_B) for n in range(_N)])
 
 
+@functools.cache
+def _publication():
+  return publication(_agent())
+
+
 def _values(frames, variables=None):
   inputs = {"frames": frames, **steps_of(0, len(frames))}
-  return _inference().tasks["bootstrap"](variables or _variables(), inputs, _KEY)["value"]
+  variables = _publication()(variables or _variables())
+  return _inference().tasks["bootstrap"](variables, inputs, _KEY)["value"]
 
 
 def _search(explore=False, key=_KEY, step=0, *overrides):
   program = _inference(f"reanalyse.explore={explore}", *overrides).tasks["reanalyse"]
   inputs = {"frames": _windows(), **steps_of(step, _B)}
-  return jax.device_get(program(_variables(), inputs, key))
+  return jax.device_get(program(_publication()(_variables()), inputs, key))
 
 
 def _act(frames, explore, key=_KEY, progress=_PROGRESS, *overrides):
   n = len(frames)
   inputs = ActInputs(frames, np.zeros(n, bool), np.arange(n, dtype=np.int32), ())
-  return _inference(*overrides).act(_variables(), inputs, key, progress, explore=explore)
+  variables = _publication()(_variables())
+  return _inference(*overrides).act(variables, inputs, key, progress, explore=explore)
 
 
 def _close(ours, theirs, rtol=1e-3, atol=1e-4):
@@ -111,7 +119,7 @@ def test_reanalysis_has_its_own_simulations_and_uses_known_edges_state_by_state(
     program = _inference(*own, *overrides).tasks["reanalyse"]
     edges = {"known_action": known_action, "known_qvalue": np.full((_B, _N), qvalue, np.float32)}
     inputs = {"frames": _windows(), **steps_of(0, _B), **edges}
-    return jax.device_get(program(_variables(), inputs, _KEY))
+    return jax.device_get(program(_publication()(_variables()), inputs, _KEY))
 
   low, high = searched(-50.0), searched(50.0)
   known = known_action >= 0
