@@ -92,7 +92,8 @@ class ActorService:
       if request.sequence != session.sequence + 1:
         raise ValueError(f"{helper} sent step {request.sequence} after step {session.sequence}")
       self._take(helper, session, request)
-      self._end_hanging()
+      if not self._limiter.pool or self._limiter.lag_exceeded:
+        self._end_hanging()
       steps, requested = self._wait_for_steps(helper, session, seconds), self._wanted(session)
       if steps is None:
         self._roster.enter(helper)

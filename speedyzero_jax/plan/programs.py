@@ -35,7 +35,9 @@ class Planned(NamedTuple):
   calls: float  # in the whole run
   state_bytes: int  # bytes of the first argument if it should be updated in place, else 0
   function: Any  # jitted function, or an object with its `lower` method
-  args: tuple  # abstract arguments; the first is the learner's state or its variables
+  args: (
+    tuple  # abstract arguments; the first is the learner's state, its variables or published ones
+  )
   options: dict[str, Any]  # static arguments
 
   def compile(self) -> jax.stages.Compiled:

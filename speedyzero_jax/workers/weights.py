@@ -21,7 +21,12 @@ copy_tree = jax.jit(partial(jax.tree.map, jnp.copy))  # one call rather than one
 
 def publication(agent: Agent) -> Callable[[Variables], Variables]:
   """Jitted `Agent.published` that copies, since the learner donates its buffers."""
-  return jax.jit(lambda variables: jax.tree.map(jnp.copy, agent.published(variables)))
+
+  @jax.jit
+  def publish(variables: Variables) -> Variables:
+    return jax.tree.map(jnp.copy, agent.published(variables))
+
+  return publish
 
 
 class Version(NamedTuple):
