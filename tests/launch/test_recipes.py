@@ -144,8 +144,8 @@ def test_sbatch_restarts_all_when_a_step_is_lost(cluster, code):
 @pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, True), (signal.SIGUSR2, False)])
 def test_sbatch_saves_and_is_requeued_before_its_time_limit(cluster, number, requeued):
   process = cluster.start_sbatch(WAIT=str(cluster.waiting))
-  ready = lambda: cluster.noted("tasks") and cluster.waiting.exists()  # noqa: E731
-  assert wait_until(lambda: ready() and cluster.waiting.read_text(), process)
+  assert wait_until(lambda: cluster.noted("tasks"), process)
+  assert wait_until(lambda: cluster.waiting.exists() and cluster.waiting.read_text(), process)
   process.send_signal(number)
   process.communicate(timeout=60)
   assert process.returncode == 143
