@@ -10,6 +10,8 @@ import ipaddress
 import os
 import secrets
 import socket
+import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +29,7 @@ from speedyzero_jax.system.platform import device_count
 # Seconds of silence after which a process counts as dead, on one machine and on several.
 _HEARTBEAT_TIMEOUT, _NETWORK_HEARTBEAT_TIMEOUT = 20, 60
 _CACHE_TIMEOUT = 24 * 3600.0  # seconds for which learners wait for each other's cache lookup
+_WATCH_SECONDS = 5.0  # between the checks that all learners are alive
 _LOOKUP_SECONDS = 2.0  # of a single call, during which Python handles no signal
 _LEAVE_TIMEOUT = 5.0  # seconds for which process 0 waits for the others to leave
 _EXIT_SECONDS = 0.5  # for the last process that has left to exit
@@ -126,6 +129,9 @@ class Rendezvous:
     Every process must call it before any other use of jax; the sharing processes wait for each
     other. The others may have devices of another kind and may restart at any time. With `cpu`, this
     process uses no accelerator. Raises RendezvousError if there is no device.
+
+    A sharing process aborts once another one is lost, since collectives of NCCL would wait for a
+    machine that has vanished.
     """
     if cpu:
       jax.config.update("jax_platforms", "cpu")
@@ -143,6 +149,24 @@ class Rendezvous:
       device_count()
     except RuntimeError as error:
       raise RendezvousError(str(error)) from error
+    if self.place.process_id < processes > 1:
+      threading.Thread(target=self._watch, args=(range(processes),), daemon=True).start()
+
+  def _watch(self, ids: Sequence[int]) -> None:
+    """Aborts this process once one of `ids`, which all call this, dies or freezes."""
+    first: dict[int, int] = {}  # incarnations: a process that comes back is not in the collective
+    while True:
+      try:
+        alive = self._client.get_live_nodes(ids)  # waits until each has called it or is dead
+        left = self.published("left")
+      except (jax.errors.JaxRuntimeError, RendezvousError):
+        return  # the coordinator is lost, which ends this process
+      first = first or alive
+      for other in ids:
+        if alive.get(other) != first.get(other, -1) and f"{_PREFIX}left/{other}" not in left:
+          print(f"error: process {other}, a learner, is lost", file=sys.stderr, flush=True)
+          os.abort()  # as jax does without recoverability
+      time.sleep(_WATCH_SECONDS)
 
   def _set_up_compilation_cache(self, client: Any) -> None:
     # Only process 0 writes to jax's compilation cache, but other processes may have other keys or

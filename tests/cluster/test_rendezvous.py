@@ -64,7 +64,7 @@ os._exit(0)
 """
 
 
-def start(address, number, cache):
+def start(address, number, cache, program=MEMBER):
   environment = os.environ | {
     "JAX_COMPILATION_CACHE_DIR": str(cache),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -74,17 +74,22 @@ def start(address, number, cache):
     "JAX_PLATFORMS": "cpu",
     "TF_CPP_MIN_LOG_LEVEL": "3",
   }
-  command = [sys.executable, "-c", MEMBER, address, str(number)]
+  command = [sys.executable, "-c", program, address, str(number)]
   pipe = subprocess.PIPE
-  return subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True)
+  return subprocess.Popen(
+    command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True
+  )
 
 
 def value(process, word):
   """The numbers of the next output line that begins with this word (libraries print, too)."""
+  others = []
   for line in process.stdout:
     if line.startswith(word + " "):
       return [float(x) for x in line.split()[1:]]
-  raise AssertionError(f"ended with {process.wait()} before printing '{word}'")
+    others.append(line)
+  text = "".join(others)
+  raise AssertionError(f"ended with {process.wait()} before printing '{word}':\n{text}")
 
 
 def turn(helper, number):
@@ -129,6 +134,36 @@ def test_learners_share_devices_and_programs_and_another_dies_and_comes_back(tmp
     for process in rest:
       process.stdin.close()
     assert [process.wait(60) for process in rest] == [0, 0, 0]
+
+
+LEARNER = """
+import os, sys
+from speedyzero_jax.cluster import rendezvous
+rendezvous._HEARTBEAT_TIMEOUT, rendezvous._WATCH_SECONDS = 2, 0.1
+address, number = sys.argv[1], int(sys.argv[2])
+learner = rendezvous.Rendezvous(rendezvous.Place(address, 3, number))
+learner.share_devices(3)
+print("ready", number, flush=True)
+sys.stdin.read()
+learner.leave()
+os._exit(0)
+"""
+
+
+def test_learners_abort_when_one_freezes_but_not_when_one_has_left(tmp_path):
+  with contextlib.ExitStack() as stack:
+    address, members = stack.enter_context(reserved_address()), []
+    stack.callback(lambda: [process.kill() or process.wait() for process in members])
+    members += [start(address, number, tmp_path, LEARNER) for number in range(3)]
+    for number, process in enumerate(members):
+      assert value(process, "ready") == [number]
+    members[2].stdin.close()
+    assert members[2].wait(60) == 0
+    with pytest.raises(subprocess.TimeoutExpired):  # process 2 counts as dead in the meantime
+      members[1].wait(5)
+    members[1].send_signal(signal.SIGSTOP)
+    assert members[0].wait(60) == -signal.SIGABRT
+    assert "process 1, a learner, is lost" in members[0].stdout.read()
 
 
 @pytest.mark.parametrize(
