@@ -9,7 +9,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from speedyzero_jax.agents.base import AXIS, Agent
+from speedyzero_jax.agents.base import Agent
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.plan import hlo
@@ -123,8 +123,8 @@ def make_plan(
   dtype = loader.flat(config).get("network.dtype", "float32")
   agent = factories.make_agent(local_config)
   with planned("cuda"):
-    mesh = target.mesh(AXIS, devices, processes)
-    local = mesh if processes == 1 else target.mesh(AXIS, devices // processes)
+    mesh = target.mesh(devices, processes)
+    local = mesh if processes == 1 else target.mesh(devices // processes)
     learner = Learner(config, agent, mesh)
     all_programs, costs = list(programs(config, local_config, agent, learner, local, roles)), []
     if only is not None and (unknown := set(only) - {program.name for program in all_programs}):
@@ -195,7 +195,6 @@ def _memory(
     agent.schema.frame,
     local_config.actor.lanes,
     factories.replay_capacity(local_config, agent),
-    devices,
   )
   on_devices = local_config.replay.frames == "device" or (
     local_config.replay.frames == "auto" and 2 * frames < USABLE * target.memory_bytes

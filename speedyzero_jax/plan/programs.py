@@ -35,9 +35,7 @@ class Planned(NamedTuple):
   calls: float  # in the whole run
   state_bytes: int  # bytes of the first argument if it should be updated in place, else 0
   function: Any  # jitted function, or an object with its `lower` method
-  args: (
-    tuple  # abstract arguments; the first is the learner's state, its variables or published ones
-  )
+  args: tuple  # abstract; the first is the learner's state, its variables or published ones
   options: dict[str, Any]  # static arguments
 
   def compile(self) -> jax.stages.Compiled:
@@ -77,12 +75,12 @@ def programs(
   def task(name: str, count: int, states: int, calls: float) -> Planned:
     inputs = jax.eval_shape(lambda: placeholders(agent.tasks[name], count, states - 1))
     inputs |= {"frames": _frames(local_config, agent, count, states - 1)}
-    args = published, _on(local, _divided(local, count), inputs), _on(local, _WHOLE, key)
+    args = published, _on(local, _batch_spec(local, count), inputs), _on(local, _WHOLE, key)
     return Planned(name, count * states, calls, 0, inference.tasks[name].function, args, {})
 
   def act(name: str, count: int, calls: float, explore: bool) -> Planned:
     inputs, progress = _inputs(local_config, agent, count), jax.ShapeDtypeStruct((), np.float32)
-    inputs = _on(local, _divided(local, count), inputs)
+    inputs = _on(local, _batch_spec(local, count), inputs)
     args = published, inputs, *_on(local, _WHOLE, (key, progress))
     return Planned(name, count, calls, 0, inference.act.function, args, {"explore": explore})
 
@@ -134,7 +132,7 @@ def _frames(config: Config, agent: Agent, count: int, after: int) -> jax.ShapeDt
   return jax.ShapeDtypeStruct((count, config.env.frame_stack + after, *frame.shape), frame.dtype)
 
 
-def _divided(mesh: Mesh, count: int) -> PartitionSpec:
+def _batch_spec(mesh: Mesh, count: int) -> PartitionSpec:
   return PartitionSpec(AXIS) if count % mesh.size == 0 else PartitionSpec()
 
 

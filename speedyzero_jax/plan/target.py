@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
+
+from speedyzero_jax.workers.learner import make_mesh
 
 _FILES = Path(__file__).parent / "targets"
 # Common to all devices of compute capability 8.0 and 9.0 (CUDA programming guide).
@@ -55,7 +56,7 @@ class Target:
        "dnn_version_info { major: 9 minor: 10 }", f'device_description_str: "{self.name}"']
     )  # fmt: skip
 
-  def mesh(self, axis: str, devices: int, processes: int = 1) -> Mesh:
+  def mesh(self, devices: int, processes: int = 1) -> Mesh:
     """Creates a mesh of `devices` of this GPU, divided over `processes`.
 
     Raises:
@@ -74,7 +75,7 @@ class Target:
         f"jax {jax.__version__} can't compile for GPUs on this machine: {error}; `make gpu-plan` "
         "installs the CUDA plugin"
       ) from error
-    return Mesh(np.asarray(topology.devices), (axis,))
+    return make_mesh(topology.devices)
 
 
 def names() -> list[str]:

@@ -89,7 +89,7 @@ def frames_on_devices(
 ) -> DeviceFrames | None:
   """Returns the copy of the frames on devices; None if frames stay in host memory only."""
   capacity, frame, lanes = replay_capacity(config, agent), agent.schema.frame, config.actor.lanes
-  size = DeviceFrames.size(frame, lanes, capacity, mesh.size)
+  size = DeviceFrames.size(frame, lanes, capacity)
   reason = reason_for_host_frames(config.replay.frames, mesh, size)
   if reason is not None:
     report(f"frames stay in host memory: {reason}")

@@ -1,5 +1,6 @@
 """Compiled inference for acting and for background tasks, on the devices of one process."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any
@@ -35,7 +36,7 @@ class Inference:
   def _compiled(self, function: Callable, *static: str) -> Any:
     if self._mesh is None or self._mesh.size == 1:
       return jax.jit(function, static_argnames=static)
-    return _Divided(function, self._mesh, static)
+    return _Sharded(function, self._mesh, static)
 
   @property
   def program_bytes(self) -> int:
@@ -66,7 +67,7 @@ def steps_of(step: int, batch: int) -> Arrays:
   return {"step": np.full(batch, step, np.int32)}
 
 
-class _Divided:
+class _Sharded:
   """Jitted `function(variables, inputs, key, *rest)` with inputs sharded over a mesh."""
 
   def __init__(self, function: Callable, mesh: Mesh, static: Sequence[str]):
@@ -86,14 +87,16 @@ class _Divided:
       padded = np.minimum(np.arange(batch + -batch % mesh.size), batch - 1)
       inputs = jax.tree.map(lambda x: x[padded], inputs) if len(padded) > batch else inputs
       specs = (whole, parts, whole, *[whole] * len(rest))
-      divided = jax.shard_map(of_part, mesh=mesh, in_specs=specs, out_specs=parts, check_vma=False)
-      return jax.tree.map(lambda x: x[:batch], divided(variables, inputs, key, *rest))
+      sharded = jax.shard_map(of_part, mesh=mesh, in_specs=specs, out_specs=parts, check_vma=False)
+      return jax.tree.map(lambda x: x[:batch], sharded(variables, inputs, key, *rest))
 
     self._program, self.__name__ = program, function.__name__
 
   def __call__(self, variables: Any, inputs: Any, *rest: Any, **static: Any) -> Any:
-    inputs = jax.device_put(inputs, self._where(inputs))
-    with dispatch_lock(self._mesh):  # results of padded batches are gathered by collectives
+    where = self._where(inputs)
+    inputs = jax.device_put(inputs, where)
+    # Only results of padded batches are gathered by collectives.
+    with contextlib.nullcontext() if where is self._parts else dispatch_lock(self._mesh):
       return self._program(variables, inputs, *rest, **static)
 
   def lower(self, variables: Any, inputs: Any, *rest: Any, **static: Any) -> jax.stages.Lowered:

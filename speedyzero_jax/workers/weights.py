@@ -84,13 +84,18 @@ class WeightsStore:
     return self._publish(self._placed(variables))
 
   def _placed(self, variables: Variables) -> Variables:
-    leaves = jax.tree.leaves(variables)
-    if not all(isinstance(x, jax.Array) and x.sharding == self._where for x in leaves):
-      local = jax.tree.map(
-        lambda x: x.addressable_data(0) if isinstance(x, jax.Array) else x, variables
-      )
-      variables = jax.device_put(local, self._where)  # slow for many leaves, even if all are there
-    return variables
+    return jax.tree.map(self._place, variables)
+
+  def _place(self, x: Any) -> jax.Array:
+    if not isinstance(x, jax.Array):
+      return jax.device_put(x, self._where)
+    if x.sharding == self._where:
+      return x
+    copies = {shard.device: shard.data for shard in x.addressable_shards}
+    if x.is_fully_replicated and self._where.device_set <= copies.keys():  # moves nothing
+      shards = [copies[device] for device in self._where.device_set]
+      return jax.make_array_from_single_device_arrays(x.shape, self._where, shards)
+    return jax.device_put(x.addressable_data(0), self._where)
 
   def publish(self, step: int, variables: Variables, to: Collection[str] = ()) -> None:
     """Publishes the weights of learner step `step` to the subscribers in `to` and those due."""

@@ -1,5 +1,6 @@
 """Tests of frames on devices: gathering of the newest writes, and placement."""
 
+import re
 from unittest import mock
 
 import jax
@@ -40,8 +41,15 @@ def test_what_was_written_last_is_gathered_from_any_number_of_devices(devices, d
     assert len(spread.sharding.device_set) == devices
     assert spread.addressable_shards[0].data.shape[0] == 8 // devices
     assert whole.sharding.device_set == {jax.local_devices()[0]}
-  lanes = {1: 3, 2: 2, 4: 1}[devices]
-  assert ours.bytes_per_device == lanes * 9 * 6 * np.dtype(dtype).itemsize
+  assert ours.bytes_per_device == 3 * 9 * 6 * np.dtype(dtype).itemsize
+
+
+def test_no_device_waits_for_another():
+  ours, row = make(4), np.zeros((8, 2), np.int32)
+  frames = np.zeros((3, 6), np.uint8)
+  for program, *given in ((ours._gather, row), (ours._write, row[:3, 0], frames)):
+    text = program.lower(ours._frames, *given).compile().as_text()
+    assert not re.search("all-|reduce-scatter|collective|permute", text)
 
 
 def test_a_write_copies_nothing_else():

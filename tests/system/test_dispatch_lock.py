@@ -1,5 +1,6 @@
 """Tests of launches of programs with collectives: one at a time, except on a single device."""
 
+import re
 import threading
 from types import SimpleNamespace
 
@@ -7,8 +8,6 @@ import jax
 import numpy as np
 import pytest
 
-from speedyzero_jax.replay.device_frames import DeviceFrames
-from speedyzero_jax.replay.schema import Column
 from speedyzero_jax.system.dispatch_lock import dispatch_lock
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.learner import DeviceResult, Learner, Scalars, make_mesh
@@ -34,30 +33,36 @@ def apply(mesh):
   return lambda: Learner.apply(learner, None, None)
 
 
-def gather(mesh):
-  sizes = {"lanes": 2, "capacity": 4}
-  frames = DeviceFrames(mesh, Column("frame", "uint8", (1, 1, 1)), **sizes)
-  index = np.zeros((2, 1), np.int64)
-  return lambda: frames.gather(index[:, 0], index)
+def add(variables, inputs, key, explore):
+  return inputs + variables
 
 
-def act(mesh):
-  def add(variables, inputs, key, explore):
-    return inputs + variables
-
+def act(mesh, lanes=3):
   inference = Inference(SimpleNamespace(act=add, tasks={}), mesh)
-  return lambda: inference.act(np.ones(()), np.zeros(3), jax.random.key(0), explore=True)
+  return lambda: inference.act(np.ones(()), np.zeros(lanes), jax.random.key(0), explore=True)
 
 
-@pytest.mark.parametrize("program", [learner_step, gradient, apply, gather, act])
+def act_in_equal_parts(mesh):
+  return act(mesh, lanes=4)  # without collectives
+
+
+@pytest.mark.parametrize("program", [learner_step, gradient, apply, act, act_in_equal_parts])
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_launch_on_several_devices_waits_for_another(program, devices):
+  waits = devices > 1 and program is not act_in_equal_parts
   mesh = make_mesh(jax.devices()[:devices])
   launch, launched = program(mesh), threading.Event()
   launch()  # compiles it
   with dispatch_lock(mesh):
     thread = threading.Thread(target=lambda: (launch(), launched.set()))
     thread.start()
-    assert launched.wait(0.5 if devices > 1 else 60) == (devices == 1)
+    assert launched.wait(0.5 if waits else 60) != waits
   thread.join(60)
   assert launched.is_set()
+
+
+def test_inference_in_equal_parts_has_no_collectives():
+  mesh = make_mesh(jax.devices()[:2])
+  program = Inference(SimpleNamespace(act=add, tasks={}), mesh).act.function
+  lowered = program.lower(np.ones(()), np.zeros(4), jax.random.key(0), explore=True)
+  assert not re.search("all-|reduce-scatter|collective|permute", lowered.compile().as_text())

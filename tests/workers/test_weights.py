@@ -84,6 +84,16 @@ def test_copies_outlive_the_learners_buffers_and_have_the_stores_sharding(device
   _is(store.latest("slow"), 9, 9)
 
 
+def test_weights_of_a_larger_mesh_are_not_moved():
+  variables = _on_mesh(_variables(3), 4)
+  store = WeightsStore({"actor": 1}, _replicated(2), variables, publish=lambda given: given)
+  pairs = zip(*map(jax.tree.leaves, (variables, store.latest("actor").variables)), strict=True)
+  for given, held in pairs:
+    there = {shard.device: shard.data.unsafe_buffer_pointer() for shard in given.addressable_shards}
+    for shard in held.addressable_shards:
+      assert shard.data.unsafe_buffer_pointer() == there[shard.device]
+
+
 def test_a_host_array_changed_later_changes_no_version():
   variables = _variables(3)
   store = WeightsStore({"actor": 1}, _replicated(1), variables)
