@@ -208,9 +208,7 @@ class Sizes(NamedTuple):
   batch: int = 256
   transitions: tuple[int, ...] = (20_000, 100_000)
   stored: int = 4_000  # replay size for reanalysed batches; does not affect their cost
-  steps: int = (
-    240  # learner steps of `small`; the sweep's age bound of 100 is active in the 2nd half
-  )
+  steps: int = 240  # learner steps of `small`; the age bound of 100 is active in the 2nd half
   full_steps: tuple[int, int] = (160, 16)  # learner steps of `full`: ours, LightZero's
 
 

@@ -214,7 +214,7 @@ def random_results(task: Task, work: Work, rng: np.random.Generator) -> dict[str
   return {x.name: rng.random((*work.real.shape, *x.shape), np.float32) for x in task.results}
 
 
-def environment(config: Config, lanes: int, steps: int = 20) -> Callable[[], Any]:
+def environment(config: Config, lanes: int, steps: int) -> Callable[[], Any]:
   """Returns a function that plays `steps` random agent steps in each training environment."""
   env = make_env(config.env, lanes, 0, training=True)
   rng = np.random.default_rng(0)

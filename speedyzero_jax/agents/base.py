@@ -128,8 +128,8 @@ class Agent(abc.ABC):
 
   schema: Schema  # of a stored step
   window: Window
-  # A lane has room for `env.frame_stack + lookahead` slots. At least `window.after`, and the slots
-  # after a sample's first that its targets may use.
+  # Slots after a sample's first one that its targets may use, at least `window.after`. A lane has
+  # room for `env.frame_stack + lookahead` slots.
   lookahead: int
   subscriptions: Mapping[str, int] = {}  # weights for tasks: learner steps between updates
   tasks: Mapping[str, Task] = {}

@@ -17,8 +17,6 @@ from speedyzero_jax.run.topology import Role, derived_seed
 from speedyzero_jax.types import Slots
 from speedyzero_jax.workers.weights import ACTOR
 
-_HANG_SECONDS = 600.0  # silence after which an actor with a grant hangs; it may compile for long
-
 
 @dataclasses.dataclass(eq=False)
 class Session:
@@ -60,14 +58,10 @@ class ActorService:
         self._roster.dismiss(helper)
         raise RunFinished("all agent steps are collected")
       first, stop = session.lanes.start, session.lanes.stop
-      seed = self._seed(helper, session)
+      # Progress differs after a restart of all processes, when incarnations start from 0 again.
+      part = helper.incarnation + (self._progress(session) << 32)
+      seed = derived_seed(self._run_seed, str(Role("actor", self._unit, helper.number)), part)
       return messages.Welcome(first, self._replay.heads[first:stop], seed)
-
-  def _seed(self, helper: Helper, session: Session) -> int:
-    # Progress differs after a restart of all processes, when incarnations start from 0 again.
-    role = Role("actor", self._unit, helper.number)
-    part = helper.incarnation + (self._progress(session) << 32)
-    return derived_seed(self._run_seed, str(role), part)
 
   def _progress(self, session: Session) -> int:
     return int(self._replay.heads[session.lanes].sum())
@@ -118,10 +112,10 @@ class ActorService:
     for number, session in enumerate(self._sessions):
       if session.lock.acquire(blocking=False):  # else it is making a call
         try:
-          if session.grant and self._roster.silence("actor", number) > _HANG_SECONDS:
+          if session.grant and self._roster.silence("actor", number) > messages.HANG_SECONDS:
             role = Role("actor", self._unit, number)
             self._logger.message(
-              f"{role} has been silent for {_HANG_SECONDS:g} s: its episodes are truncated"
+              f"{role} has been silent for {messages.HANG_SECONDS:g} s: its episodes are truncated"
             )
             session.incarnation = -1  # refuses its calls until it joins again
             self._release(session)

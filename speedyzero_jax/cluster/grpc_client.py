@@ -41,8 +41,9 @@ class Client(contextlib.AbstractContextManager):
   """A helper's client of its learner service. Thread-safe.
 
   Calls raise Refused (with the server's text), Unreachable, RunFinished, or WireError for an answer
-  of another type. Polls are repeated without limit. Unanswered calls are retried for `patience`
-  seconds, plus at most CALL_SECONDS. The other arguments are those of `serve`.
+  of another type. Polls are repeated without limit. Calls are retried for `patience` seconds
+  without connection, plus at most CALL_SECONDS, and without limit while the server answers pings,
+  as its disk may stall. The other arguments are those of `serve`.
   """
 
   def __init__(
@@ -117,6 +118,8 @@ class Client(contextlib.AbstractContextManager):
         if final := self._final(name, error):
           raise final from None
         text = error.details()
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+          begin = time.monotonic()
       waited = time.monotonic() - begin
       if waited >= self._patience:
         raise Unreachable(f"{self._address} has not answered for {waited:.0f} seconds: {text}")

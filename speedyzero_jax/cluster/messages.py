@@ -15,6 +15,8 @@ from speedyzero_jax.replay.schema import Schema
 from speedyzero_jax.run.topology import Kind
 from speedyzero_jax.types import Params
 
+HANG_SECONDS = 600.0  # time without a call after which an actor with a grant hangs
+
 Arrays = dict[str, np.ndarray]
 Message = TypeVar("Message")
 

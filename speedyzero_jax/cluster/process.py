@@ -113,12 +113,13 @@ def _token(config: Config) -> bytes:
 def _run(
   config: Config, shape: Topology, run: Run, rendezvous: Rendezvous, signals: Signals
 ) -> int:
-  role = shape.role(rendezvous.place.process_id)
+  role, code = shape.role(rendezvous.place.process_id), FAILED
   try:
     token = bytes.fromhex(run.token) or _token(config)
     if role.kind != "learner":
       with Signals.at_once():
-        return _serve(config, token, shape, role, rendezvous)
+        code = _serve(config, token, shape, role, rendezvous)
+      return code
     folder = Path(run.folder)
     if role.unit:
       with Signals.at_once():
@@ -127,7 +128,7 @@ def _run(
       folder.mkdir(parents=True, exist_ok=True)
     else:
       print(f"processes: {shape.counts}", flush=True)
-    return train(
+    code = train(
       config,
       folder,
       resume=run.resume,
@@ -135,8 +136,9 @@ def _run(
       membership=membership_of(config, shape, role, rendezvous),
       serving=lambda experiment: serving(experiment, shape, role, rendezvous, token),
     )
+    return code
   finally:
-    rendezvous.leave()
+    rendezvous.leave(failed=code == FAILED)
 
 
 def _check_mounted(folder: Path) -> None:

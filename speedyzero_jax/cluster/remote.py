@@ -1,6 +1,7 @@
 """Actor and refresher processes: their main loops, as clients of the learner's service."""
 
 import contextlib
+import faulthandler
 import functools
 import itertools
 import queue
@@ -72,12 +73,27 @@ def joined(config: Config, client: Client) -> Iterator[tuple[messages.Welcome, E
     yield welcome, env
 
 
+@contextlib.contextmanager
+def ending_if_hanging() -> Iterator[None]:
+  """Context manager that ends this process with a traceback after `messages.HANG_SECONDS`.
+
+  An environment or a device may never return, also without releasing Python's lock.
+  """
+  faulthandler.dump_traceback_later(messages.HANG_SECONDS, exit=True)
+  try:
+    yield
+  finally:
+    faulthandler.cancel_dump_traceback_later()
+
+
 def act(config: Config, agent: Agent, client: Client) -> None:
   """Acts until collection is complete; raises RunFinished if the run ends first."""
   weights = RemoteWeights(client, agent, jax.local_devices()[0])
   inference = Inference(agent, report=_report)
   with joined(config, client) as (welcome, env):
-    play(config, agent, env, inference, welcome, client.call, weights.latest)
+    play(
+      config, agent, env, inference, welcome, client.call, weights.latest, acting=ending_if_hanging
+    )
 
 
 def play(
@@ -88,11 +104,12 @@ def play(
   welcome: messages.Welcome,
   request: Callable[[messages.Step], messages.Grant],
   latest: Callable[..., Version],
+  acting: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> None:
   """Acts in new environments until collection is complete.
 
   `request` sends experience and returns the next grant; `latest` returns a subscriber's weights, of
-  learner step `at_least` or later.
+  learner step `at_least` or later. Each use of a grant is inside the context manager `acting`.
   """
   key, stats, offset = jax.random.key(welcome.seed), EpisodeStats(env.num_lanes), welcome.first
   actor = Actor(
@@ -108,13 +125,14 @@ def play(
       return
     version = latest(ACTOR, at_least=grant.weights)
     progress, random = grant.progress, grant.random
-    if grant.steps:
-      slots, count = actor.step(
-        version, budget=grant.steps, progress=progress, random=random, last=grant.closing
-      )
-      closed = grant.closing and count == grant.steps
-    else:
-      slots, closed = actor.close_lanes(version, progress=progress, random=random), True
+    with acting():
+      if grant.steps:
+        slots, count = actor.step(
+          version, budget=grant.steps, progress=progress, random=random, last=grant.closing
+        )
+        closed = grant.closing and count == grant.steps
+      else:
+        slots, closed = actor.close_lanes(version, progress=progress, random=random), True
 
 
 def step_environments(config: Config, client: Client) -> None:
@@ -128,7 +146,9 @@ def step_environments(config: Config, client: Client) -> None:
     try:
       send(env.reset())
       for answer in client.stream(iter(observations.get, None)):
-        send(env.step(answer.action))
+        with ending_if_hanging():
+          step = env.step(answer.action)
+        send(step)
     finally:
       observations.put(None)
 

@@ -30,7 +30,7 @@ from speedyzero_jax.system.platform import device_count
 _HEARTBEAT_TIMEOUT, _NETWORK_HEARTBEAT_TIMEOUT = 20, 60
 _CACHE_TIMEOUT = 24 * 3600.0  # seconds for which learners wait for each other's cache lookup
 _WATCH_SECONDS = 5.0  # between the checks that all learners are alive
-_LOOKUP_SECONDS = 2.0  # of a single call, during which Python handles no signal
+_LONGEST_PAUSE = 1.0  # seconds between the lookups of a value
 _LEAVE_TIMEOUT = 5.0  # seconds for which process 0 waits for the others to leave
 _EXIT_SECONDS = 0.5  # for the last process that has left to exit
 _PREFIX = "speedyzero/"
@@ -116,7 +116,7 @@ class Rendezvous:
         initialization_timeout=timeout,
         heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT if local else _NETWORK_HEARTBEAT_TIMEOUT,
       )
-      self.address = own_address(place.coordinator)
+      self.address, self._devices = own_address(place.coordinator), devices
     except (RuntimeError, ValueError, OSError) as error:
       raise RendezvousError(
         f"process {place.process_id} could not join {place.coordinator}: {error}"
@@ -149,6 +149,11 @@ class Rendezvous:
       device_count()
     except RuntimeError as error:
       raise RendezvousError(str(error)) from error
+    if self._devices and not cpu and jax.default_backend() == "cpu":  # jax only warns
+      raise RendezvousError(
+        "jax can't use the GPUs that this process was given; run make cuda12 or make cuda13, unset "
+        "LD_LIBRARY_PATH if its CUDA is another one, or set JAX_PLATFORMS=cpu to train on CPUs"
+      )
     if self.place.process_id < processes > 1:
       threading.Thread(target=self._watch, args=(range(processes),), daemon=True).start()
 
@@ -156,16 +161,14 @@ class Rendezvous:
     """Aborts this process once one of `ids`, which all call this, dies or freezes."""
     first: dict[int, int] = {}  # incarnations: a process that comes back is not in the collective
     while True:
-      try:
+      with contextlib.suppress(jax.errors.JaxRuntimeError, RendezvousError):  # connection lost
         alive = self._client.get_live_nodes(ids)  # waits until each has called it or is dead
         left = self.published("left")
-      except (jax.errors.JaxRuntimeError, RendezvousError):
-        return  # the coordinator is lost, which ends this process
-      first = first or alive
-      for other in ids:
-        if alive.get(other) != first.get(other, -1) and f"{_PREFIX}left/{other}" not in left:
-          print(f"error: process {other}, a learner, is lost", file=sys.stderr, flush=True)
-          os.abort()  # as jax does without recoverability
+        first = first or alive
+        for other in ids:
+          if alive.get(other) != first.get(other, -1) and left.get(f"{_PREFIX}left/{other}") != "":
+            print(f"error: process {other}, a learner, is lost", file=sys.stderr, flush=True)
+            os.abort()  # as jax does without recoverability
       time.sleep(_WATCH_SECONDS)
 
   def _set_up_compilation_cache(self, client: Any) -> None:
@@ -213,29 +216,32 @@ class Rendezvous:
       return dict(self._client.key_value_dir_get(_PREFIX + folder + "/"))
 
   def lookup_of(self, process_id: int, name: str, timeout: float) -> str:
-    """Waits for a value that another process publishes; signals are handled meanwhile.
+    """Waits for a value that another process publishes under a name `folder/...`.
 
     Raises RendezvousError if that process leaves without it or, as all other calls, if process 0
     ends, and after `timeout` seconds.
     """
-    deadline = time.monotonic() + timeout
+    deadline, pause = time.monotonic() + timeout, 0.01
     while True:
       left = f"{_PREFIX}left/{process_id}" in self.published("left")  # first: it may do both
-      try:
-        return self.lookup(name, _LOOKUP_SECONDS)
-      except RendezvousError as error:
-        if left:
-          raise RendezvousError(f"process {process_id} has left the run") from error
-        if time.monotonic() > deadline:
-          raise
+      # Unlike `lookup`, this leaves no pending call in the coordinator, and signals are handled.
+      values = self.published(name.rpartition("/")[0])
+      if (value := values.get(_PREFIX + name)) is not None:
+        return value
+      if left:
+        raise RendezvousError(f"process {process_id} has left the run")
+      if time.monotonic() > deadline:
+        raise RendezvousError(f"process {process_id} has not published '{name}' in {timeout:.0f} s")
+      time.sleep(pause)
+      pause = min(2 * pause, _LONGEST_PAUSE)
 
   def count(self, name: str) -> int:
     """Returns the number of earlier calls with this name, by any process."""
     with _calling(f"can't count '{name}'"):
       return int(self._client.key_value_increment(_PREFIX + name, 1)) - 1
 
-  def leave(self) -> None:
-    """Leaves the run.
+  def leave(self, *, failed: bool = False) -> None:
+    """Leaves the run; a learner that has `failed` counts as lost.
 
     The process should then end with `os._exit`, as jax's own exit handler aborts processes that
     leave later. Process 0 hosts the coordinator and first waits briefly for the others, which its
@@ -243,7 +249,7 @@ class Rendezvous:
     """
     if self.place.process_id:
       with contextlib.suppress(RendezvousError):
-        self.publish(f"left/{self.place.process_id}", "")
+        self.publish(f"left/{self.place.process_id}", "failed" if failed else "")
       return
     until = time.monotonic() + _LEAVE_TIMEOUT
     for other in range(1, self.place.num_processes):

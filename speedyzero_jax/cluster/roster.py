@@ -31,19 +31,19 @@ class _State:
 class Roster:
   """The helpers that serve one unit. Thread-safe; an unknown helper raises ValueError.
 
-  `counts` is the number of helpers of each kind; `mean` is called with the metric
+  `counts` is the number of helpers of each kind; `log` is called with the metric
   `queue/KIND_wait_seconds` after each wait.
   """
 
   def __init__(
     self,
     counts: Mapping[Kind, int],
-    mean: Callable[[Mapping[str, float]], None],
+    log: Callable[[Mapping[str, float]], None],
     clock: Callable[[], float] = time.monotonic,
   ):
     self.over = False  # the run has ended
     self._states = {(kind, i): _State() for kind, n in counts.items() for i in range(n)}
-    self._counts, self._mean, self._clock = counts, mean, clock
+    self._counts, self._log, self._clock = counts, log, clock
     self._changed = threading.Condition()
 
   def enter(self, helper: Helper) -> None:
@@ -78,7 +78,7 @@ class Roster:
       state = self._states[helper[:2]]
       since, state.waiting_since = state.waiting_since, None
     if since is not None:
-      self._mean({names.wait(helper.kind): self._clock() - since})
+      self._log({names.wait(helper.kind): self._clock() - since})
 
   def dismiss(self, helper: Helper) -> None:
     """Marks a helper as dismissed: it was answered that no work is left."""

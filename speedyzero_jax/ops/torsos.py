@@ -221,11 +221,15 @@ def torso_problems(config: TorsoConfig, env: EnvConfig) -> Iterable[str]:
     )
 
 
+def normalize(x: jax.Array) -> jax.Array:
+  """Converts uint8 images to float32 in [0, 1], and vectors to float32."""
+  return x.astype(jnp.float32) / (255 if x.dtype == jnp.uint8 else 1)
+
+
 def observe(frames: jax.Array) -> jax.Array:
   """Stacked frames [..., S, H, W, C] -> float32 observations [..., H, W, S*C]; images in [0, 1]."""
   x = jnp.moveaxis(frames, -4, -2)
-  x = x.reshape(*x.shape[:-2], -1)
-  return x.astype(jnp.float32) / (255 if x.dtype == jnp.uint8 else 1)
+  return normalize(x.reshape(*x.shape[:-2], -1))
 
 
 def stacked(frames: jax.Array, index: jax.Array) -> jax.Array:

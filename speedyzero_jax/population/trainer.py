@@ -15,6 +15,7 @@ from speedyzero_jax.population.controller import Outcome, Settings
 from speedyzero_jax.run import run_dir, topology
 from speedyzero_jax.run.processes import RunProcesses, log_of
 from speedyzero_jax.system.exit_codes import USAGE_ERROR
+from speedyzero_jax.system.files import sync_folder
 
 _COPIED = "copied.json"  # file in a member's folder with the round after which it was copied
 _OWN = ("*.lock", "evaluation.json", "wandb", "wandb.json", _COPIED)  # not copied
@@ -38,7 +39,7 @@ class RunTrainer:
     report: Callable[[str], None],
   ):
     self._population, self._folder, self._report = population, folder, report
-    config = topology.with_learners(loader.load(population.config, population.settings), None)
+    config = topology.with_learners(loader.load(population.config, population.settings))
     self._steps, self._options = config.learner.steps, topology.process_options(config)
     self._processes = processes
 
@@ -71,6 +72,7 @@ class RunTrainer:
         config = loader.override(run_dir.read_config(new), changes)
         (new / "config.yaml").write_text(loader.to_yaml(config))
         (new / _COPIED).write_text(json.dumps(round_))
+        sync_folder(new)
       if path.exists():
         shutil.rmtree(old, ignore_errors=True)
         path.rename(old)

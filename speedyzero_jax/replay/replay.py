@@ -259,7 +259,7 @@ class Replay:
       lane, cell = self._sweeps[sweep].next_block(n)
       return lane.astype(np.int32), self.store.time_of(lane, cell)
 
-  def quota(self, sweep: str, n: int, max_age: int, delay: int = 0) -> int:
+  def quota(self, sweep: str, n: int, max_age: int, delay: int) -> int:
     """Number of states that a sweep must recompute per learner step (see `Sweep.quota`)."""
     with self.lock:
       return self._sweeps[sweep].quota(n, max_age, delay)

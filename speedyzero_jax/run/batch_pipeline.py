@@ -16,6 +16,8 @@ Part = Callable[[str], contextlib.AbstractContextManager]  # times a named part 
 
 
 class PreparedBatch(NamedTuple):
+  """A batch for the learner, or a gradient that an actor has computed."""
+
   arrays: Arrays  # input of the loss, [B, ...] each
   selection: Selection
   info: dict[str, float]  # metrics

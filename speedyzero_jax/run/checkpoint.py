@@ -32,6 +32,7 @@ import orbax.checkpoint as ocp
 
 from speedyzero_jax.replay.journal import JournalDamage
 from speedyzero_jax.system import orbax_compat
+from speedyzero_jax.system.files import sync_folder
 from speedyzero_jax.types import Params
 
 logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs every step of every save
@@ -112,8 +113,9 @@ class Checkpoints:
       return  # stopped twice at the same step, or resumed after the run finished
     try:
       self._write(folder, snapshot)
-      _sync(folder)
+      sync_folder(folder)  # as Orbax does not; older checkpoints are deleted then
     except Exception as error:
+      shutil.rmtree(folder, ignore_errors=True)  # else the next save would take it for intact
       raise CheckpointError(f"saving to {self._directory} failed: {_reason(error)}") from error
     folders = self._folders()
     steps = [step for step, _ in folders]
@@ -228,19 +230,6 @@ class Checkpoints:
         aside.mkdir(exist_ok=True)
         shutil.rmtree(aside / folder.name, ignore_errors=True)
         folder.rename(aside / folder.name)
-
-
-def _sync(folder: Path) -> None:
-  """Syncs the files of a folder to disk, as Orbax does not; older checkpoints are deleted then."""
-  for path in (*folder.rglob("*"), folder, folder.parent):
-    file = os.open(path, os.O_RDONLY)
-    try:
-      os.fsync(file)
-    except OSError:
-      if path.is_file():  # some network file systems can't sync folders
-        raise
-    finally:
-      os.close(file)
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:

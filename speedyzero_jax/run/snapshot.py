@@ -42,8 +42,9 @@ def save(experiment: Experiment, *, required: bool = False) -> None:
   """Starts saving a checkpoint in the background; reports a failure of the previous one.
 
   With `required`, blocks until it is written and raises CheckpointError if that fails; otherwise a
-  failure does not stop training. Raises DivergedError, and saves nothing, if parameters are not
-  finite.
+  failure does not stop training, and all learner processes must call this. Saves nothing, and
+  raises DivergedError if parameters are not finite, TrainingError if those of the learner processes
+  differ.
   """
   experiment.recovery.wait()
   step = experiment.limiter.learner_steps
@@ -58,6 +59,12 @@ def save(experiment: Experiment, *, required: bool = False) -> None:
   items = jax.device_get(_trees(experiment.state, weights))
   if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(items["network"])):
     raise DivergedError(step)
+  if not required and not _same_network(experiment):
+    raise TrainingError(
+      f"the networks of the learner processes differ after learner step {step}: their programs or "
+      "devices compute different results. Earlier checkpoints are intact; delete the compilation "
+      "cache (run.compile_cache) of every machine before resuming"
+    )
   meta = {
     "weights": {name: version.step for name, version in versions.items()},
     "sweepers": {sweeper.name: sweeper.state_dict() for sweeper in experiment.sweepers},
@@ -72,9 +79,13 @@ def restore(experiment: Experiment, restored: Snapshot) -> None:
 
   Raises TrainingError if the networks of several learner processes differ.
   """
-  meta = restored.meta
-  _check_same_network(experiment, restored.step)
-  experiment.logger.rewind(restored.step)
+  meta, step = restored.meta, restored.step
+  if not _same_network(experiment):
+    raise TrainingError(
+      f"the learner processes' checkpoints of step {step} hold different networks; to resume from "
+      f"older ones, move checkpoints/{step}-* out of the run folder and out of its units/*"
+    )
+  experiment.logger.rewind(step)
   for slots in joined(experiment.recovery.journal.read(restored.tails, restored.heads)):
     experiment.replay.import_frames(slots)
   experiment.replay.load_state_dict(restored.items["replay"])
@@ -84,21 +95,18 @@ def restore(experiment: Experiment, restored: Snapshot) -> None:
   )
   for sweeper in experiment.sweepers:
     sweeper.load_state_dict(meta["sweepers"][sweeper.name])
-  experiment.limiter.restore(restored.env_steps, restored.step)
+  experiment.limiter.restore(restored.env_steps, step)
   evaluated = experiment.logger.last_row().get(names.EVALUATION_STEP, 0)
   experiment.evaluated, *_ = experiment.membership.all_gather(int(evaluated))
-  experiment.logger.message(
-    f"resuming at learner step {restored.step}, agent step {restored.env_steps}"
-  )
+  experiment.logger.message(f"resuming at learner step {step}, agent step {restored.env_steps}")
 
 
-def _check_same_network(experiment: Experiment, step: int) -> None:
-  digests = experiment.membership.all_gather(int(parameters_hash(experiment)[:15], 16))
-  if len(set(digests)) > 1:
-    raise TrainingError(
-      f"the learner processes' checkpoints of step {step} hold different networks; to resume from "
-      f"older ones, move checkpoints/{step}-* out of the run folder and out of its units/*"
-    )
+def _same_network(experiment: Experiment) -> bool:
+  """Whether all learner processes, which must all call this, hold the same network."""
+  if experiment.membership.units == 1:
+    return True
+  digest = int(parameters_hash(experiment)[:15], 16)
+  return len(set(experiment.membership.all_gather(digest))) == 1
 
 
 def replay_journal(experiment: Experiment) -> bool:

@@ -22,7 +22,7 @@ from speedyzero_jax.run.factories import mean_stored, shortest_lane
 from speedyzero_jax.system.compilation import Program
 from speedyzero_jax.system.platform import platform
 from speedyzero_jax.types import Slots
-from speedyzero_jax.workers.batched_inference import padded
+from speedyzero_jax.workers.batched_inference import padded_batch_size
 from speedyzero_jax.workers.inference import steps_of
 from speedyzero_jax.workers.sweeper import make_sweepers, split
 from speedyzero_jax.workers.weights import ACTOR, copy_tree
@@ -39,6 +39,8 @@ class Timing(NamedTuple):
 
 
 class _Call(NamedTuple):
+  """A program with placeholder arguments: `compile` only compiles it, `run` calls it."""
+
   name: str
   per_step: float
   compile: Callable[[], None]
@@ -129,7 +131,7 @@ def _acting_lanes(config: Config, runs_actor: bool) -> list[int]:
   if topology.inference != "central":
     return [lanes] if runs_actor else []
   actors = -(-topology.actors // max(topology.learners, 1))
-  largest, smallest = padded(lanes), padded(lanes // actors)
+  largest, smallest = padded_batch_size(lanes), padded_batch_size(lanes // actors)
   return [largest >> i for i in range((largest // smallest).bit_length())]
 
 

@@ -157,7 +157,7 @@ def _configured(
   try:
     if not presets:
       raise ConfigError("config: at least one preset is needed, in a study or by --config")
-    config = topology.with_learners(loader.load(presets, settings), None)  # as the launcher does
+    config = topology.with_learners(loader.load(presets, settings))  # as the launcher does
     if config.run.pause_at or not config.evaluation.at_end:
       raise ConfigError(
         "run.pause_at must be 0 and evaluation.at_end true: runs of a study end with an evaluation"

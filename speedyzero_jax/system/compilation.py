@@ -24,9 +24,9 @@ class Program:
     return self.function(*args, **kwargs)
 
   def prepare(self, *args: Any, **kwargs: Any) -> None:
-    """Compiles the function, once for each form of the second argument's leaves and keywords.
+    """Compiles the function, unless it was compiled for arguments of the same form.
 
-    The form of a leaf is its shape and array type.
+    The form is the shape and array type of every leaf of the second argument, and the keywords.
     """
     leaves = jax.tree.leaves(args[1])
     form = (*kwargs.items(), *((type(x), x.shape) for x in leaves))

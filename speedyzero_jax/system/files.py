@@ -1,4 +1,4 @@
-"""Atomic writes of files."""
+"""Atomic and durable writes of files."""
 
 import os
 from pathlib import Path
@@ -18,3 +18,19 @@ def write_atomically(path: Path, text: str) -> None:
     os.replace(temporary, path)
   finally:
     temporary.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+  """Syncs a folder, all that is in it, and its entry in the parent folder to disk.
+
+  Raises OSError.
+  """
+  for path in (*folder.rglob("*"), folder, folder.parent):
+    file = os.open(path, os.O_RDONLY)
+    try:
+      os.fsync(file)
+    except OSError:
+      if path.is_file():  # some network file systems can't sync folders
+        raise
+    finally:
+      os.close(file)

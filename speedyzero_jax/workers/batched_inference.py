@@ -4,7 +4,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,17 +16,17 @@ from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.weights import Version
 
 
-def padded(lanes: int) -> int:
+def padded_batch_size(lanes: int) -> int:
   """Batch size used for a number of lanes: the next power of two."""
   return 1 << (lanes - 1).bit_length()
 
 
-class _Request:
-  """A caller's inputs, and later its outputs or the error."""
+class _Request(NamedTuple):
+  """A caller's inputs, and its future output."""
 
-  def __init__(self, version: Version, inputs: ActInputs):
-    self.version, self.inputs = version, inputs
-    self.outcome: ActOutput | BaseException | None = None
+  version: Version
+  inputs: ActInputs
+  output: Future[ActOutput]
 
 
 class BatchedInference:
@@ -50,26 +51,23 @@ class BatchedInference:
     `key` is used for the whole batch.
     """
     begin = time.monotonic()
-    request = _Request(version, inputs)
+    request = _Request(version, inputs, Future())
     self._waiting.append(request)
     with self._computing:
-      if request.outcome is None:  # else another caller has computed it
+      if not request.output.done():  # else another caller has computed it
         batch = [self._waiting.popleft() for _ in range(len(self._waiting))]
         try:
           self._compute(batch, key, progress, explore)
         except BaseException as error:
           for each in batch:
-            each.outcome = error
+            each.output.set_exception(error)
     self._log({names.INFERENCE_SECONDS: time.monotonic() - begin})
-    assert request.outcome is not None
-    if isinstance(request.outcome, BaseException):
-      raise request.outcome
-    return request.outcome
+    return request.output.result()
 
   def _compute(self, batch: list[_Request], key: jax.Array, progress: float, explore: bool) -> None:
     bounds = np.cumsum([0, *(len(each.inputs.lane) for each in batch)])
     lanes = int(bounds[-1])
-    rows = np.minimum(np.arange(padded(lanes)), lanes - 1)
+    rows = np.minimum(np.arange(padded_batch_size(lanes)), lanes - 1)
 
     def join(*parts: Any) -> np.ndarray:
       return np.concatenate(parts)[rows]
@@ -77,6 +75,6 @@ class BatchedInference:
     inputs = jax.tree.map(join, *(each.inputs for each in batch))
     version = max((each.version for each in batch), key=lambda version: version.step)
     out = self._inference.decide(version, inputs, key, progress, explore=explore)
-    for each, begin, end in zip(batch, bounds[:-1], bounds[1:], strict=True):
-      each.outcome = jax.tree.map(lambda x, a=begin, b=end: x[a:b], out)
     self._log({names.INFERENCE_LANES: lanes})
+    for each, begin, end in zip(batch, bounds[:-1], bounds[1:], strict=True):
+      each.output.set_result(jax.tree.map(lambda x, a=begin, b=end: x[a:b], out))

@@ -103,6 +103,17 @@ def test_a_busy_server_is_waited_for_and_one_that_hangs_is_noticed(monkeypatch):
     process.stdout.close()
 
 
+def test_a_server_that_stalls_is_waited_for(monkeypatch):
+  monkeypatch.setattr(client_module, "CALL_SECONDS", 0.3)
+  service, stalled = FakeService(), threading.Event()
+  service.answers["join"] = lambda _: stalled.wait(20) and EACH[messages.Welcome]
+  with serving(service) as server, connect(server, patience=0.1) as client:
+    timer = threading.Timer(2, stalled.set)
+    timer.start()
+    assert client.call(EACH[messages.Join]).seed == EACH[messages.Welcome].seed
+    timer.join()
+
+
 def main(role: str, address: str) -> None:
   """Entry point of the other processes of these tests."""
   service = FakeService()

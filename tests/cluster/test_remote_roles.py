@@ -2,6 +2,8 @@
 
 import contextlib
 import itertools
+import subprocess
+import sys
 import threading
 import time
 from unittest import mock
@@ -99,6 +101,24 @@ class Cluster:
     unit, client = self.unit, self.client("refresher", number)
     arguments = config or unit.config, unit.agent, client, number, unit.refreshers
     return self._start(remote.refresh, *arguments)
+
+
+def test_an_actor_whose_environment_hangs_ends_its_process():
+  hanging = """
+import time
+from speedyzero_jax.cluster import messages, remote
+messages.HANG_SECONDS = 0.5
+with remote.ending_if_hanging():
+  pass
+time.sleep(1)
+print("waited for the learner", flush=True)
+with remote.ending_if_hanging():
+  time.sleep(60)
+"""
+  command = [sys.executable, "-c", hanging]
+  ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+  assert (ended.returncode, ended.stdout) == (1, "waited for the learner\n")
+  assert "line 10 in <module>" in ended.stderr
 
 
 @pytest.fixture

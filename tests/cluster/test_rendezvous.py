@@ -55,7 +55,7 @@ else:
 sys.stdin.read()
 if number < 2:  # process 2 leaves without a value
   try:
-    rendezvous.lookup_of(2, "x", 60)
+    rendezvous.lookup_of(2, "x/2", 60)
     sys.exit("it did not leave")
   except RendezvousError as error:
     assert "process 2 has left the run" in str(error)
@@ -144,13 +144,14 @@ address, number = sys.argv[1], int(sys.argv[2])
 learner = rendezvous.Rendezvous(rendezvous.Place(address, 3, number))
 learner.share_devices(3)
 print("ready", number, flush=True)
-sys.stdin.read()
-learner.leave()
-os._exit(0)
+failed = sys.stdin.readline() == "fail\\n"
+learner.leave(failed=failed)
+os._exit(failed)
 """
 
 
-def test_learners_abort_when_one_freezes_but_not_when_one_has_left(tmp_path):
+@pytest.mark.parametrize("loss", ["frozen", "failed"])
+def test_learners_abort_when_one_is_lost_but_not_when_one_has_left(loss, tmp_path):
   with contextlib.ExitStack() as stack:
     address, members = stack.enter_context(reserved_address()), []
     stack.callback(lambda: [process.kill() or process.wait() for process in members])
@@ -161,7 +162,10 @@ def test_learners_abort_when_one_freezes_but_not_when_one_has_left(tmp_path):
     assert members[2].wait(60) == 0
     with pytest.raises(subprocess.TimeoutExpired):  # process 2 counts as dead in the meantime
       members[1].wait(5)
-    members[1].send_signal(signal.SIGSTOP)
+    if loss == "frozen":
+      members[1].send_signal(signal.SIGSTOP)
+    else:
+      members[1].communicate("fail\n")
     assert members[0].wait(60) == -signal.SIGABRT
     assert "process 1, a learner, is lost" in members[0].stdout.read()
 
@@ -180,15 +184,17 @@ def test_a_lost_coordinator_is_reported(method, function):
 
 
 def test_a_slow_process_is_waited_for_until_it_leaves():
-  rendezvous, late = Rendezvous.__new__(Rendezvous), RendezvousError("timed out")
-  rendezvous.lookup = mock.Mock(side_effect=[late, late, "5", late, late, late])
-  left = {"speedyzero/left/2": "", "speedyzero/left/1": ""}
-  rendezvous.published = mock.Mock(side_effect=[{}, {}, left, {"speedyzero/left/2": ""}, left, {}])
-  assert rendezvous.lookup_of(1, "x", 60) == "5"  # published before it left
+  rendezvous = Rendezvous.__new__(Rendezvous)
+  left = {"speedyzero/left/2": "", "speedyzero/left/1": "failed"}
+  both = {"speedyzero/x/0": "4", "speedyzero/x/1": "5"}
+  rendezvous.published = mock.Mock(
+    side_effect=[{}, {}, {}, {"speedyzero/x/0": "4"}, left, both, left, {}, {}, {}]
+  )
+  assert rendezvous.lookup_of(1, "x/1", 60) == "5"  # published before it left
   with pytest.raises(RendezvousError, match="process 1 has left the run"):
-    rendezvous.lookup_of(1, "x", 60)
-  with pytest.raises(RendezvousError, match="timed out"):
-    rendezvous.lookup_of(1, "x", -1)
+    rendezvous.lookup_of(1, "x/1", 60)
+  with pytest.raises(RendezvousError, match="process 1 has not published 'x/1' in -1 s"):
+    rendezvous.lookup_of(1, "x/1", -1)
 
 
 def test_a_process_finds_its_place_in_a_cluster_of_slurm(monkeypatch):
@@ -227,6 +233,8 @@ def test_a_process_uses_the_devices_given_to_it():
     mock.patch.object(jax.config, "update"),
     mock.patch.object(jax.distributed, "initialize") as joined,
   ):
-    Rendezvous(Place("localhost:1", 3, 1), devices=[2, 3])
+    rendezvous = Rendezvous(Place("localhost:1", 3, 1), devices=[2, 3])
+    with pytest.raises(RendezvousError, match="jax can't use the GPUs"):
+      rendezvous.share_devices(1)
   given = joined.call_args.kwargs
   assert (given["process_id"], given["local_device_ids"]) == (1, [2, 3])

@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import shutil
+import stat
 import types
 
 import jax
@@ -216,6 +217,18 @@ def failing(owner, name, error):
   return fail
 
 
+def unwritable_files(monkeypatch):
+  fsync = os.fsync
+
+  def refuse(file):
+    if stat.S_ISREG(os.fstat(file).st_mode):
+      raise OSError(errno.EIO, "can't write back")
+    fsync(file)
+
+  monkeypatch.setattr(os, "fsync", refuse)
+  return monkeypatch.undo
+
+
 def limit_files(size):
   """Limits the size of files: Orbax's own threads fail as on a full disk."""
 
@@ -235,6 +248,7 @@ def nearly_full_disk(monkeypatch):
 
 FAILURES = {
   "nearly full disk": nearly_full_disk,
+  "writing back": unwritable_files,
   "orbax": failing(checkpoint.ocp.Checkpointer, "save", errno.EIO),
   "no space at all": limit_files(0),
   "little space": limit_files(600),

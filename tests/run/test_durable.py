@@ -255,7 +255,7 @@ def test_experience_after_a_damaged_row_of_the_journal_is_collected_again(tmp_pa
 
 
 def test_learners_with_different_networks_do_not_continue(tmp_path):
-  with durable(tmp_path) as experiment:
+  with durable(tmp_path, all_gather=lambda number: [number, number], units=2) as experiment:
     experiment.collector.collect()
     snapshot.save(experiment, required=True)
 
@@ -264,9 +264,18 @@ def test_learners_with_different_networks_do_not_continue(tmp_path):
 
   with (
     pytest.raises(TrainingError, match="checkpoints of step 0 hold different networks"),
-    durable(tmp_path, 0, all_gather=theirs),
+    durable(tmp_path, 0, all_gather=theirs, units=2),
   ):
     pytest.fail("opened")
+
+
+def test_learners_whose_networks_drift_apart_stop_at_the_next_checkpoint(tmp_path):
+  digests = iter(range(9))
+  with durable(tmp_path, all_gather=lambda number: [number, next(digests)], units=2) as experiment:
+    experiment.collector.collect()
+    with pytest.raises(TrainingError, match="networks of the learner processes differ after"):
+      snapshot.save(experiment)
+    assert not experiment.recovery.checkpoints.steps()
 
 
 @pytest.mark.parametrize("acts", [True, False])

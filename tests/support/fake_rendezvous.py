@@ -24,5 +24,5 @@ class FakeRendezvous:
   def count(self, name):
     return 0
 
-  def leave(self):
+  def leave(self, *, failed=False):
     pass

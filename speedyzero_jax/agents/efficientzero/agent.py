@@ -24,7 +24,7 @@ from speedyzero_jax.agents.efficientzero import losses, metric_names, reanalyse,
 from speedyzero_jax.agents.efficientzero.config import EfficientZeroConfig, SearchConfig
 from speedyzero_jax.agents.efficientzero.network_def import NetworkDef, variables_of
 from speedyzero_jax.agents.efficientzero.networks import Network, initial_carry
-from speedyzero_jax.agents.efficientzero.observations import normalize, stack_frames
+from speedyzero_jax.agents.efficientzero.observations import stack_frames
 from speedyzero_jax.agents.efficientzero.search import (
   KnownEdge,
   ModelStep,
@@ -34,6 +34,7 @@ from speedyzero_jax.agents.efficientzero.search import (
 )
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.ops import value_encoding
+from speedyzero_jax.ops.torsos import normalize
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.sampler import PrioritizedSampler, importance_weights
 from speedyzero_jax.replay.schema import Column, make_schema

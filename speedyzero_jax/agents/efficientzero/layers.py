@@ -101,7 +101,7 @@ class Layers:
     return nnx.OptimizedLSTMCell(inputs, hidden, dtype=self.dtype, rngs=self._rngs, **inits)
 
 
-def before_norm(linear: Any, x: jax.Array) -> jax.Array:
+def linear_before_norm(linear: Any, x: jax.Array) -> jax.Array:
   """Linear layer before a batch norm, which cancels the bias; the bias gets no gradient."""
   y = x @ linear.kernel[...].astype(x.dtype)
   return y + jax.lax.stop_gradient(linear.bias[...]).astype(x.dtype)
@@ -146,7 +146,7 @@ class ResBlock(nnx.Module):
       y = self.conv1(x)
     elif train:  # one convolution reads the input once
       kernel = jnp.concatenate([self.conv1.kernel[...], self.skip.kernel[...]], axis=-1)
-      y, x = jnp.split(padded(x, kernel.astype(x.dtype), self.stride), 2, axis=-1)
+      y, x = jnp.split(convolve_same(x, kernel.astype(x.dtype), self.stride), 2, axis=-1)
     else:
       y, x = self.conv1(x), self.skip(x)
     y = nnx.relu(self.norm1(y, use_running_average=not train))
@@ -158,7 +158,7 @@ def blocks_of(layers: Layers, channels: int, count: int) -> nnx.List:
   return nnx.List([ResBlock(layers, channels, channels) for _ in range(count)])
 
 
-def padded(x: jax.Array, kernel: jax.Array, stride: int = 1) -> jax.Array:
+def convolve_same(x: jax.Array, kernel: jax.Array, stride: int = 1) -> jax.Array:
   """Convolution [B, H, W, C] -> [B, H / stride, W / stride, C'] with zero padding."""
   pads = [(size // 2, size // 2) for size in kernel.shape[:2]]
   return convolve(x, kernel, (stride, stride), pads, dimension_numbers=("NHWC", "HWIO", "NHWC"))

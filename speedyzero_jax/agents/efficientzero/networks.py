@@ -19,9 +19,9 @@ from speedyzero_jax.agents.efficientzero.layers import (
   Carry,
   Layers,
   ResBlock,
-  before_norm,
   blocks_of,
-  padded,
+  convolve_same,
+  linear_before_norm,
 )
 from speedyzero_jax.ops.batch_norm import relu
 
@@ -88,7 +88,7 @@ class Mlp(nnx.Module):
     self.linear2 = layers.logits(hidden, outputs)
 
   def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-    x = nnx.relu(self.norm1(before_norm(self.linear1, x), use_running_average=not train))
+    x = nnx.relu(self.norm1(linear_before_norm(self.linear1, x), use_running_average=not train))
     return self.linear2(x)
 
 
@@ -116,7 +116,7 @@ class Dynamics(nnx.Module):
   def __call__(self, state: jax.Array, action: jax.Array, train: bool) -> jax.Array:
     if self.action_terms is None:
       of_state, terms = split_kernel(self.conv.kernel[...].astype(self.dtype), state.shape[1:])
-      x = padded(state, of_state) + self._action_term(action, terms)
+      x = convolve_same(state, of_state) + self._action_term(action, terms)
       x = relu(self.norm(x, use_running_average=not train) + state)
     else:  # one addition to the convolution's result, which cuDNN does itself
       x = nnx.relu(self.conv(state) + (self._action_term(action, self.action_terms[...]) + state))
@@ -201,13 +201,13 @@ class Consistency(nnx.Module):
   def project(self, state: jax.Array, train: bool) -> jax.Array:
     x = state.reshape(state.shape[0], -1)
     for i, (linear, norm) in enumerate(zip(self.linears, self.norms, strict=True)):
-      x = norm(before_norm(linear, x), use_running_average=not train)
+      x = norm(linear_before_norm(linear, x), use_running_average=not train)
       if i < len(self.linears) - 1:
         x = nnx.relu(x)
     return x
 
   def predict(self, projection: jax.Array, train: bool) -> jax.Array:
-    x = before_norm(self.predict1, projection)
+    x = linear_before_norm(self.predict1, projection)
     x = nnx.relu(self.predict_norm(x, use_running_average=not train))
     return self.predict2(x)
 

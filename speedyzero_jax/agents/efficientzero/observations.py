@@ -1,7 +1,9 @@
-"""Observations from stored frames: stacking, normalization, augmentation."""
+"""Observations from stored frames: stacking and augmentation."""
 
 import jax
 import jax.numpy as jnp
+
+from speedyzero_jax.ops.torsos import normalize
 
 
 def stack_frames(frames: jax.Array, stack: int) -> jax.Array:
@@ -11,13 +13,6 @@ def stack_frames(frames: jax.Array, stack: int) -> jax.Array:
   """
   states = frames.shape[1] - stack + 1
   return jnp.concatenate([frames[:, i : i + states] for i in range(stack)], axis=-1)
-
-
-def normalize(observation: jax.Array) -> jax.Array:
-  """Converts uint8 images to float32 in [0, 1], and vectors to float32."""
-  if observation.dtype == jnp.uint8:
-    return observation.astype(jnp.float32) / 255
-  return observation.astype(jnp.float32)
 
 
 def augment(keys: jax.Array, observation: jax.Array, shift: int, intensity: float) -> jax.Array:
