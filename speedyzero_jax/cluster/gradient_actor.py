@@ -12,7 +12,7 @@ import numpy as np
 from speedyzero_jax.agents.base import Agent, Variables
 from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.grpc_client import Client
-from speedyzero_jax.cluster.remote import RemoteWeights, ending_if_hanging, joined
+from speedyzero_jax.cluster.remote import RemoteWeights, joined
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.metrics.aggregation import Episode, EpisodeStats
 from speedyzero_jax.run import batch_pipeline
@@ -88,7 +88,6 @@ def send_gradients(config: Config, agent: Agent, client: Client) -> None:
       if not grant.steps:
         return
       version = weights.latest(ACTOR, at_least=grant.weights)
-      with ending_if_hanging():
-        steps, episodes = actor.unroll(version, grant)
+      steps, episodes = actor.unroll(version, grant)
       ended = np.array(episodes, np.float64).reshape(-1, 2)
       message = messages.Gradient(sequence, steps, ended, version.step, *actor.gradient(version))

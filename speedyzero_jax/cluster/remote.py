@@ -64,26 +64,38 @@ class RemoteWeights:
     return jax.tree.map(place, self._like, messages.unnamed(self._like, sent.arrays))
 
 
+class TimedEnv:
+  """Environments whose calls end this process, with a traceback, after `messages.HANG_SECONDS`."""
+
+  def __init__(self, env: Env):
+    self._env = env
+    self.num_lanes, self.num_actions = env.num_lanes, env.num_actions
+    self.frame_shape, self.frame_dtype = env.frame_shape, env.frame_dtype
+
+  def reset(self) -> EnvStep:
+    return self._timed(self._env.reset)
+
+  def step(self, action: np.ndarray) -> EnvStep:
+    return self._timed(self._env.step, action)
+
+  def close(self) -> None:
+    self._env.close()
+
+  def _timed(self, call: Callable[..., EnvStep], *arguments: np.ndarray) -> EnvStep:
+    faulthandler.dump_traceback_later(messages.HANG_SECONDS, exit=True)  # also if it holds the GIL
+    try:
+      return call(*arguments)
+    finally:
+      faulthandler.cancel_dump_traceback_later()
+
+
 @contextlib.contextmanager
 def joined(config: Config, client: Client) -> Iterator[tuple[messages.Welcome, Env]]:
   """Context manager of an actor's new environments, in the lanes that the learner assigns."""
   welcome: messages.Welcome = client.call(messages.Join())
-  env = make_env(config.env, len(welcome.heads), welcome.seed, training=True)
+  env = TimedEnv(make_env(config.env, len(welcome.heads), welcome.seed, training=True))
   with contextlib.closing(env):
     yield welcome, env
-
-
-@contextlib.contextmanager
-def ending_if_hanging() -> Iterator[None]:
-  """Context manager that ends this process with a traceback after `messages.HANG_SECONDS`.
-
-  An environment or a device may never return, also without releasing Python's lock.
-  """
-  faulthandler.dump_traceback_later(messages.HANG_SECONDS, exit=True)
-  try:
-    yield
-  finally:
-    faulthandler.cancel_dump_traceback_later()
 
 
 def act(config: Config, agent: Agent, client: Client) -> None:
@@ -91,9 +103,7 @@ def act(config: Config, agent: Agent, client: Client) -> None:
   weights = RemoteWeights(client, agent, jax.local_devices()[0])
   inference = Inference(agent, report=_report)
   with joined(config, client) as (welcome, env):
-    play(
-      config, agent, env, inference, welcome, client.call, weights.latest, acting=ending_if_hanging
-    )
+    play(config, agent, env, inference, welcome, client.call, weights.latest)
 
 
 def play(
@@ -104,12 +114,11 @@ def play(
   welcome: messages.Welcome,
   request: Callable[[messages.Step], messages.Grant],
   latest: Callable[..., Version],
-  acting: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> None:
   """Acts in new environments until collection is complete.
 
   `request` sends experience and returns the next grant; `latest` returns a subscriber's weights, of
-  learner step `at_least` or later. Each use of a grant is inside the context manager `acting`.
+  learner step `at_least` or later.
   """
   key, stats, offset = jax.random.key(welcome.seed), EpisodeStats(env.num_lanes), welcome.first
   actor = Actor(
@@ -125,14 +134,13 @@ def play(
       return
     version = latest(ACTOR, at_least=grant.weights)
     progress, random = grant.progress, grant.random
-    with acting():
-      if grant.steps:
-        slots, count = actor.step(
-          version, budget=grant.steps, progress=progress, random=random, last=grant.closing
-        )
-        closed = grant.closing and count == grant.steps
-      else:
-        slots, closed = actor.close_lanes(version, progress=progress, random=random), True
+    if grant.steps:
+      slots, count = actor.step(
+        version, budget=grant.steps, progress=progress, random=random, last=grant.closing
+      )
+      closed = grant.closing and count == grant.steps
+    else:
+      slots, closed = actor.close_lanes(version, progress=progress, random=random), True
 
 
 def step_environments(config: Config, client: Client) -> None:
@@ -146,9 +154,7 @@ def step_environments(config: Config, client: Client) -> None:
     try:
       send(env.reset())
       for answer in client.stream(iter(observations.get, None)):
-        with ending_if_hanging():
-          step = env.step(answer.action)
-        send(step)
+        send(env.step(answer.action))
     finally:
       observations.put(None)
 

@@ -59,12 +59,8 @@ def save(experiment: Experiment, *, required: bool = False) -> None:
   items = jax.device_get(_trees(experiment.state, weights))
   if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(items["network"])):
     raise DivergedError(step)
-  if not required and not _same_network(experiment):
-    raise TrainingError(
-      f"the networks of the learner processes differ after learner step {step}: their programs or "
-      "devices compute different results. Earlier checkpoints are intact; delete the compilation "
-      "cache (run.compile_cache) of every machine before resuming"
-    )
+  if not required:
+    check_same_network(experiment, step, items["network"])
   meta = {
     "weights": {name: version.step for name, version in versions.items()},
     "sweepers": {sweeper.name: sweeper.state_dict() for sweeper in experiment.sweepers},
@@ -80,11 +76,7 @@ def restore(experiment: Experiment, restored: Snapshot) -> None:
   Raises TrainingError if the networks of several learner processes differ.
   """
   meta, step = restored.meta, restored.step
-  if not _same_network(experiment):
-    raise TrainingError(
-      f"the learner processes' checkpoints of step {step} hold different networks; to resume from "
-      f"older ones, move checkpoints/{step}-* out of the run folder and out of its units/*"
-    )
+  check_same_network(experiment, step, experiment.state.variables)
   experiment.logger.rewind(step)
   for slots in joined(experiment.recovery.journal.read(restored.tails, restored.heads)):
     experiment.replay.import_frames(slots)
@@ -101,12 +93,19 @@ def restore(experiment: Experiment, restored: Snapshot) -> None:
   experiment.logger.message(f"resuming at learner step {step}, agent step {restored.env_steps}")
 
 
-def _same_network(experiment: Experiment) -> bool:
-  """Whether all learner processes, which must all call this, hold the same network."""
-  if experiment.membership.units == 1:
-    return True
-  digest = int(parameters_hash(experiment)[:15], 16)
-  return len(set(experiment.membership.all_gather(digest))) == 1
+def check_same_network(experiment: Experiment, step: int, variables: Variables) -> None:
+  """Raises TrainingError if learner processes have different variables after learner step `step`.
+
+  All of them must call this.
+  """
+  digest = int(hash_of(variables)[:15], 16) if experiment.membership.units > 1 else 0
+  if len(set(experiment.membership.all_gather(digest))) > 1:
+    raise TrainingError(
+      f"the networks of the learner processes differ after learner step {step}: their programs or "
+      "devices compute different results. Delete the compilation cache (run.compile_cache) of "
+      "every machine; to resume, move checkpoints of this step out of the run folder and out of "
+      "its units/*"
+    )
 
 
 def replay_journal(experiment: Experiment) -> bool:
@@ -200,8 +199,13 @@ def _new_actor(experiment: Experiment, start: np.ndarray) -> Actor:
 
 
 def parameters_hash(experiment: Experiment) -> str:
-  """SHA-256 of the learner's variables: equal for equal lockstep runs."""
+  """Hash of the learner's variables: equal for equal lockstep runs."""
+  return hash_of(experiment.state.variables)
+
+
+def hash_of(variables: Variables) -> str:
+  """SHA-256 of arrays on the host or on devices."""
   digest = hashlib.sha256()
-  for leaf in jax.tree.leaves(jax.device_get(experiment.state.variables)):
+  for leaf in jax.tree.leaves(jax.device_get(variables)):
     digest.update(np.ascontiguousarray(leaf).tobytes())
   return digest.hexdigest()

@@ -99,6 +99,7 @@ def _run(
   logger.update_display()  # with the final values, which the line of the evaluation combines
   # Also a barrier: a learner that ends would abort others that are saving.
   env_steps = sum(experiment.membership.all_gather(limiter.env_steps))
+  snapshot.check_same_network(experiment, limiter.learner_steps, experiment.state.variables)
   if empty:
     return _nothing_saved(logger, folder, signals)
   if not limiter.finished:

@@ -1,5 +1,6 @@
 """Batched inference, shared by several actors of one process."""
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -76,5 +77,7 @@ class BatchedInference:
     version = max((each.version for each in batch), key=lambda version: version.step)
     out = self._inference.decide(version, inputs, key, progress, explore=explore)
     self._log({names.INFERENCE_LANES: lanes})
-    for each, begin, end in zip(batch, bounds[:-1], bounds[1:], strict=True):
-      each.output.set_result(jax.tree.map(lambda x, a=begin, b=end: x[a:b], out))
+    ends = itertools.pairwise(bounds)
+    outputs = [jax.tree.map(lambda x, a=begin, b=end: x[a:b], out) for begin, end in ends]
+    for each, output in zip(batch, outputs, strict=True):
+      each.output.set_result(output)

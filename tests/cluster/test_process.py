@@ -48,9 +48,17 @@ def test_an_error_is_one_line_unless_a_signal_came_first(
       signal.raise_signal(signal.SIGTERM)
     raise error
 
-  code, _ = started(tiny.config(*SETTINGS), tmp_path, monkeypatch, train)
-  assert code == (128 + signal.SIGTERM if stopped else 1)
+  code, rendezvous = started(tiny.config(*SETTINGS), tmp_path, monkeypatch, train)
+  assert code == (128 + signal.SIGTERM if stopped else 1) and rendezvous.failed
   assert capsys.readouterr().err == ("" if stopped else f"error: {error}\n")
+
+
+@pytest.mark.parametrize("code", [0, 1, 143])
+def test_a_learner_that_fails_counts_as_lost(tmp_path, monkeypatch, code):
+  returned, rendezvous = started(
+    tiny.config(*SETTINGS), tmp_path, monkeypatch, lambda *_, **__: code
+  )
+  assert returned == code and rendezvous.failed == (code == 1)
 
 
 def tokens(config, folder, monkeypatch):

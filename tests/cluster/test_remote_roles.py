@@ -106,19 +106,21 @@ class Cluster:
 def test_an_actor_whose_environment_hangs_ends_its_process():
   hanging = """
 import time
+from unittest import mock
 from speedyzero_jax.cluster import messages, remote
+remote.make_env = lambda *_, **__: mock.Mock(step=lambda action: time.sleep(60))
+client = mock.Mock(call=lambda _: messages.Welcome(0, [0], 0))
 messages.HANG_SECONDS = 0.5
-with remote.ending_if_hanging():
-  pass
-time.sleep(1)
-print("waited for the learner", flush=True)
-with remote.ending_if_hanging():
-  time.sleep(60)
+with remote.joined(mock.Mock(), client) as (_, env):
+  env.reset()
+  time.sleep(1)
+  print("waited for the learner", flush=True)
+  env.step(0)
 """
   command = [sys.executable, "-c", hanging]
   ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
   assert (ended.returncode, ended.stdout) == (1, "waited for the learner\n")
-  assert "line 10 in <module>" in ended.stderr
+  assert "line 12 in <module>" in ended.stderr
 
 
 @pytest.fixture

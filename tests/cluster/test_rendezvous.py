@@ -13,6 +13,7 @@ import pytest
 from jax.errors import JaxRuntimeError
 
 from ports import reserved_address
+from speedyzero_jax.cluster import rendezvous as rendezvous_module
 from speedyzero_jax.cluster.rendezvous import (
   Place,
   Rendezvous,
@@ -139,7 +140,7 @@ def test_learners_share_devices_and_programs_and_another_dies_and_comes_back(tmp
 LEARNER = """
 import os, sys
 from speedyzero_jax.cluster import rendezvous
-rendezvous._HEARTBEAT_TIMEOUT, rendezvous._WATCH_SECONDS = 2, 0.1
+rendezvous._HEARTBEAT_TIMEOUT, rendezvous._WATCH_SECONDS = 4, 0.1
 address, number = sys.argv[1], int(sys.argv[2])
 learner = rendezvous.Rendezvous(rendezvous.Place(address, 3, number))
 learner.share_devices(3)
@@ -161,7 +162,7 @@ def test_learners_abort_when_one_is_lost_but_not_when_one_has_left(loss, tmp_pat
     members[2].stdin.close()
     assert members[2].wait(60) == 0
     with pytest.raises(subprocess.TimeoutExpired):  # process 2 counts as dead in the meantime
-      members[1].wait(5)
+      members[1].wait(8)
     if loss == "frozen":
       members[1].send_signal(signal.SIGSTOP)
     else:
@@ -228,13 +229,21 @@ def test_a_cluster_whose_detection_fails_is_named(monkeypatch):
     detect()
 
 
-def test_a_process_uses_the_devices_given_to_it():
+@pytest.mark.parametrize(
+  ("platform", "gpus", "usable"), [("cpu", 4, False), ("cpu", 0, True), ("gpu", 4, True)]
+)
+def test_a_process_uses_the_devices_given_to_it(monkeypatch, platform, gpus, usable):
+  monkeypatch.setattr(jax, "default_backend", lambda: platform)
+  monkeypatch.setattr(rendezvous_module, "local_gpus", lambda: gpus)
+  monkeypatch.setattr(rendezvous_module.distributed, "global_state", mock.Mock())
+  monkeypatch.setattr(Rendezvous, "_set_up_compilation_cache", lambda *_: None)
   with (
     mock.patch.object(jax.config, "update"),
     mock.patch.object(jax.distributed, "initialize") as joined,
   ):
     rendezvous = Rendezvous(Place("localhost:1", 3, 1), devices=[2, 3])
-    with pytest.raises(RendezvousError, match="jax can't use the GPUs"):
+    refused = pytest.raises(RendezvousError, match="jax can't use the GPUs")
+    with contextlib.nullcontext() if usable else refused:
       rendezvous.share_devices(1)
   given = joined.call_args.kwargs
   assert (given["process_id"], given["local_device_ids"]) == (1, [2, 3])

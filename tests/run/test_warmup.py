@@ -12,7 +12,7 @@ from speedyzero_jax.run.factories import mean_stored
 from speedyzero_jax.system import compilation
 from whole_runs import quick
 
-GATHERING = {"_local_gather", "of_part"}
+GATHERING = {"_taken", "of_part"}
 
 
 def programs(experiment):
