@@ -24,7 +24,6 @@ from jax._src.clusters import cluster
 from jax._src.lib import _jax
 
 from speedyzero_jax.run.processes import ALONE
-from speedyzero_jax.system.gpus import local_gpus
 from speedyzero_jax.system.platform import device_count
 
 # Seconds of silence after which a process counts as dead, on one machine and on several.
@@ -150,7 +149,8 @@ class Rendezvous:
       device_count()
     except RuntimeError as error:
       raise RendezvousError(str(error)) from error
-    if self._devices and local_gpus() and not cpu and jax.default_backend() == "cpu":
+    wanted = jax.config.jax_platforms or ""  # JAX_PLATFORMS
+    if self._devices and jax.default_backend() == "cpu" and "cpu" not in wanted.split(","):
       raise RendezvousError(
         "jax can't use the GPUs that this process was given; run make cuda12 or make cuda13, unset "
         "LD_LIBRARY_PATH if its CUDA is another one, or set JAX_PLATFORMS=cpu to train on CPUs"

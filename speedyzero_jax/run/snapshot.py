@@ -42,9 +42,8 @@ def save(experiment: Experiment, *, required: bool = False) -> None:
   """Starts saving a checkpoint in the background; reports a failure of the previous one.
 
   With `required`, blocks until it is written and raises CheckpointError if that fails; otherwise a
-  failure does not stop training, and all learner processes must call this. Saves nothing, and
-  raises DivergedError if parameters are not finite, TrainingError if those of the learner processes
-  differ.
+  failure does not stop training, all learner processes must call this, and TrainingError is raised
+  if their networks differ. Raises DivergedError if parameters are not finite. Saves nothing then.
   """
   experiment.recovery.wait()
   step = experiment.limiter.learner_steps
@@ -102,9 +101,9 @@ def check_same_network(experiment: Experiment, step: int, variables: Variables) 
   if len(set(experiment.membership.all_gather(digest))) > 1:
     raise TrainingError(
       f"the networks of the learner processes differ after learner step {step}: their programs or "
-      "devices compute different results. Delete the compilation cache (run.compile_cache) of "
-      "every machine; to resume, move checkpoints of this step out of the run folder and out of "
-      "its units/*"
+      "devices compute different results, or their run folders are of different runs. Delete the "
+      "compilation cache (run.compile_cache) of every machine; before resuming, move checkpoints "
+      "of this step, if there are any, out of the run folder and out of its units/*"
     )
 
 

@@ -337,6 +337,14 @@ def test_several_learners_pause_at_the_same_step_without_agreeing_on_it(tmp_path
   assert max(Checkpoints(tmp_path).steps()) == 5
 
 
+def test_learners_whose_final_networks_differ_fail(tmp_path, capsys):
+  config = tiny.config("agent=quick_agent", "run.mode=async", "run.pause_at=3", "actor.lanes=4")
+  membership = Membership(0, 2, all_gather=lambda number: [number, number + (number > 10**6)])
+  with Signals() as signals:
+    assert train.train(config, tmp_path, resume=False, signals=signals, membership=membership) == 1
+  assert "networks of the learner processes differ after learner step 3" in capsys.readouterr().err
+
+
 def test_more_experience_than_the_replay_holds_is_replayed(tmp_path):
   """A journal's row may be longer than a lane of the replay."""
   small = "run.mode=async", "replay.capacity=60"
