@@ -149,8 +149,8 @@ class Rendezvous:
       device_count()
     except RuntimeError as error:
       raise RendezvousError(str(error)) from error
-    wanted = jax.config.jax_platforms or ""  # JAX_PLATFORMS
-    if self._devices and jax.default_backend() == "cpu" and "cpu" not in wanted.split(","):
+    cpu = cpu or "cpu" in os.environ.get("JAX_PLATFORMS", "").split(",")
+    if self._devices and not cpu and jax.default_backend() == "cpu":
       raise RendezvousError(
         "jax can't use the GPUs that this process was given; run make cuda12 or make cuda13, unset "
         "LD_LIBRARY_PATH if its CUDA is another one, or set JAX_PLATFORMS=cpu to train on CPUs"

@@ -233,11 +233,12 @@ def test_a_cluster_whose_detection_fails_is_named(monkeypatch):
   ("platform", "wanted", "usable"), [("cpu", "", False), ("cpu", "cpu", True), ("gpu", "", True)]
 )
 def test_a_process_uses_the_devices_given_to_it(monkeypatch, platform, wanted, usable):
+  monkeypatch.setenv("JAX_PLATFORMS", wanted)
   monkeypatch.setattr(jax, "default_backend", lambda: platform)
   monkeypatch.setattr(rendezvous_module.distributed, "global_state", mock.Mock())
   monkeypatch.setattr(Rendezvous, "_set_up_compilation_cache", lambda *_: None)
   with (
-    mock.patch.object(rendezvous_module.jax, "config", mock.Mock(jax_platforms=wanted)),
+    mock.patch.object(jax.config, "update"),
     mock.patch.object(jax.distributed, "initialize") as joined,
   ):
     rendezvous = Rendezvous(Place("localhost:1", 3, 1), devices=[2, 3])
