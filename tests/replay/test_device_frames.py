@@ -52,9 +52,10 @@ def test_no_device_waits_for_another():
     assert not re.search("all-|reduce-scatter|collective|permute", text)
 
 
-def test_a_write_copies_nothing_else():
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_write_copies_nothing_else(devices):
   """The stored frames, which may be gigabytes, are updated in place."""
-  ours = make(1)
+  ours = make(devices)
   row, frames = np.zeros(3, np.int32), np.zeros((3, 6), np.uint8)
   memory = ours._write.lower(ours._frames, row, frames).compile().memory_analysis()
   assert memory.alias_size_in_bytes == ours.bytes_per_device
