@@ -17,6 +17,7 @@ from flax import nnx
 from speedyzero_jax.config.fields import opt
 from speedyzero_jax.config.schema import EnvConfig
 from speedyzero_jax.envs.batched_env import frame_sides
+from speedyzero_jax.ops.conv import convolve
 from speedyzero_jax.ops.param_rngs import param_rngs
 from speedyzero_jax.types import Params
 
@@ -183,8 +184,10 @@ def _conv(
   rngs: nnx.Rngs,
   init: nnx.Initializer = _INIT,
 ) -> nnx.Conv:
-  shape = size, size
-  return nnx.Conv(inputs, outputs, shape, stride, padding=padding, kernel_init=init, rngs=rngs)
+  return nnx.Conv(
+    inputs, outputs, (size, size), stride, padding=padding, kernel_init=init, rngs=rngs,
+    conv_general_dilated=convolve,
+  )  # fmt: skip
 
 
 def make_torso(config: TorsoConfig, shape: tuple[int, int, int], rngs: nnx.Rngs) -> nnx.Module:
