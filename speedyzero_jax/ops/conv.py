@@ -8,20 +8,21 @@ import jax.numpy as jnp
 from speedyzero_jax.system.platform import platform
 
 _ALIGNMENT = 8  # input channels at 16 bits; cuDNN pads others in a slow pass of its own
-_CHUNK = 32  # images per chunk of a kernel gradient on a CPU
-_MIN_PIXELS = 32 * 24 * 24  # of a batch's input, for chunks
-_MIN_WEIGHTS = 8 * 8 * 4 * 32  # of a kernel, for chunks of the outputs
+_MIN_PIXELS = 32 * 24 * 24  # fewer input pixels in a batch: convolved and differentiated by XLA
+_MIN_WEIGHTS = 8 * 8 * 4 * 32  # smaller kernels: outputs of the whole batch at once
+_CHUNK = 32  # images per chunk of a batch,
+_MAX_CHUNKS = 32  # but more if there are too many to compile
 
 
 def convolve(
   x: jax.Array, kernel: jax.Array, strides: tuple[int, int], padding: Any, **options: Any
 ) -> jax.Array:
-  """Like `jax.lax.conv_general_dilated` for channels last and one group, but faster.
+  """Like `jax.lax.conv_general_dilated` for channels last, one group and no dilation, but faster.
 
-  On CPUs, large batches are processed in chunks of 32 images, which makes the kernel gradient two
-  to five times as fast, and the outputs of large kernels twice as fast. For the input gradient of a
+  On CPUs, large batches are divided into chunks of 32 images, which makes kernel gradients two to
+  five times as fast, and the outputs of large kernels twice as fast. For the input gradient of a
   convolution with strides, XLA inserts zeros between output pixels; without them it is three to six
-  times as fast (`_without_strides`).
+  times as fast. (Layers of `nature` and `small` in `torsos.py`, 672 images, two cores.)
 
   On accelerators, zeros pad the channels of 16-bit inputs to a multiple of 8: XLA fuses this with
   the computation of the input.
@@ -37,12 +38,13 @@ def convolve(
   if platform() != "cpu" or len(x) <= _CHUNK or x.size // x.shape[-1] < _MIN_PIXELS:
     return whole(x, kernel)
 
-  def blocks(x: jax.Array, kernel: jax.Array) -> jax.Array:
+  def unstrided(x: jax.Array, kernel: jax.Array) -> jax.Array:
     x, kernel = _without_strides(x, kernel, strides, padding)
     return jax.lax.conv_general_dilated(x, kernel, (1, 1), "VALID", **options)
 
   def chunks(x: jax.Array) -> list[jax.Array]:
-    return [x[i : i + _CHUNK] for i in range(0, len(x), _CHUNK)]
+    size = max(_CHUNK, -(-len(x) // _MAX_CHUNKS))
+    return [x[i : i + size] for i in range(0, len(x), size)]
 
   @jax.custom_vjp
   def chunked(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -52,7 +54,7 @@ def convolve(
 
   def backward(saved: tuple[jax.Array, jax.Array], y: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, kernel = saved
-    forward = blocks if max(strides) > 1 else whole
+    forward = unstrided if max(strides) > 1 else whole
     (dx,) = jax.linear_transpose(lambda x: forward(x, kernel), x)(y)
     return dx, sum(
       jax.linear_transpose(lambda kernel, x=x: whole(x, kernel), kernel)(y)[0]
@@ -66,9 +68,9 @@ def convolve(
 def _without_strides(
   x: jax.Array, kernel: jax.Array, strides: tuple[int, int], padding: Any
 ) -> tuple[jax.Array, jax.Array]:
-  """Inputs and kernel of an equal convolution with strides 1 and no padding.
+  """Returns input and kernel of an equivalent convolution with strides 1 and no padding.
 
-  Blocks of s x s pixels become the channels of one pixel (space to depth), for strides (s, s).
+  For strides (a, b), blocks of a x b pixels become the channels of one pixel (space to depth).
   """
   (_, *sides, channels), sizes = x.shape, kernel.shape[:2]
   if isinstance(padding, str):

@@ -7,6 +7,7 @@ import pytest
 from speedyzero_jax.config.schema import EnvConfig
 from speedyzero_jax.ops import torsos
 from speedyzero_jax.ops.torsos import TorsoConfig
+from speedyzero_jax.system.platform import planned
 
 
 def _torso(shape, **sizes):
@@ -37,6 +38,20 @@ def test_features_and_parameters(torso, shape, parameters):
   features = jax.eval_shape(network.apply, params, np.zeros((3, *shape), np.float32))
   assert features.shape == (3, 8) and features.dtype == np.float32
   assert sum(x.size for x in jax.tree.leaves(params)) == parameters
+
+
+@pytest.mark.parametrize("torso", ["nature", "small"])
+def test_gradients_on_cpus_are_those_of_large_batches(torso):
+  network = _torso((42, 42, 3), torso=torso)
+  params = jax.eval_shape(network.init, jax.random.key(0))
+
+  def gradient(params, x):
+    return jax.grad(lambda params: network.apply(params, x).sum())(params)
+
+  with planned("cpu"):
+    x = jax.ShapeDtypeStruct((256, 42, 42, 3), np.float32)
+    text = jax.jit(gradient).trace(params, x).lower().as_text()
+  assert "stablehlo.convolution" in text and "lhs_dilate = [2, 2]" not in text
 
 
 @pytest.mark.parametrize("shape", [(42, 45, 3), (1, 1, 5), (4, 1, 2)])
