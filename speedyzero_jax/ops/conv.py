@@ -10,8 +10,8 @@ from speedyzero_jax.system.platform import platform
 _ALIGNMENT = 8  # input channels at 16 bits; cuDNN pads others in a slow pass of its own
 _MIN_PIXELS = 32 * 24 * 24  # fewer input pixels in a batch: convolved and differentiated by XLA
 _MIN_WEIGHTS = 8 * 8 * 4 * 32  # smaller kernels: outputs of the whole batch at once
-_CHUNK = 32  # images per chunk of a batch,
-_MAX_CHUNKS = 32  # but more if there are too many to compile
+_CHUNK = 32  # images per chunk of a batch, or more
+_MAX_CHUNKS = 32  # of a batch; each is compiled
 
 
 def convolve(
