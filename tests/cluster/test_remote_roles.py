@@ -245,17 +245,23 @@ def test_refreshers_compute_what_a_local_one_would(make_unit, cluster, monkeypat
   unit = make_unit(*BATCH, "topology.bound_age=true", refreshers=2, durable=True)
   unit.fill(30)
   gathered, prepared, worked, gather = [], set(), set(), FrameCopy.gather
+  keys, compute = [], Inference.compute
 
   def spied(copy, lane, cell, heads):
     (worked if heads.any() else prepared).add(cell.shape)
     gathered.append(isinstance(windows := gather(copy, lane, cell, heads), jax.Array))
     return windows
 
+  def keyed(inference, version, task, inputs, key):
+    keys.append(str(jax.random.key_data(key)))
+    return compute(inference, version, task, inputs, key)
+
   monkeypatch.setattr(FrameCopy, "gather", spied)
-  theirs = loader.override(unit.config, ["replay.frames=device"]) if on_devices else None
+  monkeypatch.setattr(Inference, "compute", keyed)
+  config = loader.override(unit.config, ["replay.frames=device"]) if on_devices else None
   with unit.twin() as local, cluster(unit) as served:
     for number in range(2):
-      served.refresh(number, theirs)
+      served.refresh(number, config)
     for step in (3, 6, 9):
       unit.publish(step)
       works, thread, done = unit.executing(8)
@@ -265,6 +271,8 @@ def test_refreshers_compute_what_a_local_one_would(make_unit, cluster, monkeypat
       for work in works:
         local.run_task(work, jax.random.key(0))
     assert set(gathered) == {on_devices}
+    theirs = [key for key in keys if key != str(jax.random.key_data(jax.random.key(0)))]
+    assert len(theirs) > 5 and len(set(theirs)) == len(theirs)  # one key per block
     assert worked and worked <= prepared  # every program was compiled before the first block
     assert unit.replay.state_dict()["slot_policy_step"].max() == 9
     assert_same_replays(unit.replay, local.replay, besides={"rng"})

@@ -69,6 +69,30 @@ def test_alone_each_member_is_stuck_and_together_they_reach_the_optimum(monkeypa
   assert max(together["scores"][-1]) > 1.15
 
 
+@pytest.mark.parametrize("selection", ["truncation", "t_test"])
+def test_a_replaced_member_trains_with_perturbed_settings_of_its_source(
+  monkeypatch, tmp_path, selection
+):
+  class Rated(Toy):
+    """Member 1 is better in every game."""
+
+    def train(self, members, round_):
+      for member in members:
+        yield Outcome(member, [member + 0.1 * game for game in range(5)])
+
+  population = toy_population(monkeypatch, selection=selection, rounds=3, factors=(0.5,))
+  log = EventLog(tmp_path / "events")
+  result = controller.run(population, Rated(start()), log)
+  log.close()
+  trained = {
+    (e["round"], e["member"]): e["settings"] for e in log.events if e["event"] == "trained"
+  }
+  for round_ in range(3):
+    assert trained[round_, 1] == START[1]
+    assert trained[round_, 0] == ({"h0": 0.0, "h1": 0.45} if round_ else START[0])
+  assert (result["best"], result["settings"]) == (1, START[1])
+
+
 def test_a_controller_killed_again_and_again_makes_the_same_decisions(monkeypatch, tmp_path):
   population = toy_population(monkeypatch, resample=0.5, rounds=12)
   whole = play(population, tmp_path / "whole", start())

@@ -100,14 +100,20 @@ def test_after_an_error_no_further_member_is_trained(tmp_path, monkeypatch):
   members._processes.stop.assert_called_once_with(signal.SIGTERM, None)
 
 
-def test_members_of_several_processes_are_started_as_such(tmp_path):
-  """With `--processes`, for a new run and for a resumed one."""
+def test_members_are_started_with_their_own_settings_seeds_and_processes(tmp_path):
+  """`--processes` is passed to a new run and to a resumed one."""
   processes = mock.Mock(count=1, train=mock.Mock(return_value=1))
-  description = Population(("a3c",), ("topology.actors=2",), ())
+  description = Population(("a3c",), ("topology.actors=2",), (), seed=3)
   members = trainer.RunTrainer(description, tmp_path, processes, print)
-  assert list(members.train({0: {}}, 1)) == [Outcome(0, [])]
-  (_, _, changes), _ = processes.train.call_args
-  assert changes == ["--processes", "learner=1,actor=2", "run.pause_at=296"]
+  rates = {0: {"optim.learning_rate": 0.5}, 4: {"optim.learning_rate": 0.25}}
+  assert sorted(members.train(rates, 1)) == [Outcome(0, []), Outcome(4, [])]
+  started = {path: (new, changes) for (path, new, changes), _ in processes.train.call_args_list}
+  changes = ["--processes", "learner=1,actor=2", "run.pause_at=296"]
+  common = ["--config", "a3c", "topology.actors=2"]
+  assert started == {
+    tmp_path / "m0": ([*common, "optim.learning_rate=0.5", "run.seed=3000"], changes),
+    tmp_path / "m4": ([*common, "optim.learning_rate=0.25", "run.seed=3004"], changes),
+  }
 
 
 class Killed(BaseException):

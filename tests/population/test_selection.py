@@ -65,6 +65,13 @@ def test_knobs_stay_in_their_range(low, ratio, log, seed):
     value = knob.perturb(value, (0.8, 1.2), rng)
 
 
+def test_a_knob_is_multiplied_by_one_of_the_factors():
+  knob, rng = Knob("x", 0.1, 1.0, False), np.random.default_rng(0)
+  found = {round(knob.perturb(0.5, (0.8, 1.2), rng), 6) for _ in range(40)}
+  assert found == {0.4, 0.6}
+  assert knob.perturb(0.9, (1.2,), rng) == 1.0 and knob.perturb(0.11, (0.8,), rng) == 0.1
+
+
 def test_a_logarithmic_knob_spreads_over_decades():
   knob, rng = Knob("x", 1e-6, 1e-1, True), np.random.default_rng(0)
   decades = np.log10([knob.draw(rng) for _ in range(2000)])

@@ -15,6 +15,7 @@ from same import assert_same
 from speedyzero_jax.metrics import names
 from speedyzero_jax.run import loops, snapshot, steps
 from speedyzero_jax.run.checkpoint import Checkpoints
+from speedyzero_jax.run.experiment import Membership
 from speedyzero_jax.run.rate_limiter import RateLimiter
 from speedyzero_jax.workers.weights import ACTOR, DivergedError
 from whole_runs import everything, finish, interrupt_at, quick, rows_of, stopped
@@ -93,18 +94,28 @@ def test_a_checkpoint_has_the_priorities_of_every_step_before_it(tmp_path, monke
   assert saved == {4: list(range(4)), 8: list(range(8))} and updated == list(range(12))
 
 
-def test_sweeps_go_on_when_no_batch_is_ready_any_more_and_have_keys_of_their_own(tmp_path):
+def test_sweeps_go_on_when_no_batch_is_ready_any_more(tmp_path):
   """At the end of a run, a queue is empty while the learner may still wait for a sweep."""
   with quick(tmp_path) as experiment:
-    assert len(experiment.sweepers) == 2
-    keys = set()
-    for sweeper in experiment.sweepers * 2:
-      keys.add(str(jax.random.key_data(experiment.sweep_key(sweeper))))
-      sweeper.calls += 1
-    assert len(keys) == 4
     ready = iter([False, True, False])
     experiment.can_draw = lambda: next(ready)
     assert [experiment.sweeping() for _ in range(3)] == [False, True, True]
+
+
+def test_all_tasks_of_all_learners_have_keys_of_their_own(tmp_path, monkeypatch):
+  """Blocks of sweeps, and tasks of batches."""
+  keys, blocks = [], 2
+  with quick(tmp_path) as experiment:
+    monkeypatch.setattr(experiment, "run_task", lambda work, key: keys.append(key))
+    assert len(experiment.sweepers) == 2
+    for unit in range(2):
+      experiment.membership = Membership(unit, 2)
+      for block in range(blocks):
+        experiment.execute([None, None], block)  # of the batch for this learner step
+        for sweeper in experiment.sweepers:
+          sweeper.calls = block
+          keys.append(experiment.sweep_key(sweeper))
+  assert len({str(jax.random.key_data(key)) for key in keys}) == 2 * blocks * (2 + 2)
 
 
 def test_the_bound_on_policy_lag_holds_with_a_slow_actor(tmp_path):
