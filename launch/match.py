@@ -2,8 +2,8 @@
 
 Opponents are random, minimax (tic-tac-toe only), mcts:N (UCT with N rollouts per move), and runs,
 given by their folders. RUN_DIR plays with its newest checkpoint, RUN_DIR@STEP with that of learner
-step STEP. Agents play without noise and alternate sides. Prints wins, draws and losses and adds
-them to matches.json in the first run's folder.
+step STEP. Agents play without noise and alternate sides. Prints wins, draws and losses; `--out`
+also writes them as JSON.
 
 Exit codes: 0 done; 1 no readable checkpoint, or the result can't be written; 2 usage error; 130
 stopped by Ctrl-C.
@@ -55,10 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
   opening = "random moves that open each game, for both sides (default: 2 against runs, else 0)"
   add("--opening", type=int, metavar="N", help=opening)
   add("--seed", type=int, default=0, help="seed of openings and opponents (default: 0)")
-  add("--out", type=Path, metavar="FILE", help="file to write (default: RUN_DIR/matches.json)")
+  add("--out", type=Path, metavar="FILE.json", help="the results as JSON")
   arguments = parser.parse_args(argv)
+  out = arguments.out
   if arguments.seed < 0:
     parser.error("--seed: must be at least 0")
+  if out and (out.is_dir() or not out.parent.is_dir()):
+    parser.error(f"--out: {out} is a folder or in a folder that does not exist")
   logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
   try:
     device_count()
@@ -66,17 +69,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"error: {error}", file=sys.stderr)
     return USAGE_ERROR
   try:
-    out = arguments.out or _player(arguments.runs[0])[0] / "matches.json"
-    if not out.parent.is_dir():
-      raise ValueError(f"--out: folder {out.parent} does not exist")
     pairs = list(itertools.product(arguments.runs, arguments.against))
-    for run, name in pairs:  # before a result is written
+    for run, name in pairs:  # before the first match
       game = _restore(run)[0].env.game
       _opening(arguments.opening, _opponent(name, game)[0], game)
-    earlier, results = _stored(out), []
+    results = []
     for run, name in pairs:
       results.append(match(run, name, arguments))
-      _store(results, earlier, out)
+      if out:
+        write_atomically(out, json.dumps(results, indent=1) + "\n")
   except (CheckpointError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     return FAILED
@@ -111,6 +112,7 @@ def match(run: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     "against_step": _restore(name)[3].step if kind == "run" else None,
     "games": len(returns),
     "opening": opening,
+    "match_seed": arguments.seed,
     "moving_first": _counts(returns[::2]),
     "moving_second": _counts(returns[1::2]),
     "score": score,  # a draw is half a win
@@ -133,33 +135,6 @@ def _opening(requested: int | None, kind: str, game: str) -> int:
   if not 0 <= requested <= longest:
     raise ValueError(f"--opening: must lie in [0, {longest}] in {game}, got {requested}")
   return requested
-
-
-def _stored(path: Path) -> list[dict[str, Any]]:
-  """Reads earlier results. Raises ValueError for other files."""
-  if not path.exists():
-    return []
-  try:
-    results: list[dict[str, Any]] = json.loads(path.read_text())
-    for each in results:
-      _key(each)
-    return list(results)
-  except (ValueError, TypeError, KeyError):
-    raise ValueError(f"{path} does not hold results of matches; choose another --out") from None
-
-
-def _key(result: dict[str, Any]) -> tuple:
-  """What identifies a result; the opponent's step is missing in older files."""
-  folders = (str(Path(result[name]).resolve()) for name in ("run", "against"))
-  others = (result[name] for name in ("game", "seed", "step", "opening"))
-  return *folders, *others, result.get("against_step")
-
-
-def _store(results: list[dict[str, Any]], earlier: list[dict[str, Any]], path: Path) -> None:
-  """Writes results, and the earlier ones that they do not repeat."""
-  repeated = {_key(each) for each in results}
-  kept = [each for each in earlier if _key(each) not in repeated]
-  write_atomically(path, json.dumps(kept + results, indent=1) + "\n")
 
 
 def _positive(text: str) -> int:

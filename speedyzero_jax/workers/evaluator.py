@@ -111,10 +111,15 @@ def evaluate(
       env = VersusEnv(rules, lanes, seeded, opponent or play_at_random(rules), opening)
     else:
       env = make_env(config.env, lanes, seeded, training=False, max_episode_steps=cap)
+    # Agents that explore differently in each training lane act as in all of them.
+    episode, training_lanes = len(played) + np.arange(lanes), config.actor.lanes
+    lane = (episode * training_lanes // episodes % training_lanes).astype(np.int32)
     with contextlib.closing(env):
       recorder = None if played else video
       key = jax.random.key(seeded)
-      results = _play(config, agent, inference, version, env, key, recorder, should_stop, report)
+      results = _play(
+        config, agent, inference, version, env, lane, key, recorder, should_stop, report
+      )
     if results is None:
       return None
     played += results
@@ -144,6 +149,7 @@ def _play(
   inference: Inference,
   version: Version,
   env: Env,
+  lane: np.ndarray,
   key: jax.Array,
   video: Video | None,
   should_stop: Callable[[], bool],
@@ -151,7 +157,6 @@ def _play(
 ) -> list[tuple[float, int, bool]] | None:
   """Plays one episode in every lane; returns (return, length, truncated) of each."""
   stacker, explore = FrameStacker(config.env.frame_stack), config.evaluation.explore
-  lanes = np.arange(env.num_lanes, dtype=np.int32)
   core = jax.tree.map(np.asarray, agent.initial_core(env.num_lanes))
   score, length = np.zeros(env.num_lanes), np.zeros(env.num_lanes, np.int64)
   playing, capped = np.ones(env.num_lanes, bool), np.zeros(env.num_lanes, bool)
@@ -165,7 +170,7 @@ def _play(
       report(
         f"evaluating: {playing.sum()} of {len(playing)} episodes running, at step {length.max()}"
       )
-    inputs = ActInputs(stacker.push(step), step.first, lanes, core)
+    inputs = ActInputs(stacker.push(step), step.first, lane, core)
     key, act_key = jax.random.split(key)
     out = inference.act(version.variables, inputs, act_key, np.float32(1), explore=explore)
     core = jax.device_get(out.core)

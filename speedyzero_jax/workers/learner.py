@@ -1,7 +1,7 @@
 """The learner: a jitted, sharded training step over a mesh with one axis.
 
 Parameters are replicated and the batch is sharded. The same global batch gives the same update on
-any number of devices.
+any number of devices, unless `network.batch_norm=local`.
 """
 
 import dataclasses

@@ -93,13 +93,20 @@ class Run:
     return {}
 
   def kill(self, name, number=signal.SIGKILL):
-    """Sends a child a signal that ends it at once, and waits for its restart."""
+    """Sends a child a signal that ends it at once, and waits for its restart.
+
+    If it is no learner, the learner is suspended until then, so that the run cannot end before.
+    """
     wait_for(lambda: self.children()[name]["pid"], 60, f"{name} does not run")
-    child = self.children()[name]
-    os.kill(child["pid"], number)
-    wait_for(
-      lambda: self.children()[name]["restarts"] > child["restarts"], 60, f"{name} stays dead"
-    )
+    children = self.children()
+    learner = children["learner-0"]["pid"] if "learner" not in name else None
+    if learner:
+      os.kill(learner, signal.SIGSTOP)
+    os.kill(children[name]["pid"], number)
+    restarts = children[name]["restarts"]
+    wait_for(lambda: self.children()[name]["restarts"] > restarts, 60, f"{name} stays dead")
+    if learner:
+      os.kill(learner, signal.SIGCONT)
 
   def end(self, code, seconds=400):
     """Waits for the end; returns the output."""

@@ -87,7 +87,7 @@ def test_a_signal_while_waiting_for_others_kills(run, learner, code):
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
       assert one.process.poll() is None
       one.process.send_signal(number)
-      time.sleep(1.2)
+      time.sleep(2)
   else:
     wait_for(lambda: one.child("learner-0")["pid"] is None)
     one.process.send_signal(signal.SIGTERM)
@@ -103,7 +103,7 @@ def test_patience_with_saving_ends(run, stopped):
   else:
     one.process.send_signal(signal.SIGTERM)
   if stopped == "twice":
-    time.sleep(1.2)
+    time.sleep(2)
     one.process.send_signal(signal.SIGTERM)
   assert "learner-0 has not ended in 2 s and is killed" in one.end(1)
   assert (one.folder / "saved-learner-1").exists()

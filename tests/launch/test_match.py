@@ -48,25 +48,6 @@ def test_every_kind_of_opponent_is_played_from_both_sides(run, tmp_path):
     assert row["against"] != "minimax" or wins == 0  # it never loses
 
 
-def test_results_are_added_to_earlier_ones(run, tmp_path):
-  out = tmp_path / "out.json"
-  namesake = tmp_path / run.name
-  shutil.copytree(run, namesake)
-  for name, count in (("random", 1), ("minimax", 2), ("random", 2), (run, 3), (namesake, 4)):
-    code, rows = played(run, "--against", name, out=out)
-    assert code == 0 and len(rows) == count and rows[-1]["against"] == str(name)
-
-
-@pytest.mark.parametrize("content", ["", "{}x", '{"a": 1}', "[1]", '[{"run": "a"}]'])
-def test_another_file_is_refused_before_a_match(run, tmp_path, capsys, monkeypatch, content):
-  out = tmp_path / "out.json"
-  out.write_text(content)
-  monkeypatch.setattr(evaluator, "evaluate", pytest.fail)
-  assert played(run, "--against", "random", out=out)[0] == 2
-  assert f"{out} does not hold results of matches" in capsys.readouterr().err
-  assert out.read_text() == content
-
-
 def test_an_interrupted_match_writes_nothing(run, tmp_path, monkeypatch):
   monkeypatch.setattr(evaluator, "evaluate", mock.Mock(side_effect=KeyboardInterrupt))
   assert played(run, "--against", "random", out=tmp_path / "out.json")[0] == 130

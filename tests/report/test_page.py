@@ -2,6 +2,7 @@
 
 import html.parser
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -19,7 +20,9 @@ from speedyzero_jax.report.runs import read_runs
 
 GAMES = ("Breakout", "Pong")
 EVIL = "<script>alert('x')</script><img src=x onerror=alert(1)>\"&\x00\x1b"
-CHROMIUM = shutil.which("chromium")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+if CHROMIUM and "/snap/" in os.path.realpath(CHROMIUM):
+  CHROMIUM = None  # a snap does not see /tmp
 
 
 @pytest.fixture(scope="module")

@@ -94,6 +94,26 @@ def test_actions_are_those_of_the_agent_without_exploration(envs):
     np.testing.assert_array_equal(step.frame, shown.frame)
 
 
+@pytest.mark.parametrize(
+  ("episodes", "training_lanes", "lanes"),
+  [(6, 12, [0, 2, 4, 6, 8, 10]), (6, 3, [0, 0, 1, 1, 2, 2]), (4, 4, [0, 1, 2, 3]), (1, 5, [0])],
+)
+def test_exploration_is_that_of_all_training_lanes(
+  envs, monkeypatch, episodes, training_lanes, lanes
+):
+  used = []
+
+  def act(variables, inputs, *_, **__):
+    used.append(np.asarray(inputs.lane).tolist())
+    return ActOutput(np.zeros(len(inputs.lane), np.int32), {}, inputs.core, {})
+
+  monkeypatch.setattr(INFERENCE, "act", act)
+  play(episodes, f"actor.lanes={training_lanes}", "evaluation.explore=true")
+  rounds = [env.num_lanes for env in envs]
+  firsts = [used[sum(len(env.shown) - 1 for env in envs[:i])] for i in range(len(rounds))]
+  assert [lane for first in firsts for lane in first][:episodes] == lanes
+
+
 class CountingAgent(tiny.ChecksumAgent):
   """Its recurrent state counts steps and decides the action."""
 
