@@ -104,7 +104,9 @@ def chosen_agent(argv: Sequence[str]) -> str:
   if resumed.resume is not None:
     return run_dir.read_config(resumed.resume).agent.name
   known = preset_names()
-  presets = [text for text in others if text in known or text.endswith((".yaml", ".yml"))]
+  names = [text.removeprefix("--config=") for text in others]
+  files = [name for name in names if name.endswith((".yaml", ".yml")) and "=" not in name]
+  presets = [name for name in names if name in known or name in files]
   return loader.agent_of(presets, [x for x in others if x.startswith("agent=")])
 
 

@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_writable(path: Path) -> None:
-  if path.is_dir() or not os.access(path.parent, os.W_OK):
+  if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
     raise ValueError(f"--out: can't write {path}")
 
 

@@ -57,14 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rows:
       options = {"name": folder.resolve().name, "config": read.settings, "dir": folder}
       with wandb.init(project=arguments.project, id=sent["id"], resume="allow", **options) as run:
-        sent["id"] = run.id
+        # If the upload is cut short, the next call sends its lines again, to the same run.
+        write_atomically(state, json.dumps(sent | {"id": run.id}))
         run.define_metric("*", step_metric=names.STEP)
-        try:
-          for row in rows:
-            run.log(row)
-            sent["time"] = row[names.TIME]
-        finally:  # the next call continues an upload that was cut short
-          write_atomically(state, json.dumps(sent))
+        for row in rows:
+          run.log(row)
+      sent |= {"id": run.id, "time": rows[-1][names.TIME]}  # all lines have been sent
+      write_atomically(state, json.dumps(sent))
   return 0
 
 

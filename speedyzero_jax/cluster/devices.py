@@ -1,5 +1,6 @@
 """Assignment of one machine's accelerators to the processes of a run."""
 
+import math
 import os
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -23,7 +24,7 @@ class Devices(NamedTuple):
 
 def memory_variables(fraction: float) -> dict[str, str]:
   """Environment variables of a process that uses this fraction of its devices' memory."""
-  return {_FRACTION: f"{fraction:.2f}", _FORMER: ""}
+  return {_FRACTION: f"{math.floor(fraction * 1e4) / 1e4:g}", _FORMER: ""}
 
 
 def _usable() -> float:
@@ -89,5 +90,6 @@ def describe_devices(topology: Topology, assigned: Sequence[Devices | None], cou
   given = {str(topology.role(i)): devices.ids for i, devices in enumerate(assigned) if devices}
   parts = [f"{','.join(map(str, ids))} for {role}" for role, ids in given.items()]
   if unused := sorted(set(range(count)).difference(*given.values())):
-    parts.append(f"{','.join(map(str, unused))} unused (the batch can't be shared equally)")
+    reason = "(the devices or the batch can't be shared equally)"
+    parts.append(f"{','.join(map(str, unused))} unused {reason}")
   return "; ".join(parts)

@@ -22,7 +22,9 @@ from speedyzero_jax.cluster.grpc_server import (
   channel_options,
 )
 
-CALL_SECONDS = 30.0 + POLL_SECONDS  # timeout of one attempt
+CALL_SECONDS = 30.0 + POLL_SECONDS  # timeout of one attempt, plus the time of the longest transfer
+
+_BYTES_PER_SECOND = 1e6  # of a slow transfer
 
 _CONNECT_SECONDS = 2.0  # timeout of one connection attempt
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds between attempts
@@ -42,7 +44,7 @@ class Client(contextlib.AbstractContextManager):
 
   Calls raise Refused (with the server's text), Unreachable, RunFinished, or WireError for an answer
   of another type. Polls are repeated without limit. Calls are retried for `patience` seconds
-  without connection, plus at most CALL_SECONDS, and without limit while the server answers pings,
+  without connection, plus at most one timeout, and without limit while the server answers pings,
   as its disk may stall. The other arguments are those of `serve`.
   """
 
@@ -69,6 +71,7 @@ class Client(contextlib.AbstractContextManager):
     self._stream = self._channel.stream_stream(f"/{SERVICE}/{stream}")
     self._names = {call.request: (name, call) for name, call in messages.CALLS.items()}
     self._address, self._patience = address, patience
+    self._transfer_seconds = max_bytes / _BYTES_PER_SECOND
     self._metadata = ((TOKEN, token), (HELPER, " ".join(str(part) for part in helper)))
 
   def call(self, request: Any) -> Any:
@@ -113,7 +116,8 @@ class Client(contextlib.AbstractContextManager):
     begin, pause = time.monotonic(), _FIRST_PAUSE
     while True:
       try:
-        return self._calls[name](data, timeout=CALL_SECONDS, metadata=self._metadata)
+        timeout = CALL_SECONDS + self._transfer_seconds
+        return self._calls[name](data, timeout=timeout, metadata=self._metadata)
       except grpc.RpcError as error:
         if final := self._final(name, error):
           raise final from None

@@ -56,7 +56,7 @@ class Step(NamedTuple):
 
 
 class Grant(NamedTuple):
-  """Permission for an actor's next step; the experience in the request is stored durably."""
+  """Permission for an actor's next step; the experience in the request is stored."""
 
   steps: int  # agent steps allowed; 0: none are left, truncate all episodes and exit
   closing: bool  # the last grant: close every lane after this step, if all of it is used

@@ -28,7 +28,8 @@ class _Assignment:
   work: Work
   holder: Helper
   deadline: float
-  batch: "_Batch | None"
+  batch: "_Batch | None"  # None: a sweep's block, or one of a batch that no longer waits
+  repeat: bool = True  # whether the block is assigned again if the holder is lost
 
 
 @dataclasses.dataclass(eq=False)
@@ -50,15 +51,15 @@ class RefresherService:
     self._roster, self._refreshers = roster, refreshers
     self._lock = threading.Lock()  # guards the following attributes
     self._numbers = itertools.count(1)
-    self._waiting: deque[tuple[Work, _Batch]] = deque()
+    self._waiting: deque[tuple[Work, _Batch | None]] = deque()
     self._assigned: dict[int, _Assignment] = {}
     self._ready: set[int] = set()  # refreshers that have requested work
     self._waited = False  # whether the first batch has waited for all refreshers
 
   def _return(self, block: int) -> None:
-    """Makes a block of a batch available again. Sweeps return to their states by themselves."""
+    """Makes a block available again."""
     assignment = self._assigned.pop(block)
-    if assignment.batch is not None:
+    if assignment.repeat:
       self._waiting.appendleft((assignment.work, assignment.batch))
 
   def work(
@@ -83,7 +84,8 @@ class RefresherService:
     with self._lock:
       now = time.monotonic()
       for block, assignment in list(self._assigned.items()):
-        # Overdue for a batch, or lost with its answer or with an older incarnation.
+        # Overdue for a batch, or lost with its answer or with an older incarnation. A sweep's block
+        # whose holder does not return is visited again one pass later.
         overdue = assignment.batch is not None and assignment.deadline < now
         if overdue or assignment.holder.number == helper.number:
           self._return(block)
@@ -160,7 +162,7 @@ class RefresherService:
       self._waiting = deque(item for item in self._waiting if item[1] is not batch)
       for assignment in self._assigned.values():
         if assignment.batch is batch:
-          assignment.batch = None
+          assignment.batch, assignment.repeat = None, False
 
   def _computing(self, batch: _Batch) -> bool:
     """Whether a refresher has a block of the batch; it makes no call while it computes."""

@@ -30,6 +30,9 @@ from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.learner import make_mesh
 from speedyzero_jax.workers.weights import ACTOR, Version
 
+# Timeout of an environment's call; shorter than the time after which deaths are forgotten.
+ENV_SECONDS = 300.0
+
 _report = functools.partial(print, flush=True)
 
 
@@ -65,7 +68,7 @@ class RemoteWeights:
 
 
 class TimedEnv:
-  """Environments whose calls end this process, with a traceback, after `messages.HANG_SECONDS`."""
+  """Environments whose calls end this process, with a traceback, after `ENV_SECONDS`."""
 
   def __init__(self, env: Env):
     self._env = env
@@ -82,7 +85,7 @@ class TimedEnv:
     self._env.close()
 
   def _timed(self, call: Callable[..., EnvStep], *arguments: np.ndarray) -> EnvStep:
-    faulthandler.dump_traceback_later(messages.HANG_SECONDS, exit=True)  # also if it holds the GIL
+    faulthandler.dump_traceback_later(ENV_SECONDS, exit=True)  # also if it holds the GIL
     try:
       return call(*arguments)
     finally:

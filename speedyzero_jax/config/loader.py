@@ -6,6 +6,7 @@ All keys are derived from the dataclass fields in `schema.py` and in the agent's
 import dataclasses
 import difflib
 import functools
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -120,13 +121,17 @@ def load(presets: Sequence[str] = (), overrides: Sequence[str] = ()) -> Config:
   for path, game, leaves in read:
     with named_in_errors(path):
       parsed = _parsed(leaves, agent)  # also for other games, to report their errors
-    if game not in (None, chosen) and str(game).lower() == str(chosen).lower():
-      raise ConfigError(f"{path}: games: {game!r} differs from env.game={chosen} only in case")
+    if game not in (None, chosen) and _letters(game) == _letters(chosen):
+      raise ConfigError(f"{path}: games: {game!r} is spelled differently from env.game={chosen}")
     if game in (None, chosen):
       values |= parsed
   config = build(agent, values | _parsed(last, agent))
   validate(config)
   return config
+
+
+def _letters(game: object) -> str:
+  return re.sub(r"[^a-z0-9]", "", str(game).lower())
 
 
 def agent_of(presets: Sequence[str] = (), overrides: Sequence[str] = ()) -> str:

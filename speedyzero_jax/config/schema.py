@@ -87,6 +87,7 @@ class ReplayConfig:
     "auto",
     "where batches are gathered: in host memory, or on the learner's devices, which then store all "
     "frames; auto: on the devices if they are accelerators with twice the required memory (ours)",
+    mutable=True,
   )
 
 
@@ -147,7 +148,7 @@ class LearnerConfig:
   devices: int = opt(
     0, "devices of each learner process in the mesh; 0: the fewest that any of them has", "[0, 1e9]"
   )
-  prefetch: int = opt(2, "async: batches prepared ahead of the learner", "[1, 1000]")
+  prefetch: int = opt(2, "async: batches prepared ahead of the learner", "[1, 1000]", mutable=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,8 +22,8 @@ class GymnasiumEnv:
 
   `cap` replaces the environment's own time limit. `event_rewards` [E], if given, are multiplied by
   `info["events"]` [E] of each step to replace the reward. Raises ValueError if the environment
-  cannot be created, or its spaces or events are not supported, and RuntimeError if it fails
-  otherwise; MemoryError is passed on.
+  cannot be created or its spaces are not supported, and RuntimeError if it fails otherwise, or
+  reports another number of events; MemoryError is passed on.
   """
 
   def __init__(
@@ -31,12 +31,11 @@ class GymnasiumEnv:
   ):
     from gymnasium import vector
 
-    one = functools.partial(_make, game, cap)
+    one = functools.partial(_make, game, cap, event_rewards)
     self._envs = vector.SyncVectorEnv([one] * lanes, autoreset_mode=vector.AutoresetMode.NEXT_STEP)
     self._seeds = np.random.SeedSequence(seed).generate_state(lanes).tolist()
     self._ended = np.zeros(lanes, bool)
-    self._game, self._event_rewards = game, np.array(event_rewards)
-    self.num_lanes = lanes
+    self._game, self.num_lanes = game, lanes
     self.frame_shape, self.frame_dtype, self.num_actions = probe(game)[:3]
 
   def reset(self) -> EnvStep:
@@ -48,15 +47,7 @@ class GymnasiumEnv:
   def step(self, action: np.ndarray) -> EnvStep:
     """Takes one agent step in every lane; see `BatchedEnv.step`."""
     check_actions(self, action)
-    obs, reward, terminated, truncated, info = self._call(self._envs.step, action)
-    if len(self._event_rewards) and not self._ended.all():
-      events = np.asarray(info.get("events", 0.0))
-      if events.shape != (self.num_lanes, len(self._event_rewards)):
-        raise ValueError(
-          f"env.event_rewards has {len(self._event_rewards)} numbers, but info['events'] of all "
-          f"lanes has the shape {events.shape}"
-        )
-      reward = np.where(self._ended, 0, events @ self._event_rewards)
+    obs, reward, terminated, truncated, _ = self._call(self._envs.step, action)
     return self._show(obs, reward, self._ended, terminated, truncated)
 
   def close(self) -> None:
@@ -117,11 +108,33 @@ def probe(game: str) -> tuple[tuple[int, int, int], np.dtype, int, int]:
     _close(env, game)
 
 
-def _make(game: str, cap: int | None = None) -> Any:
+def _make(game: str, cap: int | None = None, event_rewards: tuple[float, ...] = ()) -> Any:
   import gymnasium
 
   name = game.removeprefix(PREFIX)
-  return _attempt(ValueError, f"can't make {game}", gymnasium.make, name, max_episode_steps=cap)
+  env = _attempt(ValueError, f"can't make {game}", gymnasium.make, name, max_episode_steps=cap)
+  return _rewarding_events(env, np.array(event_rewards)) if event_rewards else env
+
+
+def _rewarding_events(env: Any, event_rewards: np.ndarray) -> Any:
+  """Returns an environment whose reward is `info["events"]` @ `event_rewards`.
+
+  Lanes are rewarded separately, as a vector environment converts events to the type of one lane's.
+  """
+  import gymnasium
+
+  class EventRewards(gymnasium.Wrapper):
+    def step(self, action: Any) -> Any:
+      obs, _, terminated, truncated, info = self.env.step(action)
+      events = np.asarray(info.pop("events", ()), float)
+      if events.shape != event_rewards.shape:
+        raise ValueError(
+          f"env.event_rewards has {len(event_rewards)} numbers, but info['events'] has the shape "
+          f"{events.shape}"
+        )
+      return obs, float(events @ event_rewards), terminated, truncated, info
+
+  return EventRewards(env)
 
 
 def _close(env: Any, game: str) -> None:

@@ -11,8 +11,9 @@ from speedyzero_jax.config.fields import ConfigError, interval_problem, opt, par
 from speedyzero_jax.config.yaml_files import named_in_errors, read_yaml, strings
 from speedyzero_jax.population.selection import Knob
 
-_FIXED = ("run.", "topology.", "network.")
-_OWN = ("run.dir", "run.seed", "run.pause_at")  # set for each member
+# A copy continues its source's games by repeating their actions, with the same environment.
+_FIXED = ("run.", "topology.", "network.", "env.sticky_actions")
+OWN = ("run.dir", "run.seed", "run.pause_at")  # set for each member
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +57,7 @@ def load(path: Path) -> Population:
 def _population(document: dict[str, Any]) -> Population:
   presets, settings = (strings(document.pop(key, []), key) for key in ("config", "settings"))
   for text in settings:
-    if text.partition("=")[0].strip() in _OWN:
+    if text.partition("=")[0].strip() in OWN:
       raise ConfigError(f"settings: {text} can't be set, as every member has its own")
   if not presets:
     raise ConfigError("config: at least one preset is needed")
@@ -121,5 +122,10 @@ def texts(settings: Mapping[str, float]) -> list[str]:
   """Formats values of knobs as `key=value`, with the elements of a list joined."""
   joined: dict[str, list[str]] = {}
   for key, value in settings.items():
-    joined.setdefault(re.sub(r"\.\d+$", "", key), []).append(repr(value))
+    joined.setdefault(setting_of(key), []).append(repr(value))
   return [f"{key}={','.join(values)}" for key, values in joined.items()]
+
+
+def setting_of(knob: str) -> str:
+  """The key of the setting to which the knob of this key belongs."""
+  return re.sub(r"\.\d+$", "", knob)

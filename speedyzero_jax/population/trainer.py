@@ -10,7 +10,7 @@ from pathlib import Path
 
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.fields import ConfigError
-from speedyzero_jax.population.config import Population, texts
+from speedyzero_jax.population.config import OWN, Population, setting_of, texts
 from speedyzero_jax.population.controller import Outcome, Settings
 from speedyzero_jax.run import run_dir, topology
 from speedyzero_jax.run.processes import RunProcesses, log_of
@@ -18,7 +18,7 @@ from speedyzero_jax.system.exit_codes import USAGE_ERROR
 from speedyzero_jax.system.files import sync_folder
 
 _COPIED = "copied.json"  # file in a member's folder with the round after which it was copied
-_OWN = ("*.lock", "evaluation.json", "wandb", "wandb.json", _COPIED)  # not copied
+_NOT_COPIED = ("*.lock", "evaluation.json", "wandb", "wandb.json", _COPIED)
 
 
 class RunTrainer:
@@ -29,6 +29,10 @@ class RunTrainer:
     folder: parent folder of the members' run folders.
     processes: training processes.
     report: called with a line of text when a member fails.
+
+  Raises:
+    RunFolderError: a member's folder holds a run of other settings, such as those of a preset that
+      has been edited since.
   """
 
   def __init__(
@@ -42,6 +46,9 @@ class RunTrainer:
     config = topology.with_learners(loader.load(population.config, population.settings))
     self._steps, self._options = config.learner.steps, topology.process_options(config)
     self._processes = processes
+    own = {*OWN, *(setting_of(knob.key) for knob in population.knobs)}
+    for member in range(population.members):
+      run_dir.check_same(self.path(member), config, own)
 
   def path(self, member: int) -> Path:
     """A member's run folder."""
@@ -66,7 +73,7 @@ class RunTrainer:
     if _copied(path) != round_:
       if _copied(new) != round_:  # a killed controller may have left a partial copy
         shutil.rmtree(new, ignore_errors=True)
-        shutil.copytree(self.path(source), new, ignore=shutil.ignore_patterns(*_OWN))
+        shutil.copytree(self.path(source), new, ignore=shutil.ignore_patterns(*_NOT_COPIED))
         # Keeps the source's seed, since the copy continues its games.
         changes = [*texts(settings), f"run.dir={path}"]
         config = loader.override(run_dir.read_config(new), changes)

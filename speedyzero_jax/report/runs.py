@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import pathlib
 from collections.abc import Iterable
 from typing import Any
@@ -84,7 +85,7 @@ def read_runs(paths: Iterable[pathlib.Path]) -> list[Run]:
   folders, files are ignored.
   """
   given = list(paths)
-  folders = [path for path in given if not path.is_file()] or given
+  folders = [path for path in given if not os.path.isfile(path)] or given
   unique = {path.resolve(): path for folder in folders for path in _runs_in(folder)}
   runs = [read_run(path) for path in unique.values()]
   counted: dict[tuple, str] = {}
@@ -108,7 +109,8 @@ def _runs_in(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _is_run(path: pathlib.Path) -> bool:
-  return any((path / name).exists() for name in _READERS)
+  # Unlike in `Path.exists`, a folder without permission is no error.
+  return any(os.path.exists(path / name) for name in _READERS)
 
 
 def read_run(path: pathlib.Path) -> Run:

@@ -53,7 +53,7 @@ def build(
 ) -> Experiment:
   """Builds all parts and, on resume, restores them from the newest usable checkpoint.
 
-  `run_dir` is the folder of the run or of this learner process; this process must hold its lock.
+  `run_dir` is the folder of the run, whose lock this process must hold, or of a further learner.
   Raises CheckpointError, JournalError or TrainingError if the run can't continue.
   """
   local_config = loader.divide(config, membership.unit, membership.units)

@@ -136,6 +136,7 @@ class Checkpoints:
       "counters": snapshot.meta,
     }
     meta["crc32"] = _crc_of_json(meta)
+    self._remove_leftovers()  # of processes that were killed, before the space is checked
     self._check_space(sum(array.nbytes for array in packed.values()))
     items = {
       name: ocp.args.StandardSave(tree) if name == NETWORK else ocp.args.ArraySave(packed[name])
@@ -144,9 +145,12 @@ class Checkpoints:
     try:
       with orbax_compat.checkpointer() as writer:
         writer.save(folder, args=ocp.args.Composite(meta=ocp.args.JsonSave(meta), **items))
-    finally:  # removes leftovers of this save if it failed, and of processes that were killed
-      for leftover in self._directory.glob("*.orbax-checkpoint-tmp*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    finally:
+      self._remove_leftovers()  # of this save, if it failed
+
+  def _remove_leftovers(self) -> None:
+    for leftover in self._directory.glob("*.orbax-checkpoint-tmp*"):
+      shutil.rmtree(leftover, ignore_errors=True)
 
   def _check_space(self, size: int) -> None:
     """Raises OSError if `size` bytes do not fit, as Orbax recovers badly from a full disk."""

@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Collection
 from pathlib import Path
 from typing import IO
 
@@ -129,6 +130,24 @@ def read_config(path: Path) -> Config:
     raise RunFolderError(
       f"can't read {path / 'config.yaml'} with this version and PYTHONPATH: {error}"
     ) from error
+
+
+def check_same(path: Path, config: Config, besides: Collection[str]) -> None:
+  """Raises RunFolderError if the folder holds a run of another configuration.
+
+  Settings in `besides` may differ.
+  """
+  if not (path / "config.yaml").exists():
+    return
+  stored, expected = (
+    {"agent": each.agent.name} | loader.flat(each) for each in (read_config(path), config)
+  )
+  keys = {key for key in stored.keys() | expected.keys() if stored.get(key) != expected.get(key)}
+  if keys := keys.difference(besides):
+    raise RunFolderError(
+      f"{path} contains a run of another configuration ({', '.join(sorted(keys))}); "
+      "choose another --dir"
+    )
 
 
 def record_start(path: Path, step: int, devices: int, kind: str) -> None:

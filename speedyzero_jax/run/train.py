@@ -36,7 +36,7 @@ def train(
 ) -> int:
   """Trains to the end of the run, or until a signal. Returns the exit code.
 
-  This process must hold the lock of `folder`, which is that of the run or of this learner process.
+  `folder` is that of the run, whose lock this process must hold, or that of a further learner.
   `signals` is entered. The first learner process evaluates, and reports for all. The context
   manager `serving` serves actors and refreshers while the run trains.
   """
@@ -52,7 +52,7 @@ def train(
   with opened as logger:
     try:
       if signals.received and units == 1:  # several learner processes stop together
-        return _nothing_saved(logger, folder, signals)
+        return _nothing_saved(logger, _resuming(config, folder), signals)
       devices = jax.local_devices()
       logger.message(
         f"run folder {folder}; {len(devices)} x {devices[0].device_kind}; mode {config.run.mode}"
@@ -101,10 +101,11 @@ def _run(
   env_steps = sum(experiment.membership.all_gather(limiter.env_steps))
   snapshot.check_same_network(experiment, limiter.learner_steps, experiment.state.variables)
   if empty:
-    return _nothing_saved(logger, folder, signals)
+    how = "" if experiment.membership.unit else _resuming(experiment.config, folder)
+    return _nothing_saved(logger, how, signals)
   if not limiter.finished:
     paused = _paused(experiment) and not signals.received
-    how = f"; continue with {_resuming(experiment, folder, 0 if paused else None)}"
+    how = f"; continue with {_resuming(experiment.config, folder, 0 if paused else None)}"
     logger.message(
       f"stopped and saved at learner step {limiter.learner_steps}"
       f"{'' if experiment.membership.unit else how}"
@@ -125,9 +126,9 @@ def _paused(experiment: Experiment) -> bool:
   return 0 < experiment.config.run.pause_at <= experiment.limiter.learner_steps
 
 
-def _resuming(experiment: Experiment, folder: Path, pause_at: int | None) -> str:
+def _resuming(config: Config, folder: Path, pause_at: int | None = None) -> str:
   """Options that resume the run, with another `run.pause_at` if that is not None."""
-  shape = experiment.config.topology
+  shape = config.topology
   several = shape.learners + shape.actors + shape.refreshers > 1
   change = "" if pause_at is None else f" run.pause_at={pause_at}"
   return f"--resume {folder}{change}{' and the same processes' if several else ''}"
@@ -139,7 +140,7 @@ def _final_evaluation(experiment: Experiment, folder: Path, signals: Signals) ->
   evaluation = steps.evaluate_now(experiment)
   if evaluation is None:
     pause_at = None if experiment.limiter.finished else experiment.config.run.pause_at
-    how = _resuming(experiment, folder, pause_at)
+    how = _resuming(experiment.config, folder, pause_at)
     experiment.logger.message(f"evaluation stopped; repeat it with {how}")
     return signals.exit_code
   evaluation.write(folder / "evaluation.json")
@@ -152,8 +153,8 @@ def _final_evaluation(experiment: Experiment, folder: Path, signals: Signals) ->
   return 0
 
 
-def _nothing_saved(logger: MetricsLogger, folder: Path, signals: Signals) -> int:
-  logger.message(f"stopped before anything could be saved; start again with --resume {folder}")
+def _nothing_saved(logger: MetricsLogger, how: str, signals: Signals) -> int:
+  logger.message(f"stopped before anything could be saved{how and f'; start again with {how}'}")
   return signals.exit_code
 
 

@@ -30,7 +30,6 @@ from speedyzero_jax.envs.batched_env import check_game
 from speedyzero_jax.envs.scores import atari100k_games
 from speedyzero_jax.metrics import jsonl, names
 from speedyzero_jax.run import run_dir, topology
-from speedyzero_jax.run.run_dir import RunFolderError
 
 _OWN = ("run.seed", "run.dir", "env.game")  # set for each run
 Texts = tuple[str, ...]
@@ -141,7 +140,7 @@ def runs_of(study: Study, folder: Path) -> list[StudyRun]:
       )
     config = loader.override(config, [seed_setting])
     runs[path] = StudyRun(name, config.env.game, seed, path, [*arguments, seed_setting], config)
-    _check(runs[path])
+    run_dir.check_same(path, runs[path].config, ["run.dir"])
   return list(runs.values())
 
 
@@ -165,20 +164,3 @@ def _configured(
     return ["--config", *presets, *settings], config
   except ConfigError as error:
     raise ConfigError(f"{name}: {error}" if name else str(error)) from None
-
-
-def _check(run: StudyRun) -> None:
-  """Raises RunFolderError if the run's folder contains a run of another configuration."""
-  if not (run.path / "config.yaml").exists():
-    return
-  stored, expected = (
-    {"agent": config.agent.name} | loader.flat(config)
-    for config in (run_dir.read_config(run.path), run.config)
-  )
-  keys = {key for key in stored.keys() | expected.keys() if stored.get(key) != expected.get(key)}
-  keys.discard("run.dir")
-  if keys:
-    raise RunFolderError(
-      f"{run.path} contains a run of another configuration ({', '.join(sorted(keys))}); "
-      "choose another --dir"
-    )

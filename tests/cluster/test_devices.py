@@ -110,5 +110,7 @@ def test_runs_side_by_side_get_their_own_devices_or_cores(monkeypatch):
     of_three = [share.variables for share in machine_shares(3)]
     memory = {"XLA_CLIENT_MEM_FRACTION": half, "XLA_PYTHON_CLIENT_MEM_FRACTION": ""}
     assert of_three == [{"CUDA_VISIBLE_DEVICES": device} | memory for device in "373"]
+  shares = [share.variables["XLA_CLIENT_MEM_FRACTION"] for share in machine_shares(70)]
+  assert 0.99 < sum(map(float, shares)) <= 1
   with pytest.raises(ConfigError, match="--together"):
     machine_shares(0)

@@ -51,6 +51,19 @@ def test_a_sweep_returns_to_the_states_of_a_lost_block(make_unit):
     unit.result(unit.work(1), 1)
 
 
+def test_a_restarted_refresher_gets_its_block_of_a_sweep_again(make_unit):
+  unit = make_unit(SWEEP["refresh"], refreshers=2)
+  unit.fill(20)
+  unit.publish(8)
+  unit.learn(8)
+  lost, other = unit.work(0), unit.work(1)
+  again = unit.work(0)
+  assert (again.lane.tolist(), again.cell.tolist()) == (lost.lane.tolist(), lost.cell.tolist())
+  assert (other.lane.tolist(), other.cell.tolist()) != (lost.lane.tolist(), lost.cell.tolist())
+  unit.result(again, 0)
+  assert (unit.replay.store["value_step"][lost.lane[:, None], lost.cell] == 8).all()
+
+
 def test_a_late_block_of_a_sweep_is_used(make_unit, clock):
   unit = make_unit(SWEEP["refresh"], "topology.block_timeout=60", refreshers=2)
   unit.fill(20)

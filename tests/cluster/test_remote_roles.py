@@ -110,7 +110,7 @@ from unittest import mock
 from speedyzero_jax.cluster import messages, remote
 remote.make_env = lambda *_, **__: mock.Mock(step=lambda action: time.sleep(60))
 client = mock.Mock(call=lambda _: messages.Welcome(0, [0], 0))
-messages.HANG_SECONDS = 0.5
+remote.ENV_SECONDS = 0.5
 with remote.joined(mock.Mock(), client) as (_, env):
   env.reset()
   time.sleep(1)

@@ -101,7 +101,7 @@ def test_settings_of_a_game_apply_to_that_game_right_after_their_preset(tmp_path
   ("text", "message"),
   [
     ("games: {Pong: {env.game: Breakout}}", "env.game and agent can't be set"),
-    ("games: {pong: {run.seed: 1}}", "differs from env.game=Pong only in case"),
+    ("games: {po-ng: {run.seed: 1}}", "games: 'po-ng' is spelled differently from env.game=Pong"),
     ("games: {Breakout: {learner.stepz: 1}}", "p.yaml: unknown key 'learner.stepz'"),
     ("agent: [dqn]", "agent: expected a string"),
   ],

@@ -28,7 +28,7 @@ class Counter(gymnasium.Env):
   def step(self, action):
     self.count += 1
     frame = np.full((4, 5), self.base + self.count, np.uint8)
-    events = np.array([self.count, action], float)
+    events = np.array([self.count, action], bool if action == 1 == self.count else float)
     return frame, float(action), self.count == self.last, False, {"events": events}
 
 
@@ -57,7 +57,7 @@ def test_events_are_rewarded_in_training():
   assert [b for _, b in shown] == [[1, 2], [1, 2], [1, 2], [0, 0], [1, 2]]
   env = make("Counter-v0", events=(1.0,))
   env.reset()
-  with pytest.raises(ValueError, match=r"env.event_rewards has 1 numbers, but .* shape \(2, 2\)"):
+  with pytest.raises(RuntimeError, match=r"env.event_rewards has 1 numbers, but .* shape \(2,\)"):
     env.step(np.array([0, 0]))
 
 

@@ -84,7 +84,10 @@ def test_presets_and_overrides_may_alternate():
 
 def test_help_is_for_the_agent_of_a_preset_file(tmp_path):
   (tmp_path / "my.yaml").write_text("base: [dqn]\n")
-  assert multihost.chosen_agent(["--config", str(tmp_path / "my.yaml"), "--help"]) == "dqn"
+  other = f"topology.token_file={tmp_path}/token.yaml"
+  for config in (["--config", f"{tmp_path}/my.yaml"], [f"--config={tmp_path}/my.yaml"]):
+    assert multihost.chosen_agent([*config, other, "--help"]) == "dqn"
+  assert multihost.chosen_agent(["--config=r2d2", "--help"]) == "r2d2"
   for agent in agent_names():  # some are invalid with the default settings
     assert multihost.chosen_agent([f"agent={agent}", "--help"]) == agent
 

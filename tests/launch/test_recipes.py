@@ -7,6 +7,7 @@ import pytest
 
 from fake_cluster import ROOT, SBATCH, Cluster, jobs, named, pod_variables
 from launched import wait_until
+from speedyzero_jax.config import loader
 from speedyzero_jax.run import topology
 
 MANIFESTS = [ROOT / "launch/k8s/indexed-job.yaml", ROOT / "launch/k8s/jobset.yaml"]
@@ -49,6 +50,21 @@ def test_sbatch_places_helpers_beside_the_learner_that_they_serve(cluster):
   for _, environment in calls:
     del environment["NODE"]
     assert environment == {"XLA_CLIENT_MEM_FRACTION": "0.30"}
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_sbatch_gives_actors_no_gpu_with_central_inference(cluster, resumed):
+  setting = "topology.inference=central"
+  if resumed:
+    cluster.run_dir.mkdir()
+    config = loader.load(["impala"], [setting])
+    (cluster.run_dir / "config.yaml").write_text(loader.to_yaml(config))
+  counts = {"ACTORS": "8", "REFRESHERS": "1", "SLURM_GPUS_ON_NODE": "2"}
+  assert cluster.sbatch("impala", *[setting] * (not resumed), **counts) == 0
+  calls = cluster.calls()
+  assert [call.devices for call, _ in calls] == [None] * 9 + [[0]]
+  memory = [environment.get("XLA_CLIENT_MEM_FRACTION") for _, environment in calls]
+  assert memory == ["0.45", *[None] * 8, "0.45"]
 
 
 def test_sbatch_separates_gpus(cluster):

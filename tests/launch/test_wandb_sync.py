@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import sys
 from types import SimpleNamespace
 
@@ -25,21 +24,21 @@ def test_a_mistyped_folder_is_wrong_use(tmp_path, monkeypatch, capsys):
 
 
 class Uploads(list):
-  """Options and sent returns of each upload. One with `room` rows loses its connection."""
+  """Options and sent returns of each upload. Unless `connected`, it fails while it ends."""
 
-  room = math.inf
+  connected = True
 
   @contextlib.contextmanager
   def init(self, **options):
     returns = []
-    self.append((options, returns))
 
     def log(row):
-      if len(returns) == self.room:
-        raise ConnectionError
       returns.append(row["charts/episode_return"])
 
     yield SimpleNamespace(id="a1", define_metric=lambda *_, **__: None, log=log)
+    if not self.connected:
+      raise ConnectionError
+    self.append((options, returns))
 
   def sent(self, option):
     return [(options[option], returns) for options, returns in self]
@@ -78,10 +77,10 @@ def test_every_row_is_sent_once(tmp_path, uploads):
   assert uploads[0][0]["config"]["optim.learning_rate"] == 0.2
 
 
-def test_an_upload_that_is_cut_short_is_continued(tmp_path, uploads):
-  folder, uploads.room = recorded.run(tmp_path / "run", returns=(1.0, 2.0, 3.0)), 1
+def test_an_upload_that_is_cut_short_is_sent_to_the_same_run(tmp_path, uploads):
+  folder, uploads.connected = recorded.run(tmp_path / "run", returns=(1.0, 2.0)), False
   with pytest.raises(ConnectionError):
     wandb_sync.main([str(folder), "--project", "p"])
-  uploads.room = math.inf
+  uploads.connected = True
   assert wandb_sync.main([str(folder), "--project", "p"]) == 0
-  assert uploads.sent("id") == [(None, [1.0]), ("a1", [2.0, 3.0])]
+  assert uploads.sent("id") == [("a1", [1.0, 2.0])]

@@ -210,6 +210,10 @@ def test_elements_of_a_list_are_explored_one_by_one(tmp_path):
       ("loss.entropy_coefficient", "loss.unroll_length"),
       "'loss.unroll_length' is not a float setting of",
     ),
+    (
+      ("loss.entropy_coefficient", "env.sticky_actions"),
+      "'env.sticky_actions' is not a float setting of impala that can change during training",
+    ),
     (("members: 4", "factors: []"), "factors: at least one"),
     (("members: 4", "rounds: 1000000"), "rounds: must be at most the"),
     (("CartPole]", "CartPole, evaluation.at_end=off]"), "evaluation.at_end must be true"),

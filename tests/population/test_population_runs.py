@@ -21,7 +21,8 @@ from speedyzero_jax.population import trainer
 from speedyzero_jax.population.config import Population
 from speedyzero_jax.population.controller import Outcome
 from speedyzero_jax.population.selection import Knob
-from speedyzero_jax.run import run_dir
+from speedyzero_jax.run import run_dir, topology
+from speedyzero_jax.run.run_dir import RunFolderError
 
 SETTINGS = (
   "agent=quick_agent", *tiny.OVERRIDES, "learner.steps=9", "learner.tail_steps=0",
@@ -116,6 +117,19 @@ def test_members_are_started_with_their_own_settings_seeds_and_processes(tmp_pat
   }
 
 
+def test_members_with_settings_of_an_edited_preset_are_refused(tmp_path):
+  """The learning rate is explored, and seeds and pauses are each member's own."""
+  (tmp_path / "m1").mkdir()
+  own = ["optim.learning_rate=0.02", "run.seed=1", "run.pause_at=3", f"run.dir={tmp_path / 'm1'}"]
+  config = topology.with_learners(loader.override(loader.load(["quickstart"], SETTINGS), own))
+  (tmp_path / "m1/config.yaml").write_text(loader.to_yaml(config))
+  knob = Knob("optim.learning_rate", 1e-3, 1e-1, True)
+  trainer.RunTrainer(Population(("quickstart",), SETTINGS, (knob,)), tmp_path, None, print)
+  edited = Population(("quickstart",), (*SETTINGS, "learner.steps=18"), (knob,))
+  with pytest.raises(RunFolderError, match=r"m1 contains .* \(learner.steps\); choose another"):
+    trainer.RunTrainer(edited, tmp_path, None, print)
+
+
 class Killed(BaseException):
   pass
 
@@ -123,7 +137,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize("lives", range(11))
 def test_a_copy_that_is_cut_short_anywhere_is_completed(tmp_path, monkeypatch, lives):
   """The controller is killed before or in the middle of one of its ten changes of files."""
-  config, left = loader.load(["quickstart"], SETTINGS), [lives]
+  config, left = topology.with_learners(loader.load(["quickstart"], SETTINGS)), [lives]
   for name in ("m0", "m1"):
     checkpoint = tmp_path / name / "checkpoints" / "9"
     checkpoint.parent.mkdir(parents=True)

@@ -38,6 +38,13 @@ def test_a_journal_of_other_columns_is_refused_and_left_alone(tmp_path):
     assert (tmp_path / "j").read_bytes() == before
 
 
+def test_flushed_steps_survive_a_power_failure(tmp_path):
+  """As SQLite guarantees with these settings; a killed process would not lose unsynced data."""
+  with opened(tmp_path / "j") as journal:
+    found = [journal._db.execute(f"PRAGMA {x}").fetchone() for x in ("journal_mode", "synchronous")]
+  assert found == [("wal",), (2,)]  # 2: FULL
+
+
 def test_other_files_are_refused_and_left_alone(tmp_path):
   text, other, older = tmp_path / "text", tmp_path / "other", tmp_path / "older"
   text.write_bytes(b"not a database" * 100)

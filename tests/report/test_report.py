@@ -213,6 +213,20 @@ def test_the_script_runs_on_its_own_and_needs_no_jax(tmp_path):
   assert result.returncode == 0 and "1 ? 0" in result.stdout, result.stderr
 
 
+def test_a_folder_without_permission_does_not_hide_the_others(tmp_path, monkeypatch):
+  """Files in it can't be examined; root may, in a real one."""
+  whole, locked = (recorded.run(tmp_path / name, mean=1.0) for name in ("whole", "locked"))
+  stat = os.stat
+
+  def refuse(path, **options):
+    if pathlib.Path(path).parent == locked:
+      raise PermissionError(13, "Permission denied")
+    return stat(path, **options)
+
+  monkeypatch.setattr(os, "stat", refuse)
+  assert [run.problems for run in report.read_runs([whole, locked])] == [[], ["no run here"]]
+
+
 def test_runs_that_ended_early_or_repeat_another_say_so(tmp_path):
   whole = recorded.run(tmp_path / "whole", mean=1.0)
   torn = recorded.run(tmp_path / "torn", mean=1.0, metrics=lambda i: {"checkpoint/step": 10 * i})

@@ -255,6 +255,22 @@ FAILURES = {
 }
 
 
+def test_what_a_killed_save_left_is_removed_before_a_full_disk_refuses_the_next(
+  copied, monkeypatch
+):
+  folder, _ = copied
+  leftover = folder / "checkpoints" / "8-33.orbax-checkpoint-tmp"
+  leftover.mkdir()
+  free = types.SimpleNamespace(free=2**30)
+  monkeypatch.setattr(
+    checkpoint.shutil,
+    "disk_usage",
+    lambda _: types.SimpleNamespace(free=0) if leftover.exists() else free,
+  )
+  Checkpoints(folder).save(snapshot(12, head=11))
+  assert Checkpoints(folder).steps() == [4, 8, 12]
+
+
 @pytest.mark.parametrize("fail", FAILURES.values(), ids=FAILURES)
 def test_a_save_that_fails_harms_nothing(copied, monkeypatch, fail):
   """Earlier checkpoints stay; the same can be saved again, and no partial files are left."""

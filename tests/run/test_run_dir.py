@@ -136,7 +136,7 @@ def test_where_writing_is_not_allowed(tmp_path):
   "changes",
   [["evaluation.episodes=3", "evaluation.interval=5"], ["run.keep_checkpoints=9"],
    ["run.log_interval=1"], ["env.threads=1"], ["profile.steps=5"], ["run.compile_cache=/tmp/x"],
-   []],
+   ["replay.frames=host", "learner.prefetch=1"], []],
 )  # fmt: skip
 def test_what_may_change_when_a_run_goes_on(tmp_path, changes):
   run_dir.create(config(tmp_path), "x").close()
