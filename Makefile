@@ -8,6 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 COMPILER := $(VENV)/gpu-compiler/.installed
+INSTALL := $(BIN)/python -m pip install --quiet --require-hashes --no-deps --only-binary :all:
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help setup cuda12 cuda13 wandb train gpu-plan test commands lint docs lock clean
@@ -35,14 +36,14 @@ $(STAMP): requirements.lock pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --require-hashes --only-binary :all: -r requirements.lock
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@# Packages that were added before must match the new lock: jax ignores a plugin of another version.
+	@for added in $(wildcard $(VENV)/.added-*); do $(INSTALL) -r requirements-$${added#*.added-}.lock || exit 1; done
 	@touch $@
 
-cuda12 cuda13: setup
-	@echo "Installing jax's CUDA plugin and libraries: 3 GB to download, a few minutes."
-	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --only-binary :all: -r requirements-$@.lock
-
-wandb: setup
-	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --only-binary :all: -r requirements-wandb.lock
+cuda12 cuda13 wandb: setup
+	@echo "Installing the packages in requirements-$@.lock (CUDA: 3 GB to download, a few minutes)."
+	$(INSTALL) -r requirements-$@.lock
+	@touch $(VENV)/.added-$@
 
 train: setup
 	$(BIN)/python launch/multihost.py --config $(CONFIG) $(ARGS)
@@ -54,8 +55,7 @@ gpu-plan: $(COMPILER)
 $(COMPILER): $(STAMP) requirements-cuda12.lock
 	awk '/^[a-z]/ {wanted = /^jax-cuda12-(pjrt|plugin)=/} wanted' requirements-cuda12.lock > $(VENV)/compiler.lock
 	rm -rf $(dir $@)
-	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --only-binary :all: \
-	  --target $(dir $@) -r $(VENV)/compiler.lock
+	$(INSTALL) --target $(dir $@) -r $(VENV)/compiler.lock
 	@touch $@
 
 test: $(STAMP) $(COMPILER)
@@ -70,7 +70,7 @@ lint: setup
 	$(BIN)/mypy
 
 docs: setup
-	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --only-binary :all: -r requirements-docs.lock
+	$(INSTALL) -r requirements-docs.lock
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs build/docs
 	@echo "build/docs/index.html"
 

@@ -22,10 +22,14 @@ def pins_of(name):
 def test_the_locks_pin_what_the_project_needs():
   project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
   extras, pins = project["optional-dependencies"], pins_of("requirements.lock")
-  pins |= pins_of("requirements-docs.lock") | pins_of("requirements-wandb.lock")
-  for text in project["dependencies"] + extras["dev"] + extras["docs"] + extras["wandb"]:
-    requirement = Requirement(text)
-    assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), text
+  check(project["dependencies"] + extras["dev"], pins)
+  for extra in ("docs", "wandb"):
+    check(extras[extra], pins | pins_of(f"requirements-{extra}.lock"))
+
+
+def check(requirements, pins):
+  for requirement in map(Requirement, requirements):
+    assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement
 
 
 @pytest.mark.parametrize("cuda", ["cuda12", "cuda13"])
@@ -33,6 +37,13 @@ def test_cuda_locks_add_the_plugin_of_the_same_jax(cuda):
   pins, more = pins_of("requirements.lock"), pins_of(f"requirements-{cuda}.lock")
   assert not pins.keys() & more.keys()
   assert more[f"jax-{cuda}-plugin"] == more[f"jax-{cuda}-pjrt"] == pins["jax"] == pins["jaxlib"]
+
+
+def test_the_cuda_lock_has_the_libraries_that_the_plugin_needs():
+  (metadata,) = (ROOT / ".venv/gpu-compiler").glob("jax_cuda12_plugin-*.dist-info/METADATA")
+  needed = re.findall(r'^Requires-Dist: (.*); .*extra == "with-cuda"', metadata.read_text(), re.M)
+  assert len(needed) > 5
+  check(needed, pins_of("requirements-cuda12.lock"))
 
 
 @pytest.mark.parametrize(
