@@ -91,6 +91,32 @@ def test_the_page_says_what_the_runs_did(written):
   assert "charts/episode_length" not in text
 
 
+def test_the_tables_of_scores_and_of_runs(tmp_path):
+  """Three seeds of Pong with 3, 6 and 9 minutes and 4 devices; the last is not evaluated."""
+  for seed, (mean, final) in enumerate([(-2.0, 7.0), (4.0, 9.0), (None, 5.0)]):
+    recorded.run(
+      tmp_path / f"{seed}", seed=seed, returns=(1.0, 2.0, final), mean=mean,
+      starts=[recorded.start(devices=4)], metrics=lambda i, slow=seed + 1: {"time": 60 * i * slow},
+    )  # fmt: skip
+  runs = read_runs(sorted(tmp_path.iterdir()))
+  compared = methods(runs)
+  heads, (row,) = scores.by_game(compared)
+  assert dict(zip(heads, row, strict=True)) == {
+    "game": "Pong", "method": compared[0].name, "evaluated": "2 of 3", "episodes": "32",
+    "mean": "1", "lowest": "-2", "highest": "4", "training return": "7", "minutes": "6",
+    "device-minutes": "24",
+  }  # fmt: skip
+  cells = [[cell.text for cell in row] for row in page._runs(runs).iter("tr")]
+  first, second = (dict(zip(cells[0], row, strict=True)) for row in cells[2:])
+  assert first == {
+    "run": str(tmp_path / "1"), "game": "Pong", "seed": "1", "learner steps": "30",
+    "agent steps": "120", "minutes": "6", "device-minutes": "24", "training return": "9",
+    "evaluation": "4", "episodes": "32", "at step": "30",
+    "human-normalized": f"{(4 + 20.7) / (14.6 + 20.7):.3g}",
+  }  # fmt: skip
+  assert (second["minutes"], second["evaluation"], second["episodes"]) == ("9", "-", "-")
+
+
 def test_scores_are_over_the_games_that_all_methods_have(tmp_path):
   """Seeds that play as random, as a human, and half-way; both methods have Pong and Qbert."""
   levels = {("Pong", 0): 0.0, ("Pong", 1): 1.0, ("Qbert", 0): 0.5, ("Qbert", 1): 0.5,
