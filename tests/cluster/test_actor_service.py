@@ -8,10 +8,13 @@ import pytest
 
 from small_unit import last_actions
 from speedyzero_jax.cluster import messages
+from speedyzero_jax.cluster.actor_service import ActorService
 from speedyzero_jax.cluster.grpc_server import RunFinished
+from speedyzero_jax.cluster.messages import Helper
 from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.aggregation import Episode
 from speedyzero_jax.replay.journal import JournalError
+from speedyzero_jax.run.experiment import Membership
 from speedyzero_jax.types import Slots
 
 
@@ -32,6 +35,15 @@ def test_a_new_incarnation_continues_after_what_was_acknowledged(make_unit):
   assert slots["first"].all()
   unit.step(slots, 1, actor=1, incarnation=4)
   assert unit.replay.heads.tolist() == [0, 0, 2, 2, 2]
+
+
+def test_no_two_actors_play_the_same_games(make_unit):
+  unit, seeds = make_unit("actor.lanes=4", actors=2, refreshers=0), set()
+  for number in range(2):
+    unit.experiment.membership = Membership(number, 2)
+    service = ActorService(unit.experiment, unit.lanes, unit.roster)
+    seeds |= {service.join(Helper("actor", a), messages.Join()).seed for a in range(2)}
+  assert len(seeds) == 4
 
 
 def test_experience_of_other_lanes_or_without_a_grant_is_refused(make_unit):
@@ -201,6 +213,20 @@ def test_an_acting_actor_bounds_the_learner_until_its_steps_arrive_or_are_lost(m
   unit.join(1, 1)  # the other has died
   assert not unit.limiter.lag_exceeded
   assert unit.step(actor=1, incarnation=1, seconds=1).weights == 4 and learn() == 3
+
+
+def test_an_actor_that_hangs_does_not_block_a_learner_with_a_bound_on_lag(make_unit):
+  lag = "actor.weights_interval=2", "actor.max_lag=5"
+  unit = make_unit("actor.lanes=4", "actor.random_steps=10", *lag, actors=2)
+  unit.fill(3)
+  unit.join(0), unit.join(1)
+  granted, _ = unit.step(), unit.step(actor=1)
+  while not unit.limiter.lag_exceeded:
+    unit.learn()
+  slots, _ = unit.play(unit.player(), granted)
+  unit.now = 601
+  unit.step(slots, 1)
+  assert not unit.limiter.lag_exceeded
 
 
 def test_an_actor_that_hangs_loses_its_grant_and_must_join_again(make_unit):

@@ -25,6 +25,11 @@ def test_the_mesh_has_equally_many_devices_of_each_learner(monkeypatch, setting,
   assert mesh.devices.tolist() == [*devices[:each], *devices[4 : 4 + each]]
 
 
+def test_experience_of_other_processes_is_on_disk_before_it_counts(monkeypatch):
+  monkeypatch.setattr(jax, "local_devices", lambda index: jax.devices()[index : index + 1])
+  assert member().durable
+
+
 @pytest.mark.parametrize("method", ["publish", "lookup_of"])
 def test_a_lost_learner_fails_as_in_a_collective(monkeypatch, method):
   monkeypatch.setattr(jax, "local_devices", lambda index: jax.devices()[index : index + 1])

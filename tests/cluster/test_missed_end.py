@@ -1,4 +1,4 @@
-"""Tests of helpers that miss the end of the run, and so have finished."""
+"""Tests of serving helpers, and of those that miss the end of the run, and so have finished."""
 
 import contextlib
 
@@ -8,6 +8,7 @@ from fake_rendezvous import FakeRendezvous
 from speedyzero_jax.cluster import process
 from speedyzero_jax.cluster.grpc_client import Client, Unreachable
 from speedyzero_jax.cluster.learner_process import serving
+from speedyzero_jax.cluster.refresher_service import RefresherService
 from speedyzero_jax.run.topology import Role, Topology
 
 TOKEN, SHAPE = bytes(range(32)), Topology(learners=1, actors=1, refreshers=1)
@@ -53,3 +54,9 @@ def test_a_helper_that_misses_the_end_has_finished(help_unit, kind, at_start):
 def test_a_helper_that_loses_its_learner_fails(help_unit):
   with pytest.raises(Unreachable):
     help_unit("actor", at_start=False, announced=False)
+
+
+def test_refreshers_recompute_the_batches_of_the_learner(make_unit):
+  unit = make_unit()
+  with serving(unit.experiment, SHAPE, LEARNER, FakeRendezvous(), TOKEN):
+    assert isinstance(unit.experiment.execute.__self__, RefresherService)

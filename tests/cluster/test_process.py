@@ -11,6 +11,7 @@ from fake_rendezvous import FakeRendezvous
 from speedyzero_jax.cluster import process
 from speedyzero_jax.cluster.grpc_client import Refused, Unreachable
 from speedyzero_jax.cluster.rendezvous import Place, RendezvousError
+from speedyzero_jax.config import loader
 from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.run import topology
 from speedyzero_jax.run.run_dir import RunDir, RunFolderError
@@ -113,3 +114,26 @@ def test_a_learner_that_does_not_see_the_run_folder_starts_no_other(tmp_path, mo
     process._check_mounted(tmp_path)
   (tmp_path / "config.yaml").touch()
   process._check_mounted(tmp_path)
+
+
+def test_a_further_learner_creates_no_folder_of_its_own(tmp_path, monkeypatch):
+  monkeypatch.setattr(process, "_MOUNT_TIMEOUT", 0)
+  config = tiny.config("topology.learners=2", "actor.lanes=4", "run.mode=async")
+  run = process.Run(str(tmp_path / "run"), False, "00" * 32)
+  rendezvous = FakeRendezvous(PLACE._replace(process_id=1))
+  with pytest.raises(RunFolderError, match="same run folder"):
+    process._run(config, topology.resolve(config), run, rendezvous, Signals())
+  assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("inference", ["central", "actors"])
+def test_an_actor_uses_no_gpu_with_central_inference(tmp_path, monkeypatch, inference):
+  rendezvous, used = FakeRendezvous(PLACE._replace(process_id=1)), []
+  rendezvous.share_devices = lambda count, *, cpu=False: used.append(cpu)
+  config = tiny.config(*SETTINGS, f"topology.inference={inference}")
+  rendezvous.publish("config", loader.to_yaml(config))
+  rendezvous.publish("run", json.dumps(process.Run(str(tmp_path), False, "")))
+  monkeypatch.setattr(process, "Rendezvous", lambda *_, **__: rendezvous)
+  monkeypatch.setattr(process, "_run", lambda *_: 0)
+  assert process.main(rendezvous.place, None, None, resume=False, devices=None) == 0
+  assert used == [inference == "central"]

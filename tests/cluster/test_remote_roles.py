@@ -132,9 +132,10 @@ def cluster(monkeypatch):
 def test_an_actor_collects_what_a_local_one_would(make_unit, cluster, seed, central):
   total = 100 + seed
   overrides = f"run.seed={seed}", "actor.random_steps=30", f"run.env_steps={total}"
-  # All may be collected before the only learner step, so that progress stays 0.
-  overrides += "learner.steps=1", "learner.tail_steps=0"
+  # All may be collected before the second learner step, so that progress stays 0.5.
+  overrides += "learner.steps=2", "learner.tail_steps=1"
   unit, local = (make_unit(*overrides, refreshers=0) for _ in range(2))
+  unit.learn()
   with cluster(unit) as served:
     acting = served.step_environments(0, 5) if central else served.act(5)
     acting.join(30)  # it leaves by itself when all is collected
@@ -145,7 +146,7 @@ def test_an_actor_collects_what_a_local_one_would(make_unit, cluster, seed, cent
   taken, episodes = 0, []
   while taken < total:
     slots, count = actor.step(
-      unit.weights.latest(ACTOR), budget=total - taken, progress=0.0, random=taken < 30
+      unit.weights.latest(ACTOR), budget=total - taken, progress=0.5, random=taken < 30
     )
     local.replay.append(slots)
     episodes += actor.finished

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from launch import multihost, profile_run
-from launched import NEW
+from launched import NEW, finish, python
 from speedyzero_jax.cluster import supervisor
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.agents import agent_names
 from speedyzero_jax.metrics import progress
-from speedyzero_jax.run import factories, train
+from speedyzero_jax.run import factories, run_dir, train
 from speedyzero_jax.run.experiment import TrainingError
+from speedyzero_jax.run.run_dir import RunFolderError
 from speedyzero_jax.run.signals import Signals
 from speedyzero_jax.workers.weights import DivergedError
 
@@ -179,6 +180,22 @@ def test_the_coordinators_port_stays_reserved_between_restarts(supervised):
   supervised(look)
 
 
+def test_a_run_has_one_supervisor(supervised, tmp_path):
+  def look(_):
+    with pytest.raises(RunFolderError, match="in use"):
+      run_dir.supervised(tmp_path / "run")
+
+  supervised(look)
+
+
+def test_settings_of_a_resumed_run_reach_its_processes(supervised, tmp_path):
+  children = supervised(lambda _: None)
+  resumed = ["--resume", str(tmp_path / "run"), "--processes", "learner=1,actor=1"]
+  assert multihost.main([*resumed, "evaluation.episodes=7"]) == 0
+  changed = ["evaluation.episodes=7" in child.command for child in children]
+  assert changed == [False] * 2 + [True] * 2
+
+
 def test_only_the_first_process_inherits_the_terminal(supervised):
   learner, actor = supervised(lambda _: None)
   assert learner.files == (int(learner.env[progress.TERMINAL]),) and not actor.files
@@ -228,6 +245,21 @@ def test_a_lack_of_memory_is_reported_in_one_line(tmp_path, monkeypatch, capsys,
   errors = capsys.readouterr().err
   assert errors.startswith("error: out of host memory: ") and errors.count("\n") == 1
   assert "replay.capacity" in errors and "learner.batch_size" in errors
+
+
+CRASH = """
+import runpy, sys
+from speedyzero_jax.config import loader
+loader.load = None
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_an_unexpected_error_is_a_failure(tmp_path):
+  run = f"run.dir={tmp_path / 'run'}"
+  code, output = finish(python("-c", CRASH, multihost.__file__, *NEW, run))
+  assert code == 1 and "Traceback" in output
 
 
 def test_other_errors_of_a_device_are_raised_or_abort_one_of_several(tmp_path, monkeypatch):

@@ -83,6 +83,14 @@ def test_wrong_use_writes_nothing(tmp_path, capsys):
   assert not (tmp_path / "x").exists()
 
 
+def test_a_population_has_one_controller(tmp_path, monkeypatch, capsys):
+  monkeypatch.setattr(population, "_run", lambda *_: 0)
+  description = ROOT / "configs/populations/cartpole.yaml"
+  with run_dir.supervised(tmp_path):
+    assert population.main([str(description), "--dir", str(tmp_path)]) == 2
+  assert "in use by another process" in capsys.readouterr().err
+
+
 def test_after_an_error_no_further_member_is_trained(tmp_path, monkeypatch):
   description = Population(("quickstart",), (), ())
   members = trainer.RunTrainer(description, tmp_path, mock.Mock(count=1), print)

@@ -1,6 +1,7 @@
 """Tests of frames on devices: gathering of the newest writes, and placement."""
 
 import re
+import threading
 from unittest import mock
 
 import jax
@@ -115,3 +116,17 @@ def test_frames_are_placed_as_configured_and_where_there_is_room(monkeypatch):
   assert "do not report" in reason_for_host_frames("auto", mesh(1000, None), 10)
   monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
   assert "CPUs" in reason_for_host_frames("auto", mesh(1000), 10)
+
+
+@pytest.mark.parametrize("method", ["write", "gather"])
+def test_calls_of_several_threads_take_turns(method):
+  """A write donates the buffer that a gather would read."""
+  frames, at, done = make(1), np.zeros(1, int), threading.Event()
+  arguments = (at, at, np.zeros((1, *SHAPE), np.uint8)) if method == "write" else (at, at[:, None])
+  call = getattr(frames, method)
+  call(*arguments)  # compiles it
+  thread = threading.Thread(target=lambda: (call(*arguments), done.set()), daemon=True)
+  with frames._lock:
+    thread.start()
+    assert not done.wait(0.1)
+  assert done.wait(10)

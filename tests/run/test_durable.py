@@ -4,6 +4,7 @@ import contextlib
 import shutil
 import sqlite3
 import threading
+from unittest import mock
 
 import jax
 import numpy as np
@@ -56,6 +57,31 @@ def test_invalid_experience_of_the_local_actor_does_not_reach_the_journal(tmp_pa
       collector.collect()
     for part in (experiment.replay, experiment.recovery.journal):
       np.testing.assert_array_equal(part.heads, heads)
+
+
+def test_the_local_actor_gets_the_progress_of_training(tmp_path):
+  with durable(tmp_path) as experiment:
+    experiment.limiter.restore(50, 6)
+    local = experiment.collector.local
+    with mock.patch.object(local, "step", wraps=local.step) as step:
+      experiment.collector.collect()
+  assert step.call_args.kwargs == {"budget": 50, "progress": 0.75, "random": False}
+
+
+def test_steps_of_another_process_are_counted_before_a_checkpoint(tmp_path, monkeypatch):
+  """While the collector is locked, no checkpoint can be taken."""
+  with durable(tmp_path) as experiment:
+    collector, limiter, locked = experiment.collector, experiment.limiter, []
+    version, add = experiment.weights.latest(ACTOR), limiter.add_env_steps
+    slots, _ = collector.local.step(version, budget=99, progress=0.0, random=True)
+
+    def added(*args, **kwargs):
+      locked.append(collector.lock.locked())
+      add(*args, **kwargs)
+
+    monkeypatch.setattr(limiter, "add_env_steps", added)
+    collector.take(slots, [], granted=0)
+  assert locked == [True]
 
 
 @pytest.mark.parametrize("call", ["collect", "take", "truncate"])

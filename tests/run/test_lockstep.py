@@ -177,6 +177,7 @@ def test_a_ring_that_forgets_continues_bit_for_bit(tmp_path):
   final, final_digest = run(tmp_path / "run", *overrides, resume_step=step)
   assert final_digest == digest
   assert_same(reference, final)
+  assert Checkpoints(tmp_path / "run").steps() == [10, 12]  # as many as are to be kept
   with quick(tmp_path / "run", *overrides, resume_step=12) as experiment:
     assert_same(reference, everything(experiment))
     journal = experiment.recovery.journal

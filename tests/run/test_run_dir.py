@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from launched import ROOT, listing
 from speedyzero_jax.config import loader
 from speedyzero_jax.run import run_dir
 from speedyzero_jax.run.run_dir import RunFolderError
+from speedyzero_jax.system.files import write_atomically
 
 SMALL = ("learner.steps=12", "run.env_steps=150", "actor.random_steps=40", "run.mode=lockstep")
 
@@ -180,3 +182,20 @@ def test_a_folder_of_an_earlier_version_says_so(tmp_path):
   path.write_text(path.read_text().replace("\nrun:\n", "\nrun:\n  forgotten: 3\n"))
   with pytest.raises(RunFolderError, match=r"with this version and .*: .*run\.forgotten"):
     run_dir.resumed(tmp_path, [])
+
+
+def test_a_file_is_on_disk_before_it_replaces_the_old_one(tmp_path, monkeypatch):
+  done, fsync, replace = [], os.fsync, os.replace
+
+  def synced(file):
+    done.append(Path(os.readlink(f"/proc/self/fd/{file}")).read_text())
+    fsync(file)
+
+  def replaced(*paths):
+    done.append("replaced")
+    replace(*paths)
+
+  monkeypatch.setattr(os, "fsync", synced)
+  monkeypatch.setattr(os, "replace", replaced)
+  write_atomically(tmp_path / "config.yaml", "new")
+  assert done == ["new", "replaced"]

@@ -87,3 +87,10 @@ def test_a_signal_ends_the_wait(tmp_path, made):
     with pytest.raises(Interrupted):
       future.result(60)
   assert made.exit_code == 143 and processes.log_of(run).read_text() == ""
+
+
+def test_a_run_sees_the_devices_of_its_share(tmp_path, made):
+  processes._LAUNCHER.write_text("import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
+  share = MachineShare({"CUDA_VISIBLE_DEVICES": "7"}, [max(os.sched_getaffinity(0))])
+  assert RunProcesses([share]).train(tmp_path / "run", []) == 0
+  assert processes.log_of(tmp_path / "run").read_text() == "7\n"
