@@ -160,6 +160,20 @@ def test_passes_end_go_only_if_they_win():
   assert not found.action_weights[1, [30, 40]].any()
 
 
+def test_few_moves_are_considered_if_so_configured():
+  found = played(["search.max_considered=1"], board_after(), explore=False)
+  assert found.diagnostics["visits"].max() == 1
+
+
+def test_the_network_sees_stones_and_not_their_ages():
+  """Planes of Go count the moves since a stone was placed, up to 161."""
+  agent = AlphaZero(loader.load([], [*TINY, "env.game=Go9"]), RULES["Go9"].shape, np.uint8, 82)
+  boards = np.random.default_rng(0).integers(0, 90, (2, *RULES["Go9"].shape)).astype(np.uint8)
+  params = trained.random_params(agent, 0)
+  outputs = [agent._network.apply(params, board) for board in (boards, np.minimum(boards, 1))]
+  jax.tree.map(np.testing.assert_array_equal, *outputs)
+
+
 # --- targets
 
 

@@ -283,3 +283,7 @@ def test_exploration_depends_on_the_given_lanes_and_progress(schedule):
 
   assert kinds(0, 0.0) == _ACTIONS
   assert (kinds(1, 0.0), kinds(0, 1.0)) == ((1, 3) if schedule == "lanes" else (3, 1))
+
+
+def test_the_interval_of_the_target_network_is_a_setting():
+  assert _agent("loss.target_interval=7").target_interval == 7

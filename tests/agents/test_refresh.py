@@ -129,17 +129,21 @@ def _refresh_in_a_host(run):
 
 
 @pytest.mark.parametrize(
-  ("agent", "host", "random"),
-  [("dqn", False, True), ("dqn", True, False), ("r2d2", False, False), ("r2d2", True, True)],
-)
+  ("agent", "host", "random", "initial"),
+  [
+    ("dqn", False, True, "actor"), ("dqn", True, False, "actor"), ("dqn", False, False, "max"),
+    ("r2d2", False, False, "actor"), ("r2d2", True, True, "actor"),
+  ],
+)  # fmt: skip
 def test_priorities_are_those_of_the_weights_that_acted_and_then_of_the_refresher(
-  agent, host, random, tmp_path
+  agent, host, random, initial, tmp_path
 ):
   """All slots have the same weights; after random play, new samples have the largest priority."""
-  config = _config(agent, f"actor.random_steps={400 if random else 0}")
+  own = f"actor.random_steps={400 if random else 0}", f"priority.initial={initial}"
+  config = _config(agent, *own)
   with experiment(config, tmp_path) as run:
-    acting = _play(run, 0)
-    expected = (_reference(run, acting) > 0) * 1.0 if random else _reference(run, acting)
+    acting, largest = _play(run, 0), random or initial == "max"
+    expected = (_reference(run, acting) > 0) * 1.0 if largest else _reference(run, acting)
     np.testing.assert_allclose(_priorities(run), expected, rtol=2e-3, atol=1e-4)
     assert (expected > 0).sum() > 60
     newer = trained.random_params(run.agent, 1)

@@ -180,6 +180,7 @@ def test_override_of_a_config_keeps_the_rest_and_the_original():
     (["search.temperature_stages=0.75,0.5"], "search.temperature_stages"),
     (["learner.devices=3", "learner.batch_size=256"], "learner.batch_size"),
     (["env.noop_max=0"], "env.noop_max"),
+    (["actor.max_lag=10", "actor.weights_interval=10"], "actor.max_lag"),
     (["env.discount=0"], "env.discount"),
     (["env.discount=1.01"], "env.discount"),
     (["priority.min_weight=1.1"], "priority.min_weight"),
@@ -207,6 +208,7 @@ def test_problems_that_a_stored_configuration_has_already_are_ignored():
   "overrides",
   [
     ["learner.tail_steps=10", "learner.steps=10"],
+    ["actor.max_lag=11", "actor.weights_interval=10"],
     ["actor.random_steps=10", "run.env_steps=10"],
     ["optim.trust_min=0.5", "optim.trust_max=0.5"],
     ["env.frame_size=84", "network.downsample=4"],

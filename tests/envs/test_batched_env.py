@@ -104,6 +104,16 @@ def test_a_cap_on_a_lost_life_is_terminal_and_ends_the_game():
   assert env._lives[0] == 4 and env.step(np.array([NOOP])).first[0] and env._lives[0] == 5
 
 
+def test_without_episodic_life_a_lost_life_ends_nothing():
+  whole = dataclasses.replace(BREAKOUT, episodic_life=False)
+  lives, games = (
+    stacked(play(batched_env.make_env(config, 1, 4, training=True), 80))
+    for config in (BREAKOUT, whole)
+  )
+  lost = int(np.flatnonzero(lives.terminated[:, 0])[0])
+  assert not games.terminated[: lost + 2].any() and not games.first[1 : lost + 2].any()
+
+
 def test_no_fire_is_pressed_for_the_agent():
   shown = stacked(
     play(batched_env.make_env(BREAKOUT, 2, 0, training=True), 150, np.array([NOOP, FIRE]))

@@ -165,3 +165,14 @@ def test_nothing_is_appended_while_an_agent_reads_the_store(name):
     draw(replay, 0)
   thread.join(10)
   assert replay.heads.tolist() == list(stream.heads)
+
+
+def test_mixed_targets_begin_at_their_learner_step():
+  rng = np.random.default_rng(0)
+  replay, stream = make_replay(60), reference.Stream(LANES, 0)
+  for step in range(12):
+    play(replay, stream, rng, step)
+  mixed = "reanalyse.value_target=mixed", "reanalyse.mixed_start=5", "reanalyse.mixed_newest=0"
+  agent, drawn = make_agent(*mixed), replay.select(BATCH)
+  early, late = (agent.assemble(replay, drawn, step)[0]["value"] for step in (4, 5))
+  assert (early != late).any()

@@ -174,7 +174,7 @@ def test_an_actor_may_start_behind_the_slots_of_another():
   """It numbers its slots and lanes from there, and searches with keys that were not used before."""
   start = np.array([7, 7])
   actor, _ = make(2, seed=1, start=start, lane_offset=5)
-  first, _ = make(2, seed=1)
+  first, _ = make(2, seed=1, lane_offset=5)
   calls, from_zero = (collect(a, 20, until=6)[0] for a in (actor, first))
   for t, slots in enumerate(calls):
     assert places(slots) == [(5, 7 + t), (6, 7 + t)]

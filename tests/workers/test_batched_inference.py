@@ -18,7 +18,7 @@ class FakeInference:
     self.began, self.go, self.batches, self.error = threading.Event(), threading.Event(), [], error
 
   def decide(self, version, inputs, key, progress, *, explore):
-    self.batches.append((version.step, inputs.lane.tolist()))
+    self.batches.append((version.step, progress, explore, inputs.lane.tolist()))
     self.began.set()
     assert self.go.wait(20)
     if self.error and len(self.batches) > 1:
@@ -59,7 +59,9 @@ def test_requests_that_wait_are_one_batch_and_each_gets_its_own_lanes(error):
   fake.go.set()
   for thread in threads.values():
     thread.join(20)
-  assert fake.batches == [(3, [0, 1, 2, 2]), (5, [3, 4, 5, 6, 7, 7, 7, 7])]
+  assert fake.batches == [
+    (3, 0.5, True, [0, 1, 2, 2]), (5, 0.5, True, [3, 4, 5, 6, 7, 7, 7, 7])
+  ]  # fmt: skip
   for lanes in requests:
     if error and lanes != (0, 1, 2):
       assert outcomes[lanes] is error

@@ -71,3 +71,11 @@ def test_each_device_computes_its_share():
     return program.lower(_WEIGHT, {"frames": frames}, _KEY).compile().cost_analysis()["flops"]
 
   assert 0.4 < flops(2) / flops(1) < 0.7
+
+
+def test_tasks_get_the_learner_step_of_their_weights():
+  task = SimpleNamespace(program=lambda weight, inputs, key: {"value": inputs["step"]})
+  agent = SimpleNamespace(act=_act, tasks={"task": task})
+  inference = Inference(agent, make_mesh(jax.devices()[:1]))
+  found = inference.compute(Version(7, _WEIGHT), "task", {"frames": np.zeros((2, 1, 1))}, _KEY)
+  assert found["value"].tolist() == [7, 7]

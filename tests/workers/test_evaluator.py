@@ -165,13 +165,13 @@ def test_exploration_has_a_new_key_in_every_step_and_is_reproducible(envs, monke
   calls, act = [], INFERENCE.act
 
   def recorded(variables, inputs, key, progress, *, explore):
-    calls.append((explore, *jax.random.key_data(key).tolist()))
+    calls.append((explore, float(progress), *jax.random.key_data(key).tolist()))
     return act(variables, inputs, key, progress, explore=explore)
 
   monkeypatch.setattr(INFERENCE, "act", recorded)
   results = [play(6, f"evaluation.explore={explore}") for _ in range(2)]
   assert results[0] == results[1] and results[0].explore == explore
-  assert {call[0] for call in calls} == {explore}
+  assert {call[:2] for call in calls} == {(explore, 1.0)}  # as at the end of training
   first, second = calls[: len(calls) // 2], calls[len(calls) // 2 :]
   assert first == second and len(set(first)) == len(first)
 

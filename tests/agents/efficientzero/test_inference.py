@@ -105,6 +105,12 @@ def test_results_of_a_window_are_those_of_its_states_and_of_acting_in_them():
   assert acted.action.dtype == jnp.int32 and (acted.action < _A).all()
 
 
+@pytest.mark.parametrize("change", ["env.discount=0.5", "network.value_prefix_horizon=1"])
+def test_the_search_has_the_configured_discount_and_horizon(change):
+  found = _search(False, _KEY, 0, change)["search_value"]
+  assert (found != _search()["search_value"]).any()
+
+
 @pytest.mark.parametrize("explore", [True, False])
 def test_the_noise_of_reanalysis_is_a_choice(explore):
   found = [_search(explore, jax.random.key(key))["search_value"] for key in (1, 2)]

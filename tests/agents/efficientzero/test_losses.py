@@ -294,6 +294,30 @@ def test_every_module_has_the_gradient_of_the_named_scaling(scaling):
     np.testing.assert_allclose(grad, expected, rtol=1e-3, atol=1e-6, err_msg=name)
 
 
+def test_roots_and_next_observations_are_shifted():
+  def seen(shift):
+    """The root's and the next observations."""
+    shown = []
+
+    class Watching(Linear):
+      def represent(self, observation, train):
+        shown.append(observation)
+        return super().represent(observation, train)
+
+      def observe(self, observation):
+        shown.append(observation)
+        return super().observe(observation)
+
+    network: Any = Watching(_weights())
+    config = dataclasses.replace(_CONFIG, shift=shift)
+    keys = jax.random.split(jax.random.key(0), _B)
+    losses.unrolled_loss(network, _batch(), keys, config, observe=network.observe)
+    return shown
+
+  for fixed, shifted in zip(seen(0), seen(1), strict=True):
+    assert (fixed != shifted).any()
+
+
 def test_every_view_is_augmented_by_itself_and_by_its_samples_key():
   batch = _batch()._replace(frames=np.full((_B, _S + _K) + _FRAME, 200, np.uint8))
   config = dataclasses.replace(_CONFIG, intensity=0.1)

@@ -1,5 +1,7 @@
 """Tests of reanalysis and Priority Refresh: states recomputed, values written, schedule."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from jax.sharding import SingleDeviceSharding
 import reference
 import tiny
 import tiny_replay
+from speedyzero_jax.agents.base import Work
 from speedyzero_jax.agents.efficientzero import targets
 from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER
 from speedyzero_jax.agents.refresh import REFRESHER
@@ -17,7 +20,7 @@ from speedyzero_jax.metrics.aggregation import EpisodeStats
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.selector import Selection
 from speedyzero_jax.workers.actor import Actor
-from speedyzero_jax.workers.sweeper import make_sweepers, run_task
+from speedyzero_jax.workers.sweeper import make_sweepers, run_task, write_results
 from speedyzero_jax.workers.weights import ACTOR, WeightsStore
 from tiny_replay import (
   AGE_INTERVAL,
@@ -373,3 +376,21 @@ def test_a_sweep_searches_with_the_edges_known_before_each_block():
       np.testing.assert_allclose(store["search_value"][l, t % 60], value, rtol=1e-4)
       known += action[0] >= 0
   assert known > 160  # of 256; 88 if a chunk were searched in one block
+
+
+def test_tasks_read_and_write_while_nothing_is_appended():
+  replay, task, free = make_replay(30), make_agent().tasks["refresh"], []
+  play(replay, reference.Stream(LANES, 0), np.random.default_rng(0), 0)
+  lane, time = replay.next_block("refresh", 16)
+  work = Work("refresh", lane, time, np.ones((16, 1), bool))
+
+  def locked(*_):
+    """Notes whether another thread, such as an actor's, could take the lock."""
+    with ThreadPoolExecutor(1) as pool:
+      free.append(pool.submit(replay.lock.acquire, blocking=False).result())
+    return {}
+
+  results = {column.name: np.zeros((16, 1, *column.shape), column.dtype) for column in task.results}
+  write_results(replay, task._replace(write=locked), work, results, 3)
+  task._replace(read=locked).inputs(replay, lane, time, 0)
+  assert free == [False, False]
