@@ -56,6 +56,7 @@ class DeviceFrames:
         f"{self._rows} frames on devices exceed the range of int32; set replay.frames=host"
       )
     copied, parts = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(axis))
+    self._parts = parts
     self._write = jax.jit(self._written, donate_argnums=0, out_shardings=copied)
     self._gather = jax.jit(self._taken, in_shardings=(copied, parts), out_shardings=parts)
     self._gather_on_one = jax.jit(self._taken)
@@ -89,7 +90,8 @@ class DeviceFrames:
     row = self._row(lane[:, None], cell)
     with self._lock:
       if len(lane) % self._mesh.size == 0:
-        return self._gather(self._frames, row)
+        # Among several processes, jit does not shard numpy arrays itself.
+        return self._gather(self._frames, jax.device_put(row, self._parts))
       return self._gather_on_one(self._frames.addressable_data(0), row)
 
   def _row(self, lane: np.ndarray, cell: np.ndarray) -> np.ndarray:

@@ -51,12 +51,14 @@ A3C = [
 class Run:
   """A launcher in its own process group. A context manager that leaves nothing running."""
 
-  def __init__(self, folder, *arguments):
+  def __init__(self, folder, *arguments, devices=1):
     self.folder, self.log = folder, folder.with_suffix(".log")
     self._before = self.log.stat().st_size if self.log.exists() else 0
     launcher = ROOT / "launch/multihost.py"
     with self.log.open("a") as out:
-      self.process = python(launcher, *arguments, stdout=out, stderr=out, process_group=0)
+      self.process = python(
+        launcher, *arguments, devices=devices, stdout=out, stderr=out, process_group=0
+      )
 
   def __enter__(self):
     return self
@@ -167,8 +169,9 @@ def audit(folder, units):
 def test_a_killed_learner_and_actor_lose_and_repeat_nothing(tmp_path):
   """A killed learner, which also acts, restarts all processes; a killed actor, only itself."""
   folder = tmp_path / "run"
-  new = [*QUICK, "evaluation.interval=60", "replay.frames=device", f"run.dir={folder}"]
-  with Run(folder, *new, "--processes", "learner=2,actor=1") as run:
+  new = [*QUICK, "evaluation.interval=60", "replay.frames=device", "learner.devices=2"]
+  processes = f"run.dir={folder}", "--processes", "learner=2,actor=1"
+  with Run(folder, *new, *processes, devices=2) as run:
     run.learn(45)
     run.kill("learner-1")
     run.until("resuming at learner step (20|40),")

@@ -25,9 +25,10 @@ def start(*arguments, script="multihost.py", log=None):
   return python(ROOT / "launch" / script, *arguments, stdout=out)
 
 
-def python(*arguments, **options):
+def python(*arguments, devices=1, **options):
   """Starts a Python process with pipes for its output by default."""
-  environment = os.environ | {"JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT / "tests/support")}
+  environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)}
+  environment |= {"PYTHONPATH": str(ROOT / "tests/support")}
   options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
   return subprocess.Popen([sys.executable, *map(str, arguments)], env=environment, **options)
 
