@@ -16,6 +16,8 @@ stopped after almost a whole visit leaves a file NAME.gave-up and counts as fail
 to retry. A command that failed with the fastest flags leaves NAME.without-flags and runs without
 flags from then on.
 
+All steps use one GPU, the first one, as training by suite.py does.
+
 Steps fail on a machine without a GPU, unless `--small` is set. `--only` selects steps and their
 order.
 
@@ -219,6 +221,7 @@ def main() -> int:
     parser.error(f"--only: unknown {', '.join(sorted(unknown))}; known: {', '.join(all_steps)}")
   if not arguments.small:
     os.environ.setdefault("JAX_PLATFORMS", "cuda")  # jax would use the CPU without a warning
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
   chosen = {name: all_steps[name] for name in wanted}
   failed = take(chosen, folder, arguments.minutes, until)
   if failed is None:

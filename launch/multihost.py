@@ -220,7 +220,9 @@ def supervise(arguments: argparse.Namespace) -> int:
   count, config = local_gpus(), configuration(arguments, None)
   shape = topology.resolve(config)
   central = config.topology.inference == "central"
-  gpus = devices.assign_devices(shape, count, config.learner.batch_size, central=central)
+  gpus = devices.assign_devices(
+    shape, count, config.learner.batch_size, most=config.learner.devices, central=central
+  )
   check_env(config)  # the agent and the devices are checked by process 0
   with open_folder(arguments, config) as folder:  # process 0 opens it again
     path = folder.path

@@ -53,11 +53,12 @@ def machine_shares(together: int | None) -> list[MachineShare]:
 
 
 def assign_devices(
-  topology: Topology, count: int, batch_size: int, *, central: bool = False
+  topology: Topology, count: int, batch_size: int, *, most: int = 0, central: bool = False
 ) -> list[Devices | None]:
   """Assigns a machine's `count` devices to its processes, by process id; None: no device.
 
-  A learner gets only as many devices as its part of the batch is divisible by. If there are enough
+  A learner gets only as many devices as its part of the batch is divisible by, and at most `most`,
+  unless that is 0. If there are enough
   devices for all processes, each actor and refresher gets one of the last devices and the learners
   share the rest equally. Otherwise the learners share all devices, and actors and refreshers use
   the same ones. With `central` inference actors get none. Raises ConfigError for fewer devices than
@@ -74,7 +75,8 @@ def assign_devices(
     )
   separate = count >= learners + helpers
   free = count - helpers if separate else count
-  each = next(n for n in range(free // learners, 0, -1) if batch_size % (n * learners) == 0)
+  limit = min(free // learners, most or free)
+  each = next(n for n in range(limit, 0, -1) if batch_size % (n * learners) == 0)
   assigned = [list(range(i * each, (i + 1) * each)) for i in range(learners)]
   assigned += [[count - 1 - i % (helpers if separate else count)] for i in range(helpers)]
   users = [max(sum(device in other for other in assigned) for device in ids) for ids in assigned]
@@ -90,6 +92,6 @@ def describe_devices(topology: Topology, assigned: Sequence[Devices | None], cou
   given = {str(topology.role(i)): devices.ids for i, devices in enumerate(assigned) if devices}
   parts = [f"{','.join(map(str, ids))} for {role}" for role, ids in given.items()]
   if unused := sorted(set(range(count)).difference(*given.values())):
-    reason = "(the devices or the batch can't be shared equally)"
+    reason = "(learner.devices, or the devices or the batch can't be shared equally)"
     parts.append(f"{','.join(map(str, unused))} unused {reason}")
   return "; ".join(parts)

@@ -6,6 +6,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -61,13 +62,12 @@ class LearnerService:
     version = self._weights.latest(request.subscriber)
     packed = self._packed.get(request.subscriber)
     if packed is None or packed.step != version.step:  # harmless if two threads pack it
-      arrays = {
-        name: np.asarray(self._sent(leaf))
-        for name, leaf in messages.named(version.variables).items()
-      }
+      # All leaves are copied at once, and rounded on the host: a program would wait for training.
+      arrays = jax.device_get(messages.named(version.variables))
+      arrays = {name: self._sent(array) for name, array in arrays.items()}
       packed = self._packed[request.subscriber] = messages.Weights(version.step, arrays)
     return packed
 
-  def _sent(self, leaf: np.ndarray) -> np.ndarray:
-    rounded = self._half and leaf.ndim > 1 and leaf.dtype == jnp.float32
-    return leaf.astype(jnp.bfloat16) if rounded else leaf
+  def _sent(self, array: np.ndarray) -> np.ndarray:
+    rounded = self._half and array.ndim > 1 and array.dtype == np.float32
+    return array.astype(jnp.bfloat16) if rounded else array

@@ -67,6 +67,13 @@ def no_fraction(monkeypatch):
     monkeypatch.delenv(f"XLA_{former}CLIENT_MEM_FRACTION", raising=False)
 
 
+def test_learners_get_at_most_the_configured_number_of_devices():
+  def ids(most):
+    return [each.ids for each in assign_devices(Topology(1, 1, 1), 8, 64, most=most)]
+
+  assert ids(2) == [[0, 1], [7], [6]] and ids(7) == ids(0) == [[0, 1, 2, 3], [7], [6]]
+
+
 @pytest.mark.parametrize("count", [3, 8])
 def test_actors_need_no_devices_with_central_inference(count):
   assigned = assign_devices(Topology(1, 4, 1), count, 840, central=True)

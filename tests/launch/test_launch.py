@@ -138,7 +138,7 @@ def test_learners_that_would_share_a_gpu_are_refused(tmp_path, monkeypatch, caps
 def supervised(tmp_path, monkeypatch):
   """Returns the children that `--processes` would start, after passing them to `look`."""
 
-  def supervise(look, processes="learner=1,actor=1", gpus=""):
+  def supervise(look, processes="learner=1,actor=1", gpus="", learner_devices=1):
     children = []
 
     class Stub:
@@ -154,7 +154,8 @@ def supervised(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cuda" if gpus else "cpu")
     for former in ("", "PYTHON_"):
       monkeypatch.delenv(f"XLA_{former}CLIENT_MEM_FRACTION", raising=False)
-    arguments = [*MANY, f"run.dir={tmp_path / 'run'}", "--processes", processes]
+    settings = f"run.dir={tmp_path / 'run'}", f"learner.devices={learner_devices}"
+    arguments = [*MANY, *settings, "--processes", processes]
     assert multihost.main(arguments) == 0
     return children
 
@@ -202,7 +203,7 @@ def test_only_the_first_process_inherits_the_terminal(supervised):
 
 
 def test_processes_that_share_gpus_share_their_memory(supervised, tmp_path):
-  children = supervised(lambda _: None, "learner=1,actor=2", gpus="0,1")
+  children = supervised(lambda _: None, "learner=1,actor=2", gpus="0,1", learner_devices=2)
   address = coordinator_of(children[0])
   for process_id, (child, devices) in enumerate(zip(children, ("0,1", "1", "0"), strict=True)):
     assert child.command == [
