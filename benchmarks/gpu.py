@@ -16,7 +16,7 @@ stopped after almost a whole visit leaves a file NAME.gave-up and counts as fail
 to retry. A command that failed with the fastest flags leaves NAME.without-flags and runs without
 flags from then on.
 
-All steps use one GPU, the first one, as training by suite.py does.
+All steps use one GPU, the first one, as each run of suite.py does.
 
 Steps fail on a machine without a GPU, unless `--small` is set. `--only` selects steps and their
 order.

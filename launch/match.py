@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   opening = "random moves that open each game, for both sides (default: 2 against runs, else 0)"
   add("--opening", type=int, metavar="N", help=opening)
   add("--seed", type=int, default=0, help="seed of openings and opponents (default: 0)")
-  add("--out", type=Path, metavar="FILE.json", help="the results as JSON")
+  add("--out", type=Path, metavar="FILE.json", help="JSON file to write (replaced if it exists)")
   arguments = parser.parse_args(argv)
   out = arguments.out
   if arguments.seed < 0:

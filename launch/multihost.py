@@ -187,16 +187,16 @@ def check_possible(config: Config) -> None:
     raise ConfigError(str(error)) from error
   if jax.process_count() > 1:
     local = min(len(jax.local_devices(unit)) for unit in range(learners))
-  if config.learner.devices > local:
-    raise ConfigError(
-      f"learner.devices: must be at most {local}, the fewest devices of any learner process, "
-      f"got {config.learner.devices}"
-    )
   devices = (config.learner.devices or local) * learners
   if config.learner.batch_size % devices:
     raise ConfigError(
       f"learner.batch_size: must be a multiple of the {devices} devices used, "
       f"got {config.learner.batch_size}"
+    )
+  if config.learner.devices > local:
+    raise ConfigError(
+      f"learner.devices: must be at most {local}, the fewest devices of any learner process, "
+      f"got {config.learner.devices}"
     )
   check_env(config)
   try:
@@ -221,7 +221,7 @@ def supervise(arguments: argparse.Namespace) -> int:
   shape = topology.resolve(config)
   central = config.topology.inference == "central"
   gpus = devices.assign_devices(
-    shape, count, config.learner.batch_size, most=config.learner.devices, central=central
+    shape, count, config.learner.batch_size, per_learner=config.learner.devices, central=central
   )
   check_env(config)  # the agent and the devices are checked by process 0
   with open_folder(arguments, config) as folder:  # process 0 opens it again

@@ -5,7 +5,7 @@ launches, collectives, host round trips, FLOPs, bytes and projected time per dev
 of the whole run; --out writes them as JSON, too. `make gpu-plan` installs the compiler.
 
 Exit codes: 0 done; 1 jax can't compile for GPUs on this machine; 2 usage error; 3 the run needs
-more memory than a device has.
+more than 75% of a device's memory.
 """
 
 import argparse

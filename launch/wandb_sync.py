@@ -1,9 +1,9 @@
 """Sends metrics of runs to Weights & Biases: python launch/wandb_sync.py RUN_DIR ... --project NAME
 
 Metrics have the same names as in metrics.jsonl and TensorBoard, over learner steps. Repeating the
-command sends only new lines; RUN_DIR/wandb.json records what was sent; another project gets all
-lines again. Training needs neither the package nor a network. WANDB_MODE=offline keeps everything
-in RUN_DIR/wandb.
+command sends only new lines, or those of an interrupted upload again; RUN_DIR/wandb.json records
+what was sent; another project gets all lines again. Training needs neither the package nor a
+network. WANDB_MODE=offline keeps everything in RUN_DIR/wandb.
 
 Exit codes: 0 done; 1 an upload failed; 2 usage error.
 """

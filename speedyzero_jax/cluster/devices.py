@@ -53,16 +53,16 @@ def machine_shares(together: int | None) -> list[MachineShare]:
 
 
 def assign_devices(
-  topology: Topology, count: int, batch_size: int, *, most: int = 0, central: bool = False
+  topology: Topology, count: int, batch_size: int, *, per_learner: int = 0, central: bool = False
 ) -> list[Devices | None]:
   """Assigns a machine's `count` devices to its processes, by process id; None: no device.
 
-  A learner gets only as many devices as its part of the batch is divisible by, and at most `most`,
-  unless that is 0. If there are enough
-  devices for all processes, each actor and refresher gets one of the last devices and the learners
-  share the rest equally. Otherwise the learners share all devices, and actors and refreshers use
-  the same ones. With `central` inference actors get none. Raises ConfigError for fewer devices than
-  learners, as NCCL does not support two processes on one device.
+  A learner gets only as many devices as its part of the batch is divisible by, and at most
+  `per_learner`, unless that is 0. If there are enough devices for all processes, each actor and
+  refresher gets one of the last devices and the learners share the rest equally. Otherwise the
+  learners share all devices, and actors and refreshers use the same ones. With `central` inference
+  actors get none. Raises ConfigError for fewer devices than learners, as NCCL does not support two
+  processes on one device.
   """
   learners, without = topology.learners, topology.actors if central else 0
   helpers = topology.actors + topology.refreshers - without
@@ -75,7 +75,7 @@ def assign_devices(
     )
   separate = count >= learners + helpers
   free = count - helpers if separate else count
-  limit = min(free // learners, most or free)
+  limit = min(free // learners, per_learner or free)
   each = next(n for n in range(limit, 0, -1) if batch_size % (n * learners) == 0)
   assigned = [list(range(i * each, (i + 1) * each)) for i in range(learners)]
   assigned += [[count - 1 - i % (helpers if separate else count)] for i in range(helpers)]
@@ -92,6 +92,5 @@ def describe_devices(topology: Topology, assigned: Sequence[Devices | None], cou
   given = {str(topology.role(i)): devices.ids for i, devices in enumerate(assigned) if devices}
   parts = [f"{','.join(map(str, ids))} for {role}" for role, ids in given.items()]
   if unused := sorted(set(range(count)).difference(*given.values())):
-    reason = "(learner.devices, or the devices or the batch can't be shared equally)"
-    parts.append(f"{','.join(map(str, unused))} unused {reason}")
+    parts.append(f"{','.join(map(str, unused))} unused")
   return "; ".join(parts)

@@ -22,7 +22,7 @@ from speedyzero_jax.cluster.grpc_server import (
   channel_options,
 )
 
-CALL_SECONDS = 30.0 + POLL_SECONDS  # timeout of one attempt, plus the time of the longest transfer
+CALL_SECONDS = 30.0 + POLL_SECONDS  # timeout of one attempt, without the transfer
 
 _BYTES_PER_SECOND = 1e6  # of a slow transfer
 

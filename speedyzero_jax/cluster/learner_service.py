@@ -62,7 +62,7 @@ class LearnerService:
     version = self._weights.latest(request.subscriber)
     packed = self._packed.get(request.subscriber)
     if packed is None or packed.step != version.step:  # harmless if two threads pack it
-      # All leaves are copied at once, and rounded on the host: a program would wait for training.
+      # Rounding on the device would queue behind training steps.
       arrays = jax.device_get(messages.named(version.variables))
       arrays = {name: self._sent(array) for name, array in arrays.items()}
       packed = self._packed[request.subscriber] = messages.Weights(version.step, arrays)

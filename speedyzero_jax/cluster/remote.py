@@ -30,7 +30,8 @@ from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.learner import make_mesh
 from speedyzero_jax.workers.weights import ACTOR, Version
 
-# Timeout of an environment's call; shorter than the time after which deaths are forgotten.
+# Timeout of an environment's call; less than the uptime after which the supervisor and the recipes
+# count deaths from 0 again.
 ENV_SECONDS = 300.0
 
 _report = functools.partial(print, flush=True)

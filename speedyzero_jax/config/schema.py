@@ -208,7 +208,7 @@ class TopologyConfig:
   )
   block_timeout: float = opt(
     30.0,
-    "seconds until an unfinished block of states goes to another refresher; after twice this time "
+    "seconds until an unfinished block of a batch goes to another refresher; after twice this time "
     "the learner stops waiting for the blocks of a batch, except while they compile at the start",
     "(0, 1e9]",
     mutable=True,

@@ -126,6 +126,7 @@ def _rewarding_events(env: Any, event_rewards: np.ndarray) -> Any:
   class EventRewards(gymnasium.Wrapper):
     def step(self, action: Any) -> Any:
       obs, _, terminated, truncated, info = self.env.step(action)
+      info = dict(info)  # the environment may keep its own
       events = np.asarray(info.pop("events", ()), float)
       if events.shape != event_rewards.shape:
         raise ValueError(

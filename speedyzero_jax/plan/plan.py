@@ -40,7 +40,7 @@ ASSUMPTIONS = (
   f"Loops of unknown length (descents and backups in the tree) run {LOOP_STEPS:g} times.",
   "Parts do not overlap. Environments, replay and host transfers keep up and take no device time.",
   "A device runs programs in the order of their dispatch: of each role one at a time, and of the "
-  "learner another one ahead. Several learners do not wait for each other.",
+  "learner another one ahead. Several learners dispatch their steps at the same time.",
   f"An evaluation plays up to {MAX_LANES} episodes in parallel, of at most {EPISODE} agent steps.",
   "Communication between devices costs latency and memory bandwidth, but not link bandwidth.",
   f"A run may use {USABLE:.0%} of a device's memory, jax's default. Programs are not autotuned, so "

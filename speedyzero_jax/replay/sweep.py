@@ -16,8 +16,8 @@ class Sweep:
   The chunks in use form a queue. A visited chunk moves to the back, and a new one enters at
   the back, since its values were just computed by the actor. So between two visits of a chunk,
   every other chunk is visited at most once, regardless of appends. A block whose results are lost
-  is visited again one pass later. A slot keeps its old stamp until its result is written, so ages
-  are never underestimated.
+  is visited again one pass later, unless its refresher restarts. A slot keeps its old stamp until
+  its result is written, so ages are never underestimated.
 
   With several `phases`, which must divide the chunk, a sweep goes backward in time: a block takes
   only every phases-th cell of its chunks, and the next block the cells before those. Each phase

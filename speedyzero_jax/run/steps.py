@@ -167,7 +167,7 @@ def evaluate_now(
   experiment: Experiment, should_stop: Callable[[], bool] = lambda: False
 ) -> Evaluation | None:
   """Evaluates the current weights over full episodes; returns None if the run is stopping."""
-  config = experiment.config
+  config = experiment.local_config  # the agent's
   variables = experiment.weights.derive(experiment.state.variables)
   result = evaluate(
     config,

@@ -69,7 +69,7 @@ def no_fraction(monkeypatch):
 
 def test_learners_get_at_most_the_configured_number_of_devices():
   def ids(most):
-    return [each.ids for each in assign_devices(Topology(1, 1, 1), 8, 64, most=most)]
+    return [each.ids for each in assign_devices(Topology(1, 1, 1), 8, 64, per_learner=most)]
 
   assert ids(2) == [[0, 1], [7], [6]] and ids(7) == ids(0) == [[0, 1, 2, 3], [7], [6]]
 

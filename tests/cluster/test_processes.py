@@ -106,9 +106,12 @@ class Run:
       os.kill(learner, signal.SIGSTOP)
     os.kill(children[name]["pid"], number)
     restarts = children[name]["restarts"]
-    wait_for(lambda: self.children()[name]["restarts"] > restarts, 60, f"{name} stays dead")
-    if learner:
-      os.kill(learner, signal.SIGCONT)
+    try:  # other learners would notice a longer suspension
+      seconds = 15 if learner else 60
+      wait_for(lambda: self.children()[name]["restarts"] > restarts, seconds, f"{name} stays dead")
+    finally:
+      if learner:
+        os.kill(learner, signal.SIGCONT)
 
   def end(self, code, seconds=400):
     """Waits for the end; returns the output."""

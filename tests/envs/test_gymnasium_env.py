@@ -18,7 +18,7 @@ class Counter(gymnasium.Env):
   action_space = gymnasium.spaces.Discrete(3)
 
   def __init__(self, last=3):
-    self.last = last
+    self.last, self.info = last, {}
 
   def reset(self, *, seed=None, options=None):
     super().reset(seed=seed)
@@ -29,7 +29,8 @@ class Counter(gymnasium.Env):
     self.count += 1
     frame = np.full((4, 5), self.base + self.count, np.uint8)
     events = np.array([self.count, action], bool if action == 1 == self.count else float)
-    return frame, float(action), self.count == self.last, False, {"events": events}
+    self.info["events"] = events
+    return frame, float(action), self.count == self.last, False, self.info
 
 
 for name, limit in (("Counter-v0", None), ("Limited-v0", 3), ("Short-v0", 2)):

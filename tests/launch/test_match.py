@@ -48,6 +48,16 @@ def test_every_kind_of_opponent_is_played_from_both_sides(run, tmp_path):
     assert row["against"] != "minimax" or wins == 0  # it never loses
 
 
+def test_without_a_file_nothing_is_written(run, tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  before = sorted(run.rglob("*"))
+  assert match.main([str(run), "--against", "random", "--games", "2"]) == 0
+  assert "against random" in capsys.readouterr().out
+  assert not list(tmp_path.iterdir()) and sorted(run.rglob("*")) == before
+  with pytest.raises(SystemExit):
+    played(run, "--against", "random", out=tmp_path)  # a folder
+
+
 def test_an_interrupted_match_writes_nothing(run, tmp_path, monkeypatch):
   monkeypatch.setattr(evaluator, "evaluate", mock.Mock(side_effect=KeyboardInterrupt))
   assert played(run, "--against", "random", out=tmp_path / "out.json")[0] == 130

@@ -52,19 +52,26 @@ def test_sbatch_places_helpers_beside_the_learner_that_they_serve(cluster):
     assert environment == {"XLA_CLIENT_MEM_FRACTION": "0.30"}
 
 
-@pytest.mark.parametrize("resumed", [False, True])
-def test_sbatch_gives_actors_no_gpu_with_central_inference(cluster, resumed):
-  setting = "topology.inference=central"
-  if resumed:
+@pytest.mark.parametrize(
+  ("stored", "given", "central"),
+  [("", "actors central", True), ("central", "", True), ("central", "actors", False)],
+)
+def test_sbatch_gives_actors_no_gpu_with_central_inference(cluster, stored, given, central):
+  key = "topology.inference="
+  if stored:
     cluster.run_dir.mkdir()
-    config = loader.load(["impala"], [setting])
+    config = loader.load(["impala"], [key + stored])
     (cluster.run_dir / "config.yaml").write_text(loader.to_yaml(config))
   counts = {"ACTORS": "8", "REFRESHERS": "1", "SLURM_GPUS_ON_NODE": "2"}
-  assert cluster.sbatch("impala", *[setting] * (not resumed), **counts) == 0
+  assert cluster.sbatch("impala", *(key + value for value in given.split()), **counts) == 0
   calls = cluster.calls()
-  assert [call.devices for call, _ in calls] == [None] * 9 + [[0]]
   memory = [environment.get("XLA_CLIENT_MEM_FRACTION") for _, environment in calls]
-  assert memory == ["0.45", *[None] * 8, "0.45"]
+  if central:
+    assert [call.devices for call, _ in calls] == [None] * 9 + [[0]]
+    assert memory == ["0.45", *[None] * 8, "0.45"]
+  else:
+    assert [call.devices for call, _ in calls] == [None, *[[0], [1]] * 4, [0]]
+    assert memory == ["0.15"] * 10
 
 
 def test_sbatch_separates_gpus(cluster):

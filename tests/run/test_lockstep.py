@@ -197,6 +197,14 @@ def test_evaluations_do_not_change_the_run(uninterrupted, tmp_path):
   assert rows == [(3, None), (5, 5), (6, 5), (9, 5), (10, 10), (12, 10)]
 
 
+def test_one_of_several_learners_evaluates_with_the_lanes_of_its_agent(tmp_path, monkeypatch):
+  lanes = []
+  monkeypatch.setattr(steps, "evaluate", lambda config, *_, **__: lanes.append(config.actor.lanes))
+  with quick(tmp_path, "actor.lanes=4", membership=Membership(0, 2)) as experiment:
+    steps.evaluate_now(experiment)
+  assert lanes == [2]
+
+
 @pytest.mark.parametrize("unit", [0, 1])
 def test_of_several_learners_the_first_evaluates_and_all_wait_for_it(tmp_path, monkeypatch, unit):
   done = []
