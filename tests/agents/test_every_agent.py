@@ -44,7 +44,7 @@ SHORT = {
 }  # fmt: skip
 LEARNS = {
   "dqn": (
-    "learner.steps=200", "run.env_steps=4000", "actor.lanes=32", "optim.learning_rate=5e-3",
+    "learner.steps=250", "run.env_steps=5000", "actor.lanes=32", "optim.learning_rate=5e-3",
     "loss.target_interval=30",
   ),
   "c51": (
