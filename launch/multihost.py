@@ -13,10 +13,12 @@ import argparse
 import contextlib
 import logging
 import os
+import re
 import socket
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for uninstalled clones
@@ -28,6 +30,7 @@ from speedyzero_jax.config.schema import Config
 from speedyzero_jax.run import run_dir, topology
 from speedyzero_jax.run.run_dir import RunDir, RunFolderError
 from speedyzero_jax.system.exit_codes import FAILED, USAGE_ERROR
+from speedyzero_jax.system.own_code import location
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -170,7 +173,7 @@ def check_env(config: Config) -> None:
     cap = config.evaluation.max_episode_steps
     make_env(config.env, 1, config.run.seed, training=False, max_episode_steps=cap).close()
   except (ValueError, TypeError) as error:  # TypeError: from envpool, for invalid numbers
-    raise ConfigError(f"env: {_first_line(error)}") from error
+    raise ConfigError(f"env: {_first_line(error)}{location(error)}") from error
 
 
 def check_possible(config: Config) -> None:
@@ -200,9 +203,14 @@ def check_possible(config: Config) -> None:
     )
   check_env(config)
   try:
-    make_agent(config)
+    agent = make_agent(config)
   except (ValueError, TypeError, ArithmeticError) as error:
-    raise ConfigError(_first_line(error)) from error
+    raise ConfigError(f"{_first_line(error)}{location(error)}") from error
+  if config.topology.gradients == "actors" and (agent.tasks or agent.target_interval):
+    raise ConfigError(
+      f"topology.gradients: must be learner, as {config.agent.name} with these settings has "
+      f"{'background tasks' if agent.tasks else 'a target network'}, got actors"
+    )
 
 
 def _first_line(error: Exception) -> str:
@@ -233,6 +241,10 @@ def supervise(arguments: argparse.Namespace) -> int:
 
   terminal = os.dup(sys.stdout.fileno())
 
+  def checkpoints() -> set[str]:
+    names = (folder.name for folder in path.glob("checkpoints/*"))
+    return {name for name in names if re.fullmatch(r"\d+-\d+", name)}
+
   def child(process_id: int) -> Child:
     role, assigned = shape.role(process_id), gpus[process_id]
     command = [sys.executable, __file__, "--resume", str(path), "--coordinator", address]
@@ -252,7 +264,8 @@ def supervise(arguments: argparse.Namespace) -> int:
     held.bind(("127.0.0.1", 0))
     address = f"127.0.0.1:{held.getsockname()[1]}"
     children = [child(process_id) for process_id in range(shape.num_processes)]
-    return Supervisor(children, path / "logs", lambda text: print(text, flush=True)).run()
+    report = partial(print, flush=True)
+    return Supervisor(children, path / "logs", report, progress=checkpoints).run()
 
 
 def run_process(arguments: argparse.Namespace) -> int:

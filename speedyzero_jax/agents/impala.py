@@ -155,7 +155,8 @@ class Impala(TorsoAgent):
     (logits, value, _), columns, core = self._now(variables, inputs)
     action = jax.random.categorical(key, logits) if explore else jnp.argmax(logits, axis=-1)
     known = {"logits": logits, "value": value, **columns}
-    columns = {column.name: known[column.name] for column in self.schema.extra}
+    stored = {column.name for column in self.schema.extra}  # a subclass may add columns
+    columns = {name: x for name, x in known.items() if name in stored}
     return ActOutput(action.astype(jnp.int32), columns, core, {})
 
   def loss(

@@ -86,7 +86,7 @@ class ActorService:
       if request.sequence != session.sequence + 1:
         raise ValueError(f"{helper} sent step {request.sequence} after step {session.sequence}")
       self._take(helper, session, request)
-      if not self._limiter.pool or self._limiter.lag_exceeded:
+      if self._limiter.pool <= self._wanted(session) or self._limiter.lag_exceeded:
         self._end_hanging()
       steps, requested = self._wait_for_steps(helper, session, seconds), self._wanted(session)
       if steps is None:
@@ -120,6 +120,9 @@ class ActorService:
             session.incarnation = -1  # refuses its calls until it joins again
             self._release(session)
             self._collector.truncate(session.lanes)
+            for other in self._sessions:
+              if other.closed:  # must join again to take these steps, with new episodes
+                other.incarnation = -1
         finally:
           session.lock.release()
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import platform
+import resource
 import secrets
 import sys
 import time
@@ -30,6 +31,7 @@ from speedyzero_jax.run.train import train
 from speedyzero_jax.system.exit_codes import FAILED
 from speedyzero_jax.workers.weights import DivergedError
 
+_OPEN_FILES = 1 << 16
 _TOKEN, _MIN_TOKEN = 32, 16  # bytes of a generated token; minimum of one read from a file
 # Seconds for which a process waits for all others: on one machine, on a cluster that may be full.
 _JOIN_TIMEOUT, _CLUSTER_JOIN_TIMEOUT = 300, 3600
@@ -60,6 +62,7 @@ def main(
   may raise ConfigError or RunFolderError. The value of `resume` in process 0 counts. `devices` are
   the ids of the accelerators to use; None: all.
   """
+  _set_limits()
   signals, timeout = Signals(), _JOIN_TIMEOUT if place.on_one_machine else _CLUSTER_JOIN_TIMEOUT
   try:
     with Signals.at_once():
@@ -94,6 +97,17 @@ def main(
       return signals.exit_code
     print(f"error: {error}", file=sys.stderr)
     return FAILED
+
+
+def _set_limits() -> None:
+  """Allows more open files, as a learner needs two for each actor, and no core dumps.
+
+  Processes that lose another abort; a dump of the replay would delay their restart.
+  """
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  files = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+  resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, files), hard))
+  resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
 def _token(config: Config) -> bytes:

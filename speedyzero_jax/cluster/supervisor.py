@@ -38,7 +38,9 @@ class Limits:
   # Consecutive failures or deaths that end the run, of a non-vital process or of all vital ones:
   max_failures: int = 5
   max_deaths: int = 60
-  reset_after: float = 600.0  # uptime that resets counts and pause; longer than compilation takes
+  # Uptime that resets counts and pause, of vital processes only after progress; longer than
+  # compilation takes:
+  reset_after: float = 600.0
   pause: float = 1.0  # before a restart; doubles with every consecutive death
   longest_pause: float = 30.0
   grace: float = 20.0  # for the other processes to end once all vital ones have finished
@@ -49,8 +51,9 @@ class Limits:
 class Supervisor:
   """Runs processes with distinct names until the vital ones (one or more) have finished.
 
-  `report` shows a text to the user. A child's output goes to `logs/NAME.log`, reports also to
-  `logs/supervisor.log`. `logs/supervisor.json` holds
+  `report` shows a text to the user. `progress` returns a value that changes whenever the state does
+  from which restarted vital processes continue, such as the names of checkpoints. A child's output
+  goes to `logs/NAME.log`, reports also to `logs/supervisor.log`. `logs/supervisor.json` holds
   {pid, children: [{name, pid, started, restarts}]}; pid and started (Unix time) are null while a
   child is not running. The attribute `restarts` is the number of restarts of each child, by name.
   """
@@ -61,12 +64,13 @@ class Supervisor:
     logs: Path,
     report: Callable[[str], None],
     limits: Limits | None = None,
+    progress: Callable[[], object] = object,
   ):
     self._children = {child.name: child for child in children}
     if len(self._children) < len(children) or not any(child.vital for child in children):
       raise ValueError("children need distinct names, and one of them must be vital")
     self._logs, self._show = logs, report
-    self._limits = limits or Limits()
+    self._limits, self._progress = limits or Limits(), progress
     self.restarts: dict[str, int] = {}
     self._running: dict[str, Process] = {}
     self._signals: list[signal.Signals] = []  # received and not yet handled
@@ -97,7 +101,7 @@ class Supervisor:
         self._kill_all()
 
   def _run(self) -> int:
-    streaks = {_ALL: _Streak(self._limits)}
+    streaks = {_ALL: _Streak(self._limits, self._progress)}
     due = {_ALL: 0.0}  # pending starts: times by name of the child, or _ALL
     while not self._signals:
       now = time.monotonic()
@@ -250,14 +254,15 @@ class Supervisor:
 class _Streak:
   """Consecutive deaths of one process, or of the vital ones together."""
 
-  def __init__(self, limits: Limits):
-    self._limits = limits
+  def __init__(self, limits: Limits, progress: Callable[[], object] = object):
+    self._limits, self._progress, self._reached = limits, progress, progress()
     self._deaths = self._failures = 0
 
   def add(self, process: Process) -> tuple[float, str]:
     """Counts a death. Returns the pause in seconds and, if a limit is reached, a line about it."""
     limits, verdict = self._limits, ""
-    if process.uptime >= limits.reset_after:
+    before, self._reached = self._reached, self._progress()
+    if process.uptime >= limits.reset_after and self._reached != before:
       self._deaths = self._failures = 0
     else:
       self._deaths += 1
@@ -265,7 +270,7 @@ class _Streak:
     if self._failures >= limits.max_failures:
       verdict = f"\nGiving up after {self._failures} consecutive failures."
     elif self._deaths >= limits.max_deaths:
-      each = f"each after less than {limits.reset_after:g} s"
+      each = f"each after less than {limits.reset_after:g} s or without progress"
       verdict = f"\nGiving up after {self._deaths} consecutive deaths, {each}."
     doublings = max(self._deaths - 1, 0)
     return min(limits.pause * 2**doublings, limits.longest_pause), verdict

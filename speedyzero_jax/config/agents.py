@@ -1,5 +1,6 @@
 """Agents by name: the built-in ones, and modules of the user's own."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -8,7 +9,7 @@ import inspect
 import pkgutil
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
+from importlib.machinery import ModuleSpec
 from typing import Any, ClassVar, get_origin
 
 from speedyzero_jax.config.fields import ConfigError, is_supported
@@ -21,28 +22,40 @@ _AS_STRING = "types of fields can't be strings; remove `from __future__ import a
 def agent_module(name: str) -> Any:
   """Imports the module of an agent: a built-in one, or any other by its dotted name.
 
-  Raises ConfigError if there is no such module, it can't be imported, or it does not define
-  `make_agent` and a valid `AGENT_CONFIG` of its name.
+  Raises ConfigError if there is no such module, it can't be imported, it does not define
+  `make_agent` and a valid `AGENT_CONFIG` of its name, or it has the name of a built-in agent.
   """
-  for module in filter(_exists, (f"{_BUILT_IN}.{name}", name)):
-    try:
-      agent = importlib.import_module(module)
-    except Exception as error:
-      raise _not_importable(module, error) from error
-    missing = [x for x in ("AGENT_CONFIG", "make_agent") if not hasattr(agent, x)]
-    if missing and (module == name or len(missing) == 1):
-      raise ConfigError(f"agent: module {module} has no {' and no '.join(missing)}")
-    if not missing:
-      named = getattr(agent.AGENT_CONFIG, "name", None)
-      if named != name:  # as in a copy of another agent, whose configuration would build that one
-        raise ConfigError(
-          f"agent: the name in {module}.AGENT_CONFIG must be {name!r}, got {named!r}"
-        )
-      if problem := next(_problems(agent.AGENT_CONFIG), ""):
-        raise ConfigError(f"agent: {module}.AGENT_CONFIG: {problem}")
-      return agent
+  built_in, own = f"{_BUILT_IN}.{name}", _spec(name)
+  if _spec(built_in) is not None and (agent := _imported(built_in, name)) is not None:
+    loader: Any = own and own.loader  # None for a folder without __init__.py
+    if own is not None and loader and "AGENT_CONFIG" in (loader.get_source(name) or ""):
+      raise ConfigError(f"agent: {name} is the name of a built-in agent; rename {own.origin}")
+    return agent
+  if own is not None:
+    if (agent := _imported(name, name)) is None:
+      raise ConfigError(f"agent: module {name} has no AGENT_CONFIG and no make_agent")
+    return agent
   available = f"{', '.join(agent_names())}, or a module of your own on PYTHONPATH"
   raise ConfigError(f"agent: unknown agent {name!r}; available: {available}")
+
+
+def _imported(module: str, name: str) -> Any:
+  """Imports a module; returns None if it defines no agent. Raises ConfigError, see above."""
+  try:
+    agent = importlib.import_module(module)
+  except Exception as error:
+    raise _not_importable(module, error) from error
+  missing = [x for x in ("AGENT_CONFIG", "make_agent") if not hasattr(agent, x)]
+  if len(missing) == 2:
+    return None
+  if missing:
+    raise ConfigError(f"agent: module {module} has no {missing[0]}")
+  named = getattr(agent.AGENT_CONFIG, "name", None)
+  if named != name:  # as in a copy of another agent, whose configuration would build that one
+    raise ConfigError(f"agent: the name in {module}.AGENT_CONFIG must be {name!r}, got {named!r}")
+  if problem := next(_problems(agent.AGENT_CONFIG), ""):
+    raise ConfigError(f"agent: {module}.AGENT_CONFIG: {problem}")
+  return agent
 
 
 def _problems(config: Any) -> Iterator[str]:
@@ -90,13 +103,14 @@ def _undeclared(section: str, kind: Any) -> Iterator[str]:
       yield f"{key} must be a {types}, got {field.type!r}"
 
 
-def _exists(module: str) -> bool:
+def _spec(module: str) -> ModuleSpec | None:
+  """Finds a module; returns None if there is none."""
   if "" in module.split("."):
-    return False  # a relative name
+    return None  # a relative name
   try:
-    return importlib.util.find_spec(module) is not None
+    return importlib.util.find_spec(module)
   except (ModuleNotFoundError, ValueError):
-    return False
+    return None
   except Exception as error:  # from its package
     raise _not_importable(module, error) from error
 
@@ -109,7 +123,10 @@ def _not_importable(module: str, error: Exception) -> ConfigError:
 
 @functools.cache
 def agent_names() -> list[str]:
-  """Names of the built-in agents."""
-  folder = Path(__file__).resolve().parents[1] / "agents"
-  names = [module.name for module in pkgutil.iter_modules([str(folder)])]
-  return [n for n in names if hasattr(importlib.import_module(f"{_BUILT_IN}.{n}"), "AGENT_CONFIG")]
+  """Names of the built-in agents; those that can't be imported are omitted."""
+  found = []
+  for module in pkgutil.iter_modules(importlib.import_module(_BUILT_IN).__path__):
+    with contextlib.suppress(ConfigError):
+      if _imported(f"{_BUILT_IN}.{module.name}", module.name) is not None:
+        found.append(module.name)
+  return found

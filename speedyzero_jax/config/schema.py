@@ -370,7 +370,7 @@ class Config:
     if topology.refreshers and not self.agent.refreshes:
       yield (
         f"topology.refreshers: must be 0, as {self.agent.name} recomputes nothing with these "
-        f"settings, got {topology.refreshers}"
+        f"settings (AgentConfig.refreshes is false), got {topology.refreshers}"
       )
     if topology.gradients == "actors":
       if not self.agent.trains_once:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from speedyzero_jax.system.own_code import location
 from speedyzero_jax.types import Env, EnvStep
 
 PREFIX = "gymnasium:"
@@ -31,7 +32,7 @@ class GymnasiumEnv:
   ):
     from gymnasium import vector
 
-    one = functools.partial(_make, game, cap, event_rewards)
+    one = functools.partial(_lane, game, cap, event_rewards)
     self._envs = vector.SyncVectorEnv([one] * lanes, autoreset_mode=vector.AutoresetMode.NEXT_STEP)
     self._seeds = np.random.SeedSequence(seed).generate_state(lanes).tolist()
     self._ended = np.zeros(lanes, bool)
@@ -108,34 +109,37 @@ def probe(game: str) -> tuple[tuple[int, int, int], np.dtype, int, int]:
     _close(env, game)
 
 
-def _make(game: str, cap: int | None = None, event_rewards: tuple[float, ...] = ()) -> Any:
+def _make(game: str, cap: int | None = None) -> Any:
   import gymnasium
 
   name = game.removeprefix(PREFIX)
-  env = _attempt(ValueError, f"can't make {game}", gymnasium.make, name, max_episode_steps=cap)
-  return _rewarding_events(env, np.array(event_rewards)) if event_rewards else env
+  return _attempt(ValueError, f"can't make {game}", gymnasium.make, name, max_episode_steps=cap)
 
 
-def _rewarding_events(env: Any, event_rewards: np.ndarray) -> Any:
-  """Returns an environment whose reward is `info["events"]` @ `event_rewards`.
+def _lane(game: str, cap: int, event_rewards: tuple[float, ...]) -> Any:
+  """Makes an environment of a vector environment, without the infos, whose types may differ.
 
-  Lanes are rewarded separately, as a vector environment converts events to the type of one lane's.
+  Its reward is `info["events"]` @ `event_rewards`, if these are given.
   """
   import gymnasium
 
-  class EventRewards(gymnasium.Wrapper):
-    def step(self, action: Any) -> Any:
-      obs, _, terminated, truncated, info = self.env.step(action)
-      info = dict(info)  # the environment may keep its own
-      events = np.asarray(info.pop("events", ()), float)
-      if events.shape != event_rewards.shape:
-        raise ValueError(
-          f"env.event_rewards has {len(event_rewards)} numbers, but info['events'] has the shape "
-          f"{events.shape}"
-        )
-      return obs, float(events @ event_rewards), terminated, truncated, info
+  class Lane(gymnasium.Wrapper):
+    def reset(self, **options: Any) -> Any:
+      return self.env.reset(**options)[0], {}
 
-  return EventRewards(env)
+    def step(self, action: Any) -> Any:
+      obs, reward, terminated, truncated, info = self.env.step(action)
+      if event_rewards:
+        events = np.asarray(info.get("events", ()), float)
+        if events.shape != (len(event_rewards),):
+          raise ValueError(
+            f"env.event_rewards has {len(event_rewards)} numbers, but info['events'] has the shape "
+            f"{events.shape}"
+          )
+        reward = float(events @ event_rewards)
+      return obs, reward, terminated, truncated, {}
+
+  return Lane(_make(game, cap))
 
 
 def _close(env: Any, game: str) -> None:
@@ -155,4 +159,4 @@ def _attempt(
     raise
   except (Exception, SystemExit) as error:  # the latter would end this process as if finished
     reason = " ".join(f"{type(error).__name__}: {error}".split())
-    raise kind(f"{problem}: {reason}") from error
+    raise kind(f"{problem}: {reason}{location(error)}") from error

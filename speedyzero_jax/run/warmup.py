@@ -17,6 +17,7 @@ import numpy as np
 from speedyzero_jax.agents.base import ActInputs, Agent, Arrays, Task, Work
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.replay.replay import Replay
+from speedyzero_jax.replay.selector import Selection
 from speedyzero_jax.run.experiment import Experiment
 from speedyzero_jax.run.factories import mean_stored, shortest_lane
 from speedyzero_jax.system.compilation import Program
@@ -155,12 +156,12 @@ def task_shapes(config: Config, agent: Agent, refreshers: int) -> set[tuple[str,
 def example_batch(config: Config, agent: Agent) -> tuple[Arrays, list[Work]]:
   """Returns a batch of one process, without frames, and the work requested for it.
 
-  They come from a replay of zeros and have the shapes of real ones.
+  All samples are the first slot of a replay of zeros, and have the shapes of real ones.
   """
   size, window = config.learner.batch_size, agent.window
-  replay = _zeros(agent, config.env.frame_stack, shortest_lane(config, agent) + 1, size)
+  replay = _zeros(agent, config.env.frame_stack, shortest_lane(config, agent) + 1)
+  selection = Selection(np.zeros(size, np.int32), np.zeros(size, np.int64), np.ones(size))
   with replay.lock:
-    selection = replay.select(size)
     works = agent.batch_work(replay, selection)
     arrays, _ = agent.assemble(replay, selection, 0)
   if not window.within_episode:
@@ -168,21 +169,17 @@ def example_batch(config: Config, agent: Agent) -> tuple[Arrays, list[Work]]:
   return arrays, works
 
 
-def _zeros(agent: Agent, stack: int, slots: int, batch: int) -> Replay:
-  """Returns a replay of zeros with enough lanes to select a batch."""
+def _zeros(agent: Agent, stack: int, slots: int) -> Replay:
+  """Returns a replay whose only lane holds an open episode of zeros."""
   columns = {x.name: np.zeros((slots, *x.shape), x.dtype) for x in agent.schema.columns}
   columns["first"][0] = True
-  lanes = 1
-  while True:
-    replay = Replay(
-      agent.schema,
-      agent.make_selector,
-      lanes=lanes,
-      capacity=2 * slots,
-      frame_stack=stack,
-      rng_seed=0,
-    )
-    replay.append(Slots.concatenate([Slots.of_lane(i, 0, columns) for i in range(lanes)]))
-    if replay.ready(batch):
-      return replay
-    lanes *= 2
+  replay = Replay(
+    agent.schema,
+    agent.make_selector,
+    lanes=1,
+    capacity=slots,
+    frame_stack=stack,
+    rng_seed=0,
+  )
+  replay.append(Slots.of_lane(0, 0, columns))
+  return replay

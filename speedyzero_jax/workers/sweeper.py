@@ -72,6 +72,8 @@ class Sweeper:
     task: must have `max_age`.
     actor_interval: learner steps between updates of the actors' weights.
     weights_interval: learner steps between updates of the task's weights.
+
+  Raises ValueError if `max_age` is too short for these intervals.
   """
 
   def __init__(self, name: str, task: Task, actor_interval: int, weights_interval: int):
@@ -80,6 +82,8 @@ class Sweeper:
     self.block = task.block or (_ON_CPU if on_cpu else _ON_ACCELERATOR)
     # Weights may be one interval old when they are used; so may values when slots are appended.
     self._delay = max(weights_interval, actor_interval)
+    if self.max_age < self._delay + 2:
+      raise ValueError(f"{name}: max_age must be at least {self._delay + 2}, got {self.max_age}")
     self.calls = 0
     self.credit = 0  # states to recompute
     self.credited = 0  # learner steps included in `credit`

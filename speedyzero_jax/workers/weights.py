@@ -37,11 +37,15 @@ class Version(NamedTuple):
 
 
 class DivergedError(Exception):
-  """Training has diverged: the weights of learner step `step` or their outputs are not finite."""
+  """Training has diverged: the weights of learner step `step` or their outputs are not finite.
 
-  def __init__(self, step: int):
+  `name` is that of the output, if known.
+  """
+
+  def __init__(self, step: int, name: str = ""):
+    of = f" ({name})" if name else ""
     super().__init__(
-      f"learner step {step} produced values that are not finite: training has diverged. "
+      f"learner step {step} produced values that are not finite{of}: training has diverged. "
       "Earlier checkpoints, if any, are intact; resume from one, or start a new run with a lower "
       "optim.learning_rate or optim.clip_norm"
     )
@@ -53,8 +57,9 @@ def device_get_finite(version: Version, results: Any) -> Any:
   Raises DivergedError if any value is not finite.
   """
   results = jax.device_get(results)
-  if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(results)):
-    raise DivergedError(version.step)
+  for path, leaf in jax.tree.leaves_with_path(results):
+    if not np.isfinite(leaf).all():
+      raise DivergedError(version.step, jax.tree_util.keystr(path, simple=True, separator="."))
   return results
 
 

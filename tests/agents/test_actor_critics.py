@@ -9,9 +9,11 @@ import pytest
 
 import episodes
 import trained
-from speedyzero_jax.agents import ppo
+from speedyzero_jax.agents import impala, ppo
 from speedyzero_jax.agents.actor_critic import ENTROPY, LOSS_POLICY, LOSS_VALUE, RECONSTRUCTION
 from speedyzero_jax.agents.base import ActInputs, Variables
+from speedyzero_jax.config import loader
+from speedyzero_jax.replay.schema import Column
 from speedyzero_jax.replay.selector import Selection
 from speedyzero_jax.types import Slots
 from trained import KEY, gathered, largest, linear, log_softmax
@@ -267,3 +269,17 @@ def test_actions_follow_the_stored_logits(variant):
   frequency = np.bincount(explored.action, minlength=_ACTIONS) / lanes
   np.testing.assert_allclose(frequency, np.exp(log_softmax(logits))[0], atol=0.04)
   np.testing.assert_array_equal(greedy.action, logits.argmax())
+
+
+def test_a_subclass_may_store_more_columns():
+  class Own(impala.Impala):
+    def act(self, *arguments, explore):
+      out = super().act(*arguments, explore=explore)
+      return out._replace(columns=out.columns | {"own": out.columns["logits"][:, 0]})
+
+  config = loader.load([], [*_TINY, *_IMPALA, "learner.steps=100"])
+  own = Own(config, (1, 1, 2), np.float32, _ACTIONS, Column("own", "float32"))
+  inputs = ActInputs(np.zeros((1, _STACK, 1, 1, 2), np.float32), np.ones(1, bool), np.zeros(1), ())
+  act = functools.partial(own.act, explore=True)
+  columns = jax.eval_shape(act, jax.eval_shape(own.init, KEY), inputs, KEY, 0.0).columns
+  assert columns.keys() == {"logits", "own"}

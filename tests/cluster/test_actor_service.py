@@ -247,6 +247,26 @@ def test_an_actor_that_hangs_loses_its_grant_and_must_join_again(make_unit):
   assert unit.join(1, 1).heads.tolist() == [6, 6]
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["before the last grant", "after it"])
+def test_the_steps_of_an_actor_that_hangs_at_the_end_go_to_the_only_other_one(make_unit, late):
+  unit = make_unit("actor.lanes=4", "actor.random_steps=24", "run.env_steps=24", actors=2)
+  unit.fill(6)
+  unit.join(0), unit.join(1)
+  assert unit.step(actor=1).steps == 2  # and hangs
+  unit.now = 0 if late else 601
+  grant = unit.step()
+  assert grant.steps == 2 and grant.closing == late
+  slots, _ = unit.play(unit.player(), grant)
+  if late:
+    assert unit.step(slots, 1) is None
+    unit.now = 601
+    assert unit.step(slots, 1) is None and unit.limiter.pool == 2
+    unit.refuses(lambda: unit.step(slots, 1), "has no session")
+    unit.join(0, 1)
+  last = unit.step(incarnation=1) if late else unit.step(slots, 1)
+  assert last.steps == 2 and last.closing
+
+
 def test_a_grant_names_weights_published_until_the_lag_is_bounded(make_unit, monkeypatch):
   """Weights looked up before `begin_acting` could be an interval older than the bound assumes."""
   unit = make_unit("actor.weights_interval=2", "actor.max_lag=3")

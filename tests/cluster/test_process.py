@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import resource
 import signal
 
 import pytest
@@ -52,6 +53,19 @@ def test_an_error_is_one_line_unless_a_signal_came_first(
   code, rendezvous = started(tiny.config(*SETTINGS), tmp_path, monkeypatch, train)
   assert code == (128 + signal.SIGTERM if stopped else 1) and rendezvous.failed
   assert capsys.readouterr().err == ("" if stopped else f"error: {error}\n")
+
+
+def test_allows_many_open_files_and_no_core_dumps(tmp_path, monkeypatch):
+  kinds = resource.RLIMIT_NOFILE, resource.RLIMIT_CORE
+  before = [resource.getrlimit(kind) for kind in kinds]
+  resource.setrlimit(kinds[0], (before[0][0] // 2, before[0][1]))
+  try:
+    started(tiny.config(*SETTINGS), tmp_path, monkeypatch, lambda *_, **__: 0)
+    (files, most), (core, _) = (resource.getrlimit(kind) for kind in kinds)
+  finally:
+    for kind, limits in zip(kinds, before, strict=True):
+      resource.setrlimit(kind, limits)
+  assert core == 0 and files >= min(most, 1 << 16)
 
 
 @pytest.mark.parametrize("code", [0, 1, 143])

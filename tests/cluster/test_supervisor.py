@@ -233,6 +233,14 @@ def test_restarts_of_all_are_bounded(run, end, limits):
   assert one.restarts() == {"learner-0": 3, "actor-0": 3}
 
 
+def test_restarts_after_long_lives_without_progress_are_bounded(run):
+  save = "if n < 2: touch(f'checkpoint-{n}')"
+  code = f"{COUNTED}{save}\ntime.sleep(0.3); os.abort()"
+  one = run(("learner-0", code, True), reset_after=0.2, max_failures=2)
+  assert pauses(one.end(1)) == ["0.05", "0.05", "0.05"]
+  assert one.restarts() == {"learner-0": 3}
+
+
 def test_kills_what_a_process_leaves_behind(run):
   grandchild = "if os.fork() == 0: on_stop(signal.SIG_IGN); ready(); time.sleep(100); sys.exit()"
   run(("learner-0", f"{grandchild}\nuntil('ready-learner-0')", True)).end(0)

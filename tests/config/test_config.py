@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speedyzero_jax.config import loader
+import speedyzero_jax.agents
+from speedyzero_jax.config import agents, loader
 from speedyzero_jax.config.fields import ConfigError, show
 
 AGENT = "efficientzero"
@@ -354,3 +355,29 @@ def test_a_broken_agent_is_named(tmp_path, monkeypatch, text, message):
   monkeypatch.delitem(sys.modules, "broken", raising=False)
   with pytest.raises(ConfigError, match=f"^agent: .*broken.* {message}"):
     loader.load(["impala"], ["agent=broken"])
+
+
+def test_a_module_with_the_name_of_a_built_in_agent_is_refused(tmp_path, monkeypatch):
+  monkeypatch.syspath_prepend(tmp_path)
+  (tmp_path / "dqn.py").write_text("other = 1")  # defines no agent
+  (tmp_path / "impala").mkdir()
+  for name in ("dqn", "impala"):
+    loader.load([name])
+  (tmp_path / "dqn.py").write_text(declared("broken", "dqn"))
+  with pytest.raises(ConfigError, match=r"^agent: dqn is the name of a .*rename .*/dqn\.py"):
+    loader.load(["dqn"])
+
+
+@pytest.mark.parametrize("text", ["import no_such_package", "AGENT_CONFIG = 1", DECLARATION])
+def test_an_unfinished_agent_among_the_built_in_ones_is_not_listed(tmp_path, monkeypatch, text):
+  (tmp_path / "unfinished.py").write_text(text)
+  monkeypatch.setattr(
+    speedyzero_jax.agents, "__path__", [*speedyzero_jax.agents.__path__, str(tmp_path)]
+  )
+  agents.agent_names.cache_clear()
+  monkeypatch.delitem(sys.modules, "speedyzero_jax.agents.unfinished", raising=False)
+  with pytest.raises(ConfigError, match=r"^agent: .*unfinished"):
+    agents.agent_module("unfinished")
+  names = agents.agent_names()
+  agents.agent_names.cache_clear()
+  assert "dqn" in names and "unfinished" not in names

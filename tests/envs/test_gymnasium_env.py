@@ -29,7 +29,7 @@ class Counter(gymnasium.Env):
     self.count += 1
     frame = np.full((4, 5), self.base + self.count, np.uint8)
     events = np.array([self.count, action], bool if action == 1 == self.count else float)
-    self.info["events"] = events
+    self.info |= {"events": events, "winner": 1 if action == 1 else None}  # types differ by lane
     return frame, float(action), self.count == self.last, False, self.info
 
 
@@ -127,7 +127,11 @@ def _wrong_shape(self, action):
 @pytest.mark.parametrize(
   ("step", "error", "message"),
   [
-    (_exit, RuntimeError, "gymnasium:Counter-v0 failed: SystemExit"),
+    (
+      _exit,
+      RuntimeError,
+      r"Counter-v0 failed: SystemExit: \(.*/test_gymnasium_env.py:\d+\)$",
+    ),
     (lambda *_: next(iter(())), RuntimeError, "gymnasium:Counter-v0 failed: StopIteration"),
     (_wrong_shape, RuntimeError, "gymnasium:Counter-v0 failed: ValueError"),
     (_exhaust, MemoryError, "^$"),

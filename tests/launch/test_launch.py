@@ -15,6 +15,7 @@ from launched import NEW, finish, python
 from speedyzero_jax.cluster import supervisor
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.agents import agent_names
+from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.metrics import progress
 from speedyzero_jax.run import factories, run_dir, train
 from speedyzero_jax.run.experiment import TrainingError
@@ -61,13 +62,41 @@ def test_wrong_use_is_reported_in_one_line(tmp_path, monkeypatch, capsys, argume
   ],
 )
 def test_what_libraries_refuse_is_wrong_use(tmp_path, monkeypatch, capsys, where, error, message):
-  def refuse(*args, **kwargs):
-    raise error
-
   monkeypatch.chdir(tmp_path)
-  monkeypatch.setattr(f"speedyzero_jax.{where}", refuse)
+  monkeypatch.setattr(f"speedyzero_jax.{where}", mock.Mock(side_effect=error))
   assert multihost.main(NEW) == 2
   assert capsys.readouterr().err == f"error: {message}" and not list(tmp_path.iterdir())
+
+
+OWN = """
+from typing import ClassVar
+from flax import nnx
+from speedyzero_jax.agents import impala
+
+class AGENT_CONFIG(impala.ImpalaConfig):
+  name: ClassVar[str] = "own"
+
+class make_agent(impala.Impala):
+"""
+
+
+@pytest.mark.parametrize(
+  ("body", "preset", "message"),
+  [
+    (
+      "network = lambda *_, **__: nnx.LayerNorm(8)",
+      "impala",
+      r"LayerNorm.*'rngs' \(.*/own.py:10\)",
+    ),
+    ("target_interval = 9", "a3c", "topology.gradients: must be .* own with .* a target network"),
+  ],
+)
+def test_problems_of_an_own_agent_are_located(tmp_path, monkeypatch, body, preset, message):
+  (tmp_path / "own.py").write_text(f"{OWN}  {body}\n")
+  monkeypatch.syspath_prepend(tmp_path)
+  monkeypatch.delitem(sys.modules, "own", raising=False)
+  with pytest.raises(ConfigError, match=message):
+    multihost.check_possible(loader.load([preset], ["agent=own", "env.game=Catch"]))
 
 
 def test_presets_and_overrides_may_alternate():
@@ -142,7 +171,7 @@ def supervised(tmp_path, monkeypatch):
     children = []
 
     class Stub:
-      def __init__(self, made, logs, report):
+      def __init__(self, made, logs, report, progress):
         children.extend(made)
 
       def run(self):

@@ -161,12 +161,17 @@ def test_sbatch_restarts_all_when_a_step_is_lost(cluster, code):
   assert cluster.sbatch(ACTORS="1", MAX_RESTARTS="1", **lost) == code
   assert len(cluster.noted("steps")) == 4
   assert cluster.sbatch(MAX_RESTARTS="1", LOST_learners=str(code)) == code
+  assert f"ended with code {code}; giving up after 1 consecutive" in cluster.output
   assert len(cluster.noted("steps")) == 6
 
 
-@pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, True), (signal.SIGUSR2, False)])
-def test_sbatch_saves_and_is_requeued_before_its_time_limit(cluster, number, requeued):
-  process = cluster.start_sbatch(WAIT=str(cluster.waiting))
+@pytest.mark.parametrize(
+  ("number", "slow", "requeued"),
+  [(signal.SIGUSR1, "", True), (signal.SIGUSR1, "yes", True), (signal.SIGUSR2, "", False)],
+)
+def test_sbatch_saves_and_is_requeued_before_its_time_limit(cluster, number, slow, requeued):
+  """A slow learner ends only after it has been requeued."""
+  process = cluster.start_sbatch(WAIT=str(cluster.waiting), SLOW=slow)
   assert wait_until(lambda: cluster.noted("tasks"), process)
   assert wait_until(lambda: cluster.waiting.exists() and cluster.waiting.read_text(), process)
   process.send_signal(number)

@@ -90,6 +90,7 @@ if [ "$1" = show ]; then tr , '\\n' <<< "$3"; else echo "$@" >> "$SCONTROLLED"; 
   # Signals the tasks but not their child processes, as Slurm with cgroups does.
   "scancel": """#!/bin/bash
 echo "$@" >> "$CANCELLED"
+until [[ ! $SLOW || -e $SCONTROLLED ]]; do /usr/bin/sleep 0.1; done
 kill -TERM $(< "$TASKS") 2> "$TASKS.gone"
 """,
   "sleep": """#!/bin/bash
@@ -155,9 +156,9 @@ class Cluster:
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
 
   def sbatch(self, *arguments, **options):
-    """Runs the batch script and returns its exit code."""
+    """Runs the batch script and returns its exit code; `output` is what it printed."""
     process = self.start_sbatch(*arguments, **options)
-    process.communicate(timeout=60)
+    self.output = process.communicate(timeout=60)[0]
     return process.returncode
 
 

@@ -27,7 +27,8 @@ if os.isatty(0):
 children, limits = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 report = lambda text: print(text, flush=True)
 children = [Child(name, command, {}, vital) for name, command, vital in children]
-supervisor = Supervisor(children, Path("logs"), report, Limits(**limits))
+progress = lambda: sorted(Path().glob("checkpoint-*"))
+supervisor = Supervisor(children, Path("logs"), report, Limits(**limits), progress)
 code = supervisor.run()
 report("restarts " + json.dumps(supervisor.restarts))
 assert not {"jax", "numpy", "grpc"} & sys.modules.keys()

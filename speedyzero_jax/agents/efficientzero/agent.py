@@ -124,7 +124,7 @@ class EfficientZero(Agent):
       observe = partial(self.network_def.bind_folded(folded).represent, train=False)
     loss, metrics, td_error = losses.unrolled_loss(
       network,
-      losses.LearnerBatch(**batch),
+      losses.LearnerBatch(*(batch[name] for name in losses.LearnerBatch._fields)),
       keys,
       self._agent_config.loss,
       observe=observe,

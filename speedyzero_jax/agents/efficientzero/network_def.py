@@ -31,10 +31,10 @@ class NetworkDef:
     return nnx.graphdef(nnx.eval_shape(lambda: self._make(rngs=param_rngs(jax.random.key(0)))))
 
   @cached_property
-  def _folded_graph(self) -> Any:
-    return nnx.graphdef(
-      nnx.eval_shape(lambda: self._make(rngs=param_rngs(jax.random.key(0)), folded=True))
-    )
+  def _folded(self) -> tuple[Any, set[str]]:
+    """Graph of the folded network, and the names of its modules with variables."""
+    network = nnx.eval_shape(lambda: self._make(rngs=param_rngs(jax.random.key(0)), folded=True))
+    return nnx.graphdef(network), set(nnx.to_pure_dict(nnx.state(network)))
 
   def init(self, key: jax.Array) -> Variables:
     """Returns initial variables."""
@@ -51,12 +51,14 @@ class NetworkDef:
     the dynamics' first convolution for the action planes is precomputed, see `split_kernel`. The
     heads of value and policy become one with block-diagonal kernels, and the LSTM's two kernels
     become one. Everything except the norm of the LSTM's output and the layers of logits is cast to
-    the dtype of activations. The consistency heads are left out.
+    the dtype of activations. Modules that a folded network lacks, such as the consistency heads,
+    are left out.
 
     Raises ValueError if the heads of value and policy have other layers than those of `Network`.
     """
     params, stats = variables
-    params = _fold({k: x for k, x in params.items() if k != "consistency"}, stats)
+    needed = {"value", "policy", *self._folded[1]}
+    params = _fold({k: x for k, x in params.items() if k in needed}, stats)
     params["heads"] = _side_by_side(params.pop("value"), params.pop("policy"))
     prefix = params["value_prefix"]
     inputs, hidden = prefix["lstm"]["dense_i"], prefix["lstm"]["dense_h"]
@@ -75,7 +77,7 @@ class NetworkDef:
 
   def bind_folded(self, variables: Variables) -> Network:
     """Returns the network with variables from `fold`, for `train=False` only."""
-    return nnx.merge(self._folded_graph, variables.params, variables.batch_stats)
+    return nnx.merge(self._folded[0], variables.params, variables.batch_stats)
 
 
 def _fold(params: Params, stats: Params) -> Params:

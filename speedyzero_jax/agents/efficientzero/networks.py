@@ -224,7 +224,8 @@ class Network(nnx.Module):
   Args:
     observation_shape: [H, W, S*C].
     axis_name: mesh axis over which batch statistics are averaged; None: per device.
-    folded: build the network for variables from `NetworkDef.fold`, without consistency heads.
+    folded: build the network for variables from `NetworkDef.fold`, without modules that only the
+      loss uses.
   """
 
   def __init__(

@@ -238,7 +238,7 @@ def test_consistency_targets_use_the_chosen_statistics(statistics):
       config,
       observe=functools.partial(other.represent, train=statistics == "batch"),
     )
-    _, output = agent.loss(*variables, {}, batch._asdict(), keys)
+    _, output = agent.loss(*variables, {}, batch._asdict() | {"own": batch.value}, keys)
     return output.metrics, expected
 
   ours, expected = losses_of(_variables(), jax.random.split(_KEY, (1, _B)))

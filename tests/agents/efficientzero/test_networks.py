@@ -394,6 +394,19 @@ def test_a_batch_norm_without_a_layer_to_be_folded_into_is_refused():
     network_def.fold(network_def.init(jax.random.key(0)))
 
 
+def test_a_head_for_the_loss_only_is_left_out_of_the_folded_network():
+  class Own(networks.Network):
+    def __init__(self, *args, rngs, folded=False):
+      super().__init__(*args, rngs=rngs, folded=folded)
+      if not folded:
+        self.own = nnx.Linear(4, 1, rngs=rngs)
+
+  network_def = NetworkDef(TINY, (1, 1, 2), _ACTIONS, network=Own)
+  variables = network_def.init(jax.random.key(0))
+  assert hasattr(network_def.bind(variables), "own")
+  assert not hasattr(network_def.bind_folded(network_def.fold(variables)), "own")
+
+
 def test_heads_with_other_layers_are_refused():
   class Odd(networks.Network):
     def __init__(self, *args, rngs, folded=False):

@@ -20,7 +20,7 @@ from speedyzero_jax.metrics.aggregation import EpisodeStats
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.selector import Selection
 from speedyzero_jax.workers.actor import Actor
-from speedyzero_jax.workers.sweeper import make_sweepers, run_task, write_results
+from speedyzero_jax.workers.sweeper import Sweeper, make_sweepers, run_task, write_results
 from speedyzero_jax.workers.weights import ACTOR, WeightsStore
 from tiny_replay import (
   AGE_INTERVAL,
@@ -345,6 +345,15 @@ def test_credit_is_earned_by_learner_steps_and_survives_a_restart(actor_interval
   counters = sweeper.state_dict()
   other.load_state_dict(counters)
   assert other.state_dict() == counters
+
+
+def test_a_bound_on_age_shorter_than_a_pass_is_refused():
+  agent = Played().agent
+  task = agent.tasks["refresh"]
+  shortest = task._replace(max_age=5 + 2)
+  assert Sweeper("own", shortest, 5, 3).calls_per_step(100) > 0
+  with pytest.raises(ValueError, match="own: max_age must be at least 7, got 6"):
+    Sweeper("own", task._replace(max_age=6), 5, 3)
 
 
 def test_what_is_overdue_is_due_without_credit():
