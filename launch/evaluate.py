@@ -88,17 +88,12 @@ def evaluate(
   from speedyzero_jax.run import factories
   from speedyzero_jax.run.checkpoint import CheckpointError
   from speedyzero_jax.system import memory
-  from speedyzero_jax.system.platform import device_count
   from speedyzero_jax.workers import evaluator
   from speedyzero_jax.workers.video import Video
 
   memory.retain_freed()
   factories.enable_compilation_cache(config)
-  try:
-    device_count()
-  except RuntimeError as error:
-    _report(f"error: {error}")
-    return USAGE_ERROR
+  factories.device_count()
   try:
     agent, inference, version = factories.restore_for_evaluation(
       config, folder, warn=lambda line: _report(f"warning: {line}"), report=_report

@@ -38,7 +38,6 @@ from speedyzero_jax.run.checkpoint import CheckpointError
 from speedyzero_jax.run.run_dir import RunFolderError
 from speedyzero_jax.system.exit_codes import FAILED, USAGE_ERROR
 from speedyzero_jax.system.files import write_atomically
-from speedyzero_jax.system.platform import device_count
 from speedyzero_jax.workers import evaluator
 
 
@@ -64,11 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.error(f"--out: {out} is a folder or in a folder that does not exist")
   logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
   try:
-    device_count()
-  except RuntimeError as error:
-    print(f"error: {error}", file=sys.stderr)
-    return USAGE_ERROR
-  try:
+    factories.device_count()
     pairs = list(itertools.product(arguments.runs, arguments.against))
     for run, name in pairs:  # before the first match
       game = _restore(run)[0].env.game

@@ -25,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for uninstall
 
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.fields import ConfigError
-from speedyzero_jax.config.presets import preset_names
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.run import run_dir, topology
 from speedyzero_jax.run.run_dir import RunDir, RunFolderError
@@ -34,16 +33,18 @@ from speedyzero_jax.system.own_code import location
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-  """Parses the command line."""
-  # Otherwise an unknown preset would be reported before any error of the command line.
-  wanted = any(text == "-h" or (len(text) > 2 and "--help".startswith(text)) for text in argv)
+  """Parses the command line, or prints the help and exits.
+
+  Raises ConfigError or RunFolderError if the agent whose settings the help lists is unknown.
+  """
   parser = argparse.ArgumentParser(
     prog="launch/multihost.py",
     description="Trains and evaluates an agent.",
-    epilog=loader.help_text(chosen_agent(argv)) if wanted else None,
     formatter_class=argparse.RawDescriptionHelpFormatter,
+    add_help=False,
   )
   add = parser.add_argument
+  add("-h", "--help", action="store_true", help="show this message, with all settings, and exit")
   presets = "presets from configs/; later ones take precedence"
   add("--config", nargs="+", action="extend", metavar="PRESET", default=[], help=presets)
   add("--resume", type=Path, metavar="RUN_DIR", help="continue this run")
@@ -56,6 +57,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   devices = "ids of the accelerators to use, if there are several processes (default: all)"
   add("--devices", metavar="I,...", type=device_ids, help=devices)
   arguments = parse_with_overrides(parser, argv, "settings, listed below")
+  if arguments.help:
+    if arguments.resume is None:
+      agent = loader.agent_of(arguments.config, arguments.overrides)
+    else:
+      agent = run_dir.read_config(arguments.resume).agent.name
+    parser.epilog = loader.help_text(agent)
+    parser.print_help()
+    parser.exit()
   if arguments.resume is None and not arguments.config:
     parser.error("--config PRESET or --resume RUN_DIR is required")
   if arguments.resume is not None and arguments.config:
@@ -94,23 +103,6 @@ def process_counts(text: str) -> list[str]:
   if len({kind for kind, *_ in parts}) < len(parts) or not int(counts["learner"]):
     raise argparse.ArgumentTypeError(f"expected each kind once and a learner, got {text!r}")
   return [f"topology.{kind}s={count}" for kind, count in counts.items()]
-
-
-def chosen_agent(argv: Sequence[str]) -> str:
-  """The agent whose settings `--help` lists, chosen by the run, presets and overrides in `argv`.
-
-  Raises ConfigError or RunFolderError if they can't be read.
-  """
-  parser = argparse.ArgumentParser(prog="launch/multihost.py", add_help=False)
-  parser.add_argument("--resume", type=Path)
-  resumed, others = parser.parse_known_args(argv)
-  if resumed.resume is not None:
-    return run_dir.read_config(resumed.resume).agent.name
-  known = preset_names()
-  names = [text.removeprefix("--config=") for text in others]
-  files = [name for name in names if name.endswith((".yaml", ".yml")) and "=" not in name]
-  presets = [name for name in names if name in known or name in files]
-  return loader.agent_of(presets, [x for x in others if x.startswith("agent=")])
 
 
 def parse_with_overrides(
@@ -180,14 +172,9 @@ def check_possible(config: Config) -> None:
   """Raises ConfigError for settings that can't be used on machines like this; writes nothing."""
   import jax
 
-  from speedyzero_jax.run.factories import make_agent
-  from speedyzero_jax.system.platform import device_count
+  from speedyzero_jax.run.factories import device_count, make_agent
 
-  learners = max(config.topology.learners, 1)
-  try:
-    local = device_count()
-  except RuntimeError as error:
-    raise ConfigError(str(error)) from error
+  learners, local = max(config.topology.learners, 1), device_count()
   if jax.process_count() > 1:
     local = min(len(jax.local_devices(unit)) for unit in range(learners))
   devices = (config.learner.devices or local) * learners

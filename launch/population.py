@@ -83,7 +83,7 @@ def _run(population: populations.Population, folder: Path, processes: RunProcess
       result = controller.run(population, trainer, log, _say)
   except Interrupted:
     _say("stopped; repeat the command to continue")
-    return processes.exit_code
+    return 128 + processes.received
   finally:
     log.close()
   (folder / "population.json").write_text(json.dumps(result, indent=1) + "\n")

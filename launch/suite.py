@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = _train(runs, runs[part::parts], processes)
   if processes.received is not None:
     _say("stopped; repeat the command to continue")
-    return processes.exit_code
+    return 128 + processes.received
   reported = parts > 1 or _report(runs, folder, arguments.out)
   return 0 if reported and not failed else FAILED
 

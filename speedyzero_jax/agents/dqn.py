@@ -18,7 +18,7 @@ from speedyzero_jax.agents.q_agent import QAgent, QAgentConfig, QHeadConfig
 from speedyzero_jax.config.fields import opt
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.ops import td
-from speedyzero_jax.ops.torsos import TorsoConfig, observe, torso_problems
+from speedyzero_jax.ops.torsos import TorsoConfig, observe, stacked, torso_problems
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.selector import Selection
 from speedyzero_jax.types import Params
@@ -106,11 +106,8 @@ class DQN(QAgent):
     mask, action = batch["loss_mask"], batch["action"]
 
     def outputs_of(params: Params, slot: jax.Array) -> jax.Array:
-      def stack(frames: jax.Array, slot: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_slice_in_dim(frames, slot, self._stack)
-
-      observation = observe(jax.vmap(stack)(batch["frames"], slot))
-      return self._network.apply(params, observation[:, None])[0][:, 0]
+      index = slot[:, None, None] + jnp.arange(self._stack)  # [B, 1, S]
+      return self._network.apply(params, observe(stacked(batch["frames"], index)))[0][:, 0]
 
     end = batch["steps"]
     now, later = outputs_of(params, jnp.zeros_like(end)), outputs_of(target, end)

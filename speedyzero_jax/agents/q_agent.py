@@ -152,7 +152,7 @@ class QAgent(TorsoAgent):
     super().__init__(
       config, frame_shape, frame_dtype, actions, self.network,
       [Column(name, "float32", fill=float(_UNKNOWN)) for name in names],
-      {"value_step": names} if names else {},
+      ("value_step",) if names else (),
     )  # fmt: skip
     self._trained, self._eta, self._rescaled, self._sampler = trained, eta, rescaled, sampler
     self.target_interval = config.agent.loss.target_interval
@@ -206,17 +206,6 @@ class QAgent(TorsoAgent):
       replay, lane, time, reach, lambda lane, time: self._stored_errors(store, lane, time)
     )
 
-  def _initial_error(self, store: LaneStore) -> Any:
-    """The argument `initial_error` of the sampler."""
-    if not self._stores_q:
-      return None
-
-    def score(lane: np.ndarray, time: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
-      error, step = self._stored_errors(store, lane, time)
-      return error if self._agent_config.priority.initial == "actor" else None, step
-
-    return score
-
   def _stored_errors(
     self, store: LaneStore, lane: np.ndarray, time: np.ndarray
   ) -> tuple[np.ndarray, np.ndarray]:
@@ -241,12 +230,16 @@ class QAgent(TorsoAgent):
     return td.n_step(store, lane, time, n, discount)
 
   def make_selector(self, store: LaneStore) -> PrioritizedSampler:
+    def initial_error(lane: np.ndarray, time: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
+      error, step = self._stored_errors(store, lane, time)
+      return error if self._agent_config.priority.initial == "actor" else None, step
+
     return self._sampler(
       store,
       self._agent_config.priority,
       stack=self._stack,
       lookahead=self.window.after,
-      initial_error=self._initial_error(store),
+      initial_error=initial_error if self._stores_q else None,
     )
 
   def _batch(

@@ -5,7 +5,7 @@ can start at any slot. It takes 8 * size bytes per slot, 4 kB for an LSTM of 512
 slots played at random.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -44,7 +44,7 @@ class TorsoAgent(Agent):
     actions: int,
     network: Callable[..., CoreNetwork],
     columns: Iterable[Column] = (),
-    stamps: Mapping[str, tuple[str, ...]] = {},
+    stamps: tuple[str, ...] = (),
   ):
     agent_config = config.agent
     self._config, self._agent_config, self._stack = config, agent_config, config.env.frame_stack

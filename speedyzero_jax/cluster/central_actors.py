@@ -90,7 +90,7 @@ class CentralActors:
       except (RunFinished, ValueError) as error:
         errors.append(error)  # re-raised in the stream's thread
       except BaseException as error:  # such as divergence
-        self._experiment.collector.fail(error)
+        self._experiment.limiter.stop(error)
         errors.append(RunFinished(f"the learner has failed: {error}"))
       finally:
         self._roster.dismiss(helper)

@@ -91,6 +91,6 @@ class GradientService(ActorService):
       raise ValueError(f"{helper} sent a gradient of another network: {forms}"[:500])
     if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((variables, request.metrics))):
       diverged = DivergedError(request.version)
-      self._collector.fail(diverged)
+      self._limiter.stop(diverged)
       raise RunFinished(f"the learner has failed: {diverged}")
     return variables

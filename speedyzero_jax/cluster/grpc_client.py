@@ -15,16 +15,13 @@ import grpc
 from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.grpc_server import (
   HELPER,
-  POLL_SECONDS,
   SERVICE,
   TOKEN,
   RunFinished,
   channel_options,
 )
 
-CALL_SECONDS = 30.0 + POLL_SECONDS  # timeout of one attempt, without the transfer
-
-_BYTES_PER_SECOND = 1e6  # of a slow transfer
+CALL_SECONDS = 600.0  # timeout of one attempt, with its transfer; lost peers are noticed earlier
 
 _CONNECT_SECONDS = 2.0  # timeout of one connection attempt
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds between attempts
@@ -42,8 +39,8 @@ class Refused(Exception):
 class Client(contextlib.AbstractContextManager):
   """A helper's client of its learner service. Thread-safe.
 
-  Calls raise Refused (with the server's text), Unreachable, RunFinished, or WireError for an answer
-  of another type. Polls are repeated without limit. Calls are retried for `patience` seconds
+  Calls raise Refused (with the server's text), Unreachable, RunFinished, or ValueError for an
+  answer of another type. Polls are repeated without limit. Calls are retried for `patience` seconds
   without connection, plus at most one timeout, and without limit while the server answers pings,
   as its disk may stall. The other arguments are those of `serve`.
   """
@@ -54,11 +51,10 @@ class Client(contextlib.AbstractContextManager):
     token: bytes,
     helper: messages.Helper,
     *,
-    max_bytes: int,
     patience: float = 60.0,
   ):
     options = [
-      *channel_options(max_bytes),
+      *channel_options(),
       ("grpc.initial_reconnect_backoff_ms", 100),
       ("grpc.min_reconnect_backoff_ms", round(1000 * _CONNECT_SECONDS)),
       ("grpc.max_reconnect_backoff_ms", 1000),
@@ -71,7 +67,6 @@ class Client(contextlib.AbstractContextManager):
     self._stream = self._channel.stream_stream(f"/{SERVICE}/{stream}")
     self._names = {call.request: (name, call) for name, call in messages.CALLS.items()}
     self._address, self._patience = address, patience
-    self._transfer_seconds = max_bytes / _BYTES_PER_SECOND
     self._metadata = ((TOKEN, token), (HELPER, " ".join(str(part) for part in helper)))
 
   def call(self, request: Any) -> Any:
@@ -116,8 +111,7 @@ class Client(contextlib.AbstractContextManager):
     begin, pause = time.monotonic(), _FIRST_PAUSE
     while True:
       try:
-        timeout = CALL_SECONDS + self._transfer_seconds
-        return self._calls[name](data, timeout=timeout, metadata=self._metadata)
+        return self._calls[name](data, timeout=CALL_SECONDS, metadata=self._metadata)
       except grpc.RpcError as error:
         if final := self._final(name, error):
           raise final from None

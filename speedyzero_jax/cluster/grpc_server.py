@@ -32,12 +32,12 @@ class RunFinished(Exception):
   """The run has ended. The service can raise it in any call; the client then raises it too."""
 
 
-def channel_options(max_bytes: int) -> list[tuple[str, int]]:
-  """gRPC options of both ends: message size, and pings that detect a dead peer in seconds."""
+def channel_options() -> list[tuple[str, int]]:
+  """gRPC options of both ends: any message size, and pings that detect a dead peer in seconds."""
   interval = round(1000 * KEEPALIVE_SECONDS)
   return [
-    ("grpc.max_receive_message_length", max_bytes),
-    ("grpc.max_send_message_length", max_bytes),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
     ("grpc.keepalive_time_ms", interval),
     ("grpc.keepalive_timeout_ms", interval),
     ("grpc.http2.ping_timeout_ms", interval),  # its default of a minute would take precedence
@@ -47,9 +47,7 @@ def channel_options(max_bytes: int) -> list[tuple[str, int]]:
 
 
 @contextlib.contextmanager
-def serve(
-  service: Any, address: str, token: bytes, *, max_bytes: int, clients: int
-) -> Iterator[str]:
+def serve(service: Any, address: str, token: bytes, *, clients: int) -> Iterator[str]:
   """Context manager that serves; it yields the address, with the port in use.
 
   On exit it ends all calls and waits (up to POLL_SECONDS) until none is being answered.
@@ -62,11 +60,10 @@ def serve(
       the caller's work.
     address: host:port to listen on; port 0 picks a free one. Raises OSError if it can't be used.
     token: secret of the run that callers must send. It is not encrypted on the network.
-    max_bytes: maximum size of a message.
     clients: number of processes that will call, each from one thread.
   """
   pool = futures.ThreadPoolExecutor(_THREADS * clients, "service")
-  options = [*channel_options(max_bytes), ("grpc.so_reuseport", 0)]
+  options = [*channel_options(), ("grpc.so_reuseport", 0)]
   server = grpc.server(pool, [_Handlers(service, token)], options=options)
   host, _, _ = address.rpartition(":")
   try:
@@ -100,8 +97,8 @@ class _Handlers(grpc.GenericRpcHandler):
     self._refusal = grpc.stream_unary_rpc_method_handler(_refuse)
 
   def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
-    tokens = [value for key, value in details.invocation_metadata if key == TOKEN]
-    if len(tokens) != 1 or not hmac.compare_digest(tokens[0], self._token):
+    token = dict(details.invocation_metadata).get(TOKEN, b"")
+    if not hmac.compare_digest(token, self._token):
       return self._refusal
     return self._methods.get(details.method)
 

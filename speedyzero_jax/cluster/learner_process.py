@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 
 import jax
 
-from speedyzero_jax.agents.base import Agent
 from speedyzero_jax.cluster.grpc_server import POLL_SECONDS, serve
 from speedyzero_jax.cluster.learner_service import LearnerService
 from speedyzero_jax.cluster.rendezvous import Rendezvous, RendezvousError
@@ -15,23 +14,12 @@ from speedyzero_jax.cluster.roster import Roster
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.run.experiment import Experiment, Membership
 from speedyzero_jax.run.topology import Role, Topology, lanes_of_actors
-from speedyzero_jax.system.memory import bytes_of
 from speedyzero_jax.workers.learner import make_mesh
 
 # Seconds for which units wait for each other: another unit may be reading a long journal, waiting
 # for its actors, or evaluating.
 UNIT_TIMEOUT = 24 * 3600.0
 _DISMISSAL_SECONDS = 10.0  # for helpers to finish a step and learn that the run is over
-
-
-def max_message(local_config: Config, agent: Agent) -> int:
-  """Largest message of a unit in bytes, large enough for its weights or two slots of every lane.
-
-  `local_config` is the unit's share of the configuration.
-  """
-  size = bytes_of(jax.eval_shape(agent.init, jax.random.key(0)))
-  slots = 2 * local_config.actor.lanes * (agent.schema.slot_bytes + 16)  # 16: lane and time
-  return max(64 << 20, max(size, slots) + (1 << 20))
 
 
 def membership_of(
@@ -85,7 +73,7 @@ def serving(
   experiment.logger.add_source(roster.summary)
   service = LearnerService(
     experiment,
-    lanes=lanes_of_actors(local_config.actor.lanes, actors) if actors else (),
+    lanes=lanes_of_actors(local_config.actor.lanes, actors),
     refreshers=refreshers,
     roster=roster,
   )
@@ -95,7 +83,6 @@ def serving(
     service,
     f"[{host}]:0" if ":" in host else f"{host}:0",
     token,
-    max_bytes=max_message(local_config, experiment.agent),
     clients=actors + refreshers,
   ) as address:
     rendezvous.publish(f"address/{role.unit}", address)

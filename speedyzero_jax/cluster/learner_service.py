@@ -29,7 +29,6 @@ class LearnerService:
     self._limiter, self._weights = experiment.limiter, experiment.weights
     self._half = experiment.config.topology.weights_dtype == "bfloat16"
     self._roster = roster
-    self._packed: dict[str, messages.Weights] = {}
     gradients = experiment.config.topology.gradients == "actors"
     actors = (GradientService if gradients else ActorService)(experiment, lanes, roster)
     self.environments = CentralActors(experiment, actors, roster).environments
@@ -60,13 +59,9 @@ class LearnerService:
 
   def _newest(self, helper: Helper, request: messages.WeightsRequest) -> messages.Weights:
     version = self._weights.latest(request.subscriber)
-    packed = self._packed.get(request.subscriber)
-    if packed is None or packed.step != version.step:  # harmless if two threads pack it
-      # Rounding on the device would queue behind training steps.
-      arrays = jax.device_get(messages.named(version.variables))
-      arrays = {name: self._sent(array) for name, array in arrays.items()}
-      packed = self._packed[request.subscriber] = messages.Weights(version.step, arrays)
-    return packed
+    arrays = jax.device_get(messages.named(version.variables))  # jax keeps the copy on the host
+    # Rounding on the device would queue behind training steps.
+    return messages.Weights(version.step, {name: self._sent(x) for name, x in arrays.items()})
 
   def _sent(self, array: np.ndarray) -> np.ndarray:
     rounded = self._half and array.ndim > 1 and array.dtype == np.float32

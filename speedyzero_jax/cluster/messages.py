@@ -172,10 +172,6 @@ CALLS: Mapping[str, Call] = {
 STREAM = "environments", Call(Observation, Actions)  # a call with many requests and answers
 
 
-class WireError(ValueError):
-  """The bytes are not a message of the expected kind."""
-
-
 def encode(message: Any) -> bytes:
   """Encodes a message as bytes."""
   fields = {type(message).__name__: message._asdict()}
@@ -183,14 +179,14 @@ def encode(message: Any) -> bytes:
 
 
 def decode(kind: type[Message], data: bytes) -> Message:
-  """Decodes a message of this kind, with read-only arrays. Raises WireError for other data.
+  """Decodes a message of this kind, with read-only arrays. Raises ValueError for other data.
 
   Types of fields are not checked, as callers with the run's token are trusted.
   """
   try:
     return kind(**serialization.msgpack_restore(data)[kind.__name__])
   except Exception as error:  # flax and msgpack raise several types
-    raise WireError(f"not a message of kind {kind.__name__}: {error!r}"[:300]) from None
+    raise ValueError(f"not a message of kind {kind.__name__}: {error!r}"[:300]) from None
 
 
 def named(tree: Params) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from speedyzero_jax.cluster.gradient_actor import send_gradients
 from speedyzero_jax.cluster.grpc_client import Client, Refused, Unreachable
 from speedyzero_jax.cluster.grpc_server import RunFinished
-from speedyzero_jax.cluster.learner_process import UNIT_TIMEOUT, max_message, membership_of, serving
+from speedyzero_jax.cluster.learner_process import UNIT_TIMEOUT, membership_of, serving
 from speedyzero_jax.cluster.messages import Helper
 from speedyzero_jax.cluster.remote import act, refresh, step_environments
 from speedyzero_jax.cluster.rendezvous import Place, Rendezvous, RendezvousError
@@ -177,7 +177,6 @@ def _serve(
   enable_compilation_cache(config)
   local_config = loader.divide(config, role.unit, shape.learners)
   agent = make_agent(local_config)
-  max_bytes = max_message(local_config, agent)
   incarnation = rendezvous.count(f"incarnation/{role}")
   name = f"address/{role.unit}"
   address = rendezvous.lookup(name, UNIT_TIMEOUT)  # the learner may read a long journal before
@@ -187,7 +186,7 @@ def _serve(
   try:
     with (
       contextlib.suppress(RunFinished),
-      Client(address, token, helper, max_bytes=max_bytes) as client,
+      Client(address, token, helper) as client,
     ):
       if role.kind == "refresher":
         seed = derived_seed(config.run.seed, str(role), incarnation)

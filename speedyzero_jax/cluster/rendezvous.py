@@ -23,8 +23,9 @@ from jax._src import compiler, distributed, lru_cache
 from jax._src.clusters import cluster
 from jax._src.lib import _jax
 
+from speedyzero_jax.config.fields import ConfigError
+from speedyzero_jax.run.factories import device_count
 from speedyzero_jax.run.processes import ALONE
-from speedyzero_jax.system.platform import device_count
 
 # Seconds of silence after which a process counts as dead, on one machine and on several.
 _HEARTBEAT_TIMEOUT, _NETWORK_HEARTBEAT_TIMEOUT = 20, 60
@@ -147,7 +148,7 @@ class Rendezvous:
     self._set_up_compilation_cache(state.client)
     try:
       device_count()
-    except RuntimeError as error:
+    except ConfigError as error:
       raise RendezvousError(str(error)) from error
     cpu = cpu or "cpu" in os.environ.get("JAX_PLATFORMS", "").split(",")
     if self._devices and not cpu and jax.default_backend() == "cpu":

@@ -51,10 +51,6 @@ class DeviceFrames:
     self._frame, self._capacity, self._rows = frame, capacity, lanes * capacity
     self._chunk = lanes  # frames in a typical append
     self._lock = threading.Lock()
-    if self._rows > np.iinfo(np.int32).max:
-      raise ValueError(
-        f"{self._rows} frames on devices exceed the range of int32; set replay.frames=host"
-      )
     copied, parts = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(axis))
     self._parts = parts
     self._write = jax.jit(self._written, donate_argnums=0, out_shardings=copied)

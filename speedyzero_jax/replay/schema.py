@@ -42,16 +42,16 @@ class Schema(NamedTuple):
   """Columns of a slot.
 
   `copies` maps names of further columns to their sources. They are not appended: in the replay each
-  starts as a copy of its source and is rewritten later. `stamps` names sets of columns that are
-  rewritten together; for each set the replay stores, per slot, the learner step of the weights that
-  computed the values.
+  starts as a copy of its source and is rewritten later. `stamps` names further columns that hold
+  the learner step of the weights that computed a slot's values: one for each set of columns that
+  are rewritten together.
   """
 
   frame: Column
   num_actions: int
   extra: tuple[Column, ...]  # the agent's columns
   copies: Mapping[str, str] = {}
-  stamps: Mapping[str, tuple[str, ...]] = {}
+  stamps: tuple[str, ...] = ()
 
   @property
   def columns(self) -> tuple[Column, ...]:
@@ -84,7 +84,7 @@ def make_schema(
   frame_dtype: np.dtype | type | str,
   num_actions: int,
   extra: Sequence[Column] = (),
-  **others: Mapping[str, Any],
+  **others: Any,
 ) -> Schema:
   """Makes a schema; `others` are `copies` and `stamps`."""
   frame = Column("frame", np.dtype(frame_dtype).name, tuple(frame_shape))

@@ -20,7 +20,6 @@ from speedyzero_jax.run.experiment import (
   INIT,
   Experiment,
   Membership,
-  TrainingError,
   unit_seed,
 )
 from speedyzero_jax.run.rate_limiter import RateLimiter
@@ -71,10 +70,7 @@ def build(
     )
     mesh = membership.mesh or make_mesh(jax.local_devices()[: config.learner.devices or None])
     local = make_mesh(mesh.local_devices)
-    try:
-      learner = Learner(config, agent, mesh, report=logger.message)
-    except ValueError as error:
-      raise TrainingError(str(error)) from error
+    learner = Learner(config, agent, mesh, report=logger.message)
     inference = Inference(agent, local, report=logger.message)
     seed = unit_seed(config, "replay", membership)
     replay = factories.make_replay(local_config, agent, local, logger.message, seed=seed)

@@ -36,7 +36,6 @@ class Collector:
     self._values, self._record = values, record
     self.episodes = episodes
     self.local: Actor | None = None
-    self.failure: BaseException | None = None
     self.lock = threading.Lock()  # held while actor, journal and replay are updated
 
   def collect(self) -> None:
@@ -68,7 +67,7 @@ class Collector:
       try:
         self._store(slots)
       except Exception as error:  # the slots are lost, or in the journal only
-        self.fail(error)
+        self._limiter.stop(error)
         raise
       self.count(count, episodes, granted=granted)
     if count:
@@ -80,11 +79,6 @@ class Collector:
     for episode in episodes:
       self.episodes.record(episode)
     self._logger.count(names.AGENT_STEPS_PER_SECOND, steps)
-
-  def fail(self, error: BaseException) -> None:
-    """Stops the run, which then raises `error`."""
-    self.failure = error
-    self._limiter.stop()
 
   def truncate(self, lanes: Sequence[int]) -> None:
     """Truncates the episodes of lanes whose environments are lost."""

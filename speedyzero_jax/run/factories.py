@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from speedyzero_jax.agents.base import Agent
 from speedyzero_jax.config.agents import agent_module
+from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.envs.batched_env import make_env
 from speedyzero_jax.replay.device_frames import DeviceFrames, reason_for_host_frames
@@ -117,6 +118,17 @@ def restore_for_evaluation(
   inference = Inference(agent, report=report)
   variables = jax.device_put(variables, jax.local_devices()[0])
   return agent, inference, Version(step, publication(agent)(variables))
+
+
+def device_count() -> int:
+  """Number of this process' devices. Raises ConfigError if the platform in JAX_PLATFORMS fails."""
+  try:
+    return len(jax.local_devices())
+  except (RuntimeError, AssertionError) as error:  # jax asserts that a GPU is there
+    wanted = os.environ.get("JAX_PLATFORMS")
+    what = f"JAX_PLATFORMS={wanted}" if wanted else "jax's default platform"
+    reason = str(error).strip().partition("\n")[0] or "no device"
+    raise ConfigError(f"{what} can't be used: {reason}") from error
 
 
 def enable_compilation_cache(config: Config) -> None:

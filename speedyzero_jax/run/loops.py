@@ -67,7 +67,6 @@ class _AsyncLoops:
     self._spare: PreparedBatch | None = None
     # The previous step. Results are read back one step late, so the host does not block on it.
     self._pending: tuple[PreparedBatch, DeviceResult, int] | None = None
-    self._errors: list[BaseException] = []
 
   def run(self) -> None:
     """Starts the other roles, runs the learner in this thread, and joins the others."""
@@ -90,9 +89,8 @@ class _AsyncLoops:
       for thread in threads:
         thread.join()
     self._finish_step()  # first: it detects divergence, of which a role's error may be a result
-    error = self._errors[0] if self._errors else self._experiment.collector.failure
-    if error is not None:
-      raise error
+    if self._limiter.failure is not None:
+      raise self._limiter.failure
 
   def _guard(self, role: Callable[[], None]) -> None:
     try:
@@ -100,8 +98,7 @@ class _AsyncLoops:
     except Stopped:
       pass
     except BaseException as error:  # re-raised in the learner's thread
-      self._errors.append(error)
-      self._limiter.stop()
+      self._limiter.stop(error)
 
   def _wait(self, kind: str, predicate: Callable[[], bool]) -> None:
     begin = time.monotonic()

@@ -44,12 +44,6 @@ class RunProcesses:
     """Folders of the runs in training."""
     return set(self._processes)
 
-  @property
-  def exit_code(self) -> int:
-    """The exit code for the received signal, as shells report it."""
-    assert self.received is not None
-    return 128 + self.received
-
   def stop(self, number: int, _frame: object) -> None:
     """Signal handler: all runs save and stop; a later SIGINT stops them without saving."""
     sent = signal.SIGTERM if self.received is None else number

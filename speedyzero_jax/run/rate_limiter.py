@@ -46,6 +46,7 @@ class RateLimiter:
     self.env_steps = self.learner_steps = 0
     self._reserved = 0  # agent steps granted to actors and not yet collected
     self.stopping = self.unpaced = False
+    self.failure: BaseException | None = None  # raised at the end of the run
     self._changed = threading.Condition()
 
   @contextlib.contextmanager
@@ -160,10 +161,13 @@ class RateLimiter:
     with self._change():
       self.unpaced = True
 
-  def stop(self) -> None:
-    """Stops the run: wakes all waiting threads, and `wait_until` raises Stopped in them."""
+  def stop(self, failure: BaseException | None = None) -> None:
+    """Stops the run: wakes all waiting threads, and `wait_until` raises Stopped in them.
+
+    The run then raises the first `failure`, if any.
+    """
     with self._change():
-      self.stopping = True
+      self.stopping, self.failure = True, self.failure or failure
 
   def wait_for(self, predicate: Callable[[], Any], seconds: float | None = None) -> Any:
     """Blocks until `predicate()` holds, the run stops, or `seconds` have passed.

@@ -1,7 +1,6 @@
 """The platform that programs are built for: jax's default backend, or the target of a GPU plan."""
 
 import contextlib
-import os
 from collections.abc import Iterator
 from contextvars import ContextVar
 
@@ -13,17 +12,6 @@ _planned: ContextVar[str | None] = ContextVar("planned", default=None)
 def platform() -> str:
   """Returns `cpu`, `cuda`, ..., on which choices while building or tracing programs depend."""
   return _planned.get() or jax.default_backend()
-
-
-def device_count() -> int:
-  """Number of this process' devices. Raises RuntimeError if the platform in JAX_PLATFORMS fails."""
-  try:
-    return len(jax.local_devices())
-  except (RuntimeError, AssertionError) as error:  # jax asserts that a GPU is there
-    wanted = os.environ.get("JAX_PLATFORMS")
-    what = f"JAX_PLATFORMS={wanted}" if wanted else "jax's default platform"
-    reason = str(error).strip().partition("\n")[0] or "no device"
-    raise RuntimeError(f"{what} can't be used: {reason}") from error
 
 
 @contextlib.contextmanager

@@ -7,12 +7,13 @@ any number of devices, unless `network.batch_norm=local`.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from speedyzero_jax.agents.base import AXIS, Agent, Arrays, Variables, mean_over_devices
@@ -146,15 +147,7 @@ class Learner:
     """
     if self.mesh.size == len(self.mesh.local_devices):
       return jax.device_put(batch, self._sharded)  # one call for all arrays, which is faster
-
-    def place(x: Any) -> jax.Array:
-      if not isinstance(x, jax.Array):
-        return jax.make_array_from_process_local_data(self._sharded, x)
-      shape = (x.shape[0] * self.mesh.size // len(self.mesh.local_devices), *x.shape[1:])
-      shards = [shard.data for shard in x.addressable_shards]
-      return jax.make_array_from_single_device_arrays(shape, self._sharded, shards)
-
-    return jax.tree.map(place, batch)
+    return multihost_utils.host_local_array_to_global_array(batch, self.mesh, PartitionSpec(AXIS))
 
   def step(
     self, state: LearnerState, batch: Arrays, key: jax.Array, *, stop: bool = False
@@ -185,7 +178,10 @@ class Learner:
     values = np.asarray(result.scalars.values).tolist()
     metrics = dict(zip(result.scalars.names, values, strict=True))
     stopping = metrics.pop(_STOPPING) > 0
-    return StepResult(metrics, _local(result.priority), stopping)
+    priority = multihost_utils.global_array_to_host_local_array(
+      result.priority, self.mesh, PartitionSpec(AXIS)
+    )
+    return StepResult(metrics, np.asarray(priority), stopping)
 
   def arguments(self, state: LearnerState, batch: Arrays, key: jax.Array) -> tuple:
     """Returns the arguments of `update`."""
@@ -260,11 +256,3 @@ def _copying(out: tuple[LearnerState, DeviceResult]) -> tuple[LearnerState, Devi
   result.scalars.values.copy_to_host_async()
   result.priority.copy_to_host_async()
   return out
-
-
-def _local(x: jax.Array) -> np.ndarray:
-  """Returns this process's shard, [B / processes, ...], of a sharded array, on the host."""
-  if x.is_fully_addressable:
-    return np.asarray(x)
-  shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-  return np.concatenate([np.asarray(shard.data) for shard in shards])

@@ -301,7 +301,7 @@ def test_actors_leave_a_unit_that_can_store_nothing(make_unit, monkeypatch):
   monkeypatch.setattr(unit.journal, "append", full)
   with pytest.raises(RunFinished, match="the disk is full"):
     unit.step(slots, 1)
-  assert unit.limiter.stopping and isinstance(unit.collector.failure, JournalError)
+  assert unit.limiter.stopping and isinstance(unit.limiter.failure, JournalError)
 
 
 def test_the_last_steps_close_every_lane(make_unit):

@@ -96,7 +96,7 @@ def test_a_busy_server_is_waited_for_and_one_that_hangs_is_noticed(monkeypatch):
       begin = time.monotonic()
       with pytest.raises(Unreachable):
         client.call(EACH[messages.Step])
-      assert time.monotonic() - begin < client_module.CALL_SECONDS / 2
+      assert time.monotonic() - begin < 20
   finally:
     process.kill()
     process.wait()

@@ -16,22 +16,19 @@ import pytest
 import tiny
 from same import assert_same_replays
 from small_unit import BATCH, SWEEP
-from speedyzero_jax.agents import dqn
 from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER
 from speedyzero_jax.cluster import grpc_server, messages, remote
 from speedyzero_jax.cluster.grpc_client import Client, Refused
-from speedyzero_jax.cluster.learner_process import max_message
 from speedyzero_jax.cluster.messages import Helper
 from speedyzero_jax.cluster.remote import FrameCopy, RemoteWeights
 from speedyzero_jax.config import loader
 from speedyzero_jax.metrics.aggregation import EpisodeStats
 from speedyzero_jax.run.topology import Role, derived_seed
-from speedyzero_jax.types import Slots
 from speedyzero_jax.workers.actor import Actor
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.weights import ACTOR, DivergedError
 
-TOKEN, MAX_BYTES = bytes(range(32)), 1 << 20
+TOKEN = bytes(range(32))
 ROLE = Role("actor", 0, 0)
 
 
@@ -55,7 +52,7 @@ class Cluster:
   def __enter__(self):
     self._stack = contextlib.ExitStack()
     self._address = self._stack.enter_context(
-      grpc_server.serve(self.unit.service, "127.0.0.1:0", TOKEN, max_bytes=MAX_BYTES, clients=4)
+      grpc_server.serve(self.unit.service, "127.0.0.1:0", TOKEN, clients=4)
     )
     return self
 
@@ -72,9 +69,7 @@ class Cluster:
 
   def client(self, kind="actor", number=0, incarnation=0):
     helper = Helper(kind, number, incarnation)
-    return self._stack.enter_context(
-      Client(self._address, TOKEN, helper, max_bytes=MAX_BYTES, patience=5.0)
-    )
+    return self._stack.enter_context(Client(self._address, TOKEN, helper, patience=5.0))
 
   def _start(self, role, *arguments):
     def body():
@@ -204,7 +199,7 @@ def test_divergence_in_a_central_actor_ends_the_run_and_not_its_environments(
     stepping = served.step_environments()
     stepping.join(10)
     assert not stepping.is_alive()  # without an error
-  assert unit.collector.failure is error and unit.limiter.stopping and not caplog.records
+  assert unit.limiter.failure is error and unit.limiter.stopping and not caplog.records
 
 
 def test_an_actor_plays_other_games_when_something_is_stored_already(make_unit, cluster):
@@ -329,22 +324,3 @@ def test_weights_of_another_network_are_refused(make_unit, cluster):
     with pytest.raises(ValueError, match="an array is"):
       RemoteWeights(served.client(), other, jax.local_devices()[0]).latest(ACTOR, 0)
     unit.roster.dismiss(Helper("actor", 0))
-
-
-@pytest.mark.parametrize(
-  ("side", "channels", "lanes", "hidden"), [(320, 3, 256, 8), (20, 1, 100_000, 8), (20, 1, 1, 3000)]
-)
-def test_the_largest_step_and_the_weights_fit_a_message(side, channels, lanes, hidden):
-  """Two slots in every lane, as at the end of collection: of large frames, or in many lanes."""
-  config = loader.load(["dqn"], [f"actor.lanes={lanes}", f"network.hidden={hidden}"])
-  agent = dqn.make_agent(config, (side, side, channels), np.uint8, 6)
-  columns = {c.name: np.zeros((1, *c.shape), c.dtype) for c in agent.schema.columns}
-  columns["first"][:] = True
-  one = Slots.of_lane(0, 0, columns)
-  slots = one.select(np.zeros(2 * lanes, int))
-  step = messages.Step(0, vars(slots), np.zeros((0, 2)))
-  shapes = jax.eval_shape(agent.init, jax.random.key(0))
-  variables = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
-  weights = messages.Weights(0, messages.named(variables))
-  largest = max(len(messages.encode(message)) for message in (step, weights))
-  assert 64 << 20 < largest < max_message(config, agent)

@@ -1,6 +1,7 @@
 """Tests of the launcher's command line, its errors, and the processes that it would supervise."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -112,14 +113,22 @@ def test_presets_and_overrides_may_alternate():
   assert parsed.config == ["a"] and parsed.overrides == ["x.y=1"]
 
 
-def test_help_is_for_the_agent_of_a_preset_file(tmp_path):
+def test_help_is_for_the_agent_of_a_preset_file(tmp_path, capsys):
+  def shown(*arguments):
+    with pytest.raises(SystemExit) as exited:
+      multihost.main([*arguments, "--help"])
+    assert exited.value.code == 0
+    return re.search(r"^agent=(\w+) ", capsys.readouterr().out, re.M)[1]
+
   (tmp_path / "my.yaml").write_text("base: [dqn]\n")
   other = f"topology.token_file={tmp_path}/token.yaml"
   for config in (["--config", f"{tmp_path}/my.yaml"], [f"--config={tmp_path}/my.yaml"]):
-    assert multihost.chosen_agent([*config, other, "--help"]) == "dqn"
-  assert multihost.chosen_agent(["--config=r2d2", "--help"]) == "r2d2"
+    assert shown(*config, other) == "dqn"
+  assert shown("--config=r2d2") == "r2d2" and shown() == "efficientzero"
+  (tmp_path / "config.yaml").write_text(loader.to_yaml(loader.load(["r2d2"])))
+  assert shown("--resume", str(tmp_path)) == "r2d2"
   for agent in agent_names():  # some are invalid with the default settings
-    assert multihost.chosen_agent([f"agent={agent}", "--help"]) == agent
+    assert shown(f"agent={agent}") == agent
 
 
 def test_a_platform_without_devices_is_wrong_use(tmp_path):

@@ -260,15 +260,6 @@ def test_acting_and_tasks_use_all_devices_of_the_learner(tmp_path):
     assert mesh.size == 2
 
 
-@pytest.mark.skipif(len(jax.local_devices()) < 2, reason="one device shares any batch")
-def test_a_batch_that_the_devices_cannot_share_is_an_error(tmp_path):
-  with (
-    pytest.raises(TrainingError, match=r"learner\.batch_size=7 must be a multiple of"),
-    quick(tmp_path, "learner.devices=0", "learner.batch_size=7"),
-  ):
-    pytest.fail("opened")
-
-
 # --- saving
 
 

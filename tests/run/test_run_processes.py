@@ -75,7 +75,9 @@ def test_only_a_later_sigint_ends_a_run_that_saves(tmp_path, made):
       made.stop(number, None)
     with pytest.raises(Interrupted):
       future.result(60)
-  assert made.exit_code == 130 and log.read_text().startswith("ready\nsaves\nsaves\nTraceback")
+  assert made.received == signal.SIGINT and log.read_text().startswith(
+    "ready\nsaves\nsaves\nTraceback"
+  )
 
 
 def test_a_signal_ends_the_wait(tmp_path, made):
@@ -86,7 +88,7 @@ def test_a_signal_ends_the_wait(tmp_path, made):
     made.stop(signal.SIGTERM, None)
     with pytest.raises(Interrupted):
       future.result(60)
-  assert made.exit_code == 143 and processes.log_of(run).read_text() == ""
+  assert made.received == signal.SIGTERM and processes.log_of(run).read_text() == ""
 
 
 def test_a_run_sees_the_devices_of_its_share(tmp_path, made):

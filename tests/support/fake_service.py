@@ -11,7 +11,6 @@ from speedyzero_jax.cluster.messages import CALLS
 TOKEN, HELPER = bytes(range(32)), messages.Helper("actor", 3, 4)
 EACH = samples.one_of_each()
 ASK = EACH[messages.WeightsRequest]
-MAX_BYTES = 1 << 16
 
 
 class FakeService:
@@ -42,8 +41,8 @@ class FakeService:
 
 
 def serving(service, address="127.0.0.1:0"):
-  return serve(service, address, TOKEN, max_bytes=MAX_BYTES, clients=2)
+  return serve(service, address, TOKEN, clients=2)
 
 
 def connect(address, token=TOKEN, **options):
-  return Client(address, token, HELPER, max_bytes=MAX_BYTES, **options)
+  return Client(address, token, HELPER, **options)

@@ -63,7 +63,6 @@ class EfficientZero(Agent):
     )
     self._make_search = partial(
       make_search,
-      num_actions=actions,
       discount=config.env.discount,
       value_prefix_horizon=agent_config.network.value_prefix_horizon,
       recurrent_fn=self._recurrent,
@@ -80,11 +79,7 @@ class EfficientZero(Agent):
         Column("value", "float32"),  # of the root, from the network
       ),
       copies={"bootstrap": "value"},  # the value from which n-step returns bootstrap
-      stamps={
-        "policy_step": ("policy", "search_value"),
-        "bootstrap_step": ("bootstrap",),
-        "value_step": ("value",),
-      },
+      stamps=("policy_step", "bootstrap_step", "value_step"),  # policy_step: of the search
     )
     self.value_scale = 1.0
     unroll = agent_config.loss.unroll_steps
@@ -212,14 +207,11 @@ class EfficientZero(Agent):
     present, time = replay.clamp(lane, selection.time)
     arrays = targets.compute_targets(store, lane, time, self._config, learner_step)._asdict()
     states = targets.unrolled_times(store, lane, time, self._agent_config.loss.unroll_steps)
-    stored = time[:, None] + np.arange(states.shape[1]) == states
-    flat = store.flat(lane[:, None], states)
-    action = take(store.action, flat[:, :-1])
+    flat, acted = store.flat(lane[:, None], states), arrays["policy_mask"] > 0  # [B, K+1]
     # Beyond the end of an episode the model is unrolled with random actions.
-    random = replay.rng.integers(0, store.num_actions, action.shape, np.int32)
-    action = np.where(stored[:, :-1] & (action >= 0), action, random)
-    age = np.where(stored, learner_step - take(store["policy_step"], flat), 0)
-    ages = age[(arrays["policy_mask"] > 0) & present[:, None]]
+    random = replay.rng.integers(0, store.num_actions, acted[:, 1:].shape, np.int32)
+    action = np.where(acted[:, :-1], take(store.action, flat[:, :-1]), random)
+    ages = (learner_step - take(store["policy_step"], flat))[acted & present[:, None]]
     progress = learner_step / self._config.learner.steps
     weight = importance_weights(selection.probability, self._agent_config.priority, progress)
     info = {

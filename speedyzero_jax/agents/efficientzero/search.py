@@ -74,7 +74,6 @@ class _Node(NamedTuple):
 def make_search(
   config: SearchConfig,
   *,
-  num_actions: int,
   discount: float,
   value_prefix_horizon: int,
   recurrent_fn: Callable[[Params, Any, Any, chex.Array], ModelStep],
@@ -106,9 +105,9 @@ def make_search(
     is not simulated; this requires `improved_values`.
   """
   if config.algorithm == "gumbel":
-    run = _gumbel_policy(config, discount, num_actions, improved_values)
+    run = _gumbel_policy(config, discount, improved_values)
   else:
-    run = _puct_policy(config, discount, num_actions)
+    run = _puct_policy(config, discount)
 
   def step(
     params: Params, key: chex.PRNGKey, action: chex.Array, node: _Node
@@ -177,21 +176,21 @@ def _grow(
 
 
 def _gumbel_policy(
-  config: SearchConfig, discount: float, num_actions: int, improved_values: bool
+  config: SearchConfig, discount: float, improved_values: bool
 ) -> Callable[..., mctx.PolicyOutput]:
   """Full Gumbel MuZero (Danihelka et al. 2022), like `mctx.gumbel_muzero_policy`."""
   qtransform = functools.partial(qtransforms.for_gumbel, config=config, discount=discount)
-  select_at_root = functools.partial(
-    mctx.gumbel_muzero_root_action_selection,
-    num_simulations=config.simulations,
-    max_num_considered_actions=min(config.max_considered, num_actions),
-    qtransform=qtransform,
-  )
   select = functools.partial(mctx.gumbel_muzero_interior_action_selection, qtransform=qtransform)
 
   def run(params, key, root, step, explore, stage, known):
     key, gumbel_key = jax.random.split(key)
-    shape = root.prior_logits.shape
+    shape = _, num_actions = root.prior_logits.shape
+    select_at_root = functools.partial(
+      mctx.gumbel_muzero_root_action_selection,
+      num_simulations=config.simulations,
+      max_num_considered_actions=min(config.max_considered, num_actions),
+      qtransform=qtransform,
+    )
     gumbel = jnp.zeros(shape)
     if explore:
       gumbel = jax.random.gumbel(gumbel_key, shape)
@@ -216,9 +215,7 @@ def _gumbel_policy(
   return run
 
 
-def _puct_policy(
-  config: SearchConfig, discount: float, num_actions: int
-) -> Callable[..., mctx.PolicyOutput]:
+def _puct_policy(config: SearchConfig, discount: float) -> Callable[..., mctx.PolicyOutput]:
   """MuZero's search (Schrittwieser et al. 2020, appendix B), like `mctx.muzero_policy`.
 
   It differs in how ties are broken. mctx draws random numbers at every node on the path, which is
@@ -242,15 +239,15 @@ def _puct_policy(
   def run(params, key, root, step, explore, stage, known):
     assert known is None, "PUCT does not support known edges"
     noise_key, tie_key, action_key = jax.random.split(key, 3)
-    shape = root.prior_logits.shape
+    batch, num_actions = root.prior_logits.shape
     tie_break = None
     if explore:
       alpha = jnp.full(num_actions, config.dirichlet_alpha)
-      noise = jax.random.dirichlet(noise_key, alpha, shape[:1])
+      noise = jax.random.dirichlet(noise_key, alpha, (batch,))
       if config.dirichlet_fraction:
         root = _with_prior(root, noise, config.dirichlet_fraction)
       nodes = config.simulations + 1
-      tie_break = _TIE_BREAK * jax.random.uniform(tie_key, (shape[0], nodes, num_actions))
+      tie_break = _TIE_BREAK * jax.random.uniform(tie_key, (batch, nodes, num_actions))
     tree = _grow(config, discount, params, key, root, step, select, select, tie_break)
     visits = tree.summary().visit_probs
     if explore:

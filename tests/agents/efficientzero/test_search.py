@@ -120,7 +120,6 @@ def _noise(key, alpha, shape):
 def _make(case: Case, **options):
   return search_lib.make_search(
     case.config,
-    num_actions=case.actions,
     discount=_DISCOUNT,
     value_prefix_horizon=case.horizon,
     recurrent_fn=_recurrent,
@@ -306,7 +305,6 @@ def test_chain_recovers_its_rewards_across_resets():
 
   search = search_lib.make_search(
     SearchConfig(algorithm="gumbel", simulations=n),
-    num_actions=1,
     discount=discount,
     value_prefix_horizon=3,
     recurrent_fn=chain,
