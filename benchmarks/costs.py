@@ -2,7 +2,7 @@
 
 import math
 import statistics
-import time
+import timeit
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -64,19 +64,9 @@ def _bodies(params: dict[str, Any]) -> Iterator[Any]:
         yield x
 
 
-def median_seconds(call: Callable[[], Any], repeat: int = 5, patience: float = 3.0) -> float:
-  """Median duration of blocking calls, after one warm-up call.
-
-  Makes `repeat` calls, or fewer if `patience` seconds have passed.
-  """
-  times: list[float] = []
-  begin = time.perf_counter()
-  call()
-  while not times or (len(times) < repeat and time.perf_counter() - begin < patience):
-    start = time.perf_counter()
-    call()
-    times.append(time.perf_counter() - start)
-  return statistics.median(times)
+def median_seconds(call: Callable[[], Any], repeat: int = 5) -> float:
+  """Median duration of `repeat` blocking calls, after one warm-up call."""
+  return statistics.median(timeit.repeat(call, number=1, repeat=repeat + 1)[1:])
 
 
 def peak_flops(dtype: str, devices: Sequence[jax.Device]) -> float:

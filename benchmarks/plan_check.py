@@ -102,12 +102,13 @@ def with_no_zeros(state: Any) -> Any:
 
 
 def differing(rows: list[dict[str, Any]], reference: dict[str, Any]) -> list[str]:
-  """Names of programs whose outputs differ from those of an earlier result."""
+  """Names of programs whose outputs differ from those of an earlier result, if it has them."""
   earlier = {row["program"]: row["outputs"] for row in reference["rows"]}
   return [
     row["program"]
     for row in rows
-    if not all(
+    if row["program"] in earlier
+    and not all(
       abs(a - b) <= TOLERANCE * before[1] + 1e-6
       for now, before in zip(row["outputs"], earlier[row["program"]], strict=True)
       for a, b in zip(now, before, strict=True)

@@ -31,7 +31,7 @@ class Table:
 
   def add(self, piece: str, size: int, call: Callable[[], Any], *costs: Any, **more: int) -> None:
     """Times a call that processes `size` samples, roots, states or agent steps."""
-    seconds = self._median(call, self._repeat, float("inf"))
+    seconds = self._median(call, self._repeat)
     row = {"piece": piece, "size": size, **more, "median_s": seconds, "per_second": size / seconds}
     text = ", ".join([f"{piece}, {size}", *(f"{key} {value}" for key, value in more.items())])
     text += f": {seconds * 1e3:.1f} ms, {size / seconds:.0f}/s"

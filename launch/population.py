@@ -84,8 +84,6 @@ def _run(population: populations.Population, folder: Path, processes: RunProcess
   except Interrupted:
     _say("stopped; repeat the command to continue")
     return 128 + processes.received
-  finally:
-    log.close()
   (folder / "population.json").write_text(json.dumps(result, indent=1) + "\n")
   settings = ", ".join(f"{key}={value:.4g}" for key, value in result["settings"].items())
   _say(f"best: {trainer.path(result['best'])}, {result['scores'][-1][result['best']]}; {settings}")

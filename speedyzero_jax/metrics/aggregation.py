@@ -71,18 +71,14 @@ class RunningMeans:
   """The mean of each metric's values, or `names.over_time`'s statistic. Thread-safe."""
 
   def __init__(self) -> None:
-    self._values: dict[str, tuple[int, float]] = {}  # number of values; their sum or statistic
+    self._values: dict[str, list[float]] = collections.defaultdict(list)
     self._lock = threading.Lock()
 
   def add(self, values: Mapping[str, float]) -> None:
     """Adds one value to each of the given metrics."""
     with self._lock:
       for name, value in values.items():
-        count, total = self._values.get(name, (0, 0.0))
-        if count:
-          how = names.over_time(name)
-          value = _combine("sum" if how == "mean" else how, (total, value))
-        self._values[name] = count + 1, float(value)
+        self._values[name].append(float(value))
 
   def take(self) -> dict[str, float]:
     """Returns one value per metric, from the values added since the last call.
@@ -90,11 +86,8 @@ class RunningMeans:
     Means, minima and maxima with a NaN value are NaN.
     """
     with self._lock:
-      taken, self._values = self._values, {}
-    return {
-      name: total / count if names.over_time(name) == "mean" else total
-      for name, (count, total) in taken.items()
-    }
+      taken, self._values = self._values, collections.defaultdict(list)
+    return {name: _combine(names.over_time(name), values) for name, values in taken.items()}
 
 
 class Episode(NamedTuple):

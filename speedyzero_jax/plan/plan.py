@@ -117,7 +117,7 @@ def make_plan(
 
   Raises:
     RuntimeError: jax cannot compile for GPUs on this machine.
-    ValueError: the batch or the devices cannot be divided, or a name in `only` is unknown.
+    ValueError: the batch cannot be divided, or a name in `only` is unknown.
   """
   local_config = loader.divide(config, 0, processes)
   dtype = loader.flat(config).get("network.dtype", "float32")

@@ -57,14 +57,10 @@ class Target:
     )  # fmt: skip
 
   def mesh(self, devices: int, processes: int = 1) -> Mesh:
-    """Creates a mesh of `devices` of this GPU, divided over `processes`.
+    """Creates a mesh of `devices` of this GPU, a multiple of `processes`.
 
-    Raises:
-      RuntimeError: jax's CUDA plugin is not installed.
-      ValueError: the devices cannot be divided equally.
+    Raises RuntimeError if jax's CUDA plugin is not installed.
     """
-    if devices % processes:
-      raise ValueError(f"{devices} devices can't be divided over {processes} processes")
     shape = f"{processes}x1x{devices // processes}"
     try:
       topology = topologies.get_topology_desc(

@@ -45,27 +45,23 @@ class EventLog:
   """File of events as JSON lines. An incomplete last line is dropped."""
 
   def __init__(self, path: Path):
-    text = path.read_bytes() if path.exists() else b""
-    whole = text[: text.rfind(b"\n") + 1]
-    self.events: list[Event] = [json.loads(line) for line in whole.splitlines()]
-    self._file = path.open("r+b" if path.exists() else "w+b")
-    self._file.truncate(len(whole))
-    self._file.seek(len(whole))
+    self._path = path
+    path.touch()
+    *lines, torn = path.read_bytes().split(b"\n")
+    self.events: list[Event] = [json.loads(line) for line in lines]
+    os.truncate(path, path.stat().st_size - len(torn))
 
   def append(self, event: Event) -> None:
     """Appends an event and syncs it to disk."""
-    self._file.write(json.dumps(event).encode() + b"\n")
-    self._file.flush()
-    os.fsync(self._file.fileno())
+    with self._path.open("ab") as file:
+      file.write(json.dumps(event).encode() + b"\n")
+      file.flush()
+      os.fsync(file.fileno())
     self.events.append(event)
 
   def of(self, name: str, round_: int) -> Iterator[Event]:
     """Yields the events of this name in a round."""
     return (e for e in self.events if e["event"] == name and e["round"] == round_)
-
-  def close(self) -> None:
-    """Closes the file."""
-    self._file.close()
 
 
 def run(
@@ -88,18 +84,15 @@ def run(
   for round_ in range(population.rounds):
     outcomes = _train(population, trainer, log, settings, round_, report)
     scores = [_mean(outcomes[member]) for member in range(population.members)]
-    if max(scores) == -math.inf and not _complete(log, round_):
+    if max(scores) == -math.inf and not any(log.of("selected", round_)):
       raise NoMemberFinished(f"no member finished round {round_ + 1}; see the logs of the members")
     table.append([score if math.isfinite(score) else None for score in scores])
     report(f"round {round_ + 1} of {population.rounds}: best {max(scores):.4g}, "
            f"median {np.median(scores):.4g}")  # fmt: skip
-    if round_ == population.rounds - 1:
-      if not _complete(log, round_):
-        log.append({"event": "finished", "round": round_})
-      break
     if not any(log.of("selected", round_)):
-      log.append({"event": "selected", "round": round_,
-                  "copies": _select(population, settings, outcomes, scores, round_)})  # fmt: skip
+      last = round_ == population.rounds - 1
+      copies = [] if last else _select(population, settings, outcomes, scores, round_)
+      log.append({"event": "selected", "round": round_, "copies": copies})
     (selected,) = log.of("selected", round_)
     if not any(log.of("copied", round_)):
       for copy in selected["copies"]:
@@ -120,11 +113,6 @@ def initial(population: Population) -> dict[int, Settings]:
   }
 
 
-def _complete(log: EventLog, round_: int) -> bool:
-  """Whether the results of a round are final."""
-  return any(log.of("selected", round_)) or any(log.of("finished", round_))
-
-
 def _train(
   population: Population,
   trainer: Trainer,
@@ -137,7 +125,7 @@ def _train(
 
   Members without a score are trained again, until the round is complete.
   """
-  complete = _complete(log, round_)
+  complete = any(log.of("selected", round_))
   outcomes = {
     event["member"]: event["returns"]
     for event in log.of("trained", round_)

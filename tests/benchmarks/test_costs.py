@@ -1,6 +1,6 @@
 """Tests of FLOP counts against arithmetic and XLA's own counts, and of timing."""
 
-import types
+import time
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,6 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from benchmarks import costs
-from clock import Clock
 
 
 def shape(*sizes, dtype="float32"):
@@ -81,15 +80,9 @@ def test_devices_that_share_a_call_count_their_part():
   assert costs.matmul_flops(divided, shape(8, 16), shape(16, 4)) == 2 * 4 * 16 * 4
 
 
-@pytest.mark.parametrize(("patience", "median"), [(99.0, 3.0), (10.0, 2.5), (0.0, 1.0)])
-def test_the_median_is_of_several_calls_within_the_time_given(monkeypatch, patience, median):
-  clock, durations = Clock(), iter([5.0, 1.0, 4.0, 2.0, 9.0, 3.0])  # the first warms up
-
-  def call():
-    clock.now += next(durations)
-
-  monkeypatch.setattr(costs, "time", types.SimpleNamespace(perf_counter=clock))
-  assert costs.median_seconds(call, repeat=5, patience=patience) == median
+def test_the_first_of_several_calls_is_not_timed():
+  seconds = iter([0.5, 0, 0, 0, 0.5, 0.5])
+  assert costs.median_seconds(lambda: time.sleep(next(seconds))) < 0.4
 
 
 def test_a_peak_is_measured_on_all_devices(monkeypatch):

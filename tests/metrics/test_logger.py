@@ -13,6 +13,7 @@ from speedyzero_jax.metrics import logger, names
 from speedyzero_jax.metrics.aggregation import Episode, EpisodeStats
 from speedyzero_jax.metrics.logger import MetricsLogger
 from speedyzero_jax.metrics.recorder import Recorder
+from supervised import wait_for
 
 CONFIG = schema.Config(
   agent=types.SimpleNamespace(name="dqn"),
@@ -109,10 +110,7 @@ def test_changes_between_lines_are_shared_and_shown_but_not_written(tmp_path, mo
     metrics.count(names.AGENT_STEPS_PER_SECOND, 5)
     for actors in (0, 1):
       now[names.present("actor")] = actors
-      until = time.monotonic() + 10
-      while not shared or shared[-1].get(names.present("actor")) != actors:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+      wait_for(lambda n=actors: shared and shared[-1].get(names.present("actor")) == n)
     assert shared[-1][names.ENV_STEPS] == 10 and shared[-1][names.AGENT_STEPS_PER_SECOND] > 0
   shown = capsys.readouterr().out
   assert "actors 1/2" in shown and "learner 3/" in shown

@@ -55,11 +55,7 @@ def start():
 
 
 def play(population, path, state, kill_after=10**9):
-  log = EventLog(path)
-  try:
-    return controller.run(population, Toy(state, kill_after), log)
-  finally:
-    log.close()
+  return controller.run(population, Toy(state, kill_after), EventLog(path))
 
 
 def test_alone_each_member_is_stuck_and_together_they_reach_the_optimum(monkeypatch, tmp_path):
@@ -83,7 +79,6 @@ def test_a_replaced_member_trains_with_perturbed_settings_of_its_source(
   population = toy_population(monkeypatch, selection=selection, rounds=3, factors=(0.5,))
   log = EventLog(tmp_path / "events")
   result = controller.run(population, Rated(start()), log)
-  log.close()
   trained = {
     (e["round"], e["member"]): e["settings"] for e in log.events if e["event"] == "trained"
   }
@@ -120,7 +115,6 @@ def test_members_that_fail_are_replaced(monkeypatch, tmp_path):
   assert result["scores"][0][0] is None and result["scores"][1][0] is not None
   (event,) = log.of("selected", 0)
   assert [(c["member"], c["source"]) for c in event["copies"]] == [(0, 1)]
-  log.close()
 
 
 class Repaired(Toy):
@@ -143,7 +137,6 @@ def test_members_that_failed_are_trained_again_by_the_next_call(monkeypatch, tmp
     log = EventLog(path)
     with pytest.raises((controller.NoMemberFinished, Killed)):  # killed before the selection
       controller.run(population, trainer, log)
-    log.close()
     assert play(population, path, trainer.state) == whole
 
 
@@ -158,7 +151,6 @@ def test_a_return_that_is_not_a_number_is_no_score(monkeypatch, tmp_path):
   assert result["best"] == 1 and [row[0] for row in result["scores"]] == [None, None]
   # It is complete: nothing is trained again.
   assert controller.run(toy_population(monkeypatch, rounds=2), Toy({}, kill_after=0), log) == result
-  log.close()
 
 
 GOOD = """

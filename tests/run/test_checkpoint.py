@@ -11,11 +11,11 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
+from same import assert_same
 from snapshots import (
   LANES,
   Variables,
   abstract,
-  assert_same_tree,
   read,
   snapshot,
   variables,
@@ -33,7 +33,7 @@ def test_round_trip(two):
   folder, snapshots = two
   restored, reported = read(folder)
   assert not reported
-  assert_same_tree(restored, snapshots[-1])
+  assert_same(restored, snapshots[-1])
   assert isinstance(restored.items["optimizer"][1][0], optax.ScaleByAdamState)
 
 
@@ -42,7 +42,7 @@ def test_the_network_alone_is_read_without_the_rest(copied):
   shutil.rmtree(folder / "checkpoints" / "8-24" / "replay")
   step, network = Checkpoints(folder).restore_network(abstract()["network"], pytest.fail)
   assert step == 8
-  assert_same_tree(network, snapshots[-1].items["network"])
+  assert_same(network, snapshots[-1].items["network"])
 
 
 def test_orbax_alone_restores_the_network(two):
@@ -50,7 +50,7 @@ def test_orbax_alone_restores_the_network(two):
   with ocp.StandardCheckpointer() as checkpointer:
     found = checkpointer.restore(folder / "checkpoints" / "8-24" / "network")
   wanted = snapshots[-1].items["network"]
-  assert_same_tree(found, {"params": wanted.params, "batch_stats": wanted.batch_stats})
+  assert_same(found, {"params": wanted.params, "batch_stats": wanted.batch_stats})
 
 
 def test_items_without_arrays(tmp_path):
@@ -62,7 +62,7 @@ def test_items_without_arrays(tmp_path):
   one = snapshot(5, **items)
   write(tmp_path, one)
   restored = Checkpoints(tmp_path).restore(abstract() | {"weights": {}, "actor": {}}, pytest.fail)
-  assert_same_tree(restored, one)
+  assert_same(restored, one)
 
 
 def test_the_newest_few_are_kept_and_those_that_are_needed(tmp_path):
@@ -112,7 +112,7 @@ def test_after_setting_all_aside_the_same_moment_is_saved_again(copied):
   checkpoints.save(other)
   restored, reported = read(folder)
   assert not reported
-  assert_same_tree(restored, other)
+  assert_same(restored, other)
 
 
 def test_another_network_is_refused_by_name(two):

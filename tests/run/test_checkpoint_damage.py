@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from launched import listing
-from snapshots import abstract, assert_same_tree, flip, read, snapshot, write
+from same import assert_same
+from snapshots import abstract, flip, read, snapshot, write
 from speedyzero_jax.run import checkpoint
 from speedyzero_jax.run.checkpoint import CheckpointError, Checkpoints
 
@@ -54,7 +55,7 @@ def test_damage_of_any_file_is_named_or_harmless(copied, tmp_path, damage):
     shutil.copytree(folder, run)
     damage(run / path.relative_to(folder))
     restored, reported = read(run)
-    assert_same_tree(restored, snapshots[restored.step == 8])
+    assert_same(restored, snapshots[restored.step == 8])
     if restored.step == 4:
       (line,) = reported
       assert str(run / "checkpoints" / "8-24") in line and "\n" not in line
@@ -73,7 +74,7 @@ def test_every_byte_of_the_json_counts(copied):
   assert '"env_steps": 24' in text
   path.write_text(text.replace('"env_steps": 24', '"env_steps": 25'))
   restored, reported = read(folder)
-  assert_same_tree(restored, snapshots[0])
+  assert_same(restored, snapshots[0])
   assert len(reported) == 1
 
 
@@ -84,7 +85,7 @@ def test_an_intact_item_of_another_checkpoint_is_damage(copied, item):
   shutil.rmtree(newer)
   shutil.copytree(older, newer)
   restored, (line,) = read(folder)
-  assert_same_tree(restored, snapshots[0])
+  assert_same(restored, snapshots[0])
   assert f"checksum of '{item}' differs" in line
 
 
@@ -123,7 +124,7 @@ def test_a_failing_machine_is_no_damage(copied, monkeypatch, error):
     with pytest.raises(CheckpointError, match=expected):
       Checkpoints(folder).restore(abstract(), pytest.fail)
   assert listing(folder) == before
-  assert_same_tree(read(folder)[0], snapshots[1])
+  assert_same(read(folder)[0], snapshots[1])
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
@@ -152,7 +153,7 @@ def test_files_that_cannot_be_opened_are_no_damage(copied):
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     os.dup2(stdin, 0)
     os.close(stdin)
-  assert_same_tree(read(folder)[0], snapshots[1])
+  assert_same(read(folder)[0], snapshots[1])
 
 
 def test_without_a_checkpoint(tmp_path):
@@ -168,7 +169,7 @@ def test_a_reader_of_the_network_falls_back_too_and_moves_nothing(copied):
   reported = []
   step, network = Checkpoints(folder).restore_network(abstract()["network"], reported.append)
   assert step == 4 and len(reported) == 1
-  assert_same_tree(network, snapshots[0].items["network"])
+  assert_same(network, snapshots[0].items["network"])
   assert Checkpoints(folder).steps() == [4, 8]
 
 
@@ -180,7 +181,7 @@ def test_the_step_of_a_damaged_checkpoint_can_be_saved_again(copied):
   checkpoints.save(snapshots[1])
   restored, reported = read(folder)
   assert not reported
-  assert_same_tree(restored, snapshots[1])
+  assert_same(restored, snapshots[1])
 
 
 class Trap:
@@ -286,10 +287,10 @@ def test_a_save_that_fails_harms_nothing(copied, monkeypatch, fail):
     restore()
   assert checkpoints.steps() == [4, 8]
   shutil.copytree(folder, folder.with_name("killed"))  # as if the process had ended here
-  assert_same_tree(read(folder.with_name("killed"))[0], snapshots[1])
+  assert_same(read(folder.with_name("killed"))[0], snapshots[1])
   checkpoints.save(newer)
   names = sorted(path.name for path in (folder / "checkpoints").iterdir())
   assert names == ["4-12", "8-24", "8-33"]
   restored, reported = read(folder)
   assert not reported
-  assert_same_tree(restored, newer)
+  assert_same(restored, newer)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from forked import killing
-from snapshots import LANES, abstract, assert_same_tree, flip, snapshot
+from same import assert_same
+from snapshots import LANES, abstract, flip, snapshot
 from speedyzero_jax.replay.journal import Journal, JournalError
 from speedyzero_jax.replay.schema import make_schema
 from speedyzero_jax.run.checkpoint import CheckpointError, Checkpoints
@@ -32,7 +33,7 @@ def times(items):
   found = {lane: [] for lane in range(LANES)}
   for slots in items:
     lane, start, stop = int(slots.lane[0]), int(slots.time[0]), int(slots.time[-1]) + 1
-    assert_same_tree(vars(slots), vars(play(lane, start, stop)))
+    assert_same(vars(slots), vars(play(lane, start, stop)))
     found[lane] += range(start, stop)
   return found
 
@@ -98,7 +99,7 @@ def test_a_run_comes_back_with_its_experience(tmp_path, durable):
       unit.journal.flush()
   with Unit(tmp_path, durable=durable) as unit:
     restored = unit.restore()
-    assert_same_tree(restored, saved)
+    assert_same(restored, saved)
     assert times(stored(unit, restored)) == everything(3, 15)
     later = times(unit.journal.read(restored.heads))
     assert later == everything(15, 17 if durable else 15)
@@ -172,7 +173,7 @@ def test_a_journal_that_fails_fails_the_checkpoint(tmp_path, monkeypatch):
     saved = unit.save(2, required=True)
   with Unit(tmp_path) as unit:
     restored = unit.restore()
-    assert_same_tree(restored, saved)
+    assert_same(restored, saved)
     assert times(stored(unit, restored)) == everything(0, 8)
 
 

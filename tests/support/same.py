@@ -1,22 +1,18 @@
 """Exact comparison of nested arrays and of replays."""
 
+import jax
 import numpy as np
 
 
-def assert_same(a, b, where=""):
-  """Asserts that nested dicts and sequences of arrays are equal, including their dtypes."""
-  if hasattr(a, "_asdict"):
-    a, b = a._asdict(), b._asdict()
-  if isinstance(a, dict):
-    assert a.keys() == b.keys(), where
-    for key in a:
-      assert_same(a[key], b[key], f"{where}/{key}")
-  elif isinstance(a, list | tuple):
-    assert len(a) == len(b), where
-    for i, (x, y) in enumerate(zip(a, b, strict=True)):
-      assert_same(x, y, f"{where}/{i}")
-  else:
-    np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=where, strict=True)
+def assert_same(a, b):
+  """Asserts that nested containers of arrays are equal bit for bit, including their dtypes."""
+
+  def same(path, x, y):
+    where = jax.tree_util.keystr(path)
+    np.testing.assert_array_equal(x, y, where, strict=True)
+    assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), where  # -0.0 is not 0.0
+
+  jax.tree.map_with_path(same, a, b)
 
 
 def frames_of(replay):

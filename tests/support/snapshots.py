@@ -80,14 +80,6 @@ def read(folder):
   return Checkpoints(folder).restore(abstract(), reported.append), reported
 
 
-def assert_same_tree(a, b):
-  assert jax.tree.structure(a) == jax.tree.structure(b)
-  for (path, x), (_, y) in zip(*map(jax.tree_util.tree_leaves_with_path, (a, b)), strict=True):
-    x, y = np.asarray(x), np.asarray(y)
-    assert (x.dtype, x.shape) == (y.dtype, y.shape), path
-    assert x.tobytes() == y.tobytes(), path
-
-
 def flip(path, at=0.5):
   """Inverts a byte."""
   content = bytearray(path.read_bytes())
