@@ -170,6 +170,9 @@ def main() -> int:
     "device": mesh.devices.flat[0].device_kind, "xla_flags": os.environ.get("XLA_FLAGS", ""),
     "peak_bytes": stats.get("peak_bytes_in_use"), "rows": rows,
   }  # fmt: skip
+  known = [row["program"] for row in reference["rows"]] if reference else []
+  if missing := [row["program"] for row in rows if reference and row["program"] not in known]:
+    print(f"not in {arguments.reference}, so not compared: {', '.join(missing)}")
   wrong = differing(rows, reference) if reference else []
   for name in wrong:
     print(f"{name}: outputs differ from {arguments.reference}")

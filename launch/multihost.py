@@ -173,6 +173,7 @@ def check_possible(config: Config) -> None:
   import jax
 
   from speedyzero_jax.run.factories import device_count, make_agent
+  from speedyzero_jax.workers.sweeper import make_sweepers
 
   learners, local = max(config.topology.learners, 1), device_count()
   if jax.process_count() > 1:
@@ -191,6 +192,7 @@ def check_possible(config: Config) -> None:
   check_env(config)
   try:
     agent = make_agent(config)
+    make_sweepers(agent, config.actor.weights_interval)
   except (ValueError, TypeError, ArithmeticError) as error:
     raise ConfigError(f"{_first_line(error)}{location(error)}") from error
   if config.topology.gradients == "actors" and (agent.tasks or agent.target_interval):
@@ -228,9 +230,12 @@ def supervise(arguments: argparse.Namespace) -> int:
 
   terminal = os.dup(sys.stdout.fileno())
 
-  def checkpoints() -> set[str]:
-    names = (folder.name for folder in path.glob("checkpoints/*"))
-    return {name for name in names if re.fullmatch(r"\d+-\d+", name)}
+  def saved(unit: Path) -> int:  # the learner step of a unit's newest checkpoint
+    names = (re.fullmatch(r"(\d+)-\d+", each.name) for each in unit.glob("checkpoints/*"))
+    return max((int(name[1]) for name in names if name), default=-1)
+
+  def progress() -> int:
+    return min(saved(unit) for unit in (path, *path.glob("units/*")))
 
   def child(process_id: int) -> Child:
     role, assigned = shape.role(process_id), gpus[process_id]
@@ -252,7 +257,7 @@ def supervise(arguments: argparse.Namespace) -> int:
     address = f"127.0.0.1:{held.getsockname()[1]}"
     children = [child(process_id) for process_id in range(shape.num_processes)]
     report = partial(print, flush=True)
-    return Supervisor(children, path / "logs", report, progress=checkpoints).run()
+    return Supervisor(children, path / "logs", report, progress=progress).run()
 
 
 def run_process(arguments: argparse.Namespace) -> int:

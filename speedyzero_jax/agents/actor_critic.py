@@ -91,14 +91,14 @@ class TrajectoryConfig:
     trajectories = max(config.run.env_steps - actor.lanes * length, 0) // length
     most = self._used(config, trajectories // self._block(config)) // learner.batch_size
     if learner.steps > most:
-      problem = (
-        f"learner.steps: must be at most {most}" if most else "run.env_steps: must be higher"
-      )
+      problem, got = f"learner.steps: must be at most {most}", learner.steps
+      if not most:
+        problem, got = "run.env_steps: must be higher", config.run.env_steps
       yield (
         f"{problem}, as run.env_steps ({config.run.env_steps}) in "
         f"{actor.lanes} lanes provide {trajectories} trajectories of loss.unroll_length ({length}) "
         f"and a learner step uses {learner.batch_size}"
-        f"{', ' + self._reuse if self._block(config) > 1 else ''}; got {learner.steps}"
+        f"{', ' + self._reuse if self._block(config) > 1 else ''}; got {got}"
       )
     least = self.least_capacity(config)
     if 0 < config.replay.capacity < least:

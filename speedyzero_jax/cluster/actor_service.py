@@ -87,7 +87,7 @@ class ActorService:
         raise ValueError(f"{helper} sent step {request.sequence} after step {session.sequence}")
       self._take(helper, session, request)
       if self._limiter.pool <= self._wanted(session) or self._limiter.lag_exceeded:
-        self._end_hanging()
+        self._end_hanging(helper, session)
       steps, requested = self._wait_for_steps(helper, session, seconds), self._wanted(session)
       if steps is None:
         self._roster.enter(helper)
@@ -107,8 +107,11 @@ class ActorService:
       )
       return session.grant
 
-  def _end_hanging(self) -> None:
-    """Ends the sessions of actors that hang with a grant, so that others get its steps."""
+  def _end_hanging(self, caller: Helper, own: Session) -> None:
+    """Ends the sessions of actors that hang with a grant, so that others get its steps.
+
+    Raises ValueError if only actors are left that have closed their episodes, as the caller.
+    """
     for number, session in enumerate(self._sessions):
       if session.lock.acquire(blocking=False):  # else it is making a call
         try:
@@ -120,9 +123,9 @@ class ActorService:
             session.incarnation = -1  # refuses its calls until it joins again
             self._release(session)
             self._collector.truncate(session.lanes)
-            for other in self._sessions:
-              if other.closed:  # must join again to take these steps, with new episodes
-                other.incarnation = -1
+            if all(each.closed or each.incarnation < 0 for each in self._sessions):
+              own.incarnation = -1
+              raise ValueError(f"{caller} must join again, to take the steps of {role}")
         finally:
           session.lock.release()
 

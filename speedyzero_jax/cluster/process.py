@@ -105,8 +105,9 @@ def _set_limits() -> None:
   Processes that lose another abort; a dump of the replay would delay their restart.
   """
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-  files = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
-  resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, files), hard))
+  if soft != resource.RLIM_INFINITY:
+    files = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, files), hard))
   resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 

@@ -51,9 +51,10 @@ class Limits:
 class Supervisor:
   """Runs processes with distinct names until the vital ones (one or more) have finished.
 
-  `report` shows a text to the user. `progress` returns a value that changes whenever the state does
-  from which restarted vital processes continue, such as the names of checkpoints. A child's output
-  goes to `logs/NAME.log`, reports also to `logs/supervisor.log`. `logs/supervisor.json` holds
+  `report` shows a text to the user. `progress` returns a number that is higher for a later state
+  from which restarted vital processes continue, such as the step of their last checkpoint. A
+  child's output goes to `logs/NAME.log`, reports also to `logs/supervisor.log`.
+  `logs/supervisor.json` holds
   {pid, children: [{name, pid, started, restarts}]}; pid and started (Unix time) are null while a
   child is not running. The attribute `restarts` is the number of restarts of each child, by name.
   """
@@ -64,7 +65,7 @@ class Supervisor:
     logs: Path,
     report: Callable[[str], None],
     limits: Limits | None = None,
-    progress: Callable[[], object] = object,
+    progress: Callable[[], int] | None = None,
   ):
     self._children = {child.name: child for child in children}
     if len(self._children) < len(children) or not any(child.vital for child in children):
@@ -254,15 +255,15 @@ class Supervisor:
 class _Streak:
   """Consecutive deaths of one process, or of the vital ones together."""
 
-  def __init__(self, limits: Limits, progress: Callable[[], object] = object):
-    self._limits, self._progress, self._reached = limits, progress, progress()
+  def __init__(self, limits: Limits, progress: Callable[[], int] | None = None):
+    self._limits, self._progress, self._reached = limits, progress, -1
+    self._advanced()
     self._deaths = self._failures = 0
 
   def add(self, process: Process) -> tuple[float, str]:
     """Counts a death. Returns the pause in seconds and, if a limit is reached, a line about it."""
     limits, verdict = self._limits, ""
-    before, self._reached = self._reached, self._progress()
-    if process.uptime >= limits.reset_after and self._reached != before:
+    if self._advanced() and process.uptime >= limits.reset_after:
       self._deaths = self._failures = 0
     else:
       self._deaths += 1
@@ -270,10 +271,18 @@ class _Streak:
     if self._failures >= limits.max_failures:
       verdict = f"\nGiving up after {self._failures} consecutive failures."
     elif self._deaths >= limits.max_deaths:
-      each = f"each after less than {limits.reset_after:g} s or without progress"
+      each = f"each after less than {limits.reset_after:g} s"
+      each += " or without progress" if self._progress else ""
       verdict = f"\nGiving up after {self._deaths} consecutive deaths, {each}."
     doublings = max(self._deaths - 1, 0)
     return min(limits.pause * 2**doublings, limits.longest_pause), verdict
+
+  def _advanced(self) -> bool:
+    """Whether there has been progress since the last call; true if it is unknown."""
+    before = self._reached
+    with contextlib.suppress(OSError):
+      self._reached = max(before, self._progress() if self._progress else before + 1)
+    return self._reached > before
 
 
 @contextlib.contextmanager

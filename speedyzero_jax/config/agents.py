@@ -10,6 +10,7 @@ import pkgutil
 import traceback
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any, ClassVar, get_origin
 
 from speedyzero_jax.config.fields import ConfigError, is_supported
@@ -22,21 +23,28 @@ _AS_STRING = "types of fields can't be strings; remove `from __future__ import a
 def agent_module(name: str) -> Any:
   """Imports the module of an agent: a built-in one, or any other by its dotted name.
 
-  Raises ConfigError if there is no such module, it can't be imported, it does not define
-  `make_agent` and a valid `AGENT_CONFIG` of its name, or it has the name of a built-in agent.
+  Raises ConfigError if there is no such module, it can't be imported, or it does not define
+  `make_agent` and a valid `AGENT_CONFIG` of its name.
   """
-  built_in, own = f"{_BUILT_IN}.{name}", _spec(name)
+  built_in = f"{_BUILT_IN}.{name}"
   if _spec(built_in) is not None and (agent := _imported(built_in, name)) is not None:
-    loader: Any = own and own.loader  # None for a folder without __init__.py
-    if own is not None and loader and "AGENT_CONFIG" in (loader.get_source(name) or ""):
-      raise ConfigError(f"agent: {name} is the name of a built-in agent; rename {own.origin}")
     return agent
-  if own is not None:
+  if _spec(name) is not None:
     if (agent := _imported(name, name)) is None:
       raise ConfigError(f"agent: module {name} has no AGENT_CONFIG and no make_agent")
     return agent
   available = f"{', '.join(agent_names())}, or a module of your own on PYTHONPATH"
   raise ConfigError(f"agent: unknown agent {name!r}; available: {available}")
+
+
+def check_unambiguous(name: str) -> None:
+  """Raises ConfigError if a built-in agent hides a user's agent of the same name."""
+  own, built_in = _spec(name), _spec(f"{_BUILT_IN}.{name}")
+  if own is None or built_in is None or not own.origin or own.origin == built_in.origin:
+    return
+  with contextlib.suppress(OSError):  # it has no file
+    if b"AGENT_CONFIG" in Path(own.origin).read_bytes():
+      raise ConfigError(f"agent: {name} is the name of a built-in agent; rename {own.origin}")
 
 
 def _imported(module: str, name: str) -> Any:
@@ -123,7 +131,7 @@ def _not_importable(module: str, error: Exception) -> ConfigError:
 
 @functools.cache
 def agent_names() -> list[str]:
-  """Names of the built-in agents; those that can't be imported are omitted."""
+  """Names of the built-in agents, without unfinished ones."""
   found = []
   for module in pkgutil.iter_modules(importlib.import_module(_BUILT_IN).__path__):
     with contextlib.suppress(ConfigError):

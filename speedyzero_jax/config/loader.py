@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from speedyzero_jax.config.agents import agent_module, agent_names
+from speedyzero_jax.config.agents import agent_module, agent_names, check_unambiguous
 from speedyzero_jax.config.fields import ConfigError, describe, interval_problem, parse, show
 from speedyzero_jax.config.presets import (
   AGENT_KEY,
@@ -153,6 +153,7 @@ def _merged(read: Sequence[Settings], last: Leaves) -> Leaves:
 def _agent(merged: Leaves) -> str:
   agent: str = parse(AGENT_KEY, merged.get(AGENT_KEY, DEFAULT_AGENT), str)
   agent_module(agent)  # its errors do not concern a preset
+  check_unambiguous(agent)
   return agent
 
 

@@ -109,7 +109,7 @@ class Checkpoints:
     CheckpointError if writing fails (as on a full disk); earlier checkpoints are then intact.
     """
     folder = self._directory / f"{snapshot.step}-{snapshot.env_steps}"
-    if os.path.isdir(folder):  # unlike `Path.is_dir`, it raises no error
+    if (snapshot.step, snapshot.env_steps) in self._folders():
       return  # stopped twice at the same step, or resumed after the run finished
     try:
       self._write(folder, snapshot)

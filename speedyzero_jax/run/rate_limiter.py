@@ -28,7 +28,7 @@ class Stopped(Exception):
 class RateLimiter:
   """Counts a run's agent and learner steps and keeps the ratio between them. Thread-safe.
 
-  Callers may read `env_steps`, `learner_steps`, `synchronous`, `unpaced` and `stopping`.
+  Callers may read `env_steps`, `learner_steps`, `synchronous`, `unpaced`, `stopping`, `failure`.
   """
 
   def __init__(self, config: Config, *, synchronous: bool = False):

@@ -164,10 +164,17 @@ def record_start(path: Path, step: int, devices: int, kind: str) -> None:
     "system": platform.platform(),
     "host": platform.node(),
     "versions": {"python": platform.python_version(), "code": _commit()}
-    | {library: importlib.metadata.version(library) for library in _LIBRARIES},
+    | {library: _version(library) for library in _LIBRARIES},
   }
   with contextlib.suppress(OSError), (path / "starts.jsonl").open("ab") as file:  # a full disk
     file.write(jsonl.line(row))
+
+
+def _version(library: str) -> str:
+  try:
+    return importlib.metadata.version(library)
+  except importlib.metadata.PackageNotFoundError:  # a build without metadata
+    return "-"
 
 
 def _commit() -> str:

@@ -1,10 +1,11 @@
 """Location of errors in code that is neither this package nor an installed one."""
 
+import os
 import sysconfig
 import traceback
 from pathlib import Path
 
-_PACKAGE = str(Path(__file__).resolve().parents[1])
+_PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
 _INSTALLED = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"), "<frozen", "<string")
 
 

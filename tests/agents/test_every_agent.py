@@ -136,7 +136,7 @@ def test_a_subclass_has_its_own_network(monkeypatch, agent):
     ("impala", "network.lstm_hidden=0", "network.lstm_hidden: must lie in"),
     ("impala", "actor.random_steps=9", "actor.random_steps: must be 0"),
     ("impala", "learner.tail_steps=9", "learner.tail_steps: must be 0"),
-    ("impala", "run.env_steps=200", "run.env_steps: must be higher, .* 2 trajectories"),
+    ("impala", "run.env_steps=200", "run.env_steps: must be higher, .* 2 trajectories.* got 200$"),
     ("impala", "learner.steps=375", "learner.steps: must be at most 374, .* 2992 trajectories"),
     ("impala", "replay.capacity=809", "replay.capacity: must be 0 or at least 810"),
     ("a2c", "learner.batch_size=24", r"actor.lanes: must divide .* at a time \(24\) .* got 16"),

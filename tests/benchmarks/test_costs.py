@@ -81,8 +81,8 @@ def test_devices_that_share_a_call_count_their_part():
 
 
 def test_the_first_of_several_calls_is_not_timed():
-  seconds = iter([0.5, 0, 0, 0, 0.5, 0.5])
-  assert costs.median_seconds(lambda: time.sleep(next(seconds))) < 0.4
+  seconds = iter([0.5, 0, 0.5, 0, 0.5, 0])  # the median of the first five, and of all, is higher
+  assert costs.median_seconds(lambda: time.sleep(next(seconds))) < 0.2
 
 
 def test_a_peak_is_measured_on_all_devices(monkeypatch):

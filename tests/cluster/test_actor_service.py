@@ -260,7 +260,9 @@ def test_the_steps_of_an_actor_that_hangs_at_the_end_go_to_the_only_other_one(ma
   if late:
     assert unit.step(slots, 1) is None
     unit.now = 601
-    assert unit.step(slots, 1) is None and unit.limiter.pool == 2
+    with pytest.raises(ValueError, match=r"actor 0 must join again, .* of actor-0\.1"):
+      unit.step(slots, 1)
+    assert unit.limiter.pool == 2
     unit.refuses(lambda: unit.step(slots, 1), "has no session")
     unit.join(0, 1)
   last = unit.step(incarnation=1) if late else unit.step(slots, 1)

@@ -58,8 +58,9 @@ def test_an_error_is_one_line_unless_a_signal_came_first(
 def test_allows_many_open_files_and_no_core_dumps(tmp_path, monkeypatch):
   kinds = resource.RLIMIT_NOFILE, resource.RLIMIT_CORE
   before = [resource.getrlimit(kind) for kind in kinds]
-  resource.setrlimit(kinds[0], (before[0][0] // 2, before[0][1]))
   try:
+    for kind, (_, hard), soft in zip(kinds, before, (256, before[1][1]), strict=True):
+      resource.setrlimit(kind, (soft, hard))
     started(tiny.config(*SETTINGS), tmp_path, monkeypatch, lambda *_, **__: 0)
     (files, most), (core, _) = (resource.getrlimit(kind) for kind in kinds)
   finally:

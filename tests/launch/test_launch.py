@@ -72,7 +72,7 @@ def test_what_libraries_refuse_is_wrong_use(tmp_path, monkeypatch, capsys, where
 OWN = """
 from typing import ClassVar
 from flax import nnx
-from speedyzero_jax.agents import impala
+from speedyzero_jax.agents import base, impala
 
 class AGENT_CONFIG(impala.ImpalaConfig):
   name: ClassVar[str] = "own"
@@ -88,6 +88,11 @@ class make_agent(impala.Impala):
       "network = lambda *_, **__: nnx.LayerNorm(8)",
       "impala",
       r"LayerNorm.*'rngs' \(.*/own.py:10\)",
+    ),
+    (
+      "subscriptions, tasks = {'x': 1}, {'x': base.Task(None, (), None, 'x', 'x', max_age=2)}",
+      "impala",
+      "x: max_age must be at least",
     ),
     ("target_interval = 9", "a3c", "topology.gradients: must be .* own with .* a target network"),
   ],
@@ -170,6 +175,28 @@ def test_learners_that_would_share_a_gpu_are_refused(tmp_path, monkeypatch, caps
 
 
 # --- supervising
+
+
+def test_progress_is_the_newest_step_that_every_learner_has_saved(tmp_path, monkeypatch):
+  found = []
+
+  class Stub:
+    def __init__(self, made, logs, report, progress):
+      self.folder, self.progress = logs.parent, progress
+
+    def run(self):
+      assert self.progress() == -1
+      for name in ("5-90", "12-20", "damaged/14-9", "13-9.orbax-checkpoint-tmp"):
+        (self.folder / "checkpoints" / name).mkdir(parents=True)
+        found.append(self.progress())
+      (self.folder / "units/1/checkpoints/7-8").mkdir(parents=True)
+      found.append(self.progress())
+      return 0
+
+  monkeypatch.setattr(supervisor, "Supervisor", Stub)
+  settings = f"run.dir={tmp_path / 'run'}", "learner.devices=1"
+  assert multihost.main([*MANY, *settings, "--processes", "learner=2"]) == 0
+  assert found == [5, 12, 12, 12, 7]
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ class Unit:
     self.replay, self.weights = experiment.replay, experiment.weights
     self.limiter, self.collector = experiment.limiter, experiment.collector
     self.journal = experiment.recovery.journal
-    self.lanes = lanes_of_actors(self.config.actor.lanes, actors) if actors else ()
+    self.lanes = lanes_of_actors(self.config.actor.lanes, actors)
     self.waits: list[dict[str, float]] = []
     self.now = 0.0
     counts = {"actor": actors, "refresher": refreshers}
