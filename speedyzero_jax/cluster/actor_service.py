@@ -87,7 +87,10 @@ class ActorService:
         raise ValueError(f"{helper} sent step {request.sequence} after step {session.sequence}")
       self._take(helper, session, request)
       if self._limiter.pool <= self._wanted(session) or self._limiter.lag_exceeded:
-        self._end_hanging(helper, session)
+        self._end_hanging()
+      if session.closed and self._limiter.pool and not self._any_acts():
+        session.incarnation, session.closed = -1, False
+        raise ValueError(f"{helper} must join again, to take the last steps in another's place")
       steps, requested = self._wait_for_steps(helper, session, seconds), self._wanted(session)
       if steps is None:
         self._roster.enter(helper)
@@ -107,11 +110,16 @@ class ActorService:
       )
       return session.grant
 
-  def _end_hanging(self, caller: Helper, own: Session) -> None:
-    """Ends the sessions of actors that hang with a grant, so that others get its steps.
+  def _any_acts(self) -> bool:
+    """Whether an actor has called recently and has not closed its episodes."""
+    silences = (self._roster.silence("actor", i) for i in range(len(self._sessions)))
+    return any(
+      not session.closed and silence <= messages.HANG_SECONDS
+      for session, silence in zip(self._sessions, silences, strict=True)
+    )
 
-    Raises ValueError if only actors are left that have closed their episodes, as the caller.
-    """
+  def _end_hanging(self) -> None:
+    """Ends the sessions of actors that hang with a grant, so that others get its steps."""
     for number, session in enumerate(self._sessions):
       if session.lock.acquire(blocking=False):  # else it is making a call
         try:
@@ -123,9 +131,6 @@ class ActorService:
             session.incarnation = -1  # refuses its calls until it joins again
             self._release(session)
             self._collector.truncate(session.lanes)
-            if all(each.closed or each.incarnation < 0 for each in self._sessions):
-              own.incarnation = -1
-              raise ValueError(f"{caller} must join again, to take the steps of {role}")
         finally:
           session.lock.release()
 

@@ -39,8 +39,8 @@ def agent_module(name: str) -> Any:
 
 def check_unambiguous(name: str) -> None:
   """Raises ConfigError if a built-in agent hides a user's agent of the same name."""
-  own, built_in = _spec(name), _spec(f"{_BUILT_IN}.{name}")
-  if own is None or built_in is None or not own.origin or own.origin == built_in.origin:
+  used, own = agent_module(name), _spec(name)
+  if used.__name__ == name or own is None or own.origin in (None, used.__file__):
     return
   with contextlib.suppress(OSError):  # it has no file
     if b"AGENT_CONFIG" in Path(own.origin).read_bytes():

@@ -247,25 +247,44 @@ def test_an_actor_that_hangs_loses_its_grant_and_must_join_again(make_unit):
   assert unit.join(1, 1).heads.tolist() == [6, 6]
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["before the last grant", "after it"])
-def test_the_steps_of_an_actor_that_hangs_at_the_end_go_to_the_only_other_one(make_unit, late):
+def test_the_steps_of_an_actor_that_hangs_before_the_last_grant_go_to_another(make_unit):
   unit = make_unit("actor.lanes=4", "actor.random_steps=24", "run.env_steps=24", actors=2)
   unit.fill(6)
   unit.join(0), unit.join(1)
   assert unit.step(actor=1).steps == 2  # and hangs
-  unit.now = 0 if late else 601
-  grant = unit.step()
-  assert grant.steps == 2 and grant.closing == late
-  slots, _ = unit.play(unit.player(), grant)
-  if late:
-    assert unit.step(slots, 1) is None
-    unit.now = 601
-    with pytest.raises(ValueError, match=r"actor 0 must join again, .* of actor-0\.1"):
-      unit.step(slots, 1)
-    assert unit.limiter.pool == 2
-    unit.refuses(lambda: unit.step(slots, 1), "has no session")
+  unit.now = 601
+  granted = unit.step()
+  assert granted.steps == 2 and not granted.closing
+  slots, _ = unit.play(unit.player(), granted)
+  last = unit.step(slots, 1)
+  assert last.steps == 2 and last.closing
+
+
+@pytest.mark.parametrize("third", ["waits", "is silent"])
+def test_an_actor_that_has_closed_its_episodes_takes_steps_only_if_no_other_can(make_unit, third):
+  unit = make_unit("actor.lanes=6", "actor.random_steps=36", "run.env_steps=36", actors=3)
+  unit.fill(6)
+  for actor in range(3):
+    unit.join(actor)
+  assert unit.step(actor=1).steps == 2  # and hangs
+  granted = unit.step(actor=2), unit.step()
+  assert granted[1].closing and not granted[0].closing
+  players = unit.player(2), unit.player(0)
+  (waiting, _), (closed, _) = map(unit.play, players, granted)
+  assert unit.step(closed, 1) is None and unit.step(waiting, 1, actor=2) is None
+  if third == "waits":
+    unit.now = 300
+    assert unit.step(waiting, 1, actor=2) is None
+  unit.now = 601
+  if third == "waits":
+    assert unit.step(closed, 1) is None and unit.limiter.pool == 2
+    last = unit.step(waiting, 1, actor=2)
+  else:
+    with pytest.raises(ValueError, match="actor 0 must join again"):
+      unit.step(closed, 1)
+    unit.refuses(lambda: unit.step(closed, 1), "has no session")
     unit.join(0, 1)
-  last = unit.step(incarnation=1) if late else unit.step(slots, 1)
+    last = unit.step(incarnation=1)
   assert last.steps == 2 and last.closing
 
 

@@ -363,6 +363,9 @@ def test_a_module_with_the_name_of_a_built_in_agent_is_refused(tmp_path, monkeyp
   (tmp_path / "impala").mkdir()
   for name in ("dqn", "impala"):
     loader.load([name])
+  monkeypatch.delitem(sys.modules, "refresh", raising=False)
+  (tmp_path / "refresh.py").write_text(declared("broken", "refresh"))  # no built-in agent
+  assert loader.load([], ["agent=refresh"]).agent.name == "refresh"
   (tmp_path / "dqn.py").write_text(declared("broken", "dqn"))
   with pytest.raises(ConfigError, match=r"^agent: dqn is the name of a .*rename .*/dqn\.py"):
     loader.load(["dqn"])
