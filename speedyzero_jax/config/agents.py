@@ -48,7 +48,7 @@ def check_unambiguous(name: str) -> None:
 
 
 def _imported(module: str, name: str) -> Any:
-  """Imports a module; returns None if it defines no agent. Raises ConfigError, see above."""
+  """Imports a module; returns None if it defines no agent. Raises as `agent_module`."""
   try:
     agent = importlib.import_module(module)
   except Exception as error:
