@@ -119,7 +119,8 @@ def _make(game: str, cap: int | None = None) -> Any:
 def _lane(game: str, cap: int, event_rewards: tuple[float, ...]) -> Any:
   """Makes the environment of one lane.
 
-  It returns no infos, as a vector environment can't merge those of different types. Its reward is `info["events"]` @ `event_rewards`, if these are given.
+  It returns no infos, as a vector environment can't merge those of different types. Its reward is
+  `info["events"]` @ `event_rewards`, if these are given.
   """
   import gymnasium
 
