@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from unittest import mock
 
 import jax
 import numpy as np
@@ -196,7 +197,9 @@ def test_a_killed_run_drops_what_it_collected_after_its_checkpoint_and_ends(tmp_
 )
 def test_an_example_batch_of_short_trajectories(overrides):
   config = _config(*overrides)
-  batch, _ = warmup.example_batch(config, impala.make_agent(config, (1, 1, 2), np.float32, 3))
+  agent = impala.make_agent(config, (1, 1, 2), np.float32, 3)
+  agent.make_selector = lambda _: mock.Mock(spec=["appended"])  # an own one may never be ready
+  batch, _ = warmup.example_batch(config, agent)
   slots = config.agent.loss.unroll_length + 1
   shape = config.learner.batch_size, slots, config.env.frame_stack
   assert batch["stack"].shape == shape and batch["acted_mask"].all()
