@@ -12,6 +12,7 @@ def assert_same(a, b):
     np.testing.assert_array_equal(x, y, where, strict=True)
     assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), where  # -0.0 is not 0.0
 
+  assert jax.tree.structure(a) == jax.tree.structure(b)
   jax.tree.map_with_path(same, a, b)
 
 
