@@ -20,7 +20,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for uninstalled clones
 
 from speedyzero_jax.report import page, terminal
-from speedyzero_jax.report.groups import group_runs, to_json
+from speedyzero_jax.report.groups import to_json
 from speedyzero_jax.report.runs import read_runs
 from speedyzero_jax.system.exit_codes import FAILED, USAGE_ERROR
 
@@ -42,17 +42,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
   if all(run.problems == ["no run here"] for run in runs):
     print(f"report.py: no run in {', '.join(map(str, options.runs))}", file=sys.stderr)
     return USAGE_ERROR
-  groups = group_runs(runs)
-  terminal.show(runs, groups, Console())
   try:
     if options.json:
-      options.json.write_text(to_json(runs, groups))
+      options.json.write_text(to_json(runs))
     if options.out:
       options.out.write_bytes(page.render(runs))
       print(f"wrote {options.out}", file=sys.stderr)
   except OSError as error:
     print(f"report.py: {error}", file=sys.stderr)
     return FAILED
+  terminal.show(runs, Console())  # last, as a closed pipe ends the process
   return 0
 
 

@@ -33,7 +33,7 @@ from launch import multihost
 from speedyzero_jax.cluster import devices
 from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.report import page, terminal
-from speedyzero_jax.report.groups import group_runs, to_json
+from speedyzero_jax.report.groups import to_json
 from speedyzero_jax.report.runs import read_runs
 from speedyzero_jax.run.processes import Interrupted, RunProcesses, log_of
 from speedyzero_jax.run.run_dir import RunFolderError
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     processes = RunProcesses(devices.machine_shares(arguments.together))
     study = _study(arguments, argv)
     names = [Path(text).stem for text in arguments.study or arguments.config]
-    folder = arguments.dir or Path("runs") / "+".join(names)
+    folder = (arguments.dir or Path("runs") / "+".join(names)).expanduser()
     runs = studies.runs_of(study, folder)
     part, parts = _part(arguments.part)
     if parts > 1 and arguments.out:
@@ -159,16 +159,15 @@ def _failed(run: StudyRun, future: concurrent.futures.Future[int]) -> bool:
 def _report(runs: list[StudyRun], folder: Path, out: Path | None) -> bool:
   """Writes the comparison as HTML and JSON and prints it. Returns False if it can't be written."""
   results = read_runs(run.path for run in runs)
-  groups = group_runs(results)
   try:
     (folder / "report.html").write_bytes(page.render(results))
     if out is not None:
-      out.write_text(to_json(results, groups, command=shlex.join(["python", *sys.argv])))
+      out.write_text(to_json(results, command=shlex.join(["python", *sys.argv])))
   except OSError as error:
     print(f"error: can't write the comparison: {error}", file=sys.stderr)
     return False
   with contextlib.suppress(OSError, UnicodeEncodeError):  # a closed output, or one without "±"
-    terminal.show(results, groups, Console())
+    terminal.show(results, Console())
   _say(f"{folder / 'report.html'} has curves, scores, ages and times")
   return True
 

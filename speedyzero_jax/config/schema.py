@@ -21,8 +21,8 @@ class EnvConfig:
 
   game: str = opt(
     "Breakout",
-    "Atari game by its Atari-100k name, Catch, MemoryCatch, DecoyCatch, CartPole, Snake, "
-    "TicTacToe, ConnectFour, Go9, or gymnasium:ID (gymnasium:MODULE:ID for your own)",
+    "Atari game by its Atari-100k name, Catch, MemoryCatch, DecoyCatch, CartPole, TicTacToe, "
+    "ConnectFour, Go9, or gymnasium:ID (gymnasium:MODULE:ID for your own)",
   )
   frame_size: int = opt(96, "frames' height and width after area resizing (EZ: 96)", "[8, 512]")
   grayscale: bool = opt(False, "one gray channel instead of RGB (EZ: RGB)")
@@ -55,11 +55,6 @@ class ActorConfig:
   lanes: int = opt(16, "environments, stepped together (ours)", "[1, 1e5]", divided="exactly")
   random_steps: int = opt(
     2000, "agent steps of random play before training (EZ: 2,000)", "[0, 1e9]", divided="exactly"
-  )
-  random_hold: float = opt(
-    1.0,
-    "mean steps for which random play repeats an action, to explore further (ours, EZ: 1)",
-    "[1, 1e6]",
   )
   weights_interval: int = opt(
     10, "learner steps between updates of the actors' weights (SZ: 10)", "[1, 1e9]"

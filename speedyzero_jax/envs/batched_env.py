@@ -21,8 +21,6 @@ Episodes (checked in tests/envs, for Atari also against a plain ALE):
   after the first step: it catches at most three of five balls, a mean return of 0.2.
 - DecoyCatch is Catch, which reports three events: a catch, a miss, and the decoy, which is a miss
   with the ball right beside the paddle. The decoy is easier, as the ball has two sides.
-- Snake is Jumanji's, on 12 x 12 cells with five channels: an episode ends when the snake runs into
-  a wall or itself, or after 4,000 steps, which counts as termination, as in Jumanji.
 - In a board game one lane plays both sides: each frame shows the board from the perspective of the
   player to move (see `rules.py`), and each reward is for the player who just moved. For evaluation
   against an opponent see `versus.py`.
@@ -47,15 +45,13 @@ from speedyzero_jax.envs.rules import RULES
 from speedyzero_jax.envs.scores import atari100k_games
 from speedyzero_jax.types import Env, EnvStep
 
-_CATCHES = ("Catch", "MemoryCatch", "DecoyCatch")
-VECTOR_GAMES = (*_CATCHES, "CartPole")
+CATCHES = ("Catch", "MemoryCatch", "DecoyCatch")
+VECTOR_GAMES = (*CATCHES, "CartPole")
 _EVENTS = {"DecoyCatch": ("catch", "miss", "decoy")}
-_GRIDS = {"Snake": 12}  # game -> height and width of its float image
 BOARD_GAMES = tuple(RULES)  # two-player games
 # Longest episodes of games that ignore the cap, in agent steps.
 _STEPS = {
-  **dict.fromkeys(_CATCHES, 9),
-  "Snake": 4000,
+  **dict.fromkeys(CATCHES, 9),
   **{game: rules.max_moves for game, rules in RULES.items()},
 }
 _CARTPOLE_STEPS = 500  # time limit of CartPole-v1
@@ -86,7 +82,7 @@ class BatchedEnv:
     num_lanes: number of environments, L.
     num_actions: number of actions; they are 0 .. num_actions - 1.
     frame_shape: shape (H, W, C) of one frame; (1, 1, D) for vectors.
-    frame_dtype: uint8 for images, float32 for vectors and grids.
+    frame_dtype: uint8 for images, float32 for vectors.
   """
 
   def __init__(self, task: _Task, lanes: int, seed: int, threads: int):
@@ -104,8 +100,7 @@ class BatchedEnv:
     self._episodic_life = task.options.get("episodic_life", False) and not task.whole_games
     self._ended = np.zeros(lanes, bool)  # whether the next step ignores its action
     self._lives = np.zeros(lanes, np.int32)
-    arrays = self._pool.spec.state_array_spec
-    shape = arrays["obs:grid" if task.family == "jumanji" else "obs"].shape
+    shape = self._pool.spec.state_array_spec["obs"].shape
     self.num_lanes = lanes
     self.num_actions = int(self._pool.spec.action_array_spec["action"].maximum) + 1
     if task.family == "atari":
@@ -113,7 +108,7 @@ class BatchedEnv:
     elif task.family == "pgx":  # both players' views of the board
       self.frame_shape = shape[1], shape[2], shape[3] + shape[3] % 2  # see `BoardEnv._by_lane`
     else:
-      self.frame_shape = tuple(shape) if len(shape) == 3 else (1, 1, math.prod(shape))
+      self.frame_shape = 1, 1, math.prod(shape)
     images = task.family in ("atari", "pgx")
     self.frame_dtype = np.dtype(np.uint8 if images else np.float32)
 
@@ -144,7 +139,7 @@ class BatchedEnv:
 
   def _by_lane(self, obs: Any, *others: Any) -> tuple:
     """Converts envpool's output of a step to arrays with leading dimension L."""
-    return obs["grid"] if self._family == "jumanji" else obs, *others
+    return obs, *others
 
   def _show(
     self, first: np.ndarray, obs: Any, reward: Any, ended: Any, capped: Any, info: Any
@@ -251,7 +246,7 @@ def frame_sides(config: EnvConfig) -> tuple[int, int]:
     return gymnasium_env.probe(config.game)[0][:2]
   if config.game in BOARD_GAMES:
     raise ValueError(f"{config.game} is for two players; agent=alphazero plays it")
-  side = 1 if config.game in VECTOR_GAMES else _GRIDS.get(config.game, config.frame_size)
+  side = 1 if config.game in VECTOR_GAMES else config.frame_size
   return side, side
 
 
@@ -269,7 +264,7 @@ def check_game(game: str) -> None:
   if game.startswith(gymnasium_env.PREFIX):
     gymnasium_env.probe(game)
     return
-  known = (*VECTOR_GAMES, *_GRIDS, *BOARD_GAMES, *atari100k_games())
+  known = (*VECTOR_GAMES, *BOARD_GAMES, *atari100k_games())
   if game in known or game in _atari_games():  # in this order, as loading envpool is slow
     return
   plain = {_plain(name): name for name in (*known, *sorted(_atari_games()))}
@@ -286,13 +281,11 @@ def _plain(game: str) -> str:
 
 def _task(config: EnvConfig, training: bool, cap: int) -> _Task:
   """Translates settings to envpool's arguments. Raises ValueError for an unknown game."""
-  if config.game in _CATCHES:
+  if config.game in CATCHES:
     weights = config.event_rewards if training else ()
     return _Task("toy_text", "Catch-v0", {}, config.game == "MemoryCatch", weights)
   if config.game == "CartPole":
     return _Task("classic_control", "CartPole-v1", {"max_episode_steps": cap})
-  if config.game in _GRIDS:
-    return _Task("jumanji", f"{config.game}-v1", {})
   if config.game in BOARD_GAMES:
     return _Task("pgx", f"{'Go9x9' if config.game == 'Go9' else config.game}-v1", {})
   check_game(config.game)

@@ -72,6 +72,8 @@ class GymnasiumEnv:
     if not np.isfinite(reward).all():
       raise ValueError(f"{self._game}: rewards must be finite, got {reward}")
     frame = obs.reshape(self.num_lanes, *self.frame_shape).astype(self.frame_dtype)
+    if not np.isfinite(frame).all():
+      raise ValueError(f"{self._game}: observations must be finite")
     self._ended = terminated | truncated
     over, capped = terminated.copy(), truncated & ~terminated
     return EnvStep(frame, reward.astype(np.float32), first, over, capped, over)

@@ -96,7 +96,6 @@ class ClippedTrustRatioState(NamedTuple):
   """
 
   ratio: jax.Array  # float32, after clipping; 1 before the first update
-  clipped: jax.Array  # bool, whether clipping changed the ratio
   exempt: jax.Array  # bool, the leaf was zero at initialization
 
 
@@ -128,7 +127,7 @@ def clipped_trust_ratio(
 
   def init(w):
     exempt = layout.sums((w != 0).astype(jnp.float32))[kernels] == 0
-    return ClippedTrustRatioState(jnp.ones(len(kernels)), jnp.zeros(len(kernels), bool), exempt)
+    return ClippedTrustRatioState(jnp.ones(len(kernels)), exempt)
 
   def update(g, state, w):
     g_norm, w_norm = (jnp.sqrt(layout.sums(jnp.square(x))) for x in (g, w))
@@ -140,9 +139,8 @@ def clipped_trust_ratio(
     unclipped = jnp.where(zero, 1.0, trust_coefficient * w_norm / denominator)
     adapted = jnp.ones_like(small) if floor else ~small
     ratio = jnp.where(adapted, jnp.clip(unclipped, trust_min, trust_max), 1.0).astype(jnp.float32)
-    clipped = ((unclipped < trust_min) | (unclipped > trust_max)) & adapted
     scaled = ratio[layout.owner][:, None] * (g + decay[layout.owner][:, None] * w)
-    return scaled, ClippedTrustRatioState(ratio[kernels], clipped[kernels], state.exempt)
+    return scaled, ClippedTrustRatioState(ratio[kernels], state.exempt)
 
   return optax.GradientTransformation(init, update)
 
@@ -225,20 +223,3 @@ def trust_ratios(opt_state: optax.OptState, params: Any) -> dict[str, np.ndarray
     if jnp.ndim(leaf) >= 2
   ]
   return {} if state is None else dict(zip(names, jax.device_get(state.ratio), strict=True))
-
-
-def trust_ratio_summary(opt_state: optax.OptState) -> dict[str, jax.Array]:
-  """Summarizes the trust ratios of the last update over kernels; usable inside `jit`.
-
-  Returns `min`, `mean`, `max` and `fraction_clipped` (the share of kernels whose ratio clipping
-  changed) as float32 scalars in which kernels have equal weight. Empty if there are none.
-  """
-  state = optax.tree.get(opt_state, "ClippedTrustRatioState")
-  if state is None or not state.ratio.size:
-    return {}
-  return {
-    "min": state.ratio.min(),
-    "mean": state.ratio.mean(),
-    "max": state.ratio.max(),
-    "fraction_clipped": state.clipped.mean(dtype=jnp.float32),
-  }

@@ -11,8 +11,9 @@ from speedyzero_jax.config.fields import ConfigError, interval_problem, opt, par
 from speedyzero_jax.config.yaml_files import named_in_errors, read_yaml, strings
 from speedyzero_jax.population.selection import Knob
 
-# A copy continues its source's games by repeating their actions, with the same environment.
-_FIXED = ("run.", "topology.", "network.", "env.sticky_actions")
+# A copy continues its source's games by repeating their actions, with the same environment. Stored
+# priorities have been raised to `priority.alpha`.
+_FIXED = ("run.", "topology.", "network.", "env.sticky_actions", "priority.alpha")
 OWN = ("run.dir", "run.seed", "run.pause_at")  # set for each member
 
 

@@ -65,17 +65,19 @@ def lines(
 ) -> list[Line]:
   """Lines of a metric: the mean over runs with a band from lowest to highest.
 
-  They cover the range that all runs have reached. If `single`, each run is a thin line, too.
+  They cover the range that all runs with at least two points have reached. If `single`, each run is
+  a thin line, too.
   """
   each = [(run, c) for run in runs if (c := curve(run, name, axis))]
   if len(each) == 1:
     ((run, (x, y)),) = each
     return [Line(color, f"{label}: {run.path}", x, y)]
   drawn = [Line(color, f"{label}: {run.path}", *c, thin=True) for run, c in each if single]
-  grid = common_grid([c for _, c in each]) if each else None
+  long = [c for _, c in each if len(c[0]) > 1]
+  grid = common_grid(long) if long else None
   if grid is not None:
-    ys = np.array([np.interp(grid, x, y) for _, (x, y) in each])
-    text = f"{label}: mean of {len(each)} runs"
+    ys = np.array([np.interp(grid, x, y) for x, y in long])
+    text = f"{label}: mean of {len(long)} runs"
     drawn.append(Line(color, text, grid, ys.mean(0), ys.min(0), ys.max(0)))
   return drawn
 
@@ -84,10 +86,11 @@ def aggregate_line(
   games: dict[str, list[Curve]], color: int, label: str, points: int = 20
 ) -> Line | None:
   """IQM over games and seeds of curves of human-normalized scores, with its interval."""
-  grid = common_grid([c for curves in games.values() for c in curves], points)
+  long = [[c for c in curves if len(c[0]) > 1] for curves in games.values()]
+  grid = common_grid([c for curves in long for c in curves], points) if all(long) else None
   if grid is None:
     return None
-  scores = [np.array([np.interp(grid, x, y) for x, y in curves]) for curves in games.values()]
+  scores = [np.array([np.interp(grid, x, y) for x, y in curves]) for curves in long]
   estimates = [
     aggregates.estimate(aggregates.iqm, [game[:, i] for game in scores]) for i in range(len(grid))
   ]

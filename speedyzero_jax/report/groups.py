@@ -1,38 +1,18 @@
-"""Groups of runs: repetitions with different seeds, and methods, which also span games."""
+"""Methods, which are groups of runs with different games and seeds."""
 
 import collections
 import dataclasses
 import json
-import math
 import re
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from speedyzero_jax.report import aggregates
 from speedyzero_jax.report.runs import CURVE, EVALUATIONS, GAME, REPETITION_KEYS, Run
 from speedyzero_jax.run.run_dir import safe_name
 
-SCORES = ("evaluation_mean", "training_return")  # a group uses the first that all its runs have
 _REPEATED = (*REPETITION_KEYS, GAME)  # settings in which runs of a method always differ
 _NAMED = 2  # maximum settings in a method's name
-
-
-@dataclasses.dataclass(frozen=True)
-class Group:
-  """Runs that differ only in their seed, with statistics of their scores."""
-
-  runs: list[str]  # paths
-  game: str | None
-  seeds: list[int | None]
-  score: str  # one of SCORES
-  mean: float
-  stderr: float
-  iqm: float  # interquartile mean
-  human_normalized: float | None  # mean over the runs, if every run has it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,39 +38,13 @@ class Method:
     return {game: scores for game, scores in each.items() if scores}
 
 
-def group_runs(runs: Sequence[Run]) -> list[Group]:
-  """Groups at least two runs that differ only in their seed and all have a score."""
-  groups = []
-  for members in _alike(runs):
-    known = [name for name in SCORES if all(getattr(run, name) is not None for run in members)]
-    if known and len(members) > 1:
-      groups.append(_group(members, known[0]))
-  return groups
-
-
-def _group(members: Sequence[Run], score: str) -> Group:
-  scores = [getattr(run, score) for run in members]
-  human = [x for run in members if (x := run.human_normalized) is not None]
-  return Group(
-    runs=[run.path for run in members],
-    game=members[0].game,
-    seeds=[run.seed for run in members],
-    score=score,
-    mean=statistics.fmean(scores),
-    stderr=statistics.stdev(scores) / math.sqrt(len(scores)),
-    iqm=float(aggregates.iqm([np.array(scores)])),
-    human_normalized=statistics.fmean(human) if len(human) == len(scores) else None,
-  )
-
-
-def to_json(runs: Sequence[Run], groups: Sequence[Group], **more: Any) -> str:
+def to_json(runs: Sequence[Run], **more: Any) -> str:
   """Serializes the comparison as JSON, with arrays of numbers on one line."""
   content = {
     **more,
     "curve_columns": CURVE,
     "evaluation_columns": EVALUATIONS,
     "runs": [run.summary() for run in runs],
-    "groups": [vars(group) for group in groups],
   }
   text = json.dumps(content, indent=1) + "\n"
   return re.sub(r"\[\n[^\[\]{}]*\n *\]", lambda array: " ".join(array[0].split()), text)

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pathlib
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -161,7 +162,7 @@ def _read_starts(run: Run, path: pathlib.Path) -> None:
 def _read_metrics(run: Run, path: pathlib.Path) -> None:
   rows, damaged = jsonl.read_rows(path)
   _note_damaged(run, path, damaged)
-  finite = [{name: x for name, x in row.items() if _is_finite(x)} for row in rows]
+  finite = [{sys.intern(name): x for name, x in row.items() if _is_finite(x)} for row in rows]
   run.rows = [row for row in finite if names.STEP in row]
   if not run.rows:
     run.problems.append("metrics.jsonl is empty")

@@ -1,5 +1,6 @@
 """Scores of methods: per game, aggregated over games, and compared with published ones."""
 
+import math
 import statistics
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
@@ -20,8 +21,8 @@ Table = tuple[list[Child], list[list[Child]]]  # heads, rows
 
 def by_game(methods: Sequence[Method]) -> Table:
   """Table of every method's evaluations on every game, Atari or not."""
-  heads: list[Child] = ["game", "method", "evaluated", "episodes", "mean", "lowest", "highest",
-                        "training return", "minutes", "device-minutes"]  # fmt: skip
+  heads: list[Child] = ["game", "method", "evaluated", "episodes", "mean ± stderr", "lowest",
+                        "highest", "training return", "minutes", "device-minutes"]  # fmt: skip
   rows: list[list[Child]] = []
   pairs = [(*item, method.name) for method in methods for item in method.games().items()]
   for game, runs, name in sorted(pairs, key=lambda pair: (pair[0], pair[2])):
@@ -29,14 +30,22 @@ def by_game(methods: Sequence[Method]) -> Table:
     kinds = {run.episodes for run in runs if run.evaluation_mean is not None}
     episodes = "; ".join(sorted(kinds))
     numbers = [
-      *((_mean(means), min(means), max(means)) if means else (None, None, None)),
+      *((min(means), max(means)) if means else (None, None)),
       _mean([run.training_return for run in runs]),
       _mean([run.wall_seconds and run.wall_seconds / 60 for run in runs]),
       _mean([run.device_seconds and run.device_seconds / 60 for run in runs]),
     ]
     share = f"{len(means)} of {len(runs)}"
-    rows.append([game, name, share, episodes, *map(format_number, numbers)])
+    rows.append([game, name, share, episodes, _estimate(means), *map(format_number, numbers)])
   return heads, rows
+
+
+def _estimate(values: Sequence[float]) -> str:
+  """Mean and, of two or more values, standard error."""
+  if len(values) < 2:
+    return format_number(_mean(values))
+  error = statistics.stdev(values) / math.sqrt(len(values))
+  return f"{format_number(_mean(values))} ± {format_number(error)}"
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

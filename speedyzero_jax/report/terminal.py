@@ -1,4 +1,4 @@
-"""The report in a terminal: a row per run, and a summary over seeds."""
+"""The report in a terminal: a row per run, and one per method and game."""
 
 import itertools
 import math
@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from speedyzero_jax.metrics.progress import format_number
-from speedyzero_jax.report.groups import Group
+from speedyzero_jax.report import scores
+from speedyzero_jax.report.groups import methods
 from speedyzero_jax.report.runs import Run
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -29,16 +30,19 @@ def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
   return "".join(SPARKS[round((mean - low) / span * (len(SPARKS) - 1))] for mean in means)
 
 
-def show(runs: Sequence[Run], groups: Sequence[Group], console: Console) -> None:
+def show(runs: Sequence[Run], console: Console) -> None:
   """Prints the tables: formatted on a terminal, otherwise tab-separated."""
   _show_table("Runs", [_run_cells(run) for run in runs], console)
   if console.is_terminal:  # notes are too wide for the table
     for run in runs:
       if run.problems:
         print(f"{run.path}: {'; '.join(run.problems)}", file=console.file)
-  if groups:
+  compared = methods(runs)
+  heads, rows = scores.by_game(compared)
+  if len(rows) < sum(len(method.runs) for method in compared):
     print(file=console.file)
-    _show_table("Over seeds", [_group_cells(group) for group in groups], console)
+    cells = [dict(zip(map(str, heads), map(str, row), strict=True)) for row in rows]
+    _show_table("Over seeds", cells, console)
 
 
 def _run_cells(run: Run) -> dict[str, str]:
@@ -59,41 +63,24 @@ def _run_cells(run: Run) -> dict[str, str]:
   }
 
 
-def _shared_start(texts: Sequence[str]) -> str:
-  columns = itertools.takewhile(lambda column: len({*column}) == 1, zip(*texts, strict=False))
-  return "".join(column[0] for column in columns)
-
-
-def _group_cells(group: Group) -> dict[str, str]:
-  return {
-    "runs": _shared_start(group.runs) + "*",
-    "game": group.game or "-",
-    "seeds": ",".join(str(seed) for seed in group.seeds),
-    "return of": "evaluation" if group.score == "evaluation_mean" else "training",
-    "mean ± stderr": f"{format_number(group.mean)} ± {format_number(group.stderr)}",
-    "IQM": format_number(group.iqm),
-    "human": format_number(group.human_normalized),
-  }
-
-
 def _show_table(title: str, rows: Sequence[dict[str, str]], console: Console) -> None:
   if not console.is_terminal:
     for cells in (list(rows[0]), *(list(row.values()) for row in rows)):
       print("\t".join(cells), file=console.file)
     return
-  hidden = {"notes"} if console.width >= 100 else {"notes", "curve"}
+  hidden = {"notes", "device-minutes"}
+  hidden |= set() if console.width >= 100 else {"curve", "lowest", "highest"}
   heads = [head for head in rows[0] if head not in hidden]
   table = Table(
     title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, collapse_padding=True
   )
   for head in heads:
-    paths = head in ("run", "runs")
-    words = paths or head in ("game", "seeds", "curve")
+    words = head in ("run", "game", "method")
     table.add_column(
       head,
-      no_wrap=not paths,
+      no_wrap=not words,
       overflow="fold",
-      justify="left" if words else "right",
+      justify="left" if words or head == "curve" else "right",
     )
   for row in rows:
     table.add_row(*(Text(row[head]) for head in heads))

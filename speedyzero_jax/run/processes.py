@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from speedyzero_jax.run import run_dir
+
 _POLL_SECONDS = 0.5
 ALONE = "SPEEDYZERO_ALONE"  # variable of processes that must not join others of a cluster
 _LAUNCHER = Path(__file__).resolve().parents[2] / "launch" / "multihost.py"
@@ -60,9 +62,9 @@ class RunProcesses:
   ) -> int:
     """Trains or resumes a run once a share is free, and returns the launcher's exit code.
 
-    Output goes to a log beside the run folder `path`. The log is locked while the run is in
-    training, and this call waits for the lock: another study may train the run, or a process that
-    has outlived its killed parent. With the lock, `finished` tells whether the run is trained. The
+    Output goes to a log beside the run folder `path`. This call waits for the locks of the log and
+    of the folder: another study or a user may train the run, or a process that has outlived its
+    killed parent. With the log's lock, `finished` tells whether the run is trained. The
     launcher gets the arguments `new` for a new run, and the overrides `changes` for any.
 
     Raises Interrupted after `stop`, and OSError if the process can't be started.
@@ -71,7 +73,7 @@ class RunProcesses:
     try:
       if self.received is None:
         with log_of(path).open("a") as log:
-          self._lock(log)
+          self._wait(path, log)
           code = 0 if self.received or finished() else self._call(path, new, changes, share, log)
     finally:
       self._free.put(share)
@@ -79,12 +81,16 @@ class RunProcesses:
       raise Interrupted
     return code
 
-  def _lock(self, log: IO) -> None:
-    """Waits for the log's lock, which processes that inherit the log hold; gives up on `stop`."""
-    if not _locked(log):
+  def _wait(self, path: Path, log: IO) -> None:
+    """Locks the log and waits until the run folder is not in use; gives up on `stop`."""
+
+    def free() -> bool:
+      return _locked(log) and not run_dir.in_use(path)
+
+    if not free():
       with contextlib.suppress(OSError):  # a closed terminal
-        print(f"{log.name}: locked by a running process; waiting for it to finish", flush=True)
-    while self.received is None and not _locked(log):
+        print(f"{path}: in use by another process; waiting for it to finish", flush=True)
+    while self.received is None and not free():
       time.sleep(_POLL_SECONDS)
 
   def _call(

@@ -116,6 +116,16 @@ def open_existing(path: Path) -> RunDir:
   return RunDir(path, _lock(path, "run.lock"))
 
 
+def in_use(path: Path) -> bool:
+  """Whether another process has locked the run folder."""
+  try:
+    with (path / "run.lock").open("r+") as file:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except OSError as error:
+    return isinstance(error, BlockingIOError)
+  return False
+
+
 def read_config(path: Path) -> Config:
   """Reads the configuration stored in a run folder.
 

@@ -121,9 +121,6 @@ class Actor:
     lanes = len(self._lanes)
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
     action = rng.integers(self._env.num_actions, size=lanes)
-    if self._actions:
-      again = rng.random(lanes) * self._config.actor.random_hold >= 1
-      action = np.where(again, self._actions[-1], action)
     columns = {
       column.name: np.full((lanes, *column.shape), column.fill, column.dtype)
       for column in self._agent.schema.extra

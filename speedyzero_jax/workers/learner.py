@@ -240,8 +240,6 @@ class Learner:
       names.UPDATE_NORM: optimizers.norm(updates),
       names.PARAMETER_NORM: optimizers.norm(params),
     }
-    ratios = optimizers.trust_ratio_summary(opt_state)
-    metrics |= {f"learner/trust_ratio_{name}": value for name, value in ratios.items()}
     variables = Variables(params, gradient.batch_stats)
     return LearnerState(variables, target, opt_state, state.step + 1), metrics
 

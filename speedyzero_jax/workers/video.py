@@ -7,6 +7,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from speedyzero_jax.agents.base import Arrays
+from speedyzero_jax.envs.batched_env import BOARD_GAMES, CATCHES
 
 SIZE = 320  # pixels, side of the environment's picture; the agent's outputs have the same size
 STEP_MS = 66  # duration of an agent step: Atari's at 60 frames per second and a frame skip of 4
@@ -99,17 +100,20 @@ def picture(game: str, frame: np.ndarray) -> Image.Image:
   """Draws a frame [H, W, C] of a game as a picture of `SIZE` x `SIZE` pixels."""
   if game == "CartPole":
     return _cartpole(frame.reshape(-1))
-  if frame.dtype == np.uint8 and frame.shape[2] in (1, 3):
-    image = np.repeat(frame, 3 // frame.shape[2], axis=2)
-  elif frame.size == 50:  # Catch, 10 rows of 5 cells, the paddle in the last
+  if game in CATCHES:  # 10 rows of 5 cells, the paddle in the last
     cells = frame.reshape(10, 5)
     paddle = np.arange(10)[:, None] == 9
     image = _planes(np.stack([cells * ~paddle, cells * paddle], axis=-1))
+  elif game in BOARD_GAMES:  # Go's first two planes are the current position
+    image = _planes(frame[..., :2])
   elif frame.shape[:2] == (1, 1):  # other vectors: one cell per number, colored by sign
     small = np.tanh(frame.reshape(1, -1))
     image = _planes(np.stack([small, -small], axis=-1))
-  else:  # a board, of which Go's first two planes are the current position, or another grid
-    image = _planes(frame[..., :2] if frame.dtype == np.uint8 else frame)
+  elif frame.dtype == np.uint8:  # gray or color, without further channels
+    channels = 3 if frame.shape[2] >= 3 else 1
+    image = np.repeat(frame[..., :channels], 3 // channels, axis=2)
+  else:
+    image = _planes(frame)
   height, width = image.shape[:2]
   scale = SIZE / max(height, width)
   shown = Image.fromarray(image).resize(

@@ -37,8 +37,7 @@ _PPO = (
   "loss.epochs=1",
 )  # fmt: skip
 _VARIANTS = {
-  "impala": _IMPALA,
-  "lstm, decoder": (
+  "impala": (
     *_IMPALA,
     "network.core=lstm",
     f"loss.reconstruction_coefficient={_DECODED}",
@@ -141,10 +140,10 @@ def _gae(slots, time, acted, value):
 
 def _reference(variant):
   """The loss of parameters, with fixed targets and advantages, and its terms by metric."""
-  parts, is_impala = [], variant in ("impala", "lstm, decoder")
+  parts, is_impala = [], variant == "impala"
   for slots, time, acted in _batch(variant)[1]:
     x = np.stack([episodes.observation(slots, t, _STACK) for t in time])
-    x = x, slots["first"][time], slots["core"][time[0]] if "lstm" in variant else None
+    x = x, slots["first"][time], slots["core"][time[0]] if is_impala else None
     chosen = np.arange(_T), np.maximum(slots["action"][time[:-1]], 0)
     log_mu = log_softmax(np.float64(slots["logits"][time[:-1]]))[chosen]
     logits, value, _ = _network(_params(variant), *x)
@@ -182,7 +181,7 @@ def _reference(variant):
   metrics = dict(zip(names, terms(_params(variant)), strict=True))
   for name in (ppo.DIVERGENCE, ppo.CLIPPED) if is_impala else ():
     del metrics[name]
-  if "decoder" not in variant:
+  if not is_impala:
     del metrics[RECONSTRUCTION]
   return lambda params: terms(params) @ (1, _VALUE, -_ENTROPY, _DECODED, 0, 0), metrics
 
@@ -206,7 +205,7 @@ def test_the_divergence_is_finite_where_an_action_has_become_impossible():
   assert 110 < found.metrics[ppo.DIVERGENCE] < np.inf  # exp(-110) is 0 in float32
 
 
-@pytest.mark.parametrize("variant", ["lstm, decoder", "ppo"])
+@pytest.mark.parametrize("variant", ["impala", "ppo"])
 def test_masked_trajectories_and_ends_have_no_gradient(variant):
   batch = _batch(variant)[0]
   masked = np.arange(_BATCH) % 3 == 0
@@ -252,9 +251,8 @@ def test_trajectories_evicted_before_they_are_gathered_count_for_nothing():
 # --- acting
 
 
-@pytest.mark.parametrize("variant", ["impala", "ppo"])
-def test_actions_follow_the_stored_logits(variant):
-  agent, params, lanes = _agent(variant), _params(variant), 3000
+def test_actions_follow_the_stored_logits():
+  agent, params, lanes = _agent("ppo"), _params("ppo"), 3000
   stack = np.random.default_rng(0).normal(size=(1, _STACK, 1, 1, 2)).astype(np.float32)
   inputs = ActInputs(stack.repeat(lanes, 0), np.zeros(lanes, bool), np.arange(lanes), ())
   act = jax.jit(agent.act, static_argnames="explore")
@@ -264,8 +262,7 @@ def test_actions_follow_the_stored_logits(variant):
   logits, value, _ = _network(params, stack.reshape(1, -1), None, None)
   for out in (explored, greedy):
     np.testing.assert_allclose(out.columns["logits"], logits.repeat(lanes, 0), rtol=1e-4)
-    if variant == "ppo":
-      np.testing.assert_allclose(out.columns["value"], value.repeat(lanes), rtol=1e-4)
+    np.testing.assert_allclose(out.columns["value"], value.repeat(lanes), rtol=1e-4)
   frequency = np.bincount(explored.action, minlength=_ACTIONS) / lanes
   np.testing.assert_allclose(frequency, np.exp(log_softmax(logits))[0], atol=0.04)
   np.testing.assert_array_equal(greedy.action, logits.argmax())

@@ -235,7 +235,7 @@ def test_value_targets_are_outcomes_for_the_player_to_move_mixed_with_search_val
 
 def test_the_first_policy_is_uniform_and_the_first_value_0():
   agent, boards = agent_of(), np.concatenate([board_after(), board_after(0, 4)])
-  logits, value = agent._network.apply(agent.init(KEY).params, boards)
+  logits, value = jax.jit(lambda key: agent._network.apply(agent.init(key).params, boards))(KEY)
   assert not logits.any() and not value.any()
 
 
@@ -291,8 +291,8 @@ def start():
 
 
 @functools.cache
-def gradient(devices=2):
-  return trained.gradient(agent_of(), devices)
+def gradient():
+  return trained.gradient(agent_of(), devices=2)
 
 
 def test_loss_and_gradient_on_two_devices():
@@ -304,11 +304,6 @@ def test_loss_and_gradient_on_two_devices():
   entropy = (batch["loss_mask"] * entr(batch["search_policy"]).sum(-1)).mean()
   np.testing.assert_allclose(found.metrics[TARGET_ENTROPY], entropy, rtol=1e-4)
   trained.assert_gradient(start(), found.of_params, lambda params: reference(params, batch)[0])
-
-
-def test_one_device_does_as_two():
-  one, two = (gradient(devices)(start(), batch_of()) for devices in (1, 2))
-  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), one, two)
 
 
 def test_masked_samples_have_no_gradient():

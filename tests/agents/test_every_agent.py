@@ -26,7 +26,6 @@ SHORT = {
     "network.hidden=8", "learner.batch_size=8", "run.env_steps=500", "actor.random_steps=100",
     "loss.target_interval=7", "refresh.enabled=true", "refresh.max_age=20",
   ),
-  "c51": ("network.hidden=8", "network.atoms=7", "run.env_steps=500", "actor.random_steps=100"),
   "impala": (*_ON_POLICY, *_LSTM, "replay.capacity=0"),
   "ppo": (
     *_ON_POLICY, "learner.batch_size=2", "run.env_steps=150", "loss.minibatches=2",
@@ -43,10 +42,6 @@ SHORT = {
   ),
 }  # fmt: skip
 LEARNS = {
-  "dqn": (
-    "learner.steps=250", "run.env_steps=5000", "actor.lanes=32", "optim.learning_rate=5e-3",
-    "loss.target_interval=30",
-  ),
   "c51": (
     "learner.steps=200", "run.env_steps=4000", "actor.lanes=32", "optim.learning_rate=5e-3",
     "loss.target_interval=30", "network.atoms=21",
@@ -86,7 +81,7 @@ def test_catch_is_learned(tmp_path, agent):
   assert trained.run(config, tmp_path, after=steps.evaluate_now).mean >= 0.9  # 1 is perfect
 
 
-@pytest.mark.parametrize("agent", ["alphazero", "dqn", "impala", "ppo", "r2d2"])
+@pytest.mark.parametrize("agent", ["alphazero", "ppo", "r2d2"])
 def test_a_subclass_has_its_own_network(monkeypatch, agent):
   module = agent_module(agent)
 

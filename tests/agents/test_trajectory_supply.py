@@ -14,6 +14,7 @@ import trained
 from speedyzero_jax.agents import impala
 from speedyzero_jax.agents.base import Variables
 from speedyzero_jax.config import loader
+from speedyzero_jax.replay.schema import make_schema
 from speedyzero_jax.replay.storage import LaneStore
 from speedyzero_jax.run import steps, warmup
 from speedyzero_jax.run.experiment import TrainingError
@@ -58,11 +59,10 @@ class _Simulation:
 
   def __init__(self, config, ends):
     self.config, self.ends = config, ends
-    agent = impala.make_agent(config, (1, 1, 1), np.float32, 2)
-    self.store = LaneStore(
-      agent.schema, config.actor.lanes, -(-config.replay.capacity // config.actor.lanes)
-    )
-    self.queue, self.length = agent.make_selector(self.store), config.agent.loss.unroll_length
+    lanes, loss = config.actor.lanes, config.agent.loss
+    schema = make_schema((1, 1, 1), "float32", num_actions=2)
+    self.store = LaneStore(schema, lanes, -(-config.replay.capacity // lanes))
+    self.queue, self.length = loss.queue(self.store, config), loss.unroll_length
     self.limiter, self.drawn, self.lag = RateLimiter(config), 0, 0
 
   def may_act(self):

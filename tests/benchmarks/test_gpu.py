@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 import gpu
+import plan_check
 from launched import wait_until
 from supervised import wait_for
 
@@ -107,25 +108,20 @@ def test_the_fastest_flags_are_used_if_they_gain_enough(tmp_path):
   assert (tmp_path / "crashes.json").read_text() == ""
 
 
-def test_a_plan_is_checked_and_wrong_outputs_are_found(tmp_path):
-  script = [sys.executable, "benchmarks/plan_check.py", "--config", "quickstart"]
-  script += ["--set", "agent=quick_agent", "--only", "act", "publish", "--calls", "2"]
-  environment = os.environ | {"PYTHONPATH": str(ROOT / "tests/support")}
-
-  def run(*more):
-    return subprocess.run(
-      [*script, *more], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-
+def test_a_plan_is_checked_and_wrong_outputs_are_found(tmp_path, monkeypatch):
+  options = ["--config", "quickstart", "--set", "agent=quick_agent", "--only", "act", "publish"]
+  options += ["--calls", "2"]
   out = tmp_path / "check.json"
-  done = run("--out", str(out))
-  assert done.returncode == 0, done.stderr
+  monkeypatch.setattr(sys, "argv", ["plan_check.py", *options, "--out", str(out)])
+  assert plan_check.main() == 0
   result = json.loads(out.read_text())
   assert {row["program"] for row in result["rows"]} == {"act", "publish"}
   assert all(row["seconds"] > 0 and row["predicted_seconds"] > 0 for row in result["rows"])
   act = next(row for row in result["rows"] if row["program"] == "act")
   act["outputs"][-1][0] += 2 * max(abs(act["outputs"][-1][1]), 0.1)
   out.write_text(json.dumps(result))
-  done = run("--reference", str(out))
+  command = [sys.executable, "benchmarks/plan_check.py", *options, "--reference", str(out)]
+  environment = os.environ | {"PYTHONPATH": str(ROOT / "tests/support")}
+  done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
   assert done.returncode == 1
   assert "act: outputs differ" in done.stdout and "publish: outputs differ" not in done.stdout

@@ -17,6 +17,12 @@ from speedyzero_jax.run import steps
 from supervised import wait_for
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+  """A learner that waits looks for lost refreshers more often."""
+  monkeypatch.setattr(refresher_service, "_POLL", 0.1)
+
+
 @pytest.mark.parametrize(
   ("task", "reuse"), [("refresh", False), ("reanalyse", False), ("reanalyse", True)]
 )
@@ -227,7 +233,7 @@ def test_the_first_batch_waits_for_refreshers_that_compile(make_unit, clock):
   assert not done
   block = unit.work(0, seconds=5)
   unit.now += TIMEOUT + 1
-  thread.join(1.3)
+  thread.join(0.3)
   assert not done
   while block:
     block = unit.result(block, 0)
@@ -248,7 +254,7 @@ def test_the_learner_waits_for_live_refreshers_only(make_unit, clock):
   thread.join(0.1)
   assert not done
   unit.now += TIMEOUT + 1  # it computes
-  thread.join(1.3)
+  thread.join(0.3)
   assert not done
   clock.now += 31  # it hangs: topology.block_timeout is 30
   thread.join(10)
@@ -260,7 +266,7 @@ def test_with_bound_age_the_learner_waits_until_the_end_of_the_run(make_unit):
   _, thread, done = unit.executing()
   held = unit.work(seconds=5)
   unit.now += TIMEOUT + 1
-  thread.join(1.3)
+  thread.join(0.3)
   assert not done
   unit.result(held)
   unit.result(unit.work(seconds=5))

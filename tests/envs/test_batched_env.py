@@ -260,7 +260,7 @@ def test_against_a_plain_emulator(game, rom):
   assert ends > 0
 
 
-@pytest.mark.parametrize("game", ["Breakout", "CartPole", "Catch", "MemoryCatch", "Snake"])
+@pytest.mark.parametrize("game", ["Breakout", "CartPole", "Catch", "MemoryCatch"])
 def test_same_seed_same_run_whatever_the_threads(game):
   def of(threads):
     return EnvConfig(game=game, frame_size=16, threads=threads)
@@ -272,7 +272,7 @@ def test_same_seed_same_run_whatever_the_threads(game):
   assert one.terminated.any()  # restarts included
 
 
-@pytest.mark.parametrize("game", ["CartPole", "Catch", "Snake"])
+@pytest.mark.parametrize("game", ["CartPole", "Catch"])
 def test_seeds_and_lanes_differ(game):
   config = EnvConfig(game=game, frame_size=48)
 
@@ -322,7 +322,7 @@ def test_frames_stay_after_further_steps():
     ("cart-pole", "did you mean CartPole?"),
     (
       "xyzzy",
-      "available: Catch, MemoryCatch, DecoyCatch, CartPole, Snake, TicTacToe, ConnectFour, Go9,",
+      "available: Catch, MemoryCatch, DecoyCatch, CartPole, TicTacToe, ConnectFour, Go9,",
     ),
   ],
 )

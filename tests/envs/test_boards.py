@@ -1,5 +1,6 @@
 """Tests of board games: their rules against envpool, and games against opponents."""
 
+import functools
 import itertools
 
 import jax
@@ -154,6 +155,11 @@ def test_illegal_moves_are_refused():
 # --- opponents
 
 
+@functools.cache
+def perfect_player():
+  return play_minimax(TTT)
+
+
 def outcomes(rules, opponent, games, play, seed=0, opening=0):
   """Rewards of the first game in each lane, and all steps that the environment returned."""
   env = VersusEnv(rules, games, seed, opponent, opening)
@@ -167,7 +173,7 @@ def outcomes(rules, opponent, games, play, seed=0, opening=0):
 
 
 def test_minimax_draws_against_itself_and_never_loses():
-  perfect, random = play_minimax(TTT), play_at_random(TTT)
+  perfect, random = perfect_player(), play_at_random(TTT)
   assert not outcomes(TTT, perfect, 40, perfect)[0].any()
   against_random = outcomes(TTT, random, 100, perfect)[0]
   assert against_random.min() >= 0 and against_random.mean() > 0.8
@@ -189,7 +195,7 @@ def test_frames_are_the_view_of_the_agent_to_the_end():
 
 
 def test_plain_tree_search_is_better_with_more_rollouts():
-  few, many = (outcomes(TTT, play_minimax(TTT), 40, play_mcts(TTT, n))[0] for n in (5, 100))
+  few, many = (outcomes(TTT, perfect_player(), 40, play_mcts(TTT, n))[0] for n in (5, 100))
   assert few.mean() < -0.8 and many.mean() > -0.6  # minimax never loses
   board, _ = played(TTT, 0, 3, 1, 4)  # both can win at once
   assert play_mcts(TTT, 50)(board, np.random.default_rng(0))[0] == 2

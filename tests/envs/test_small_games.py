@@ -1,4 +1,4 @@
-"""Tests of the small games: Catch and its variants, CartPole, and Snake."""
+"""Tests of the small games: Catch and its variants, and CartPole."""
 
 import numpy as np
 import pytest
@@ -139,29 +139,3 @@ def test_a_cap_on_a_fall_is_a_fall():
     assert last.truncated[0] == truncated and last.terminated[0] == last.game_over[0] == (
       not truncated
     )
-
-
-def test_snake():
-  env = batched_env.make_env(EnvConfig(game="Snake"), 3, 0, training=True)
-  assert (env.frame_shape, env.frame_dtype, env.num_actions) == ((12, 12, 5), np.float32, 4)
-  moves = np.array([[-1, 0], [0, 1], [1, 0], [0, -1]])
-  actions = np.random.default_rng(0).integers(4, size=(700, 3))
-  steps = stacked([env.reset(), *(env.step(action) for action in actions)])
-  assert steps.frame.min() == 0 and steps.frame.max() == 1
-  body, head, tail, fruit = np.moveaxis(steps.frame[..., :4], -1, 0)
-  eaten = deaths = 0
-  for t, lane in np.ndindex(actions.shape):
-    if steps.terminated[t, lane]:
-      assert steps.first[t + 1, lane] and steps.reward[t + 1, lane] == 0
-      continue
-    at = np.argwhere(head[t, lane])[0] + moves[actions[t, lane]]
-    inside = ((at >= 0) & (at < 12)).all()
-    dead = not inside or body[t, lane][tuple(at)] > tail[t, lane][tuple(at)]  # which moves away
-    fed = inside and fruit[t, lane][tuple(at)] == 1
-    assert steps.terminated[t + 1, lane] == steps.game_over[t + 1, lane] == dead
-    assert steps.reward[t + 1, lane] == fed
-    eaten, deaths = eaten + fed, deaths + dead
-    if not dead:
-      np.testing.assert_array_equal(np.argwhere(head[t + 1, lane]), [at])
-      assert body[t + 1, lane].sum() == body[t, lane].sum() + fed
-  assert eaten > 2 and deaths > 30 and not steps.truncated.any()

@@ -1,9 +1,11 @@
 """Tests of the exit codes of launch/plan.py, with plans that are made up."""
 
+import jax
 import pytest
 
 from launch import plan as launcher
-from speedyzero_jax.plan import plan
+from speedyzero_jax.plan import plan, target
+from speedyzero_jax.workers.learner import make_mesh
 
 
 @pytest.mark.parametrize(
@@ -31,6 +33,15 @@ def test_wrong_use_is_reported_in_one_line(monkeypatch, capsys, arguments, messa
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
   assert launcher.main(["--config", *arguments.split()]) == 2
   assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+def test_an_unknown_program_is_reported_in_one_line(monkeypatch, capsys):
+  monkeypatch.setattr(target.Target, "mesh", lambda *_: make_mesh(jax.local_devices()[:1]))
+  monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+  assert launcher.main(["--config", "quickstart", "agent=quick_agent", "--only", "trian"]) == 2
+  printed = capsys.readouterr().err
+  assert printed.startswith("error: unknown program 'trian'; available: train, publish, ")
+  assert printed.count("\n") == 1
 
 
 def test_a_file_that_cannot_be_written_is_found_first(monkeypatch, capsys, tmp_path):

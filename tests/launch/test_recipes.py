@@ -112,7 +112,7 @@ def test_sbatch_resumes_a_run(cluster):
     ({"CODE_0": "1", "CODE_1": "134", "AFTER_1": "0"}, 1, 1),  # a failure, and then an abort
     ({"CODE_0": "134", "CODE_1": "1", "AFTER_0": "1"}, 1, 1),
     ({"CODE_0": "2", "CODE_1": "134", "AFTER_1": "0"}, 2, 1),
-    ({"CODE_0": "134"}, 134, 3),
+    ({"CODE_0": "134", "NAP": "0.1"}, 134, 3),
     ({"CODE_0": "-9", "CODE_1": "1", "AFTER_1": "0"}, 128 + 9, 3),  # a failure by a lost peer
   ],
 )
@@ -128,7 +128,7 @@ def test_sbatch_restarts_all_after_a_crash_only(cluster, ends, code, starts):
   [("ACTORS", 2, 2, []), ("REFRESHERS", 134, 1, ["5", "10", "20", "40"])],
 )
 def test_sbatch_saves_and_fails_when_a_helper_cannot_start(cluster, kind, code, ended, pauses):
-  helper = {kind: "1", "HELPER_CODE": str(code)}
+  helper = {kind: "1", "HELPER_CODE": str(code), "NAP": "0.1"}
   assert cluster.sbatch(WAIT=str(cluster.waiting), **helper) == ended
   assert cluster.noted("slept") == pauses
   assert [call.process_id for call, _ in cluster.calls()] == [0] + [1] * (len(pauses) + 1)
@@ -138,7 +138,7 @@ def test_sbatch_saves_and_fails_when_a_helper_cannot_start(cluster, kind, code, 
 def test_sbatch_restarts_a_helper_alone_and_forgets_deaths_after_a_long_life(cluster):
   script = cluster.folder / "train.sbatch"
   script.write_text(SBATCH.read_text().replace("SECONDS >= 600", "SECONDS >= 0"))
-  ends = {"CODE_1": "134", "CODE_2": "0"}
+  ends = {"CODE_1": "134", "CODE_2": "0", "NAP": "0.1"}
   assert cluster.sbatch(script=script, ACTORS="2", TOGETHER="10", **ends) == 0
   ids = [call.process_id for call, _ in cluster.calls()]
   assert ids.count(0) == ids.count(2) == 1 and ids.count(1) >= 8
@@ -148,7 +148,7 @@ def test_sbatch_restarts_a_helper_alone_and_forgets_deaths_after_a_long_life(clu
 def test_sbatch_counts_restarts_again_after_a_long_attempt(cluster):
   script = cluster.folder / "train.sbatch"
   script.write_text(SBATCH.read_text().replace("SECONDS - begun >= 600", "SECONDS - begun >= 0"))
-  process = cluster.start_sbatch(script=script, MAX_RESTARTS="1", CODE_0="134")
+  process = cluster.start_sbatch(script=script, MAX_RESTARTS="1", CODE_0="134", NAP="0.1")
   assert wait_until(lambda: len(cluster.noted("steps")) >= 4, process)
   process.send_signal(signal.SIGUSR2)
   process.communicate(timeout=60)

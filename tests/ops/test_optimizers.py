@@ -76,7 +76,6 @@ def test_ratio_between_the_bounds():
   updates, state = _step(tx, _grads(), _params())
   _allclose(updates, _grads() | {"kernel": [[0.12, 1.2], [1.6, 0.16]]})
   _allclose(optimizers.trust_ratios(state, _params()), {"kernel": 0.2})
-  assert optimizers.trust_ratio_summary(state)["fraction_clipped"] == 0
 
 
 @pytest.mark.parametrize(("low", "high", "expected"), [(0.0, 1.0, 1.0), (2.0, 3.0, 2.0)])
@@ -85,15 +84,15 @@ def test_a_zero_gradient_has_ratio_one_before_clipping(low, high, expected):
   tx = scale_by_clipped_trust_ratio(0.001, low, high, weight_decay=0.5)
   updates, state = _step(tx, g, w)
   np.testing.assert_allclose(updates, expected * (g + 0.5 * w), rtol=1e-6)
-  summary = optimizers.trust_ratio_summary(state)
-  assert summary["max"] == expected and summary["fraction_clipped"] == (expected != 1)
+  (ratio,) = optimizers.trust_ratios(state, w).values()
+  assert ratio == expected
 
 
 def test_nan_gradients_stay_visible():
-  updates, state = _step(
-    scale_by_clipped_trust_ratio(), np.full((2, 2), np.nan, f32), np.ones((2, 2), f32)
-  )
-  assert np.isnan(updates).all() and np.isnan(optimizers.trust_ratio_summary(state)["mean"])
+  w = np.ones((2, 2), f32)
+  updates, state = _step(scale_by_clipped_trust_ratio(), np.nan * w, w)
+  (ratio,) = optimizers.trust_ratios(state, w).values()
+  assert np.isnan(updates).all() and np.isnan(ratio)
 
 
 def test_norms_are_float32_for_bfloat16_params_and_the_product_is_rounded_once():
@@ -149,21 +148,6 @@ def test_ratio_is_bounded_and_the_update_parallel(g, w, eta, bounds, wd):
   np.testing.assert_allclose(updates, scale * (g + wd * w), rtol=1e-5, atol=atol)
 
 
-def test_summary_counts_adapted_leaves_only():
-  # Ratios before clipping, each |w| / |g|: 0.5, 2, 4, and an unadapted bias.
-  sizes = {"a": (1, 1), "b": (2, 2), "c": (1, 3), "bias": (2,)}
-  params = {k: np.full(sizes[k], x, f32) for k, x in zip(sizes, (1, 2, 4, 9), strict=True)}
-  grads = {k: np.full(sizes[k], x, f32) for k, x in zip(sizes, (2, 1, 1, 1), strict=True)}
-  config = _config("clipped_lars", trust_coefficient=1.0, trust_max=3.0, weight_decay=0.0)
-  tx = optimizers.make_optimizer(config)
-  state, names = tx.init(params), ("min", "mean", "max", "fraction_clipped")
-  _allclose(optimizers.trust_ratio_summary(state), dict(zip(names, (1, 1, 1, 0), strict=True)))
-  _, state = _step(tx, grads, params)
-  _allclose(optimizers.trust_ratios(state, params), {"a": 0.5, "b": 2, "c": 3})
-  expected = dict(zip(names, (0.5, 5.5 / 3, 3, 1 / 3), strict=True))
-  _allclose(optimizers.trust_ratio_summary(state), expected)
-
-
 # --- whole optimizers
 
 
@@ -174,7 +158,7 @@ def test_clipped_lars_is_sgd_where_all_ratios_are_clipped_at_one():
   }  # fmt: skip
   lars, sgd = (optimizers.make_optimizer(_config(n, **numbers)) for n in ("clipped_lars", "sgd"))
   ours, state = _run(lars, 10, _params())
-  assert optimizers.trust_ratio_summary(state)["fraction_clipped"] == 1
+  assert optimizers.trust_ratios(state, ours) == {"kernel": 1}
   _allclose(ours, _run(sgd, 10, _params())[0])
 
 
@@ -213,15 +197,6 @@ def test_lars_with_and_without_bounds_and_floor_against_numpy(name, floor):
   assert (max(ratios) > high) == (name == "lars")  # the data tell the two apart
 
 
-@pytest.mark.parametrize("name", ["clipped_lars", "lars", "sgd", "adam"])
-def test_only_kernels_are_decayed(name):
-  tx = optimizers.make_optimizer(_config(name, learning_rate=1.0, weight_decay=0.25))
-  nothing = jax.tree.map(np.zeros_like, _params())
-  updates, _ = _step(tx, nothing, _params())
-  # A zero gradient has ratio 1, so all four take the same step.
-  _allclose(updates, nothing | {"kernel": -0.25 * _params()["kernel"]})
-
-
 @pytest.mark.parametrize(("clip_norm", "factor"), [(0.0, 1.0), (1.0, 0.1), (100.0, 1.0)])
 def test_gradients_are_clipped_first(clip_norm, factor):
   config = _config("sgd", learning_rate=1.0, momentum=0.0, weight_decay=0.1, clip_norm=clip_norm)
@@ -230,10 +205,12 @@ def test_gradients_are_clipped_first(clip_norm, factor):
   np.testing.assert_allclose(updates, -(factor * g + 0.1 * w), rtol=1e-6)  # decay is not clipped
 
 
-def test_adam_takes_momentum_as_b1():
-  config = _config("adam", learning_rate=0.1, momentum=0.5, weight_decay=0.0)
+def test_adam_takes_momentum_as_b1_and_decays_kernels():
+  config = _config("adam", learning_rate=0.1, momentum=0.5, weight_decay=0.25)
   ours, _ = _run(optimizers.make_optimizer(config), 3, _params())
-  _allclose(ours, _run(optax.adam(0.1, b1=0.5), 3, _params())[0])
+  kernels = jax.tree.map(lambda x: x.ndim >= 2, _params())
+  adamw = optax.adamw(0.1, b1=0.5, weight_decay=0.25, mask=kernels)
+  _allclose(ours, _run(adamw, 3, _params())[0], rtol=1e-5)
 
 
 def test_schedule_values():
@@ -288,13 +265,12 @@ def test_an_exempt_kernel_decays_and_follows_momentum():
     momentum=0.9,
   )  # fmt: skip
   params = {"kernel": np.zeros((2, 3), f32)}
-  trained, state = _run(optimizers.make_optimizer(config), 5, params)
+  trained, _ = _run(optimizers.make_optimizer(config), 5, params)
   w, buffer = np.zeros((2, 3)), np.zeros((2, 3))
   for i in range(5):
     buffer = 0.9 * buffer + _random_grads(params, i)["kernel"] + 0.1 * w
     w = w - 0.5 * buffer
   np.testing.assert_allclose(trained["kernel"], w, rtol=1e-5, atol=1e-6)
-  assert optimizers.trust_ratio_summary(state)["fraction_clipped"] == 0
 
 
 def test_norms_of_leaves_that_start_small_have_a_floor():
@@ -316,7 +292,6 @@ def test_norms_of_leaves_that_start_small_have_a_floor():
   }  # fmt: skip
   _allclose(updates, expected)
   _allclose(optimizers.trust_ratios(state, params), {"kernel": 0.04, "other": other})
-  assert optimizers.trust_ratio_summary(state)["fraction_clipped"] == 0
 
 
 def test_many_leaves_are_updated_as_one_by_one():

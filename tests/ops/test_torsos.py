@@ -40,9 +40,8 @@ def test_features_and_parameters(torso, shape, parameters):
   assert sum(x.size for x in jax.tree.leaves(params)) == parameters
 
 
-@pytest.mark.parametrize("torso", ["nature", "small"])
-def test_gradients_on_cpus_are_those_of_large_batches(torso):
-  network = _torso((42, 42, 3), torso=torso)
+def test_gradients_on_cpus_are_those_of_large_batches():
+  network = _torso((42, 42, 3), torso="nature")
   params = jax.eval_shape(network.init, jax.random.key(0))
 
   def gradient(params, x):
@@ -136,7 +135,7 @@ def test_standardized_observations_do_not_depend_on_brightness_and_contrast():
   rng = np.random.default_rng(2)
   x = rng.random((3, 21, 22, 2), np.float32)
   plain, network = (_torso(x.shape[1:], torso="small", standardize=on) for on in (False, True))
-  params = network.init(jax.random.key(0))
+  params = jax.jit(network.init)(jax.random.key(0))
   z = (x - x.mean((1, 2, 3), keepdims=True)) / x.std((1, 2, 3), keepdims=True)
   expected = plain.apply(params["torso"], z)
   np.testing.assert_allclose(network.apply(params, x), expected, rtol=1e-3, atol=1e-4)
@@ -161,8 +160,6 @@ def test_observations_put_the_frames_of_a_stack_side_by_side():
     ("Catch", 96, "resnet", "network.torso"),
     ("Pong", 35, "nature", "network.torso"),
     ("Pong", 35, "auto", None),
-    ("Snake", 96, "nature", "network.torso"),
-    ("Snake", 96, "auto", None),
     ("Catch", 8, "auto", None),
     ("Pong", 36, "nature", None),
     ("Pong", 8, "resnet", None),

@@ -70,11 +70,3 @@ def test_full_size_evaluation_of_values(tmp_path):
   assert row["batch"] == 4096 and row["slow_convolutions"] == row["transfers"] == 0
   assert row["flops"] == pytest.approx(1.24e12, rel=0.02)
   assert row["bytes"] < 11.95e9 and row["launches"] <= 55 and row["temporary_bytes"] < 2.2e9
-
-
-def test_an_unknown_program_is_reported_in_one_line():
-  command = [sys.executable, "launch/plan.py", "--config", "quickstart", "--only", "trian"]
-  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-  assert done.returncode == 2
-  message = "error: unknown program 'trian'; available: train, publish, "
-  assert done.stderr.splitlines()[-1].startswith(message)

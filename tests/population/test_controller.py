@@ -162,6 +162,16 @@ explore:
 """
 
 
+def test_the_exponent_of_stored_priorities_is_not_explored(tmp_path):
+  path = tmp_path / "p.yaml"
+  text = GOOD.replace("[impala]", "[dqn]")
+  path.write_text(text.replace("loss.entropy_coefficient", "priority.beta_start"))
+  config.load(path)
+  path.write_text(text.replace("loss.entropy_coefficient", "priority.alpha"))
+  with pytest.raises(ConfigError, match=r"'priority.alpha' is not a float setting"):
+    config.load(path)
+
+
 def test_a_description_is_read(tmp_path):
   path = tmp_path / "p.yaml"
   path.write_text(GOOD + "factors: 0.5,2\nmembers: 4\n")

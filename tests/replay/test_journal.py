@@ -26,6 +26,7 @@ from journals import (
   read,
   rows,
 )
+from speedyzero_jax.replay import journal as journal_module
 from speedyzero_jax.replay.journal import Journal, JournalDamage, JournalError
 from speedyzero_jax.types import Slots
 
@@ -251,12 +252,15 @@ def test_killed_in_the_middle_of_appends_and_flushes(tmp_path):
   assert flushes > 40
 
 
-def test_a_second_opener_is_refused(tmp_path):
+def test_a_second_opener_is_refused(tmp_path, monkeypatch):
+  monkeypatch.setattr(journal_module, "_BUSY_SECONDS", 0.1)
   path = tmp_path / "journal"
   script = (
     "import sys; sys.path[:0] = sys.argv[2:]\n"
     "from journals import opened\n"
+    "from speedyzero_jax.replay import journal\n"
     "from speedyzero_jax.replay.journal import JournalError\n"
+    "journal._BUSY_SECONDS = 0.1\n"
     "try:\n  opened(sys.argv[1]).__enter__()\n"
     "except JournalError as error:\n  print(error)\n"
   )

@@ -103,8 +103,8 @@ def test_the_tables_of_scores_and_of_runs(tmp_path):
   heads, (row,) = scores.by_game(compared)
   assert dict(zip(heads, row, strict=True)) == {
     "game": "Pong", "method": compared[0].name, "evaluated": "2 of 3", "episodes": "32",
-    "mean": "1", "lowest": "-2", "highest": "4", "training return": "7", "minutes": "6",
-    "device-minutes": "24",
+    "mean ± stderr": "1 ± 3", "lowest": "-2", "highest": "4", "training return": "7",
+    "minutes": "6", "device-minutes": "24",
   }  # fmt: skip
   cells = [[cell.text for cell in row] for row in page._runs(runs).iter("tr")]
   first, second = (dict(zip(cells[0], row, strict=True)) for row in cells[2:])

@@ -122,7 +122,10 @@ def test_the_bound_on_policy_lag_holds_with_a_slow_actor(tmp_path):
   """The actor takes its weights, and acts when the learner has to wait."""
 
   def lag(folder, *overrides):
-    many = ASYNC, "learner.steps=80", "actor.weights_interval=2", *overrides
+    many = (
+      ASYNC, "run.env_steps=100", "learner.steps=60", "actor.weights_interval=2",
+      "run.checkpoint_interval=1000", *overrides,
+    )  # fmt: skip
     with quick(folder, *many) as experiment:
       limiter, latest = experiment.limiter, experiment.weights.latest
 

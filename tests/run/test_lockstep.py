@@ -6,7 +6,9 @@ import shutil
 import jax
 import pytest
 
+import trained
 from same import assert_same
+from speedyzero_jax.config import loader
 from speedyzero_jax.metrics import names
 from speedyzero_jax.replay.storage import NEVER
 from speedyzero_jax.run import loops, snapshot, steps
@@ -32,7 +34,7 @@ def uninterrupted(tmp_path_factory):
   return of
 
 
-def test_efficientzero_continues_bit_for_bit_and_begins_as_its_seed_says(tmp_path):
+def test_efficientzero_continues_bit_for_bit(tmp_path):
   """Other tests here use an agent that compiles quickly, with EfficientZero's replay."""
   agent = "agent=efficientzero", "loss.unroll_steps=1", "loss.consistency_coefficient=0"
   agent += ("refresh.enabled=false",)  # with fewer programs
@@ -42,9 +44,13 @@ def test_efficientzero_continues_bit_for_bit_and_begins_as_its_seed_says(tmp_pat
   final, final_digest = run(tmp_path / "parts", *agent, resume_step=step)
   assert final_digest == digest
   assert_same(state, final)
+
+
+def test_parameters_begin_as_the_seed_says(tmp_path):
   begun = set()
   for seed in (0, 1):
-    with quick(tmp_path / str(seed), *agent, f"run.seed={seed}") as experiment:
+    config = loader.load(["dqn"], ["env.game=Catch", "learner.devices=1", f"run.seed={seed}"])
+    with trained.experiment(config, tmp_path / str(seed)) as experiment:
       begun.add(snapshot.parameters_hash(experiment))
   assert len(begun) == 2
 

@@ -27,10 +27,12 @@ def made(tmp_path, monkeypatch):
   return RunProcesses([MachineShare({}, [max(os.sched_getaffinity(0))])])
 
 
-def test_a_run_of_another_process_is_waited_for_and_may_have_finished(tmp_path, made):
+@pytest.mark.parametrize("lock", ["run.5.log", "run.5/run.lock"])  # of a suite, or of a run alone
+def test_a_run_of_another_process_is_waited_for_and_may_have_finished(tmp_path, made, lock):
   run = tmp_path / "run.5"  # a name with a dot
+  run.mkdir()
   log, done = processes.log_of(run), tmp_path / "finished"
-  with ThreadPoolExecutor(1) as pool, log.open("a") as other:
+  with ThreadPoolExecutor(1) as pool, (tmp_path / lock).open("a") as other:
     for finished, expected in ((False, f"{max(os.sched_getaffinity(0))}\n"), (True, "")):
       log.write_text("")
       fcntl.flock(other, fcntl.LOCK_EX)

@@ -95,7 +95,7 @@ kill -TERM $(< "$TASKS") 2> "$TASKS.gone"
 """,
   "sleep": """#!/bin/bash
 echo "$1" >> "$SLEPT"
-exec /usr/bin/sleep $(($1 < 10 ? 0 : 1)).5
+exec /usr/bin/sleep ${NAP:-$(($1 < 10 ? 0 : 1)).5}
 """,
   "getent": """#!/bin/bash
 (($(wc -l < "$SLEPT") >= ${UNKNOWN:-0}))
@@ -143,7 +143,7 @@ class Cluster:
 
   def pod(self, manifest, role, index, minimum_life=600, **environment):
     """Starts the process of the index-th pod of this role."""
-    own = {"RUN_DIR": str(self.run_dir), "JOB_COMPLETION_INDEX": str(index)}
+    own = {"RUN_DIR": str(self.run_dir), "JOB_COMPLETION_INDEX": str(index), "NAP": "0.1"}
     variables = pod_variables(manifest, role) | own | self.environment | environment
     bash, script = container(manifest, role)["command"]
     start = (ROOT / script).read_text().replace("-ge 600", f"-ge {minimum_life}")

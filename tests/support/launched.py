@@ -11,7 +11,7 @@ import tiny
 from speedyzero_jax.run.checkpoint import Checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 60
+STEPS = 40
 # With a checkpoint every other step, a signal at a random time is likely to hit one being written.
 NEW = [
   "--config", "quickstart", "agent=quick_agent", *tiny.OVERRIDES, f"learner.steps={STEPS}",

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from scipy.special import softmax
 
 # (state, carry, action) -> (value prefix, policy logits [A], value, next state, next carry)
 Step = Callable[[Any, Any, int], tuple[float, np.ndarray, float, Any, Any]]
@@ -55,11 +56,6 @@ class Result:
   visits: np.ndarray
   depth: int  # depth of the deepest node
   margin: float  # smallest lead of a best score over the second best, over all decisions
-
-
-def softmax(x: np.ndarray) -> np.ndarray:
-  e = np.exp(x - np.max(x))
-  return e / e.sum()
 
 
 class Search:

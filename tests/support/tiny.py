@@ -45,6 +45,7 @@ OVERRIDES = (
 )  # fmt: skip
 
 
+@functools.cache
 def config(*overrides: str) -> Config:
   """The tiny configuration of Catch, with `key=value` overrides."""
   return loader.load(["quickstart"], [*OVERRIDES, *overrides])

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
+from scipy.special import expit
 
 from speedyzero_jax.agents.base import AXIS, mean_over_devices
 from speedyzero_jax.config import loader
@@ -93,8 +94,8 @@ def lstm(params, x, first, state):
     output, cell = np.split(0 * states[-1] if reset else states[-1], 2)
     gates = slot @ p["inputs"]["kernel"] + p["inputs"]["bias"] + output @ p["recurrent"]["kernel"]
     enter, forget, leave, new = np.split(gates, 4)
-    cell = _sigmoid(forget + 1) * cell + _sigmoid(enter) * np.tanh(new)
-    outputs.append(_sigmoid(leave) * np.tanh(cell))
+    cell = expit(forget + 1) * cell + expit(enter) * np.tanh(new)
+    outputs.append(expit(leave) * np.tanh(cell))
     states.append(np.concatenate([outputs[-1], cell]))
   return np.array(outputs), np.array(states)
 
@@ -122,10 +123,6 @@ def inverse_h(y):
   """Inverse of `h`, by R2D2's formula."""
   root = np.sqrt(1 + 4 * 0.001 * (np.abs(y) + 1 + 0.001)) - 1
   return np.sign(y) * ((root / (2 * 0.001)) ** 2 - 1)
-
-
-def _sigmoid(x):
-  return 1 / (1 + np.exp(-x))
 
 
 def assert_gradient(params, gradient, loss, *, rtol=1e-3, atol=1e-4):

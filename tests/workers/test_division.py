@@ -1,5 +1,6 @@
 """Tests of the division of an agent's programs among devices, with a fake agent."""
 
+import functools
 from types import SimpleNamespace
 
 import jax
@@ -24,6 +25,7 @@ def _task(weight, inputs, key):
   return {"value": weight * inputs["frames"].sum(-1)}
 
 
+@functools.cache
 def _inference(devices):
   agent = SimpleNamespace(act=_act, tasks={"task": SimpleNamespace(program=_task)})
   return Inference(agent, make_mesh(jax.devices()[:devices]))

@@ -139,7 +139,6 @@ def test_the_recurrent_state_continues_from_step_to_step(envs):
   ("game", "given", "cap"),
   [
     ("Catch", 7, 9),
-    ("Snake", 27000, 4000),
     ("CartPole", 27000, 500),
     ("CartPole", 7, 7),
   ],

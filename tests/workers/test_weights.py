@@ -35,10 +35,12 @@ def _is(version, step, number):
   jax.tree.map(np.testing.assert_array_equal, version.variables, _variables(number))
 
 
+_overwrite = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 + 1e9, tree), donate_argnums=0)
+
+
 def _donate(variables):
   """Simulates the learner's next step, which writes new numbers into its own buffers."""
-  overwrite = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 + 1e9, tree), donate_argnums=0)
-  jax.block_until_ready(overwrite(variables))
+  jax.block_until_ready(_overwrite(variables))
   assert all(x.is_deleted() for x in jax.tree.leaves(variables))
 
 
