@@ -1,7 +1,7 @@
 """MinAtar's games (Young and Tian 2019) as Gymnasium environments, with frames of 12 x 12 cells.
 
     .venv/bin/python -m pip install --no-deps MinAtar==1.0.15
-    python launch/multihost.py --config quickstart env.game=gymnasium:benchmarks.minatar:Breakout-v1
+    python launch/suite.py benchmarks/minatar_batch.yaml --together 2
 
 Frames of 10 x 10 cells are padded with zeros, so that SpeedyZero can downsample them by 4. Actions
 are repeated with a probability of 0.1, and only those that have an effect in the game are offered.
