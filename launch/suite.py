@@ -17,6 +17,7 @@ import argparse
 import concurrent.futures
 import contextlib
 import dataclasses
+import os
 import re
 import shlex
 import sys
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     processes = RunProcesses(devices.machine_shares(arguments.together))
     study = _study(arguments, argv)
     names = [Path(text).stem for text in arguments.study or arguments.config]
-    folder = (arguments.dir or Path("runs") / "+".join(names)).expanduser()
+    folder = Path(os.path.expanduser(arguments.dir or Path("runs") / "+".join(names)))
     runs = studies.runs_of(study, folder)
     part, parts = _part(arguments.part)
     if parts > 1 and arguments.out:

@@ -65,18 +65,18 @@ def lines(
 ) -> list[Line]:
   """Lines of a metric: the mean over runs with a band from lowest to highest.
 
-  They cover the range that all runs with at least two points have reached. If `single`, each run is
-  a thin line, too.
+  They cover the range that all runs have reached, without those of a single point if there are
+  others. If `single`, each run is a thin line, too.
   """
   each = [(run, c) for run in runs if (c := curve(run, name, axis))]
-  if len(each) == 1:
-    ((run, (x, y)),) = each
+  long = [(run, c) for run, c in each if len(c[0]) > 1] or each
+  if len(long) == 1:
+    ((run, (x, y)),) = long
     return [Line(color, f"{label}: {run.path}", x, y)]
   drawn = [Line(color, f"{label}: {run.path}", *c, thin=True) for run, c in each if single]
-  long = [c for _, c in each if len(c[0]) > 1]
-  grid = common_grid(long) if long else None
+  grid = common_grid([c for _, c in long]) if long else None
   if grid is not None:
-    ys = np.array([np.interp(grid, x, y) for x, y in long])
+    ys = np.array([np.interp(grid, x, y) for _, (x, y) in long])
     text = f"{label}: mean of {len(long)} runs"
     drawn.append(Line(color, text, grid, ys.mean(0), ys.min(0), ys.max(0)))
   return drawn

@@ -169,7 +169,7 @@ def _left_out(compared: Sequence[Method], common: Sequence[str]) -> str:
 def _human_normalized(compared: Sequence[Method]) -> list[ET.Element]:
   if not any(method.scores() for method in compared):
     return []
-  note = "Raw returns: mean ± standard deviation over seeds. Sources: see atari100k_scores.json."
+  note = "Raw returns: mean ± standard error over seeds. Sources: see atari100k_scores.json."
   published = table(*scores.published_table(compared))
   sections = [_section("Comparison with published scores", note, published)]
   common = scores.common_games(compared)

@@ -26,7 +26,7 @@ def by_game(methods: Sequence[Method]) -> Table:
   rows: list[list[Child]] = []
   pairs = [(*item, method.name) for method in methods for item in method.games().items()]
   for game, runs, name in sorted(pairs, key=lambda pair: (pair[0], pair[2])):
-    means = [run.evaluation_mean for run in runs if run.evaluation_mean is not None]
+    means = _means(runs)
     kinds = {run.episodes for run in runs if run.evaluation_mean is not None}
     episodes = "; ".join(sorted(kinds))
     numbers = [
@@ -38,6 +38,10 @@ def by_game(methods: Sequence[Method]) -> Table:
     share = f"{len(means)} of {len(runs)}"
     rows.append([game, name, share, episodes, _estimate(means), *map(format_number, numbers)])
   return heads, rows
+
+
+def _means(runs: Sequence[Run]) -> list[float]:
+  return [run.evaluation_mean for run in runs if run.evaluation_mean is not None]
 
 
 def _estimate(values: Sequence[float]) -> str:
@@ -98,16 +102,10 @@ def published_table(methods: Sequence[Method]) -> Table:
   rows: list[list[Child]] = []
   for game in sorted({game for method in scored for game in method.scores()}):
     references = [format_number(table()[key][game]) for key in (random, human)]
-    ours = [element("b", _raw_score(method.games().get(game, []))) for method in scored]
+    ours = [element("b", _estimate(_means(method.games().get(game, [])))) for method in scored]
     theirs = [format_number(table()[name][game]) for name in systems]
     rows.append([game, *references, *ours, *theirs])
   return heads, rows
-
-
-def _raw_score(runs: Sequence[Run]) -> str:
-  means = [run.evaluation_mean for run in runs if run.evaluation_mean is not None]
-  spread = f" ± {format_number(statistics.stdev(means))}" if len(means) > 1 else ""
-  return format_number(_mean(means)) + spread
 
 
 def training_metric(methods: Sequence[Method], games: Sequence[str]) -> str:

@@ -117,12 +117,15 @@ def open_existing(path: Path) -> RunDir:
 
 
 def in_use(path: Path) -> bool:
-  """Whether another process has locked the run folder."""
-  try:
-    with (path / "run.lock").open("r+") as file:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except OSError as error:
-    return isinstance(error, BlockingIOError)
+  """Whether another process, or a supervisor, has locked the run folder."""
+  for name in ("supervisor.lock", "run.lock"):
+    try:
+      with (path / name).open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      return True
+    except OSError:  # not there, or an error that the run itself will report
+      continue
   return False
 
 

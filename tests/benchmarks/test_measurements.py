@@ -11,7 +11,6 @@ import actors
 import chaos
 import journals
 import peers
-import pieces
 import replay
 import speed
 from launch import multihost
@@ -40,14 +39,13 @@ def test_operations_of_a_replay_are_timed(results):
   assert len(rows) == 10 and all(row["median_s"] > 0 for row in rows)
 
 
-def test_pieces_of_training_are_timed(results, monkeypatch):
-  monkeypatch.setattr(pieces, "matmul_flops", lambda *_: 1)  # the quick agent has no matrices
+def test_pieces_of_training_are_timed(results):
   sizes = "--roots", "2", "--simulations", "2", "--batch", "2", "--repeat", "1", "--devices", "1"
   rows = results(speed, "--config", "atari_small", "--set", *TINY, *sizes)["rows"]
   names = ["train step", "search", "reanalysed batch", "value", "environment"]
   assert [row["piece"] for row in rows] == names
   assert all(row["per_second"] > 0 for row in rows)
-  assert all(0 < row["mfu"] < 1 for row in rows[:-1])
+  assert all(row["mfu"] == 0 for row in rows[:-1])  # this agent has no matrices
 
 
 def test_a_side_of_a_comparison_prepares_and_does_its_work():

@@ -197,7 +197,7 @@ def test_a_killed_learner_and_actor_lose_and_repeat_nothing(tmp_path):
 def test_a_stopped_learner_stops_all_at_the_same_step(tmp_path):
   folder = tmp_path / "run"
   new = [*QUICK, "learner.steps=2000", "run.env_steps=6000", f"run.dir={folder}"]
-  with Run(folder, *new, "--processes", "learner=2") as run:
+  with Run(folder, *new, "--processes", "learner=2,actor=1") as run:
     run.learn(5)
     os.kill(run.children()["learner-1"]["pid"], signal.SIGTERM)
     output = run.end(143, 120)

@@ -129,7 +129,7 @@ def test_fails_with_a_vital_one(run):
   code = 77
   fail = f"until('ready-actor-0'); print('no space'); sys.exit({code})"
   learners = [("learner-0", SLEEP, True), ("learner-1", fail, True)]
-  one = run(*learners, ("actor-0", STOP, False))
+  one = run(*learners, ("actor-0", STOP, False), kill_after=2.0)
   output = one.end(code)
   assert f"learner-1 exited with code {code}" in output and "\n  no space" in output
   assert one.log("actor-0").endswith("got it\n")

@@ -356,6 +356,10 @@ def test_runs_of_one_point_have_no_part_in_the_mean(tmp_path):
   ]
   (mean,) = curves.lines(runs, "charts/episode_return", "minutes", 0, "x", single=False)
   assert mean.label == "x: mean of 2 runs" and mean.y[[0, -1]].tolist() == [2, 4]
+  (alone,) = curves.lines(runs[1:], "charts/episode_return", "minutes", 0, "x", single=False)
+  assert alone.label == f"x: {runs[1].path}" and alone.y.tolist() == [3, 5]
+  (point,) = curves.lines([runs[2]] * 2, "charts/episode_return", "minutes", 0, "x", single=False)
+  assert point.y.tolist() == [9]
   each = [curves.curve(run, "charts/episode_return", "minutes") for run in runs]
   aggregate = curves.aggregate_line({"Pong": each}, 0, "x")
   assert aggregate.y[[0, -1]].tolist() == [2, 4]
@@ -368,7 +372,8 @@ def test_files_are_written_before_a_closed_pipe_ends_the_process(tmp_path):
   command = [sys.executable, "launch/report.py", str(tmp_path), "--json", str(out)]
   read, write = os.pipe()
   os.close(read)
-  done = subprocess.run(command, cwd=ROOT, stdout=write, timeout=60)
+  environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+  done = subprocess.run(command, cwd=ROOT, stdout=write, timeout=60, env=environment)
   os.close(write)
   assert done.returncode == -signal.SIGPIPE
   assert len(json.loads(out.read_text())["runs"]) == 2

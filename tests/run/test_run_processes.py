@@ -27,7 +27,7 @@ def made(tmp_path, monkeypatch):
   return RunProcesses([MachineShare({}, [max(os.sched_getaffinity(0))])])
 
 
-@pytest.mark.parametrize("lock", ["run.5.log", "run.5/run.lock"])  # of a suite, or of a run alone
+@pytest.mark.parametrize("lock", ["run.5.log", "run.5/run.lock", "run.5/supervisor.lock"])
 def test_a_run_of_another_process_is_waited_for_and_may_have_finished(tmp_path, made, lock):
   run = tmp_path / "run.5"  # a name with a dot
   run.mkdir()

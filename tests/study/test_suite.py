@@ -30,7 +30,7 @@ def test_a_study_continues_where_it_was_stopped_and_reports(tmp_path, capsys):
   process.send_signal(signal.SIGHUP)
   code, output = finish(process)
   assert code == 128 + signal.SIGHUP and "repeat the command to continue" in output
-  assert "other" not in output  # no further run was begun
+  assert not (folder / "other-Catch-s0.log").exists()  # no further run was begun
   assert "stopped and saved" in (folder / "long-Catch-s0.log").read_text()
   before = (folder / "short-Catch-s0/evaluation.json").stat().st_mtime_ns
 
