@@ -242,7 +242,8 @@ def supervise(arguments: argparse.Namespace) -> int:
     command = [sys.executable, __file__, "--resume", str(path), "--coordinator", address]
     command += ["--num-processes", str(shape.num_processes), "--process-id", str(process_id)]
     command += changes
-    environment, files = dict[str, str](), ()
+    environment: dict[str, str] = {}
+    files: tuple[int, ...] = ()
     if assigned is not None:
       command += ["--devices", ",".join(map(str, assigned.ids))]
       environment |= devices.memory_variables(assigned.memory)

@@ -81,9 +81,9 @@ def _run(population: populations.Population, folder: Path, processes: RunProcess
   try:
     with handling(processes.stop):
       result = controller.run(population, trainer, log, _say)
-  except Interrupted:
+  except Interrupted as interruption:
     _say("stopped; repeat the command to continue")
-    return 128 + processes.received
+    return 128 + int(interruption.args[0])
   (folder / "population.json").write_text(json.dumps(result, indent=1) + "\n")
   settings = ", ".join(f"{key}={value:.4g}" for key, value in result["settings"].items())
   _say(f"best: {trainer.path(result['best'])}, {result['scores'][-1][result['best']]}; {settings}")

@@ -27,7 +27,10 @@ class MachineShare(NamedTuple):
 
 
 class Interrupted(Exception):
-  """A signal stopped the runs; they saved checkpoints, unless a second SIGINT killed them."""
+  """A signal stopped the runs; they saved checkpoints, unless a second SIGINT killed them.
+
+  The argument is the signal's number.
+  """
 
 
 class RunProcesses:
@@ -78,7 +81,7 @@ class RunProcesses:
     finally:
       self._free.put(share)
     if self.received is not None:
-      raise Interrupted
+      raise Interrupted(self.received)
     return code
 
   def _wait(self, path: Path, log: IO) -> None:
