@@ -25,7 +25,6 @@ from speedyzero_jax.config import loader
 from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.run import run_dir
-from speedyzero_jax.run.run_dir import RunFolderError
 from speedyzero_jax.system.exit_codes import FAILED, USAGE_ERROR
 
 
@@ -71,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = loader.override(run_dir.read_config(arguments.run_dir), changes)
     multihost.check_env(config)
     return evaluate(config, arguments.run_dir, arguments.seed, arguments.out, arguments.video)
-  except (ConfigError, RunFolderError) as error:
+  except ConfigError as error:
     _report(f"error: {error}")
     return USAGE_ERROR
   except KeyboardInterrupt:

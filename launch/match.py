@@ -35,7 +35,6 @@ from speedyzero_jax.envs.opponents import Opponent, play_at_random, play_mcts, p
 from speedyzero_jax.envs.rules import RULES
 from speedyzero_jax.run import factories, run_dir
 from speedyzero_jax.run.checkpoint import CheckpointError
-from speedyzero_jax.run.run_dir import RunFolderError
 from speedyzero_jax.system.exit_codes import FAILED, USAGE_ERROR
 from speedyzero_jax.system.files import write_atomically
 from speedyzero_jax.workers import evaluator
@@ -76,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   except (CheckpointError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     return FAILED
-  except (RunFolderError, ValueError) as error:
+  except ValueError as error:
     print(f"error: {error}", file=sys.stderr)
     return USAGE_ERROR
   except KeyboardInterrupt:

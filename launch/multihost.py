@@ -27,7 +27,7 @@ from speedyzero_jax.config import loader
 from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.run import run_dir, topology
-from speedyzero_jax.run.run_dir import RunDir, RunFolderError
+from speedyzero_jax.run.run_dir import RunDir
 from speedyzero_jax.system.exit_codes import FAILED, USAGE_ERROR
 from speedyzero_jax.system.own_code import location
 
@@ -35,7 +35,7 @@ from speedyzero_jax.system.own_code import location
 def parse(argv: Sequence[str]) -> argparse.Namespace:
   """Parses the command line, or prints the help and exits.
 
-  Raises ConfigError or RunFolderError if the agent whose settings the help lists is unknown.
+  Raises ConfigError if the agent whose settings the help lists is unknown.
   """
   parser = argparse.ArgumentParser(
     prog="launch/multihost.py",
@@ -140,7 +140,7 @@ def configuration(arguments: argparse.Namespace, num_processes: int | None) -> C
 
   Raises:
     ConfigError: a setting is invalid.
-    RunFolderError: there is no run to resume.
+    ConfigError: there is no run to resume.
   """
   if arguments.resume is not None:
     return run_dir.resumed(arguments.resume, arguments.overrides)
@@ -149,7 +149,7 @@ def configuration(arguments: argparse.Namespace, num_processes: int | None) -> C
 
 
 def open_folder(arguments: argparse.Namespace, config: Config) -> RunDir:
-  """Creates or opens the run folder. Raises RunFolderError if it can't be used."""
+  """Creates or opens the run folder. Raises ConfigError if it can't be used."""
   if arguments.resume is not None:
     return run_dir.open_existing(arguments.resume)
   preset = "+".join(Path(name).stem for name in arguments.config)
@@ -269,14 +269,11 @@ def run_process(arguments: argparse.Namespace) -> int:
   from speedyzero_jax.system import memory
 
   memory.retain_freed()
-  try:
-    place = (
-      rendezvous.detect()
-      if arguments.coordinator is None
-      else rendezvous.Place(arguments.coordinator, arguments.num_processes, arguments.process_id)
-    )
-  except rendezvous.RendezvousError as error:
-    raise ConfigError(str(error)) from error
+  place = (
+    rendezvous.detect()
+    if arguments.coordinator is None
+    else rendezvous.Place(arguments.coordinator, arguments.num_processes, arguments.process_id)
+  )
   resume, count = arguments.resume is not None, place and place.num_processes
 
   def configure() -> Config:
@@ -314,7 +311,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   try:
     arguments = parse(sys.argv[1:] if argv is None else argv)
     return supervise(arguments) if arguments.processes else run_process(arguments)
-  except (ConfigError, RunFolderError) as error:
+  except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return USAGE_ERROR
 

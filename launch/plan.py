@@ -58,7 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
   os.environ["JAX_PLATFORMS"] = "cpu"  # otherwise jax looks for the target's driver
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
   from speedyzero_jax.plan import plan, target
-  from speedyzero_jax.plan.programs import learner_roles
   from speedyzero_jax.run import topology
 
   try:
@@ -77,8 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         config,
         device,
         devices,
-        processes=shape.learners,
-        roles=learner_roles(config),
         only=arguments.only.split(",") if arguments.only else None,
         report=_report,
       )

@@ -26,7 +26,6 @@ from speedyzero_jax.population import controller
 from speedyzero_jax.population.trainer import RunTrainer
 from speedyzero_jax.run import run_dir
 from speedyzero_jax.run.processes import Interrupted, RunProcesses
-from speedyzero_jax.run.run_dir import RunFolderError
 from speedyzero_jax.run.signals import handling
 from speedyzero_jax.system.exit_codes import FAILED, USAGE_ERROR
 from speedyzero_jax.system.files import write_atomically
@@ -48,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     population = populations.load(arguments.population)
     with _claimed(arguments.dir, arguments.population):
       return _run(population, arguments.dir, processes)
-  except (ConfigError, RunFolderError) as error:
+  except ConfigError as error:
     _say(f"error: {error}", sys.stderr)
     return USAGE_ERROR
   except (controller.NoMemberFinished, OSError) as error:
@@ -62,15 +61,15 @@ def _claimed(folder: Path, description: Path) -> IO:
     folder.mkdir(parents=True, exist_ok=True)
     entries = {entry.name for entry in folder.iterdir()}
   except OSError as error:
-    raise RunFolderError(f"can't use {folder}: {error.strerror}") from error
+    raise ConfigError(f"can't use {folder}: {error.strerror}") from error
   kept = folder / "population.yaml"
   own = ("supervisor.lock", "population.yaml.")  # of a controller that was killed
   if kept.name not in entries and not all(name.startswith(own) for name in entries):
-    raise RunFolderError(f"{folder} is not empty and holds no population; choose another --dir")
+    raise ConfigError(f"{folder} is not empty and holds no population; choose another --dir")
   lock = run_dir.supervised(folder)
   if kept.exists() and populations.load(kept) != populations.load(description):
     lock.close()
-    raise RunFolderError(f"{folder} holds another population; choose another --dir")
+    raise ConfigError(f"{folder} holds another population; choose another --dir")
   write_atomically(kept, description.read_text())
   return lock
 

@@ -22,7 +22,6 @@ from speedyzero_jax.config import loader
 from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.run import run_dir, topology
-from speedyzero_jax.run.run_dir import RunFolderError
 from speedyzero_jax.system import memory
 from speedyzero_jax.system.exit_codes import FAILED, USAGE_ERROR
 
@@ -118,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = configured(arguments)
     presets = "-".join(Path(preset).stem for preset in arguments.config)
     folder = run_dir.create(config, f"profile-{presets}-{config.env.game}")
-  except (ConfigError, RunFolderError) as error:
+  except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return USAGE_ERROR
 

@@ -37,7 +37,6 @@ from speedyzero_jax.report import page, terminal
 from speedyzero_jax.report.groups import to_json
 from speedyzero_jax.report.runs import read_runs
 from speedyzero_jax.run.processes import Interrupted, RunProcesses, log_of
-from speedyzero_jax.run.run_dir import RunFolderError
 from speedyzero_jax.run.signals import handling
 from speedyzero_jax.study import study as studies
 from speedyzero_jax.study import table
@@ -62,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       raise ConfigError("--out: a part of a study is not compared; omit --out or --part")
     for path in (folder, *([arguments.out.parent] if arguments.out else [])):
       path.mkdir(parents=True, exist_ok=True)
-  except (ConfigError, RunFolderError) as error:
+  except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return USAGE_ERROR
   except OSError as error:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from speedyzero_jax.cluster.messages import Helper
 from speedyzero_jax.cluster.roster import Roster
 from speedyzero_jax.metrics.aggregation import Episode
 from speedyzero_jax.run.experiment import Experiment
-from speedyzero_jax.run.topology import Role, derived_seed
+from speedyzero_jax.run.topology import Role, derived_seed, lanes_of_actors
 from speedyzero_jax.types import Slots
 from speedyzero_jax.workers.weights import ACTOR
 
@@ -32,14 +31,15 @@ class Session:
 
 
 class ActorService:
-  """Answers the calls of actors; actor number i has `lanes[i]`. Thread-safe."""
+  """Answers the calls of actors, which divide the unit's lanes. Thread-safe."""
 
-  def __init__(self, experiment: Experiment, lanes: Sequence[range], roster: Roster):
+  def __init__(self, experiment: Experiment, roster: Roster):
     self._collector, self._limiter = experiment.collector, experiment.limiter
     self._replay, self._weights = experiment.replay, experiment.weights
     self._needs_data = experiment.needs_data
     self._run_seed, self._unit = experiment.config.run.seed, experiment.membership.unit
-    self._sessions = [Session(part) for part in lanes]
+    lanes, actors = experiment.local_config.actor.lanes, roster.counts["actor"]
+    self._sessions = [Session(part) for part in lanes_of_actors(lanes, actors)]
     self._roster, self._logger = roster, experiment.logger
 
   def join(self, helper: Helper, request: messages.Join) -> messages.Welcome:

@@ -4,7 +4,6 @@ An actor gets its next grant once its gradient is part of the weights that it ca
 """
 
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,8 +28,8 @@ _NONE = Selection(np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0))
 class GradientService(ActorService):
   """Queues gradients for the learner; its method `step` answers `messages.Gradient`."""
 
-  def __init__(self, experiment: Experiment, lanes: Sequence[range], roster: Roster):
-    super().__init__(experiment, lanes, roster)
+  def __init__(self, experiment: Experiment, roster: Roster):
+    super().__init__(experiment, roster)
     self._experiment, self._like = experiment, experiment.learner.abstract().variables
     self._batch = experiment.local_config.learner.batch_size * experiment.agent.window.after
     self._due = experiment.limiter.learner_steps  # that the gradients received so far complete

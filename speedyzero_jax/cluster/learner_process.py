@@ -13,7 +13,7 @@ from speedyzero_jax.cluster.rendezvous import Rendezvous, RendezvousError
 from speedyzero_jax.cluster.roster import Roster
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.run.experiment import Experiment, Membership
-from speedyzero_jax.run.topology import Role, Topology, lanes_of_actors
+from speedyzero_jax.run.topology import Role, Topology
 from speedyzero_jax.workers.learner import make_mesh
 
 # Seconds for which units wait for each other: another unit may be reading a long journal, waiting
@@ -63,20 +63,14 @@ def serving(
   experiment: Experiment, topology: Topology, role: Role, rendezvous: Rendezvous, token: bytes
 ) -> Iterator[None]:
   """Serves this unit's actors and refreshers; publishes the address on entry, and "" on exit."""
-  local_config = experiment.local_config
-  host = local_config.topology.host or rendezvous.address
+  host = experiment.config.topology.host or rendezvous.address
   actors, refreshers = (topology.serving(kind, role.unit) for kind in ("actor", "refresher"))
   if not actors + refreshers:
     yield
     return
   roster = Roster({"actor": actors, "refresher": refreshers}, experiment.logger.log_mean)
   experiment.logger.add_source(roster.summary)
-  service = LearnerService(
-    experiment,
-    lanes=lanes_of_actors(local_config.actor.lanes, actors),
-    refreshers=refreshers,
-    roster=roster,
-  )
+  service = LearnerService(experiment, roster)
   if refreshers:
     experiment.execute = service.execute
   with serve(

@@ -3,7 +3,7 @@
 `grpc_server.py` is the transport.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,18 +21,16 @@ from speedyzero_jax.run.experiment import Experiment
 
 
 class LearnerService:
-  """Serves one unit's actors, which have `lanes[i]` each, and its refreshers. Thread-safe."""
+  """Serves one unit's actors and refreshers, which the roster counts. Thread-safe."""
 
-  def __init__(
-    self, experiment: Experiment, *, lanes: Sequence[range], refreshers: int, roster: Roster
-  ):
+  def __init__(self, experiment: Experiment, roster: Roster):
     self._limiter, self._weights = experiment.limiter, experiment.weights
     self._half = experiment.config.topology.weights_dtype == "bfloat16"
     self._roster = roster
     gradients = experiment.config.topology.gradients == "actors"
-    actors = (GradientService if gradients else ActorService)(experiment, lanes, roster)
+    actors = (GradientService if gradients else ActorService)(experiment, roster)
     self.environments = CentralActors(experiment, actors, roster).environments
-    works = RefresherService(experiment, refreshers, roster)
+    works = RefresherService(experiment, roster)
     self.execute = works.execute
     self._methods: Mapping[str, Callable[..., Any]] = {
       "join": actors.join,

@@ -24,7 +24,7 @@ from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.run import topology
 from speedyzero_jax.run.factories import enable_compilation_cache, make_agent
-from speedyzero_jax.run.run_dir import RunDir, RunFolderError
+from speedyzero_jax.run.run_dir import RunDir
 from speedyzero_jax.run.signals import Signals
 from speedyzero_jax.run.topology import Role, Topology, derived_seed
 from speedyzero_jax.run.train import train
@@ -59,7 +59,7 @@ def main(
   """Runs this process' role. Returns the exit code.
 
   `configure` and then, once devices can be used, `open_folder` are called in process 0 only; they
-  may raise ConfigError or RunFolderError. The value of `resume` in process 0 counts. `devices` are
+  may raise ConfigError. The value of `resume` in process 0 counts. `devices` are
   the ids of the accelerators to use; None: all.
   """
   _set_limits()
@@ -157,7 +157,7 @@ def _run(
 
 
 def _check_mounted(folder: Path) -> None:
-  """Raises RunFolderError unless this learner process sees what process 0 has stored there."""
+  """Raises ConfigError unless this learner process sees what process 0 has stored there."""
   until = time.monotonic() + _MOUNT_TIMEOUT
   while True:
     try:
@@ -165,7 +165,7 @@ def _check_mounted(folder: Path) -> None:
       return
     except OSError as error:
       if time.monotonic() > until:
-        raise RunFolderError(
+        raise ConfigError(
           f"{folder} holds no run on {platform.node()} ({error.strerror}): all learners must mount "
           "the same run folder"
         ) from error

@@ -42,25 +42,19 @@ class _Batch:
 class RefresherService:
   """Answers the calls of refreshers. Thread-safe."""
 
-  def __init__(self, experiment: Experiment, refreshers: int, roster: Roster):
+  def __init__(self, experiment: Experiment, roster: Roster):
     topology = experiment.config.topology
     self._experiment, self._tasks = experiment, experiment.agent.tasks
     self._replay, self._limiter = experiment.replay, experiment.limiter
-    self._sweepers = experiment.sweepers if refreshers else []
+    self._sweepers = experiment.sweepers
     self._block_timeout, self._bound_age = topology.block_timeout, topology.bound_age
-    self._roster, self._refreshers = roster, refreshers
+    self._roster, self._refreshers = roster, roster.counts["refresher"]
     self._lock = threading.Lock()  # guards the following attributes
     self._numbers = itertools.count(1)
     self._waiting: deque[tuple[Work, _Batch | None]] = deque()
     self._assigned: dict[int, _Assignment] = {}
     self._ready: set[int] = set()  # refreshers that have requested work
     self._waited = False  # whether the first batch has waited for all refreshers
-
-  def _return(self, block: int) -> None:
-    """Makes a block available again."""
-    assignment = self._assigned.pop(block)
-    if assignment.repeat:
-      self._waiting.appendleft((assignment.work, assignment.batch))
 
   def work(
     self, helper: Helper, request: messages.Results, seconds: float
@@ -88,7 +82,9 @@ class RefresherService:
         # whose holder does not return is visited again one pass later.
         overdue = assignment.batch is not None and assignment.deadline < now
         if overdue or assignment.holder.number == helper.number:
-          self._return(block)
+          del self._assigned[block]
+          if assignment.repeat:
+            self._waiting.appendleft((assignment.work, assignment.batch))
       work, batch = self._waiting.popleft() if self._waiting else (self._due_work(), None)
       if work is None:
         return None

@@ -68,36 +68,23 @@ class RemoteWeights:
     return jax.tree.map(place, self._like, messages.unnamed(self._like, sent.arrays))
 
 
-class TimedEnv:
-  """Environments whose calls end this process, with a traceback, after `ENV_SECONDS`."""
-
-  def __init__(self, env: Env):
-    self._env = env
-    self.num_lanes, self.num_actions = env.num_lanes, env.num_actions
-    self.frame_shape, self.frame_dtype = env.frame_shape, env.frame_dtype
-
-  def reset(self) -> EnvStep:
-    return self._timed(self._env.reset)
-
-  def step(self, action: np.ndarray) -> EnvStep:
-    return self._timed(self._env.step, action)
-
-  def close(self) -> None:
-    self._env.close()
-
-  def _timed(self, call: Callable[..., EnvStep], *arguments: np.ndarray) -> EnvStep:
-    faulthandler.dump_traceback_later(ENV_SECONDS, exit=True)  # also if it holds the GIL
-    try:
-      return call(*arguments)
-    finally:
-      faulthandler.cancel_dump_traceback_later()
+@contextlib.contextmanager
+def _time_limit() -> Iterator[None]:
+  """Ends this process, with a traceback, after `ENV_SECONDS`."""
+  faulthandler.dump_traceback_later(ENV_SECONDS, exit=True)  # also if it holds the GIL
+  try:
+    yield
+  finally:
+    faulthandler.cancel_dump_traceback_later()
 
 
 @contextlib.contextmanager
 def joined(config: Config, client: Client) -> Iterator[tuple[messages.Welcome, Env]]:
   """Context manager of an actor's new environments, in the lanes that the learner assigns."""
   welcome: messages.Welcome = client.call(messages.Join())
-  env = TimedEnv(make_env(config.env, len(welcome.heads), welcome.seed, training=True))
+  env = make_env(config.env, len(welcome.heads), welcome.seed, training=True)
+  for name in ("reset", "step"):
+    setattr(env, name, _time_limit()(getattr(env, name)))
   with contextlib.closing(env):
     yield welcome, env
 

@@ -64,7 +64,7 @@ def detect() -> Place | None:
   """Returns this process' place in a cluster that jax detects (Slurm, Open MPI, ...), or None.
 
   Runs of studies and populations are in no cluster, even if their launcher is a task of one.
-  Raises RendezvousError if a cluster was detected, but its environment is incomplete.
+  Raises ConfigError if a cluster was detected, but its environment is incomplete.
   """
   if ALONE in os.environ:
     return None
@@ -81,7 +81,7 @@ def detect() -> Place | None:
       address = kind.get_coordinator_address(timeout_secs=300, override_coordinator_port=port)
       return Place(address, count, kind.get_process_id())
     except Exception as error:  # the `kubernetes` package raises its own
-      raise RendezvousError(
+      raise ConfigError(
         f"{kind.__name__} was detected but can't be used: {type(error).__name__}: {error}; to run "
         "without it, add --coordinator localhost:PORT --num-processes 1 --process-id 0"
       ) from error

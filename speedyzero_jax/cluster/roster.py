@@ -43,7 +43,7 @@ class Roster:
   ):
     self.over = False  # the run has ended
     self._states = {(kind, i): _State() for kind, n in counts.items() for i in range(n)}
-    self._counts, self._log, self._clock = counts, log, clock
+    self.counts, self._log, self._clock = counts, log, clock
     self._changed = threading.Condition()
 
   def enter(self, helper: Helper) -> None:
@@ -54,7 +54,7 @@ class Roster:
     with self._changed:
       state = self._states.get(helper[:2])
       if state is None:
-        count = self._counts.get(helper.kind, 0)
+        count = self.counts.get(helper.kind, 0)
         raise ValueError(f"there are {count} {helper.kind}s, got number {helper.number}")
       known = state.incarnation
       if helper.incarnation < known:
@@ -105,4 +105,4 @@ class Roster:
 
   def summary(self) -> dict[str, float]:
     """Returns the number of live helpers as a metric, for each kind that the unit has."""
-    return {names.present(kind): self.alive(kind) for kind, count in self._counts.items() if count}
+    return {names.present(kind): self.alive(kind) for kind, count in self.counts.items() if count}

@@ -68,8 +68,6 @@ class Supervisor:
     progress: Callable[[], int] | None = None,
   ):
     self._children = {child.name: child for child in children}
-    if len(self._children) < len(children) or not any(child.vital for child in children):
-      raise ValueError("children need distinct names, and one of them must be vital")
     self._logs, self._show = logs, report
     self._limits, self._progress = limits or Limits(), progress
     self.restarts: dict[str, int] = {}

@@ -13,7 +13,7 @@ from speedyzero_jax.agents.base import Agent
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.plan import hlo
-from speedyzero_jax.plan.programs import EPISODE, ROLES, Planned, programs
+from speedyzero_jax.plan.programs import EPISODE, Planned, learner_roles, programs
 from speedyzero_jax.plan.target import Target
 from speedyzero_jax.replay.device_frames import DeviceFrames
 from speedyzero_jax.run import factories, forecast
@@ -104,21 +104,19 @@ def make_plan(
   target: Target,
   devices: int,
   *,
-  processes: int = 1,
-  roles: frozenset[str] = ROLES,
   only: Collection[str] | None = None,
   report: Callable[[str], None] = lambda _: None,
 ) -> Plan:
   """Compiles the programs of a run's learner processes and sums their costs.
 
-  `devices` and `processes` count the GPUs and the learner processes of the whole run; `roles` are
-  those of a learner process besides learning; `only` names the programs to compile; `report` is
+  `devices` counts the GPUs of the whole run; `only` names the programs to compile; `report` is
   called with lines of progress.
 
   Raises:
     RuntimeError: jax cannot compile for GPUs on this machine.
     ValueError: the batch cannot be divided, or a name in `only` is unknown.
   """
+  processes, roles = config.topology.learners, learner_roles(config)
   local_config = loader.divide(config, 0, processes)
   dtype = loader.flat(config).get("network.dtype", "float32")
   agent = factories.make_agent(local_config)

@@ -31,7 +31,7 @@ class RunTrainer:
     report: called with a line of text when a member fails.
 
   Raises:
-    RunFolderError: a member's folder holds a run of other settings, such as those of a preset that
+    ConfigError: a member's folder holds a run of other settings, such as those of a preset that
       has been edited since.
   """
 

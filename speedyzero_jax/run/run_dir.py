@@ -24,10 +24,6 @@ from speedyzero_jax.system.files import write_atomically
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "mctx", "numpy", "envpool")
 
 
-class RunFolderError(Exception):
-  """The run folder cannot be used; the message says why and what to do."""
-
-
 @dataclasses.dataclass(frozen=True)
 class RunDir(contextlib.AbstractContextManager):
   """A run folder locked by this process. Use it as a context manager, or `close` it."""
@@ -47,7 +43,7 @@ def create(config: Config, name: str) -> RunDir:
   """Creates the folder of a new run and stores its configuration there.
 
   The folder is `run.dir`; if that is empty, `runs/NAME`, with a number appended if it exists.
-  Raises RunFolderError if the folder already holds a run, is in use, or cannot be written.
+  Raises ConfigError if the folder already holds a run, is in use, or cannot be written.
   """
   path = Path(os.path.expanduser(config.run.dir or "runs"))
   try:
@@ -61,7 +57,7 @@ def create(config: Config, name: str) -> RunDir:
       write_atomically(path / "config.yaml", loader.to_yaml(config))
       stack.pop_all()
   except OSError as error:
-    raise RunFolderError(f"can't create a run in {path}: {error.strerror or error}") from error
+    raise ConfigError(f"can't create a run in {path}: {error.strerror or error}") from error
   return RunDir(path, lock)
 
 
@@ -77,14 +73,14 @@ def _numbered(parent: Path, name: str) -> Path:
 
 
 def _check_unused(path: Path) -> None:
-  """Raises RunFolderError if a folder holds a run or anything else."""
+  """Raises ConfigError if a folder holds a run or anything else."""
   if (path / "config.yaml").exists():
-    raise RunFolderError(
+    raise ConfigError(
       f"{path} already holds a run; continue it with --resume {path}, or choose another run.dir"
     )
   own = ("run.lock", "config.yaml.")  # of a process that was killed
   if not all(entry.name.startswith(own) for entry in path.iterdir()):
-    raise RunFolderError(f"{path} is not empty and holds no run; choose another run.dir")
+    raise ConfigError(f"{path} is not empty and holds no run; choose another run.dir")
 
 
 def safe_name(text: str) -> str:
@@ -95,24 +91,21 @@ def safe_name(text: str) -> str:
 def resumed(path: Path, changes: list[str]) -> Config:
   """Returns the configuration with which to resume a run, after these `key=value` changes.
 
-  Raises RunFolderError if the folder holds no run, or a change is not allowed.
+  Raises ConfigError if the folder holds no run, or a change is not allowed.
   """
   stored = read_config(path)
-  try:
-    config = loader.override(stored, changes, check=False)
-    if different := loader.fixed_changes(stored, config):
-      raise RunFolderError(
-        f"{path} was started with another configuration ({'; '.join(different)}); "
-        "start a new run instead"
-      )
-    loader.validate(config, stored)
-  except ConfigError as error:
-    raise RunFolderError(str(error)) from error
+  config = loader.override(stored, changes, check=False)
+  if different := loader.fixed_changes(stored, config):
+    raise ConfigError(
+      f"{path} was started with another configuration ({'; '.join(different)}); "
+      "start a new run instead"
+    )
+  loader.validate(config, stored)
   return config
 
 
 def open_existing(path: Path) -> RunDir:
-  """Opens a run folder to resume. Raises RunFolderError if it is in use."""
+  """Opens a run folder to resume. Raises ConfigError if it is in use."""
   return RunDir(path, _lock(path, "run.lock"))
 
 
@@ -132,21 +125,21 @@ def in_use(path: Path) -> bool:
 def read_config(path: Path) -> Config:
   """Reads the configuration stored in a run folder.
 
-  Raises RunFolderError if it is missing, damaged, or has keys of another version, or if its agent
+  Raises ConfigError if it is missing, damaged, or has keys of another version, or if its agent
   can't be imported.
   """
   try:
     return loader.from_yaml((path / "config.yaml").read_text())
   except OSError as error:
-    raise RunFolderError(f"{path} holds no run: {error.strerror or error}") from error
+    raise ConfigError(f"{path} holds no run: {error.strerror or error}") from error
   except (ConfigError, UnicodeDecodeError) as error:
-    raise RunFolderError(
+    raise ConfigError(
       f"can't read {path / 'config.yaml'} with this version and PYTHONPATH: {error}"
     ) from error
 
 
 def check_same(path: Path, config: Config, besides: Collection[str]) -> None:
-  """Raises RunFolderError if the folder holds a run of another configuration.
+  """Raises ConfigError if the folder holds a run of another configuration.
 
   Settings in `besides` may differ.
   """
@@ -157,7 +150,7 @@ def check_same(path: Path, config: Config, besides: Collection[str]) -> None:
   )
   keys = {key for key in stored.keys() | expected.keys() if stored.get(key) != expected.get(key)}
   if keys := keys.difference(besides):
-    raise RunFolderError(
+    raise ConfigError(
       f"{path} contains a run of another configuration ({', '.join(sorted(keys))}); "
       "choose another --dir"
     )
@@ -204,7 +197,7 @@ def _commit() -> str:
 
 
 def supervised(path: Path) -> IO:
-  """Takes the supervisor's lock of a folder; close it to release. Raises RunFolderError if held."""
+  """Takes the supervisor's lock of a folder; close it to release. Raises ConfigError if held."""
   return _lock(path, "supervisor.lock")
 
 
@@ -214,7 +207,7 @@ def _lock(path: Path, name: str) -> IO:
     file = (path / name).open("a")
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
   except BlockingIOError:
-    raise RunFolderError(f"{path} is in use by another process") from None
+    raise ConfigError(f"{path} is in use by another process") from None
   except OSError as error:
-    raise RunFolderError(f"can't use {path}: {error.strerror or error}") from error
+    raise ConfigError(f"can't use {path}: {error.strerror or error}") from error
   return file

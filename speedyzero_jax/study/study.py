@@ -111,7 +111,7 @@ def runs_of(study: Study, folder: Path) -> list[StudyRun]:
 
   Raises:
     ConfigError: a configuration is invalid.
-    RunFolderError: a run's folder contains a run of another configuration.
+    ConfigError: a run's folder contains a run of another configuration.
   """
   if study.seeds < 1:
     raise ConfigError(f"seeds: must be at least 1, got {study.seeds}")

@@ -107,7 +107,7 @@ def _refresh_here(run):
 def _refresh_in_a_host(run):
   """The calls of a refresher process, with encoded messages; frames are read from the replay."""
   roster, helper = Roster({"refresher": 1}, lambda _: None), messages.Helper("refresher", 0)
-  service, request = RefresherService(run, 1, roster), messages.Results(0, 0, {})
+  service, request = RefresherService(run, roster), messages.Results(0, 0, {})
   roster.enter(helper)
 
   def sent(message):

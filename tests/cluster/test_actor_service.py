@@ -41,7 +41,7 @@ def test_no_two_actors_play_the_same_games(make_unit):
   unit, seeds = make_unit("actor.lanes=4", actors=2, refreshers=0), set()
   for number in range(2):
     unit.experiment.membership = Membership(number, 2)
-    service = ActorService(unit.experiment, unit.lanes, unit.roster)
+    service = ActorService(unit.experiment, unit.roster)
     seeds |= {service.join(Helper("actor", a), messages.Join()).seed for a in range(2)}
   assert len(seeds) == 4
 

@@ -23,7 +23,6 @@ from speedyzero_jax.metrics import names
 from speedyzero_jax.metrics.logger import MetricsLogger
 from speedyzero_jax.run import batch_pipeline, build, factories, loops, snapshot
 from speedyzero_jax.run.experiment import Membership
-from speedyzero_jax.run.topology import lanes_of_actors
 from speedyzero_jax.types import Slots
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.learner import Gradient, Learner, make_mesh
@@ -64,8 +63,7 @@ class Unit:
     self.experiment, self.limiter = experiment, experiment.limiter
     self.staleness, self.sequence = [], [0, 0]
     self.roster = Roster({"actor": 2, "refresher": 0}, lambda _: None)
-    lanes = lanes_of_actors(4, 2)
-    self.service = LearnerService(experiment, lanes=lanes, refreshers=0, roster=self.roster)
+    self.service = LearnerService(experiment, self.roster)
     log = experiment.logger.log_mean
 
     def spied(values):

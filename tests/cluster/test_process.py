@@ -15,7 +15,7 @@ from speedyzero_jax.cluster.rendezvous import Place, RendezvousError
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.run import topology
-from speedyzero_jax.run.run_dir import RunDir, RunFolderError
+from speedyzero_jax.run.run_dir import RunDir
 from speedyzero_jax.run.signals import Signals
 from speedyzero_jax.workers.weights import DivergedError
 
@@ -125,7 +125,7 @@ def test_an_unusable_token_file_is_wrong_use_in_every_process(tmp_path, process_
 
 def test_a_learner_that_does_not_see_the_run_folder_starts_no_other(tmp_path, monkeypatch):
   monkeypatch.setattr(process, "_MOUNT_TIMEOUT", 0)
-  with pytest.raises(RunFolderError, match="all learners must mount the same run folder"):
+  with pytest.raises(ConfigError, match="all learners must mount the same run folder"):
     process._check_mounted(tmp_path)
   (tmp_path / "config.yaml").touch()
   process._check_mounted(tmp_path)
@@ -136,7 +136,7 @@ def test_a_further_learner_creates_no_folder_of_its_own(tmp_path, monkeypatch):
   config = tiny.config("topology.learners=2", "actor.lanes=4", "run.mode=async")
   run = process.Run(str(tmp_path / "run"), False, "00" * 32)
   rendezvous = FakeRendezvous(PLACE._replace(process_id=1))
-  with pytest.raises(RunFolderError, match="same run folder"):
+  with pytest.raises(ConfigError, match="same run folder"):
     process._run(config, topology.resolve(config), run, rendezvous, Signals())
   assert not list(tmp_path.iterdir())
 

@@ -21,6 +21,7 @@ from speedyzero_jax.cluster.rendezvous import (
   cluster,
   detect,
 )
+from speedyzero_jax.config.fields import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMBER = """
@@ -215,9 +216,7 @@ def test_a_process_finds_its_place_in_a_cluster_of_slurm(monkeypatch):
     assert detect() == Place("10.0.0.1:1234", 4, 2)
   monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
   monkeypatch.setenv("SLURM_PROCID", "two")
-  with pytest.raises(
-    RendezvousError, match=r"SlurmCluster was detected but can't be used: Val.*two"
-  ):
+  with pytest.raises(ConfigError, match=r"SlurmCluster was detected but can't be used: Val.*two"):
     detect()
   monkeypatch.setenv("SLURM_NTASKS", "1")
   assert detect() is None
@@ -227,7 +226,7 @@ def test_a_cluster_whose_detection_fails_is_named(monkeypatch):
   kind = mock.Mock(opt_in_only_method=False, is_env_present=mock.Mock(side_effect=TypeError("no")))
   kind.__name__ = "Odd"
   monkeypatch.setattr(cluster.ClusterEnv, "_cluster_types", [kind])
-  with pytest.raises(RendezvousError, match=r"Odd was detected but can't be used: TypeError: no;"):
+  with pytest.raises(ConfigError, match=r"Odd was detected but can't be used: TypeError: no;"):
     detect()
 
 

@@ -258,10 +258,3 @@ def test_waiting_takes_no_time(run):
   before = wakeups()
   time.sleep(1.0)
   assert wakeups() - before <= 10
-
-
-@pytest.mark.parametrize("children", [[], [("a", False)], 2 * [("a", True)]])
-def test_refuses_equal_names_and_a_run_without_an_end(tmp_path, children):
-  made = [Child(name, ["true"], {}, vital) for name, vital in children]
-  with pytest.raises(ValueError, match="distinct names"):
-    Supervisor(made, tmp_path / "logs", print)

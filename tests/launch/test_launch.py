@@ -20,7 +20,6 @@ from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.metrics import progress
 from speedyzero_jax.run import factories, run_dir, train
 from speedyzero_jax.run.experiment import TrainingError
-from speedyzero_jax.run.run_dir import RunFolderError
 from speedyzero_jax.run.signals import Signals
 from speedyzero_jax.workers.weights import DivergedError
 
@@ -248,7 +247,7 @@ def test_the_coordinators_port_stays_reserved_between_restarts(supervised):
 
 def test_a_run_has_one_supervisor(supervised, tmp_path):
   def look(_):
-    with pytest.raises(RunFolderError, match="in use"):
+    with pytest.raises(ConfigError, match="in use"):
       run_dir.supervised(tmp_path / "run")
 
   supervised(look)

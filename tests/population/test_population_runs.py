@@ -22,7 +22,6 @@ from speedyzero_jax.population.config import Population
 from speedyzero_jax.population.controller import Outcome
 from speedyzero_jax.population.selection import Knob
 from speedyzero_jax.run import run_dir, topology
-from speedyzero_jax.run.run_dir import RunFolderError
 
 SETTINGS = (
   "agent=quick_agent", *tiny.OVERRIDES, "learner.steps=9", "learner.tail_steps=0",
@@ -134,7 +133,7 @@ def test_members_with_settings_of_an_edited_preset_are_refused(tmp_path):
   knob = Knob("optim.learning_rate", 1e-3, 1e-1, True)
   trainer.RunTrainer(Population(("quickstart",), SETTINGS, (knob,)), tmp_path, None, print)
   edited = Population(("quickstart",), (*SETTINGS, "learner.steps=18"), (knob,))
-  with pytest.raises(RunFolderError, match=r"m1 contains .* \(learner.steps\); choose another"):
+  with pytest.raises(ConfigError, match=r"m1 contains .* \(learner.steps\); choose another"):
     trainer.RunTrainer(edited, tmp_path, None, print)
 
 

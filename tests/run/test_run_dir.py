@@ -12,8 +12,8 @@ import pytest
 
 from launched import ROOT, listing
 from speedyzero_jax.config import loader
+from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.run import run_dir
-from speedyzero_jax.run.run_dir import RunFolderError
 from speedyzero_jax.system.files import write_atomically
 
 SMALL = ("learner.steps=12", "run.env_steps=150", "actor.random_steps=40", "run.mode=lockstep")
@@ -30,9 +30,9 @@ def test_a_new_run_writes_its_configuration_and_holds_the_folder(tmp_path):
     assert run_dir.read_config(folder) == config(folder)
     assert sorted(listing(folder)) == ["config.yaml", "run.lock"]
     before = listing(folder)
-    with pytest.raises(RunFolderError, match=f"{folder} is in use by another process"):
+    with pytest.raises(ConfigError, match=f"{folder} is in use by another process"):
       run_dir.open_existing(folder)
-    with pytest.raises(RunFolderError, match=rf"already holds a run.*--resume {folder}"):
+    with pytest.raises(ConfigError, match=rf"already holds a run.*--resume {folder}"):
       run_dir.create(config(folder), "x")
     assert listing(folder) == before
   opened.close()  # again
@@ -84,7 +84,7 @@ def test_another_process_is_kept_out_until_it_ends_however_it_ends(tmp_path):
   run_dir.create(config(folder), "x").close()
   holder = hold(folder)
   try:
-    with pytest.raises(RunFolderError, match="in use by another process"):
+    with pytest.raises(ConfigError, match="in use by another process"):
       run_dir.open_existing(folder)
   finally:
     holder.send_signal(signal.SIGKILL)
@@ -101,7 +101,7 @@ def test_the_slower_of_two_creators_is_refused(tmp_path, monkeypatch):
     return lock(path, name)
 
   monkeypatch.setattr(run_dir, "_lock", late)
-  with pytest.raises(RunFolderError, match="already holds a run"):
+  with pytest.raises(ConfigError, match="already holds a run"):
     run_dir.create(config(tmp_path, "run.seed=2"), "x")
   run_dir.open_existing(tmp_path).close()  # it is not locked
   assert run_dir.read_config(tmp_path).run.seed == 1
@@ -109,7 +109,7 @@ def test_the_slower_of_two_creators_is_refused(tmp_path, monkeypatch):
 
 def test_a_strangers_folder_is_left_alone(tmp_path):
   (tmp_path / "thesis.tex").write_text("x")
-  with pytest.raises(RunFolderError, match="not empty and holds no run"):
+  with pytest.raises(ConfigError, match="not empty and holds no run"):
     run_dir.create(config(tmp_path), "x")
   assert listing(tmp_path) == {"thesis.tex": b"x"}
 
@@ -122,7 +122,7 @@ def test_an_empty_folder_and_one_with_only_a_lock_are_free(tmp_path):
 @pytest.mark.parametrize("where", ["file/run", "file", "/proc/run"])
 def test_where_nothing_can_be_written(tmp_path, where):
   (tmp_path / "file").write_text("x")
-  with pytest.raises(RunFolderError, match="can't create a run in"):
+  with pytest.raises(ConfigError, match="can't create a run in"):
     run_dir.create(config(tmp_path / where), "x")
   assert listing(tmp_path) == {"file": b"x"}
 
@@ -130,7 +130,7 @@ def test_where_nothing_can_be_written(tmp_path, where):
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_where_writing_is_not_allowed(tmp_path):
   tmp_path.chmod(0o555)
-  with pytest.raises(RunFolderError, match="Permission denied"):
+  with pytest.raises(ConfigError, match="Permission denied"):
     run_dir.create(config(tmp_path / "run"), "x")
 
 
@@ -158,7 +158,7 @@ def test_what_may_change_when_a_run_goes_on(tmp_path, changes):
 def test_what_may_not_change_is_named(tmp_path, change, named):
   run_dir.create(config(tmp_path), "x").close()
   before = listing(tmp_path)
-  with pytest.raises(RunFolderError, match=named):
+  with pytest.raises(ConfigError, match=named):
     run_dir.resumed(tmp_path, [change])
   assert listing(tmp_path) == before
 
@@ -171,7 +171,7 @@ def test_a_folder_without_a_readable_configuration(tmp_path, content):
     (tmp_path / "config.yaml").write_bytes(content)
   expected = "holds no run" if content is None else "can't read .*config.yaml with this version"
   for read in (run_dir.read_config, lambda path: run_dir.resumed(path, [])):
-    with pytest.raises(RunFolderError, match=expected):
+    with pytest.raises(ConfigError, match=expected):
       read(tmp_path)
   assert listing(tmp_path) == ({} if content is None else {"config.yaml": content})
 
@@ -180,7 +180,7 @@ def test_a_folder_of_an_earlier_version_says_so(tmp_path):
   run_dir.create(config(tmp_path), "x").close()
   path = tmp_path / "config.yaml"
   path.write_text(path.read_text().replace("\nrun:\n", "\nrun:\n  forgotten: 3\n"))
-  with pytest.raises(RunFolderError, match=r"with this version and .*: .*run\.forgotten"):
+  with pytest.raises(ConfigError, match=r"with this version and .*: .*run\.forgotten"):
     run_dir.resumed(tmp_path, [])
 
 

@@ -56,9 +56,7 @@ class Unit:
     self.roster = Roster(counts, self.waits.append, lambda: self.now)
     self.episodes = []
     experiment.collector.episodes.record = self.episodes.append
-    self.service = LearnerService(
-      experiment, lanes=self.lanes, refreshers=refreshers, roster=self.roster
-    )
+    self.service = LearnerService(experiment, self.roster)
 
   # --- calls
 
