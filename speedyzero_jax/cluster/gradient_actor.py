@@ -14,7 +14,7 @@ from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.grpc_client import Client
 from speedyzero_jax.cluster.remote import RemoteWeights, joined
 from speedyzero_jax.config.schema import Config
-from speedyzero_jax.metrics.aggregation import Episode, EpisodeStats
+from speedyzero_jax.metrics.aggregation import Episode
 from speedyzero_jax.run import batch_pipeline
 from speedyzero_jax.run.experiment import LEARN
 from speedyzero_jax.run.factories import make_replay
@@ -40,8 +40,8 @@ class GradientActor:
     self._agent, self._first, self._size = agent, first, config.learner.batch_size
     self._replay = make_replay(own, agent, mesh, _report, seed=seed)
     self._learner, self._key = Learner(own, agent, mesh, report=_report), key
-    inference, stats = Inference(agent, report=_report), EpisodeStats(lanes)
-    self._actor = Actor(own, agent, env, inference, key, stats, lane_offset=first, resumable_for=0)
+    inference = Inference(agent, report=_report)
+    self._actor = Actor(own, agent, env, inference, key, lane_offset=first, resumable_for=0)
 
   def unroll(self, version: Version, grant: messages.Grant) -> tuple[int, list[Episode]]:
     """Plays until a batch is complete or the grant is used.

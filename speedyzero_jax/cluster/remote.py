@@ -17,7 +17,6 @@ from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.grpc_client import Client
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.envs.batched_env import make_env
-from speedyzero_jax.metrics.aggregation import EpisodeStats
 from speedyzero_jax.replay.device_frames import DeviceFrames
 from speedyzero_jax.replay.replay import Array
 from speedyzero_jax.run.factories import frames_on_devices, replay_capacity
@@ -111,10 +110,9 @@ def play(
   `request` sends experience and returns the next grant; `latest` returns a subscriber's weights, of
   learner step `at_least` or later.
   """
-  key, stats, offset = jax.random.key(welcome.seed), EpisodeStats(env.num_lanes), welcome.first
   actor = Actor(
-    config, agent, env, inference, key, stats,
-    lane_offset=offset, start=welcome.heads, resumable_for=0,
+    config, agent, env, inference, jax.random.key(welcome.seed),
+    lane_offset=welcome.first, start=welcome.heads, resumable_for=0,
   )  # fmt: skip
   slots: Slots | None = None
   closed = False

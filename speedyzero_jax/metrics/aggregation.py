@@ -8,14 +8,11 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from speedyzero_jax.metrics import names
-
-if TYPE_CHECKING:
-  from speedyzero_jax.types import EnvStep
 
 
 class Counters:
@@ -100,38 +97,13 @@ class Episode(NamedTuple):
 class EpisodeStats:
   """Returns and lengths of the last `window` finished games. Thread-safe."""
 
-  def __init__(self, lanes: int, window: int = 100):
-    self._lanes, self._window = lanes, window
+  def __init__(self, window: int = 100):
     self._lock = threading.Lock()
-    self.clear()
-
-  def clear(self) -> None:
-    """Forgets all games; every lane begins a new one."""
-    with self._lock:
-      self._score = np.zeros(self._lanes, np.float64)
-      self._length = np.zeros(self._lanes, np.int64)
-      self._recent: collections.deque[Episode] = collections.deque(maxlen=self._window)
-      self._best, self._count = -math.inf, 0
-
-  def update(self, step: "EnvStep") -> list[Episode]:
-    """Adds one step of all lanes and returns the games that ended with it, in lane order.
-
-    A game ends where `game_over` or `truncated` is set. A lost life alone (`terminated`) does not
-    end it, and the `first` frame after a lost life does not count as a step.
-    """
-    with self._lock:
-      self._score += np.where(step.first, 0.0, step.reward)
-      self._length += ~step.first
-      ended = np.flatnonzero(step.game_over | step.truncated)
-      finished = [Episode(float(self._score[lane]), int(self._length[lane])) for lane in ended]
-      self._score[ended] = 0.0
-      self._length[ended] = 0
-    for episode in finished:
-      self.record(episode)
-    return finished
+    self._recent: collections.deque[Episode] = collections.deque(maxlen=window)
+    self._best, self._count = -math.inf, 0
 
   def record(self, episode: Episode) -> None:
-    """Adds a game that an actor in another process finished."""
+    """Adds a finished game."""
     with self._lock:
       self._recent.append(episode)
       self._best = max(self._best, episode.score)
@@ -143,7 +115,7 @@ class EpisodeStats:
       return {"recent": list(self._recent), "best": self._best, "count": self._count}
 
   def load_state_dict(self, state: Mapping[str, Any]) -> None:
-    """Replaces the finished games; unfinished ones stay."""
+    """Replaces the finished games."""
     with self._lock:
       self._recent.clear()
       self._recent.extend(Episode(*episode) for episode in state["recent"])

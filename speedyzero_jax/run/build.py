@@ -8,7 +8,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from speedyzero_jax.config import loader
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.metrics import names
-from speedyzero_jax.metrics.aggregation import EpisodeStats
 from speedyzero_jax.metrics.logger import MetricsLogger
 from speedyzero_jax.metrics.values import ValueStats
 from speedyzero_jax.replay.journal import Journal
@@ -37,9 +36,6 @@ def _continue(experiment: Experiment, restored: Snapshot | None) -> None:
   later = snapshot.replay_journal(experiment)
   if experiment.membership.runs_actor and not experiment.limiter.collected:
     snapshot.start_actor(experiment, restored, later=later)
-  if restored is not None and (finished := restored.meta.get("episodes")):
-    # Replaces the statistics of episodes that ended again while the actor repeated its actions.
-    experiment.collector.episodes.load_state_dict(finished)
 
 
 def build(
@@ -86,9 +82,8 @@ def build(
     everywhere = NamedSharding(local, PartitionSpec())
     weights = WeightsStore(intervals, everywhere, state.variables, publication(agent))
     limiter = RateLimiter(local_config, synchronous=agent.synchronous)
-    episodes = EpisodeStats(local_config.actor.lanes)
     values = ValueStats(local_config.actor.lanes, config.env.discount, agent.value_scale)
-    collector = Collector(replay, limiter, weights, logger, episodes, values, recovery.append)
+    collector = Collector(replay, limiter, weights, logger, values, recovery.append)
     sweepers = make_sweepers(agent, config.actor.weights_interval)
     experiment = Experiment(
       config=config, local_config=local_config, membership=membership, agent=agent, logger=logger,

@@ -28,13 +28,12 @@ class Collector:
     limiter: RateLimiter,
     weights: WeightsStore,
     logger: MetricsLogger,
-    episodes: EpisodeStats,
     values: ValueStats,
     record: Callable[[Slots], None],
   ):
     self._replay, self._limiter, self._weights, self._logger = replay, limiter, weights, logger
     self._values, self._record = values, record
-    self.episodes = episodes
+    self.episodes = EpisodeStats()
     self.local: Actor | None = None
     self.lock = threading.Lock()  # held while actor, journal and replay are updated
 
@@ -50,8 +49,7 @@ class Collector:
       )
       self._replay.check(slots)  # before they are in the journal, which could not be resumed from
       self._store(slots)
-      limiter.add_env_steps(count)
-    self._logger.count(names.AGENT_STEPS_PER_SECOND, count)
+      self.count(count, local.finished)
     self._log_lag(version.step)
     limiter.end_acting(self)
 
@@ -73,8 +71,8 @@ class Collector:
     if count:
       self._log_lag(int(slots["step"].min()))
 
-  def count(self, steps: int, episodes: Sequence[Episode], *, granted: int) -> None:
-    """Counts agent steps and episodes of another process, with a grant of `granted` agent steps."""
+  def count(self, steps: int, episodes: Sequence[Episode], *, granted: int = 0) -> None:
+    """Counts agent steps and finished episodes, with a grant of `granted` agent steps."""
     self._limiter.add_env_steps(steps, reserved=granted)
     for episode in episodes:
       self.episodes.record(episode)

@@ -87,6 +87,7 @@ def restore(experiment: Experiment, restored: Snapshot) -> None:
   for sweeper in experiment.sweepers:
     sweeper.load_state_dict(meta["sweepers"][sweeper.name])
   experiment.limiter.restore(restored.env_steps, step)
+  experiment.collector.episodes.load_state_dict(meta["episodes"])
   evaluated = experiment.logger.last_row().get(names.EVALUATION_STEP, 0)
   experiment.evaluated, *_ = experiment.membership.all_gather(int(evaluated))
   experiment.logger.message(f"resuming at learner step {step}, agent step {restored.env_steps}")
@@ -185,21 +186,15 @@ def _new_actor(experiment: Experiment, start: np.ndarray) -> Actor:
   A run's first environments start at slot 0; replacements for lost environments are seeded
   differently.
   """
-  local_config, episodes = experiment.local_config, experiment.collector.episodes
+  local_config = experiment.local_config
   # Distinct from the seeds of evaluation and of other runs.
   seed = experiment.seed("environments") + (int(start.sum()) << 32)
   env = make_env(local_config.env, local_config.actor.lanes, seed, training=True)
-  episodes.clear()  # it may hold episodes of a failed attempt to restore the games
   exact = experiment.config.run.mode == "lockstep"
   return Actor(
-    local_config, experiment.agent, env, experiment.inference, experiment.key(ACT), episodes,
+    local_config, experiment.agent, env, experiment.inference, experiment.key(ACT),
     start=start, resumable_for=None if exact else _REPEATED // local_config.actor.lanes,
   )  # fmt: skip
-
-
-def parameters_hash(experiment: Experiment) -> str:
-  """Hash of the learner's variables: equal for equal lockstep runs."""
-  return hash_of(experiment.state.variables)
 
 
 def hash_of(variables: Variables) -> str:

@@ -116,7 +116,7 @@ def _run(
     return signals.exit_code if signals.received else 128 + signal.SIGTERM
   logger.message(
     f"trained: {env_steps} agent steps, {limiter.learner_steps} learner steps; "
-    f"parameters {snapshot.parameters_hash(experiment)[:16]}"
+    f"parameters {snapshot.hash_of(experiment.state.variables)[:16]}"
   )
   return _final_evaluation(experiment, folder, signals)
 

@@ -8,7 +8,7 @@ import numpy as np
 from speedyzero_jax.agents.base import ActInputs, ActOutput, Agent
 from speedyzero_jax.config.schema import Config
 from speedyzero_jax.envs.batched_env import training_reward
-from speedyzero_jax.metrics.aggregation import Episode, EpisodeStats
+from speedyzero_jax.metrics.aggregation import Episode
 from speedyzero_jax.types import Env, EnvStep, Slots
 from speedyzero_jax.workers.batched_inference import BatchedInference
 from speedyzero_jax.workers.inference import Inference
@@ -17,29 +17,24 @@ from speedyzero_jax.workers.weights import Version
 _fold_in = jax.jit(jax.random.fold_in)  # faster than the eager function
 
 
-class FrameStacker:
-  """Stacks the last S frames of every lane; an episode's first frame fills the whole stack."""
+def stacked(step: EnvStep, stack: int, before: np.ndarray | None) -> np.ndarray:
+  """Stacks [L, S, H, W, C] of the last S frames, oldest first, from those `before` the step.
 
-  def __init__(self, stack: int):
-    self._stack = stack
-    self._frames: np.ndarray | None = None
-
-  def push(self, step: EnvStep) -> np.ndarray:
-    """Adds the frames of a step; returns [L, S, H, W, C], oldest first."""
-    new = np.repeat(step.frame[:, None], self._stack, axis=1)
-    if self._frames is not None:
-      continuing = ~step.first
-      new[continuing, :-1] = self._frames[continuing, 1:]
-    self._frames = new
-    return new
+  An episode's first frame fills its stack.
+  """
+  new = np.repeat(step.frame[:, None], stack, axis=1)
+  if before is not None:
+    new[~step.first, :-1] = before[~step.first, 1:]
+  return new
 
 
 class Actor:
   """Steps environments within a budget of agent steps.
 
+  `finished` has the games that ended with the last step.
+
   Args:
     env: new environments, which the actor owns.
-    stats: receives the returns of finished games.
     lane_offset: index in the replay of the first of the actor's consecutive lanes.
     start: [L], slots of the environments' first frames; None: 0.
     resumable_for: number of steps, in each lane, for which `state_dict` can be restored; it needs
@@ -53,20 +48,20 @@ class Actor:
     env: Env,
     inference: Inference | BatchedInference,
     key: jax.Array,
-    stats: EpisodeStats,
     *,
     lane_offset: int = 0,
     start: np.ndarray | None = None,
     resumable_for: int | None = None,
   ):
     self._config, self._agent, self._env, self._inference = config, agent, env, inference
-    self._key, self.stats = key, stats
+    self._key = key
     self._lanes = lane_offset + np.arange(env.num_lanes)
     self._actions: list[np.ndarray] = []  # all, or only the latest after `resumable_for` steps
     self._resumable_for = resumable_for
-    self._stacker = FrameStacker(config.env.frame_stack)
     self._start = np.zeros(env.num_lanes, np.int64) if start is None else start
-    self._slot = self._start.copy()  # absolute time of the current frames
+    self._steps = 0  # taken in each lane
+    self._score, self._length = np.zeros(env.num_lanes), np.zeros(env.num_lanes, np.int64)
+    self._stacked: np.ndarray | None = None
     self._core = jax.tree.map(np.asarray, agent.initial_core(env.num_lanes))
     self._observe(env.reset())
 
@@ -101,7 +96,7 @@ class Actor:
     self._actions.append(decision.action.astype(np.int16))
     reward = training_reward(self._config.env, next_step.reward)
     slots = self._slots(decision, version, acting, reward)
-    self._slot += 1
+    self._steps += 1
     self._observe(next_step)
     if count == budget and last:
       ends = self._close(version, progress, random).select(np.flatnonzero(acting))
@@ -110,7 +105,7 @@ class Actor:
 
   def _decide(self, version: Version, progress: float, random: bool) -> ActOutput:
     # The key depends on the slot only, so it is the same for any actor that continues these lanes.
-    key = _fold_in(self._key, np.uint32(self._slot.max()))
+    key = _fold_in(self._key, np.uint32(self._start.max() + self._steps))
     if random:
       return self._random_decision(key)
     lane = self._lanes.astype(np.int32)
@@ -152,20 +147,19 @@ class Actor:
       "reward": np.where(acting, reward, 0).astype(np.float32),
       "step": np.full(len(acting), version.step, np.int32),
     }
-    return Slots(self._lanes, self._slot.copy(), columns | decision.columns)
+    return Slots(self._lanes, self._start + self._steps, columns | decision.columns)
 
   def _observe(self, step: EnvStep) -> None:
     self._current = step
-    self._stacked = self._stacker.push(step)
-    self.finished: list[Episode] = self.stats.update(step)  # games that ended with this step
+    self._stacked = stacked(step, self._config.env.frame_stack, self._stacked)
+    self._score += np.where(step.first, 0.0, step.reward)  # a lost life does not end a game
+    self._length += ~step.first
+    ended = np.flatnonzero(step.game_over | step.truncated)
+    self.finished = [Episode(float(self._score[i]), int(self._length[i])) for i in ended]
+    self._score[ended], self._length[ended] = 0, 0
 
   def close(self) -> None:
     self._env.close()
-
-  @property
-  def _steps(self) -> int:
-    """Number of steps taken in each lane."""
-    return int((self._slot - self._start).max())
 
   def state_dict(self) -> dict[str, np.ndarray]:
     """Returns the state for a checkpoint, including all actions, to replay the environments.
@@ -194,7 +188,7 @@ class Actor:
       ended = self._current.terminated | self._current.truncated
       self._observe(self._env.step(np.where(ended, 0, action).astype(np.int32)))
     self._actions = list(state["actions"])
-    self._slot = self._start + len(self._actions)
+    self._steps = len(self._actions)
     leaves, structure = jax.tree.flatten(self._core)
     core = [state[f"core_{i}"] for i in range(len(leaves))]
     self._core = jax.tree.unflatten(structure, core)

@@ -23,7 +23,7 @@ from speedyzero_jax.envs.versus import VersusEnv
 from speedyzero_jax.metrics import names
 from speedyzero_jax.system.files import write_atomically
 from speedyzero_jax.types import Env
-from speedyzero_jax.workers.actor import FrameStacker
+from speedyzero_jax.workers.actor import stacked
 from speedyzero_jax.workers.inference import Inference
 from speedyzero_jax.workers.video import Video
 from speedyzero_jax.workers.weights import Version
@@ -156,7 +156,7 @@ def _play(
   report: Callable[[str], None],
 ) -> list[tuple[float, int, bool]] | None:
   """Plays one episode in every lane; returns (return, length, truncated) of each."""
-  stacker, explore = FrameStacker(config.env.frame_stack), config.evaluation.explore
+  explore, frames = config.evaluation.explore, None
   core = jax.tree.map(np.asarray, agent.initial_core(env.num_lanes))
   score, length = np.zeros(env.num_lanes), np.zeros(env.num_lanes, np.int64)
   playing, capped = np.ones(env.num_lanes, bool), np.zeros(env.num_lanes, bool)
@@ -170,7 +170,8 @@ def _play(
       report(
         f"evaluating: {playing.sum()} of {len(playing)} episodes running, at step {length.max()}"
       )
-    inputs = ActInputs(stacker.push(step), step.first, lane, core)
+    frames = stacked(step, config.env.frame_stack, frames)
+    inputs = ActInputs(frames, step.first, lane, core)
     key, act_key = jax.random.split(key)
     out = inference.act(version.variables, inputs, act_key, np.float32(1), explore=explore)
     core = jax.device_get(out.core)

@@ -22,7 +22,6 @@ from speedyzero_jax.cluster.grpc_client import Client, Refused
 from speedyzero_jax.cluster.messages import Helper
 from speedyzero_jax.cluster.remote import FrameCopy, RemoteWeights
 from speedyzero_jax.config import loader
-from speedyzero_jax.metrics.aggregation import EpisodeStats
 from speedyzero_jax.run.topology import Role, derived_seed
 from speedyzero_jax.workers.actor import Actor
 from speedyzero_jax.workers.inference import Inference
@@ -137,7 +136,7 @@ def test_an_actor_collects_what_a_local_one_would(make_unit, cluster, seed, cent
     assert not acting.is_alive() and unit.limiter.collected
   own, lanes = derived_seed(seed, str(ROLE), 5), unit.config.actor.lanes
   env, key = tiny.FakeEnv(lanes, own), jax.random.key(own)
-  actor = Actor(unit.config, unit.agent, env, unit.inference, key, EpisodeStats(lanes))
+  actor = Actor(unit.config, unit.agent, env, unit.inference, key)
   taken, episodes = 0, []
   while taken < total:
     slots, count = actor.step(

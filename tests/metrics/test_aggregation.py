@@ -38,25 +38,11 @@ class Step(NamedTuple):
   game_over: np.ndarray
 
 
-def step_of(rewards, flags):
-  """flags: per lane any of f(irst), t(erminated), c(ap), o(ver)."""
-
-  def has(letter):
-    return np.array([letter in flag for flag in flags])
-
-  return Step(np.array(rewards, np.float32), has("f"), has("t"), has("c"), has("o"))
-
-
-def test_episodes_continue_across_lost_lives_and_end_at_game_over_or_cap():
-  stats, episode = aggregation.EpisodeStats(2, window=2), aggregation.Episode
+def test_games_are_summarized():
+  stats, episode = aggregation.EpisodeStats(window=2), aggregation.Episode
   assert stats.summary() == {names.EPISODES: 0}
-  assert stats.update(step_of([0, 0], ["f", "f"])) == []
-  assert stats.update(step_of([4, 1], ["", ""])) == []
-  assert stats.update(step_of([0, 1], ["t", ""])) == []  # a life is lost
-  assert stats.update(step_of([0, 1], ["f", ""])) == []  # not a step
-  assert stats.update(step_of([-1, 1], ["to", "c"])) == [episode(3.0, 3), episode(4.0, 4)]
-  assert stats.update(step_of([0, 0], ["f", "f"])) == []
-  assert stats.update(step_of([2, 5], ["to", ""])) == [episode(2.0, 1)]
+  for game in (episode(3.0, 3), episode(4.0, 4), episode(2.0, 1)):
+    stats.record(game)
   assert stats.summary() == {
     names.EPISODES: 3,
     names.EPISODE_RETURN: 3.0,  # of the last two: 4 and 2
@@ -64,11 +50,6 @@ def test_episodes_continue_across_lost_lives_and_end_at_game_over_or_cap():
     names.EPISODE_RETURN_BEST: 4.0,
     names.EPISODE_LENGTH: 2.5,
   }
-  stats.record(episode(10.0, 7))
-  assert stats.summary()[names.EPISODE_RETURN] == 6.0 and stats.summary()[names.EPISODES] == 4
-  stats.clear()
-  assert stats.summary() == {names.EPISODES: 0}
-  assert stats.update(step_of([2, 5], ["to", ""])) == [episode(2.0, 1)]  # lane 1's 5 are gone
 
 
 def test_means_and_their_exceptions_by_name():

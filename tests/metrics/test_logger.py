@@ -26,7 +26,7 @@ CONFIG = schema.Config(
 
 def write(metrics, step, **sources):
   """A line of a learner that has finished one game."""
-  episodes = EpisodeStats(1)
+  episodes = EpisodeStats()
   episodes.record(Episode(1.0, 10))
   metrics.add_source(lambda: {names.ENV_STEPS: 100, **sources})
   metrics.write_line(step, {"transitions": 30.0, "some_age_max": 9.0}, episodes)

@@ -148,9 +148,9 @@ def test_a_local_actor_counts_its_steps_before_a_checkpoint_and_uses_the_newest_
       begin(actor)
       experiment.weights.publish(8, variables)
 
-    def adding(count):
+    def adding(count, **options):
       locked.append(collector.lock.locked())
-      add(count)
+      add(count, **options)
 
     monkeypatch.setattr(limiter, "begin_acting", beginning)
     monkeypatch.setattr(limiter, "add_env_steps", adding)
@@ -241,9 +241,9 @@ def test_a_restart_from_the_beginning_keeps_the_experience(tmp_path):
     assert aside == {"0", "4"}
     assert (experiment.limiter.learner_steps, experiment.limiter.env_steps) == (0, 100)
     snapshot.save(experiment, required=True)
-    new, heads = snapshot.parameters_hash(experiment), experiment.replay.heads
+    new, heads = snapshot.hash_of(experiment.state.variables), experiment.replay.heads
   with durable(tmp_path, 0) as experiment:
-    assert snapshot.parameters_hash(experiment) == new
+    assert snapshot.hash_of(experiment.state.variables) == new
     np.testing.assert_array_equal(experiment.replay.heads, heads)
     assert finish(experiment) is True and experiment.limiter.learner_steps == 8
 

@@ -51,7 +51,7 @@ def test_parameters_begin_as_the_seed_says(tmp_path):
   for seed in (0, 1):
     config = loader.load(["dqn"], ["env.game=Catch", "learner.devices=1", f"run.seed={seed}"])
     with trained.experiment(config, tmp_path / str(seed)) as experiment:
-      begun.add(snapshot.parameters_hash(experiment))
+      begun.add(snapshot.hash_of(experiment.state.variables))
   assert len(begun) == 2
 
 
@@ -143,7 +143,7 @@ def test_resuming_a_finished_run_changes_nothing(copied):
     experiment.collector.collect = pytest.fail
     assert loops.run(experiment)
     snapshot.save(experiment, required=True)
-    assert snapshot.parameters_hash(experiment) == digest
+    assert snapshot.hash_of(experiment.state.variables) == digest
     assert_same(state, everything(experiment))
 
 
@@ -155,7 +155,7 @@ def test_a_damaged_checkpoint_costs_steps_but_not_the_result(copied):
   with quick(folder, resume_step=12) as experiment:
     assert experiment.limiter.learner_steps == 8
     assert loops.run(experiment)
-    assert snapshot.parameters_hash(experiment) == digest
+    assert snapshot.hash_of(experiment.state.variables) == digest
     assert_same(state, everything(experiment))
   assert [row["step"] for row in rows_of(folder)] == [3, 6, 9, 12]
 
@@ -194,7 +194,7 @@ def test_evaluations_do_not_change_the_run(uninterrupted, tmp_path):
   state, digest, _ = uninterrupted("sweep")
   with quick(tmp_path, "evaluation.interval=5") as experiment:
     assert loops.run(experiment)
-    assert snapshot.parameters_hash(experiment) == digest
+    assert snapshot.hash_of(experiment.state.variables) == digest
     assert_same(state, everything(experiment))
     experiment.interrupt()
     assert steps.evaluate_now(experiment) is None

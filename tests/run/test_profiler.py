@@ -22,7 +22,7 @@ def finished(folder, *overrides):
     assert loops.run(experiment)
     path = folder / "profile.json"
     profile = json.loads(path.read_text()) if path.exists() else None
-    return snapshot.parameters_hash(experiment), profile
+    return snapshot.hash_of(experiment.state.variables), profile
 
 
 def test_a_lockstep_run_stays_as_it_was(tmp_path):

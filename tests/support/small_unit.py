@@ -20,7 +20,6 @@ from speedyzero_jax.cluster import messages
 from speedyzero_jax.cluster.learner_service import LearnerService
 from speedyzero_jax.cluster.messages import Helper
 from speedyzero_jax.cluster.roster import Roster
-from speedyzero_jax.metrics.aggregation import EpisodeStats
 from speedyzero_jax.run import build, factories
 from speedyzero_jax.run.experiment import Experiment, Membership
 from speedyzero_jax.run.topology import lanes_of_actors
@@ -102,7 +101,7 @@ class Unit:
   def actor_of(self, seed, first, heads) -> Actor:
     return Actor(
       self.config, self.agent, tiny.FakeEnv(len(heads), seed), self.inference,
-      jax.random.key(seed), EpisodeStats(len(heads)), lane_offset=first, start=heads,
+      jax.random.key(seed), lane_offset=first, start=heads,
     )  # fmt: skip
 
   def play(self, player, granted):

@@ -67,7 +67,7 @@ def run(folder, *overrides, resume_step=None):
   with quick(folder, *overrides, resume_step=resume_step) as experiment:
     assert finish(experiment) is True
     snapshot.save(experiment, required=True)
-    return everything(experiment), snapshot.parameters_hash(experiment)
+    return everything(experiment), snapshot.hash_of(experiment.state.variables)
 
 
 def interrupt_at(experiment, *, learner_step=None, collects=None):

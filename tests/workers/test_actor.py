@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 import tiny
 from same import assert_same
-from speedyzero_jax.metrics import names
-from speedyzero_jax.metrics.aggregation import EpisodeStats
+from speedyzero_jax.metrics.aggregation import Episode
 from speedyzero_jax.replay.replay import Replay
-from speedyzero_jax.types import Slots
-from speedyzero_jax.workers.actor import Actor, FrameStacker
+from speedyzero_jax.types import EnvStep, Slots
+from speedyzero_jax.workers.actor import Actor, stacked
 from speedyzero_jax.workers.weights import Version
 
 STACK = 2
@@ -28,8 +27,8 @@ def version(step=0):
 
 
 def make(lanes, seed=0, config=None, **kwargs):
-  env, key, stats = tiny.FakeEnv(lanes, seed), jax.random.key(seed), EpisodeStats(lanes)
-  return Actor(config or tiny.config(), AGENT, env, INFERENCE, key, stats, **kwargs), env
+  env, key = tiny.FakeEnv(lanes, seed), jax.random.key(seed)
+  return Actor(config or tiny.config(), AGENT, env, INFERENCE, key, **kwargs), env
 
 
 def make_replay(lanes, capacity=400):
@@ -123,9 +122,10 @@ def test_collects_exactly_its_budget_and_what_the_environment_showed(lanes, budg
 
 @pytest.mark.parametrize("stack", [1, 2, 4])
 def test_frame_stacks_begin_again_with_each_episode(stack):
-  rng, env, stacker = np.random.default_rng(stack), tiny.FakeEnv(3, seed=stack), FrameStacker(stack)
-  stacks = [stacker.push(env.reset())]
-  stacks += [stacker.push(env.step(rng.integers(0, 3, 3))) for _ in range(60)]
+  rng, env = np.random.default_rng(stack), tiny.FakeEnv(3, seed=stack)
+  stacks = [stacked(env.reset(), stack, None)]
+  for _ in range(60):
+    stacks.append(stacked(env.step(rng.integers(0, 3, 3)), stack, stacks[-1]))
   for lane in range(3):
     frames, first = (
       [getattr(step, name)[lane] for step in env.shown] for name in ("frame", "first")
@@ -155,13 +155,12 @@ def test_a_restored_actor_continues_as_if_it_had_never_stopped(lanes, steps, see
   kept = {name: array.copy() for name, array in state.items()}
   restored, _ = make(lanes, seed)
   restored.load_state_dict(state)
-  assert restored.stats.summary() == actor.stats.summary()
   again = restored.state_dict()
   for i in range(8):
     arguments = RANDOM if i == 0 else PLAY
     (ours, count), (theirs, other) = (a.step(version(3), **arguments) for a in (actor, restored))
     assert_same(vars(ours), vars(theirs))
-    assert count == other
+    assert count == other and actor.finished == restored.finished
   for name, array in kept.items():
     np.testing.assert_array_equal(again[name], array)
     np.testing.assert_array_equal(state[name], array)  # not changed by what came later
@@ -271,6 +270,21 @@ def test_finished_games_are_reported_once():
     assert len(actor.finished) == (env.shown[-1].game_over | env.shown[-1].truncated).sum()
     reported += actor.finished
   assert len(reported) > 3
-  summary = actor.stats.summary()
-  assert summary[names.EPISODES] == len(reported)
-  assert summary[names.EPISODE_RETURN_BEST] == max(episode.score for episode in reported)
+
+
+def test_games_continue_across_lost_lives_and_end_at_game_over_or_cap():
+  actor, _ = make(2)
+
+  def finished(rewards, flags):
+    """Flags: per lane any of f(irst), t(erminated), c(ap), o(ver)."""
+    kinds = [np.array([letter in flag for flag in flags]) for letter in "ftco"]
+    actor._observe(EnvStep(actor._current.frame, np.float32(rewards), *kinds))
+    return actor.finished
+
+  assert finished([0, 0], ["f", "f"]) == []
+  assert finished([4, 1], ["", ""]) == []
+  assert finished([0, 1], ["t", ""]) == []  # a life is lost
+  assert finished([0, 1], ["f", ""]) == []  # not a step
+  assert finished([-1, 1], ["to", "c"]) == [Episode(3.0, 3), Episode(4.0, 4)]
+  assert finished([0, 0], ["f", "f"]) == []
+  assert finished([2, 5], ["to", ""]) == [Episode(2.0, 1)]

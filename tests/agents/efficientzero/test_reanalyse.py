@@ -16,7 +16,6 @@ from speedyzero_jax.agents.base import Work
 from speedyzero_jax.agents.efficientzero import targets
 from speedyzero_jax.agents.efficientzero.reanalyse import REANALYSER
 from speedyzero_jax.agents.refresh import REFRESHER
-from speedyzero_jax.metrics.aggregation import EpisodeStats
 from speedyzero_jax.replay.replay import Replay
 from speedyzero_jax.replay.selector import Selection
 from speedyzero_jax.workers.actor import Actor
@@ -116,8 +115,8 @@ class Played:
     self.replay = Replay(agent.schema, agent.make_selector, **sizes, sweeps=sweeps)
     names = {ACTOR: 1, REFRESHER: 2, REANALYSER: 3}
     self.weights = WeightsStore(names, SingleDeviceSharding(jax.devices()[0]), agent.init())
-    env, stats = tiny.FakeEnv(3), EpisodeStats(3)
-    self._player = Actor(tiny.config(*overrides), agent, env, inference, jax.random.key(0), stats)
+    config, key = tiny.config(*overrides), jax.random.key(0)
+    self._player = Actor(config, agent, tiny.FakeEnv(3), inference, key)
     self.play(70)  # the first slots are evicted
     for step in (2, 3):
       self.weights.publish(step, agent.init(number=100 * step))
