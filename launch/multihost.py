@@ -11,6 +11,7 @@ checkpoint; 134 one of several processes lost another or had an error of a devic
 
 import argparse
 import contextlib
+import fcntl
 import logging
 import os
 import re
@@ -228,7 +229,7 @@ def supervise(arguments: argparse.Namespace) -> int:
     print(f"GPUs: {devices.describe_devices(shape, gpus, count)}", flush=True)
   changes = arguments.overrides if arguments.resume is not None else []
 
-  terminal = os.dup(sys.stdout.fileno())
+  terminal = fcntl.fcntl(sys.stdout.fileno(), fcntl.F_DUPFD, 3)  # not 0, if stdin is closed
 
   def saved(unit: Path) -> int:  # the learner step of a unit's newest checkpoint
     names = (re.fullmatch(r"(\d+)-\d+", each.name) for each in unit.glob("checkpoints/*"))

@@ -20,13 +20,14 @@ REFRESH_SECONDS = 3.0  # between updates of values that change without learner s
 Exchange = Callable[[Mapping[str, float]], Sequence[Mapping[str, float]]]
 
 
-class MetricsLogger:
+class MetricsLogger(contextlib.ExitStack):
   """Collects and writes metrics. Thread-safe; a context manager, within which the display is on.
+
+  Before `open`, only messages are shown and values collected.
 
   Args:
     config: configuration of the run, or of one learner's share of it.
-    folder: the run folder. Raises OSError if the files cannot be opened.
-    resume_step: None for a new run, else the learner step from which it resumes.
+    folder: the run folder.
     exchange: publishes this learner's values and returns the newest values of all learners, to be
       combined. May be called from any thread, by one thread at a time.
   """
@@ -35,41 +36,37 @@ class MetricsLogger:
     self,
     config: Config,
     folder: Path,
-    resume_step: int | None,
     exchange: Exchange = lambda values: [values],
   ):
-    self._config, self._folder = config, folder
-    self._resume_step, self._exchange = resume_step, exchange
-    self._recorder = Recorder(folder, resume_step)
+    super().__init__()
+    self._config, self._folder, self._exchange = config, folder, exchange
+    self._begun = time.monotonic()
     self._display = Display(config, str(folder))
     self._means, self._counters = aggregation.RunningMeans(), aggregation.Counters()
-    self._counters.restart(resume_step or 0)
     self._lock = threading.Lock()
     self._latest: dict[str, Any] = {}
     self._sources: list[Callable[[], Mapping[str, float]]] = []
     self._values: dict[str, Any] = {}  # this learner's values
     self._publishing = threading.Lock()  # held while values are updated, exchanged and shown
     self._closing = threading.Event()
-    self._display_thread = threading.Thread(target=self._update_periodically, daemon=True)
 
   def __enter__(self) -> "MetricsLogger":
-    self._display.__enter__()
-    self._display_thread.start()
+    self.enter_context(self._display)
     return self
 
-  def __exit__(self, *error: object) -> None:
-    self._closing.set()
-    self._display_thread.join()
-    self._display.__exit__(*error)
-    self._recorder.close()
+  def open(self, resume_step: int | None) -> None:
+    """Opens the files and starts to update the display.
 
-  def rewind(self, step: int) -> None:
-    """Changes the learner step to resume from; lines of later steps are removed."""
-    if step != self._resume_step:
-      self._recorder.close()
-      self._recorder = Recorder(self._folder, step, elapsed=self._recorder.elapsed())
-      self._resume_step = step
-      self._counters.restart(step)
+    `resume_step` is None for a new run, else the learner step from which it resumes; lines of later
+    steps are removed. Raises OSError if the files cannot be opened.
+    """
+    recorder = Recorder(self._folder, resume_step, begun=self._begun)
+    self._recorder = self.enter_context(contextlib.closing(recorder))
+    self._counters.restart(resume_step or 0)
+    thread = threading.Thread(target=self._update_periodically, daemon=True)
+    thread.start()
+    self.callback(thread.join)
+    self.callback(self._closing.set)
 
   def last_row(self) -> dict[str, Any]:
     """The last row of metrics; {} if there is none."""

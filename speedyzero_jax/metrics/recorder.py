@@ -31,9 +31,8 @@ class Recorder:
   """Appends metrics to `run_dir/metrics.jsonl` and `run_dir/tensorboard/`. Not thread-safe.
 
   `resume_step` is None for a new run, else the learner step from which the run resumes (0 without a
-  checkpoint). Lines of later steps are removed, so that steps never decrease. `elapsed` is the time
-  of the run in seconds, if that is more than at its last line. Raises OSError if the files cannot
-  be opened.
+  checkpoint). Lines of later steps are removed, so that steps never decrease. `begun` is the time
+  on the clock at which the process began, if not now. Raises OSError if the files cannot be opened.
   """
 
   def __init__(
@@ -41,13 +40,12 @@ class Recorder:
     run_dir: str | os.PathLike[str],
     resume_step: int | None,
     clock: Callable[[], float] = time.monotonic,
-    elapsed: float = 0.0,
+    begun: float | None = None,
   ):
     path = pathlib.Path(run_dir) / "metrics.jsonl"
     folder = path.with_name("tensorboard")
     folder.mkdir(parents=True, exist_ok=True)
-    if resume_step is not None:
-      elapsed = max(elapsed, jsonl.drop_after(path, resume_step))
+    elapsed = 0.0 if resume_step is None else jsonl.drop_after(path, resume_step)
     self._warned: set[str] = set()
     self._lines = io.FileIO(path, "a")
     # TensorBoard reads files in the order of their names, so these begin with the time.
@@ -59,7 +57,7 @@ class Recorder:
       start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
       event = _event(step=resume_step + 1, session_log=start)
       self._append("tensorboard", self._events, event)
-    self._clock, self._started = clock, clock() - elapsed
+    self._clock, self._started = clock, (clock() if begun is None else begun) - elapsed
 
   def elapsed(self) -> float:
     """Elapsed seconds of the run, summed over restarts."""

@@ -49,10 +49,11 @@ def build(
   """Builds all parts and, on resume, restores them from the newest usable checkpoint.
 
   `run_dir` is the folder of the run, whose lock this process must hold, or of a further learner.
-  Raises CheckpointError, JournalError or TrainingError if the run can't continue.
+  Raises CheckpointError, JournalError, TrainingError or OSError if the run can't continue.
   """
   local_config = loader.divide(config, membership.unit, membership.units)
   agent = factories.make_agent(local_config)
+  run_dir.mkdir(parents=True, exist_ok=True)  # that of a further learner
   journal = Journal(run_dir / "journal.sqlite", local_config.actor.lanes, agent.schema)
   try:
     recovery = RecoveryManager(
@@ -71,10 +72,9 @@ def build(
     seed = unit_seed(config, "replay", membership)
     replay = factories.make_replay(local_config, agent, local, logger.message, seed=seed)
     restored = recovery.restore(snapshot.templates(learner, agent)) if resume else None
+    logger.open((restored.step if restored else 0) if resume else None)
     if restored is None:
       state = learner.init(jax.random.fold_in(jax.random.key(config.run.seed), INIT))
-      if resume:
-        logger.rewind(0)
     else:
       network, optimizer = restored.items["network"], restored.items["optimizer"]
       state = learner.restore(network, optimizer["target"], optimizer["state"], restored.step)

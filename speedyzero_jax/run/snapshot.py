@@ -76,7 +76,6 @@ def restore(experiment: Experiment, restored: Snapshot) -> None:
   """
   meta, step = restored.meta, restored.step
   check_same_network(experiment, step, experiment.state.variables)
-  experiment.logger.rewind(step)
   for slots in joined(experiment.recovery.journal.read(restored.tails, restored.heads)):
     experiment.replay.import_frames(slots)
   experiment.replay.load_state_dict(restored.items["replay"])

@@ -16,7 +16,7 @@ from speedyzero_jax.metrics.logger import MetricsLogger
 from speedyzero_jax.replay.journal import JournalError
 from speedyzero_jax.run import forecast, loops, profiler, run_dir, snapshot, steps, topology, warmup
 from speedyzero_jax.run.build import build
-from speedyzero_jax.run.checkpoint import CheckpointError, Checkpoints
+from speedyzero_jax.run.checkpoint import CheckpointError
 from speedyzero_jax.run.experiment import ALONE, Experiment, Membership, TrainingError
 from speedyzero_jax.run.factories import enable_compilation_cache
 from speedyzero_jax.run.signals import Signals
@@ -43,13 +43,7 @@ def train(
   enable_compilation_cache(config)
   unit, units = membership.unit, membership.units
   reported = loader.divide(config, unit, units) if unit else config
-  try:
-    resume_step = max(Checkpoints(folder).steps(), default=0) if resume else None
-    opened = MetricsLogger(reported, folder, resume_step, membership.exchange_metrics)
-  except (CheckpointError, OSError) as error:
-    print(f"error: can't use {folder}: {error}", file=sys.stderr)
-    return FAILED
-  with opened as logger:
+  with MetricsLogger(reported, folder, membership.exchange_metrics) as logger:
     try:
       if signals.received and units == 1:  # several learner processes stop together
         return _nothing_saved(logger, _resuming(config, folder), signals)

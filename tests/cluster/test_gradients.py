@@ -110,7 +110,7 @@ def make_unit(tmp_path) -> Iterator:
 
     def make(*overrides, resume_step=None, learn=True):
       config = configured(*overrides)
-      logger = stack.enter_context(MetricsLogger(config, tmp_path, resume_step))
+      logger = stack.enter_context(MetricsLogger(config, tmp_path))
       resume, membership = resume_step is not None, Membership(runs_actor=False, durable=True)
       experiment = build.build(config, tmp_path, logger, resume=resume, membership=membership)
       stack.callback(experiment.close)

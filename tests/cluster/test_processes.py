@@ -52,13 +52,13 @@ A3C = [
 class Run:
   """A launcher in its own process group. A context manager that leaves nothing running."""
 
-  def __init__(self, folder, *arguments, devices=1):
+  def __init__(self, folder, *arguments, devices=1, **options):
     self.folder, self.log = folder, folder.with_suffix(".log")
     self._before = self.log.stat().st_size if self.log.exists() else 0
     launcher = ROOT / "launch/multihost.py"
     with self.log.open("a") as out:
       self.process = python(
-        launcher, *arguments, devices=devices, stdout=out, stderr=out, process_group=0
+        launcher, *arguments, devices=devices, stdout=out, stderr=out, process_group=0, **options
       )
 
   def __enter__(self):
@@ -146,10 +146,10 @@ def audit(folder, units):
   config, total = run_dir.read_config(folder), 0
   for number in range(units):
     place = folder / f"units/{number}" if number else folder
-    own, step = loader.divide(config, number, units), newest(place)
+    own = loader.divide(config, number, units)
     membership = Membership(number, units, runs_actor=False)
     with (
-      MetricsLogger(own, place, step) as logger,
+      MetricsLogger(own, place) as logger,
       contextlib.closing(
         build.build(config, place, logger, resume=True, membership=membership)
       ) as restored,
@@ -225,8 +225,10 @@ def test_a_synchronous_agent_survives_killed_environments_with_central_inference
 
 
 def test_actors_compute_the_gradients_of_a_run(tmp_path):
+  """Standard input is closed; the progress is shown all the same."""
   folder = tmp_path / "run"
-  with Run(folder, *A3C, f"run.dir={folder}", "--processes", "learner=1,actor=2") as run:
+  arguments = *A3C, f"run.dir={folder}", "--processes", "learner=1,actor=2"
+  with Run(folder, *arguments, preexec_fn=lambda: os.close(0)) as run:
     assert f"{STEPS} learner steps" in run.end(0)
   rows = rows_of(folder)
   assert {row[names.STALENESS_MAX] for row in rows if names.STALENESS_MAX in row} & {1, 2, 3}

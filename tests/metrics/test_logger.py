@@ -1,18 +1,15 @@
 """Tests of the metrics logger: lines of one or more learners, and updates between lines."""
 
-import functools
 import json
 import time
 import types
 
 import pytest
 
-from clock import Clock
 from speedyzero_jax.config import schema
 from speedyzero_jax.metrics import logger, names
 from speedyzero_jax.metrics.aggregation import Episode, EpisodeStats
 from speedyzero_jax.metrics.logger import MetricsLogger
-from speedyzero_jax.metrics.recorder import Recorder
 from supervised import wait_for
 
 CONFIG = schema.Config(
@@ -47,7 +44,8 @@ def test_a_line_holds_whatever_is_logged_combined_over_learners(tmp_path):
     shared.append(values)
     return [values, other]
 
-  with MetricsLogger(CONFIG, tmp_path, None, exchange) as metrics:
+  with MetricsLogger(CONFIG, tmp_path, exchange) as metrics:
+    metrics.open(None)
     metrics.log_mean({names.POLICY_LAG: 6.0, "losses/own": 1.0})
     metrics.log_mean({names.POLICY_LAG: 10.0, "losses/own": 2.0})
     metrics.log_latest({names.CHECKPOINT_STEP: 4})
@@ -70,31 +68,18 @@ def test_a_line_holds_whatever_is_logged_combined_over_learners(tmp_path):
 
 def test_events_are_counted_per_learner_step(tmp_path):
   name = "agent/states_per_learner_step"
-  with MetricsLogger(CONFIG, tmp_path, 4) as metrics:
+  with MetricsLogger(CONFIG, tmp_path) as metrics:
+    metrics.open(4)
     for step, events in ((6, 100), (8, 30), (8, 9), (10, 1)):
       metrics.count(name, events)
       write(metrics, step)
     assert [row.get(name) for row in rows(tmp_path)] == [50, 15, None, 5]
-    for step in (8, 6):
-      metrics.rewind(step)
+  with MetricsLogger(CONFIG, tmp_path) as metrics:
+    metrics.open(6)
     metrics.count(name, 3)
     write(metrics, 9)
-    assert [row["step"] for row in rows(tmp_path)] == [6, 9]
-    assert rows(tmp_path)[-1][name] == 1
-
-
-def test_time_goes_on_when_a_run_is_rewound(tmp_path, monkeypatch):
-  clock = Clock()
-  monkeypatch.setattr(logger, "Recorder", functools.partial(Recorder, clock=clock))
-  with MetricsLogger(CONFIG, tmp_path, None) as metrics:
-    for step in (1, 2, 3):
-      clock.now += 10
-      write(metrics, step)
-    for step in (2, 1):
-      metrics.rewind(step)
-    clock.now += 10
-    write(metrics, 2)
-  assert [(row["step"], row["time"]) for row in rows(tmp_path)] == [(1, 10.0), (2, 40.0)]
+  assert [row["step"] for row in rows(tmp_path)] == [6, 9]
+  assert rows(tmp_path)[-1][name] == 1
 
 
 def test_changes_between_lines_are_shared_and_shown_but_not_written(tmp_path, monkeypatch, capsys):
@@ -105,7 +90,8 @@ def test_changes_between_lines_are_shared_and_shown_but_not_written(tmp_path, mo
     shared.append(dict(values))
     return [values, {names.present("actor"): 1}]
 
-  with MetricsLogger(CONFIG, tmp_path, 3, exchange) as metrics:
+  with MetricsLogger(CONFIG, tmp_path, exchange) as metrics:
+    metrics.open(3)
     metrics.add_source(lambda: now)
     metrics.count(names.AGENT_STEPS_PER_SECOND, 5)
     for actors in (0, 1):
@@ -119,7 +105,8 @@ def test_changes_between_lines_are_shared_and_shown_but_not_written(tmp_path, mo
 
 
 def test_parts_are_timed_also_if_they_fail(tmp_path):
-  with MetricsLogger(CONFIG, tmp_path, None) as metrics:
+  with MetricsLogger(CONFIG, tmp_path) as metrics:
+    metrics.open(None)
     with pytest.raises(KeyError), metrics.part("save"):
       time.sleep(0.02)
       raise KeyError

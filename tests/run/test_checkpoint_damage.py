@@ -1,6 +1,7 @@
 """Tests of damaged checkpoints and failed saves: detection, messages and recovery."""
 
 import errno
+import gc
 import importlib
 import os
 import re
@@ -151,6 +152,7 @@ def test_files_that_cannot_be_opened_are_no_damage(copied):
       Checkpoints(folder).restore(abstract(), pytest.fail)
   finally:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    gc.collect()  # else a file of the failed call may close descriptor 0 later
     os.dup2(stdin, 0)
     os.close(stdin)
   assert_same(read(folder)[0], snapshots[1])

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 import tiny
+from launched import listing
 from same import assert_same_replays, frames_of
+from speedyzero_jax.metrics import jsonl
 from speedyzero_jax.replay.journal import JournalError
 from speedyzero_jax.run import build, snapshot, train
-from speedyzero_jax.run.checkpoint import Checkpoints
+from speedyzero_jax.run.checkpoint import CheckpointError, Checkpoints
 from speedyzero_jax.run.experiment import Membership, TrainingError
 from speedyzero_jax.run.signals import Signals
 from speedyzero_jax.workers.weights import ACTOR
@@ -353,6 +355,26 @@ def test_a_run_that_pauses_at_its_last_step_is_evaluated(tmp_path):
   with Signals() as signals:
     assert train.train(config, tmp_path, resume=False, signals=signals) == 0
   assert (tmp_path / "evaluation.json").exists()
+
+
+def test_a_resume_that_fails_changes_no_metrics(tmp_path, monkeypatch, capsys):
+  def train_to_end(resume):
+    with Signals() as signals:
+      return train.train(config, tmp_path, resume=resume, signals=signals)
+
+  def refuse(*_, **__):
+    raise CheckpointError("out of memory")
+
+  config = tiny.config("agent=quick_agent")
+  assert train_to_end(resume=False) == 0
+  path = tmp_path / "metrics.jsonl"
+  path.write_bytes(path.read_bytes() + jsonl.line({"step": 99}))  # after the newest checkpoint
+  before = listing(tmp_path)
+  monkeypatch.setattr(Checkpoints, "restore", refuse)
+  assert train_to_end(resume=True) == 1 and "out of memory" in capsys.readouterr().err
+  after = listing(tmp_path)
+  assert before.items() <= after.items()
+  assert {name for name in after.keys() - before.keys() if "sqlite" not in name} == set()
 
 
 def test_several_learners_pause_at_the_same_step_without_agreeing_on_it(tmp_path):

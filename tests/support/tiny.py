@@ -82,7 +82,7 @@ def built(
   membership: Membership = ALONE,
 ) -> Iterator[Experiment]:
   """Builds a run with `run.build.build` while `programs` is entered; closes it on exit."""
-  with MetricsLogger(made, folder, resume_step, membership.exchange_metrics) as logger:
+  with MetricsLogger(made, folder, membership.exchange_metrics) as logger:
     with programs:
       resume = resume_step is not None
       opened = build.build(made, folder, logger, resume=resume, membership=membership)
