@@ -139,9 +139,7 @@ def separate_overrides(argv: Sequence[str], *lists: list[str]) -> list[str]:
 def configuration(arguments: argparse.Namespace, num_processes: int | None) -> Config:
   """Returns the configuration for `num_processes` processes; None: the number configured.
 
-  Raises:
-    ConfigError: a setting is invalid.
-    ConfigError: there is no run to resume.
+  Raises ConfigError if a setting is invalid, or there is no run to resume.
   """
   if arguments.resume is not None:
     return run_dir.resumed(arguments.resume, arguments.overrides)

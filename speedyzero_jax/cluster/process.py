@@ -140,7 +140,6 @@ def _run(
       with Signals.at_once():
         _check_mounted(folder)
       folder /= f"units/{role.unit}"
-      folder.mkdir(parents=True, exist_ok=True)
     else:
       print(f"processes: {shape.counts}", flush=True)
     code = train(

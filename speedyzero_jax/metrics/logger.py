@@ -60,7 +60,10 @@ class MetricsLogger(contextlib.ExitStack):
     `resume_step` is None for a new run, else the learner step from which it resumes; lines of later
     steps are removed. Raises OSError if the files cannot be opened.
     """
-    recorder = Recorder(self._folder, resume_step, begun=self._begun)
+    try:
+      recorder = Recorder(self._folder, resume_step, begun=self._begun)
+    except OSError as error:  # may name no file, as that of a full disk
+      raise OSError(f"can't write metrics in {self._folder}: {error}") from error
     self._recorder = self.enter_context(contextlib.closing(recorder))
     self._counters.restart(resume_step or 0)
     thread = threading.Thread(target=self._update_periodically, daemon=True)

@@ -109,9 +109,7 @@ def _variants(key: str, document: Any) -> dict[str, tuple[str, ...]]:
 def runs_of(study: Study, folder: Path) -> list[StudyRun]:
   """Returns all runs of a study, ordered by seed, so that a stopped study has complete seeds.
 
-  Raises:
-    ConfigError: a configuration is invalid.
-    ConfigError: a run's folder contains a run of another configuration.
+  Raises ConfigError if a configuration is invalid, or a run's folder contains a run of another.
   """
   if study.seeds < 1:
     raise ConfigError(f"seeds: must be at least 1, got {study.seeds}")

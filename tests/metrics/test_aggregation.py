@@ -2,7 +2,6 @@
 
 import threading
 import time
-from typing import NamedTuple
 
 import numpy as np
 
@@ -28,14 +27,6 @@ def test_amounts_are_counted_per_second_and_per_learner_step_since_the_line_befo
   counters.add("b_per_learner_step", 4.0)
   zeros = {"time/act": 0.0, "time/train": 0.0, "a_per_second": 0.0}
   assert counters.take(16) == zeros | {"b_per_learner_step": 2.0}
-
-
-class Step(NamedTuple):
-  reward: np.ndarray
-  first: np.ndarray
-  terminated: np.ndarray
-  truncated: np.ndarray
-  game_over: np.ndarray
 
 
 def test_games_are_summarized():

@@ -94,10 +94,10 @@ def test_resuming_drops_later_lines_and_continues_the_time(tmp_path):
     recorder.write(step, {"x": float(step)})
   recorder.close()
   clock.now += 1000  # while nothing runs
-  resumed = Recorder(tmp_path, 20, clock)
+  resumed = Recorder(tmp_path, 20, clock, begun=clock.now - 3)
   assert [row["step"] for row in lines(tmp_path)] == [0, 10, 20, 15]
   clock.now += 1
-  assert resumed.write(25, {})["time"] == 26.0  # the dropped line's time was spent all the same
+  assert resumed.write(25, {})["time"] == 29.0  # the dropped line's time was spent all the same
   assert [row["step"] for row in lines(tmp_path)] == [0, 10, 20, 15, 25]
   old, new = sorted((tmp_path / "tensorboard").iterdir())
   assert [event.step for event in events(old)] == [0, 0, 10, 20, 30, 15]
