@@ -5,6 +5,7 @@
 
 Frames of 10 x 10 cells are padded with zeros, so that SpeedyZero can downsample them by 4. Actions
 are repeated with a probability of 0.1, and only those that have an effect in the game are offered.
+MinAtar's warnings that it can't import matplotlib and seaborn concern its own display.
 """
 
 import gymnasium

@@ -127,9 +127,9 @@ def picture(game: str, frame: np.ndarray) -> Image.Image:
 def _planes(cells: np.ndarray) -> np.ndarray:
   """Renders planes [H, W, C] in [0, 1] as colors [8H, 8W, 3], later planes on top, and a grid."""
   image = np.full((*cells.shape[:2], 3), 44.0)
-  for plane, color in enumerate(_COLORS[: cells.shape[2]]):
+  for plane in range(cells.shape[2]):
     share = np.clip(cells[..., plane : plane + 1].astype(float), 0, 1)
-    image = image * (1 - share) + color * share
+    image = image * (1 - share) + _COLORS[plane % len(_COLORS)] * share
   image = image.repeat(8, axis=0).repeat(8, axis=1)
   image[::8] = image[:, ::8] = _BACKGROUND
   return image.astype(np.uint8)

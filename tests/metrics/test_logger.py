@@ -114,3 +114,10 @@ def test_parts_are_timed_also_if_they_fail(tmp_path):
     write(metrics, 2)
   (row,) = rows(tmp_path)
   assert row["time/save"] > 0.005
+
+
+def test_files_that_cannot_be_opened_are_named(tmp_path):
+  (tmp_path / "run").touch()  # a file instead of a folder
+  with MetricsLogger(CONFIG, tmp_path / "run") as metrics:
+    with pytest.raises(OSError, match=f"can't write metrics in {tmp_path / 'run'}: "):
+      metrics.open(None)

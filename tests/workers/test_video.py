@@ -56,6 +56,7 @@ def test_numbers_that_are_not_finite_are_drawn_as_none(tmp_path):
     ("Catch", np.eye(50, dtype=np.float32)[49].reshape(1, 1, 50), (310, 230), video._COLORS[1]),
     ("ConnectFour", np.ones((6, 7, 2), np.uint8), (150, 150), video._COLORS[1]),
     ("Grid", np.ones((12, 12, 5), np.float32), (150, 150), video._COLORS[4]),
+    ("Grid", np.eye(7, dtype=np.float32)[np.full((12, 12), 6)], (150, 150), video._COLORS[1]),
     ("Grid", np.ones((12, 12, 5), np.float32), (160, 160), video._BACKGROUND),  # between cells
     ("gymnasium:A-v0", np.full((8, 8, 4), 200, np.uint8), (160, 160), (200, 200, 200)),
     ("gymnasium:A-v0", np.full((1, 1, 50), 99, np.float32), (160, 163), video._COLORS[0]),
