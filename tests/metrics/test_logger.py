@@ -118,6 +118,6 @@ def test_parts_are_timed_also_if_they_fail(tmp_path):
 
 def test_files_that_cannot_be_opened_are_named(tmp_path):
   (tmp_path / "run").touch()  # a file instead of a folder
-  with MetricsLogger(CONFIG, tmp_path / "run") as metrics:
-    with pytest.raises(OSError, match=f"can't write metrics in {tmp_path / 'run'}: "):
-      metrics.open(None)
+  metrics = MetricsLogger(CONFIG, tmp_path / "run")
+  with metrics, pytest.raises(OSError, match=f"can't write metrics in {tmp_path / 'run'}: "):
+    metrics.open(None)
