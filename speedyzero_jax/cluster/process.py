@@ -59,8 +59,8 @@ def main(
   """Runs this process' role. Returns the exit code.
 
   `configure` and then, once devices can be used, `open_folder` are called in process 0 only; they
-  may raise ConfigError. The value of `resume` in process 0 counts. `devices` are
-  the ids of the accelerators to use; None: all.
+  may raise ConfigError. The value of `resume` in process 0 counts. `devices` are the ids of the
+  accelerators to use; None: all.
   """
   _set_limits()
   signals, timeout = Signals(), _JOIN_TIMEOUT if place.on_one_machine else _CLUSTER_JOIN_TIMEOUT

@@ -67,8 +67,8 @@ class RunProcesses:
 
     Output goes to a log beside the run folder `path`. This call waits for the locks of the log and
     of the folder: another study or a user may train the run, or a process that has outlived its
-    killed parent. With the log's lock, `finished` tells whether the run is trained. The
-    launcher gets the arguments `new` for a new run, and the overrides `changes` for any.
+    killed parent. With the log's lock, `finished` tells whether the run is trained. The launcher
+    gets the arguments `new` for a new run, and the overrides `changes` for any.
 
     Raises Interrupted after `stop`, and OSError if the process can't be started.
     """
