@@ -87,6 +87,9 @@ def test_collects_exactly_its_budget_and_what_the_environment_showed(lanes, budg
     assert places(slots) == [(lane, t) for lane in range(lanes)] + [(lane, t + 1) for lane in ends]
     replay.append(slots)  # refuses gaps, overlaps and episodes that don't hang together
   assert taken == replay.num_transitions == budget
+  last = env.shown[-1]
+  ended = (last.game_over | last.truncated) & (calls[-1]["action"][:lanes] >= 0)
+  assert len(actor.finished) == ended.sum()
   again = tiny.FakeEnv(lanes, seed)  # its frames follow from the actions
   again.reset()
   played = [lane_of(calls, lane)["action"] for lane in range(lanes)]
@@ -182,7 +185,7 @@ def test_an_actor_may_start_behind_the_slots_of_another():
   np.testing.assert_array_equal(restored.state_dict()["start"], start)
 
 
-def test_the_agent_is_told_the_lanes_of_the_replay_and_where_episodes_begin():
+def test_the_agent_receives_the_lanes_of_the_replay_and_where_episodes_begin():
   actor, _ = make(2, seed=1, lane_offset=5)
   with mock.patch.object(INFERENCE, "decide", wraps=INFERENCE.decide) as decide:
     for _ in range(20):

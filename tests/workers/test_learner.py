@@ -277,10 +277,10 @@ def test_a_restored_state_goes_on_bit_for_bit():
 def test_a_wish_to_stop_is_reported_with_the_step_and_changes_nothing_else(devices):
   learner = _learner(devices)
   plain, result = learner.step(_restored(learner), learner.put(_batch()), _KEY)
-  told, last = learner.step(_restored(learner), learner.put(_batch()), _KEY, stop=True)
+  stopping, last = learner.step(_restored(learner), learner.put(_batch()), _KEY, stop=True)
   result, last = learner.fetch(result), learner.fetch(last)
   assert (result.stopping, last.stopping) == (False, True)
-  _same(plain, told)
+  _same(plain, stopping)
   assert result.metrics == last.metrics
 
 
