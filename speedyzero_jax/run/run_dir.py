@@ -46,6 +46,7 @@ def create(config: Config, name: str) -> RunDir:
   Raises ConfigError if the folder already holds a run, is in use, or cannot be written.
   """
   path = Path(os.path.expanduser(config.run.dir or "runs"))
+  _check_name(path)
   try:
     path.mkdir(parents=True, exist_ok=True)
     if not config.run.dir:
@@ -59,6 +60,14 @@ def create(config: Config, name: str) -> RunDir:
   except OSError as error:
     raise ConfigError(f"can't create a run in {path}: {error.strerror or error}") from error
   return RunDir(path, lock)
+
+
+def _check_name(path: Path) -> None:
+  """Raises ConfigError for a path below which Orbax would save unreadable checkpoints, or none."""
+  if re.search(r"[\[\\\udc80-\udcff]", os.path.realpath(path)):
+    raise ConfigError(
+      f"{os.path.realpath(path)!r} can't be a run folder: its path must be UTF-8 without [ and \\"
+    )
 
 
 def _numbered(parent: Path, name: str) -> Path:
@@ -105,7 +114,8 @@ def resumed(path: Path, changes: list[str]) -> Config:
 
 
 def open_existing(path: Path) -> RunDir:
-  """Opens a run folder to resume. Raises ConfigError if it is in use."""
+  """Opens a run folder to resume. Raises ConfigError if it is in use or has an unsuitable name."""
+  _check_name(path)
   return RunDir(path, _lock(path, "run.lock"))
 
 

@@ -65,6 +65,15 @@ def test_the_home_folder_can_be_abbreviated(tmp_path, monkeypatch):
     assert run.path == tmp_path / "mine"
 
 
+@pytest.mark.parametrize("name", ["lr[0.1]/run", "a\\b", "caf\udce9"])
+def test_folders_in_which_orbax_would_lose_checkpoints_are_refused(tmp_path, name):
+  folder = tmp_path / name
+  for use in (lambda: run_dir.create(config(folder), "x"), lambda: run_dir.open_existing(folder)):
+    with pytest.raises(ConfigError, match="can't be a run folder"):
+      use()
+  assert not list(tmp_path.iterdir())
+
+
 def hold(folder):
   """Starts a process that holds a folder until it is killed."""
   code = (
@@ -199,3 +208,13 @@ def test_a_file_is_on_disk_before_it_replaces_the_old_one(tmp_path, monkeypatch)
   monkeypatch.setattr(os, "replace", replaced)
   write_atomically(tmp_path / "config.yaml", "new")
   assert done == ["new", "replaced"]
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path):
+  pipe = tmp_path / "pipe"
+  os.mkfifo(pipe)
+  with ThreadPoolExecutor() as pool:
+    read = pool.submit(pipe.read_text)
+    write_atomically(pipe, "text")
+    assert read.result(60) == "text"
+  assert pipe.is_fifo()
