@@ -49,12 +49,18 @@ def last_row(path: pathlib.Path) -> dict[str, Any]:
 def drop_after(path: pathlib.Path, step: int) -> float:
   """Atomically removes damaged lines and lines of learner steps after `step`.
 
+  If the run's last line is removed, the last remaining one gets its time, so that the time is not
+  lost if nothing is written before the next restart.
+
   Returns:
-    The run's elapsed seconds at its last line, even if that is removed; 0 if the file is missing.
+    The run's elapsed seconds at its last line; 0 if the file is missing.
   """
   if not path.exists():
     return 0.0
   rows, _ = read_rows(path)
-  kept = (line(row).decode() for row in rows if row[names.STEP] <= step)
-  write_atomically(path, "".join(kept))
-  return max((row.get(names.TIME, 0.0) for row in rows), default=0.0)
+  elapsed = max((row.get(names.TIME, 0.0) for row in rows), default=0.0)
+  kept = [row for row in rows if row[names.STEP] <= step]
+  if kept and len(kept) < len(rows):
+    kept[-1][names.TIME] = elapsed
+  write_atomically(path, "".join(line(row).decode() for row in kept))
+  return elapsed
