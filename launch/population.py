@@ -12,6 +12,7 @@ stopped by a closed terminal, Ctrl-C or SIGTERM, after saving.
 import argparse
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prog="launch/population.py", description="Trains a population of runs whose settings evolve."
   )
   parser.add_argument("population", type=Path, help="YAML file, see configs/populations/")
-  parser.add_argument("--dir", type=Path, required=True, help="folder of the population")
+  parser.add_argument("--dir", required=True, help="folder of the population")
   parser.add_argument(
     "--together", type=int, metavar="N", help="members trained at once (default: one per GPU, or 1)"
   )
@@ -45,8 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   try:
     processes = RunProcesses(devices.machine_shares(arguments.together))
     population = populations.load(arguments.population)
-    with _claimed(arguments.dir, arguments.population):
-      return _run(population, arguments.dir, processes)
+    folder = Path(os.path.expanduser(arguments.dir))
+    with _claimed(folder, arguments.population):
+      return _run(population, folder, processes)
   except ConfigError as error:
     _say(f"error: {error}", sys.stderr)
     return USAGE_ERROR

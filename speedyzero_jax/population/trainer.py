@@ -4,6 +4,7 @@ import contextlib
 import json
 import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -82,6 +83,8 @@ class RunTrainer:
         sync_folder(new)
       if path.exists():
         shutil.rmtree(old, ignore_errors=True)
+        if old.exists():  # on NFS, a file that TensorBoard has open can't be removed
+          old = Path(tempfile.mkdtemp(prefix=f"{old.name}.", dir=self._folder))
         path.rename(old)
       new.rename(path)
     shutil.rmtree(old, ignore_errors=True)

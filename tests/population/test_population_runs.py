@@ -84,9 +84,10 @@ def test_wrong_use_writes_nothing(tmp_path, capsys):
 
 def test_a_population_has_one_controller(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(population, "_run", lambda *_: 0)
+  monkeypatch.setenv("HOME", str(tmp_path.parent))
   description = ROOT / "configs/populations/cartpole.yaml"
   with run_dir.supervised(tmp_path):
-    assert population.main([str(description), "--dir", str(tmp_path)]) == 2
+    assert population.main([str(description), f"--dir=~/{tmp_path.name}"]) == 2
   assert "in use by another process" in capsys.readouterr().err
 
 
@@ -141,19 +142,38 @@ class Killed(BaseException):
   pass
 
 
+def two_members(folder):
+  """A trainer of members 0 and 1, whose files `checkpoints/9` have their names."""
+  config = topology.with_learners(loader.load(["quickstart"], SETTINGS))
+  for name in ("m0", "m1"):
+    checkpoint = folder / name / "checkpoints" / "9"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.write_text(name)
+    own = loader.override(config, [f"run.dir={folder / name}"])
+    (folder / name / "config.yaml").write_text(loader.to_yaml(own))
+  knob = Knob("optim.learning_rate", 1e-3, 1e-1, True)
+  description = Population(("quickstart",), SETTINGS, (knob,))
+  return trainer.RunTrainer(description, folder, None, print)
+
+
+def test_a_member_is_replaced_even_if_one_replaced_before_cannot_be_removed(tmp_path, monkeypatch):
+  members = two_members(tmp_path)
+  opened = tmp_path / "m1.old/tensorboard/.nfs01"
+  opened.parent.mkdir(parents=True)
+  opened.touch()
+  remove = shutil.rmtree
+  monkeypatch.setattr(
+    shutil, "rmtree", lambda path, **options: path.name == "m1.old" or remove(path, **options)
+  )
+  members.copy(1, 0, {}, 3)
+  assert (tmp_path / "m1/checkpoints/9").read_text() == "m0"
+  assert {path.name for path in tmp_path.iterdir()} == {"m0", "m1", "m1.old"}
+
+
 @pytest.mark.parametrize("lives", range(11))
 def test_a_copy_that_is_cut_short_anywhere_is_completed(tmp_path, monkeypatch, lives):
   """The controller is killed before or in the middle of one of its ten changes of files."""
-  config, left = topology.with_learners(loader.load(["quickstart"], SETTINGS)), [lives]
-  for name in ("m0", "m1"):
-    checkpoint = tmp_path / name / "checkpoints" / "9"
-    checkpoint.parent.mkdir(parents=True)
-    checkpoint.write_text(name)
-    own = loader.override(config, [f"run.dir={tmp_path / name}"])
-    (tmp_path / name / "config.yaml").write_text(loader.to_yaml(own))
-  knob = Knob("optim.learning_rate", 1e-3, 1e-1, True)
-  description = Population(("quickstart",), SETTINGS, (knob,))
-  members = trainer.RunTrainer(description, tmp_path, None, print)
+  members, left = two_members(tmp_path), [lives]
 
   def mortal(owner, name, killed=lambda *args: None):
     call = getattr(owner, name)
