@@ -26,6 +26,12 @@ def test_sbatch_options_are_where_slurm_reads_them():
   assert "#SBATCH" not in after  # Slurm stops at the first command
 
 
+def test_sbatch_refuses_a_time_limit_that_ends_it_at_once(cluster):
+  assert cluster.sbatch(SLURM_JOB_START_TIME="1000", SLURM_JOB_END_TIME="1600") == 2
+  assert not cluster.calls()
+  assert cluster.sbatch(SLURM_JOB_START_TIME="1000", SLURM_JOB_END_TIME="1900") == 0
+
+
 def test_sbatch_gives_every_node_a_learner(cluster):
   assert cluster.sbatch(nodes="n1,n2,n3,n4") == 0
   config = cluster.started(["learner"] * 4)
