@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -125,7 +126,8 @@ def _resuming(config: Config, folder: Path, pause_at: int | None = None) -> str:
   shape = config.topology
   several = shape.learners + shape.actors + shape.refreshers > 1
   change = "" if pause_at is None else f" run.pause_at={pause_at}"
-  return f"--resume {folder}{change}{' and the same processes' if several else ''}"
+  processes = " and the same processes" if several else ""
+  return f"--resume {shlex.quote(str(folder))}{change}{processes}"
 
 
 def _final_evaluation(experiment: Experiment, folder: Path, signals: Signals) -> int:
@@ -139,10 +141,14 @@ def _final_evaluation(experiment: Experiment, folder: Path, signals: Signals) ->
     return signals.exit_code
   evaluation.write(folder / "evaluation.json")
   steps.log(experiment)
-  python = sys.orig_argv[0]  # as typed: a `python` on the path may lack the packages
+  # Both as typed: a `python` on the path may lack the packages.
+  python, programs = sys.orig_argv[0], Path(sys.argv[0]).parent
+  report, evaluate, run = (
+    shlex.quote(str(x)) for x in (programs / "report.py", programs / "evaluate.py", folder)
+  )
   experiment.logger.message(
-    f"to compare runs: {python} launch/report.py {folder} --out report.html; "
-    f"to watch: {python} launch/evaluate.py {folder} --video episode.gif"
+    f"to compare runs: {python} {report} {run} --out report.html; "
+    f"to watch: {python} {evaluate} {run} --video episode.gif"
   )
   return 0
 

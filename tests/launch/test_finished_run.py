@@ -18,7 +18,7 @@ from PIL import Image
 
 import tiny
 from launch import evaluate, multihost
-from launched import NEW, STEPS, hash_in, listing, newest, start, wait_until
+from launched import NEW, ROOT, STEPS, hash_in, listing, newest, start, wait_until
 from speedyzero_jax.config.fields import ConfigError
 from speedyzero_jax.metrics import jsonl
 from speedyzero_jax.run import run_dir, train
@@ -47,7 +47,7 @@ def copied(finished, tmp_path):
 def test_a_run_leaves_everything(finished):
   folder, output = finished
   assert f"trained: 150 agent steps, {STEPS} learner steps" in output
-  assert f"to compare runs: {sys.executable} launch/report.py {folder}" in output
+  assert f"to compare runs: {sys.executable} {ROOT / 'launch/report.py'} {folder}" in output
   assert {path.name for path in folder.iterdir()} >= {
     "config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "journal.sqlite",
     "evaluation.json",
