@@ -59,7 +59,8 @@ def noise_of(gradients: np.ndarray, size: int) -> Noise:
 
 def gradients_of(experiment: Experiment, batches: int) -> np.ndarray:
   """Returns the gradients [K, P] of K batches, at the experiment's present weights."""
-  learner, step, rows = experiment.learner, experiment.limiter.learner_steps, []
+  learner, rows = experiment.learner, []
+  step = max(experiment.limiter.learner_steps - batches, 0)  # for schedules, such as beta's
   for i in range(batches):
     arrays = steps.draw(experiment, step + i).arrays
     gradient = learner.gradient(
@@ -70,15 +71,25 @@ def gradients_of(experiment: Experiment, batches: int) -> np.ndarray:
 
 
 def measure(folder: Path, batches: int) -> dict:
-  """Returns the noise of a run's gradients at its last checkpoint, with the run's batch size."""
+  """Returns the noise of a run's gradients at its last checkpoint, with the run's batch size.
+
+  Raises ConfigError, CheckpointError, JournalError, TrainingError, OSError or ValueError if the run
+  is in use, has no checkpoint, or can't be read here.
+  """
+  if run_dir.in_use(folder):
+    raise ConfigError(f"{folder} is in use; pause it first")
   with tempfile.TemporaryDirectory() as temporary:
     copy = Path(temporary) / "run"
     shutil.copytree(folder, copy)
     config = run_dir.read_config(copy)
+    if config.topology.learners > 1:
+      raise ConfigError(f"{folder} has several learners, of which each has a part of the replay")
     idle = Membership(runs_actor=False, runs_sweeps=False)
     with MetricsLogger(config, copy) as logger:
       experiment = build(config, copy, logger, resume=True, membership=idle)
       try:
+        if experiment.agent.on_policy or not experiment.limiter.learner_steps:
+          raise TrainingError(f"{folder} has no checkpoint, or no replay to draw batches from")
         noise = noise_of(gradients_of(experiment, batches), config.learner.batch_size)
       finally:
         experiment.close()
@@ -105,10 +116,12 @@ def main() -> None:
     try:
       pieces.enable_compilation_cache(run_dir.read_config(folder))
       rows.append(measure(folder, arguments.batches))
-    except (ConfigError, CheckpointError, JournalError, TrainingError, OSError) as error:
+    except (
+      ConfigError, CheckpointError, JournalError, TrainingError, OSError, ValueError
+    ) as error:  # fmt: skip
       parser.error(str(error))
+    write(arguments.out, {"batches": arguments.batches, "runs": rows})
     print("{run}: step {learner_steps}, {scale:.3g} +- {error:.2g} samples".format(**rows[-1]))
-  write(arguments.out, {"batches": arguments.batches, "runs": rows})
 
 
 if __name__ == "__main__":
