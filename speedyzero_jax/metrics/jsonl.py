@@ -50,7 +50,7 @@ def drop_after(path: pathlib.Path, step: int) -> float:
   """Atomically removes damaged lines and lines of learner steps after `step`.
 
   If the run's last line is removed, the last remaining one gets its time, so that the time is not
-  lost if nothing is written before the next restart.
+  lost if nothing is written before the next restart. (If none remains, it is.)
 
   Returns:
     The run's elapsed seconds at its last line; 0 if the file is missing.

@@ -70,7 +70,7 @@ class RunTrainer:
   def copy(self, member: int, source: int, settings: Settings, round_: int) -> None:
     """See `Trainer.copy`."""
     path = self.path(member)
-    new, old = path.with_suffix(".new"), path.with_suffix(".old")
+    new = path.with_suffix(".new")
     if _copied(path) != round_:
       if _copied(new) != round_:  # a killed controller may have left a partial copy
         shutil.rmtree(new, ignore_errors=True)
@@ -82,12 +82,10 @@ class RunTrainer:
         (new / _COPIED).write_text(json.dumps(round_))
         sync_folder(new)
       if path.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        if old.exists():  # on NFS, a file that TensorBoard has open can't be removed
-          old = Path(tempfile.mkdtemp(prefix=f"{old.name}.", dir=self._folder))
-        path.rename(old)
+        path.rename(tempfile.mkdtemp(prefix=f"{path.name}.old.", dir=self._folder))
       new.rename(path)
-    shutil.rmtree(old, ignore_errors=True)
+    for old in self._folder.glob(f"{path.name}.old.*"):
+      shutil.rmtree(old, ignore_errors=True)  # on NFS, files that TensorBoard has open remain
 
   def _train(self, member: int, settings: Settings, round_: int) -> Outcome:
     population, path = self._population, self.path(member)

@@ -141,11 +141,10 @@ def _final_evaluation(experiment: Experiment, folder: Path, signals: Signals) ->
     return signals.exit_code
   evaluation.write(folder / "evaluation.json")
   steps.log(experiment)
-  # Both as typed: a `python` on the path may lack the packages.
-  python, programs = sys.orig_argv[0], Path(sys.argv[0]).parent
-  report, evaluate, run = (
-    shlex.quote(str(x)) for x in (programs / "report.py", programs / "evaluate.py", folder)
-  )
+  # As typed: a `python` on the path may lack the packages.
+  interpreter, programs = sys.orig_argv[0], Path(sys.argv[0]).parent
+  words = interpreter, programs / "report.py", programs / "evaluate.py", folder
+  python, report, evaluate, run = (shlex.quote(str(word)) for word in words)
   experiment.logger.message(
     f"to compare runs: {python} {report} {run} --out report.html; "
     f"to watch: {python} {evaluate} {run} --video episode.gif"

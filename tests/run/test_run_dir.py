@@ -210,7 +210,7 @@ def test_a_file_is_on_disk_before_it_replaces_the_old_one(tmp_path, monkeypatch)
   assert done == ["new", "replaced"]
 
 
-def test_a_pipe_is_written_to_and_not_replaced(tmp_path):
+def test_pipes_and_links_are_written_to_and_not_replaced(tmp_path):
   pipe = tmp_path / "pipe"
   os.mkfifo(pipe)
   with ThreadPoolExecutor() as pool:
@@ -218,3 +218,8 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path):
     write_atomically(pipe, "text")
     assert read.result(60) == "text"
   assert pipe.is_fifo()
+  link, file = tmp_path / "link", tmp_path / "file"
+  file.touch()
+  link.symlink_to(file)  # as /dev/stdout, if the output is redirected
+  write_atomically(link, "text")
+  assert link.is_symlink() and file.read_text() == "text"
