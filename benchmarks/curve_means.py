@@ -7,17 +7,21 @@ mean of its training return, linear between the points of the file, over the age
 `--begin` (default: the first that all runs have) to `--end` or its last point; with
 `--reach RETURN` it is the agent steps of the first point of at least RETURN. Prints the mean over
 seeds and its standard error, and with `--difference A B` the mean of A - B over common seeds and
-its 95% interval (Student's t).
+its 95% interval (Student's t). `--noise FILE --batches B C` predicts the curves of batch C with B/C
+times the learner steps from those of batch B and the scale N that `noise_scale.py` has found along
+one of its runs: learning then needs (N + C) / (N + B) times the agent steps (see there).
 """
 
 import argparse
 import collections
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import scipy.integrate
 import scipy.stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -39,6 +43,20 @@ def mean_between(curve: Curve, begin: float, end: float | None) -> float:
   return float(np.trapezoid(np.interp(grid, x, y), grid) / (end - begin))
 
 
+def predicted(curve: Curve, noise: Curve, batch: float, larger: float) -> Curve:
+  """The curve expected with batches of `larger` samples, and as many samples in all.
+
+  `curve` is of `batch` samples, and `noise` has the noise scale at some of its agent steps, between
+  which the scale's logarithm is linear.
+  """
+  (x, y), (at, scale) = curve, noise
+  steps = np.linspace(x[0], x[-1], 1000)
+  scales = np.exp(np.interp(steps, at, np.log(scale)))
+  slowdown = (scales + larger) / (scales + batch)
+  later = x[0] + scipy.integrate.cumulative_trapezoid(slowdown, steps, initial=0)
+  return steps, np.interp(steps, later, np.interp(steps, x, y))
+
+
 def reached(curve: Curve, level: float) -> float:
   """The x of the first point of at least `level`; nan if there is none."""
   x, y = curve
@@ -53,11 +71,15 @@ def estimate(values: list[float]) -> tuple[float, float, float]:
   return float(np.mean(values)), error, error * float(scipy.stats.t.ppf(0.975, len(values) - 1))
 
 
-def report(content: dict[str, Any], options: argparse.Namespace) -> list[str]:
-  """Lines of text on every variant and game of a study's JSON."""
+def report(
+  content: dict[str, Any],
+  options: argparse.Namespace,
+  transform: Callable[[Curve], Curve] = lambda curve: curve,
+) -> list[str]:
+  """Lines of text on every variant and game of a study's JSON, for transformed curves."""
   numbers: dict[tuple[str, str], dict[int, float]] = collections.defaultdict(dict)
   runs = [run for run in content["runs"] if len(run["curve"]) and not run.get("repeats")]
-  curves = [(run, curve_of(content, run)) for run in runs]
+  curves = [(run, transform(curve_of(content, run))) for run in runs]
   begin = options.begin
   if begin is None:
     begin = max((float(x[0]) for _, (x, _) in curves), default=0.0)
@@ -109,9 +131,19 @@ def main() -> None:
   parser.add_argument(
     "--difference", nargs=2, default=("", ""), metavar=("A", "B"), help="variants to compare"
   )
+  parser.add_argument("--noise", type=Path, metavar="FILE", help="JSON file of noise_scale.py")
+  parser.add_argument("--batches", type=int, nargs=2, metavar=("B", "C"), help="batch sizes")
   options = parser.parse_args()
+  if (options.noise is None) != (options.batches is None):
+    parser.error("--noise and --batches go together")
   try:
-    print("\n".join(report(json.loads(options.file.read_text()), options)))
+    content = json.loads(options.file.read_text())
+    if options.noise is None:
+      print("\n".join(report(content, options)))
+    else:
+      rows = json.loads(options.noise.read_text())["runs"]
+      noise = tuple(np.array([row[name] for row in rows], float) for name in ("env_steps", "scale"))
+      print("\n".join(report(content, options, lambda x: predicted(x, noise, *options.batches))))
   except (OSError, ValueError) as error:
     parser.error(str(error))
   except KeyError as error:

@@ -49,6 +49,19 @@ def test_numbers_of_committed_results(name, begin, reach, difference, lines):
   assert all(any(line.startswith(start) for line in found) for start in lines)
 
 
+def test_a_larger_batch_needs_more_samples_by_the_noise_scale():
+  """With noise scale N, (N + C) / (N + B) times as many as batch B."""
+  x = np.array([100.0, 200.0, 900.0])
+  line = x, 3 * x
+  steps, returns = curve_means.predicted(line, (np.array([0.0]), np.array([384.0])), 64, 512)
+  assert returns[[0, -1]] == pytest.approx([300, 3 * (100 + 800 / 2)])  # twice as many
+  noise = np.array([100.0, 300.0, 500.0]), np.array([384.0, 384.0, 1e9])
+  steps, returns = curve_means.predicted(line, noise, 64, 512)
+  assert np.interp(500, steps, returns) == pytest.approx(3 * 300, rel=1e-3)
+  slope = np.diff(returns)[[-1]] / np.diff(steps)[[-1]]
+  assert slope == pytest.approx(3, rel=1e-3)  # without noise, larger batches cost nothing
+
+
 def test_each_seed_counts_once():
   content = json.loads((RESULTS / "large_batch.json").read_text())
   options = argparse.Namespace(begin=1000, end=None, reach=None, difference=["", ""])
