@@ -84,7 +84,7 @@ class RunTrainer:
       if path.exists():
         path.rename(tempfile.mkdtemp(prefix=f"{path.name}.old.", dir=self._folder))
       new.rename(path)
-    for old in self._folder.glob(f"{path.name}.old.*"):
+    for old in self._folder.glob(f"{path.name}.old*"):
       shutil.rmtree(old, ignore_errors=True)  # on NFS, files that TensorBoard has open remain
 
   def _train(self, member: int, settings: Settings, round_: int) -> Outcome:

@@ -7,12 +7,13 @@ from pathlib import Path
 def write_atomically(path: Path, text: str) -> None:
   """Replaces a file. After an error, a kill or a power failure it has its old or new content.
 
-  Writes through links and to pipes and devices, such as /dev/stdout, without this guarantee. Raises
+  Writes through links; to pipes and devices, such as /dev/stdout, without this guarantee. Raises
   OSError.
   """
-  if path.exists() and (path.is_symlink() or not path.is_file()):
+  if path.exists() and not path.is_file():
     path.write_text(text)
     return
+  path = path.resolve()
   temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
   try:
     with temporary.open("w") as file:
