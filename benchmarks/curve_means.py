@@ -10,6 +10,7 @@ seeds and its standard error, and with `--difference A B` the mean of A - B over
 its 95% interval (Student's t). `--noise FILE --batches B C` predicts the curves of batch C with B/C
 times the learner steps from those of batch B and the scale N that `noise_scale.py` has found along
 one of its runs: learning then needs (N + C) / (N + B) times the agent steps (see there).
+The delay of returns that are means over many games is multiplied, too.
 """
 
 import argparse
@@ -55,6 +56,18 @@ def predicted(curve: Curve, noise: Curve, batch: float, larger: float) -> Curve:
   slowdown = (scales + larger) / (scales + batch)
   later = x[0] + scipy.integrate.cumulative_trapezoid(slowdown, steps, initial=0)
   return steps, np.interp(steps, later, np.interp(steps, x, y))
+
+
+def read_noise(path: Path, batch: int) -> Curve:
+  """Agent steps and noise scales of a run with this batch size. Raises OSError or ValueError."""
+  try:
+    rows = json.loads(path.read_text())["runs"]
+    noise = sorted((row["env_steps"], row["scale"], row["batch_size"]) for row in rows)
+  except (KeyError, TypeError) as error:
+    raise ValueError(f"{path} is not a result of noise_scale.py") from error
+  if any(scale is None or size != batch for _, scale, size in noise):
+    raise ValueError(f"{path}: all scales must be finite, and of batch size {batch}")
+  return np.array([step for step, *_ in noise]), np.array([scale for _, scale, _ in noise])
 
 
 def reached(curve: Curve, level: float) -> float:
@@ -136,13 +149,14 @@ def main() -> None:
   options = parser.parse_args()
   if (options.noise is None) != (options.batches is None):
     parser.error("--noise and --batches go together")
+  if options.batches and not 0 < options.batches[0] <= options.batches[1]:
+    parser.error("--batches: B must be positive and C at least B")
   try:
     content = json.loads(options.file.read_text())
     if options.noise is None:
       print("\n".join(report(content, options)))
     else:
-      rows = json.loads(options.noise.read_text())["runs"]
-      noise = tuple(np.array([row[name] for row in rows], float) for name in ("env_steps", "scale"))
+      noise = read_noise(options.noise, options.batches[0])
       print("\n".join(report(content, options, lambda x: predicted(x, noise, *options.batches))))
   except (OSError, ValueError) as error:
     parser.error(str(error))

@@ -62,6 +62,17 @@ def test_a_larger_batch_needs_more_samples_by_the_noise_scale():
   assert slope == pytest.approx(3, rel=1e-3)  # without noise, larger batches cost nothing
 
 
+def test_noise_is_read_in_order_and_of_one_batch_size(tmp_path):
+  rows = [{"env_steps": at, "scale": 2.0 * at, "batch_size": 64} for at in (30, 10)]
+  path = tmp_path / "noise.json"
+  path.write_text(json.dumps({"runs": rows}))
+  assert [x.tolist() for x in curve_means.read_noise(path, 64)] == [[10, 30], [20, 60]]
+  for wrong in (rows[0] | {"scale": None}, rows[0] | {"batch_size": 512}):
+    path.write_text(json.dumps({"runs": [*rows, wrong]}))
+    with pytest.raises(ValueError, match="finite, and of batch size 64"):
+      curve_means.read_noise(path, 64)
+
+
 def test_each_seed_counts_once():
   content = json.loads((RESULTS / "large_batch.json").read_text())
   options = argparse.Namespace(begin=1000, end=None, reach=None, difference=["", ""])

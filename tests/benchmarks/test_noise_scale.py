@@ -7,6 +7,9 @@ import noise_scale
 import tiny
 from launched import listing
 from speedyzero_jax.config import loader
+from speedyzero_jax.config.fields import ConfigError
+from speedyzero_jax.run import run_dir
+from speedyzero_jax.run.experiment import TrainingError
 from whole_runs import run
 
 
@@ -24,6 +27,24 @@ def test_the_scale_of_known_noise_is_estimated():
 def test_pure_noise_has_an_infinite_scale():
   batches = np.array([[1.0, 0], [-1, 0], [0, 1], [0, -1]])
   assert noise_scale.noise_of(batches, 8).scale == np.inf
+
+
+@pytest.mark.parametrize(
+  ("settings", "held", "message"),
+  [
+    (["quickstart"], True, "is in use"),
+    (["quickstart", "topology.learners=2"], False, "has several learners"),
+    (["quickstart"], False, "has no checkpoint"),
+    (["ppo"], False, "has no checkpoint, or no replay"),
+  ],
+)
+def test_runs_that_cannot_be_measured_are_refused(tmp_path, settings, held, message):
+  config = loader.load(settings[:1], [*settings[1:], f"run.dir={tmp_path / 'run'}"])
+  with run_dir.create(config, "") as opened:
+    if not held:
+      opened.close()
+    with pytest.raises((ConfigError, TrainingError), match=message):
+      noise_scale.measure(opened.path, 4)
 
 
 def test_a_run_is_measured_and_not_changed(tmp_path):
