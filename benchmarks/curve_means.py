@@ -62,12 +62,13 @@ def read_noise(path: Path, batch: int) -> Curve:
   """Agent steps and noise scales of a run with this batch size. Raises OSError or ValueError."""
   try:
     rows = json.loads(path.read_text())["runs"]
-    noise = sorted((row["env_steps"], row["scale"], row["batch_size"]) for row in rows)
+    noise = [(row["env_steps"], row["scale"], row["batch_size"]) for row in rows]
   except (KeyError, TypeError) as error:
     raise ValueError(f"{path} is not a result of noise_scale.py") from error
   if any(scale is None or size != batch for _, scale, size in noise):
     raise ValueError(f"{path}: all scales must be finite, and of batch size {batch}")
-  return np.array([step for step, *_ in noise]), np.array([scale for _, scale, _ in noise])
+  steps, scales, _ = np.array(sorted(noise)).T
+  return steps, scales
 
 
 def reached(curve: Curve, level: float) -> float:
