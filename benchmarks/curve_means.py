@@ -9,8 +9,9 @@ mean of its training return, linear between the points of the file, over the age
 seeds and its standard error, and with `--difference A B` the mean of A - B over common seeds and
 its 95% interval (Student's t). `--noise FILE --batches B C` predicts the curves of batch C with B/C
 times the learner steps from those of batch B and the scale N that `noise_scale.py` has found along
-one of its runs: learning then needs (N + C) / (N + B) times the agent steps (see there).
-The delay of returns that are means over many games is multiplied, too.
+one of its runs: learning then needs (N + C) / (N + B) times the agent steps (see there). All of the
+file's variants are taken to be of batch B: ignore lines of others. The delay of returns that are
+means over many games is multiplied, too.
 """
 
 import argparse
@@ -59,7 +60,7 @@ def predicted(curve: Curve, noise: Curve, batch: float, larger: float) -> Curve:
 
 
 def read_noise(path: Path, batch: int) -> Curve:
-  """Agent steps and noise scales of a run with this batch size. Raises OSError or ValueError."""
+  """Agent steps and noise scales of one run of this batch size. Raises OSError or ValueError."""
   try:
     rows = json.loads(path.read_text())["runs"]
     noise = [(row["env_steps"], row["scale"], row["batch_size"]) for row in rows]
@@ -67,6 +68,8 @@ def read_noise(path: Path, batch: int) -> Curve:
     raise ValueError(f"{path} is not a result of noise_scale.py") from error
   if any(scale is None or size != batch for _, scale, size in noise):
     raise ValueError(f"{path}: all scales must be finite, and of batch size {batch}")
+  if len({step for step, *_ in noise}) < max(len(noise), 1):
+    raise ValueError(f"{path}: must have scales of one run, at different agent steps")
   steps, scales, _ = np.array(sorted(noise)).T
   return steps, scales
 

@@ -7,7 +7,7 @@ covariance and the mean of the gradients of single samples. Their theory, for SG
 learning rate for each batch size: if tiny batches need E samples to reach a loss, batches of B need
 E (1 + B / scale). Here the scale is estimated from independent batches of the run's size, drawn
 from its replay as in training, at the weights of its last checkpoint; with batch norm each has its
-own statistics. Pause a run with `run.pause_at` to measure it during training.
+own statistics. To measure a run during training, pause it (`run.pause_at`).
 """
 
 import shutil
@@ -88,8 +88,10 @@ def measure(folder: Path, batches: int) -> dict:
     with MetricsLogger(config, copy) as logger:
       experiment = build(config, copy, logger, resume=True, membership=idle)
       try:
-        if experiment.agent.on_policy or not experiment.limiter.learner_steps:
-          raise TrainingError(f"{folder} has no checkpoint, or no replay to draw batches from")
+        if experiment.agent.on_policy:
+          raise TrainingError(f"{folder} is of an on-policy agent, which has no replay")
+        if not experiment.limiter.learner_steps:
+          raise TrainingError(f"{folder} has no checkpoint")
         noise = noise_of(gradients_of(experiment, batches), config.learner.batch_size)
       finally:
         experiment.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 def write_atomically(path: Path, text: str) -> None:
   """Replaces a file. After an error, a kill or a power failure it has its old or new content.
 
-  Writes through links; to pipes and devices, such as /dev/stdout, without this guarantee. Raises
+  Writes through links; to pipes and devices, such as /dev/null, without this guarantee. Raises
   OSError.
   """
   if path.exists() and not path.is_file():

@@ -67,9 +67,14 @@ def test_noise_is_read_in_order_and_of_one_batch_size(tmp_path):
   path = tmp_path / "noise.json"
   path.write_text(json.dumps({"runs": rows}))
   assert [x.tolist() for x in curve_means.read_noise(path, 64)] == [[10, 30], [20, 60]]
-  for wrong in (rows[0] | {"scale": None}, rows[0] | {"batch_size": 512}):
-    path.write_text(json.dumps({"runs": [*rows, wrong]}))
-    with pytest.raises(ValueError, match="finite, and of batch size 64"):
+  for wrong, message in (
+    ([rows[0] | {"scale": None}], "finite, and of batch size 64"),
+    ([rows[0] | {"batch_size": 512}], "finite, and of batch size 64"),
+    ([*rows, rows[0]], "scales of one run"),
+    ([], "scales of one run"),
+  ):
+    path.write_text(json.dumps({"runs": wrong}))
+    with pytest.raises(ValueError, match=message):
       curve_means.read_noise(path, 64)
 
 

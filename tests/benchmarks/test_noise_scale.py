@@ -35,7 +35,7 @@ def test_pure_noise_has_an_infinite_scale():
     (["quickstart"], True, "is in use"),
     (["quickstart", "topology.learners=2"], False, "has several learners"),
     (["quickstart"], False, "has no checkpoint"),
-    (["ppo"], False, "has no checkpoint, or no replay"),
+    (["ppo"], False, "on-policy agent"),
   ],
 )
 def test_runs_that_cannot_be_measured_are_refused(tmp_path, settings, held, message):

@@ -219,6 +219,6 @@ def test_pipes_and_links_are_written_to_and_not_replaced(tmp_path):
     assert read.result(60) == "text"
   assert pipe.is_fifo()
   link, file = tmp_path / "link", tmp_path / "file"
-  link.symlink_to(file)  # as /dev/stdout, if the output is redirected
+  link.symlink_to(file)
   write_atomically(link, "text")
   assert link.is_symlink() and file.read_text() == "text"
