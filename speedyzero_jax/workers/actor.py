@@ -97,7 +97,7 @@ class Actor:
     reward = training_reward(self._config.env, next_step.reward)
     slots = self._slots(decision, version, acting, reward)
     self._steps += 1
-    self._observe(next_step, acting)
+    self._observe(next_step, acting | ended)
     if count == budget and last:
       ends = self._close(version, progress, random).select(np.flatnonzero(acting))
       slots = Slots.concatenate([slots, ends])
@@ -150,14 +150,15 @@ class Actor:
     return Slots(self._lanes, self._start + self._steps, columns | decision.columns)
 
   def _observe(self, step: EnvStep, counted: np.ndarray | bool = True) -> None:
-    """Takes a step of the environments; in lanes not `counted` [L] no game finishes."""
+    """Takes a step of the environments; games that end in lanes not `counted` [L] are discarded."""
     self._current = step
     self._stacked = stacked(step, self._config.env.frame_stack, self._stacked)
     self._score += np.where(step.first, 0.0, step.reward)  # a lost life does not end a game
     self._length += ~step.first
-    ended = np.flatnonzero((step.game_over | step.truncated) & counted)
-    self.finished = [Episode(float(self._score[i]), int(self._length[i])) for i in ended]
-    self._score[ended], self._length[ended] = 0, 0
+    over = step.game_over | step.truncated
+    finished = np.flatnonzero(over & counted)
+    self.finished = [Episode(float(self._score[i]), int(self._length[i])) for i in finished]
+    self._score[over], self._length[over] = 0, 0
 
   def close(self) -> None:
     self._env.close()
