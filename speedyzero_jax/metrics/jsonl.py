@@ -49,8 +49,8 @@ def last_row(path: pathlib.Path) -> dict[str, Any]:
 def drop_after(path: pathlib.Path, step: int) -> float:
   """Atomically removes damaged lines and lines of learner steps after `step`.
 
-  If the run's last line is removed, the last remaining one gets its time, so that the time is not
-  lost if nothing is written before the next restart. (If none remains, it is.)
+  If lines are removed, the last remaining one gets the run's last time, which would otherwise be
+  lost if the run stopped again before it writes a line. If no line remains, it is lost then.
 
   Returns:
     The run's elapsed seconds at its last line; 0 if the file is missing.

@@ -63,10 +63,11 @@ def create(config: Config, name: str) -> RunDir:
 
 
 def _check_name(path: Path) -> None:
-  """Raises ConfigError for a path below which Orbax would save unreadable checkpoints, or none."""
-  if re.search(r"[\[\\\udc80-\udcff]", os.path.realpath(path)):
+  """Raises ConfigError if Orbax, to which a path is a pattern, can't store checkpoints in it."""
+  real = os.path.realpath(path)
+  if re.search(r"[\[*?\\\udc80-\udcff]", real):
     raise ConfigError(
-      f"{os.path.realpath(path)!r} can't be a run folder: its path must be UTF-8 without [ and \\"
+      f"{real!r} can't be a run folder: its path must be UTF-8 without any of [ * ? \\"
     )
 
 

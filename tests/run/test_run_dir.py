@@ -65,7 +65,7 @@ def test_the_home_folder_can_be_abbreviated(tmp_path, monkeypatch):
     assert run.path == tmp_path / "mine"
 
 
-@pytest.mark.parametrize("name", ["lr[0.1]/run", "a\\b", "caf\udce9"])
+@pytest.mark.parametrize("name", ["lr[0.1]/run", "a*", "a?", "a\\b", "caf\udce9"])
 def test_folders_in_which_orbax_would_lose_checkpoints_are_refused(tmp_path, name):
   folder = tmp_path / name
   for use in (lambda: run_dir.create(config(folder), "x"), lambda: run_dir.open_existing(folder)):
